@@ -1,4 +1,4 @@
-"""What all tests share: caches of their own, and skipping GPU tests where there is no GPU."""
+"""Fixtures of all tests: separate caches, and skipping GPU tests where there is no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A front end and a GPU by hand, around the core: tests decide what happens when."""
+"""The core with a front end and a GPU driven by hand: tests decide what happens when."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ LIMITS = st.Limits(
 
 
 def profile(name: str = "m", segments: int = 3, batch: tuple[int, ...] = (1,), ns: float = 50e3, **more: Any) -> Any:
-    """A model whose segments take `ns` alone at batch 1, and half as much again for every doubling."""
+    """A model whose segments take `ns` alone at batch 1, and 1.5 times as long for every doubling of the batch."""
     sizes = {b: [SegmentProfile(ns * b**0.5, blocks=8 * b, kernels=4)] * segments for b in batch}
     return ModelProfile(name, sizes, **more)
 
 
 @dataclass
 class Bench:
-    """The core with models, a clock, and everything that came out of it."""
+    """The core with models, a clock, and a record of its outputs."""
 
     models: list[ModelProfile]
     policy: str | Policy = "srpt"
@@ -104,7 +104,7 @@ class Bench:
         tell(self.state, kind, model, **more)
 
     def step(self, ns: int = 0) -> list[int]:
-        """Let time pass and the core work; serials that completed."""
+        """Lets time pass and the core work; returns the serials of completed requests."""
         self.now += ns
         s = self.state
         step.step(s, self.now)
@@ -150,7 +150,7 @@ class Bench:
         return [lane for lane, words in self.launched.items() if words]
 
     def drain(self, lane: int) -> None:
-        """All blocks of the lane's newest segment are on the SMs."""
+        """Marks all blocks of the lane's newest segment as placed on the SMs."""
         self.started[lane, max(0, int(self.state.lane["issued"][lane]) - 1)] = 1
 
     def finish_segment(self, lane: int) -> None:
@@ -158,7 +158,7 @@ class Bench:
         ctypes.c_uint64.from_address(self.launched[lane].popleft()).value = 1
 
     def run_dry(self, limit: int = 5000) -> None:
-        """Let front ends and the GPU do all that is theirs until nothing is left."""
+        """Lets front ends and the GPU work until nothing is left."""
         for _ in range(limit):
             if not self.rows and not self.running and not self.unread and not self.unready:
                 self.step()

@@ -1,4 +1,4 @@
-"""Small models for the engine's tests: three Triton kernels, and what NumPy makes of the same inputs."""
+"""Small models for the engine's tests: three Triton kernels, and the same functions in NumPy."""
 
 from __future__ import annotations
 
@@ -137,7 +137,9 @@ def faulty_model(name: str = "faulty", **options: Any) -> Model:
 
 
 def lookup_model(name: str = "lookup", rows: int = 16, **options: Any) -> Model:
-    """Row `i` of a table, which is all `i`: without a check, as kernels are. Two kernels, so that it has segments."""
+    """Row `i` of a table whose rows are all `i`, without a bounds check, as is usual in kernels. It has two
+    segments.
+    """
 
     def fn(weights: Any, inputs: Any, outputs: Any) -> None:
         n = inputs["i"].shape[0]
@@ -151,7 +153,7 @@ def lookup_model(name: str = "lookup", rows: int = 16, **options: Any) -> Model:
 
 
 def lose_the_gpu_on_faults(monkeypatch: Any = None) -> None:
-    """From now on a fault is on the virtual GPU what it is on a real one: the end of the engine."""
+    """Makes a fault on the virtual GPU end the engine, as on a real GPU."""
 
     def isolate(self: Faults, k: int, size: int, lane: Any, program: Any, cause: Exception) -> None:
         raise cause
@@ -163,7 +165,7 @@ def lose_the_gpu_on_faults(monkeypatch: Any = None) -> None:
 
 
 def gpu_losing_model(name: str = "faulty") -> Model:
-    """For a configuration: a model that takes the GPU with it, as a fault does on a real one."""
+    """For a configuration: a model whose faults end the engine, as on a real GPU."""
     lose_the_gpu_on_faults()
     return faulty_model(name)
 

@@ -1,8 +1,8 @@
-"""A CUDA driver of a few dozen calls, in host memory: enough to run the engine's CUDA code where there is no GPU.
+"""A CUDA driver of a few dozen calls in host memory: enough to run the engine's CUDA code without a GPU.
 
-Streams run at once, captures become graphs, graphs run when launched; of kernels it knows `scale`. Handles, enums and
-parameter structures are cuda-bindings' own, so wrong types and counts are found here. What only a GPU can show (time,
-concurrency, the driver's own rules) is in test_gpu_engine.py.
+Streams execute at once, captures become graphs, and graphs run when launched; the only kernel it knows is `scale`.
+Handles, enums and parameter structures are cuda-bindings' own, so wrong types and counts are found here. Time,
+concurrency and the driver's own rules need a GPU: test_gpu_engine.py.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class Stream:
 
 
 class FakeCuda:
-    """`driver()` and `library()` in one. `fails` is what launches of graphs return; `silent` ones never complete.
+    """`driver()` and `library()` in one. `fails` is the result of graph launches; launches that are `silent` never
+    complete.
 
-    `by_kernel`: nodes name a CUkernel, as those that the runtime has launched; `windows` are green contexts, as lists
-    of the groups of SMs in each, `confined` counts the kernels that ran in each context, and `window_streams` has the
-    context of each of their streams. `at_home` counts graphs that ended in the window whose stream they were launched
-    on, `ended_inside` those of each number of nodes that ended in any window, and `launched` has every graph that was.
-    After so many, `sends`, no kernel can be sent to a window. `groups_only`: SMs that make up no group are not taken
-    into one.
+    `by_kernel`: nodes name a CUkernel, as after a launch by the runtime. `windows` are green contexts, as lists of the
+    groups of SMs in each; `confined` counts the kernels that ran in each context; `window_streams` maps each of their
+    streams to its context. `at_home` counts graphs that ended in the window of their stream; `ended_inside` counts, by
+    number of nodes, graphs that ended in any window; `launched` lists every launched graph. After `sends` kernels, none
+    can be sent to a window. `groups_only`: SMs outside a group are not accepted into a window.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class FakeCuda:
             ctypes.c_uint32.from_address(address + 8).value = 132
 
     def _runs(self, parameters: bytes, blocks: int) -> list[tuple[int, int]]:
-        """The blocks that run, as (first, how many). Where there is a flag they look at it, one by one."""
+        """The blocks that run, as (first, count). If there is a flag, each block reads it."""
         descriptor = _descriptor(parameters)
         if descriptor is None or not descriptor["flag"]:
             return [(int(descriptor["first"]) if descriptor is not None else 0, blocks)]
@@ -364,7 +364,7 @@ class FakeCuda:
         return _OK, real.CUdevResource()
 
     def cuDevSmResourceSplitByCount(self, groups, resource, flags, least):
-        """As on an H200: a group less than there might be, and the SMs that are left beside them."""
+        """As on an H200: one group fewer than possible, and the remaining SMs beside the groups."""
         made = [real.CUdevResource() for _ in range(groups)]
         rest = real.CUdevResource()
         for each, sms in (*((each, least) for each in made[:-1]), (rest, least + 4)):
@@ -496,7 +496,7 @@ class _Library:
 
 
 def _descriptor(parameters: bytes) -> Any:
-    """What `scale` is told beside its own parameters, if anything."""
+    """The descriptor that `scale` gets besides its own parameters, if any."""
     own = struct.calcsize("<QQfiQQ")
     found = np.frombuffer(parameters[own : own + DESCRIPTOR.itemsize], DESCRIPTOR)
     return found[0] if len(found) else None

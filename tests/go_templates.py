@@ -1,4 +1,4 @@
-"""Renders the few of Helm's constructs that our chart uses, and refuses all others: there is no Helm in the tests."""
+"""Renders the few Helm constructs that our chart uses, and refuses all others, since the tests have no Helm."""
 
 from __future__ import annotations
 

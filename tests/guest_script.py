@@ -1,4 +1,4 @@
-"""A script for `paellapy run`: it launches kernels on the virtual GPU again and again, and says how often on stdout."""
+"""A script for `paellapy run`: it launches kernels on the virtual GPU again and again, and prints their number."""
 
 import sys
 import time

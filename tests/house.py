@@ -1,4 +1,4 @@
-"""The house as the tests see it: its modules and rooms, who imports whom, and how large its functions are."""
+"""The structure of the code for the tests: modules and rooms, their imports, and the sizes of functions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Function:
 
 
 def sources(folder: str) -> Iterator[Path]:
-    """Python files of a top-level folder, by their real paths: paellapy/ also has links to the others."""
+    """Python files of a top-level folder by their real paths, since paellapy/ also links to the other folders."""
     for path in sorted((ROOT / folder).rglob("*.py")):
         if path == path.resolve() and "__pycache__" not in path.parts:
             yield path
@@ -35,7 +35,7 @@ def sources(folder: str) -> Iterator[Path]:
 
 @cache
 def modules() -> dict[str, Path]:
-    """Modules of the four packages by the name they are imported under."""
+    """Modules of the four packages, by import name."""
     found = {}
     for folder in LAYERS:
         for path in sources(folder):
@@ -52,7 +52,7 @@ def tree(path: Path) -> ast.Module:
 
 @cache
 def imports() -> dict[str, set[str]]:
-    """Which of our modules each module imports: in functions and for type checks too."""
+    """For each module, our modules that it imports, including imports in functions and for type checks."""
     found: dict[str, set[str]] = {}
     for name, path in modules().items():
         found[name] = set()
@@ -74,13 +74,13 @@ def layer(module: str) -> str:
 
 
 def room(module: str) -> str:
-    """The folder a module lies in; at the top of paellapy/ and serving/ every module is a room of its own."""
+    """The folder of a module; at the top of paellapy/ and serving/ every module is a room of its own."""
     path = modules()[module].relative_to(ROOT)
     return str(path) if len(path.parts) == 2 and path.parts[0] not in ROOMS else str(path.parent)
 
 
 def rooms() -> Graph:
-    """Which rooms each room imports."""
+    """For each room, the rooms that it imports."""
     found: dict[str, set[str]] = {}
     for name, others in imports().items():
         found.setdefault(room(name), set()).update(room(other) for other in others)
@@ -88,7 +88,7 @@ def rooms() -> Graph:
 
 
 def circles(graph: Graph) -> list[frozenset[str]]:
-    """Groups that reach each other: the strongly connected components of two and more (Tarjan)."""
+    """Groups of rooms that import each other: strongly connected components of two or more (Tarjan)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     path: list[str] = []
@@ -138,7 +138,7 @@ def _functions(tree: ast.AST, prefix: str) -> Iterator[Function]:
 
 
 def loaded_twice() -> list[tuple[str, ...]]:
-    """Names in this process that stand for the same file of ours: `scheduler.x` and `paellapy.scheduler.x`."""
+    """Names in this process that refer to the same file: `scheduler.x` and `paellapy.scheduler.x`."""
     names: dict[Path, list[str]] = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)

@@ -1,4 +1,4 @@
-"""The core's bench with weights that come and go: a mover and a link by hand, which check every order."""
+"""The core's bench with weights that move: a mover and a link driven by hand, which check every order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHUNK = 1000  # bytes
 
 
 class MovingBench(Bench):
-    """`resident` says how each model is kept. All begin on the host."""
+    """`resident` gives each model's setting. All weights begin on the host."""
 
     def __init__(self, models: list[Any], budget: int, resident: Any = (), policy: Any = "srpt", **more: Any) -> None:
         self.budget, self.keep = budget, list(resident) or [codes.AUTO] * len(models)
@@ -98,7 +98,7 @@ class MovingBench(Bench):
         return int(self.state.weights["stage"][m])
 
     def settle(self, limit: int = 3000) -> None:
-        """Until nothing waits, runs or moves."""
+        """Runs until nothing waits, runs or moves."""
         for _ in range(limit):
             moving = self.state.residency["coming"][0] + self.state.residency["leaving"][0]
             if not self.rows and not self.running and not moving and not self.state.residency["look"][0]:

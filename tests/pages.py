@@ -1,4 +1,4 @@
-"""The pages people read, and the snippets on them."""
+"""The documentation's pages, and the snippets on them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GENERATED = ("api", "cli.md", "http.md", "metrics.md")
 
 
 def pages() -> list[Path]:
-    """README.md and the pages of the site, but for those that are generated."""
+    """README.md and the pages of the site, except generated ones."""
     inside = [path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts]
     return [ROOT / "README.md", *sorted(p for p in inside if not ({p.parent.name, p.name} & set(GENERATED)))]
 

@@ -1,4 +1,4 @@
-"""A client of plain sockets: it sends any bytes, and reads answers one after the other."""
+"""A client on plain sockets: it sends any bytes, and reads one answer after another."""
 
 from __future__ import annotations
 

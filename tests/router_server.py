@@ -1,4 +1,4 @@
-"""A router in a thread of the tests' process, in front of servers that run there too or elsewhere."""
+"""A router in a thread of the tests' process, in front of servers in this or another process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RunningRouter:
         self.do(self.router.set_members, [Member(name, url) for name, url in urls.items()])
 
     def wait_until(self, condition: Any) -> None:
-        """Polls; the test's own timeout is the end of it."""
+        """Polls until the condition holds; the test's own timeout limits it."""
         pause = threading.Event()
         while not condition():
             pause.wait(0.01)
@@ -80,7 +80,7 @@ def check(answer, x=X, factor=2.0):
 
 @contextlib.contextmanager
 def asking(router, clients=4, headers=None):
-    """Clients that ask all the time and check every answer; (status, engine) of each."""
+    """Clients that ask all the time and check every answer; yields (status, engine) of each."""
     answers, stop = [], threading.Event()
 
     def client(k):

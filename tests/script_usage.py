@@ -1,6 +1,6 @@
-"""Asks every benchmark script for its usage, in one process: each would import the same libraries again.
+"""Prints the usage of every benchmark script, in one process, since each would import the same libraries again.
 
-python tests/script_usage.py FOLDER prints {script: what it said, or how it failed} as JSON.
+python tests/script_usage.py FOLDER prints {script: its output, or its failure} as JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def usage(script: Path) -> str:
-    """Of a script without options: "imported"."""
+    """Output of `--help`; "imported" for a script without options."""
     said = io.StringIO()
     takes_options = "parse_args(" in script.read_text()
     sys.argv = [str(script), "--help"]

@@ -1,4 +1,4 @@
-"""Models that servers in processes of their own make: a configuration, or a command, names these functions."""
+"""Models for servers in separate processes: a configuration or a command names these functions."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SMALL = ("BOOL", "UINT8", "UINT16", "INT8", "INT16", "FP16", "BF16")
 
 
 def pair() -> list[Model]:
-    """Twice x; and x itself, but after many kernels, one request at a time."""
+    """A model that doubles x; and one that returns x after many kernels, one request at a time."""
     return [scale_model(batch=(1, 4)), scale_model("long", factor=1.0, steps=300, batch=(1,), lanes=1)]
 
 
 def losing_the_gpu() -> list[Model]:
-    """A fault is the end of the engine, as on a real GPU."""
+    """A model whose fault ends the engine, as on a real GPU."""
     lose_the_gpu_on_faults()
     return [lookup_model(batch=(1, 4)), scale_model(batch=(1,))]
 
@@ -50,12 +50,12 @@ def broken() -> Model:
 
 
 def crashing() -> Model:
-    """Kills its process while a file says so."""
+    """Kills its process while a file tells it to."""
     if Path(os.environ["PAELLAPY_TEST_CRASH"]).exists():
         os.kill(os.getpid(), signal.SIGKILL)
     return scale_model(batch=(1,))
 
 
 def endless() -> None:
-    """Takes as long as a first start that compiles, and longer."""
+    """Loads longer than any first start that compiles."""
     threading.Event().wait()

@@ -1,4 +1,4 @@
-"""A server with workers, in processes of its own: to be asked, killed and watched. Also the program they run."""
+"""A server with workers, in separate processes, for tests that ask, kill and watch it. Also the program they run."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Processes:
         self.port = int(self.address.rpartition(":")[2])
 
     def lines(self) -> list[dict[str, Any]]:
-        """What was logged so far."""
+        """The log lines so far."""
         return [json.loads(line) for line in self._log.read_text().splitlines() if line.startswith("{")]
 
     def said(self) -> str:
         return self._log.read_text()
 
     def pids(self, name: str) -> list[int]:
-        """Of the processes that have that name: engine, work1, work2."""
+        """Ids of the processes with that name: engine, work1, work2."""
         found = []
         for pid in children(self.process.pid):
             with contextlib.suppress(OSError):
@@ -49,7 +49,7 @@ class Processes:
         return pid
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Polls; the test's own timeout is the end of it."""
+        """Polls until the condition holds; the test's own timeout limits it."""
         pause = threading.Event()
         while not condition():
             assert self.process.poll() is None, self.said()
@@ -65,7 +65,7 @@ def children(pid: int) -> list[int]:
 
 @contextlib.contextmanager
 def processes(models: str, workers: int = 2, **options: Any) -> Iterator[Processes]:
-    """Serves what the function `module:name` returns, or a configuration file; killed at the end if it still runs."""
+    """Serves the models of the function `module:name`, or a configuration file; killed at the end if it still runs."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         command = [sys.executable, __file__, models, str(workers), json.dumps(options)]
@@ -85,7 +85,7 @@ def processes(models: str, workers: int = 2, **options: Any) -> Iterator[Process
 
 
 def wait_for_end(pids: list[int]) -> None:
-    """Their parent is dead: they end by themselves."""
+    """Waits until they end by themselves, since their parent is dead."""
     while any(Path(f"/proc/{pid}").exists() and not _is_zombie(pid) for pid in pids):
         time.sleep(0.02)
 

@@ -32,7 +32,7 @@ DEVICE = "virtual:h200"
 
 
 class Running:
-    """A server that listens: `url`, `address`, and a way to do something in its loop."""
+    """A server that listens: `url`, `address`, and a way to run code in its loop."""
 
     def __init__(self, server: Server, loop: asyncio.AbstractEventLoop) -> None:
         self.server, self.loop, self.url = server, loop, server.url
@@ -44,11 +44,11 @@ class Running:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
 
     def connections(self) -> int:
-        """Open ones."""
+        """Number of open connections."""
         return len(self.server._runner.server.connections)
 
     def hold(self, model: str) -> Slot:
-        """A slot in a lane of the model, which waits for it. Right after an answer the lane is not free yet."""
+        """Reserves a slot of the model, so that its lane waits. Right after an answer the lane may not be free yet."""
         while True:
             slot = self.engine.reserve(model)
             if slot._place is not None:
@@ -56,7 +56,7 @@ class Running:
             slot.cancel()
 
     def wait_until(self, condition: Any) -> None:
-        """Polls; the test's own timeout is the end of it."""
+        """Polls until the condition holds; the test's own timeout limits it."""
         pause = threading.Event()
         while not condition():
             pause.wait(0.01)
@@ -73,7 +73,7 @@ def running(
     load: bool = True,
     **options: Any,
 ) -> Iterator[Running]:
-    """A server on a free port of 127.0.0.1, with everything loaded, stopped at the end."""
+    """A server on a free port of 127.0.0.1, with all models loaded, stopped at the end."""
     with Engine(DEVICE, policy, limits=limits) as engine:
         registry = Registry(engine, [m if isinstance(m, Entry) else entry_of(m) for m in models])
         settings = ServerConfig(**{"port": 0, "grace_s": 0.0, "drain_s": 10.0, **options})
@@ -103,7 +103,7 @@ def copy(x, out, n, B: tl.constexpr):
 
 
 def echo_model(name: str, dtypes: Iterable[str], shape: tuple[int, ...] = (4,), **options: Any) -> Model:
-    """Gives back what it gets: one tensor of each datatype."""
+    """Returns its inputs: one tensor of each datatype."""
     specs = {each.lower(): TensorSpec(shape, DTYPES[each]) for each in dtypes}
 
     def fn(weights: Any, inputs: Any, outputs: Any) -> None:
@@ -115,7 +115,7 @@ def echo_model(name: str, dtypes: Iterable[str], shape: tuple[int, ...] = (4,), 
 
 
 def mixed_model() -> Model:
-    """For a server's configuration: one input of each kind of datatype."""
+    """For a server's configuration: a model with one input of each kind of datatype."""
     return echo_model("mixed", ["FP32", "FP16", "BF16", "INT8", "UINT64", "BOOL"], batch=(1, 4))
 
 
@@ -129,7 +129,8 @@ def infer_body(name: str, array: np.ndarray, datatype: str = "FP32", **more: Any
 
 @contextlib.contextmanager
 def serving(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """`paellapy serve …` in a process of its own, which finds the tests' models; killed if the test has not stopped it.
+    """Runs `paellapy serve …` in a separate process, which finds the tests' models; killed if the test has not stopped
+    it.
     """
     command = [sys.executable, "-c", "from paellapy.cli import main; main()", "serve", *arguments]
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -152,7 +153,7 @@ def read_until(stream: Any, text: str) -> str:
 
 
 def ask(server, method, path, body=None, headers=None):
-    """Status, headers and content of one request on a connection of its own."""
+    """Status, headers and content of one request on a new connection."""
     connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
     with contextlib.closing(connection):
         connection.request(method, path, body, headers or {})

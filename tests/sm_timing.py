@@ -1,4 +1,4 @@
-"""A part, and times for it that make the SM model's results easy to work out."""
+"""A GPU part with simple timings, so that the SM model's results are easy to calculate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A device that launches nothing and remembers everything, for tests of what happens before a launch."""
+"""A device that launches nothing and records everything, for tests of the steps before a launch."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class StandInStream(Stream):
 
 @dataclass(eq=False, repr=False)
 class StandInDevice(Device):
-    """Made by `StandInDevice.make()`: the class itself opens devices by name."""
+    """Made by `StandInDevice.make()`, since the class itself opens devices by name."""
 
     launches: list[Launch] = field(default_factory=list)
     lines: Records = field(default_factory=lambda: np.zeros(2, SM_LINE))

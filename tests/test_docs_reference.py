@@ -90,7 +90,7 @@ def test_every_extra_that_is_named_exists() -> None:
 
 
 def keys(value: Any, at: str = "") -> set[str]:
-    """The names in a JSON value, each with the names above it."""
+    """The names in a JSON value, each with its parents' names."""
     if isinstance(value, dict):
         return {f"{at}.{name}" for name in value}.union(*(keys(v, f"{at}.{name}") for name, v in value.items()))
     return set().union(*(keys(each, f"{at}[]") for each in value)) if isinstance(value, list) else set()
@@ -115,7 +115,7 @@ def test_every_address_of_the_server_is_on_the_page() -> None:
 
 
 def helps(group: Any) -> list[str]:
-    """Every text of help of a command, its arguments and options, and of the commands below it."""
+    """All help texts of a command, its arguments, options and sub-commands."""
     found = [group.help or "", *(getattr(each, "help", None) or "" for each in group.params)]
     return found + [text for each in getattr(group, "commands", {}).values() for text in helps(each)]
 

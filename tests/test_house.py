@@ -73,7 +73,7 @@ BARE = re.compile(
 
 
 def texts() -> list[Path]:
-    """Every text of ours that may hold an import."""
+    """All our texts that may hold an import."""
     found: list[Path] = []
     for folder in (*house.LAYERS, "tests", "benchmarks", "docs", "notebooks", "."):
         pattern = "*" if folder == "." else "**/*"

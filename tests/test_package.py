@@ -20,7 +20,7 @@ OURS = ("instrument", "scheduler", "serving")
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The repository as a clone has it, so that building leaves nothing in this one."""
+    """A clone of the repository, so that building leaves nothing in the original."""
     folder = tmp_path_factory.mktemp("source")
     files = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, check=True
@@ -71,13 +71,15 @@ def test_a_source_distribution_holds_one_package(source: Path, tmp_path: Path) -
 
 
 def without_path() -> dict[str, str]:
-    """This environment without PYTHONPATH: pip would take a repository there for an installed package."""
+    """This environment without PYTHONPATH, on which pip would take a repository for an installed package."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 @pytest.fixture(scope="module")
 def fresh(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fresh environment with the wheel, as pip installs it. Dependencies are this one's; `make dist` fetches them."""
+    """A fresh environment with the wheel, installed by pip. Dependencies are this environment's; `make dist` fetches
+    them.
+    """
     folder = tmp_path_factory.mktemp("fresh")
     venv.create(folder, with_pip=False)
     pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--quiet"]

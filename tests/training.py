@@ -1,4 +1,4 @@
-"""Small training jobs for tests: a net with dropout and normalisation, its optimizer, its data, its plain loop."""
+"""Small training jobs for tests: a network with dropout and normalisation, its optimizer, its data, its plain loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ F = torch.nn.functional
 
 
 def trainee(device: str = "cpu", width: int = 16, kind: str = "adam", dropout: float = 0.1) -> SimpleNamespace:
-    """A net that learns the sum of its inputs, and the step that teaches it."""
+    """A network that learns the sum of its inputs, and its training step."""
     torch.manual_seed(1)
     layers: list[Any] = [torch.nn.Linear(8, width), torch.nn.ReLU(), torch.nn.BatchNorm1d(width)]
     if dropout:
@@ -46,7 +46,7 @@ def batches(n: int, size: int = 32) -> Iterator[tuple[Any, Any]]:
 
 
 def plain_losses(n: int, device: str = "cpu", kind: str = "adam") -> list[float]:
-    """What the loop gives that everybody writes."""
+    """Losses of a plain training loop."""
     made = trainee(device, kind=kind)
     found = []
     for x, y in batches(n):
@@ -58,7 +58,7 @@ def plain_losses(n: int, device: str = "cpu", kind: str = "adam") -> list[float]
 def losses_now_and_then(
     engine: Any, n: int, every: int, device: str = "cpu", dropout: float = 0.1
 ) -> tuple[list[float], list[float]]:
-    """Of a plain loop and of a job that is looked at after some steps only: the steps between follow each other."""
+    """Losses of a plain loop and of a job that is read only after some steps: the steps between follow each other."""
     made = trainee(device, kind="sgd", dropout=dropout)
     plain = [float(made.step(x.to(device), y.to(device)).detach()) for x, y in batches(n)]
     made, found = trainee(device, kind="sgd", dropout=dropout), []
@@ -72,7 +72,7 @@ def losses_now_and_then(
 
 
 def job_losses(engine: Any, n: int, device: str = "cpu", kind: str = "adam") -> list[float]:
-    """The same as a background job."""
+    """Losses of the same training as a background job."""
     made = trainee(device, kind=kind)
     found: list[float] = []
 

@@ -1,4 +1,4 @@
-"""Small traces whose pictures can be worked out by hand."""
+"""Small traces whose pictures can be calculated by hand."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ schedules = st.lists(_rows, max_size=25).map(make)
 
 
 def many(n: int, n_sm: int = 132, per_sm: int = 8) -> Trace:
-    """Three kernels one after the other, every SM full all the time."""
+    """Three kernels one after another, with every SM always full."""
     slots = n_sm * per_sm
     rounds = -(-n // slots)
     duration = np.zeros(rounds * slots, np.int64)
@@ -65,7 +65,7 @@ def many(n: int, n_sm: int = 132, per_sm: int = 8) -> Trace:
 
 
 def engine_trace(policy: str = "paella") -> EngineTrace:
-    """Two requests of `bert` in one batch of two segments, one of them late, one of `resnet` never launched."""
+    """Two requests of `bert` in one batch of two segments, one of them late; one request of `resnet` never launched."""
     trace = make(MIX)
     found = EngineTrace(trace.blocks, trace.launches, trace.kernels, TOY)
     jobs = [

@@ -12,7 +12,7 @@ from paellapy.cluster.lifecycle import RAY_SETTINGS
 
 @pytest.fixture(scope="session")
 def nodes():
-    """The first start may fail while an agent comes up. Nodes without CPUs start no workers in advance."""
+    """Three nodes. The first start may fail while an agent comes up. Nodes without CPUs start no workers in advance."""
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 

@@ -1,4 +1,4 @@
-"""An engine's actor, without Ray: its server is replaced by the standby, which has done what takes time."""
+"""An engine's actor, without Ray: a standby, which has done the slow part of a start, replaces its server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytest.importorskip("ray")
 
 
 def until(condition):
-    """Polls; the test's own timeout is the end of it."""
+    """Polls until the condition holds; the test's own timeout limits it."""
     while not condition():
         time.sleep(0.05)
 

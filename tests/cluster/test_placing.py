@@ -1,4 +1,6 @@
-"""Models that move: loaded at their new place before they leave the old one, and no more often than the load asks."""
+"""Models that move: loaded at their new place before they leave the old one, and no more often than the load
+requires.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def cluster(models, folder="", key=None, **settings):
 
 @contextlib.contextmanager
 def engine(*loaded, **options):
-    """Has both models, and some of them loaded."""
+    """An engine that knows both models and has some of them loaded."""
     entries = [entry_of(scale_model(name, batch=(1,))) for name in ("scale", "other")]
     for each in entries:
         each.wanted = each.name in loaded
@@ -78,7 +80,7 @@ def test_nothing_is_unloaded_before_all_is_where_it_is_wanted():
 
 
 class Loads:
-    """A cluster as a controller sees it: requests counted by its routers, a clock, and where models are."""
+    """A cluster as a controller sees it: requests counted by its routers, a clock, and the models' places."""
 
     def __init__(self, folder, engines):
         heavy = [SegmentProfile(400e3)]
@@ -92,7 +94,7 @@ class Loads:
         self.placed = dict(engines)
 
     def pass_time(self, seconds, **rates):
-        """Another placement, or None."""
+        """Advances the clock; returns another placement, or None."""
         self.now += seconds
         for name, rate in rates.items():
             self.counts[name] += int(rate * seconds)

@@ -72,8 +72,10 @@ def served(tmp_path, text=CONFIG):
 
 @contextlib.contextmanager
 def asking(door):
-    """Clients that ask all the time; the last marks its requests X-At-Most-Once. A broken connection, to a router, is
-    theirs to try again; an error is not, but that a marked request is not sent again.
+    """Clients that ask all the time; the last marks its requests X-At-Most-Once.
+
+    A client may retry after a broken connection to a router. An error is a failure, unless it says that a marked
+    request is not sent again.
     """
     answers, wrong, stop = [], [], threading.Event()
 
@@ -106,7 +108,7 @@ def asking(door):
 
 
 def until(condition):
-    """Polls; the test's own timeout is the end of it."""
+    """Polls until the condition holds; the test's own timeout limits it."""
     while not condition():
         time.sleep(0.05)
 
@@ -121,7 +123,7 @@ def ready(door):
 
 
 def engines_of(number):
-    """What the controller knows of each, once it knows all."""
+    """The controller's facts about each engine, once it knows all."""
     until(lambda: len(found := lifecycle.status()["engines"]) == number and all(found.values()))
     return lifecycle.status()["engines"]
 
@@ -131,7 +133,7 @@ def test_a_cluster_survives_what_is_killed_and_follows_its_scale(nodes, tmp_path
     with served(tmp_path) as door, asking(door) as answers:
 
         def others_answer(*names):
-            """Nobody waits for what is gone."""
+            """Checks that no client waits for the engines that are gone."""
             gone_at = time.monotonic()
             until(lambda: sum(at > gone_at + 1.0 and name not in names for at, name in answers) > 20)
 
@@ -194,7 +196,7 @@ def test_a_cluster_survives_what_is_killed_and_follows_its_scale(nodes, tmp_path
 
 
 def servers(folder):
-    """Processes of engines of a cluster whose file is there."""
+    """Engine processes of the cluster whose file is in this folder."""
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
             if f'"folder":"{folder}"'.encode() in file.read():

@@ -1,4 +1,4 @@
-"""Ray Serve around engines: replicas answer, and its router prefers who would finish first."""
+"""Ray Serve around engines: replicas answer, and its router prefers the replica that would finish first."""
 
 from __future__ import annotations
 

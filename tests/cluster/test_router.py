@@ -1,4 +1,4 @@
-"""The front door: the same protocol in front of several engines, whichever comes, refuses, ends or is silent."""
+"""The front door: one protocol in front of several engines that come, refuse, end or fall silent."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_refusal_goes_to_the_next_engine(engines, router):
 
 
 def _refuse_all(engine):
-    """Its model has as many requests in flight as are allowed."""
+    """Makes admission refuse everything: as many requests are in flight as are allowed."""
     ask(engine, "POST", INFER, body(parameters={"timeout": 60_000_000}))
     allowance = engine.service.admission.allowances["scale"]
     allowance.in_flight += 10_000_000

@@ -1,4 +1,4 @@
-"""Routers as processes: several on one port, and one that is killed is not missed."""
+"""Routers as processes: several share a port, and killing one loses no request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a corpus entry is: a kernel, and a way to make one concrete launch of it with the answer it must give."""
+"""Entries of the corpus: a kernel, and a way to make one concrete launch of it with its expected answer."""
 
 from __future__ import annotations
 
@@ -91,12 +91,12 @@ class CudaCase:
 
 
 def options(**given: int) -> dict[str, int]:
-    """Compiler options of a call. Fusion is always asked for: Triton 3.9 warns where it has to choose itself."""
+    """Compiler options of a call. Fusion is always requested: Triton 3.9 warns where it has to choose itself."""
     return {"enable_fp_fusion": True, **given}
 
 
 def poisoned(shape: int | tuple[int, ...], dtype: Any) -> Array:
-    """An output nobody has written yet: NaN, or a bit pattern that no kernel of the corpus computes."""
+    """An unwritten output: NaN, or a bit pattern that no kernel of the corpus computes."""
     dtype = np.dtype(dtype)
     if dtype.kind in "iub":
         return np.frombuffer(b"\xa5" * (int(np.prod(shape)) * dtype.itemsize), dtype).reshape(shape).copy()
@@ -136,7 +136,7 @@ def relative_error(out: Array, reference: Array) -> float:
 
 
 def ast_source(kernel: Any, call: Call) -> Any:
-    """What `triton.compile` takes: pointers aligned to 16 bytes, integers marked where 16 divides them."""
+    """The source for `triton.compile`: pointers aligned to 16 bytes, integers marked if divisible by 16."""
     from triton.compiler import ASTSource
 
     signature: dict[str, Any] = {}

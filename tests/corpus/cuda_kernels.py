@@ -1,4 +1,4 @@
-"""CUDA C kernels by what they use: shared memory, templates, calls, shapes, atomics, shuffles."""
+"""CUDA C kernels, by the feature they use: shared memory, templates, calls, shapes, atomics, shuffles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CUDA C kernels by what they ask of a launch: bounds, clusters, and parameters of every kind, or none."""
+"""CUDA C kernels, by their needs at launch: bounds, clusters, and parameters of every kind, or none."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def inline_asm(x, out, n, BLOCK: tl.constexpr):
 
 
 def philox(seed: int, offset: Array) -> Array:
-    """First word of Philox-4x32-10 at counter (offset, 0, 0, 0): what `tl.randint` gives."""
+    """First word of Philox-4x32-10 at counter (offset, 0, 0, 0), as `tl.randint` returns it."""
     c0, c1, c2, c3 = offset.astype(np.uint64), *(np.zeros(offset.shape, np.uint64) for _ in range(3))
     k0, k1 = seed & 0xFFFFFFFF, seed >> 32
     low, half = np.uint64(0xFFFFFFFF), np.uint64(32)

@@ -178,7 +178,9 @@ def make_tiled(
     rng: np.random.Generator, scale: float, *, dtype: Any = np.float16, tile: tuple[int, int, int] = (32, 32, 32),
     transposed: bool = False, **compiler: int,
 ) -> Call:  # fmt: skip
-    """A product on a 2-D grid of tiles. Tensor descriptors want row strides of whole 16 bytes: N and K are such."""
+    """A product on a 2-D grid of tiles. Tensor descriptors need row strides divisible by 16 bytes, so N and K give
+    such.
+    """
     side = scale**0.5
     m, n, k = scaled(101, side), 16 * scaled(5, side), 72
     a, b = _operands(rng, m, n, k, dtype)

@@ -1,4 +1,4 @@
-"""The kit for Kubernetes: manifests that its schemas take, queries that Prometheus parses, metrics that there are."""
+"""The kit for Kubernetes: its manifests are valid, Prometheus parses its queries, and the metrics they read exist."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def queries():
 
 @pytest.fixture(scope="module")
 def metrics():
-    """Names of the metrics that a cluster has."""
+    """Names of all metrics of a cluster."""
     with running([scale_model(batch=(1, 4))]) as engine, routing({"e": engine.url}) as router:
         router.wait_until(lambda: router.router.ready)
         ask(router, "POST", INFER, body())
@@ -169,7 +169,7 @@ def metrics():
 
 
 def selected(expression):
-    """Metrics that a query reads; ValueError where it is none."""
+    """Metrics that a query reads; ValueError if it is not a query."""
     promql_parser.parse(expression)
     return set(re.findall(r"\bpaellapy_\w+", expression))
 

@@ -12,7 +12,7 @@ from paellapy.instrument import queues
 
 
 def in_process(code: str, **env: str) -> str:
-    """What it prints. In a process of its own: the number is for a whole process."""
+    """Output of code in a fresh process, since the number is set for a whole process."""
     whole = {k: v for k, v in os.environ.items() if k != queues.VARIABLE} | env
     done = subprocess.run([sys.executable, "-c", code], env=whole, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

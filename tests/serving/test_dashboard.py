@@ -42,7 +42,7 @@ def ask(server, method, path, body=None, headers=None):
 
 
 class Viewer:
-    """Somebody who looks: reads events as they come."""
+    """A viewer of the dashboard: reads events as they come."""
 
     def __init__(self, server, path="/dashboard/events", headers=None):
         self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)

@@ -61,7 +61,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def impatient():
-    """Patient enough for a client that is not slow on purpose, also on a busy machine."""
+    """A server with short limits that a normal client still meets, even on a busy machine."""
     with running([scale_model(batch=(1, 4))], header_timeout_s=2.0, body_timeout_s=2.0) as found:
         yield found
 

@@ -1,7 +1,7 @@
 """Thousands of generated requests against a server process: none breaks it, hangs it, or leaves anything behind.
 
-Over real sockets: from our own OpenAPI document (schemathesis), binary bodies that lie about themselves, and bytes that
-are hardly HTTP. After each kind the server still answers right, and has grown in nothing.
+They use real sockets: requests from our own OpenAPI document (schemathesis), binary bodies with false lengths, and
+bytes that are hardly HTTP. After each kind the server still answers correctly and holds no more resources.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ MORE = {"deadline": None, "database": None, "suppress_health_check": list(Health
 
 
 class Target:
-    """The server, and what it says of itself."""
+    """The server, and its own metrics."""
 
     def __init__(self, url):
         self.url, self.port = url, int(url.rpartition(":")[2])
@@ -62,7 +62,7 @@ class Target:
         self._connection = None
 
     def ask(self, method, path, body=None, headers=None):
-        """Status and body, over one connection for as long as the server keeps it."""
+        """Status and body, over one connection as long as the server keeps it."""
         self.asked += 1
         for attempt in (0, 1):
             if self._connection is None:
@@ -87,9 +87,9 @@ class Target:
             self._connection = None
 
     def raw(self, requests):
-        """What comes back for each of some bytes, sent all at once on connections of their own.
+        """The answers to several byte strings, each sent on its own connection, all at once.
 
-        Those the server waits on for more are told that there is nothing more; then it must hang up.
+        If the server waits for more bytes, the sending side is closed; then the server must close the connection.
         """
         self.asked += len(requests)
         found = {}
@@ -170,7 +170,7 @@ def target(tmp_path_factory):
 
 
 def binary(arrays, sizes=None, **more):
-    """A request with binary tensors: its JSON, and what follows."""
+    """A request with binary tensors: its JSON, and the bytes that follow."""
     tensors, tail = [], b""
     for key, array in arrays.items():
         raw = array.tobytes()
@@ -240,7 +240,7 @@ JUNK = some.none() | some.booleans() | some.integers(-(2**70), 2**70) | some.tex
 
 @some.composite
 def lying_requests(draw):
-    """A right binary request, with up to three lies in it; and the bytes of its tensors at random."""
+    """A valid binary request with up to three false facts, and random bytes in its tensors."""
     tensors, tail = [], b""
     for key, array in ARRAYS.items():
         raw = draw(some.binary(min_size=array.nbytes, max_size=array.nbytes))  # NaN and infinities too
@@ -303,7 +303,7 @@ LIES = ("size", "shape", "datatype", "name", "data", "missing", "fewer", "parame
 
 
 def check_same(found, sent):
-    """Bit for bit, but for what a bool is to the model, and which NaN it is that comes back in 16 bits."""
+    """Compares bit for bit, except for the model's bools and for the kind of NaN in 16-bit floats."""
     at = 0
     for key, array in ARRAYS.items():
         a, b = (np.frombuffer(each[at : at + array.nbytes], array.dtype) for each in (found, sent))

@@ -416,7 +416,7 @@ def test_a_full_queue_is_a_503():
 def test_a_value_outside_its_range_is_a_400_on_both_ways():
     indices = {"i": TensorSpec((1,), np.int64, low=0, high=15)}
     with running([lookup_model(batch=(1, 4), inputs=indices)]) as server:
-        for more in ({}, {"Connection": "close"}):  # the short way, and aiohttp's
+        for more in ({}, {"Connection": "close"}):  # the fast path, and aiohttp's
             for value, status in ((15, 200), (16, 400), (15, 200), (-1, 400)):
                 body = json.dumps(infer_body("i", np.array([[value]]), "INT64")).encode()
                 found, _, content = ask(server, "POST", "/v2/models/lookup/infer", body, more)

@@ -42,7 +42,7 @@ def open_server():
 
 @pytest.fixture
 def unpacked(monkeypatch):
-    """Lengths of what was unpacked, and in which thread."""
+    """Lengths of decompressed bodies, and the threads that decompressed them."""
     found, unpack = [], codings.unpack
 
     def noted(body, *more):
@@ -115,7 +115,7 @@ def test_a_ratio_beyond_all_data_is_refused_though_the_size_is_allowed():
 # -- JSON
 
 
-@pytest.mark.parametrize("more", ["", "traceparent: none\r\n"])  # the short way, and aiohttp's
+@pytest.mark.parametrize("more", ["", "traceparent: none\r\n"])  # the fast path, and aiohttp's
 def test_a_body_is_no_longer_than_the_largest_request_of_its_model(open_server, more):
     most = largest_request(open_server.engine.models["scale"])
     assert most < open_server.service.max_body_bytes
@@ -140,7 +140,7 @@ def test_the_largest_request_of_a_model_is_within_its_bound():
 
 
 def wide_request(more=""):
-    """256 KiB there, and 256 KiB back."""
+    """A request of 256 KiB with an answer of 256 KiB."""
     x = np.ones((1, 1 << 16), np.float32)
     tensor = {"name": "x", "shape": list(x.shape), "datatype": "FP32", "parameters": {"binary_data_size": x.nbytes}}
     header = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
@@ -149,10 +149,10 @@ def wide_request(more=""):
     return "\r\n".join(lines).encode() + header + x.tobytes()
 
 
-@pytest.mark.parametrize("more", ["", "traceparent: none"])  # the short way, and aiohttp's
+@pytest.mark.parametrize("more", ["", "traceparent: none"])  # the fast path, and aiohttp's
 def test_a_client_that_never_reads_is_let_go(open_server, more):
     def ask_on(connection):
-        """Until the answers fill all buffers, and for as long as somebody listens."""
+        """Sends requests until the answers fill all buffers, or the connection ends."""
         while True:
             connection.sendall(wide_request(more))
 
@@ -241,7 +241,7 @@ def test_whoever_waits_to_be_accepted_when_the_server_stops_is_answered():
 
 @pytest.fixture
 def logged():
-    """What a server with an access log writes, as JSON."""
+    """The JSON log of a server with an access log."""
     text, before = io.StringIO(), (log.handlers[:], log.propagate, log.level)
     configure("json")
     log.handlers[0].setStream(text)

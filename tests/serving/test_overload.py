@@ -59,7 +59,7 @@ def test_under_overload_every_answer_is_right_or_a_refusal(tmp_path, workers):
                     refused.append(found["error"])
 
     async def ask_one(session, url, k):
-        """As long as it takes: alone, it is let in."""
+        """Asks until it is admitted, which it is once it is alone."""
         body = infer_body("image", IMAGES[k : k + 1], outputs=[{"name": "scores", "parameters": {"classification": 1}}])
         while True:
             async with session.post(f"{url}/v2/models/cnn/infer", json=body) as answer:

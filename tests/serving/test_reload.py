@@ -68,7 +68,7 @@ def pids(parent, name):
 
 
 def listening(process):
-    """Where, once everything is loaded."""
+    """The server's address, once everything is loaded."""
     lines = read_until(process.stderr, '"message":"loaded"').splitlines()
     return next(json.loads(each)["url"] for each in lines if '"listening"' in each)
 

@@ -71,7 +71,7 @@ def test_a_stop_signal_under_load_loses_no_accepted_request(tmp_path):
     outcomes = {"answered": 0, "closed": 0, "refused": 0}
 
     async def client(url, k, stopping):
-        """Asks again and again on one connection until the server says it is the last answer."""
+        """Sends requests on one connection until the server announces its last answer."""
         body = json.dumps(infer_body("image", IMAGES[k : k + 1])).encode()
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1)) as session:
             while True:

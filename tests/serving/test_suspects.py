@@ -18,7 +18,7 @@ def inputs(*values):
 
 
 def seen(suspects, value, others):
-    """Whether a request that was on the GPU with this number of others is told that it was its fault."""
+    """Whether a request that was on the GPU with this number of others is blamed."""
     error = SuspectError("lost", digest_of("lookup", {"i": np.array([value])}), others)
     return isinstance(suspects.judge(error, "lookup"), RequestFailedError)
 

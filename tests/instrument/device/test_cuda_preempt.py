@@ -41,7 +41,7 @@ HEAD = """
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Runs code in a fresh process with the fake driver; what one compiles the next finds."""
+    """Runs code in a fresh process with the fake driver; compiled code is cached for the next run."""
     cache = tmp_path_factory.mktemp("cache")
 
     def in_process(code: str) -> None:

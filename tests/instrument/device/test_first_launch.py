@@ -32,7 +32,7 @@ def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def assembled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """PTX as it is assembled."""
+    """PTX texts that were assembled."""
     seen: list[str] = []
     real = compiled.assemble
 

@@ -23,7 +23,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def said(capsys: pytest.CaptureFixture[str], within_s: float = 10.0) -> str:
-    """What is on stderr once something is."""
+    """Everything on stderr, once there is something."""
     text = ""
     end = time.monotonic() + within_s
     while not text and time.monotonic() < end:

@@ -142,7 +142,7 @@ def test_a_stream_runs_in_order(script: list[Launch], priority: list[int], work:
 
 
 def waiting_times(sim: SmModel, handles: list[int], script: list[Launch]) -> list[tuple[float, float]]:
-    """When each grid was ready for its blocks to be placed, and when the last was."""
+    """When each grid was ready for its blocks to be placed, and when its last block was placed."""
     last: dict[int, float] = {}
     spans = []
     for handle, launch in zip(handles, script, strict=True):
@@ -302,7 +302,7 @@ def test_kernels_bound_by_different_things_overlap():
 
 
 def fluid_ends(sm: list[int], warps: list[int], amounts: list[int], bandwidth: float) -> list[float]:
-    """When blocks that start together have their bytes: the rule, integrated step by step."""
+    """When blocks that start together have received their bytes: the rule, integrated step by step."""
     now = 1.0
     ends = [now] * len(sm)
     left = {k: float(amount) for k, amount in enumerate(amounts) if amount > 0}

@@ -90,7 +90,7 @@ Row = tuple[int, int, int, int, int]  # launch, block, SM, start, end
 
 
 def choose(launch: Launch, free: np.ndarray) -> list[int]:
-    """The SMs of the launch's next block, or of its next cluster's blocks; none while there is no room."""
+    """The SMs of the launch's next block, or of its next cluster's blocks; empty while there is no room."""
     room = {sm: int((free[sm] // np.maximum(launch.need, 1)).min()) for sm in launch.sms}
     if launch.cluster > 1:
         total = [sum(n for sm, n in room.items() if GPC[sm] == gpc) for gpc in range(len(SMALL.gpc_sms))]
@@ -243,7 +243,7 @@ def test_disjoint_windows_do_not_delay_each_other(work: bool):
 
 
 def started(window: tuple[int, int] | None, *, backfill: bool = False) -> float:
-    """When a small grid starts behind one that waits for room in the left half; the right half is empty."""
+    """Start time of a small grid behind one that waits for room in the left half, while the right half is empty."""
     sim = SmModel(SMALL, timing=EXACT, backfill=backfill)
     left = sim.window(0, 4)
     sim.launch(sim.stream(), Kernel(7, 1024, duration_ns=100), window=left)

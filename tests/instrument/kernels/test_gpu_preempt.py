@@ -138,7 +138,7 @@ def test_a_traced_launch_has_every_block_once(gpu: Any) -> None:
 
 @contextmanager
 def disturbed(flag: pp.Flag, seed: int) -> Iterator[None]:
-    """Meanwhile a thread sets the flag again and again."""
+    """Sets the flag again and again in a thread."""
     stop, rng = threading.Event(), np.random.default_rng(seed)
 
     def run() -> None:

@@ -27,7 +27,7 @@ B = 16
 
 @triton.jit
 def plus(x, out, chain, n, turns, B: tl.constexpr):
-    """Adds to what is there: a block that runs twice, or not at all, shows. `turns` loads in a row take their time."""
+    """Adds to the output, so that a block that runs twice, or not at all, shows. `turns` dependent loads take time."""
     block = tl.program_id(0)
     for _ in range(turns):
         block = tl.load(chain + block)
@@ -43,7 +43,7 @@ def device() -> Any:
 
 
 class Job:
-    """Blocks of `plus`, enough for several waves, and what they must add up to."""
+    """Blocks of `plus`, enough for several waves, with their expected sum."""
 
     def __init__(self, blocks: int = 4000, turns: int = 200) -> None:
         n = blocks * B
@@ -55,7 +55,7 @@ class Job:
         return self.kernel.preemptible(**keywords)[self.grid](self.x, self.out, *self.rest, B=B)
 
     def add_to(self, target: np.ndarray) -> None:
-        """A plain launch that reads what the blocks have computed."""
+        """A plain launch that reads the blocks' results."""
         self.kernel[self.grid](self.out, target, *self.rest, B=B)
 
     def ran(self) -> np.ndarray:
@@ -66,7 +66,7 @@ class Job:
 
 
 def after(device: Any, ns: int) -> None:
-    """The host does something else for a while."""
+    """Lets the host wait for a while."""
     device.wait_until(device.host_ns() + ns)
 
 
@@ -257,7 +257,7 @@ moments = st.lists(st.tuples(st.floats(0, 0.7), st.sampled_from(["set", "clear",
 
 
 def at_once(device: Any, flag: Any, is_set: bool) -> None:
-    """Writes a flag without the time that it takes a host: blocks may start at any moment between two writes."""
+    """Writes a flag instantly, so that blocks may start at any moment between two writes."""
     flag._word = flag._epoch if is_set else 0
     device.model.set_flag(flag.number, flag._word)
 

@@ -35,7 +35,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 def compiled(target: int = 90) -> Any:
-    """As Inductor does it: straight to `triton.compile`."""
+    """Compiles as Inductor does, by calling `triton.compile`."""
     signature = {"x": "*fp32", "out": "*fp32", "n": "i32", "B": "constexpr"}
     source = ASTSource(fn=double, signature=signature, constexprs={"B": 64})
     return triton.compile(source, target=GPUTarget("cuda", target, 32), options={"enable_fp_fusion": True})

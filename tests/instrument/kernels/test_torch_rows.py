@@ -18,7 +18,7 @@ _BLOCKS = 6
 
 
 class HostMemory:
-    """An array of the GPU that lies on the host."""
+    """An array of the GPU, in host memory."""
 
     def __init__(self, data: Any) -> None:
         self.data = np.array(data)
@@ -68,7 +68,7 @@ class Gpu(CudaDevice):
         return ()
 
     def run(self, descriptor: int) -> None:
-        """What the kernel does with its descriptor."""
+        """The kernel's work with its descriptor."""
         rows = (np.ctypeslib.ctypes.c_uint8 * DESCRIPTOR.itemsize).from_address(descriptor)
         row = np.frombuffer(rows, DESCRIPTOR)[0]
         if row["magic"] != MAGIC:
@@ -117,7 +117,7 @@ class Triton:
 
 
 def ran(t: Any) -> dict[str, int]:
-    """How often each kernel of a trace did."""
+    """The number of runs of each kernel in a trace."""
     names = [t.kernels[k] for k in t.blocks["kernel"]]
     assert all(names.count(name) % _BLOCKS == 0 for name in names)
     return {name: names.count(name) // _BLOCKS for name in set(names)}

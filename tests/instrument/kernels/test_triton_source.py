@@ -76,7 +76,7 @@ def bind(fn: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
 
 
 def specialised(fn: Any, *args: Any) -> tuple[list[Any], dict[Any, Any]]:
-    """Types and attributes, by us."""
+    """Types and attributes by our code."""
     source = TritonSource(fn)
     values, key, _ = source.bind(HANDLERS, *args)
     signature, _, attrs = source.specialise(values, key)
@@ -84,7 +84,7 @@ def specialised(fn: Any, *args: Any) -> tuple[list[Any], dict[Any, Any]]:
 
 
 def specialised_by_triton(fn: Any, *args: Any) -> tuple[list[Any], dict[Any, Any]]:
-    """Types and attributes, as `triton.jit` has them on its launch path."""
+    """Types and attributes by `triton.jit` on its launch path."""
     binder = create_function_from_signature(fn.signature, fn.params, BaseBackend)
     _, specialisation, _ = binder(*args)
     attrs: dict[Any, Any] = {}

@@ -26,7 +26,7 @@ COUNTED_OUT = {"barrier_after_return"}
 
 
 def configs(target: str, sliceable: bool) -> list[PassConfig]:
-    """Every variant for one target; for the others those that add every piece of code once."""
+    """Every variant for one target; for the other targets, variants that together add every piece of code once."""
     if target == "sm_90":
         chosen = [PassConfig(level, sliced) for level in (None, *LEVELS) for sliced in (False, True)]
         chosen += [PassConfig("count", sliced=True, also_notify=True), PassConfig("trace", also_notify=True)]

@@ -33,7 +33,7 @@ def variants() -> list[object]:
 
 
 def decided(ptx: str, name: str | None = None) -> tuple[list[Statement], list[Statement]]:
-    """A kernel's instructions before the barrier where its blocks decide, and from there on."""
+    """A kernel's instructions before the barrier at which its blocks decide, and those after it."""
     code = list(Module.parse(ptx).entry(name).instructions())
     at = next(i for i, s in enumerate(code) if s.opcode == "bar.red.or.pred")
     return code[:at], code[at:]

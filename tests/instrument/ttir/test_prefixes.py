@@ -33,7 +33,7 @@ def mixed(x, y, out, count, n, scale, B: tl.constexpr):
 
 @triton.jit
 def cuts(x, out, n, m, B: tl.constexpr):
-    """Loads and stores that are cut at different elements: what fills the load may be stored."""
+    """Loads and stores that are cut at different elements, so that the load's fill value may be stored."""
     i = tl.program_id(0) * B + tl.arange(0, B)
     tl.store(out + i, tl.load(x + i, mask=i < n, other=7.0) + 1, mask=i < m)
 

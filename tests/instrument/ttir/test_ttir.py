@@ -34,7 +34,7 @@ def ttir(kernel: Any, call: Call, sm: int = 80) -> str:
 
 
 def flat(args: dict[str, Argument]) -> list[Any]:
-    """Arguments in the order of the TTIR function: tuples spread out, absent ones gone."""
+    """Arguments in the order of the TTIR function: tuples spread out, absent ones left out."""
     spread = [v if isinstance(v, tuple) else (v,) for v in args.values()]
     return [v for group in spread for v in group if v is not None]
 

@@ -29,7 +29,7 @@ def long_names(n: int = 25, **lost: int) -> Trace:
 
 
 def with_models(*models: str) -> EngineTrace:
-    """As `engine_trace`, with these models after its own two: loaded, and never asked."""
+    """Like `engine_trace`, with these models after its own two; they are loaded but never asked."""
     trace = engine_trace()
     trace.know(trace.jobs, trace.segments, trace.owners, (*trace.models, *models), "paella", False)
     return trace

@@ -23,7 +23,7 @@ protos = pytest.importorskip(
 
 
 class Parsed:
-    """A Perfetto file read as its viewer reads it: packets in order of time, a stack of open slices on each track."""
+    """A Perfetto file as its viewer reads it: packets in order of time, and a stack of open slices on each track."""
 
     def __init__(self, path: Path) -> None:
         packets = protos.Trace.FromString(path.read_bytes()).packet
@@ -61,7 +61,7 @@ class Parsed:
         return [*(self.path(found.parent_uuid) if found.parent_uuid else []), found.name]
 
     def of(self, second: str) -> list[tuple[int, dict[str, Any]]]:
-        """Slices below the tracks of the GPU whose name starts so."""
+        """Slices below the GPU's tracks whose name starts with this text."""
         return [(t, s) for t, all_ in self.slices.items() for s in all_ if self.path(t)[1].startswith(second)]
 
 

@@ -131,7 +131,7 @@ _SHOWN = f"""(() => {{
 
 
 async def look(browser, path, shots, name, width=1200, dark=False):
-    """Opens a file, takes its picture, and checks all that holds for every one."""
+    """Opens a file, takes its picture, and makes the checks common to all pages."""
     page = await browser.page(width, 800, dark=dark)
     await page.goto(path.as_uri())
     await page.wait_for(f"{FIGURE}?._fullData && document.querySelector('.js-plotly-plot [class$=tick] text')")
@@ -230,7 +230,7 @@ def test_the_report_says_what_the_trace_says(trace, tmp_path, shots):
 
 @contextlib.contextmanager
 def load_on(server, names, width):
-    """Three clients that ask one after the other, until the end of the block."""
+    """Three clients that send requests one after another, until the end of the block."""
     stop = threading.Event()
     body = json.dumps(infer_body("x", np.ones((1, width), np.float32)))
 

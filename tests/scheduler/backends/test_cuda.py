@@ -35,7 +35,7 @@ HEAD = """
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs code in a fresh process with the fake driver, and profiles of its own."""
+    """Runs code in a fresh process with the fake driver and its own profiles."""
 
     def in_process(code: str) -> None:
         script = textwrap.dedent(HEAD) + textwrap.dedent(code) + "\nprint('done', flush=True)\nos._exit(0)\n"

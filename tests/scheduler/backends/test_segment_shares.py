@@ -64,7 +64,7 @@ def bound(name: str, **parts: float) -> ModelProfile:
 
 
 def rate(*models: ModelProfile) -> float:
-    """Of the first, while all ask again and again."""
+    """Rate of the first program while all run again and again."""
     load = ClosedLoop(models[0].name, duration=0.05)
     for other in models[1:]:
         load = load + ClosedLoop(other.name, duration=0.05)  # type: ignore[assignment]
@@ -91,7 +91,7 @@ def test_higher_stream_priority_is_slowed_less() -> None:
 
 @triton.jit
 def products(x, out, tiles, times, B: tl.constexpr):
-    """Products that stay in registers: a block on each SM, which leaves most of its places to others."""
+    """Products that stay in registers: one block on each SM, which leaves most places free."""
     i = tl.arange(0, B)
     for k in range(tiles):
         at = ((tl.program_id(0) * tiles + k) * B + i[:, None]) * B + i[None, :]

@@ -34,7 +34,7 @@ def engine(request):
 
 
 def ask(engine, n, seed, deadlines=False):
-    """Outcomes of many requests at once, some of which give up; and what was asked."""
+    """Outcomes of many concurrent requests, some of which are cancelled, and their inputs."""
     rng = np.random.default_rng(seed)
     names = rng.choice(["long", "short"], n)
     x = [rng.standard_normal(N if name == "long" else 8).astype(np.float32) for name in names]
@@ -85,7 +85,7 @@ def test_a_model_leaves_while_its_inputs_are_being_copied(engine):
 
 
 def sleeps(state, within_s):
-    """Whether it says in that time that it will sleep."""
+    """Whether the thread says within that time that it will sleep."""
     until = time.monotonic() + within_s
     while not state.copy_ring[COPY_BELL, 0] and time.monotonic() < until:
         time.sleep(0.001)

@@ -1,8 +1,8 @@
 """The protocol between front ends and the core: any order of their steps, a death between any two, real threads.
 
-The machine has two front ends whose requests are each at one of their steps: claimed a slot, posted, written, answered,
-read. Whatever comes next, the core's tables hold together; a request of one that lives is answered once, with its own
-slot; and in the end everything is free.
+The state machine has two front ends, each of whose requests is at one step: slot claimed, posted, written, answered,
+read. After every step the core's tables are consistent; a request of a living front end is answered once, with its own
+slot; and at the end everything is free.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WHO = some.sampled_from((1, 2))
 
 
 class Front:
-    """A process that hands in requests, one instruction at a time. `holder` is what a slot's inputs would be."""
+    """A process that submits requests, one instruction at a time. `holder` stands for a slot's inputs."""
 
     def __init__(self, bench: Bench, number: int, holder: dict[tuple[int, int], int]) -> None:
         self.bench, self.number, self.holder = bench, number, holder
@@ -50,7 +50,7 @@ class Front:
             self.claimed.append(divmod(found, SLOTS))
 
     def post(self, written: bool) -> None:
-        """What was claimed, or a request that has no slot yet."""
+        """Posts a claimed slot, or a request that has no slot yet."""
         place = self.claimed.pop(0) if self.claimed else None
         self.serial += 1
         row = self.rows.pop()
@@ -98,7 +98,9 @@ class Front:
         calls.release(self.line, *self.unread.pop(0))
 
     def die_publishing(self) -> None:
-        """Between taking a cell of the ring and publishing it: the core sees a gap, and waits for its death."""
+        """Dies between taking a cell of the ring and publishing it: the core sees a gap, and waits for news of the
+        death.
+        """
         ring = self.bench.state.ring[self.number]
         ring[codes.SUBMIT_TAIL, 0] += np.uint64(1)
 
@@ -154,7 +156,7 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(slot=some.integers(0, 3))
     def fault(self, slot: int) -> None:
-        """The backend marks a slot on whose values the model failed."""
+        """The backend marks a slot whose values made the model fail."""
         for lane in self.bench.running:
             self.bench.state.lane_fault[lane] = 0
             self.bench.state.lane_fault[lane, 0] = np.uint64(1 << slot)
@@ -162,7 +164,7 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(who=WHO, publishing=some.booleans())
     def die(self, who: int, publishing: bool) -> None:
-        """Wherever its requests are; then another process takes its place."""
+        """Dies, whatever the state of its requests; then another process takes its place."""
         if publishing:
             self.fronts[who].die_publishing()
             self.bench.step(1000)
@@ -184,7 +186,7 @@ class Protocol(RuleBasedStateMachine):
         check_integrity(self.bench.state)
 
     def teardown(self) -> None:
-        """Everybody does what is left to do, and nothing is left."""
+        """All living front ends finish, and nothing is left."""
         for front in self.fronts.values():
             while front.claimed and front.rows:
                 front.post(True)

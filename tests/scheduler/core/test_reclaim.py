@@ -53,7 +53,7 @@ class Front:
         front_calls.release(self.line, entry[front_calls.E_LANE], entry[front_calls.E_SLOT])
 
     def submit(self, upto: str = "write", model: int = 0) -> None:
-        """One request, as far as a step."""
+        """Submits one request, up to a given step."""
         place = self.claim(model)
         if upto == "claim":
             return
@@ -63,7 +63,7 @@ class Front:
 
 
 def finish_all(bench: Bench, *fronts: Front) -> None:
-    """Everybody who lives does all that is theirs."""
+    """All living front ends finish their requests."""
     for _ in range(100):
         for lane in bench.running:
             bench.finish_segment(lane)

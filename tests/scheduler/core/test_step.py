@@ -922,7 +922,7 @@ careful = replace(find_policy("srpt"), name="careful", look_ahead=1)
 
 
 def play(bench: Bench, script: list[tuple[object, ...]]) -> int:
-    """Does what the script says; how many were submitted."""
+    """Runs the script; returns the number of submitted requests."""
     submitted = 0
     for action, *a in script:
         if action == "submit" and bench.free:

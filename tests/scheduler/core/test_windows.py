@@ -213,7 +213,7 @@ def test_every_answer_is_right_with_windows_under_every_policy(loaded, name):
 
 
 def spans(engine, trace):
-    """For each launch, how many neighbouring SMs, around the end, hold all of its blocks."""
+    """For each launch, the number of adjacent SMs, counted cyclically, that hold all of its blocks."""
     n = engine.device.sm_count
     for launch in np.unique(trace.blocks["launch"]):
         on = np.unique(trace.blocks["sm"][trace.blocks["launch"] == launch])

@@ -295,7 +295,7 @@ def test_cancelling_the_task_frees_its_request(loaded):
 
 
 def settle(engine):
-    """Reads completions until nobody is left."""
+    """Reads completions until none is outstanding."""
     while engine._front.waiting:
         engine._front.drain()
 
@@ -825,7 +825,7 @@ def test_a_policy_that_says_how_many_jobs_run_at_once_is_obeyed(active):
 
 
 def until_completed(engine, n):
-    """Nobody reads answers meanwhile, as where an event loop is busy with something else."""
+    """Waits while nobody reads answers, as when an event loop is busy."""
     end = time.monotonic() + 30
     while engine.stats()["models"]["scale"]["completed"] < n:
         assert time.monotonic() < end, "a request waits for a lane that nothing but an unread answer holds"

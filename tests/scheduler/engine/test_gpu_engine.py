@@ -41,7 +41,7 @@ ONES = {"x": np.ones(64, np.float32)}
 
 @triton.jit
 def scale_slowly(x, out, factor, n, B: tl.constexpr):
-    """As `scale` does, some 50 µs later: after its last block has started there is time to do something."""
+    """Like `scale`, but some 50 µs slower, which leaves time after its last block has started."""
     i = tl.program_id(0) * B + tl.arange(0, B)
     value = tl.load(x + i, mask=i < n)
     nothing = value * 0.0

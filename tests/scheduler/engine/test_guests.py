@@ -57,7 +57,7 @@ def guest(*options: str, seconds: float = 30.0):
 
 @contextlib.contextmanager
 def requests(engine, gap_s: float = 0.0):
-    """Asks all the time; checks every answer."""
+    """Sends requests all the time and checks every answer."""
     stop, counts = threading.Event(), [0]
 
     def ask() -> None:

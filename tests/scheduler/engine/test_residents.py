@@ -101,7 +101,7 @@ def _room(device, weights):
 
 
 def settle(server, name, state):
-    """Until its weights are where they were sent."""
+    """Waits until the model's weights have reached their place."""
     end = time.monotonic() + 20
     while server.weights_state(name) != state:
         assert time.monotonic() < end, server.weights_state(name)

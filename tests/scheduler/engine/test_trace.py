@@ -77,7 +77,7 @@ def test_plain_traces_keep_the_format_that_older_versions_read(tmp_path: Path) -
 
 
 def changed(path: Path, change: Any) -> Path:
-    """The file with another header, its checksum right."""
+    """The file with another header and a correct checksum."""
     content = path.read_bytes()
     magic, version, header_bytes, _, _ = struct.unpack_from("<8sIIQI", content)
     meta = json.loads(content[28 : 28 + header_bytes])

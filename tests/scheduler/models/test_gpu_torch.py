@@ -66,7 +66,7 @@ def images(n, seed=0):
 
 
 def reference(net, x, dtype=torch.float32):
-    """What the module gives by itself on the GPU."""
+    """The module's own output on the GPU."""
     net = copy.deepcopy(net).eval().to("cuda", dtype)
     with torch.no_grad():
         return net(torch.from_numpy(x).to("cuda", dtype)).float().cpu().numpy()

@@ -13,7 +13,9 @@ from paellapy.scheduler.models.torch_pool import TorchPool
 
 @pytest.fixture
 def torch(monkeypatch):
-    """As much of PyTorch as a pool needs. A pool's own snapshot is not for use: it spoils the numbers in its id."""
+    """The part of PyTorch that a pool needs. A pool's own snapshot must not be used: it spoils the numbers in
+    its id.
+    """
 
     class MemPool:
         id = (0, 300)

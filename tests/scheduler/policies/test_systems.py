@@ -26,7 +26,7 @@ def model(
     name: str, segments: int = 8, us: float = 100.0, part: float = 0.7, compute: float = 0.0, memory: float = 0.0,
     **more: Any,
 ) -> ModelProfile:  # fmt: skip
-    """Segments that take `part` of the SMs' places, and of compute and memory what is said."""
+    """Segments that take `part` of the SMs' places, and given parts of compute and memory."""
     warps = max(1, int(part * WARPS))
     each = SegmentProfile(
         us * 1e3, blocks=max(1, warps // 2), warps=warps, registers=0, compute=compute, memory=memory, kernels=4
@@ -35,7 +35,7 @@ def model(
 
 
 def gpu_share(run: Results, name: str, seconds: float = 0.6) -> float:
-    """Time alone of all that a model completed while requests came, of that time. What is held back ends later."""
+    """A model's completed work, as time alone, divided by the time in which requests came. Held jobs end later."""
     number = [each.name for each in run.models].index(name)
     done = (run.jobs["model"] == number) & (run.jobs["status"] == OK) & (run.jobs["finish_ns"] <= seconds * 1e9)
     return float(done.sum()) * run.models[number].alone_ns() / (seconds * 1e9)

@@ -385,7 +385,7 @@ def test_programs_that_want_the_gpu_independently_fill_it_little_by_little() -> 
 
 
 def last_ns(kernels: int, queues: int | None, policy: str = "streams", segments: int = 1) -> float:
-    """When the last of six jobs of 100 ms that come at once ends."""
+    """End time of the last of six jobs of 100 ms that arrive together."""
     cut = [SegmentProfile(100e6 / segments, blocks=1, warps=1, registers=32, kernels=kernels // segments)] * segments
     load = TraceWorkload(tuple((1e-6, "net", None, None, 0) for _ in range(6)))
     jobs = simulate([ModelProfile("net", {1: cut}, lanes=6)], load, policy, queues=queues, host_launch_ns=0.0).jobs

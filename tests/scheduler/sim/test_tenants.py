@@ -114,7 +114,7 @@ def test_the_gpus_time_is_all_accounted_for(us: list[float], policy: str, seed: 
 
 
 def intervals_ms(run: Any) -> float:
-    """How long some request had been started and was not done."""
+    """Total time in which some request was started and not done."""
     began, ended = np.sort(run.jobs["started_ns"]), np.sort(run.jobs["finish_ns"])
     total, open_, last = 0, 0, 0
     for at, step in sorted([*((int(t), 1) for t in began), *((int(t), -1) for t in ended)]):

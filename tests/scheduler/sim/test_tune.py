@@ -14,7 +14,7 @@ from paellapy.scheduler.sim.tune import ITERATIONS, PATIENCE, tune
 
 
 def net(name: str, us: float, growth: float = 1.2, part: float = 0.9) -> ModelProfile:
-    """A batch of twice as many takes `growth` times as long."""
+    """A model whose time grows by `growth` for every doubling of the batch."""
     sizes = {}
     for k, batch in enumerate((1, 2, 4, 8)):
         sizes[batch] = [SegmentProfile(us * 1e3 * growth**k, blocks=int(4000 * part), warps=int(8000 * part))] * 3

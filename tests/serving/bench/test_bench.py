@@ -265,7 +265,7 @@ def test_a_table_of_80_columns_has_every_number_in_full():
 
 
 class Nobody:
-    """A server that has gone."""
+    """A server that has ended."""
 
     url = "http://127.0.0.1:1"
 
@@ -293,7 +293,7 @@ def test_clients_that_wait_for_answers_pause_where_nobody_is_there():
 
 @pytest.fixture
 def ended(monkeypatch):
-    """The command line with a run that ends as the test says; the loads it was given."""
+    """Replaces the command line's run by one with a given result; yields the loads it was given."""
     loads = []
 
     def set_up(outcome, late_s=0.0):
@@ -358,7 +358,7 @@ def test_the_command_line_on_an_engine(tmp_path):
 
 
 def answered_by(*pieces, ask=1, most=1 << 20):
-    """What a client makes of a server that answers each request with these pieces, one after the other."""
+    """A client's result for a server that answers each request with these pieces, one after another."""
 
     def serve(listening):
         with contextlib.suppress(OSError):  # closed at the end

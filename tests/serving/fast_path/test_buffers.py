@@ -1,4 +1,4 @@
-"""Large tensors on the short way: whole bodies however they come, answers from memory that is used again at once."""
+"""Large tensors on the fast path: complete bodies however they arrive, answers from memory that is reused at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The short way of an inference and aiohttp's are one server: the same answers, in order, however the bytes arrive."""
+"""The fast path of an inference and aiohttp's are one server: the same answers, in order, however the bytes arrive."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ INDEX = b"POST /v2/repository/index HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n
 
 @pytest.fixture
 def ways(monkeypatch):
-    """How many requests each way has had."""
+    """The number of requests on each path."""
     counts = {"short": 0, "aiohttp": 0}
     start, give = inference.ShortInference.start, connection.FastConnection._give
 

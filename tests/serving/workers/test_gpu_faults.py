@@ -22,7 +22,7 @@ def is_ready(server):
 
 
 def both_answer(server):
-    """Whichever worker is asked. Each numbers its requests by itself; the kernel may deal out many to the same one."""
+    """Both workers answer. Each numbers its own requests; the kernel may give many connections to one of them."""
     seen = set()
     for _ in range(30):
         status, headers, _ = ask(server, "POST", LOOKUP, body(3))

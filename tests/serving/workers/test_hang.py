@@ -18,7 +18,7 @@ SOON = json.dumps(infer_body("x", np.ones((1, 64), np.float32), parameters={"tim
 
 
 def stop(server, pid):
-    """Stands still, every thread of it: on a busy machine one may run on until another has taken the signal."""
+    """Stops every thread of a process: on a busy machine one may run on until another has taken the signal."""
     os.kill(pid, signal.SIGSTOP)
     states = [Path(each, "stat") for each in Path(f"/proc/{pid}/task").iterdir()]
     server.wait_until(lambda: all(each.read_text().rpartition(")")[2].split()[0] == "T" for each in states))

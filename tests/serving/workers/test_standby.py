@@ -36,7 +36,7 @@ def answer(server):
 
 
 def standby_after(server, before):
-    """The process number of a standby that is not `before` and has loaded its models."""
+    """The process id of a standby other than `before` that has loaded its models."""
 
     def loaded():
         return [line["pid"] for line in server.lines() if line["message"] == "a standby is ready"]

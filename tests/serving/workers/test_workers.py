@@ -43,7 +43,7 @@ def metric(server, name, **labels):
 
 
 def is_ready(server):
-    """Whichever worker is asked."""
+    """Whether the server is ready, whichever worker answers."""
     with contextlib.suppress(OSError):
         return all(ask(server, "GET", "/v2/health/ready")[0] == 200 for _ in range(16))
     return False
@@ -54,7 +54,7 @@ def is_at_rest(server):
 
 
 class Load:
-    """Clients that ask again and again; every answer is checked against its own question."""
+    """Clients that send requests all the time and check each answer against its request."""
 
     def __init__(self, url, clients=12, model="scale", factor=2.0, allowed=(503,)):
         self.url, self.clients, self.model, self.factor, self.allowed = url, clients, model, factor, allowed
@@ -96,7 +96,7 @@ class Load:
         await asyncio.gather(acting, *tasks)
 
     async def answered(self, more):
-        """Until that many more requests were answered."""
+        """Waits until that many more requests are answered."""
         goal = self.statuses.count(200) + more
         while self.statuses.count(200) < goal:
             await asyncio.sleep(0.005)
@@ -280,7 +280,7 @@ def test_a_worker_killed_with_requests_in_its_only_lane_gives_it_back(server):
 
 
 def listening(port):
-    """How many sockets listen on the port, by the kernel's own table."""
+    """The number of sockets that listen on the port, from the kernel's table."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return sum(row[3] == "0A" and int(row[1].partition(":")[2], 16) == port for row in rows)
 
@@ -375,7 +375,7 @@ def test_a_stop_signal_under_load_loses_no_accepted_request():
     outcomes = {"answered": 0, "closed": 0}
 
     async def client(url, k, stopping):
-        """Asks again and again on one connection until the server says it is the last answer."""
+        """Sends requests on one connection until the server announces its last answer."""
         body = json.dumps(infer_body("x", np.full((1, 64), k, np.float32))).encode()
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1)) as session:
             while True:
