@@ -92,6 +92,9 @@ class Listener:
                         lambda: _Stream(lambda line: self._heard(self._view, line)),
                         host, port, ssl=self._context if tls else None,
                     )  # fmt: skip
+            except ConnectionRefusedError:
+                unheard = self._view.outlook is None
+                self.why = "starting: it does not listen yet" if unheard else "ended: nothing listens at its address"
             except (OSError, TimeoutError) as e:
                 self.why = f"it cannot be reached: {e or 'no answer'}"
             else:

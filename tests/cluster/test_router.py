@@ -189,8 +189,17 @@ def test_draining_is_not_seen_by_clients(engines):
                 leaving.call(leaving.server.stop())
                 n = len(answers)
                 router.wait_until(lambda: len(answers) > n + 50)
+                router.wait_until(lambda: router.router.why_away("leaving").startswith("ended"))
         assert {status for status, *_ in answers} == {200}
         assert {engine for _, engine in answers} == {"leaving", "b"}
+
+
+def test_an_engine_that_does_not_listen_yet_is_starting(engines):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        later = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        with routing({"later": later, "b": engines["b"].url}) as router:
+            router.wait_until(lambda: router.router.why_away("later").startswith("starting"))
 
 
 class Deaf:
