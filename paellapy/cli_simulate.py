@@ -34,7 +34,7 @@ def simulate(
 ) -> None:
     """Compare scheduling policies on simulated requests, without a GPU: latency, slowdown, targets, throughput."""
     from paellapy.output_path import check_picture
-    from paellapy.scheduler.policies.imported import named_policy
+    from paellapy.scheduler.policies.policy import find_policy
     from paellapy.simulation import arrivals as workload_of
     from paellapy.simulation import caveat, named_models
     from paellapy.simulation import simulate as run
@@ -43,7 +43,7 @@ def simulate(
     console = Console()
     if plot is not None:
         check_picture(plot, "a plot")
-    policies = [named_policy(name) for name in policy or ["streams", "paella"]]
+    policies = [find_policy(name) for name in policy or ["streams", "paella"]]
     with console.status("profiles"):
         profiles, shares = named_models(models, _sizes(batch), device)
     workload = workload_of(arrivals, rate, shares, seconds, sigma)

@@ -24,7 +24,7 @@ def tune(
     out: Annotated[Path | None, typer.Option(help="JSON file to write the result to")] = None,
 ) -> None:
     """Choose batch sizes and GPUs for models by at most 50 simulations, without a GPU."""
-    from paellapy.scheduler.policies.imported import named_policy
+    from paellapy.scheduler.policies.policy import find_policy
     from paellapy.scheduler.sim.tune import tune as search
     from paellapy.simulation import named_models
 
@@ -33,7 +33,7 @@ def tune(
         sizes = [int(size) for size in batch.split(",")]
     except ValueError:
         raise ArgumentError(f"--batch is {batch!r}: give whole numbers, as in 1,2,4,8") from None
-    chosen = named_policy(policy)
+    chosen = find_policy(policy)
     with console.status("profiles"):
         profiles, shares = named_models(models, None if Path(models).is_file() else sizes, "virtual:h200")
     total = sum(shares.values())

@@ -154,7 +154,11 @@ def _work(trace: Any, blocks: Records, launches: Records) -> Iterator[Claim]:
     }  # fmt: skip
     name, (amount, rate, unit, peak) = max(roofs.items(), key=lambda item: item[1][0] / item[1][1])
     reached = amount / rate / span
-    says = f"{amount:,.0f} {unit} at {peak} take {readable_time(amount / rate)}: {reached:.0%} of the roof is reached"
+    says = f"{amount:,.0f} {unit} at {peak} take {readable_time(amount / rate)}: "
+    if name == "memory" and reached > 1:
+        says += f"the kernel took {readable_time(span)}, so caches served part of them"
+    else:
+        says += f"{reached:.0%} of the roof is reached"
     yield Claim(f"roof: {name}", f"{says}.", min(reached, 1.0), {unit: amount, "of the roof": round(reached, 3)})
 
 

@@ -95,6 +95,7 @@ class Summary:
     title: str
     kernels: tuple[KernelSummary, ...]
     ranges: tuple[RangeSummary, ...] = ()
+    lost: int = 0  # events of ranges
 
     COLUMNS = ("kernel", "launches", "blocks", "mean", "median", "max", "span", "occupancy", "waves", "tail")
 
@@ -108,7 +109,16 @@ class Summary:
         lines = _aligned([self.COLUMNS, *self.cells()])
         if self.ranges:
             lines += _aligned([RangeSummary.COLUMNS, *(r.cells() for r in self.ranges)])
-        return "\n".join([self.title, *lines])
+        return "\n".join([self.title, *lines, *self._notes()])
+
+    def _notes(self) -> list[str]:
+        """A warning for a table of ranges that lacks some of them."""
+        if not self.lost:
+            return []
+        return [
+            f"{self.lost:,} events of ranges were lost or have no partner: times and shares are of the last ranges of "
+            "each block only. Use fewer ranges in long loops, and end every range that begins."
+        ]
 
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{name}</th>" for name in self.COLUMNS)
@@ -119,7 +129,7 @@ class Summary:
             head = "".join(f"<th>{name}</th>" for name in RangeSummary.COLUMNS)
             rows = ("".join(f"<td>{html.escape(cell)}</td>" for cell in r.cells()) for r in self.ranges)
             found += f"<table><tr>{head}</tr>" + "".join(f"<tr>{row}</tr>" for row in rows) + "</table>"
-        return found
+        return found + "".join(f"<p>{html.escape(note)}</p>" for note in self._notes())
 
     def __rich__(self) -> Group:
         from rich import box
@@ -147,7 +157,8 @@ def summarize(trace: Traced) -> Summary:
     """One row per kernel that ran, in the order of their names in `trace.kernels`."""
     run = runs(trace.blocks)
     ran = np.unique(trace.blocks["kernel"]).tolist()
-    return Summary(repr(trace)[1:-1], tuple(_kernel_summary(trace, k, run) for k in ran), tuple(_ranges(trace)))
+    return Summary(repr(trace)[1:-1], tuple(_kernel_summary(trace, k, run) for k in ran), tuple(_ranges(trace)),
+                   trace.ranges.lost)  # fmt: skip
 
 
 def _ranges(trace: Traced) -> Iterator[RangeSummary]:

@@ -261,10 +261,11 @@ class Trace:
         blocks = counted(len(self.blocks), "block")
         launches = counted(times_launched(self.blocks), "launch", "launches")
         kernels = counted(len(np.unique(self.blocks["kernel"])), "kernel")
+        lost = f", {self.ranges.lost:,} events of ranges lost" if self.ranges.lost else ""
         unseen = f"; not traced: {', '.join(self.unseen)}" if self.unseen else ""
         return (
             f"<Trace {self.device.name}: {blocks}, {launches} of {kernels} in {readable_time(last - first)}, "
-            f"{self.dropped:,} dropped, {self.unfinished:,} unfinished{unseen}>"
+            f"{self.dropped:,} dropped, {self.unfinished:,} unfinished{lost}{unseen}>"
         )
 
     def _repr_html_(self) -> str:

@@ -262,6 +262,11 @@ def load_fleet(path: Path) -> tuple[Fleet, float | None]:
         raise PlanError(f"{path} names no models: add a table [models.NAME] with a rate for each")
     given = str(tree.get("profiles", "mix"))
     profiles, _ = named_models(given if given == "mix" else str(path.parent / given), None, "virtual:h200")
+    if unrated := [name for name, each in models.items() if not isinstance(each, dict) or "rate" not in each]:
+        raise PlanError(f"{path}: [models.{unrated[0]}] has no rate: give its requests a second, as in rate = 100")
+    goal = tree.get("goal", 0.99)
+    if not isinstance(goal, int | float) or not 0 < goal <= 1:
+        raise PlanError(f"{path}: goal = {goal!r}: it is the part of requests within target, above 0 and at most 1")
     try:
         memory_gb = {name: float(each.get("memory_gb", 0.0)) for name, each in models.items()}
         gpu_gb, gpus = float(tree.get("gpu_gb", math.inf)), tree.get("gpus", "auto")
@@ -274,6 +279,6 @@ def load_fleet(path: Path) -> tuple[Fleet, float | None]:
             gpu_gb,
             tuple(float(each) for each in tree.get("speeds", (1.0,))),
         )
-        return fleet, float(tree.get("goal", 0.99)) if counted else None
+        return fleet, float(goal) if counted else None
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise PlanError(f"{path}: {type(e).__name__}: {e}; each model needs a rate, given as a number") from None

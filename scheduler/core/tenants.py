@@ -101,9 +101,12 @@ def tenants_stats(state: State) -> dict[str, dict[str, Any]]:
 
 
 def tenant_stats(state: State, number: int) -> dict[str, Any]:
-    """Counts so far. `gpu_ms`: its part of the GPU's busy time; `alone_ms`: the time of its work alone."""
+    """Counts so far. `number`: `job.tenant` in policies; `gpu_ms`: its part of the GPU's busy time; `alone_ms`: the
+    time of its work alone.
+    """
     client = state.client[number]
     return {
+        "number": number,
         "share": float(client["share"]),
         "limit": float(client["limit"]) or None,
         "live": int(client["live"]),

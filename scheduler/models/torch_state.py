@@ -66,6 +66,23 @@ def _optimizers(torch: Any, value: Any) -> list[Any]:
     return [found for each in value for found in _optimizers(torch, each)] if isinstance(value, list | tuple) else []
 
 
+def check_complete(torch: Any, name: str, step: Callable[..., Any], values: Any) -> None:
+    """Raises ModelError for an optimizer that the step uses by name and that is not among the values: capturing and
+    measuring run the step, and would leave the optimizer's state changed.
+    """
+    try:
+        found = inspect.getclosurevars(inspect.unwrap(step))
+    except TypeError:  # not a Python function, for example an object that can be called
+        return
+    known = {id(each) for each in _optimizers(torch, values)}
+    for label, value in {**found.globals, **found.nonlocals}.items():
+        if isinstance(value, torch.optim.Optimizer) and id(value) not in known:
+            raise ModelError(
+                f"job {name!r}: its step uses the optimizer {label}, which state=[…] does not have: give everything "
+                f"that the step changes, for example state=[net, {label}]"
+            )
+
+
 def check_capturable(torch: Any, name: str, values: Any) -> None:
     """Raises ModelError for optimizers that count their steps on the host, which cannot be captured on a GPU."""
     for optimizer in _optimizers(torch, values):

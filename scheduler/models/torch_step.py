@@ -25,6 +25,7 @@ from paellapy.scheduler.models.torch_random import Draws
 from paellapy.scheduler.models.torch_state import (
     Kept,
     check_capturable,
+    check_complete,
     generators_of,
     settings_of,
     tensors_of,
@@ -118,6 +119,7 @@ class TorchStep:
                 f"job {name!r}: state={list(state)!r} holds no tensors: give everything that the step changes, for "
                 "example state=[net, optimizer]"
             )
+        check_complete(self.torch, name, step, list(state))
         check_capturable(self.torch, name, list(state))
         self.pool: TorchPool | None = None  # shared by all lanes, because only one of them runs at a time
         self.draws: Draws | None = None

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 import pkgutil
 import sys
 from collections.abc import Callable, Mapping
@@ -39,7 +40,7 @@ __all__ = ["Policy", "PolicyError", "Rank", "find_policy", "policy", "policy_nam
 
 BUILT_IN = "paellapy.scheduler.policies"
 # Modules of this folder that are not policies.
-_TOOLS = {"policy", "attach", "checks", "code", "compiling", "imported", "roles", "source", "words"}
+_TOOLS = {"policy", "attach", "checks", "code", "compiling", "roles", "source", "words"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +218,8 @@ def _make(rank: Rank, given: _Options) -> Policy:
 
 
 def find_policy(which: str | Policy | Rank) -> Policy:
-    """A policy by name, or the given policy; a plain function is made into a policy.
+    """A policy by name, or the given policy; a plain function is made into a policy. A name may also be
+    "package.module:function".
 
     >>> find_policy("srpt").name
     'srpt'
@@ -226,9 +228,38 @@ def find_policy(which: str | Policy | Rank) -> Policy:
         return which
     if not isinstance(which, str):
         return policy(which)
+    if ":" in which:
+        return imported_policy(which)
     if which not in policy_names():
-        raise PolicyError(f"no policy named {which!r}: choose one of {', '.join(policy_names())}, or give a function")
+        raise PolicyError(
+            f"no policy named {which!r}: choose one of {', '.join(policy_names())}, or give a function or its name, "
+            '"package.module:function"'
+        )
     return cast(Policy, importlib.import_module(f"{BUILT_IN}.{which}").rank)
+
+
+def imported_policy(name: str) -> Policy:
+    """The policy "package.module:function". The module may also be in the current folder.
+
+    >>> imported_policy("paellapy.scheduler.policies.srpt:rank").name
+    'srpt'
+    """
+    module, _, attribute = name.partition(":")
+    if (folder := os.getcwd()) not in sys.path:
+        sys.path.append(folder)
+    try:
+        found: Any = importlib.import_module(module)
+        for each in attribute.split("."):
+            found = getattr(found, each)
+    except PolicyError:
+        raise
+    except Exception as e:
+        raise PolicyError(
+            f"{name} cannot be imported ({type(e).__name__}: {e}): the name must have the form package.module:function"
+        ) from e
+    if isinstance(found, str):
+        raise PolicyError(f"{name} is a text: name a function, or a policy made with pp.policy")
+    return find_policy(found)
 
 
 def policy_names() -> list[str]:

@@ -105,7 +105,11 @@ def test_a_fleet_is_read_from_a_file(tmp_path):
     assert (fleet.gpus, fleet.rates, goal) == (2, {"resnet18": 100.0}, None)
     file.write_text("[models.resnet18]\nrate = 100\n")
     assert load_fleet(file)[1] == 0.99
-    for text, said in (("gpus = 2", "names no models"), ("[models.resnet18]", "rate"), ("x = ", "cannot be read")):
+    wrong = (
+        ("gpus = 2", "names no models"), ("[models.resnet18]", "resnet18. has no rate"), ("x = ", "cannot be read"),
+        ("goal = 1.5\n[models.resnet18]\nrate = 1", "goal = 1.5"), ('[models.resnet18]\nrate = "x"', "rate"),
+    )  # fmt: skip
+    for text, said in wrong:
         file.write_text(text)
         with pytest.raises(PlanError, match=said):
             load_fleet(file)

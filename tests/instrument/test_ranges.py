@@ -70,6 +70,33 @@ def traced() -> pp.Trace:
     return t
 
 
+@triton.jit
+def many_ranges(x, out, n, ROUNDS: tl.constexpr):
+    v = tl.load(x)
+    for _ in range(ROUNDS):
+        with pp.range("step"):
+            v = v * 2.0
+    tl.store(out, v)
+
+
+@triton.jit
+def range_without_end(x, out, n, B: tl.constexpr):
+    pp.range_begin("open")
+    tl.store(out, tl.load(x))
+
+
+@pytest.mark.parametrize(("fn", "rounds"), [(many_ranges, 400), (range_without_end, 1)])
+def test_a_table_of_ranges_says_when_it_lacks_some(fn, rounds):
+    x, out = np.zeros(1, np.float32), np.zeros(1, np.float32)
+    with pp.Device("virtual:h200"), pp.trace() as t:
+        pp.kernel(fn)[(1,)](x, out, 1, rounds)
+    lost = f"{t.ranges.lost:,} events of ranges"
+    assert t.ranges.lost > 0
+    assert lost in repr(t)
+    assert lost in str(t.summary()).splitlines()[-1]
+    assert lost in t.summary()._repr_html_()
+
+
 def test_ranges_lie_inside_their_blocks_and_inside_each_other():
     t = traced()
     r = t.ranges.records

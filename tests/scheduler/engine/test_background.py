@@ -118,6 +118,21 @@ def test_a_job_without_data_runs_until_it_is_stopped(engine):
     assert len(seen) >= 99
 
 
+def test_an_optimizer_that_state_lacks_is_named(engine):
+    net = torch.nn.Linear(4, 1)
+    momentum = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+    def step() -> None:
+        momentum.zero_grad()
+        net(torch.ones(4)).sum().backward()
+        momentum.step()
+
+    before = net.weight.clone()
+    with pytest.raises(ModelError, match=r"momentum.*state=\[net, momentum\]"):
+        engine.background(step, name="forgot", state=[net])
+    assert torch.equal(net.weight, before)
+
+
 def test_steps_are_no_slow_requests(engine):
     engine.load(scale_model())
     x = torch.zeros(4)

@@ -34,6 +34,7 @@ def test_a_tenant_has_its_counts(engine) -> None:
     assert (alice["share"], alice["limit"], alice["completed"], alice["live"]) == (3.0, 0.5, 3, 0)
     assert 0 < alice["gpu_ms"] <= engine.stats()["gpu_ms"]
     assert "bob" not in engine.tenants
+    assert engine.state.client["tenant"][alice["number"]]
 
 
 def test_models_have_had_all_of_the_gpus_time(engine) -> None:

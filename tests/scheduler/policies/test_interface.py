@@ -14,7 +14,6 @@ from paellapy.scheduler.core.job import READS_PARAMS, READS_SEGMENT, READS_SHARE
 from paellapy.scheduler.core.params import give_params
 from paellapy.scheduler.core.profiles import ProfileError
 from paellapy.scheduler.policies.attach import attach_functions, attach_policy
-from paellapy.scheduler.policies.imported import named_policy
 from paellapy.scheduler.policies.policy import Policy, PolicyError, find_policy, policy
 from paellapy.scheduler.sim.simulate import simulate
 from paellapy.scheduler.sim.workload import ClosedLoop
@@ -190,10 +189,10 @@ def test_a_policy_is_found_by_its_module(tmp_path: Any, monkeypatch: pytest.Monk
     (tmp_path / "policies_of_mine.py").write_text("def latest(job):\n    return -job.arrival_ns\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [])
-    assert named_policy("policies_of_mine:latest").name == "latest"
+    assert find_policy("policies_of_mine:latest").name == "latest"
     for wrong in ("policies_of_mine:earliest", "no_such_module:rank"):
         with pytest.raises(PolicyError, match="cannot be imported"):
-            named_policy(wrong)
+            find_policy(wrong)
 
 
 # -- placing
