@@ -32,6 +32,13 @@ PATIENCE_S = 120.0
 _FIXED = ("device", "quantum_us", "max_active", "sm_windows", "memory_bytes", "max_queue", "server", "tls")
 
 
+def check_file(config: Config, source: Source) -> None:
+    """Raises PaellaError for a file that `Reloader` would refuse."""
+    if config.models:
+        build_entries(config, source)
+    build_policy(config, source)
+
+
 class Reloader:
     """Applies a new configuration to a registry. `again` of the source reads the file."""
 

@@ -27,6 +27,7 @@ from paellapy.serving.app import ACCESS, create_app
 from paellapy.serving.build import build_keys, load_certificates
 from paellapy.serving.config import ServerConfig, Source
 from paellapy.serving.connections import Connection, Runner
+from paellapy.serving.errors import ConfigError
 from paellapy.serving.fast_path.connection import FastConnection
 from paellapy.serving.fast_path.inference import ShortWay
 from paellapy.serving.heartbeat import Heartbeat
@@ -34,7 +35,7 @@ from paellapy.serving.listening import Site, listen, stop_listening, url_of
 from paellapy.serving.logs import configure, log
 from paellapy.serving.middleware import SERVICE
 from paellapy.serving.registry import Catalogue, Registry
-from paellapy.serving.reload import Reloader
+from paellapy.serving.reload import Reloader, check_file
 from paellapy.serving.service import Service
 from paellapy.serving.warm import warm_up
 
@@ -143,8 +144,12 @@ class Server:
         if self.source is not None:
             try:
                 config, source = self.source.again()
+                await asyncio.to_thread(check_file, config, source)  # a wrong file changes nothing
                 if self._keys:
-                    self.app[ACCESS].set_keys(build_keys(config, source))
+                    keys = build_keys(config, source)
+                    if not keys:
+                        raise ConfigError("the file has no [keys] any more: only a restart opens this server to all")
+                    self.app[ACCESS].set_keys(keys)
                 if self.tls is not None and config.tls is not None:
                     load_certificates(self.tls, config.tls, source)
             except PaellaError as e:

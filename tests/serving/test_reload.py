@@ -157,6 +157,12 @@ def test_certificates_and_keys_are_taken_up(folder):
         found = CliRunner().invoke(app, ["reload", str(config)])
         assert found.exit_code == 0, found.output
         assert (status(port, "old"), status(port, "new")) == (401, 200)
+        unknown = MORE.replace("own_models:model", "own_models:gone")
+        for wrong in (unknown + tls.format(key="x"), tls.partition("[keys]")[0]):  # refused, so no key changes either
+            config.write_text(CONFIG.format(server="workers = 0") + wrong)
+            os.kill(process.pid, signal.SIGHUP)
+            assert read_until(process.stderr, "are unchanged")
+            assert (status(port, "x"), status(port, "new"), status(port, "")) == (401, 200, 401)
         (folder / "certificate.pem").write_text("none")
         os.kill(process.pid, signal.SIGHUP)
         assert read_until(process.stderr, "are unchanged")
