@@ -13,7 +13,7 @@ from paellapy.serving.access import Access, Key
 from paellapy.serving.admission import Mode
 from paellapy.serving.dashboard_routes import add_dashboard
 from paellapy.serving.metrics import add_metrics
-from paellapy.serving.middleware import SERVICE, outermost
+from paellapy.serving.middleware import SERVICE, outermost, sign
 from paellapy.serving.openapi import add_docs
 from paellapy.serving.outlook import add_outlook
 from paellapy.serving.registry import Catalogue, registry_of
@@ -62,6 +62,7 @@ def create_app(
         service = Service(registry, o.admission, o.max_body_bytes, o.body_timeout_s)
     app[SERVICE] = service
     app[ACCESS] = access
+    app.on_response_prepare.append(sign)
     add_routes(app)
     add_metrics(app)
     add_docs(app)

@@ -28,6 +28,11 @@ SERVER = "paellapy"  # without versions, which help attackers more than clients
 encode_json = msgspec.json.Encoder().encode
 
 
+async def sign(request: web.Request, response: web.StreamResponse) -> None:
+    """Puts our name in place of aiohttp's on every answer, streams and aiohttp's own errors included."""
+    response.headers["Server"] = SERVER
+
+
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     known = {"Server": SERVER, **(headers or {})}
     return web.Response(body=encode_json(value), status=status, headers=known, content_type="application/json")

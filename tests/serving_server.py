@@ -160,4 +160,5 @@ def ask(server, method, path, body=None, headers=None):
         answer = connection.getresponse()
         content = answer.read()
     kind = answer.headers.get("Content-Type", "")
-    return answer.status, answer.headers, json.loads(content) if kind.startswith("application/json") else content
+    decoded = json.loads(content) if kind.startswith("application/json") and content else content
+    return answer.status, answer.headers, decoded

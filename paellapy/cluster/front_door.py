@@ -16,7 +16,7 @@ from paellapy.cluster.status import cluster_status
 from paellapy.serving import describe
 from paellapy.serving.access import open_to_all
 from paellapy.serving.connections import Connections
-from paellapy.serving.errors import RequestError, error_answer
+from paellapy.serving.errors import RequestError, error_answer, short
 from paellapy.serving.fast_path.buffers import read_buffer
 from paellapy.serving.fast_path.connection import FastConnection
 from paellapy.serving.fast_path.head import Head, Heads
@@ -24,7 +24,8 @@ from paellapy.serving.fast_path.way import Client
 from paellapy.serving.inference import Pieces
 from paellapy.serving.listening import Site, listen, stop_listening, url_of
 from paellapy.serving.logs import request_id
-from paellapy.serving.middleware import json_response
+from paellapy.serving.middleware import json_response, sign
+from paellapy.serving.registry import VERSION
 from paellapy.serving.routes import Protocol
 
 HEADER_TIMEOUT_S, SEND_TIMEOUT_S, KEEPALIVE_S = 20.0, 30.0, 75.0  # as a server has them
@@ -85,7 +86,9 @@ async def forwarded(request: web.Request) -> web.Response:
             body = await request.read()
     except TimeoutError:
         raise RequestError("the body did not arrive within the time limit", status=408) from None
-    lines = [f"{request.method} {request.raw_path} HTTP/1.1"]
+    # An answer to HEAD has a length and no body: the engine is asked for both, and aiohttp sends the head alone.
+    method = "GET" if request.method == "HEAD" else request.method
+    lines = [f"{method} {request.raw_path} HTTP/1.1"]
     lines += [f"{name}: {value}" for name, value in request.headers.items() if name.lower() not in _HOP]
     lines.append(f"Content-Length: {len(body)}")
     raw = "".join(f"{line}\r\n" for line in [*lines, ""]).encode("utf-8", "surrogateescape")
@@ -130,6 +133,8 @@ async def model_ready(request: web.Request) -> web.Response:
     router, name = request.app[ROUTER], request.match_info["model"]
     await check_key(request)
     router.check_model(name)
+    if (version := request.match_info.get("version", VERSION)) != VERSION:
+        raise RequestError(f"model {name!r} has no version {short(version)}, only {VERSION}", status=404)
     is_ready = any(name in view.offers() for view in router.views.values() if view.up) and not router.draining
     return json_response({"name": name, "ready": is_ready}, 200 if is_ready else 503)
 
@@ -167,6 +172,7 @@ async def errors(request: web.Request, handler: Any) -> web.StreamResponse:
 def router_app(router: Router) -> web.Application:
     app = web.Application(middlewares=[errors], client_max_size=router.options.max_body_bytes)
     app[ROUTER] = router
+    app.on_response_prepare.append(sign)
     Protocol(
         server=server, live=live, ready=ready, infer=forwarded, model=forwarded, model_ready=model_ready,
         config=forwarded, stats=merged_statistics, index=merged_index, load=placed, unload=placed,

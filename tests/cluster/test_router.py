@@ -72,6 +72,13 @@ def test_what_is_not_of_the_short_way_passes_too(router):
     assert ask(router, "GET", "/v2/models/scale/config")[2]["name"] == "scale"
 
 
+def test_heads_are_answered_and_other_versions_are_not_ready(router):
+    for path in ("/v2/models/scale", "/v2/models/scale/config", "/v2/models/scale/ready"):
+        assert ask(router, "HEAD", path)[0] == 200
+    assert ask(router, "GET", "/v2/models/scale/versions/1/ready")[0] == 200
+    assert ask(router, "GET", "/v2/models/scale/versions/9/ready")[0] == 404
+
+
 def test_errors_are_the_engines_own_or_the_routers(router):
     status, _, said = ask(router, "POST", INFER, b"{}")
     assert status == 400
