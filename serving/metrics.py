@@ -208,17 +208,17 @@ class _Page:
 
     async def text(self) -> bytes:
         """Text made after this call."""
-        if self._now is None or self._now.done():
-            self._now, self._next = asyncio.create_task(self._make()), None
+        if self._next is None and (self._now is None or self._now.done()):
+            self._now = asyncio.create_task(self._make())
             return await asyncio.shield(self._now)
         if self._next is None:
+            assert self._now is not None
             self._next = asyncio.create_task(self._after(self._now))
         return await asyncio.shield(self._next)
 
     async def _after(self, earlier: asyncio.Task[bytes]) -> bytes:
         await asyncio.wait((earlier,))
-        assert self._next is not None
-        self._now, self._next = self._next, None
+        self._now, self._next = self._next, None  # this task; who comes from now on waits for another
         return await self._make()
 
     async def _make(self) -> bytes:

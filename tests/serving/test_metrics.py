@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from http.client import HTTPConnection
 
@@ -9,7 +10,10 @@ import numpy as np
 import pytest
 from engine_models import scale_model
 from prometheus_client.parser import text_string_to_metric_families
+from serving_server import ask as asked
 from serving_server import infer_body, running
+
+from paellapy.serving.metrics import _Page
 
 # What Triton documents for every model and, below, per GPU and machine. Left out: power, energy and response caches,
 # which a virtual GPU has not, and summaries and pinned pools, which Triton itself shows only when asked to.
@@ -82,3 +86,34 @@ def test_the_process_tells_of_itself(server):
     found = {s.name: s.value for s in scrape(server)}
     assert found["process_resident_memory_bytes"] > 1 << 20
     assert found["process_open_fds"] > 3
+
+
+def test_every_reader_gets_a_page_made_after_it_asked():
+    """Whenever it asks: while a page is made, right after it is made, and while the next one waits to begin."""
+
+    class Slow(_Page):
+        made = 0
+
+        async def _make(self):
+            self.made += 1
+            number = self.made
+            await asyncio.sleep(0)
+            return str(number).encode()
+
+    async def read_all() -> None:
+        page = Slow(None, None)
+        found = []
+        for k in range(200):
+            found.append((page.made, asyncio.create_task(page.text())))
+            for _ in range(k % 4):
+                await asyncio.sleep(0)
+        for before, task in found:
+            assert int(await task) > before
+
+    asyncio.run(read_all())
+
+
+def test_no_answer_names_the_versions_of_libraries(server):
+    for headers in ({"Expect": "nothing"}, {}):
+        _, found, _ = asked(server, "GET", "/v2", None, headers)
+        assert found["Server"] == "paellapy"
