@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from aiohttp import web
 
@@ -115,15 +115,23 @@ class Access:
             said = f"this server does not know the host name {short(request.host)}: add it to server.hosts"
             raise RequestError(said, status=403)
         origin = request.headers.get("Origin")
-        elsewhere = origin is not None and urlsplit(origin).netloc.lower() != request.host.lower()
+        elsewhere = origin is not None and _place(origin).netloc.lower() != request.host.lower()
         if elsewhere or request.headers.get("Sec-Fetch-Site", "same-origin") not in ("same-origin", "none"):
             said = "a page of another site may not change this server: use the server's own dashboard, or a program"
             raise RequestError(said, status=403)
 
     def _knows(self, host: str) -> bool:
         """Whether `host` is an IP address, which no other site can claim, or one of the server's names."""
-        name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
+        name = (_place(f"//{host}").hostname or "").rstrip(".")
         return name in self._hosts or _is_address(name)
+
+
+def _place(url: str) -> SplitResult:
+    """The parts of an address; empty ones where it has none, for example "//[::1" without its bracket."""
+    try:
+        return urlsplit(url)
+    except ValueError:
+        return SplitResult("", "", "", "", "")
 
 
 def _is_address(host: str) -> bool:

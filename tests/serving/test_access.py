@@ -53,6 +53,8 @@ def with_keys():
         ({"Origin": "http://evil.example"}, 403),  # fetch(…, {mode: "no-cors"})
         ({"Origin": "http://127.0.0.1:1"}, 403),  # another server of this machine
         ({"Origin": "null"}, 403),  # a sandboxed frame
+        ({"Origin": "http://[x"}, 403),
+        ({"Host": "[::1"}, 403),
         ({"Sec-Fetch-Site": "cross-site"}, 403),
         ({"Sec-Fetch-Site": "same-site"}, 403),
         ({"Host": "evil.example:{port}", "Origin": "http://evil.example:{port}"}, 403),  # a name made to mean 127.0.0.1
