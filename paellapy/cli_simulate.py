@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import track
 
 from paellapy.instrument.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from paellapy.scheduler.sim.results import Results
 
 
 def simulate(
@@ -52,17 +56,21 @@ def simulate(
     # Without a terminal, rich would print an empty line in place of the bar.
     for each in track(policies, "simulating", console=console, transient=True, disable=not console.is_interactive):
         results.append(run(profiles, workload, each, device, fidelity=fidelity, seed=seed, admission=admission))
+    _show(console, results, about)
+    if admission and not results[0].has_limits:
+        console.print("--admission has no effect: no model has a target and no request has a deadline", highlight=False)
+    if plot is not None:
+        plot_runs(results).savefig(plot)
+        console.print(f"plot: {plot}", highlight=False, soft_wrap=True)
+
+
+def _show(console: Console, results: Sequence[Results], about: str | None) -> None:
     for result in results:
         console.print(result)
     if len(results) > 1:
         console.print(results[0].compare(*results[1:]))
     if about is not None:
         console.print(about, highlight=False, soft_wrap=True)
-    if admission and not results[0].has_limits:
-        console.print("--admission has no effect: no model has a target and no request has a deadline", highlight=False)
-    if plot is not None:
-        plot_runs(results).savefig(plot)
-        console.print(f"plot: {plot}", highlight=False, soft_wrap=True)
 
 
 def _sizes(batch: str | None) -> list[int] | None:
