@@ -23,7 +23,7 @@ Moment = int | Sequence[int | None] | None  # a time on the clock of all traces,
 
 BINS = 600  # about one for every two pixels of a screen
 EXACT_BLOCKS = 5000  # up to this number every block is drawn; more rectangles make a browser slow
-OF_BLOCKS, OF_SHARES = "SM, one lane per block", "SM, stronger colour: more blocks"  # a Gantt chart's two axis titles
+OF_BLOCKS, OF_SHARES = "SM, one lane per block", "SM, faint: few blocks"  # a Gantt chart's two axis titles
 # Lanes of a binned Gantt chart: two for each SM of an H200; more lanes than pixels would give a moiré pattern
 ROWS = 264
 CELLS = 1_200_000  # of all groups of a binned Gantt chart: 5 MB in a page

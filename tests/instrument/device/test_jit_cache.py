@@ -37,7 +37,7 @@ RUN = "from {root}.entry import entry; print(entry(10), sum(entry.stats.cache_hi
         ("core.submit", "SUBMISSIONS_PER_STEP"),
         ("core.lanes", "NEVER"),
         ("core.slots", "_ZERO"),
-        ("core.dispatch", "QUEUES"),
+        ("core.launching", "QUEUES"),
     ],
 )
 def test_a_step_knows_the_constants_of_its_parts(module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
