@@ -183,14 +183,20 @@ def test_promtool_takes_the_alerts(tmp_path):
         *((f'paellapy_engine_up{{engine="e{e}",instance="r{r}"}}', f"{1 - e}x10") for e in (0, 1) for r in (0, 1)),
         *((f'paellapy_router_lost_total{{instance="r{r}"}}', "0+1x10") for r in (0, 1)),
     ]
+    values = {"{{ $labels.engine }}": "e1", "{{ $value | humanize }}": "10"}
+    filled = {}
+    for rule in (rule for group in yaml.safe_load(rules.read_text())["groups"] for rule in group["rules"]):
+        filled[rule["alert"]] = rule["annotations"]["summary"]
+        for written, value in values.items():
+            filled[rule["alert"]] = filled[rule["alert"]].replace(written, value)
     alerts = [
         {"eval_time": "5m", "alertname": "PaellapyEngineDown", "exp_alerts": [
             {"exp_labels": {"severity": "warning", "engine": "e1"},
-             "exp_annotations": {"summary": "Engine e1 takes no requests"}},
+             "exp_annotations": {"summary": filled["PaellapyEngineDown"]}},
         ]},
         {"eval_time": "5m", "alertname": "PaellapyRequestsLost", "exp_alerts": [
             {"exp_labels": {"severity": "warning"},
-             "exp_annotations": {"summary": "Engines ended with 10 requests, which were sent again"}},
+             "exp_annotations": {"summary": filled["PaellapyRequestsLost"]}},
         ]},
     ]  # fmt: skip
     test = {

@@ -45,12 +45,13 @@ def test_models_have_had_all_of_the_gpus_time(engine) -> None:
 
 
 def test_the_monitor_shows_tenants_and_gpu_time(engine) -> None:
+    engine.tenant("dora")
     with Monitor(engine) as monitor:
         monitor.snapshot()
-        ask(engine, "alice", 3)
+        ask(engine, "dora", 3)
         found = monitor.snapshot()
-    (alice,) = (each for each in found["tenants"] if each["name"] == "alice")
-    assert 0 < alice["gpu_share"] <= 1
+    (dora,) = (each for each in found["tenants"] if each["name"] == "dora")
+    assert 0 < dora["gpu_share"] <= 1
     assert 0 < found["models"][0]["gpu_share"] <= found["gpu_busy"] + 1e-4
 
 
