@@ -59,17 +59,18 @@ class Door:
             first = {key: inputs[key][0] for key in model.inputs}
             call.pending.append(engine._submit(loaded, first, deadline_ms, priority, client, call))
             return call
+        each = [{key: inputs[key][k] for key in model.inputs} for k in range(items)]
+        finishes = [_Item(call, k) for k in range(items)]
         try:
-            for k in range(items):
-                one = {key: inputs[key][k] for key in model.inputs}
-                call.pending.append(engine._submit(loaded, one, deadline_ms, priority, client, _Item(call, k)))
-                if call.over:  # an earlier item has failed already
-                    front.cancel(call.pending[-1])
-                    break
+            call.pending += engine._submit_all(loaded, each, deadline_ms, priority, client, finishes)
         except Exception:
-            if not call.over:  # otherwise the caller already has its answer
-                call.cancel()
-                raise
+            if call.over:  # an item has failed already, so the caller has its answer
+                return call
+            call.over = True  # completions of withdrawn items mean nothing
+            raise
+        if call.failed:  # before the others could be withdrawn
+            for pending in call.pending:
+                front.cancel(pending)
         return call
 
 
@@ -116,6 +117,10 @@ class Call:
             self.over = True
             for each in self.pending:
                 self._front.cancel(each)
+
+    @property
+    def failed(self) -> bool:
+        return self.over and self._left > 0
 
     def __call__(self, entry: Entry) -> None:
         """Handles the completion of a request of one item."""

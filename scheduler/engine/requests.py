@@ -10,7 +10,7 @@ import asyncio
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, Self
 
@@ -253,7 +253,77 @@ class Requester(ABC):
         rank = loaded.model.priority if priority is None else request_rank(priority)
         pending = Pending(loaded, finish)
         front.take_row(pending)
-        claimed = front.claim(loaded)
+        claimed, terms = front.claim(loaded), (number, rank, arrival_ns, deadline_ns)
+        try:
+            self._write(pending, claimed, inputs, terms)
+        except Exception:
+            self._withdraw([pending], [claimed], 0, terms)
+            raise
+        return pending
+
+    def _submit_all(
+        self,
+        loaded: Loaded,
+        items: Sequence[Mapping[str, NDArray[Any]]],
+        deadline_ms: float | None,
+        priority: int | None,
+        client: Hashable,
+        finishes: Sequence[Callable[[Entry], None]],
+    ) -> list[Pending]:
+        """Submits items that belong together. All claim a slot before the first is posted: otherwise an idle core would
+        start with the first item alone, and the others would be a second batch.
+        """
+        arrival_ns, deadline_ns = request_times(deadline_ms)
+        front = self._front
+        number = 0 if client is None else front.client_number(client)
+        rank = loaded.model.priority if priority is None else request_rank(priority)
+        pending: list[Pending] = []
+        try:
+            for finish in finishes:
+                pending.append(Pending(loaded, finish))
+                front.take_row(pending[-1])
+        except QueueFullError:
+            for each in pending[:-1]:
+                front.give_back(each)
+            raise
+        claims = [front.claim(loaded) for _ in pending]
+        terms, k = (number, rank, arrival_ns, deadline_ns), 0
+        try:
+            for k, each in enumerate(pending):
+                self._write(each, claims[k], items[k], terms)
+        except Exception:
+            self._withdraw(pending, claims, k, terms)
+            raise
+        return pending
+
+    def _withdraw(
+        self,
+        pending: Sequence[Pending],
+        claims: Sequence[tuple[int, int] | None],
+        posted: int,
+        terms: tuple[int, int, int, int],
+    ) -> None:
+        """Withdraws items; `posted` of them are posted. A claimed slot is posted too, because its lane waits for it."""
+        for k, each in enumerate(pending):
+            claimed = claims[k]
+            if k >= posted and claimed is None:
+                self._front.give_back(each)
+                continue
+            if k >= posted and claimed is not None:
+                self._front.post_written(each, *claimed, *terms)
+            self._front.cancel(each)
+
+    def _write(
+        self,
+        pending: Pending,
+        claimed: tuple[int, int] | None,
+        inputs: Mapping[str, NDArray[Any]],
+        terms: tuple[int, int, int, int],
+    ) -> None:
+        """Writes a request's inputs to its slot, or stages them, and posts it. `terms`: client, priority, arrival and
+        deadline.
+        """
+        front, loaded = self._front, pending.loaded
         lane = None if claimed is None else loaded.lane_of.get(claimed[0])
         if claimed is None:
             staged, source, keep = front.stage.take(sum(array.nbytes for array in inputs.values()))
@@ -261,15 +331,14 @@ class Requester(ABC):
             for array in inputs.values():
                 staged[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
                 at += array.nbytes
-            front.post_staged(pending, source, keep, number, rank, arrival_ns, deadline_ns)
-            return pending
+            front.post_staged(pending, source, keep, *terms)
+            return
         if lane is not None:
             # If the lane is not this model's, its row holds another model by now, and the core refuses the request.
             slots = lane.inputs
             for key, array in inputs.items():
                 slots[key][claimed[1]] = array
-        front.post_written(pending, claimed[0], claimed[1], number, rank, arrival_ns, deadline_ns)
-        return pending
+        front.post_written(pending, claimed[0], claimed[1], *terms)
 
     def occupancy(self) -> GpuUse:
         """The GPU's occupancy by the engine's launches: each resource, and where the jobs are."""

@@ -1,0 +1,69 @@
+"""Requests of several items: they run together where they fit, and end together where they do not."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from engine_models import scale_model
+
+import paellapy as pp
+from paellapy.scheduler.core.check import check_at_rest
+from paellapy.scheduler.core.errors import QueueFullError
+from paellapy.scheduler.engine.door import Door
+
+
+class Asked:
+    """Who submits, and waits for the outputs."""
+
+    def __init__(self) -> None:
+        self.answer = asyncio.get_running_loop().create_future()
+
+    def done(self, outputs) -> None:
+        self.answer.set_result({key: array.copy() for key, array in outputs.items()})
+
+    def failed(self, error: Exception) -> None:
+        self.answer.set_exception(error)
+
+
+@pytest.fixture
+def engine():
+    with pp.Engine("virtual:h200") as found:
+        found.load(scale_model(batch=(1, 2, 4)))
+        yield found
+
+
+async def submit(engine, items):
+    asked = Asked()
+    x = np.arange(items * 64, dtype=np.float32).reshape(items, 64)
+    Door(engine).submit("scale", {"x": x}, items, None, None, None, asked)
+    (found,) = (await asyncio.wait_for(asked.answer, 60)).values()
+    np.testing.assert_array_equal(found, 2 * x)
+
+
+def test_items_that_fit_into_a_batch_are_one(engine):
+    for items in (4, 2, 3, 4, 1):
+        asyncio.run(submit(engine, items))
+    whole = (4 * 4 + 2 * 2 + 3 * 3 + 4 * 4 + 1) / 14  # the mean over items of the batch that each was in
+    assert engine.stats()["models"]["scale"]["mean_batch"] == pytest.approx(whole)
+
+
+def test_more_items_than_fit_are_all_answered(engine):
+    asyncio.run(submit(engine, 23))
+
+
+def test_items_that_find_no_memory_end_all_and_hold_nothing(engine, monkeypatch):
+    def none(nbytes):
+        raise QueueFullError("no memory for inputs; try again later")
+
+    with monkeypatch.context() as without:
+        without.setattr(engine._front.stage, "take", none)
+        with pytest.raises(QueueFullError):
+            asyncio.run(submit(engine, 40))
+        without.setattr(engine._front, "claim", lambda loaded: None)
+        with pytest.raises(QueueFullError):
+            asyncio.run(submit(engine, 1))
+    asyncio.run(submit(engine, 4))
+    assert engine._front.waiting == 0
+    check_at_rest(engine.state)
