@@ -220,37 +220,36 @@ def is_refused(client, items):
     assert (status, json.loads(body)) == (503, {"error": "no room"})
 
 
-def test_items_behind_one_that_has_failed_are_not_submitted(server, monkeypatch):
-    submitted, submit = [], server.engine._submit
+def test_items_beside_one_that_has_failed_are_withdrawn(server, monkeypatch):
+    written, write = [], server.engine._write
 
-    def second_fails(*request):
-        submitted.append(submit(*request))
-        if len(submitted) == 2:
-            request[-1].answer(QueueFullError("no room"))
-        return submitted[-1]
+    def second_fails(pending, *rest):
+        written.append(pending)
+        write(pending, *rest)
+        if len(written) == 2:
+            pending.finish.answer(QueueFullError("no room"))
 
-    monkeypatch.setattr(server.engine, "_submit", second_fails)
+    monkeypatch.setattr(server.engine, "_write", second_fails)
     with Client(server) as client:
         is_refused(client, items=4)
-        assert len(submitted) == 2
         client.send(post(2.0, 2, items=4))
         check(client.answer(), 2.0, 2, items=4)
     server.wait_until(lambda: not server.engine._front.waiting)
 
 
 def test_a_request_whose_items_fail_twice_counts_once(server, monkeypatch):
-    submitted, submit = [], server.engine._submit
+    written, write = [], server.engine._write
     counts = server.service.counters.of("scale")
     before = counts.refused["queue_full"]
 
-    def second_fails_and_cannot_be_submitted(*request):
-        if submitted:
-            request[-1].answer(QueueFullError("no room"))
+    def second_fails_and_cannot_be_written(pending, *rest):
+        if written:
+            pending.finish.answer(QueueFullError("no room"))
             raise QueueFullError("no room here either")
-        submitted.append(submit(*request))
-        return submitted[-1]
+        written.append(pending)
+        write(pending, *rest)
 
-    monkeypatch.setattr(server.engine, "_submit", second_fails_and_cannot_be_submitted)
+    monkeypatch.setattr(server.engine, "_write", second_fails_and_cannot_be_written)
     with Client(server) as client:
         is_refused(client, items=3)
     assert counts.refused["queue_full"] == before + 1
