@@ -17,6 +17,7 @@ from paellapy.scheduler.core import codes
 from paellapy.scheduler.engine.front_calls import E_LANE, E_MODEL, E_SLOT, E_STATUS
 from paellapy.scheduler.engine.front_end import Entry, FrontEnd, Pending
 from paellapy.scheduler.engine.requests import Outputs, Requester
+from paellapy.scheduler.engine.submitting import submit
 from paellapy.scheduler.models.model import Model
 
 
@@ -62,7 +63,8 @@ class Door:
         each = [{key: inputs[key][k] for key in model.inputs} for k in range(items)]
         finishes = [_Item(call, k) for k in range(items)]
         try:
-            call.pending += engine._submit_all(loaded, each, deadline_ms, priority, client, finishes)
+            terms = engine._terms(loaded, deadline_ms, priority, client)
+            call.pending += submit(front, loaded, each, terms, finishes)
         except Exception:
             if call.over:  # an item has failed already, so the caller has its answer
                 return call

@@ -10,7 +10,7 @@ import asyncio
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from hashlib import blake2b
 from typing import Any, Self
 
@@ -33,6 +33,7 @@ from paellapy.scheduler.core.state import State
 from paellapy.scheduler.engine.front_calls import E_ARRIVAL_NS, E_ERROR, E_FINISH_NS, E_LANE, E_MODEL, E_SLOT, E_STATUS
 from paellapy.scheduler.engine.front_end import Entry, FrontEnd, Loaded, Pending, Waiter, thread_waiter
 from paellapy.scheduler.engine.gpu_use import GpuUse, occupancy
+from paellapy.scheduler.engine.submitting import Terms, submit
 from paellapy.scheduler.models.model import Model
 
 Inputs = Mapping[str, Any]
@@ -246,99 +247,14 @@ class Requester(ABC):
         client: Hashable,
         finish: Callable[[Entry], None],
     ) -> Pending:
+        return submit(self._front, loaded, [inputs], self._terms(loaded, deadline_ms, priority, client), [finish])[0]
+
+    def _terms(self, loaded: Loaded, deadline_ms: float | None, priority: int | None, client: Hashable) -> Terms:
+        """Raises for a deadline, a priority or a client that is refused: before anything is taken."""
         arrival_ns, deadline_ns = request_times(deadline_ms)
-        front = self._front
-        # Refusals must come first: once a row or a slot is taken, it must be posted.
-        number = 0 if client is None else front.client_number(client)
+        number = 0 if client is None else self._front.client_number(client)
         rank = loaded.model.priority if priority is None else request_rank(priority)
-        pending = Pending(loaded, finish)
-        front.take_row(pending)
-        claimed, terms = front.claim(loaded), (number, rank, arrival_ns, deadline_ns)
-        try:
-            self._write(pending, claimed, inputs, terms)
-        except Exception:
-            self._withdraw([pending], [claimed], 0, terms)
-            raise
-        return pending
-
-    def _submit_all(
-        self,
-        loaded: Loaded,
-        items: Sequence[Mapping[str, NDArray[Any]]],
-        deadline_ms: float | None,
-        priority: int | None,
-        client: Hashable,
-        finishes: Sequence[Callable[[Entry], None]],
-    ) -> list[Pending]:
-        """Submits items that belong together. All claim a slot before the first is posted: otherwise an idle core would
-        start with the first item alone, and the others would be a second batch.
-        """
-        arrival_ns, deadline_ns = request_times(deadline_ms)
-        front = self._front
-        number = 0 if client is None else front.client_number(client)
-        rank = loaded.model.priority if priority is None else request_rank(priority)
-        pending: list[Pending] = []
-        try:
-            for finish in finishes:
-                pending.append(Pending(loaded, finish))
-                front.take_row(pending[-1])
-        except QueueFullError:
-            for each in pending[:-1]:
-                front.give_back(each)
-            raise
-        claims = [front.claim(loaded) for _ in pending]
-        terms, k = (number, rank, arrival_ns, deadline_ns), 0
-        try:
-            for k, each in enumerate(pending):
-                self._write(each, claims[k], items[k], terms)
-        except Exception:
-            self._withdraw(pending, claims, k, terms)
-            raise
-        return pending
-
-    def _withdraw(
-        self,
-        pending: Sequence[Pending],
-        claims: Sequence[tuple[int, int] | None],
-        posted: int,
-        terms: tuple[int, int, int, int],
-    ) -> None:
-        """Withdraws items; `posted` of them are posted. A claimed slot is posted too, because its lane waits for it."""
-        for k, each in enumerate(pending):
-            claimed = claims[k]
-            if k >= posted and claimed is None:
-                self._front.give_back(each)
-                continue
-            if k >= posted and claimed is not None:
-                self._front.post_written(each, *claimed, *terms)
-            self._front.cancel(each)
-
-    def _write(
-        self,
-        pending: Pending,
-        claimed: tuple[int, int] | None,
-        inputs: Mapping[str, NDArray[Any]],
-        terms: tuple[int, int, int, int],
-    ) -> None:
-        """Writes a request's inputs to its slot, or stages them, and posts it. `terms`: client, priority, arrival and
-        deadline.
-        """
-        front, loaded = self._front, pending.loaded
-        lane = None if claimed is None else loaded.lane_of.get(claimed[0])
-        if claimed is None:
-            staged, source, keep = front.stage.take(sum(array.nbytes for array in inputs.values()))
-            at = 0
-            for array in inputs.values():
-                staged[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-                at += array.nbytes
-            front.post_staged(pending, source, keep, *terms)
-            return
-        if lane is not None:
-            # If the lane is not this model's, its row holds another model by now, and the core refuses the request.
-            slots = lane.inputs
-            for key, array in inputs.items():
-                slots[key][claimed[1]] = array
-        front.post_written(pending, claimed[0], claimed[1], *terms)
+        return Terms(number, rank, arrival_ns, deadline_ns)
 
     def occupancy(self) -> GpuUse:
         """The GPU's occupancy by the engine's launches: each resource, and where the jobs are."""
@@ -381,12 +297,9 @@ class Slot:
         """`in_turn`: place the request behind all earlier requests of the model. In an open lane, it could overtake a
         request that the core has not read yet.
         """
-        self._arrival_ns, self._deadline_ns = request_times(deadline_ms)
-        self._loaded = loaded
+        self._loaded, self._terms = loaded, engine._terms(loaded, deadline_ms, priority, client)
         self._engine, self._front = engine, engine._front
         model = self._loaded.model
-        self._client = 0 if client is None else self._front.client_number(client)
-        self._priority = model.priority if priority is None else request_rank(priority)
         # Not a method of the slot: the pending request must not keep a forgotten slot alive.
         self._early = _Early()
         self._pending = Pending(self._loaded, self._early)
@@ -396,9 +309,7 @@ class Slot:
         self._place = None if in_turn else self._front.claim(self._loaded)
         if self._place is not None:
             lane, slot = self._place
-            self._front.post_claimed(
-                self._pending, lane, slot, self._client, self._priority, self._arrival_ns, self._deadline_ns
-            )
+            self._front.post_claimed(self._pending, lane, slot, *self._terms)
             ours = self._loaded.lane_of.get(lane)
             if ours is not None:
                 self.inputs = {key: ours.inputs[key][slot, ...] for key in model.inputs}
@@ -406,7 +317,12 @@ class Slot:
                 self.inputs = {key: np.zeros(spec.shape, spec.dtype) for key, spec in model.inputs.items()}
         else:
             nbytes = sum(spec.nbytes for spec in model.inputs.values())
-            staged, self._source, self._keep = self._front.stage.take(nbytes)
+            try:
+                staged, self._source, self._keep = self._front.stage.take(nbytes)
+            except QueueFullError:
+                self._open = False
+                self._front.give_back(self._pending)
+                raise
             self.inputs, at = {}, 0
             for key, spec in model.inputs.items():
                 self.inputs[key] = staged[at : at + spec.nbytes].view(spec.dtype).reshape(spec.shape)
@@ -474,10 +390,7 @@ class Slot:
             self._front.ready(*self._place)
         elif early is None:
             self._engine._check_open()
-            self._front.post_staged(
-                self._pending, self._source, self._keep, self._client, self._priority, self._arrival_ns,
-                self._deadline_ns,
-            )  # fmt: skip
+            self._front.post_staged(self._pending, self._source, self._keep, *self._terms)
         if early is not None:
             finish(early)
 

@@ -64,6 +64,8 @@ def test_items_that_find_no_memory_end_all_and_hold_nothing(engine, monkeypatch)
         without.setattr(engine._front, "claim", lambda loaded: None)
         with pytest.raises(QueueFullError):
             asyncio.run(submit(engine, 1))
+        with pytest.raises(QueueFullError):
+            engine.reserve("scale")
     asyncio.run(submit(engine, 4))
     assert engine._front.waiting == 0
     check_at_rest(engine.state)

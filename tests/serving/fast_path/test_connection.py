@@ -15,6 +15,7 @@ from raw_client import Client
 from serving_server import infer_body, running
 
 from paellapy.scheduler.core.errors import QueueFullError, UnknownModelError
+from paellapy.scheduler.engine import submitting
 from paellapy.serving.fast_path import connection, inference
 
 
@@ -221,15 +222,15 @@ def is_refused(client, items):
 
 
 def test_items_beside_one_that_has_failed_are_withdrawn(server, monkeypatch):
-    written, write = [], server.engine._write
+    written, write = [], submitting.write
 
-    def second_fails(pending, *rest):
+    def second_fails(front, pending, *rest):
         written.append(pending)
-        write(pending, *rest)
+        write(front, pending, *rest)
         if len(written) == 2:
             pending.finish.answer(QueueFullError("no room"))
 
-    monkeypatch.setattr(server.engine, "_write", second_fails)
+    monkeypatch.setattr(submitting, "write", second_fails)
     with Client(server) as client:
         is_refused(client, items=4)
         client.send(post(2.0, 2, items=4))
@@ -238,18 +239,18 @@ def test_items_beside_one_that_has_failed_are_withdrawn(server, monkeypatch):
 
 
 def test_a_request_whose_items_fail_twice_counts_once(server, monkeypatch):
-    written, write = [], server.engine._write
+    written, write = [], submitting.write
     counts = server.service.counters.of("scale")
     before = counts.refused["queue_full"]
 
-    def second_fails_and_cannot_be_written(pending, *rest):
+    def second_fails_and_cannot_be_written(front, pending, *rest):
         if written:
             pending.finish.answer(QueueFullError("no room"))
             raise QueueFullError("no room here either")
         written.append(pending)
-        write(pending, *rest)
+        write(front, pending, *rest)
 
-    monkeypatch.setattr(server.engine, "_write", second_fails_and_cannot_be_written)
+    monkeypatch.setattr(submitting, "write", second_fails_and_cannot_be_written)
     with Client(server) as client:
         is_refused(client, items=3)
     assert counts.refused["queue_full"] == before + 1
