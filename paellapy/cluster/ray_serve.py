@@ -11,9 +11,9 @@ here; the front door of `paellapy cluster` gets them every 5 ms.
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from ray import serve
@@ -24,6 +24,7 @@ from paellapy.instrument.errors import ArgumentError
 from paellapy.scheduler.core.predict import Predictor
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.models.model import Model
+from paellapy.serving.factories import find_factory
 
 REPORT_S = 0.1
 
@@ -62,10 +63,7 @@ class EngineReplica:
 
 
 def _made(source: Source) -> Iterable[Model]:
-    found: Any = source
-    if isinstance(source, str):
-        module, _, name = source.partition(":")
-        found = getattr(importlib.import_module(module), name)
+    found: Any = find_factory(source, Path.cwd()) if isinstance(source, str) else source
     made = found() if callable(found) else found
     models = [made] if isinstance(made, Model) else list(made)
     if not models or not all(isinstance(each, Model) for each in models):
