@@ -122,7 +122,7 @@ FORWARDS: dict[str, ModelFunction] = {"mlp": mlp, "cnn": cnn, "transformer": tra
 
 
 # ---- one kernel each -------------------------------------------------------------------------------------------------
-# Tiles are small: a request has few rows, so many small blocks side by side answer it sooner than few full ones.
+# The kernels use small tiles. A request has few rows, so many small blocks finish it sooner than a few large blocks.
 
 
 def _linear(x: Any, weights: Arrays, name: str, out: Any, activation: str = "none", residual: Any = None) -> None:
