@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
 import tomllib
+from pathlib import Path
 
 import kubernetes_validate
 import promql_parser
@@ -112,6 +116,53 @@ def test_kserves_runtime_holds_a_pod_and_fits_its_service():
     assert model["runtime"] == runtime["metadata"]["name"]
     assert model["protocolVersion"] in runtime["spec"]["protocolVersions"]
     assert model["modelFormat"]["name"] in {each["name"] for each in runtime["spec"]["supportedModelFormats"]}
+
+
+def kserve_models():
+    """Where KServe's Python package describes its objects. Its text is read: an import would need many packages."""
+    named = os.environ.get("KSERVE_MODELS")
+    if named:
+        return Path(named)
+    found = importlib.util.find_spec("kserve")
+    return None if found is None or found.origin is None else Path(found.origin).parent / "models"
+
+
+def fields_of(kind):
+    """JSON name and type of each field of one of KServe's objects; None: Kubernetes' own, which another test checks."""
+    stem = re.sub(r"(?<=[a-z0-9])([A-Z])", r"_\1", kind).lower()
+    path = kserve_models() / f"{stem}.py"
+    if not path.exists():
+        return None
+    tables = {
+        node.targets[0].id: ast.literal_eval(node.value)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Dict)
+    }
+    return {name: tables["openapi_types"][key] for key, name in tables["attribute_map"].items()}
+
+
+def unknown_fields(value, kind, where=""):
+    """Fields that KServe's description of this kind of object does not have."""
+    fields = fields_of(kind)
+    if fields is None:
+        return []
+    found = [f"{where}.{name}" for name in value.keys() - fields.keys()]
+    for name in value.keys() & fields.keys():
+        inner = re.sub(r"list\[(\w+)\]", r"\1", fields[name])
+        for each in value[name] if isinstance(value[name], list) else [value[name]]:
+            if isinstance(each, dict):
+                found += unknown_fields(each, inner, f"{where}.{name}")
+    return found
+
+
+@pytest.mark.skipif(kserve_models() is None, reason="KServe's package is not here (pip install --no-deps kserve)")
+def test_kserve_knows_every_field_of_its_objects():
+    for file in (DEPLOY / "kserve").glob("*.yaml"):
+        made = yaml.safe_load(file.read_text())
+        kind = made["apiVersion"].partition("/")[2].capitalize() + made["kind"]
+        assert fields_of(kind), "its package describes objects of this kind"
+        assert unknown_fields(made, kind) == []
+        assert unknown_fields({**made, "spec": {**made["spec"], "wrong": 1}}, kind) == [".spec.wrong"]
 
 
 @pytest.mark.parametrize("pod", [runtime_pod(), *pods(manifests())])
