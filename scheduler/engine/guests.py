@@ -129,12 +129,20 @@ class Guests:
                 ready = waiting.select(_BEAT_S if self._guests else None)
                 for key, _ in ready:
                     if key.fileobj is self._ended:
+                        self._dismiss(waiting)
                         return
                     with contextlib.suppress(OSError):  # the guest left meanwhile
                         self._look(key.fileobj, waiting)
                 until = np.uint64(time.monotonic_ns() + _ALIVE_NS)
                 for guest in list(self._guests.values()):
                     guest.words[gate.ALIVE_UNTIL_NS] = until
+
+    def _dismiss(self, waiting: selectors.BaseSelector) -> None:
+        """Closes the lines that connected and said nothing: `end` knows only of guests."""
+        for key in list(waiting.get_map().values()):
+            line = key.fileobj
+            if isinstance(line, socket.socket) and line is not self._door and line not in self._guests:
+                line.close()
 
     def _look(self, line: Any, waiting: selectors.BaseSelector) -> None:
         door = self._door

@@ -162,6 +162,14 @@ def test_an_engine_that_hides_is_not_found_and_what_the_dead_left_is_swept_away(
     knock().close()
 
 
+def test_an_engine_that_ends_closes_lines_that_said_nothing(folder):
+    with pp.Engine("virtual:h200"):
+        line = knock()
+        line.settimeout(60)
+    with line, contextlib.suppress(ConnectionResetError):  # reset where the engine ended before it accepted the line
+        assert line.recv(1) == b""
+
+
 def test_without_an_engine_the_remedy_is_named(folder):
     with pytest.raises(NoEngineError, match="start one"):
         knock()
