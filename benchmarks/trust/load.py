@@ -49,7 +49,9 @@ async def exchange(
     return int(head[9:12]), head, body
 
 
-async def client(port: int, work: list[Checked], counts: Counts, end: asyncio.Event, most: list[int]) -> None:
+async def client(
+    port: int, work: list[Checked], counts: Counts, end: asyncio.Event, most: list[int], rest_s: float = 0.0
+) -> None:
     """Asks one after the other, on a connection that it keeps while the server does; pauses where it is refused."""
     connection: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
     k = id(counts) + len(asyncio.all_tasks())
@@ -76,8 +78,8 @@ async def client(port: int, work: list[Checked], counts: Counts, end: asyncio.Ev
             connection = None
         counts.outcomes[outcome] += 1
         counts.kinds[f"{each.model} {each.kind}"] += 1
-        if pause_s:
-            await asyncio.sleep(pause_s)
+        if pause_s or rest_s:
+            await asyncio.sleep(pause_s + rest_s)
     if connection is not None:
         connection[1].close()
 
@@ -93,7 +95,7 @@ def judge(each: Checked, status: int, head: bytes, body: bytes, counts: Counts) 
 
 
 async def run_clients(
-    port: int, work: list[Checked], counts: Counts, clients: int, end: asyncio.Event, most: int
+    port: int, work: list[Checked], counts: Counts, clients: int, end: asyncio.Event, most: int, rest_s: float = 0.0
 ) -> None:
     left = [most]
-    await asyncio.gather(*(client(port, work, counts, end, left) for _ in range(clients)))
+    await asyncio.gather(*(client(port, work, counts, end, left, rest_s) for _ in range(clients)))

@@ -1,6 +1,7 @@
 """A long run at a steady load: memory, descriptors and latency, sampled, and how much they drift.
 
-    python benchmarks/trust/soak.py [--seconds 3600] [--clients 4] [--every 10] [--device virtual:h200] [--out DIR]
+    python benchmarks/trust/soak.py [--seconds 3600] [--clients 4] [--rest-ms 0] [--every 10]
+                                      [--device virtual:h200] [--out DIR]
 
 The result is written at every sample. The first fifth is the warm-up; drift compares the means of the second and the
 last fifth.
@@ -33,7 +34,7 @@ def drift(samples: list[dict[str, Any]], key: str) -> float | None:
 async def run(server: Served, args: argparse.Namespace, result: dict[str, Any]) -> None:
     work = requests(np.random.default_rng(1), 2000, f"127.0.0.1:{server.port}")
     counts, end = Counts(), asyncio.Event()
-    load = asyncio.create_task(run_clients(server.port, work, counts, args.clients, end, 1 << 60))
+    load = asyncio.create_task(run_clients(server.port, work, counts, args.clients, end, 1 << 60, args.rest_ms * 1e-3))
     began = time.monotonic()
     while (now := time.monotonic() - began) < args.seconds:
         await asyncio.sleep(min(args.every, args.seconds - now))
@@ -61,10 +62,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--every", type=float, default=10.0)
     parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--rest-ms", type=float, default=0.0, help="pause of a client between two requests")
     parser.add_argument("--device", default="virtual:h200")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    result: dict[str, Any] = {"seconds": args.seconds, "clients": args.clients, "device": args.device, "samples": []}
+    result: dict[str, Any] = {
+        "seconds": args.seconds, "clients": args.clients, "rest_ms": args.rest_ms, "device": args.device, "samples": [],
+    }  # fmt: skip
     with served(args.device) as server:
         asyncio.run(run(server, args, result))
     print(json.dumps({k: v for k, v in result.items() if k != "samples"}, indent=1))
