@@ -1,6 +1,6 @@
 """Thousands of open connections: their cost, and whether requests among them are answered.
 
-python benchmarks/trust/connections.py [--connections 5000] [--device virtual:h200] [--out DIR]
+    python benchmarks/trust/connections.py [--connections 5000] [--device virtual:h200] [--out DIR]
 """
 
 from __future__ import annotations
