@@ -69,7 +69,10 @@ class Job:
         self.steps = 1  # the first step already ran when the job was created
         self.outputs: Outputs = step.first
         self.error: BaseException | None = None
+        self._broken: BaseException | None = None  # why no further step can begin
         self._times: deque[float] = deque([time.monotonic()], _RATE_STEPS + 1)
+        self._since = time.monotonic()
+        self._running_s = 0.0  # time from the start to the latest step, without pauses
         self._thread = threading.Thread(target=self._run, name=f"paellapy-job-{self.name}", daemon=True)
 
     def adopt(self, loaded: LoadedModel) -> None:
@@ -117,11 +120,19 @@ class Job:
 
     @property
     def steps_per_s(self) -> float:
-        """Steps per second over the latest steps; 0 while the job is paused or over."""
+        """Steps per second over the latest steps; 0 during a pause. For a job that is over: over its life, less pauses.
+        """
+        if self.state in ("ended", "failed"):
+            return (self.steps - 1) / self._running_s if self._running_s > 0 else 0.0
         times = list(self._times)
         if len(times) < 2 or self.state != "running":
             return 0.0
         return (len(times) - 1) / max(time.monotonic() - times[0], 1e-9)
+
+    @property
+    def skipped(self) -> int:
+        """Batches left out because their shapes or types differ from the first batch's."""
+        return 0 if self.feed is None else self.feed.skipped
 
     @property
     def loaded(self) -> LoadedModel | None:
@@ -133,6 +144,7 @@ class Job:
             "kind": "background",
             "state": self.state,
             "steps": self.steps,
+            "skipped": self.skipped,
             "steps_per_s": self.steps_per_s,
             "priority": 0 if model is None else model.priority,
             "share": 1.0 if model is None else model.share,
@@ -161,9 +173,9 @@ class Job:
     def _train(self) -> None:
         begun: deque[_Begun] = deque()
         self._waiters.extend(Waiter() for _ in range(self._ahead))
-        batch = self._fetch()
-        self._slot = self._reserve(batch)
+        self._since = time.monotonic()
         try:
+            batch = self._prepare()
             while begun or (self._slot is not None and not self._stopping.is_set()):
                 if self._may_begin(len(begun)):
                     batch = self._begin(begun, batch)
@@ -171,10 +183,12 @@ class Job:
                     self._end(begun.popleft())
                 else:
                     self._rest(batch)
+            if self._broken is not None:
+                raise self._broken
         finally:
             if self._slot is not None:
                 self._slot.cancel()
-            for each in begun:  # after an error: wait, because the GPU may still use this memory
+            for each in begun:  # after an error in a step: wait, because the GPU may still use this memory
                 with contextlib.suppress(Exception):
                     each.finish()
 
@@ -196,9 +210,19 @@ class Job:
         self._waiters.rotate()
         self._waiters[0].clear()
         begun.append(_Begun(slot.begin(self._waiters[0]), batch))
-        following = self._fetch()
-        self._slot = self._reserve(following)
-        return following
+        return self._prepare()
+
+    def _prepare(self) -> Batch | None:
+        """Fetches the next batch and writes it to a slot. An error is kept until the steps that were begun have ended:
+        they are good, and count.
+        """
+        try:
+            batch = self._fetch()
+            self._slot = self._reserve(batch)
+        except Exception as e:
+            self._broken = e
+            return None
+        return batch
 
     def _end(self, begun: _Begun) -> None:
         found = begun.finish()
@@ -210,9 +234,10 @@ class Job:
         """Waits until the pause is over."""
         assert self._slot is not None
         self._slot.cancel()
-        self._waiting = True
+        self._waiting, began = True, time.monotonic()
         self._go.wait()
         self._waiting = False
+        self._since += time.monotonic() - began
         self._slot = self._reserve(batch)
 
     def _fetch(self) -> Batch | None:
@@ -236,7 +261,9 @@ class Job:
     def _done(self, outputs: Outputs) -> None:
         self.steps += 1
         self.outputs = {key: outputs[key].reshape(value.shape) for key, value in self.outputs.items()}
-        self._times.append(time.monotonic())
+        now = time.monotonic()
+        self._times.append(now)
+        self._running_s = now - self._since
         self._report()
 
     def _reports_after(self, step: int) -> bool:

@@ -8,16 +8,22 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from paellapy.scheduler.core.errors import ModelError
+from paellapy.scheduler.models.tensors import TensorSpec
 from paellapy.scheduler.models.torch_step import Batch
 
-_LOOK_S = 0.05  # how often a fetcher that waits for room checks whether it should end
+_LOOK_S = 0.05  # how often a thread that waits for the other checks whether the feed was stopped
 
 
 class Feed:
-    """Batches in order, one of them fetched ahead. `take` raises any error that the data raised."""
+    """Batches in order, one of them fetched ahead. `take` raises any error that the data raised.
 
-    def __init__(self, torch: Any, name: str, data: Iterable[Any]) -> None:
-        self._torch, self._name = torch, name
+    `skip_ragged`: batches whose shapes or types differ from the first batch's are left out and counted.
+    """
+
+    def __init__(self, torch: Any, name: str, data: Iterable[Any], skip_ragged: bool = False) -> None:
+        self._torch, self._name, self._skip_ragged = torch, name, skip_ragged
+        self.skipped = 0
+        self._specs: dict[str, TensorSpec] | None = None  # of the first batch
         self._left: Iterator[Any] = iter(data)
         self._ahead: queue.Queue[Batch | BaseException | None] = queue.Queue(1)
         self._stopped = threading.Event()
@@ -28,22 +34,33 @@ class Feed:
         found = self._next()
         if found is None:
             raise ModelError(f"job {self._name!r}: `data` yielded no batch; give an iterable with at least one")
+        self._specs = found.specs
         self._thread.start()
         return found
 
     def take(self) -> Batch | None:
-        """The next batch, or None at the end of the data."""
-        found = self._ahead.get()
-        if isinstance(found, BaseException):
-            raise found
-        return found
+        """The next batch, or None at the end of the data or after `stop`."""
+        while not self._stopped.is_set():
+            try:
+                found = self._ahead.get(timeout=_LOOK_S)
+            except queue.Empty:
+                continue
+            if isinstance(found, BaseException):
+                raise found
+            return found
+        return None
 
     def stop(self) -> None:
         self._stopped.set()
 
     def _next(self) -> Batch | None:
         for given in self._left:
-            return Batch(self._torch, self._name, given)
+            batch = Batch(self._torch, self._name, given)
+            if self._specs is None or not self._skip_ragged or batch.specs == self._specs:
+                return batch
+            self.skipped += 1
+            if self._stopped.is_set():
+                break
         return None
 
     def _fetch(self) -> None:

@@ -59,13 +59,15 @@ class Hosting(Governed):
         every: int = 100,
         callback: Callable[[Job], object] | None = None,
         params: Mapping[str, float] | None = None,
+        skip_ragged: bool = False,
     ) -> Job:
         """Runs a PyTorch step again and again beside requests: captured, cut and scheduled like any model.
 
         `state` is everything that the step changes: modules, optimizers, gradient scalers, tensors, generators. This
         call runs the first step as it is; capturing and measuring do not change the state. `step` returns nothing, or
         tensors such as a loss, which `job.outputs` holds. With `data`, each step is given the next batch, until the
-        data end.
+        data end. A batch whose shapes or types differ from the first batch's ends the job with an error;
+        `skip_ragged=True` leaves such batches out.
 
         `callback(job)` is called after every `every`-th step, outside the capture: for losses, checkpoints, and
         learning rates that are tensors. `share` and `params` have the same meaning as for a model; `memory_bytes` is
@@ -83,7 +85,7 @@ class Hosting(Governed):
             self._check_open()
             if name in self._models or name in self._jobs:
                 raise ModelError(f"a model or a job named {name!r} is loaded already; stop or unload it first")
-            feed = None if data is None else Feed(needs_torch(), name, data)
+            feed = None if data is None else Feed(needs_torch(), name, data, skip_ragged)
             return self._start_job(
                 Job(self, self, TorchStep(name, step, list(state), None if feed is None else feed.first()), feed,
                     Reports(every, callback)),

@@ -76,7 +76,8 @@ class Batch:
             if (tuple(tensor.shape) or (1,)) != slot.shape or numpy_dtype(self._torch, tensor.dtype) != slot.dtype:
                 raise ModelError(
                     f"job {name!r}: {key!r} is {tuple(tensor.shape)} of {tensor.dtype}, but the first batch had "
-                    f"{slot.shape} of {slot.dtype.name}: all batches need the same shape and type (drop_last=True)"
+                    f"{slot.shape} of {slot.dtype.name}: all batches need the same shape and type (a data loader's "
+                    "drop_last=True, or skip_ragged=True of the job, leaves shorter ones out)"
                 )
             as_tensor(self._torch, slot).copy_(tensor.reshape(slot.shape))
 

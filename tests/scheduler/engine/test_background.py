@@ -194,6 +194,66 @@ def test_what_goes_wrong_is_the_job_s_alone(engine, where):
     assert np.array_equal(engine.infer_sync("scale", {"x": x})["y"], 2 * x)
 
 
+@pytest.mark.parametrize("fault", ["shape", "data"])
+def test_steps_before_a_fault_of_the_data_count(engine, fault):
+    x, seen = torch.zeros(4), []
+
+    def data():
+        for _ in range(5):
+            yield torch.ones(3)
+        if fault == "data":
+            raise OSError("in the data")
+        yield torch.ones(2)
+
+    def step(batch):
+        x.add_(batch.sum())
+
+    job = engine.background(step, state=[x], data=data(), every=5, callback=lambda job: seen.append(job.steps))
+    assert job.join(60)
+    assert type(job.error) is (OSError if fault == "data" else ModelError)
+    assert (job.steps, x.tolist(), seen) == (5, [15.0] * 4, [5])
+
+
+def test_ragged_batches_are_left_out_if_the_job_says_so(engine):
+    x = torch.zeros(4)
+    sizes = [3, 3, 2, 3, 1]
+
+    def step(batch):
+        x.add_(batch.sum())
+
+    job = engine.background(step, state=[x], data=(torch.ones(n) for n in sizes), skip_ragged=True)
+    assert job.join(60)
+    assert (job.state, job.steps, job.skipped, x.tolist()) == ("ended", 3, 2, [9.0] * 4)
+    assert job.stats()["skipped"] == 2
+
+
+def test_a_job_that_is_over_has_the_mean_speed_of_its_life(engine):
+    x = torch.zeros(4)
+    job = engine.background(lambda batch: x.add_(batch), state=[x], data=(torch.ones(4) for _ in range(20)))
+    assert job.join(60)
+    assert job.state == "ended"
+    assert job.steps_per_s > 0
+    assert job.stats()["steps_per_s"] == job.steps_per_s
+    alone = engine.background(lambda batch: x.add_(batch), state=[x], data=[torch.ones(4)])
+    assert alone.join(60)
+    assert (alone.steps, alone.steps_per_s) == (1, 0.0)
+
+
+def test_a_job_that_waits_for_data_can_be_stopped(engine):
+    x, more = torch.zeros(4), threading.Event()
+
+    def data():
+        yield torch.ones(4)
+        more.wait(120)
+        yield torch.ones(4)
+
+    job = engine.background(lambda batch: x.add_(batch), state=[x], data=data())
+    job.stop()
+    assert job.join(60)
+    more.set()
+    assert (job.steps, job.error) == (1, None)
+
+
 def test_a_job_is_no_model_to_ask(engine):
     x = torch.zeros(4)
     job = engine.background(lambda: x.add_(1.0), name="count", state=[x])
