@@ -180,6 +180,33 @@ def publish(s: State, front: int, message: int) -> bool:
 
 
 @part
+def publish_all(s: State, front: int, messages: int, n: int) -> bool:
+    """Copies n messages, which lie one behind the other; False if the ring has no room for all of them now.
+
+    The first becomes visible last, so the core takes all of them in one step.
+    """
+    tail = s.ring[front, SUBMIT_TAIL:].ctypes.data
+    mask = np.uint64(s.submit.shape[1] - 1)
+    last = np.uint64(n - 1)
+    while True:
+        position = load_at(tail)
+        at = np.int64((position + last) & mask)
+        turn = load_at(s.submit[front, at:].ctypes.data)
+        if turn == position + last:  # the core takes messages in order, so the cells before it are free too
+            if exchange_at(tail, position, position + np.uint64(n)):
+                break
+        elif turn < position + last:
+            return False
+    for k in range(n - 1, -1, -1):
+        at = np.int64((position + np.uint64(k)) & mask)
+        cell = np.uint64(s.submit[front, at:].ctypes.data)
+        source = np.uint64(messages) + np.uint64(k) * (_MESSAGE_BYTES + _WORD)
+        copy_bytes(cell + _WORD, source + _WORD, _MESSAGE_BYTES)
+        store_at(cell, position + np.uint64(k) + ONE)
+    return True
+
+
+@part
 def set_ready(s: State, lane: int, slot: int) -> None:
     or_at(bit_at(s.lane_ready, lane, slot), bit_of(slot))
 

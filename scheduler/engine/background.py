@@ -23,8 +23,8 @@ from typing import Any, Protocol
 from paellapy.scheduler.backends.launches import LoadedModel
 from paellapy.scheduler.core.errors import EngineClosedError, MemoryPlanError
 from paellapy.scheduler.engine.feed import Feed
-from paellapy.scheduler.engine.front_end import Waiter
 from paellapy.scheduler.engine.requests import Outputs, Requester, Slot
+from paellapy.scheduler.engine.waiters import Waiter
 from paellapy.scheduler.models.torch_step import Batch, TorchStep
 
 _RATE_STEPS = 64  # the rate `steps_per_s` is computed over the latest 64 steps

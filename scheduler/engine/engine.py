@@ -27,10 +27,7 @@ from paellapy.scheduler.backends.launches import LoadedModel
 from paellapy.scheduler.backends.recorded import TracedBlocks
 from paellapy.scheduler.core import codes, step
 from paellapy.scheduler.core.capacity import Capacity, set_capacity
-from paellapy.scheduler.core.errors import (
-    ModelError,
-    UnknownModelError,
-)
+from paellapy.scheduler.core.errors import ModelError, UnknownModelError
 from paellapy.scheduler.core.install import remove
 from paellapy.scheduler.core.job import READS_SHARES
 from paellapy.scheduler.core.loop import Bell
@@ -39,7 +36,7 @@ from paellapy.scheduler.core.shared_memory import SharedBlock
 from paellapy.scheduler.core.state import Limits, new_state, state_bytes
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.engine.background import Job
-from paellapy.scheduler.engine.front_end import FrontEnd, Waiter, thread_waiter
+from paellapy.scheduler.engine.front_end import FrontEnd
 from paellapy.scheduler.engine.guarded import Faults
 from paellapy.scheduler.engine.guests import Guests
 from paellapy.scheduler.engine.hosting import Hosting
@@ -50,9 +47,11 @@ from paellapy.scheduler.engine.requests import Slot
 from paellapy.scheduler.engine.residents import Residents
 from paellapy.scheduler.engine.settings import check_settings, half_of_the_host, open_backend
 from paellapy.scheduler.engine.stats import core_stats, loaded_stats
+from paellapy.scheduler.engine.submitting import submit
 from paellapy.scheduler.engine.tap import Tap
 from paellapy.scheduler.engine.trace import EngineTrace, trace_engine
 from paellapy.scheduler.engine.turn import Turns
+from paellapy.scheduler.engine.waiters import Waiter, thread_waiter
 from paellapy.scheduler.models.lane_memory import MemoryPlan
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.profile import model_profile
@@ -254,8 +253,7 @@ class Engine(Hosting):
                 waiter.set()
 
         began = time.monotonic_ns()
-        for _ in range(batch):
-            self._submit(loaded, inputs, None, None, None, finish)
+        submit(self._front, loaded, [inputs] * batch, self._terms(loaded, None, None, None), [finish] * batch)
         self._front.wait(waiter)
         took = (time.monotonic_ns() - began) * model.max_batch / batch
         self.state.model["trial_ns"][loaded.row] = took

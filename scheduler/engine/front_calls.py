@@ -16,7 +16,16 @@ from paellapy.instrument.device.jit import compiled, part
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import call_write, exchange_at, load_at, store_at
 from paellapy.scheduler.core.loop import ANYTHING, ask, wakes
-from paellapy.scheduler.core.rings import Message, address, claim_slot, clear_hold, publish, set_ready, take_into
+from paellapy.scheduler.core.rings import (
+    Message,
+    address,
+    claim_slot,
+    clear_hold,
+    publish,
+    publish_all,
+    set_ready,
+    take_into,
+)
 from paellapy.scheduler.core.state import State, state_at
 from paellapy.scheduler.core.tables import COMPLETION, Table, Words
 
@@ -64,6 +73,14 @@ def post(line: Table, message: int) -> bool:
     """Posts a message to the core and wakes it; False when the ring is full. The inputs of a claimed slot come later.
     """
     there = publish(state_at(line[0].state), line[0].front, message)
+    wake_core(line, True)
+    return bool(there)
+
+
+@compiled
+def post_all(line: Table, messages: int, n: int) -> bool:
+    """As `post`, for n messages that lie one behind the other: the core takes all of them in one step."""
+    there = publish_all(state_at(line[0].state), line[0].front, messages, n)
     wake_core(line, True)
     return bool(there)
 
@@ -138,6 +155,7 @@ def warm_up(state: State) -> None:
     message = Message(kind=codes.CANCEL)
     claim(line, 0)
     post(line, message.address)
+    post_all(line, message.address, 1)
     post_written(line, message.address, 0, 0)
     ready(line, 0, 0)
     release(line, 0, 0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import itertools
 import os
 import select
@@ -16,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from hashlib import blake2b
 from typing import Any, Protocol
 
@@ -28,9 +29,10 @@ from paellapy.scheduler.core.errors import InputError, QueueFullError
 from paellapy.scheduler.core.loop import Bell
 from paellapy.scheduler.core.rings import SLOTS, Message
 from paellapy.scheduler.core.state import Limits, State, front_rows
-from paellapy.scheduler.core.tables import COMPLETION
+from paellapy.scheduler.core.tables import COMPLETION, SUBMISSION
 from paellapy.scheduler.engine import front_calls as calls
 from paellapy.scheduler.engine.front_calls import E_LANE, E_MODEL, E_REQUEST, E_SLOT, E_STATUS
+from paellapy.scheduler.engine.waiters import Waiter
 from paellapy.scheduler.models.lane_memory import Lane
 from paellapy.scheduler.models.model import Model
 
@@ -65,6 +67,9 @@ class Pending:
         self.loaded, self.finish = loaded, finish
         self.row = self.serial = -1
         self.keep: Any = None  # keeps staged inputs alive
+
+
+Staged = tuple[Pending, int, Any]  # a request, the address of its inputs for the core, and the token of their memory
 
 
 class Stage:
@@ -182,13 +187,22 @@ class FrontEnd:
             calls.ready(self._line, lane, slot)
 
     def post_staged(
-        self, pending: Pending, source: int, keep: Any, client: int, priority: int, arrival_ns: int, deadline_ns: int
+        self, staged: Sequence[Staged], client: int, priority: int, arrival_ns: int, deadline_ns: int
     ) -> None:
-        """Posts a request with staged inputs, which the core copies once the model has a free slot."""
-        pending.keep = keep
-        message = self._messages.of(pending, client, priority, arrival_ns, deadline_ns)
-        message.lane, message.slot, message.source = codes.NONE, codes.NONE, source
-        self._post(message)
+        """Posts requests with staged inputs, which the core copies once the model has free slots. The core takes them
+        in one step, so an idle engine does not run the first of them alone.
+        """
+        run = np.empty(len(staged), SUBMISSION)
+        for k, (pending, source, keep) in enumerate(staged):
+            pending.keep = keep
+            message = self._messages.of(pending, client, priority, arrival_ns, deadline_ns)
+            message.lane, message.slot, message.source = codes.NONE, codes.NONE, source
+            if len(staged) == 1:
+                self._post(message)
+                return
+            ctypes.memmove(run.ctypes.data + k * SUBMISSION.itemsize, message.address, SUBMISSION.itemsize)
+        while not calls.post_all(self._line, run.ctypes.data, len(staged)):
+            self._yield()
 
     def cancel(self, pending: Pending) -> None:
         """Asks the core to drop a request. The request still gets a completion."""
@@ -345,41 +359,9 @@ class FrontEnd:
         return True
 
 
-class Waiter:
-    """An object that a thread sleeps on until its own request or event is done."""
-
-    def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.done = False
-        self._thread = threading.get_ident()
-        weakref.finalize(self, os.close, self.fd)
-
-    def set(self) -> None:
-        self.done = True
-        if threading.get_ident() != self._thread:
-            os.eventfd_write(self.fd, 1)
-
-    def clear(self) -> None:
-        self.done = False
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self.fd)
-
-
 def _client_key(client: Hashable) -> int:
     text = client if isinstance(client, str) else repr(client)
     return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little") >> 1 | 1
-
-
-_local = threading.local()
-
-
-def thread_waiter() -> Waiter:
-    """This thread's waiter. It is created once, because its eventfd takes a file descriptor."""
-    waiter: Waiter | None = getattr(_local, "waiter", None)
-    if waiter is None:
-        waiter = _local.waiter = Waiter()
-    waiter.clear()
-    return waiter
 
 
 def _running_here(loop: asyncio.AbstractEventLoop) -> bool:

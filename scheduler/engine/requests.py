@@ -31,9 +31,10 @@ from paellapy.scheduler.core.errors import (
 )
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.engine.front_calls import E_ARRIVAL_NS, E_ERROR, E_FINISH_NS, E_LANE, E_MODEL, E_SLOT, E_STATUS
-from paellapy.scheduler.engine.front_end import Entry, FrontEnd, Loaded, Pending, Waiter, thread_waiter
+from paellapy.scheduler.engine.front_end import Entry, FrontEnd, Loaded, Pending
 from paellapy.scheduler.engine.gpu_use import GpuUse, occupancy
 from paellapy.scheduler.engine.submitting import Terms, submit
+from paellapy.scheduler.engine.waiters import Waiter, thread_waiter
 from paellapy.scheduler.models.model import Model
 
 Inputs = Mapping[str, Any]
@@ -390,7 +391,7 @@ class Slot:
             self._front.ready(*self._place)
         elif early is None:
             self._engine._check_open()
-            self._front.post_staged(self._pending, self._source, self._keep, *self._terms)
+            self._front.post_staged([(self._pending, self._source, self._keep)], *self._terms)
         if early is not None:
             finish(early)
 

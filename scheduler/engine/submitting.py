@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.scheduler.core.errors import QueueFullError
-from paellapy.scheduler.engine.front_end import Entry, FrontEnd, Loaded, Pending
+from paellapy.scheduler.engine.front_end import Entry, FrontEnd, Loaded, Pending, Staged
 
 Place = tuple[int, int]  # lane and slot
 
@@ -30,8 +30,8 @@ def submit(
     terms: Terms,
     finishes: Sequence[Callable[[Entry], None]],
 ) -> list[Pending]:
-    """Submits the items of one request. All claim a slot before the first is posted: otherwise an idle core would start
-    with the first item alone, and the others would be a second batch. On an error, no item runs.
+    """Submits the items of one request, which run as one batch if the engine is idle and they fit into one: all claim a
+    slot before the first is posted, and those without a slot are posted together. On an error, no item runs.
     """
     pending: list[Pending] = []
     try:
@@ -43,41 +43,56 @@ def submit(
             front.give_back(each)
         raise
     claims = [front.claim(loaded) for _ in pending]
-    k = 0
+    staged: list[Staged] = []
+    written = 0
     try:
-        for k, each in enumerate(pending):
-            write(front, each, claims[k], items[k], terms)
+        for each, claimed, inputs in zip(pending, claims, items, strict=True):
+            if claimed is None:
+                staged.append(_stage(front, each, inputs))
+        if staged:
+            front.post_staged(staged, *terms)
+        for written, (each, claimed, inputs) in enumerate(zip(pending, claims, items, strict=True)):  # noqa: B007
+            if claimed is not None:
+                write(front, each, claimed, inputs, terms)
     except Exception:
-        _withdraw(front, pending, claims, k, terms)
+        _withdraw(front, pending, claims, staged, written, terms)
         raise
     return pending
 
 
 def _withdraw(
-    front: FrontEnd, pending: Sequence[Pending], claims: Sequence[Place | None], posted: int, terms: Terms
-) -> None:
-    """Withdraws items; `posted` of them are posted. A claimed slot is posted too, because its lane waits for it."""
+    front: FrontEnd, pending: Sequence[Pending], claims: Sequence[Place | None], staged: Sequence[Staged],
+    written: int, terms: Terms,
+) -> None:  # fmt: skip
+    """Withdraws items. Before the item `written`, claimed slots are posted; the others are posted now, because their
+    lane waits for them.
+    """
+    for each, _, keep in staged:
+        if each.keep is None:  # not posted
+            front.stage.give(keep)
     for k, (each, claimed) in enumerate(zip(pending, claims, strict=True)):
-        if k >= posted and claimed is None:
+        if claimed is None and each.keep is None:
             front.give_back(each)
             continue
-        if k >= posted and claimed is not None:
+        if claimed is not None and k >= written:
             front.post_written(each, *claimed, *terms)
         front.cancel(each)
 
 
+def _stage(front: FrontEnd, pending: Pending, inputs: Mapping[str, NDArray[Any]]) -> Staged:
+    """Copies the inputs to memory from which the core takes them later."""
+    staged, source, keep = front.stage.take(sum(array.nbytes for array in inputs.values()))
+    at = 0
+    for array in inputs.values():
+        staged[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        at += array.nbytes
+    return pending, source, keep
+
+
 def write(
-    front: FrontEnd, pending: Pending, claimed: Place | None, inputs: Mapping[str, NDArray[Any]], terms: Terms
+    front: FrontEnd, pending: Pending, claimed: Place, inputs: Mapping[str, NDArray[Any]], terms: Terms
 ) -> None:
-    """Writes the inputs to the claimed slot, or stages them, and posts the request."""
-    if claimed is None:
-        staged, source, keep = front.stage.take(sum(array.nbytes for array in inputs.values()))
-        at = 0
-        for array in inputs.values():
-            staged[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            at += array.nbytes
-        front.post_staged(pending, source, keep, *terms)
-        return
+    """Writes the inputs to the claimed slot, and posts the request."""
     lane = pending.loaded.lane_of.get(claimed[0])
     if lane is not None:
         # If the lane is not this model's, its row holds another model by now, and the core refuses the request.

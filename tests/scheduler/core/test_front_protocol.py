@@ -279,3 +279,34 @@ def test_real_threads_that_stop_anywhere_and_die():
     bench.step(1000)
     check_integrity(bench.state)
     assert bench.state.core["live"][0] == 0
+
+
+def messages(n: int, **values: int) -> np.ndarray:
+    """Messages one behind the other; those of requests have the rows 0, 1, …"""
+    made = [Message(request=k, serial=k + 1, **values) for k in range(n)]
+    return np.array([np.frombuffer(each, np.uint8) for each in made])
+
+
+def test_requests_posted_together_are_one_batch():
+    bench = Bench([profile(batch=(1, 8))])
+    front = calls.make_line(bench.state, 0, 0)
+    assert calls.post_all(front, messages(5, kind=codes.SUBMIT).ctypes.data, 5)
+    bench.step()
+    assert bench.state.lane["taken"].tolist().count(5) == 1
+    assert [len(each) for each in bench.launched.values()] == [1]
+
+
+def test_messages_posted_together_fit_all_or_none_and_go_around_the_ring():
+    bench = Bench([profile()])
+    state, front = bench.state, calls.make_line(bench.state, 0, 0)
+    capacity = state.submit.shape[1]
+    some_messages = messages(capacity, kind=codes.CANCEL)  # of requests that do not exist: without effect
+    for n in (capacity - 3, 7, capacity, 1, capacity):  # the second run crosses the ring's end
+        assert calls.post_all(front, some_messages.ctypes.data, n)
+        assert not calls.post_all(front, some_messages.ctypes.data, capacity - n + 1)
+        assert int(state.ring[0, codes.SUBMIT_TAIL, 0] - state.ring[0, codes.SUBMIT_HEAD, 0]) == n
+        bench.step()
+        assert state.ring[0, codes.SUBMIT_TAIL, 0] == state.ring[0, codes.SUBMIT_HEAD, 0]
+    bench.submit()
+    bench.step()
+    assert len(bench.launched) == 1

@@ -69,3 +69,27 @@ def test_items_that_find_no_memory_end_all_and_hold_nothing(engine, monkeypatch)
     asyncio.run(submit(engine, 4))
     assert engine._front.waiting == 0
     check_at_rest(engine.state)
+
+
+def test_items_that_find_no_open_lane_are_one_batch_too(engine, monkeypatch):
+    monkeypatch.setattr(engine._front, "claim", lambda loaded: None)  # as while a model's only lane is being read
+    for _ in range(5):
+        asyncio.run(submit(engine, 4))
+    assert engine.stats()["models"]["scale"]["mean_batch"] == 4
+
+
+def test_items_of_a_model_with_one_lane_are_one_batch():
+    with pp.Engine("virtual:h200") as engine:
+        engine.load(scale_model(batch=(1, 2, 4), lanes=1))
+
+        async def several() -> None:
+            for _ in range(20):
+                await submit(engine, 4)
+
+        asyncio.run(several())
+        assert engine.stats()["models"]["scale"]["mean_batch"] == 4
+
+
+def test_the_trial_of_a_full_batch_is_one_batch(engine):
+    assert engine.try_batch("scale") > 0
+    assert engine.stats()["models"]["scale"]["mean_batch"] == 4
