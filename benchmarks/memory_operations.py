@@ -6,12 +6,18 @@
 Ten models of Triton kernels run in a budget for three. An operation is a request, an eviction, a prefetch, or unloading
 a model and loading it again, in the same or another size; two more clients send requests all the time. Every answer is
 compared with NumPy's. At the end everything is unloaded; memory that is still held has leaked.
+
+`readings` says step by step what holds memory: the GPU's free bytes (of all processes), the engine's account, PyTorch's
+reserved bytes, and the objects that this process holds from the driver. Growth that ends after the first readings is
+the driver's own, made at first use; growth that goes on is a leak, and the count that grows with it names the cause.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +26,7 @@ from typing import Any
 
 import numpy as np
 from common import RESULTS, save
+from driver_tally import Tally
 
 import paellapy as pp
 from paellapy.demo.kernels import linear
@@ -29,6 +36,7 @@ from paellapy.scheduler.core.check import check_at_rest
 
 WIDTH, MODELS, FIT = 64, 10, 3
 LAYER_BYTES = (WIDTH * WIDTH + WIDTH) * 4
+READINGS = 20  # while the operations run
 
 
 def chain(name: str, seed: int, layers: int) -> tuple[pp.Model, list[Any]]:
@@ -102,16 +110,48 @@ def held(engine: pp.Engine) -> dict[str, int]:
     }  # fmt: skip
 
 
-def free_bytes(engine: pp.Engine) -> int | None:
-    if not isinstance(engine.device, CudaDevice):
+def launches(engine: pp.Engine) -> int:
+    """Segments and whole programs that can be launched: on a GPU, executable graphs."""
+    made = [each for loaded in engine.loaded_rows().values() for lane in loaded.launches for each in lane]
+    return sum(len(each.handles) + 1 for each in made)
+
+
+def free_bytes(device: Any) -> int | None:
+    """Free bytes of the GPU, which other processes may use too."""
+    if not isinstance(device, CudaDevice):
         return None
-    engine.device.activate()
+    device.activate()
     return int(check(driver().cuMemGetInfo(), "reading the GPU's memory")[0])
 
 
-def play(engine: pp.Engine, args: argparse.Namespace) -> dict[str, Any]:
+class Readings:
+    """What holds memory, at one moment after the other."""
+
+    def __init__(self, device: Any, tally: Tally | None) -> None:
+        self.device, self.tally, self.all = device, tally, list[dict[str, Any]]()
+
+    def add(self, when: str, engine: pp.Engine | None) -> int | None:
+        """Returns the GPU's free bytes."""
+        torch: Any = sys.modules.get("torch")
+        with_torch = torch is not None and torch.cuda.is_initialized()
+        free = free_bytes(self.device)
+        found: dict[str, Any] = {"when": when, "gpu_free": free}
+        if engine is not None:
+            pages = getattr(engine._backend, "_pages", None)
+            found["account"] = held(engine) | {"launches": launches(engine)}
+            if pages is not None:
+                found["account"] |= {"weights_mapped": pages.used_bytes, "weights_kept": pages.kept_bytes}
+        found["torch_reserved"] = int(torch.cuda.memory_reserved()) if with_torch else None
+        if self.tally is not None:
+            found["driver"], found["not_freed"] = self.tally.live(), dict(self.tally.failed)
+        self.all.append(found)
+        return free
+
+
+def play(engine: pp.Engine, args: argparse.Namespace, readings: Readings) -> dict[str, Any]:
+    readings.add("engine", engine)
     game, over = Play(engine, args.seed), threading.Event()
-    gpu_before = free_bytes(engine)
+    gpu_before = readings.add("loaded", engine)
 
     def client(seed: int) -> int:
         pick, n = random.Random(seed), 0
@@ -124,15 +164,18 @@ def play(engine: pp.Engine, args: argparse.Namespace) -> dict[str, Any]:
     with ThreadPoolExecutor(2) as pool:
         asked = [pool.submit(client, seed) for seed in range(2)]
         try:
-            for _ in range(args.operations):
+            for k in range(1, args.operations + 1):
                 game.one()
+                if k % max(1, args.operations // READINGS) == 0:
+                    readings.add(f"{k} operations", engine)
         finally:
             over.set()
         requests = sum(each.result() for each in asked)
     check_at_rest(engine.state)
-    gpu_after, account = free_bytes(engine), engine.memory()
+    gpu_after, account = readings.add("at rest", engine), engine.memory()
     for name in game.locks:
         engine.unload(name)
+    readings.add("unloaded", engine)
     return {
         "operations": sum(game.counts.values()), **game.counts, "requests_beside": requests, "wrong": game.wrong,
         "evicted": account["evicted"], "brought": account["brought"], "failed": account["failed"],
@@ -152,11 +195,19 @@ def main() -> None:
     page = 2 * LAYER_BYTES if virtual else 2 << 20  # a real GPU maps 2 MiB at least
     room = FIT * max(page, 6 * LAYER_BYTES) + ((1 << 17) if virtual else (2 << 20))  # and lanes
     tuning = {"chunk_bytes": page}
-    with pp.Engine(args.device, memory_bytes=room, quantum_us=2, tuning=tuning) as engine:
-        results = play(engine, args)
-        name = "memory_operations_virtual" if virtual else "memory_operations"
-        save(name, results, engine.device, args.out)
-    print(results)
+    device = pp.Device(args.device)
+    tally = None if virtual else Tally()
+    readings = Readings(device, tally)
+    readings.add("device", None)
+    with tally or contextlib.nullcontext():
+        with pp.Engine(device, memory_bytes=room, quantum_us=2, tuning=tuning) as engine:
+            results = play(engine, args, readings)
+        readings.add("closed", None)
+    results["readings"] = readings.all
+    save("memory_operations_virtual" if virtual else "memory_operations", results, device, args.out)
+    print({key: value for key, value in results.items() if key != "readings"})
+    for each in readings.all:
+        print(each)
     if results["wrong"] or any(results["held_in_the_end"].values()):
         raise SystemExit("wrong answers, or something leaked")
 

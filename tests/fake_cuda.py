@@ -11,6 +11,7 @@ import ctypes
 import itertools
 import math
 import struct
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -72,6 +73,7 @@ class FakeCuda:
         self.made: set[int] = set()  # streams
         self.on_block: Callable[[int], object] = lambda number: None  # before a block looks at its flag
         self._memory: list[Any] = []
+        self._contexts = threading.local()
         prototype = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_uint64, ctypes.c_uint64)
         self.library_graph_launch = prototype(self._library_graph_launch)
 
@@ -177,7 +179,15 @@ class FakeCuda:
         return _OK, real.CUcontext(1)
 
     def cuCtxSetCurrent(self, context):
+        self._contexts.stack = [context]
         return (_OK,)
+
+    def cuCtxPushCurrent(self, context):
+        self._contexts.stack = [*getattr(self._contexts, "stack", []), context]
+        return (_OK,)
+
+    def cuCtxPopCurrent(self):
+        return _OK, self._contexts.stack.pop()
 
     def cuCtxSynchronize(self):
         return (_OK,)
@@ -191,17 +201,20 @@ class FakeCuda:
     def cuMemGetInfo(self):
         return _OK, 1 << 33, 1 << 34
 
-    def cuMemAlloc(self, nbytes):
+    def _allocate(self, nbytes):
         buffer = ctypes.create_string_buffer(nbytes + 256)
         self._memory.append(buffer)
         address = ctypes.addressof(buffer)
         return _OK, address + -address % 256
 
+    def cuMemAlloc(self, nbytes):
+        return self._allocate(nbytes)
+
     def cuMemHostAlloc(self, nbytes, flags):
-        return self.cuMemAlloc(nbytes)
+        return self._allocate(nbytes)
 
     def cuMemFree(self, address):
-        return (_OK,)
+        return (_OK if getattr(self._contexts, "stack", None) else real.CUresult.CUDA_ERROR_INVALID_CONTEXT,)
 
     def cuMemFreeHost(self, address):
         return (_OK,)

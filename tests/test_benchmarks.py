@@ -51,6 +51,19 @@ def test_the_papers_experiments_run_and_every_output_is_right(tmp_path: Path) ->
     assert found["points"]["fig11|eager, 2 threads|1.5|50|7"]["answered"] == 20
 
 
+def test_operations_on_memory_say_step_by_step_what_holds_it(tmp_path: Path) -> None:
+    options = ["--device", "virtual:h200", "--operations", "40", "--out", str(tmp_path)]
+    run(str(BENCHMARKS / "memory_operations.py"), *options)
+    found = json.loads((tmp_path / "memory_operations_virtual.json").read_text())["results"]
+    assert found["wrong"] == 0
+    whens = [each["when"] for each in found["readings"]]
+    assert whens[:3] == ["device", "engine", "loaded"]
+    assert whens[-4:] == ["40 operations", "at rest", "unloaded", "closed"]
+    launches = [each["account"]["launches"] for each in found["readings"] if "account" in each]
+    assert (launches[0], launches[-1]) == (0, 0)
+    assert min(launches[1:-1]) > 0
+
+
 @pytest.mark.parametrize(("given", "found"), [("3", [0, 1, 2]), ("5-7", [5, 6, 7]), ("4-4", [4])])
 def test_seeds_are_given_by_number_or_by_name(monkeypatch: pytest.MonkeyPatch, given: str, found: list[int]) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))

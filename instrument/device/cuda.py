@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 from paellapy.instrument.arguments import SCALARS, Descriptor, Handler, Handlers, pointer_keys
 from paellapy.instrument.device.base import Device
 from paellapy.instrument.device.cuda_launch import CudaLauncher
-from paellapy.instrument.device.cuda_memory import CudaArray, CudaEvent, CudaStream
+from paellapy.instrument.device.cuda_memory import CudaArray, CudaEvent, CudaStream, free_in
 from paellapy.instrument.device.cuda_preempt import CudaFlag, Preemption
 from paellapy.instrument.device.cuda_ranges import EventMemory
 from paellapy.instrument.device.cuda_tile import encode_tile
@@ -113,7 +113,7 @@ class CudaDevice(Device):
         return int(check(driver().cuMemAlloc(nbytes), f"allocating {nbytes} bytes"))
 
     def free(self, ptr: int) -> None:
-        driver().cuMemFree(ptr)  # at interpreter exit the context may be gone, and then there is nothing to free
+        free_in(self._context, ptr)
 
     def _allocate_pinned(self, nbytes: int) -> NDArray[np.uint64]:
         cu = driver()

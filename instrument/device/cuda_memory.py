@@ -132,3 +132,14 @@ class CudaEvent(Event):
     def elapsed_ns(self, earlier: CudaEvent) -> float:
         milliseconds = check(driver().cuEventElapsedTime(earlier.handle, self.handle), "reading events")
         return float(milliseconds) * 1e6
+
+
+def free_in(context: Any, ptr: int) -> None:
+    """Frees memory of a context in any thread: arrays are also freed by the garbage collector, and in a thread without
+    the context the driver would keep the memory.
+    """
+    cu = driver()
+    (status,) = cu.cuCtxPushCurrent(context)
+    if not int(status):  # at interpreter exit the context may be gone, and then there is nothing to free
+        cu.cuMemFree(ptr)
+        cu.cuCtxPopCurrent()

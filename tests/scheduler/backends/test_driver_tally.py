@@ -1,0 +1,80 @@
+"""The tally of the driver's objects, over a driver in host memory: models that come and go leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from places import TESTS
+
+pytest.importorskip("cuda.bindings.driver")
+
+HEAD = """
+    import os, threading
+    import numpy as np
+    from fake_cuda import install
+    fake = install()
+    import driver_tally
+    driver_tally.driver = lambda: fake
+    from paellapy.instrument.device import Device
+    from paellapy.scheduler.engine.engine import Engine
+    from engine_models import scale_model
+"""
+LOADS = """
+    with driver_tally.Tally() as tally:
+        before = tally.live()
+        with Engine("cuda", quantum_us=20) as engine:
+            seen = []
+            for _ in range(4):
+                engine.load(scale_model("six", 2.0, steps=6, batch=(1, 2, 4), lanes=2))
+                engine.infer_sync("six", {"x": np.ones(64, np.float32)})
+                there = tally.live()
+                engine.unload("six")
+                seen.append(tally.live())
+        closed = tally.live()
+    assert there["executable graphs"]["count"] > 2 * 3 * 2, there
+    assert there["memory"]["bytes"] > seen[-1]["memory"]["bytes"] > 0, there
+    assert seen[1] == seen[2] == seen[3], seen
+    for kind in ("executable graphs", "graphs", "events"):
+        assert seen[-1][kind]["count"] == 0, seen
+    assert closed["streams"]["count"] <= seen[-1]["streams"]["count"]
+    assert tally.failed == {}
+    fake.cuMemAlloc(8)
+    assert tally.live() == closed  # nothing is counted after `with`
+"""
+THREADS = """
+    device = Device("cuda")
+    with driver_tally.Tally() as tally:
+        array = [device.array(np.ones(64, np.float32))]
+        assert tally.live()["memory"]["count"] == 1
+        thread = threading.Thread(target=array.clear)
+        thread.start()
+        thread.join()
+        assert tally.live()["memory"]["count"] == 0
+        assert tally.failed == {}
+"""
+
+
+def run(code: str, tmp_path) -> None:
+    path = os.pathsep.join(map(str, (TESTS, TESTS.parent / "benchmarks", os.environ.get("PYTHONPATH", ""))))
+    script = textwrap.dedent(HEAD) + textwrap.dedent(code) + "\nprint('done', flush=True)\nos._exit(0)\n"
+    found = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PAELLAPY_CACHE_DIR": str(tmp_path), "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert found.stdout.endswith("done\n"), found.stderr
+
+
+def test_a_model_loaded_again_and_again_leaves_nothing_with_the_driver(tmp_path):
+    run(LOADS, tmp_path)
+
+
+def test_an_array_is_freed_in_a_thread_that_never_used_the_gpu(tmp_path):
+    run(THREADS, tmp_path)
