@@ -1,7 +1,7 @@
 """Markers of ranges in kernels: lines of PTX without effect, which the range pass turns into events.
 
 A range is a named part of a kernel. Its begin and its end are marked with a `.pragma`, which all compilers preserve and
-which assemblers ignore.
+which assemblers ignore. Where the pass stores a record of events, it leaves a comment that says which (`Sites`).
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import re
 from dataclasses import dataclass
 
 from paellapy.instrument.errors import ArgumentError
+from paellapy.instrument.records import RANGE_END
 
 _TEXT = re.compile(r'\.pragma\s+\\?"paellapy (begin|end) (block|warp) ([^"\\]+)\\?"')
 _NAME = re.compile(r"[\w .,:/+*()<>=-]{1,60}")
+_SITE = re.compile(r"// paellapy record (\d+):([-+\d |]+)")
 MOST_NAMES = 1 << 15
 
 
@@ -56,3 +58,36 @@ class Ranges:
     def lanes(self, threads: int) -> int:
         """Lanes of events per block: one, or one for each of its warps."""
         return -(-threads // 32) if self.per_warp else 1
+
+
+Moments = tuple[tuple[int, ...], ...]  # of one record: for each of its clocks the tags of the events
+
+
+@dataclass(frozen=True, slots=True)
+class Sites:
+    """The places in a kernel's code that store a record, by number.
+
+    >>> sites = Sites(((((0,), (0 | RANGE_END, 1))),))
+    >>> sites.comment(0), Sites.in_text(sites.comment(0)) == sites
+    ('// paellapy record 0: +0 | -0 +1', True)
+    """
+
+    moments: tuple[Moments, ...] = ()
+
+    @classmethod
+    def in_text(cls, text: str) -> Sites:
+        """The sites in PTX after the passes."""
+        found = {int(number): _moments(rest) for number, rest in _SITE.findall(text)}
+        return cls(tuple(found[number] for number in range(len(found))))
+
+    def comment(self, number: int) -> str:
+        words = (" ".join(f"{'-' if tag & RANGE_END else '+'}{tag & ~RANGE_END}" for tag in tags)
+                 for tags in self.moments[number])  # fmt: skip
+        return f"// paellapy record {number}: {' | '.join(words)}"
+
+
+def _moments(text: str) -> Moments:
+    return tuple(
+        tuple(int(word[1:]) | (RANGE_END if word[0] == "-" else 0) for word in moment.split())
+        for moment in text.split("|")
+    )

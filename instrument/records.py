@@ -43,12 +43,14 @@ DESCRIPTOR = np.dtype(
         ("grid_y", "<u4"),
         ("grid_z", "<u4"),
         ("epoch", "<u4"),  # preempt: this launch's number; its blocks run only while the flag is below it
-        ("range_mask", "<u4"),  # bytes of a lane's ring of events, minus one
+        ("range_mask", "<u4"),  # bytes of a lane's ring of RANGE_RECORD, minus one
         ("flag", "<u8"),  # preempt: a word of device memory
         # preempt: the number of blocks that did not run, then their numbers: a counter, then one word per block
         ("left", "<u8"),
         ("todo", "<u8"),  # slice and preempt: the blocks to run, one word each; null: those from `first` on
-        ("ranges", "<u8"),  # events of ranges: per block and lane RANGE_HEAD, then RANGE_EVENT[…]; null: not recorded
+        # The lanes' rings of RANGE_RECORD, aligned to the size of a ring; before them their RANGE_HEADs, in reverse.
+        # Null: ranges are not recorded.
+        ("ranges", "<u8"),
     ]
 )
 LEFT_HEAD_BYTES = 128  # the counter has its own cache line
@@ -58,12 +60,22 @@ FLAG_COPIES = 16  # a power of two
 FLAG_COPY_BYTES = 128
 MAGIC = 0x5041454C4C415059  # "PAELLAPY"
 
-# An event: a range begins or ends. `clock` is the SM's (32 bits), `tag` the range's number in its kernel.
-RANGE_EVENT = np.dtype([("clock", "<u4"), ("tag", "<u4")])
-RANGE_END = 1 << 31
-# The header of a lane's events. `used` counts bytes, including overwritten ones. The other fields concern the block,
-# and only its first lane has them; `start_lo` is that of the block's RING_RECORD.
-RANGE_HEAD = np.dtype([("used", "<u4"), ("clock_end", "<u4"), ("clock_start", "<u4"), ("start_lo", "<u4")])
+# A record of ranges: one store of 16 bytes with the SM's clock (32 bits) at up to three moments. `site` is its place in
+# the kernel's code, which says the ranges that begin and end at each moment (markers.Sites).
+RANGE_RECORD = np.dtype([("site", "<u4"), ("clocks", "<u4", (3,))])
+RANGE_END = 1 << 31  # in the tag of an event: the range of this number ends; otherwise it begins
+# The header of a lane's records. `used` counts their bytes and `events` their events, including overwritten ones. The
+# other fields concern the block, and only its first lane has them; `start_lo` is that of the block's RING_RECORD.
+RANGE_HEAD = np.dtype(
+    [
+        ("used", "<u4"),
+        ("events", "<u4"),
+        ("clock_start", "<u4"),
+        ("start_lo", "<u4"),
+        ("clock_end", "<u4"),
+        ("pad", "<u4"),
+    ]
+)
 
 # One range of a finished trace, on the time line of its block.
 RANGE = np.dtype(

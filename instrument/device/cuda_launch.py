@@ -18,7 +18,7 @@ from paellapy.instrument.device.parts import SmLimits
 from paellapy.instrument.device.preemption import Blocks, Work
 from paellapy.instrument.device.range_events import EventLayout
 from paellapy.instrument.errors import ArgumentError, LaunchError
-from paellapy.instrument.markers import Ranges
+from paellapy.instrument.markers import Ranges, Sites
 from paellapy.instrument.ptx.compiled import Compiled, Source
 from paellapy.instrument.ptx.passes import PassConfig
 from paellapy.instrument.records import DESCRIPTOR, MAGIC, field_offset
@@ -107,6 +107,7 @@ class CudaLauncher(Launcher):
         self._scratch_per_block = source.scratch_bytes
         self._trace = compiled.config.report == "trace"
         self._ranges = Ranges.in_text(source.ptx) if self._trace else Ranges()
+        self._sites = Sites.in_text(compiled.ptx) if self._ranges.names else Sites()
         self._rings: Any = None  # the rings to which the buffers in _free point
         self._notify = compiled.config.notifies
         self._sliced = compiled.config.sliced
@@ -183,7 +184,7 @@ class CudaLauncher(Launcher):
             launch = device.session.add(self.compiled, (gx, gy, gz), bx * by * bz, shared_bytes, first, count, stream)
             _WORD.pack_into(buffer.bytes, self._descriptor_at + _LAUNCH, launch)
             if self._ranges.names:
-                layout = EventLayout.of(self._ranges, gx * gy * gz, bx * by * bz)
+                layout = EventLayout.of(self._ranges, self._sites, gx * gy * gz, bx * by * bz)
                 place = device.place_for_events(layout, launch, stream)
                 _WORD.pack_into(buffer.bytes, self._descriptor_at + _RANGE_MASK, layout.mask)
                 _QWORD.pack_into(buffer.bytes, self._descriptor_at + _RANGES, place)

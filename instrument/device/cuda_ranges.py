@@ -23,8 +23,8 @@ class EventMemory:
     def __init__(self, device: Any) -> None:
         self._device = device
         self._chunks: list[Any] = []
-        self._taken: list[tuple[int, EventLayout, Any, int]] = []  # launch, layout, memory and offset
-        self._captured: dict[int, tuple[int, EventLayout, Any, int]] = {}
+        self._taken: list[tuple[int, EventLayout, int, Any]] = []  # launch, layout, address of its rings, and memory
+        self._captured: dict[int, tuple[int, EventLayout, int, Any]] = {}
         self._chunk = self._used = 0
         self.unplaced = 0  # launches for which there was no room
 
@@ -32,30 +32,38 @@ class EventMemory:
         self._taken, self._chunk, self._used, self.unplaced = [], 0, 0, 0
 
     def place(self, layout: EventLayout, launch: int, captured: bool) -> int:
-        """The address of a launch's events; 0 if the trace has no room for more."""
+        """The address of a launch's rings, behind their heads; 0 if the trace has no room for more."""
+        room = layout.nbytes + layout.ring_bytes  # with room to align them
         if captured:
             with relaxed_capture():
-                memory = self._device.empty((layout.nbytes,), np.uint8)
-            self._captured[launch] = (launch, layout, memory, 0)
-            return int(memory.ptr)
-        nbytes = layout.nbytes + -layout.nbytes % 256
-        while self._chunk < len(self._chunks) and self._used + nbytes > self._chunks[self._chunk].nbytes:
+                memory = self._device.empty((room,), np.uint8)
+            rings = _rings(layout, int(memory.ptr))
+            self._captured[launch] = (launch, layout, rings, memory)
+            return rings
+        while self._chunk < len(self._chunks) and self._used + room > self._chunks[self._chunk].nbytes:
             self._chunk, self._used = self._chunk + 1, 0
         if self._chunk == len(self._chunks):
-            if sum(chunk.nbytes for chunk in self._chunks) + nbytes > MOST_BYTES:
+            if sum(chunk.nbytes for chunk in self._chunks) + room > MOST_BYTES:
                 self.unplaced += 1
                 return 0
-            self._chunks.append(self._device.empty((max(nbytes, _CHUNK_BYTES),), np.uint8))
-        memory, at = self._chunks[self._chunk], self._used
-        self._used += nbytes
-        self._taken.append((launch, layout, memory, at))
-        return int(memory.ptr) + at
+            self._chunks.append(self._device.empty((max(room, _CHUNK_BYTES),), np.uint8))
+        memory = self._chunks[self._chunk]
+        rings = _rings(layout, int(memory.ptr) + self._used)
+        self._used += room
+        self._taken.append((launch, layout, rings, memory))
+        return rings
 
     def read(self, launches: NDArray[np.uint32]) -> Iterator[Events]:
         """The events of these launches, including those of replayed graphs."""
         wanted = set(launches.tolist())
-        for launch, layout, memory, at in [*self._taken, *self._captured.values()]:
+        for launch, layout, rings, _ in [*self._taken, *self._captured.values()]:
             if launch in wanted:
                 out = np.empty(layout.nbytes, np.uint8)
-                self._device.copy_out(out, int(memory.ptr) + at)
+                self._device.copy_out(out, rings - layout.heads_bytes)
                 yield layout.read(launch, out)
+
+
+def _rings(layout: EventLayout, address: int) -> int:
+    """The first address for rings with their heads behind `address`."""
+    rings = address + layout.heads_bytes
+    return rings + -rings % layout.ring_bytes

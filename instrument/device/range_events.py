@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.markers import Ranges
-from paellapy.instrument.records import RANGE_EVENT, RANGE_HEAD, WHOLE_BLOCK, Records
+from paellapy.instrument.markers import Ranges, Sites
+from paellapy.instrument.records import RANGE_HEAD, RANGE_RECORD, WHOLE_BLOCK
 
-MOST_BYTES = 1 << 30  # most bytes of events in one trace; with more blocks than fit, each keeps fewer events
-EVENTS = 256  # events kept per lane
+MOST_BYTES = 1 << 30  # most bytes of records in one trace; with more blocks than fit, each keeps fewer records
+RECORDS = 256  # records kept per lane; a record has up to three moments, and a moment one or more events
 _FEWEST = 16
 
 
@@ -41,65 +41,87 @@ class Events:
 
 @dataclass(frozen=True, slots=True)
 class EventLayout:
-    """The layout of one launch's events: `lanes` places for each of `blocks`, with `events` each."""
+    """The layout of one launch's records: heads, then `lanes` rings for each of `blocks`, with `records` each."""
 
     ranges: Ranges
+    sites: Sites
     blocks: int
     lanes: int
-    events: int
+    records: int
 
     @classmethod
-    def of(cls, ranges: Ranges, blocks: int, threads: int, events: int = EVENTS) -> EventLayout:
+    def of(cls, ranges: Ranges, sites: Sites, blocks: int, threads: int, records: int = RECORDS) -> EventLayout:
         lanes = ranges.lanes(threads)
-        layout = cls(ranges, blocks, lanes, events)
-        while layout.nbytes > MOST_BYTES and events > _FEWEST:
-            events //= 2
-            layout = cls(ranges, blocks, lanes, events)
+        layout = cls(ranges, sites, blocks, lanes, records)
+        while layout.nbytes > MOST_BYTES and records > _FEWEST:
+            records //= 2
+            layout = cls(ranges, sites, blocks, lanes, records)
         return layout
 
     @property
-    def lane_bytes(self) -> int:
-        return RANGE_HEAD.itemsize + self.events * RANGE_EVENT.itemsize
+    def ring_bytes(self) -> int:
+        """The size of a ring, and its alignment."""
+        return self.records * RANGE_RECORD.itemsize
+
+    @property
+    def heads_bytes(self) -> int:
+        return self.blocks * self.lanes * RANGE_HEAD.itemsize
 
     @property
     def nbytes(self) -> int:
-        return self.blocks * self.lanes * self.lane_bytes
+        return self.heads_bytes + self.blocks * self.lanes * self.ring_bytes
 
     @property
     def mask(self) -> int:
-        return self.events * RANGE_EVENT.itemsize - 1
+        return self.ring_bytes - 1
 
     def read(self, launch: int, memory: NDArray[np.uint8]) -> Events:
-        """The events that the blocks of a launch recorded. Blocks that did not run are removed later, by their records.
-        """
-        lanes = memory.reshape(self.blocks, self.lanes, self.lane_bytes)
-        heads = np.ascontiguousarray(lanes[:, :, : RANGE_HEAD.itemsize]).view(RANGE_HEAD).reshape(lanes.shape[:2])
-        rings = lanes[:, :, RANGE_HEAD.itemsize :]
-        used = heads["used"].astype(np.int64) // RANGE_EVENT.itemsize
-        used[used > 1 << 24] = 0  # never written: the block did not run
-        kept = np.minimum(used, self.events)
-        block, lane = (index.reshape(-1) for index in np.indices(kept.shape))
-        count = kept.reshape(-1)
-        which = np.repeat(np.arange(len(count)), count)
-        place = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count)
-        slot = (np.repeat((used - kept).reshape(-1), count) + place) & (self.events - 1)
-        events: Records = _view(rings)[block[which], lane[which], slot]
-        head = heads[block[which], 0]  # the clocks of the block
+        """The events that a launch's blocks recorded. Blocks that did not run are removed later, by their records."""
+        clocks, tags, size = self._site_tables()
+        heads = memory[: self.heads_bytes].view(RANGE_HEAD)[::-1]
+        rings = memory[self.heads_bytes :].view(RANGE_RECORD).reshape(-1, self.records)
+        used, events = heads["used"].astype(np.int64) // RANGE_RECORD.itemsize, heads["events"].astype(np.int64)
+        # A block that did not run leaves what was there before.
+        wrong = (events < used * size.min(initial=0)) | (events > used * size.max(initial=0))
+        used[wrong] = events[wrong] = 0
+        kept = np.minimum(used, self.records)
+        lane, place = _expanded(kept)
+        found = rings[lane, (used[lane] - kept[lane] + place) & (self.records - 1)]
+        known = found["site"] < len(size)  # all, but in a block that did not run
+        lane, found = lane[known], found[known]
+        row, place = _expanded(size[found["site"]])
+        lane, site = lane[row], found["site"][row]
+        head = heads[lane // self.lanes * self.lanes]  # the clocks of the block
+        clock = found["clocks"][row, clocks[site, place]]
         whole = (head["clock_end"] - head["clock_start"]).astype(float)
-        passed = (events["clock"] - head["clock_start"]).view(np.int32).astype(float)  # negative before the start
-        part = np.clip(passed / np.maximum(whole, 1), 0, 1)
-        warp = lane[which] if self.ranges.per_warp else np.full(len(which), WHOLE_BLOCK)
+        passed = (clock - head["clock_start"]).view(np.int32).astype(float)  # negative before the start
+        warp = lane % self.lanes if self.ranges.per_warp else np.full(len(lane), WHOLE_BLOCK)
         return Events(
             launch,
             self.ranges.names,
-            block[which].astype(np.uint32),
+            (lane // self.lanes).astype(np.uint32),
             warp.astype(np.uint16),
-            events["tag"].copy(),
-            part,
+            tags[site, place],
+            np.clip(passed / np.maximum(whole, 1), 0, 1),
             head["start_lo"].copy(),
-            int((used - kept).sum()),
+            max(0, int(events.sum()) - len(row)),
         )
 
+    def _site_tables(self) -> tuple[NDArray[np.int64], NDArray[np.uint32], NDArray[np.int64]]:
+        """For each site and event its clock and its tag; and the number of events of each site."""
+        events = [[(clock, tag) for clock, tags in enumerate(site) for tag in tags] for site in self.sites.moments]
+        size = np.array([len(each) for each in events], np.int64)
+        table = np.zeros((len(events), max(size, default=0), 2), np.int64)
+        for site, each in enumerate(events):
+            table[site, : len(each)] = each
+        return table[:, :, 0], table[:, :, 1].astype(np.uint32), size
 
-def _view(rings: NDArray[np.uint8]) -> Records:
-    return np.ascontiguousarray(rings).view(RANGE_EVENT).reshape(*rings.shape[:2], -1)
+
+def _expanded(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The numbers of some groups, repeated for each of their members, and the members' numbers.
+
+    >>> [each.tolist() for each in _expanded(np.array([2, 0, 1]))]
+    [[0, 0, 2], [0, 1, 0]]
+    """
+    which = np.repeat(np.arange(len(counts)), counts)
+    return which, np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.device.range_events import EVENTS, Events
+from paellapy.instrument.device.range_events import RECORDS, Events
 from paellapy.instrument.markers import Ranges
-from paellapy.instrument.records import RANGE_END, WHOLE_BLOCK, Records
+from paellapy.instrument.records import RANGE_END, RANGE_RECORD, WHOLE_BLOCK, Records
 from paellapy.instrument.ttir.machine import Mark
 
+_KEPT = RECORDS * RANGE_RECORD["clocks"].shape[0]  # events per block
 Price = Callable[[Records], NDArray[np.float64]]
 
 
@@ -21,7 +22,7 @@ def events_of(
     """`ids` are the blocks that ran, `cost` is the total cost of each, and `price` converts costs to times.
 
     Warps are not distinguished: an event recorded per warp is recorded for its block. As on a GPU, a block keeps only
-    its last events.
+    its last events: as many as fill its records if each has a clock of its own.
     """
     whole = price(cost)
     order = np.argsort(ids)
@@ -37,7 +38,7 @@ def events_of(
     block, tags, part = (np.concatenate(column) for column in zip(*columns, strict=True))
     by = np.argsort(block, kind="stable")
     last = np.searchsorted(block[by], block[by], side="right") - 1  # the last event of each event's block
-    kept = by[last - np.arange(len(by)) < EVENTS]
+    kept = by[last - np.arange(len(by)) < _KEPT]
     warp = np.full(len(kept), WHOLE_BLOCK, np.uint16)
     lost = len(by) - len(kept)
     return Events(

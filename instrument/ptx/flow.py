@@ -12,6 +12,12 @@ UNIFORM_SPECIAL = (
     "%cluster_nctaid", "%cluster_ctarank", "%cluster_nctarank", "%is_explicit_cluster", "%dynamic_smem_size",
     "%total_smem_size", "%aggr_smem_size", "%nwarpid", "%envreg",
 )  # fmt: skip
+# Instructions that only compute: they change nothing but registers.
+COMPUTES = (
+    "abs", "add", "and", "bfe", "bfi", "brev", "clz", "cnot", "cvt", "cvta", "div", "ex2", "fma", "isspacep", "lg2",
+    "lop3", "mad", "mad24", "max", "min", "mov", "mul", "mul24", "neg", "not", "or", "popc", "prmt", "rcp", "rem",
+    "rsqrt", "sad", "selp", "set", "setp", "shf", "shl", "shr", "slct", "sqrt", "sub", "szext", "tanh", "xor",
+)  # fmt: skip
 _NO_RESULT = ("st", "bra", "brx", "bar", "barrier", "red", "ret", "exit", "call", "membar", "fence", "trap", "prefetch")
 
 

@@ -91,7 +91,8 @@ def pass_version() -> str:
 
 
 _SOURCES = (
-    "passes.py", "slice_pass.py", "preempt_pass.py", "range_pass.py", "exits.py", "flow.py", "waits.py", "module.py",
+    "passes.py", "slice_pass.py", "preempt_pass.py", "range_pass.py", "range_sites.py", "exits.py", "flow.py",
+    "waits.py", "module.py",
 )  # fmt: skip
 _PATHS = (*(Path(__file__).parent / name for name in _SOURCES), Path(records.__file__))
 _VERSION = hashlib.sha256(b"".join(path.read_bytes() for path in _PATHS)).hexdigest()[:16]

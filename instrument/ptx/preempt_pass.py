@@ -13,19 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paellapy.instrument.errors import InstrumentError
-from paellapy.instrument.ptx.flow import Names, written
+from paellapy.instrument.ptx.flow import COMPUTES, Names, written
 from paellapy.instrument.ptx.module import Function, Kind, Module, Statement, statements
 from paellapy.instrument.ptx.waits import blocks_that_wait
 from paellapy.instrument.records import FLAG_COPIES, FLAG_COPY_BYTES, LEFT_HEAD_BYTES
 
 Load = Callable[[str, str], str]  # (register, field of the descriptor) → the instruction that loads it
-
-# Instructions that only compute: a block that has executed no others has had no effect.
-_COMPUTES = (
-    "abs", "add", "and", "bfe", "bfi", "brev", "clz", "cnot", "cvt", "cvta", "div", "ex2", "fma", "isspacep", "lg2",
-    "lop3", "mad", "mad24", "max", "min", "mov", "mul", "mul24", "neg", "not", "or", "popc", "prmt", "rcp", "rem",
-    "rsqrt", "sad", "selp", "set", "setp", "shf", "shl", "shr", "slct", "sqrt", "sub", "szext", "tanh", "xor",
-)  # fmt: skip
 
 
 def refuse_unpreemptible(module: Module, entry: Function) -> None:
@@ -104,7 +97,7 @@ def _after_first_loads(entry: Function) -> int:
             break
         if s.kind is not Kind.INSTRUCTION:
             continue
-        if not (s.is_op(*_COMPUTES) or _only_reads(s)) or _uses(s, loaded, names):
+        if not (s.is_op(*COMPUTES) or _only_reads(s)) or _uses(s, loaded, names):
             break
         if s.is_op("ld") and ".global" in s.opcode:
             loaded |= written(s, names)

@@ -1,11 +1,13 @@
-"""The range pass: turns every marker of a range into an event, written by one thread of the block, or of each warp.
+"""The range pass: turns every marker of a range into an event, recorded by one thread of the block, or of each warp.
 
-An event is 8 bytes, clock and tag, stored to memory that belongs to the block (and the warp) alone: no atomics, no
-shared memory, no waiting. The block's number in the grid gives its place. The SM's clock is read because it counts
-every cycle and costs little; `%globaltimer` ticks every 32 ns on an H200. The clock at the block's start and end is
-stored beside the events, so the host can place them on the time line of the block's record.
+A record is 16 bytes, its site and up to three clocks (range_sites.py), stored to memory that belongs to the block (and
+the warp) alone: no atomics, no shared memory, no branch, no waiting. The block's number in the grid gives its place.
+The SM's clock is read because it counts every cycle and costs little; `%globaltimer` ticks every 32 ns on an H200. The
+clock at the block's start and end is stored beside the records, so the host can place events on the time line of the
+block's record.
 
-The layout is that of records.py: per block and lane a head (RANGE_HEAD), then a ring of RANGE_EVENT.
+The layout is that of records.py: per block and lane a RANGE_HEAD and a ring of RANGE_RECORD. A ring is aligned to its
+size, so one operation (and, or) turns its offset into an address.
 """
 
 from __future__ import annotations
@@ -13,27 +15,30 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paellapy.instrument.errors import InstrumentError
-from paellapy.instrument.markers import Marker, Ranges
+from paellapy.instrument.markers import Marker, Ranges, Sites
 from paellapy.instrument.ptx.module import Function, Module, Statement, statements
-from paellapy.instrument.records import RANGE_END, RANGE_EVENT, RANGE_HEAD, field_offset
+from paellapy.instrument.ptx.range_sites import MOST_CLOCKS, Moment, marker_of, records
+from paellapy.instrument.records import RANGE_END, RANGE_HEAD, RANGE_RECORD, field_offset
 
 Load = Callable[[str, str], str]  # (register, field of the descriptor) → the instruction that loads it
-_COUNT, _CLOCK_END, _CLOCK_START = (field_offset(RANGE_HEAD, n) for n in ("used", "clock_end", "clock_start"))
+_USED, _CLOCK_START, _CLOCK_END = (field_offset(RANGE_HEAD, n) for n in ("used", "clock_start", "clock_end"))
+_CLOCKS = [f"%paellapy_rc{i}" for i in range(MOST_CLOCKS)]
 
-REGISTERS = """
-	.reg .b32 %paellapy_rc, %paellapy_ro, %paellapy_rt, %paellapy_ru, %paellapy_rv;
+REGISTERS = f"""
+	.reg .b32 %paellapy_ro, %paellapy_re, %paellapy_rlow, %paellapy_rhigh, %paellapy_rt, %paellapy_ru, %paellapy_rv;
+	.reg .b32 %paellapy_rs, {", ".join(_CLOCKS)};
 	.reg .b64 %paellapy_rb, %paellapy_ra;
 	.reg .pred %paellapy_rl, %paellapy_rk, %paellapy_rn;"""
 
 
 def has_markers(module: Module) -> bool:
-    return any(_marker(s) for f in module.functions() for s in f.body or ())
+    return any(marker_of(s) for f in module.functions() for s in f.body or ())
 
 
 def refuse_outside(module: Module, entry: Function) -> None:
     """Raises for markers in called functions, which cannot access the registers of their callers."""
     for function in module.functions():
-        if function is not entry and any(_marker(s) for s in function.body or ()):
+        if function is not entry and any(marker_of(s) for s in function.body or ()):
             raise InstrumentError(
                 f"kernel {entry.name!r}: {function.name!r} has a range and is not inlined. Mark it __forceinline__."
             )
@@ -47,80 +52,119 @@ class RangePass:
         self.ranges = Ranges.in_text(str(entry))
 
     def replace_markers(self) -> None:
-        body: list[Statement] = []
         assert self.entry.body is not None
-        for s in self.entry.body:
-            marker = _marker(s)
-            body += statements(self._event(marker)) if marker else [s]
+        grouped = records(self.entry.body)
+        sites = Sites(tuple(tuple(tuple(map(self._tag, m.markers)) for m in group) for group in grouped))
+        code: dict[int, str] = {}  # by place in the body
+        for number, group in enumerate(grouped):
+            for clock, moment in zip(_CLOCKS, group, strict=False):
+                code[moment.at] = f"\n\tmov.u32 {clock}, %clock;"
+            code[group[-1].at] += self._store(number, group, sites)
+        body: list[Statement] = []
+        for at, s in enumerate(self.entry.body):
+            body += statements(code.get(at, ""))
+            if not marker_of(s):
+                body.append(s)
         self.entry.body[:] = body
 
-    def _event(self, marker: Marker) -> str:
-        tag = self.ranges.names.index(marker.name) | (0 if marker.begins else RANGE_END)
-        leads = "%paellapy_rl" if marker.per_warp or not self.ranges.per_warp else "%paellapy_rk"
+    def _tag(self, marker: Marker) -> int:
+        return self.ranges.names.index(marker.name) | (0 if marker.begins else RANGE_END)
+
+    def _store(self, number: int, group: list[Moment], sites: Sites) -> str:
+        # Registers are written by all threads, and only the store is guarded: a value of which some threads keep an
+        # older one would occupy its register for the whole kernel.
+        leads, advances = "%paellapy_rl", ""
+        if self.ranges.per_warp and not group[0].per_warp:
+            leads, advances = "%paellapy_rk", "@%paellapy_rk "
+        clocks = [_CLOCKS[min(i, len(group) - 1)] for i in range(1 if len(group) == 1 else MOST_CLOCKS)]
         return f"""
+	{sites.comment(number)}
 	{self.load("%paellapy_ru", "range_mask")}
-	@{leads} mov.u32 %paellapy_rc, %clock;
 	and.b32 %paellapy_rt, %paellapy_ro, %paellapy_ru;
-	mad.wide.u32 %paellapy_ra, %paellapy_rt, 1, %paellapy_rb;
-	mov.u32 %paellapy_rt, {tag};
-	@{leads} st.global.v2.u32 [%paellapy_ra+{RANGE_HEAD.itemsize}], {{%paellapy_rc, %paellapy_rt}};
-	{"@" + leads + " " if self.ranges.per_warp else ""}add.u32 %paellapy_ro, %paellapy_ro, {RANGE_EVENT.itemsize};"""
+	or.b32 %paellapy_rt, %paellapy_rt, %paellapy_rlow;
+	mov.b64 %paellapy_ra, {{%paellapy_rt, %paellapy_rhigh}};
+	mov.u32 %paellapy_rs, {number};
+	@{leads} st.global.v{1 + len(clocks)}.u32 [%paellapy_ra], {{%paellapy_rs, {", ".join(clocks)}}};
+	{advances}add.u32 %paellapy_ro, %paellapy_ro, {RANGE_RECORD.itemsize};
+	{advances}add.u32 %paellapy_re, %paellapy_re, {sum(map(len, sites.moments[number]))};"""
 
     def prologue(self) -> str:
-        """Finds the lane's place. %paellapy_rl: this thread records events; %paellapy_rk: it is the block's first."""
+        """Finds the lane's ring. %paellapy_rl: this thread records events; %paellapy_rk: it is the block's first."""
         return f"""{REGISTERS}
 	{self._thread("%paellapy_rv")}
 	setp.eq.u32 %paellapy_rk, %paellapy_rv, 0;
-	{self._block_place("%paellapy_rb")}
+	{self._thread_leads()}
+	{self.load("%paellapy_rb", "ranges")}
 	setp.ne.u64 %paellapy_rn, %paellapy_rb, 0;
-	{self._lane_place() if self.ranges.per_warp else "mov.pred %paellapy_rl, %paellapy_rk;"}
 	and.pred %paellapy_rl, %paellapy_rl, %paellapy_rn;
 	and.pred %paellapy_rk, %paellapy_rk, %paellapy_rn;
-	mov.u32 %paellapy_ro, 0;"""
+	{self._first_lane()}
+	{self._own_lane()}
+	{self.load("%paellapy_ru", "range_mask")}
+	add.u32 %paellapy_ru, %paellapy_ru, 1;
+	mad.wide.u32 %paellapy_rb, %paellapy_rt, %paellapy_ru, %paellapy_rb;
+	mov.b64 {{%paellapy_rlow, %paellapy_rhigh}}, %paellapy_rb;
+	mov.u32 %paellapy_ro, 0;
+	mov.u32 %paellapy_re, 0;"""
 
     def at_start(self) -> str:
         """For the first thread, where it records the time: its clock, and the time, which distinguishes replays."""
         return f"""
-	@%paellapy_rk mov.u32 %paellapy_rc, %clock;
-	@%paellapy_rk st.global.v2.u32 [%paellapy_rb+{_CLOCK_START}], {{%paellapy_rc, %paellapy_start}};"""
+	{self._first_lane()}
+	{self._head("%paellapy_ra")}
+	mov.u32 %paellapy_rs, %clock;
+	@%paellapy_rk st.global.v2.u32 [%paellapy_ra+{_CLOCK_START}], {{%paellapy_rs, %paellapy_start}};"""
 
     def at_exit(self) -> str:
         """For every thread that leaves: stores how much of its lane was used."""
+        thread = self._thread("%paellapy_rv") if self.ranges.per_warp else ""
         return f"""
-	@%paellapy_rl st.global.u32 [%paellapy_rb+{_COUNT}], %paellapy_ro;"""
+	{thread}
+	{self._first_lane()}
+	{self._own_lane()}
+	{self._head("%paellapy_ra")}
+	@%paellapy_rl st.global.v2.u32 [%paellapy_ra+{_USED}], {{%paellapy_ro, %paellapy_re}};"""
 
     def at_end(self) -> str:
         """For the thread that writes the block's record."""
         return f"""
-	{self._block_place("%paellapy_ra")}
-	setp.ne.u64 %paellapy_rn, %paellapy_ra, 0;
-	mov.u32 %paellapy_rc, %clock;
-	@%paellapy_rn st.global.u32 [%paellapy_ra+{_CLOCK_END}], %paellapy_rc;"""
+	{self._first_lane()}
+	{self._head("%paellapy_ra")}
+	{self.load("%paellapy_rb", "ranges")}
+	setp.ne.u64 %paellapy_rn, %paellapy_rb, 0;
+	mov.u32 %paellapy_rs, %clock;
+	@%paellapy_rn st.global.u32 [%paellapy_ra+{_CLOCK_END}], %paellapy_rs;"""
 
-    def _block_place(self, out: str) -> str:
-        """The address of the block's first lane; 0 if this launch has no room for events."""
+    def _first_lane(self) -> str:
+        """%paellapy_rt = the number of the block's first lane."""
         return f"""mov.u32 %paellapy_rt, %ctaid.z;
 	mov.u32 %paellapy_ru, %nctaid.y;
-	mov.u32 %paellapy_rc, %ctaid.y;
-	mad.lo.u32 %paellapy_rt, %paellapy_rt, %paellapy_ru, %paellapy_rc;
+	mov.u32 %paellapy_rs, %ctaid.y;
+	mad.lo.u32 %paellapy_rt, %paellapy_rt, %paellapy_ru, %paellapy_rs;
 	mov.u32 %paellapy_ru, %nctaid.x;
-	mov.u32 %paellapy_rc, %ctaid.x;
-	mad.lo.u32 %paellapy_rt, %paellapy_rt, %paellapy_ru, %paellapy_rc;
-	{self._lanes("%paellapy_rc")}
-	mul.lo.u32 %paellapy_rt, %paellapy_rt, %paellapy_rc;
-	{self.load("%paellapy_ru", "range_mask")}
-	add.u32 %paellapy_ru, %paellapy_ru, {RANGE_HEAD.itemsize + 1};
-	{self.load(out, "ranges")}
-	setp.ne.u64 %paellapy_rn, {out}, 0;
-	@%paellapy_rn mad.wide.u32 {out}, %paellapy_rt, %paellapy_ru, {out};"""
+	mov.u32 %paellapy_rs, %ctaid.x;
+	mad.lo.u32 %paellapy_rt, %paellapy_rt, %paellapy_ru, %paellapy_rs;
+	{self._lanes("%paellapy_rs")}
+	mul.lo.u32 %paellapy_rt, %paellapy_rt, %paellapy_rs;"""
 
-    def _lane_place(self) -> str:
-        """The lane of the thread's own warp; the first thread of each warp leads it."""
-        return f"""{self.load("%paellapy_ru", "range_mask")}
-	add.u32 %paellapy_ru, %paellapy_ru, {RANGE_HEAD.itemsize + 1};
-	shr.u32 %paellapy_rt, %paellapy_rv, 5;
-	@%paellapy_rn mad.wide.u32 %paellapy_rb, %paellapy_rt, %paellapy_ru, %paellapy_rb;
-	and.b32 %paellapy_rt, %paellapy_rv, 31;
+    def _own_lane(self) -> str:
+        """%paellapy_rt = the lane of thread %paellapy_rv."""
+        if not self.ranges.per_warp:
+            return ""
+        return """shr.u32 %paellapy_rv, %paellapy_rv, 5;
+	add.u32 %paellapy_rt, %paellapy_rt, %paellapy_rv;"""
+
+    def _head(self, out: str) -> str:
+        """The head of lane %paellapy_rt: heads lie before the rings, in reverse."""
+        return f"""{self.load(out, "ranges")}
+	not.b32 %paellapy_rt, %paellapy_rt;
+	mad.wide.s32 {out}, %paellapy_rt, {RANGE_HEAD.itemsize}, {out};"""
+
+    def _thread_leads(self) -> str:
+        """The first thread of each warp leads its lane, or the first one of the block its only lane."""
+        if not self.ranges.per_warp:
+            return "mov.pred %paellapy_rl, %paellapy_rk;"
+        return """and.b32 %paellapy_rt, %paellapy_rv, 31;
 	setp.eq.u32 %paellapy_rl, %paellapy_rt, 0;"""
 
     def _thread(self, out: str) -> str:
@@ -147,7 +191,3 @@ class RangePass:
 	mov.u32 %paellapy_ru, %ntid.z;
 	mad.lo.u32 {out}, {out}, %paellapy_ru, 31;
 	shr.u32 {out}, {out}, 5;"""
-
-
-def _marker(s: Statement) -> Marker | None:
-    return Marker.of(str(s)) if s.opcode == ".pragma" else None

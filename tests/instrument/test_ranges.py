@@ -15,10 +15,10 @@ import paellapy as pp
 from paellapy.instrument.device.range_events import EventLayout, Events
 from paellapy.instrument.errors import ArgumentError, CompileError, InstrumentError
 from paellapy.instrument.kernels.ranges import has_ranges
-from paellapy.instrument.markers import Marker, Ranges
+from paellapy.instrument.markers import Marker, Ranges, Sites
 from paellapy.instrument.ptx import passes
 from paellapy.instrument.ptx.passes import PassConfig
-from paellapy.instrument.records import RANGE_END, RANGE_EVENT, RANGE_HEAD, WHOLE_BLOCK
+from paellapy.instrument.records import RANGE_END, RANGE_HEAD, RANGE_RECORD, WHOLE_BLOCK
 from paellapy.instrument.traces.ranges import pair
 
 N = 1024
@@ -175,7 +175,7 @@ def test_the_pass_puts_an_event_in_place_of_every_marker(per_warp, sliced):
     assert Ranges.in_text(ptx) == Ranges(("work",), per_warp)
     out = passes.apply(ptx, PassConfig("trace", sliced=sliced))
     assert "paellapy begin" not in out
-    assert out.count("st.global.v2.u32") == 3  # begin, end, and the block's own start
+    assert Sites.in_text(out).moments == (((0,),), ((RANGE_END,),))  # a branch lies between them
     source = kernel._source.source("sm_90")
     from dataclasses import replace
 
@@ -202,25 +202,44 @@ def test_a_name_that_is_no_text_is_an_error_of_compiling():
         pp.kernel(kernel).compile("*fp32", target="sm_90")
 
 
-@given(st.integers(1, 4), st.integers(1, 3), st.lists(st.integers(0, 40), min_size=1, max_size=12), st.booleans())
-def test_events_are_read_back_as_a_gpu_writes_them(blocks, warps, counts, per_warp):
-    layout = EventLayout.of(Ranges(("a", "b"), per_warp), blocks, 32 * warps, events=16)
-    memory = np.zeros((layout.blocks, layout.lanes, layout.lane_bytes), np.uint8)
-    wanted = []
+tags = st.sampled_from([0, 1, 0 | RANGE_END, 1 | RANGE_END])
+moments = st.lists(st.lists(tags, min_size=1, max_size=4).map(tuple), min_size=1, max_size=3).map(tuple)
+
+
+@given(st.lists(moments, min_size=1, max_size=4), st.integers(1, 4), st.integers(1, 3), st.booleans(), st.data())
+def test_events_are_read_back_as_a_gpu_writes_them(sites, blocks, warps, per_warp, data):
+    layout = EventLayout.of(Ranges(("a", "b"), per_warp), Sites(tuple(sites)), blocks, 32 * warps, records=16)
+    memory = data.draw(st.sampled_from([0, 0xA5])) * np.ones(layout.nbytes, np.uint8)
+    heads = memory[: layout.heads_bytes].view(RANGE_HEAD)
+    rings = memory[layout.heads_bytes :].view(RANGE_RECORD).reshape(-1, 16)
+    wanted, total = [], 0
     for number, (b, lane) in enumerate(np.ndindex(layout.blocks, layout.lanes)):
-        count = counts[number % len(counts)]
-        head = memory[b, lane, : RANGE_HEAD.itemsize].view(RANGE_HEAD)
-        ring = memory[b, lane, RANGE_HEAD.itemsize :].view(RANGE_EVENT)
-        head[0] = (count * RANGE_EVENT.itemsize, 2000, 1000, 7)
-        for i in range(count):
-            ring[i % 16] = (1000 + 10 * i, i)
-        wanted += [(b, lane if per_warp else WHOLE_BLOCK, i, i / 100) for i in range(max(0, count - 16), count)]
-    for b in range(layout.blocks):  # a block's clocks are those of its first lane
-        memory[b, 1:, 4 : RANGE_HEAD.itemsize] = 0
-    found = layout.read(5, memory.reshape(-1))
+        passed = data.draw(st.lists(st.integers(0, len(sites) - 1), max_size=40))
+        clock = 0
+        for i, site in enumerate(passed):
+            rings[number, i % 16]["site"] = site
+            for m, at in enumerate(sites[site]):
+                clock += 1
+                rings[number, i % 16]["clocks"][m] = 1000 + clock
+                if i >= len(passed) - 16:
+                    wanted += [(b, lane if per_warp else WHOLE_BLOCK, tag, clock / 1000) for tag in at]
+        events = sum(len(at) for site in passed for at in sites[site])
+        total += events
+        heads[-1 - number] = (16 * len(passed), events, 1000, 7, 2000, 0)
+    for number in range(len(heads)):  # a block's clocks are those of its first lane
+        if number % layout.lanes:
+            heads[-1 - number]["clock_start"] = heads[-1 - number]["clock_end"] = 0xFFFFFFFF
+    found = layout.read(5, memory)
     rows = zip(found.block, found.warp, found.tag, np.round(found.part, 6), strict=True)
-    assert [(int(a), int(w), int(t), float(p)) for a, w, t, p in rows] == [(*w[:3], round(w[3], 6)) for w in wanted]
-    assert found.overwritten == sum(max(0, counts[i % len(counts)] - 16) for i in range(layout.blocks * layout.lanes))
+    assert [(int(a), int(w), int(t), float(p)) for a, w, t, p in rows] == wanted
+    assert found.overwritten == total - len(wanted)
+    assert set(found.start_lo.tolist()) <= {7}
+
+
+@pytest.mark.parametrize("junk", [0, 1, 0x11, 0xFF])
+def test_blocks_that_did_not_run_lose_no_events(junk):
+    layout = EventLayout.of(Ranges(("a",)), Sites((((0,), (RANGE_END,)),)), 8, 32)
+    assert layout.read(1, np.full(layout.nbytes, junk, np.uint8)).overwritten == 0
 
 
 _inner = lambda inner: st.lists(st.tuples(st.integers(0, 2), inner), max_size=3)  # noqa: E731
