@@ -227,6 +227,7 @@ def choose(s: State, now: int) -> bool:
     core = s.core[0]
     n = core.refresh
     swaps = core.preemptions + core.max_active
+    stops = core.max_active
     k = NONE
     core.ask_at_ns = np.inf
     while k < core.active:
@@ -241,8 +242,9 @@ def choose(s: State, now: int) -> bool:
                 continue
         else:
             lane = s.active[k]
-            if not goes_on(s, lane, now):  # another lane may have stood back for it
-                k = 0
+            if not goes_on(s, lane, now):  # another lane may have its turn, or have stood back for it
+                stops -= 1
+                k = NONE if stops >= 0 else 0
                 choose_who_stands_back(s)
                 continue
             k += 1
