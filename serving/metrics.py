@@ -191,11 +191,15 @@ def _gpu_times(stats: Mapping[str, Any]) -> Iterator[Metric]:
     had = CounterMetricFamily("paellapy_tenant_gpu_seconds", "A tenant's part of the busy time", labels=label)
     done = CounterMetricFamily("paellapy_tenant_items", "Items of a tenant that are done", labels=label)
     live = GaugeMetricFamily("paellapy_tenant_items_live", "Items of a tenant waiting or running", labels=label)
+    held = GaugeMetricFamily(
+        "paellapy_tenant_items_held_back", "Items of a tenant that wait because of its limit", labels=label
+    )
     for name, each in stats["tenants"].items():
+        held.add_metric((name,), each["held_back"])
         had.add_metric((name,), each["gpu_ms"] / 1e3)
         done.add_metric((name,), each["completed"])
         live.add_metric((name,), each["live"])
-    yield from (had, done, live)
+    yield from (had, done, live, held)
 
 
 class _Page:

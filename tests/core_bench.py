@@ -73,7 +73,7 @@ class Bench:
         self.serial += 1
         row = self.free.pop()
         s = self.state
-        claimed = rings.claim(s, 0, model) if direct else rings.STAGED
+        claimed = rings.claim(s, 0, model, client) if direct else rings.STAGED
         lane, slot = (codes.NONE, codes.NONE) if claimed == rings.STAGED else divmod(claimed, rings.SLOTS)
         message = rings.Message(
             kind=codes.SUBMIT, request=row, serial=self.serial, tag=1000 + self.serial, model=model, lane=lane,
@@ -157,7 +157,7 @@ class Bench:
         """The GPU completes a lane's oldest launch."""
         ctypes.c_uint64.from_address(self.launched[lane].popleft()).value = 1
 
-    def run_dry(self, limit: int = 5000) -> None:
+    def run_dry(self, limit: int = 5000, ns: int = 1000) -> None:
         """Lets front ends and the GPU work until nothing is left."""
         for _ in range(limit):
             if not self.rows and not self.running and not self.unread and not self.unready:
@@ -169,5 +169,5 @@ class Bench:
                 self.read()
             for lane in self.running:
                 self.finish_segment(lane)
-            self.step(1000)
+            self.step(ns)
         raise AssertionError(f"still waiting for {sorted(self.rows)}")

@@ -11,6 +11,7 @@ import numpy as np
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.codes import (
     ABSENT,
+    ASIDE,
     CLOSED,
     COMING,
     FAIL_MODE,
@@ -127,6 +128,26 @@ def _follow(r: Table, row: int, last: int) -> list[int]:
     return rows
 
 
+def _check_aside(s: State) -> list[int]:
+    """The requests that are set aside, after a check that each is in its client's queue, and counted."""
+    r = s.request
+    found: list[int] = []
+    for c in np.flatnonzero(s.client["live"]):
+        client = s.client[c]
+        rows = _walk(r, int(client["root"])) + _follow(r, int(client["first"]), int(client["last"]))
+        _require(len(rows) == client["aside"], "a client miscounts its requests that are set aside", c)
+        right = (r["state"][rows] == ASIDE).all() and (r["client"][rows] == c).all()
+        _require(right, "a client's queue holds a request of another client or state", c)
+        _require(not rows or client["waits"], "a client with requests set aside is not listed", c)
+        found += rows
+        let = r["let_ns"][(r["client"] == c) & (r["state"] != UNUSED)]
+        _require((let > 0).sum() == client["let"], "a client miscounts the requests that were let in", c)
+        _require(np.isclose(let.sum(), client["let_ns"]), "the time of requests that were let in does not add up", c)
+    waiting = s.waiting[: s.core["waiting"][0]]
+    _require(sorted(waiting) == np.flatnonzero(s.client["waits"]).tolist(), "clients that wait are miscounted")
+    return found
+
+
 def _check_queues(s: State) -> None:
     """Checks that every accepted request is in exactly one queue or slot, and counted once."""
     r = s.request
@@ -145,6 +166,7 @@ def _check_queues(s: State) -> None:
             _require(reserved == slots, "requests are queued beside free slots", m)
         elif rows and s.core["mode"][0] != FAIL_MODE:
             _require(room == 0, "requests are queued beside a free lane", m)
+    seen.update(_check_aside(s))
     slotted = s.slot[s.slot >= 0]
     seen.update(int(row) for row in slotted)
     _require((r["state"][slotted] == SLOTTED).all(), "a slot holds a request whose state is not SLOTTED")

@@ -1,6 +1,6 @@
 """Priority queues over the state's tables: an indexed binary heap, and a leftist heap whose nodes are request rows.
 
-The binary heap stores the index of each member, so that members can change their key or leave. A model's queue is a
+The binary heap stores the index of each member, so that members can change their key or leave. A queue is a
 list for requests that arrive in order, and a leftist heap for the others. All models share one table of rows, however
 the load is distributed; an operation costs O(1) in order and O(log n) at worst.
 """
@@ -142,53 +142,51 @@ def heap_out(r: Table, root: int, row: int) -> int:
     return root
 
 
-# --- a model's queue ------------------------------------------------------------------------------------------------
+# --- a queue of requests: a model's, or a client's ------------------------------------------------------------------
 
 
 @part
-def queue_add(s: State, m: int, row: int) -> None:
-    model = s.model[m]
+def queue_add(s: State, queue: Any, row: int) -> None:
+    """Adds a row to the queue in a row of `State.model` or `State.client`."""
     r = s.request
     r[row].left, r[row].right, r[row].up = NONE, NONE, NONE
-    last = model.last
+    last = queue.last
     if last < 0 or not before(r, row, last):
         r[row].height = 0
         r[row].left = last
         if last < 0:
-            model.first = row
+            queue.first = row
         else:
             r[last].right = row
-        model.last = row
+        queue.last = row
     else:
         r[row].height = 1
-        model.root = queue_merge(r, model.root, row)
+        queue.root = queue_merge(r, queue.root, row)
 
 
 @part
-def queue_first(s: State, m: int) -> int:
+def queue_first(s: State, queue: Any) -> int:
     """The row that comes next, or NONE."""
-    model = s.model[m]
-    first, root = model.first, model.root
+    first, root = queue.first, queue.root
     if first < 0 or (root >= 0 and before(s.request, root, first)):
         return int(root)
     return int(first)
 
 
 @part
-def queue_remove(s: State, m: int, row: int) -> None:
+def queue_remove(s: State, queue: Any, row: int) -> None:
     """Removes any row."""
-    model = s.model[m]
     r = s.request
     if r[row].height > 0:
-        model.root = heap_out(r, model.root, row)
+        queue.root = heap_out(r, queue.root, row)
     else:
         left, right = r[row].left, r[row].right
         if left < 0:
-            model.first = right
+            queue.first = right
         else:
             r[left].right = right
         if right < 0:
-            model.last = left
+            queue.last = left
         else:
             r[right].left = left
     r[row].left, r[row].right, r[row].up = NONE, NONE, NONE

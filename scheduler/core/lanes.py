@@ -12,6 +12,7 @@ from paellapy.instrument.device.jit import part
 from paellapy.scheduler.core.atomics import load_at, or_at, store_at
 from paellapy.scheduler.core.codes import (
     ABSENT,
+    ASIDE,
     CLOSED,
     CLOSING,
     FAIL_MODE,
@@ -140,7 +141,7 @@ def fill_lane(s: State, m: int) -> None:
             s.lane_ready[lane, k] = s.lane_hold[lane, k] = s.lane_known[lane, k] = _ZERO
         store_at(address(s.lane_word, lane), np.uint64(a.generation) << _GENERATION_SHIFT)
     if model.queued > 0:
-        while model.queued > 0 and move_in(s, lane, queue_first(s, m)):
+        while model.queued > 0 and move_in(s, lane, queue_first(s, model)):
             pass
         touch(s, lane)
     if model.state != CLOSING:  # after the queue is served: waiting requests go first
@@ -260,8 +261,11 @@ def take_out(s: State, row: int, status: int, now: int) -> None:
     r = s.request[row]
     m = r.model
     lane = r.lane
-    if lane < 0:
-        queue_remove(s, m, row)
+    if r.state == ASIDE:
+        queue_remove(s, s.client[r.client], row)
+        s.client[r.client].aside -= 1
+    elif lane < 0:
+        queue_remove(s, s.model[m], row)
         count_queued(s, m, -1)
         ask(s, m)
     else:

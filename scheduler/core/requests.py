@@ -82,6 +82,11 @@ def complete(s: State, row: int, status: int, now: int) -> None:
     r = s.request[row]
     undue(s, row)
     m = r.model
+    if r.let_ns > 0.0:
+        client = s.client[r.client]
+        client.let -= 1
+        client.let_ns = client.let_ns - r.let_ns if client.let > 0 else 0.0
+        r.let_ns = 0.0
     leave(s, m, r.client)
     s.model[m].completed += 1
     s.client[r.client].completed += 1

@@ -149,8 +149,12 @@ def reserve_at(where: Any, notes: Any, slots: Any, front: Any) -> int:
 
 
 @part
-def claim_slot(s: State, front: int, model: int) -> int:
-    """A slot of the lane that is open to front ends: lane · SLOTS + slot, or STAGED."""
+def claim_slot(s: State, front: int, model: int, client: int) -> int:
+    """A slot of the lane that is open to front ends: lane · SLOTS + slot, or STAGED. Requests of a client with a limit
+    are always staged, because the core may set them aside.
+    """
+    if s.client[client].limit > 0.0:
+        return STAGED
     opened = load_at(address(s.filling, model))
     if opened == _ZERO:
         return STAGED
@@ -233,9 +237,9 @@ def take_into(s: State, front: int, into: int, most: int) -> int:
 
 
 @compiled
-def claim(s: State, front: int, model: int) -> int:
+def claim(s: State, front: int, model: int, client: int = 0) -> int:
     """A slot to write inputs into: lane · SLOTS + slot, or STAGED. A claimed slot must be posted."""
-    return int(claim_slot(s, front, model))
+    return int(claim_slot(s, front, model, client))
 
 
 @compiled

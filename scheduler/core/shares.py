@@ -92,14 +92,18 @@ def charge(s: State, lane: int, time_ns: float, gpu_ns: float, began_ns: int) ->
 
 @part
 def over_limit(s: State, lane: int, now: int) -> bool:
-    """Whether the client of a lane's oldest request has used up its limit; if so, notes when it may continue."""
+    """Whether all clients of a lane's requests have used up their limits; if so, notes when the first may continue."""
     core = s.core[0]
     if core.limited == 0:
         return False
-    may_ns = s.client[s.lane[lane].client].may_ns
-    if s.client[s.lane[lane].client].limit <= 0.0 or may_ns <= now:
-        return False
-    core.ask_at_ns = min(core.ask_at_ns, np.ceil(may_ns))
+    first_ns = np.inf
+    for k in range(s.lane[lane].taken):
+        if s.slot[lane, k] >= 0:
+            client = s.client[s.slot_client[lane, k]]
+            if client.limit <= 0.0 or client.may_ns <= now:
+                return False
+            first_ns = min(first_ns, client.may_ns)
+    core.ask_at_ns = min(core.ask_at_ns, np.ceil(first_ns))
     return True
 
 

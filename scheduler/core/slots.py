@@ -124,7 +124,7 @@ def move_in(s: State, lane: int, row: int) -> bool:
     slot = reserve(s.lane_word, s.slot_front, lane, slots, r.front)
     if slot < 0:
         return False
-    queue_remove(s, m, row)
+    queue_remove(s, s.model[m], row)
     count_queued(s, m, -1)
     source = r.source
     n = np.int64(0)

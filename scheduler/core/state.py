@@ -190,6 +190,7 @@ class State(TableSet):
     touched: Ints = table(INT, "lanes")  # lanes to be settled within this step
     asking: Ints = table(INT, "models")  # models that may want a lane opened, or closed for good, within this step
     leaving: Ints = table(INT, "requests")  # requests cancelled within this step
+    waiting: Ints = table(INT, "clients")  # clients with requests set aside
     due: Ints = table(INT, "requests")  # heap of requests with a deadline, earliest first
     submit: Table = table(SUBMISSION, "fronts", "submit_cells")  # SUBMISSION rings, capacity a power of two
     # COMPLETION rings, capacity a power of two, at least rows + M: they never overflow
@@ -290,7 +291,7 @@ def new_state(limits: Limits | None = None, memory: NDArray[np.uint8] | None = N
         memory = raw[-raw.ctypes.data % 64 :][: state_bytes(n)]
     state = over(n, memory)
     for name in ("model_lane", "free_lane", "slot", "ready", "active", "flight", "held", "touched", "asking", "leaving",
-                 "due"):  # fmt: skip
+                 "waiting", "due"):  # fmt: skip
         getattr(state, name)[...] = NONE
     state.lane_word[...] = CLOSED
     state.submit["sequence"] = np.arange(state.submit.shape[1], dtype=np.uint64)
@@ -302,7 +303,7 @@ def new_state(limits: Limits | None = None, memory: NDArray[np.uint8] | None = N
     for column in ("lane", "slot", "left", "right", "up", "due_at"):
         state.request[column] = NONE
     for column in ("root", "first", "last"):
-        state.model[column] = NONE
+        state.model[column] = state.client[column] = NONE
     state.model["filling"] = NONE
     state.client["share"] = 1.0
     state.tuning[:] = Tuning.for_part(MEASURED_ON).row()

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.device.jit import address_of, compiled, part, reachable
+from paellapy.scheduler.core.aside import look_aside
 from paellapy.scheduler.core.atomics import call_step, call_write, load_at
 from paellapy.scheduler.core.choosing import choose
 from paellapy.scheduler.core.clocks import read_clock
@@ -95,13 +96,16 @@ def step(s: State, now: int) -> int:
     expire(s, now)
     tick(s, now)
     look_at_moves(s, now)
+    look_aside(s, now)
     again = True
     while again:
+        came = False
         if core.changed or (core.ready > 0 and now >= core.ask_at_ns):
             while not choose(s, now):
                 fail_all(s, now)
             measure(s)
-        again = order_moves(s, now)
+            came = look_aside(s, now)  # requests of the same clients may be done
+        again = order_moves(s, now) or came
     watch_gates(s, now)
     return int(news + core.launches + core.segments_done - before)
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from paellapy.instrument.device.jit import part
+from paellapy.scheduler.core.aside import set_aside
 from paellapy.scheduler.core.atomics import load_at, store_at
 from paellapy.scheduler.core.codes import (
     CANCEL,
@@ -64,6 +65,9 @@ def verdict(s: State, cell: Any, now: int) -> int:
         return NO_MODEL  # it was meant for the model that had the row before
     if cell.deadline_ns <= now:
         return EXPIRED
+    client = s.client[cell.client % s.client.shape[0]]
+    if cell.lane < 0 and client.limit > 0.0:
+        return QUEUE_FULL if client.aside >= s.model[m].queue_limit else OK
     slots = s.size[m, s.model[m].n_sizes - 1].batch
     room = s.model[m].free_n * slots
     if s.model[m].filling >= 0:
@@ -75,7 +79,7 @@ def verdict(s: State, cell: Any, now: int) -> int:
 
 @part
 def enqueue(s: State, row: int, now: int) -> None:
-    """Puts a request into its model's queue, in the policy's order."""
+    """Puts a request into its model's queue, in the policy's order; into its client's where the client has a limit."""
     r = s.request[row]
     m = r.model
     fill_job(s, 1, m, r.client, now)
@@ -87,8 +91,11 @@ def enqueue(s: State, row: int, now: int) -> None:
     if s.core[0].facts & READS_SEGMENT:
         fill_segment(s, job.segment, m, 0, 0)
     r.order = checked_rank(s, s.call[0].order, 1, s.call[0].order_2, s.call[0].order_3)
+    if s.client[r.client].limit > 0.0:
+        set_aside(s, row)
+        return
     r.state = QUEUED
-    queue_add(s, m, row)
+    queue_add(s, s.model[m], row)
     count_queued(s, m, 1)
     ask(s, m)
 
@@ -104,6 +111,7 @@ def submitted(s: State, front: int, cell: Any, now: int) -> None:
     r.priority, r.arrival_ns, r.deadline_ns = cell.priority, cell.arrival_ns, cell.deadline_ns
     r.lane = r.slot = r.due_at = NONE
     r.leaving = 0
+    r.let_ns = 0.0
     r.sequence = core.sequence
     core.sequence += 1
     lane = cell.lane
@@ -203,7 +211,12 @@ def fail_all(s: State, now: int) -> None:
         s.model[m].root = s.model[m].first = s.model[m].last = NONE
         s.model[m].queued = 0
         ask(s, m)
-    core.queued = core.ready = core.active = core.flight = core.out = 0
+    for c in range(s.client.shape[0]):
+        client = s.client[c]
+        client.root = client.first = client.last = NONE
+        client.aside = client.waits = client.let = 0
+        client.let_ns = 0.0
+    core.queued = core.waiting = core.ready = core.active = core.flight = core.out = 0
     core.demand = core.queued_jobs = 0.0
     s.stream_jobs[...] = 0
     s.berth[...] = 0

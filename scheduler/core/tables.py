@@ -72,6 +72,7 @@ CORE = np.dtype(
         ("touched", "i8"),
         ("asking", "i8"),
         ("leaving", "i8"),
+        ("waiting", "i8"),
         ("changed", "i8"),  # 1: there is something to decide
         ("refresh_at", "i8"),  # index in `ready` of the lane that was ranked afresh last
         ("first", "i8"),  # 1: the next completion is the first of its batch
@@ -270,16 +271,17 @@ REQUEST = np.dtype(
         ("arrival_ns", "i8"),
         ("deadline_ns", "i8"),
         ("client_start_ns", "f8"),  # fair-queueing start tag
-        ("order", "f8"),  # key in its model's queue, before `sequence`
+        ("order", "f8"),  # key in its queue, before `sequence`
         ("sequence", "i8"),
         ("source", "u8"),  # staged inputs; 0: none to copy
-        ("left", "i8"),  # in the leftist heap of its model; in the list, the one before
+        ("left", "i8"),  # in the leftist heap of its queue; in the list, the one before
         ("right", "i8"),  # in the list, the one behind
         ("up", "i8"),
         ("height", "i8"),  # 0: in the list
         ("due_at", "i8"),  # index in the deadline heap, or NONE
         ("leaving", "i8"),  # 1: listed in State.leaving
         ("front", "i8"),  # its front end
+        ("let_ns", "f8"),  # its part of client.let_ns; 0: it was not set aside
     ],
     align=True,
 )
@@ -296,6 +298,14 @@ CLIENT = np.dtype(
         ("live", "i8"),
         ("completed", "i8"),
         ("tenant", "i8"),  # 1: it has a name, and a number of its own
+        # where it has a limit: its requests that are set aside, as a queue like a model's
+        ("root", "i8"),
+        ("first", "i8"),
+        ("last", "i8"),
+        ("aside", "i8"),  # their number
+        ("waits", "i8"),  # 1: listed in State.waiting
+        ("let", "i8"),  # requests that were let in and are not completed
+        ("let_ns", "f8"),  # and their expected time alone
     ],
     align=True,
 )

@@ -63,9 +63,9 @@ def wake_core(line: Table, for_request: bool) -> None:
 
 
 @compiled
-def claim(line: Table, model: int) -> int:
+def claim(line: Table, model: int, client: int) -> int:
     """Claims a slot of the lane open to front ends: lane · SLOTS + slot, or STAGED. A claimed slot must be posted."""
-    return int(claim_slot(state_at(line[0].state), line[0].front, model))
+    return int(claim_slot(state_at(line[0].state), line[0].front, model, client))
 
 
 @compiled
@@ -153,7 +153,7 @@ def warm_up(state: State) -> None:
     """Loads every function of this module, on tables that nothing else uses."""
     line = make_line(state, 0, 0)  # the bell is not armed, so its descriptor is not used
     message = Message(kind=codes.CANCEL)
-    claim(line, 0)
+    claim(line, 0, 0)
     post(line, message.address)
     post_all(line, message.address, 1)
     post_written(line, message.address, 0, 0)

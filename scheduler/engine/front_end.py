@@ -157,11 +157,11 @@ class FrontEnd:
         pending.serial = next(self._serials)
         self._pending[pending.row] = pending
 
-    def claim(self, loaded: Loaded) -> tuple[int, int] | None:
+    def claim(self, loaded: Loaded, client: int) -> tuple[int, int] | None:
         """Claims a slot whose inputs can be written at once. None: the inputs must be staged."""
-        found = calls.claim(self._line, loaded.row)
+        found = calls.claim(self._line, loaded.row, client)
         if found < 0 and self._read_now(min(_MANY, len(loaded.lane_of) * loaded.model.max_batch)):
-            found = calls.claim(self._line, loaded.row)
+            found = calls.claim(self._line, loaded.row, client)
         return None if found < 0 else divmod(found, SLOTS)
 
     def post_claimed(

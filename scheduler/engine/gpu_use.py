@@ -59,5 +59,5 @@ def occupancy(state: State) -> GpuUse:
         jobs_active=int(state.core["active"][0]),
         jobs_waiting=int(state.core["ready"][0]),
         requests=int(state.core["live"][0]),
-        requests_queued=int(state.core["queued"][0]),
+        requests_queued=int(state.core["queued"][0] + state.client["aside"].sum()),
     )

@@ -307,7 +307,7 @@ class Slot:
         self._front.take_row(self._pending)
         self._open = True
         engine._slots.add(self)
-        self._place = None if in_turn else self._front.claim(self._loaded)
+        self._place = None if in_turn else self._front.claim(self._loaded, self._terms.client)
         if self._place is not None:
             lane, slot = self._place
             self._front.post_claimed(self._pending, lane, slot, *self._terms)

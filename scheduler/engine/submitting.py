@@ -42,7 +42,7 @@ def submit(
         for each in pending[:-1]:
             front.give_back(each)
         raise
-    claims = [front.claim(loaded) for _ in pending]
+    claims = [front.claim(loaded, terms.client) for _ in pending]
     staged: list[Staged] = []
     written = 0
     try:

@@ -45,7 +45,7 @@ class Front:
         self._taken = np.zeros((64, calls.COMPLETION_WORDS), np.int64)
 
     def claim(self) -> None:
-        found = calls.claim(self.line, 0)
+        found = calls.claim(self.line, 0, 0)
         if found != STAGED:
             self.claimed.append(divmod(found, SLOTS))
 

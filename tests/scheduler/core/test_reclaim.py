@@ -30,7 +30,7 @@ class Front:
         self.done: list[list[int]] = []
 
     def claim(self, model: int = 0) -> tuple[int, int] | None:
-        found = front_calls.claim(self.line, model)
+        found = front_calls.claim(self.line, model, 0)
         return None if found == STAGED else divmod(found, SLOTS)
 
     def post(self, place: tuple[int, int] | None, model: int = 0, generation: int = 0) -> int:

@@ -19,6 +19,7 @@ from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.check import IntegrityError, check_integrity
 from paellapy.scheduler.core.install import estimate, install, remove
 from paellapy.scheduler.core.profiles import ModelProfile, ProfileError, SegmentProfile, load_profiles, save_profiles
+from paellapy.scheduler.core.tenants import Tenant, give_tenant
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.engine.gpu_use import occupancy
 from paellapy.scheduler.engine.install import install_windows
@@ -958,6 +959,7 @@ def play(bench: Bench, script: list[tuple[object, ...]]) -> int:
     hold=st_.booleans(),
     demand=st_.sampled_from([0.0, 0.4, 1.0, 2.0, np.inf]),
     reports=st_.booleans(),
+    held=st_.sampled_from([0.0, 0.05, 0.5, 1.0]),
     script=actions,
     end=st_.sampled_from(["run dry", "drain", "close", "fail"]),
 )
@@ -967,11 +969,16 @@ def test_whatever_happens_each_request_completes_exactly_once(
     hold: bool,
     demand: float,
     reports: bool,
+    held: float,
     script: list[tuple[object, ...]],
     end: str,
 ) -> None:
     bench = Bench(models, policy=name, hold=hold, demand=demand, reports=reports)
+    if held:
+        give_tenant(bench.state, 1, "alice", Tenant(limit=held))
     submitted = play(bench, script)
+    if held == 1.0:  # the limit goes while requests wait
+        give_tenant(bench.state, 1, "alice", Tenant())
     if end == "drain":
         bench.tell(codes.DRAIN)
     elif end == "close":
@@ -981,10 +988,10 @@ def test_whatever_happens_each_request_completes_exactly_once(
         bench.tell(codes.FAIL, tag=1)
         bench.step()
         bench.launched.clear()
-    bench.run_dry()
+    bench.run_dry(ns=1_000_000 if held else 1000)
     assert len(bench.done) == submitted
     s = bench.state
-    assert all(s.core[each][0] == 0 for each in ("live", "ready", "active", "flight", "due"))
+    assert all(s.core[each][0] == 0 for each in ("live", "ready", "active", "flight", "due", "waiting"))
     assert s.core["shares"][0] == 0.0
     if end == "close":
         assert sorted(bench.closed) == list(range(len(models)))
@@ -1045,6 +1052,36 @@ def test_nothing_starves_under_paella(long_segments: int, shorts: int) -> None:
                 served += 1
                 flood.append(bench.submit(0, client=served % 3))
     bench.run_dry()
+
+
+def test_requests_of_a_tenant_at_its_limit_stay_out_of_lanes() -> None:
+    bench = Bench([profile(segments=1, ns=1e6, lanes=2, batch=(1, 4))], policy="fifo")
+    give_tenant(bench.state, 1, "alice", Tenant(limit=0.1))
+    first = [bench.submit(client=1, direct=True) for _ in range(12)]
+    bench.step()
+    assert [len(found) for found in slots_of(bench, 1)] == [4]  # a batch, in one lane
+    for lane in bench.running:
+        bench.finish_segment(lane)
+    assert len(bench.step(1_000_000)) == 4
+    assert not slots_of(bench, 1)
+    other = bench.submit(client=2, direct=True)
+    bench.step()
+    for lane in bench.running:
+        bench.finish_segment(lane)
+    assert bench.step() == [other]
+    bench.cancel(first[-1])
+    bench.step()
+    assert bench.status(first[-1]) == codes.CANCELLED
+    assert bench.state.client["aside"][1] == 7
+    bench.run_dry(ns=1_000_000)
+    assert len(bench.done) == 13
+
+
+def slots_of(bench: Bench, client: int) -> list[list[int]]:
+    """The requests of a client in each lane that has any."""
+    s = bench.state
+    rows = [[row for row in s.slot[lane] if row >= 0 and s.request["client"][row] == client] for lane in range(2)]
+    return [each for each in rows if each]
 
 
 def test_fair_shares_follow_the_weights_under_a_zero_threshold() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
 import numpy as np
@@ -53,6 +54,24 @@ def test_the_monitor_shows_tenants_and_gpu_time(engine) -> None:
     (dora,) = (each for each in found["tenants"] if each["name"] == "dora")
     assert 0 < dora["gpu_share"] <= 1
     assert 0 < found["models"][0]["gpu_share"] <= found["gpu_busy"] + 1e-4
+
+
+def test_a_limit_holds_back_its_tenant_alone(engine) -> None:
+    engine.tenant("eve", limit=1e-4)
+    x = np.zeros(engine.models["mlp"].inputs["image"].shape, np.float32)
+
+    async def flood() -> list[dict[str, np.ndarray]]:
+        asked = [asyncio.create_task(engine.infer("mlp", {"image": x}, client="eve")) for _ in range(40)]
+        await engine.infer("mlp", {"image": x}, client="frank")
+        await asyncio.gather(*(engine.infer("mlp", {"image": x}, client="frank") for _ in range(20)))
+        held = engine.stats()
+        assert 0 < held["tenants"]["eve"]["held_back"] <= held["queued"]
+        engine.tenant("eve")  # without a limit
+        return await asyncio.gather(*asked)
+
+    answers = asyncio.run(flood())
+    assert len({each["scores"].tobytes() for each in answers}) == 1
+    assert engine.tenants["eve"]["held_back"] == 0
 
 
 def test_shares_change_while_requests_wait(engine) -> None:

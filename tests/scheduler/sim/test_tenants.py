@@ -57,6 +57,22 @@ def test_limits_of_tenants_hold_under_every_policy(policy: str, limit: float, co
         assert had >= limit - 0.02
 
 
+@pytest.mark.parametrize("policy", ["fair", "fifo", "paella", "streams"])
+def test_a_tenant_at_its_limit_does_not_delay_others_of_the_same_model(policy: str) -> None:
+    batches = {n: [SegmentProfile((60 + 40 * n) * 1e3, blocks=400, warps=3000)] * 4 for n in (1, 2, 4, 8)}
+    model = ModelProfile("net", batches, lanes=3)
+    light = Poisson(200, "net", duration=0.5, client="light")
+    heavy = ClosedLoop("net", clients=40, duration=0.5, client="heavy")
+    alone = simulate([model], light, policy).tenant("light")
+    run = simulate([model], light + heavy, policy, tenants={"heavy": {"limit": 0.2}})
+    assert run.tenant("light").completed == alone.completed
+    # At most a batch of the other tenant is on the GPU, or in the same batch.
+    assert run.tenant("light").p50_ms <= alone.p50_ms + 2 * 4 * 0.38
+    had = run.gpu_ms["clients"]["heavy"]
+    assert 0.16 * 500 <= had <= 0.27 * 500
+    assert run.tenant("heavy").completed / had > 1.5 / 0.4  # it still gets batches
+
+
 def test_results_know_tenants_by_name() -> None:
     trace = TraceWorkload(tuple((0.001 * k, "net", None, None, who) for k, who in enumerate(("dora", 7, 0))))
     run = simulate([net()], loops("alice", model="net", seconds=0.01) + ClosedLoop("net", duration=0.01) + trace)
