@@ -72,7 +72,8 @@ def test_items_that_find_no_memory_end_all_and_hold_nothing(engine, monkeypatch)
 
 
 def test_items_that_find_no_open_lane_are_one_batch_too(engine, monkeypatch):
-    monkeypatch.setattr(engine._front, "claim", lambda loaded, client: None)  # as while a model's only lane is being read
+    # as while a model's only lane is being read
+    monkeypatch.setattr(engine._front, "claim", lambda loaded, client: None)
     for _ in range(5):
         asyncio.run(submit(engine, 4))
     assert engine.stats()["models"]["scale"]["mean_batch"] == 4
