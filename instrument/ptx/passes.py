@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from paellapy.instrument import records
+from paellapy.instrument import markers, records
 from paellapy.instrument.errors import InstrumentError
 from paellapy.instrument.ptx.exits import BARRIER_OPS, barrier_at_exit_is_safe, refuse_exit_in_functions
 from paellapy.instrument.ptx.module import Function, Kind, Module, Token
@@ -90,11 +90,7 @@ def pass_version() -> str:
     return _VERSION
 
 
-_SOURCES = (
-    "passes.py", "slice_pass.py", "preempt_pass.py", "range_pass.py", "range_sites.py", "exits.py", "flow.py",
-    "waits.py", "module.py",
-)  # fmt: skip
-_PATHS = (*(Path(__file__).parent / name for name in _SOURCES), Path(records.__file__))
+_PATHS = (*sorted(Path(__file__).parent.glob("*.py")), Path(records.__file__), Path(markers.__file__))
 _VERSION = hashlib.sha256(b"".join(path.read_bytes() for path in _PATHS)).hexdigest()[:16]
 
 
