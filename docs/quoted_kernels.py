@@ -25,5 +25,23 @@ def sanitizer() -> str:
     return paper_report.table(["tool", "kernels compiled as", "kernels", "findings"], rows)
 
 
+def range_code() -> str:
+    """What ranges add to the main loops of two kernels."""
+    found = stored("range_code")
+    cases = ("gemm", "attention")
+    head = ["per round of the main loop, for a warp", "GEMM", "attention"]
+    rows = [
+        [what, *(f"{found[case]['with'][count]}" for case in cases)]
+        for what, count in (("events", "events"), ("readings of the clock", "clocks"), ("stores", "stores"))
+    ]
+    for what, count in (("instructions", "instructions"), ("issue cycles", "issue_cycles"), ("registers", "registers")):
+        without, with_ = ([found[case][kind][count] for case in cases] for kind in ("without", "with"))
+        earlier = [found["earlier"][case][count] for case in cases]
+        rows.append([f"{what} without ranges", *map(str, without)])
+        rows.append([f"{what} with ranges", *map(str, with_)])
+        rows.append([f"{what} with one store for each event", *map(str, earlier)])
+    return paper_report.table(head, rows)
+
+
 def tables() -> dict[str, str]:
-    return {"public-kernels": public(), "sanitizer": sanitizer()}
+    return {"public-kernels": public(), "sanitizer": sanitizer(), "range-code": range_code()}
