@@ -63,7 +63,7 @@ def others() -> str:
         ["malformed requests; answered with 500", f"{malformed['requests']:,}; {malformed['of_500']}"],
         ["of them answered differently on the two ways", f"{malformed['differ']}"],
         ["open connections; bytes each", f"{many['connections']:,}; {many['bytes_per_connection']:,}"],
-        ["soak: seconds; requests", f"{soak['samples'][-1]['s']:.0f}; {answered:,}"],
+        ["soak: seconds; requests", f"{soak['samples'][-1]['s']:,.0f}; {answered:,}"],
         ["soak: drift of memory, descriptors, p50",
          ", ".join(f"{100 * drift[key]:+.1f} %" for key in ("memory_bytes", "descriptors", "p50_ms"))],
     ]  # fmt: skip
