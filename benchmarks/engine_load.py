@@ -96,7 +96,7 @@ def drive(
                     done += 1
                     continue
             # As a server does it: straight into a slot of the lane that is open, if one is.
-            at = rings.claim_slot(s, front, rows[m])
+            at = rings.claim_slot(s, front, rows[m], client[m])
             lane = slot = codes.NONE
             if at >= 0:
                 lane, slot = at // rings.SLOTS, at % rings.SLOTS
