@@ -24,6 +24,7 @@ Parameters = dict[str, Any]
 
 PRIORITY_LEVELS = 1 << 30  # 1 goes first, as in Triton; the engine's own priorities are in reverse order
 DEFAULT_LEVEL = 10  # level of a request without a priority
+MOST_TIMEOUT_US = 10**15  # 31 years: as nanoseconds it still fits into 64 bits
 NUMBER_BYTES = 48  # per number of JSON: up to 24 digits with sign and exponent, a comma, and blanks of a pretty printer
 BESIDE_BYTES = 1 << 16  # allowed besides the numbers: names, parameters, an id
 _UNSUPPORTED = ("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size")
@@ -190,9 +191,8 @@ class BinaryTensors:
         if self._at + size > len(self._tail):
             left = len(self._tail) - self._at
             raise RequestError(f"{where}: binary_data_size is {size}, but only {left} bytes are left in the body")
-        piece = self._tail[self._at : self._at + size]
         self._at += size
-        return piece
+        return self._tail[self._at - size : self._at]
 
     def check_used(self) -> None:
         if left := len(self._tail) - self._at:
@@ -275,11 +275,11 @@ def _scheduling(parameters: Parameters) -> tuple[int | None, float | None]:
     """The priority and the timeout in microseconds."""
     level, timeout_us = parameters.get("priority"), parameters.get("timeout")
     if level is not None and (type(level) is not int or not 0 <= level <= PRIORITY_LEVELS):
-        raise RequestError(
-            f"the parameter priority is {short(level)}; it must be a whole number: 1 goes first, then 2 …; 0 means none"
-        )
-    if timeout_us is not None and (type(timeout_us) not in (int, float) or not 0 <= timeout_us < 1e15):
-        raise RequestError(f"the parameter timeout is {short(timeout_us)}; it must be microseconds ≥ 0 (0: none)")
+        said = f"it must be a whole number up to {PRIORITY_LEVELS}: 1 goes first, then 2 …; 0 means none"
+        raise RequestError(f"the parameter priority is {short(level)}; {said}")
+    if timeout_us is not None and (type(timeout_us) not in (int, float) or not 0 <= timeout_us <= MOST_TIMEOUT_US):
+        said = f"it must be microseconds up to {MOST_TIMEOUT_US}; 0 means none"
+        raise RequestError(f"the parameter timeout is {short(timeout_us)}; {said}")
     return level, timeout_us or None
 
 

@@ -16,7 +16,7 @@ from paellapy.serving import numbers
 from paellapy.serving.codings import choose_coding
 from paellapy.serving.datatypes import DTYPES
 from paellapy.serving.errors import RequestError
-from paellapy.serving.protocol import DEFAULT_LEVEL, decode, encode
+from paellapy.serving.protocol import DEFAULT_LEVEL, PRIORITY_LEVELS, decode, encode
 
 
 def model_of(**inputs):
@@ -120,11 +120,12 @@ def test_priorities_are_tritons_one_goes_first_and_zero_is_none():
         ({"inputs": [tensor()], "outputs": [{"name": "x", "parameters": {"binary_data": 1}}]}, "true or false"),
         ({"inputs": [tensor()], "outputs": [{"name": "x", "parameters": {"classification": -1}}]}, "-1"),
         ({"inputs": [tensor()], "parameters": {"priority": 1.5}}, "priority"),
-        ({"inputs": [tensor()], "parameters": {"priority": 10**20}}, "priority"),
+        ({"inputs": [tensor()], "parameters": {"priority": PRIORITY_LEVELS + 1}}, f"up to {PRIORITY_LEVELS}:"),
         ({"inputs": [tensor()], "parameters": {"priority": -1}}, "1 goes first"),
         ({"inputs": [tensor()], "parameters": {"priority": True}}, "priority"),
         ({"inputs": [tensor()], "parameters": {"timeout": -1}}, "timeout"),
         ({"inputs": [tensor()], "parameters": {"timeout": "soon"}}, "timeout"),
+        ({"inputs": [tensor()], "parameters": {"timeout": 10**16}}, f"up to {10**15};"),
         ({"inputs": [tensor()], "id": 5}, "str"),
     ],
 )
