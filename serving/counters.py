@@ -48,7 +48,7 @@ BY_BATCH_NS = BY_BATCH + LARGEST_BATCH + 1
 COLUMNS = BY_BATCH_NS + LARGEST_BATCH + 1
 
 _ITSELF = MOST_MODELS  # the row of the process itself
-_IN_FLIGHT = 0
+_IN_FLIGHT, _VIEWERS = 0, 1
 
 Numbers = NDArray[np.int64]
 
@@ -230,7 +230,7 @@ class Counters:
         self._table = counter_table() if table is None else table
         self._found: dict[str, ModelCounters] = {}
         self._itself: Any = self._table[writer, _ITSELF].data
-        self._itself[_IN_FLIGHT] = 0  # requests of a predecessor ended with it
+        self._itself[_IN_FLIGHT] = self._itself[_VIEWERS] = 0  # requests of a predecessor ended with it
         self._index: Numbers = np.zeros(0, np.int64)
         self._target_ns: Numbers = np.zeros(0, np.int64)
         self._known: dict[int, Model] | None = None
@@ -259,6 +259,11 @@ class Counters:
 
     def leave(self) -> None:
         self._itself[_IN_FLIGHT] -= 1
+
+    def add_viewers(self, more: int) -> int:
+        """Counts viewers of the dashboard; returns their number in all processes together."""
+        self._itself[_VIEWERS] += more
+        return int(self._table[:, _ITSELF, _VIEWERS].sum())
 
     def _note(self, entries: Any) -> None:
         """Runs where completions are read, usually in the event loop's thread."""

@@ -7,7 +7,8 @@ reads nothing for a while is dropped.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ Take = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[bytes], Awaitable[None]]
 
 TICK_S = 0.2
-MAX_VIEWERS = 32
+MAX_VIEWERS = 32  # of all processes of a server together
 PATIENCE_S = 5.0
 
 _encode = msgspec.json.Encoder().encode
@@ -57,7 +58,7 @@ class _Round:
 
 class Hub:
     """Sends snapshots to viewers. `take` makes one; `begin` and `end` run before the first viewer and after
-    the last.
+    the last. `count` adds to the number of viewers in all processes, and returns it.
     """
 
     def __init__(
@@ -65,20 +66,25 @@ class Hub:
         take: Take,
         begin: Callable[[], None],
         end: Callable[[], None],
+        count: Callable[[int], int],
         *,
         tick_s: float = TICK_S,
         max_viewers: int = MAX_VIEWERS,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        self._take, self._begin, self._end = take, begin, end
-        self._tick_s, self._max_viewers, self._patience_s = tick_s, max_viewers, patience_s
+        self._take, self._begin, self._end, self._count = take, begin, end, count
+        self._tick_s, self.max_viewers, self._patience_s = tick_s, max_viewers, patience_s
         self._round: _Round | None = None
         self._closed = False
         self.viewers = 0
 
-    @property
-    def full(self) -> bool:
-        return self.viewers >= self._max_viewers
+    @contextlib.contextmanager
+    def seat(self) -> Iterator[bool]:
+        """Counts one more viewer. False: there are too many, in this process and others together."""
+        try:  # counted first and looked at second: processes that do so at the same time never let in too many
+            yield self._count(1) <= self.max_viewers
+        finally:
+            self._count(-1)
 
     async def show(self, send: Send) -> None:
         """Sends snapshots to one viewer until the round is over. TimeoutError: the viewer is too slow."""

@@ -74,16 +74,17 @@ class _Switch(msgspec.Struct, forbid_unknown_fields=True):
 
 async def events(request: web.Request) -> web.StreamResponse:
     hub = request.app[HUB]
-    if hub.full:
-        said = f"this server's limit of {hub.viewers} open dashboards is reached; close one of them"
-        raise RequestError(said, status=503)
-    response = web.StreamResponse(
-        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    )
-    await response.prepare(request)
-    # The viewer is too slow or gone; either way its connection ends here, without loss for the others.
-    with contextlib.suppress(TimeoutError, ConnectionError):
-        await hub.show(response.write)
+    with hub.seat() as free:
+        if not free:
+            said = f"the limit of {hub.max_viewers} open dashboards, of all workers together, is reached; close one"
+            raise RequestError(said, status=503)
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        )
+        await response.prepare(request)
+        # The viewer is too slow or gone; either way its connection ends here, without loss for the others.
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            await hub.show(response.write)
     response.force_close()
     return response
 
@@ -105,7 +106,7 @@ async def policy(request: web.Request) -> web.Response:
 def add_dashboard(app: web.Application) -> None:
     service = app[SERVICE]
     monitor = app[MONITOR] = service.monitor()
-    hub = app[HUB] = Hub(lambda: snapshot(monitor, service), monitor.start, monitor.stop)
+    hub = app[HUB] = Hub(lambda: snapshot(monitor, service), monitor.start, monitor.stop, service.counters.add_viewers)
     folder = files("paellapy.serving") / "dashboard"
     pages = {each.name: each.read_bytes() for each in folder.iterdir() if each.is_file()}
 

@@ -165,7 +165,7 @@ def test_viewers_share_snapshots_and_without_any_nothing_is_computed(server):
 def test_only_so_many_may_look(server):
     hub = server.server.app[HUB]
     server.wait_until(lambda: hub.viewers == 0)
-    before, hub._max_viewers = hub._max_viewers, 1
+    before, hub.max_viewers = hub.max_viewers, 1
     try:
         with Viewer(server) as viewer:
             assert viewer.next()
@@ -173,7 +173,7 @@ def test_only_so_many_may_look(server):
             assert status == 503
             assert b"limit of 1 " in body
     finally:
-        hub._max_viewers = before
+        hub.max_viewers = before
 
 
 def test_the_policy_is_switched(server):
@@ -244,7 +244,7 @@ def test_a_server_that_stops_lets_its_viewers_go():
 
 def hub_of(take, **options):
     calls = []
-    return Hub(take, lambda: calls.append("begin"), lambda: calls.append("end"), tick_s=0.0, **options), calls
+    return Hub(take, lambda: calls.append("begin"), lambda: calls.append("end"), lambda more: more, tick_s=0.0, **options), calls
 
 
 def test_a_viewer_that_takes_nothing_is_dropped_and_nothing_piles_up_for_it():

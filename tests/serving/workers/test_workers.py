@@ -23,6 +23,7 @@ from paellapy.scheduler.core import step
 from paellapy.scheduler.core.state import Limits
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.fronts import Fronts
+from paellapy.serving.dashboard_events import MAX_VIEWERS
 
 INFER = "/v2/models/scale/infer"
 ONES = np.ones((1, 64), np.float32)
@@ -218,6 +219,27 @@ def test_the_dashboard_shows_the_engine_of_the_other_process(server):
     found = json.loads(line[5:])
     assert found["state"] == "running"
     assert {each["name"] for each in found["models"]} == {"scale", "long"}
+
+
+def test_the_dashboards_viewers_are_limited_in_all_workers_together(server):
+    def watch():
+        connection = opened.enter_context(contextlib.closing(HTTPConnection("127.0.0.1", server.port, timeout=60)))
+        connection.request("GET", "/dashboard/events")
+        return connection.getresponse()
+
+    with contextlib.ExitStack() as opened:
+        answers = [watch() for _ in range(MAX_VIEWERS + 4)]
+        assert sum(each.status == 200 for each in answers) <= MAX_VIEWERS
+        refused = next(each for each in answers if each.status == 503)
+        assert f"limit of {MAX_VIEWERS} " in json.loads(refused.read())["error"]
+    server.wait_until(lambda: ask_briefly(server, "/dashboard/events") == 200)  # those who left are not counted
+
+
+def ask_briefly(server, path):
+    """The status of an answer that is not read."""
+    with contextlib.closing(HTTPConnection("127.0.0.1", server.port, timeout=60)) as connection:
+        connection.request("GET", path)
+        return connection.getresponse().status
 
 
 def test_the_policy_is_switched_in_the_other_process(server):
