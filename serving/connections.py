@@ -7,6 +7,7 @@ arrive byte by byte: without a limit of their own, each would hold its connectio
 from __future__ import annotations
 
 import asyncio
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any, cast
@@ -15,16 +16,19 @@ from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from multidict import CIMultiDict
 
+from paellapy.serving.errors import STOPPING, LateBodyError
 from paellapy.serving.logs import log
 from paellapy.serving.middleware import SERVICE, json_response
+
+UNFINISHED_S = 3.0  # once the server stops: for requests that have begun to arrive, and for clients that take no bytes
+LOOK_S = 0.02
+MOST_SEARCHED, MOST_CUTS = 1 << 14, 16  # bytes of input in which a header Upgrade is looked for, and how often
 
 _BODY = b'{"error":"the header did not arrive in time"}'
 _LATE = (
     b"HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json\r\nConnection: close\r\n"
     b"Content-Length: %d\r\n\r\n%s" % (len(_BODY), _BODY)
 )
-
-
 # Messages of aiohttp's parser, which may quote bytes of the request, and the texts sent in their place
 _MISTAKES = {
     "Too many headers": "the request has more headers than this server accepts: send fewer",
@@ -35,6 +39,7 @@ _MISTAKES = {
     "Content-Length can't be present with": "the request has Content-Length and Transfer-Encoding: send one of them",
     "Invalid character in Content-Length": "Content-Length is not a number: send the body's length in bytes",
 }
+_CLIENTS_MISTAKES = (web.RequestPayloadError, HttpProcessingError, ConnectionError, LateBodyError)
 
 
 class Connection(web.RequestHandler):
@@ -51,6 +56,7 @@ class Connection(web.RequestHandler):
         "_content",
         "_header_timeout_s",
         "_log_rejected",
+        "_rest",
         "_send_timeout_s",
         "_send_timer",
         "_timer",
@@ -72,6 +78,7 @@ class Connection(web.RequestHandler):
         self._to_client: asyncio.Transport | None = None
         self.fresh = True  # no byte has arrived yet
         self._content: StreamReader | None = None  # body of the latest request whose header is complete
+        self._rest = 0  # bytes to come of the body of a request with Upgrade
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -90,8 +97,11 @@ class Connection(web.RequestHandler):
         """Called when the client has not yet read all of an answer."""
         super().pause_writing()
         if self._send_timer is None and self._to_client is not None:
-            self._unsent = self._to_client.get_write_buffer_size()
-            self._send_timer = self._loop.call_later(self._send_timeout_s, self._look_at_sending)
+            self._watch_sending(self._to_client.get_write_buffer_size())
+
+    def _watch_sending(self, unsent: int) -> None:
+        self._unsent = unsent
+        self._send_timer = self._loop.call_later(self._send_timeout_s, self._look_at_sending)
 
     def _look_at_sending(self) -> None:
         self._send_timer = None
@@ -99,26 +109,38 @@ class Connection(web.RequestHandler):
         if transport is None or not (left := transport.get_write_buffer_size()):
             return
         if left < self._unsent:  # the client is slow, but it reads
-            self._unsent = left
-            self._send_timer = self._loop.call_later(self._send_timeout_s, self._look_at_sending)
+            self._watch_sending(left)
             return
         transport.abort()
 
     def data_received(self, data: bytes) -> None:
+        """Cuts the input behind a request with Upgrade: aiohttp's parser drops the rest of what it is given with it."""
         self.fresh = False
+        for _ in range(MOST_CUTS):
+            end = self._rest
+            if not end and b"upgrade:" in data[:MOST_SEARCHED].lower():
+                end = data.find(b"\r\n\r\n", 0, MOST_SEARCHED) + 4
+            if not (self._rest or end >= 4) or end >= len(data):
+                break
+            self._parse(data[:end])
+            data = data[end:]
+        self._parse(data)
+
+    def _parse(self, data: bytes) -> None:
+        self._rest = max(0, self._rest - len(data))
         before = self._request_count
         super().data_received(data)
         if self._request_count != before:  # a header is complete
             if self._timer is not None:
                 self._disarm()
-            self._read_on(self._request_count - before)
+            self._read_on(self._request_count - before, data)
         elif self._waiter is not None and not self._waiter.done():  # no header, and no body is being read
             self._began = True
             if self._timer is None:
                 self._timer = self._loop.call_later(self._header_timeout_s, self._too_late)
 
-    def _read_on(self, n: int) -> None:
-        """Handles `n` new messages. If the body being read turns out to be invalid, its reader gets the error.
+    def _read_on(self, n: int, data: bytes) -> None:
+        """Handles `n` new messages from `data`. If the body being read turns out invalid, its reader gets the error.
 
         aiohttp queues the error as a separate request, and the body's reader would wait forever. The reader may or may
         not have started: header and body may arrive in quick succession.
@@ -126,15 +148,27 @@ class Connection(web.RequestHandler):
         for message, content in list(self._messages)[-n:]:
             if hasattr(message, "method"):
                 self._content = content
+                self._look_at_upgrade(message, content, data)
             elif self._content is not None and not self._content.is_eof():
                 self._messages.pop()  # nothing follows an error
                 self._content.set_exception(web.RequestPayloadError("the body does not match its headers"))
+
+    def _look_at_upgrade(self, message: Any, content: StreamReader, data: bytes) -> None:
+        """Ignores the wish for another protocol. If bytes behind the request may be lost, it is the connection's
+        last. They are not if its header ends with `data`, and did not end before.
+        """
+        if not message.upgrade or message.headers.get("Upgrade", "").lower() == "websocket":  # aiohttp keeps the bytes
+            return
+        if not message.chunked and data.find(b"\r\n\r\n") == len(data) - 4 and b"\n" not in data[:3]:
+            self._rest = int(message.headers.get("Content-Length", 0))
+        else:
+            self._messages[-1] = (message._replace(should_close=True), content)
 
     def log_exception(self, *what: Any, **more: Any) -> None:
         """aiohttp's own log: a body that stays unreadable after the answer is the client's mistake and is not
         logged.
         """
-        if not isinstance(more.get("exc_info"), web.RequestPayloadError | HttpProcessingError | ConnectionError):
+        if not isinstance(more.get("exc_info"), _CLIENTS_MISTAKES):
             log.error(what[0] % what[1:], exc_info=more.get("exc_info"))
 
     def handle_error(
@@ -168,6 +202,44 @@ class Connection(web.RequestHandler):
             self.transport.write(_LATE)
         self.force_close()
 
+    # -- the server stops
+
+    @property
+    def arriving(self) -> bool:
+        """Whether a part of a request has arrived, and not all of it."""
+        content = self._content
+        has_begun = content is not None and not content.is_eof() and content.exception() is None
+        return self.transport is not None and (self._began or has_begun)
+
+    def end_arrival(self) -> None:
+        """Waits no longer for the rest of a request."""
+        if self._began:
+            self._too_late()
+        elif self._content is not None:
+            self._content.set_exception(LateBodyError(STOPPING))
+
+    async def arrive(self, timeout: float | None) -> float | None:
+        """Lets a request arrive that has begun to, for a short time. Returns what is left of `timeout`."""
+        began = self._loop.time()
+        end = began + (UNFINISHED_S if timeout is None else min(UNFINISHED_S, timeout))
+        while self.arriving and self._loop.time() < end:
+            await asyncio.sleep(LOOK_S)
+        if self.arriving:
+            self.end_arrival()
+        # aiohttp takes 0 as no limit
+        return None if timeout is None else max(LOOK_S, timeout - (self._loop.time() - began))
+
+    async def shutdown(self, timeout: float | None = 15.0) -> None:
+        self._send_timeout_s = min(self._send_timeout_s, UNFINISHED_S)
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._watch_sending(self._unsent)
+        left_s = await self.arrive(timeout)
+        end = math.inf if left_s is None else self._loop.time() + left_s
+        await super().shutdown(left_s)
+        while self._to_client is not None and self._to_client.get_write_buffer_size() and self._loop.time() < end:
+            await asyncio.sleep(LOOK_S)
+
 
 class Connections(web.Server):
     """Makes the connections."""
@@ -186,6 +258,12 @@ class Connections(web.Server):
     def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
         self.accepted.discard(handler)
+
+    def pre_shutdown(self) -> None:
+        """Closes idle connections. A closed one would take no more of a request that is still arriving."""
+        for each in self.connections:
+            if not (isinstance(each, Connection) and each.arriving):
+                each.close()
 
 
 class Runner(web.AppRunner):

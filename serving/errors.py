@@ -27,6 +27,9 @@ class ConfigError(PaellaError):
     """The configuration is wrong; the message names the file, the line and the allowed values."""
 
 
+STOPPING = "the server stops, and the body had not arrived: send the request again on a new connection"
+
+
 class RequestError(PaellaError):
     """A request that is answered with a status other than 200."""
 
@@ -45,12 +48,12 @@ class TooLargeError(RequestError):
 
 
 class LateBodyError(RequestError):
-    """A body that has not arrived within `body_timeout_s`; its connection is closed."""
+    """A body that has not arrived in time; its connection is closed."""
 
     status = 408
 
-    def __init__(self) -> None:
-        super().__init__("the body did not arrive within the server's body_timeout_s")
+    def __init__(self, said: str = "the body did not arrive within the server's body_timeout_s") -> None:
+        super().__init__(said)
 
 
 class RefusedError(RequestError):

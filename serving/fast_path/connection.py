@@ -14,7 +14,7 @@ from typing import Any
 
 from paellapy.instrument.errors import PaellaError
 from paellapy.serving.connections import Connection
-from paellapy.serving.errors import LateBodyError
+from paellapy.serving.errors import STOPPING, LateBodyError
 from paellapy.serving.fast_path.buffers import AHEAD_BYTES, Body, Reader, write
 from paellapy.serving.fast_path.head import LONGEST_HEAD
 from paellapy.serving.fast_path.way import Way, Work
@@ -149,11 +149,11 @@ class FastConnection(Connection):
             self._body_timer.cancel()
             self._body_timer = None
 
-    def _body_is_late(self) -> None:
+    def _body_is_late(self, error: LateBodyError | None = None) -> None:
         self._forget_body()
         if self._work is not None:
             self.closing = True
-            self._work.fail(LateBodyError())
+            self._work.fail(error or LateBodyError())
 
     # -- output
 
@@ -209,7 +209,19 @@ class FastConnection(Connection):
         else:
             super().close()
 
+    @property
+    def arriving(self) -> bool:
+        return self.body is not None or super().arriving
+
+    def end_arrival(self) -> None:
+        if self.body is not None:
+            self._body_is_late(LateBodyError(STOPPING))
+        else:
+            super().end_arrival()
+
     async def shutdown(self, timeout: float | None = 15.0) -> None:
+        self.closing = self.closing or self._work is not None
+        timeout = await self.arrive(timeout)
         if self._work is not None:
             self.closing = True
             self._drained = self._loop.create_future()

@@ -244,7 +244,8 @@ def test_a_server_that_stops_lets_its_viewers_go():
 
 def hub_of(take, **options):
     calls = []
-    return Hub(take, lambda: calls.append("begin"), lambda: calls.append("end"), lambda more: more, tick_s=0.0, **options), calls
+    begin, end = (lambda: calls.append("begin")), (lambda: calls.append("end"))
+    return Hub(take, begin, end, lambda more: more, tick_s=0.0, **options), calls
 
 
 def test_a_viewer_that_takes_nothing_is_dropped_and_nothing_piles_up_for_it():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 from itertools import pairwise
@@ -255,3 +256,48 @@ def test_a_request_whose_items_fail_twice_counts_once(server, monkeypatch):
         is_refused(client, items=3)
     assert counts.refused["queue_full"] == before + 1
     server.wait_until(lambda: not server.engine._front.waiting)
+
+
+# -- requests for other protocols
+
+
+UPGRADE = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA")
+
+
+@settings(max_examples=40)
+@given(
+    kinds=some.lists(some.sampled_from(["one", "get", "wanting", "getting"]), min_size=1, max_size=6),
+    cuts=some.lists(some.integers(0, 4000), max_size=4),
+)
+def test_requests_behind_one_for_another_protocol_are_answered_or_the_connection_ends(server, kinds, cuts):
+    """However the bytes are cut: no request is left without an answer on an open connection."""
+    wanting = b"GET /v2/models/scale HTTP/1.1\r\nHost: x\r\n" + "".join(f"{line}\r\n" for line in UPGRADE).encode()
+    stream = b"".join(
+        {"one": post(k, k), "get": GET, "wanting": post(k, k, *UPGRADE), "getting": wanting + b"\r\n"}[kind]
+        for k, kind in enumerate(kinds)
+    )
+    edges = sorted({0, len(stream), *(cut % (len(stream) + 1) for cut in cuts)})
+    note(f"{kinds} cut at {edges}")
+    with Client(server) as client:
+        with contextlib.suppress(ConnectionError):  # it may be closed by now
+            for low, high in pairwise(edges):
+                client.send(stream[low:high])
+        for k, kind in enumerate(kinds):
+            status, headers, body = client.answer()
+            assert status == 200
+            if kind in ("one", "wanting"):
+                check((status, headers, body), k, k)
+            if headers.get("connection") == "close":
+                break
+
+
+@pytest.mark.parametrize("first", [post(1, 1, *UPGRADE), post(1, 1, "Upgrade: h2c", "Connection: upgrade", "te: x")])
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_client_that_asks_for_another_protocol_keeps_its_connection(server, first, apart):
+    with Client(server) as client:
+        for k in range(3):
+            head = first.find(b"\r\n\r\n") + 4 if apart else len(first)
+            client.send(first[:head])
+            client.send(first[head:] + post(k, k))
+            check(client.answer(), 1, 1)
+            check(client.answer(), k, k)
