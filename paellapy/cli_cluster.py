@@ -34,6 +34,9 @@ def route(
     routers: Annotated[int, typer.Option(help="number of router processes, which share the port")] = 1,
     every_ms: Annotated[float, typer.Option(help="milliseconds between two reports of each engine")] = 5.0,
     hold_s: Annotated[float, typer.Option(help="seconds a request may wait for an engine with its model")] = 20.0,
+    held_mb: Annotated[
+        float, typer.Option(help="megabytes of requests that a router holds at once; more are refused with 503")
+    ] = 256.0,
     key: Annotated[
         str | None, typer.Option(envvar="PAELLAPY_ROUTER_KEY", help="API key for the engines, if they need one")
     ] = None,
@@ -42,7 +45,7 @@ def route(
     from paellapy.cluster.router import RouterOptions
     from paellapy.cluster.routers import run_routers
 
-    options = RouterOptions(host=host, port=port, every_ms=every_ms, hold_s=hold_s, key=key)
+    options = RouterOptions(host=host, port=port, every_ms=every_ms, hold_s=hold_s, key=key, max_held_bytes=round(held_mb * 1e6))
     run_routers(_named(engines), options, routers, lambda url: typer.echo(f"routing at {url}"))
 
 

@@ -91,16 +91,16 @@ async def read(request: web.Request, service: Service, most_bytes: int | None = 
     # Inside another application, the outer server has already decompressed the body.
     coding = body_coding(request.headers.get("Content-Encoding")) if isinstance(request.protocol, Connection) else None
     if (request.content_length or 0) > most:
-        raise _too_large(most)
+        raise too_large(most)
     try:
         async with asyncio.timeout(service.body_timeout_s):
             body = await request.clone(client_max_size=most).read()
     except TimeoutError:
         raise LateBodyError from None
     except web.HTTPRequestEntityTooLarge:
-        raise _too_large(most) from None
+        raise too_large(most) from None
     return body if coding is None else await unpacked(body, coding, most)
 
 
-def _too_large(most_bytes: int) -> TooLargeError:
+def too_large(most_bytes: int) -> TooLargeError:
     return TooLargeError(f"the body is larger than the {most_bytes:,} bytes allowed at this address")

@@ -25,6 +25,8 @@ LINGER_S = 1.0  # seconds to read on in a refused body: closing at once, its sen
 
 SERVER = "paellapy"  # without versions, which help attackers more than clients
 
+MISMATCHES = (ClientPayloadError, web.RequestPayloadError, HttpProcessingError, ConnectionError)
+
 encode_json = msgspec.json.Encoder().encode
 
 
@@ -78,25 +80,31 @@ def answer(error: Exception, request: web.Request, number: str) -> web.StreamRes
             raise error
         kept = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
         return json_response({"error": _http_error(error, request)}, error.status, kept)
-    if isinstance(error, ClientPayloadError | web.RequestPayloadError | HttpProcessingError | ConnectionError):
-        response = json_response({"error": "the body does not match its headers"}, 400)
-        response.force_close()  # the start of the next request is unknown
-        return response
+    if isinstance(error, MISMATCHES):
+        return mismatch()
     found = error_answer(error, number, request.path)
     headers = {"WWW-Authenticate": "Bearer"} if found.status == 401 else {}
     if found.retry_after_s is not None:
         headers["Retry-After"] = str(found.retry_after_s)
-    response = json_response({"error": found.said}, found.status, headers)
-    if isinstance(error, LateBodyError | TooLargeError):
-        _end(request, response, LINGER_S if isinstance(error, TooLargeError) else 0.0)
+    return end_early(error, request, json_response({"error": found.said}, found.status, headers))
+
+
+def mismatch() -> web.Response:
+    """The answer to a body that does not match its headers."""
+    response = json_response({"error": "the body does not match its headers"}, 400)
+    response.force_close()  # the start of the next request is unknown
     return response
 
 
-def _end(request: web.Request, response: web.Response, linger_s: float) -> None:
-    """Closes the connection after an answer that precedes the end of the body; aiohttp would read on for 10 s."""
-    if not request.content.is_eof():
+def end_early(error: Exception, request: web.Request, response: web.Response) -> web.Response:
+    """Closes the connection after an answer that precedes the end of a late or too large body; aiohttp would read on
+    for 10 s.
+    """
+    if isinstance(error, LateBodyError | TooLargeError) and not request.content.is_eof():
         response.force_close()
+        linger_s = LINGER_S if isinstance(error, TooLargeError) else 0.0
         request.protocol._lingering_time = min(request.protocol._lingering_time, linger_s)
+    return response
 
 
 def _http_error(error: web.HTTPException, request: web.Request) -> str:

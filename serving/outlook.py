@@ -17,6 +17,7 @@ from aiohttp import web
 from paellapy.scheduler.core.predict import Predictor
 from paellapy.serving.errors import RequestError, short
 from paellapy.serving.middleware import SERVICE
+from paellapy.serving.protocol import largest_request
 from paellapy.serving.registry import READY, Entry
 from paellapy.serving.service import Service
 
@@ -30,6 +31,8 @@ class ModelOutlook(msgspec.Struct, kw_only=True):
     """One model of an engine. All times are zero while it is not loaded."""
 
     state: str
+    wanted: bool = False  # it should be loaded
+    largest_bytes: int = 0  # largest body of a request to it
     predicted_ms: float = 0.0  # latency of a request that arrives now, including its wait
     step_ms: float = 0.0  # time that each further request in the queue adds
     alone_ms: float = 0.0
@@ -88,12 +91,14 @@ class Outlooks:
     def _model(self, entry: Entry) -> ModelOutlook:
         state, row = self._service.engine.state, entry.row
         if entry.state != READY or entry.model is None or self._service.silent:
-            return ModelOutlook(state=entry.state)
+            return ModelOutlook(state=entry.state, wanted=entry.wanted)
         now_ns = time.monotonic_ns()
         sizes, last = state.size[row], int(state.model["n_sizes"][row]) - 1
         gain = max(1.0, float(state.core["gain"][0]))
         return ModelOutlook(
             state=READY,
+            wanted=entry.wanted,
+            largest_bytes=min(largest_request(entry.model), self._service.max_body_bytes),
             predicted_ms=(self._predictor.finish(state, row, now_ns) - now_ns) * 1e-6,
             step_ms=float(sizes["total_ns"][last]) / int(sizes["batch"][last]) / gain * 1e-6,
             alone_ms=float(sizes["total_ns"][0]) * 1e-6,

@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from paellapy.cluster.held import HELD_BYTES
 from paellapy.cluster.plan import Placement
 from paellapy.serving.access import Key
 from paellapy.serving.build import build_entries, build_keys, build_policy
@@ -45,6 +46,7 @@ class ClusterSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     standby: bool = True  # a process beside every engine, ready to take over: 0.3 GB of memory, no GPU memory
     every_ms: Positive = 5.0
     hold_s: Positive = 20.0
+    held_mb: Positive = HELD_BYTES / 1e6  # limit of each router, for all requests that are not answered yet
     replan_s: float = 0.0  # interval at which placement follows the load; 0: never. Needs profiles
     profiles: str | None = None  # file with the models' profiles, for plans
     gpu_gb: Positive | None = None

@@ -117,6 +117,7 @@ class Controller:
         s = self._settings
         options = {
             "host": s.host, "port": s.port, "every_ms": s.every_ms, "hold_s": s.hold_s, "key": self._file.key,
+            "max_held_bytes": round(s.held_mb * 1e6),
         }  # fmt: skip
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

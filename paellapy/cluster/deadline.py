@@ -6,6 +6,8 @@ import re
 
 import msgspec
 
+from paellapy.serving.protocol import MOST_TIMEOUT_US
+
 _NUMBERS = re.compile(rb"(\r\n(?:content-length|inference-header-content-length):[ \t]*)([0-9]+)", re.I)
 _JSON_LENGTH = re.compile(rb"\r\ninference-header-content-length:[ \t]*([0-9]{1,15})[ \t]*\r\n", re.I)
 _PACKED = re.compile(rb"\r\ncontent-encoding:", re.I)
@@ -19,7 +21,7 @@ class _Body(msgspec.Struct):
     parameters: _Parameters = msgspec.field(default_factory=_Parameters)
 
 
-_timeout = msgspec.json.Decoder(_Body, strict=False).decode
+_timeout = msgspec.json.Decoder(_Body).decode
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _parameters = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _encode = msgspec.json.Encoder().encode
@@ -42,7 +44,7 @@ def timeout_s(head: bytes, body: bytes) -> float | None:
         found = _timeout(body[: _json_end(head, body)]).parameters.timeout
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    return None if found is None else found * 1e-6
+    return found * 1e-6 if found is not None and 0 < found <= MOST_TIMEOUT_US else None
 
 
 def with_timeout(head: bytes, body: bytes, left_s: float) -> tuple[bytes, bytes]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from paellapy.cluster.deadline import timeout_s, with_timeout
+from paellapy.cluster.held import Held
 from paellapy.cluster.view import EngineView
 from paellapy.serving.errors import RefusedError, error_answer
 from paellapy.serving.fast_path.answers import Clock, of_error
@@ -48,6 +49,7 @@ class Dispatcher(Protocol):
     in_flight: int
     draining: bool
     counts: Counts
+    held: Held
 
     def check_model(self, model: str) -> None:
         """Raises UnknownModelError if there is no model of that name."""
@@ -55,13 +57,17 @@ class Dispatcher(Protocol):
     def dispatch(self, work: Forward, again: bool = False) -> None:
         """Sends the request to an engine, holds it, or refuses it."""
 
+    def forget(self, work: Forward) -> None:
+        """The request is over."""
+
 
 class Forward:
     """A request from its arrival to its answer. `answer` is called once, with the parts of a whole HTTP answer."""
 
     __slots__ = (
-        "_answer", "_deadline_at", "_over", "_predicted_ms", "_refusal", "_router", "_sent_at", "_timer", "body",
-        "client", "head", "losses", "model", "raw", "refused_by", "seen", "started_at", "tried",
+        "_answer", "_at_engine", "_deadline_at", "_held_bytes", "_over", "_predicted_ms", "_refusal", "_router",
+        "_sent_at", "_timer", "body", "client", "head", "losses", "model", "raw", "refused_by", "seen", "started_at",
+        "tried",
     )  # fmt: skip
 
     def __init__(
@@ -80,7 +86,8 @@ class Forward:
         self._refusal: Pieces | None = None
         self._deadline_at: float | None = -1.0  # -1: not read yet
         self._timer: asyncio.TimerHandle | None = None
-        self._over = False
+        self._over = self._at_engine = False
+        self._held_bytes = 0
         router.in_flight += 1
 
     # -- interface to a connection of the fast path
@@ -88,7 +95,17 @@ class Forward:
     def look(self) -> None:
         self._router.check_model(self.model)
 
+    def claim(self, nbytes: int) -> None:
+        """Takes memory for that much of the body; RefusedError if the router holds too much already."""
+        self._router.held.change(self._held_bytes, nbytes)
+        self._held_bytes = nbytes
+
     def start(self, body: Any, json_length: str | None = None) -> None:
+        try:
+            self.claim(len(body))
+        except RefusedError as e:
+            self.fail(e)
+            return
         self.body = bytes(body)
         self._router.dispatch(self)
 
@@ -113,12 +130,12 @@ class Forward:
         self._sent_at = time.monotonic()
         self._predicted_ms = view.predicted_ms(self.model) or 0.0
         view.note_sent(self.model)
+        self._at_engine = True
         assert view.pool is not None
         view.pool.send(self)
 
     def answered(self, view: EngineView, head: bytes, body: list[bytes]) -> None:
-        view.outstanding -= 1
-        if self._over:
+        if self._came_back(view):
             return
         status = head[9:12]
         if status == b"200":
@@ -138,9 +155,16 @@ class Forward:
             head = head.replace(_CLOSE, b"")
         return [head[:-2] + b"X-Engine: %b\r\n\r\n" % view.name.encode(), *body]
 
-    def lost(self, view: EngineView, was_sent: bool) -> None:
+    def _came_back(self, view: EngineView) -> bool:
+        """Notes that the engine no longer has it; returns whether it is over."""
         view.outstanding -= 1
+        self._at_engine = False
         if self._over:
+            self._let_go()
+        return self._over
+
+    def lost(self, view: EngineView, was_sent: bool) -> None:
+        if self._came_back(view):
             return
         self.tried.add(view.name)
         if was_sent:
@@ -199,6 +223,8 @@ class Forward:
             self._answer(parts)
         elif self.client is not None:
             closing = self.client.closing or self._router.draining
+            if closing and _CLOSE not in (head := bytes(parts[0])):
+                parts[0] = head[:-2] + _CLOSE + b"\r\n"
             self.client.send(self, parts, closing)
 
     def _end(self) -> None:
@@ -206,3 +232,11 @@ class Forward:
             self._over = True
             self.wake()
             self._router.in_flight -= 1
+            self._router.forget(self)
+            if not self._at_engine:
+                self._let_go()
+
+    def _let_go(self) -> None:
+        """Frees the body, once neither the client nor an engine needs it."""
+        self.body = b""
+        self.claim(0)

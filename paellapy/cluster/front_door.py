@@ -9,8 +9,10 @@ from typing import Any
 
 from aiohttp import web
 
+from paellapy.cluster.bodies import read
 from paellapy.cluster.forward import Forward
-from paellapy.cluster.merged import ROUTER, check_key, merged_index, merged_metrics, merged_statistics
+from paellapy.cluster.known_keys import digest_of
+from paellapy.cluster.merged import ROUTER, check_key, check_key_once, merged_index, merged_metrics, merged_statistics
 from paellapy.cluster.router import Router
 from paellapy.cluster.status import cluster_status
 from paellapy.serving import describe
@@ -24,7 +26,8 @@ from paellapy.serving.fast_path.way import Client
 from paellapy.serving.inference import Pieces
 from paellapy.serving.listening import Site, listen, stop_listening, url_of
 from paellapy.serving.logs import request_id
-from paellapy.serving.middleware import json_response, sign
+from paellapy.serving.middleware import MISMATCHES, end_early, json_response, mismatch, sign
+from paellapy.serving.protocol import BESIDE_BYTES
 from paellapy.serving.registry import VERSION
 from paellapy.serving.routes import Protocol
 
@@ -46,8 +49,10 @@ class RouterWay:
         self.buffer = read_buffer()
         self.body_timeout_s = o.body_timeout_s
 
-    def is_too_large(self, head: Head) -> bool:
-        return False  # the engine checks it
+    def is_doubtful(self, head: Head, raw: bytes) -> bool:
+        router = self._router
+        unknown = router.options.key is not None and digest_of(raw) not in router.keys
+        return unknown or head.length > router.most_bytes(head.model)
 
     def begin(self, client: Client, head: Head, raw: bytes) -> Forward:
         work = Forward(self._router, head.model, raw)
@@ -79,30 +84,24 @@ class _Runner(web.AppRunner):
 
 async def forwarded(request: web.Request) -> web.Response:
     """Forwards a whole request that cannot take the fast path."""
-    router = request.app[ROUTER]
-    o = router.options
-    try:
-        async with asyncio.timeout(o.body_timeout_s):
-            body = await request.read()
-    except TimeoutError:
-        raise RequestError("the body did not arrive within the time limit", status=408) from None
-    # An answer to HEAD has a length and no body: the engine is asked for both, and aiohttp sends the head alone.
-    method = "GET" if request.method == "HEAD" else request.method
-    lines = [f"{method} {request.raw_path} HTTP/1.1"]
-    lines += [f"{name}: {value}" for name, value in request.headers.items() if name.lower() not in _HOP]
-    lines.append(f"Content-Length: {len(body)}")
-    raw = "".join(f"{line}\r\n" for line in [*lines, ""]).encode("utf-8", "surrogateescape")
+    router, model = request.app[ROUTER], request.match_info["model"]
     answer: asyncio.Future[Pieces] = asyncio.get_running_loop().create_future()
 
     def told(parts: Pieces) -> None:
         if not answer.done():
             answer.set_result(parts)
 
-    work = Forward(router, request.match_info["model"], raw, told)
+    work = Forward(router, model, b"", told)
     try:
+        work.look()
+        await check_key_once(request)
+        most = router.most_bytes(model) if request.method == "POST" else BESIDE_BYTES
+        body = await read(request, most, router.options.body_timeout_s, work.claim)
+        work.raw = _header(request, len(body))
         work.start(body)
+        del body  # the request has a copy
         parts = await answer
-    except asyncio.CancelledError:
+    except BaseException:
         work.leave()
         raise
     first, *headers = bytes(parts[0]).decode("latin-1").removesuffix("\r\n\r\n").split("\r\n")
@@ -112,6 +111,16 @@ async def forwarded(request: web.Request) -> web.Response:
         if name.lower() not in _HOP and name.lower() != "date":
             response.headers[name] = value.strip()
     return response
+
+
+def _header(request: web.Request, length: int) -> bytes:
+    """The header to send on."""
+    # An answer to HEAD has a length and no body: the engine is asked for both, and aiohttp sends the head alone.
+    method = "GET" if request.method == "HEAD" else request.method
+    lines = [f"{method} {request.raw_path} HTTP/1.1"]
+    lines += [f"{name}: {value}" for name, value in request.headers.items() if name.lower() not in _HOP]
+    lines.append(f"Content-Length: {length}")
+    return "".join(f"{line}\r\n" for line in [*lines, ""]).encode("utf-8", "surrogateescape")
 
 
 async def server(request: web.Request) -> web.Response:
@@ -125,8 +134,12 @@ async def live(request: web.Request) -> web.Response:
 
 @open_to_all
 async def ready(request: web.Request) -> web.Response:
-    is_ready = request.app[ROUTER].ready
-    return json_response({"ready": is_ready}, 200 if is_ready else 503)
+    router = request.app[ROUTER]
+    if router.ready:
+        return json_response({"ready": True})
+    why = {"missing": router.missing(), "unheard": router.unheard()}
+    # Where clients need keys, the names are for those who have one: /v2/cluster says the same.
+    return json_response({"ready": False, **({} if router.options.key else why)}, 503)
 
 
 async def model_ready(request: web.Request) -> web.Response:
@@ -158,11 +171,14 @@ async def errors(request: web.Request, handler: Any) -> web.StreamResponse:
     except web.HTTPException as e:
         if e.status < 400:
             raise
-        response = json_response({"error": e.reason}, e.status)
+        kept = {"Allow": e.headers["Allow"]} if "Allow" in e.headers else {}
+        response = json_response({"error": e.reason}, e.status, kept)
+    except MISMATCHES:
+        response = mismatch()
     except Exception as e:
         found = error_answer(e, number, request.path)
         headers = {} if found.retry_after_s is None else {"Retry-After": str(found.retry_after_s)}
-        response = json_response({"error": found.said}, found.status, headers)
+        response = end_early(e, request, json_response({"error": found.said}, found.status, headers))
     response.headers.setdefault("X-Request-Id", number)
     if request.app[ROUTER].draining:
         response.force_close()

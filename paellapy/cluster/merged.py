@@ -13,9 +13,12 @@ import msgspec
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from paellapy.cluster.bodies import read
+from paellapy.cluster.known_keys import digest_of
 from paellapy.cluster.router import Router
 from paellapy.serving.errors import RefusedError, RequestError
 from paellapy.serving.middleware import json_response
+from paellapy.serving.protocol import BESIDE_BYTES
 from paellapy.serving.registry import READY, VERSION
 
 PATIENCE_S = 2.0  # for an engine's part; without it, the answer has the rest
@@ -41,7 +44,7 @@ async def ask_all(router: Router, request: web.Request, path: str) -> dict[str, 
         if answer.status == 200:
             found[name] = body
 
-    async with ClientSession(timeout=ClientTimeout(PATIENCE_S)) as session:
+    async with router.asking, ClientSession(timeout=ClientTimeout(PATIENCE_S)) as session:
         up = [(view.name, view.member.url.rstrip("/")) for view in router.views.values() if view.up]
         await asyncio.gather(*(ask(session, name, url) for name, url in up))
     return {view.name: found[view.name] for view in router.views.values() if view.name in found}
@@ -57,6 +60,17 @@ async def check_key(request: web.Request) -> None:
         return
     if not await ask_all(router, request, "/v2"):
         raise RefusedError("no engine answered to check the API key; try again", "engine_away", 2.0)
+
+
+async def check_key_once(request: web.Request) -> None:
+    """The same, where the engine checks the key again: it is asked for a key that is new to this router."""
+    router = request.app[ROUTER]
+    if router.options.key is None:
+        return
+    lines = b"".join(b"\r\n%b: %b" % each for each in request.raw_headers)
+    if (digest := digest_of(lines)) not in router.keys:
+        await check_key(request)
+        router.keys.add(digest)
 
 
 def _add(total: Any, more: Any) -> Any:
@@ -104,7 +118,7 @@ async def merged_index(request: web.Request) -> web.Response:
     router = request.app[ROUTER]
     await check_key(request)
     try:
-        body = await request.read()
+        body = await read(request, BESIDE_BYTES, router.options.body_timeout_s)
         asked = msgspec.json.decode(body, type=dict[str, Any]) if body.strip() else {}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise RequestError(f"the body is not a JSON object: {e}") from None
@@ -176,6 +190,12 @@ def router_metrics(router: Router) -> list[str]:
         for model in sorted(view.offers()):
             estimate_ms = view.estimate_ms(model) or 0.0
             found.append(f'{name}{{engine="{view.name}",model="{model}"}} {estimate_ms * 1e-3:.6g}')
+    for name, kind, text, value in (
+        ("held_bytes", "gauge", "Bytes of requests that are not answered yet", router.held.nbytes),
+        ("full_total", "counter", "Requests refused because the router held too many bytes", router.held.full),
+    ):
+        metric = f"paellapy_router_{name}"
+        found += [f"# HELP {metric} {text}", f"# TYPE {metric} {kind}", f"{metric} {value}"]
     found += ["# HELP paellapy_router_in_flight Requests being handled", "# TYPE paellapy_router_in_flight gauge"]
     return [*found, f"paellapy_router_in_flight {router.in_flight}"]
 

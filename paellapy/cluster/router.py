@@ -8,11 +8,12 @@ import asyncio
 import contextlib
 import itertools
 import ssl
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from paellapy.cluster.forward import Counts, Forward
+from paellapy.cluster.held import HELD_BYTES, Held
+from paellapy.cluster.known_keys import KnownKeys
 from paellapy.cluster.listening import Listener
 from paellapy.cluster.pool import Pool
 from paellapy.cluster.view import EngineView, Member
@@ -26,6 +27,7 @@ from paellapy.serving.outlook import Outlook
 TICK_S = 0.05
 LAST_TIMES = 4
 MOST_WAITING = 8192
+MOST_ASKING = 16  # questions to all engines at once, whose answers are held in memory
 FIRST_S = 3.0  # a new router waits this long for all engines before it treats unknown models as missing
 
 
@@ -43,6 +45,7 @@ class RouterOptions:
     max_body_bytes: int = MAX_BODY_BYTES
     body_timeout_s: float | None = BODY_TIMEOUT_S
     drain_s: float = 30.0
+    max_held_bytes: int = HELD_BYTES  # of all requests that are not answered yet
 
 
 class Router:
@@ -54,14 +57,18 @@ class Router:
 
     def __init__(self, options: RouterOptions | None = None, models: Iterable[str] = ()) -> None:
         self.options = options or RouterOptions()
+        self._planned = frozenset(models)
         self.models = set(models)
         self.views: dict[str, EngineView] = {}
         self.counts = Counts()
+        self.held = Held(self.options.max_held_bytes)
+        self.keys = KnownKeys()
+        self.asking = asyncio.Semaphore(MOST_ASKING)
         self.in_flight = 0
         self.draining = False
         self._listeners: dict[str, asyncio.Task[None]] = {}
         self._reasons: dict[str, Listener] = {}
-        self._waiting: deque[Forward] = deque()
+        self._waiting: dict[Forward, None] = {}  # in the order of their arrival
         self._turn = itertools.count()
         self._ticker: asyncio.Task[None] | None = None
         self._ticks, self._knew_all = 0, False
@@ -146,12 +153,14 @@ class Router:
     @property
     def knows_all(self) -> bool:
         """Whether names it has not heard of are unknown models."""
-        heard = bool(self.views) and all(view.outlook is not None for view in self.views.values())
+        heard = bool(self.views) and all(view.knows_models for view in self.views.values())
         return heard or self._ticks * TICK_S > FIRST_S
 
     def check_model(self, model: str) -> None:
         if model not in self.models and self.knows_all:
-            raise UnknownModelError(f"no model is named {short(model)}; there are {', '.join(sorted(self.models))}")
+            # Where clients need keys, this may be answered before the key is checked.
+            names = "" if self.options.key else f"; there are {', '.join(sorted(self.models))}"
+            raise UnknownModelError(f"no model is named {short(model)}{names}")
 
     def choose(self, model: str, tried: Iterable[str] = ()) -> EngineView | None:
         """The engine likely to finish first; equal ones take turns."""
@@ -200,24 +209,23 @@ class Router:
             work.refuse(refusal)
             return
         self.counts.held += 1
-        self._waiting.append(work)
+        self._waiting[work] = None
         hold_s = self.options.hold_s if left_s is None else min(left_s, self.options.hold_s)
-        work.wait(hold_s, lambda: self._drop_waiting(work, refusal))
+        work.wait(hold_s, lambda: work.refuse(refusal))
 
-    def _drop_waiting(self, work: Forward, refusal: RefusedError) -> None:
-        with contextlib.suppress(ValueError):
-            self._waiting.remove(work)
-        work.refuse(refusal)
+    def forget(self, work: Forward) -> None:
+        """Its client has its answer, or has left: it waits no longer."""
+        self._waiting.pop(work, None)
 
     def _wake(self) -> None:
         """Tries held requests again, since an engine offers something new."""
-        waiting, self._waiting = self._waiting, deque()
+        waiting, self._waiting = self._waiting, {}
         for work in waiting:
             if work.over:
                 continue
             known = work.model in self.models or not self.knows_all
             if known and not any(work.model in view.offers() for view in self.views.values() if view.up):
-                self._waiting.append(work)
+                self._waiting[work] = None
                 continue
             work.wake()
             work.seen &= known  # unknown ones are refused with the list of known names
@@ -225,11 +233,26 @@ class Router:
             work.refused_by.clear()
             self.dispatch(work, again=work.losses > 0)
 
+    def most_bytes(self, model: str) -> int:
+        """Largest body of a request to the model, as far as engines have said."""
+        outlooks = (view.outlook for view in self.views.values() if view.outlook is not None)
+        found = max((o.models[model].largest_bytes for o in outlooks if model in o.models), default=0)
+        return min(found or self.options.max_body_bytes, self.options.max_body_bytes)
+
+    def missing(self) -> list[str]:
+        """Models that should be there and are on no engine: planned ones, and those that an engine should have."""
+        wanted = self._planned.union(*(view.wants() for view in self.views.values()))
+        return sorted(wanted.difference(*(view.offers() for view in self.views.values() if view.up)))
+
+    def unheard(self) -> list[str]:
+        """Engines that have not said yet which models they should have."""
+        return [view.name for view in self.views.values() if not view.knows_models]
+
     @property
     def ready(self) -> bool:
-        """Whether every model has an engine."""
-        offered = frozenset().union(*(view.offers() for view in self.views.values() if view.up))
-        return bool(self.models) and self.models <= offered and not self.draining
+        """Whether every model is on an engine. An engine that was never heard is waited for only at the start."""
+        starting = any(view.up and not view.knows_models for view in self.views.values())
+        return self.knows_all and not starting and bool(self.models) and not self.missing() and not self.draining
 
     def why_away(self, name: str) -> str:
         return self._reasons[name].why

@@ -13,6 +13,7 @@ def cluster_status(router: Router) -> dict[str, Any]:
     """The answer of `GET /v2/cluster`."""
     return {
         "ready": router.ready,
+        "missing": router.missing(),
         "models": sorted(router.models),
         "router": {**asdict(router.counts), "in_flight": router.in_flight},
         "engines": [_engine(router, view) for view in router.views.values()],

@@ -99,6 +99,16 @@ class EngineView:
         models = {} if self.outlook is None else self.outlook.models
         return frozenset(name for name, each in models.items() if each.state == READY)
 
+    def wants(self) -> frozenset[str]:
+        """Models that should be loaded, by its latest line."""
+        models = {} if self.outlook is None else self.outlook.models
+        return frozenset(name for name, each in models.items() if each.wanted or each.state == READY)
+
+    @property
+    def knows_models(self) -> bool:
+        """Whether it has said which models it should have; a server that starts may not know yet."""
+        return self.outlook is not None and (self.outlook.ready or bool(self.outlook.models))
+
     def predicted_ms(self, model: str) -> float | None:
         """Time that a request sent now would take, by the engine's outlook; None: it does not have the model."""
         if not self.up or self.outlook is None:

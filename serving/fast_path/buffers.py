@@ -32,10 +32,20 @@ class Body:
         self.length, self.at = length, 0
         self._memory = np.empty(min(length, FIRST_BYTES), np.uint8)
 
+    @property
+    def size(self) -> int:
+        """Bytes of memory."""
+        return len(self._memory)
+
+    @property
+    def next_size(self) -> int:
+        """Bytes of memory once this much is full."""
+        return min(self.length, 2 * len(self._memory))
+
     def room(self) -> memoryview:
         """Memory for the next bytes; the caller advances `at` by the number of bytes received."""
         if self.at == len(self._memory):
-            larger = np.empty(min(self.length, 2 * len(self._memory)), np.uint8)
+            larger = np.empty(self.next_size, np.uint8)
             larger[: self.at] = self._memory
             self._memory = larger
         return self._memory.data[self.at :]

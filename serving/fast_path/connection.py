@@ -88,7 +88,7 @@ class FastConnection(Connection):
             return
         end = start.find(b"\r\n\r\n") + 4
         head = self._way.heads.find(start[:end]) if end >= 4 else None
-        if head is None or (head.length > BESIDE_BYTES and self._way.is_too_large(head)):
+        if head is None or (head.length > BESIDE_BYTES and self._way.is_doubtful(head, start[:end])):
             self._give(bytes(data))
             return
         if self._timer is not None:
@@ -99,13 +99,15 @@ class FastConnection(Connection):
             self._held = bytes(data[body_end:])
             work.start(memoryview(data)[end:body_end], head.json_length)
             return
+        body = Body(head.length)
         try:
             work.look()
+            work.claim(body.size)
         except PaellaError as e:
             self._unwanted = body_end - len(data)
             work.fail(e)
             return
-        self.body = Body(head.length)
+        self.body = body
         if self._way.body_timeout_s is not None:
             self._body_timer = self._loop.call_later(self._way.body_timeout_s, self._body_is_late)
         self._read_body(memoryview(data)[end:])
@@ -138,7 +140,16 @@ class FastConnection(Connection):
         """Notes that `nbytes` were written into the body's memory."""
         body.at += nbytes
         work = self._work
-        if body.at < body.length or work is None or body is not self.body:
+        if work is None or body is not self.body:
+            return
+        if body.at < body.length:
+            if body.at == body.size:
+                try:
+                    work.claim(body.next_size)
+                except PaellaError as e:
+                    self._forget_body()
+                    self._unwanted = body.length - body.at
+                    work.fail(e)
             return
         self._forget_body()
         work.start(body.all(), work.head.json_length)

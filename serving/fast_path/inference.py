@@ -31,10 +31,7 @@ class ShortWay:
     def begin(self, client: Client, head: Head, raw: bytes) -> ShortInference:
         return ShortInference(client, self, head)
 
-    def is_too_large(self, head: Head) -> bool:
-        """Whether the body exceeds the limit. aiohttp then answers, and closes the connection without losing the
-        answer.
-        """
+    def is_doubtful(self, head: Head, raw: bytes) -> bool:
         entry = self.service.registry.entries.get(head.model)
         model = None if entry is None else entry.model
         return model is not None and head.length > largest_request(model)
@@ -46,6 +43,9 @@ class ShortInference(Inference):
     def __init__(self, client: Client, way: ShortWay, head: Head) -> None:
         super().__init__(way.service, head.model, head.version, head.client)
         self._client, self._way, self.head = client, way, head
+
+    def claim(self, nbytes: int) -> None:
+        """A body is at most as long as the largest request of its model, and its memory is the model's affair."""
 
     def answered(self, pieces: Pieces, json_length: int | None) -> None:
         answer = Answer(request_id(self.head.id), pieces)

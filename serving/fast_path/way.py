@@ -18,6 +18,9 @@ class Work(Protocol):
     def look(self) -> Any:
         """Called before the body arrives; PaellaError if the request is refused."""
 
+    def claim(self, nbytes: int) -> None:
+        """Called before the body takes that many bytes of memory; PaellaError if there is no room."""
+
     def start(self, body: memoryview, json_length: str | None) -> None:
         """Called with the complete body. The connection may reuse the body's memory when this returns."""
 
@@ -48,9 +51,9 @@ class Way(Protocol):
     buffer: memoryview
     body_timeout_s: float | None
 
-    def is_too_large(self, head: Head) -> bool:
-        """Whether the body exceeds the limit. aiohttp then answers, and closes the connection without losing the
-        answer.
+    def is_doubtful(self, head: Head, raw: bytes) -> bool:
+        """Whether a long body exceeds the limit, or may not be read yet. aiohttp then handles the request: it can ask
+        others first, and refuse the body without losing the answer.
         """
 
     def begin(self, client: Client, head: Head, raw: bytes) -> Work:
