@@ -21,6 +21,7 @@ from paellapy.serving.errors import RequestError
 from paellapy.serving.infer import read
 from paellapy.serving.middleware import SERVICE, json_response
 from paellapy.serving.numbers import NOT_JSON
+from paellapy.serving.protocol import BESIDE_BYTES
 from paellapy.serving.registry import READY, UNAVAILABLE, Entry
 from paellapy.serving.remote_monitor import RemoteMonitor
 from paellapy.serving.service import Service
@@ -94,7 +95,7 @@ async def policy(request: web.Request) -> web.Response:
     if request.content_type != "application/json" or SWITCH_HEADER not in request.headers:
         raise RequestError(f"send Content-Type: application/json and the header {SWITCH_HEADER}: 1", status=403)
     try:
-        asked = msgspec.json.decode(await read(request, request.app[SERVICE]), type=_Switch)
+        asked = msgspec.json.decode(await read(request, request.app[SERVICE], BESIDE_BYTES), type=_Switch)
     except NOT_JSON as e:
         raise RequestError(f'the body must be {{"policy": "NAME"}}: {e}') from None
     try:

@@ -81,13 +81,13 @@ async def infer(request: web.Request) -> web.StreamResponse:
     return web.Response(body=answer, headers=headers)
 
 
-async def read(request: web.Request, service: Service, most_bytes: int | None = None) -> bytes:
-    """The decompressed body: at most `most_bytes` if given, else `max_body_bytes`.
+async def read(request: web.Request, service: Service, most_bytes: int) -> bytes:
+    """The decompressed body: at most `most_bytes` and `max_body_bytes`.
 
     A body whose Content-Length is too large is not read, and a body that arrives too slowly is not waited for. Handlers
     call this function once the key is checked, so that nothing is decompressed for a client without a key.
     """
-    most = service.max_body_bytes if most_bytes is None else min(most_bytes, service.max_body_bytes)
+    most = min(most_bytes, service.max_body_bytes)
     # Inside another application, the outer server has already decompressed the body.
     coding = body_coding(request.headers.get("Content-Encoding")) if isinstance(request.protocol, Connection) else None
     if (request.content_length or 0) > most:

@@ -15,6 +15,7 @@ from paellapy.serving.errors import RequestError, short
 from paellapy.serving.infer import infer, read
 from paellapy.serving.middleware import SERVICE, json_response
 from paellapy.serving.numbers import NOT_JSON
+from paellapy.serving.protocol import BESIDE_BYTES
 from paellapy.serving.registry import READY, Entry
 
 
@@ -101,7 +102,7 @@ def _entry(request: web.Request) -> Entry:
 
 async def _optional_json(request: web.Request) -> dict[str, Any]:
     """The body as a JSON object; an empty body counts as {}."""
-    body = await read(request, request.app[SERVICE])
+    body = await read(request, request.app[SERVICE], BESIDE_BYTES)
     try:
         return msgspec.json.decode(body, type=dict[str, Any]) if body.strip() else {}
     except NOT_JSON as e:

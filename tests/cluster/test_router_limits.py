@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 
 import numpy as np
@@ -11,8 +12,11 @@ from raw_client import Client
 from router_server import INFER, body, check, routing
 from serving_server import ask, running
 
+from paellapy.cli_cluster import route
 from paellapy.cluster import router as router_module
+from paellapy.cluster.cluster_file import ClusterSettings
 from paellapy.cluster.deadline import timeout_s
+from paellapy.cluster.router import RouterOptions
 from paellapy.serving.protocol import BESIDE_BYTES, largest_request
 
 N = 1 << 19  # a request of 2 MiB, longer than the first memory of a body
@@ -182,3 +186,8 @@ def test_only_a_valid_timeout_is_a_deadline(timeout):
     """An engine refuses the others, or takes them as none: a router that sends them again changes nothing."""
     text = b'{"inputs":[],"parameters":{"timeout":%b}}' % timeout.encode()
     assert timeout_s(b"POST / HTTP/1.1\r\n\r\n", text) is None
+
+
+def test_the_limit_is_the_same_on_the_command_line_and_in_files():
+    assert inspect.signature(route).parameters["held_mb"].default * 1e6 == RouterOptions().max_held_bytes
+    assert round(ClusterSettings().held_mb * 1e6) == RouterOptions().max_held_bytes

@@ -21,7 +21,7 @@ from serving_server import ask, infer_body, running
 
 from paellapy.serving import codings, metrics
 from paellapy.serving.logs import configure, log
-from paellapy.serving.protocol import largest_request
+from paellapy.serving.protocol import BESIDE_BYTES, largest_request
 
 INFER = "/v2/models/scale/infer"
 BODY = json.dumps(infer_body("x", np.ones((1, 64), np.float32))).encode()
@@ -134,6 +134,17 @@ def test_the_largest_request_of_a_model_is_within_its_bound():
     model = scale_model(batch=(1, 4))
     longest = np.full((4, 64), -1.2345678901234567e-38, np.float32)
     assert len(json.dumps(infer_body("x", longest), indent=4)) <= largest_request(model)
+
+
+@pytest.mark.parametrize("path", ["/v2/repository/index", "/v2/repository/models/scale/load", "/dashboard/policy"])
+def test_addresses_that_need_little_take_little(open_server, path):
+    """The limit of a body is that of a request with tensors elsewhere."""
+    headers = "Content-Type: application/json\r\nX-Paellapy: 1\r\nHost: localhost"
+    with Client(open_server) as client:
+        client.send(f"POST {path} HTTP/1.1\r\n{headers}\r\nContent-Length: {BESIDE_BYTES + 1}\r\n\r\n".encode())
+        status, _, body = client.answer()
+    assert status == 413
+    assert f"{BESIDE_BYTES:,} bytes" in json.loads(body)["error"]
 
 
 # -- clients that do not read
