@@ -45,7 +45,10 @@ def route(
     from paellapy.cluster.router import RouterOptions
     from paellapy.cluster.routers import run_routers
 
-    options = RouterOptions(host=host, port=port, every_ms=every_ms, hold_s=hold_s, key=key, max_held_bytes=round(held_mb * 1e6))
+    held_bytes = round(held_mb * 1e6)
+    options = RouterOptions(
+        host=host, port=port, every_ms=every_ms, hold_s=hold_s, key=key, max_held_bytes=held_bytes
+    )  # fmt: skip
     run_routers(_named(engines), options, routers, lambda url: typer.echo(f"routing at {url}"))
 
 
