@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 
 from aiohttp import web
 
 from paellapy.serving.access import infers
+from paellapy.serving.bodies import read_body
 from paellapy.serving.codings import IN_THREAD_BYTES, answer_coding, body_coding, pack, unpacked
 from paellapy.serving.connections import Connection
-from paellapy.serving.errors import LateBodyError, TooLargeError
 from paellapy.serving.inference import Inference, Pieces
 from paellapy.serving.middleware import CLIENT, SERVICE
 from paellapy.serving.protocol import largest_request
@@ -57,13 +58,14 @@ async def infer(request: web.Request) -> web.StreamResponse:
     service, where = request.app[SERVICE], request.match_info
     work = _Awaited(service, where["model"], where.get("version"), request[CLIENT])
     try:
-        try:
-            body = await read(request, service, largest_request(work.look()))
-        except Exception as e:
-            work.fail(e)
-        else:
-            work.start(body, request.headers.get(HEADER_LENGTH))
-        answer, json_length = await work.answer
+        with service.held.holding() as claim:
+            try:
+                body = await read(request, service, largest_request(work.look()), claim)
+            except Exception as e:
+                work.fail(e)
+            else:
+                work.start(body, request.headers.get(HEADER_LENGTH))
+            answer, json_length = await work.answer
     except asyncio.CancelledError:
         work.leave()
         raise
@@ -81,8 +83,10 @@ async def infer(request: web.Request) -> web.StreamResponse:
     return web.Response(body=answer, headers=headers)
 
 
-async def read(request: web.Request, service: Service, most_bytes: int) -> bytes:
-    """The decompressed body: at most `most_bytes` and `max_body_bytes`.
+async def read(
+    request: web.Request, service: Service, most_bytes: int, claim: Callable[[int], None] = lambda nbytes: None
+) -> bytes:
+    """The decompressed body: at most `most_bytes` and `max_body_bytes`. `claim` is called with its size as it grows.
 
     A body whose Content-Length is too large is not read, and a body that arrives too slowly is not waited for. Handlers
     call this function once the key is checked, so that nothing is decompressed for a client without a key.
@@ -90,17 +94,8 @@ async def read(request: web.Request, service: Service, most_bytes: int) -> bytes
     most = min(most_bytes, service.max_body_bytes)
     # Inside another application, the outer server has already decompressed the body.
     coding = body_coding(request.headers.get("Content-Encoding")) if isinstance(request.protocol, Connection) else None
-    if (request.content_length or 0) > most:
-        raise too_large(most)
-    try:
-        async with asyncio.timeout(service.body_timeout_s):
-            body = await request.clone(client_max_size=most).read()
-    except TimeoutError:
-        raise LateBodyError from None
-    except web.HTTPRequestEntityTooLarge:
-        raise too_large(most) from None
-    return body if coding is None else await unpacked(body, coding, most)
-
-
-def too_large(most_bytes: int) -> TooLargeError:
-    return TooLargeError(f"the body is larger than the {most_bytes:,} bytes allowed at this address")
+    body = bytes(await read_body(request, most, service.body_timeout_s, claim))
+    if coding is not None:
+        body = await unpacked(body, coding, most)
+        claim(len(body))
+    return body

@@ -47,6 +47,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 LOOK_S = 0.25
 TIMEOUT_S, VIRTUAL_TIMEOUT_S = 10.0, 60.0  # where engine_timeout_s is not set
 PATIENCE_S = 10.0  # between log lines while a model is loading
+SWITCH_S = 1e-3  # the interpreter's default of 5 ms would be added to requests while a thread makes metrics
 
 
 class Server:
@@ -77,6 +78,7 @@ class Server:
             model_control=is_loopback(o.host) if o.model_control is None else o.model_control,
             service=service,
         )
+        self.service.held.most_bytes = round(o.held_mb * 1e6)
         self._listening, self._keys = listening, bool(keys)
         self._heartbeat: asyncio.Task[None] | None = None
         self._reloading: asyncio.Task[None] | None = None
@@ -285,9 +287,6 @@ def end_now(code: int, said: str = "stopped while a model was being loaded") -> 
     log.warning(said)
     sys.stdout.flush()
     os._exit(code)
-
-
-SWITCH_S = 1e-3  # the interpreter's default of 5 ms would be added to requests while a thread makes metrics
 
 
 def share_interpreter() -> None:

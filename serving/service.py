@@ -13,10 +13,12 @@ from paellapy.scheduler.engine.remote import RemoteEngine
 from paellapy.serving.admission import Admission, Mode
 from paellapy.serving.calls import Calls, LoggedMonitor
 from paellapy.serving.counters import Counters
+from paellapy.serving.held import Held
 from paellapy.serving.registry import READY, Catalogue, Registry
 from paellapy.serving.remote_monitor import RemoteMonitor
 from paellapy.serving.suspects import Suspects
 
+HELD_BYTES = 1_000_000_000  # where held_mb is not set
 Call = Callable[..., Awaitable[Any]]
 
 
@@ -52,6 +54,7 @@ class Service:
         self.counters = counters or Counters(registry)
         self.admission = Admission(self.engine, admission)
         self.door = Door(self.engine)
+        self.held = Held(HELD_BYTES)
         self.draining = False
         self.live: set[Live] = set()  # requests that the engine is working on
         self.silent = self.hung = False  # the engine does not respond, and has been given up: heartbeat.py

@@ -21,8 +21,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from paellapy.cluster.held import HELD_BYTES
 from paellapy.cluster.plan import Placement
+from paellapy.cluster.router import HELD_BYTES
 from paellapy.serving.access import Key
 from paellapy.serving.build import build_entries, build_keys, build_policy
 from paellapy.serving.config import Config, Source, load_config

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from paellapy.cluster.deadline import timeout_s, with_timeout
-from paellapy.cluster.held import Held
 from paellapy.cluster.view import EngineView
 from paellapy.serving.errors import RefusedError, error_answer
 from paellapy.serving.fast_path.answers import Clock, of_error
 from paellapy.serving.fast_path.head import Head
 from paellapy.serving.fast_path.way import Client
+from paellapy.serving.held import Held
 from paellapy.serving.inference import Pieces
 from paellapy.serving.logs import request_id
 

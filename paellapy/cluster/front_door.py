@@ -9,7 +9,6 @@ from typing import Any
 
 from aiohttp import web
 
-from paellapy.cluster.bodies import read
 from paellapy.cluster.forward import Forward
 from paellapy.cluster.known_keys import digest_of
 from paellapy.cluster.merged import ROUTER, check_key, check_key_once, merged_index, merged_metrics, merged_statistics
@@ -17,6 +16,7 @@ from paellapy.cluster.router import Router
 from paellapy.cluster.status import cluster_status
 from paellapy.serving import describe
 from paellapy.serving.access import open_to_all
+from paellapy.serving.bodies import read_body
 from paellapy.serving.connections import Connections
 from paellapy.serving.errors import RequestError, error_answer, short
 from paellapy.serving.fast_path.buffers import read_buffer
@@ -96,7 +96,7 @@ async def forwarded(request: web.Request) -> web.Response:
         work.look()
         await check_key_once(request)
         most = router.most_bytes(model) if request.method == "POST" else BESIDE_BYTES
-        body = await read(request, most, router.options.body_timeout_s, work.claim)
+        body = await read_body(request, most, router.options.body_timeout_s, work.claim)
         work.raw = _header(request, len(body))
         work.start(body)
         del body  # the request has a copy

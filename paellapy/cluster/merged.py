@@ -13,9 +13,9 @@ import msgspec
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from paellapy.cluster.bodies import read
 from paellapy.cluster.known_keys import digest_of
 from paellapy.cluster.router import Router
+from paellapy.serving.bodies import read_body
 from paellapy.serving.errors import RefusedError, RequestError
 from paellapy.serving.middleware import json_response
 from paellapy.serving.protocol import BESIDE_BYTES
@@ -118,7 +118,7 @@ async def merged_index(request: web.Request) -> web.Response:
     router = request.app[ROUTER]
     await check_key(request)
     try:
-        body = await read(request, BESIDE_BYTES, router.options.body_timeout_s)
+        body = await read_body(request, BESIDE_BYTES, router.options.body_timeout_s)
         asked = msgspec.json.decode(body, type=dict[str, Any]) if body.strip() else {}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise RequestError(f"the body is not a JSON object: {e}") from None

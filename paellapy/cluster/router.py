@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from paellapy.cluster.forward import Counts, Forward
-from paellapy.cluster.held import HELD_BYTES, Held
 from paellapy.cluster.known_keys import KnownKeys
 from paellapy.cluster.listening import Listener
 from paellapy.cluster.pool import Pool
@@ -21,9 +20,11 @@ from paellapy.instrument.errors import ArgumentError
 from paellapy.scheduler.core.errors import UnknownModelError
 from paellapy.serving.app import BODY_TIMEOUT_S, CLIENT_HEADER, MAX_BODY_BYTES
 from paellapy.serving.errors import RefusedError, short
+from paellapy.serving.held import Held
 from paellapy.serving.logs import log
 from paellapy.serving.outlook import Outlook
 
+HELD_BYTES = 256_000_000
 TICK_S = 0.05
 LAST_TIMES = 4
 MOST_WAITING = 8192

@@ -38,14 +38,16 @@ class ShortWay:
 
 
 class ShortInference(Inference):
-    __slots__ = ("_client", "_way", "head")
+    __slots__ = ("_client", "_held_bytes", "_way", "head")
 
     def __init__(self, client: Client, way: ShortWay, head: Head) -> None:
         super().__init__(way.service, head.model, head.version, head.client)
         self._client, self._way, self.head = client, way, head
+        self._held_bytes = 0  # of a body that did not arrive at once
 
     def claim(self, nbytes: int) -> None:
-        """A body is at most as long as the largest request of its model, and its memory is the model's affair."""
+        self.service.held.change(self._held_bytes, nbytes)
+        self._held_bytes = nbytes
 
     def answered(self, pieces: Pieces, json_length: int | None) -> None:
         answer = Answer(request_id(self.head.id), pieces)
@@ -64,6 +66,8 @@ class ShortInference(Inference):
         self._write(of_error(error_answer(error, number, f"/v2/models/{self.name}/infer"), number))
 
     def settle(self) -> None:
+        if self._held_bytes:
+            self.claim(0)
         self.service.counters.leave()
 
     def _pack(self, answer: Answer, size: int, coding: str) -> None:

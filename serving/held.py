@@ -1,22 +1,24 @@
-"""Bytes of requests that a router holds: a sum with a limit, so that slow clients cannot use up its memory."""
+"""Bytes of requests that a process holds: a sum with a limit, so that slow clients cannot use up its memory."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 from paellapy.serving.errors import RefusedError
 
-HELD_BYTES = 256_000_000  # of one router
 RETRY_S = 1.0
 
 
 class Held:
-    """The sum over all requests. Bytes count from their arrival until no engine needs them any more.
+    """The sum over all requests.
 
     >>> held = Held(100)
     >>> held.change(0, 60), held.nbytes
     (None, 60)
     >>> held.change(0, 60)
     Traceback (most recent call last):
-    paellapy.serving.errors.RefusedError: this router holds 60 of at most 100 bytes of requests: try again
+    paellapy.serving.errors.RefusedError: 60 of at most 100 bytes of requests are held: try again
     """
 
     __slots__ = ("full", "most_bytes", "nbytes")
@@ -30,6 +32,21 @@ class Held:
         more = after - before
         if more > 0 and self.nbytes + more > self.most_bytes:
             self.full += 1
-            said = f"this router holds {self.nbytes:,} of at most {self.most_bytes:,} bytes of requests: try again"
+            said = f"{self.nbytes:,} of at most {self.most_bytes:,} bytes of requests are held: try again"
             raise RefusedError(said, "overloaded", RETRY_S)
         self.nbytes += more
+
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[Callable[[int], None]]:
+        """For one request: yields a function that sets the number of bytes that it holds."""
+        held = 0
+
+        def claim(nbytes: int) -> None:
+            nonlocal held
+            self.change(held, nbytes)
+            held = nbytes
+
+        try:
+            yield claim
+        finally:
+            claim(0)

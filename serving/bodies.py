@@ -1,4 +1,4 @@
-"""Bodies of requests that a router reads through aiohttp: at most as long as allowed, and counted as they arrive."""
+"""Bodies of requests that aiohttp reads: at most as long as allowed, and counted as they arrive."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from paellapy.serving.errors import LateBodyError
-from paellapy.serving.infer import too_large
+from paellapy.serving.errors import LateBodyError, TooLargeError
 
 
-async def read(
+async def read_body(
     request: web.Request, most_bytes: int, within_s: float | None, claim: Callable[[int], None] = lambda nbytes: None
 ) -> bytearray:
-    """The body. `claim` is called before it takes that much memory, and may refuse it."""
+    """The body. `claim` is called before the body takes that much memory, and may refuse it."""
     if (request.content_length or 0) > most_bytes:
         raise too_large(most_bytes)
     body = bytearray()
@@ -28,3 +27,7 @@ async def read(
     except TimeoutError:
         raise LateBodyError from None
     return body
+
+
+def too_large(most_bytes: int) -> TooLargeError:
+    return TooLargeError(f"the body is larger than the {most_bytes:,} bytes allowed at this address")
