@@ -2,8 +2,8 @@
 
 A warp issues its instructions in order. Each instruction encodes how many cycles the next one has to wait, and which
 results it waits for; `Latencies` has the time until a result. Loops are walked once and three times, so that a block's
-time follows from its iteration counts. These counts are collected where the kernel is evaluated (ttir/latency.py);
-loops of the machine code are taken to be those of the source, in order.
+time follows from its iteration counts. These counts are collected where the kernel is evaluated (ttir/latency.py).
+ptx/loops.py finds the source's loop that each loop of the machine code was made from, and how far it was unrolled.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.ptx.compiled import Compiled
+from paellapy.instrument.ptx.loops import machine_counts, turns
 from paellapy.instrument.ptx.sass import NO_BARRIER, Instruction, instructions
 from paellapy.instrument.records import Records
 from paellapy.instrument.ttir.latency import LOOPS
@@ -48,36 +49,51 @@ class Loop:
 
 
 @dataclass(frozen=True, slots=True)
+class Again:
+    """A further iteration of one of the source's loops."""
+
+    source: int  # the loop's number
+    parent: int  # the number of the loop around it, or -1
+    cycles: float
+    covered: float  # iterations in the single walk, for each time that the loop is entered
+
+
+@dataclass(frozen=True, slots=True)
 class LoneBlock:
-    """Cycles of a block that iterates each loop once, and of each further iteration."""
+    """Cycles of a walk that goes through each loop once, and of each further iteration of the source's loop."""
 
     cycles: float
-    again: tuple[float, ...]  # for each of the source's loops
-    parents: tuple[int, ...]
+    again: tuple[Again, ...]
     fetched: int  # number of different instructions
 
     @classmethod
-    def of(cls, compiled: Compiled, source_loops: int) -> LoneBlock | None:
-        """None for machine code that cannot be interpreted."""
+    def of(cls, compiled: Compiled, source_loops: Sequence[str]) -> LoneBlock | None:
+        """None for machine code that cannot be interpreted. `source_loops`: the lines of the source's loops."""
         if not compiled.source.arch.startswith("sm_90"):
             return None
         code = instructions(compiled.cubin, compiled.name)
         if not code:
             return None
-        loops, others = _loops(code, source_loops)
+        loops, others = _loops(code, len(source_loops))
         around = _leads_around(code, loops, others)
         once = {loop.first: 1 for loop in loops}
-        cycles, fetched = _walk(code, once, around)
-        again = [(_walk(code, {**once, loop.first: 3}, around)[0] - cycles) / 2 for loop in loops]
+        cycles, seen = _walk(code, once, around)
         # Source loops without a jump in the machine code were unrolled: the single walk includes them.
-        return cls(cycles, tuple(again), tuple(loop.parent for loop in loops), fetched)
+        stand_for = turns(code, [(loop.first, loop.last) for loop in loops], seen, compiled, source_loops)
+        again = []
+        for loop, turn in zip(loops, stand_for, strict=True):
+            parent = stand_for[loop.parent].source if loop.parent >= 0 else -1
+            longer = (_walk(code, {**once, loop.first: 3}, around)[0] - cycles) / 2
+            again.append(Again(turn.source, parent, longer / turn.iterations, turn.covered))
+        return cls(cycles, tuple(again), len(seen))
 
     def cycles_of(self, cost: Records) -> NDArray[np.float64]:
         """Cycles of blocks with the counted loop iterations."""
         found: NDArray[np.float64] = np.full(len(cost), self.cycles)
-        for k, (again, parent) in enumerate(zip(self.again, self.parents, strict=True)):
-            entered = cost[LOOPS[parent]] if parent >= 0 else 1
-            found += again * (cost[LOOPS[k]].astype(np.float64) - entered)
+        for loop in self.again:
+            entered = cost[LOOPS[loop.parent]] if 0 <= loop.parent < len(LOOPS) else 1
+            if loop.source < len(LOOPS):
+                found += loop.cycles * (cost[LOOPS[loop.source]].astype(np.float64) - loop.covered * entered)
         found[found < 0] = 0.0
         return found
 
@@ -91,11 +107,13 @@ def _loops(code: Sequence[Instruction], source_loops: int) -> tuple[list[Loop], 
     spans: list[tuple[int, int]] = sorted(ends.items())
     others: list[tuple[int, int]] = []
     # the remainder of an unrolled loop has a loop of its own
-    while len(spans) > source_loops and (twin := _unrolled(spans)):
+    while len(spans) > source_loops and (twin := _unrolled(code, spans)):
         others.append(twin)
         spans.remove(twin)
     if len(spans) > source_loops:
-        others += [(a, b) for a, b in spans if not any(each.kind in _WORK for each in code[a : b + 1])]
+        # slow paths have no loop inside
+        idle = [(a, b) for a, b in spans if not any(each.kind in _WORK for each in code[a : b + 1])]
+        others += [span for span in idle if not any(span[0] < a and b < span[1] for a, b in spans)]
         spans = [span for span in spans if span not in others]
     spans = spans[: min(source_loops, len(LOOPS))]
     found = []
@@ -105,10 +123,11 @@ def _loops(code: Sequence[Instruction], source_loops: int) -> tuple[list[Loop], 
     return found, others
 
 
-def _unrolled(spans: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
-    """A loop with several iterations in one, followed by a shorter loop for the remainder."""
-    pairs = [(a, b) for a, b in itertools.pairwise(spans) if a[1] < b[0]]
-    return next((a for a, b in pairs if a[1] - a[0] > 1.5 * (b[1] - b[0])), None)
+def _unrolled(code: Sequence[Instruction], spans: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
+    """The loop for the remainder of another, which has several iterations in one turn."""
+    pairs = [(a, b) for a, b in itertools.pairwise(spans) if a[1] < b[0] and a[1] - a[0] > 1.5 * (b[1] - b[0])]
+    kinds = {span: set(machine_counts(code[span[0] : span[1] + 1])) for span in spans}
+    return next((b for a, b in pairs if kinds[a] == kinds[b]), None)
 
 
 def _leads_around(code: Sequence[Instruction], loops: Sequence[Loop], others: Sequence[tuple[int, int]]) -> set[int]:
@@ -180,8 +199,8 @@ class _Warp:
             self.now = max(self.now, self.products)
 
 
-def _walk(code: Sequence[Instruction], trips: dict[int, int], around: set[int]) -> tuple[float, int]:
-    """Cycles until the exit, and the number of different instructions issued."""
+def _walk(code: Sequence[Instruction], trips: dict[int, int], around: set[int]) -> tuple[float, set[int]]:
+    """Cycles until the exit, and the instructions issued."""
     warp, left = _Warp(), dict(trips)
     seen: set[int] = set()
     calls: list[int] = []
@@ -197,7 +216,7 @@ def _walk(code: Sequence[Instruction], trips: dict[int, int], around: set[int]) 
         at, before = _next(each, at, left, trips, around, calls), at
         if at != before + 1:
             warp.now += _JUMP
-    return warp.now, len(seen)
+    return warp.now, seen
 
 
 def _next(

@@ -25,6 +25,7 @@ _KINDS = {
     0x1B4: "bulk copy", 0x192: "fence", 0x028: "double", 0x029: "double", 0x02A: "double", 0x02B: "double",
     0x147: "jump", 0x144: "call", 0x143: "call", 0x150: "return", 0x14D: "exit", 0x1C5: "group",
 }  # fmt: skip
+_FLOPS = {0x020: 1, 0x021: 1, 0x023: 2}  # fp32: FMUL, FADD, FFMA
 _POLL_BARRIER = 0x5A7  # waits for a bulk copy
 _WIDTHS = {5: 8, 6: 16}  # bytes per thread, if more than four
 
@@ -40,6 +41,7 @@ class Instruction:
     width: int  # bytes each thread moves
     target: int  # index of the instruction that a jump or call goes to; -1 elsewhere
     left: int  # groups of copies that may still be in flight
+    flops: int  # in fp32, by each thread
 
 
 def instructions(cubin: bytes, entry: str) -> list[Instruction]:
@@ -67,6 +69,7 @@ def _decode(low: int, high: int, index: int) -> Instruction:
         _WIDTHS.get((high >> 9) & 7, 4),
         target,
         (low >> 38) & 31,
+        _FLOPS.get(low & 0x1FF, 0),
     )
 
 

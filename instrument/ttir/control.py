@@ -34,7 +34,7 @@ def scf_if(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
 def scf_for(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     if op.flag("unsigned"):
         low.refuse(op, "unsigned bounds")
-    number = low.next_loop()
+    number = low.next_loop(op)
     body = low.nested(op.regions[0])
     body.steps.insert(0, counts_loop(number))
     for slots in zip(args[3:], body.args[1:], body.values, outs, strict=True):
@@ -44,7 +44,7 @@ def scf_for(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
 
 @builds("scf.while")
 def scf_while(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
-    number = low.next_loop()
+    number = low.next_loop(op)
     before, after = (low.nested(region) for region in op.regions)
     before.steps.insert(0, counts_loop(number))
     for slots in zip(args, before.args, after.values, strict=True):

@@ -68,7 +68,7 @@ class Facts:
     addresses: bool = False  # pointers are made from numbers, so they may point to arrays that are not arguments
     dot_dtype: str | None = None
     tile: int = 1  # elements of the largest tensor
-    loops: int = 0  # number of loops in the text
+    loops: list[str] = field(default_factory=list)  # the lines of the loops, in the order of the text
     ranges: Ranges = field(default_factory=Ranges)
     written: set[int] = field(default_factory=set)  # indices of arguments that may be stored to
 
@@ -225,10 +225,10 @@ class Lowering:
             return None
         return LoweredStep(run, f"{op.name} at {self.line(op)}", (), (*args, *inner))
 
-    def next_loop(self) -> int:
+    def next_loop(self, op: Op) -> int:
         """The number of a loop, in the order of the text."""
-        self.facts.loops += 1
-        return self.facts.loops - 1
+        self.facts.loops.append(self.line(op))
+        return len(self.facts.loops) - 1
 
     def nested(self, region: Region) -> Code:
         """Translates an op's region of one block; outside values that it reads count as read by the op."""

@@ -30,6 +30,45 @@ def sine(x, out):
     tl.store(out + i, tl.sin(tl.load(x + i)))
 
 
+@triton.jit
+def product(a, b, c, K: tl.constexpr, T: tl.constexpr):
+    i, k = tl.arange(0, T), tl.arange(0, T)
+    total = tl.zeros((T, T), tl.float32)
+    for start in range(0, K, T):
+        left = tl.load(a + i[:, None] * K + start + k[None, :])
+        total += tl.dot(left, tl.load(b + (start + k)[:, None] * T + i[None, :]))
+    tl.store(c + i[:, None] * T + i[None, :], total)
+
+
+@triton.jit
+def running_sum(x, out, N: tl.constexpr):
+    i = tl.arange(0, 512)
+    total = tl.zeros((512,), tl.float32)
+    for start in range(0, N, 512):
+        total += tl.load(x + start + i)
+    tl.store(out + i, total)
+
+
+@triton.jit
+def repeated_sine(x, out, N: tl.constexpr):
+    i = tl.arange(0, 512)
+    value = tl.load(x + i)
+    for k in range(N):
+        value = tl.sin(value) * value + k
+    tl.store(out + i, value)
+
+
+@triton.jit
+def short_loop_first(x, out, n, FEW: tl.constexpr):
+    i = tl.arange(0, 512)
+    total = tl.zeros((512,), tl.float32)
+    for k in range(FEW):
+        total += tl.load(x + k * 512 + i)
+    for k in range(n):
+        total = tl.maximum(total, tl.load(x + k * 512 + i))
+    tl.store(out + i, total)
+
+
 def compiled(fn: Any, *types: str, target: str = "sm_90") -> Any:
     return pp.kernel(fn, report=None).compile(*types, target=target)
 
@@ -54,22 +93,59 @@ def test_machine_code_is_read() -> None:
 
 
 def test_a_loop_takes_time_each_time_round() -> None:
-    lone = LoneBlock.of(compiled(chase, "*i32:16", "*i32:16", "i32"), 1)
+    lone = LoneBlock.of(compiled(chase, "*i32:16", "*i32:16", "i32"), ["chase.py:1"])
     assert lone is not None
     one, two, ten = cycles(lone, 1, 2, 10)
     assert ten - one == pytest.approx(9 * (two - one))
     assert 270 < two - one < 2 * 270, "each load waits for the one before; what ptxas unrolled counts as often"
 
 
+def span_ns(kernel: Any, *args: Any, **constants: int) -> int:
+    with pp.Device("virtual:h200"), pp.trace(16) as t:
+        pp.kernel(kernel)[1,](*args, **constants)
+    return int(t.summary().kernels[0].span_ns)
+
+
+@pytest.mark.parametrize("tile", [16, 32])
+def test_time_grows_evenly_with_a_constant_number_of_products(tile: int) -> None:
+    # ptxas unrolls the loop wholly up to about 100 turns, and in part above: by 6, by 8, by 9 with one turn left over.
+    def time(k: int) -> int:
+        a, b = pp.zeros((tile, k), np.float16), pp.zeros((k, tile), np.float16)
+        return span_ns(product, a, b, pp.zeros((tile, tile), np.float32), K=k, T=tile)
+
+    per_k = {k: time(k) / k for k in (1024, 2048, 2560, 2624, 3072, 3328, 4096, 8192)}
+    assert max(per_k.values()) < 1.6 * min(per_k.values()), per_k
+
+
+def test_time_grows_evenly_with_a_constant_number_of_loads() -> None:
+    x = pp.zeros(1 << 18, np.float32)
+    per_n = {
+        n: span_ns(running_sum, x, pp.zeros(512, np.float32), N=n) / n for n in (1 << 14, 1 << 15, 1 << 17, 1 << 18)
+    }
+    assert max(per_n.values()) < 2 * min(per_n.values()), per_n
+
+
+def test_a_loop_around_a_slow_path_takes_time() -> None:
+    x, out = pp.zeros(512, np.float32), pp.zeros(512, np.float32)
+    few, many = (span_ns(repeated_sine, x, out, N=n) for n in (100, 1000))
+    assert 5 < many / few < 10
+
+
+def test_an_unrolled_loop_is_not_taken_for_the_next_one() -> None:
+    x, out = pp.zeros(512 * 512, np.float32), pp.zeros(512, np.float32)
+    few, many = (span_ns(short_loop_first, x, out, n, FEW=4) for n in (64, 512))
+    assert 4 < many / few < 8
+
+
 def test_slow_paths_are_not_taken() -> None:
-    lone = LoneBlock.of(compiled(sine, "*fp32:16", "*fp32:16"), 0)
+    lone = LoneBlock.of(compiled(sine, "*fp32:16", "*fp32:16"), [])
     assert lone is not None
     assert lone.again == ()
     assert lone.fetched < len(instructions(compiled(sine, "*fp32:16", "*fp32:16").cubin, "sine")) / 2
 
 
 def test_other_machine_code_is_left_alone() -> None:
-    assert LoneBlock.of(compiled(chase, "*i32:16", "*i32:16", "i32", target="sm_80"), 1) is None
+    assert LoneBlock.of(compiled(chase, "*i32:16", "*i32:16", "i32", target="sm_80"), ["chase.py:1"]) is None
 
 
 def test_the_evaluator_counts_loops_in_the_order_of_the_text() -> None:
@@ -86,7 +162,7 @@ def test_the_evaluator_counts_loops_in_the_order_of_the_text() -> None:
     source = pp.kernel(nested).compile("*i32:16", "i32", "i32", target="sm_90").source
     program = TtirProgram.parse(source.ttir, "nested")
     cost = program.run([np.zeros(1, np.int32), np.int32(4), np.int32(5)], (1, 1, 1), range(1))
-    assert program.facts.loops == 3
+    assert len(program.facts.loops) == 3
     assert [int(cost[f"loop{k}"][0]) for k in range(4)] == [4, 20, 1, 0]
 
 
