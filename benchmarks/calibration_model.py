@@ -90,6 +90,17 @@ def fit_cycles(launches: Sequence[Launch], model: CostModel) -> dict[str, float]
     return {name: round(float(value), 4) for name, value in zip(FITTED, found, strict=True)}
 
 
+def turn_ns(launches: Sequence[Launch], least_turns: int = 2000) -> float:
+    """The time of one turn of atomic updates: by the difference between a kernel's smallest and largest launch."""
+    found = []
+    for name in {entry.case.name for entry in launches}:
+        sizes = [(float(e.cost["pressure"].sum()) / 1000, e.row["span_ns"]) for e in launches if e.case.name == name]
+        (turns, ns), (more_turns, more_ns) = min(sizes), max(sizes)
+        if more_turns - turns >= least_turns:
+            found.append((more_ns - ns) / (more_turns - turns))
+    return round(float(np.median(found)), 3)
+
+
 def factors_of(launches: Sequence[Launch], model: CostModel) -> dict[str, float]:
     """Per kernel: how much longer than estimated its blocks wait, by its launch's time at the recorded size."""
     factors = {}
@@ -142,7 +153,8 @@ def fit_and_report(
     """Fits, writes the profile, and reports what it predicts right and wrong."""
     results = measured["results"]
     device, launches, works = counted(results, part, large_works)
-    base = CostModel(device.part, _rates(device.part, results["alone"], works))
+    rates = replace(_rates(device.part, results["alone"], works), sector_update_ns=turn_ns(launches))
+    base = CostModel(device.part, rates)
     recorded = [entry for entry in launches if entry.row["scale"] == RECORDED_SCALE]
 
     def fitted(chosen: Array) -> CostModel:

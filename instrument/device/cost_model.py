@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.device.lone_block import LoneBlock
+from paellapy.instrument.device.occupancy import occupancy
 from paellapy.instrument.device.parts import Part
 from paellapy.instrument.device.sm_costs import BlockCost
 from paellapy.instrument.device.timing import PROFILES, Timing
@@ -72,7 +73,9 @@ class CostModel:
         label = compiled.source.metadata.get("label", "")
         # From the plain kernel: the cost must not depend on what the kernel reports.
         lone = LoneBlock.of(compiled.source.build(PassConfig()), facts.loops) if self.timing.cycle_ns else None
-        return KernelCost(self, threads, weight, ieee, self.factor(label), compiled.source.cluster, lone)
+        cluster = compiled.source.cluster
+        per_sm = occupancy(self.part, threads, compiled.registers, compiled.shared_bytes, cluster).blocks_per_sm
+        return KernelCost(self, threads, weight, ieee, self.factor(label), cluster, per_sm * self.part.sms, lone)
 
     def factor(self, label: str) -> float:
         """The kernel's own factor; if it was measured with other constants, their geometric mean; otherwise 1."""
@@ -93,6 +96,7 @@ class KernelCost:
     ordinary_products: bool  # tensor cores do not multiply full fp32: products run on the ordinary units
     factor: float
     cluster: int
+    resident: int  # blocks that the GPU holds at once
     lone: LoneBlock | None = None
 
     def block_cost(self, cost: Records, values: Sequence[Any]) -> BlockCost:
@@ -115,9 +119,9 @@ class KernelCost:
             busy = tensor / (part.fp16_tensor_tflops * 1e3 * timing.tensor_efficiency / part.sms)
             latency = np.maximum(timing.dot_ns * cost["dots"] - busy, 0.0)
             wait = self.factor * (self.model.wait_ns(cost, self.threads) + latency)
-        # Atomic updates of the same few sectors wait for each other, over all blocks.
+        # Atomic updates of one line wait for each other: those of all blocks that are on the GPU at once.
         pressure = float(cost["pressure"].sum()) * (count if alike else 1)
-        wait += timing.sector_update_ns * pressure / 1000
+        wait += timing.sector_update_ns * pressure / 1000 * min(1.0, self.resident / (count * self.cluster))
         columns = [traffic, flops, tensor, wait]
         if self.cluster > 1:  # the blocks of a cluster share one program's work, but each of them waits
             columns = [np.repeat(c if i == 3 else c / self.cluster, self.cluster) for i, c in enumerate(columns)]

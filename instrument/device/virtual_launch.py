@@ -14,7 +14,7 @@ from paellapy.instrument.device import gate
 from paellapy.instrument.device.base import Capture, Launcher, check_grid
 from paellapy.instrument.device.cost_model import CostModel, KernelCost
 from paellapy.instrument.device.occupancy import occupancy
-from paellapy.instrument.device.parts import Part
+from paellapy.instrument.device.parts import WARP, Part
 from paellapy.instrument.device.preemption import Blocks, Work
 from paellapy.instrument.device.range_events import Events
 from paellapy.instrument.device.sm_costs import BlockCost
@@ -101,7 +101,7 @@ class VirtualLauncher(Launcher):
             )
         self.device, self.config, self.pick = device, config, pick
         self.name, self._draft = draft.name, draft
-        self.program = TtirProgram.parse(draft.ttir, draft.name)
+        self.program = TtirProgram.parse(draft.ttir, draft.name, WARP * draft.metadata.get("num_warps", 4))
 
     @functools.cached_property
     def compiled(self) -> Compiled:  # type: ignore[override]  # other launchers have it from the beginning

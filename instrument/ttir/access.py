@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from paellapy.instrument.ttir import elementwise as ew
+from paellapy.instrument.ttir import sectors
 from paellapy.instrument.ttir.lower import Lowering
 from paellapy.instrument.ttir.machine import LOADED, STORED, Active
 from paellapy.instrument.ttir.memory import Site
@@ -24,6 +25,7 @@ class Access:
         self.bytes = element.size
         for d in shape:
             self.bytes *= d
+        self.threads = low.threads
         self.argument_names = [name for name, _ in low.module.entry.args]
 
     def site(self, active: Active, base: int) -> Site:
@@ -55,6 +57,16 @@ class Access:
         else:
             active.stored += self.bytes
 
+    def count_updates(self, active: Active, p: Ptr, mask: Value) -> None:
+        site = self.site(active, p.bases[0])
+        active.machine.count_touched(sectors.count_updates, p.offset, mask, self.element, self.threads, site)
+
+    def count_waste(self, active: Active, p: Ptr, mask: Value) -> None:
+        if not self.shape:
+            return  # of a single element, almost all of its sector is unused, and it does not matter
+        site = self.site(active, p.bases[0])
+        active.machine.count_touched(sectors.count_waste, p.offset, mask, self.element, site)
+
     def each(self, active: Active, p: Ptr, mask: Value) -> list[tuple[int, Value]]:
         """(argument, mask) for every argument the pointer may point into."""
         if p.which is None:
@@ -67,6 +79,7 @@ class Access:
 
     def load(self, active: Active, p: Ptr, mask: Value, other: Value) -> Value:
         self.count(active, LOADED, mask, p.bases[0])
+        self.count_waste(active, p, mask)
         machine, value = active.machine, None
         for base, own in self.each(active, p, mask):
             part = machine.load(
@@ -77,5 +90,6 @@ class Access:
 
     def store(self, active: Active, p: Ptr, value: Value, mask: Value) -> None:
         self.count(active, STORED, mask, p.bases[0])
+        self.count_waste(active, p, mask)
         for base, own in self.each(active, p, mask):
             active.machine.store(base, p.offset, value, own, self.element, self.site(active, base))

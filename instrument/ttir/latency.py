@@ -14,19 +14,19 @@ import numpy as np
 from paellapy.instrument.ttir.parser import Op
 from paellapy.instrument.ttir.types import Array
 
-# pressure: thousandths of an atomic update per sector of the updated array, as if spread evenly over it
+# wasted: bytes of touched sectors that are not used; updates: atomic updates of elements
+# pressure, hottest: thousandths of the turns at the busiest line, and of updates of the busiest address (sectors.py)
 # loop0, loop1, …: iterations of the first loops of the source, in the order of its text
 LOOPS = ("loop0", "loop1", "loop2", "loop3")
-PATH_FIELDS = ("loads", "atomics", "reductions", "dots", "elements", "instructions", "pressure", *LOOPS)
-PRESSURE = PATH_FIELDS.index("pressure")
+PATH_FIELDS = (
+    "loads", "atomics", "reductions", "dots", "elements", "instructions", "wasted", "updates", "pressure", "hottest",
+    *LOOPS,
+)  # fmt: skip
 _LOADS, _ATOMICS, _REDUCTIONS, _DOTS = range(4)
 # Results no larger than a small block take one instruction, for any number of threads. They are counted in loops, where
 # one waits for the other; elsewhere they are hidden behind loads.
 _FEW = 128
 _NOMINAL_NS = (600, 700, 120, 150)
-
-# Sectors of 32 bytes; above this number of sectors, updates of neighbouring lanes are combined and none waits.
-_SECTOR, _MANY_SECTORS, _WARP = 32, 2048, 32
 
 _KINDS = {
     "tt.load": _LOADS, "tt.descriptor_load": _LOADS, "tt.descriptor_gather": _LOADS,
@@ -69,16 +69,11 @@ def critical_path(ops: Sequence[Op], upto: int | None = None) -> Array | None:
         longest = max(longest, at)
     if not elements and not instructions and not longest[0]:
         return None
-    return np.array([*longest[1], elements, instructions, 0, *(0 for _ in LOOPS)], np.int64)
+    found = np.zeros(len(PATH_FIELDS), np.int64)
+    found[:6] = *longest[1], elements, instructions
+    return found
 
 
 def once_through(loop: int) -> Array:
     """The counts for one iteration of a loop, as far as loops are counted."""
     return np.array([name == f"loop{loop}" for name in PATH_FIELDS], np.int64)
-
-
-def pressure(updates: int, target: Array) -> int:
-    """The contribution of `updates` atomic element updates to the field `pressure`."""
-    # Lanes of a warp that update the same address are combined by the hardware.
-    combined = max(1, updates * min(target.size, _WARP) // _WARP)
-    return 1000 * combined // min(_MANY_SECTORS, max(1, target.nbytes // _SECTOR))

@@ -76,8 +76,8 @@ class Facts:
 class Lowering:
     """Translates one module. `pointers` joins slots that may hold the same pointer, to find changed arguments."""
 
-    def __init__(self, module: Module, kernel: str) -> None:
-        self.module, self.kernel, self.facts = module, kernel, Facts()
+    def __init__(self, module: Module, kernel: str, threads: int) -> None:
+        self.module, self.kernel, self.threads, self.facts = module, kernel, threads, Facts()
         self.functions: dict[str, Function] = {}
         self.pointers: dict[tuple[str, int], tuple[str, int]] = {}
         self.stored: set[tuple[str, int]] = set()

@@ -91,6 +91,11 @@ class Machine:
         memory.count_bytes(self.cost, field, mask, size, site)
 
 
+    def count_touched(self, count: Callable[..., None], *args: Any) -> None:
+        """Lets a function of sectors.py add to the cost table."""
+        count(self.cost, *args)
+
+
 class Recorder(Machine):
     """Evaluates and records. Control flow that depends on memory ends the recording, not the run."""
 
@@ -156,6 +161,14 @@ class Recorder(Machine):
         else:  # a replay adds it to its own table, so it must not be in the static part
             memory.count_bytes(self.dynamic_cost, field, mask.value, size, site)
             self.tape.count(field, mask, size, site)
+
+
+    def count_touched(self, count: Callable[..., None], *args: Any) -> None:
+        now = [a.value if type(a) is Sym else a for a in args]
+        dynamic = self.tape is not None and any(type(a) is Sym for a in args)
+        count(self.dynamic_cost if dynamic else self.cost, *now)
+        if self.tape is not None and dynamic:
+            self.tape.count_touched(count, args)
 
 
 class Active:

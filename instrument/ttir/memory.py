@@ -61,7 +61,7 @@ def check(offset: Array, mask: Any, size: int, site: Site) -> None:
 _NO_MASK = np.ones((1, 1), np.bool_)
 
 
-def _rows(x: Any, shape: tuple[int, ...]) -> Array:
+def rows_of(x: Any, shape: tuple[int, ...]) -> Array:
     """(blocks or 1, elements of the tensor), for the compiled loops."""
     return np.ascontiguousarray(full(x, shape)).reshape(x.shape[0] if is_array(x) else 1, -1)
 
@@ -76,7 +76,7 @@ def gather(flat: Array, offset: Any, mask: Any, other: Any, element: Element, si
         check(np.asarray(offset).reshape((1,) * (1 + len(site.shape))), None, flat.size, site)
         return decode(flat[offset], element)
     tensor = np.broadcast_shapes(np.shape(offset)[1:], np.shape(mask)[1:])  # axes may still be lazy
-    at, keep = _rows(offset, tensor), _NO_MASK if mask is None else _rows(mask, tensor)
+    at, keep = rows_of(offset, tensor), _NO_MASK if mask is None else rows_of(mask, tensor)
     out = np.empty((max(at.shape[0], keep.shape[0]), at.shape[1]), element.bits)
     varying = is_array(other) and other.size > 1
     if mask is not None:
@@ -101,8 +101,8 @@ def scatter(flat: Array, offset: Any, value: Any, mask: Any, element: Element, s
             return
         mask = None
     check(np.broadcast_to(offset, (np.shape(offset) or (1,))[:1] + site.shape), mask, flat.size, site)
-    at, keep = _rows(offset, site.shape), _NO_MASK if mask is None else _rows(mask, site.shape)
-    raw = _rows(encode(value, element), site.shape).view(element.bits)
+    at, keep = rows_of(offset, site.shape), _NO_MASK if mask is None else rows_of(mask, site.shape)
+    raw = rows_of(encode(value, element), site.shape).view(element.bits)
     native.scatter(flat.view(element.bits), at, keep, mask is not None, raw)
 
 

@@ -10,7 +10,6 @@ from paellapy.instrument.ttir import elementwise as ew
 from paellapy.instrument.ttir import memory
 from paellapy.instrument.ttir.access import Access
 from paellapy.instrument.ttir.code import Run, Slots
-from paellapy.instrument.ttir.latency import PRESSURE, pressure
 from paellapy.instrument.ttir.lower import Lowering, builds
 from paellapy.instrument.ttir.machine import LOADED, STORED, Active
 from paellapy.instrument.ttir.tape import BufferRef
@@ -96,9 +95,7 @@ def atomic_rmw(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
         p, value, mask = slots[args[0]], slots[args[1]], optional(slots, args, 2)
         access.count(active, LOADED, mask, p.bases[0])
         access.count(active, STORED, mask, p.bases[0])
-        target = active.machine.buffers.flat[p.bases[0]]
-        assert target is not None
-        active.path[PRESSURE] += pressure(type_.size, target)
+        access.count_updates(active, p, mask)
         result = None
         for base, own in access.each(active, p, mask):
             site, ref = access.site(active, base), BufferRef(base, element)
@@ -122,6 +119,7 @@ def atomic_cas(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
             low.refuse(op, "its pointer may point into several arguments, which is not supported")
         access.count(active, LOADED, None, p.bases[0])
         access.count(active, STORED, None, p.bases[0])
+        access.count_updates(active, p, None)
         site, ref = access.site(active, p.bases[0]), BufferRef(p.bases[0], element)
         slots[out] = active.machine.effect(
             memory.compare_and_swap, ref, p.offset, slots[args[1]], slots[args[2]], element, site

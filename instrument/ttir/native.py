@@ -96,6 +96,66 @@ def compare_and_swap(memory: Any, index: Any, expected: Any, value: Any, old: An
             memory[at] = value[i]
 
 
+@jit
+def sectors(offset: Any, mask: Any, masked: bool, size: int, sector: int, table: Any) -> Any:
+    """The number of different sectors, and of elements; `table` has a power of two of entries, twice the elements."""
+    table[:] = -1
+    last, full = -1, table.size - 1
+    found = used = 0
+    for i in range(offset.size):
+        if masked and not mask[i]:
+            continue
+        used += 1
+        here = offset[i] * size // sector
+        if here == last:
+            continue
+        last = here
+        slot = here & full
+        while table[slot] != -1 and table[slot] != here:
+            slot = (slot + 1) & full
+        if table[slot] == -1:
+            table[slot] = here
+            found += 1
+    return found, used
+
+
+_TABLE = 1 << 14  # lines, and addresses, that are told apart
+
+
+@jit
+def queues(offset: Any, mask: Any, blocks: int, vector: int, warp: int, per_sector: int, per_line: int) -> Any:
+    """Turns at the busiest line, updates of the busiest address, and all updates.
+
+    A request is one element of each lane, and a lane has `vector` elements in a row.
+    """
+    full = _TABLE - 1
+    lines, addresses = np.zeros(_TABLE, np.int64), np.zeros(_TABLE, np.int64)
+    lane_count, lane_request = np.zeros(_TABLE, np.int64), np.zeros(_TABLE, np.int64)
+    sector_count, sector_request = np.zeros(_TABLE, np.int64), np.zeros(_TABLE, np.int64)
+    elements, request, updates = offset.shape[1], 0, 0
+    for b in range(blocks):
+        at, keep = (b if offset.shape[0] > 1 else 0), (b if mask.shape[0] > 1 else 0)
+        for first in range(0, elements, warp * vector):
+            for r in range(vector):
+                request += 1
+                for i in range(first + r, min(first + warp * vector, elements), vector):
+                    if not mask[keep, i if mask.shape[1] > 1 else 0]:
+                        continue
+                    updates += 1
+                    where = offset[at, i]
+                    a, s = where & full, (where // per_sector) & full
+                    addresses[a] += 1
+                    if lane_request[a] != request:
+                        lane_request[a], lane_count[a] = request, 0
+                    lane_count[a] += 1
+                    if sector_request[s] != request:
+                        sector_request[s], sector_count[s] = request, 0
+                    if lane_count[a] > sector_count[s]:
+                        sector_count[s] = lane_count[a]
+                        lines[(where // (per_sector * per_line)) & full] += 1
+    return lines.max(), addresses.max(), updates
+
+
 # float16 and back. NumPy converts element by element (1.5 and 3 ns); the compiler vectorises these loops.
 
 _ONE_HALF = np.uint32(0x3F000000)  # 0.5, whose last bit is worth 2**-24: float16's smallest subnormal

@@ -62,10 +62,10 @@ class TtirProgram:
         cost["bytes_loaded"].sum()
     """
 
-    def __init__(self, module: Module, kernel: str) -> None:
+    def __init__(self, module: Module, kernel: str, threads: int = 128) -> None:
         self.kernel = kernel
         self.module = module
-        lowering = Lowering(module, kernel)
+        lowering = Lowering(module, kernel, threads)
         self._entry = lowering.program()
         self.facts: Facts = lowering.facts
         names = [name.removeprefix("%") for name, _ in module.entry.args]
@@ -79,9 +79,9 @@ class TtirProgram:
         self._whole = False  # the kernel reaches beyond its views, into their base arrays
 
     @classmethod
-    def parse(cls, text: str, kernel: str) -> TtirProgram:
+    def parse(cls, text: str, kernel: str, threads: int = 128) -> TtirProgram:
         """Translates TTIR text (`asm["ttir"]` of `triton.compile`). An unknown op raises `UnsupportedOpError`."""
-        program = cls(parse(text, kernel), kernel)
+        program = cls(parse(text, kernel), kernel, threads)
         program.facts.ranges = Ranges.in_text(text)
         return program
 

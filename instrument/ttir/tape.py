@@ -115,6 +115,9 @@ class Tape:
     def count(self, field: int, mask: Sym, size: int, site: Site) -> None:
         self._add(memory.count_bytes, (COST, field, mask, size, site), None, False)
 
+    def count_touched(self, count: Callable[..., None], args: Sequence[Any]) -> None:
+        self._add(count, (COST, *args), None, False)
+
 
 class _CostTable:
     """Stands for the cost table of the replay."""

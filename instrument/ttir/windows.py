@@ -140,6 +140,7 @@ def descriptor_store(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
             return
         access.count(active, LOADED, mask, p.bases[0])
         access.count(active, STORED, mask, p.bases[0])
+        access.count_updates(active, p, mask)
         for base, own in access.each(active, p, mask):
             ref = BufferRef(base, element)
             active.machine.effect(
