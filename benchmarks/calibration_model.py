@@ -22,6 +22,7 @@ from paellapy.instrument.device.lone_block import LoneBlock
 from paellapy.instrument.device.sm_model import SmModel
 from paellapy.instrument.device.sm_program import Kernel
 from paellapy.instrument.device.timing import PROFILES, Timing
+from paellapy.instrument.ttir.latency import SHARES
 
 Array = NDArray[Any]
 RECORDED_SCALE = 1.0  # kernels' factors come from this size; larger ones are predicted
@@ -75,7 +76,7 @@ def fit_cycles(launches: Sequence[Launch], model: CostModel) -> dict[str, float]
     """Non-negative, least absolute relative error, by reweighted coordinate descent: quick for three unknowns."""
     # From the first start to the last end, as users see it: blocks of one grid do not all start at once.
     measured = np.array([entry.row["span_ns"] for entry in launches])
-    queued = np.array([model.timing.sector_update_ns * float(e.cost["pressure"].sum()) / 1000 for e in launches])
+    queued = np.array([model.timing.sector_update_ns * float(e.cost["pressure"].sum()) / SHARES for e in launches])
     matrix = np.array([entry.features for entry in launches]) / measured[:, None]
     target = np.maximum(measured - queued, 0.05 * measured) / measured
     found = np.zeros(matrix.shape[1])
@@ -94,7 +95,7 @@ def turn_ns(launches: Sequence[Launch], least_turns: int = 2000) -> float:
     """The time of one turn of atomic updates: by the difference between a kernel's smallest and largest launch."""
     found = []
     for name in {entry.case.name for entry in launches}:
-        sizes = [(float(e.cost["pressure"].sum()) / 1000, e.row["span_ns"]) for e in launches if e.case.name == name]
+        sizes = [(float(e.cost["pressure"].sum()) / SHARES, e.row["span_ns"]) for e in launches if e.case.name == name]
         (turns, ns), (more_turns, more_ns) = min(sizes), max(sizes)
         if more_turns - turns >= least_turns:
             found.append((more_ns - ns) / (more_turns - turns))

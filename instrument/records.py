@@ -134,10 +134,26 @@ WORK = np.dtype(
         ("bytes", "<i8"),  # loaded and stored
         ("flops", "<i8"),
         ("tensor_flops", "<i8"),
+        ("wasted_bytes", "<i8"),  # in sectors that were loaded or stored, and not used
+        ("updates", "<i8"),  # atomic updates of elements
+        ("hottest", "<i8"),  # updates of the address with the most
+        ("queue_ns", "<i8"),  # the time that updates of one line of L2 take, one after the other
     ]
 )
 
 Records = NDArray[Any]
+
+
+def widened(found: Records, dtype: np.dtype[Any]) -> Records:
+    """Records of an older file: fields that it does not have are 0.
+
+    >>> widened(np.ones(1, [("a", "<i4")]), np.dtype([("a", "<i8"), ("b", "<i8")])).tolist()
+    [(1, 0)]
+    """
+    made = np.zeros(len(found), dtype)
+    for name in set(dtype.names or ()) & set(found.dtype.names or ()):
+        made[name] = found[name]
+    return made
 
 
 def field_offset(dtype: np.dtype[Any], name: str) -> int:

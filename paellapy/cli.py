@@ -145,6 +145,7 @@ def trace_script(
     ] = None,
     records_per_sm: Annotated[int, typer.Option(help="most records kept per SM, a power of two")] = 1 << 14,
     dark: Annotated[bool, typer.Option("--dark", help="use dark colours in the report")] = False,
+    explain: Annotated[bool, typer.Option(help="print what limits each kernel, a line each, after the table")] = True,
 ) -> None:
     """Run a script and trace every pp.kernel it launches. Writes the trace and an HTML report."""
     from paellapy.output_path import OutputError, check_output
@@ -160,6 +161,8 @@ def trace_script(
     if len(ran.trace.blocks):
         ran.trace.save(out)
         console.print(ran.trace.summary())
+        if explain:
+            console.print(ran.trace.explain().brief(), markup=False, highlight=False, soft_wrap=True)
         console.print(f"trace: {out}", highlight=False, soft_wrap=True)
         _write_report(ran.trace, report, script.name, dark, console)
     else:

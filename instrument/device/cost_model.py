@@ -24,6 +24,7 @@ from paellapy.instrument.device.timing import PROFILES, Timing
 from paellapy.instrument.ptx.compiled import Compiled
 from paellapy.instrument.ptx.passes import PassConfig
 from paellapy.instrument.records import Records
+from paellapy.instrument.ttir.latency import SHARES
 from paellapy.instrument.ttir.lower import Facts
 
 # Cost of a product's element type in units of fp16 tensor flops (datasheets: fp8 is twice as fast, tf32 half as fast).
@@ -120,8 +121,8 @@ class KernelCost:
             latency = np.maximum(timing.dot_ns * cost["dots"] - busy, 0.0)
             wait = self.factor * (self.model.wait_ns(cost, self.threads) + latency)
         # Atomic updates of one line wait for each other: those of all blocks that are on the GPU at once.
-        pressure = float(cost["pressure"].sum()) * (count if alike else 1)
-        wait += timing.sector_update_ns * pressure / 1000 * min(1.0, self.resident / (count * self.cluster))
+        turns = float(cost["pressure"].sum()) / SHARES * (count if alike else 1)
+        wait += timing.sector_update_ns * turns * min(1.0, self.resident / (count * self.cluster))
         columns = [traffic, flops, tensor, wait]
         if self.cluster > 1:  # the blocks of a cluster share one program's work, but each of them waits
             columns = [np.repeat(c if i == 3 else c / self.cluster, self.cluster) for i, c in enumerate(columns)]
@@ -161,7 +162,7 @@ class KernelCost:
     def _traffic(self, cost: Records, times: int, values: Sequence[Any]) -> NDArray[np.float64]:
         """Bytes in units of memory traffic: bytes from L2 count for less."""
         part, timing = self.model.part, self.model.timing
-        touched: NDArray[np.float64] = (cost["bytes_loaded"] + cost["bytes_stored"]).astype(float)
+        touched: NDArray[np.float64] = (cost["bytes_loaded"] + cost["bytes_stored"] + cost["wasted"]).astype(float)
         total = float(touched.sum()) * times
         distinct = min(total, float(sum(v.nbytes for v in values if isinstance(v, np.ndarray))))
         if total == 0.0:

@@ -27,6 +27,7 @@ from paellapy.instrument.ptx.compiled import Compiled, Draft, Launched
 from paellapy.instrument.ptx.passes import PassConfig
 from paellapy.instrument.records import Records
 from paellapy.instrument.ttir import TtirProgram
+from paellapy.instrument.ttir.latency import SHARES
 from paellapy.instrument.ttir.machine import Mark
 
 
@@ -236,8 +237,7 @@ class VirtualLauncher(Launcher):
             gx, gy, gz = submit.grid
             shared = compiled.source.dynamic_shared_bytes
             launch_id = session.add(compiled, (gx * cluster, gy, gz), self.threads, shared, first, blocks, stream)
-            moved = int(cost["bytes_loaded"].sum() + cost["bytes_stored"].sum())
-            session.counted[launch_id] = (moved, int(cost["flops"].sum()), int(cost["dot_flops"].sum()))
+            session.counted[launch_id] = _counted(cost, self.device.costs.timing.sector_update_ns)
         traced = session is not None
         return device.model.launch(
             stream, kernel, launch_id=launch_id, trace=traced, report=False, submit_ns=submit.at_ns
@@ -246,3 +246,11 @@ class VirtualLauncher(Launcher):
     def block_cost(self, cost: Records, values: Sequence[Any] = ()) -> BlockCost:
         """The evaluator's counts in the form that the SM model takes; `values` are the launch's arguments."""
         return self._kernel_cost.block_cost(cost, values)
+
+
+def _counted(cost: Records, turn_ns: float) -> tuple[int, ...]:
+    """The work of a launch: the fields of WORK from `bytes` on."""
+    total = {name: int(cost[name].sum()) for name in cost.dtype.names or ()}
+    used = total["bytes_loaded"] + total["bytes_stored"]
+    hottest, queue_ns = round(total["hottest"] / SHARES), round(total["pressure"] * turn_ns / SHARES)
+    return used, total["flops"], total["dot_flops"], total["wasted"], total["updates"], hottest, queue_ns

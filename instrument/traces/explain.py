@@ -16,6 +16,9 @@ from paellapy.instrument.traces.above import Above
 from paellapy.instrument.traces.summary import KernelSummary, Traced, allowed_by, readable_time, residency_of
 
 _WORTH_SAYING = 0.05  # smallest share of a kernel's time that is worth a claim
+_LIMITS = 0.25  # smallest share of a kernel's time that a limit takes, for advice on other limits to be of no use
+_ACCESSES = ("atomics", "uncoalesced")
+_SECTOR = 32  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +35,21 @@ class Claim:
 class KernelExplanation:
     kernel: str
     span_ns: int
-    claims: tuple[Claim, ...]  # the largest first
+    claims: tuple[Claim, ...]  # the weightiest first
 
     def __str__(self) -> str:
         head = f"{self.kernel} ({readable_time(self.span_ns)} from first block to last)"
         if not self.claims:
             return f"{head}\n  Nothing in this trace stands out."
         return "\n".join([head, *(f"  {c.share:4.0%}  {c.about}: {c.says}" for c in self.claims)])
+
+    def brief(self) -> str:
+        """One line: the first limit in words, the others by name."""
+        if not self.claims:
+            return f"{self.kernel}: nothing stands out"
+        first, *others = self.claims
+        also = f" Also: {', '.join(f'{c.about} {c.share:.0%}' for c in others)}." if others else ""
+        return f"{self.kernel}: {first.about} {first.share:.0%}: {first.says}{also}"
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,13 @@ class Explanation:
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.kernels)) or "The trace has no blocks."
+
+    def brief(self, most: int = 5) -> str:
+        """One line per kernel, for the kernels that took longest."""
+        longest = sorted(self.kernels, key=lambda k: -k.span_ns)[:most]
+        shown = [k.brief() for k in self.kernels if k in longest]
+        left = len(self.kernels) - len(shown)
+        return "\n".join(shown + [f"and {left} more, which took less time"] * bool(left)) or str(self)
 
     def _repr_html_(self) -> str:
         import html
@@ -65,25 +83,56 @@ def explain(trace: Any) -> Explanation:
         blocks = trace.blocks[np.isin(trace.blocks["kernel"], numbers)]
         launches = trace.launches[np.isin(trace.launches["launch"], blocks["launch"])]
         claims = [c for c in _claims(trace, summary, blocks, launches) if c.share >= _WORTH_SAYING]
-        ordered = sorted(claims, key=lambda c: -c.share)
+        wasteful = any(c.about in _ACCESSES and c.share >= _LIMITS for c in claims)
+        # A roof that is reached by waste explains nothing: the waste comes first.
+        ordered = sorted(claims, key=lambda c: (wasteful and c.about not in _ACCESSES, -c.share))
         found.append(KernelExplanation(summary.kernel, summary.span_ns, tuple(ordered)))
     return Explanation(tuple(found))
 
 
 def _claims(trace: Any, k: KernelSummary, blocks: Records, launches: Records) -> Iterator[Claim]:
-    yield from _waves(trace, k, launches)
+    work = trace.work[np.isin(trace.work["launch"], launches["launch"])]
+    accesses = list(_accesses(trace, work, float(_union_ns(blocks))))
+    # Smaller tiles make neither addresses lie closer together nor updates fewer.
+    tiles_help = not any(c.share >= _LIMITS for c in accesses)
+    yield from accesses
+    yield from _waves(trace, k, launches, tiles_help)
     yield from _occupancy(trace, launches)
     yield from _imbalance(trace, blocks)
-    yield from _work(trace, blocks, launches)
+    yield from _work(trace, blocks, work, tiles_help)
     yield from _widest_range(trace, k)
 
 
-def _waves(trace: Any, k: KernelSummary, launches: Records) -> Iterator[Claim]:
+def _accesses(trace: Any, work: Records, span: float) -> Iterator[Claim]:
+    """Limits by the addresses that a kernel accesses; known where its blocks are evaluated."""
+    used, wasted = int(work["bytes"].sum()), int(work["wasted_bytes"].sum())
+    part = _part(trace.device.name)
+    if part is None or not span:
+        return
+    if updates := int(work["updates"].sum()):
+        queue_ns, hottest, per_launch = int(work["queue_ns"].sum()), int(work["hottest"].max()), updates // len(work)
+        says = f"{per_launch:,} atomic updates per launch, up to {hottest:,} of them at one address. Updates of one"
+        says += f" line of 128 bytes follow each other, for {readable_time(queue_ns)} in all. Combine them within a"
+        says += " block, or spread them over more addresses"
+        figures = {"updates": updates, "at one address": hottest, "queue ns": queue_ns}
+        yield Claim("atomics", f"{says}.", min(queue_ns / span, 1.0), figures)
+    moved = used + wasted
+    if wasted > used / 4:
+        says = f"{moved:,} bytes are moved, in sectors of {_SECTOR}, of which {used / moved:.0%} are used: neighbouring"
+        says += " elements of a tile lie apart in memory. Let them be consecutive"
+        # Where less than half is used, it is said even if the kernel is too small to be limited by it.
+        least = _WORTH_SAYING if wasted >= used else 0.0
+        figures = {"bytes moved": moved, "bytes used": used}
+        share = min(moved / part.bandwidth_gbps / span, 1.0) * wasted / moved
+        yield Claim("uncoalesced", f"{says}.", max(share, least), figures)
+
+
+def _waves(trace: Any, k: KernelSummary, launches: Records, tiles_help: bool) -> Iterator[Claim]:
     per_launch = int(launches["blocks"].mean())
     figures = {"blocks per launch": per_launch, "waves": round(k.waves, 2), "tail": round(k.tail_share, 3)}
     if k.waves < 1:
-        says = f"{per_launch:,} blocks per launch fill {k.waves:.0%} of the SMs. Smaller tiles give more blocks."
-        yield Claim("small grid", says, 1 - k.waves, figures)
+        says = f"{per_launch:,} blocks per launch; the GPU holds {per_launch / k.waves:,.0f} at once."
+        yield Claim("small grid", says + " Smaller tiles give more blocks." * tiles_help, 1 - k.waves, figures)
     elif k.tail_share >= _WORTH_SAYING:
         last = k.waves % 1 or 1.0
         says = f"the first SM is idle for the last {k.tail_share:.0%} of the time: {k.waves:.2f} waves, the last"
@@ -134,23 +183,25 @@ def _imbalance(trace: Any, blocks: Records) -> Iterator[Claim]:
         yield Claim("unequal blocks", f"{says}.", share / 2, {"longest": int(np.argmax(lasted))})
 
 
-def _work(trace: Any, blocks: Records, launches: Records) -> Iterator[Claim]:
-    work = trace.work[np.isin(trace.work["launch"], launches["launch"])]
+def _work(trace: Any, blocks: Records, work: Records, tiles_help: bool) -> Iterator[Claim]:
     if not len(work):
         return
     if spilled := int(work["spill_bytes"].max()):
-        says = f"{spilled:,} bytes of registers per thread spill to memory; use smaller tiles or more warps"
+        says = f"{spilled:,} bytes of registers per thread spill to memory"
+        says += "; use smaller tiles or more warps" * tiles_help
         yield Claim("spills", f"{says}.", min(0.5, spilled / 512), {"bytes": spilled})
     part = _part(trace.device.name)
     span = float(_union_ns(blocks))
     if part is None or not work["bytes"].any() or not span:
         return
+    moved = float(work["bytes"].sum() + work["wasted_bytes"].sum())
+    flops, tensor_flops = float(work["flops"].sum()), float(work["tensor_flops"].sum())
     roofs = {
-        "memory": (float(work["bytes"].sum()), part.bandwidth_gbps, "bytes", f"{part.bandwidth_gbps:,.0f} GB/s"),
-        "arithmetic": (float(work["flops"].sum()), part.fp32_tflops * 1e3, "operations",
-                       f"{part.fp32_tflops:,.0f} Tflop/s"),
-        "tensor cores": (float(work["tensor_flops"].sum()), part.fp16_tensor_tflops * 1e3, "operations",
-                         f"{part.fp16_tensor_tflops:,.0f} Tflop/s"),
+        "memory": (moved, part.bandwidth_gbps, "bytes", f"{part.bandwidth_gbps:,.0f} GB/s"),
+        "arithmetic": (flops, part.fp32_tflops * 1e3, "operations", f"{part.fp32_tflops:,.0f} Tflop/s"),
+        "tensor cores": (
+            tensor_flops, part.fp16_tensor_tflops * 1e3, "operations", f"{part.fp16_tensor_tflops:,.0f} Tflop/s"
+        ),
     }  # fmt: skip
     name, (amount, rate, unit, peak) = max(roofs.items(), key=lambda item: item[1][0] / item[1][1])
     reached = amount / rate / span

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from paellapy.instrument.errors import TraceError
-from paellapy.instrument.records import BLOCK, LAUNCH, RANGE, WORK, Records
+from paellapy.instrument.records import BLOCK, LAUNCH, RANGE, WORK, Records, widened
 from paellapy.instrument.traces import trace_file
 from paellapy.instrument.traces.above import Above
 from paellapy.instrument.traces.explain import Explanation, explain
@@ -236,7 +236,7 @@ class Trace:
                 records = more.pop("ranges").astype(RANGE)
                 found.ranges = TracedRanges(records, tuple(map(str, facts["ranges"])), int(facts["ranges_lost"]))
             if "work" in more:
-                found.work = more.pop("work").astype(WORK)
+                found.work = widened(more.pop("work"), WORK)
             found._take(more, facts)
             return found
 

@@ -34,7 +34,7 @@ class Session:
         self._rows: list[tuple[Any, ...]] = []
         self.begin_ns = device.clock_ns()
         self._compiled: dict[int, Compiled] = {}
-        self.counted: dict[int, tuple[int, int, int]] = {}  # bytes, flops and tensor flops of evaluated launches
+        self.counted: dict[int, tuple[int, ...]] = {}  # the fields of WORK from `bytes` on, of evaluated launches
         self.last = 0  # the latest recorded launch
         self.unreported = 0  # blocks of launches for which no descriptor was left
         self._in_graphs: dict[int, tuple[str, tuple[Any, ...]]] = {}  # launches that PyTorch's graphs may replay
@@ -100,7 +100,7 @@ class Session:
         for launch in launches.tolist():
             if made := self._compiled.get(launch):
                 plain = made.source.build(PassConfig()).registers  # kept on disk if the kernel ran plain before
-                rows.append((launch, made.code.spill_bytes, plain, 0, *self.counted.get(launch, (0, 0, 0))))
+                rows.append((launch, made.code.spill_bytes, plain, 0, *self.counted.get(launch, (0,) * 7)))
         return np.array(rows, WORK)
 
     def launches(self) -> tuple[Records, tuple[str, ...]]:

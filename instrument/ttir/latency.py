@@ -15,8 +15,9 @@ from paellapy.instrument.ttir.parser import Op
 from paellapy.instrument.ttir.types import Array
 
 # wasted: bytes of touched sectors that are not used; updates: atomic updates of elements
-# pressure, hottest: thousandths of the turns at the busiest line, and of updates of the busiest address (sectors.py)
+# pressure, hottest: turns at the busiest line and updates of the busiest address, in units of 1/SHARES (sectors.py)
 # loop0, loop1, …: iterations of the first loops of the source, in the order of its text
+SHARES = 1_000_000  # each block of a launch has a share of a queue
 LOOPS = ("loop0", "loop1", "loop2", "loop3")
 PATH_FIELDS = (
     "loads", "atomics", "reductions", "dots", "elements", "instructions", "wasted", "updates", "pressure", "hottest",

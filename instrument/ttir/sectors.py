@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from paellapy.instrument.ttir import native
-from paellapy.instrument.ttir.latency import PATH_FIELDS
+from paellapy.instrument.ttir.latency import PATH_FIELDS, SHARES
 from paellapy.instrument.ttir.memory import Site, rows_of
 from paellapy.instrument.ttir.types import Array, Element
 
@@ -57,7 +57,7 @@ def count_updates(cost: Array, offset: Any, mask: Any, element: Element, threads
     vector = max(1, min(elements // threads, _MOST_BYTES // element.size))
     turns, most, updates = native.queues(at, keep, len(chosen), vector, WARP, SECTOR // element.size, LINE // SECTOR)
     # The queue is that of all blocks together: each has an equal share.
-    share = 1000 / len(chosen)
+    share = SHARES / len(chosen)
     cost[site.rows, UPDATES] += round(updates / len(chosen))
     cost[site.rows, PRESSURE] += round(turns * share)
     cost[site.rows, HOTTEST] += round(most * share)

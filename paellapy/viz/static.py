@@ -17,8 +17,9 @@ from paellapy.viz import requests as rq
 from paellapy.viz.data import Part, Parts, Picture
 from paellapy.viz.needs import need
 from paellapy.viz.palette import SCALE, WARNING, Look, Theme, colours, look, paler
+from paellapy.viz.static_ranges import boxes, check_ranges, range_colours, ranges_view
 
-ViewName = Literal["all", "heatmap", "gantt", "residency", "requests"]
+ViewName = Literal["all", "heatmap", "gantt", "residency", "requests", "ranges"]
 
 DPI = 160
 
@@ -35,7 +36,7 @@ def save_figure(
     **part: Unpack[Part],
 ) -> Path:
     """Draws the trace into a file; its extension (.png, .svg, .pdf) chooses the format. `sms` = (first, last) shows
-    only these SMs.
+    only these SMs. The view "ranges" is not part of "all"; without `sms` it shows the first two SMs with ranges.
 
     >>> from paellapy import recordings
     >>> save_figure(recordings.load(recordings.names()[0]), "/dev/null.txt")
@@ -114,7 +115,10 @@ def draw(
                 first, last = sms or (0, picture.trace.device.n_sm - 1)
                 if name in ("heatmap", "gantt"):
                     ax.set_ylim(last + 0.5, first - 0.5)
-                _VIEWS[name](picture, ax, colour, look(theme))
+                if name == "ranges":
+                    ranges_view(picture, ax, sms)
+                else:
+                    _VIEWS[name](picture, ax, colour, look(theme))
                 if column:
                     ax.set_ylabel("")
                 if name == "heatmap":
@@ -131,13 +135,16 @@ def draw(
 
 def _chosen(pictures: Sequence[Picture], view: ViewName | Sequence[ViewName]) -> list[str]:
     wanted: list[str] = [view] if isinstance(view, str) else list(view)
-    if unknown := [name for name in wanted if name != "all" and name not in _VIEWS]:
-        raise TraceError(f"there is no view {unknown[0]!r}: choose from all, {', '.join(_VIEWS)}")
+    if unknown := [name for name in wanted if name not in ("all", "ranges", *_VIEWS)]:
+        raise TraceError(f"there is no view {unknown[0]!r}: choose from all, {', '.join(_VIEWS)}, ranges")
+    if "ranges" in wanted:
+        check_ranges(pictures)
     there = [rq.has_requests(p.whole) for p in pictures]
     if "requests" in wanted and not all(there):
         raise TraceError("this trace has no requests: record them with `with engine.trace() as t:`")
     if "all" in wanted:
-        return [name for name in _VIEWS if name != "requests" or any(there)]
+        every = [name for name in _VIEWS if name != "requests" or any(there)]
+        return [*every, *(name for name in wanted if name == "ranges")]
     return wanted
 
 
@@ -198,25 +205,7 @@ def _bars(picture: Picture, ax: Any, colour: dict[str, str], chart: data.Gantt, 
     b = chart.blocks
     of_group = np.array([[colour[name], paler(colour[name], ground)] for name in picture.groups.names]).reshape(-1, 2)
     paint = of_group[picture.groups.of_block, chart.second().astype(int)]
-    _boxes(picture, ax, b["start_ns"], b["end_ns"], chart.middle(), chart.height(), paint.tolist())
-
-
-def _boxes(
-    picture: Picture,
-    ax: Any,
-    start_ns: NDArray[np.int64],
-    end_ns: NDArray[np.int64],
-    middle: NDArray[np.float64],
-    height: float,
-    paint: list[str],
-) -> None:
-    collections = need("matplotlib.collections", "a picture")
-    left, right = picture.axis.of(start_ns), picture.axis.of(end_ns)
-    low, high = middle - height / 2, middle + height / 2
-    corners = np.stack([left, low, right, low, right, high, left, high], axis=1).reshape(-1, 4, 2)
-    shapes = collections.PolyCollection(corners, facecolors=paint, linewidths=0)
-    shapes.set_snap(False)  # lanes thinner than a pixel become paler, instead of a whole pixel or none
-    ax.add_collection(shapes)
+    boxes(picture, ax, b["start_ns"], b["end_ns"], chart.middle(), chart.height(), paint.tolist())
 
 
 def requests_view(picture: Picture, ax: Any, colour: dict[str, str], style: Look) -> None:
@@ -233,7 +222,7 @@ def requests_view(picture: Picture, ax: Any, colour: dict[str, str], style: Look
         tones = [WARNING] * len(lane) if late else [
             paler(tone, style.ground, rq.STRENGTH[each.what]) for tone in paint[seen.jobs["model"][each.job]]
         ]  # fmt: skip
-        _boxes(picture, ax, each.start_ns, each.end_ns, lane, height, tones)
+        boxes(picture, ax, each.start_ns, each.end_ns, lane, height, tones)
     lost = np.flatnonzero(seen.unanswered)
     size = 30 if seen.lane.max() < rq.ROOM else 12
     spare = rq.spare(seen)
@@ -285,10 +274,12 @@ def _handles(pictures: Sequence[Picture], chosen: Sequence[str], colour: dict[st
     """The entries for colours and for the marks in request lanes."""
     patches, lines = need("matplotlib.patches", "a legend"), need("matplotlib.lines", "a legend")
     shown: dict[str, str] = {}
-    if set(chosen) - {"heatmap", "requests"}:
+    if set(chosen) - {"heatmap", "requests", "ranges"}:
         there = {name for p in pictures for name in p.groups.names}
         shown = {name: tone for name, tone in colour.items() if name in there}
     marks: list[Any] = []
+    if "ranges" in chosen:
+        marks = [patches.Patch(color=tone, label=name) for name, tone in range_colours(pictures).items()]
     if "requests" in chosen:
         found = []
         for p in pictures:
@@ -297,7 +288,7 @@ def _handles(pictures: Sequence[Picture], chosen: Sequence[str], colour: dict[st
                 of_model = rq.colour_of_models(seen, colour, p.by_model)
                 shown |= {name: tone for name, tone in of_model.items() if name in seen.asked}
         grey = "#808080"
-        marks = [patches.Patch(color=paler(grey, style.ground, rq.STRENGTH[what]), label=label) for what, label in
+        marks += [patches.Patch(color=paler(grey, style.ground, rq.STRENGTH[what]), label=label) for what, label in
                  ((rq.QUEUED, "queued"), (rq.LAUNCHED, "launched"), (rq.SEGMENTS, "on the GPU"))]  # fmt: skip
         dot: dict[str, Any] = {"linestyle": "none", "markersize": 8}
         if any(len(each.due) for each in found):

@@ -166,6 +166,11 @@ class RangeSlice(NamedTuple):
     start_ns: int
     end_ns: int
 
+    @property
+    def lane(self) -> tuple[int, int]:
+        """Its place, and its warp or -1: the order of lanes in a picture."""
+        return self.place, -1 if self.warp is None else self.warp
+
 
 class WarpTrack(NamedTuple):
     place: int

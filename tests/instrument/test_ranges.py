@@ -306,3 +306,30 @@ def test_work_is_kept_with_a_trace(tmp_path):
     assert t.work["plain_registers"][0] > 0
     t.save(tmp_path / "t.pptrace")
     np.testing.assert_array_equal(pp.Trace.load(tmp_path / "t.pptrace").work, t.work)
+
+
+def test_a_file_from_before_sectors_were_counted_is_read(tmp_path):
+    t = traced()
+    old = ["launch", "spill_bytes", "plain_registers", "pad", "bytes", "flops", "tensor_flops"]
+    t.work = t.work[old].astype([(name, t.work.dtype[name]) for name in old])
+    t.save(tmp_path / "t.pptrace")
+    found = pp.Trace.load(tmp_path / "t.pptrace")
+    assert found.work["bytes"].tolist() == t.work["bytes"].tolist()
+    assert not found.work["updates"].any()
+    assert found.explain().kernels
+
+
+def test_ranges_are_saved_as_a_figure(tmp_path):
+    pytest.importorskip("matplotlib", reason="the extra `viz` is not installed")
+    t = traced()
+    figure = t.save_figure(tmp_path / "ranges.svg", ["residency", "ranges"]).read_text()
+    for name in t.ranges.names:
+        assert f">{name}<" in figure or f"<!-- {name} -->" in figure
+    whole, part = (t.save_figure(tmp_path / name, "ranges", sms=sms) for name, sms in
+                   (("a.svg", None), ("b.svg", (0, 0))))  # fmt: skip
+    assert "SM 1," in whole.read_text()
+    assert "SM 1," not in part.read_text()
+    with pytest.raises(pp.TraceError, match="999"):
+        t.save_figure(tmp_path / "c.svg", "ranges", sms=(999, 999))
+    with pytest.raises(pp.TraceError, match="ranges"):
+        t.save_figure(tmp_path / "d.svg", "ranges", start_ns=0, end_ns=1)

@@ -65,6 +65,13 @@ def test_a_script_is_run_with_its_arguments_and_its_kernels_are_recorded(script:
     assert (sys.argv, sys.path) == before
 
 
+def test_each_kernels_limit_is_printed_unless_it_is_turned_off(script: Path) -> None:
+    with_it, without = trace(script), trace("--no-explain", script)
+    assert "double: small grid" in with_it.stderr
+    assert "small grid" not in without.stderr
+    assert with_it.stdout == without.stdout
+
+
 def test_an_engine_of_the_script_is_on_the_device_that_was_asked_for(script: Path) -> None:
     script.write_text("import paellapy as pp\nwith pp.Engine() as engine:\n    print(engine.stats()['device'])\n")
     with pytest.warns(UserWarning, match=r"engine\.trace\(\)"):  # its requests are not in the trace

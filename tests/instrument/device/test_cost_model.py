@@ -80,6 +80,20 @@ def test_updates_of_few_addresses_press_more_than_updates_of_many(device: Any) -
     assert pressure[0] > pressure[1] > 0
 
 
+def test_many_waves_of_blocks_queue_once_and_not_once_each(device: Any) -> None:
+    @triton.jit
+    def add_one(counts, B: tl.constexpr):
+        tl.atomic_add(counts + tl.arange(0, B) * 0, 1)
+
+    def took(blocks: int) -> int:
+        with device, pp.trace(1 << 12) as t:
+            pp.kernel(add_one)[blocks,](pp.zeros(1, np.int32), B=128)
+        return int(t.summary().kernels[0].span_ns)
+
+    few, many = took(5_000), took(40_000)
+    assert 6 < many / few < 10
+
+
 def test_a_measured_kernels_factor_scales_its_wait(device: Any) -> None:
     links = np.arange(256, dtype=np.int32)
     launcher, cost = _cost(device, chase, links, links.copy(), 5, B=256)

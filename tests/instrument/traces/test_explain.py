@@ -1,0 +1,85 @@
+"""`t.explain()` on kernels that are limited by their addresses: atomic updates that queue, and sectors used in part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import triton
+import triton.language as tl
+
+import paellapy as pp
+
+N = 1 << 18
+
+
+@triton.jit
+def count(x, counts, n, B: tl.constexpr):
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    tl.atomic_add(counts + tl.load(x + i, mask=i < n, other=0), 1, mask=i < n)
+
+
+@triton.jit
+def every(x, out, n, STRIDE: tl.constexpr, B: tl.constexpr):
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    tl.store(out + i, tl.load(x + i * STRIDE, mask=i < n), mask=i < n)
+
+
+def explained(kernel: Any, blocks: int, *args: Any, **constants: int) -> tuple[dict[str, Any], Any]:
+    with pp.Device("virtual:h200"), pp.trace() as t:
+        pp.kernel(kernel)[blocks,](*args, **constants)
+    (found,) = t.explain().kernels
+    return {claim.about: claim for claim in found.claims}, found
+
+
+def counted(values: Any) -> tuple[dict[str, Any], Any]:
+    return explained(count, N // 1024, pp.array(values.astype(np.int32)), pp.zeros(4096, np.int32), N, B=1024)
+
+
+def strided(stride: int) -> tuple[dict[str, Any], Any]:
+    return explained(every, N // 1024, pp.zeros(N * stride), pp.zeros(N), N, STRIDE=stride, B=1024)
+
+
+def test_updates_of_one_address_are_named_with_their_number() -> None:
+    claims, kernel = counted(np.full(N, 7))
+    assert kernel.claims[0].about == "atomics"
+    assert claims["atomics"].share > 0.9
+    assert claims["atomics"].figures["updates"] == claims["atomics"].figures["at one address"] == N
+    assert "tiles" not in str(kernel)
+
+
+def test_updates_that_are_spread_out_take_less_time_and_are_not_the_limit() -> None:
+    _, one = counted(np.full(N, 7))
+    claims, many = counted(np.arange(N) % 4096)
+    assert many.span_ns < one.span_ns / 10
+    assert "atomics" not in claims or claims["atomics"].share < 0.25
+    assert "tiles" in str(many)
+
+
+def test_sectors_used_in_part_are_named_with_their_bytes() -> None:
+    claims, kernel = strided(32)
+    assert kernel.claims[0].about == "uncoalesced"
+    figures = claims["uncoalesced"].figures
+    assert figures["bytes used"] == 2 * 4 * N
+    assert figures["bytes moved"] == (32 + 4) * N
+    assert "tiles" not in str(kernel)
+    assert kernel.span_ns > 1.5 * strided(1)[1].span_ns
+
+
+def test_consecutive_elements_waste_nothing() -> None:
+    claims, _ = strided(1)
+    assert "uncoalesced" not in claims
+    assert "atomics" not in claims
+
+
+def test_the_brief_form_has_a_line_for_each_of_the_longest_kernels() -> None:
+    with pp.Device("virtual:h200"), pp.trace() as t:
+        x, out = pp.zeros(N), pp.zeros(N)
+        pp.kernel(every)[N // 1024,](x, out, N, STRIDE=1, B=1024)
+        pp.kernel(count)[N // 1024,](pp.zeros(N, np.int32), pp.zeros(16, np.int32), N, B=1024)
+    every_line, count_line = t.explain().brief().splitlines()
+    assert every_line.startswith("every: ")
+    assert count_line.startswith("count: atomics")
+    one, rest = t.explain().brief(most=1).splitlines()
+    assert one == count_line
+    assert "1" in rest
