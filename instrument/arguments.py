@@ -104,6 +104,19 @@ def triton_dtype(dtype: Any) -> str:
     return found
 
 
+def as_type(value: Any) -> Any:
+    """An array, a dtype or Triton's MockTensor as the text of its type, for compiling; other values as they are.
+
+    >>> as_type(np.dtype("float32")), as_type(3)
+    ('*fp32', 3)
+    """
+    dtype = getattr(value, "dtype", value if type(value).__name__ == "dtype" or isinstance(value, np.dtype) else None)
+    if dtype is None or isinstance(value, np.generic) or type(value).__module__.startswith("triton.language"):
+        return value
+    address = value.ctypes.data if isinstance(value, np.ndarray) else getattr(value, "data_ptr", int)()
+    return f"*{triton_dtype(dtype)}{':1' if address % 16 else ''}"
+
+
 def of_int(value: int) -> tuple[int, int]:
     """1 is compiled in; for other integers, only divisibility by 16 and the width matter (as in `triton.jit`)."""
     if value == 1:

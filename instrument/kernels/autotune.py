@@ -8,6 +8,7 @@ from typing import Any
 
 from triton.runtime.autotuner import Autotuner, Heuristics
 from triton.runtime.errors import AutotunerError
+from triton.runtime.jit import MockTensor
 
 from paellapy.instrument.device.base import Device
 from paellapy.instrument.errors import ArgumentError, PaellaError
@@ -48,14 +49,21 @@ class Tuner:
             kwargs = {**kwargs, **_launch_kwargs(best)}
         return kwargs
 
-    def first(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The keywords of the first configuration: for compiling without a device to time on."""
+    @property
+    def tunes(self) -> bool:
+        return any(isinstance(wrapper, Autotuner) for wrapper in self.wrappers)
+
+    def every(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[dict[str, Any]]:
+        """The keywords of each configuration: for compiling without a device to time on."""
+        args = [MockTensor.wrap_dtype(a) for a in args]  # which heuristics may ask for a dtype
+        found = [kwargs]
         for wrapper in self.wrappers:
             if isinstance(wrapper, Heuristics):
-                kwargs = self._heuristic(wrapper, args, kwargs)
+                found = [self._heuristic(wrapper, args, each) for each in found]
             else:
-                kwargs = {**_launch_kwargs(self._candidates(wrapper, args, kwargs)[0]), **kwargs}
-        return kwargs
+                found = [{**_launch_kwargs(config), **each} for each in found
+                         for config in self._candidates(wrapper, args, each)]  # fmt: skip
+        return found
 
     def _heuristic(self, wrapper: Heuristics, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         kwargs = dict(kwargs)

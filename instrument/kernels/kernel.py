@@ -12,9 +12,7 @@ from dataclasses import replace
 from operator import index, itemgetter
 from typing import Any, Literal, NoReturn, overload
 
-import numpy as np
-
-from paellapy.instrument.arguments import Handlers, triton_dtype
+from paellapy.instrument.arguments import Handlers, as_type
 from paellapy.instrument.device.base import Device, Launcher, check_grid
 from paellapy.instrument.device.occupancy import Occupancy, occupancy
 from paellapy.instrument.device.parts import limits_for_capability
@@ -108,11 +106,16 @@ class TritonKernel(Kernel):
         """As `kernel[grid](…)`; with `warmup` the kernel is compiled and not launched."""
         return self.warmup(*args, grid=grid, **kwargs) if warmup else self._run(grid, None, *args, **kwargs)
 
-    def warmup(self, *args: Any, grid: Grid = (1,), **kwargs: Any) -> Compiled:
-        """Compiles for the current device; dtypes stand for arrays, as in Triton."""
-        given = [_as_type(a) for a in args]
-        named = {n: _as_type(v) for n, v in kwargs.items()}
-        return self.compile(*given, target_=Device.current().target, **named)
+    def warmup(self, *args: Any, grid: Grid = (1,), **kwargs: Any) -> Any:
+        """Compiles for the current device and launches nothing; dtypes stand for arrays.
+
+        Returns the compiled kernel; under `@triton.autotune` a list, with one for each configuration. As in Triton.
+        """
+        target, config = Device.current().target, PassConfig(self.report, False, self.exits)
+        every = self._tuner.every(args, kwargs) if self._tuner else [kwargs]
+        types, named = [as_type(a) for a in args], [{n: as_type(v) for n, v in each.items()} for each in every]
+        made = [self._source_for(None, target, types, each).build(config) for each in named]
+        return made if self._tuner and self._tuner.tunes else made[0]
 
     @property
     def best_config(self) -> Any:
@@ -217,10 +220,6 @@ class TritonKernel(Kernel):
         self._launchers[(*which, "preempt") if preempt else which] = launcher
         return launcher
 
-    def _compile_source(self, values: Sequence[Any], key: Any, options: dict[str, Any], target: str) -> Source:
-        options = triton_source.split_options(options, self.name, self.arg_names)
-        return self._source.source(values, key, options, target)
-
     def compile(self, *args: Any, **kwargs: Any) -> Compiled:
         """Compiles for any target, without a GPU and without launching.
 
@@ -240,13 +239,17 @@ class TritonKernel(Kernel):
         target, sliced = self._own(kwargs, "target", None), self._own(kwargs, "sliced", False)
         device = None if target else Device.current()
         if self._tuner is not None:
-            kwargs = self._tuner.first(args, kwargs)
+            kwargs = self._tuner.every(args, kwargs)[0]
         typed = any(isinstance(each, str) for each in (*args, *kwargs.values()))
-        values, key, options = self._bind(_NoDevice if typed or device is None else device, args, kwargs)
-        if options:
-            key = self._with_options(key, options)
-        source = self._compile_source(values, key, options, target or (device.target if device else ""))
+        target = target or (device.target if device else "")
+        source = self._source_for(None if typed else device, target, args, kwargs)
         return source.build(PassConfig(report, sliced, self.exits))
+
+    def _source_for(self, device: Device | None, target: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Source:
+        values, key, options = self._bind(device or _NoDevice, args, kwargs)
+        key = self._with_options(key, options) if options else key
+        options = triton_source.split_options(options, self.name, self.arg_names)
+        return self._source.source(values, key, options, target)
 
     def theoretical_occupancy(self, *args: Any, **kwargs: Any) -> Occupancy:
         """Blocks of this kernel that an SM can hold, and the resource that limits them.
@@ -417,14 +420,6 @@ def _picker(facts: dict[str, Any], values: Sequence[Any], device: Device) -> Cal
     if len(indices) < 2:
         return lambda v: [v[i] for i in indices]
     return itemgetter(*indices)
-
-
-def _as_type(value: Any) -> Any:
-    """A dtype, or Triton's MockTensor, as the type of an aligned array."""
-    dtype = getattr(value, "dtype", value if type(value).__name__ == "dtype" else None)
-    if dtype is None or isinstance(value, np.generic) or type(value).__module__.startswith("triton.language"):
-        return value
-    return f"*{triton_dtype(dtype)}"
 
 
 def _as_grid(grid: Any) -> tuple[int, ...]:

@@ -177,6 +177,25 @@ def test_run_and_warmup():
     assert add.params[0].name == "x"
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_warmup_compiles_what_a_launch_of_the_same_tensors_runs(first):
+    x, out = torch.ones(104)[first : first + 100], torch.zeros(100)
+    made = add.warmup(x, x, out, n=100, B=128, grid=cover)
+    assert not out.any()
+    assert made.asm["ttir"] == add[cover](x, x, out, 100, B=128).asm["ttir"]
+    assert ("divisibility" in made.asm["ttir"].split("%y")[0]) == (first == 0)
+
+
+def test_warmup_compiles_every_configuration_of_an_autotuner():
+    by_type = triton.heuristics({"num_warps": lambda args: 8 if args["x"].dtype == torch.float32 else 2})(plain)
+    for given, warps in ((torch.float32, 8), (torch.ones(100), 8), (torch.float16, 2)):
+        assert pp.kernel(by_type).warmup(given, given, given, 100, B=128, grid=(1,)).metadata.num_warps == warps
+    for tuned in (pp.kernel(triton.autotune(CONFIGS, [])(plain)), triton.autotune(CONFIGS, [])(add)):
+        made = tuned.warmup(torch.float32, torch.float32, torch.float32, 100, grid=cover)
+        assert [each.metadata.num_warps for each in made] == [1, 4]
+        assert all(each.n_regs > 0 for each in made)
+
+
 def test_a_launch_returns_the_compiled_kernel_as_tritons_does():
     x = torch.ones(100)
     launched = add[1,](x, x, torch.zeros(100), 100, B=128)

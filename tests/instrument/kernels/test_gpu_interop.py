@@ -54,6 +54,19 @@ def test_torch_tensors_unaligned_views_and_streams(gpu: pp.Device) -> None:
         kernel[(8,)](x.cpu(), out, 1000, B=128)
 
 
+def test_warmup_compiles_as_tritons_own_and_launches_nothing(gpu: pp.Device) -> None:
+    torch = pytest.importorskip("torch")
+    kernel = pp.kernel(double, report=None)
+    base, out = torch.ones(1001, device="cuda"), torch.zeros(1000, device="cuda")
+    for x in (torch.float32, base[:1000], base[1:]):
+        given = (x, torch.float32 if x is torch.float32 else out, 1000)
+        made, theirs = (fn.warmup(*given, B=128, grid=(8,)) for fn in (kernel, double))
+        assert made.n_regs == theirs.n_regs or theirs.n_regs is None  # Triton knows it once the kernel is loaded
+        assert made.asm["ttir"].count("tt.divisibility") == theirs.asm["ttir"].count("tt.divisibility")
+    torch.cuda.synchronize()
+    assert not out.any()
+
+
 def test_cupy_raw_kernels(gpu: pp.Device) -> None:
     cupy = pytest.importorskip("cupy")
     code = 'extern "C" __global__ void scale(float* x, float a, int n)'
