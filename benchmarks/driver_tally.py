@@ -69,8 +69,7 @@ class Tally:
         with self._lock:
             found = {name: {"count": len(each), "bytes": sum(each.values())} for name, each in self._live.items()}
         return {
-            name: each if KINDS[name].bytes_at is not None else {"count": each["count"]}
-            for name, each in found.items()
+            name: each if KINDS[name].bytes_at is not None else {"count": each["count"]} for name, each in found.items()
         }
 
     def _replace(self, function: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -127,6 +127,7 @@ def make_model(config: ModelConfig, folder: Path) -> Model:
         lanes=config.lanes,
         params=config.params,
         resident=config.resident,
+        capture=config.capture,
     )
 
 

@@ -59,6 +59,7 @@ class ModelConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     lanes: Count | None = None
     params: dict[str, float] | None = None  # parameters for policies, as in params = {request = 0.3, limit = 0.6}
     resident: bool | Literal["auto"] | None = None  # whether its weights stay on the GPU when not all models fit
+    capture: Literal["ahead", "on_demand"] | None = None  # when batch sizes are captured
     load: bool = True  # False: the model waits for POST /v2/repository/models/…/load
 
 

@@ -8,6 +8,7 @@ from paellapy.instrument.versions import versions
 from paellapy.scheduler.core.manage import weights_state
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.remote import RemoteEngine
+from paellapy.scheduler.engine.stats import sizes_state
 from paellapy.scheduler.models.model import Model
 from paellapy.serving.counters import ModelCounters
 from paellapy.serving.datatypes import datatype
@@ -111,15 +112,19 @@ def model_statistics(name: str, counters: ModelCounters) -> dict[str, Any]:
     }
 
 
-def repository_index(registry: Catalogue, ready_only: bool) -> list[dict[str, str]]:
-    """All configured models. For loaded ones it says where the weights are: resident, loading 43 %, leaving, host,
-    disk.
+def repository_index(registry: Catalogue, ready_only: bool) -> list[dict[str, Any]]:
+    """All configured models. For loaded ones it says where the weights are (resident, loading 43 %, leaving, host,
+    disk), and, if not all batch sizes are captured, which are, which come later, and which failed.
     """
     state = registry.engine.state
-    where = {model.name: weights_state(state, row) for row, model in registry.by_row.items()}
+    more: dict[str, dict[str, Any]] = {}
+    for row, model in registry.by_row.items():
+        more[model.name] = {"weights": weights_state(state, row)}
+        sizes = sizes_state(state, row)
+        if sizes["later"] or sizes["failed"]:
+            more[model.name]["batch_sizes"] = sizes
     return [
-        {"name": e.name, "version": VERSION, "state": e.state, "reason": e.reason}
-        | ({"weights": where[e.name]} if e.name in where else {})
+        {"name": e.name, "version": VERSION, "state": e.state, "reason": e.reason} | more.get(e.name, {})
         for e in registry.entries.values()
         if e.state == "READY" or not ready_only
     ]

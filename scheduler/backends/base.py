@@ -171,9 +171,9 @@ class Backend(ABC):
 
     # -- common to all
 
-    def rehearse_all(self, model: Model, weights: Arrays) -> tuple[int, int]:
-        """Runs every batch size once; returns a lane's scratch memory, and the memory of other libraries."""
-        return max(self.rehearse(model, weights, batch) for batch in model.batch), 0
+    def rehearse_all(self, model: Model, weights: Arrays, sizes: Sequence[int]) -> tuple[int, int]:
+        """Runs each batch size once; returns a lane's scratch memory, and the memory of other libraries."""
+        return max(self.rehearse(model, weights, batch) for batch in sizes), 0
 
     def rehearse(self, model: Model, weights: Arrays, batch: int) -> int:
         """Compiles and tunes by running the function once, then counts the scratch memory of a second run."""
@@ -212,6 +212,7 @@ class Backend(ABC):
     window_share = 0.0  # fraction of the SMs in each window
     foreign_kernels = False  # whether kernels other than ours can be captured
     sleeps_in_read = False  # whether the loop sleeps by reading the bell's descriptor
+    tracing = False  # whether the blocks of all launches are being recorded
     shared_slots = False  # whether other processes map the lanes' host memory
 
     # Called with lane, slot and error, in the loop's thread, when a model failed on the values in one slot.

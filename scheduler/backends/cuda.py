@@ -229,16 +229,16 @@ class CudaBackend(Backend):
         with cupy_in_arena(self.device, None, capture.empty), torch_memory:
             yield
 
-    def rehearse_all(self, model: Model, weights: Arrays) -> tuple[int, int]:
+    def rehearse_all(self, model: Model, weights: Arrays, sizes: Sequence[int]) -> tuple[int, int]:
         if isinstance(model.source, ForeignGraph):
             return 0, 0  # a captured graph needs no rehearsal, and its memory belongs to its owner
         if not torch_in_use(model.uses_torch):
-            return super().rehearse_all(model, weights)
+            return super().rehearse_all(model, weights, sizes)
         if model.stateful:
-            return self._rehearse_step(model, weights)
+            return self._rehearse_step(model, weights, sizes)
         self._trial = TorchPool(self.device.index)
         try:
-            scratch, _ = super().rehearse_all(model, weights)
+            scratch, _ = super().rehearse_all(model, weights, sizes)
             return scratch, self._trial.nbytes
         finally:
             self._trial.free()
@@ -271,12 +271,12 @@ class CudaBackend(Backend):
         pool: TorchPool = model.source.pool
         return pool
 
-    def _rehearse_step(self, model: Model, weights: Arrays) -> tuple[int, int]:
+    def _rehearse_step(self, model: Model, weights: Arrays, sizes: Sequence[int]) -> tuple[int, int]:
         """Also counts the memory that PyTorch holds while a step runs, in any thread."""
         torch: Any = sys.modules["torch"]
         torch.cuda.reset_peak_memory_stats(self.device.index)
         before = torch.cuda.memory_allocated(self.device.index)
-        scratch, _ = super().rehearse_all(model, weights)
+        scratch, _ = super().rehearse_all(model, weights, sizes)
         return scratch, torch.cuda.max_memory_allocated(self.device.index) - before
 
     def _capture_stream(self, priority: int) -> CudaStream:
@@ -535,9 +535,10 @@ class CudaBackend(Backend):
     def begin_trace(self, records_per_sm: int, models: list[LoadedModel]) -> None:
         with device_lock(self.device):
             self._trace = CudaTrace(self, self.capture_traced, self._state, records_per_sm, models)
+            self.tracing = True
 
     def end_trace(self, models: list[LoadedModel]) -> TracedBlocks:
-        current, self._trace = self._trace, None
+        current, self._trace, self.tracing = self._trace, None, False
         assert current is not None
         with device_lock(self.device):
             found = current.finish({row for loaded in models for row in loaded.lane_rows})

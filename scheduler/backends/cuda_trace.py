@@ -11,6 +11,7 @@ from paellapy.scheduler.backends.recorded import TracedBlocks, TracedPiece
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.models.lane_memory import Lane
+from paellapy.scheduler.models.profile import ProgramProfile
 from paellapy.scheduler.models.program import Cuts, Program
 from paellapy.scheduler.models.tensors import Arrays
 
@@ -42,18 +43,17 @@ class CudaTrace:
         try:
             for loaded in models:
                 for lane, row, sizes in zip(loaded.lanes, loaded.lane_rows, loaded.launches, strict=True):
-                    for size, launches in enumerate(sizes):
-                        self._swap_in(loaded, lane, row, size, launches)
+                    for profile, launches in zip(loaded.profiles, sizes, strict=True):
+                        self._swap_in(loaded, lane, row, profile, launches)
         except BaseException:
             self._swap_out({row for loaded in models for row in loaded.lane_rows})
             self._inner.__exit__(None)
             self._release()
             raise
 
-    def _swap_in(self, loaded: LoadedModel, lane: Lane, row: int, size: int, plain: Launches) -> None:
-        backend = self._backend
-        cuts = loaded.profiles[size].cuts
-        program, ids = self._capture_traced(lane, loaded.weights, loaded.model.batch[size], cuts)
+    def _swap_in(self, loaded: LoadedModel, lane: Lane, row: int, profile: ProgramProfile, plain: Launches) -> None:
+        backend, size = self._backend, loaded.model.batch.index(profile.batch)
+        program, ids = self._capture_traced(lane, loaded.weights, profile.batch, profile.cuts)
         try:
             traced = backend.cut(program, plain.bounds, lane, confine=bool(plain.confined))
         finally:

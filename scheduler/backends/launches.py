@@ -40,8 +40,8 @@ class LoadedModel:
     weights: Arrays
     reservation: Reservation
     lanes: list[Lane]
-    profiles: list[ProgramProfile]  # one per batch size
-    launches: list[list[Launches]] = field(default_factory=list)  # [lane][batch size]
+    profiles: list[ProgramProfile]  # one per captured batch size, ascending
+    launches: list[list[Launches]] = field(default_factory=list)  # [lane][captured batch size]
     row: int = -1
     generation: int = 0  # generation of the row
     lane_of: dict[int, Lane] = field(default_factory=dict)  # lanes by their numbers in the core
@@ -49,6 +49,8 @@ class LoadedModel:
     range: WeightRange | None = None  # of weights that come and go
     # by batch size: lower bounds, where `needs` has upper bounds
     least_needs: list[list[tuple[int, ...]]] = field(default_factory=list)
+    later: dict[int, str] = field(default_factory=dict)  # batch sizes not captured yet; the error of a failed capture
+    spare: Lane | None = None  # memory to capture and measure these sizes in, because the lanes are in service
     stays: bool = False  # the model changes its weights, so they cannot leave the GPU
 
     @property

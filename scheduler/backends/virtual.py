@@ -173,9 +173,9 @@ class VirtualBackend(Backend):
             return None
         return program.for_lane(lane.index, body, marks)
 
-    def rehearse_all(self, model: Model, weights: Arrays) -> tuple[int, int]:
+    def rehearse_all(self, model: Model, weights: Arrays, sizes: Sequence[int]) -> tuple[int, int]:
         self._rehearsed.clear()
-        return super().rehearse_all(model, weights)
+        return super().rehearse_all(model, weights, sizes)
 
     def rehearse(self, model: Model, weights: Arrays, batch: int) -> int:
         self.device.noted = []
@@ -471,11 +471,11 @@ class VirtualBackend(Backend):
             if self._tracer is not None:
                 raise TraceError("the engine is being traced already; traces cannot be nested")
             self.sm.clear_blocks()
-            self._tracer = PieceTracer(self.device)
+            self._tracer, self.tracing = PieceTracer(self.device), True
 
     def end_trace(self, models: list[LoadedModel]) -> TracedBlocks:
         with self._sm_model():
-            tracer, self._tracer = self._tracer, None
+            tracer, self._tracer, self.tracing = self._tracer, None, False
             assert tracer is not None
             blocks = self.sm.blocks()
             self.sm.clear_blocks()

@@ -19,6 +19,7 @@ from paellapy.scheduler.core.codes import (
     FREE,
     HELD,
     HERE,
+    LATER,
     LEAVING,
     NEVER,
     NONE,
@@ -223,6 +224,13 @@ def _check_free_lanes(s: State, ids: Any) -> None:
             _require(sorted(free.tolist()) == expected, "a free lane is lost or doubled", m)
 
 
+def _fits(sizes: Any, lane: Any) -> bool:
+    """Whether the lane runs at the smallest size for its requests, or at the smallest there was when it started."""
+    best = np.flatnonzero(sizes["batch"] >= lane["taken"])[0]
+    right = lane["size"] == best or (lane["size"] > best and sizes["capture"][best] != LATER)
+    return bool(right and sizes["segments"][lane["size"]] > 0)
+
+
 def _check_lanes(s: State) -> None:
     free = np.flatnonzero((s.lane["model"] >= 0) & (s.lane["state"] == FREE))
     _check_free_lanes(s, free)
@@ -258,8 +266,7 @@ def _check_lanes(s: State) -> None:
         if a["state"] == RUNNING:
             _require(a["taken"] == reserved == ready, "a lane runs without all its inputs", lane)
             _require(a["done"] < a["segments"], "a lane is done and not ended", lane)
-            fits = s.size["batch"][m, : s.model["n_sizes"][m]]
-            _require(a["size"] == np.flatnonzero(fits >= a["taken"])[0], "a lane runs at the wrong size", lane)
+            _require(_fits(s.size[m, : s.model["n_sizes"][m]], a), "a lane runs at the wrong size", lane)
             ahead = a["issued"] - a["done"]
             most = s.core["look_ahead"][0]
             _require(ahead <= max(most, 1) + (most == 1), "a lane runs too far ahead", lane)

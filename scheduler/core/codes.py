@@ -46,6 +46,9 @@ POOLS, QUEUES, OWN_STREAMS = 8, 32, 128
 OF_WINDOWS = QUEUES + OWN_STREAMS
 POOL_STREAMS = OF_WINDOWS + WINDOWS * QUEUES
 
+# size.capture: of a size that is not captured yet. WANTED: a batch would have run at it. GIVEN_UP: its capture failed.
+LATER, WANTED, GIVEN_UP = range(3)
+
 # weights.stage. OUT: on the host or on disk. COMING: arriving chunk by chunk, in the order in which programs need them.
 # HERE: on the GPU. LEAVING: no lane uses them, and their memory is about to be reused.
 OUT, COMING, HERE, LEAVING = range(4)

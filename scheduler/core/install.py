@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paellapy.scheduler.core.codes import ABSENT, COMING, HERE, LEAVING, NONE, OPEN_MODEL, STAYS
+from paellapy.scheduler.core.codes import ABSENT, COMING, HERE, LATER, LEAVING, NONE, OPEN_MODEL, STAYS
 from paellapy.scheduler.core.demand import TOGETHER, usual_demand
 from paellapy.scheduler.core.manage import KEEP
 from paellapy.scheduler.core.params import give_params
@@ -42,8 +42,9 @@ def _check_limits(state: State, profile: ModelProfile) -> None:
         )
 
 
-def install(state: State, profile: ModelProfile) -> tuple[int, list[int]]:
+def install(state: State, profile: ModelProfile, batch: Sequence[int] = ()) -> tuple[int, list[int]]:
     """Fills a free model row and free lanes from a profile; returns their numbers. `open_model` then lets requests in.
+    `batch` also names sizes that `install_size` adds later; the smallest and the largest must be in the profile.
 
     Completion words are the state's own. A backend that writes to other words sets `launch` and `whole` of the lanes,
     their inputs, and `n_inputs`, before it opens the model.
@@ -58,30 +59,18 @@ def install(state: State, profile: ModelProfile) -> tuple[int, list[int]]:
     m = int(rows[0])
     row = state.model[m]
     row["priority"], row["share"], row["target_ns"] = profile.priority, profile.share, profile.target_ns
-    row["queue_limit"], row["n_sizes"], row["n_lanes"] = profile.queue_limit, len(profile.sizes), len(lanes)
+    sizes = sorted({*profile.batch, *batch})
+    row["queue_limit"], row["n_sizes"], row["n_lanes"] = profile.queue_limit, len(sizes), len(lanes)
     row["n_inputs"] = 0
     row["generation"] += 1
     state.outcome[m] = 0
     state.model["trial_ns"][m] = 0.0
     give_params(state, m, profile.params)
-    chunk = int(state.tuning["chunk_bytes"][0])
-    for k, (batch, program) in enumerate(profile.sizes.items()):
-        times = np.array([each.time_ns for each in program])
-        seen = profile.demand.get(batch)
-        demand = usual_demand(seen, profile.together.get(batch, TOGETHER)) if seen else estimate(state, program)
-        size, segment = state.size[m, k], state.segment[m, k, : len(program)]
-        size["batch"], size["segments"], size["total_ns"], size["demand"] = batch, len(program), times.sum(), demand
-        segment["tail_ns"] = times[::-1].cumsum()[::-1]
-        for name in ("time_ns", "blocks", "warps", "registers", "shared_bytes", "kernels"):
-            segment[name] = [getattr(each, name) for each in program]
-        segment["compute"] = [each.compute for each in program]
-        capacity = state.gpu["capacity_memory"][0] or np.inf
-        segment["memory"] = [each.memory or min(each.bytes / each.time_ns / capacity, 1.0) for each in program]
-        segment["occupancy"] = [_occupancy(state, each) for each in program]
-        segment["copy_bytes"] = 0.0
-        segment["copy_bytes"][0] = batch * profile.input_bytes
-        segment["chunks"] = -(-np.array(profile.needs.get(batch, (profile.weight_bytes,) * len(program))) // chunk)
-    _install_weights(state, m, profile, chunk)
+    for k, each in enumerate(sizes):
+        state.size[m, k] = (each, 0, LATER, 0.0, 0.0)
+        if each in profile.sizes:
+            install_size(state, m, profile, each)
+    _install_weights(state, m, profile, int(state.tuning["chunk_bytes"][0]))
     state.model_lane[m, : len(lanes)] = lanes
     state.lane["model"][lanes] = m
     n_words = state.segment.shape[2] + 1
@@ -94,6 +83,29 @@ def install(state: State, profile: ModelProfile) -> tuple[int, list[int]]:
         state.confined[lanes] = 0
     state.word[lanes] = 0
     return m, [int(lane) for lane in lanes]
+
+
+def install_size(state: State, m: int, profile: ModelProfile, batch: int) -> None:
+    """Fills the rows of one batch size of a model. If the model is open, call it between two steps of the core, and
+    after its handles are written.
+    """
+    program, chunk = profile.sizes[batch], int(state.tuning["chunk_bytes"][0])
+    k = int(np.flatnonzero(state.size["batch"][m, : state.model["n_sizes"][m]] == batch)[0])
+    times = np.array([each.time_ns for each in program])
+    seen = profile.demand.get(batch)
+    demand = usual_demand(seen, profile.together.get(batch, TOGETHER)) if seen else estimate(state, program)
+    size, segment = state.size[m, k], state.segment[m, k, : len(program)]
+    segment["tail_ns"] = times[::-1].cumsum()[::-1]
+    for name in ("time_ns", "blocks", "warps", "registers", "shared_bytes", "kernels"):
+        segment[name] = [getattr(each, name) for each in program]
+    segment["compute"] = [each.compute for each in program]
+    capacity = state.gpu["capacity_memory"][0] or np.inf
+    segment["memory"] = [each.memory or min(each.bytes / each.time_ns / capacity, 1.0) for each in program]
+    segment["occupancy"] = [_occupancy(state, each) for each in program]
+    segment["copy_bytes"] = 0.0
+    segment["copy_bytes"][0] = batch * profile.input_bytes
+    segment["chunks"] = -(-np.array(profile.needs.get(batch, (profile.weight_bytes,) * len(program))) // chunk)
+    size["total_ns"], size["demand"], size["segments"] = times.sum(), demand, len(program)
 
 
 def _occupancy(state: State, segment: SegmentProfile) -> float:

@@ -36,7 +36,7 @@ from paellapy.scheduler.core.codes import (
 from paellapy.scheduler.core.heaps import heap_down, heap_remove, heap_up, queue_first, queue_remove
 from paellapy.scheduler.core.requests import complete, post_done, rank_lane
 from paellapy.scheduler.core.rings import ONE, address, bit_of
-from paellapy.scheduler.core.slots import count_queued, fit, look_again, move_in, wait_for_copy
+from paellapy.scheduler.core.slots import count_queued, fit_to_run, look_again, move_in, wait_for_copy
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.weights import berth_is_free, may_start
 
@@ -196,7 +196,7 @@ def close_lane(s: State, lane: int) -> bool:
 @part
 def set_running(s: State, lane: int) -> None:
     a = s.lane[lane]
-    fit(s, lane)
+    fit_to_run(s, lane)
     a.state = RUNNING
     a.segments = s.size[a.model, a.size].segments
 

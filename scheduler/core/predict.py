@@ -10,6 +10,7 @@ from paellapy.scheduler.core.codes import FILLING, HELD, NEVER, RESERVED_MASK, R
 from paellapy.scheduler.core.job import READS_SEGMENT
 from paellapy.scheduler.core.requests import fill_job, fill_lane_job, fill_segment, fill_terms
 from paellapy.scheduler.core.rings import address
+from paellapy.scheduler.core.slots import size_for
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.weights import ready_ns
 
@@ -48,9 +49,7 @@ def predict(s: State, m: int, priority: int, deadline: int, now: int) -> float:
         joins = max(s.lane[lane].taken, reserved) + 1
         if joins > slots:  # the lane is full: it goes first, with the requests queued behind it
             joins, queued_before = 1, 1.0 + model.queued / slots
-    k = 0
-    while s.size[m, k].batch < joins:
-        k += 1
+    k = size_for(s, m, joins)
     alone = s.size[m, k].total_ns
     fill_terms(s, 1, m, now, deadline, priority, core.client_virtual_ns)
     mine = rank_new(s, m, k, joins, now)

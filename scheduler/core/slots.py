@@ -9,7 +9,7 @@ import numpy as np
 from paellapy.instrument.device.jit import part
 from paellapy.scheduler.core.atomics import call_write, copy_bytes, load_at, or_at, store_at
 from paellapy.scheduler.core.clocks import read_clock
-from paellapy.scheduler.core.codes import COPY_BELL, COPY_TAIL, NEVER, SLOTTED
+from paellapy.scheduler.core.codes import COPY_BELL, COPY_TAIL, LATER, NEVER, SLOTTED, WANTED
 from paellapy.scheduler.core.heaps import queue_remove
 from paellapy.scheduler.core.loop import wakes
 from paellapy.scheduler.core.rings import ONE, address, bit_at, bit_of, reserve
@@ -19,14 +19,32 @@ _ZERO = np.uint64(0)
 
 
 @part
-def fit(s: State, lane: int) -> None:
-    """Selects the smallest captured size that holds the lane's requests."""
-    a = s.lane[lane]
-    m = a.model
+def size_for(s: State, m: int, n: int) -> int:
+    """The smallest captured size that holds n requests; the largest if none does."""
     k = 0
-    while s.size[m, k].batch < a.taken and k + 1 < s.model[m].n_sizes:
+    last = s.model[m].n_sizes - 1
+    while k < last and (s.size[m, k].batch < n or s.size[m, k].segments == 0):
         k += 1
-    a.size = k
+    return k
+
+
+@part
+def fit(s: State, lane: int) -> None:
+    """Selects the size at which the lane runs."""
+    a = s.lane[lane]
+    a.size = size_for(s, a.model, a.taken)
+
+
+@part
+def fit_to_run(s: State, lane: int) -> None:
+    """As `fit`; also marks the size at which the lane would run if it were captured."""
+    fit(s, lane)
+    a = s.lane[lane]
+    k = a.size
+    while k > 0 and s.size[a.model, k - 1].batch >= a.taken:
+        k -= 1
+    if k < a.size and s.size[a.model, k].capture == LATER:
+        s.size[a.model, k].capture = WANTED
 
 
 @part

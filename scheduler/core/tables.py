@@ -186,7 +186,8 @@ MODEL = np.dtype(
 SIZE = np.dtype(  # [model, size], batch ascending
     [
         ("batch", "i8"),
-        ("segments", "i8"),
+        ("segments", "i8"),  # 0: not captured yet. The smallest and the largest size always are
+        ("capture", "i8"),  # LATER, WANTED or GIVEN_UP
         ("total_ns", "f8"),
         ("demand", "f8"),  # part of the GPU that one such batch keeps busy: 1 / demand of them fill it
     ],

@@ -41,6 +41,7 @@ from paellapy.scheduler.engine.guarded import Faults
 from paellapy.scheduler.engine.guests import Guests
 from paellapy.scheduler.engine.hosting import Hosting
 from paellapy.scheduler.engine.install import install, install_windows
+from paellapy.scheduler.engine.later_sizes import LaterSizes
 from paellapy.scheduler.engine.load_times import LoadTimes, shown
 from paellapy.scheduler.engine.loader import Loader
 from paellapy.scheduler.engine.requests import Slot
@@ -125,6 +126,7 @@ class Engine(Hosting):
         self.memory = MemoryPlan(memory_bytes or self._backend.default_memory_bytes())
         self._residents = None if memory_bytes is None else self._manage_memory(host_bytes)
         self._loader = Loader(self._backend, self.memory, self.limits, self.tuning, quantum_us * 1e3, self._residents)
+        self._later = LaterSizes(self.state, self._loader, self._loading, self._between_steps, self._is_idle)
         self._models: dict[str, LoadedModel] = {}
         self._jobs: dict[str, Job] = {}
         self._by_row: dict[int, LoadedModel] = {}
@@ -186,11 +188,9 @@ class Engine(Hosting):
                 )
             reads = bool(self._policy.facts & READS_SHARES)
             self._loader.measure_shares = reads if self._segment_shares is None else self._segment_shares
-            # `live` also counts requests of other processes
-            alone = self._front.waiting == 0 and not self.state.core["live"][0]
             times = LoadTimes(model.name)
             with shown(times):
-                loaded = self._loader.load(model, wanted, alone, times)
+                loaded = self._loader.load(model, wanted, self._is_idle(), times)
                 with times.phase("install"):
                     install(self.state, loaded, self._backend.pool(self.state, model.priority))
                     if self._residents is not None:
@@ -198,6 +198,7 @@ class Engine(Hosting):
             loaded.load_s = times.seconds
             self._by_row[loaded.row] = loaded
             self._front.command(codes.OPEN_MODEL, loaded.row)
+            self._later.add(loaded)
             return loaded
 
     def unload(self, name: str) -> None:
@@ -219,6 +220,7 @@ class Engine(Hosting):
         self._forget(loaded)
 
     def _forget(self, loaded: LoadedModel) -> None:
+        self._later.forget(loaded)
         self._loader.unload(loaded)
         del self._by_row[loaded.row]
 
@@ -265,7 +267,7 @@ class Engine(Hosting):
         return {name: loaded.model for name, loaded in self._models.items()}
 
     def profile(self, name: str) -> list[Any]:
-        """The model's segments and their measured times: one `ProgramProfile` per batch size."""
+        """The model's segments and their measured times: one `ProgramProfile` per captured batch size."""
         return list(self._find(name).profiles)
 
     def model_profile(self, name: str) -> ModelProfile:
@@ -356,6 +358,7 @@ class Engine(Hosting):
             job.join()
         self._turns.end()
         self.guests.end()
+        self._later.close()
         self._closing = True
         for slot in list(self._slots):
             slot.cancel()  # these slots cannot be written any more, and their lanes would wait for ever

@@ -67,6 +67,10 @@ class Governed(Guarded):
         """Tenants by name: share, limit, and the GPU time each has used."""
         return tenants_stats(self.state)
 
+    def _is_idle(self) -> bool:
+        """Whether no request is there, of any process."""
+        return self._front.waiting == 0 and not self.state.core["live"][0]
+
     def _between_steps(self, change: Callable[[], None]) -> None:
         """Runs a change in the loop's thread, and waits until it is done."""
         done = threading.Event()

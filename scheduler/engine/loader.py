@@ -1,4 +1,4 @@
-"""Loads a model: rehearse, plan memory, capture, measure, cut. The result is ready for the core."""
+"""Loads a model: rehearse, plan memory, and prepare its programs. The result is ready for the core."""
 
 from __future__ import annotations
 
@@ -9,24 +9,17 @@ from dataclasses import replace
 from paellapy.scheduler.backends.base import Backend, device_lock
 from paellapy.scheduler.backends.launches import Launches, LoadedModel
 from paellapy.scheduler.core.codes import CHOICES
-from paellapy.scheduler.core.demand import TOGETHER
 from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.core.state import Limits
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.engine.load_times import LoadTimes
+from paellapy.scheduler.engine.preparing import Preparation, Rules
 from paellapy.scheduler.engine.residents import Residents
-from paellapy.scheduler.models import profile as profiles
 from paellapy.scheduler.models.berths import Berth
 from paellapy.scheduler.models.lane_memory import Lane, LanePlan, MemoryPlan, Reservation, plan_lane
 from paellapy.scheduler.models.model import Model
-from paellapy.scheduler.models.profile import ProgramProfile
-from paellapy.scheduler.models.program import Cuts, Marks, Program, last_kernels
-from paellapy.scheduler.models.segments import cut, plan_slices
-from paellapy.scheduler.models.weight_range import WeightRange, in_order, needs_of
+from paellapy.scheduler.models.weight_range import WeightRange
 
-_REPEATS = 15
-_BRIEF_NS = 10e6  # a program that takes longer in one piece is not run merely to warm up its first launch
-_ROUNDS = 3  # rounds of TOGETHER lanes at once, to measure the throughput of a full GPU
 
 class Loader:
     """Loads models onto one backend."""
@@ -53,6 +46,8 @@ class Loader:
         weights_bytes = model.weights_bytes
         # Reserve weights first: a model whose weights alone do not fit is refused before any of them is copied.
         self.memory.reserve(model.name, weights_bytes, 0, 1)
+        later = model.later_batch
+        sizes = [batch for batch in model.batch if batch not in later]
         lanes: list[Lane] = []
         made: list[list[Launches]] = []
         found: WeightRange | None = None
@@ -65,10 +60,10 @@ class Loader:
                     weights, found = placed.weights, placed.range
                     weights_bytes = weights_bytes if found is None else found.held_bytes
             with times.phase("rehearse"):
-                scratch, foreign = backend.rehearse_all(model, weights)
+                scratch, foreign = backend.rehearse_all(model, weights, sizes)
             plan = plan_lane(model, scratch, self.limits.segments)
             self.memory.release(model.name)
-            reservation, berths = self._reserve(model, weights_bytes, plan, foreign, lanes_wanted)
+            reservation, berths = self._reserve(model, weights_bytes, plan, foreign, lanes_wanted, len(later) > 0)
             with times.phase("memory"):
                 for k, berth in enumerate(berths):
                     memory = backend.lane_memory(plan, None if berth is None else berth.memory)
@@ -77,12 +72,14 @@ class Loader:
                     for key, spec in model.ranges.items():  # a batch that is not full runs with the slots' old contents
                         lanes[-1].inputs[key][...] = spec.neutral
             self._loads += 1
-            made += ([] for _ in lanes)
-            loaded = LoadedModel(model, weights, reservation, lanes, [], made, range=found)
+            served = lanes[:-1] if later else lanes
+            made += ([] for _ in served)
+            loaded = LoadedModel(model, weights, reservation, served, [], made, range=found)
+            if later:
+                loaded.later, loaded.spare = dict.fromkeys(later, ""), lanes[-1]
             with self._to_itself(berths):
-                for batch in model.batch:
-                    with contextlib.ExitStack() as captured:
-                        _Program(self, loaded, batch, times, captured).make(alone)
+                for batch in sizes:
+                    Preparation(self._rules(), loaded, batch, times, alone).make()
                 if self.residents is not None:
                     with times.phase("weights"):
                         self.residents.settle(loaded)
@@ -99,15 +96,35 @@ class Loader:
         shared = [each for each in berths if each is not None]
         return contextlib.nullcontext() if self.residents is None else self.residents.kept(shared)
 
+    def _rules(self) -> Rules:
+        return Rules(self.backend, self.limits, self.tuning, self.quantum_ns, self.measure_shares)
+
+    def add_size(self, loaded: LoadedModel, batch: int, alone: bool) -> None:
+        """Captures another batch size of a model that serves."""
+        model = loaded.model
+        with device_lock(self.backend.device), model.preserved():
+            self.backend.rehearse_all(model, loaded.weights, [batch])
+            Preparation(self._rules(), loaded, batch, LoadTimes(model.name), alone).make()
+
+    def free_spare(self, loaded: LoadedModel) -> None:
+        """Frees the memory in which later sizes are captured: none is left."""
+        if loaded.spare is not None:
+            loaded.spare.memory.free()
+            loaded.spare = None
+            loaded.reservation = replace(loaded.reservation, lanes=len(loaded.lanes))
+            self.memory.note(loaded.model.name, loaded.reservation)
+
     def _reserve(
-        self, model: Model, weights_bytes: int, plan: LanePlan, foreign: int, wanted: int
+        self, model: Model, weights_bytes: int, plan: LanePlan, foreign: int, wanted: int, spare: bool
     ) -> tuple[Reservation, Sequence[Berth | None]]:
-        """Reserves memory for lanes: their own, or shared with lanes of other models where weights come and go."""
+        """Reserves memory for lanes: their own, or shared with lanes of other models where weights come and go.
+        `spare`: and for one more, to capture in while the others serve.
+        """
         # Lanes that take turns share the memory that other libraries allocate.
         lane_bytes = plan.device_bytes + (-(-foreign // (model.lanes or 1)) if model.stateful else foreign)
         if self.residents is None:
-            least = model.lanes or 1
-            reservation = self.memory.reserve(model.name, weights_bytes, lane_bytes, model.lanes or wanted, least)
+            least, most = (model.lanes or 1) + spare, (model.lanes or wanted) + spare
+            reservation = self.memory.reserve(model.name, weights_bytes, lane_bytes, most, least)
             return reservation, [None] * reservation.lanes
         berths = self.residents.lanes_for(model, plan.device_bytes, foreign, wanted)
         return self.memory.note(model.name, Reservation(weights_bytes, lane_bytes, len(berths))), berths
@@ -122,6 +139,11 @@ class Loader:
         ):
             if count > limit:
                 raise ModelError(f"model {model.name!r} has {count} {what}; the engine takes up to {limit}")
+        if model.later_batch and self.residents is not None:
+            raise ModelError(
+                f"model {model.name!r}: capture='on_demand' does not work in an engine with memory_bytes, because "
+                "weights may be away when a size is wanted: use capture='ahead'"
+            )
 
     def _windows(self, lane: int) -> tuple[int, ...]:
         """A selection of windows spread over the GPU, different for each lane and each model."""
@@ -132,6 +154,8 @@ class Loader:
     def unload(self, loaded: LoadedModel) -> None:
         """Frees everything of the model, which must have no launch in flight."""
         self._free(loaded.lanes, loaded.launches)
+        if loaded.spare is not None:
+            loaded.spare.memory.free()
         loaded.weights.clear()
         if self.residents is not None:
             self.residents.forget(loaded.model.name, loaded.range)
@@ -144,118 +168,3 @@ class Loader:
                 self.backend.release(launches)
         for lane in lanes:
             lane.memory.free()
-
-
-class _Program:
-    """One batch size of a model while it is prepared for all lanes. `captured` discards the capture on any exit."""
-
-    def __init__(
-        self, loader: Loader, loaded: LoadedModel, batch: int, times: LoadTimes, captured: contextlib.ExitStack
-    ) -> None:
-        self._backend, self._loader, self._loaded = loader.backend, loader, loaded
-        self._batch, self._times, self._captured = batch, times, captured
-        own_us = loaded.model.quantum_us
-        self._quantum_ns = loader.quantum_ns if own_us is None else own_us * 1e3
-
-    def make(self, alone: bool) -> None:
-        """Captures, cuts and measures the program; measurements that are known already are not repeated."""
-        backend, loaded = self._backend, self._loaded
-        first = self._capture(loaded.lanes[0], {})
-        where = profiles.key(first.content(), backend.fingerprint(), self._quantum_ns)
-        known = profiles.load(where)
-        if known is None or known.batch != self._batch:
-            known = self._plan(first, alone)
-            if alone:  # a measurement beside other work serves this load only and is not stored
-                profiles.store(where, known)
-        sliced = self._capture(loaded.lanes[0], known.cuts) if known.cuts else first
-        if loaded.range is not None:
-            least, most = zip(*backend.weight_ends(sliced, loaded.range), strict=True)
-            known = known.with_needs(needs_of(most, known.bounds))
-            loaded.least_needs.append([tuple(needs_of(each, known.bounds)) for each in (least, in_order(least))])
-        marks = last_kernels(sliced.nodes, known.bounds)
-        confined = known.stretch_in_window <= self._loader.tuning.most_window_stretch
-        for k, lane in enumerate(loaded.lanes):
-            program = self._again(sliced, lane, known.cuts, marks) if k > 0 or marks else sliced
-            with self._times.phase("cut"):
-                loaded.launches[k].append(backend.cut(program, known.bounds, lane, confined))
-            with self._times.phase("first launches"):
-                backend.launch_first(loaded.launches[k][-1], wholes=known.whole_ns < _BRIEF_NS)
-            if k:
-                backend.discard(program)
-        crowd = [launches[-1] for launches in loaded.launches[: 1 if loaded.model.stateful else TOGETHER]]
-        # a measurement with fewer lanes overestimates the demand of a larger crowd
-        if alone and known.together < len(crowd) > 1:
-            with self._times.phase("measure"):
-                demand = backend.saturated_ns(crowd, _ROUNDS) / known.whole_ns
-            known = replace(known, demand=min(max(demand, 0.01), 1.0), together=len(crowd))
-            profiles.store(where, known)
-        wanted = backend.shares_are_free or (alone and self._loader.measure_shares)
-        if wanted and not known.shares:
-            with self._times.phase("measure"):
-                known = self._with_shares(known)
-            if alone:
-                profiles.store(where, known)
-        loaded.profiles.append(known)
-
-    def _with_shares(self, known: ProgramProfile) -> ProgramProfile:
-        alone_ns = [each.time_ns for each in known.segments]
-        found = self._backend.segment_shares(self._loaded.launches[0][-1], alone_ns)
-        segments = tuple(
-            replace(each, compute=compute, memory=memory)
-            for each, (compute, memory) in zip(known.segments, found, strict=True)
-        )
-        return replace(known, segments=segments, shares=True)
-
-    def _capture(self, lane: Lane, cuts: Cuts, marks: Marks | None = None) -> Program:
-        with self._times.phase("capture"):
-            program = self._backend.capture(lane, self._loaded.weights, self._batch, cuts, marks)
-        self._captured.callback(self._backend.discard, program)
-        return program
-
-    def _again(self, program: Program, lane: Lane, cuts: Cuts, marks: Marks) -> Program:
-        """The program of lane 0, made for another lane."""
-        with self._times.phase("capture"):
-            found = self._backend.captured_again(program, self._loaded.lanes[0], lane, marks)
-        if found is None:
-            return self._capture(lane, cuts, marks)
-        self._captured.callback(self._backend.discard, found)
-        return found
-
-    def _plan(self, first: Program, alone: bool) -> ProgramProfile:
-        """Decides where to cut, from the times of the nodes, and measures the resulting segments."""
-        backend = self._backend
-        program, times = first, self._node_times_ns(first)
-        waves, loader = backend.wave_blocks(first), self._loader
-        cuts = plan_slices(first.nodes, times, waves, self._quantum_ns, loader.tuning.slice_quanta)
-        if cuts:
-            program = self._capture(self._loaded.lanes[0], cuts)
-            times = self._node_times_ns(program)
-        bounds = self._bounds(times)
-        with self._times.phase("cut"):
-            launches = backend.cut(program, bounds, self._loaded.lanes[0], confine=backend.windows > 0)
-        try:
-            with self._times.phase("measure"):
-                segment_ns, whole_ns, window_ns = backend.segment_times_ns(launches, _REPEATS, alone)
-        finally:
-            backend.release(launches)
-        waves, limits = backend.wave_blocks(program), backend.device.limits
-        segments = tuple(
-            profiles.segment_profile(program.nodes[a:b], waves[a:b], t, limits)
-            for (a, b), t in zip(bounds, segment_ns, strict=True)
-        )
-        return ProgramProfile(
-            self._batch, tuple(bounds), segments, whole_ns, cuts, program.chain, window_ns=window_ns
-        )
-
-    def _node_times_ns(self, program: Program) -> list[float]:
-        with self._times.phase("measure"):
-            return self._backend.node_times_ns(program)
-
-    def _bounds(self, times_ns: list[float]) -> list[tuple[int, int]]:
-        """Segments of about one quantum, or longer ones where the core's tables could not hold that many."""
-        quantum_ns, most = self._quantum_ns, self._loader.limits.segments
-        bounds = cut(times_ns, quantum_ns)
-        while len(bounds) > most:
-            quantum_ns *= 1.25 * len(bounds) / most
-            bounds = cut(times_ns, quantum_ns)
-        return bounds

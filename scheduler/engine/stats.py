@@ -60,6 +60,14 @@ def live_stats(state: State, row: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def sizes_state(state: State, row: int) -> dict[str, list[int]]:
+    """Batch sizes of a model: captured, to be captured later, and failed."""
+    sizes = state.size[row, : int(state.model["n_sizes"][row])]
+    there, failed = sizes["segments"] > 0, sizes["capture"] == codes.GIVEN_UP
+    kinds = {"captured": there, "later": ~there & ~failed, "failed": ~there & failed}
+    return {kind: sizes["batch"][which].tolist() for kind, which in kinds.items()}
+
+
 def loaded_stats(state: State, loaded: LoadedModel) -> dict[str, Any]:
     """Counts of a model in this process's engine, and the lanes and memory it holds."""
     return {
@@ -68,4 +76,6 @@ def loaded_stats(state: State, loaded: LoadedModel) -> dict[str, Any]:
         "lanes": len(loaded.lanes),
         "memory_bytes": loaded.reservation.total_bytes,
         "load_s": dict(loaded.load_s),
+        "sizes": sizes_state(state, loaded.row),
+        "size_errors": {batch: why for batch, why in list(loaded.later.items()) if why},
     }

@@ -34,7 +34,7 @@ class ForeignGraph:
     """A graph, the places of its inputs and outputs, and references that keep them alive."""
 
     uses_torch = False
-    stateful = False
+    stateful = keeps_state = False
     nbytes = 0
 
     def __init__(self, name: str, graph: Any, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:

@@ -52,6 +52,7 @@ class Model:
         lanes: int | None = None,
         params: Mapping[str, float] | None = None,
         resident: bool | str = "auto",
+        capture: str = "ahead",
     ) -> None:
         """`target_ms` is the target latency of requests without a deadline; models with larger `priority` go first.
 
@@ -62,9 +63,13 @@ class Model:
 
         `weights` are arrays by name, or a safetensors file. `resident` matters in an engine with more models than
         memory: "auto" keeps the weights on the GPU on demand, True always, False only while requests wait or run.
+
+        `capture` says when batch sizes are captured: "ahead", all while the model is loaded, or "on_demand", only the
+        smallest and the largest; each other size follows, while the model serves, when a batch first wants it.
         """
         self._settle(name, batch, target_ms, priority, share, lanes, params or {})
         self._set_resident(resident)
+        self._set_capture(capture)
         if isinstance(weights, str | Path):
             weights = map_weights(weights)
         if not callable(fn):
@@ -104,6 +109,11 @@ class Model:
             raise ModelError(f"model {self.name!r}: resident={resident!r}; it must be 'auto', True or False")
         self.resident = resident
 
+    def _set_capture(self, capture: str) -> None:
+        if capture not in ("ahead", "on_demand"):
+            raise ModelError(f"model {self.name!r}: capture={capture!r}; it must be 'ahead' or 'on_demand'")
+        self.capture = capture
+
     def changed(
         self,
         *,
@@ -115,6 +125,7 @@ class Model:
         lanes: int | None = None,
         params: Mapping[str, float] | None = None,
         resident: bool | str | None = None,
+        capture: str | None = None,
     ) -> Self:
         """The same model with other settings; a setting that is None is not changed."""
         made = copy.copy(self)
@@ -130,6 +141,7 @@ class Model:
             self.params if params is None else params,
         )
         made._set_resident(self.resident if resident is None else resident)
+        made._set_capture(self.capture if capture is None else capture)
         return made
 
     @classmethod
@@ -192,6 +204,14 @@ class Model:
     def stateful(self) -> bool:
         """Whether the model's function changes the weights; if so, only one of its lanes runs at a time."""
         return self.source is not None and self.source.stateful
+
+    @property
+    def later_batch(self) -> tuple[int, ...]:
+        """The batch sizes that are not captured while the model is loaded. A function with state of its own has none:
+        trying out a size changes that state, and it can be set back only before the model serves.
+        """
+        keeps_state = self.source is not None and self.source.keeps_state
+        return () if self.capture == "ahead" or keeps_state else self.batch[1:-1]
 
     def preserved(self) -> contextlib.AbstractContextManager[None]:
         """A context in which runs of the function, made to load the model, leave the weights unchanged."""

@@ -129,6 +129,9 @@ class Weights(Protocol):
     stateful: bool  # whether the model's function changes them
 
     @property
+    def keeps_state(self) -> bool:
+        """Whether runs of the function may change anything that later runs see."""
+    @property
     def nbytes(self) -> int: ...
     def place(self, model: str, device: Device) -> Arrays:
         """The weights that the model's function is given; `model` is the name for error messages."""

@@ -151,6 +151,11 @@ class TorchModule:
         self.drawn: dict[int, int] = {}  # by batch size, on a GPU: how far a run advances the random generator
 
     @property
+    def keeps_state(self) -> bool:
+        torch = needs_torch()
+        return not isinstance(self._call, torch.nn.Module) and bool(state_behind(torch, self._call))
+
+    @property
     def nbytes(self) -> int:
         torch = needs_torch()
         if not isinstance(self._call, torch.nn.Module):

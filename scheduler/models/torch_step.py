@@ -110,7 +110,7 @@ class TorchStep:
     """A step and the state it changes, as the function and the weights of a model."""
 
     uses_torch = True
-    stateful = True
+    stateful = keeps_state = True
 
     def __init__(self, name: str, step: Callable[..., Any], state: Sequence[Any], batch: Batch | None) -> None:
         self.torch = needs_torch()

@@ -39,7 +39,7 @@ class OwnKernels:
         loaded = {each.model.name: each for each in engine.loaded_rows().values()}
         pieces = {}
         for m, name in enumerate(names):
-            for k, launches in enumerate(loaded[name].launches[0]):
+            for k, launches in enumerate(loaded[name].launches[0]):  # as in `engine.model_profile`
                 for i, handle in [*enumerate(launches.handles), (codes.WHOLE, launches.whole)]:
                     pieces[m, k, i] = _copied(backend._pieces[handle])
         return cls(backend.device, pieces)

@@ -56,6 +56,37 @@ THREADS = """
         assert tally.live()["memory"]["count"] == 0
         assert tally.failed == {}
 """
+LATER = """
+    import asyncio, time
+
+    def captured():
+        return engine.stats()["models"]["six"]["sizes"]["captured"]
+
+    async def some(n):
+        work = [engine.infer("six", {"x": np.full(64, k, np.float32)}) for k in range(n)]
+        for k, each in enumerate(await asyncio.gather(*work)):
+            assert np.array_equal(each["y"], np.full(64, 64 * k, np.float32)), (n, k)
+
+    with driver_tally.Tally() as tally, Engine("cuda", quantum_us=20) as engine:
+        seen = []
+        for _ in range(3):
+            engine.load(scale_model("six", 2.0, steps=6, batch=(1, 2, 4, 8), lanes=2, capture="on_demand"))
+            assert captured() == [1, 8]
+            end = time.monotonic() + 60
+            while captured() != [1, 2, 4, 8]:
+                assert time.monotonic() < end, engine.stats()["models"]
+                for n in (2, 3, 4):
+                    asyncio.run(some(n))
+            for n in range(1, 9):
+                asyncio.run(some(n))
+            there = tally.live()["executable graphs"]["count"]
+            engine.unload("six")
+            seen.append(tally.live())
+        engine.load(scale_model("six", 2.0, steps=6, batch=(1, 2, 4, 8), lanes=2))
+        assert tally.live()["executable graphs"]["count"] == there  # as many as of a model captured ahead
+        assert seen[1] == seen[2], seen
+        assert tally.failed == {}
+"""
 
 
 def run(code: str, tmp_path) -> None:
@@ -78,3 +109,7 @@ def test_a_model_loaded_again_and_again_leaves_nothing_with_the_driver(tmp_path)
 
 def test_an_array_is_freed_in_a_thread_that_never_used_the_gpu(tmp_path):
     run(THREADS, tmp_path)
+
+
+def test_sizes_captured_in_service_leave_nothing_with_the_driver(tmp_path):
+    run(LATER, tmp_path)

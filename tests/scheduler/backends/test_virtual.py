@@ -30,7 +30,7 @@ def described(value: Any) -> Any:
 def test_a_program_moved_to_another_lane_is_what_a_capture_there_records(model):
     backend = VirtualBackend(pp.Device("virtual:h200"))
     weights = backend.upload(model)
-    scratch, _ = backend.rehearse_all(model, weights)
+    scratch, _ = backend.rehearse_all(model, weights, model.batch)
     plan = plan_lane(model, scratch, 8)
     first, other = (Lane(k, model, plan, backend.lane_memory(plan)) for k in range(2))
     for batch in model.batch:
@@ -53,7 +53,7 @@ def test_costs_seen_in_the_rehearsal_are_those_of_the_program():
     for rehearsed in (True, False):
         backend = VirtualBackend(pp.Device("virtual:h200"))
         weights = backend.upload(model)
-        scratch, _ = backend.rehearse_all(model, weights)
+        scratch, _ = backend.rehearse_all(model, weights, model.batch)
         if not rehearsed:
             backend._rehearsed.clear()
         plan = plan_lane(model, scratch, 8)

@@ -1,0 +1,88 @@
+"""Captures batch sizes of models that serve: each when a batch first wanted it, in a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from paellapy.scheduler.backends.launches import LoadedModel
+from paellapy.scheduler.core import codes
+from paellapy.scheduler.core.state import State
+from paellapy.scheduler.engine.install import install_size
+from paellapy.scheduler.engine.loader import Loader
+
+_LOOK_S = 0.02  # how often the thread looks for sizes that batches wanted
+_log = logging.getLogger("paellapy.load")
+
+
+class LaterSizes:
+    """`loading` is the lock that loads and unloads hold; `in_loop` runs a function between two steps of the core, and
+    waits; `alone` tells whether no request is there.
+    """
+
+    def __init__(
+        self, state: State, loader: Loader, loading: threading.RLock, in_loop: Callable[[Callable[[], None]], None],
+        alone: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        self._state, self._loader, self._loading, self._in_loop, self._alone = state, loader, loading, in_loop, alone
+        self._models: list[LoadedModel] = []  # those with sizes left to capture
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def add(self, loaded: LoadedModel) -> None:
+        """Captures the model's later sizes from now on; the caller holds the lock."""
+        if loaded.later:
+            self._models.append(loaded)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._watch, name="paellapy-sizes", daemon=True)
+                self._thread.start()
+
+    def forget(self, loaded: LoadedModel) -> None:
+        """The model is unloaded; the caller holds the lock."""
+        if loaded in self._models:
+            self._models.remove(loaded)
+
+    def close(self) -> None:
+        """Ends the thread, after the capture that is under way. The caller must not hold the lock."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_LOOK_S):
+            # With a time-out: whoever holds the lock may be waiting for this thread to end.
+            if any(self._wanted(each) for each in list(self._models)) and self._loading.acquire(timeout=_LOOK_S):
+                try:
+                    self._capture_one()
+                finally:
+                    self._loading.release()
+
+    def _wanted(self, loaded: LoadedModel) -> list[int]:
+        """Batch sizes that are wanted and not captured."""
+        sizes = self._state.size[loaded.row, : len(loaded.model.batch)]
+        return [int(b) for b in sizes["batch"][(sizes["capture"] == codes.WANTED) & (sizes["segments"] == 0)]]
+
+    def _capture_one(self) -> None:
+        """One size at a time, so that loads and unloads get their turn. A trace records the sizes it began with."""
+        if self._ended.is_set() or self._loader.backend.tracing:
+            return
+        for loaded in self._models:
+            for batch in self._wanted(loaded):
+                self._capture(loaded, batch)
+                if "" not in loaded.later.values():
+                    self._models.remove(loaded)
+                    self._loader.free_spare(loaded)
+                return
+
+    def _capture(self, loaded: LoadedModel, batch: int) -> None:
+        row = self._state.size[loaded.row, loaded.model.batch.index(batch)]
+        try:
+            self._loader.add_size(loaded, batch, self._alone())
+            self._in_loop(lambda: install_size(self._state, loaded, batch))
+        except Exception as e:  # concerns this size alone: batches go on at the sizes that are there
+            loaded.later[batch] = f"{type(e).__name__}: {e}"
+            row["capture"] = codes.GIVEN_UP
+            _log.warning("model %r: batch size %d could not be captured: %s", loaded.model.name, batch, e)
+        else:
+            del loaded.later[batch]
