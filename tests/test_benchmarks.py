@@ -124,3 +124,16 @@ def test_a_module_that_fails_when_it_is_called_ends_the_run(monkeypatch: pytest.
     monkeypatch.setattr(Eager, "answer", lambda *given: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         Eager(TINY, "cpu", threads=2)
+
+
+def test_a_kernel_that_is_too_slow_for_one_side_is_kept_and_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from first_launch import summary
+
+    slow = {"virtual": [0.5, 0.1], "interpreter": [None, "longer than 60 s, or the process ended"]}
+    found = {"add": {"virtual": [0.5, 0.1], "interpreter": [1.0, 1.0]}, "scan": slow}
+    made = summary(found, 3)
+    assert (made["kernels"], made["tried"], made["of"]) == (1, 2, 3)
+    assert made["times_faster"] == {"first": 2.0, "later": 10.0}
+    assert made["cases"]["scan"] == slow
+    assert summary({}, 3)["times_faster"] == {}
