@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from paellapy.instrument.device.jit import part
-from paellapy.scheduler.core.aside import set_aside
+from paellapy.scheduler.core.aside import may_come_ns, set_aside
 from paellapy.scheduler.core.atomics import load_at, store_at
 from paellapy.scheduler.core.codes import (
     CANCEL,
@@ -65,16 +65,17 @@ def verdict(s: State, cell: Any, now: int) -> int:
         return NO_MODEL  # it was meant for the model that had the row before
     if cell.deadline_ns <= now:
         return EXPIRED
-    client = s.client[cell.client % s.client.shape[0]]
-    if cell.lane < 0 and client.limit > 0.0:
-        return QUEUE_FULL if client.aside >= s.model[m].queue_limit else OK
+    if cell.lane >= 0:
+        return OK
     slots = s.size[m, s.model[m].n_sizes - 1].batch
     room = s.model[m].free_n * slots
     if s.model[m].filling >= 0:
         room += slots - s.lane[s.model[m].filling].taken
-    if cell.lane < 0 and s.model[m].queued - room >= s.model[m].queue_limit:
-        return QUEUE_FULL
-    return OK
+    without_slot = s.model[m].queued - room
+    c = cell.client % s.client.shape[0]
+    if s.client[c].limit > 0.0:
+        without_slot = s.client[c].aside + (without_slot if may_come_ns(s, c, now) <= now else 0)
+    return QUEUE_FULL if without_slot >= s.model[m].queue_limit else OK
 
 
 @part

@@ -1077,6 +1077,33 @@ def test_requests_of_a_tenant_at_its_limit_stay_out_of_lanes() -> None:
     assert len(bench.done) == 13
 
 
+def test_a_model_closes_once_its_last_held_back_request_is_cancelled() -> None:
+    bench = Bench([profile(segments=1, ns=1e6, lanes=1)], policy="fifo")
+    give_tenant(bench.state, 1, "alice", Tenant(limit=0.001))
+    bench.submit(client=1)
+    held = bench.submit(client=1)
+    bench.step()
+    bench.finish_segment(bench.running[0])
+    bench.step(1_000_000)
+    bench.tell(codes.CLOSE_MODEL, 0)
+    bench.step()
+    assert not bench.closed
+    bench.cancel(held)
+    bench.step()
+    assert bench.status(held) == codes.CANCELLED
+    assert bench.closed == [0]
+
+
+def test_a_short_queue_counts_only_held_back_requests_without_a_free_slot() -> None:
+    bench = Bench([profile(segments=1, ns=1e6, lanes=2, queue_limit=0)], policy="fifo")
+    give_tenant(bench.state, 1, "alice", Tenant(limit=0.1))
+    first = [bench.submit(client=1) for _ in range(3)]
+    bench.step()
+    assert [bench.done[each]["status"] for each in first if each in bench.done] == [codes.QUEUE_FULL]
+    bench.run_dry(ns=1_000_000)
+    assert [bench.status(each) for each in first] == [codes.OK, codes.OK, codes.QUEUE_FULL]
+
+
 def slots_of(bench: Bench, client: int) -> list[list[int]]:
     """The requests of a client in each lane that has any."""
     s = bench.state
