@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-import weakref
-from collections.abc import Callable
 from typing import Any, cast
 
 from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
-from multidict import CIMultiDict
 
 from paellapy.serving.errors import STOPPING, LateBodyError
 from paellapy.serving.logs import log
-from paellapy.serving.middleware import SERVICE, json_response
+from paellapy.serving.middleware import json_response
+from paellapy.serving.unsent import Unsent
 
 UNFINISHED_S = 3.0  # once the server stops: for requests that have begun to arrive, and for clients that take no bytes
 LOOK_S = 0.02
@@ -40,6 +38,12 @@ _MISTAKES = {
     "Invalid character in Content-Length": "Content-Length is not a number: send the body's length in bytes",
 }
 _CLIENTS_MISTAKES = (web.RequestPayloadError, HttpProcessingError, ConnectionError, LateBodyError)
+
+
+class Manager(web.Server):
+    """Makes connections, and knows the answers that their clients have not taken yet."""
+
+    unsent: Unsent
 
 
 class Connection(web.RequestHandler):
@@ -91,6 +95,8 @@ class Connection(web.RequestHandler):
         if self._send_timer is not None:
             self._send_timer.cancel()
         self._send_timer = self._to_client = None
+        if isinstance(self._manager, Manager):
+            self._manager.unsent.end(self)
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -98,6 +104,17 @@ class Connection(web.RequestHandler):
         super().pause_writing()
         if self._send_timer is None and self._to_client is not None:
             self._watch_sending(self._to_client.get_write_buffer_size())
+        if isinstance(self._manager, Manager) and self._to_client is not None:
+            self._manager.unsent.begin(self, self._to_client.get_write_buffer_size())
+
+    def abort(self) -> None:
+        if self._to_client is not None:
+            self._to_client.abort()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if isinstance(self._manager, Manager):
+            self._manager.unsent.end(self)
 
     def _watch_sending(self, unsent: int) -> None:
         self._unsent = unsent
@@ -239,61 +256,3 @@ class Connection(web.RequestHandler):
         await super().shutdown(left_s)
         while self._to_client is not None and self._to_client.get_write_buffer_size() and self._loop.time() < end:
             await asyncio.sleep(LOOK_S)
-
-
-class Connections(web.Server):
-    """Makes the connections."""
-
-    def __init__(self, connection: Callable[..., Connection], *handler: Any, **options: Any) -> None:
-        super().__init__(*handler, **options)
-        self._connection = connection
-        # Accepted but not open yet, as in a TLS handshake
-        self.accepted: weakref.WeakSet[Connection] = weakref.WeakSet()
-
-    def __call__(self) -> Connection:
-        made = self._connection(self, loop=self._loop, **self._kwargs)
-        self.accepted.add(made)
-        return made
-
-    def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
-        super().connection_made(handler, transport)
-        self.accepted.discard(handler)
-
-    def pre_shutdown(self) -> None:
-        """Closes idle connections. A closed one would take no more of a request that is still arriving."""
-        for each in self.connections:
-            if not (isinstance(each, Connection) and each.arriving):
-                each.close()
-
-
-class Runner(web.AppRunner):
-    """An `AppRunner` that takes `header_timeout_s` too and can make another class of connections."""
-
-    __slots__ = ("_connection",)
-
-    def __init__(self, app: web.Application, connection: Callable[..., Connection] = Connection, **more: Any) -> None:
-        super().__init__(app, **more)
-        self._connection = connection
-
-    async def _make_server(self) -> Connections:
-        made = await super()._make_server()
-        most_bytes = self.app[SERVICE].max_body_bytes
-
-        async def handle(request: Any) -> web.StreamResponse:
-            """Drops `Expect` from too large requests: aiohttp would ask the client to send the body before it is
-            refused.
-            """
-            if (request.content_length or 0) > most_bytes and "Expect" in request.headers:
-                kept = CIMultiDict((name, value) for name, value in request.headers.items() if name.lower() != "expect")
-                request.protocol._lingering_time = 0.0  # the client has sent no body, and will not
-                request = request.clone(headers=kept)
-            return await made.request_handler(request)
-
-        return Connections(
-            self._connection,
-            handle,
-            request_factory=made.request_factory,
-            handler_cancellation=made.handler_cancellation,
-            loop=made._loop,
-            **made._kwargs,
-        )

@@ -15,7 +15,8 @@ from typing import Any
 from aiohttp import web
 
 from paellapy.instrument.errors import PaellaError
-from paellapy.serving.connections import Connection, Connections
+from paellapy.serving.connections import Connection
+from paellapy.serving.runner import Connections
 
 BACKLOG = 1024
 TURNS = 4  # of the loop, until the runner knows an accepted connection

@@ -26,7 +26,7 @@ from paellapy.serving.access import Key, is_loopback
 from paellapy.serving.app import ACCESS, create_app
 from paellapy.serving.build import build_keys, load_certificates
 from paellapy.serving.config import ServerConfig, Source
-from paellapy.serving.connections import Connection, Runner
+from paellapy.serving.connections import Connection
 from paellapy.serving.errors import ConfigError
 from paellapy.serving.fast_path.connection import FastConnection
 from paellapy.serving.fast_path.inference import ShortWay
@@ -36,6 +36,7 @@ from paellapy.serving.logs import configure, log
 from paellapy.serving.middleware import SERVICE
 from paellapy.serving.registry import Catalogue, Registry
 from paellapy.serving.reload import Reloader, check_file
+from paellapy.serving.runner import Runner
 from paellapy.serving.service import Service
 from paellapy.serving.warm import warm_up
 

@@ -17,7 +17,6 @@ from paellapy.cluster.status import cluster_status
 from paellapy.serving import describe
 from paellapy.serving.access import open_to_all
 from paellapy.serving.bodies import read_body
-from paellapy.serving.connections import Connections
 from paellapy.serving.errors import RequestError, error_answer, short
 from paellapy.serving.fast_path.buffers import read_buffer
 from paellapy.serving.fast_path.connection import FastConnection
@@ -30,6 +29,7 @@ from paellapy.serving.middleware import MISMATCHES, end_early, json_response, mi
 from paellapy.serving.protocol import BESIDE_BYTES
 from paellapy.serving.registry import VERSION
 from paellapy.serving.routes import Protocol
+from paellapy.serving.runner import Connections
 
 HEADER_TIMEOUT_S, SEND_TIMEOUT_S, KEEPALIVE_S = 20.0, 30.0, 75.0  # as a server has them
 
@@ -47,7 +47,7 @@ class RouterWay:
         self._router = router
         self.heads = Heads(o.client_header, o.max_body_bytes)
         self.buffer = read_buffer()
-        self.body_timeout_s = o.body_timeout_s
+        self.body_timeout_s, self.most_unsent_bytes = o.body_timeout_s, o.max_held_bytes
 
     def is_doubtful(self, head: Head, raw: bytes) -> bool:
         router = self._router
@@ -78,6 +78,7 @@ class _Runner(web.AppRunner):
             request_factory=made.request_factory,
             handler_cancellation=made.handler_cancellation,
             loop=made._loop,
+            most_unsent_bytes=self._way.most_unsent_bytes,
             **{**made._kwargs, **limits},
         )
 

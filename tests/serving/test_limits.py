@@ -196,6 +196,36 @@ def test_a_client_that_never_reads_is_let_go(open_server, more):
     assert ask(open_server, "POST", INFER, BODY)[0] == 200
 
 
+@pytest.mark.parametrize("more", ["", "traceparent: none"])  # the fast path, and aiohttp's
+def test_of_many_clients_that_do_not_read_the_slowest_are_let_go(more):
+    def ask_on(connection):
+        """Sends requests until the answers fill all buffers, and then until the connection ends."""
+        with contextlib.suppress(OSError):
+            while True:
+                connection.sendall(wide_request(more))
+
+    def stuck():
+        return [each for each in server.server._runner.server.connections if each._send_timer is not None]
+
+    models = [scale_model(batch=(1,)), scale_model("wide", n=1 << 16, batch=(1,))]
+    with running(models, send_timeout_s=1e4) as server, contextlib.ExitStack() as opened:
+        unsent = server.server._runner.server.unsent
+        unsent.most_bytes = 1
+        clients = []
+        for _ in range(3):
+            connection = opened.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            clients.append(threading.Thread(target=ask_on, args=(connection,)))
+            clients[-1].start()
+            for each in clients[:-1]:  # who waited before
+                each.join()
+            server.wait_until(lambda: len(stuck()) == 1)
+        assert ask(server, "POST", INFER, BODY)[0] == 200
+        connection.shutdown(socket.SHUT_RDWR)  # ends the thread's call
+        clients[-1].join()
+        connection.close()
+        server.wait_until(lambda: unsent.nbytes == 0 and server.service.in_flight == 0)
+
+
 def test_a_tls_handshake_that_stalls_ends_in_time():
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(TLS / "certificate.pem", TLS / "key.pem")
