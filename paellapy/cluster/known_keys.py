@@ -37,6 +37,10 @@ class KnownKeys:
     def __contains__(self, digest: bytes) -> bool:
         return time.monotonic() - self._accepted_at.get(digest, float("-inf")) < KEPT_S
 
+    def was_accepted(self, digest: bytes) -> bool:
+        """Whether it was accepted at any time."""
+        return digest in self._accepted_at
+
     def add(self, digest: bytes) -> None:
         if len(self._accepted_at) >= MOST_KEYS:
             self._accepted_at.clear()

@@ -21,6 +21,7 @@ from paellapy.serving.middleware import json_response
 from paellapy.serving.protocol import BESIDE_BYTES
 from paellapy.serving.registry import READY, VERSION
 
+UNCHECKED = "no engine answered to check the API key; try again"
 PATIENCE_S = 2.0  # for an engine's part; without it, the answer has the rest
 ROUTER = web.AppKey("router", Router)
 
@@ -56,10 +57,30 @@ async def check_key(request: web.Request) -> None:
     """
     router = request.app[ROUTER]
     own = router.options.key
-    if own is None or hmac.compare_digest(request.headers.get("X-API-Key", "").encode(), own.encode()):
+    if own is None or _is_own(request, own):
         return
     if not await ask_all(router, request, "/v2"):
-        raise RefusedError("no engine answered to check the API key; try again", "engine_away", 2.0)
+        raise RefusedError(UNCHECKED, "engine_away", 2.0)
+
+
+def _is_own(request: web.Request, own: str) -> bool:
+    return hmac.compare_digest(request.headers.get("X-API-Key", "").encode("utf-8", "surrogateescape"), own.encode())
+
+
+def check_known(request: web.Request, accepted: bool) -> None:
+    """For answers that a router gives while no engine answers: the key must be one that an engine accepted before.
+    `accepted`: an engine has done so just now.
+    """
+    router = request.app[ROUTER]
+    own, digest = router.options.key, _digest(request)
+    if accepted:
+        router.keys.add(digest)
+    elif own is not None and not _is_own(request, own) and not router.keys.was_accepted(digest):
+        raise RefusedError(UNCHECKED, "engine_away", 2.0)
+
+
+def _digest(request: web.Request) -> bytes:
+    return digest_of(b"".join(b"\r\n%b: %b" % each for each in request.raw_headers))
 
 
 async def check_key_once(request: web.Request) -> None:
@@ -67,8 +88,7 @@ async def check_key_once(request: web.Request) -> None:
     router = request.app[ROUTER]
     if router.options.key is None:
         return
-    lines = b"".join(b"\r\n%b: %b" % each for each in request.raw_headers)
-    if (digest := digest_of(lines)) not in router.keys:
+    if (digest := _digest(request)) not in router.keys:
         await check_key(request)
         router.keys.add(digest)
 
@@ -203,5 +223,6 @@ def router_metrics(router: Router) -> list[str]:
 async def merged_metrics(request: web.Request) -> web.Response:
     router = request.app[ROUTER]
     pages = await ask_all(router, request, "/metrics")
+    check_known(request, bool(pages))
     lines = [*router_metrics(router), *_families({name: page.decode() for name, page in pages.items()}), ""]
     return web.Response(body="\n".join(lines).encode(), headers={"Content-Type": CONTENT_TYPE_LATEST})

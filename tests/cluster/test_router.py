@@ -168,12 +168,17 @@ def test_keys_and_client_ids_reach_the_engine():
         ):  # fmt: skip
             data = b"" if method == "POST" else None
             assert ask(router, method, path, data)[0] == 401
+            assert ask(router, method, path, data, {"X-API-Key": "\xff"})[0] == 401
             assert ask(router, method, path, data, {"Authorization": "Bearer secret"})[0] == 200
         assert ask(router, "GET", "/v2/health/ready")[0] == 200
         engine.call(engine.server.stop())
         router.wait_until(lambda: not router.router.views["e"].up)
         assert ask(router, "GET", "/v2/cluster", None, {"X-API-Key": "secret"})[0] == 503  # nobody knows that key now
         assert ask(router, "GET", "/v2/cluster", None, {"X-API-Key": "other"})[0] == 200
+        for key, status in (("secret", 503), ("other", 200), ("wrong", 503), ("\xff", 503)):
+            assert ask(router, "GET", "/metrics", None, {"X-API-Key": key})[0] == status
+        answer = ask(router, "GET", "/metrics", None, {"Authorization": "Bearer secret"})
+        assert answer[0] == 200  # an engine accepted it before
 
 
 def test_clients_are_told_apart_by_their_header_where_there_are_no_keys():
