@@ -143,13 +143,12 @@ class FastConnection(Connection):
         if work is None or body is not self.body:
             return
         if body.at < body.length:
-            if body.at == body.size:
-                try:
-                    work.claim(body.next_size)
-                except PaellaError as e:
-                    self._forget_body()
-                    self._unwanted = body.length - body.at
-                    work.fail(e)
+            try:  # under TLS its memory has grown already if a piece did not fit
+                work.claim(body.next_size if body.at == body.size else body.size)
+            except PaellaError as e:
+                self._forget_body()
+                self._unwanted = body.length - body.at
+                work.fail(e)
             return
         self._forget_body()
         work.start(body.all(), work.head.json_length)

@@ -168,12 +168,29 @@ def test_the_bodies_of_all_requests_are_bounded_and_who_finds_no_room_may_try_ag
         assert server.service.counters.of("wide").refused == {"overloaded": 1}
 
 
+def server_tls():
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(TLS / "certificate.pem", TLS / "key.pem")
+    return context
+
+
+def test_a_body_that_grows_under_tls_is_counted_too():
+    """There the pieces of a body do not end where its memory does."""
+    with running([scale_model("wide", n=1 << 20, batch=(1,))], tls=server_tls(), held_mb=3) as server:
+        trusting = ssl.create_default_context(cafile=TLS / "certificate.pem")
+        with Client(server) as client, trusting.wrap_socket(client._socket, server_hostname="localhost") as wrapped:
+            client._socket = wrapped
+            client.send(wide_request(n=1 << 20))
+            assert client.answer()[0] == 503
+        server.wait_until(lambda: server.service.held.nbytes == 0)
+
+
 # -- clients that do not read
 
 
-def wide_request(more=""):
-    """A request of 256 KiB with an answer of 256 KiB."""
-    x = np.ones((1, 1 << 16), np.float32)
+def wide_request(more="", n=1 << 16):
+    """A request of 256 KiB with an answer of 256 KiB, or of n numbers."""
+    x = np.ones((1, n), np.float32)
     tensor = {"name": "x", "shape": list(x.shape), "datatype": "FP32", "parameters": {"binary_data_size": x.nbytes}}
     header = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
     lines = ["POST /v2/models/wide/infer HTTP/1.1", "Host: x", f"Content-Length: {len(header) + x.nbytes}",
@@ -227,9 +244,7 @@ def test_of_many_clients_that_do_not_read_the_slowest_are_let_go(more):
 
 
 def test_a_tls_handshake_that_stalls_ends_in_time():
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(TLS / "certificate.pem", TLS / "key.pem")
-    with running([], tls=context, header_timeout_s=0.3) as server, Client(server) as client:
+    with running([], tls=server_tls(), header_timeout_s=0.3) as server, Client(server) as client:
         client.send(b"\x16\x03\x01")  # the beginning of a handshake, and nothing more
         assert client.closed
 
