@@ -64,6 +64,18 @@ def test_operations_on_memory_say_step_by_step_what_holds_it(tmp_path: Path) -> 
     assert min(launches[1:-1]) > 0
 
 
+@pytest.mark.gpu
+def test_operations_on_a_gpu_leave_no_graph_and_no_weights_with_the_driver(tmp_path: Path) -> None:
+    run(str(BENCHMARKS / "memory_operations.py"), "--operations", "60", "--out", str(tmp_path))
+    found = json.loads((tmp_path / "memory_operations.json").read_text())["results"]
+    readings = {each["when"]: each for each in found["readings"]}
+    assert readings["loaded"]["driver"]["executable graphs"]["count"] == readings["loaded"]["account"]["launches"]
+    for kind in ("executable graphs", "graphs", "events", "mapped weights", "reserved addresses"):
+        assert readings["unloaded"]["driver"][kind]["count"] == 0, kind
+    assert readings["closed"]["driver"]["memory of weights"]["count"] == 0
+    assert readings["closed"]["not_freed"] == {}
+
+
 @pytest.mark.parametrize(("given", "found"), [("3", [0, 1, 2]), ("5-7", [5, 6, 7]), ("4-4", [4])])
 def test_seeds_are_given_by_number_or_by_name(monkeypatch: pytest.MonkeyPatch, given: str, found: list[int]) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
