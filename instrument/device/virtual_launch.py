@@ -109,7 +109,10 @@ class VirtualLauncher(Launcher):
         """The fully compiled kernel, for a block's resources on an SM; LaunchError if a block fits on none."""
         made = self._draft.source.build(self.config)
         assert made.source.threads is not None
-        occupancy(self.device.part, made.source.threads, made.registers, made.shared_bytes, made.source.cluster)
+        try:
+            occupancy(self.device.part, made.source.threads, made.registers, made.shared_bytes, made.source.cluster)
+        except LaunchError as error:
+            raise LaunchError(f"kernel {self.name!r}: {error}") from None
         return made
 
     @functools.cached_property

@@ -97,7 +97,9 @@ def _claims(trace: Any, k: KernelSummary, blocks: Records, launches: Records) ->
     tiles_help = not any(c.share >= _LIMITS for c in accesses)
     yield from accesses
     yield from _waves(trace, k, launches, tiles_help)
-    yield from _occupancy(trace, launches)
+    if k.waves >= 1:  # a smaller launch has room for all its blocks, whatever limits them
+        yield from _occupancy(trace, launches)
+    yield from _gaps(trace, k, blocks)
     yield from _imbalance(trace, blocks)
     yield from _work(trace, blocks, work, tiles_help)
     yield from _widest_range(trace, k)
@@ -169,6 +171,18 @@ def _plain_occupancy(trace: Any, launch: Any) -> Occupancy | None:
     return occupancy(limits, int(launch["warps"]) * WARP, int(work["plain_registers"][0]), int(launch["shared_bytes"]))
 
 
+def _gaps(trace: Any, k: KernelSummary, blocks: Records) -> Iterator[Claim]:
+    """Time between launches in which the GPU ran nothing else either."""
+    first, last = blocks["start_ns"].min(), blocks["end_ns"].max()
+    during = trace.blocks[(trace.blocks["end_ns"] > first) & (trace.blocks["start_ns"] < last)]
+    start, end = during["start_ns"].clip(first), during["end_ns"].clip(None, last)
+    idle_ns = int(last - first) - _union_of(start, end)
+    if k.launches > 1 and idle_ns > 0:
+        says = f"no kernel runs for {readable_time(idle_ns)} between the {k.launches:,} launches"
+        figures = {"launches": k.launches, "idle ns": idle_ns}
+        yield Claim("gaps between launches", f"{says}. A CUDA graph makes them shorter.", idle_ns / k.span_ns, figures)
+
+
 def _imbalance(trace: Any, blocks: Records) -> Iterator[Claim]:
     busy = residency_of(blocks, trace.device.n_sm).busy_ns
     used = busy[busy > 0]
@@ -223,8 +237,12 @@ def _widest_range(trace: Any, k: KernelSummary) -> Iterator[Claim]:
 
 def _union_ns(blocks: Records) -> int:
     """Time during which any of these blocks ran."""
-    order = np.argsort(blocks["start_ns"], kind="stable")
-    start, end = blocks["start_ns"][order], np.maximum.accumulate(blocks["end_ns"][order])
+    return _union_of(blocks["start_ns"], blocks["end_ns"])
+
+
+def _union_of(start: NDArray[np.int64], end: NDArray[np.int64]) -> int:
+    order = np.argsort(start, kind="stable")
+    start, end = start[order], np.maximum.accumulate(end[order])
     gaps: NDArray[np.int64] = np.maximum(start[1:] - end[:-1], 0)
     return int(end[-1] - start[0] - gaps.sum()) if len(order) else 0
 

@@ -26,7 +26,7 @@ class Access:
         for d in shape:
             self.bytes *= d
         self.threads = low.threads
-        self.argument_names = [name for name, _ in low.module.entry.args]
+        self.argument_names = [name.removeprefix("%") for name, _ in low.module.entry.args]
 
     def site(self, active: Active, base: int) -> Site:
         machine = active.machine

@@ -250,3 +250,13 @@ def test_readme_example_runs(tmp_path: Path) -> None:
     run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=300)
     assert run.returncode == 0, run.stderr
     assert "4,096" in run.stdout
+
+
+def test_a_kernel_that_fits_on_no_sm_is_named(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The launch itself needs no machine code: the error comes later, perhaps after other launches.
+    def too_large(*_: Any) -> None:
+        raise pp.LaunchError("9 bytes of shared memory too many")
+
+    monkeypatch.setattr("paellapy.instrument.device.virtual_launch.occupancy", too_large)
+    with pytest.raises(pp.LaunchError, match=r"wide.*9 bytes"), pp.trace():
+        pp.kernel(wide)[1,](pp.zeros(128), pp.zeros(128), B=128)

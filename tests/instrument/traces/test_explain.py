@@ -72,6 +72,24 @@ def test_consecutive_elements_waste_nothing() -> None:
     assert "atomics" not in claims
 
 
+def test_pauses_between_launches_are_named_if_nothing_else_runs() -> None:
+    with pp.Device("virtual:h200"), pp.trace() as t:
+        for _ in range(3):
+            pp.kernel(every)[4,](pp.zeros(4096), pp.zeros(4096), 4096, STRIDE=1, B=1024)
+    (kernel,) = t.explain().kernels
+    (gaps,) = (claim for claim in kernel.claims if claim.about == "gaps between launches")
+    ran = sum(int(b["end_ns"].max() - b["start_ns"].min()) for b in (t.blocks[t.blocks["launch"] == i] for i in
+                                                                     np.unique(t.blocks["launch"])))  # fmt: skip
+    assert gaps.figures["idle ns"] == kernel.span_ns - ran
+    assert gaps.figures["launches"] == 3
+
+
+def test_occupancy_is_no_limit_of_a_launch_that_has_room() -> None:
+    claims, _ = explained(every, 4, pp.zeros(4096), pp.zeros(4096), 4096, STRIDE=1, B=1024, num_warps=32)
+    assert "small grid" in claims
+    assert not {"occupancy", "reporting", "gaps between launches"} & set(claims)
+
+
 def test_the_brief_form_has_a_line_for_each_of_the_longest_kernels() -> None:
     with pp.Device("virtual:h200"), pp.trace() as t:
         x, out = pp.zeros(N), pp.zeros(N)
