@@ -27,6 +27,7 @@ def set_aside(s: State, row: int) -> None:
     r.state = ASIDE
     queue_add(s, client, row)
     client.aside += 1
+    s.model[r.model].aside += 1
     if client.waits == 0:
         client.waits = 1
         s.waiting[core.waiting] = r.client
@@ -70,6 +71,7 @@ def let_in(s: State, c: int, m: int, most: int) -> None:
             break
         queue_remove(s, client, row)
         client.aside -= 1
+        s.model[m].aside -= 1
         client.let += 1
         client.let_ns += each_ns
         r.let_ns = each_ns

@@ -144,6 +144,8 @@ def _check_aside(s: State) -> list[int]:
         let = r["let_ns"][(r["client"] == c) & (r["state"] != UNUSED)]
         _require((let > 0).sum() == client["let"], "a client miscounts the requests that were let in", c)
         _require(np.isclose(let.sum(), client["let_ns"]), "the time of requests that were let in does not add up", c)
+    by_model = np.bincount(r["model"][found], minlength=len(s.model))
+    _require((by_model == s.model["aside"]).all(), "a model miscounts its requests that are set aside")
     waiting = s.waiting[: s.core["waiting"][0]]
     _require(sorted(waiting) == np.flatnonzero(s.client["waits"]).tolist(), "clients that wait are miscounted")
     return found

@@ -264,6 +264,7 @@ def take_out(s: State, row: int, status: int, now: int) -> None:
     if r.state == ASIDE:
         queue_remove(s, s.client[r.client], row)
         s.client[r.client].aside -= 1
+        s.model[m].aside -= 1
         ask(s, m)
     elif lane < 0:
         queue_remove(s, s.model[m], row)

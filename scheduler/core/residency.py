@@ -38,7 +38,7 @@ from paellapy.scheduler.core.lanes import take_out, touch
 from paellapy.scheduler.core.requests import rank_lane
 from paellapy.scheduler.core.rings import address
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.core.weights import copy_ns, in_use, recent_demand, start_ns
+from paellapy.scheduler.core.weights import copy_ns, in_use, recent_demand, start_ns, wanting
 
 _ZERO, _ONE, _WORD = np.uint64(0), np.uint64(1), np.uint64(8)
 MOST_COMING = 2  # models at a time: the next one is mapped while the chunks of one are copied
@@ -128,7 +128,7 @@ def can_leave_now(s: State, m: int, priority: int) -> bool:
     """Whether it may leave now: no job of it runs or waits, unless it is stopped or they have lower priority."""
     if not may_leave(s, m, priority) or in_use(s, m):
         return False
-    return bool(s.model[m].live == 0 or s.weights[m].stop > 0 or s.model[m].priority < priority)
+    return bool(wanting(s, m) == 0 or s.weights[m].stop > 0 or s.model[m].priority < priority)
 
 
 @part
@@ -142,7 +142,7 @@ def cheapest(s: State, priority: int, at_once: bool, now: int) -> int:
         if at_once != can_leave_now(s, m, priority):
             continue
         # A model that was brought for requests which still wait serves them first.
-        waits = s.weights[m].served == 0 and s.model[m].live > 0
+        waits = s.weights[m].served == 0 and wanting(s, m) > 0
         if not at_once and (not may_leave(s, m, priority) or s.weights[m].stop > 0 or waits):
             continue
         value = worth(s, m, now)
@@ -219,7 +219,7 @@ def most_wanted(s: State, now: int) -> int:
             continue
         lane = s.model[m].filling
         rank = np.inf
-        if s.model[m].live == 0:
+        if wanting(s, m) == 0:
             if s.weights[m].asked == 0:
                 continue
             if now >= s.weights[m].ordered_ns + patience_ns(s, m):
@@ -227,7 +227,7 @@ def most_wanted(s: State, now: int) -> int:
         elif lane >= 0 and s.lane[lane].live > 0:
             rank = rank_lane(s, lane, now)
         first = found < 0 or rank < least
-        if first or (rank == least and s.model[m].live > 0 and s.model[found].live == 0):
+        if first or (rank == least and wanting(s, m) > 0 and wanting(s, found) == 0):
             found, least = m, rank
     return int(found)
 
@@ -238,7 +238,7 @@ def waits_since(s: State, m: int) -> float:
     lane = s.model[m].filling
     if lane >= 0 and s.lane[lane].live > 0:
         return float(s.lane[lane].arrival_ns)
-    return float(s.weights[m].ordered_ns if s.model[m].live == 0 and s.weights[m].asked else NEVER)
+    return float(s.weights[m].ordered_ns if wanting(s, m) == 0 and s.weights[m].asked else NEVER)
 
 
 @part

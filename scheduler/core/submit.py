@@ -158,7 +158,7 @@ def opened(s: State, m: int) -> None:
     model = s.model[m]
     model.state = OPEN
     model.root = model.first = model.last = model.filling = NONE
-    model.queued = model.live = model.completed = 0
+    model.queued = model.live = model.aside = model.completed = 0
     model.used_ns = model.gpu_ns = 0.0
     for c in range(s.flow.shape[0]):
         s.flow[c, m].virtual_ns = 0.0
@@ -210,7 +210,7 @@ def fail_all(s: State, now: int) -> None:
             complete(s, row, SUSPECTED if suspected else FAILED, now)
     for m in range(s.model.shape[0]):
         s.model[m].root = s.model[m].first = s.model[m].last = NONE
-        s.model[m].queued = 0
+        s.model[m].queued = s.model[m].aside = 0
         ask(s, m)
     for c in range(s.client.shape[0]):
         client = s.client[c]

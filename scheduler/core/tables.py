@@ -175,6 +175,7 @@ MODEL = np.dtype(
         ("last", "i8"),
         ("queued", "i8"),
         ("live", "i8"),  # accepted and not completed
+        ("aside", "i8"),  # of these, held back by their clients' limits
         ("used_ns", "f8"),  # GPU time received, as time alone
         ("gpu_ns", "f8"),  # GPU time received, as its part of the time that the GPU was busy
         ("completed", "i8"),

@@ -142,3 +142,9 @@ def note_demand(s: State, m: int, now: int) -> None:
         w.hits += 1
     else:
         w.misses += 1
+
+
+@part
+def wanting(s: State, m: int) -> int:
+    """The model's requests that need its weights now: those that a client's limit holds back do not."""
+    return int(s.model[m].live - s.model[m].aside)

@@ -11,6 +11,7 @@ from moving_bench import CHUNK, MovingBench
 
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.predict import predict_finish
+from paellapy.scheduler.core.tenants import Tenant, give_tenant
 
 
 def model(name, chunks, **more):
@@ -166,6 +167,29 @@ def test_who_waits_is_told_when_the_weights_cannot_come():
     again = bench.submit(0)
     bench.settle()
     assert bench.status(again) == codes.OK
+
+
+def test_requests_that_a_limit_holds_back_keep_no_memory_from_others():
+    bench = MovingBench(models(3, 3), budget=4 * CHUNK)
+    bench.submit(0, client=1)
+    bench.settle()
+    give_tenant(bench.state, 1, "alice", Tenant(limit=0.5))
+    bench.state.client["may_ns"][1] = 1e10  # she has used up her limit
+    held = bench.submit(0, client=1)
+    for _ in range(3):
+        other = bench.submit(1)
+        for _ in range(40):
+            for lane in bench.running:
+                bench.finish_segment(lane)
+            bench.chunk()
+            bench.step(CHUNK)
+        assert bench.status(other) == codes.OK
+    assert bench.brought == [0, 1]
+    assert bench.state.client["aside"][1] == 1
+    bench.step(10_000_000_000)
+    bench.settle()
+    assert bench.status(held) == codes.OK
+    assert bench.brought == [0, 1, 0]
 
 
 def test_a_load_gets_its_room_from_those_who_are_idle():
