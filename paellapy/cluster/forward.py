@@ -57,6 +57,9 @@ class Dispatcher(Protocol):
     def dispatch(self, work: Forward, again: bool = False) -> None:
         """Sends the request to an engine, holds it, or refuses it."""
 
+    def accepted(self, work: Forward) -> None:
+        """An engine has run the request, and so accepted its key."""
+
     def forget(self, work: Forward) -> None:
         """The request is over."""
 
@@ -139,6 +142,7 @@ class Forward:
             return
         status = head[9:12]
         if status == b"200":
+            self._router.accepted(self)
             view.note_answer(self.model, self._predicted_ms, (time.monotonic() - self._sent_at) * 1e3)
         elif status == b"404" or (status == b"503" and not self.at_most_once):
             # 404: the model has just left that engine, and nothing has run. 503: it is full, or failed later.

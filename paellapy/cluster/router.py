@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from paellapy.cluster.forward import Counts, Forward
-from paellapy.cluster.known_keys import KnownKeys
+from paellapy.cluster.known_keys import KnownKeys, digest_of
 from paellapy.cluster.listening import Listener
 from paellapy.cluster.pool import Pool
 from paellapy.cluster.view import EngineView, Member
@@ -23,6 +23,7 @@ from paellapy.serving.errors import RefusedError, short
 from paellapy.serving.held import Held
 from paellapy.serving.logs import log
 from paellapy.serving.outlook import Outlook
+from paellapy.serving.protocol import BESIDE_BYTES
 
 HELD_BYTES = 256_000_000
 TICK_S = 0.05
@@ -213,6 +214,11 @@ class Router:
         self._waiting[work] = None
         hold_s = self.options.hold_s if left_s is None else min(left_s, self.options.hold_s)
         work.wait(hold_s, lambda: work.refuse(refusal))
+
+    def accepted(self, work: Forward) -> None:
+        """Remembers the key longer: a connection whose long body has an unknown key leaves the fast path for good."""
+        if self.options.key is not None and len(work.body) > BESIDE_BYTES:
+            self.keys.add(digest_of(work.raw))
 
     def forget(self, work: Forward) -> None:
         """Its client has its answer, or has left: it waits no longer."""

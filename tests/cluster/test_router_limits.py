@@ -16,6 +16,7 @@ from paellapy.cli_cluster import route
 from paellapy.cluster import router as router_module
 from paellapy.cluster.cluster_file import ClusterSettings
 from paellapy.cluster.deadline import timeout_s
+from paellapy.cluster.known_keys import KEPT_S
 from paellapy.cluster.router import RouterOptions
 from paellapy.serving.protocol import BESIDE_BYTES, largest_request
 
@@ -141,6 +142,23 @@ def test_keys_are_checked_before_a_long_body_is_read():
         status, _, said = ask(router, "POST", "/v2/models/none/infer", b"{}")
         assert status == 404
         assert "wide" not in said["error"]
+
+
+def test_a_key_in_use_stays_known():
+    with (
+        running([scale_model("wide", n=N, batch=(1,))], keys={"alice": "secret", "router": "other"}) as engine,
+        routing({"e": engine.url}, key="other") as router,
+    ):
+        router.wait_until(lambda: router.router.ready)
+        known = router.router.keys._accepted_at
+        request, before = b"".join(wide("X-API-Key: secret\r\n")), float("-inf")
+        for _ in range(2):
+            with Client(router) as client:
+                client.send(request)
+                assert client.answer()[0] == 200
+            ((digest, at),) = known.items()
+            assert at > before
+            before = known[digest] = at - KEPT_S / 2  # a while later it is still known
 
 
 def test_it_is_ready_when_every_model_that_an_engine_should_have_is_on_one(engine):
