@@ -82,7 +82,7 @@ class EventLayout:
         rings = memory[self.heads_bytes :].view(RANGE_RECORD).reshape(-1, self.records)
         used, events = heads["used"].astype(np.int64) // RANGE_RECORD.itemsize, heads["events"].astype(np.int64)
         # A block that did not run leaves what was there before.
-        wrong = (events < used * size.min(initial=0)) | (events > used * size.max(initial=0))
+        wrong = (events < used * min(size, default=0)) | (events > used * max(size, default=0))
         used[wrong] = events[wrong] = 0
         kept = np.minimum(used, self.records)
         lane, place = _expanded(kept)

@@ -242,6 +242,16 @@ def test_blocks_that_did_not_run_lose_no_events(junk):
     assert layout.read(1, np.full(layout.nbytes, junk, np.uint8)).overwritten == 0
 
 
+def test_a_block_with_fewer_events_than_its_records_must_have_did_not_run():
+    layout = EventLayout.of(Ranges(("a",)), Sites((((0,), (RANGE_END,)),)), 2, 32)
+    memory = np.zeros(layout.nbytes, np.uint8)
+    memory[: layout.heads_bytes].view(RANGE_HEAD)["used"] = [16 * 300, 16 * 1000]  # the second block is the first one
+    memory[: layout.heads_bytes].view(RANGE_HEAD)["events"] = [1, 2000]
+    found = layout.read(1, memory)
+    assert set(found.block.tolist()) == {0}
+    assert found.overwritten == 2000 - len(found.tag)
+
+
 _inner = lambda inner: st.lists(st.tuples(st.integers(0, 2), inner), max_size=3)  # noqa: E731
 nested = st.recursive(st.just([]), _inner, max_leaves=12)
 
