@@ -70,7 +70,8 @@ def test_a_limit_holds_back_its_tenant_alone(engine) -> None:
         return await asyncio.gather(*asked)
 
     answers = asyncio.run(flood())
-    assert len({each["scores"].tobytes() for each in answers}) == 1
+    for each in answers:  # batches of other sizes round differently
+        np.testing.assert_allclose(each["scores"], answers[0]["scores"], rtol=1e-4, atol=1e-6)
     assert engine.tenants["eve"]["held_back"] == 0
 
 
