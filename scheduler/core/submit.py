@@ -121,6 +121,7 @@ def submitted(s: State, front: int, cell: Any, now: int) -> None:
         post_done(s, row, cell.model, status, now)
         if lane >= 0:
             put(s, lane, cell.slot, NONE)
+            s.slot_client[lane, cell.slot] = r.client  # it is charged for the place that it took
             touch(s, lane)
         return
     c = s.client[r.client]

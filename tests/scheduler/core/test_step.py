@@ -1104,6 +1104,21 @@ def test_a_short_queue_counts_only_held_back_requests_without_a_free_slot() -> N
     assert [bench.status(each) for each in first] == [codes.OK, codes.OK, codes.QUEUE_FULL]
 
 
+def test_a_slot_taken_in_vain_is_charged_to_no_earlier_client() -> None:
+    bench = Bench([profile(batch=(1, 4), lanes=1)], policy="fifo")
+    for _ in range(2):
+        bench.submit(client=1, direct=True)
+    bench.run_dry()
+    before = float(bench.state.client["used_ns"][1])
+    bench.submit(client=2, direct=True)
+    late = bench.submit(client=3, direct=True, deadline=bench.now)
+    bench.run_dry()
+    assert bench.status(late) == codes.EXPIRED
+    assert before > 0
+    assert bench.state.client["used_ns"][1] == before
+    assert bench.state.client["used_ns"].sum() == pytest.approx(bench.state.model["used_ns"].sum())
+
+
 def slots_of(bench: Bench, client: int) -> list[list[int]]:
     """The requests of a client in each lane that has any."""
     s = bench.state
