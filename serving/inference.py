@@ -99,7 +99,8 @@ class Inference(ABC):
         service = self.service
         deadline_ms = None if request.timeout_us is None else request.timeout_us * 1e-3
         row = service.registry.entries[self.name].row
-        self._ticket = service.admission.enter(model, row, request.priority, deadline_ms)
+        if not service.door.is_limited(self.client or None):  # else others would be refused for what its limit delays
+            self._ticket = service.admission.enter(model, row, request.priority, deadline_ms)
         service.live.add(self)
         if service.suspects:
             self._suspected = service.suspects.check(model, request.inputs, request.items)

@@ -36,6 +36,13 @@ class Door:
     def __init__(self, engine: Requester) -> None:
         self._engine = engine
 
+    def is_limited(self, client: Hashable) -> bool:
+        """Whether the client is a tenant with a limit, which may hold its requests back for as long as it takes."""
+        state = self._engine.state
+        if client is None or not state.core["limited"][0]:
+            return False
+        return bool(state.client["limit"][self._engine._front.client_number(client)] > 0.0)
+
     def submit(
         self,
         name: str,

@@ -86,6 +86,20 @@ def test_who_waits_over_http_is_served_by_shares(server) -> None:
         assert had[engine._front.client_number(name)] == pytest.approx(20 * share, abs=2)
 
 
+def test_nobody_is_refused_for_requests_that_a_limit_holds_back() -> None:
+    with running([scale_model(batch=(1,), target_ms=60_000.0)]) as server, ThreadPoolExecutor(12) as clients:
+        engine = server.server.service.engine
+        engine.tenant("alice", limit=1e-5)
+        held = [clients.submit(ask, server, "POST", INFER, BODY, {"X-Client-Id": "alice"}) for _ in range(12)]
+        while engine.tenants["alice"]["held_back"] < 8:
+            time.sleep(0.01)
+        assert [ask(server, "POST", INFER, BODY, {"X-Client-Id": "bob"})[0] for _ in range(5)] == [200] * 5
+        assert server.server.service.admission.allowances["scale"].in_flight == 0
+        assert engine.tenants["alice"]["held_back"] > 0
+        engine.tenant("alice")
+        assert [each.result()[0] for each in held] == [200] * 12
+
+
 def test_keys_belong_to_tenants() -> None:
     keys = {"alice": "secret-a", "robot": Key("secret-r", tenant="alice")}
     with running([scale_model(batch=(1,))], keys=keys) as server:
