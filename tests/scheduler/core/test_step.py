@@ -997,7 +997,7 @@ def test_whatever_happens_each_request_completes_exactly_once(
         assert sorted(bench.closed) == list(range(len(models)))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(script=actions, name=st_.sampled_from(["srpt", "paella", "slack", "edf"]), end=st_.sampled_from(["", "drain"]))
 def test_in_a_crowd_too_each_request_completes_exactly_once(
     script: list[tuple[object, ...]], name: str, end: str

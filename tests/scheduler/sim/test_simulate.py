@@ -328,7 +328,7 @@ def test_the_mix_is_as_measured() -> None:
 def test_a_short_model_stays_short_beside_a_flood_of_long_ones(fidelity: Fidelity, seed: int) -> None:
     if fidelity == "blocks" and seed:
         pytest.skip("one seed suffices where every block is simulated")
-    segments, seconds = (80, 0.5) if fidelity == "segments" else (20, 0.1)
+    segments, seconds = (80, 0.5) if fidelity == "segments" else (20, 0.05)
     models = [
         net("short", us=25, target_ms=1, lanes=8),
         net("long", segments=segments, blocks=264, target_ms=200, lanes=32),
