@@ -5,7 +5,7 @@ from __future__ import annotations
 NEVER = 1 << 62  # a time that never comes: no deadline, no target
 NONE = -1  # no row
 OWN_ROWS = 64  # request rows of the engine's own process, where other processes have front ends
-RECENT = 4096  # latencies kept per model
+RECENT = 4096  # latencies kept per model: a power of two
 TENANT_NAME = 64  # bytes of a tenant's name
 TAP_SIZE = 1 << 14  # completions kept for watchers of requests from other processes
 

@@ -26,7 +26,7 @@ def count(s: State, entry: Any) -> None:
     if m < 0 or m >= s.outcome.shape[0]:
         return
     if entry.status == OK:
-        at = s.outcome[m, OK] % s.recent_ns.shape[1]
+        at = s.outcome[m, OK] & (s.recent_ns.shape[1] - 1)  # a power of two
         s.recent_ns[m, at, 0] = entry.finish_ns - entry.arrival_ns
         s.recent_ns[m, at, 1] = entry.started_ns - entry.arrival_ns
         s.outcome[m, s.outcome.shape[1] - 1] += entry.batch

@@ -96,16 +96,17 @@ def step(s: State, now: int) -> int:
     expire(s, now)
     tick(s, now)
     look_at_moves(s, now)
-    look_aside(s, now)
     again = True
     while again:
-        came = False
+        if core.waiting > 0:
+            look_aside(s, now)
+        again = False
         if core.changed or (core.ready > 0 and now >= core.ask_at_ns):
             while not choose(s, now):
                 fail_all(s, now)
             measure(s)
-            came = look_aside(s, now)  # requests of the same clients may be done
-        again = order_moves(s, now) or came
+            again = core.waiting > 0  # requests of the same clients may be done
+        again = order_moves(s, now) or again
     watch_gates(s, now)
     return int(news + core.launches + core.segments_done - before)
 

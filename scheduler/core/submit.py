@@ -72,8 +72,8 @@ def verdict(s: State, cell: Any, now: int) -> int:
     if s.model[m].filling >= 0:
         room += slots - s.lane[s.model[m].filling].taken
     without_slot = s.model[m].queued - room
-    c = cell.client % s.client.shape[0]
-    if s.client[c].limit > 0.0:
+    c = s.request[cell.request].client
+    if core.limited > 0 and s.client[c].limit > 0.0:
         without_slot = s.client[c].aside + (without_slot if may_come_ns(s, c, now) <= now else 0)
     return QUEUE_FULL if without_slot >= s.model[m].queue_limit else OK
 
@@ -92,7 +92,7 @@ def enqueue(s: State, row: int, now: int) -> None:
     if s.core[0].facts & READS_SEGMENT:
         fill_segment(s, job.segment, m, 0, 0)
     r.order = checked_rank(s, s.call[0].order, 1, s.call[0].order_2, s.call[0].order_3)
-    if s.client[r.client].limit > 0.0:
+    if s.core[0].limited > 0 and s.client[r.client].limit > 0.0:
         set_aside(s, row)
         return
     r.state = QUEUED
@@ -108,7 +108,7 @@ def submitted(s: State, front: int, cell: Any, now: int) -> None:
     r = s.request[row]
     r.front = front
     r.serial, r.tag, r.model, r.source = cell.serial, cell.tag, cell.model, cell.source
-    r.client = cell.client % s.client.shape[0]
+    r.client = cell.client if 0 <= cell.client < s.client.shape[0] else cell.client % s.client.shape[0]
     r.priority, r.arrival_ns, r.deadline_ns = cell.priority, cell.arrival_ns, cell.deadline_ns
     r.lane = r.slot = r.due_at = NONE
     r.leaving = 0
@@ -243,11 +243,13 @@ def next_front(s: State) -> int:
     mask = np.uint64(s.submit.shape[1] - 1)
     fronts = s.submit.shape[0]
     for k in range(fronts):
-        front = (core.turn + k) % fronts
+        front = core.turn + k
+        if front >= fronts:  # much faster than a remainder
+            front -= fronts
         head = s.ring[front, SUBMIT_HEAD, 0]
         at = np.int64(head & mask)
         if load_at(s.submit[front, at : at + 1].ctypes.data) == head + _ONE:
-            core.turn = (front + 1) % fronts
+            core.turn = front + 1 if front + 1 < fronts else 0
             return int(front)
     return NONE
 
