@@ -40,6 +40,16 @@ _MISTAKES = {
 _CLIENTS_MISTAKES = (web.RequestPayloadError, HttpProcessingError, ConnectionError, LateBodyError)
 
 
+def unsent_bytes(transport: asyncio.Transport) -> int:
+    """Bytes of answers that are not sent yet. A TLS connection that was closed twice, by the server and by its client,
+    has none: asyncio raises AttributeError there.
+    """
+    try:
+        return transport.get_write_buffer_size()
+    except AttributeError:
+        return 0
+
+
 class Manager(web.Server):
     """Makes connections, and knows the answers that their clients have not taken yet."""
 
@@ -103,9 +113,9 @@ class Connection(web.RequestHandler):
         """Called when the client has not yet read all of an answer."""
         super().pause_writing()
         if self._send_timer is None and self._to_client is not None:
-            self._watch_sending(self._to_client.get_write_buffer_size())
+            self._watch_sending(unsent_bytes(self._to_client))
         if isinstance(self._manager, Manager) and self._to_client is not None:
-            self._manager.unsent.begin(self, self._to_client.get_write_buffer_size())
+            self._manager.unsent.begin(self, unsent_bytes(self._to_client))
 
     def abort(self) -> None:
         if self._to_client is not None:
@@ -123,7 +133,7 @@ class Connection(web.RequestHandler):
     def _look_at_sending(self) -> None:
         self._send_timer = None
         transport = self._to_client
-        if transport is None or not (left := transport.get_write_buffer_size()):
+        if transport is None or not (left := unsent_bytes(transport)):
             return
         if left < self._unsent:  # the client is slow, but it reads
             self._watch_sending(left)
@@ -254,5 +264,5 @@ class Connection(web.RequestHandler):
         left_s = await self.arrive(timeout)
         end = math.inf if left_s is None else self._loop.time() + left_s
         await super().shutdown(left_s)
-        while self._to_client is not None and self._to_client.get_write_buffer_size() and self._loop.time() < end:
+        while self._to_client is not None and unsent_bytes(self._to_client) and self._loop.time() < end:
             await asyncio.sleep(LOOK_S)

@@ -115,7 +115,7 @@ def write(transport: asyncio.Transport, pieces: list[bytes | memoryview]) -> Non
     """Writes an answer to its connection. The caller may reuse the pieces' memory when this returns."""
     size = sum(map(len, pieces))
     sent = 0
-    if size >= COPIED_BYTES and not transport.get_write_buffer_size() and not transport.is_closing():
+    if size >= COPIED_BYTES and not transport.is_closing() and not transport.get_write_buffer_size():
         fd = descriptor(transport)
         if fd >= 0:
             try:

@@ -20,6 +20,7 @@ from raw_client import Client
 from serving_server import ask, infer_body, running
 
 from paellapy.serving import codings, metrics
+from paellapy.serving.connections import unsent_bytes
 from paellapy.serving.logs import configure, log
 from paellapy.serving.protocol import BESIDE_BYTES, largest_request
 
@@ -183,6 +184,26 @@ def test_a_body_that_grows_under_tls_is_counted_too():
             client.send(wide_request(n=1 << 20))
             assert client.answer()[0] == 503
         server.wait_until(lambda: server.service.held.nbytes == 0)
+
+
+def test_a_tls_connection_that_is_closed_twice_has_nothing_to_send():
+    async def left() -> int:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read()
+            writer.close()
+
+        trusting = ssl.create_default_context(cafile=TLS / "certificate.pem")
+        async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=server_tls()) as server:
+            port = server.sockets[0].getsockname()[1]
+            _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting, server_hostname="localhost")
+            writer.close()
+            writer.close()
+            found = unsent_bytes(writer.transport)
+            with contextlib.suppress(ConnectionError, ssl.SSLError):
+                await writer.wait_closed()
+        return found
+
+    assert asyncio.run(left()) == 0
 
 
 # -- clients that do not read
