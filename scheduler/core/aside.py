@@ -14,7 +14,7 @@ from paellapy.scheduler.core.codes import ASIDE, QUEUED
 from paellapy.scheduler.core.heaps import queue_add, queue_first, queue_remove
 from paellapy.scheduler.core.lanes import ask
 from paellapy.scheduler.core.shares import LIMIT_KEPT_NS
-from paellapy.scheduler.core.slots import count_queued
+from paellapy.scheduler.core.slots import count_queued, size_for
 from paellapy.scheduler.core.state import State
 
 
@@ -57,13 +57,10 @@ def places_beside(s: State, c: int, m: int) -> int:
 
 @part
 def let_in(s: State, c: int, m: int, most: int) -> None:
-    """Moves the client's next requests of one model, at most so many, into the model's queue."""
+    """Moves the client's next requests of one model into the model's queue, at most `most` of them."""
     client = s.client[c]
     n = min(client.aside, most)
-    size = 0
-    while s.size[m, size].batch < n:
-        size += 1
-    each_ns = max(s.size[m, size].total_ns / n, 1.0)
+    each_ns = max(s.size[m, size_for(s, m, n)].total_ns / n, 1.0)
     while n > 0 and client.aside > 0:
         row = queue_first(s, client)
         r = s.request[row]
@@ -83,10 +80,9 @@ def let_in(s: State, c: int, m: int, most: int) -> None:
 
 
 @part
-def look_aside(s: State, now: int) -> bool:
-    """Lets in the requests that may come now; returns whether there were any."""
+def look_aside(s: State, now: int) -> None:
+    """Lets in the requests that may come now."""
     core = s.core[0]
-    found = False
     k = 0
     while k < core.waiting:
         c = s.waiting[k]
@@ -101,11 +97,9 @@ def look_aside(s: State, now: int) -> bool:
                 if most <= 0:
                     break
             let_in(s, c, m, most)
-            found = True
         if client.aside == 0:
             client.waits = 0
             core.waiting -= 1
             s.waiting[k] = s.waiting[core.waiting]
         else:
             k += 1
-    return found

@@ -1119,6 +1119,18 @@ def test_a_slot_taken_in_vain_is_charged_to_no_earlier_client() -> None:
     assert bench.state.client["used_ns"].sum() == pytest.approx(bench.state.model["used_ns"].sum())
 
 
+def test_requests_that_are_let_in_count_at_a_size_that_is_captured() -> None:
+    bench = Bench([profile(segments=1, ns=1e6, lanes=2, batch=(1, 2, 4))], policy="fifo")
+    later = bench.state.size[0, 1]
+    later["segments"], later["total_ns"], later["capture"] = 0, 0.0, codes.LATER
+    give_tenant(bench.state, 1, "alice", Tenant(limit=0.1))
+    bench.submit(client=1)
+    bench.submit(client=1)
+    bench.step()
+    assert bench.state.client["let_ns"][1] == pytest.approx(bench.state.size["total_ns"][0, 2])
+    bench.run_dry(ns=1_000_000)
+
+
 def slots_of(bench: Bench, client: int) -> list[list[int]]:
     """The requests of a client in each lane that has any."""
     s = bench.state
