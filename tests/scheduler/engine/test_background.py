@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip insta
 
 from engine_models import scale_model  # noqa: E402
 from training import batches, job_losses, losses_now_and_then, plain_losses, trainee  # noqa: E402
+from waiting import wait_until  # noqa: E402
 
 DEVICE = "virtual:h200"
 
@@ -26,13 +26,6 @@ def engine():
     with pp.Engine(DEVICE, policy="priority") as engine:
         yield engine
         check_at_rest(engine.state)
-
-
-def wait_for(condition, seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
@@ -78,21 +71,21 @@ def test_requests_are_answered_beside_a_job_that_is_paused_resumed_and_stopped(e
 
     asking = threading.Thread(target=ask)
     asking.start()
-    wait_for(lambda: job.steps > 40 and answered[0] > 40)
+    wait_until(lambda: job.steps > 40 and answered[0] > 40)
     assert job.steps_per_s > 0
     assert engine.stats()["jobs"]["train"]["state"] == "running"
     job.pause()
-    wait_for(lambda: job.state == "paused")
+    wait_until(lambda: job.state == "paused")
     steps, there = job.steps, answered[0]
-    wait_for(lambda: answered[0] > there + 20)
+    wait_until(lambda: answered[0] > there + 20)
     assert job.steps == steps
     assert job.steps_per_s == 0.0
     job.resume()
-    wait_for(lambda: job.steps > steps + 3)
+    wait_until(lambda: job.steps > steps + 3)
     job.stop()
     assert job.join(30)
     there = answered[0]
-    wait_for(lambda: answered[0] > there + 5)
+    wait_until(lambda: answered[0] > there + 5)
     stop.set()
     asking.join()
     assert wrong == []
@@ -108,7 +101,7 @@ def test_a_job_without_data_runs_until_it_is_stopped(engine):
     seen = []
     unwatch = engine.watch(lambda entry: seen.append(int(entry["serial"])))
     job = engine.background(step, name="count", state=[x])
-    wait_for(lambda: job.steps > 100)
+    wait_until(lambda: job.steps > 100)
     job.stop()
     assert job.join(30)
     unwatch()
@@ -138,7 +131,7 @@ def test_steps_are_no_slow_requests(engine):
     x = torch.zeros(4)
     with Monitor(engine) as monitor:
         job = engine.background(lambda: x.add_(1.0), name="count", state=[x])
-        wait_for(lambda: job.steps > 10)
+        wait_until(lambda: job.steps > 10)
         engine.infer_sync("scale", {"x": np.ones(64, np.float32)})
         seen = monitor.snapshot()
         job.stop()
@@ -286,7 +279,7 @@ def test_closing_the_engine_ends_its_jobs():
     x = torch.zeros(4)
     with pp.Engine(DEVICE) as engine:
         job = engine.background(lambda: x.add_(1.0), name="count", state=[x])
-        wait_for(lambda: job.steps > 2)
+        wait_until(lambda: job.steps > 2)
     assert job.join(10)
     assert job.error is None
     assert x[0] == job.steps

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from engine_models import scale_model
 from places import TESTS
+from waiting import wait_until
 
 import paellapy as pp
 from paellapy.guest import Guest
@@ -34,13 +35,6 @@ def engine():
     with pp.Engine("virtual:h200", policy="priority") as engine:
         engine.load(scale_model())
         yield engine
-
-
-def wait_for(condition, seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 @contextlib.contextmanager
@@ -81,21 +75,21 @@ def job(engine):
 
 def test_a_script_is_held_back_killed_in_its_turn_and_never_missed(engine):
     with guest("--best-effort") as process:
-        wait_for(lambda: (job(engine) or {"launches": 0})["launches"] > 0)
+        wait_until(lambda: (job(engine) or {"launches": 0})["launches"] > 0)
         assert job(engine)["pid"] == process.pid
         with requests(engine) as counts:
-            wait_for(lambda: counts[0] > 50 and job(engine)["waits"] > 0)
-        wait_for(lambda: job(engine)["closes"] > 0 and job(engine)["state"] == "running")
+            wait_until(lambda: counts[0] > 50 and job(engine)["waits"] > 0)
+        wait_until(lambda: job(engine)["closes"] > 0 and job(engine)["state"] == "running")
         os.kill(process.pid, signal.SIGKILL)
         with requests(engine) as counts:
-            wait_for(lambda: job(engine) is None and counts[0] > 20)
+            wait_until(lambda: job(engine) is None and counts[0] > 20)
 
 
 def test_a_script_goes_on_when_the_engine_leaves():
     engine = pp.Engine("virtual:h200")
     try:
         with guest("--best-effort", "--share", "0.2", seconds=3) as process:
-            wait_for(lambda: (job(engine) or {"launches": 0})["launches"] > 0)
+            wait_until(lambda: (job(engine) or {"launches": 0})["launches"] > 0)
             engine.close()
             out, error = process.communicate(timeout=60)
         assert process.returncode == 0, error
@@ -108,16 +102,16 @@ def test_a_script_goes_on_when_the_engine_leaves():
 def test_a_gate_closes_for_higher_priority_and_opens_after_it(engine):
     own = Guest("here", priority=-1)
     line = own._connect()
-    wait_for(lambda: engine.state.core["gates"][0] == 1)
+    wait_until(lambda: engine.state.core["gates"][0] == 1)
     assert not gate.closed_at(own.words, time.monotonic_ns())
     engine.infer_sync("scale", {"x": X})
-    wait_for(lambda: engine.stats()["jobs"]["here"]["closes"] == 1)
-    wait_for(lambda: not own.words[gate.CLOSED_UNTIL_NS])
+    wait_until(lambda: engine.stats()["jobs"]["here"]["closes"] == 1)
+    wait_until(lambda: not own.words[gate.CLOSED_UNTIL_NS])
     with engine.turn("low", priority=-2):  # not for lower priorities
         time.sleep(0.01)
         assert engine.stats()["jobs"]["here"]["closes"] == 1
     line.close()
-    wait_for(lambda: engine.state.core["gates"][0] == 0)
+    wait_until(lambda: engine.state.core["gates"][0] == 0)
 
 
 def test_two_guests_of_one_name_are_told_apart_and_more_than_fit_are_refused(engine):
@@ -129,7 +123,7 @@ def test_two_guests_of_one_name_are_told_apart_and_more_than_fit_are_refused(eng
         Guest("g")._connect()
     for line in held:
         line.close()
-    wait_for(lambda: engine.state.core["gates"][0] == 0)
+    wait_until(lambda: engine.state.core["gates"][0] == 0)
     assert engine.stats()["jobs"] == {}
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
 import numpy as np
 import pytest
 from engine_models import scale_model
+from waiting import wait_until
 
 import paellapy as pp
 from paellapy.scheduler.core.check import check_at_rest, check_integrity
@@ -43,13 +43,6 @@ def ask(engine, items: int, name: str = "scale", times: int = 2) -> None:
 
 def sizes(engine, name: str = "scale"):
     return engine.stats()["models"][name]["sizes"]
-
-
-def wait_until(condition, seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 @pytest.fixture
