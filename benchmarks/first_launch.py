@@ -139,7 +139,7 @@ def summary(found: dict[str, dict[str, list[Any]]], of: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--every", type=int, default=1, help="every nth kernel of the corpus")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after about so many seconds")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no kernel after this time")
     parser.add_argument("--longest", type=float, default=60, help="seconds for a kernel's launches on one side")
     parser.add_argument("--side", choices=("virtual", "interpreter"), help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=None)

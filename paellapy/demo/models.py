@@ -122,7 +122,8 @@ FORWARDS: dict[str, ModelFunction] = {"mlp": mlp, "cnn": cnn, "transformer": tra
 
 
 # ---- one kernel each -------------------------------------------------------------------------------------------------
-# The kernels use small tiles. A request has few rows, so many small blocks finish it sooner than a few large blocks.
+# The kernels use small tiles: a request has few rows, and small blocks on all SMs finish them sooner than large blocks
+# on a few SMs.
 
 
 def _linear(x: Any, weights: Arrays, name: str, out: Any, activation: str = "none", residual: Any = None) -> None:
