@@ -170,7 +170,7 @@ def forget_compiled() -> None:
             found.device_caches.clear()
 
 
-def on_gpu(chosen: dict[str, PublicCase], out: Path | None) -> None:
+def on_gpu(chosen: dict[str, PublicCase], rows: dict[str, Any], out: Path | None) -> None:
     device = need_gpu("bits with and without reporting")
     tuned: set[int] = set()
     run = Autotuner.run
@@ -182,7 +182,7 @@ def on_gpu(chosen: dict[str, PublicCase], out: Path | None) -> None:
         return run(self, *args, **kwargs)
 
     Autotuner.run = first_config
-    plain, rows = {}, {}
+    plain = {}
     for name, case in chosen.items():
         given = {n: v.cuda() for n, v in case.inputs(torch.Generator().manual_seed(0)).items()}
         try:
@@ -235,13 +235,15 @@ def main() -> None:
     warnings.simplefilter("ignore")
     parts = [p for p in given.only.split(",") if p]
     chosen = {n: c for n, c in cases().items() if not parts or any(p in n for p in parts)}
-    if given.gpu:
-        return on_gpu(chosen, given.out)
-    kernels, rows = Kernels(), {}
-    stored = (given.out or RESULTS) / "public_kernels.json"
+    rows: dict[str, Any] = {}
+    stored = (given.out or RESULTS) / f"public_kernels{'_gpu' if given.gpu else ''}.json"
     if given.resume and stored.exists():
-        rows = json.loads(stored.read_text())["results"]["cases"]
+        kept = json.loads(stored.read_text())["results"]
+        rows = {n: row for n, row in (kept if given.gpu else kept["cases"]).items() if "result" in row}
         chosen = {n: c for n, c in chosen.items() if n not in rows}
+    if given.gpu:
+        return on_gpu(chosen, rows, given.out)
+    kernels = Kernels()
     with pp.Device("virtual:H200") as device:
         for name, case in chosen.items():
             rows[name] = on_virtual(case, kernels)
