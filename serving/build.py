@@ -83,7 +83,7 @@ def has_room_twice(config: Config) -> bool:
     device = Device.open(config.device)
     if device.name.startswith("virtual"):
         return True
-    from paellapy.scheduler.backends.cuda import free_and_whole_bytes  # importing it needs a driver
+    from paellapy.scheduler.backends.cuda_memory import free_and_whole_bytes  # importing it needs a driver
 
     free, whole = free_and_whole_bytes(device)
     return config.memory_bytes is None and free > 2 * (whole - free)
