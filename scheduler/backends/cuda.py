@@ -7,13 +7,11 @@ import ctypes
 import os
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from paellapy.instrument import queues
 from paellapy.instrument.device.cuda import CudaDevice
@@ -24,20 +22,23 @@ from paellapy.scheduler.backends.base import Backend, device_lock
 from paellapy.scheduler.backends.cuda_capture import capture_program, cupy_in_arena
 from paellapy.scheduler.backends.cuda_foreign import foreign_program
 from paellapy.scheduler.backends.cuda_graphs import (
-    Gate,
     SegmentGraph,
     instantiate,
     launch_once,
-    launch_times_ns,
-    node_times_ns,
     segment_graph,
     segment_graphs,
-    settled_times_ns,
     word_graph,
 )
 from paellapy.scheduler.backends.cuda_hogs import Hogs, part_without_place, segment_shares
 from paellapy.scheduler.backends.cuda_loop import BROKEN, serve
 from paellapy.scheduler.backends.cuda_memory import CudaBerth, CudaMemory, free_and_whole_bytes
+from paellapy.scheduler.backends.cuda_timing import (
+    Gate,
+    launch_times_ns,
+    node_times_ns,
+    saturated_ns,
+    segment_times_ns,
+)
 from paellapy.scheduler.backends.cuda_trace import CudaTrace
 from paellapy.scheduler.backends.cuda_weights import CudaPages, CudaWeights, PinnedBlock, node_ends
 from paellapy.scheduler.backends.cuda_windows import CudaWindows
@@ -61,8 +62,6 @@ from paellapy.scheduler.models.weight_range import Layout, WeightRange
 _LINGER_NS = 10_000_000
 _WATCH_S = 0.1  # how often the driver is asked whether a GPU without progress is still alive
 _NOT_READY = 600
-_CROWDED_RUNS = 4
-_GATED_NODES = 128  # most nodes queued behind a closed gate: the driver's queues hold about a thousand
 
 
 class CudaBackend(Backend):
@@ -260,31 +259,12 @@ class CudaBackend(Backend):
 
     def segment_times_ns(self, launches: Launches, repeats: int, alone: bool) -> tuple[list[float], float, float]:
         stream = self._capture_stream(launches.program.model.priority).handle
-        gate = self._gate if len(launches.program.nodes) <= _GATED_NODES else None
-        cut = settled_times_ns(launches.handles, repeats, stream, gate)
-        wholes = [launches.whole, *(whole for _, whole in launches.confined[:1])]
-        whole = [settled_times_ns([each], repeats, stream, gate) for each in wholes]
-        # Other work can only lengthen a measured time, so the shortest is the closest to the time alone.
-        pick = np.median if alone else np.min
-        times: NDArray[np.float64] = np.asarray(pick(cut, axis=0))
-        wide, *narrow = (float(pick(each[:, 0])) for each in whole)
-        return [float(t) for t in times], wide, narrow[0] if narrow else 0.0
+        return segment_times_ns(launches, repeats, alone, stream, self._gate)
 
     def saturated_ns(self, lanes: Sequence[Launches], rounds: int) -> float:
         self.device.activate()
-        cu = driver()
         streams = [each.handle for each in self._streams(lanes[0].program.model.priority)[: len(lanes)]]
-        times = []
-        for _ in range(_CROWDED_RUNS):
-            began = time.perf_counter_ns()
-            for _ in range(rounds):
-                for each, stream in zip(lanes, streams, strict=False):
-                    check(cu.cuGraphLaunch(each.whole, stream), "timing a graph")
-            for stream in streams:
-                check(cu.cuStreamSynchronize(stream), "timing graphs that run at once")
-            times.append(time.perf_counter_ns() - began)
-        # The first run warms up, and a run whose launch the host delayed took too long.
-        return min(times[1:]) / (rounds * len(lanes))
+        return saturated_ns(lanes, rounds, streams)
 
     def grant(self, word: int) -> int:
         self.device.activate()

@@ -1,4 +1,4 @@
-"""CUDA graphs: reading a captured graph, timing its nodes, and cutting it into graphs that end by writing a word.
+"""CUDA graphs: reading a captured graph, and cutting it into graphs that end by writing a word.
 
 A segment is a clone of the captured graph without the nodes outside the segment, plus one node that writes the
 completion word to pinned memory after all others. The write includes a system-wide fence, so the outputs are visible
@@ -10,23 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from paellapy.instrument.device.cuda import CudaDevice
 from paellapy.instrument.device.driver import check, driver
 from paellapy.scheduler.core.errors import CaptureError
 from paellapy.scheduler.models.program import Node, NodeKind
 from paellapy.scheduler.models.segments import topological
-
-_TIMED_RUNS = 7
-_RUNS = 5  # runs of the segments, before the spread is checked
-_SPREAD = 0.02  # largest spread of agreeing runs, relative to the median
-_LEAST_NS = 100.0  # lower bound for the time of a node; event clocks are coarser than this
-_STRAY = 4.0  # cap on the time of a copy, as a multiple of the median, in case it was delayed
 
 
 @dataclass(slots=True)
@@ -239,62 +229,6 @@ def _write_word(cu: Any, address: int, context: Any) -> Any:
     return params
 
 
-def node_times_ns(graph: CapturedGraph, stream: int) -> list[float]:
-    """The time of each node when nodes run one after the other, measured by events between them in a clone.
-
-    The cost of the events is the difference to a run without them, and is subtracted.
-    """
-    cu = driver()
-    n = len(graph.nodes)
-    clone = check(cu.cuGraphClone(graph.handle), "cloning a graph")
-    events = [check(cu.cuEventCreate(0), "creating an event") for _ in range(n + 1)]
-    executables = []
-    try:
-        nodes = [check(cu.cuGraphNodeFindInClone(node, clone), "finding a node") for node in graph.nodes]
-        plain = instantiate(clone)
-        executables.append(plain)
-        for i, event in enumerate(events):
-            before = [nodes[i - 1]] if i else []
-            record = check(cu.cuGraphAddEventRecordNode(clone, before, len(before), event), "adding an event")
-            if i < n:
-                add_edge(cu, clone, record, nodes[i])
-        timed = instantiate(clone)
-        executables.append(timed)
-        runs = []
-        for _ in range(_TIMED_RUNS):
-            check(cu.cuGraphLaunch(timed, stream), "timing a graph")
-            check(cu.cuStreamSynchronize(stream), "timing a graph")
-            runs.append([_elapsed_ns(cu, a, b) for a, b in pairwise(events)])
-        times = np.min(runs[1:], axis=0)  # work of other processes can only lengthen a measured time
-        whole_ns = _launch_time_ns(cu, plain, stream)
-    finally:
-        for executable in executables:
-            cu.cuGraphExecDestroy(executable)
-        for event in events:
-            cu.cuEventDestroy(event)
-        check(cu.cuGraphDestroy(clone), "freeing a graph")
-    return without_events(times, [is_kernel(node) for node in graph.nodes], whole_ns)
-
-
-def without_events(times_ns: NDArray[np.float64], kernels: Sequence[bool], whole_ns: float) -> list[float]:
-    """Times between events without the cost of the events, which is the excess of their sum over a run without events.
-
-    Beside other processes, a copy may be late in every run and inflate that excess. So at most a few times the median
-    of a copy counts. If an event then costs more than some kernel took, the nodes share the time of the whole program
-    in proportion to their measured times.
-
-    >>> without_events(np.array([4_000.0, 12_000.0, 6_000.0]), [True, True, False], 16_000.0)
-    [2000.0, 10000.0, 4000.0]
-    """
-    usual = np.where(kernels, times_ns, np.minimum(times_ns, _STRAY * np.median(times_ns)))
-    spread = max(0.0, (float(usual.sum()) - whole_ns) / len(usual))
-    if spread < min((t for t, kernel in zip(times_ns, kernels, strict=True) if kernel), default=np.inf):
-        found = np.minimum(times_ns - spread, whole_ns)
-    else:
-        found = usual * whole_ns / usual.sum()
-    return [float(t) for t in np.maximum(found, _LEAST_NS)]
-
-
 def is_kernel(node: Any) -> bool:
     cu = driver()
     kind = check(cu.cuGraphNodeGetType(node), "reading a graph's node")
@@ -306,78 +240,3 @@ def add_edge(cu: Any, graph: Any, before: Any, after: Any) -> None:
         check(cu.cuGraphAddDependencies(graph, [before], [after], None, 1), "ordering nodes")
     else:
         check(cu.cuGraphAddDependencies(graph, [before], [after], 1), "ordering nodes")
-
-
-def _elapsed_ns(cu: Any, start: Any, end: Any) -> float:
-    return float(check(cu.cuEventElapsedTime(start, end), "reading events")) * 1e6
-
-
-def _launch_time_ns(cu: Any, executable: int, stream: int) -> float:
-    times = launch_times_ns([[executable]] * _TIMED_RUNS, stream, None)
-    return float(np.min([run[0] for run in times[1:]]))
-
-
-def launch_times_ns(runs: Sequence[Sequence[int]], stream: int, gate: Gate | None) -> list[list[float]]:
-    """GPU time of each graph of each run, launched one behind the other.
-
-    The host's launch rate must not be measured. With a gate, a run is queued completely before its first graph starts.
-    This is for short runs only, since a queue that fills up while nothing runs would block the host for ever. Without a
-    gate, the first graph is launched once more in front, and the host gets ahead while it runs.
-    """
-    cu = driver()
-    longest = max(len(run) for run in runs)
-    events = [check(cu.cuEventCreate(0), "creating an event") for _ in range(longest + 1)]
-    found = []
-    try:
-        for run in runs:
-            if gate is not None:
-                gate.close(stream)
-            else:
-                check(cu.cuGraphLaunch(run[0], stream), "timing a graph")
-            try:
-                check(cu.cuEventRecord(events[0], stream), "recording an event")
-                for executable, event in zip(run, events[1:], strict=False):
-                    check(cu.cuGraphLaunch(executable, stream), "timing a graph")
-                    check(cu.cuEventRecord(event, stream), "recording an event")
-            finally:
-                if gate is not None:
-                    gate.open()
-            check(cu.cuStreamSynchronize(stream), "timing a graph")
-            found.append([_elapsed_ns(cu, a, b) for a, b in pairwise(events[: len(run) + 1])])
-    finally:
-        for event in events:
-            cu.cuEventDestroy(event)
-    return found
-
-
-def settled_times_ns(run: Sequence[int], most: int, stream: int, gate: Gate | None) -> NDArray[np.float64]:
-    """GPU times of the graphs of a run [runs, graphs], repeated until runs agree, at most `most` times."""
-    found = launch_times_ns([run] * (_RUNS + 1), stream, gate)[1:]  # the first run warms up
-    while len(found) < most and not settled([sum(each) for each in found]):
-        found += launch_times_ns([run] * _RUNS, stream, gate)
-    return np.array(found)
-
-
-def settled(times_ns: Sequence[float]) -> bool:
-    """Whether times agree so well that more of them would not change the median.
-
-    >>> settled([100.0, 101.0, 100.5]), settled([100.0, 101.0, 130.0])
-    (True, False)
-    """
-    return max(times_ns) - min(times_ns) <= _SPREAD * float(np.median(times_ns))
-
-
-class Gate:
-    """A word in pinned memory for which a stream waits."""
-
-    def __init__(self, word: Any) -> None:
-        self._word = word  # one u64 of pinned memory, as an array
-
-    def close(self, stream: int) -> None:
-        cu = driver()
-        self._word[0] = 0
-        equal = cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
-        check(cu.cuStreamWaitValue64(stream, self._word.ctypes.data, 1, int(equal)), "holding a stream")
-
-    def open(self) -> None:
-        self._word[0] = 1

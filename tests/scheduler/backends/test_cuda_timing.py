@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as hs
 
-from paellapy.scheduler.backends.cuda_graphs import without_events
+from paellapy.scheduler.backends.cuda_timing import without_events
 from paellapy.scheduler.models.segments import cut
 
 US = 1_000.0
