@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
 import sys
-import threading
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +12,7 @@ import numpy as np
 from paellapy.instrument import queues
 from paellapy.instrument.device.cuda import CudaDevice
 from paellapy.instrument.device.cuda_memory import CudaArray, CudaStream
-from paellapy.instrument.device.driver import check, driver, fail, library
+from paellapy.instrument.device.driver import check, driver
 from paellapy.instrument.errors import LaunchError, PaellaError
 from paellapy.scheduler.backends.base import Backend, device_lock
 from paellapy.scheduler.backends.cuda_capture import capture_program, cupy_in_arena
@@ -30,8 +26,8 @@ from paellapy.scheduler.backends.cuda_graphs import (
     word_graph,
 )
 from paellapy.scheduler.backends.cuda_hogs import Hogs, part_without_place, segment_shares
-from paellapy.scheduler.backends.cuda_loop import BROKEN, serve
 from paellapy.scheduler.backends.cuda_memory import CudaBerth, CudaMemory, free_and_whole_bytes
+from paellapy.scheduler.backends.cuda_threads import CudaThreads, failure
 from paellapy.scheduler.backends.cuda_timing import (
     Gate,
     launch_times_ns,
@@ -45,7 +41,6 @@ from paellapy.scheduler.backends.cuda_windows import CudaWindows
 from paellapy.scheduler.backends.launches import Bounds, Launches, LoadedModel
 from paellapy.scheduler.backends.recorded import TracedBlocks
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.copier import Copier
 from paellapy.scheduler.core.loop import Bell
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.models.capture import ModelCapture
@@ -56,12 +51,6 @@ from paellapy.scheduler.models.program import Cuts, Marks, Program
 from paellapy.scheduler.models.tensors import Arrays, Capturable
 from paellapy.scheduler.models.torch_pool import TorchPool, torch_in_use
 from paellapy.scheduler.models.weight_range import Layout, WeightRange
-
-# The loop keeps spinning for this long after its last work, so that at some hundred requests a second the next one
-# finds it awake: waking up takes longer than many kernels. After that it sleeps.
-_LINGER_NS = 10_000_000
-_WATCH_S = 0.1  # how often the driver is asked whether a GPU without progress is still alive
-_NOT_READY = 600
 
 
 class CudaBackend(Backend):
@@ -74,17 +63,11 @@ class CudaBackend(Backend):
         queues.warn_if_few()
         device.activate()
         self._captures: dict[int, CudaStream] = {}
-        self._probe_stream = CudaStream(device, 0)
+        self._threads = CudaThreads(device)
         self._pinned = device._allocate_pinned(64)
         self._gate = Gate(self._pinned[:1])
         self._scratch_array = CudaArray(device, (1,), np.dtype(np.uint8))
         self._pools: dict[int, list[CudaStream]] = {}
-        self._calls: deque[Callable[[], None]] = deque()
-        self._stop_word = np.zeros(8, np.uint64)
-        self._scratch = np.zeros(8, np.int64)
-        self._stopping = False
-        self._ended = threading.Event()
-        self._threads: list[threading.Thread] = []
         self._trace: CudaTrace | None = None
         self._trial: TorchPool | None = None  # set while a model is rehearsed
         self._windows: CudaWindows | None = None
@@ -337,67 +320,17 @@ class CudaBackend(Backend):
     # -- the loop
 
     def start(self, state: State, bell: Bell, failed: Callable[[BaseException], None]) -> None:
-        self._state, self._bell, self._failed = state, bell, failed
-        state.call["graph_launch"][0] = ctypes.cast(library().cuGraphLaunch, ctypes.c_void_p).value or 0
-        state.core["backend"][0] = codes.CUDA
-        self._copier = Copier(state, bell)
-        for name, target in (("paellapy-core", self._loop), ("paellapy-watch", self._watch)):
-            thread = threading.Thread(target=target, name=name, daemon=True)
-            thread.start()
-            self._threads.append(thread)
-
-    def _loop(self) -> None:
-        self.device.activate()
-        read = ctypes.cast(ctypes.CDLL(None).read, ctypes.c_void_p).value or 0
-        reported = False
-        while not self._stopping:
-            why = serve(
-                self._state, self._stop_word, _LINGER_NS, self._scratch, self._bell.word, self._bell.fd, read, reported
-            )
-            if why == BROKEN:
-                reported = True
-                self._failed(self.failure(int(self._state.core["error"][0])))
-                continue
-            self._stop_word[0] = 0
-            while self._calls:
-                self._calls.popleft()()
-
-    def _watch(self) -> None:
-        """Asks the driver when nothing makes progress: a fault leaves completion words unwritten."""
-        self.device.activate()
-        core = self._state.core[0]
-        before = -1
-        while not self._ended.wait(_WATCH_S):
-            stuck, before = int(core["segments_done"]) == before, int(core["segments_done"])
-            if core["flight"] and stuck:
-                status = int(driver().cuStreamQuery(self._probe_stream.handle)[0])
-                if status not in (0, _NOT_READY):
-                    self._failed(self.failure(status))
-                    return
-
-    def failure(self, status: int) -> BaseException:
-        try:
-            fail(status, "running a model")
-        except LaunchError as e:
-            return e
-        return LaunchError(f"running a model failed with CUDA status {status}; start a new process")
+        self._state, self._bell = state, bell
+        self._threads.start(state, bell, failed)
 
     def call(self, function: Callable[[], None]) -> None:
-        self._calls.append(function)
-        self._interrupt()
+        self._threads.call(function)
 
-    def _interrupt(self) -> None:
-        self._stop_word[0] = 1
-        os.eventfd_write(self._bell.fd, 1)
+    def failure(self, status: int) -> BaseException:
+        return failure(status)
 
     def stop(self) -> None:
-        self._stopping = True
-        self._ended.set()
-        self._interrupt()
-        for thread in self._threads:
-            thread.join()
-        self._copier.close()
-        self._bell.close()
+        self._threads.stop()
 
     def close(self) -> None:
         # Free them now: the garbage collector might do so during another engine's capture.

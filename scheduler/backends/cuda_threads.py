@@ -1,0 +1,105 @@
+"""Threads of an engine on a real GPU: one runs the core's loop, one asks the driver whether a stuck GPU is alive."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from paellapy.instrument.device.cuda import CudaDevice
+from paellapy.instrument.device.cuda_memory import CudaStream
+from paellapy.instrument.device.driver import driver, fail, library
+from paellapy.instrument.errors import LaunchError
+from paellapy.scheduler.backends.cuda_loop import BROKEN, serve
+from paellapy.scheduler.core import codes
+from paellapy.scheduler.core.copier import Copier
+from paellapy.scheduler.core.loop import Bell
+from paellapy.scheduler.core.state import State
+
+# The loop keeps spinning for this long after its last work, so that at some hundred requests a second the next one
+# finds it awake: waking up takes longer than many kernels. After that it sleeps.
+_LINGER_NS = 10_000_000
+_WATCH_S = 0.1  # how often the driver is asked whether a GPU without progress is still alive
+_NOT_READY = 600
+
+
+class CudaThreads:
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+        self._probe_stream = CudaStream(device, 0)
+        self._calls: deque[Callable[[], None]] = deque()
+        self._stop_word = np.zeros(8, np.uint64)
+        self._scratch = np.zeros(8, np.int64)
+        self._stopping = False
+        self._ended = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def start(self, state: State, bell: Bell, failed: Callable[[BaseException], None]) -> None:
+        self._state, self._bell, self._failed = state, bell, failed
+        state.call["graph_launch"][0] = ctypes.cast(library().cuGraphLaunch, ctypes.c_void_p).value or 0
+        state.core["backend"][0] = codes.CUDA
+        self._copier = Copier(state, bell)
+        for name, target in (("paellapy-core", self._loop), ("paellapy-watch", self._watch)):
+            thread = threading.Thread(target=target, name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def _loop(self) -> None:
+        self._device.activate()
+        read = ctypes.cast(ctypes.CDLL(None).read, ctypes.c_void_p).value or 0
+        reported = False
+        while not self._stopping:
+            why = serve(
+                self._state, self._stop_word, _LINGER_NS, self._scratch, self._bell.word, self._bell.fd, read, reported
+            )
+            if why == BROKEN:
+                reported = True
+                self._failed(failure(int(self._state.core["error"][0])))
+                continue
+            self._stop_word[0] = 0
+            while self._calls:
+                self._calls.popleft()()
+
+    def _watch(self) -> None:
+        """Asks the driver when nothing makes progress: a fault leaves completion words unwritten."""
+        self._device.activate()
+        core = self._state.core[0]
+        before = -1
+        while not self._ended.wait(_WATCH_S):
+            stuck, before = int(core["segments_done"]) == before, int(core["segments_done"])
+            if core["flight"] and stuck:
+                status = int(driver().cuStreamQuery(self._probe_stream.handle)[0])
+                if status not in (0, _NOT_READY):
+                    self._failed(failure(status))
+                    return
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Runs a function in the loop's thread, between two steps."""
+        self._calls.append(function)
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        self._stop_word[0] = 1
+        os.eventfd_write(self._bell.fd, 1)
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._ended.set()
+        self._interrupt()
+        for thread in self._threads:
+            thread.join()
+        self._copier.close()
+        self._bell.close()
+
+
+def failure(status: int) -> LaunchError:
+    """The error for a status of the driver."""
+    try:
+        fail(status, "running a model")
+    except LaunchError as e:
+        return e
+    return LaunchError(f"running a model failed with CUDA status {status}; start a new process")
