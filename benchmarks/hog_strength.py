@@ -36,7 +36,7 @@ def main() -> None:
             assert backend._hogs is not None
             hog = backend._hogs.tensor
             found |= {"memory hog alone": backend._hogs.part, "tensor hog alone": hog.part, "tensor hog pace": hog.pace}
-            stream = backend._capture_stream(0).handle
+            stream = backend._streams.to_capture_on(0).handle
             rows = []
             for handle, segment in zip(launches.handles, row.profiles[0].segments, strict=True):
                 stretch, pace = hog.look(handle, segment.time_ns, stream)

@@ -7,11 +7,9 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from paellapy.instrument import queues
 from paellapy.instrument.device.cuda import CudaDevice
-from paellapy.instrument.device.cuda_memory import CudaArray, CudaStream
+from paellapy.instrument.device.cuda_memory import CudaStream
 from paellapy.instrument.device.driver import check, driver
 from paellapy.instrument.errors import LaunchError, PaellaError
 from paellapy.scheduler.backends.base import Backend, device_lock
@@ -27,6 +25,7 @@ from paellapy.scheduler.backends.cuda_graphs import (
 )
 from paellapy.scheduler.backends.cuda_hogs import Hogs, part_without_place, segment_shares
 from paellapy.scheduler.backends.cuda_memory import CudaBerth, CudaMemory, free_and_whole_bytes
+from paellapy.scheduler.backends.cuda_streams import CudaStreams
 from paellapy.scheduler.backends.cuda_threads import CudaThreads, failure
 from paellapy.scheduler.backends.cuda_timing import (
     Gate,
@@ -40,7 +39,6 @@ from paellapy.scheduler.backends.cuda_weights import CudaPages, CudaWeights, Pin
 from paellapy.scheduler.backends.cuda_windows import CudaWindows
 from paellapy.scheduler.backends.launches import Bounds, Launches, LoadedModel
 from paellapy.scheduler.backends.recorded import TracedBlocks
-from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.loop import Bell
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.models.capture import ModelCapture
@@ -62,12 +60,10 @@ class CudaBackend(Backend):
         self.device = device
         queues.warn_if_few()
         device.activate()
-        self._captures: dict[int, CudaStream] = {}
         self._threads = CudaThreads(device)
         self._pinned = device._allocate_pinned(64)
         self._gate = Gate(self._pinned[:1])
-        self._scratch_array = CudaArray(device, (1,), np.dtype(np.uint8))
-        self._pools: dict[int, list[CudaStream]] = {}
+        self._streams = CudaStreams(device)
         self._trace: CudaTrace | None = None
         self._trial: TorchPool | None = None  # set while a model is rehearsed
         self._windows: CudaWindows | None = None
@@ -109,7 +105,7 @@ class CudaBackend(Backend):
 
     def run_segment(self, launches: Launches, k: int) -> None:
         self.device.activate()
-        launch_once([launches.handles[k]], self._capture_stream(launches.program.model.priority).handle)
+        launch_once([launches.handles[k]], self._streams.to_capture_on(launches.program.model.priority).handle)
 
     # -- programs
 
@@ -149,7 +145,7 @@ class CudaBackend(Backend):
         assert isinstance(memory, CudaMemory)
         if memory.torch_pool is None and torch_in_use(lane.model.uses_torch):
             memory.torch_pool = self._torch_pool(lane.model)
-        stream = self._capture_stream(lane.model.priority)
+        stream = self._streams.to_capture_on(lane.model.priority)
         return capture_program(self.device, stream, lane, weights, batch, cuts, marks or {}, memory.torch_pool)
 
     def _torch_pool(self, model: Capturable) -> TorchPool:
@@ -169,14 +165,8 @@ class CudaBackend(Backend):
         scratch, _ = super().rehearse_all(model, weights, sizes)
         return scratch, torch.cuda.max_memory_allocated(self.device.index) - before
 
-    def _capture_stream(self, priority: int) -> CudaStream:
-        """A stream to capture on: kernels in a graph keep the priority of the stream on which they were captured."""
-        if priority not in self._captures:
-            self._captures[priority] = CudaStream(self.device, priority)
-        return self._captures[priority]
-
     def node_times_ns(self, program: Program) -> list[float]:
-        return node_times_ns(program.body, self._capture_stream(program.model.priority).handle)
+        return node_times_ns(program.body, self._streams.to_capture_on(program.model.priority).handle)
 
     def wave_blocks(self, program: Program) -> list[int]:
         device = self.device
@@ -233,7 +223,7 @@ class CudaBackend(Backend):
             yield whole
 
     def launch_first(self, launches: Launches, wholes: bool) -> None:
-        stream = self._capture_stream(launches.program.model.priority).handle
+        stream = self._streams.to_capture_on(launches.program.model.priority).handle
         for handles, whole in ((launches.handles, launches.whole), *launches.confined):
             # In order, as in service: a kernel may need results of a segment that cannot be confined.
             launch_once((own or wide for own, wide in zip(handles, launches.handles, strict=True)), stream)
@@ -241,13 +231,13 @@ class CudaBackend(Backend):
                 launch_once([whole], stream)
 
     def segment_times_ns(self, launches: Launches, repeats: int, alone: bool) -> tuple[list[float], float, float]:
-        stream = self._capture_stream(launches.program.model.priority).handle
+        stream = self._streams.to_capture_on(launches.program.model.priority).handle
         return segment_times_ns(launches, repeats, alone, stream, self._gate)
 
     def saturated_ns(self, lanes: Sequence[Launches], rounds: int) -> float:
         self.device.activate()
-        streams = [each.handle for each in self._streams(lanes[0].program.model.priority)[: len(lanes)]]
-        return saturated_ns(lanes, rounds, streams)
+        streams = self._streams.pool(lanes[0].program.model.priority, self._windows)[: len(lanes)]
+        return saturated_ns(lanes, rounds, [each.handle for each in streams])
 
     def grant(self, word: int) -> int:
         self.device.activate()
@@ -258,7 +248,7 @@ class CudaBackend(Backend):
         self.device.activate()
         if self._hogs is None:
             self._hogs = Hogs(self.device)
-        stream = self._capture_stream(launches.program.model.priority).handle
+        stream = self._streams.to_capture_on(launches.program.model.priority).handle
 
         def one(segment: int) -> float:
             return launch_times_ns([[launches.handles[segment]]], stream, self._gate)[0][0]
@@ -287,33 +277,10 @@ class CudaBackend(Backend):
             program.body.destroy()
         super().discard(program)
 
-    def _streams(self, priority: int) -> list[CudaStream]:
-        """Creates streams and uses each once, because a stream's first work takes longer."""
-        level = CudaStream.level(priority)
-        if level not in self._pools:
-            streams: list[CudaStream] = []
-            try:
-                for _ in range(codes.OF_WINDOWS):
-                    streams.append(CudaStream(self.device, priority))
-                for window in range(self.windows):
-                    for _ in range(codes.QUEUES):
-                        assert self._windows is not None
-                        streams.append(self._windows.stream(window, priority))
-                for k in (*range(codes.QUEUES), *range(codes.OF_WINDOWS, len(streams))):
-                    opened = driver().cuMemsetD8Async(self._scratch_array.ptr, 0, 1, streams[k].handle)
-                    check(opened, "opening a stream")
-                    streams[k].synchronize()
-            except BaseException:
-                # streams of a window must go before the window does, even if the error keeps references
-                streams.clear()
-                raise
-            self._pools[level] = streams
-        return self._pools[level]
-
     def pool(self, state: State, priority: int) -> int:
         self.device.activate()
-        streams = self._streams(priority)
-        row = list(self._pools).index(CudaStream.level(priority))
+        streams = self._streams.pool(priority, self._windows)
+        row = self._streams.row(priority)
         state.stream[row, : len(streams)] = [each.handle for each in streams]
         return row
 
@@ -334,8 +301,7 @@ class CudaBackend(Backend):
 
     def close(self) -> None:
         # Free them now: the garbage collector might do so during another engine's capture.
-        self._pools.clear()
-        self._captures.clear()
+        self._streams.clear()
         if self._hogs is not None:
             self._hogs.close()
             self._hogs = None

@@ -508,8 +508,8 @@ def test_nothing_is_collected_inside_a_capture(run):
             assert not all(seen) and any(seen)  # off in captures, on in rehearsals
             assert gc.isenabled()
             assert (engine.infer_sync("six", ONES)["y"] == 4).all()
-            assert engine._backend._pools
-        assert not engine._backend._pools  # gone with the engine, not when the collector comes by
+            assert engine._backend._streams.pools
+        assert not engine._backend._streams.pools  # gone with the engine, not when the collector comes by
     """)
 
 
