@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from paellapy.instrument import queues
@@ -15,25 +15,13 @@ from paellapy.instrument.errors import LaunchError, PaellaError
 from paellapy.scheduler.backends.base import Backend, device_lock
 from paellapy.scheduler.backends.cuda_capture import capture_program, cupy_in_arena
 from paellapy.scheduler.backends.cuda_foreign import foreign_program
-from paellapy.scheduler.backends.cuda_graphs import (
-    SegmentGraph,
-    instantiate,
-    launch_once,
-    segment_graph,
-    segment_graphs,
-    word_graph,
-)
+from paellapy.scheduler.backends.cuda_graphs import instantiate, launch_once, word_graph
 from paellapy.scheduler.backends.cuda_hogs import Hogs, part_without_place, segment_shares
+from paellapy.scheduler.backends.cuda_launches import cut, launch_first, release
 from paellapy.scheduler.backends.cuda_memory import CudaBerth, CudaMemory, free_and_whole_bytes
 from paellapy.scheduler.backends.cuda_streams import CudaStreams
 from paellapy.scheduler.backends.cuda_threads import CudaThreads, failure
-from paellapy.scheduler.backends.cuda_timing import (
-    Gate,
-    launch_times_ns,
-    node_times_ns,
-    saturated_ns,
-    segment_times_ns,
-)
+from paellapy.scheduler.backends.cuda_timing import Gate, launch_times_ns, node_times_ns, saturated_ns, segment_times_ns
 from paellapy.scheduler.backends.cuda_trace import CudaTrace
 from paellapy.scheduler.backends.cuda_weights import CudaPages, CudaWeights, PinnedBlock, node_ends
 from paellapy.scheduler.backends.cuda_windows import CudaWindows
@@ -189,46 +177,10 @@ class CudaBackend(Backend):
 
     def cut(self, program: Program, bounds: Bounds, lane: Lane, confine: bool = False) -> Launches:
         self.device.activate()
-        words = int(lane.words.ctypes.data)
-        windows = lane.windows if confine and self._windows is not None else ()
-        made: list[list[int]] = []  # for each segment and the whole program: on all SMs, then in each window
-        try:
-            with contextlib.closing(self._graphs(program, bounds, words, lane.plan.n_words)) as graphs:
-                for graph in graphs:
-                    made.append([instantiate(graph.handle)])
-                    if windows:
-                        assert self._windows is not None
-                        # Inside the window if more of the program follows; outside if this is the whole program.
-                        inside = len(graph.nodes) < len(program.nodes)
-                        made[-1] += self._windows.confined(graph, windows, end_inside=inside)
-        except BaseException:
-            _destroy(handle for each in made for handle in each)
-            raise
-        if len(made[-1]) == 1:  # the whole program cannot be confined, so its segments are not either
-            _destroy(handle for each in made for handle in each[1:])
-            made = [each[:1] for each in made]
-        *handles, whole = (each[0] for each in made)
-        # A segment without kernels that can be confined is launched on all SMs.
-        confined = [
-            ([each[1 + k] if len(each) > 1 else 0 for each in made[:-1]], made[-1][1 + k])
-            for k in range(len(made[-1]) - 1)
-        ]
-        return Launches(program, bounds, handles, whole, [lane], frozenset(program.marks.values()), confined)
-
-    @staticmethod
-    def _graphs(program: Program, bounds: Bounds, words: int, n_words: int) -> Generator[SegmentGraph, None, None]:
-        """Graphs of the segments and of the whole program, each with the address of its completion word."""
-        yield from segment_graphs(program.body, bounds, [words + 8 * k for k in range(len(bounds))])
-        with segment_graph(program.body, 0, len(program.nodes), words + 8 * (n_words - 1)) as whole:
-            yield whole
+        return cut(program, bounds, lane, self._windows if confine else None)
 
     def launch_first(self, launches: Launches, wholes: bool) -> None:
-        stream = self._streams.to_capture_on(launches.program.model.priority).handle
-        for handles, whole in ((launches.handles, launches.whole), *launches.confined):
-            # In order, as in service: a kernel may need results of a segment that cannot be confined.
-            launch_once((own or wide for own, wide in zip(handles, launches.handles, strict=True)), stream)
-            if wholes:
-                launch_once([whole], stream)
+        launch_first(launches, wholes, self._streams.to_capture_on(launches.program.model.priority).handle)
 
     def segment_times_ns(self, launches: Launches, repeats: int, alone: bool) -> tuple[list[float], float, float]:
         stream = self._streams.to_capture_on(launches.program.model.priority).handle
@@ -265,12 +217,7 @@ class CudaBackend(Backend):
 
     def release(self, launches: Launches) -> None:
         self.device.activate()
-        for handles, whole in ((launches.handles, launches.whole), *launches.confined):
-            _destroy(handle for handle in (*handles, whole) if handle)
-        launches.keep.clear()
-        launches.handles.clear()
-        launches.confined.clear()
-        launches.whole = 0
+        release(launches)
 
     def discard(self, program: Program) -> None:
         if program.body is not None:
@@ -334,8 +281,3 @@ class CudaBackend(Backend):
 
     def to_trace_ns(self, host_ns: int) -> int:
         return self.device.to_device_ns(host_ns)
-
-
-def _destroy(executables: Iterable[int]) -> None:
-    for each in executables:
-        driver().cuGraphExecDestroy(each)
