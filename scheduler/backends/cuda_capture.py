@@ -317,7 +317,7 @@ def capture_program(
                 f"GPU, use the default stream, or leave a second stream unjoined ({e})"
             ) from e
         captured = read_graph(graph)
-        captured.owner = recorder.owner
+        captured.owner, recorder.owner = recorder.owner, None
         return _program(captured, capture, lane, batch)
 
 

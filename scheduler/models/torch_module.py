@@ -17,9 +17,9 @@ import numpy as np
 from paellapy.instrument.device.base import Device
 from paellapy.scheduler.core.errors import CaptureError, ModelError
 from paellapy.scheduler.models.capture import Counting
+from paellapy.scheduler.models.gpu_waits import refusing_to_wait
 from paellapy.scheduler.models.tensors import Arrays, TensorSpec
 from paellapy.scheduler.models.torch_ops import record_or_run
-from paellapy.scheduler.models.torch_pool import refusing_to_wait
 from paellapy.scheduler.models.torch_ranges import Range, find_ranges
 from paellapy.scheduler.models.torch_state import Kept, state_behind
 

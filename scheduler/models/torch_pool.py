@@ -9,13 +9,10 @@ would share one.
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
-import warnings
 from collections.abc import Iterator
 from typing import Any
-
-from paellapy.scheduler.core.errors import CaptureError
-from paellapy.scheduler.models.capture import users_line_of
 
 
 def torch_in_use(wanted: bool) -> bool:
@@ -23,6 +20,9 @@ def torch_in_use(wanted: bool) -> bool:
     """
     torch: Any = sys.modules.get("torch")
     return wanted or (torch is not None and bool(torch.cuda.is_initialized()) and hasattr(torch.cuda, "MemPool"))
+
+
+_in_use: list[Any] = []  # pools that a graph holds: PyTorch ends the process when such a pool is deleted
 
 
 class TorchPool:
@@ -76,27 +76,11 @@ class TorchPool:
             torch._C._cuda_clearCublasWorkspaces()
 
     def free(self) -> None:
-        self._pool = None
+        pool, self._pool = self._pool, None
+        if pool is not None and pool.use_count() > 1:
+            gc.collect()  # a graph that the traceback of a failed load still holds
+            if pool.use_count() > 1:
+                _in_use.append(pool)
+        del pool
         torch: Any = sys.modules["torch"]
         torch.cuda.empty_cache()
-
-
-@contextlib.contextmanager
-def refusing_to_wait() -> Iterator[None]:
-    """Makes operations that would wait for the GPU raise an error with their line, which CUDA would not report."""
-    torch: Any = sys.modules["torch"]
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch warns once that it does not detect every wait
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    except RuntimeError as e:
-        if "synchronizing CUDA operation" in str(e):
-            raise CaptureError(
-                f"waits for the GPU at {users_line_of(e)} (.item(), .cpu(), a condition on data, a tensor made from "
-                "Python numbers); a captured module only launches: keep these values on the GPU, or compute them before"
-            ) from e
-        raise
-    finally:
-        torch.cuda.set_sync_debug_mode(before)

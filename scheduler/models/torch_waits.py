@@ -1,6 +1,6 @@
 """Refuses operations that would wait for a GPU, where PyTorch computes on the CPU in its place.
 
-A real GPU refuses them while a module is captured (`torch_pool.refusing_to_wait`). The CPU never waits, so this module
+A real GPU refuses them while a module is captured (`gpu_waits.py`). The CPU never waits, so this module
 checks the calls themselves: those that bring the model's data to the host, or whose shape depends on the data. Other
 tensors, which would be on the host beside a GPU too, may be read.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
+import threading
 
 import numpy as np
 import pytest
@@ -253,3 +254,26 @@ def test_kernels_that_do_not_report_are_traced_at_segment_grain(loaded):
     assert (t.segments["end_ns"] > t.segments["start_ns"]).all()
     inside = (t.segments["start_ns"] >= t.jobs["arrival_ns"]) & (t.segments["end_ns"] <= t.jobs["end_ns"])
     assert inside.all()
+
+
+def test_other_threads_may_wait_for_the_gpu_while_a_module_is_loaded():
+    stop, failed = threading.Event(), []
+
+    def other() -> None:
+        try:
+            while not stop.is_set():
+                torch.ones(8, device="cuda").sum().item()
+        except RuntimeError as e:
+            failed.append(e)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    try:
+        with pp.Engine("cuda") as engine:
+            net = torch.nn.Linear(64, 64).cuda()
+            engine.load(pp.Model.from_torch(net, torch.zeros(1, 64), name="net", batch=(1, 2, 4)))
+            engine.infer_sync("net", {"input": np.ones(64, np.float32)})
+    finally:
+        stop.set()
+        thread.join()
+    assert not failed

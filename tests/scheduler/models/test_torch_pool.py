@@ -37,3 +37,16 @@ def torch(monkeypatch):
 
 def test_a_pool_holds_its_own_segments_and_is_not_asked_for_them(torch):
     assert TorchPool(0).nbytes == 22 << 20
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+def test_a_pool_that_a_graph_still_holds_is_kept(torch, uses):
+    """PyTorch ends the process when a pool in use is deleted."""
+    deleted = []
+    torch.cuda.MemPool.use_count = lambda self: uses
+    torch.cuda.MemPool.__del__ = lambda self: deleted.append(uses)
+    torch.cuda.empty_cache = lambda: None
+    pool = TorchPool(0)
+    pool.free()
+    assert deleted == [1] * (uses == 1)
+    torch.cuda.MemPool.__del__ = lambda self: None

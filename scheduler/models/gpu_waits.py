@@ -1,0 +1,75 @@
+"""Refuses operations that wait for a real GPU, with the line of the user's code that waits.
+
+PyTorch can report these operations, but only in the whole process: errors would also come in threads that have nothing
+to do with the model. So PyTorch is asked for warnings, which become errors in this thread and are ignored in others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from paellapy.scheduler.core.errors import CaptureError
+from paellapy.scheduler.models.capture import users_line_of
+
+WAITS = "called a synchronizing CUDA operation"  # PyTorch's words
+
+
+class _Matcher:
+    """Stands in a filter of warnings where a pattern usually does: matches in one thread, or in all others."""
+
+    def __init__(self, here: bool) -> None:
+        self._thread, self._here, self.active = threading.get_ident(), here, True
+
+    def match(self, text: str) -> bool:
+        return self.active and WAITS in text and (threading.get_ident() == self._thread) == self._here
+
+
+@contextlib.contextmanager
+def errors_in_this_thread() -> Iterator[None]:
+    """Raises PyTorch's warnings of waits in this thread only."""
+    mine, others = _Matcher(True), _Matcher(False)
+    added: list[Any] = [("error", mine, UserWarning, None, 0), ("ignore", others, UserWarning, None, 0)]
+    warnings.filters[:0] = added  # type: ignore[index]
+    _filters_changed()
+    try:
+        yield
+    finally:
+        # Other threads may have copied the list meanwhile, and put it back later.
+        mine.active = others.active = False
+        for each in added:
+            with contextlib.suppress(ValueError):
+                warnings.filters.remove(each)  # type: ignore[attr-defined]
+        _filters_changed()
+
+
+def _filters_changed() -> None:
+    """Lets Python look at its filters again, by adding a filter that matches nothing."""
+    warnings.filterwarnings("default", r"(?!)", append=True)
+
+
+@contextlib.contextmanager
+def refusing_to_wait() -> Iterator[None]:
+    """Makes operations that would wait for the GPU raise an error with their line, which CUDA would not report."""
+    torch: Any = sys.modules["torch"]
+    before = torch.cuda.get_sync_debug_mode()
+    with errors_in_this_thread():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch warns once that it does not detect every wait
+            torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        except (RuntimeError, UserWarning) as e:
+            if WAITS in str(e):
+                raise CaptureError(
+                    f"waits for the GPU at {users_line_of(e)} (.item(), .cpu(), a condition on data, a tensor made "
+                    "from Python numbers); a captured module only launches: keep these values on the GPU, or compute "
+                    "them before"
+                ) from e
+            raise
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
