@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def _launch(kernel: Any, variant: str, grid: tuple[int, ...], keywords: dict[str
 def under(tool: str, variant: str, seconds: float, sanitizer: str) -> dict[str, Any]:
     """Findings of one tool on one variant, by their first lines."""
     command = [sanitizer, "--tool", tool, "--target-processes", "application-only", "--error-exitcode", "0"]
-    command += ["--print-limit", "1000", sys.executable, __file__]
+    command += ["--print-limit", "2000", "--show-backtrace", "no", sys.executable, __file__]
     command += ["--variant", variant, "--seconds", str(seconds)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=2 * seconds + 60, cwd=_ROOT)
@@ -89,11 +90,21 @@ def under(tool: str, variant: str, seconds: float, sanitizer: str) -> dict[str, 
     text = done.stdout + done.stderr
     ran = re.search(r"^RAN (.*)$", text, re.M)
     summary = re.search(r"ERROR SUMMARY: (\d+)", text) or re.search(r"RACECHECK SUMMARY: (\d+)", text)
-    kinds = re.findall(r"^========= (Invalid|Uninitialized|Race|Barrier|Error|Warning|Program hit)[^\n]*", text, re.M)
     row = {"kernels": len(ran[1].split()) if ran else 0, "findings": int(summary[1]) if summary else None}
     if not ran:
         row["tail"] = text[-800:]
-    return {**row, "kinds": sorted(set(kinds)), "rc": done.returncode}
+    return {**row, "kinds": found_in(text), "rc": done.returncode}
+
+
+def found_in(text: str) -> dict[str, int]:
+    """Number of reports by their kind and the kernel they are about."""
+    kinds = Counter[str]()
+    begin = re.compile(r"^========= (Error: )?(Invalid|Uninitialized|Race|Potential|Barrier|Program hit)[^\n]*", re.M)
+    for report in re.split(r"^=========\s*$", text, flags=re.M):
+        if kind := begin.search(report):
+            kernel = re.search(r"\bat (?:0x\w+ in )?([A-Za-z_]\w*)(?:\(|\+0x)", report)
+            kinds[f"{re.sub(r'0x[0-9a-f]+|[0-9]+', '#', kind[0][10:])[:60]} in {kernel[1] if kernel else '?'}"] += 1
+    return dict(kinds)
 
 
 def warm(variant: str, seconds: float) -> None:
