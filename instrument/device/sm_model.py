@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from paellapy.instrument.device import sm_core as core
 from paellapy.instrument.device import sm_layout as lay
-from paellapy.instrument.device.occupancy import footprint, occupancy
 from paellapy.instrument.device.parts import Part
 from paellapy.instrument.device.sm_costs import Costs, cost_table
 from paellapy.instrument.device.sm_flags import Flags
@@ -28,11 +27,11 @@ from paellapy.instrument.device.sm_state import (
     doubled,
     more_commands,
     more_streams,
-    most_in_a_gpc,
     new_state,
     unfinished_launches,
     who_waits,
 )
+from paellapy.instrument.device.sm_windows import Windows
 from paellapy.instrument.device.timing import Timing
 from paellapy.instrument.errors import LaunchError, PaellaError
 
@@ -80,8 +79,7 @@ class SmModel:
         self._trace_rows = 0
         self._costs = Costs()
         self._flags = Flags()
-        self._windows: dict[tuple[int, int], int] = {}
-        self._footprints: dict[tuple[int, int, int, int, int], tuple[int, int, int, int]] = {}
+        self._windows = Windows(part)
         self._s = new_state(part, self.timing, seed, backfill, lines)
 
     # --- submitting ------------------------------------------------------------------------------------------------
@@ -103,16 +101,8 @@ class SmModel:
         Windows may overlap. A grid that waits for room in a window delays only later grids of the same window; a grid
         without a window that does not fit delays all.
         """
-        sms = self.part.sms
-        if not (0 <= first < sms and 1 <= n <= sms):
-            raise LaunchError(f"a window of {n} SMs from SM {first} on: choose 1 to {sms} of SMs 0 to {sms - 1}")
-        if (first, n) not in self._windows:
-            number = len(self._windows) + 1
-            if number == len(self._s.window):
-                self._s = self._s._replace(window=doubled(self._s.window))
-            self._s.window[number] = (first, n, 0)
-            self._windows[first, n] = number
-        return self._windows[first, n]
+        self._s, number = self._windows.make(self._s, first, n)
+        return number
 
     def flag(self) -> int:
         """Creates a flag. Blocks of launches under it run only if its word is below their epoch when they start."""
@@ -162,7 +152,7 @@ class SmModel:
         its blocks to some SMs; 0 means all.
         """
         at = self._check(stream, submit_ns)
-        warps, whole, allocated, shared = self._footprint(kernel, window)
+        warps, whole, allocated, shared = self._windows.footprint(self._s, kernel, window)
         n_blocks = kernel.n_blocks
         self._s, row, stride = self._costs.of_launch(self._s, self._base, n_blocks, kernel.cost, kernel.duration_ns)
         flag, epoch, ids = 0, 0, -1
@@ -190,7 +180,7 @@ class SmModel:
         costs = []
         row = 0
         for k, each in enumerate(kernels):
-            warps, threads, registers, shared = self._footprint(each, window)
+            warps, threads, registers, shared = self._windows.footprint(self._s, each, window)
             table = cost_table(each.n_blocks, each.cost, each.duration_ns)
             latency = self.timing.block_overhead_ns if each.latency_ns is None else each.latency_ns
             commands[k] = lay.command(
@@ -221,7 +211,7 @@ class SmModel:
         """
         at = self._check(stream, submit_ns)
         # the program may come from another model of the same part
-        self._check_window(int(program.commands["window"][0]))
+        self._windows.check(int(program.commands["window"][0]))
         n = len(program.commands)
         if program.epoch != self._costs.epoch:
             self._s, row = self._costs.keep(self._s, self._base, program.costs)
@@ -440,43 +430,10 @@ class SmModel:
             raise LaunchError(f"no event {event}: {self._events} exist; create one with `event()`")
         return event
 
-    def _check_window(self, window: int) -> None:
-        if not 0 <= window <= len(self._windows):
-            raise LaunchError(f"no window {window}: {len(self._windows)} exist; create one with `window(first, n)`")
-
     def _row(self, handle: int) -> int:
         if not self._base <= handle < self._next:
             raise LaunchError(f"no command {handle}: the model knows {self._base} to {self._next - 1}")
         return handle & (len(self._s.command) - 1)
-
-    def _footprint(self, kernel: Kernel, window: int) -> tuple[int, int, int, int]:
-        """Warps of a block, and the threads, registers and shared bytes that it takes from its SM."""
-        n_blocks, cluster = kernel.n_blocks, kernel.cluster
-        threads, registers, shared = kernel.threads, kernel.registers, kernel.shared_bytes
-        key = (threads, registers, shared, cluster, window)
-        if key not in self._footprints:
-            occupancy(self.part, threads, registers, shared, cluster)  # refuses a block that fits in no SM or no GPC
-            self._check_window(window)
-            if window > 0 and cluster > 1:
-                self._check_cluster(threads, registers, shared, cluster, window)
-            block = footprint(self.part.sm, threads, registers, shared)
-            self._footprints[key] = (block.warps, block.threads, block.registers, block.shared_bytes)
-        if n_blocks < 1 or n_blocks % cluster:
-            raise LaunchError(
-                f"a grid of {n_blocks} blocks in clusters of {cluster}: the blocks must be a positive multiple of the "
-                "cluster"
-            )
-        return self._footprints[key]
-
-    def _check_cluster(self, threads: int, registers: int, shared: int, cluster: int, window: int) -> None:
-        """Refuses a cluster that no GPC's part of the window could hold, since it would wait for ever."""
-        each = occupancy(self.part.sm, threads, registers, shared).blocks_per_sm
-        sms = most_in_a_gpc(self._s, window)
-        if sms * each < cluster:
-            raise LaunchError(
-                f"a cluster of {cluster} blocks fits in no GPC's part of window {window}: at most {sms} of its SMs are "
-                f"in one GPC, with {each} such blocks each; choose a larger window or a smaller cluster"
-            )
 
     def _simple(self, kind: int, stream: int, at: float, latency: float = 0.0) -> tuple[int, int]:
         handle, i = self._reserve()

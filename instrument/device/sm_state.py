@@ -116,13 +116,6 @@ def more_commands(s: lay.State, first: int, end: int) -> lay.State:
     return s._replace(command=command)
 
 
-def most_in_a_gpc(s: lay.State, window: int) -> int:
-    """The largest number of the window's SMs that are in one GPC."""
-    first, n = s.window[window, lay.W_FIRST], s.window[window, lay.W_SMS]
-    sms = (first + np.arange(n)) % len(s.free)
-    return int(np.bincount(np.searchsorted(s.gpc, sms, side="right")).max())
-
-
 def unfinished_launches(s: lay.State, first: int) -> NDArray[np.int64]:
     """Rows of the unfinished launches from handle `first` on, oldest first."""
     rows: NDArray[np.int64] = np.arange(first, int(s.gpu["next"][0])) & (len(s.command) - 1)
