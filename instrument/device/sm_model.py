@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 from paellapy.instrument.device import sm_core as core
 from paellapy.instrument.device import sm_layout as lay
 from paellapy.instrument.device.parts import Part
+from paellapy.instrument.device.sm_commands import CommandRows
 from paellapy.instrument.device.sm_costs import Costs, cost_table
 from paellapy.instrument.device.sm_flags import Flags
 from paellapy.instrument.device.sm_program import Commands, Kernel, Placed, Program
 from paellapy.instrument.device.sm_state import (
     doubled,
-    more_commands,
     more_streams,
     new_state,
     unfinished_launches,
@@ -70,9 +70,7 @@ class SmModel:
         self._connections = (connections or part.connections) if false_dependencies else 0
         if not 0 <= self._connections <= part.hardware_queues:
             raise LaunchError(f"connections={self._connections}: the {part.title} allows 1 to {part.hardware_queues}")
-        self._history = history
-        self._base = 0  # handles below are forgotten
-        self._next = 0
+        self._commands = CommandRows(history)
         self._priorities: list[int] = []
         self._events = 0
         self._graphs = 0
@@ -115,7 +113,7 @@ class SmModel:
 
     def left(self, handle: int) -> NDArray[np.int64]:
         """The numbers of the blocks of a launch that have not run because of its flag, in order of start."""
-        return self._flags.left(self._s, self._row(handle))
+        return self._flags.left(self._s, self._commands.row(self._s, handle))
 
     def take_left(self, handle: int) -> NDArray[np.int64]:
         """The same for a launch that is over; only once, since the model then drops them."""
@@ -125,7 +123,7 @@ class SmModel:
                 "is done"
             )
         left = self.left(handle)
-        self._flags.release(self._s, self._row(handle))
+        self._flags.release(self._s, self._commands.row(self._s, handle))
         return left
 
     def graph(self) -> int:
@@ -153,17 +151,17 @@ class SmModel:
         """
         at = self._check(stream, submit_ns)
         warps, whole, allocated, shared = self._windows.footprint(self._s, kernel, window)
-        n_blocks = kernel.n_blocks
-        self._s, row, stride = self._costs.of_launch(self._s, self._base, n_blocks, kernel.cost, kernel.duration_ns)
+        n_blocks, base = kernel.n_blocks, self._commands.base
+        self._s, row, stride = self._costs.of_launch(self._s, base, n_blocks, kernel.cost, kernel.duration_ns)
         flag, epoch, ids = 0, 0, -1
         if kernel.under is not None:
             flag, epoch = kernel.under.flag, kernel.under.epoch
             self._s, ids = self._flags.keep(self._s, kernel)
-        handle, i = self._reserve()
+        self._s, handle = self._commands.reserve(self._s)
         latency = self.timing.block_overhead_ns if kernel.latency_ns is None else kernel.latency_ns
         trace_row = self._reserve_trace(n_blocks) if trace else -1
         number = handle if launch_id is None else launch_id
-        self._s.command[i] = lay.command(
+        self._s.command[self._commands.row(self._s, handle)] = lay.command(
             kind=lay.LAUNCH, stream=stream, priority=self._priorities[stream], status=lay.QUEUED, blocks=n_blocks,
             warps=warps, threads=whole, registers=allocated, shared=shared, cluster=kernel.cluster, cost=row,
             cost_stride=stride, trace=trace_row, launch=number, kernel=kernel.kernel, first=kernel.first, graph=graph,
@@ -214,10 +212,10 @@ class SmModel:
         self._windows.check(int(program.commands["window"][0]))
         n = len(program.commands)
         if program.epoch != self._costs.epoch:
-            self._s, row = self._costs.keep(self._s, self._base, program.costs)
+            self._s, row = self._costs.keep(self._s, self._commands.base, program.costs)
             program.commands["cost"] += row - program.commands["cost"][0]
             program.epoch = self._costs.epoch
-        handle, _ = self._reserve(n)
+        self._s, handle = self._commands.reserve(self._s, n)
         rows = np.arange(handle, handle + n) & (len(self._s.command) - 1)
         commands = program.commands.copy()
         commands["stream"] = stream
@@ -246,7 +244,7 @@ class SmModel:
             return -1
         at = self._check(stream, submit_ns)
         n = len(placed.commands.rows)
-        handle, _ = self._reserve(n)
+        self._s, handle = self._commands.reserve(self._s, n)
         s = self._s
         self._graphs += core.submit_again(s.command, placed.commands, self._graphs, at, handle)
         return handle + n - 1
@@ -310,7 +308,7 @@ class SmModel:
             raise LaunchError(f"cannot run until {until_ns} ns: the current time is already {self.now_ns} ns")
         result = core.run(self._s, np.inf if until_ns is None else float(until_ns), int(stop_on_completion))
         if result == lay.IDLE and until_ns is None and self._s.gpu["pending"][0] > 0:
-            raise DeadlockError(who_waits(self._s, self._base))
+            raise DeadlockError(who_waits(self._s, self._commands.base))
         return self.now_ns
 
     @property
@@ -334,31 +332,31 @@ class SmModel:
         while not self.done(handle):
             following = self.next_event_ns
             if following == np.inf:
-                raise DeadlockError(who_waits(self._s, self._base))
+                raise DeadlockError(who_waits(self._s, self._commands.base))
             self.run(following)
         return self.finish_ns(handle)
 
     @property
     def last_handle(self) -> int:
         """The handle of the latest command; records and waits have handles too."""
-        return self._next - 1
+        return self._commands.next - 1
 
     # --- results ---------------------------------------------------------------------------------------------------
 
     def done(self, handle: int) -> bool:
-        return bool(self._s.command["status"][self._row(handle)] >= lay.DONE)
+        return bool(self._s.command["status"][self._commands.row(self._s, handle)] >= lay.DONE)
 
     def start_ns(self, handle: int) -> float:
         """When the first block, or the copy, started. NaN before."""
-        return float(self._s.command["start_ns"][self._row(handle)])
+        return float(self._s.command["start_ns"][self._commands.row(self._s, handle)])
 
     def notify_ns(self, handle: int) -> float:
         """When the last block started: from then on the whole launch is on the SMs. NaN before."""
-        return float(self._s.command["notify_ns"][self._row(handle)])
+        return float(self._s.command["notify_ns"][self._commands.row(self._s, handle)])
 
     def finish_ns(self, handle: int) -> float:
         """When the last block, or the copy, ended. NaN before."""
-        return float(self._s.command["finish_ns"][self._row(handle)])
+        return float(self._s.command["finish_ns"][self._commands.row(self._s, handle)])
 
     @property
     def lines(self) -> NDArray[Any]:
@@ -389,7 +387,7 @@ class SmModel:
     def clear_blocks(self) -> None:
         """Forget the blocks of finished launches, for long traced runs."""
         s = self._s
-        rows = unfinished_launches(s, self._base)
+        rows = unfinished_launches(s, self._commands.base)
         rows = rows[s.command["trace"][rows] >= 0]
         kept = [s.trace[s.command["trace"][i] :][: s.command["blocks"][i]].copy() for i in rows]
         self._trace_rows = 0
@@ -430,34 +428,11 @@ class SmModel:
             raise LaunchError(f"no event {event}: {self._events} exist; create one with `event()`")
         return event
 
-    def _row(self, handle: int) -> int:
-        if not self._base <= handle < self._next:
-            raise LaunchError(f"no command {handle}: the model knows {self._base} to {self._next - 1}")
-        return handle & (len(self._s.command) - 1)
-
     def _simple(self, kind: int, stream: int, at: float, latency: float = 0.0) -> tuple[int, int]:
-        handle, i = self._reserve()
+        self._s, handle = self._commands.reserve(self._s)
+        i = self._commands.row(self._s, handle)
         self._s.command[i] = lay.command(kind=kind, stream=stream, submit_ns=at, latency_ns=latency)
         return handle, i
-
-    def _reserve(self, n: int = 1) -> tuple[int, int]:
-        """Handles for n commands, and the row of the first; the core sees them at its next call."""
-        handle = self._next
-        if handle + n - self._base > len(self._s.command):
-            self._make_room(handle, n)
-        self._next = handle + n
-        self._s.gpu["next"][0] = self._next
-        return handle, handle & (len(self._s.command) - 1)
-
-    def _make_room(self, handle: int, n: int) -> None:
-        status = self._s.command["status"]
-        mask = len(status) - 1
-        if self._history is not None:
-            while self._base < handle - self._history and status[self._base & mask] == lay.REPORTED:
-                self._base += 1
-        # half, so that the next enlargement is that far away
-        while handle + n - self._base > len(self._s.command) // 2:
-            self._s = more_commands(self._s, self._base, handle)
 
     def _reserve_trace(self, n: int) -> int:
         row = self._trace_rows
