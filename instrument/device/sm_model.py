@@ -28,9 +28,9 @@ from paellapy.instrument.device.sm_state import (
     doubled,
     more_streams,
     new_state,
-    unfinished_launches,
     who_waits,
 )
+from paellapy.instrument.device.sm_traced import TracedRows
 from paellapy.instrument.device.sm_windows import Windows
 from paellapy.instrument.device.timing import Timing
 from paellapy.instrument.errors import LaunchError, PaellaError
@@ -74,7 +74,7 @@ class SmModel:
         self._priorities: list[int] = []
         self._events = 0
         self._graphs = 0
-        self._trace_rows = 0
+        self._traced = TracedRows()
         self._costs = Costs()
         self._flags = Flags()
         self._windows = Windows(part)
@@ -159,7 +159,9 @@ class SmModel:
             self._s, ids = self._flags.keep(self._s, kernel)
         self._s, handle = self._commands.reserve(self._s)
         latency = self.timing.block_overhead_ns if kernel.latency_ns is None else kernel.latency_ns
-        trace_row = self._reserve_trace(n_blocks) if trace else -1
+        trace_row = -1
+        if trace:
+            self._s, trace_row = self._traced.reserve(self._s, n_blocks)
         number = handle if launch_id is None else launch_id
         self._s.command[self._commands.row(self._s, handle)] = lay.command(
             kind=lay.LAUNCH, stream=stream, priority=self._priorities[stream], status=lay.QUEUED, blocks=n_blocks,
@@ -226,7 +228,8 @@ class SmModel:
         commands["launch"] = np.arange(first_id, first_id + n)
         if trace:
             ends = np.cumsum(commands["blocks"])
-            commands["trace"] = self._reserve_trace(program.n_blocks) + ends - commands["blocks"]
+            self._s, first = self._traced.reserve(self._s, program.n_blocks)
+            commands["trace"] = first + ends - commands["blocks"]
         self._s.command[rows] = commands
         return handle + n - 1
 
@@ -381,20 +384,11 @@ class SmModel:
 
     def blocks(self) -> NDArray[Any]:
         """The ended blocks of traced launches (BLOCK), launch after launch, in order of block."""
-        rows = self._s.trace[: self._trace_rows]
-        return rows[rows["end_ns"] >= 0].copy()
+        return self._traced.ended(self._s)
 
     def clear_blocks(self) -> None:
         """Forget the blocks of finished launches, for long traced runs."""
-        s = self._s
-        rows = unfinished_launches(s, self._commands.base)
-        rows = rows[s.command["trace"][rows] >= 0]
-        kept = [s.trace[s.command["trace"][i] :][: s.command["blocks"][i]].copy() for i in rows]
-        self._trace_rows = 0
-        for i, blocks in zip(rows, kept, strict=True):
-            s.command["trace"][i] = self._trace_rows
-            s.trace[self._trace_rows :][: len(blocks)] = blocks
-            self._trace_rows += len(blocks)
+        self._traced.forget(self._s, self._commands.base)
 
     def check_integrity(self) -> None:
         """Checks that with nothing in flight all resources are free and all counters agree; AssertionError otherwise.
@@ -433,11 +427,3 @@ class SmModel:
         i = self._commands.row(self._s, handle)
         self._s.command[i] = lay.command(kind=kind, stream=stream, submit_ns=at, latency_ns=latency)
         return handle, i
-
-    def _reserve_trace(self, n: int) -> int:
-        row = self._trace_rows
-        while row + n > len(self._s.trace):
-            self._s = self._s._replace(trace=doubled(self._s.trace))
-        self._s.trace["end_ns"][row : row + n] = -1
-        self._trace_rows += n
-        return row
