@@ -6,7 +6,7 @@
     sim.run()
     sim.finish_ns(k)
 
-The core is compiled (`sm_core`); this class checks its input, keeps the arrays large enough, and reads results.
+The core is compiled (`sm_core`). This class checks its input and keeps the arrays large enough; its base reads results.
 """
 
 from __future__ import annotations
@@ -24,27 +24,21 @@ from paellapy.instrument.device.sm_commands import CommandRows
 from paellapy.instrument.device.sm_costs import Costs, cost_table
 from paellapy.instrument.device.sm_flags import Flags
 from paellapy.instrument.device.sm_program import Commands, Kernel, Placed, Program
-from paellapy.instrument.device.sm_state import (
-    doubled,
-    more_streams,
-    new_state,
-    who_waits,
-)
-from paellapy.instrument.device.sm_traced import TracedRows
+from paellapy.instrument.device.sm_results import SmResults
+from paellapy.instrument.device.sm_state import doubled, more_streams, new_state, who_waits
 from paellapy.instrument.device.sm_windows import Windows
 from paellapy.instrument.device.timing import Timing
 from paellapy.instrument.errors import LaunchError, PaellaError
 
 CopyKind = Literal["h2d", "d2h", "d2d"]
 _ENGINES: dict[CopyKind, int] = {"h2d": 0, "d2h": 1, "d2d": 2}
-_NAN = float("nan")
 
 
 class DeadlockError(PaellaError):
     """Streams wait for events that can no longer happen; the message says which stream waits for which event."""
 
 
-class SmModel:
+class SmModel(SmResults):
     """One GPU in simulated time. Streams with a greater `priority` go first (CUDA's numbers are the negatives)."""
 
     def __init__(
@@ -65,20 +59,17 @@ class SmModel:
         `history`: number of commands already returned by `completed()` that are kept, for long runs; None keeps all.
         `lines`: the SM_LINE counters to use, if others read them too.
         """
-        self.part = part
         self.timing = Timing.for_part(part) if timing is None else timing
         self._connections = (connections or part.connections) if false_dependencies else 0
         if not 0 <= self._connections <= part.hardware_queues:
             raise LaunchError(f"connections={self._connections}: the {part.title} allows 1 to {part.hardware_queues}")
-        self._commands = CommandRows(history)
+        super().__init__(part, new_state(part, self.timing, seed, backfill, lines), CommandRows(history))
         self._priorities: list[int] = []
         self._events = 0
         self._graphs = 0
-        self._traced = TracedRows()
         self._costs = Costs()
         self._flags = Flags()
         self._windows = Windows(part)
-        self._s = new_state(part, self.timing, seed, backfill, lines)
 
     # --- submitting ------------------------------------------------------------------------------------------------
 
@@ -113,7 +104,7 @@ class SmModel:
 
     def left(self, handle: int) -> NDArray[np.int64]:
         """The numbers of the blocks of a launch that have not run because of its flag, in order of start."""
-        return self._flags.left(self._s, self._commands.row(self._s, handle))
+        return self._flags.left(self._s, self._row(handle))
 
     def take_left(self, handle: int) -> NDArray[np.int64]:
         """The same for a launch that is over; only once, since the model then drops them."""
@@ -123,7 +114,7 @@ class SmModel:
                 "is done"
             )
         left = self.left(handle)
-        self._flags.release(self._s, self._commands.row(self._s, handle))
+        self._flags.release(self._s, self._row(handle))
         return left
 
     def graph(self) -> int:
@@ -163,7 +154,7 @@ class SmModel:
         if trace:
             self._s, trace_row = self._traced.reserve(self._s, n_blocks)
         number = handle if launch_id is None else launch_id
-        self._s.command[self._commands.row(self._s, handle)] = lay.command(
+        self._s.command[self._row(handle)] = lay.command(
             kind=lay.LAUNCH, stream=stream, priority=self._priorities[stream], status=lay.QUEUED, blocks=n_blocks,
             warps=warps, threads=whole, registers=allocated, shared=shared, cluster=kernel.cluster, cost=row,
             cost_stride=stride, trace=trace_row, launch=number, kernel=kernel.kernel, first=kernel.first, graph=graph,
@@ -252,11 +243,6 @@ class SmModel:
         self._graphs += core.submit_again(s.command, placed.commands, self._graphs, at, handle)
         return handle + n - 1
 
-    @property
-    def state(self) -> lay.State:
-        """The state, for a compiled loop that runs the model. It is replaced whenever more room is needed."""
-        return self._s
-
     def copy(
         self, stream: int, nbytes: int, kind: CopyKind, *, report: bool = True, submit_ns: float | None = None
     ) -> int:
@@ -314,15 +300,6 @@ class SmModel:
             raise DeadlockError(who_waits(self._s, self._commands.base))
         return self.now_ns
 
-    @property
-    def now_ns(self) -> float:
-        return float(self._s.gpu["now_ns"][0])
-
-    @property
-    def next_event_ns(self) -> float:
-        """When the next event happens, if nothing else is submitted; infinite if there is none."""
-        return float(core.next_event(self._s))
-
     def completed(self) -> NDArray[np.int64]:
         """Handles of launches and copies that ended since the last call, in order of time."""
         handles = np.empty(int(self._s.gpu["unreported"][0]), np.int64)
@@ -338,71 +315,6 @@ class SmModel:
                 raise DeadlockError(who_waits(self._s, self._commands.base))
             self.run(following)
         return self.finish_ns(handle)
-
-    @property
-    def last_handle(self) -> int:
-        """The handle of the latest command; records and waits have handles too."""
-        return self._commands.next - 1
-
-    # --- results ---------------------------------------------------------------------------------------------------
-
-    def done(self, handle: int) -> bool:
-        return bool(self._s.command["status"][self._commands.row(self._s, handle)] >= lay.DONE)
-
-    def start_ns(self, handle: int) -> float:
-        """When the first block, or the copy, started. NaN before."""
-        return float(self._s.command["start_ns"][self._commands.row(self._s, handle)])
-
-    def notify_ns(self, handle: int) -> float:
-        """When the last block started: from then on the whole launch is on the SMs. NaN before."""
-        return float(self._s.command["notify_ns"][self._commands.row(self._s, handle)])
-
-    def finish_ns(self, handle: int) -> float:
-        """When the last block, or the copy, ended. NaN before."""
-        return float(self._s.command["finish_ns"][self._commands.row(self._s, handle)])
-
-    @property
-    def lines(self) -> NDArray[Any]:
-        """Each SM's live counters (SM_LINE)."""
-        return self._s.lines
-
-    def use_until(self, now_ns: float) -> tuple[float, NDArray[np.float64], NDArray[np.float64]]:
-        """A time, and per SM up to that time: warp-ns of resident warps, and ns with any resident warp.
-
-        The time is `now_ns`, or the next event if it comes first, because later events are not known yet.
-        """
-        until = max(self.now_ns, min(now_ns, self.next_event_ns))
-        use = self._s.use
-        resident = use[:, lay.U_WARPS]
-        more = np.where(resident > 0, until - use[:, lay.U_SINCE], 0.0)
-        return until, use[:, lay.U_WARP_NS] + resident * more, use[:, lay.U_BUSY_NS] + more
-
-    @property
-    def block_events(self) -> int:
-        """Blocks that have ended so far."""
-        return int(self._s.gpu["block_events"][0])
-
-    def blocks(self) -> NDArray[Any]:
-        """The ended blocks of traced launches (BLOCK), launch after launch, in order of block."""
-        return self._traced.ended(self._s)
-
-    def clear_blocks(self) -> None:
-        """Forget the blocks of finished launches, for long traced runs."""
-        self._traced.forget(self._s, self._commands.base)
-
-    def check_integrity(self) -> None:
-        """Checks that with nothing in flight all resources are free and all counters agree; AssertionError otherwise.
-        """
-        s, sm = self._s, self.part.sm
-        assert not any(s.gpu[each][0] for each in ("pending", "active", "waiting", "ready")), "work in flight"
-        assert (s.free == (sm.threads, sm.registers, sm.shared_bytes, sm.blocks)).all(), "an SM misses resources"
-        assert (s.pool_n == 0).all(), "an idle SM still draws on a pool"
-        assert (s.clock[:, lay.C_ACTIVE] == 0).all(), "an idle pool still has an active SM"
-        assert (np.sort(s.stack, axis=1).ravel() == np.arange(s.stack.size)).all(), "an SM lost a slot"
-        assert (s.lines["started"] == s.lines["ended"]).all(), "a block has started and not ended"
-        leaves = s.tree[lay.PLACE_TREE, s.tree.shape[1] // 2 :][: self.part.sms]
-        known = (s.dirty[1] == 0) & (s.gpu["fp_threads"][0] >= 0)
-        assert (leaves[known] == -sm.threads).all(), "the placement tree is wrong about an SM it takes for known"
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
@@ -424,6 +336,6 @@ class SmModel:
 
     def _simple(self, kind: int, stream: int, at: float, latency: float = 0.0) -> tuple[int, int]:
         self._s, handle = self._commands.reserve(self._s)
-        i = self._commands.row(self._s, handle)
+        i = self._row(handle)
         self._s.command[i] = lay.command(kind=kind, stream=stream, submit_ns=at, latency_ns=latency)
         return handle, i

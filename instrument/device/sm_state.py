@@ -140,3 +140,17 @@ def who_waits(s: lay.State, first: int) -> str:
             by = s.command["stream"][records[s.command["event"][records] == event][0]]
             waits.append(f"{who} waits for event {event}, recorded later on stream {by}")
     return f"{s.gpu['pending'][0]} commands can never run: " + "; ".join(waits)
+
+
+def check_idle(s: lay.State, part: Part) -> None:
+    """Checks that with nothing in flight all resources are free and all counters agree; AssertionError otherwise."""
+    sm = part.sm
+    assert not any(s.gpu[each][0] for each in ("pending", "active", "waiting", "ready")), "work in flight"
+    assert (s.free == (sm.threads, sm.registers, sm.shared_bytes, sm.blocks)).all(), "an SM misses resources"
+    assert (s.pool_n == 0).all(), "an idle SM still draws on a pool"
+    assert (s.clock[:, lay.C_ACTIVE] == 0).all(), "an idle pool still has an active SM"
+    assert (np.sort(s.stack, axis=1).ravel() == np.arange(s.stack.size)).all(), "an SM lost a slot"
+    assert (s.lines["started"] == s.lines["ended"]).all(), "a block has started and not ended"
+    leaves = s.tree[lay.PLACE_TREE, s.tree.shape[1] // 2 :][: part.sms]
+    known = (s.dirty[1] == 0) & (s.gpu["fp_threads"][0] >= 0)
+    assert (leaves[known] == -sm.threads).all(), "the placement tree is wrong about an SM it takes for known"
