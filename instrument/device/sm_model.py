@@ -21,9 +21,9 @@ from paellapy.instrument.device import sm_core as core
 from paellapy.instrument.device import sm_layout as lay
 from paellapy.instrument.device.parts import Part
 from paellapy.instrument.device.sm_commands import CommandRows
-from paellapy.instrument.device.sm_costs import Costs, cost_table
+from paellapy.instrument.device.sm_costs import Costs
 from paellapy.instrument.device.sm_flags import Flags
-from paellapy.instrument.device.sm_program import Commands, Kernel, Placed, Program
+from paellapy.instrument.device.sm_program import Kernel, Placed, Program, checked_program, placed_commands
 from paellapy.instrument.device.sm_results import SmResults
 from paellapy.instrument.device.sm_state import doubled, more_streams, new_state, who_waits
 from paellapy.instrument.device.sm_windows import Windows
@@ -167,25 +167,8 @@ class SmModel(SmResults):
 
         `window` confines the blocks of all of them, at every launch of the program.
         """
-        commands = np.zeros(len(kernels), lay.COMMAND)
-        costs = []
-        row = 0
-        for k, each in enumerate(kernels):
-            warps, threads, registers, shared = self._windows.footprint(self._s, each, window)
-            table = cost_table(each.n_blocks, each.cost, each.duration_ns)
-            latency = self.timing.block_overhead_ns if each.latency_ns is None else each.latency_ns
-            commands[k] = lay.command(
-                kind=lay.LAUNCH, blocks=each.n_blocks, warps=warps, threads=threads, registers=registers, shared=shared,
-                cluster=each.cluster, cost=row, cost_stride=len(table) > 1, kernel=each.kernel, first=each.first,
-                report=k == len(kernels) - 1, window=window, latency_ns=latency,
-            )  # fmt: skip
-            costs.append(table)
-            row += len(table)
-        if not kernels:
-            raise LaunchError("a program without kernels: give it at least one")
-        if any(each.under is not None for each in kernels):
-            raise LaunchError("the kernels of a program cannot run under a flag: launch them one by one with `launch`")
-        return Program(commands, np.concatenate(costs), sum(each.n_blocks for each in kernels))
+        footprints = [self._windows.footprint(self._s, each, window) for each in kernels]
+        return checked_program(kernels, footprints, window, self.timing.block_overhead_ns)
 
     def launch_program(
         self,
@@ -227,10 +210,7 @@ class SmModel(SmResults):
     def placed(self, first: int, last: int) -> Placed:
         """Commands that were just submitted, to be submitted `again`."""
         rows = np.arange(first, last + 1) & (len(self._s.command) - 1)
-        commands = self._s.command[rows]
-        kernels = np.flatnonzero(commands["kind"] == lay.LAUNCH)
-        _, graphs = np.unique(commands["graph"][kernels], return_inverse=True)
-        return Placed(Commands(commands, kernels, graphs), int(commands["stream"][0]), self._costs.epoch)
+        return placed_commands(self._s.command[rows], self._costs.epoch)
 
     def again(self, placed: Placed, stream: int, submit_ns: float) -> int:
         """Submits the same commands again, untraced; returns the last handle, or -1 if their costs are gone."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from paellapy.instrument.device.sm_costs import BlockCost
+from paellapy.instrument.device import sm_layout as lay
+from paellapy.instrument.device.sm_costs import BlockCost, cost_table
+from paellapy.instrument.errors import LaunchError
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +68,35 @@ class Placed:
     commands: Commands
     stream: int
     epoch: int
+
+
+def checked_program(
+    kernels: Sequence[Kernel], footprints: Sequence[tuple[int, int, int, int]], window: int, overhead_ns: float
+) -> Program:
+    """The program of kernels whose blocks take these warps, threads, registers and shared bytes."""
+    commands = np.zeros(len(kernels), lay.COMMAND)
+    costs = []
+    row = 0
+    for k, (each, takes) in enumerate(zip(kernels, footprints, strict=True)):
+        warps, threads, registers, shared = takes
+        table = cost_table(each.n_blocks, each.cost, each.duration_ns)
+        latency = overhead_ns if each.latency_ns is None else each.latency_ns
+        commands[k] = lay.command(
+            kind=lay.LAUNCH, blocks=each.n_blocks, warps=warps, threads=threads, registers=registers, shared=shared,
+            cluster=each.cluster, cost=row, cost_stride=len(table) > 1, kernel=each.kernel, first=each.first,
+            report=k == len(kernels) - 1, window=window, latency_ns=latency,
+        )  # fmt: skip
+        costs.append(table)
+        row += len(table)
+    if not kernels:
+        raise LaunchError("a program without kernels: give it at least one")
+    if any(each.under is not None for each in kernels):
+        raise LaunchError("the kernels of a program cannot run under a flag: launch them one by one with `launch`")
+    return Program(commands, np.concatenate(costs), sum(each.n_blocks for each in kernels))
+
+
+def placed_commands(commands: NDArray[Any], epoch: int) -> Placed:
+    """Commands on one stream (COMMAND), whose costs are in the table of this epoch."""
+    kernels = np.flatnonzero(commands["kind"] == lay.LAUNCH)
+    _, graphs = np.unique(commands["graph"][kernels], return_inverse=True)
+    return Placed(Commands(commands, kernels, graphs), int(commands["stream"][0]), epoch)
