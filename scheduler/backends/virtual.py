@@ -32,16 +32,16 @@ from paellapy.instrument.errors import TraceError
 from paellapy.scheduler.backends.base import Backend
 from paellapy.scheduler.backends.launches import Bounds, Launches, LoadedModel
 from paellapy.scheduler.backends.recorded import TracedBlocks
+from paellapy.scheduler.backends.virtual_capture import moved, record
 from paellapy.scheduler.backends.virtual_faults import Faults
 from paellapy.scheduler.backends.virtual_loop import new_loop, serve
 from paellapy.scheduler.backends.virtual_memory import VirtualMemory
 from paellapy.scheduler.backends.virtual_pieces import Piece, PieceTracer
-from paellapy.scheduler.backends.virtual_weights import COPY_BYTES, VirtualWeights
+from paellapy.scheduler.backends.virtual_weights import COPY_BYTES, VirtualWeights, needed_end
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.cpus import usable_cpus
 from paellapy.scheduler.core.loop import Bell
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.models.capture import GuardedArray, Recorded, Recording, call_model, capturing
 from paellapy.scheduler.models.lane_memory import Lane, LanePlan
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.program import Cuts, Marks, Program
@@ -124,7 +124,7 @@ class VirtualBackend(Backend):
         return VirtualMemory(0, max(1, nbytes))
 
     def weight_ends(self, program: Program, weights: WeightRange) -> list[tuple[int, int]]:
-        return [(end, end) for end in (_end(item, weights) for item in program.body)]
+        return [(end, end) for end in (needed_end(item, weights) for item in program.body)]
 
     def run_segment(self, launches: Launches, k: int) -> None:
         with self._sm_model(), np.errstate(all="ignore"):
@@ -144,34 +144,10 @@ class VirtualBackend(Backend):
     # -- programs
 
     def capture(self, lane: Lane, weights: Arrays, batch: int, cuts: Cuts, marks: Marks | None = None) -> Program:
-        model = lane.model
-        recording = Recording(lane, cuts)
-        inputs, outputs = lane.device_inputs(batch), lane.device_outputs(batch)
-        for name, array in inputs.items():
-            recording.copy("h2d", array.view(np.ndarray), lane.inputs[name][:batch])
-        with capturing(self.device, recording):
-            call_model(model, _guarded(weights), _guarded(inputs), _guarded(outputs), batch, "while it was captured")
-        for name, array in outputs.items():
-            recording.copy("d2h", lane.outputs[name][:batch], array.view(np.ndarray))
-        nodes = [item.node for item in recording.items]
-        return Program(model, lane.index, batch, nodes, True, recording.items, marks=marks or {})
+        return record(self.device, lane, weights, batch, cuts, marks or {})
 
     def captured_again(self, program: Program, of: Lane, lane: Lane, marks: Marks) -> Program | None:
-        """The recorded launches with the other lane's arrays. Marks do not change the recording."""
-        here, there = of.memory, lane.memory
-        assert isinstance(here, VirtualMemory)
-        assert isinstance(there, VirtualMemory)
-        if any(item.compute is not None for item in program.body):  # the arrays that it computes on cannot be seen
-            return None
-
-        def move(value: Any) -> Any:
-            return here.moved(value, there)
-
-        try:
-            body = program.body if here is there else [item.moved(move) for item in program.body]
-        except TypeError:
-            return None
-        return program.for_lane(lane.index, body, marks)
+        return moved(program, of, lane, marks)
 
     def rehearse_all(self, model: Model, weights: Arrays, sizes: Sequence[int]) -> tuple[int, int]:
         self._rehearsed.clear()
@@ -480,22 +456,3 @@ class VirtualBackend(Backend):
             blocks = self.sm.blocks()
             self.sm.clear_blocks()
         return tracer.finish(blocks)
-
-
-def _end(item: Recorded, weights: WeightRange) -> int:
-    """The end of the weights that an item needs; all weights where PyTorch computes a whole program at once."""
-    if item.compute is not None:
-        return weights.layout.nbytes
-    return max((weights.end_at(int(a.ctypes.data)) for a in _arrays((item.values, item.source))), default=0)
-
-
-def _arrays(value: Any) -> Iterator[Any]:
-    if isinstance(value, np.ndarray):
-        yield value
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _arrays(each)
-
-
-def _guarded(arrays: Arrays) -> Arrays:
-    return {name: a.view(GuardedArray) if isinstance(a, np.ndarray) else a for name, a in arrays.items()}

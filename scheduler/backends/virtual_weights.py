@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from paellapy.instrument.device.virtual import VirtualArray
 from paellapy.scheduler.backends.virtual_memory import aligned_zeros
+from paellapy.scheduler.models.capture import Recorded
 from paellapy.scheduler.models.weight_range import Bytes, Layout, WeightRange
 
 COPY_BYTES = 4 << 20  # size of a piece: copies of inputs come in between
@@ -58,3 +60,18 @@ class VirtualWeights(WeightRange):
     def free(self) -> None:
         self._memory = np.empty(0, np.uint8)
         self.there = False
+
+
+def needed_end(item: Recorded, weights: WeightRange) -> int:
+    """The end of the weights that an item needs; all weights where PyTorch computes a whole program at once."""
+    if item.compute is not None:
+        return weights.layout.nbytes
+    return max((weights.end_at(int(a.ctypes.data)) for a in _arrays((item.values, item.source))), default=0)
+
+
+def _arrays(value: Any) -> Iterator[Any]:
+    if isinstance(value, np.ndarray):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _arrays(each)
