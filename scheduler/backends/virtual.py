@@ -22,21 +22,20 @@ from threadpoolctl import threadpool_limits
 
 from paellapy.instrument.device.jit import compile_for
 from paellapy.instrument.device.sm_core import address_of_run, next_event, submit_again
-from paellapy.instrument.device.sm_costs import BlockCost
 from paellapy.instrument.device.sm_model import SmModel
 from paellapy.instrument.device.sm_program import Commands, Kernel
-from paellapy.instrument.device.sm_program import Program as SmProgram
 from paellapy.instrument.device.virtual import VirtualDevice
-from paellapy.instrument.device.virtual_launch import NotedLaunch
 from paellapy.instrument.errors import TraceError
 from paellapy.scheduler.backends.base import Backend
 from paellapy.scheduler.backends.launches import Bounds, Launches, LoadedModel
 from paellapy.scheduler.backends.recorded import TracedBlocks
 from paellapy.scheduler.backends.virtual_capture import moved, record
+from paellapy.scheduler.backends.virtual_costs import ProgramCosts, segment_shares
 from paellapy.scheduler.backends.virtual_faults import Faults
 from paellapy.scheduler.backends.virtual_loop import new_loop, serve
 from paellapy.scheduler.backends.virtual_memory import VirtualMemory
-from paellapy.scheduler.backends.virtual_pieces import Piece, PieceTracer
+from paellapy.scheduler.backends.virtual_pieces import Piece, PieceTracer, Step
+from paellapy.scheduler.backends.virtual_timing import node_times_ns, saturated_ns, segment_times_ns
 from paellapy.scheduler.backends.virtual_weights import COPY_BYTES, VirtualWeights, needed_end
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.cpus import usable_cpus
@@ -63,9 +62,8 @@ class VirtualBackend(Backend):
     def __init__(self, device: VirtualDevice) -> None:
         self.device = device
         self.sm = SmModel(device.part, timing=device.model.timing, history=_HISTORY)
-        self._costs: dict[str, list[BlockCost | None]] = {}
-        self._rehearsed: dict[int, list[NotedLaunch]] = {}  # launches of the model that is being loaded, by batch size
-        self._programs: dict[tuple[str, int, int, int], list[SmProgram | tuple[str, int]]] = {}
+        self._costs = ProgramCosts()
+        self._programs: dict[tuple[str, int, int, int], list[Step]] = {}
         self._ranges: list[tuple[int, int]] = []  # first SM and number of SMs of each window
         self._windows: list[int] = []  # their numbers in the SM model
         self._pools: dict[int, int] = {}  # rows of streams, by priority
@@ -150,7 +148,7 @@ class VirtualBackend(Backend):
         return moved(program, of, lane, marks)
 
     def rehearse_all(self, model: Model, weights: Arrays, sizes: Sequence[int]) -> tuple[int, int]:
-        self._rehearsed.clear()
+        self._costs.rehearsed.clear()
         return super().rehearse_all(model, weights, sizes)
 
     def rehearse(self, model: Model, weights: Arrays, batch: int) -> int:
@@ -158,42 +156,11 @@ class VirtualBackend(Backend):
         try:
             return super().rehearse(model, weights, batch)
         finally:
-            self._rehearsed[batch], self.device.noted = self.device.noted, None
-
-    def _block_costs(self, program: Program) -> list[BlockCost | None]:
-        """The costs of each node's blocks, from the rehearsal or from one run of the program."""
-        key = program.content()
-        if key not in self._costs:
-            seen = self._costs_seen(program)
-            self._costs[key] = [item.block_cost() for item in program.body] if seen is None else seen
-        return self._costs[key]
-
-    def _costs_seen(self, program: Program) -> list[BlockCost | None] | None:
-        """The costs from the rehearsal, if it had the same launches: no kernel was tuned in it, or is sliced now."""
-        seen = self._rehearsed.get(program.batch, [])
-        ours = [item for item in program.body if item.launcher is not None]
-        if [(e.launcher, e.grid, e.first, e.count) for e in seen] != [
-            (item.launcher, item.grid, item.first, item.node.blocks // item.node.cluster) for item in ours
-        ]:
-            return None
-        costs = iter(seen)
-        return [item.cost if item.launcher is None else next(costs).cost for item in program.body]
+            self._costs.rehearsed[batch], self.device.noted = self.device.noted, None
 
     def node_times_ns(self, program: Program) -> list[float]:
         model = SmModel(self.device.part, timing=self.sm.timing)
-        stream, graph = model.stream(), model.graph()
-        handles = []
-        for item, cost in zip(program.body, self._block_costs(program), strict=True):
-            node = item.node
-            if cost is None:
-                handles.append(model.copy(stream, node.nbytes, node.kind))
-            else:
-                takes = (node.blocks, node.threads, node.registers, node.shared_bytes)
-                kernel = Kernel(*takes, cost=cost, cluster=node.cluster)
-                handles.append(model.launch(stream, kernel, graph=graph, trace=False))
-        model.run()
-        ends = np.array([model.start_ns(handles[0]), *(model.finish_ns(h) for h in handles)])
-        return [float(t) for t in np.diff(ends)]
+        return node_times_ns(model, program, self._costs.of(program))
 
     def wave_blocks(self, program: Program) -> list[int]:
         device = self.device
@@ -220,10 +187,10 @@ class VirtualBackend(Backend):
         self._lanes[handle] = lane
         return handle
 
-    def _steps(self, program: Program, first: int, end: int, window: int = 0) -> list[SmProgram | tuple[str, int]]:
-        steps: list[SmProgram | tuple[str, int]] = []
+    def _steps(self, program: Program, first: int, end: int, window: int = 0) -> list[Step]:
+        steps: list[Step] = []
         kernels: list[Kernel] = []
-        costs = self._block_costs(program)
+        costs = self._costs.of(program)
         for item, cost in zip(program.body[first:end], costs[first:end], strict=True):
             node = item.node
             if cost is not None:
@@ -242,31 +209,10 @@ class VirtualBackend(Backend):
 
     def segment_times_ns(self, launches: Launches, repeats: int, alone: bool) -> tuple[list[float], float, float]:
         # The model is exact, so one run on a separate SM model is enough.
-        model = self._new_model()
-        times = []
-        whole = (0, len(launches.program.nodes))
-        window = [(*whole, self._windows[0])] if launches.confined else []
-        for first, end, number in [*((a, b, 0) for a, b in (*launches.bounds, whole)), *window]:
-            piece = Piece(launches.program.body[first:end], self._steps(launches.program, first, end, number))
-            stream = model.stream()
-            before = piece.place(model, stream, model.now_ns).last
-            last = piece.place(model, stream, model.now_ns).last
-            model.run()
-            # Queued behind another launch, as in a busy engine: the gap between two launches is included.
-            times.append(model.finish_ns(last) - model.finish_ns(before))
-        n = len(launches.bounds)
-        return times[:n], times[n], times[n + 1] if window else 0.0
+        return segment_times_ns(self._new_model(), launches, self._steps, self._windows[0] if launches.confined else 0)
 
     def saturated_ns(self, lanes: Sequence[Launches], rounds: int) -> float:
-        model = self._new_model()
-        program = lanes[0].program
-        piece = Piece(program.body, self._steps(program, 0, len(program.nodes), 0))
-        streams = [model.stream() for _ in lanes]
-        for _ in range(rounds):
-            for stream in streams:
-                piece.place(model, stream, 0.0)
-        model.run()
-        return float(model.now_ns) / (rounds * len(lanes))
+        return saturated_ns(self._new_model(), lanes, rounds, self._steps)
 
     def grant(self, word: int) -> int:
         with self._sm_model():
@@ -275,22 +221,8 @@ class VirtualBackend(Backend):
         return handle
 
     def segment_shares(self, launches: Launches, alone_ns: Sequence[float]) -> list[tuple[float, float]]:
-        part, timing = self.device.part, self.sm.timing
-        rates = np.array([
-            part.fp32_tflops * 1e3 * timing.flops_efficiency,
-            part.fp16_tensor_tflops * 1e3 * timing.tensor_efficiency,
-            part.bandwidth_gbps * timing.bandwidth_efficiency,
-        ])  # fmt: skip
-        costs, nodes, found = self._block_costs(launches.program), launches.program.nodes, []
-        for (first, end), ns in zip(launches.bounds, alone_ns, strict=True):
-            work = np.zeros(3)
-            for node, cost in zip(nodes[first:end], costs[first:end], strict=True):
-                if cost is not None:
-                    each = (cost.flops, cost.tensor_flops, cost.bytes)
-                    work += [float(np.broadcast_to(x, node.blocks).sum()) for x in each]
-            plain, tensor, memory = np.minimum(work / (rates * ns), 1.0).round(4).tolist()
-            found.append((max(plain, tensor), memory))
-        return found
+        costs = self._costs.of(launches.program)
+        return segment_shares(self.device.part, self.sm.timing, launches, costs, alone_ns)
 
     def release(self, launches: Launches) -> None:
         with self._sm_model():

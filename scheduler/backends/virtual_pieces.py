@@ -16,6 +16,8 @@ from paellapy.instrument.traces.tracing import Session
 from paellapy.scheduler.backends.recorded import TracedBlocks, TracedPiece
 from paellapy.scheduler.models.capture import Recorded
 
+Step = SmProgram | tuple[str, int]  # kernels, or the kind and bytes of a copy
+
 _PREPARE_AFTER = 3  # runs, after which the evaluator has recorded as much as it can
 
 
@@ -29,7 +31,7 @@ class Handles(NamedTuple):
 class Piece:
     """A run of recorded items that is launched at once: its computation, and its commands for the SM model."""
 
-    def __init__(self, items: Sequence[Recorded], steps: Sequence[SmProgram | tuple[str, int]]) -> None:
+    def __init__(self, items: Sequence[Recorded], steps: Sequence[Step]) -> None:
         self.items, self.steps = items, steps
         self.kernels = [item for item in items if item.node.kind == "kernel"]
         self._runs = 0

@@ -47,26 +47,6 @@ def test_a_program_moved_to_another_lane_is_what_a_capture_there_records(model):
         assert (again.body, again.marks) == (recorded.body, {(0, None): 3})
 
 
-def test_costs_seen_in_the_rehearsal_are_those_of_the_program():
-    model = demo.load("cnn", batch=(2,))
-    costs = []
-    for rehearsed in (True, False):
-        backend = VirtualBackend(pp.Device("virtual:h200"))
-        weights = backend.upload(model)
-        scratch, _ = backend.rehearse_all(model, weights, model.batch)
-        if not rehearsed:
-            backend._rehearsed.clear()
-        plan = plan_lane(model, scratch, 8)
-        program = backend.capture(Lane(0, model, plan, backend.lane_memory(plan)), weights, 2, {})
-        assert (backend._costs_seen(program) is not None) == rehearsed
-        costs.append(backend._block_costs(program))
-    for a, b in zip(*costs, strict=True):
-        assert (a is None) == (b is None)
-        if a is not None and b is not None:
-            for name in ("bytes", "flops", "tensor_flops", "wait_ns"):
-                np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
-
-
 @given(some.integers(0, 15), some.integers(1, 16), some.sampled_from([-1, 1, 2]), some.booleans())
 def test_an_array_is_moved_with_its_shape_and_strides(offset, n, step, on_host):
     here, there = VirtualMemory(256, 256), VirtualMemory(256, 256)
