@@ -23,7 +23,7 @@ from threadpoolctl import threadpool_limits
 from paellapy.instrument.device.jit import compile_for
 from paellapy.instrument.device.sm_core import address_of_run, next_event, submit_again
 from paellapy.instrument.device.sm_model import SmModel
-from paellapy.instrument.device.sm_program import Commands, Kernel
+from paellapy.instrument.device.sm_program import Commands
 from paellapy.instrument.device.virtual import VirtualDevice
 from paellapy.instrument.errors import TraceError
 from paellapy.scheduler.backends.base import Backend
@@ -32,9 +32,10 @@ from paellapy.scheduler.backends.recorded import TracedBlocks
 from paellapy.scheduler.backends.virtual_capture import moved, record
 from paellapy.scheduler.backends.virtual_costs import ProgramCosts, segment_shares
 from paellapy.scheduler.backends.virtual_faults import Faults
+from paellapy.scheduler.backends.virtual_launches import VirtualLaunches
 from paellapy.scheduler.backends.virtual_loop import new_loop, serve
 from paellapy.scheduler.backends.virtual_memory import VirtualMemory
-from paellapy.scheduler.backends.virtual_pieces import Piece, PieceTracer, Step
+from paellapy.scheduler.backends.virtual_pieces import PieceTracer
 from paellapy.scheduler.backends.virtual_timing import node_times_ns, saturated_ns, segment_times_ns
 from paellapy.scheduler.backends.virtual_weights import COPY_BYTES, VirtualWeights, needed_end
 from paellapy.scheduler.core import codes
@@ -63,14 +64,10 @@ class VirtualBackend(Backend):
         self.device = device
         self.sm = SmModel(device.part, timing=device.model.timing, history=_HISTORY)
         self._costs = ProgramCosts()
-        self._programs: dict[tuple[str, int, int, int], list[Step]] = {}
+        self.launches = VirtualLaunches(self.sm, self._costs)
         self._ranges: list[tuple[int, int]] = []  # first SM and number of SMs of each window
         self._windows: list[int] = []  # their numbers in the SM model
         self._pools: dict[int, int] = {}  # rows of streams, by priority
-        self._pieces: dict[int, Piece] = {}
-        self._grants: dict[int, ctypes.c_uint64] = {}
-        self._lanes: dict[int, Lane] = {}  # the lane of each piece
-        self._next = 1
         self._lock = threading.Lock()  # guards the SM model, which the loop and loads use
         self._turns, self._waiting, self._nobody_waits = threading.Lock(), 0, threading.Event()
         self._nobody_waits.set()
@@ -126,7 +123,7 @@ class VirtualBackend(Backend):
 
     def run_segment(self, launches: Launches, k: int) -> None:
         with self._sm_model(), np.errstate(all="ignore"):
-            self._pieces[launches.handles[k]].run()
+            self.launches.pieces[launches.handles[k]].run()
 
     def queue(self, nbytes: int, word: int) -> None:
         """Copies weights to the GPU on their own stream, in small pieces, and then sets the word."""
@@ -169,56 +166,19 @@ class VirtualBackend(Backend):
     def cut(self, program: Program, bounds: Bounds, lane: Lane, confine: bool = False) -> Launches:
         windows = [self._windows[k] for k in lane.windows] if confine else []
         with self._sm_model():
-            (handles, whole), *confined = (self._cut(program, bounds, window, lane) for window in (0, *windows))
-        return Launches(program, bounds, handles, whole, [], frozenset(program.marks.values()), confined)
-
-    def _cut(self, program: Program, bounds: Bounds, window: int, lane: Lane) -> tuple[list[int], int]:
-        handles = [self._piece(program, first, end, window, lane) for first, end in bounds]
-        return handles, handles[0] if len(bounds) == 1 else self._piece(program, 0, len(program.nodes), window, lane)
-
-    def _piece(self, program: Program, first: int, end: int, window: int, lane: Lane) -> int:
-        if window and not any(node.kind == "kernel" for node in program.nodes[first:end]):
-            return 0  # no kernel can be confined
-        key = (program.content(), first, end, window)
-        if key not in self._programs:
-            self._programs[key] = self._steps(program, first, end, window)
-        handle, self._next = self._next, self._next + 1
-        self._pieces[handle] = Piece(program.body[first:end], self._programs[key])
-        self._lanes[handle] = lane
-        return handle
-
-    def _steps(self, program: Program, first: int, end: int, window: int = 0) -> list[Step]:
-        steps: list[Step] = []
-        kernels: list[Kernel] = []
-        costs = self._costs.of(program)
-        for item, cost in zip(program.body[first:end], costs[first:end], strict=True):
-            node = item.node
-            if cost is not None:
-                kernels.append(
-                    Kernel(node.blocks, node.threads, node.registers, node.shared_bytes, cost=cost,
-                           cluster=node.cluster, first=item.first * node.cluster)
-                )  # fmt: skip
-                continue
-            if kernels:
-                steps.append(self.sm.program(kernels, window))
-                kernels = []
-            steps.append((node.kind, node.nbytes))
-        if kernels:
-            steps.append(self.sm.program(kernels, window))
-        return steps
+            return self.launches.cut(program, bounds, lane, windows)
 
     def segment_times_ns(self, launches: Launches, repeats: int, alone: bool) -> tuple[list[float], float, float]:
         # The model is exact, so one run on a separate SM model is enough.
-        return segment_times_ns(self._new_model(), launches, self._steps, self._windows[0] if launches.confined else 0)
+        window = self._windows[0] if launches.confined else 0
+        return segment_times_ns(self._new_model(), launches, self.launches.steps, window)
 
     def saturated_ns(self, lanes: Sequence[Launches], rounds: int) -> float:
-        return saturated_ns(self._new_model(), lanes, rounds, self._steps)
+        return saturated_ns(self._new_model(), lanes, rounds, self.launches.steps)
 
     def grant(self, word: int) -> int:
         with self._sm_model():
-            handle, self._next = self._next, self._next + 1
-            self._grants[handle] = ctypes.c_uint64.from_address(word)
-        return handle
+            return self.launches.grant(word)
 
     def segment_shares(self, launches: Launches, alone_ns: Sequence[float]) -> list[tuple[float, float]]:
         costs = self._costs.of(launches.program)
@@ -226,11 +186,7 @@ class VirtualBackend(Backend):
 
     def release(self, launches: Launches) -> None:
         with self._sm_model():
-            for handles, whole in ((launches.handles, launches.whole), *launches.confined):
-                for handle in (*handles, whole):
-                    self._pieces.pop(handle, None)
-                    self._grants.pop(handle, None)
-                    self._lanes.pop(handle, None)
+            self.launches.release(launches)
 
     def pool(self, state: State, priority: int) -> int:
         # As many levels as an H200's driver offers; CUDA clamps priorities to this range.
@@ -335,11 +291,11 @@ class VirtualBackend(Backend):
     def _carry_out(
         self, lane: int, size: int, segment: int, word: int, handle: int, stream: int, draining: int
     ) -> None:
-        granted = self._grants.get(handle)
+        granted = self.launches.grants.get(handle)
         if granted is not None:
             granted.value = 1
             return
-        piece, tracer = self._pieces[handle], self._tracer
+        piece, tracer = self.launches.pieces[handle], self._tracer
         # Taken first, because the GPU's time passes while the data are computed.
         submit = max(self.sm.now_ns, time.monotonic_ns() - self._offset_ns)
         if tracer is None:
@@ -356,8 +312,8 @@ class VirtualBackend(Backend):
         try:
             piece.run()
         except Exception as e:
-            whole = self._pieces[int(self._state.whole["handle"][lane, size])]
-            faults.isolate(lane, size, self._lanes[handle], whole.items, e)
+            whole = self.launches.pieces[int(self._state.whole["handle"][lane, size])]
+            faults.isolate(lane, size, self.launches.lanes[handle], whole.items, e)
 
     def _await(self, table: str, handle: int, word: int) -> None:
         """Makes the loop set the word once the launch is done, or the kernel has started all its blocks."""

@@ -41,7 +41,7 @@ class OwnKernels:
         for m, name in enumerate(names):
             for k, launches in enumerate(loaded[name].launches[0]):  # as in `engine.model_profile`
                 for i, handle in [*enumerate(launches.handles), (codes.WHOLE, launches.whole)]:
-                    pieces[m, k, i] = _copied(backend._pieces[handle])
+                    pieces[m, k, i] = _copied(backend.launches.pieces[handle])
         return cls(backend.device, pieces)
 
 
