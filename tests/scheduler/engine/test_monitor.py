@@ -15,7 +15,7 @@ from paellapy.instrument.device.sm_model import SmModel
 from paellapy.instrument.device.sm_program import Kernel
 from paellapy.instrument.records import WARP_SHIFT
 from paellapy.instrument.traces.live import counts
-from paellapy.scheduler.backends import virtual
+from paellapy.scheduler.backends import virtual_thread
 from paellapy.scheduler.engine import monitor_sms
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.monitor import EDGES_MS, Monitor
@@ -70,7 +70,7 @@ def test_nobody_who_looks_waits_for_the_compiler(monkeypatch):
         wanted.set()
         go_on.wait()
 
-    monkeypatch.setattr(virtual, "compile_for", compile_when_told)
+    monkeypatch.setattr(virtual_thread, "compile_for", compile_when_told)
     with Engine("virtual:h200") as engine:
         wanted.wait()
         try:

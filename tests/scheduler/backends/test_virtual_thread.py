@@ -1,4 +1,4 @@
-"""The virtual GPU's loop: whoever asks it for a pause gets one, also where there is always something to launch."""
+"""An engine's thread on the virtual GPU: whoever asks it for a pause gets one, even if it always has work to launch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 import numpy as np
 from engine_models import scale_model
 
-from paellapy.scheduler.backends.virtual import VirtualBackend
+from paellapy.scheduler.backends.virtual_thread import VirtualThread
 from paellapy.scheduler.engine.engine import Engine
 
 X = {"x": np.ones(64, np.float32)}
@@ -15,14 +15,14 @@ X = {"x": np.ones(64, np.float32)}
 
 def test_a_call_in_the_loop_waits_for_two_launches_at_most(monkeypatch):
     """The one that is being made when it is asked for, and the one the core has decided on."""
-    launch, waited = VirtualBackend._launch, []
+    launch, waited = VirtualThread._launch, []
 
     def counted(self):
         if self._stop_word[0]:
             waited.append(True)
         return launch(self)
 
-    monkeypatch.setattr(VirtualBackend, "_launch", counted)
+    monkeypatch.setattr(VirtualThread, "_launch", counted)
     done = threading.Event()
 
     def client():
