@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.scheduler.engine.requests import check_ranges
+from paellapy.scheduler.engine.request_checks import check_ranges
 from paellapy.scheduler.models.model import Model, TensorSpec
 from paellapy.serving.datatypes import check_datatype, datatype
 from paellapy.serving.errors import RequestError, short

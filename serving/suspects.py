@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from paellapy.scheduler.core.errors import RequestFailedError, SuspectError
-from paellapy.scheduler.engine.requests import digest_of
+from paellapy.scheduler.engine.request_checks import digest_of
 from paellapy.scheduler.models.model import Model
 from paellapy.serving.logs import log
 
