@@ -22,8 +22,10 @@ from typing import Any, Protocol
 
 from paellapy.scheduler.backends.launches import LoadedModel
 from paellapy.scheduler.core.errors import EngineClosedError, MemoryPlanError
+from paellapy.scheduler.engine.answers import Outputs
 from paellapy.scheduler.engine.feed import Feed
-from paellapy.scheduler.engine.requests import Outputs, Requester, Slot
+from paellapy.scheduler.engine.requests import Requester
+from paellapy.scheduler.engine.slots import Slot
 from paellapy.scheduler.engine.waiters import Waiter
 from paellapy.scheduler.models.torch_step import Batch, TorchStep
 

@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.scheduler.core import codes
+from paellapy.scheduler.engine.answers import Outputs
 from paellapy.scheduler.engine.front_calls import E_LANE, E_MODEL, E_SLOT, E_STATUS
 from paellapy.scheduler.engine.front_end import Entry, FrontEnd, Pending
-from paellapy.scheduler.engine.requests import Outputs, Requester
+from paellapy.scheduler.engine.requests import Requester
 from paellapy.scheduler.engine.submitting import submit
 from paellapy.scheduler.models.model import Model
 

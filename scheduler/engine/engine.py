@@ -44,9 +44,9 @@ from paellapy.scheduler.engine.install import install, install_windows
 from paellapy.scheduler.engine.later_sizes import LaterSizes
 from paellapy.scheduler.engine.load_times import LoadTimes, shown
 from paellapy.scheduler.engine.loader import Loader
-from paellapy.scheduler.engine.requests import Slot
 from paellapy.scheduler.engine.residents import Residents
 from paellapy.scheduler.engine.settings import check_settings, half_of_the_host, open_backend
+from paellapy.scheduler.engine.slots import Slot
 from paellapy.scheduler.engine.stats import core_stats, loaded_stats
 from paellapy.scheduler.engine.submitting import submit
 from paellapy.scheduler.engine.tap import Tap

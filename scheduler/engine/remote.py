@@ -24,7 +24,8 @@ from paellapy.scheduler.core.shared_memory import SharedBlock
 from paellapy.scheduler.core.state import Limits, State, new_state, over
 from paellapy.scheduler.core.tenants import tenants_stats
 from paellapy.scheduler.engine.front_end import FrontEnd, Stage
-from paellapy.scheduler.engine.requests import Requester, Slot
+from paellapy.scheduler.engine.requests import Requester
+from paellapy.scheduler.engine.slots import Slot
 from paellapy.scheduler.engine.stats import core_stats, live_stats, model_stats
 from paellapy.scheduler.models.lane_memory import Lane, LanePlan, Memory
 from paellapy.scheduler.models.model import Model

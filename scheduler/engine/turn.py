@@ -25,7 +25,8 @@ from paellapy.scheduler.backends.launches import Launches, LoadedModel
 from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.core.profiles import SegmentProfile
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.engine.requests import Requester, Slot
+from paellapy.scheduler.engine.requests import Requester
+from paellapy.scheduler.engine.slots import Slot
 from paellapy.scheduler.models.lane_memory import Lane, MemoryPlan, plan_lane
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.profile import ProgramProfile
