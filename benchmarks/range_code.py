@@ -17,8 +17,8 @@ from common import save
 from range_cost import attention_plain, attention_ranges, gemm_plain, gemm_ranges
 
 import paellapy as pp
-from paellapy.instrument.kernels import triton_source
 from paellapy.instrument.kernels.kernel import TritonKernel, _NoDevice
+from paellapy.instrument.kernels.triton_options import split_options
 from paellapy.instrument.markers import Sites
 from paellapy.instrument.ptx import sass
 from paellapy.instrument.ptx.compiled import Compiled
@@ -50,7 +50,7 @@ def compiled(fn: Any, args: tuple[Any, ...], options: dict[str, int], target: st
     assert isinstance(kernel, TritonKernel)
     values, key, rest = kernel._bind(_NoDevice, args, dict(options))
     key = kernel._with_options(key, rest)
-    rest = triton_source.split_options(rest, kernel.name, kernel.arg_names)
+    rest = split_options(rest, kernel.name, kernel.arg_names)
     source = kernel._source.source(values, key, rest, target, kernel._source.has_ranges)
     return source.build(PassConfig("trace", exits=kernel.exits))
 

@@ -12,7 +12,8 @@ from corpus.case import Argument, Call, options
 from triton.backends.compiler import GPUTarget
 
 from paellapy.instrument.kernels.cuda_source import CudaSource
-from paellapy.instrument.kernels.triton_source import TritonSource, TypeHandlers
+from paellapy.instrument.kernels.triton_arguments import TypeHandlers
+from paellapy.instrument.kernels.triton_source import TritonSource
 from paellapy.instrument.ptx.compiled import Source
 from paellapy.instrument.ttir import TtirProgram
 

@@ -18,11 +18,12 @@ from paellapy.instrument.device.occupancy import Occupancy, occupancy
 from paellapy.instrument.device.parts import limits_for_capability
 from paellapy.instrument.device.preemption import Work
 from paellapy.instrument.errors import ArgumentError, InstrumentError
-from paellapy.instrument.kernels import cuda_source, triton_source
+from paellapy.instrument.kernels import cuda_source, triton_arguments, triton_source
 from paellapy.instrument.kernels.autotune import Tuner
 from paellapy.instrument.kernels.cuda_source import CudaSource
 from paellapy.instrument.kernels.preempt import Preemptible, Prepared
 from paellapy.instrument.kernels.triton_driver import stand_in
+from paellapy.instrument.kernels.triton_options import split_options
 from paellapy.instrument.kernels.triton_source import TritonSource
 from paellapy.instrument.kernels.turnaround import Wave
 from paellapy.instrument.ptx.compiled import Compiled, Draft, Source
@@ -34,7 +35,7 @@ Grid = tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]]
 class _NoDevice:
     """Stands for a device where only types are known."""
 
-    handlers: Handlers = triton_source.TypeHandlers()
+    handlers: Handlers = triton_arguments.TypeHandlers()
 
 
 class Kernel:
@@ -196,7 +197,7 @@ class TritonKernel(Kernel):
         try:
             hash(key)
         except TypeError:  # for example a list, which no option takes
-            triton_source.split_options(options, self.name, self.arg_names)
+            split_options(options, self.name, self.arg_names)
             raise
         return key
 
@@ -209,7 +210,7 @@ class TritonKernel(Kernel):
         sliced: bool,
         preempt: bool = False,
     ) -> Launcher:
-        options = triton_source.split_options(options, self.name, self.arg_names)
+        options = split_options(options, self.name, self.arg_names)
         make = self._source.draft if device.evaluates else self._source.source
         marked = device.session is not None and self._source.has_ranges
         made = make(values, key, options, device.target, marked)
@@ -248,7 +249,7 @@ class TritonKernel(Kernel):
     def _source_for(self, device: Device | None, target: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Source:
         values, key, options = self._bind(device or _NoDevice, args, kwargs)
         key = self._with_options(key, options) if options else key
-        options = triton_source.split_options(options, self.name, self.arg_names)
+        options = split_options(options, self.name, self.arg_names)
         return self._source.source(values, key, options, target)
 
     def theoretical_occupancy(self, *args: Any, **kwargs: Any) -> Occupancy:
@@ -413,7 +414,7 @@ def _picker(facts: dict[str, Any], values: Sequence[Any], device: Device) -> Cal
     """Selects the values passed to the kernel: by index, which is fast, without tuples and descriptors."""
     signature = facts["signature"]
     if any(isinstance(kind, (tuple, list)) or kind.startswith("tensordesc") for kind in signature.values()):
-        return functools.partial(triton_source.launch_values, signature, facts["tiles"], device.tile)
+        return functools.partial(triton_arguments.launch_values, signature, facts["tiles"], device.tile)
     indices = [i for i, kind in enumerate(signature.values()) if kind != "constexpr"]
     if len(indices) == len(values):
         return _everything

@@ -8,60 +8,30 @@ only ever holds the plain kernel.
 from __future__ import annotations
 
 import functools
-import inspect
 import re
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import triton
 from triton import knobs
-from triton import language as tl
 from triton._C.libtriton import native_specialize_impl
 from triton._utils import find_paths_if, get_iterable_path
-from triton.backends.amd.compiler import HIPOptions
 from triton.backends.compiler import BaseBackend
-from triton.backends.nvidia.compiler import CUDAOptions
 from triton.compiler import ASTSource, CompilationError
 from triton.runtime.autotuner import Autotuner, Heuristics
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from paellapy.instrument.arguments import (
-    SCALARS,
-    STRUCT_CODES,
-    Descriptor,
-    DescriptorKey,
-    Handler,
-    Handlers,
-    PointerKey,
-    param_layout,
-    triton_dtype,
-)
+from paellapy.instrument.arguments import DescriptorKey, Handlers, PointerKey, param_layout
 from paellapy.instrument.errors import ArgumentError, CompileError
 from paellapy.instrument.kernels.ranges import has_ranges, marking
+from paellapy.instrument.kernels.triton_arguments import constant_key, generate_binder, struct_codes
 from paellapy.instrument.kernels.triton_stages import Stage, Translated, translate
 from paellapy.instrument.ptx.compiled import Draft, Source
 
 TRITON_VERSION = tuple(int(re.sub(r"\D.*", "", part) or 0) for part in triton.__version__.split(".")[:2])
-# Launch options and their allowed values: Triton accepts some that no GPU can run, and fails on others far from the
-# cause.
-_LAUNCH_OPTIONS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "num_warps": ("a power of two from 1 to 32", lambda v: v in (1, 2, 4, 8, 16, 32)),
-    "num_stages": ("an integer, 0 or more", lambda v: isinstance(v, int) and v >= 0),
-    "num_ctas": ("a power of two from 1 to 16", lambda v: v in (1, 2, 4, 8, 16)),
-    "maxnreg": ("None or an integer from 1 to 255", lambda v: v is None or (isinstance(v, int) and 1 <= v <= 255)),
-    "enable_fp_fusion": ("True or False", lambda v: isinstance(v, bool)),
-    "debug": ("True or False", lambda v: isinstance(v, bool)),
-    "launch_pdl": ("True or False", lambda v: isinstance(v, bool)),
-    "launch_cooperative_grid": ("True or False", lambda v: isinstance(v, bool)),
-    "extern_libs": ("a dictionary of paths", lambda v: v is None or isinstance(v, dict)),
-}
-# Other options of Triton's compiler for NVIDIA are passed on; options of other vendors' compilers have no meaning here.
-_PASSED_ON = frozenset(f.name for f in fields(CUDAOptions)) - {"arch", "backend_name", "warp_size"}
-_MEANINGLESS = frozenset(f.name for f in fields(HIPOptions)) - _PASSED_ON - {"arch", "backend_name", "warp_size"}
 # Our own kernels are compiled plain even while torch_hook instruments all others; this thread then sets a flag here.
 compiling = threading.local()
 
@@ -84,7 +54,7 @@ class TritonSource:
         self.fn = fn
         self.name: str = fn.__name__
         self.arg_names: list[str] = list(fn.arg_names)
-        self.bind, self.named = _generate_binder(fn)
+        self.bind, self.named = generate_binder(fn)
         self._sources: dict[Any, Source] = {}
 
     @functools.cached_property
@@ -111,7 +81,7 @@ class TritonSource:
         for param in self.fn.params:
             try:
                 value = bound.get(param.name)
-                _constant_key(value) if param.is_constexpr else (handlers.get(type(value)) or handlers.missing)(value)
+                constant_key(value) if param.is_constexpr else (handlers.get(type(value)) or handlers.missing)(value)
             except ArgumentError as e:
                 return f"kernel {self.name!r}, argument {param.name!r}: {e}"
         return f"kernel {self.name!r} cannot be called like this; {takes}"
@@ -237,7 +207,7 @@ def _source_of(made: Translated, work: _Work) -> Source:
         flags.append("--regAllocOptLevel=2")  # Triton's own setting since 3.7, because of a bug in ptxas 13
     tiles = list(meta["tensordesc_meta"] or ())
     # the last two: global_scratch, profile_scratch
-    codes = [*_flat_codes(list(work.signature.values()), bool(tiles)), "Q", "Q"]
+    codes = [*struct_codes(list(work.signature.values()), bool(tiles)), "Q", "Q"]
     found = re.search(r"^\s*\.target\s+(\w+)", ptx, re.M)
     threads = re.search(r"\.reqntid\s+(\d+)", ptx)
     return Source(
@@ -286,52 +256,6 @@ def _triton_ptxas(arch: int) -> str | None:
     return str(get_ptxas(arch).path)
 
 
-def _flat_codes(types: Sequence[Any], tiles: bool) -> list[str]:
-    """The struct codes. `tiles`: descriptors are passed as the 128 bytes of a CUtensorMap; before sm_90 in parts."""
-    codes: list[str] = []
-    for kind in types:
-        if isinstance(kind, (tuple, list)):
-            codes += _flat_codes(kind, tiles)
-        elif kind.startswith("tensordesc"):
-            rank = kind.partition("[")[2].partition("]")[0].count(",") + 1
-            codes += ["128s@64"] if tiles else ["Q", *"q" * (2 * rank), "B", "B"]
-            codes += [*"i" * rank, *"q" * rank]
-        elif kind == "constexpr":
-            continue
-        elif kind.startswith("*"):
-            codes.append("Q")
-        elif kind in STRUCT_CODES:
-            codes.append(STRUCT_CODES[kind])
-        else:
-            raise ArgumentError(
-                f"kernel parameters of type {kind} are not supported: pass arrays, numbers, tuples or tensor "
-                "descriptors"
-            )
-    return codes
-
-
-def launch_values(
-    signature: dict[str, Any], tiles: Sequence[Any], tile: Callable[[Descriptor, Any], Any], values: Sequence[Any]
-) -> list[Any]:
-    """The values that are passed to the kernel: without constants, with tuples flattened and descriptors in parts.
-
-    `tile` converts a descriptor, with the compiler's facts about it, to the form that the device's kernels take.
-    """
-    facts = iter(tiles)
-
-    def walk(kind: Any, value: Any) -> list[Any]:
-        if isinstance(kind, (tuple, list)):
-            return [leaf for k, v in zip(kind, value, strict=True) for leaf in walk(k, v)]
-        if isinstance(value, Descriptor):
-            parts = [*value.shape, *value.strides]
-            if tiles:
-                return [tile(value, next(facts)), *parts]
-            return [value.base, *parts, value.nan_padding, value.tf32, *parts]
-        return [] if kind == "constexpr" else [value]
-
-    return [leaf for k, v in zip(signature.values(), values, strict=True) for leaf in walk(k, v)]
-
-
 def _stand_in(value: Any, fact: Any) -> Any:
     if isinstance(fact, PointerKey):
         return _Array(fact.dtype, fact.aligned)
@@ -346,95 +270,6 @@ def _stand_in(value: Any, fact: Any) -> Any:
         items = [_stand_in(v, f) for v, f in zip(value, fact, strict=True)]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     return value
-
-
-Binder = Callable[..., tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]]
-
-
-def _generate_binder(fn: JITFunction) -> tuple[Binder, Callable[..., dict[str, Any]]]:
-    """`bind(handlers, *args, **kwargs)` → (values, key, launch options), and `named(*args, **kwargs)` → the arguments
-    by name as they were given, both generated for this signature.
-
-    They are generated because binding by `inspect` costs more than the launch itself. Our own names start with `_pp_`,
-    so that no parameter hides them.
-    """
-    arguments, lines, values, keys = [], [], [], []
-    scope: dict[str, Any] = {"_pp_simple": (int, bool, str, type(None)), "_pp_constant_key": _constant_key}
-    keyword_only = False
-    for i, (name, param) in enumerate(fn.signature.parameters.items()):
-        if param.kind is inspect.Parameter.VAR_POSITIONAL:
-            arguments.append(f"*{name}")
-            keyword_only = True
-        else:
-            if param.kind is inspect.Parameter.KEYWORD_ONLY and not keyword_only:
-                arguments.append("*")
-                keyword_only = True
-            if param.default is inspect.Parameter.empty:
-                arguments.append(name)
-            else:
-                scope[f"_pp_default{i}"] = param.default
-                arguments.append(f"{name}=_pp_default{i}")
-        if fn.params[i].is_constexpr:
-            # 1 and True are equal, but not the same constant.
-            values.append(name)
-            simple = f"{name} if {name}.__class__ in _pp_simple else _pp_constant_key({name})"
-            keys.append(f"({name}.__class__, {simple})")
-        else:
-            handler = f"(_pp_handlers.get({name}.__class__) or _pp_handlers.missing)"
-            lines.append(f"    _pp_v{i}, _pp_k{i} = {handler}({name})")
-            values.append(f"_pp_v{i}")
-            keys.append(f"_pp_k{i}")
-    body = "\n".join(lines)
-    signature = ", ".join(["_pp_handlers", *arguments, "**_pp_options"])
-    results = [f"({', '.join(items)}{',' if items else ''})" for items in (values, keys)]
-    code = f"def bind({signature}):\n{body}\n    return {', '.join(results)}, _pp_options\n"
-    pairs = ", ".join(f"{name!r}: {name}" for name in fn.signature.parameters)
-    code += f"def named({', '.join([*arguments, '**_pp_options'])}):\n    return {{{pairs}}}\n"
-    exec(code, scope)
-    return scope["bind"], scope["named"]
-
-
-def _constant_key(value: Any) -> Any:
-    """A constant as part of a key: values that Python considers equal (0.0 and -0.0, (1,) and (True,)) may differ."""
-    if isinstance(value, float):
-        return value.hex()
-    if isinstance(value, tuple):
-        return tuple((v.__class__, _constant_key(v)) for v in value)
-    if isinstance(value, tl.constexpr):
-        return value.value.__class__, _constant_key(value.value)
-    try:
-        hash(value)
-    except TypeError:
-        raise ArgumentError(
-            f"a constant must be a number, string, tuple, type or function, not {value!r:.60}"
-        ) from None
-    return value
-
-
-class TypeHandlers(Handlers):
-    """Arguments given as types, for compiling without arrays: "*fp32" is an aligned pointer, "*fp32:1" an unaligned
-    one, "i32" and "fp32" are numbers. NumPy arrays stand for their type."""
-
-    def __init__(self) -> None:
-        super().__init__({**SCALARS, str: self._of_text}, self._find)
-
-    @staticmethod
-    def _of_text(text: str) -> tuple[Any, Any]:
-        kind, _, alignment = text.partition(":")
-        if kind.startswith("*"):
-            return 16, PointerKey.of(triton_dtype(kind[1:]), alignment in ("", "16"))
-        if kind in ("i32", "i64", "u64"):
-            return {"i32": (2, 2), "i64": (1 << 40 | 1, 4), "u64": (1 << 63 | 1, 6)}[kind]
-        if kind in ("fp32", "u1"):
-            return (0.5, kind) if kind == "fp32" else (False, kind)
-        raise ArgumentError(f"unknown argument type {text!r}; use '*fp32', 'i32', 'fp32' or similar")
-
-    @staticmethod
-    def _find(kind: type) -> Handler | None:
-        def of_array(a: Any) -> tuple[Any, Any]:
-            return 16, PointerKey.of(triton_dtype(a.dtype), True)
-
-        return of_array if hasattr(kind, "dtype") and not issubclass(kind, np.generic) else None
 
 
 def unwrap(fn: Any) -> tuple[JITFunction, list[Any]]:
@@ -454,19 +289,3 @@ def unwrap(fn: Any) -> tuple[JITFunction, list[Any]]:
             "pp.instrument_torch() traces Gluon kernels that PyTorch code launches"
         )
     return fn, wrappers
-
-
-def split_options(options: dict[str, Any], name: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """Checks the keywords that are left after binding, which must be launch options; returns those that have an effect.
-    """
-    unknown = [o for o in options if o not in _PASSED_ON | _MEANINGLESS]
-    if unknown:
-        raise ArgumentError(
-            f"kernel {name!r} got unknown keyword {unknown[0]!r}; it takes {', '.join(arguments)} and the launch "
-            f"options {', '.join(sorted(_LAUNCH_OPTIONS))}"
-        )
-    for option, value in options.items():
-        wanted, is_right = _LAUNCH_OPTIONS.get(option, ("", lambda _: True))
-        if not is_right(value):
-            raise ArgumentError(f"kernel {name!r}: {option} must be {wanted}, not {value!r}")
-    return {option: value for option, value in options.items() if option in _PASSED_ON}
