@@ -17,7 +17,7 @@ from common import save
 from range_cost import attention_plain, attention_ranges, gemm_plain, gemm_ranges
 
 import paellapy as pp
-from paellapy.instrument.kernels.kernel import TritonKernel, _NoDevice
+from paellapy.instrument.kernels.triton_kernel import TritonKernel, _NoDevice
 from paellapy.instrument.kernels.triton_options import split_options
 from paellapy.instrument.markers import Sites
 from paellapy.instrument.ptx import sass

@@ -43,23 +43,15 @@ from .instrument.errors import (
 from .instrument.errors import (
     ViewWarning as ViewWarning,
 )
-from .instrument.kernels.kernel import (
-    CudaKernel as CudaKernel,
-)
-from .instrument.kernels.kernel import (
-    Kernel as Kernel,
-)
-from .instrument.kernels.kernel import (
-    TritonKernel as TritonKernel,
-)
-from .instrument.kernels.kernel import (
-    kernel as kernel,
-)
+from .instrument.kernels.cuda_kernel import CudaKernel as CudaKernel
+from .instrument.kernels.decorator import kernel as kernel
+from .instrument.kernels.kernel import Kernel as Kernel
 from .instrument.kernels.preempt import PreemptibleLaunch as PreemptibleLaunch
 from .instrument.kernels.ranges import range as range
 from .instrument.kernels.ranges import range_begin as range_begin
 from .instrument.kernels.ranges import range_end as range_end
 from .instrument.kernels.torch_hook import instrument_torch as instrument_torch
+from .instrument.kernels.triton_kernel import TritonKernel as TritonKernel
 from .instrument.kernels.turnaround import Turnaround as Turnaround
 from .instrument.traces.live import Counts as Counts
 from .instrument.traces.live import counts as counts

@@ -94,7 +94,7 @@ def _try(name: str, feature: Callable[[], str], remedy: str) -> Finding:
 
 
 def _saxpy() -> Any:
-    from paellapy.instrument.kernels.kernel import kernel
+    from paellapy.instrument.kernels.decorator import kernel
 
     code = 'extern "C" __global__ void saxpy(int n, float a, const float* x, float* y)'
     code += "{ int i = blockIdx.x * blockDim.x + threadIdx.x; if (i < n) y[i] += a * x[i]; }"
@@ -103,7 +103,7 @@ def _saxpy() -> Any:
 
 def _triton_kernel() -> Any:
     from paellapy.doctor_kernel import twice
-    from paellapy.instrument.kernels.kernel import kernel
+    from paellapy.instrument.kernels.decorator import kernel
 
     return kernel(twice)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from paellapy.instrument.kernels.kernel import kernel
+from paellapy.instrument.kernels.decorator import kernel
 
 
 @kernel

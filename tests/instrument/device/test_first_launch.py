@@ -12,7 +12,7 @@ import triton.language as tl
 
 import paellapy as pp
 from paellapy.instrument.kernels import triton_stages
-from paellapy.instrument.kernels.kernel import TritonKernel
+from paellapy.instrument.kernels.triton_kernel import TritonKernel
 from paellapy.instrument.ptx import compiled
 
 

@@ -11,7 +11,8 @@ import triton.language as tl
 from stand_in_device import Launch, StandInDevice
 
 from paellapy.instrument.errors import ArgumentError, LaunchError
-from paellapy.instrument.kernels.kernel import TritonKernel, kernel
+from paellapy.instrument.kernels.decorator import kernel
+from paellapy.instrument.kernels.triton_kernel import TritonKernel
 
 
 @triton.jit

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from paellapy.instrument.errors import ArgumentError, CompileError
 from paellapy.instrument.kernels import cuda_source
+from paellapy.instrument.kernels.cuda_kernel import CudaKernel
 from paellapy.instrument.kernels.cuda_source import CudaSource, bind_values, compile_to_ptx
-from paellapy.instrument.kernels.kernel import CudaKernel, kernel
+from paellapy.instrument.kernels.decorator import kernel
 from paellapy.instrument.kernels.triton_arguments import TypeHandlers
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="CUDA C needs NVRTC: pip install 'paellapy[dev]'")

@@ -12,7 +12,9 @@ import triton.language as tl
 from stand_in_device import StandInDevice
 
 from paellapy.instrument.errors import ArgumentError, InstrumentError, LaunchError
-from paellapy.instrument.kernels.kernel import CudaKernel, TritonKernel, kernel
+from paellapy.instrument.kernels.cuda_kernel import CudaKernel
+from paellapy.instrument.kernels.decorator import kernel
+from paellapy.instrument.kernels.triton_kernel import TritonKernel
 from paellapy.instrument.ptx.module import Module
 
 SAXPY = """

@@ -16,7 +16,7 @@ from triton.runtime import _allocation
 
 from paellapy.instrument.errors import InstrumentError
 from paellapy.instrument.kernels import torch_hook
-from paellapy.instrument.kernels.kernel import kernel
+from paellapy.instrument.kernels.decorator import kernel
 from paellapy.instrument.kernels.torch_hook import instrument_torch
 from paellapy.instrument.kernels.triton_source import TRITON_VERSION
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from hypothesis import given
 
 import paellapy as pp
-from paellapy.instrument.kernels.kernel import _NoDevice
+from paellapy.instrument.kernels.triton_kernel import _NoDevice
 from paellapy.instrument.markers import Marker, Sites
 from paellapy.instrument.ptx import passes, sass
 from paellapy.instrument.ptx.assemble import assemble

@@ -1,0 +1,240 @@
+"""`TritonKernel`: a `@triton.jit` function that reports. It binds arguments, selects a variant, and launches it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any
+
+from paellapy.instrument.arguments import Handlers, as_type
+from paellapy.instrument.device.base import Device, Launcher
+from paellapy.instrument.device.occupancy import Occupancy
+from paellapy.instrument.errors import ArgumentError, InstrumentError
+from paellapy.instrument.kernels.autotune import Tuner
+from paellapy.instrument.kernels.kernel import (
+    Kernel,
+    all_values,
+    as_grid,
+    blocks_at_once,
+    check_part,
+    occupancy_of,
+    work_of,
+)
+from paellapy.instrument.kernels.preempt import Prepared
+from paellapy.instrument.kernels.triton_arguments import TypeHandlers, launch_values
+from paellapy.instrument.kernels.triton_driver import stand_in
+from paellapy.instrument.kernels.triton_options import split_options
+from paellapy.instrument.kernels.triton_source import TritonSource, unwrap
+from paellapy.instrument.ptx.compiled import Compiled, Draft, Source
+from paellapy.instrument.ptx.passes import Exits, PassConfig, Report
+
+Grid = tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]]
+
+
+class _NoDevice:
+    """Stands for a device where only types are known."""
+
+    handlers: Handlers = TypeHandlers()
+
+
+class TritonKernel(Kernel):
+    def __init__(self, fn: Any, report: Report | None, exits: Exits) -> None:
+        super().__init__(report, exits)
+        self.fn, wrappers = unwrap(fn)
+        self._source = TritonSource(self.fn)
+        self.name = self._source.name
+        self.arg_names = self._source.arg_names
+        self._tuner = Tuner(wrappers, self.arg_names) if wrappers else None
+        if exits == "count-out":
+            raise InstrumentError(
+                f"exits='count-out' is not possible for Triton kernel {self.name!r}: it needs static shared memory, "
+                "which would misalign Triton's own. Leave exits= out: the threads of a Triton block end together."
+            )
+        self.__doc__, self.__name__, self.__module__ = self.fn.__doc__, self.name, self.fn.__module__
+        self.__qualname__ = self.fn.__qualname__
+        stand_in()
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes of the decorated function that are not ours: `params`, `src`, `cache_key`, …"""
+        if name.startswith("__") or name in ("fn", "_source", "_tuner"):
+            raise AttributeError(name)
+        if name == "best_config":
+            raise AttributeError(f"kernel {self.name!r} has not been tuned: launch it under @triton.autotune first")
+        return getattr(self.fn, name)
+
+    # -- the names of a `@triton.jit` function, for wrappers and scripts that do not know paellapy
+
+    def run(self, *args: Any, grid: Grid, warmup: bool = False, **kwargs: Any) -> Any:
+        """As `kernel[grid](…)`; with `warmup` the kernel is compiled and not launched."""
+        return self.warmup(*args, grid=grid, **kwargs) if warmup else self._run(grid, None, *args, **kwargs)
+
+    def warmup(self, *args: Any, grid: Grid = (1,), **kwargs: Any) -> Any:
+        """Compiles for the current device and launches nothing; dtypes stand for arrays.
+
+        Returns the compiled kernel; under `@triton.autotune` a list, with one for each configuration. As in Triton.
+        """
+        target, config = Device.current().target, PassConfig(self.report, False, self.exits)
+        every = self._tuner.every(args, kwargs) if self._tuner else [kwargs]
+        types, named = [as_type(a) for a in args], [{n: as_type(v) for n, v in each.items()} for each in every]
+        made = [self._source_for(None, target, types, each).build(config) for each in named]
+        return made if self._tuner and self._tuner.tunes else made[0]
+
+    @property
+    def best_config(self) -> Any:
+        """The configuration that the tuner chose for the last launch."""
+        if self._tuner is None or self._tuner.last is None:
+            raise AttributeError("best_config")
+        return self._tuner.last
+
+    def __getitem__(self, grid: Grid) -> Callable[..., Any]:
+        return functools.partial(self._run, grid, None)
+
+    def slice(self, grid: Grid, first: int, count: int) -> Callable[..., Any]:
+        """Launches blocks `first … first + count - 1` of the logical grid only.
+
+        Blocks are numbered with x fastest. Every block sees the grid and its own place in it as in the whole launch.
+        """
+        return functools.partial(self._run, grid, (first, count))
+
+    def _run(self, grid: Grid, part: tuple[int, int] | None, /, *args: Any, **kwargs: Any) -> Any:
+        device = Device.current()
+        if self._tuner is not None:
+            kwargs = self._tuner.choose(device, args, kwargs, functools.partial(self._trial, device, grid, args))
+        return self._launch(device, grid, part, args, kwargs)
+
+    def _trial(self, device: Device, grid: Grid, args: Sequence[Any], tuner: Tuner, kwargs: dict[str, Any]) -> Any:
+        """One launch of the whole grid, with the keywords that the tuner chooses."""
+        again = functools.partial(self._trial, device, grid, args)
+        return self._launch(device, grid, None, args, tuner.choose(device, args, kwargs, again))
+
+    def _launch(
+        self, device: Device, grid: Grid, part: tuple[int, int] | None, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        values, key, options = self._bind(device, args, kwargs)
+        if options:
+            key = self._with_options(key, options)
+        launcher = self._launchers.get((key, device.session is None, part is None, device))
+        if launcher is None:
+            launcher = self._prepare(device, values, key, options, part is not None)
+        if callable(grid):
+            grid = grid(self._source.named(*args, **kwargs))
+        grid = as_grid(grid)
+        if part is not None:
+            check_part(self.name, grid, part)
+        for hook in self.fn.pre_run_hooks:
+            hook(*args, **kwargs)
+        returned = launcher(grid, values, part=part)
+        return launcher.launched if returned is None else returned
+
+    def prepare_preemptible(self, device: Device, configuration: Any, args: Any, kwargs: Any) -> Prepared:
+        if self._tuner is not None:
+            trial = functools.partial(self._trial, device, configuration, args)
+            kwargs = self._tuner.choose(device, args, kwargs, trial)
+        values, key, options = self._bind(device, args, kwargs)
+        if options:
+            key = self._with_options(key, options)
+
+        def launcher(sliced: bool) -> Launcher:
+            known = self._launchers.get((key, device.session is None, not sliced, device, "preempt"))
+            return known or self._prepare(device, values, key, options, sliced, preempt=True)
+
+        grid = configuration
+        if callable(grid):
+            grid = grid(self._source.named(*args, **kwargs))
+        work = work_of(self.name, as_grid(grid), values, device)
+        held = functools.partial(blocks_at_once, device, launcher, work)
+        return Prepared(self.name, work, launcher, held, self._waves, (key, device), (args, kwargs))
+
+    def _bind(
+        self, device: Device | type[_NoDevice], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
+        try:
+            return self._source.bind(device.handlers, *args, **kwargs)
+        except TypeError:
+            raise ArgumentError(self._source.misuse(device.handlers, args, kwargs)) from None
+
+    def _with_options(self, key: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+        key = (*key, *sorted((o, tuple(v.items()) if isinstance(v, dict) else v) for o, v in options.items()))
+        try:
+            hash(key)
+        except TypeError:  # for example a list, which no option takes
+            split_options(options, self.name, self.arg_names)
+            raise
+        return key
+
+    def _prepare(
+        self,
+        device: Device,
+        values: Sequence[Any],
+        key: Any,
+        options: dict[str, Any],
+        sliced: bool,
+        preempt: bool = False,
+    ) -> Launcher:
+        options = split_options(options, self.name, self.arg_names)
+        make = self._source.draft if device.evaluates else self._source.source
+        marked = device.session is not None and self._source.has_ranges
+        made = make(values, key, options, device.target, marked)
+        draft = made if isinstance(made, Draft) else Draft.of(made)
+        config = self._config(device, sliced, preempt)
+        launcher = device.prepare_draft(draft, config, _picker(draft.metadata, values, device))
+        which = (key, device.session is None, not sliced, device)
+        self._launchers[(*which, "preempt") if preempt else which] = launcher
+        return launcher
+
+    def compile(self, *args: Any, **kwargs: Any) -> Compiled:
+        """Compiles for any target, without a GPU and without launching.
+
+        Arrays may be given as such, or as their type: "*fp32", "*fp16:16" (16-byte aligned). `target="sm_90"` names the
+        target, `report=` the level (default: the kernel's own; None: the plain kernel), and `sliced=True` asks for the
+        sliced kernel. If the kernel has a parameter of such a name, append an underscore to ours: `target_="sm_90"`.
+        """
+        return self._compile_variant(args, kwargs, self._own(kwargs, "report", self.report))
+
+    def _own(self, kwargs: dict[str, Any], name: str, default: Any) -> Any:
+        """Takes one of our keywords out of the kernel's."""
+        if f"{name}_" in kwargs:
+            return kwargs.pop(f"{name}_")
+        return default if name in self.arg_names else kwargs.pop(name, default)
+
+    def _compile_variant(self, args: Sequence[Any], kwargs: dict[str, Any], report: Report | None) -> Compiled:
+        target, sliced = self._own(kwargs, "target", None), self._own(kwargs, "sliced", False)
+        device = None if target else Device.current()
+        if self._tuner is not None:
+            kwargs = self._tuner.every(args, kwargs)[0]
+        typed = any(isinstance(each, str) for each in (*args, *kwargs.values()))
+        target = target or (device.target if device else "")
+        source = self._source_for(None if typed else device, target, args, kwargs)
+        return source.build(PassConfig(report, sliced, self.exits))
+
+    def _source_for(self, device: Device | None, target: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Source:
+        values, key, options = self._bind(device or _NoDevice, args, kwargs)
+        key = self._with_options(key, options) if options else key
+        options = split_options(options, self.name, self.arg_names)
+        return self._source.source(values, key, options, target)
+
+    def theoretical_occupancy(self, *args: Any, **kwargs: Any) -> Occupancy:
+        """Blocks of this kernel that an SM can hold, and the resource that limits them.
+
+        The result is for the plain kernel; its `.reporting` is for the reporting kernel.
+        """
+        compiled = self.compile(*args, **kwargs)
+        target = self._own(kwargs, "target", None)
+        limits = self._limits(target) if target else Device.current().limits
+        threads = compiled.source.threads
+        assert threads is not None
+        return occupancy_of(limits, threads, compiled)
+
+
+def _picker(facts: dict[str, Any], values: Sequence[Any], device: Device) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Selects the values passed to the kernel: by index, which is fast, without tuples and descriptors."""
+    signature = facts["signature"]
+    if any(isinstance(kind, (tuple, list)) or kind.startswith("tensordesc") for kind in signature.values()):
+        return functools.partial(launch_values, signature, facts["tiles"], device.tile)
+    indices = [i for i, kind in enumerate(signature.values()) if kind != "constexpr"]
+    if len(indices) == len(values):
+        return all_values
+    if len(indices) < 2:
+        return lambda v: [v[i] for i in indices]
+    return itemgetter(*indices)
