@@ -3,47 +3,30 @@
 from __future__ import annotations
 
 import math
-import threading
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from paellapy.instrument.device import Device, VirtualDevice
+from paellapy.instrument.device import VirtualDevice
 from paellapy.scheduler.backends.base import Backend
 from paellapy.scheduler.backends.launches import LoadedModel
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.errors import MemoryPlanError, ModelError, UnknownModelError
 from paellapy.scheduler.core.profiles import ModelProfile
-from paellapy.scheduler.core.state import Limits
 from paellapy.scheduler.engine.background import Job, Reports, check_memory
 from paellapy.scheduler.engine.feed import Feed
-from paellapy.scheduler.engine.governed import Governed
 from paellapy.scheduler.engine.guests import Guests
 from paellapy.scheduler.engine.install import install
-from paellapy.scheduler.engine.turn import Turn, Turns
-from paellapy.scheduler.models.model import Model
+from paellapy.scheduler.engine.loading import Loading
+from paellapy.scheduler.engine.turn import Turn
 from paellapy.scheduler.models.profile import model_profile
 from paellapy.scheduler.models.torch_module import needs_torch
 from paellapy.scheduler.models.torch_step import TorchStep
 
 
-class Hosting(Governed):
+class Hosting(Loading):
     """An engine whose background jobs and turns share the GPU with requests."""
 
-    device: Device
-    limits: Limits
-    _loading: threading.RLock
-    _models: dict[str, LoadedModel]
-    _turns: Turns
     guests: Guests
-
-    @abstractmethod
-    def _load(self, model: Model) -> LoadedModel:
-        """Compiles, captures, measures and opens a model."""
-
-    @abstractmethod
-    def _close_model(self, loaded: LoadedModel) -> None:
-        """Finishes the model's requests, and frees its memory."""
 
     def background(
         self,
