@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from paellapy.instrument.arguments import SCALARS, Descriptor, Handler, Handlers, pointer_keys
+from paellapy.instrument.arguments import Descriptor
 from paellapy.instrument.device.base import Device
+from paellapy.instrument.device.cuda_arguments import cuda_handlers
 from paellapy.instrument.device.cuda_launch import CudaLauncher
 from paellapy.instrument.device.cuda_memory import CudaArray, CudaEvent, CudaStream, free_in
 from paellapy.instrument.device.cuda_preempt import CudaFlag, Preemption
@@ -23,7 +24,7 @@ from paellapy.instrument.device.cuda_tile import encode_tile
 from paellapy.instrument.device.driver import check, driver, fail, library, relaxed_capture
 from paellapy.instrument.device.parts import limits_for_capability
 from paellapy.instrument.device.range_events import EventLayout, Events
-from paellapy.instrument.errors import ArgumentError, NoDeviceError
+from paellapy.instrument.errors import NoDeviceError
 from paellapy.instrument.ptx.compiled import Source
 from paellapy.instrument.ptx.passes import PassConfig
 from paellapy.instrument.records import RING_RECORD, SM_LINE, Records
@@ -79,9 +80,7 @@ class CudaDevice(Device):
         self._context = check(cu.cuDevicePrimaryCtxRetain(self._device), "opening the GPU's context")
         self._streams = _StreamStack()
         self.activate()
-        self.handlers = Handlers(
-            {**SCALARS, CudaArray: self._cuda_array_handler(), np.ndarray: _refuse_numpy}, self._find_handler
-        )
+        self.handlers = cuda_handlers(self)
         self._pinned = self._allocate_pinned(16 + 8 * _NOTIFY_WORDS)
         self._pinned_address = self._pinned.ctypes.data
         self._notified = 0
@@ -324,79 +323,6 @@ class CudaDevice(Device):
         cu = driver()
         self._probe_module = check(cu.cuModuleLoadData(_PROBE.encode() + b"\0"), "loading a kernel")
         return check(cu.cuModuleGetFunction(self._probe_module, b"probe"), "loading a kernel")
-
-    # -- arguments
-
-    def _find_handler(self, kind: type) -> Handler | None:
-        torch = sys.modules.get("torch")
-        if torch is not None and issubclass(kind, torch.Tensor):
-            return self._torch_handler()
-        if kind.__module__.partition(".")[0] == "cupy" and kind.__name__ == "ndarray":
-            return self._cupy_handler()
-        if hasattr(kind, "__cuda_array_interface__"):
-            return _interface_handler
-        if issubclass(kind, np.ndarray):
-            return _refuse_numpy
-        return None
-
-    def _cuda_array_handler(self) -> Handler:
-        aligned, lookup = pointer_keys()
-
-        def handle(a: CudaArray) -> tuple[int, Any]:
-            if a.device is not self:
-                raise ArgumentError(
-                    f"the array is on {a.device.name}, but the kernel runs on {self.name}: copy the array there"
-                )
-            return a.ptr, aligned.get(a.dtype) or lookup(a.dtype, True)  # the driver aligns to 256
-
-        return handle
-
-    def _torch_handler(self) -> Handler:
-        aligned, lookup = pointer_keys()
-        index = self.index
-
-        def handle(t: Any) -> tuple[int, Any]:
-            if t.get_device() != index:
-                raise ArgumentError(
-                    f"the tensor is on {t.device}, but the kernel runs on {self.name}: move it with .to()"
-                )
-            ptr = t.data_ptr()
-            if ptr & 15:
-                return ptr, lookup(t.dtype, False)
-            return ptr, aligned.get(t.dtype) or lookup(t.dtype, True)
-
-        return handle
-
-    def _cupy_handler(self) -> Handler:
-        aligned, lookup = pointer_keys()
-        index = self.index
-
-        def handle(a: Any) -> tuple[int, Any]:
-            data = a.data
-            if data.device_id != index:
-                raise ArgumentError(
-                    f"the array is on cuda:{data.device_id}, but the kernel runs on {self.name}: copy the array there"
-                )
-            ptr = data.ptr
-            if ptr & 15:
-                return ptr, lookup(a.dtype, False)
-            return ptr, aligned.get(a.dtype) or lookup(a.dtype, True)
-
-        return handle
-
-
-def _interface_handler(a: Any) -> tuple[int, Any]:
-    _, lookup = pointer_keys()
-    interface = a.__cuda_array_interface__
-    ptr = interface["data"][0]
-    return ptr, lookup(np.dtype(interface["typestr"]), not ptr & 15)
-
-
-def _refuse_numpy(a: Any) -> tuple[int, Any]:
-    raise ArgumentError(
-        "a NumPy array is in host memory, but the kernel runs on the GPU: copy it with pp.array(x) or cupy.asarray(x), "
-        'or run the kernel on the virtual GPU: with pp.Device("virtual:h200"): …'
-    )
 
 
 Device.kinds["cuda"] = CudaDevice

@@ -16,9 +16,10 @@ _INTERFACE_TYPES = {"bfloat16": "<u2", "float8_e4m3fn": "|u1", "float8_e5m2": "|
 
 
 class Gpu(Protocol):
-    """The parts of the GPU that memory and streams use."""
+    """The parts of the GPU that memory, streams and arguments use."""
 
     name: str
+    index: int
 
     @property
     def stream_stack(self) -> list[int]: ...
