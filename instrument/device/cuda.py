@@ -6,7 +6,6 @@ import ctypes
 import functools
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 from paellapy.instrument.arguments import Descriptor
 from paellapy.instrument.device.base import Device
 from paellapy.instrument.device.cuda_arguments import cuda_handlers
+from paellapy.instrument.device.cuda_clock import CudaClock
 from paellapy.instrument.device.cuda_launch import CudaLauncher
 from paellapy.instrument.device.cuda_memory import CudaArray, CudaEvent, CudaStream, free_in
 from paellapy.instrument.device.cuda_preempt import CudaFlag, Preemption
@@ -30,24 +30,6 @@ from paellapy.instrument.ptx.passes import PassConfig
 from paellapy.instrument.records import RING_RECORD, SM_LINE, Records
 
 _NOTIFY_WORDS = 4096
-_LOOKS = 5  # readings of the clock: with only one, blocks seemed to begin up to 8 µs before their launch
-# Reads the clock of the reports and the number of SM ids, which may exceed the number of SMs.
-_PROBE = """
-.version 7.0
-.target sm_70
-.address_size 64
-.visible .entry probe(.param .u64 out)
-{
-	.reg .b64 %rd<3>;
-	.reg .b32 %r<2>;
-	ld.param.u64 %rd1, [out];
-	mov.u64 %rd2, %globaltimer;
-	st.global.u64 [%rd1], %rd2;
-	mov.u32 %r1, %nsmid;
-	st.global.u32 [%rd1+8], %r1;
-	ret;
-}
-"""
 
 
 class _StreamStack(threading.local):
@@ -84,11 +66,10 @@ class CudaDevice(Device):
         self._pinned = self._allocate_pinned(16 + 8 * _NOTIFY_WORDS)
         self._pinned_address = self._pinned.ctypes.data
         self._notified = 0
-        self._probe = self._load_probe()
-        self._clock_offset_ns = 0
+        self._clock = CudaClock(self._pinned[:2])
         self.clock_ns()
         # Disabled SMs may leave gaps in the numbering, so rings are laid out by SM number.
-        self.sm_ids = max(self.sm_count, int(self._pinned.view(np.uint32)[2]))
+        self.sm_ids = max(self.sm_count, self._clock.sm_ids)
         self.lines = CudaArray(self, (self.sm_ids,), SM_LINE)
         self.zero(self.lines)
         # Rings stay allocated: a CUDA graph captured inside a trace writes to them in every replay.
@@ -300,29 +281,11 @@ class CudaDevice(Device):
         return self._events.read(launches)
 
     def clock_ns(self) -> int:
-        """The current time. The host's clock is set by the quickest of a few readings, to half of its duration."""
-        cu = driver()
         self.activate()
-        params = ((self._pinned_address,), (ctypes.c_void_p,))
-        quickest = None
-        for _ in range(_LOOKS):
-            before = time.perf_counter_ns()
-            check(cu.cuLaunchKernel(self._probe, 1, 1, 1, 1, 1, 1, 0, 0, params, 0), "reading the clock")
-            check(cu.cuStreamSynchronize(0), "reading the clock")
-            after = time.perf_counter_ns()
-            now = int(self._pinned[0])
-            if quickest is None or after - before < quickest:
-                quickest = after - before
-                self._clock_offset_ns = now - (before + after) // 2
-        return now
+        return self._clock.read_ns()
 
     def to_device_ns(self, host_ns: int) -> int:
-        return host_ns + self._clock_offset_ns
-
-    def _load_probe(self) -> Any:
-        cu = driver()
-        self._probe_module = check(cu.cuModuleLoadData(_PROBE.encode() + b"\0"), "loading a kernel")
-        return check(cu.cuModuleGetFunction(self._probe_module, b"probe"), "loading a kernel")
+        return host_ns + self._clock.offset_ns
 
 
 Device.kinds["cuda"] = CudaDevice

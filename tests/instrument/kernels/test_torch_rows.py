@@ -35,7 +35,7 @@ class Gpu(CudaDevice):
         self.name, self.title, self.index, self.sm_ids = "cuda:0", "a stand-in", 0, 1
         self.capability, self.limits = (9, 0), SimpleNamespace(warps=64)
         self.lines, self._memory = HostMemory(np.zeros(1, SM_LINE)), {}
-        self.rings, self.capturing, self.now, self._clock_offset_ns = None, False, 1000, 0
+        self.rings, self.capturing, self.now, self._clock = None, False, 1000, SimpleNamespace(offset_ns=0)
 
     def synchronize(self) -> None:
         assert not self.capturing, "a wait breaks a capture"
