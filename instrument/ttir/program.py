@@ -17,11 +17,13 @@ from paellapy.instrument.errors import LaunchError, OutOfBoundsError, ViewWarnin
 from paellapy.instrument.markers import Ranges
 from paellapy.instrument.ttir import (  # noqa: F401  (they register translations)
     addresses,
-    builders,
     code,
     control,
+    elementwise_ops,
     memory_ops,
+    reduction_ops,
     scaled,
+    shape_ops,
     windows,
 )
 from paellapy.instrument.ttir.arguments import Bound, Signature

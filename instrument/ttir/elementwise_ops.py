@@ -1,21 +1,18 @@
-"""Translations of ops that compute: elementwise, shapes, reductions, dots."""
+"""Translations of elementwise ops: arithmetic, comparisons, conversions, and functions written by hand."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from paellapy.instrument.ttir import elementwise as ew
-from paellapy.instrument.ttir import inline_asm, libdevice, reduction, shapes
-from paellapy.instrument.ttir.code import Code, Function, Run, Slots, call
-from paellapy.instrument.ttir.conversion import rounder
+from paellapy.instrument.ttir import inline_asm, libdevice
+from paellapy.instrument.ttir.code import Function, Run, Slots, call
 from paellapy.instrument.ttir.lower import Lowering, builds, copy_slot, each, marker_of, pure
 from paellapy.instrument.ttir.machine import Active, Buffers, Machine
-from paellapy.instrument.ttir.tree import Op, walk
-from paellapy.instrument.ttir.types import Type
+from paellapy.instrument.ttir.tree import Op
 from paellapy.instrument.ttir.values import Ptr, full, is_array
 
 Ints = tuple[int, ...]
@@ -210,201 +207,3 @@ def bitcast(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
 
         return recast
     return each(ew.bitcast(source.element, target.element), args, outs[0])
-
-
-# ---- indices and shapes ----------------------------------------------------------------------------------------------
-
-
-@builds("tt.get_program_id")
-def program_id(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
-    axis, (out,) = "xyz".index(op.word), outs
-
-    def run(active: Active, slots: Slots) -> None:
-        slots[out] = active.pid[axis]
-
-    return run
-
-
-@builds("tt.get_num_programs")
-def num_programs(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
-    axis, (out,) = "xyz".index(op.word), outs
-
-    def run(active: Active, slots: Slots) -> None:
-        slots[out] = np.int32(active.machine.grid[axis])
-
-    return run
-
-
-@builds("tt.make_range")
-def make_range(low: Lowering, op: Op, args: Ints, outs: Ints) -> None:
-    low.function.template[outs[0]] = np.arange(op.integer("start"), op.integer("end"), dtype=np.int32)[None]
-
-
-def shape_step(low: Lowering, op: Op, args: Ints, outs: Ints, fn: Callable[..., Any] | None) -> Run:
-    """A step that moves elements without changing them, for numbers and pointers; None if nothing moves."""
-    (out,) = outs
-    if op.out_types[0].kind != "pointer":
-        return copy_slot(args[0], out) if fn is None else pure(fn, args, out)
-    low.same_pointer(*args, out)
-
-    def move(active: Active, slots: Slots) -> None:
-        pointers = [slots[i] for i in args]
-        bases, whiches = active.common_bases(pointers)
-        call = active.machine.call
-        offset = pointers[0].offset if fn is None else call(fn, *[p.offset for p in pointers])
-        which = None if len(bases) == 1 else whiches[0] if fn is None else call(fn, *whiches)
-        slots[out] = Ptr(bases, which, offset, pointers[0].element)
-
-    return move
-
-
-@builds("tt.unsplat")
-def unsplat(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
-    """A tensor of one element as a scalar."""
-    return shape_step(low, op, args, outs, lambda x: x.reshape(-1) if is_array(x) else x)
-
-
-@builds("tt.splat")
-def splat(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
-    return shape_step(low, op, args, outs, shapes.splat(len(op.out_types[0].shape)))
-
-
-@builds("tt.broadcast", "ttg.convert_layout")
-def broadcast(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
-    return shape_step(low, op, args, outs, None)
-
-
-@builds("tt.expand_dims")
-def expand_dims(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
-    return shape_step(low, op, args, outs, shapes.expand_dims(op.integer("axis")))
-
-
-@builds("tt.reshape")
-def reshape(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
-    return shape_step(low, op, args, outs, shapes.reshape(op.in_types[0].shape, op.out_types[0].shape))
-
-
-@builds("tt.trans")
-def trans(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
-    return shape_step(low, op, args, outs, shapes.Transpose(op.integers("order")))
-
-
-@builds("tt.join")
-def join(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
-    return shape_step(low, op, args, outs, shapes.join(op.in_types[0].shape))
-
-
-@builds("tt.cat")
-def cat(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
-    return shape_step(low, op, args, outs, shapes.cat(op.in_types[0].shape))
-
-
-@builds("tt.split")
-def split(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
-    halves = [shapes.half(op.in_types[0].shape, i) for i in range(2)]
-    steps = [shape_step(low, op, args, (out,), fn) for out, fn in zip(outs, halves, strict=True)]
-
-    def run(active: Active, slots: Slots) -> None:
-        for step in steps:
-            step(active, slots)
-
-    return run
-
-
-@builds("tt.gather")
-def gather(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
-    source, index = (t.shape for t in op.in_types[:2])
-    where = f"kernel {low.kernel}, {low.line(op)}"
-    return pure(shapes.gather(op.integer("axis"), source, index, where), args, outs[0])
-
-
-@builds("tt.histogram")
-def histogram(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
-    fn = shapes.histogram(op.in_types[0].shape, op.out_types[0].size, op.out_types[0].element.compute)
-    return pure(fn, args, outs[0])
-
-
-# ---- reductions and products -----------------------------------------------------------------------------------------
-
-
-def combine_region(low: Lowering, op: Op) -> tuple[reduction.Combine, Code]:
-    """A combine region as a function of arrays. It never touches memory, so it runs the same in every mode."""
-    body = low.nested(op.regions[0])
-    if body.free:
-        low.refuse(op, "its combine function reads values from outside, which is not supported")
-    template = low.function.template
-
-    def combine(*operands: Any) -> tuple[Any, ...]:
-        slots = list(template)
-        for slot, value in zip(body.args, operands, strict=True):
-            slots[slot] = value
-        for step in body.steps:
-            step.run(_PURE, slots)
-        return tuple(slots[i] for i in body.values)
-
-    return combine, body
-
-
-class _PureActive:
-    """Stands in for the active blocks in code that only does arithmetic."""
-
-    flops = 0
-
-    class machine:
-        call = staticmethod(lambda fn, *args: fn(*args))
-
-
-_PURE: Any = _PureActive()
-
-
-def combine_flops(op: Op) -> int:
-    return sum(ew.FLOAT[o.name][1] for o in walk(op.regions[0]) if o.name in ew.FLOAT)
-
-
-def rounded_many(fn: Callable[..., Any], types: list[Type]) -> Callable[..., Any]:
-    to = rounder(types[0].element)
-    return fn if to is None or len(types) > 1 else lambda *xs: to(fn(*xs))
-
-
-@builds("tt.reduce", "tt.scan")
-def reduce_or_scan(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
-    axis, shape = op.integer("axis"), op.in_types[0].shape
-    scan, reverse = op.name == "tt.scan", op.flag("reverse")
-    flops = combine_flops(op) * (op.in_types[0].size - op.in_types[0].size // shape[axis])
-    ufunc = reduction.as_ufunc(op.regions[0])
-    if ufunc is not None and len(args) == 1:
-        one = reduction.scan_ufunc(ufunc, axis, shape, reverse) if scan else reduction.reduce_ufunc(ufunc, axis, shape)
-        return pure(rounded_many(one, op.out_types), args, outs[0], flops)
-    combine, _ = combine_region(low, op)
-    pick = None if scan else reduction.as_arg_reduction(op.regions[0])
-    if scan:
-        many = reduction.scan_general(combine, axis, shape, reverse)
-    elif pick is not None:
-        many = reduction.reduce_arg(pick, combine, axis, shape)
-    else:
-        many = reduction.reduce_general(combine, axis, shape)
-
-    def run(active: Active, slots: Slots) -> None:
-        values = active.machine.call_many(many, len(outs), *[slots[i] for i in args])
-        for out, value in zip(outs, values, strict=True):
-            slots[out] = value
-        active.flops += flops
-
-    return run
-
-
-@builds("tt.dot")
-def dot(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
-    a, b = op.in_types[:2]
-    low.facts.dot_dtype = low.facts.dot_dtype or a.element.name
-    result = op.out_types[0]
-    product = reduction.Dot(a.shape, b.shape, not a.element.is_float, result.element.compute)
-    flops = 2 * result.size * a.shape[-1]
-    (out,) = outs
-    fn = ew.rounded(product, result.element)
-
-    def run(active: Active, slots: Slots) -> None:
-        slots[out] = active.machine.call(fn, *[slots[i] for i in args])
-        active.dot_flops += flops
-
-    return run
