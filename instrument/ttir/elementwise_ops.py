@@ -12,6 +12,7 @@ from paellapy.instrument.ttir import inline_asm, libdevice
 from paellapy.instrument.ttir.code import Function, Run, Slots, call
 from paellapy.instrument.ttir.lower import Lowering, builds, copy_slot, each, marker_of, pure
 from paellapy.instrument.ttir.machine import Active, Buffers, Machine
+from paellapy.instrument.ttir.ptx_instructions import UnknownPtx
 from paellapy.instrument.ttir.tree import Op
 from paellapy.instrument.ttir.values import Ptr, full, is_array
 
@@ -127,7 +128,7 @@ def assembly(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run | None:
     text = op.body.partition('"')[2].rpartition('"')[0]
     try:
         made = inline_asm.Assembly.of(text, op.attributes.get("constraints", '""').strip('"'))
-    except inline_asm.UnknownPtx as e:
+    except UnknownPtx as e:
         low.refuse(op, f"PTX {e}")
     if not outs or not made.steps:
         if not outs and not made.steps:
