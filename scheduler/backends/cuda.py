@@ -19,11 +19,12 @@ from paellapy.scheduler.backends.cuda_graphs import instantiate, launch_once, wo
 from paellapy.scheduler.backends.cuda_hogs import Hogs, part_without_place, segment_shares
 from paellapy.scheduler.backends.cuda_launches import cut, launch_first, release
 from paellapy.scheduler.backends.cuda_memory import CudaBerth, CudaMemory, free_and_whole_bytes
+from paellapy.scheduler.backends.cuda_pointers import node_ends
 from paellapy.scheduler.backends.cuda_streams import CudaStreams
 from paellapy.scheduler.backends.cuda_threads import CudaThreads, failure
 from paellapy.scheduler.backends.cuda_timing import Gate, launch_times_ns, node_times_ns, saturated_ns, segment_times_ns
 from paellapy.scheduler.backends.cuda_trace import CudaTrace
-from paellapy.scheduler.backends.cuda_weights import CudaPages, CudaWeights, PinnedBlock, node_ends
+from paellapy.scheduler.backends.cuda_weights import CudaPages, CudaWeights, PinnedBlock
 from paellapy.scheduler.backends.cuda_windows import CudaWindows
 from paellapy.scheduler.backends.launches import Bounds, Launches, LoadedModel
 from paellapy.scheduler.backends.recorded import TracedBlocks

@@ -12,7 +12,7 @@ from paellapy.instrument.device.cuda import CudaDevice
 from paellapy.instrument.device.cuda_memory import CudaArray
 from paellapy.instrument.device.driver import check, driver
 from paellapy.instrument.errors import LaunchError, PaellaError
-from paellapy.scheduler.backends.cuda_weights import words_of
+from paellapy.scheduler.backends.cuda_pointers import words_of
 from paellapy.scheduler.core.shared_memory import SharedBlock
 from paellapy.scheduler.models.lane_memory import LanePlan, Memory
 from paellapy.scheduler.models.torch_pool import TorchPool
