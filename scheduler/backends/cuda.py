@@ -13,7 +13,8 @@ from paellapy.instrument.device.cuda_memory import CudaStream
 from paellapy.instrument.device.driver import check, driver
 from paellapy.instrument.errors import LaunchError, PaellaError
 from paellapy.scheduler.backends.base import Backend, device_lock
-from paellapy.scheduler.backends.cuda_capture import capture_program, cupy_in_arena
+from paellapy.scheduler.backends.cuda_capture import capture_program
+from paellapy.scheduler.backends.cuda_cupy import cupy_in_arena
 from paellapy.scheduler.backends.cuda_foreign import foreign_program
 from paellapy.scheduler.backends.cuda_graphs import instantiate, launch_once, word_graph
 from paellapy.scheduler.backends.cuda_hogs import Hogs, part_without_place, segment_shares

@@ -1,16 +1,13 @@
-"""Capture on a real GPU: into a CUDA graph, with our launches numbered and sliced, and CuPy in the arena."""
+"""Capture on a real GPU: into a CUDA graph, with our launches numbered, sliced and marked."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from paellapy.instrument.device.base import Launcher
 from paellapy.instrument.device.cuda import CudaDevice
@@ -19,7 +16,9 @@ from paellapy.instrument.device.cuda_memory import CudaStream
 from paellapy.instrument.device.driver import check, driver
 from paellapy.instrument.errors import InstrumentError, LaunchError
 from paellapy.instrument.traces.tracing import Session
+from paellapy.scheduler.backends.cuda_cupy import cupy_in_arena
 from paellapy.scheduler.backends.cuda_graphs import CapturedGraph, describe, read_graph
+from paellapy.scheduler.backends.cuda_recorders import recorder_for
 from paellapy.scheduler.core.errors import CaptureError
 from paellapy.scheduler.models.capture import LaneCapture, call_model, capturing, code_digest
 from paellapy.scheduler.models.lane_memory import Lane
@@ -27,7 +26,7 @@ from paellapy.scheduler.models.program import Cuts, Marks, Node, Part, Program
 from paellapy.scheduler.models.tensors import Arrays, Capturable
 from paellapy.scheduler.models.torch_module import TorchModule
 from paellapy.scheduler.models.torch_pool import TorchPool
-from paellapy.scheduler.models.torch_random import Draws, LaneDraws
+from paellapy.scheduler.models.torch_random import LaneDraws
 
 _sliced: weakref.WeakKeyDictionary[CudaLauncher, Launcher | None] = weakref.WeakKeyDictionary()
 
@@ -140,44 +139,6 @@ class GraphCapture(LaneCapture):
 
 
 @contextlib.contextmanager
-def cupy_in_arena(device: CudaDevice, stream: int | None, take: Any) -> Iterator[None]:
-    """Sends CuPy's calls to our stream and takes its memory from the arena, if CuPy is in use."""
-    cupy = sys.modules.get("cupy")
-    if cupy is None:
-        yield
-        return
-
-    def allocate(nbytes: int) -> Any:
-        array = take((nbytes,), np.dtype(np.uint8))
-        memory = cupy.cuda.UnownedMemory(array.ptr, nbytes, array, device.index)
-        return cupy.cuda.MemoryPointer(memory, 0)
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(cupy.cuda.Device(device.index))
-        stack.enter_context(cupy.cuda.using_allocator(allocate))
-        if stream is not None:
-            stack.enter_context(_cupy_stream(cupy, stream, device.index))
-        yield
-
-
-class _Foreign:
-    """One of our streams under CUDA's stream protocol."""
-
-    def __init__(self, handle: int) -> None:
-        self.handle = handle
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.handle
-
-
-def _cupy_stream(cupy: Any, handle: int, device: int) -> Any:
-    """Our stream as a CuPy object: CuPy 14 deprecates the class that older versions need."""
-    if hasattr(cupy.cuda.Stream, "from_external"):
-        return cupy.cuda.Stream.from_external(_Foreign(handle))
-    return cupy.cuda.ExternalStream(handle, device)
-
-
-@contextlib.contextmanager
 def no_collection() -> Iterator[None]:
     """Pauses Python's garbage collector: inside a capture, CUDA does not allow it to free streams and memory."""
     was = gc.isenabled()
@@ -187,78 +148,6 @@ def no_collection() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
-
-
-class Recorder:
-    """Captures a stream's work into a graph."""
-
-    owner: Any = None
-
-    def __init__(self, stream: int) -> None:
-        self.stream = stream
-
-    def memory(self, pool: TorchPool | None) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if pool is None else pool.on(self.stream)
-
-    def begin(self) -> None:
-        mode = driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        check(driver().cuStreamBeginCapture(self.stream, mode), "starting a capture")
-
-    def end(self) -> Any:
-        return check(driver().cuStreamEndCapture(self.stream), "ending a capture")
-
-    def abandon(self) -> None:
-        status, graph = driver().cuStreamEndCapture(self.stream)
-        if not int(status) and int(graph):
-            driver().cuGraphDestroy(graph)
-
-
-class TorchRecorder(Recorder):
-    """Captures through PyTorch, for training: the backward pass runs in PyTorch's own threads, whose memory must also
-    come from the pool, and random numbers need a graph that is registered with their generator.
-    """
-
-    def __init__(self, stream: int, pool: TorchPool, draws: Draws | None) -> None:
-        super().__init__(stream)
-        self._pool = pool
-        torch: Any = sys.modules["torch"]
-        self.owner = torch.cuda.CUDAGraph(keep_graph=True)
-        if draws is not None:
-            draws.register(self.owner)
-
-    def memory(self, pool: TorchPool | None) -> contextlib.AbstractContextManager[None]:
-        return self._pool.stream_only(self.stream)
-
-    def begin(self) -> None:
-        self.owner.capture_begin(pool=self._pool.id, capture_error_mode="thread_local")
-
-    def end(self) -> Any:
-        try:
-            self.owner.capture_end()
-        except RuntimeError:
-            self._let_go()
-            raise
-        return driver().CUgraph(self.owner.raw_cuda_graph())
-
-    def abandon(self) -> None:
-        try:
-            self.owner.capture_end()
-        except RuntimeError:  # it cannot end properly; the original error is already being raised
-            self._let_go()
-        self.owner = None  # it holds the pool, and the traceback of the error holds this object
-
-    def _let_go(self) -> None:
-        """Ends the allocator's recording: PyTorch leaves it on after a failed capture, and would abort later."""
-        torch: Any = sys.modules["torch"]
-        with contextlib.suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(self._pool.index, self._pool.id)
-        self.owner = None
-
-
-def _recorder(stream: int, pool: TorchPool | None, model: Capturable, drawn: int) -> Recorder:
-    if pool is None or not (model.stateful or drawn):
-        return Recorder(stream)
-    return TorchRecorder(stream, pool, model.source.draws if model.stateful else None)
 
 
 def _drawing(model: Capturable, draws: LaneDraws | None) -> contextlib.AbstractContextManager[None]:
@@ -293,7 +182,7 @@ def capture_program(
         capturing(device, capture),
         stream,
         cupy_in_arena(device, handle, capture.empty),
-        (recorder := _recorder(handle, pool, model, drawn)).memory(pool),
+        (recorder := recorder_for(handle, pool, model, drawn)).memory(pool),
     ):
         recorder.begin()
         try:
