@@ -53,7 +53,7 @@ class TorchRecorder(Recorder):
         return self._pool.stream_only(self.stream)
 
     def begin(self) -> None:
-        self.owner.capture_begin(pool=self._pool.id, capture_error_mode="thread_local")
+        self._pool.begin(self.owner)
 
     def end(self) -> Any:
         try:
@@ -71,10 +71,7 @@ class TorchRecorder(Recorder):
         self.owner = None  # it holds the pool, and the traceback of the error holds this object
 
     def _let_go(self) -> None:
-        """Ends the allocator's recording: PyTorch leaves it on after a failed capture, and would abort later."""
-        torch: Any = sys.modules["torch"]
-        with contextlib.suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(self._pool.index, self._pool.id)
+        self._pool.stop_recording()
         self.owner = None
 
 

@@ -7,8 +7,10 @@ to do with the model. So PyTorch is asked for warnings, which become errors in t
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -19,32 +21,43 @@ from paellapy.scheduler.models.capture import users_line_of
 WAITS = "called a synchronizing CUDA operation"  # PyTorch's words
 
 
+_AFTER_S = 10.0  # an operation that began before the end warns when it is over
+
+
 class _Matcher:
     """Stands in a filter of warnings where a pattern usually does: matches in one thread, or in all others."""
 
     def __init__(self, here: bool) -> None:
-        self._thread, self._here, self.active = threading.get_ident(), here, True
+        self._thread, self._here, self.until_s = threading.get_ident(), here, math.inf
 
     def match(self, text: str) -> bool:
-        return self.active and WAITS in text and (threading.get_ident() == self._thread) == self._here
+        mine = threading.get_ident() == self._thread
+        return mine == self._here and WAITS in text and time.monotonic() < self.until_s
 
 
 @contextlib.contextmanager
 def errors_in_this_thread() -> Iterator[None]:
-    """Raises PyTorch's warnings of waits in this thread only."""
+    """Raises PyTorch's warnings of waits in this thread only. They are ignored in others, also shortly afterwards."""
     mine, others = _Matcher(True), _Matcher(False)
-    added: list[Any] = [("error", mine, UserWarning, None, 0), ("ignore", others, UserWarning, None, 0)]
-    warnings.filters[:0] = added  # type: ignore[index]
+    _remove_old()
+    warnings.filters[:0] = [  # type: ignore[index]
+        ("error", mine, UserWarning, None, 0), ("ignore", others, UserWarning, None, 0)
+    ]  # fmt: skip
     _filters_changed()
     try:
         yield
     finally:
-        # Other threads may have copied the list meanwhile, and put it back later.
-        mine.active = others.active = False
-        for each in added:
-            with contextlib.suppress(ValueError):
-                warnings.filters.remove(each)  # type: ignore[attr-defined]
-        _filters_changed()
+        mine.until_s, others.until_s = 0.0, time.monotonic() + _AFTER_S
+        _remove_old()
+
+
+def _remove_old() -> None:
+    """Other threads may have copied the list and put it back later, with filters that were removed meanwhile."""
+    old = [e for e in warnings.filters if isinstance(e[1], _Matcher) and e[1].until_s < time.monotonic()]
+    for each in old:
+        with contextlib.suppress(ValueError):
+            warnings.filters.remove(each)  # type: ignore[attr-defined]
+    _filters_changed()
 
 
 def _filters_changed() -> None:

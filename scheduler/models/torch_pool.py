@@ -14,6 +14,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from paellapy.scheduler.models.torch_graphs import begin_capture
+
 
 def torch_in_use(wanted: bool) -> bool:
     """Whether a model's function may call PyTorch: it was made from PyTorch, or PyTorch is already in use on the GPU.
@@ -33,6 +35,7 @@ class TorchPool:
         self.index = index
         with torch.cuda.device(index):  # a pool belongs to the device that is current at its creation
             self._pool: Any = torch.cuda.MemPool()
+        self._first: Any = None
 
     @property
     def nbytes(self) -> int:
@@ -45,10 +48,33 @@ class TorchPool:
         mine = tuple(self._pool.id)
         return sum(int(s["total_size"]) for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == mine)
 
-    @property
-    def id(self) -> Any:
-        """The id by which PyTorch's captures know the pool."""
-        return self._pool.id
+    def begin(self, graph: Any) -> None:
+        """Begins a capture by PyTorch itself, on the current stream, with memory from the pool.
+
+        PyTorch gives up a pool when the last graph that was captured with it is deleted, and captures with it fail from
+        then on. So a first small graph is kept.
+        """
+        if self._first is None:
+            torch: Any = sys.modules["torch"]
+            first = torch.cuda.CUDAGraph(keep_graph=True)
+            self._begin(first)
+            torch.zeros(1, device=f"cuda:{self.index}")
+            first.capture_end()
+            self._first = first
+        self._begin(graph)
+
+    def _begin(self, graph: Any) -> None:
+        try:
+            begin_capture(graph, pool=self._pool.id)
+        except RuntimeError:
+            self.stop_recording()
+            raise
+
+    def stop_recording(self) -> None:
+        """Ends the allocator's recording: PyTorch leaves it on after a failed capture, and would abort later."""
+        torch: Any = sys.modules["torch"]
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(self.index, self._pool.id)
 
     @contextlib.contextmanager
     def stream_only(self, stream: int) -> Iterator[None]:
@@ -76,6 +102,7 @@ class TorchPool:
             torch._C._cuda_clearCublasWorkspaces()
 
     def free(self) -> None:
+        self._first = None
         pool, self._pool = self._pool, None
         if pool is not None and pool.use_count() > 1:
             gc.collect()  # a graph that the traceback of a failed load still holds

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from paellapy.scheduler.core.errors import CaptureError
+from paellapy.scheduler.models.torch_graphs import begin_capture
 
 _GOLDEN = 0x9E3779B97F4A7C15  # multiplier that keeps the seeds of lanes far apart
 _MARK = 1 << 20  # a distinctive offset by which its word is found
@@ -34,7 +35,7 @@ class _Words:
             torch.cuda.synchronize(index)
         # Only the capture uses a second stream: kernels there would slow all graphs of the process.
         with torch.cuda.device(index), torch.cuda.stream(torch.cuda.Stream(index)):
-            self._graph.capture_begin(capture_error_mode="thread_local")
+            begin_capture(self._graph)
             try:
                 torch.rand(4, device="cuda", generator=generator)
             finally:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 
 import pytest
 
+from paellapy.scheduler.models import gpu_waits
 from paellapy.scheduler.models.gpu_waits import WAITS, errors_in_this_thread
 
 
@@ -36,25 +38,41 @@ def test_a_wait_is_an_error_in_this_thread_and_nothing_in_another():
     assert seen == [None, None]
 
 
-def test_filters_of_warnings_are_as_they_were_afterwards():
+def test_waits_that_began_earlier_are_ignored_shortly_afterwards_in_other_threads(monkeypatch):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(KeyError), errors_in_this_thread():
+            raise KeyError
+        failed: list[Exception] = []
+
+        def other() -> None:
+            try:
+                warn()
+            except Exception as e:
+                failed.append(e)
+
+        def in_another_thread() -> None:
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+
+        in_another_thread()
+        assert not failed
+        with pytest.raises(UserWarning):  # by the filter above; in this thread nothing is left
+            warn()
+        later = time.monotonic() + gpu_waits._AFTER_S + 1
+        monkeypatch.setattr(gpu_waits.time, "monotonic", lambda: later)
+        in_another_thread()
+        assert len(failed) == 1
+
+
+def test_filters_do_not_pile_up(monkeypatch):
     with warnings.catch_warnings():
         with errors_in_this_thread():  # adds the filter that matches nothing, once
             pass
-        before = list(warnings.filters)
-        with pytest.raises(KeyError), errors_in_this_thread():
-            raise KeyError
-        assert list(warnings.filters) == before
-        warnings.simplefilter("always")
-        with pytest.warns(UserWarning, match="synchronizing"):
-            warn()
-
-
-def test_a_copy_of_the_filters_that_comes_back_later_matches_nothing():
-    with warnings.catch_warnings():
-        with errors_in_this_thread():
-            copied = list(warnings.filters)
-        warnings.filters[:] = copied
-        warnings.filterwarnings("always", "called", append=False)
-        with pytest.warns(UserWarning, match="synchronizing"):
-            warn()
-        assert not copied[0][1].match(WAITS)
+        before = len(warnings.filters)
+        for k in range(3):
+            later = time.monotonic() + (k + 1) * (gpu_waits._AFTER_S + 1)
+            with monkeypatch.context() as patch, errors_in_this_thread():
+                patch.setattr(gpu_waits.time, "monotonic", lambda later=later: later)
+        assert len(warnings.filters) <= before + 1

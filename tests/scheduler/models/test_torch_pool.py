@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from paellapy.scheduler.models import torch_pool
 from paellapy.scheduler.models.torch_pool import TorchPool
 
 
@@ -50,3 +51,40 @@ def test_a_pool_that_a_graph_still_holds_is_kept(torch, uses):
     pool.free()
     assert deleted == [1] * (uses == 1)
     torch.cuda.MemPool.__del__ = lambda self: None
+
+
+def test_a_first_graph_keeps_the_pool_until_it_is_freed(torch, monkeypatch):
+    """PyTorch refuses captures with a pool whose graphs are all gone."""
+    begun, alive = [], []
+
+    class Graph:
+        def __init__(self, keep_graph):
+            alive.append(self)
+
+        def capture_end(self):
+            begun.append("end")
+
+    monkeypatch.setattr(torch_pool, "begin_capture", lambda graph, pool: begun.append((graph, pool)))
+    torch.cuda.MemPool.use_count = lambda self: 1
+    torch.cuda.CUDAGraph, torch.zeros, torch.cuda.empty_cache = Graph, lambda *a, **k: None, lambda: None
+    pool, graphs = TorchPool(0), [object(), object()]
+    for graph in graphs:
+        pool.begin(graph)
+    (first,) = alive
+    assert begun == [(first, (0, 300)), "end", (graphs[0], (0, 300)), (graphs[1], (0, 300))]
+    pool.free()
+    assert pool._first is None
+
+
+def test_a_capture_that_cannot_begin_leaves_no_recording_on(torch, monkeypatch):
+    ended = []
+
+    def refuse(graph, pool):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(torch_pool, "begin_capture", refuse)
+    torch._C = SimpleNamespace(_cuda_endAllocateToPool=lambda index, pool: ended.append((index, pool)))
+    torch.cuda.CUDAGraph = lambda keep_graph: None
+    with pytest.raises(RuntimeError, match="no"):
+        TorchPool(0).begin(object())
+    assert ended == [(0, (0, 300))]
