@@ -35,7 +35,7 @@ from paellapy.scheduler.models.model import Model
 from paellapy.serve_demo import digit_request
 from paellapy.serving.config import ServerConfig
 from paellapy.serving.registry import Registry, entry_of
-from paellapy.serving.server import Server
+from paellapy.serving.server import Server, keep_memory, loop_factory, share_interpreter
 
 TARGETS_MS = {
     "cuda": {"mlp": 2.0, "cnn": 4.0, "transformer": 8.0, "short": 2.0, "long": 12.0},
@@ -50,7 +50,9 @@ MEANWHILE_S = 20.0  # of load before the picture: the curves reach back so far
 
 @contextlib.asynccontextmanager
 async def server_of(which: str, device: str, policy: str) -> AsyncIterator[str]:
-    """Models with targets, on a free port; its URL."""
+    """Models with targets, on a free port, in a process that is set up as `paellapy serve` does; its URL."""
+    keep_memory()
+    share_interpreter()
     with Engine(device, policy) as engine:
         targets = TARGETS_MS["virtual" if engine.device.name.startswith("virtual") else "cuda"]
         models: list[Model] = rivals() if which == "rivals" else [demo.load(name) for name in demo.names()]
@@ -223,7 +225,8 @@ def main() -> None:
             command.add_argument("--seconds", type=float, default=MEANWHILE_S)
             command.add_argument("--key", help="API key, if the server needs one")
     options = parser.parse_args()
-    asyncio.run(options.function(options))
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(options.function(options))
 
 
 if __name__ == "__main__":
