@@ -84,10 +84,14 @@ def by_engine(device: str, seconds: float) -> tuple[dict[str, Any], ModelProfile
 
 
 def by_simulation(profile: ModelProfile, seconds: float) -> dict[str, Any]:
-    load = [ClosedLoop(profile.name, clients=CLIENTS, duration=seconds, client=name) for name in SHARES]
+    """The second half of a run; the requests that wait at its end are in both halves, and cancel out."""
     tenants = {name: {"share": share} for name, share in SHARES.items()}
-    run = simulate([profile], load[0] + load[1] + load[2], POLICY, tenants=tenants)
-    return divided(dict.fromkeys(SHARES, 0.0), {name: run.gpu_share(name) for name in SHARES})
+
+    def had(duration: float) -> dict[str, float]:
+        load = [ClosedLoop(profile.name, clients=CLIENTS, duration=duration, client=name) for name in SHARES]
+        return simulate([profile], load[0] + load[1] + load[2], POLICY, tenants=tenants).gpu_ms["clients"]
+
+    return divided(had(seconds), had(2 * seconds))
 
 
 def gpu_seconds(url: str) -> dict[str, float]:
