@@ -8,9 +8,11 @@ import numpy as np
 
 from paellapy.instrument.device.virtual import VirtualDevice
 from paellapy.scheduler.backends.virtual_memory import VirtualMemory
-from paellapy.scheduler.models.capture import GuardedArray, Recording, call_model, capturing
+from paellapy.scheduler.models.capture import call_model, capturing
+from paellapy.scheduler.models.guarded_array import GuardedArray
 from paellapy.scheduler.models.lane_memory import Lane
 from paellapy.scheduler.models.program import Cuts, Marks, Program
+from paellapy.scheduler.models.recording import Recording
 from paellapy.scheduler.models.tensors import Arrays
 
 

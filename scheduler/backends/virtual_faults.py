@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.models.capture import Recorded
 from paellapy.scheduler.models.lane_memory import Lane
+from paellapy.scheduler.models.recording import Recorded
 
 OnFault = Callable[[int, int, BaseException], None]  # lane, slot, cause
 

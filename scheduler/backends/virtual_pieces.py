@@ -14,7 +14,7 @@ from paellapy.instrument.device.virtual import VirtualDevice
 from paellapy.instrument.records import Records
 from paellapy.instrument.traces.tracing import Session
 from paellapy.scheduler.backends.recorded import TracedBlocks, TracedPiece
-from paellapy.scheduler.models.capture import Recorded
+from paellapy.scheduler.models.recording import Recorded
 
 Step = SmProgram | tuple[str, int]  # kernels, or the kind and bytes of a copy
 

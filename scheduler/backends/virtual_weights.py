@@ -10,7 +10,7 @@ import numpy as np
 
 from paellapy.instrument.device.virtual import VirtualArray
 from paellapy.scheduler.backends.virtual_memory import aligned_zeros
-from paellapy.scheduler.models.capture import Recorded
+from paellapy.scheduler.models.recording import Recorded
 from paellapy.scheduler.models.weight_range import Bytes, Layout, WeightRange
 
 COPY_BYTES = 4 << 20  # size of a piece: copies of inputs come in between

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from paellapy.scheduler.core.errors import CaptureError
-from paellapy.scheduler.models.capture import users_line_of
+from paellapy.scheduler.models.users_line import users_line_of
 
 WAITS = "called a synchronizing CUDA operation"  # PyTorch's words
 

@@ -17,8 +17,9 @@ import numpy as np
 
 from paellapy.instrument.device.base import Device
 from paellapy.instrument.device.sm_costs import BlockCost
-from paellapy.scheduler.models.capture import Counting, Recording
+from paellapy.scheduler.models.capture import Counting
 from paellapy.scheduler.models.program import Node
+from paellapy.scheduler.models.recording import Recording
 from paellapy.scheduler.models.tensors import Arrays
 from paellapy.scheduler.models.torch_waits import Waits
 

@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from paellapy.instrument.device.base import Device
 from paellapy.scheduler.core.errors import ModelError
-from paellapy.scheduler.models.capture import Counting, LaneCapture, Recording
+from paellapy.scheduler.models.capture import Counting, LaneCapture
 from paellapy.scheduler.models.gpu_waits import refusing_to_wait
 from paellapy.scheduler.models.model import Model
+from paellapy.scheduler.models.recording import Recording
 from paellapy.scheduler.models.tensors import Arrays, TensorSpec
 from paellapy.scheduler.models.torch_module import as_tensor, needs_torch, numpy_dtype
 from paellapy.scheduler.models.torch_ops import Operation, count_operations

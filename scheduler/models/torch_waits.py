@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from paellapy.scheduler.core.errors import CaptureError
-from paellapy.scheduler.models.capture import users_line
+from paellapy.scheduler.models.users_line import users_line
 
 _TO_HOST = ("cpu", "numpy", "tolist", "__array__")
 _DECIDES = (
