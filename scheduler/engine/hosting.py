@@ -19,8 +19,8 @@ from paellapy.scheduler.engine.install import install
 from paellapy.scheduler.engine.loading import Loading
 from paellapy.scheduler.engine.turn import Turn
 from paellapy.scheduler.models.profile import model_profile
-from paellapy.scheduler.models.torch_module import needs_torch
 from paellapy.scheduler.models.torch_step import TorchStep
+from paellapy.scheduler.models.torch_tensors import needs_torch
 
 
 class Hosting(Loading):

@@ -18,7 +18,7 @@ import numpy as np
 from paellapy.instrument.device.base import Device
 from paellapy.scheduler.core.errors import CaptureError, ModelError
 from paellapy.scheduler.models.tensors import Arrays, TensorSpec
-from paellapy.scheduler.models.torch_module import numpy_dtype
+from paellapy.scheduler.models.torch_tensors import numpy_dtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,63 +21,9 @@ from paellapy.scheduler.models.gpu_waits import refusing_to_wait
 from paellapy.scheduler.models.tensors import Arrays, TensorSpec
 from paellapy.scheduler.models.torch_ops import record_or_run
 from paellapy.scheduler.models.torch_ranges import Range, find_ranges
+from paellapy.scheduler.models.torch_signature import Signature, named_inputs, named_results
 from paellapy.scheduler.models.torch_state import Kept, state_behind
-
-
-def needs_torch() -> Any:
-    """The torch package; a ModelError says how to install it."""
-    try:
-        import torch
-    except ImportError:
-        raise ModelError("Model.from_torch needs PyTorch: pip install torch") from None
-    return torch
-
-
-def numpy_dtype(torch: Any, dtype: Any) -> np.dtype[Any]:
-    """NumPy's equivalent of one of PyTorch's element types."""
-    name = str(dtype).removeprefix("torch.")
-    try:
-        import ml_dtypes
-
-        return np.dtype(getattr(ml_dtypes, name) if hasattr(ml_dtypes, name) else name)
-    except TypeError:
-        raise ModelError(
-            f"tensors of {dtype} have no NumPy equivalent, so requests cannot carry them: convert them to another type"
-        ) from None
-
-
-def as_tensor(torch: Any, array: Any) -> Any:
-    """A tensor over the memory of one of our arrays, on the GPU or on the host."""
-    name = array.dtype.name
-    plain = getattr(np, name, None) is not None or name == "bool"
-    if isinstance(array, np.ndarray):
-        raw = array.view(np.ndarray)
-        return torch.from_numpy(raw) if plain else torch.from_numpy(raw.view(f"u{raw.itemsize}")).view(_of(torch, name))
-    if plain:
-        return torch.as_tensor(array, device=f"cuda:{array.device.index}")
-    bits = _Bits(array)
-    return torch.as_tensor(bits, device=f"cuda:{array.device.index}").view(_of(torch, name))
-
-
-def _of(torch: Any, name: str) -> Any:
-    return getattr(torch, name)
-
-
-class _Bits:
-    """An array of a type that CUDA's array interface cannot name, presented as integers of the same width."""
-
-    def __init__(self, array: Any) -> None:
-        kind = {1: "|u1", 2: "<i2"}[array.dtype.itemsize]  # older versions of torch have int16 but not uint16
-        self._keep = array
-        self.__cuda_array_interface__ = {**array.__cuda_array_interface__, "typestr": kind}
-
-
-def torch_dtype(torch: Any, title: str, what: str, given: Any) -> Any:
-    """A floating-point type of PyTorch, given as such or by its name."""
-    found = getattr(torch, given, None) if isinstance(given, str) else given
-    if given is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
-        raise ModelError(f"model {title!r}: {what}={given!r}; it must be a floating-point type, such as torch.float16")
-    return found
+from paellapy.scheduler.models.torch_tensors import as_bytes, as_tensor, needs_torch, numpy_dtype, storages, torch_dtype
 
 
 def own_module(torch: Any, title: str, module: Any) -> Any:
@@ -99,21 +45,6 @@ def own_module(torch: Any, title: str, module: Any) -> Any:
             f"model {title!r}: its module cannot be copied ({type(e).__name__}: {e}); call eval() on the module, move "
             "it to the device, and pass a function that calls it"
         ) from e
-
-
-def storages(torch: Any, call: Any) -> dict[int, Any]:
-    """The memory of a module's parameters and buffers by address; tensors that share memory appear once."""
-    if not isinstance(call, torch.nn.Module):
-        return {}
-    tensors = [t for part in call.modules() for t in (*part.parameters(False), *part.buffers(False))]
-    found = (t.untyped_storage() for t in tensors if t.numel())
-    return {s.data_ptr(): s for s in found}
-
-
-def as_bytes(torch: Any, storage: Any) -> Any:
-    """A storage as an array on the host."""
-    flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),))
-    return flat.cpu().numpy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,44 +193,6 @@ class TorchModule:
             yield
 
 
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """Inputs and outputs by name, and how the module takes them."""
-
-    inputs: dict[str, TensorSpec]
-    outputs: dict[str, TensorSpec]
-    keywords: bool  # whether inputs are passed by name
-
-    def call(self, call: Callable[..., Any], given: Mapping[str, Any]) -> Any:
-        return call(**given) if self.keywords else call(*given.values())
-
-    def name_results(self, results: Any) -> dict[str, Any]:
-        return dict(zip(self.outputs, _tensors(results).values(), strict=True))
-
-
-def _tensors(results: Any) -> dict[str, Any]:
-    """The tensors that a module returned, by name."""
-    torch = needs_torch()
-    if isinstance(results, torch.Tensor):
-        return {"output": results}
-    if isinstance(results, Mapping):
-        found = dict(results)
-    elif isinstance(results, tuple) and hasattr(results, "_fields"):
-        found = dict(zip(results._fields, results, strict=True))
-    elif isinstance(results, tuple | list):
-        found = {f"output{k}": each for k, each in enumerate(results)}
-    else:
-        raise ModelError(
-            f"it returns a {type(results).__name__}; a model must return a tensor, a tuple of tensors, or a dict of "
-            "them"
-        )
-    found = {key: each for key, each in found.items() if each is not None}
-    for key, each in found.items():
-        if not isinstance(each, torch.Tensor):
-            raise ModelError(f"its result {key!r} is a {type(each).__name__}; a model must return tensors only")
-    return found
-
-
 def torch_module(
     call: Callable[..., Any],
     example_inputs: Any,
@@ -313,7 +206,7 @@ def torch_module(
         raise ModelError(f"from_torch takes a module or a function, not a {type(call).__name__}")
     kind = type(call).__name__ if isinstance(call, torch.nn.Module) else getattr(call, "__name__", "model")
     title = str(name or kind)
-    given, keywords = _named_inputs(torch, title, example_inputs, input_names)
+    given, keywords = named_inputs(torch, title, example_inputs, input_names)
     options = (options or TorchOptions()).checked(torch, title)
     if isinstance(call, torch.nn.Module):
         module = call = own_module(torch, title, call)
@@ -348,7 +241,7 @@ def _example_outputs(
             with cast:
                 arranged = options.arrange(torch, given)
                 returned, ranges = find_ranges(torch, arranged, lambda: signature.call(call, arranged))
-                results = _tensors(returned)
+                results = named_results(returned)
     except ModelError as e:
         raise ModelError(f"model {title!r}: {e}") from None
     except Exception as e:
@@ -362,30 +255,3 @@ def _example_outputs(
             )
         outputs[key] = TensorSpec(tuple(t.shape[1:]), numpy_dtype(torch, t.dtype))
     return outputs, ranges
-
-
-def _named_inputs(
-    torch: Any, title: str, example: Any, names: Sequence[str] | None
-) -> tuple[dict[str, Any], bool]:
-    if isinstance(example, Mapping):
-        given, keywords = dict(example), True
-    else:
-        values = list(example) if isinstance(example, tuple | list) else [example]
-        default = ["input"] if len(values) == 1 else [f"input{k}" for k in range(len(values))]
-        if names is not None and len(names) != len(values):
-            raise ModelError(
-                f"model {title!r}: {len(names)} input_names were given for {len(values)} inputs; give one name per "
-                "input"
-            )
-        given, keywords = dict(zip(names or default, values, strict=True)), False
-    if not given:
-        raise ModelError(f"model {title!r} has no example inputs: give example_inputs, the tensors of one request")
-    for key, value in given.items():
-        if not isinstance(value, torch.Tensor):
-            raise ModelError(f"model {title!r}, example input {key!r} is a {type(value).__name__}: it must be a tensor")
-        if value.dim() == 0 or value.shape[0] < 1:
-            raise ModelError(
-                f"model {title!r}, example input {key!r} has shape {tuple(value.shape)}; its first extent must be the "
-                "batch, at least 1"
-            )
-    return given, keywords

@@ -20,7 +20,6 @@ from paellapy.scheduler.models.gpu_waits import refusing_to_wait
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.recording import Recording
 from paellapy.scheduler.models.tensors import Arrays, TensorSpec
-from paellapy.scheduler.models.torch_module import as_tensor, needs_torch, numpy_dtype
 from paellapy.scheduler.models.torch_ops import Operation, count_operations
 from paellapy.scheduler.models.torch_pool import TorchPool
 from paellapy.scheduler.models.torch_random import Draws
@@ -32,6 +31,7 @@ from paellapy.scheduler.models.torch_state import (
     settings_of,
     tensors_of,
 )
+from paellapy.scheduler.models.torch_tensors import as_tensor, needs_torch, numpy_dtype
 
 LANES = 2  # while one runs, the data of the next step are written to the other
 _NOTHING = {"nothing": TensorSpec((1,), np.uint8)}  # lanes need at least one input and one output
