@@ -18,7 +18,8 @@ from paellapy.instrument.traces.trace import Trace
 from paellapy.scheduler.core.codes import OK, STATUS
 from paellapy.scheduler.engine.trace import EngineTrace
 from paellapy.viz import data
-from paellapy.viz.data import Picture, lanes
+from paellapy.viz.data import Picture
+from paellapy.viz.gantt import lanes
 from paellapy.viz.needs import need
 from paellapy.viz.palette import OTHERS, WARNING, further_colours, rgba
 from paellapy.viz.views import Place

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from paellapy.instrument.errors import TraceError
 from paellapy.instrument.traces.trace import Trace
-from paellapy.viz import data, fit
+from paellapy.viz import data, fit, gantt
 from paellapy.viz import requests as rq
 from paellapy.viz.data import Part, Parts, Picture
 from paellapy.viz.needs import need
@@ -175,22 +175,22 @@ def heatmap_view(picture: Picture, ax: Any, colour: dict[str, str], style: Look)
 
 
 def gantt_view(picture: Picture, ax: Any, colour: dict[str, str], style: Look) -> None:
-    chart = data.gantt(picture)
+    chart = gantt.gantt(picture)
     names = picture.groups.names
     pixels = _height(ax)
     bottom, top = ax.get_ylim()  # the SMs shown
-    if len(chart.blocks) <= data.EXACT_BLOCKS and chart.depth * (bottom - top) <= pixels / 2:
+    if len(chart.blocks) <= gantt.EXACT_BLOCKS and chart.depth * (bottom - top) <= pixels / 2:
         _bars(picture, ax, colour, chart, style.ground)
-        ax.set_ylabel(data.OF_BLOCKS)
+        ax.set_ylabel(gantt.OF_BLOCKS)
     else:  # blocks thinner than pixels, drawn one by one, would give a moiré pattern
-        cells = data.cells(picture, chart, min(data.ROWS, int(pixels / 2)))
+        cells = gantt.cells(picture, chart, min(gantt.ROWS, int(pixels / 2)))
         paint = np.zeros((*cells.group.shape, 4))
         for g, name in enumerate(names):
             paint[cells.group == g] = need("matplotlib.colors", "a Gantt chart").to_rgba(colour[name])
         paint[..., 3] *= 0.25 + 0.75 * np.clip(cells.share, 0, 1)
         # Lanes narrower than pixels blend, instead of some of them vanishing.
         ax.imshow(paint, aspect="auto", interpolation="antialiased", extent=_extent(picture))
-        ax.set_ylabel(data.OF_SHARES)
+        ax.set_ylabel(gantt.OF_SHARES)
     _sm_ticks(ax)
     ax.set_ylim(bottom, top)
 
@@ -201,7 +201,7 @@ def _height(ax: Any) -> float:
     return height
 
 
-def _bars(picture: Picture, ax: Any, colour: dict[str, str], chart: data.Gantt, ground: str) -> None:
+def _bars(picture: Picture, ax: Any, colour: dict[str, str], chart: gantt.Gantt, ground: str) -> None:
     b = chart.blocks
     of_group = np.array([[colour[name], paler(colour[name], ground)] for name in picture.groups.names]).reshape(-1, 2)
     paint = of_group[picture.groups.of_block, chart.second().astype(int)]

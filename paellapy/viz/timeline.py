@@ -12,7 +12,7 @@ from paellapy.instrument.records import WHOLE_BLOCK, Records
 from paellapy.instrument.traces.ranges import block_rows
 from paellapy.instrument.traces.summary import runs
 from paellapy.instrument.traces.trace import Trace
-from paellapy.viz.data import lanes
+from paellapy.viz.gantt import lanes
 from paellapy.viz.requests import requests
 
 LANES_PER_SM = 1 << 8  # more than the blocks that any SM holds

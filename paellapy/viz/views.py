@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from paellapy.instrument.traces.summary import readable_time
-from paellapy.viz import data
+from paellapy.viz import data, gantt
 from paellapy.viz.data import Picture
 from paellapy.viz.needs import need
 from paellapy.viz.palette import SCALE, WARNING, Look, paler, rgba
@@ -69,19 +69,19 @@ def heatmap_view(picture: Picture, place: Place) -> None:
 
 
 def gantt_view(picture: Picture, place: Place) -> None:
-    chart = data.gantt(picture)
+    chart = gantt.gantt(picture)
     # Bars of less than half a pixel would hide each other at random, so a full GPU is drawn as shares of its lanes.
     thin = picture.trace.device.n_sm * chart.depth > 2 * TALL_PIXELS
-    if len(chart.blocks) <= data.EXACT_BLOCKS and not thin:
-        title = data.OF_BLOCKS
+    if len(chart.blocks) <= gantt.EXACT_BLOCKS and not thin:
+        title = gantt.OF_BLOCKS
         _bars(picture, place, chart)
     else:
-        title = data.OF_SHARES
-        _binned_gantt(picture, place, data.cells(picture, chart))
+        title = gantt.OF_SHARES
+        _binned_gantt(picture, place, gantt.cells(picture, chart))
     place.axes(title, range=[picture.trace.device.n_sm - 0.5, -0.5])
 
 
-def _bars(picture: Picture, place: Place, chart: data.Gantt) -> None:
+def _bars(picture: Picture, place: Place, chart: gantt.Gantt) -> None:
     go = need("plotly.graph_objects", "a Gantt chart")
     b, middle = chart.blocks, chart.middle()
     second = chart.second()
@@ -109,7 +109,7 @@ def _bars(picture: Picture, place: Place, chart: data.Gantt) -> None:
         )
 
 
-def _binned_gantt(picture: Picture, place: Place, cells: data.Cells) -> None:
+def _binned_gantt(picture: Picture, place: Place, cells: gantt.Cells) -> None:
     go = need("plotly.graph_objects", "a Gantt chart")
     edges = picture.axis.of(cells.edges_ns)
     step = 1 / cells.rows_per_sm
