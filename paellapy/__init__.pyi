@@ -78,6 +78,7 @@ from .scheduler.policies.roles import Where as Where
 from .scheduler.sim.cluster import Failure as Failure
 from .scheduler.sim.cluster import Straggler as Straggler
 from .scheduler.sim.cluster import simulate_cluster as simulate_cluster
+from .scheduler.sim.trace_workload import TraceWorkload as TraceWorkload
 from .scheduler.sim.training import training_profiles as training_profiles
 from .scheduler.sim.tune import Tuned as Tuned
 from .scheduler.sim.tune import tune as tune
@@ -92,9 +93,6 @@ from .scheduler.sim.workload import (
 )
 from .scheduler.sim.workload import (
     Poisson as Poisson,
-)
-from .scheduler.sim.workload import (
-    TraceWorkload as TraceWorkload,
 )
 from .serving.api import serve as serve
 from .simulation import simulate as simulate

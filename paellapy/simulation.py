@@ -17,7 +17,8 @@ from paellapy.scheduler.sim.options import simulated_part
 from paellapy.scheduler.sim.results import Results
 from paellapy.scheduler.sim.simulate import simulate as simulate_profiles
 from paellapy.scheduler.sim.trace import OwnKernels
-from paellapy.scheduler.sim.workload import Lognormal, Poisson, TraceWorkload, Workload
+from paellapy.scheduler.sim.trace_workload import TraceWorkload
+from paellapy.scheduler.sim.workload import Lognormal, Poisson, Workload
 
 
 def simulate(

@@ -16,7 +16,7 @@ import numpy as np
 from paellapy.demo import kernels as _kernels
 from paellapy.instrument.device.base import Device
 from paellapy.scheduler.models.model import Arrays, Model, TensorSpec
-from paellapy.scheduler.sim.workload import TraceWorkload
+from paellapy.scheduler.sim.trace_workload import TraceWorkload
 
 kernels: Any = _kernels  # launched as kernel[grid](…)
 

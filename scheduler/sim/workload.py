@@ -1,18 +1,15 @@
-"""Workloads: arrival times of requests. Open loops (Poisson, lognormal, traces) and closed loops, by seed.
+"""Workloads: arrival times of requests. Open loops (Poisson, lognormal) and closed loops, by seed.
 
 Poisson(4000, {"resnet18": 3, "resnet50": 1}, duration=10)     # requests per second, mixed 3 : 1; a list: equal parts
 Lognormal(4000, mix, duration=10, sigma=1.5) + ClosedLoop("batch_model", clients=16, client="alice")
-TraceWorkload.from_csv("trace.csv")                             # columns t, model[, deadline, priority, client]
 """
 
 from __future__ import annotations
 
-import csv
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +20,6 @@ from paellapy.scheduler.core.tables import Table
 from paellapy.scheduler.sim.fluid_state import ARRIVAL, LOOP_CLIENT, MODELS_PRIORITY
 
 Mix = str | Mapping[str, float] | Sequence[str]
-Row = tuple[float, str, float | None, int | None, int | str]
 # Above this, nearly all gaps are close to zero, and the rate deviates from the given one: at 7, 4000 becomes 500,000.
 MOST_SIGMA = 5.0
 
@@ -56,7 +52,7 @@ class Workload(ABC):
         return Mixed((self, other))
 
 
-def _index(models: Sequence[str], name: str) -> int:
+def model_index(models: Sequence[str], name: str) -> int:
     if name not in models:
         raise WorkloadError(
             f"the workload requests model {name!r}, which does not exist; the models are {', '.join(models)}"
@@ -64,7 +60,7 @@ def _index(models: Sequence[str], name: str) -> int:
     return list(models).index(name)
 
 
-def _priority(priority: int | None) -> int:
+def priority_of(priority: int | None) -> int:
     return MODELS_PRIORITY if priority is None else priority
 
 
@@ -83,7 +79,7 @@ def _choose(models: Sequence[str], mix: Mix, n: int, random: np.random.Generator
     numbers_only = all(isinstance(w, int | float | np.number) and math.isfinite(w) and w >= 0 for w in weights.values())
     if not weights or not numbers_only or not sum(weights.values()):
         raise WorkloadError(f"mix={weights}: the weights must be at least 0, and not all 0")
-    numbers = np.array([_index(models, name) for name in weights])
+    numbers = np.array([model_index(models, name) for name in weights])
     p = np.array(list(weights.values()))
     return numbers[random.choice(len(numbers), n, p=p / p.sum())]
 
@@ -132,7 +128,7 @@ class _OpenLoop(Workload):
         found["time_ns"] = times
         found["model"] = _choose(models, self.mix, len(times), random)
         found["client"] = random.integers(0, self.clients, len(times))
-        found["priority"] = _priority(self.priority)
+        found["priority"] = priority_of(self.priority)
         found["deadline_ns"] = NEVER if self.deadline_ms is None else found["time_ns"] + int(self.deadline_ms * 1e6)
         return found
 
@@ -193,8 +189,8 @@ class ClosedLoop(Workload):
     def loop_clients(self, models: Sequence[str]) -> Table:
         clients = np.zeros(self.clients, LOOP_CLIENT)
         clients["think_ns"] = int(self.think_ms * 1e6)
-        clients["model"] = _index(models, self.model)
-        clients["priority"] = _priority(self.priority)
+        clients["model"] = model_index(models, self.model)
+        clients["priority"] = priority_of(self.priority)
         return clients
 
     def clients_named(self) -> dict[int, str | None]:
@@ -229,93 +225,6 @@ class Background(Workload):
 
     def loop_clients(self, models: Sequence[str]) -> Table:
         return ClosedLoop(self.model, 1, self.gap_us * 1e-3, 1.0, self.priority).loop_clients(models)
-
-
-def _row(row: Mapping[str, str | None], where: str) -> Row:
-    try:
-        at, deadline = float(row["t"] or ""), float(row["deadline"] or "") if row.get("deadline") else None
-        _check_times(at, deadline)
-        priority = int(row["priority"] or "") if row.get("priority") else None
-        client = row.get("client") or "0"
-        return at, row["model"] or "", deadline, priority, int(client) if client.isdecimal() else client
-    except ValueError as e:
-        raise WorkloadError(f"{where}: {e}") from e
-
-
-def _check_times(at: float, deadline: float | None) -> None:
-    if not (math.isfinite(at) and at >= 0):
-        raise ValueError(f"the arrival time is {at} s, and must be finite and at least 0")
-    if deadline is not None and not (math.isfinite(deadline) and deadline > 0):
-        raise ValueError(f"the deadline is {deadline} ms, and must be finite and above 0, or None")
-
-
-def _checked(row: Row, where: str) -> Row:
-    try:
-        at, model, deadline, priority, client = row
-        _check_times(at, deadline)
-        if not isinstance(model, str):
-            raise ValueError(f"the model is {model!r}, and must be a name")
-        if not isinstance(client, int | np.integer | str):
-            raise ValueError("the client must be an integer or a name")
-        if not (priority is None or isinstance(priority, int | np.integer)):
-            raise ValueError("the priority must be an integer, or None")
-    except (TypeError, ValueError) as e:
-        form = "(seconds, model, deadline in ms or None, priority or None, client)"
-        raise WorkloadError(f"{where} is {row!r}, but a row must be {form}: {e}") from e
-    return row
-
-
-@dataclass(frozen=True, slots=True)
-class TraceWorkload(Workload):
-    """Recorded arrivals: (seconds, model, deadline in ms after that or None, priority, client) each, in any order."""
-
-    rows: tuple[Row, ...]
-
-    def __post_init__(self) -> None:
-        checked = [_checked(row, f"row {k} of the trace") for k, row in enumerate(self.rows)]
-        object.__setattr__(self, "rows", tuple(sorted(checked, key=lambda each: each[0])))
-
-    @classmethod
-    def from_csv(cls, path: str | Path) -> TraceWorkload:
-        """Columns `t` (seconds), `model`, and optionally `deadline` (ms after t), `priority`, `client`."""
-        rows = []
-        try:
-            with Path(path).open(newline="") as file:
-                reader = csv.DictReader(file)
-                missing = " and ".join(sorted({"t", "model"} - set(reader.fieldnames or ())))
-                if missing:
-                    raise WorkloadError(f"{path} has no column {missing}: its first line must name the columns")
-                for number, row in enumerate(reader, 2):
-                    rows.append(_row(row, f"{path}, line {number}"))
-        except OSError as e:
-            reason = e.strerror or e
-            raise WorkloadError(f"{path} cannot be read ({reason}): give a CSV file with columns t and model") from e
-        except (UnicodeDecodeError, csv.Error) as e:
-            raise WorkloadError(f"{path} is not a file of comma-separated values: {e}") from e
-        return cls(tuple(rows))
-
-    @property
-    def seconds(self) -> float:
-        return max((each[0] for each in self.rows), default=0.0)
-
-    def arrivals(self, models: Sequence[str], seed: int) -> Table:
-        found, numbers = np.zeros(len(self.rows), ARRIVAL), self._numbers()
-        for k, (t, model, deadline, priority, client) in enumerate(self.rows):
-            at = int(t * 1e9)
-            due = NEVER if deadline is None else at + int(deadline * 1e6)
-            found[k] = (at, due, _index(models, model), _priority(priority), numbers[client], 0.0)
-        return found
-
-    def _numbers(self) -> dict[int | str, int]:
-        """Numbers of all clients: clients given as numbers keep them, and names get the numbers after those."""
-        given = {each[4] for each in self.rows}
-        whole = sorted(each for each in given if not isinstance(each, str))
-        numbers: dict[int | str, int] = {each: int(each) for each in whole}
-        names = sorted(each for each in given if isinstance(each, str))
-        return {**numbers, **{name: k for k, name in enumerate(names, max(numbers.values(), default=0) + 1)}}
-
-    def clients_named(self) -> dict[int, str | None]:
-        return {k: str(each) if isinstance(each, str) or k else None for each, k in self._numbers().items()}
 
 
 @dataclass(frozen=True, slots=True)

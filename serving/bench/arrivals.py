@@ -12,7 +12,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.scheduler.sim.workload import MOST_SIGMA, TraceWorkload
+from paellapy.scheduler.sim.trace_workload import TraceWorkload
+from paellapy.scheduler.sim.workload import MOST_SIGMA
 from paellapy.serving.bench.client import BenchError
 from paellapy.serving.protocol import DEFAULT_LEVEL
 

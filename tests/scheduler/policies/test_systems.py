@@ -13,7 +13,8 @@ from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.policies import policy as policies
 from paellapy.scheduler.sim.results import Results
 from paellapy.scheduler.sim.simulate import simulate
-from paellapy.scheduler.sim.workload import ClosedLoop, Poisson, TraceWorkload, Workload
+from paellapy.scheduler.sim.trace_workload import TraceWorkload
+from paellapy.scheduler.sim.workload import ClosedLoop, Poisson, Workload
 
 H200 = part("h200")
 WARPS = H200.sms * H200.sm.warps

@@ -23,12 +23,12 @@ from paellapy.scheduler.sim.fluid import run_fluid
 from paellapy.scheduler.sim.mix import ALONE_US, MIX, mix_profiles
 from paellapy.scheduler.sim.options import Fidelity
 from paellapy.scheduler.sim.simulate import simulate
+from paellapy.scheduler.sim.trace_workload import TraceWorkload
 from paellapy.scheduler.sim.workload import (
     Background,
     ClosedLoop,
     Lognormal,
     Poisson,
-    TraceWorkload,
     Workload,
     WorkloadError,
 )

@@ -13,7 +13,8 @@ from paellapy.instrument.errors import ArgumentError
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.core.tenants import Tenant
 from paellapy.scheduler.sim.simulate import simulate
-from paellapy.scheduler.sim.workload import ClosedLoop, Poisson, TraceWorkload
+from paellapy.scheduler.sim.trace_workload import TraceWorkload
+from paellapy.scheduler.sim.workload import ClosedLoop, Poisson
 
 SHARES = {"alice": 1.0, "bob": 3.0, "carol": 6.0}
 
