@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.engine.trace import segment_times
+from paellapy.scheduler.engine.tracing import segment_times
 
 KEPT = 8
 PER_MODEL = 4  # a limit per model, so that one slow model does not hide the others

@@ -10,7 +10,7 @@ from paellapy.scheduler.backends.recorded import TracedBlocks
 from paellapy.scheduler.engine.hosting import Hosting
 from paellapy.scheduler.engine.stats import core_stats, loaded_stats
 from paellapy.scheduler.engine.tap import Tap
-from paellapy.scheduler.engine.trace import trace_engine
+from paellapy.scheduler.engine.tracing import trace_engine
 from paellapy.scheduler.models.lane_memory import MemoryPlan
 
 

@@ -20,7 +20,8 @@ from paellapy.scheduler.core import codes
 from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.profiles import ModelProfile
 from paellapy.scheduler.engine.engine import Engine
-from paellapy.scheduler.engine.trace import EngineTrace, TracedEngine, fill_engine_trace
+from paellapy.scheduler.engine.trace import EngineTrace
+from paellapy.scheduler.engine.tracing import TracedEngine, fill_engine_trace
 from paellapy.scheduler.sim import fluid_state as fluid
 from paellapy.scheduler.sim.blocks import BlocksGpu
 

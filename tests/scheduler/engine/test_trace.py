@@ -21,14 +21,8 @@ from paellapy.instrument.traces.trace import Trace
 from paellapy.scheduler.backends.recorded import TracedBlocks, TracedPiece
 from paellapy.scheduler.core.codes import NEVER
 from paellapy.scheduler.core.tables import COMPLETION
-from paellapy.scheduler.engine.trace import (
-    JOB_RECORD,
-    OWNER,
-    SEGMENT_RECORD,
-    EngineTrace,
-    TracedEngine,
-    fill_engine_trace,
-)
+from paellapy.scheduler.engine.trace import JOB_RECORD, OWNER, SEGMENT_RECORD, EngineTrace
+from paellapy.scheduler.engine.tracing import TracedEngine, fill_engine_trace
 from paellapy.scheduler.models.model import Model, TensorSpec
 
 
