@@ -4,7 +4,7 @@ text -> op tree      `syntax`, `locations`, `types`, `constants`, `tree`, `parse
 op tree -> steps     `lower`, and the translations of ops: `elementwise_ops`, `shape_ops`, `reduction_ops`,
                      `memory_ops`, `windows`, `control`
 steps at run time    `values`, `code` (control flow), `machine` (direct or recording), `turns` (blocks that wait)
-arithmetic           `elementwise`, `libdevice`, `shapes`, `reduction`, `conversion`, `native` (compiled loops)
+arithmetic           `elementwise`, `casts`, `libdevice`, `shapes`, `reduction`, `conversion`, `native` (compiled loops)
 memory               `arguments`, `access`, `memory` (checked), `plans` (addresses known in advance)
 recorded runs        `tape`, `products` (tiles joined to matrices), `replay`
 """

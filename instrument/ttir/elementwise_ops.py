@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from paellapy.instrument.ttir import casts, inline_asm, libdevice
 from paellapy.instrument.ttir import elementwise as ew
-from paellapy.instrument.ttir import inline_asm, libdevice
 from paellapy.instrument.ttir.code import Function, Run, Slots, call
 from paellapy.instrument.ttir.lower import Lowering, builds, copy_slot, each, marker_of, pure
 from paellapy.instrument.ttir.machine import Active, Buffers, Machine
@@ -65,7 +65,7 @@ def convert(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     source, target = op.in_types[0].element, op.out_types[0].element
     if source.is_float and target.is_float and source.compute == target.compute and not target.narrow:
         return copy_slot(args[0], outs[0])  # already held in a type that wide
-    return each(ew.convert(op.name, source, target, op.attributes.get("rounding", "")), args, outs[0])
+    return each(casts.convert(op.name, source, target, op.attributes.get("rounding", "")), args, outs[0])
 
 
 @builds("arith.select")
@@ -207,4 +207,4 @@ def bitcast(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
             slots[out] = Ptr(p.bases, p.which, offset, new)
 
         return recast
-    return each(ew.bitcast(source.element, target.element), args, outs[0])
+    return each(casts.bitcast(source.element, target.element), args, outs[0])

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from paellapy.instrument.ttir import casts, libdevice
 from paellapy.instrument.ttir import elementwise as ew
-from paellapy.instrument.ttir import libdevice
 from paellapy.instrument.ttir import rounding as rnd
 from paellapy.instrument.ttir.conversion import decode, encode
 from paellapy.instrument.ttir.types import ELEMENTS, Array, Element
@@ -185,7 +185,7 @@ def _convert(i: Instruction) -> Function:
                 return _write(rnd.to_float(value.astype(f"{value.dtype.kind}8"), mode or "rn", "f8"), to)
             if mode == "rz" and _element(to).narrow:  # type: ignore[union-attr]
                 element = ELEMENTS[to]
-                return _write(ew.convert("arith.truncf", ELEMENTS["f32"], element, "rtz")(value), to)
+                return _write(casts.convert("arith.truncf", ELEMENTS["f32"], element, "rtz")(value), to)
             rounded = rnd.to_float(value, mode, "f4") if to == "f32" and source == "f64" and mode else value
             return _write(rounded, to)
         kind = f"{'i' if to[0] == 's' else 'u'}{max(int(to[1:]), 16 if _element(source) else 8) // 8}"

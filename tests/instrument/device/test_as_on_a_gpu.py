@@ -16,6 +16,7 @@ from triton.language.extra import libdevice
 
 import paellapy as pp
 from paellapy.instrument.errors import LaunchError
+from paellapy.instrument.ttir import casts
 from paellapy.instrument.ttir import elementwise as ew
 from paellapy.instrument.ttir import libdevice as ours
 from paellapy.instrument.ttir.types import ELEMENTS
@@ -81,7 +82,7 @@ edges = st.sampled_from([*powers, 0.0, -0.0, 0.99, -5.7, 1e30, -1e30, np.inf, -n
        st.sampled_from(["f32", "f64"]), st.sampled_from([8, 16, 32, 64]))  # fmt: skip
 def test_conversions_to_integers_saturate(values: list[float], sign: bool, source: str, bits: int):
     x = np.array(values, ELEMENTS[source].compute)
-    convert = ew.convert("arith.fptosi" if sign else "arith.fptoui", ELEMENTS[source], ELEMENTS[f"i{bits}"])
+    convert = casts.convert("arith.fptosi" if sign else "arith.fptoui", ELEMENTS[source], ELEMENTS[f"i{bits}"])
     with np.errstate(all="ignore"):
         found = convert(x)
     assert found.dtype == ELEMENTS[f"i{bits}"].compute
