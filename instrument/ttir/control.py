@@ -5,8 +5,9 @@ from __future__ import annotations
 from paellapy.instrument.ttir import code
 from paellapy.instrument.ttir.code import Run, Slots
 from paellapy.instrument.ttir.latency import once_through
-from paellapy.instrument.ttir.lower import LoweredStep, Lowering, builds, called, waits, waits_for_memory
+from paellapy.instrument.ttir.lower import LoweredStep, Lowering, builds, waits
 from paellapy.instrument.ttir.machine import Active
+from paellapy.instrument.ttir.polling import called, waits_for_memory
 from paellapy.instrument.ttir.tree import Op
 
 Ints = tuple[int, ...]

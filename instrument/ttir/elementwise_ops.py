@@ -10,9 +10,10 @@ import numpy as np
 from paellapy.instrument.ttir import casts, inline_asm, libdevice
 from paellapy.instrument.ttir import elementwise as ew
 from paellapy.instrument.ttir.code import Function, Run, Slots, call
-from paellapy.instrument.ttir.lower import Lowering, builds, copy_slot, each, marker_of, pure
+from paellapy.instrument.ttir.lower import Lowering, builds, marker_of
 from paellapy.instrument.ttir.machine import Active, Buffers, Machine
 from paellapy.instrument.ttir.ptx_instructions import UnknownPtx
+from paellapy.instrument.ttir.steps import copy_slot, each, pure
 from paellapy.instrument.ttir.tree import Op
 from paellapy.instrument.ttir.values import Ptr, full, is_array
 

@@ -12,7 +12,6 @@ from paellapy.instrument.markers import Marker, Ranges
 from paellapy.instrument.ttir import code
 from paellapy.instrument.ttir.code import Code, Function, Run, Step
 from paellapy.instrument.ttir.constants import constant
-from paellapy.instrument.ttir.elementwise import elementwise
 from paellapy.instrument.ttir.latency import critical_path
 from paellapy.instrument.ttir.machine import Active
 from paellapy.instrument.ttir.tree import Block, Func, Module, Op, Region, walk
@@ -265,47 +264,6 @@ def _mark_dead(codes: list[Code], template: code.Slots) -> None:
             step.dead = tuple(last)
 
 
-def waits_for_memory(loop: Op, module: Module) -> bool:
-    """Whether another block can end a loop: its condition reads memory, or depends on values that its body polls."""
-    if any(op.name in ("tt.load", *_ATOMICS) for op in walk(loop.regions[0])):
-        return True
-    before, after = (region[0] for region in loop.regions)
-    known: set[str] = set()  # names whose values depend on a poll
-    while True:
-        size = len(known)
-        _follow_polls(loop.regions[1], known, module)
-        _follow_polls(loop.regions[0], known, module)
-        handed = (before.args, after.ops[-1].operands), (after.args, before.ops[-1].operands[1:])
-        for names, values in handed:
-            known.update(a for a, value in zip(names, values, strict=True) if value in known)
-        if len(known) == size:
-            return before.ops[-1].operands[0] in known
-
-
-def _follow_polls(region: Region, known: set[str], module: Module) -> None:
-    """Adds the results that depend on names in `known`, or on memory that other blocks may change meanwhile."""
-    for op in walk(region):
-        whole = (op, *(inner for region in op.regions for inner in walk(region)))
-        if any(polls(each, module) or not known.isdisjoint(each.operands) for each in whole):
-            known.update(op.results)
-
-
-_ATOMICS = ("tt.atomic_rmw", "tt.atomic_cas", "tt.atomic_poll", "tt.atomic_load")
-
-
-def polls(op: Op, module: Module) -> bool:
-    """Whether an op reads memory so as to see concurrent writes of other blocks."""
-    if op.name == "tt.call":
-        func = module.funcs.get(called(op))
-        return func is not None and any(polls(inner, module) for inner in walk(func.region))
-    return op.name in _ATOMICS or op.flag("isVolatile")
-
-
-def called(op: Op) -> str:
-    """The name of the function that a `tt.call` calls."""
-    return op.body.strip().removeprefix("@").split("(")[0].strip('" ')
-
-
 def marker_of(op: Op) -> Marker | None:
     """The begin or end of a range that an op stands for, if any."""
     return Marker.of(op.body) if op.name == "tt.elementwise_inline_asm" and "paellapy " in op.body else None
@@ -329,48 +287,5 @@ def waits(path: Array) -> Run:
 
     def run(active: Active, _: code.Slots) -> None:
         active.path += path
-
-    return run
-
-
-# ---- building blocks for builders ------------------------------------------------------------------------------------
-
-
-def pure(fn: Callable[..., Any], args: Sequence[int], out: int, flops: int = 0) -> Run:
-    """A step that computes one value from others."""
-    if len(args) == 1:
-        (a,) = args
-
-        def run1(active: Active, slots: code.Slots) -> None:
-            slots[out] = active.machine.call(fn, slots[a])
-            active.flops += flops
-
-        return run1
-    if len(args) == 2:
-        x, y = args
-
-        def run2(active: Active, slots: code.Slots) -> None:
-            slots[out] = active.machine.call(fn, slots[x], slots[y])
-            active.flops += flops
-
-        return run2
-
-    def run(active: Active, slots: code.Slots) -> None:
-        slots[out] = active.machine.call(fn, *[slots[i] for i in args])
-        active.flops += flops
-
-    return run
-
-
-def each(fn: Callable[..., Any], args: Sequence[int], out: int, flops: int = 0) -> Run:
-    """As `pure`, element by element."""
-    return pure(elementwise(fn), args, out, flops)
-
-
-def copy_slot(source: int, out: int) -> Run:
-    """A step that only gives a value another name."""
-
-    def run(active: Active, slots: code.Slots) -> None:
-        slots[out] = slots[source]
 
     return run

@@ -9,8 +9,9 @@ from paellapy.instrument.ttir import elementwise as ew
 from paellapy.instrument.ttir import reduction
 from paellapy.instrument.ttir.code import Code, Run, Slots
 from paellapy.instrument.ttir.conversion import rounder
-from paellapy.instrument.ttir.lower import Lowering, builds, pure
+from paellapy.instrument.ttir.lower import Lowering, builds
 from paellapy.instrument.ttir.machine import Active
+from paellapy.instrument.ttir.steps import pure
 from paellapy.instrument.ttir.tree import Op, walk
 from paellapy.instrument.ttir.types import Type
 

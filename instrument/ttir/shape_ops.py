@@ -9,8 +9,9 @@ import numpy as np
 
 from paellapy.instrument.ttir import shapes
 from paellapy.instrument.ttir.code import Run, Slots
-from paellapy.instrument.ttir.lower import Lowering, builds, copy_slot, pure
+from paellapy.instrument.ttir.lower import Lowering, builds
 from paellapy.instrument.ttir.machine import Active
+from paellapy.instrument.ttir.steps import copy_slot, pure
 from paellapy.instrument.ttir.tree import Op
 from paellapy.instrument.ttir.values import Ptr, is_array
 
