@@ -67,7 +67,8 @@ def serve_floor() -> None:
     import uvloop
     from aiohttp import web
 
-    from paellapy.serving.protocol import RequestBody, ResponseBody, ResponseTensor
+    from paellapy.serving.protocol import RequestBody
+    from paellapy.serving.responses import ResponseBody, ResponseTensor
 
     decode = msgspec.json.Decoder(RequestBody).decode
     encode = msgspec.json.Encoder().encode

@@ -21,8 +21,9 @@ from paellapy.scheduler.engine.door import Call
 from paellapy.scheduler.models.model import Model
 from paellapy.serving.admission import Ticket
 from paellapy.serving.errors import RefusedError, status_of
-from paellapy.serving.protocol import Request, decode, encode
+from paellapy.serving.protocol import Request, decode
 from paellapy.serving.registry import VERSION
+from paellapy.serving.responses import encode
 from paellapy.serving.service import Service
 
 LONG_BYTES = 1 << 17  # JSON of this size takes a millisecond or more to read

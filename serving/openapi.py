@@ -11,7 +11,8 @@ from aiohttp import web
 from paellapy.instrument.versions import versions
 from paellapy.serving.access import open_to_all
 from paellapy.serving.middleware import json_response
-from paellapy.serving.protocol import DEFAULT_LEVEL, RequestBody, ResponseBody
+from paellapy.serving.protocol import DEFAULT_LEVEL, RequestBody
+from paellapy.serving.responses import ResponseBody
 
 _JSON = "application/json"
 _ERROR = {"$ref": "#/components/schemas/Error"}

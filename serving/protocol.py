@@ -1,4 +1,4 @@
-"""Bodies of the Open Inference Protocol v2: JSON, and the binary tensor extension, in both directions.
+"""Requests of the Open Inference Protocol v2: JSON, and the binary tensor extension.
 
 A request's tensors have the batch as their leading axis, as the model's metadata says (`[-1, …]`); a single item may
 also be sent without that axis. `decode` makes all checks, so that its result can be written into slots.
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from paellapy.scheduler.engine.request_checks import check_ranges
 from paellapy.scheduler.models.model import Model, TensorSpec
-from paellapy.serving.datatypes import check_datatype, datatype
+from paellapy.serving.datatypes import check_datatype
 from paellapy.serving.errors import RequestError, short
 from paellapy.serving.numbers import NOT_JSON, numbers
 from paellapy.serving.repeats import LONGEST, Repeated, find, keep, parts, starts_at
@@ -50,21 +50,6 @@ class RequestBody(msgspec.Struct):
     parameters: Parameters = {}
 
 
-class ResponseTensor(msgspec.Struct, omit_defaults=True):
-    name: str
-    datatype: str
-    shape: list[int]
-    parameters: Parameters = {}
-    data: list[Any] | msgspec.UnsetType = msgspec.UNSET
-
-
-class ResponseBody(msgspec.Struct, omit_defaults=True):
-    model_name: str
-    model_version: str
-    outputs: list[ResponseTensor]
-    id: str = ""
-
-
 class Output(msgspec.Struct, frozen=True):
     """One tensor of the answer, and its encoding."""
 
@@ -87,10 +72,6 @@ class Request(msgspec.Struct, frozen=True):  # creating a Struct takes a fractio
 
 
 _decode = msgspec.json.Decoder(RequestBody).decode
-_encode = msgspec.json.Encoder().encode
-
-
-# -- requests
 
 
 def largest_request(model: Model) -> int:
@@ -286,76 +267,3 @@ def _scheduling(parameters: Parameters) -> tuple[int | None, float | None]:
 def engine_priority(model: Model, level: int | None) -> int | None:
     """The engine's priority for the protocol's level; None: the model's own."""
     return model.priority + DEFAULT_LEVEL - level if level else None
-
-
-# -- answers
-
-
-def encode(
-    model: Model, version: str, request: Request, results: dict[str, NDArray[Any]]
-) -> tuple[list[bytes | memoryview], int | None]:
-    """The answer's body in pieces, and the length of its JSON if binary tensors follow.
-
-    `results` maps each output to an array [items, …].
-    """
-    repeated = request.repeated
-    if repeated is not None and repeated.answer is not None:
-        known = repeated.answer
-        if len(known) == 1:
-            return [known[0], *(_raw(results[output.name]) for output in request.outputs)], len(known[0])
-        pieces: list[bytes | memoryview] = [known[0]]
-        for output, text in zip(request.outputs, known[1:], strict=True):
-            pieces += (_encode(_values(results[output.name])), text)
-        return pieces, None
-    tensors: list[ResponseTensor] = []
-    tail: list[bytes | memoryview] = []
-    for output in request.outputs:
-        array = results[output.name]
-        name = datatype(model.outputs[output.name].dtype)
-        if output.classes:
-            array, name = classify(array, output.classes), "BYTES"
-        shape = list(array.shape if request.batched else array.shape[1:])
-        if output.binary:
-            data = _texts(array) if name == "BYTES" else _raw(array)
-            tail.append(data)
-            tensors.append(ResponseTensor(output.name, name, shape, {"binary_data_size": len(data)}))
-        else:
-            tensors.append(ResponseTensor(output.name, name, shape, data=_values(array)))
-    header = _encode(ResponseBody(model.name, version, tensors, request.id))
-    if repeated is not None and not any(output.classes for output in request.outputs):
-        if len(tail) == len(tensors):
-            repeated.answer = [header]
-        elif not tail:
-            for tensor in tensors:
-                tensor.data = []
-            # This text cannot occur inside a JSON string, where quotation marks are escaped.
-            empty = _encode(ResponseBody(model.name, version, tensors, request.id)).split(b'"data":[]')
-            repeated.answer = [b'%b"data":' % text for text in empty[:-1]] + empty[-1:]
-    return [header, *tail], len(header) if tail else None
-
-
-def _values(array: NDArray[Any]) -> list[Any]:
-    """The values as JSON numbers."""
-    flat: list[Any] = (array.astype(np.float32) if array.dtype.char in "eE" else array).reshape(-1).tolist()
-    return flat
-
-
-def _raw(array: NDArray[Any]) -> memoryview:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-
-
-def classify(scores: NDArray[Any], classes: int) -> NDArray[Any]:
-    """The classification extension: the best classes of every item as "score:index".
-
-    >>> classify(np.array([[0.25, 0.75]]), 1)[0, 0]
-    '0.750000:1'
-    """
-    best = np.argsort(-scores, axis=1, kind="stable")[:, :classes]
-    texts = [[f"{float(row[k]):f}:{k}" for k in ks] for row, ks in zip(scores, best, strict=True)]
-    return np.array(texts, dtype=object)
-
-
-def _texts(array: NDArray[Any]) -> bytes:
-    """BYTES: each element is its length in four bytes, followed by the text."""
-    parts = (str(each).encode() for each in array.reshape(-1))
-    return b"".join(len(part).to_bytes(4, "little") + part for part in parts)

@@ -16,7 +16,8 @@ from paellapy.serving import numbers
 from paellapy.serving.codings import choose_coding
 from paellapy.serving.datatypes import DTYPES
 from paellapy.serving.errors import RequestError
-from paellapy.serving.protocol import DEFAULT_LEVEL, PRIORITY_LEVELS, decode, encode
+from paellapy.serving.protocol import DEFAULT_LEVEL, PRIORITY_LEVELS, decode
+from paellapy.serving.responses import encode
 
 
 def model_of(**inputs):

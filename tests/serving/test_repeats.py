@@ -13,7 +13,8 @@ from hypothesis import strategies as some
 from paellapy.scheduler.models.model import Model, TensorSpec
 from paellapy.serving import repeats
 from paellapy.serving.errors import RequestError
-from paellapy.serving.protocol import Request, decode, encode
+from paellapy.serving.protocol import Request, decode
+from paellapy.serving.responses import encode
 
 DTYPES = ("float32", "int8", "float64", "bool", "uint16")
 
