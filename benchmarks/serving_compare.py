@@ -36,7 +36,7 @@ from serving_floor import server as floor_server
 from paellapy.serving.bench.http import BODIES, HttpTarget, Inputs, made_up
 from paellapy.serving.bench.load import Bench, Load, summarize
 from paellapy.serving.bench.run import run_bench
-from paellapy.serving.server import loop_factory
+from paellapy.serving.process_settings import loop_factory
 
 HERE = Path(__file__).parent
 CASES = [("small", True), ("small", False), ("large", True)]

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ctypes
 import logging
 import os
 import signal
 import socket
 import ssl
 import sys
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from aiohttp import web
 
@@ -32,23 +29,19 @@ from paellapy.serving.fast_path.connection import FastConnection
 from paellapy.serving.fast_path.inference import ShortWay
 from paellapy.serving.heartbeat import Heartbeat
 from paellapy.serving.listening import Site, listen, stop_listening, url_of
+from paellapy.serving.loading import load_models
 from paellapy.serving.logs import configure, log
 from paellapy.serving.middleware import SERVICE
+from paellapy.serving.process_settings import keep_memory, loop_factory, share_interpreter
 from paellapy.serving.registry import Catalogue, Registry
 from paellapy.serving.reload import Reloader, check_file
 from paellapy.serving.runner import Runner
 from paellapy.serving.service import Service
-from paellapy.serving.warm import warm_up
-
-T = TypeVar("T")
 
 Announce = Callable[[str], None]
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 LOOK_S = 0.25
 TIMEOUT_S, VIRTUAL_TIMEOUT_S = 10.0, 60.0  # where engine_timeout_s is not set
-PATIENCE_S = 10.0  # between log lines while a model is loading
-SWITCH_S = 1e-3  # the interpreter's default of 5 ms would be added to requests while a thread makes metrics
 
 
 class Server:
@@ -172,42 +165,6 @@ class Server:
             self._heartbeat.cancel()
 
 
-async def load_models(registry: Registry, stopping: Callable[[], bool], also: Callable[[], None] | None = None) -> None:
-    """Compiles what requests run, then loads the models wanted at the start, one after another.
-
-    If a model cannot be loaded, the server runs on but is not ready; if none can be loaded, the error is raised. `also`
-    compiles further code.
-    """
-    failure: PaellaError | None = None
-    await _patiently(partial(warm_up, registry.engine.current_policy), {})
-    if also is not None and not stopping():
-        await _patiently(also, {})
-    for entry in registry.entries.values():
-        if entry.wanted and entry.model is None and not stopping():
-            began = time.monotonic()
-            log.info("loading", extra={"fields": {"model": entry.name, "device": registry.engine.device.name}})
-            try:
-                alone_ms = await _patiently(partial(registry.load, entry.name), {"model": entry.name})
-            except PaellaError as e:
-                failure = e
-                log.error("a model could not be loaded", extra={"fields": {"model": entry.name, "error": str(e)}})
-            else:
-                took_s = round(time.monotonic() - began, 2)
-                log.info("loaded", extra={"fields": {"model": entry.name, "s": took_s, "alone_ms": alone_ms}})
-    if failure is not None and not any(entry.model for entry in registry.entries.values()):
-        raise failure
-
-
-async def _patiently(work: Callable[[], T], what: Mapping[str, Any]) -> T:
-    """Runs the work in a thread and logs a line now and then, so that an operator sees that it continues."""
-    began = time.monotonic()
-    task = asyncio.create_task(asyncio.to_thread(work))
-    while not (await asyncio.wait((task,), timeout=PATIENCE_S))[0]:
-        so_far = {**what, "s": round(time.monotonic() - began)}
-        log.info("still loading; the first start on a machine compiles kernels", extra={"fields": so_far})
-    return task.result()
-
-
 async def failure_of(engine: Engine | RemoteEngine, service: Service | None = None) -> BaseException:
     """Waits until the engine's GPU fails or the engine is given up; then a new process is needed."""
     while engine.failure is None:
@@ -290,24 +247,11 @@ def end_now(code: int, said: str = "stopped while a model was being loaded") -> 
     os._exit(code)
 
 
-def share_interpreter() -> None:
-    """Makes threads beside the event loop give the interpreter back sooner."""
-    sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
-
-
 def warn_of_neighbours(options: ServerConfig, keys: Mapping[str, Any]) -> None:
     """Warns at the start if anybody on the network may use the server."""
     if not keys and not is_loopback(options.host):
         said = "everybody who reaches this port can use it: give clients keys under [keys], or listen on 127.0.0.1"
         log.warning(said, extra={"fields": {"host": options.host}})
-
-
-def keep_memory() -> None:
-    """Keeps freed memory: request bodies of some hundred KB come and go, and returning it to the system costs time."""
-    with contextlib.suppress(AttributeError, OSError):  # glibc only
-        libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_THRESHOLD, 8 << 20)
-        libc.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
 
 
 def run_server(
@@ -326,12 +270,3 @@ def run_server(
 
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(main())
-
-
-def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's, if it is installed."""
-    try:
-        import uvloop
-    except ImportError:  # on Windows, or not installed
-        return None
-    return uvloop.new_event_loop

@@ -11,7 +11,7 @@ from paellapy.cluster.router import Router, RouterOptions
 from paellapy.cluster.tasks import RouterTask, taken
 from paellapy.cluster.view import Member
 from paellapy.serving.logs import configure
-from paellapy.serving.server import keep_memory, loop_factory
+from paellapy.serving.process_settings import keep_memory, loop_factory
 
 
 async def _run(task: RouterTask) -> None:

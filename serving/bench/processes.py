@@ -13,7 +13,7 @@ from paellapy.serving.bench.arrivals import Load
 from paellapy.serving.bench.client import BenchError
 from paellapy.serving.bench.http import HttpTarget
 from paellapy.serving.bench.load import Bench, Outcome, Progress
-from paellapy.serving.server import loop_factory
+from paellapy.serving.process_settings import loop_factory
 
 Run = tuple[dict[str, Outcome], float, float]  # outcomes, seconds, lateness
 

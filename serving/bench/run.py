@@ -12,7 +12,7 @@ from paellapy.serving.bench.engine import EngineTarget
 from paellapy.serving.bench.http import HttpTarget
 from paellapy.serving.bench.load import Bench, Progress, Target, summarize
 from paellapy.serving.bench.processes import run_processes
-from paellapy.serving.server import loop_factory
+from paellapy.serving.process_settings import loop_factory
 
 
 def run_bench(target: str | Engine, load: Load, progress: Progress | None = None, clients: int = 1) -> dict[str, Any]:

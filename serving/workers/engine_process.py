@@ -16,10 +16,11 @@ from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.policies.policy import Policy, find_policy, policy_names
 from paellapy.serving.build import build_engine, build_entries, has_room_twice
 from paellapy.serving.config import Config, Source
+from paellapy.serving.loading import load_models
 from paellapy.serving.logs import configure, log
 from paellapy.serving.registry import Entry, Registry, entry_of
 from paellapy.serving.reload import Reloader
-from paellapy.serving.server import end_now, ends, failure_of, load_models
+from paellapy.serving.server import end_now, ends, failure_of
 from paellapy.serving.warm import warm_up
 from paellapy.serving.workers.engine_host import EngineHost
 from paellapy.serving.workers.kept import Kept

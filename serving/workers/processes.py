@@ -19,16 +19,9 @@ from paellapy.serving.counters import Counters, Numbers, counter_table
 from paellapy.serving.listening import Shares, url_of
 from paellapy.serving.logs import configure, log
 from paellapy.serving.machine import own_folder
+from paellapy.serving.process_settings import keep_memory, loop_factory, share_interpreter
 from paellapy.serving.reload import noted
-from paellapy.serving.server import (
-    Announce,
-    Server,
-    keep_memory,
-    loop_factory,
-    run,
-    share_interpreter,
-    warn_of_neighbours,
-)
+from paellapy.serving.server import Announce, Server, run, warn_of_neighbours
 from paellapy.serving.service import Service
 from paellapy.serving.suspects import Suspects, suspect_table
 from paellapy.serving.warm import import_device, warm_up

@@ -261,8 +261,8 @@ def test_whoever_waits_for_what_is_compiled_before_the_models_hears_of_it(monkey
                 told.set()
 
     handler = Handler()
-    monkeypatch.setattr("paellapy.serving.server.PATIENCE_S", 0.01)
-    monkeypatch.setattr("paellapy.serving.server.warm_up", lambda policy: told.wait())
+    monkeypatch.setattr("paellapy.serving.loading.PATIENCE_S", 0.01)
+    monkeypatch.setattr("paellapy.serving.loading.warm_up", lambda policy: told.wait())
     monkeypatch.setattr(log, "handlers", [handler])
     monkeypatch.setattr(log, "propagate", False)
     log.setLevel(logging.INFO)

@@ -1,0 +1,34 @@
+"""Settings of a process that serves: its event loop, its memory, and its interpreter lock."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import sys
+from collections.abc import Callable
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+SWITCH_S = 1e-3  # the interpreter's default of 5 ms would be added to requests while a thread makes metrics
+
+
+def share_interpreter() -> None:
+    """Makes threads beside the event loop give the interpreter back sooner."""
+    sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
+
+
+def keep_memory() -> None:
+    """Keeps freed memory: request bodies of some hundred KB come and go, and returning it to the system costs time."""
+    with contextlib.suppress(AttributeError, OSError):  # glibc only
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, 8 << 20)
+        libc.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's, if it is installed."""
+    try:
+        import uvloop
+    except ImportError:  # on Windows, or not installed
+        return None
+    return uvloop.new_event_loop
