@@ -1,11 +1,8 @@
-"""The Triton front end: arguments specialised as Triton does it, bound as Python does it, laid out as PTX has it."""
+"""The Triton front end: arguments specialised as Triton does it, and kernels compiled for any target."""
 
 from __future__ import annotations
 
 import enum
-import re
-import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,13 +17,12 @@ from triton.backends.compiler import BaseBackend
 from triton.runtime.jit import create_function_from_signature
 
 from paellapy.instrument import cache
-from paellapy.instrument.arguments import of_int, param_layout, triton_dtype
+from paellapy.instrument.arguments import of_int, triton_dtype
 from paellapy.instrument.errors import ArgumentError, CompileError
-from paellapy.instrument.kernels.triton_arguments import TypeHandlers, launch_values
+from paellapy.instrument.kernels.triton_arguments import TypeHandlers
 from paellapy.instrument.kernels.triton_kernel import TritonKernel
 from paellapy.instrument.kernels.triton_source import TritonSource, target_capability
 from paellapy.instrument.ptx import assemble
-from paellapy.instrument.ptx.module import Module
 
 HANDLERS = TypeHandlers()
 
@@ -50,26 +46,6 @@ def unspecialised(a, b):
 @triton.jit
 def annotated(a: tl.int64, b: tl.float32, c: tl.uint8, d: tl.int1):
     pass
-
-
-@triton.jit
-def defaults(x, n=16, *, scale=2.0, B: tl.constexpr = 64):
-    tl.store(x + tl.arange(0, B), n * scale)
-
-
-@triton.jit
-def shadowing(k0, v0, v1, k1, _handlers, _options, _default0=3):
-    pass
-
-
-@triton.jit
-def keyed(B: tl.constexpr):
-    pass
-
-
-@triton.jit
-def store_all(out, a, b, c, d, e, f):
-    tl.store(out, a + b + c + d + e + f)
 
 
 def bind(fn: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
@@ -180,77 +156,11 @@ def test_unknown_element_types_are_refused() -> None:
         triton_dtype(np.dtype(np.complex64))
 
 
-# -- binding
-
-
-def test_positions_keywords_and_defaults_bind_as_in_python() -> None:
-    assert bind(defaults, "*fp32")[0] == (16, 16, 2.0, 64)
-    assert bind(defaults, n=5, x="*fp32", B=32)[0] == (16, 5, 2.0, 32)
-    values, _, options = bind(defaults, "*fp32", 7, scale=1.0, num_warps=8)
-    assert (values, options) == ((16, 7, 1.0, 64), {"num_warps": 8})
-
-
-def test_parameters_may_have_any_name() -> None:
-    assert bind(shadowing, 10, 11, 12, 13, 14, 15)[0] == (10, 11, 12, 13, 14, 15, 3)
-
-
-def test_constants_that_python_takes_for_equal_are_different_kernels() -> None:
-    values = [1, True, 1.0, 0.0, -0.0, 0, False, None, "1", (1,), (True,), (1.0,), ((1,),), tl.constexpr(1)]
-    keys = [bind(keyed, v)[1] for v in values]
-    assert len(set(keys)) == len(values)
-    assert bind(keyed, float("nan"))[1] == bind(keyed, float("nan"))[1]
-    assert bind(keyed, tl.float32)[1] == bind(keyed, tl.float32)[1] != bind(keyed, tl.float16)[1]
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda k: k("*fp32", "*fp32", B=64), r"'copy': missing a required argument: 'n'.*x, out, n, B"),
-        (lambda k: k(), r"'copy': missing a required argument: 'x'.*x, out, n, B"),
-        (lambda k: k("*fp32", "*fp32", 1, 64, 5), r"'copy': too many positional arguments.*x, out, n, B"),
-        (lambda k: k("*fp32", "*fp32", 1, 64, x="*fp32"), r"'copy': multiple values for argument 'x'.*x, out, n, B"),
-        (lambda k: k("*fp32", "*fp32", 1, 64, blocks=3), r"'copy'.*'blocks'.*x, out, n, B.*num_warps"),
-        (lambda k: k("*fp32", "*fp32", object(), 64), r"'copy', argument 'n'.*object"),
-        (lambda k: k("*fp32", "*fp32", np.int64(3), 64), r"'copy', argument 'n'.*int64.*item"),
-        (lambda k: k("*fp32", "*fp32", 2**64, 64), r"'copy', argument 'n'.*64 bits"),
-        (lambda k: k("*fp32", "*fp32", 1, [64]), r"'copy', argument 'B'.*constant"),
-    ],
-)
-def test_wrong_calls_name_the_kernel_and_its_parameters(call: Callable[[Any], Any], message: str) -> None:
-    kernel = TritonKernel(copy, None, "auto")
-    with pytest.raises(ArgumentError, match=message):
-        call(lambda *args, **kwargs: kernel.compile(*args, target="sm_80", **kwargs))
-
-
-# -- options
+# -- compilation
 
 
 def compiled(target: str = "sm_80", **options: Any) -> Any:
     return TritonKernel(copy, None, "auto").compile("*fp32", "*fp32", "i32", B=256, target=target, **options)
-
-
-def test_launch_options_reach_the_compiler() -> None:
-    assert [compiled(num_warps=w).source.threads for w in (1, 4, 8)] == [32, 128, 256]
-    assert compiled(num_stages=5).source.metadata["num_stages"] == 5
-    assert ".maxnreg 40" in compiled(maxnreg=40).ptx
-    assert ".maxnreg" not in compiled().ptx
-    assert compiled("sm_90", num_ctas=2).source.cluster == 2
-    assert "--fmad=false" in compiled(enable_fp_fusion=False).source.ptxas_options
-    assert "--fmad=false" not in compiled().source.ptxas_options
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_warps": 3}, {"num_warps": 0}, {"num_warps": 64}, {"num_warps": "4"}, {"num_warps": [4]},
-        {"num_stages": -1}, {"num_stages": 1.5}, {"num_ctas": 3}, {"maxnreg": 0}, {"maxnreg": 1000},
-        {"enable_fp_fusion": "no"}, {"debug": 2},
-    ],
-)  # fmt: skip
-def test_options_no_gpu_can_run_are_refused(options: dict[str, Any]) -> None:
-    (name,) = options
-    with pytest.raises(ArgumentError, match=f"'copy': {name} must be"):
-        compiled(**options)
 
 
 def test_what_a_target_cannot_do_is_a_compile_error() -> None:
@@ -278,60 +188,6 @@ def test_targets_have_capabilities(target: str, capability: int) -> None:
 def test_unknown_targets_are_refused(target: str) -> None:
     with pytest.raises(ArgumentError, match="sm_90"):
         target_capability(target)
-
-
-# -- the parameter buffer
-
-
-def places(layout: str) -> list[tuple[int, int]]:
-    """Offset and size of every parameter of a `struct` format."""
-    found, at = [], 0
-    for count, code in re.findall(r"(\d*)([a-zA-Z])", layout):
-        size = struct.calcsize(f"<{count}{code}")
-        if code != "x":
-            found.append((at, size))
-        at += size
-    return found
-
-
-def places_in_ptx(ptx: str) -> list[tuple[int, int]]:
-    """Offset and size of every parameter the PTX declares: each is aligned to its own size."""
-    found, at = [], 0
-    for param in Module.parse(ptx).entry().params:
-        size = next(int(t.text[2:]) // 8 for t in param if re.fullmatch(r"\.[usbf]\d+", t.text))
-        at += -at % size
-        found.append((at, size))
-        at += size
-    return found
-
-
-FIELD = st.sampled_from(["i32", "i64", "u64", "fp32", "u1"])
-
-
-@given(st.tuples(FIELD, FIELD, FIELD, FIELD, FIELD, FIELD))
-@settings(max_examples=8, deadline=None)
-def test_parameters_lie_where_the_ptx_has_them(kinds: tuple[str, ...]) -> None:
-    kernel = TritonKernel(store_all, None, "auto")
-    source = kernel.compile("*fp32", *kinds, target="sm_80").source
-    assert places(source.param_format) == places_in_ptx(source.ptx)
-
-
-@given(st.lists(st.sampled_from(["B", "h", "i", "Q", "f", "d", "12s@4", "3s@1", "16s@8"]), max_size=8))
-def test_each_parameter_is_aligned_to_its_own_size(codes: list[str]) -> None:
-    wanted, at = [], 0
-    for code in codes:
-        plain, _, alignment = code.partition("@")
-        size = struct.calcsize(f"<{plain}")
-        at += -at % int(alignment or size)
-        wanted.append((at, size))
-        at += size
-    assert places(param_layout(codes)) == wanted
-
-
-def test_constants_do_not_travel_and_tuples_are_flattened() -> None:
-    signature = {"a": "*fp32", "b": "constexpr", "c": ("i32", ("constexpr", "fp32")), "d": "u1"}
-    values = (16, 5, (7, (None, 0.5)), True)
-    assert launch_values(signature, [], lambda descriptor, facts: None, values) == [16, 7, 0.5, True]
 
 
 # -- caching
