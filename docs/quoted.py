@@ -176,8 +176,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "engine.longest": lambda: f"{max(alone_ms()):.1f}",
     "demand.limit": lambda: f"{tuned('demand_limit'):.1f}",
     "demand.most": lambda: f"{tuned('most_demand'):.1f}",
-    "ranges.gemm": lambda: f"{100 * (stored('range_cost')['gemm']['ranges_over_traced'] - 1):.0f}",
-    "ranges.attention": lambda: f"{100 * (stored('range_cost')['attention']['ranges_over_traced'] - 1):.0f}",
     "first.kernels": lambda: str(stored("first_launch")["kernels"]),
     "first.first": lambda: f"{stored('first_launch')['times_faster']['first']:.1f}",
     "first.later": lambda: f"{stored('first_launch')['times_faster']['later']:.0f}",

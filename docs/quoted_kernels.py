@@ -16,13 +16,45 @@ def public() -> str:
     return paper_report.table(["operators", "", "variants of their kernels", ""], rows)
 
 
+def public_gpu() -> str:
+    """The operators on a GPU: what came of them, and how many launches and kernels they made."""
+    results = list(stored("public_kernels_gpu").values())
+    kinds = {
+        "same bits with and without reporting": "same bits",
+        "other bits in every plain run too (liger's group norm: atomic sums)": "bits vary plain too",
+        "other bits with reporting": "other bits",
+        "failed": "crashed",
+        "refused by the package itself with this version of Triton": "does not run plain",
+    }
+    rows = [[title, f"{sum(each['result'] == kind for each in results)}"] for title, kind in kinds.items()]
+    ran = [each for each in results if "launches" in each]
+    launches, once = (sum(each[key] for each in ran) for key in ("launches", "every_block_once"))
+    kernels = {kernel for each in ran for kernel in each["kernels"]}
+    rows.append(["launches; kernels", f"{launches}; {len(kernels)}"])
+    rows.append(["launches with every block exactly once in their trace", f"{once}"])
+    return paper_report.table(["operators", ""], rows)
+
+
 def sanitizer() -> str:
+    found = stored("sanitize")
+    variants = sorted({v for rows in found.values() for v in rows}, key=lambda each: (each != "plain", each))
     rows = [
-        [f"`{tool}`", variant, f"{found['kernels']}", f"{found['findings']}"]
-        for tool, variants in stored("sanitize").items()
-        for variant, found in sorted(variants.items())
+        [f"`{tool}`", *(f"{at[v]['findings']} in {at[v]['kernels']}" if v in at else "–" for v in variants)]
+        for tool, at in found.items()
     ]
-    return paper_report.table(["tool", "kernels compiled as", "kernels", "findings"], rows)
+    return paper_report.table(["findings, in kernels compiled as", *variants], rows)
+
+
+def range_cost() -> str:
+    """The time of two kernels without ranges and with eight."""
+    rows = []
+    for case, title in (("gemm", "GEMM of 4,096"), ("attention", "attention over 4,096 tokens")):
+        found = stored("range_cost")[case]
+        us = found["us"]
+        over = [found[f"ranges_over_{what}"] for what in ("plain", "traced")]
+        rows.append([title, *(f"{us[k]:.0f} µs" for k in ("plain", "traced", "traced with ranges")),
+                     *(f"{each:.3f}" for each in over)])  # fmt: skip
+    return paper_report.table(["kernel", "plain", "traced", "traced with ranges", "÷ plain", "÷ traced"], rows)
 
 
 def range_code() -> str:
@@ -44,4 +76,7 @@ def range_code() -> str:
 
 
 def tables() -> dict[str, str]:
-    return {"public-kernels": public(), "sanitizer": sanitizer(), "range-code": range_code()}
+    return {
+        "public-kernels": public(), "public-gpu": public_gpu(), "sanitizer": sanitizer(), "range-code": range_code(),
+        "range-cost": range_cost(),
+    }  # fmt: skip
