@@ -32,25 +32,27 @@ WARP_SHIFT = 32
 # packs the parameters. `magic` distinguishes our descriptors from other scratch buffers.
 DESCRIPTOR = np.dtype(
     [
-        ("lines", "<u8"),  # SM_LINE[n_sm]
-        ("rings", "<u8"),  # RING_RECORD[n_sm, ring_mask + 1]
-        ("notify", "<u8"),  # a word in pinned memory
-        ("magic", "<u8"),
-        ("launch", "<u4"),
-        ("ring_mask", "<u4"),
+        # The fields that blocks read first are in front, beside the kernel's own parameters: a line of constant memory
+        # that no block has read yet costs a round trip.
+        ("todo", "<u8"),  # slice and preempt: the blocks to run, one word each; null: those from `first` on
+        # preempt: the number of blocks that did not run, then their numbers: a counter, then one word per block
+        ("left", "<u8"),
+        ("flag", "<u8"),  # preempt: a word of device memory
+        ("epoch", "<u4"),  # preempt: this launch's number; its blocks run only while the flag is below it
         ("first", "<u4"),  # slice: linear index of this launch's first block in the logical grid
         ("grid_x", "<u4"),
         ("grid_y", "<u4"),
         ("grid_z", "<u4"),
-        ("epoch", "<u4"),  # preempt: this launch's number; its blocks run only while the flag is below it
+        ("launch", "<u4"),
+        ("lines", "<u8"),  # SM_LINE[n_sm]
+        ("rings", "<u8"),  # RING_RECORD[n_sm, ring_mask + 1]
+        ("ring_mask", "<u4"),
         ("range_mask", "<u4"),  # bytes of a lane's ring of RANGE_RECORD, minus one
-        ("flag", "<u8"),  # preempt: a word of device memory
-        # preempt: the number of blocks that did not run, then their numbers: a counter, then one word per block
-        ("left", "<u8"),
-        ("todo", "<u8"),  # slice and preempt: the blocks to run, one word each; null: those from `first` on
         # The lanes' rings of RANGE_RECORD, aligned to the size of a ring; before them their RANGE_HEADs, in reverse.
         # Null: ranges are not recorded.
         ("ranges", "<u8"),
+        ("notify", "<u8"),  # a word in pinned memory
+        ("magic", "<u8"),
     ]
 )
 LEFT_HEAD_BYTES = 128  # the counter has its own cache line

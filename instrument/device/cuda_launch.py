@@ -29,8 +29,8 @@ _DEFAULT_SHARED_LIMIT = 48 * 1024
 _BUFFER_POINTER, _BUFFER_SIZE, _END = 1, 2, 0
 _WORD, _QWORD = struct.Struct("<I"), struct.Struct("<Q")
 _SLICE = struct.Struct("<4I")  # first, grid_x, grid_y, grid_z: adjacent in the descriptor
-_PREEMPT = struct.Struct("<I4x3Q")  # epoch, flag, left, todo: adjacent in the descriptor
-_FIRST, _LAUNCH, _NOTIFY, _EPOCH = (field_offset(DESCRIPTOR, n) for n in ("first", "launch", "notify", "epoch"))
+_PREEMPT = struct.Struct("<3QI")  # todo, left, flag, epoch: adjacent in the descriptor
+_FIRST, _LAUNCH, _NOTIFY, _TODO = (field_offset(DESCRIPTOR, n) for n in ("first", "launch", "notify", "todo"))
 _RANGE_MASK, _RANGES = (field_offset(DESCRIPTOR, n) for n in ("range_mask", "ranges"))
 
 
@@ -189,7 +189,7 @@ class CudaLauncher(Launcher):
                 _WORD.pack_into(buffer.bytes, self._descriptor_at + _RANGE_MASK, layout.mask)
                 _QWORD.pack_into(buffer.bytes, self._descriptor_at + _RANGES, place)
         if words is not None:
-            _PREEMPT.pack_into(buffer.bytes, self._descriptor_at + _EPOCH, *words)
+            _PREEMPT.pack_into(buffer.bytes, self._descriptor_at + _TODO, *words)
         notification = self._to_be_notified(buffer) if self._notify else None
         if self._sliced:
             gx, gy, gz = count, 1, 1

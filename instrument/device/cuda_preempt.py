@@ -163,9 +163,9 @@ class CudaRun(Run):
 
     @property
     def words(self) -> tuple[int, int, int, int]:
-        """This launch's number, its flag, the list for blocks that do not run, and the list of its blocks (or 0)."""
+        """The list of its blocks (or 0), the list for blocks that do not run, its flag, and this launch's number."""
         todo = self._before._list.ptr + LEFT_HEAD_BYTES if self._before is not None else 0
-        return self.epoch, self._flag.address, self._list.ptr, todo
+        return todo, self._list.ptr, self._flag.address, self.epoch
 
     def launched(self) -> None:
         """Called once the kernel is on its stream."""

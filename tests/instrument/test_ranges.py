@@ -281,15 +281,16 @@ def test_begins_and_ends_find_each_other_however_they_are_nested(lanes):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("preemptible", [False, True])
 @pytest.mark.parametrize("per_warp", [False, True])
-def test_a_gpu_notes_ranges_within_its_blocks(per_warp):
+def test_a_gpu_notes_ranges_within_its_blocks(per_warp, preemptible):
     word = "pp_warp_range" if per_warp else "pp_range"
     text = CUDA.replace("RANGES_BEGIN", f'{word}_begin("work");').replace("RANGES_END", f'{word}_end("work");')
     kernel = pp.kernel(source=text, name="twice")
     with pp.Device("cuda"):
         x, out = pp.array(np.arange(N, dtype=np.float32)), pp.zeros(N)
         with pp.trace() as t:
-            kernel[8, 128](x, out, N)
+            (kernel.preemptible if preemptible else kernel)[8, 128](x, out, N)
     np.testing.assert_array_equal(out.numpy(), 2 * x.numpy())
     r = t.ranges.records
     assert len(r) == 8 * (4 if per_warp else 1)

@@ -7,10 +7,14 @@ import subprocess
 import sys
 import textwrap
 
+import numpy as np
 import pytest
 from places import TESTS
 
+from paellapy.instrument.records import DESCRIPTOR
+
 pytest.importorskip("cuda.bindings.driver")
+cuda_launch = pytest.importorskip("paellapy.instrument.device.cuda_launch")
 
 HEAD = """
     import gc, os
@@ -37,6 +41,15 @@ HEAD = """
 
     def ran(): return np.flatnonzero(out.numpy()[64::128]).tolist()
 """
+
+
+def test_the_fields_of_preemption_leave_the_rest_of_a_descriptor_alone():
+    raw = bytearray(b"\xff" * DESCRIPTOR.itemsize)
+    cuda_launch._PREEMPT.pack_into(raw, cuda_launch._TODO, 1, 2, 3, 4)
+    found = np.frombuffer(bytes(raw), DESCRIPTOR)[0]
+    written = {"todo": 1, "left": 2, "flag": 3, "epoch": 4}
+    for name in DESCRIPTOR.names:
+        assert found[name] == written.get(name, 2 ** (8 * DESCRIPTOR[name].itemsize) - 1), name
 
 
 @pytest.fixture(scope="module")
