@@ -2,8 +2,8 @@
 
 Each variant is captured into a CUDA graph of many launches; replays of all variants take turns, so that clock changes
 affect all of them alike. The ratio is of medians; the spread is the middle half of the per-round ratios. "one counter"
-is an alternative: all blocks of the GPU share one counter, as in Paella. "one flag" is an alternative to "preempt": all
-blocks read one copy of the flag.
+is an alternative: all blocks of the GPU share one counter, as in Paella. "one flag" and "at the start" are alternatives
+to "preempt": all blocks read one copy of the flag; every block waits for the flag before it does anything else.
 
     python benchmarks/report_cost.py [--out DIR] [--rounds 40] [--flags]
 """
@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import kernels as bench_kernels
 import numpy as np
@@ -26,10 +27,10 @@ from rich.table import Table
 import paellapy as pp
 from paellapy.instrument.device.cuda_launch import CudaLauncher
 from paellapy.instrument.device.driver import check, driver
-from paellapy.instrument.ptx import assemble
+from paellapy.instrument.ptx import assemble, passes, preempt_pass
 from paellapy.instrument.records import FLAG_COPIES, LEFT_HEAD_BYTES, SM_LINE
 
-FLAGS = ("plain", "plain again", "preempt", "one flag")
+FLAGS = ("plain", "plain again", "preempt", "one flag", "at the start")
 VARIANTS = ("plain", "plain again", "count", "trace", "notify", "slice", "preempt", "one flag", "one counter")
 
 
@@ -58,10 +59,9 @@ class Graph:
         return end.elapsed_ns(start) / self.launches
 
 
-def changed(launcher: CudaLauncher, line: str, instead: str) -> CudaLauncher:
-    """A kernel with another line of PTX."""
+def changed(launcher: CudaLauncher, text: str) -> CudaLauncher:
+    """A kernel with other PTX."""
     compiled = launcher.compiled
-    text = compiled.ptx.replace(line, instead)
     assert text != compiled.ptx
     source = compiled.source
     code = assemble.assemble(text, source.arch, source.name, source.ptxas_options, source.ptxas_path)
@@ -70,7 +70,24 @@ def changed(launcher: CudaLauncher, line: str, instead: str) -> CudaLauncher:
 
 def one_counter(launcher: CudaLauncher) -> CudaLauncher:
     """The `count` variant with every SM's line moved onto the first one."""
-    return changed(launcher, f"mad.wide.u32 %paellapy_a, %paellapy_sm, {SM_LINE.itemsize}, %paellapy_a;", "")
+    line = f"mad.wide.u32 %paellapy_a, %paellapy_sm, {SM_LINE.itemsize}, %paellapy_a;"
+    return changed(launcher, launcher.compiled.ptx.replace(line, ""))
+
+
+def one_flag(launcher: CudaLauncher) -> CudaLauncher:
+    """The `preempt` variant with every block reading the first copy of the flag."""
+    line = f"and.b32 %paellapy_pu, %paellapy_pu, {FLAG_COPIES - 1};"
+    return changed(launcher, launcher.compiled.ptx.replace(line, "mov.u32 %paellapy_pu, 0;"))
+
+
+def at_the_start(launcher: CudaLauncher) -> CudaLauncher:
+    """The `preempt` variant with the decision before the kernel's first instruction."""
+    compiled = launcher.compiled
+    with mock.patch.object(preempt_pass.Opening, "walk"):
+        return changed(launcher, passes.apply(compiled.original_ptx, compiled.config, compiled.name))
+
+
+WATCHING = {"preempt": lambda launcher: launcher, "one flag": one_flag, "at the start": at_the_start}
 
 
 def measure(
@@ -88,14 +105,11 @@ def measure(
         if name == "trace":
             with pp.trace(records_per_sm=records):
                 return Graph(device, call, work.launches)
-        if name in ("preempt", "one flag"):  # it is never set: every block looks at it and runs
+        if name in WATCHING:  # the flag is never set: every block looks at it and runs
             values, key, options = kernel._bind(device, work.args, work.keywords)
             key = (*key, *sorted(options.items()))
-            watching = kernel._prepare(device, values, key, options, sliced=False, preempt=True)
-            if name == "one flag":
-                watching = changed(watching, f"and.b32 %paellapy_pu, %paellapy_pu, {FLAG_COPIES - 1};",
-                                   "mov.u32 %paellapy_pu, 0;")  # fmt: skip
-            words = (1, flag.address, noted.ptr, 0)
+            watching = WATCHING[name](kernel._prepare(device, values, key, options, sliced=False, preempt=True))
+            words = (0, noted.ptr, flag.address, 1)
             call = lambda: watching(work.grid, values, words=words)  # noqa: E731
         if name == "one counter":
             counting = pp.kernel(work.kernel, report="count")

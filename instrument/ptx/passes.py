@@ -22,7 +22,7 @@ from paellapy.instrument import markers, records
 from paellapy.instrument.errors import InstrumentError
 from paellapy.instrument.ptx.exits import BARRIER_OPS, barrier_at_exit_is_safe, refuse_exit_in_functions
 from paellapy.instrument.ptx.module import Function, Kind, Module, Token
-from paellapy.instrument.ptx.preempt_pass import insert_decision, insert_flag_load, refuse_unpreemptible
+from paellapy.instrument.ptx.preempt_pass import preempt_entry
 from paellapy.instrument.ptx.range_pass import RangePass, has_markers, refuse_outside
 from paellapy.instrument.ptx.slice_pass import slice_entry
 from paellapy.instrument.records import DESCRIPTOR, MAGIC, RING_RECORD, SM_LINE, WARP_SHIFT, field_offset
@@ -129,12 +129,10 @@ class _Editor:
         if self.config.report in ("count", "trace"):
             self._report_start_and_end(trace=self.config.report == "trace")
         if self.config.preempt:
-            refuse_unpreemptible(self.module, self.entry)
-            insert_decision(self.entry, self._load, self._thread_index_bits("%paellapy_pt", "%paellapy_pu"))
-        if self.config.sliced:
-            slice_entry(self.module, self.entry, self._load, listed=self.config.preempt)
-        if self.config.preempt:
-            insert_flag_load(self.entry, self._load, self._thread_index_bits("%paellapy_pt", "%paellapy_pu"))
+            index = self._thread_index_bits("%paellapy_pt", "%paellapy_pu")
+            preempt_entry(self.module, self.entry, self._load, index, self.threads, self.config.sliced)
+        elif self.config.sliced:
+            slice_entry(self.module, self.entry, self._load)
         if self.config.notifies:
             self._notify()  # after slicing: the last block of *this launch* reports
 

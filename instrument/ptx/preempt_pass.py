@@ -1,8 +1,9 @@
 """The `preempt` pass: a block that starts while its launch's flag is set does not run; it records its number and exits.
 
-One thread of the block reads the flag, and a barrier with a reduction tells all others: every block decides as one,
-without shared memory. The read is issued first and its result is needed last, after the loads with which the kernel
-begins: the round trip to L2 is hidden behind theirs. Loads change nothing, so a block that leaves there has no effect.
+One thread of the block reads the flag when the block starts, and a barrier with a reduction tells all others: every
+block decides as one, without shared memory. The decision comes later than the read, so that the round trip to L2 is
+hidden behind the kernel's own. It is joined to the first barrier of the kernel, if all threads pass it before the block
+has any effect; otherwise it has a barrier of its own, after the reads with which the kernel begins (`Opening`).
 
 A flag is a number. A launch also has a number (`epoch`), and is preempted unless the flag is below it. So a launch that
 is made later is not affected by a flag that was set before.
@@ -10,18 +11,45 @@ is made later is not affected by a flag that was set before.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 from paellapy.instrument.errors import InstrumentError
 from paellapy.instrument.ptx.flow import COMPUTES, Names, written
 from paellapy.instrument.ptx.module import Function, Kind, Module, Statement, statements
+from paellapy.instrument.ptx.slice_pass import slice_entry
 from paellapy.instrument.ptx.waits import blocks_that_wait
 from paellapy.instrument.records import FLAG_COPIES, FLAG_COPY_BYTES, LEFT_HEAD_BYTES
 
 Load = Callable[[str, str], str]  # (register, field of the descriptor) → the instruction that loads it
 
+# Instructions that compute, or exchange values within a block: no other block can see them.
+_WITHIN_BLOCK = (
+    *COMPUTES, "activemask", "bfind", "copysign", "cos", "createpolicy", "dp2a", "dp4a", "elect", "ldmatrix", "match",
+    "mma", "movmatrix", "redux", "shfl", "sin", "stmatrix", "vote",
+)  # fmt: skip
+_OWN_SHARED = {"shared", "shared::cta"}
+_WHOLE_BLOCK_BARRIERS = ("bar.sync", "bar.cta.sync", "barrier.sync.aligned", "barrier.cta.sync.aligned")
+# The memory that a copy writes to belongs to the next block once this one has left.
+_AWAIT_COPIES = """
+	cp.async.wait_all;"""
+_WARP = 32
+_MOST_INSTRUCTIONS = 1000  # before the decision; a block that does not run must leave soon
 
-def refuse_unpreemptible(module: Module, entry: Function) -> None:
+
+def preempt_entry(
+    module: Module, entry: Function, load: Load, thread_index_bits: str, threads: Sequence[int] | None, sliced: bool
+) -> None:
+    """Lets blocks leave when they start; `sliced`: of a slice, or of a list of blocks."""
+    _refuse_unpreemptible(module, entry)
+    flat = sliced or not any(t.text == "%ctaid.y" for s in entry.instructions() for t in s.tokens)
+    _insert_decision(entry, load, threads is not None and math.prod(threads) == _WARP)
+    if sliced:  # also renumbers the block that is recorded
+        slice_entry(module, entry, load, listed=True)
+    _insert_flag_load(entry, load, thread_index_bits, flat)
+
+
+def _refuse_unpreemptible(module: Module, entry: Function) -> None:
     """Raises for kernels whose blocks cannot run without each other."""
     cluster = entry.directive(".reqnctapercluster")
     decided_at_launch = cluster is None and entry.directive(".explicitcluster") is not None
@@ -37,17 +65,92 @@ def refuse_unpreemptible(module: Module, entry: Function) -> None:
         )
 
 
-def insert_decision(entry: Function, load: Load, thread_index_bits: str) -> None:
-    """Inserts the decision after the loads with which the kernel begins. `slice` then renumbers the recorded block."""
+class Opening:
+    """The straight line of code with which a kernel begins, as far as it has no effect outside the block.
+
+    All threads run it from start to end. Reads and shared memory are no effects: a block may leave after them.
+    """
+
+    def __init__(self, entry: Function) -> None:
+        assert entry.body is not None
+        self._names = Names.of(entry)
+        self._jumped_to = {t.text for s in entry.body if s.kind is not Kind.LABEL for t in s.tokens}
+        self.start = next(i for i, s in enumerate(entry.body) if i and s.kind is not Kind.DIRECTIVE)
+        self.last_read = self.barrier = -1  # places in the body; -1: there is none
+        self.walk(entry.body)
+        self.place = self.barrier if self.barrier >= 0 else max(self.start, self.last_read + 1)
+        self.copies = any(s.is_op("cp") for s in entry.body[: self.place])
+
+    def walk(self, body: list[Statement]) -> None:
+        """Finds the last read and the barrier."""
+        from_memory: set[str] = set()  # registers that wait for a read
+        depth = count = 0
+        for i, s in enumerate(body[self.start :], self.start):
+            depth += (s.kind is Kind.OPEN) - (s.kind is Kind.CLOSE)
+            if depth < 0 or (s.kind is Kind.LABEL and s.label in self._jumped_to):
+                return
+            if s.kind is not Kind.INSTRUCTION:
+                continue
+            count += 1
+            if count > _MOST_INSTRUCTIONS or not (_is_whole_barrier(s) or _without_effect(s)):
+                return
+            if depth == 0 and _is_whole_barrier(s):
+                self.barrier = i
+                if self.last_read >= 0:
+                    return
+            elif _reads_global(s):
+                if depth == 0 and not self._uses(s, from_memory):
+                    self.last_read = i
+                    self.barrier = -1  # an earlier barrier would not wait long enough
+                if s.is_op("ld"):
+                    from_memory |= written(s, self._names)
+            elif not s.is_op("st", "cp") and self._uses(s, from_memory):
+                from_memory |= written(s, self._names)
+
+    def _uses(self, s: Statement, registers: set[str]) -> bool:
+        """Whether an instruction reads one of these registers, or writes a register that a pending read will write."""
+        return s.guard in registers or any(self._names.register(text) in registers for text in s.operands())
+
+
+def _without_effect(s: Statement) -> bool:
+    """Whether nothing outside the block can tell that an instruction ran."""
+    parts = s.opcode.split(".")
+    if s.is_op("ld", "ldu"):
+        return not {"volatile", "relaxed", "acquire", "mmio", "cv"} & set(parts)
+    if s.is_op("st"):
+        return bool(_OWN_SHARED & set(parts))
+    if s.is_op("cp"):
+        return parts[1] == "async" and not {"bulk", "mbarrier"} & set(parts)
+    return s.is_op(*_WITHIN_BLOCK) or s.opcode == "bar.warp.sync"
+
+
+def _reads_global(s: Statement) -> bool:
+    return s.is_op("ld", "cp") and "global" in s.opcode.split(".")
+
+
+def _is_whole_barrier(s: Statement) -> bool:
+    """Whether all threads of the block wait at an instruction."""
+    return s.opcode in _WHOLE_BLOCK_BARRIERS and not s.guard and len(s.operands()) == 1
+
+
+def _insert_decision(entry: Function, load: Load, one_warp: bool) -> None:
     assert entry.body is not None
-    at = _after_first_loads(entry)
-    entry.body[at:at] = statements(f"""
+    opening = Opening(entry)
+    barrier = entry.body[opening.barrier].operands()[0] if opening.barrier >= 0 else "0"
+    agree = f"bar.red.or.pred %paellapy_pp, {barrier}, %paellapy_pp;"
+    if one_warp and opening.barrier < 0:
+        agree = "vote.sync.any.pred %paellapy_pp, %paellapy_pp, 0xffffffff;"
+    decision = f"""
 	{load("%paellapy_pe", "epoch")}
 	setp.ge.u32 %paellapy_pp, %paellapy_pw, %paellapy_pe;
-	bar.red.or.pred %paellapy_pp, 0, %paellapy_pp;
-	@!%paellapy_pp bra $paellapy_run;
-	{thread_index_bits}
-	setp.ne.u32 %paellapy_pp, %paellapy_pt, 0;
+	{agree}
+	@%paellapy_pp bra.uni $paellapy_leave;"""
+    # Blocks that leave are rare: their code is behind the kernel's own, and costs the others neither jump nor fetch.
+    entry.insert_epilogue(f"""
+	ret;
+$paellapy_leave:{_AWAIT_COPIES if opening.copies else ""}
+	{load("%paellapy_pe", "epoch")}
+	setp.lt.u32 %paellapy_pp, %paellapy_pw, %paellapy_pe;
 	@%paellapy_pp bra $paellapy_noted;
 	mov.u32 %paellapy_pt, %ctaid.z;
 	mov.u32 %paellapy_pu, %nctaid.y;
@@ -62,11 +165,18 @@ def insert_decision(entry: Function, load: Load, thread_index_bits: str) -> None
 	st.global.u32 [%paellapy_pa+{LEFT_HEAD_BYTES}], %paellapy_pt;
 $paellapy_noted:
 	ret;
-$paellapy_run:""")
+""")
+    place = opening.place
+    entry.body[place : place + (opening.barrier >= 0)] = statements(decision)
 
 
-def insert_flag_load(entry: Function, load: Load, thread_index_bits: str) -> None:
+def _insert_flag_load(entry: Function, load: Load, thread_index_bits: str, flat: bool) -> None:
     """Reads a copy of the flag before anything else. All threads but the first use 0, below every launch's number."""
+    place = "mov.u32 %paellapy_pu, %ctaid.x;"
+    if not flat:  # special registers are slow: a second one is read only if the kernel does so too
+        place += """
+	mov.u32 %paellapy_pt, %ctaid.y;
+	add.u32 %paellapy_pu, %paellapy_pu, %paellapy_pt;"""
     entry.insert_prologue(f"""
 	.reg .b32 %paellapy_pt, %paellapy_pu, %paellapy_pw, %paellapy_pe;
 	.reg .b64 %paellapy_pa;
@@ -75,42 +185,7 @@ def insert_flag_load(entry: Function, load: Load, thread_index_bits: str) -> Non
 	setp.eq.u32 %paellapy_pp, %paellapy_pt, 0;
 	mov.u32 %paellapy_pw, 0;
 	{load("%paellapy_pa", "flag")}
-	mov.u32 %paellapy_pu, %ctaid.x;
-	mov.u32 %paellapy_pt, %ctaid.y;
-	add.u32 %paellapy_pu, %paellapy_pu, %paellapy_pt;
+	{place}
 	and.b32 %paellapy_pu, %paellapy_pu, {FLAG_COPIES - 1};
 	mad.wide.u32 %paellapy_pa, %paellapy_pu, {FLAG_COPY_BYTES}, %paellapy_pa;
 	@%paellapy_pp ld.relaxed.sys.global.u32 %paellapy_pw, [%paellapy_pa];""")
-
-
-def _after_first_loads(entry: Function) -> int:
-    """The place of the decision: after the loads that need no other load's result, before any effect."""
-    assert entry.body is not None
-    names = Names.of(entry)
-    jumped_to = {t.text for s in entry.body if s.kind is not Kind.LABEL for t in s.tokens}
-    best = at = next(i for i, s in enumerate(entry.body) if i and s.kind is not Kind.DIRECTIVE)
-    depth = 0
-    loaded: set[str] = set()
-    for i, s in enumerate(entry.body[at:], at):
-        depth += (s.kind is Kind.OPEN) - (s.kind is Kind.CLOSE)
-        if depth < 0 or (s.kind is Kind.LABEL and s.label in jumped_to):
-            break
-        if s.kind is not Kind.INSTRUCTION:
-            continue
-        if not (s.is_op(*COMPUTES) or _only_reads(s)) or _uses(s, loaded, names):
-            break
-        if s.is_op("ld") and ".global" in s.opcode:
-            loaded |= written(s, names)
-            if depth == 0:
-                best = i + 1
-    return best
-
-
-def _only_reads(s: Statement) -> bool:
-    strong = {"volatile", "relaxed", "acquire", "mmio", "cv"} & set(s.opcode.split("."))
-    return s.is_op("ld", "ldu") and not strong
-
-
-def _uses(s: Statement, registers: set[str], names: Names) -> bool:
-    """Whether an instruction reads one of these registers, or writes a register that a pending load will write."""
-    return s.guard in registers or any(names.register(text) in registers for text in s.operands())

@@ -69,6 +69,53 @@ def test_every_block_runs_once_however_often_it_is_preempted(grid: tuple[int, ..
     assert interrupted
 
 
+# Kernels whose blocks decide in different places: at the start, after loads, after copies, at the kernel's own barrier.
+OPENINGS = {
+    "nothing": "",
+    "loads": "value = in[threadIdx.x]; value += in[value % 32];",
+    "barrier": "place[threadIdx.x] = in[threadIdx.x]; __syncthreads(); value = place[threadIdx.x ^ 1];",
+    "copies": """
+        unsigned to = (unsigned)__cvta_generic_to_shared(place + threadIdx.x);
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(to), "l"(in + threadIdx.x) : "memory");""",
+    "branch": "if (threadIdx.x & 1) value = in[threadIdx.x];",
+}
+WHOLE = """
+extern "C" __global__ void whole(const unsigned* in, unsigned* count, unsigned ns) {
+    __shared__ unsigned place[256];
+    unsigned value = 0;
+    OPENING
+    unsigned long long start, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+    do { asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); } while (now - start < ns);
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncthreads();
+    atomicAdd(count + blockIdx.x, value < 1000 ? 1u : 1000u);
+}
+"""
+
+
+@pytest.mark.parametrize("threads", [32, 96, 256])
+@pytest.mark.parametrize("opening", list(OPENINGS))
+def test_a_block_runs_whole_or_not_at_all_wherever_it_decides(opening: str, threads: int, gpu: Any) -> None:
+    kernel = pp.kernel(source=WHOLE.replace("OPENING", OPENINGS[opening]), name="whole", report=None)
+    numbers, rng, blocks, left_some = gpu.array(np.arange(256, dtype=np.uint32)), np.random.default_rng(1), 30_000, 0
+    for _ in range(10):
+        flag, count = gpu.flag(), gpu.array(np.zeros(blocks, np.uint32))
+        launch = kernel.preemptible(flag)[blocks, threads](numbers, count, np.uint32(3_000))
+        for _ in range(4):
+            pause(rng.uniform(0, 40))
+            flag.set()
+            pause(rng.uniform(0, 5))
+            flag.clear()
+        left = launch.left
+        left_some += len(left) > 0
+        assert (count.numpy()[left] == 0).all()
+        assert (np.delete(count.numpy(), left) == threads).all()
+        finish(launch)
+        assert (count.numpy() == threads).all()
+    assert left_some
+
+
 def test_a_flag_that_comes_and_goes_loses_no_block(gpu: Any) -> None:
     spin, flag = pp.kernel(source=SPIN, name="spin", report=None), gpu.flag()
     rng = np.random.default_rng(1)
