@@ -34,8 +34,9 @@ from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.models.model import Model
 from paellapy.serve_demo import digit_request
 from paellapy.serving.config import ServerConfig
+from paellapy.serving.process_settings import keep_memory, loop_factory, share_interpreter
 from paellapy.serving.registry import Registry, entry_of
-from paellapy.serving.server import Server, keep_memory, loop_factory, share_interpreter
+from paellapy.serving.server import Server
 
 TARGETS_MS = {
     "cuda": {"mlp": 2.0, "cnn": 4.0, "transformer": 8.0, "short": 2.0, "long": 12.0},
