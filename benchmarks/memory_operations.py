@@ -106,7 +106,7 @@ def held(engine: pp.Engine) -> dict[str, int]:
     store = residents.store
     return {
         "engine": engine.memory.held_bytes, "host": store.held_bytes, "files": store.file_bytes,
-        "claims": sum(residents._taken.values()), "rows": len(engine.loaded_rows()),
+        "claims": sum(residents.budget.taken.values()), "rows": len(engine.loaded_rows()),
     }  # fmt: skip
 
 

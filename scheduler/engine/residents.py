@@ -21,17 +21,15 @@ from paellapy.scheduler.core.errors import MemoryPlanError, ModelError
 from paellapy.scheduler.core.install import remove
 from paellapy.scheduler.core.manage import KEEP, hit_rate, keep_berth, manage, open_berth, weights_state
 from paellapy.scheduler.core.state import State
+from paellapy.scheduler.engine.budget import LOOK_S, SHARED, Budget
 from paellapy.scheduler.engine.mover import Mover
 from paellapy.scheduler.engine.needs import Trials
 from paellapy.scheduler.models.berths import Berth, Berths
 from paellapy.scheduler.models.host_store import HostStore
 from paellapy.scheduler.models.model import Model
-from paellapy.scheduler.models.sizes import readable_bytes
 from paellapy.scheduler.models.tensors import Arrays
 from paellapy.scheduler.models.weight_range import Layout, WeightRange
 
-_LOOK_S = 0.0005
-_SHARED = ""  # the owner's name for berths, which belong to no single model
 LANES = 2  # default number of lanes: in shared memory, more lanes would only wait
 BERTH_SHARE = 0.25  # fraction of the budget up to which further berths are made although existing ones could be shared
 ORDER_S = 600.0  # longest wait for a model in use that is to be evicted by hand
@@ -52,19 +50,18 @@ class Residents:
         self, backend: Backend, state: State, budget_bytes: int, host_bytes: int,
         in_loop: Callable[[Callable[[], None]], None], check: Callable[[], None],
     ) -> None:  # fmt: skip
-        self.backend, self.state, self.budget_bytes = backend, state, budget_bytes
+        self.backend, self.state = backend, state
         backend.weights_limit_bytes = budget_bytes
         self._in_loop, self._check = in_loop, check
         self.store = HostStore(host_bytes, backend.host_block)
         self._rows: dict[int, LoadedModel] = {}
-        self._taken: dict[str, int] = {}  # bytes that models hold permanently: lanes, and weights while they are loaded
+        self.budget = Budget(state, budget_bytes, in_loop, check)
         self._loading = ""  # name of the model that is being loaded
-        self._placing = 0  # bytes of its weights
         self._lock = threading.Lock()
         self.berths = Berths(
             backend.berth,
-            lambda nbytes: self.claim(_SHARED, nbytes, codes.NEVER, f"lanes of model {self._loading!r}"),
-            lambda nbytes: self.give(_SHARED, nbytes),
+            lambda nbytes: self.budget.claim(SHARED, nbytes, codes.NEVER, f"lanes of model {self._loading!r}"),
+            lambda nbytes: self.budget.give(SHARED, nbytes),
         )
         manage(state, budget_bytes)
 
@@ -93,49 +90,6 @@ class Residents:
         assert loaded.range is not None
         loaded.range.evict()
 
-    # -- memory
-
-    def claim(self, name: str, nbytes: int, priority: int, what: str, alone: bool = False) -> None:
-        """Takes memory out of the budget permanently, evicting models if needed; MemoryPlanError if that fails."""
-        fixed = self._fixed_bytes(priority, alone)
-        if fixed + nbytes > self.budget_bytes:
-            raise MemoryPlanError(
-                f"{what} of {readable_bytes(nbytes)} do not fit: of the engine's {readable_bytes(self.budget_bytes)} "
-                f"lanes take {readable_bytes(self._lane_bytes)}, and weights that stay on the GPU, with those of the "
-                f"largest other model, {readable_bytes(fixed - self._lane_bytes)}. Unload a model, use fewer lanes or "
-                "smaller batches, or give the engine more memory_bytes."
-            )
-        r = self.state.residency[0]
-
-        def ask() -> None:
-            r["load_priority"], r["load_since_ns"], r["load_granted"], r["load_bytes"] = priority, 0.0, 0, nbytes
-            r["look"] = 1
-
-        def take() -> None:
-            r["budget_bytes"] -= nbytes
-            r["held_bytes"] -= nbytes
-            r["load_bytes"] = r["load_granted"] = 0
-
-        self._in_loop(ask)
-        while not r["load_granted"]:
-            self._check()
-            time.sleep(_LOOK_S)
-        self._in_loop(take)
-        self._taken[name] = self._taken.get(name, 0) + nbytes
-
-    def give(self, name: str, nbytes: int | None = None) -> None:
-        """Returns bytes to the budget; without a number, all bytes of the model."""
-        back = self._taken.get(name, 0) if nbytes is None else nbytes
-
-        def put() -> None:
-            self.state.residency["budget_bytes"][0] += back
-            self.state.residency["look"][0] = 1
-
-        self._in_loop(put)
-        self._taken[name] = self._taken.get(name, 0) - back
-        if not self._taken[name]:
-            del self._taken[name]
-
     # -- loading
 
     def place(self, model: Model) -> Placed:
@@ -143,12 +97,12 @@ class Residents:
         parts = model.weight_parts()
         if not parts:  # its weights are unknown, or they change: they stay on the GPU
             if model.weights_bytes:  # the weights of a background job belong to its owner
-                self.claim(model.name, model.weights_bytes, model.priority, f"weights of model {model.name!r}")
+                self.budget.claim(model.name, model.weights_bytes, model.priority, f"weights of model {model.name!r}")
             return Placed(self.backend.upload(model), None)
         layout = Layout([part.nbytes for part in parts])
         what, alone = f"weights of model {model.name!r}", model.resident is not True
-        self.claim(model.name, max(layout.nbytes, 1), model.priority, what, alone)
-        self._placing = layout.nbytes
+        self.budget.claim(model.name, max(layout.nbytes, 1), model.priority, what, alone)
+        self.budget.placing = layout.nbytes
 
         def fill(host: Any) -> None:
             for part, offset in zip(parts, layout.offsets, strict=True):
@@ -161,7 +115,7 @@ class Residents:
             found = self.backend.weight_range(layout, int(self.state.tuning["chunk_bytes"][0]))
             if found.held_bytes > layout.nbytes:
                 rest = found.held_bytes - max(layout.nbytes, 1)
-                self.claim(model.name, rest, model.priority, f"the last page of {what}", alone)
+                self.budget.claim(model.name, rest, model.priority, f"the last page of {what}", alone)
             found.write(self.store.take(model.name), 0, layout.nbytes)
             return Placed(model.place_over(self.backend.device, found), found)
         except BaseException:
@@ -175,8 +129,8 @@ class Residents:
         most = max(wanted, count)
 
         def spare(more: int) -> bool:
-            within = self.berths.held_bytes + more <= BERTH_SHARE * self.budget_bytes
-            return within and self._fixed_bytes(codes.NEVER) + more <= self.budget_bytes
+            within = self.berths.held_bytes + more <= BERTH_SHARE * self.budget.nbytes
+            return within and self.budget.fixed_bytes(codes.NEVER) + more <= self.budget.nbytes
 
         if model.stateful:  # only one of its lanes runs at a time anyway
             return count * self.berths.choose(model.name, nbytes, foreign_bytes, 1, most, spare)
@@ -195,35 +149,21 @@ class Residents:
         try:
             while self.state.berth[numbers].any():
                 self._check()
-                time.sleep(_LOOK_S)
+                time.sleep(LOOK_S)
             yield
         finally:
             self._in_loop(lambda: change(open_berth))
 
-    def _fixed_bytes(self, priority: int, alone: bool = False) -> int:
-        """Bytes that cannot be freed for a model of this priority, plus room for the largest model that comes and goes,
-        unless that one may also leave (`alone`).
-        """
-        w, m = self.state.weights, self.state.model
-        loaded = m["state"] != codes.ABSENT
-        stays = loaded & ((w["keep"] == codes.STAYS) | (m["priority"] > priority))
-        largest = 0 if alone else max([*w["bytes"][loaded & ~stays].tolist(), self._placing])
-        return self._lane_bytes + int(w["bytes"][stays].sum()) + largest
-
-    @property
-    def _lane_bytes(self) -> int:
-        return self._taken.get(_SHARED, 0)
-
     def forget(self, name: str, found: WeightRange | None) -> None:
         """Frees everything of a model that is not, or no longer, in the core."""
-        self._placing = 0
+        self.budget.placing = 0
         self.berths.leave(name)
         if found is not None:
             found.free()
         with self._lock:
             self.store.drop(name)
-        if name in self._taken:
-            self.give(name)
+        if name in self.budget.taken:
+            self.budget.give(name)
 
     def settle(self, loaded: LoadedModel) -> None:
         """Finds out which weights each segment needs, and whether the model changes its weights."""
@@ -266,8 +206,8 @@ class Residents:
         self._rows[row] = loaded
         self._in_loop(hand_over)
         self._note_places()
-        self._taken.pop(loaded.model.name)  # the model itself holds nothing else
-        self._placing = 0
+        self.budget.taken.pop(loaded.model.name)  # the model itself holds nothing else
+        self.budget.placing = 0
 
     def _rows_of_berths(self, loaded: LoadedModel) -> None:
         for lane, row in zip(loaded.lanes, loaded.lane_rows, strict=True):
@@ -287,12 +227,12 @@ class Residents:
             remove(self.state, row)
             r["budget_bytes"] -= held
             if held:
-                self._taken[loaded.model.name] = self._taken.get(loaded.model.name, 0) + held
+                self.budget.taken[loaded.model.name] = self.budget.taken.get(loaded.model.name, 0) + held
             done = True
 
         while not done:
             self._in_loop(out)
-            time.sleep(0 if done else _LOOK_S)
+            time.sleep(0 if done else LOOK_S)
         self._rows.pop(row, None)
 
     # -- for display
@@ -356,7 +296,7 @@ class Residents:
                     f"the weights did not move within {ORDER_S:.0f} s: models in use or of higher priority hold all "
                     "memory"
                 )
-            time.sleep(_LOOK_S)
+            time.sleep(LOOK_S)
 
     def state_of(self, row: int) -> str:
         """The place of the weights: `resident`, `loading 43 %`, `leaving`, `host` or `disk`."""

@@ -228,7 +228,7 @@ def test_models_come_and_go_while_requests_arrive(device):
             server.unload(name)
         assert server.memory.held_bytes == 0
         assert server._residents.store.held_bytes == 0
-        assert server._residents._taken == {}
+        assert server._residents.budget.taken == {}
 
 
 def test_while_a_model_is_loaded_nobody_else_runs_in_its_memory(device):
