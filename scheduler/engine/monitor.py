@@ -15,18 +15,19 @@ import math
 import re
 import threading
 import time
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from paellapy.instrument.traces.live import counts
 from paellapy.instrument.versions import versions
 from paellapy.scheduler.core import codes, tables
-from paellapy.scheduler.core.manage import weights_state
 from paellapy.scheduler.core.tenants import tenant_numbers, tenant_stats
 from paellapy.scheduler.engine.gpu_use import RESOURCES
 from paellapy.scheduler.engine.monitor_gpu import GpuTimes
+from paellapy.scheduler.engine.monitor_models import EDGES_MS, Recent, model_facts
 from paellapy.scheduler.engine.monitor_slow import SlowRequests
 from paellapy.scheduler.engine.monitor_sms import SmSampler
 from paellapy.scheduler.policies.policy import BUILT_IN, Policy, PolicyError, policy_names
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from paellapy.scheduler.engine.engine import Engine
 
 RECENT_S = 10.0  # period for latencies and batch sizes
-RATE_S = 2.0  # period for throughput
 _RING = 1 << 14  # completions kept
 _SLACK = 256  # entries of the ring that may be overwritten while it is read
 # a request without target or deadline counts as late after this multiple of its time alone, as in `edf`
@@ -45,20 +45,6 @@ ALONE_TIMES = 4.0
 _REQUEST, _STATUS, _MODEL, _ARRIVAL, _DEADLINE, _FINISH = map(
     (tables.COMPLETION.names or ()).index, ("request", "status", "model", "arrival_ns", "deadline_ns", "finish_ns")
 )
-
-# Upper bounds of the latency histogram: eight per decade, from 10 µs to 100 s.
-EDGES_MS = tuple(round(0.01 * 10 ** (k / 8), 5) for k in range(57))
-
-
-class _Recent(NamedTuple):
-    """Columns of the completions in the recent period."""
-
-    model: Any
-    status: Any
-    finish_ns: Any
-    latency_ms: Any
-    batch: Any
-
 
 class Monitor:
     """Observes one engine for one kind of viewer. `snapshot` may be called from any thread."""
@@ -141,7 +127,8 @@ class Monitor:
         recent, window_s = self._recent(now_ns)
         failure = engine.failure
         held = engine.occupancy()
-        models = [self._model(row, loaded[row], recent, now_ns, window_s) for row in sorted(loaded)]
+        facts, busy = partial(model_facts, engine.state), self._gpu_times.of_model
+        models = [facts(row, loaded[row], recent, now_ns, window_s, busy(row)) for row in sorted(loaded)]
         of_row = {row: (each.model.name, each.model.target_ms) for row, each in loaded.items()}
         slow = [each for each in self._slow.slowest(now_ns) if int(each.entry["model"]) in of_row]
         return {
@@ -181,7 +168,7 @@ class Monitor:
             "slow": [each.describe(now_ns, *of_row[int(each.entry["model"])]) for each in slow],
         }
 
-    def _recent(self, now_ns: int) -> tuple[_Recent, float]:
+    def _recent(self, now_ns: int) -> tuple[Recent, float]:
         """Completions of the recent period, and its length."""
         seen = self._seen
         lost = seen - _RING + _SLACK > self._first
@@ -196,62 +183,7 @@ class Monitor:
         finish, model, status, arrival, batch = (
             rows[name][inside] for name in ("finish_ns", "model", "status", "arrival_ns", "batch")
         )
-        return _Recent(model, status, finish, (finish - arrival) * 1e-6, batch), window_s
-
-    def _model(self, row: int, loaded: LoadedModel, recent: _Recent, now_ns: int, window_s: float) -> dict[str, Any]:
-        state, model = self.engine.state, loaded.model
-        mine = recent.model == row
-        done = mine & (recent.status == codes.OK)
-        latency_ms = recent.latency_ms[done]
-        latency_ms.sort()
-        answered = len(latency_ms)
-        rate_s = min(RATE_S, window_s)
-        lanes = state.lane[loaded.lane_rows]
-        running = int(lanes["live"][(lanes["state"] == codes.RUNNING) & (lanes["issued"] > 0)].sum())
-        live = max(int(state.model["live"][row]), running)
-        expired = int(np.count_nonzero(mine & (recent.status == codes.EXPIRED)))
-        judged = answered + expired
-        target = model.target_ms
-        within = None if target is None or not judged else np.searchsorted(latency_ms, target, "right") / judged
-        # Every request of a batch records how many requests ran with it.
-        requests = np.bincount(recent.batch[done])
-        batches = {size: n / size for size, n in enumerate(requests.tolist()) if n and size}
-        return {
-            "name": model.name,
-            "target_ms": target,
-            "alone_ms": round(loaded.profiles[0].whole_ns * 1e-6, 5),
-            "per_s": round(int(np.count_nonzero(recent.finish_ns[done] >= now_ns - int(rate_s * 1e9))) / rate_s, 2),
-            "completed": int(state.model["completed"][row]),
-            "gpu_share": round(self._gpu_times.of_model(row), 5),
-            "waiting": live - running,
-            "running": running,
-            "recent": answered,
-            "expired": expired,
-            "within_target": None if within is None else round(float(within), 5),
-            "latency_ms": _quantiles(latency_ms),
-            "histogram": _histogram(latency_ms),
-            "max_batch": model.max_batch,
-            "mean_batch": round(answered / sum(batches.values()), 2) if batches else None,
-            "batches": {size: round(n, 2) for size, n in batches.items()},
-            "weights": self._weights(row),
-        }
-
-    def _weights(self, row: int) -> dict[str, Any] | None:
-        """Where the model's weights are, and how many bytes of them are on the GPU; None where all weights stay there.
-        """
-        state = self.engine.state
-        if not state.residency["managed"][0]:
-            return None
-        w = state.weights[row].copy()
-        total = int(w["bytes"])
-        if not total:  # the weights of a background job belong to its owner
-            return None
-        there = min(1.0, int(w["arrived"]) * int(w["chunk_bytes"]) / total) if w["stage"] == codes.COMING else 0.0
-        return {
-            "state": weights_state(state, row),
-            "bytes": int(w["bytes"]),
-            "there": 1.0 if w["stage"] == codes.HERE else round(there, 3),
-        }
+        return Recent(model, status, finish, (finish - arrival) * 1e-6, batch), window_s
 
     def _policy(self) -> dict[str, Any]:
         self._remember()
@@ -309,21 +241,6 @@ def _limit_ns(loaded: LoadedModel) -> float:
 
 def _listed(values: Any) -> list[float]:
     found: list[float] = np.clip(values, 0.0, 1.0).round(6).tolist()
-    return found
-
-
-def _quantiles(values: Any) -> dict[str, float] | None:
-    """Quantiles of sorted values: the same as `np.quantile`, at a fifth of its cost."""
-    if not len(values):
-        return None
-    found = np.interp([q * (len(values) - 1) for q in (0.5, 0.95, 0.99)], np.arange(len(values)), values)
-    return {name: round(value, 4) for name, value in zip(("p50", "p95", "p99"), found.tolist(), strict=True)}
-
-
-def _histogram(values: Any) -> list[int]:
-    """Counts of sorted values per bound of EDGES_MS, and one count for values above the last bound."""
-    below = np.searchsorted(values, EDGES_MS, "right")
-    found: list[int] = np.diff(below, prepend=0, append=len(values)).tolist()
     return found
 
 

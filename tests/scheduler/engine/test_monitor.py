@@ -18,7 +18,8 @@ from paellapy.instrument.traces.live import counts
 from paellapy.scheduler.backends import virtual_thread
 from paellapy.scheduler.engine import monitor_sms
 from paellapy.scheduler.engine.engine import Engine
-from paellapy.scheduler.engine.monitor import EDGES_MS, Monitor
+from paellapy.scheduler.engine.monitor import Monitor
+from paellapy.scheduler.engine.monitor_models import EDGES_MS
 from paellapy.scheduler.policies.policy import PolicyError
 
 RNG = np.random.default_rng(3)
