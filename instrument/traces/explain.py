@@ -13,7 +13,9 @@ from paellapy.instrument.device.occupancy import Occupancy, occupancy
 from paellapy.instrument.device.parts import PARTS, WARP, Part, limits_for_capability
 from paellapy.instrument.records import Records
 from paellapy.instrument.traces.above import Above
-from paellapy.instrument.traces.summary import KernelSummary, Traced, allowed_by, readable_time, residency_of
+from paellapy.instrument.traces.readable import readable_time
+from paellapy.instrument.traces.residency import residency_of
+from paellapy.instrument.traces.summary import KernelSummary, Traced, allowed_by
 
 _WORTH_SAYING = 0.05  # smallest share of a kernel's time that is worth a claim
 _LIMITS = 0.25  # smallest share of a kernel's time that a limit takes, for advice on other limits to be of no use

@@ -1,4 +1,4 @@
-"""Figures of a trace: resident blocks on each SM, and one row per kernel."""
+"""The summary of a trace: one row per kernel, and one per range."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from paellapy.instrument.device.parts import WARP, limits_for_capability
 from paellapy.instrument.errors import PaellaError
 from paellapy.instrument.records import Records
 from paellapy.instrument.traces.ranges import TracedRanges, block_rows
+from paellapy.instrument.traces.readable import readable_time
+from paellapy.instrument.traces.replays import runs
+from paellapy.instrument.traces.residency import residency_of
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -43,15 +46,6 @@ class Traced(Protocol):
 
     @property
     def device(self) -> Facts: ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Residency:
-    """Resident blocks of each SM; means are over the time from the first start to the last end on any SM."""
-
-    max_blocks: NDArray[np.int64]
-    mean_blocks: NDArray[np.float64]
-    busy_ns: NDArray[np.int64]  # time with at least one block resident
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,57 +215,6 @@ def _allowed(capability: tuple[int, int], warps: int, registers: int, shared_byt
         return None
 
 
-def residency_of(blocks: Records, n_sm: int) -> Residency:
-    """The maximum and the mean number of these blocks that each SM held at a time."""
-    time = np.concatenate((blocks["start_ns"], blocks["end_ns"]))
-    sm = np.concatenate((blocks["sm"], blocks["sm"]))
-    step = np.repeat(np.array([1, -1]), len(blocks))
-    # At one instant: first ends, then starts, then ends of blocks shorter than a tick of the clock, which did run.
-    order = np.concatenate((np.ones(len(blocks)), np.where(blocks["start_ns"] == blocks["end_ns"], 2, 0)))
-    by = np.lexsort((order, time, sm))
-    time, sm, count = time[by], sm[by], np.cumsum(step[by])  # the steps of each SM add up to 0
-    lasted = np.diff(time, append=time[-1:])
-    lasted[:-1][sm[1:] != sm[:-1]] = 0
-    most = np.zeros(n_sm, np.int64)
-    np.maximum.at(most, sm, count)
-    busy = np.zeros(n_sm, np.int64)
-    np.add.at(busy, sm, np.where(count > 0, lasted, 0))
-    total = np.zeros(n_sm, np.int64)
-    np.add.at(total, blocks["sm"], blocks["end_ns"] - blocks["start_ns"])
-    span = int(blocks["end_ns"].max() - blocks["start_ns"].min()) if len(blocks) else 0
-    return Residency(most, total / max(span, 1), busy)
-
-
-def runs(blocks: Records) -> NDArray[np.int64]:
-    """The run of its launch that each block belongs to: replays of one launch have the same id, but never overlap."""
-    n = len(blocks)
-    order = np.lexsort((blocks["start_ns"], blocks["launch"]))
-    ordered = blocks[order]
-    launch, start, end = ordered["launch"], ordered["start_ns"], ordered["end_ns"]
-    by = np.lexsort((ordered["block"], launch))
-    same = (launch[by][1:] == launch[by][:-1]) & (ordered["block"][by][1:] == ordered["block"][by][:-1])
-    last_seen = np.full(n, -1)
-    last_seen[by[1:][same]] = by[:-1][same]
-    heads = np.flatnonzero(launch[1:] != launch[:-1]) + 1
-    last_seen[heads] = heads - 1
-    reach = np.maximum.accumulate(last_seen)
-    cuts = [0]
-    while (again := int(np.searchsorted(reach, cuts[-1]))) < n:
-        # This block already ran since the last cut, so a run begins between then and now: where the launch was quiet
-        # longest, because either end of a run may be missing from the trace.
-        cut, seen = cuts[-1], int(last_seen[again])
-        quiet = start[seen + 1 : again + 1] - np.maximum.accumulate(end[cut:again])[seen - cut :]
-        cuts.append(seen + 1 + int(np.argmax(quiet)))
-    run = np.empty(n, np.int64)
-    run[order] = np.searchsorted(cuts, np.arange(n), side="right")
-    return run
-
-
-def times_launched(blocks: Records) -> int:
-    """The number of launches of these blocks, counting every replay."""
-    return int(runs(blocks).max(initial=0))
-
-
 def _tail_share(blocks: Records, run: NDArray[np.int64]) -> float:
     _, run = np.unique(run, return_inverse=True)
     n = int(run.max()) + 1
@@ -284,25 +227,3 @@ def _tail_share(blocks: Records, run: NDArray[np.int64]) -> float:
     np.maximum.at(ends, at, blocks["end_ns"])
     np.minimum.at(dry, place >> 16, ends)
     return float((last - dry).sum() / max((last - first).sum(), 1))
-
-
-def counted(n: int, one: str, several: str | None = None) -> str:
-    """A number with its noun.
-
-    >>> counted(1, "launch", "launches"), counted(4096, "block")
-    ('1 launch', '4,096 blocks')
-    """
-    return f"{n:,} {one if n == 1 else several or one + 's'}"
-
-
-def readable_time(ns: float) -> str:
-    """A time with a fitting unit.
-
-    >>> readable_time(1234)
-    '1.23 µs'
-    """
-    for unit, size in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)):
-        if ns >= size:
-            value = ns / size
-            return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
-    return f"{ns:.0f} ns"

@@ -18,15 +18,10 @@ from paellapy.instrument.traces.above import Above
 from paellapy.instrument.traces.explain import Explanation, explain
 from paellapy.instrument.traces.means import time_means
 from paellapy.instrument.traces.ranges import TracedRanges
-from paellapy.instrument.traces.summary import (
-    Residency,
-    Summary,
-    counted,
-    readable_time,
-    residency_of,
-    summarize,
-    times_launched,
-)
+from paellapy.instrument.traces.readable import counted, readable_time
+from paellapy.instrument.traces.replays import times_launched
+from paellapy.instrument.traces.residency import Residency, residency_of
+from paellapy.instrument.traces.summary import Summary, summarize
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 
 from paellapy.instrument.errors import TraceError
 from paellapy.instrument.traces.means import time_means
-from paellapy.instrument.traces.summary import allowed_by, readable_time, times_launched
+from paellapy.instrument.traces.readable import readable_time
+from paellapy.instrument.traces.replays import times_launched
+from paellapy.instrument.traces.summary import allowed_by
 from paellapy.instrument.traces.trace import Occupancy2D, Trace
 from paellapy.scheduler.engine.trace import EngineTrace
 from paellapy.viz.palette import OKABE_ITO

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.records import Records
-from paellapy.instrument.traces.summary import readable_time
+from paellapy.instrument.traces.readable import readable_time
 from paellapy.instrument.traces.trace import Trace
 from paellapy.scheduler.core.codes import OK, STATUS
 from paellapy.scheduler.engine.trace import EngineTrace

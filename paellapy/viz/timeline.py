@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from paellapy.instrument.records import WHOLE_BLOCK, Records
 from paellapy.instrument.traces.ranges import block_rows
-from paellapy.instrument.traces.summary import runs
+from paellapy.instrument.traces.replays import runs
 from paellapy.instrument.traces.trace import Trace
 from paellapy.viz.gantt import lanes
 from paellapy.viz.requests import requests

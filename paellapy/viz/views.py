@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from paellapy.instrument.traces.summary import readable_time
+from paellapy.instrument.traces.readable import readable_time
 from paellapy.viz import data, gantt
 from paellapy.viz.data import Picture
 from paellapy.viz.needs import need

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from paellapy.instrument.errors import TraceError
 from paellapy.instrument.records import Records
 from paellapy.instrument.traces import trace_file
-from paellapy.instrument.traces.summary import counted
+from paellapy.instrument.traces.readable import counted
 from paellapy.instrument.traces.trace import Trace
 
 # One request that ended during the trace. Times are ns on the clock of the trace's blocks.
