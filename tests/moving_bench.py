@@ -9,6 +9,7 @@ import numpy as np
 from core_bench import LIMITS, Bench
 
 from paellapy.scheduler.core import codes
+from paellapy.scheduler.core.manage import attach_moves
 from paellapy.scheduler.core.tuning import Tuning
 
 CHUNK = 1000  # bytes
@@ -46,6 +47,7 @@ class MovingBench(Bench):
             if self.keep[row] == codes.STAYS:
                 s.weights["asked"][row] = s.residency["look"][0] = 1
             open_model(s, row)
+        attach_moves(s)
         s.residency["managed"] = 1
         self.step()
 

@@ -70,7 +70,7 @@ def fingerprint(function: FunctionType) -> str:
 def _versions() -> tuple[str, ...]:
     """Versions of the compilers, and the sources that configure them, which are not part of the compiled code."""
     here = Path(__file__).parent
-    sources = (here / name for name in ("jit.py", "jit_library.py", "table_set.py"))
+    sources = (here / name for name in ("jit.py", "jit_library.py", "jit_lowering.py", "jit_passes.py", "table_set.py"))
     return (numba.__version__, llvmlite.__version__, np.__version__, *(each.read_text() for each in sources))
 
 
@@ -79,10 +79,15 @@ def _facts(function: FunctionType, seen: set[int]) -> Iterator[str]:
         return
     seen.add(id(function))
     yield function.__qualname__
-    yield from _code(function.__code__)
+    yield _text(function.__code__)
     for name, value in sorted(_names(function)):
         yield name
         yield from _value(value, seen)
+
+
+@cache
+def _text(code: CodeType) -> str:
+    return "\0".join(_code(code))
 
 
 def _code(code: CodeType) -> Iterator[str]:

@@ -9,17 +9,31 @@ This uses Numba's internals: the classes below override only how its code librar
 
 from __future__ import annotations
 
+import gc
+from functools import partial
 from typing import Any, ClassVar
 
-from numba import _dynfunc, types
-from numba.core import codegen, compiler
+import llvmlite.binding
+from numba import _dynfunc
+from numba.core import cgutils, codegen, compiler
+
+from paellapy.instrument.device.jit_lowering import Lowering, call_part
+from paellapy.instrument.device.jit_passes import PASSES, Typing
 
 
 class PartLibrary(codegen.JITCodeLibrary):  # type: ignore[misc]
     """A function that is not compiled by itself: entry points link it."""
 
-    def _optimize_functions(self, module: Any) -> None:
-        module.data_layout = self._codegen._data_layout
+    def __init__(self, codegen_: Any, name: str) -> None:
+        codegen.CodeLibrary.__init__(self, codegen_, name)  # without an empty module, which is never filled here
+        self._linking_libraries: list[Any] = []
+        self._text = ""
+
+    def add_ir_module(self, module: Any) -> None:
+        for function in module.functions:
+            if not function.is_declaration:
+                function.linkage = "linkonce_odr"
+        self._text = cgutils.normalize_ir_text(str(module))
 
     def finalize(self) -> None:
         self._raise_if_finalized()
@@ -27,13 +41,14 @@ class PartLibrary(codegen.JITCodeLibrary):  # type: ignore[misc]
 
     def own_module(self) -> Any:
         """The function alone, to be linked with all functions that it calls."""
-        return super()._get_module_for_linking()
+        module = llvmlite.binding.parse_assembly(self._text)
+        module.data_layout = self._codegen._data_layout
+        return module
 
     def _get_module_for_linking(self) -> Any:
         """The function with all that it calls, for functions that Numba compiles in its usual way, such as a test's."""
-        module = self.own_module().clone()
-        for each in callers_first(self._linking_libraries):
-            module.link_in(module_of(each), preserve=True)
+        module = self.own_module()
+        link(module, self._linking_libraries)
         return module
 
     def get_pointer_to_function(self, name: str) -> int:
@@ -58,8 +73,7 @@ class EntryLibrary(codegen.JITCodeLibrary):  # type: ignore[misc]
             passes.run(self._final_module, builder)
 
     def finalize(self) -> None:
-        for each in callers_first(self._linking_libraries):
-            self._final_module.link_in(module_of(each), preserve=True)
+        link(self._final_module, self._linking_libraries)
         self._linking_libraries = []
         super().finalize()
 
@@ -83,14 +97,24 @@ def callers_first(libraries: list[Any]) -> list[Any]:
     return order[::-1]
 
 
-def module_of(library: Any) -> Any:
-    return library.own_module() if isinstance(library, PartLibrary) else library._get_module_for_linking()
+def link(module: Any, libraries: list[Any]) -> None:
+    """Links all parts below a function, and functions that Numba has compiled in its usual way, into its module."""
+    for each in callers_first(libraries):
+        if isinstance(each, PartLibrary):
+            module.link_in(each.own_module())
+        else:
+            module.link_in(each._get_module_for_linking(), preserve=True)
 
 
 def _not_executable(library: Any, description: Any, environment: Any) -> Any:
     """Replaces the function that Python would call: a part has no machine code of its own."""
     name = description.qualname.split(".")[-1]
     return _dynfunc.make_function(description.lookup_module(), name, name, 0, environment, (library,))
+
+
+def _insert_part(context: Any, function: Any, description: Any, libraries: Any) -> None:
+    made = call_part(description, libraries)
+    context._defns[function].append(made, made.signature)
 
 
 class _Flags(compiler.Flags):  # type: ignore[misc]
@@ -116,32 +140,10 @@ class _Flags(compiler.Flags):  # type: ignore[misc]
         return self is other or bool(super().__eq__(other))
 
 
-class _Typing:
-    """Numba's typing context with a cache for arithmetic: each operation is resolved hundreds of times."""
-
-    _known: ClassVar[dict[Any, Any]] = {}
-
-    def __init__(self, context: Any) -> None:
-        self._context = context
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._context, name)
-
-    def resolve_function_type(self, function: Any, given: Any, named: Any) -> Any:
-        if named or type(function) is not types.Function or not all(isinstance(each, _NUMBERS) for each in given):
-            return self._context.resolve_function_type(function, given, named)
-        asked = function, tuple(given)
-        if asked not in self._known:
-            self._known[asked] = self._context.resolve_function_type(function, given, named)
-        return self._known[asked]
-
-
-_NUMBERS = (types.Integer, types.Float, types.Boolean, types.IntegerLiteral, types.BooleanLiteral)
-
 # Passes for features that this code does not use: closures, comprehensions, generated branches, array expressions,
 # reference counts (legalisation finds where each variable ends), readers of annotations.
 _UNNEEDED = {
-    "WithLift", "InlineClosureLikes", "RewriteSemanticConstants", "DeadBranchPrune", "MakeFunctionToJitFunction",
+    "WithLifting", "InlineClosureLikes", "RewriteSemanticConstants", "DeadBranchPrune", "MakeFunctionToJitFunction",
     "InlineInlinables", "FindLiterallyCalls", "LiteralUnroll", "InlineOverloads", "NopythonRewrites",
     "LiteralPropagationSubPipelinePass", "IRLegalization", "AnnotateTypes",
 }  # fmt: skip
@@ -150,10 +152,12 @@ _UNNEEDED = {
 class EntryCompiler(compiler.CompilerBase):  # type: ignore[misc]
     """Numba's pipeline for an entry point, without unneeded passes."""
 
+    _slim: ClassVar[list[Any]] = []
+
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.state.flags = _Flags(self.state.flags)
-        self.state.typingctx = _Typing(self.state.typingctx)
+        self.state.typingctx = Typing(self.state.typingctx)
         self.state.library = self.new_library(self.state.targetctx.codegen())
 
     def new_library(self, codegen_: Any) -> Any:
@@ -162,11 +166,25 @@ class EntryCompiler(compiler.CompilerBase):  # type: ignore[misc]
         return library
 
     def define_pipelines(self) -> list[Any]:
-        whole = compiler.DefaultPassBuilder.define_nopython_pipeline(self.state)
-        slim = compiler.PassManager("slim")
-        slim.passes = [each for each in whole.passes if each[0].__name__ not in _UNNEEDED]
-        slim.finalize()
-        return [slim]
+        if not self._slim:
+            whole = compiler.DefaultPassBuilder.define_nopython_pipeline(self.state)
+            slim = compiler.PassManager("slim")
+            ours = {**PASSES, "NativeLowering": Lowering}
+            named = [(each.__name__, each, *rest) for each, *rest in whole.passes]
+            slim.passes = [(ours.get(name, each), *rest) for name, each, *rest in named if name not in _UNNEEDED]
+            slim.finalize()
+            self._slim.append(slim)
+        return self._slim
+
+    def _compile_core(self) -> Any:
+        """Compiles without Python's garbage collection, which would look at all of Numba's objects again and again."""
+        was = gc.isenabled()
+        gc.disable()
+        try:
+            return super()._compile_core()
+        finally:
+            if was:
+                gc.enable()
 
 
 class PartCompiler(EntryCompiler):
@@ -174,7 +192,10 @@ class PartCompiler(EntryCompiler):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.state.targetctx = self.state.targetctx.subtarget(get_executable=_not_executable)
+        context = self.state.targetctx
+        self.state.targetctx = context.subtarget(
+            get_executable=_not_executable, insert_user_function=partial(_insert_part, context)
+        )
 
     def new_library(self, codegen_: Any) -> Any:
         return PartLibrary(codegen_, "part")

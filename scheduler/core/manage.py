@@ -5,17 +5,27 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numba
 import numpy as np
 
+from paellapy.instrument.device.jit import address_of
 from paellapy.scheduler.core.codes import AUTO, FILLING, GOES, OUT, STAYS
+from paellapy.scheduler.core.residency import look_at_moves, order_moves
 from paellapy.scheduler.core.state import State
 
 KEEP: dict[Any, int] = {"auto": AUTO, True: STAYS, False: GOES}  # by the users' values
 STAGES = ("host", "loading", "resident", "leaving")  # weights.stage as text
 
 
+def attach_moves(state: State) -> None:
+    """Lets the core move weights. Most engines keep all weights on the GPU, and need not compile these functions."""
+    for each in (look_at_moves, order_moves):
+        state.residency[each.__name__][0] = address_of(each, State.numba_type, numba.types.int64)
+
+
 def manage(state: State, budget_bytes: int) -> None:
     """Limits the weights on the GPU to this number of bytes, from the next step on."""
+    attach_moves(state)
     r = state.residency[0]
     r["managed"], r["budget_bytes"] = 1, budget_bytes
     r["ns_per_byte"] = 1.0 / float(state.tuning["link_gbps"][0])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paellapy.instrument.device.jit import part
+from paellapy.instrument.device.jit import part, reachable
 from paellapy.scheduler.core.atomics import call_asking, call_write, load_at, store_at
 from paellapy.scheduler.core.codes import (
     ABSENT,
@@ -361,12 +361,12 @@ def look_at_chunks(s: State, m: int, now: int) -> None:
                 s.core[0].room_at_ns = min(s.core[0].room_at_ns, at)
 
 
-@part
-def look_at_moves(s: State, now: int) -> None:
-    """Handles the moves since the last step: lanes may start, and other weights may come."""
+@reachable
+def look_at_moves(s: State, now: int) -> int:
+    """Handles the moves since the last step: lanes may start, and other weights may come. Returns whether some may."""
     r = s.residency[0]
     if r.managed == 0 or s.core[0].mode == FAIL_MODE:
-        return
+        return 0
     if r.coming + r.leaving > 0:
         for m in range(s.model.shape[0]):
             stage = s.weights[m].stage
@@ -381,19 +381,13 @@ def look_at_moves(s: State, now: int) -> None:
                 r.look = 1
     if r.coming == 0:
         r.link_free_ns = min(r.link_free_ns, float(now))
+    return int(r.look)
 
 
-@part
-def order_moves(s: State, now: int) -> bool:
+@reachable
+def order_moves(s: State, now: int) -> int:
     """Orders the next moves, once it is known who waits for weights; returns whether lanes must be settled again."""
     if s.residency[0].managed == 0 or s.residency[0].look == 0 or s.core[0].mode == FAIL_MODE:
-        return False
+        return 0
     choose_moves(s, now)
-    return bool(s.core[0].touched > 0)
-
-
-@part
-def moves_under_way(s: State) -> bool:
-    """Whether the core has to look again soon, even if no request is live."""
-    r = s.residency[0]
-    return bool(r.managed > 0 and (r.coming + r.leaving > 0 or r.load_bytes > r.load_granted * r.load_bytes))
+    return 1 if s.core[0].touched > 0 else 0

@@ -28,11 +28,11 @@ from paellapy.scheduler.core.loop import wakes
 from paellapy.scheduler.core.predict import predict_finish
 from paellapy.scheduler.core.reclaim import reclaim
 from paellapy.scheduler.core.requests import undue
-from paellapy.scheduler.core.residency import look_at_moves, moves_under_way, order_moves
 from paellapy.scheduler.core.rings import address
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.submit import fail_all, take_submissions
 from paellapy.scheduler.core.tables import Words
+from paellapy.scheduler.core.weights import moves_under_way
 
 __all__ = ["attach_loop", "attach_step", "predict_finish", "reclaim", "run", "step"]
 
@@ -95,7 +95,9 @@ def step(s: State, now: int) -> int:
     look_at_held(s)
     expire(s, now)
     tick(s, now)
-    look_at_moves(s, now)
+    moves = s.residency[0].order_moves != _ZERO
+    if moves:
+        call_step(s.residency[0].look_at_moves, s, now)
     again = True
     while again:
         if core.waiting > 0:
@@ -106,7 +108,8 @@ def step(s: State, now: int) -> int:
                 fail_all(s, now)
             measure(s)
             again = core.waiting > 0  # requests of the same clients may be done
-        again = order_moves(s, now) or again
+        if moves and call_step(s.residency[0].order_moves, s, now) > 0:
+            again = True
     watch_gates(s, now)
     return int(news + core.launches + core.segments_done - before)
 

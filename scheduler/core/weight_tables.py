@@ -9,6 +9,8 @@ RESIDENCY = np.dtype(
     [
         # set from outside
         ("managed", "i8"),  # 0: all weights stay on the GPU, and this table is not used
+        ("look_at_moves", "u8"),  # addresses of the core's functions for weights that move; 0 where all stay
+        ("order_moves", "u8"),
         ("budget_bytes", "i8"),  # budget for weights on the GPU
         ("ns_per_byte", "f8"),  # of a copy from host memory; adapts to measured copies
         ("mover_fd", "i8"),  # eventfd that wakes the mover; NONE: there is none

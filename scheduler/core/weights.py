@@ -148,3 +148,10 @@ def note_demand(s: State, m: int, now: int) -> None:
 def wanting(s: State, m: int) -> int:
     """The model's requests that need its weights now: those that a client's limit holds back do not."""
     return int(s.model[m].live - s.model[m].aside)
+
+
+@part
+def moves_under_way(s: State) -> bool:
+    """Whether the core has to look again soon, even if no request is live."""
+    r = s.residency[0]
+    return bool(r.managed > 0 and (r.coming + r.leaving > 0 or r.load_bytes > r.load_granted * r.load_bytes))

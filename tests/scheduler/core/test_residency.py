@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from core_bench import profile
+from core_bench import Bench, profile
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from moving_bench import CHUNK, MovingBench
 
 from paellapy.scheduler.core import codes
+from paellapy.scheduler.core.manage import manage
 from paellapy.scheduler.core.predict import predict_finish
 from paellapy.scheduler.core.tenants import Tenant, give_tenant
 
@@ -271,3 +272,11 @@ def test_bytes_are_the_same_after_any_operations(todo, budget, keep):
     assert bench.state.residency["held_bytes"][0] == 0
     assert bench.on_gpu == {}
     assert not np.any(bench.state.weights["stop"])
+
+
+def test_functions_that_move_weights_are_reached_only_where_a_budget_is_set():
+    state = Bench(models(2)).state
+    assert state.residency["look_at_moves"][0] == state.residency["order_moves"][0] == 0
+    manage(state, 1 << 20)
+    assert state.residency["look_at_moves"][0] != state.residency["order_moves"][0] != 0
+    assert state.residency["look_at_moves"][0] != 0

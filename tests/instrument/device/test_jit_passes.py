@@ -1,0 +1,89 @@
+"""Compiled parts have the types that Numba's own passes give them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+
+from paellapy.instrument.device.jit import compiled, part
+
+
+@part
+def widen(n: int) -> float:
+    """The type of `total` is known only once the loop's end is seen."""
+    total = 0
+    for k in range(n):
+        total = total + 0.5 * k
+    return total
+
+
+@part
+def branch(x: float, whole: bool) -> float:
+    found = 1
+    if whole:
+        found = x
+    while found > 10:
+        found = found / 2
+    return found
+
+
+def both(n: int, x: float, whole: bool) -> float:
+    return widen(n) + branch(x, whole)
+
+
+def index(table: Any, k: int) -> Any:
+    row = table[k]
+    row.count += 1
+    table[0].count = table[k].count + row.count
+    return row.count + table[0].size ** 2
+
+
+def test_a_variable_gets_the_type_of_all_its_values() -> None:
+    entry = compiled(both)
+    for given in ((0, 3.0, True), (4, 100.0, True), (5, 2.5, False)):
+        expected = widen.py_func(given[0]) + branch.py_func(*given[1:])  # type: ignore[attr-defined]
+        assert entry(*given) == expected
+    assert [made.signature.return_type for made in entry.overloads.values()] == [numba.float64]  # type: ignore[attr-defined]
+
+
+def test_records_are_read_and_written_as_in_python() -> None:
+    kind = np.dtype([("count", "i8"), ("size", "f8")])
+    ours, theirs = (np.zeros(3, kind) for _ in range(2))
+    ours["size"] = theirs["size"] = 1.5
+    assert compiled(index)(ours, 2) == numba.njit(index)(theirs, 2)
+    assert (ours == theirs).all()
+
+
+def test_a_part_that_cannot_be_typed_says_where() -> None:
+    def wrong(x: float) -> float:
+        return x.nothing  # type: ignore[attr-defined,no-any-return]
+
+    with pytest.raises(numba.TypingError, match="nothing") as raised:
+        compiled(wrong)(1.0)
+    assert "test_jit_passes.py" in str(raised.value)
+
+
+def test_the_garbage_collector_is_left_as_it_was() -> None:
+    import gc
+
+    for enabled in (True, False):
+        (gc.enable if enabled else gc.disable)()
+        try:
+            compiled(lambda x: x + 1)(1)
+            assert gc.isenabled() is enabled
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize("pair", [(1, 2), (2, 1), (1.5, 2), (2, 1.5), (math.nan, 1.0), (1.0, math.nan), (True, 2)])
+def test_the_larger_and_the_smaller_number_are_as_numba_has_them(pair: Any) -> None:
+    def extremes(a: Any, b: Any) -> Any:
+        return max(a, b), min(a, b), max(a, 1, b), min(0.5, a, b)
+
+    ours, theirs = compiled(extremes)(*pair), numba.njit(extremes)(*pair)
+    np.testing.assert_array_equal(ours, theirs)
+    assert list(map(type, ours)) == list(map(type, theirs))
