@@ -37,8 +37,9 @@ from paellapy.scheduler.models.lane_memory import Lane
 from paellapy.scheduler.models.model import Model
 
 _DRAIN = 256  # completions read at once
-# drain early once this many completions are pending: a smaller number costs throughput and leads to small batches
-_MANY = 16
+# A request that finds no open lane has completions read once this many are pending. Fewer would cost throughput and
+# make batches small; so fewer are read only where nothing is batched, or once a request has waited for this long.
+_MANY, _STARVED_NS = 16, 500_000
 _REMEMBERED_CLIENTS = 4096
 
 Entry = list[int]  # a completion: see front_calls.E_…
@@ -122,6 +123,7 @@ class FrontEnd:
         self.watchers: list[Callable[[Any], None]] = []  # called with every completion of this front end: traces
         self.counters: list[Callable[[Any], None]] = []  # the same, with many completions at a time (COMPLETION)
         self._failed: Exception | None = None  # an error raised while a completion was answered, not yet reported
+        self._starved_ns = 0  # when a request found no open lane, if no completion was read since; else 0
         self.closed = False  # the core is gone: nothing may be posted any more
 
     # -- in
@@ -160,8 +162,16 @@ class FrontEnd:
     def claim(self, loaded: Loaded, client: int) -> tuple[int, int] | None:
         """Claims a slot whose inputs can be written at once. None: the inputs must be staged."""
         found = calls.claim(self._line, loaded.row, client)
-        if found < 0 and self._read_now(min(_MANY, len(loaded.lane_of) * loaded.model.max_batch)):
-            found = calls.claim(self._line, loaded.row, client)
+        if found >= 0 and not self._starved_ns:
+            return divmod(found, SLOTS)
+        now = time.monotonic_ns()
+        self._starved_ns = self._starved_ns or now
+        size = loaded.model.max_batch
+        at_once = size == 1 or now - self._starved_ns >= _STARVED_NS
+        if self._read_now(1 if at_once else min(_MANY, len(loaded.lane_of) * size)):
+            if found < 0:
+                found = calls.claim(self._line, loaded.row, client)
+            self._starved_ns = now if found < 0 else 0
         return None if found < 0 else divmod(found, SLOTS)
 
     def post_claimed(
@@ -239,6 +249,7 @@ class FrontEnd:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self.wake_fd)
             total = self._take()
+            self._starved_ns = 0
             failed, self._failed = self._failed, None
             if failed is not None:
                 raise failed
@@ -252,9 +263,9 @@ class FrontEnd:
         return total
 
     def _read_now(self, many: int) -> bool:
-        """Answers completions if at least `many` are pending, before a request that finds no open lane.
+        """Answers completions if at least `many` are pending, when a request, or one before it, found no open lane.
 
-        Unread answers may hold all lanes of the model: an event loop with many connections reads completions only after
+        Unread answers may hold all lanes of a model: an event loop with many connections reads completions only after
         it has served the connections, and the GPU is idle meanwhile. Nothing is done while a completion is being
         answered, because its answer may have made this call.
         """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -94,3 +96,59 @@ def test_items_of_a_model_with_one_lane_are_one_batch():
 def test_the_trial_of_a_full_batch_is_one_batch(engine):
     assert engine.try_batch("scale") > 0
     assert engine.stats()["models"]["scale"]["mean_batch"] == 4
+
+
+class Held:
+    """Keeps the core from working for a while."""
+
+    def __init__(self, engine) -> None:
+        self._engine, self._begun, self._go = engine, threading.Event(), threading.Event()
+
+    def __enter__(self) -> None:
+        def hold() -> None:
+            self._begun.set()
+            self._go.wait(60)
+
+        self._engine.call_in_loop(hold)
+        assert self._begun.wait(60)
+
+    def __exit__(self, *_: object) -> None:
+        self._go.set()
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_answers_that_an_event_loop_has_not_read_keep_no_request_from_its_lane(other):
+    """All in one turn of the event loop, which therefore reads no completion by itself."""
+    x = np.arange(64, dtype=np.float32).reshape(1, 64)
+
+    async def ask(engine) -> None:
+        loop, door, asked = asyncio.get_running_loop(), Door(engine), [Asked() for _ in range(6)]
+        row = engine._find("scale").row
+
+        def completed(n: int) -> bool:
+            end = loop.time() + 30
+            while int(engine.state.model["completed"][row]) < n and loop.time() < end:
+                time.sleep(1e-3)
+            return int(engine.state.model["completed"][row]) == n
+
+        def submit_to(name: str, asked: Asked) -> None:
+            door.submit(name, {"x": x}, 1, None, None, None, asked)
+
+        first = 0 if other else 3
+        for k in range(first):
+            submit_to("scale", asked[k])
+        assert completed(first)
+        with Held(engine):
+            for k in range(first, 5):  # the fifth finds no open lane
+                submit_to("scale", asked[k])
+        if other:  # nothing could be read when the fifth came: a later request lets it in
+            assert completed(4)
+            submit_to("other", asked[5])
+        assert completed(5)
+        await asyncio.wait_for(asyncio.gather(*(each.answer for each in asked[: 6 if other else 5])), 60)
+
+    with pp.Engine("virtual:h200") as engine:
+        engine.load(scale_model(lanes=4, batch=(1,)))
+        engine.load(scale_model("other", lanes=4, batch=(1,)))
+        asyncio.run(ask(engine))
+        check_at_rest(engine.state)
