@@ -27,7 +27,8 @@ SCRIPT = Path(__file__).parent / "guest_training.py"
 # Name; under `paellapy run`; its step as one CUDA graph; options.
 SCRIPTS: tuple[tuple[str, bool, bool, tuple[str, ...]], ...] = (
     ("free", False, False, ()), ("gated", True, False, ()), ("gated, 8 in flight", True, False, ("--in-flight", "8")),
-    ("gated, 4 in flight", True, False, ("--in-flight", "4")), ("gated, 2 in flight", True, False, ("--in-flight", "2")),
+    ("gated, 4 in flight", True, False, ("--in-flight", "4")),
+    ("gated, 2 in flight", True, False, ("--in-flight", "2")),
     ("gated, share 0.3", True, False, ("--share", "0.3")),
     ("captured, free", False, True, ()), ("captured, gated", True, True, ()),
 )  # fmt: skip

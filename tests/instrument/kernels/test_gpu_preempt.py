@@ -98,14 +98,16 @@ extern "C" __global__ void whole(const unsigned* in, unsigned* count, unsigned n
 @pytest.mark.parametrize("opening", list(OPENINGS))
 def test_a_block_runs_whole_or_not_at_all_wherever_it_decides(opening: str, threads: int, gpu: Any) -> None:
     kernel = pp.kernel(source=WHOLE.replace("OPENING", OPENINGS[opening]), name="whole", report=None)
-    numbers, rng, blocks, left_some = gpu.array(np.arange(256, dtype=np.uint32)), np.random.default_rng(1), 30_000, 0
-    for _ in range(10):
+    numbers, rng, blocks = gpu.array(np.arange(256, dtype=np.uint32)), np.random.default_rng(1), 30_000
+    left_some = tries = 0
+    while tries < 8 or (not left_some and tries < 80):  # beside other processes on the GPU, the flag may come late
+        tries += 1
         flag, count = gpu.flag(), gpu.array(np.zeros(blocks, np.uint32))
-        launch = kernel.preemptible(flag)[blocks, threads](numbers, count, np.uint32(3_000))
+        launch = kernel.preemptible(flag)[blocks, threads](numbers, count, np.uint32(30_000))
         for _ in range(4):
-            pause(rng.uniform(0, 40))
+            pause(rng.uniform(0, 60))
             flag.set()
-            pause(rng.uniform(0, 5))
+            pause(rng.uniform(0, 30))
             flag.clear()
         left = launch.left
         left_some += len(left) > 0
