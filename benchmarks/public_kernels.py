@@ -28,7 +28,7 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction, KernelInterface
 
 import paellapy as pp
-from paellapy.instrument.ptx.passes import PassConfig
+from paellapy.instrument.ptx.pass_config import PassConfig
 
 # Every pass alone or with others: what a kernel may be built with.
 VARIANTS = {

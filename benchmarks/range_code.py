@@ -24,7 +24,7 @@ from paellapy.instrument.ptx import sass
 from paellapy.instrument.ptx.compiled import Compiled
 from paellapy.instrument.ptx.flow import FlowGraph
 from paellapy.instrument.ptx.module import Module
-from paellapy.instrument.ptx.passes import PassConfig
+from paellapy.instrument.ptx.pass_config import PassConfig
 from paellapy.instrument.ptx.registers import blocks_by_registers
 
 HALF = "*fp16:16"

@@ -13,7 +13,7 @@ from paellapy.instrument.device.parts import limits_for_capability
 from paellapy.instrument.errors import LaunchError
 from paellapy.instrument.kernels.triton_arguments import TypeHandlers
 from paellapy.instrument.ptx.compiled import Source
-from paellapy.instrument.ptx.passes import PassConfig
+from paellapy.instrument.ptx.pass_config import PassConfig
 from paellapy.instrument.records import SM_LINE, Records
 
 

@@ -18,7 +18,7 @@ from paellapy.instrument.device.preemption import Blocks, Flag, Run, Work
 from paellapy.instrument.device.range_events import Events
 from paellapy.instrument.errors import ArgumentError, LaunchError, NoDeviceError
 from paellapy.instrument.ptx.compiled import Compiled, Draft, Source
-from paellapy.instrument.ptx.passes import PassConfig
+from paellapy.instrument.ptx.pass_config import PassConfig
 from paellapy.instrument.records import Records
 
 _current: contextvars.ContextVar[Device | None] = contextvars.ContextVar("paellapy_device", default=None)

@@ -22,7 +22,7 @@ from paellapy.instrument.device.parts import Part
 from paellapy.instrument.device.sm_costs import BlockCost
 from paellapy.instrument.device.timing import PROFILES, Timing
 from paellapy.instrument.ptx.compiled import Compiled
-from paellapy.instrument.ptx.passes import PassConfig
+from paellapy.instrument.ptx.pass_config import PassConfig
 from paellapy.instrument.records import Records
 from paellapy.instrument.ttir.latency import SHARES
 from paellapy.instrument.ttir.lower import Facts

@@ -26,7 +26,7 @@ from paellapy.instrument.device.parts import limits_for_capability
 from paellapy.instrument.device.range_events import EventLayout, Events
 from paellapy.instrument.errors import NoDeviceError
 from paellapy.instrument.ptx.compiled import Source
-from paellapy.instrument.ptx.passes import PassConfig
+from paellapy.instrument.ptx.pass_config import PassConfig
 from paellapy.instrument.records import RING_RECORD, SM_LINE, Records
 
 _NOTIFY_WORDS = 4096

@@ -20,7 +20,7 @@ from paellapy.instrument.device.range_events import EventLayout
 from paellapy.instrument.errors import ArgumentError, LaunchError
 from paellapy.instrument.markers import Ranges, Sites
 from paellapy.instrument.ptx.compiled import Compiled, Source
-from paellapy.instrument.ptx.passes import PassConfig
+from paellapy.instrument.ptx.pass_config import PassConfig
 from paellapy.instrument.records import DESCRIPTOR, MAGIC, field_offset
 
 _INVALID_CONTEXT = 201

@@ -26,7 +26,7 @@ from paellapy.instrument.device.virtual_arguments import virtual_handlers
 from paellapy.instrument.device.virtual_launch import NotedLaunch, VirtualLauncher
 from paellapy.instrument.device.virtual_preempt import VirtualFlag, VirtualRun
 from paellapy.instrument.ptx.compiled import Draft, Source
-from paellapy.instrument.ptx.passes import PassConfig
+from paellapy.instrument.ptx.pass_config import PassConfig
 from paellapy.instrument.records import RING_RECORD, SM_LINE, Records
 from paellapy.instrument.ttir.addresses import know
 

@@ -24,7 +24,7 @@ from paellapy.instrument.device.virtual_preempt import VirtualFlag, VirtualRun, 
 from paellapy.instrument.device.virtual_ranges import events_of
 from paellapy.instrument.errors import LaunchError, PaellaError
 from paellapy.instrument.ptx.compiled import Compiled, Draft, Launched
-from paellapy.instrument.ptx.passes import PassConfig
+from paellapy.instrument.ptx.pass_config import PassConfig
 from paellapy.instrument.records import Records
 from paellapy.instrument.ttir import TtirProgram
 from paellapy.instrument.ttir.latency import SHARES

@@ -22,7 +22,7 @@ from paellapy.instrument.kernels.kernel import (
 )
 from paellapy.instrument.kernels.preempt import Prepared
 from paellapy.instrument.ptx.compiled import Compiled
-from paellapy.instrument.ptx.passes import Exits, PassConfig, Report
+from paellapy.instrument.ptx.pass_config import Exits, PassConfig, Report
 
 
 class CudaKernel(Kernel):

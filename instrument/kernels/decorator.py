@@ -11,7 +11,7 @@ from paellapy.instrument.kernels.cuda_kernel import CudaKernel
 from paellapy.instrument.kernels.cuda_source import CudaSource
 from paellapy.instrument.kernels.kernel import Kernel
 from paellapy.instrument.kernels.triton_kernel import TritonKernel
-from paellapy.instrument.ptx.passes import Exits, Report
+from paellapy.instrument.ptx.pass_config import Exits, Report
 
 
 @overload

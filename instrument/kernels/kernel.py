@@ -21,7 +21,7 @@ from paellapy.instrument.kernels.preempt import Preemptible, Prepared
 from paellapy.instrument.kernels.triton_source import target_capability
 from paellapy.instrument.kernels.turnaround import Wave
 from paellapy.instrument.ptx.compiled import Compiled
-from paellapy.instrument.ptx.passes import Exits, PassConfig, Report
+from paellapy.instrument.ptx.pass_config import Exits, PassConfig, Report
 
 
 class Kernel:

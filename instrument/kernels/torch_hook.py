@@ -23,7 +23,7 @@ from paellapy.instrument.errors import InstrumentError, PaellaError
 from paellapy.instrument.kernels.torch_rows import Facts, Rows
 from paellapy.instrument.kernels.triton_source import TRITON_VERSION, compiling, is_warp_specialised
 from paellapy.instrument.ptx import passes
-from paellapy.instrument.ptx.passes import PassConfig
+from paellapy.instrument.ptx.pass_config import Exits, PassConfig
 
 _active: _Hook | None = None
 
@@ -106,7 +106,7 @@ class _Hook:
             ptx = make_ptx(source, metadata)
             if metadata.get("profile_scratch_size"):
                 return ptx  # Proton instruments this kernel and uses the slot
-            exits: passes.Exits = "spare-barrier" if is_warp_specialised(ptx) else "barrier"
+            exits: Exits = "spare-barrier" if is_warp_specialised(ptx) else "barrier"
             try:
                 reported = passes.apply(ptx, PassConfig("trace", exits=exits, pointer_param=-1))
             except PaellaError:

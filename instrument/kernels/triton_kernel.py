@@ -27,7 +27,7 @@ from paellapy.instrument.kernels.triton_driver import stand_in
 from paellapy.instrument.kernels.triton_options import split_options
 from paellapy.instrument.kernels.triton_source import TritonSource, unwrap
 from paellapy.instrument.ptx.compiled import Compiled, Draft, Source
-from paellapy.instrument.ptx.passes import Exits, PassConfig, Report
+from paellapy.instrument.ptx.pass_config import Exits, PassConfig, Report
 
 Grid = tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]]
 

@@ -12,7 +12,7 @@ from paellapy.instrument import cache
 from paellapy.instrument.errors import InstrumentError
 from paellapy.instrument.ptx import passes
 from paellapy.instrument.ptx.assemble import Assembled, assemble
-from paellapy.instrument.ptx.passes import PassConfig
+from paellapy.instrument.ptx.pass_config import Exits, PassConfig
 from paellapy.instrument.ptx.registers import REGISTER_STEP, blocks_by_registers, most_registers, room_for_all
 
 
@@ -30,7 +30,7 @@ class Source:
     threads: int | None  # per block; None if the launch decides (CUDA C)
     dynamic_shared_bytes: int = 0
     cluster: int = 1
-    exits: passes.Exits = "auto"
+    exits: Exits = "auto"
     ptxas_options: tuple[str, ...] = ()
     ptxas_path: str | None = None
     scratch_bytes: int = 0  # per block, of the `global_scratch` parameter

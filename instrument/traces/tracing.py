@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from paellapy.instrument.device.base import Device
 from paellapy.instrument.errors import TraceError
 from paellapy.instrument.ptx.compiled import Compiled
-from paellapy.instrument.ptx.passes import PassConfig
+from paellapy.instrument.ptx.pass_config import PassConfig
 from paellapy.instrument.records import BLOCK, LAUNCH, WORK, Records
 from paellapy.instrument.traces.ranges import ranges_of
 from paellapy.instrument.traces.ring import Mark, decode

@@ -17,7 +17,7 @@ from paellapy.instrument.errors import ArgumentError, CompileError, InstrumentEr
 from paellapy.instrument.kernels.ranges import has_ranges
 from paellapy.instrument.markers import Marker, Ranges, Sites
 from paellapy.instrument.ptx import passes
-from paellapy.instrument.ptx.passes import PassConfig
+from paellapy.instrument.ptx.pass_config import PassConfig
 from paellapy.instrument.records import RANGE_END, RANGE_HEAD, RANGE_RECORD, WHOLE_BLOCK
 from paellapy.instrument.traces.ranges import pair
 

@@ -13,7 +13,7 @@ from paellapy.instrument.errors import InstrumentError, PtxError
 from paellapy.instrument.ptx import passes
 from paellapy.instrument.ptx.assemble import assemble
 from paellapy.instrument.ptx.module import Function, Module
-from paellapy.instrument.ptx.passes import PassConfig
+from paellapy.instrument.ptx.pass_config import PassConfig
 from paellapy.instrument.records import DESCRIPTOR
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="CUDA C needs NVRTC: pip install 'paellapy[dev]'")

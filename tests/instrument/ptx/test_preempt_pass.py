@@ -13,7 +13,7 @@ from paellapy.instrument import records
 from paellapy.instrument.errors import InstrumentError
 from paellapy.instrument.ptx import passes
 from paellapy.instrument.ptx.module import Kind, Module, Statement
-from paellapy.instrument.ptx.passes import PassConfig
+from paellapy.instrument.ptx.pass_config import PassConfig
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="CUDA C needs NVRTC: pip install 'paellapy[dev]'")
 

@@ -16,7 +16,7 @@ from paellapy.instrument.markers import Marker, Sites
 from paellapy.instrument.ptx import passes, sass
 from paellapy.instrument.ptx.assemble import assemble
 from paellapy.instrument.ptx.compiled import Source
-from paellapy.instrument.ptx.passes import PassConfig
+from paellapy.instrument.ptx.pass_config import PassConfig
 from paellapy.instrument.ptx.registers import blocks_by_registers
 from paellapy.instrument.records import RANGE_END
 
