@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from paellapy.instrument.ptx.flow import FlowGraph
-from paellapy.instrument.ptx.module import Module, Statement
+from paellapy.instrument.ptx.module import Module
+from paellapy.instrument.ptx.statements import Statement
 
 WORD = 0xFFFFFFFF
 _COMPARES: dict[str, Callable[[int, int], bool]] = {

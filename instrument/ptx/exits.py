@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from paellapy.instrument.errors import InstrumentError
 from paellapy.instrument.ptx.flow import UNIFORM_SPECIAL, FlowGraph, Names, is_special, written
-from paellapy.instrument.ptx.module import Function, Module, Statement
+from paellapy.instrument.ptx.module import Function, Module
+from paellapy.instrument.ptx.statements import Statement
 
 BARRIER_OPS = ("bar", "barrier")
 # Instructions that give threads different results for equal operands: memory, other threads, matrix fragments.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paellapy.instrument.ptx.module import Function, Kind, Statement
+from paellapy.instrument.ptx.module import Function
+from paellapy.instrument.ptx.statements import Kind, Statement
 
 # Special registers with the same value in every thread of a block; all others are assumed to differ.
 UNIFORM_SPECIAL = (

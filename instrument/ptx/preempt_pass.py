@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 
 from paellapy.instrument.errors import InstrumentError
 from paellapy.instrument.ptx.flow import COMPUTES, Names, written
-from paellapy.instrument.ptx.module import Function, Kind, Module, Statement, statements
+from paellapy.instrument.ptx.module import Function, Module
 from paellapy.instrument.ptx.slice_pass import slice_entry
+from paellapy.instrument.ptx.statements import Kind, Statement, statements
 from paellapy.instrument.ptx.waits import blocks_that_wait
 from paellapy.instrument.records import FLAG_COPIES, FLAG_COPY_BYTES, LEFT_HEAD_BYTES
 

@@ -16,8 +16,9 @@ from collections.abc import Callable
 
 from paellapy.instrument.errors import InstrumentError
 from paellapy.instrument.markers import Marker, Ranges, Sites
-from paellapy.instrument.ptx.module import Function, Module, Statement, statements
+from paellapy.instrument.ptx.module import Function, Module
 from paellapy.instrument.ptx.range_sites import MOST_CLOCKS, Moment, marker_of, records
+from paellapy.instrument.ptx.statements import Statement, statements
 from paellapy.instrument.records import RANGE_END, RANGE_HEAD, RANGE_RECORD, field_offset
 
 Load = Callable[[str, str], str]  # (register, field of the descriptor) → the instruction that loads it

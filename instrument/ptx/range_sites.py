@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from paellapy.instrument.markers import Marker
 from paellapy.instrument.ptx.flow import COMPUTES
-from paellapy.instrument.ptx.module import Kind, Statement
+from paellapy.instrument.ptx.statements import Kind, Statement
 from paellapy.instrument.records import RANGE_RECORD
 
 MOST_CLOCKS: int = RANGE_RECORD["clocks"].shape[0]

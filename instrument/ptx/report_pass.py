@@ -16,9 +16,10 @@ from paellapy.instrument.errors import InstrumentError
 from paellapy.instrument.ptx.descriptor import DescriptorParam
 from paellapy.instrument.ptx.exits import BARRIER_OPS, barrier_at_exit_is_safe
 from paellapy.instrument.ptx.first_thread import thread_index_bits
-from paellapy.instrument.ptx.module import Function, Kind, Module, Token
+from paellapy.instrument.ptx.module import Function, Module
 from paellapy.instrument.ptx.pass_config import Exits, PassConfig
 from paellapy.instrument.ptx.range_pass import RangePass
+from paellapy.instrument.ptx.statements import Kind, Token
 from paellapy.instrument.records import RING_RECORD, SM_LINE, WARP_SHIFT, field_offset
 
 _SPARE_BARRIER = 15

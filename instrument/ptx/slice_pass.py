@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paellapy.instrument.errors import InstrumentError
-from paellapy.instrument.ptx.module import Function, Module, Statement
+from paellapy.instrument.ptx.module import Function, Module
+from paellapy.instrument.ptx.statements import Statement
 
 Load = Callable[[str, str], str]  # (register, field of the descriptor) → the instruction that loads it
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from paellapy.instrument.ptx.flow import FlowGraph, Names, written
-from paellapy.instrument.ptx.module import Function, Module, Statement
+from paellapy.instrument.ptx.module import Function, Module
+from paellapy.instrument.ptx.statements import Statement
 
 _STRONG = {"volatile", "relaxed", "acquire", "mmio", "cv"}
 _OWN_SPACES = (".shared", ".local", ".param", ".const")  # spaces that no other block writes to
