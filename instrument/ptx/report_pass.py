@@ -92,8 +92,8 @@ $paellapy_started:""")
         if used + 12 > _STATIC_SHARED_LIMIT:
             raise InstrumentError(
                 f"kernel {self.entry.name!r} cannot be instrumented: its threads leave at different times, and "
-                f"them needs 12 bytes of shared memory, but it already declares {used} of {_STATIC_SHARED_LIMIT} "
-                "bytes. Use dynamic shared memory instead, or return from one place."
+                f"counting them needs 12 bytes of shared memory, but it already declares {used} of "
+                f"{_STATIC_SHARED_LIMIT} bytes. Use dynamic shared memory instead, or return from one place."
             )
 
     def _redirect_exits(self) -> None:
