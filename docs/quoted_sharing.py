@@ -20,6 +20,18 @@ def shares() -> str:
     return paper_report.table(["asked over", "on", "part of the GPU's time", "furthest off"], rows)
 
 
+def stretches() -> str:
+    """How much two models that always run slow each other: simulated from their profiles, and measured."""
+    rows = []
+    for pair, found in stored("systems_stretch").items():
+        for name, each in found.items():
+            (other,) = set(pair.split("+")) - {name}
+            off = each["predicted"] / each["measured"] - 1
+            named = [f"`{which}`" for which in (name, other)]
+            rows.append([*named, f"{each['predicted']:.2f}", f"{each['measured']:.2f}", f"{100 * off:+.0f} %"])
+    return paper_report.table(["model", "beside", "simulated ÷ alone", "measured ÷ alone", "off"], rows)
+
+
 def sharing() -> str:
     switch, latency = stored("policy_switch"), stored("preempt_latency")
     points = stored("systems_gpu")["points"].values()
@@ -57,4 +69,4 @@ def flags() -> str:
 
 
 def tables() -> dict[str, str]:
-    return {"tenant-shares": shares(), "sharing": sharing(), "flags": flags()}
+    return {"tenant-shares": shares(), "sharing": sharing(), "flags": flags(), "stretches": stretches()}
