@@ -207,6 +207,8 @@ def free_lane(s: State, lane: int) -> None:
     a = s.lane[lane]
     m = a.model
     a.state = FREE
+    for k in range(a.taken):
+        s.slot_client[lane, k] = 0  # a front end may take a slot and die before it says for whom
     a.taken = a.live = 0
     s.free_lane[m, s.model[m].free_n] = lane
     s.model[m].free_n += 1

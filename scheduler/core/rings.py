@@ -151,7 +151,8 @@ def reserve_at(where: Any, notes: Any, slots: Any, front: Any) -> int:
 @part
 def claim_slot(s: State, front: int, model: int, client: int) -> int:
     """A slot of the lane that is open to front ends: lane · SLOTS + slot, or STAGED. Requests of a client with a limit
-    are always staged, because the core may set them aside.
+    are always staged, because the core may set them aside. The client is recorded at once: if the front end dies before
+    it posts the request, this client is charged for the slot.
     """
     if s.client[client].limit > 0.0:
         return STAGED
@@ -160,7 +161,10 @@ def claim_slot(s: State, front: int, model: int, client: int) -> int:
         return STAGED
     lane = int(np.int64(opened & _LOW)) - 1
     slot = reserve(s.lane_word, s.slot_front, lane, int(np.int64(opened >> _HALF)), front)
-    return STAGED if slot < 0 else lane * SLOTS + slot
+    if slot < 0:
+        return STAGED
+    s.slot_client[lane, slot] = client
+    return lane * SLOTS + slot
 
 
 @part

@@ -161,7 +161,7 @@ class State(TableSet):
     slot: Ints = table(INT, "lanes", "batch")  # request row, or NONE: empty, or its request is completed
     # the front end that reserved it; for the last slot, the lane's word says it. Atomic
     slot_front: Words = table(WORD, "lanes", "batch")
-    slot_client: Ints = table(INT, "lanes", "batch")  # the client that is charged for it
+    slot_client: Ints = table(INT, "lanes", "batch")  # the client that is charged for it; by its front end, then the core
     # address of slot 0, by the installer; slot k is k · input_bytes further
     input_address: Words = table(WORD, "lanes", "inputs")
     launch: Table = table(LAUNCH, "lanes", "sizes", "segments")  # by the installer

@@ -29,15 +29,15 @@ class Front:
         self.taken = np.zeros((64, front_calls.COMPLETION_WORDS), np.int64)
         self.done: list[list[int]] = []
 
-    def claim(self, model: int = 0) -> tuple[int, int] | None:
-        found = front_calls.claim(self.line, model, 0)
+    def claim(self, model: int = 0, client: int = 0) -> tuple[int, int] | None:
+        found = front_calls.claim(self.line, model, client)
         return None if found == STAGED else divmod(found, SLOTS)
 
-    def post(self, place: tuple[int, int] | None, model: int = 0, generation: int = 0) -> int:
+    def post(self, place: tuple[int, int] | None, model: int = 0, generation: int = 0, client: int = 0) -> int:
         self.serial += 1
         lane, slot = place or (codes.NONE, codes.NONE)
         message = Message(kind=codes.SUBMIT, request=self.rows.pop(), serial=self.serial, model=model, lane=lane,
-                          slot=slot, generation=generation, arrival_ns=self.bench.now)  # fmt: skip
+                          slot=slot, generation=generation, arrival_ns=self.bench.now, client=client)  # fmt: skip
         assert front_calls.post(self.line, message.address)
         return self.serial
 
@@ -117,6 +117,39 @@ def test_published_but_unread_submissions_of_the_dead_are_forgotten(bench):
     assert len(other.done) == 1
     assert bench.state.core["live"][0] == 0
     check_integrity(bench.state)
+
+
+def fill_every_slot_once(bench: Bench, front: Front, client: int) -> None:
+    for _ in range(2):
+        for _ in range(4):
+            place = front.claim(client=client)
+            front.post(place, client=client)
+            if place is not None:
+                front_calls.ready(front.line, *place)
+        finish_all(bench, front)
+
+
+@pytest.mark.parametrize("posted", [False, True])
+def test_a_slot_of_the_dead_is_charged_to_the_client_that_took_it(bench, posted):
+    dying, other = Front(bench, 1), Front(bench, 2)
+    fill_every_slot_once(bench, other, client=3)
+    before = bench.state.client["used_ns"].tolist()
+    place = dying.claim(client=2)
+    if posted:
+        dying.post(place, client=2)
+    other.submit()
+    step.reclaim(bench.state, 1, bench.now)
+    finish_all(bench, other)
+    used = bench.state.client["used_ns"]
+    assert (before[0], before[2], used[3]) == (0.0, 0.0, before[3])
+    assert used[2] == used[0] > 0
+    assert used.sum() == pytest.approx(bench.state.model["used_ns"].sum())
+
+
+def test_a_front_end_that_dies_before_it_names_a_client_charges_no_earlier_one(bench):
+    other = Front(bench, 2)
+    fill_every_slot_once(bench, other, client=3)
+    assert not bench.state.slot_client.any()
 
 
 def test_completions_come_to_the_front_end_that_asked(bench):
