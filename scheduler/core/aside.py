@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from paellapy.instrument.device.jit import part
+from paellapy.scheduler.core.barred import bar
 from paellapy.scheduler.core.codes import ASIDE, QUEUED
 from paellapy.scheduler.core.heaps import queue_add, queue_first, queue_remove
 from paellapy.scheduler.core.lanes import ask
@@ -72,10 +73,13 @@ def let_in(s: State, c: int, m: int, most: int) -> None:
         client.let += 1
         client.let_ns += each_ns
         r.let_ns = each_ns
+        n -= 1
+        if s.core[0].by_client:
+            bar(s, row)
+            continue
         r.state = QUEUED
         queue_add(s, s.model[m], row)
         count_queued(s, m, 1)
-        n -= 1
     ask(s, m)
 
 

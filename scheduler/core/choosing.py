@@ -11,10 +11,10 @@ import numpy as np
 
 from paellapy.instrument.device.heaps import heap_pop, heap_push
 from paellapy.instrument.device.jit import part
-from paellapy.scheduler.core.atomics import call_asking
-from paellapy.scheduler.core.codes import FILLING, NEVER, NONE
+from paellapy.scheduler.core.asking import lets_go, look_at_top, takes_anything
+from paellapy.scheduler.core.barred import give_up_refused, look_at_barred, note_refused
+from paellapy.scheduler.core.codes import FILLING, NONE
 from paellapy.scheduler.core.crowd import choose_who_stands_back, find_shortest, gives_way, has_room, stands_back
-from paellapy.scheduler.core.job import READS_TOP
 from paellapy.scheduler.core.lanes import (
     ask,
     close_lane,
@@ -27,7 +27,7 @@ from paellapy.scheduler.core.lanes import (
     unready,
 )
 from paellapy.scheduler.core.launching import feed, measure
-from paellapy.scheduler.core.requests import fill_lane_job, rank_lane
+from paellapy.scheduler.core.requests import end_pass, fill_lane_job, rank_lane
 from paellapy.scheduler.core.shares import over_limit
 from paellapy.scheduler.core.state import State
 
@@ -58,6 +58,10 @@ def activate(s: State, lane: int) -> bool:
     unready(s, lane)
     core.decisions += 1
     if a.state == FILLING:
+        if core.by_client:
+            for k in range(a.taken):
+                if s.slot[lane, k] >= 0:
+                    end_pass(s, s.slot[lane, k])
         complete = close_lane(s, lane)
         take_berth(s, lane, lane)
         ask(s, a.model)
@@ -91,56 +95,19 @@ def worst(s: State, now: int) -> int:
 
 
 @part
-def look_at_top(s: State) -> None:
-    """Finds the highest priority among active jobs, and, for policies that read it, their resources on the GPU."""
-    top = -NEVER
-    for k in range(s.core[0].active):
-        top = max(top, s.lane[s.active[k]].priority)
-    gpu = s.gpu[0]
-    gpu.active_priority = top
-    if s.core[0].facts & READS_TOP:
-        of_top = gpu.top
-        of_top.ns = of_top.blocks = of_top.compute = of_top.memory = gpu.lower_ns = 0.0
-        for k in range(s.core[0].flight):
-            lane = s.flight[k]
-            a = s.lane[lane]
-            ns = 0.0
-            for j in range(a.done, a.issued):
-                ns += s.segment[a.model, a.size, j].time_ns
-            if a.whole:  # the expected remainder
-                ns = max(0.0, s.size[a.model, a.size].total_ns - (s.gpu[0].now_ns - s.segment_ns[lane, 0, 0]))
-            if a.priority >= top:
-                f = s.segment[a.model, a.size, a.done]
-                of_top.ns += ns
-                of_top.blocks += f.blocks
-                of_top.compute += f.compute
-                of_top.memory += f.memory
-            else:
-                gpu.lower_ns += ns
-
-
-@part
 def admitted(s: State, lane: int, now: int) -> bool:
-    """Whether the policy, and the client's limit, let the lane launch now. An idle GPU takes it in any case, unless the
-    policy may leave the GPU idle: other policies only order work, and waste no time.
-    """
+    """Whether the policy, and the client's limit, let the lane launch now."""
     if over_limit(s, lane, now):
         return False
     others = s.core[0].active - (1 if s.lane[lane].active_at >= 0 else 0)
-    if s.call[0].admit == _ZERO or (s.core[0].may_idle == 0 and s.core[0].flight == 0 and others == 0):
+    if s.call[0].admit == _ZERO or takes_anything(s, others):
         return True
     measure(s)
     look_at_top(s)
     fill_lane_job(s, lane, now)
-    answer = call_asking(s.call[0].admit, s.job.ctypes.data, s.call[0].admit_2, s.call[0].admit_3)
-    if np.isnan(answer):
-        s.core[0].bad_ranks += 1
-        return False
-    if answer == 0.0:
-        return False
-    if answer == 1.0 or answer <= now:
+    if lets_go(s, now):
         return True
-    s.core[0].ask_at_ns = min(s.core[0].ask_at_ns, np.ceil(answer))
+    note_refused(s, lane)
     return False
 
 
@@ -177,6 +144,21 @@ def push_behind(s: State, at: int, n: int) -> int:
 
 @part
 def next_turn(s: State, n: int, swaps: int, now: int) -> int:
+    """As `best_turn`, where clients' requests may have to wait outside of lanes. Every pass but the last keeps a
+    request of a refused client outside until the next round.
+    """
+    core = s.core[0]
+    while True:
+        if core.barred > 0:
+            settle(s, now)
+            look_at_barred(s, now)
+        lane = best_turn(s, n, swaps, now)
+        if core.refused == 0 or not give_up_refused(s) or lane >= 0:
+            return lane
+
+
+@part
+def best_turn(s: State, n: int, swaps: int, now: int) -> int:
     """The lane whose turn comes next, with a place made for it in the active set; NONE if no change is needed."""
     core = s.core[0]
     settle(s, now)
@@ -230,6 +212,7 @@ def choose(s: State, now: int) -> bool:
     stops = core.max_active
     k = NONE
     core.ask_at_ns = np.inf
+    core.rounds += 1
     while k < core.active:
         if k < 0:  # first new lanes, each fed at once, so that the next one is judged by the remaining room
             lane = next_turn(s, n, swaps, now)

@@ -6,8 +6,8 @@ import numpy as np
 
 from paellapy.instrument.device.jit import part
 from paellapy.scheduler.core.ahead import began_ns, leaves_room, note_room
+from paellapy.scheduler.core.asking import look_at_top
 from paellapy.scheduler.core.atomics import call_telling, load_at, store_at
-from paellapy.scheduler.core.choosing import look_at_top
 from paellapy.scheduler.core.codes import NONE
 from paellapy.scheduler.core.lanes import touch
 from paellapy.scheduler.core.launching import account, leave_stream, measure
@@ -82,7 +82,7 @@ def segment_done(s: State, lane: int, now: int) -> None:
 def poll(s: State, now: int) -> None:
     """Reads the completion words of the lanes in flight: each lane's oldest launch."""
     core = s.core[0]
-    core.room_at_ns = core.ask_at_ns if core.ready > 0 else np.inf
+    core.room_at_ns = core.ask_at_ns if core.ready + core.barred > 0 else np.inf
     k = 0
     while k < core.flight:
         lane = s.flight[k]

@@ -56,7 +56,7 @@ def is_quiet(s: State, lane: int) -> bool:
     back.
     """
     core = s.core[0]
-    if core.ready > 0 or core.queued > 0:
+    if core.ready > 0 or core.queued > 0 or core.barred > 0:
         return False
     if core.active == 1 and core.flight == 0:
         return True

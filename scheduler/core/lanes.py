@@ -12,7 +12,6 @@ from paellapy.instrument.device.jit import part
 from paellapy.scheduler.core.atomics import load_at, or_at, store_at
 from paellapy.scheduler.core.codes import (
     ABSENT,
-    ASIDE,
     CLOSED,
     CLOSING,
     FAIL_MODE,
@@ -33,10 +32,10 @@ from paellapy.scheduler.core.codes import (
     RUN_MODE,
     RUNNING,
 )
-from paellapy.scheduler.core.heaps import heap_down, heap_remove, heap_up, queue_first, queue_remove
+from paellapy.scheduler.core.heaps import heap_down, heap_remove, heap_up, queue_first
 from paellapy.scheduler.core.requests import complete, post_done, rank_lane
 from paellapy.scheduler.core.rings import ONE, address, bit_of
-from paellapy.scheduler.core.slots import count_queued, fit_to_run, look_again, move_in, wait_for_copy
+from paellapy.scheduler.core.slots import fit_to_run, move_in
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.weights import berth_is_free, may_start
 
@@ -255,30 +254,6 @@ def end_lane(s: State, lane: int, now: int) -> None:
         if row >= 0:
             complete(s, row, FAULTED if is_faulty(s, lane, k) else OK, now)
     a.live = 0
-
-
-@part
-def take_out(s: State, row: int, status: int, now: int) -> None:
-    """Cancels or expires a request in any state."""
-    r = s.request[row]
-    m = r.model
-    lane = r.lane
-    if r.state == ASIDE:
-        queue_remove(s, s.client[r.client], row)
-        s.client[r.client].aside -= 1
-        s.model[m].aside -= 1
-        ask(s, m)
-    elif lane < 0:
-        queue_remove(s, s.model[m], row)
-        count_queued(s, m, -1)
-        ask(s, m)
-    else:
-        wait_for_copy(s, row)
-        s.slot[lane, r.slot] = NONE
-        s.lane[lane].live -= 1
-        look_again(s, lane)
-        touch(s, lane)
-    complete(s, row, status, now)
 
 
 @part

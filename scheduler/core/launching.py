@@ -55,7 +55,7 @@ def measure(s: State) -> None:
         gpu.resident_issue / gpu.capacity_issue,
     )
     gpu.active_jobs = core.active
-    gpu.waiting_jobs = core.ready
+    gpu.waiting_jobs = core.ready + core.barred
     gpu.max_active = core.max_active
 
 

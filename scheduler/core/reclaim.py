@@ -7,7 +7,8 @@ import numpy as np
 from paellapy.instrument.device.jit import compiled
 from paellapy.scheduler.core.atomics import and_at, load_at, or_at, store_at
 from paellapy.scheduler.core.codes import CANCELLED, FREE, RESERVED_MASK, RESERVED_SHIFT, UNUSED
-from paellapy.scheduler.core.lanes import take_out, touch
+from paellapy.scheduler.core.lanes import touch
+from paellapy.scheduler.core.leaving import take_out
 from paellapy.scheduler.core.rings import address, bit_at, bit_of, front_of
 from paellapy.scheduler.core.slots import put
 from paellapy.scheduler.core.state import State

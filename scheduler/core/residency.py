@@ -34,7 +34,8 @@ from paellapy.scheduler.core.codes import (
     STAYS,
     UNUSED,
 )
-from paellapy.scheduler.core.lanes import take_out, touch
+from paellapy.scheduler.core.lanes import touch
+from paellapy.scheduler.core.leaving import take_out
 from paellapy.scheduler.core.requests import rank_lane
 from paellapy.scheduler.core.rings import address
 from paellapy.scheduler.core.state import State

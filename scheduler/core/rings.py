@@ -150,11 +150,11 @@ def reserve_at(where: Any, notes: Any, slots: Any, front: Any) -> int:
 
 @part
 def claim_slot(s: State, front: int, model: int, client: int) -> int:
-    """A slot of the lane that is open to front ends: lane · SLOTS + slot, or STAGED. Requests of a client with a limit
-    are always staged, because the core may set them aside. The client is recorded at once: if the front end dies before
-    it posts the request, this client is charged for the slot.
+    """A slot of the lane that is open to front ends: lane · SLOTS + slot, or STAGED. Requests that the core may keep
+    out of lanes are always staged: those of a client with a limit, and all where `admit` looks at the client. The
+    client is recorded at once: if the front end dies before it posts the request, this client is charged for the slot.
     """
-    if s.client[client].limit > 0.0:
+    if s.client[client].limit > 0.0 or s.core[0].by_client:
         return STAGED
     opened = load_at(address(s.filling, model))
     if opened == _ZERO:

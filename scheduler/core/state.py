@@ -36,6 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.device.table_set import TableSet, found_at, table, table_set
+from paellapy.scheduler.core.client_tables import CLIENT, FLOW
 from paellapy.scheduler.core.codes import (
     CHOICES,
     CLOSED,
@@ -57,11 +58,9 @@ from paellapy.scheduler.core.codes import (
 from paellapy.scheduler.core.job import DONE, GPU, JOB, OWN_NAMES, OWN_PER_MODEL, OWNER, PARAM, PARAMS, PER_MODEL
 from paellapy.scheduler.core.tables import (
     CALLS,
-    CLIENT,
     COMPLETION,
     COPY,
     CORE,
-    FLOW,
     GATE,
     LANE,
     LAUNCH,
@@ -126,6 +125,10 @@ class Limits:
         return _power_of_two(2 * self.models)
 
     @property
+    def flows(self) -> int:
+        return self.clients * self.models
+
+    @property
     def tap_cells(self) -> int:
         return TAP_SIZE if self.fronts > 1 else 1
 
@@ -161,7 +164,7 @@ class State(TableSet):
     slot: Ints = table(INT, "lanes", "batch")  # request row, or NONE: empty, or its request is completed
     # the front end that reserved it; for the last slot, the lane's word says it. Atomic
     slot_front: Words = table(WORD, "lanes", "batch")
-    slot_client: Ints = table(INT, "lanes", "batch")  # the client that is charged for it; by its front end, then the core
+    slot_client: Ints = table(INT, "lanes", "batch")  # the client that is charged for it; first by the front end
     # address of slot 0, by the installer; slot k is k · input_bytes further
     input_address: Words = table(WORD, "lanes", "inputs")
     launch: Table = table(LAUNCH, "lanes", "sizes", "segments")  # by the installer
@@ -191,6 +194,8 @@ class State(TableSet):
     asking: Ints = table(INT, "models")  # models that may want a lane opened, or closed for good, within this step
     leaving: Ints = table(INT, "requests")  # requests cancelled within this step
     waiting: Ints = table(INT, "clients")  # clients with requests set aside
+    barred: Ints = table(INT, "flows")  # client << 32 | model of requests that are BARRED
+    refused: Ints = table(INT, "lanes")  # lanes that `admit` refused while a turn was chosen, before their first launch
     due: Ints = table(INT, "requests")  # heap of requests with a deadline, earliest first
     submit: Table = table(SUBMISSION, "fronts", "submit_cells")  # SUBMISSION rings, capacity a power of two
     # COMPLETION rings, capacity a power of two, at least rows + M: they never overflow

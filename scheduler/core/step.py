@@ -18,16 +18,16 @@ from paellapy.scheduler.core.aside import look_aside
 from paellapy.scheduler.core.atomics import call_step, call_write, load_at
 from paellapy.scheduler.core.choosing import choose
 from paellapy.scheduler.core.clocks import read_clock
-from paellapy.scheduler.core.codes import CANCELLED, DONE_TAIL, EXPIRED, RUNNING
+from paellapy.scheduler.core.codes import DONE_TAIL
 from paellapy.scheduler.core.completing import poll, tick
 from paellapy.scheduler.core.crowd import watch_queue
 from paellapy.scheduler.core.gates import watch_gates
-from paellapy.scheduler.core.lanes import look_at_held, take_out
+from paellapy.scheduler.core.lanes import look_at_held
 from paellapy.scheduler.core.launching import measure
+from paellapy.scheduler.core.leaving import expire
 from paellapy.scheduler.core.loop import wakes
 from paellapy.scheduler.core.predict import predict_finish
 from paellapy.scheduler.core.reclaim import reclaim
-from paellapy.scheduler.core.requests import undue
 from paellapy.scheduler.core.rings import address
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.submit import fail_all, take_submissions
@@ -37,34 +37,6 @@ from paellapy.scheduler.core.weights import moves_under_way
 __all__ = ["attach_loop", "attach_step", "predict_finish", "reclaim", "run", "step"]
 
 _ZERO = np.uint64(0)
-
-
-@part
-def expire(s: State, now: int) -> None:
-    """Removes requests that were cancelled or are too late."""
-    core = s.core[0]
-    while True:
-        status = EXPIRED
-        if core.leaving > 0:
-            core.leaving -= 1
-            row = s.leaving[core.leaving]
-            status = CANCELLED
-            if s.request[row].leaving == 0:  # it got another answer in the meantime
-                continue
-        elif core.due > 0 and s.request[s.due[0]].deadline_ns <= now:
-            row = s.due[0]
-        else:
-            break
-        lane = s.request[row].lane
-        if (
-            status == EXPIRED
-            and lane >= 0
-            and s.lane[lane].state == RUNNING
-            and s.lane[lane].issued == s.lane[lane].segments
-        ):
-            undue(s, row)  # all of it is on the GPU: it is late, but dropping it would save nothing
-        else:
-            take_out(s, row, status, now)
 
 
 @part
@@ -103,7 +75,7 @@ def step(s: State, now: int) -> int:
         if core.waiting > 0:
             look_aside(s, now)
         again = False
-        if core.changed or (core.ready > 0 and now >= core.ask_at_ns):
+        if core.changed or (core.ready + core.barred > 0 and now >= core.ask_at_ns):
             while not choose(s, now):
                 fail_all(s, now)
             measure(s)

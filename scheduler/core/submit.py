@@ -9,6 +9,7 @@ import numpy as np
 from paellapy.instrument.device.jit import part
 from paellapy.scheduler.core.aside import may_come_ns, set_aside
 from paellapy.scheduler.core.atomics import load_at, store_at
+from paellapy.scheduler.core.barred import bar, forget_barred
 from paellapy.scheduler.core.codes import (
     CANCEL,
     CLOSE_MODEL,
@@ -75,12 +76,16 @@ def verdict(s: State, cell: Any, now: int) -> int:
     c = s.request[cell.request].client
     if core.limited > 0 and s.client[c].limit > 0.0:
         without_slot = s.client[c].aside + (without_slot if may_come_ns(s, c, now) <= now else 0)
+    if core.by_client:
+        without_slot += s.flow[c, m].barred
     return QUEUE_FULL if without_slot >= s.model[m].queue_limit else OK
 
 
 @part
 def enqueue(s: State, row: int, now: int) -> None:
-    """Puts a request into its model's queue, in the policy's order; into its client's where the client has a limit."""
+    """Puts a request into its model's queue, in the policy's order; into its client's where the client has a limit, or
+    where `admit` looks at the client.
+    """
     r = s.request[row]
     m = r.model
     fill_job(s, 1, m, r.client, now)
@@ -94,6 +99,9 @@ def enqueue(s: State, row: int, now: int) -> None:
     r.order = checked_rank(s, s.call[0].order, 1, s.call[0].order_2, s.call[0].order_3)
     if s.core[0].limited > 0 and s.client[r.client].limit > 0.0:
         set_aside(s, row)
+        return
+    if s.core[0].by_client:
+        bar(s, row)
         return
     r.state = QUEUED
     queue_add(s, s.model[m], row)
@@ -112,7 +120,8 @@ def submitted(s: State, front: int, cell: Any, now: int) -> None:
     r.priority, r.arrival_ns, r.deadline_ns = cell.priority, cell.arrival_ns, cell.deadline_ns
     r.lane = r.slot = r.due_at = NONE
     r.leaving = 0
-    r.let_ns = 0.0
+    r.let_ns = r.order = 0.0
+    r.passed = 0
     r.sequence = core.sequence
     core.sequence += 1
     lane = cell.lane
@@ -218,6 +227,7 @@ def fail_all(s: State, now: int) -> None:
         client.root = client.first = client.last = NONE
         client.aside = client.waits = client.let = 0
         client.let_ns = 0.0
+    forget_barred(s)
     core.queued = core.waiting = core.ready = core.active = core.flight = core.out = 0
     core.demand = core.queued_jobs = 0.0
     s.stream_jobs[...] = 0

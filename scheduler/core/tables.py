@@ -46,6 +46,7 @@ CORE = np.dtype(
         ("refresh", "i8"),  # waiting lanes that are ranked afresh with each decision
         ("timeless", "i8"),  # 1: a job's rank changes only with the job
         ("may_idle", "i8"),  # 1: `admit` also decides for an idle GPU
+        ("by_client", "i8"),  # 1: `admit` looks at the client, so refused jobs that have not started leave their lanes
         ("tick_ns", "f8"),  # between two calls of `tick`
         ("facts", "i8"),  # READS_SEGMENT …
         ("limited", "i8"),  # clients that have a limit
@@ -73,6 +74,9 @@ CORE = np.dtype(
         ("asking", "i8"),
         ("leaving", "i8"),
         ("waiting", "i8"),
+        ("barred", "i8"),
+        ("refused", "i8"),
+        ("kept_out", "i8"),  # requests that are BARRED
         ("changed", "i8"),  # 1: there is something to decide
         ("refresh_at", "i8"),  # index in `ready` of the lane that was ranked afresh last
         ("first", "i8"),  # 1: the next completion is the first of its batch
@@ -105,6 +109,7 @@ CORE = np.dtype(
         # counters
         ("steps", "i8"),
         ("decisions", "i8"),
+        ("rounds", "i8"),  # of decisions
         ("preemptions", "i8"),
         ("launches", "i8"),
         ("whole_launches", "i8"),
@@ -284,35 +289,10 @@ REQUEST = np.dtype(
         ("leaving", "i8"),  # 1: listed in State.leaving
         ("front", "i8"),  # its front end
         ("let_ns", "f8"),  # its part of client.let_ns; 0: it was not set aside
+        ("passed", "i8"),  # 1: counted in flow.passed
     ],
     align=True,
 )
-
-CLIENT = np.dtype(
-    [
-        ("share", "f8"),
-        ("limit", "f8"),  # largest fraction of the GPU's time it may use; 0: no limit
-        ("may_ns", "f8"),  # time from which it may go, by its limit
-        ("virtual_ns", "f8"),
-        ("used_ns", "f8"),  # time alone
-        ("gpu_ns", "f8"),  # its part of the GPU's time
-        ("tag_ns", "f8"),  # start tag of its next request
-        ("live", "i8"),
-        ("completed", "i8"),
-        ("tenant", "i8"),  # 1: it has a name, and a number of its own
-        # where it has a limit: its requests that are set aside, as a queue like a model's
-        ("root", "i8"),
-        ("first", "i8"),
-        ("last", "i8"),
-        ("aside", "i8"),  # their number
-        ("waits", "i8"),  # 1: listed in State.waiting
-        ("let", "i8"),  # requests that were let in and are not completed
-        ("let_ns", "f8"),  # and their expected time alone
-    ],
-    align=True,
-)
-
-FLOW = np.dtype([("virtual_ns", "f8"), ("share", "f8"), ("live", "i8")], align=True)  # [model, client]
 
 SUBMISSION = np.dtype(  # every field is a word: see `rings.Message`
     [

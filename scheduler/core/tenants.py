@@ -101,8 +101,8 @@ def tenants_stats(state: State) -> dict[str, dict[str, Any]]:
 
 
 def tenant_stats(state: State, number: int) -> dict[str, Any]:
-    """Counts so far. `number`: `job.tenant` in policies; `held_back`: requests that its limit holds back; `gpu_ms`: its
-    part of the GPU's busy time; `alone_ms`: the time of its work alone.
+    """Counts so far. `number`: `job.tenant` in policies; `held_back`: requests that its limit or `admit` keeps out of
+    lanes; `gpu_ms`: its part of the GPU's busy time; `alone_ms`: the time of its work alone.
     """
     client = state.client[number]
     return {
@@ -110,7 +110,7 @@ def tenant_stats(state: State, number: int) -> dict[str, Any]:
         "share": float(client["share"]),
         "limit": float(client["limit"]) or None,
         "live": int(client["live"]),
-        "held_back": int(client["aside"]),
+        "held_back": int(client["aside"] + state.flow["barred"][number].sum()),
         "completed": int(client["completed"]),
         "gpu_ms": float(client["gpu_ns"]) * 1e-6,
         "alone_ms": float(client["used_ns"]) * 1e-6,

@@ -57,7 +57,7 @@ def occupancy(state: State) -> GpuUse:
         **uses,
         jobs_on_gpu=int(state.core["flight"][0]),
         jobs_active=int(state.core["active"][0]),
-        jobs_waiting=int(state.core["ready"][0]),
+        jobs_waiting=int(state.core["ready"][0] + state.core["barred"][0]),
         requests=int(state.core["live"][0]),
-        requests_queued=int(state.core["queued"][0] + state.client["aside"].sum()),
+        requests_queued=int(state.core["queued"][0] + state.core["kept_out"][0] + state.client["aside"].sum()),
     )

@@ -35,7 +35,7 @@ def core_stats(state: State) -> dict[str, Any]:
     core = state.core[0]
     return {
         "live": int(core["live"]),
-        "queued": int(core["queued"] + state.client["aside"].sum()),
+        "queued": int(core["queued"] + core["kept_out"] + state.client["aside"].sum()),
         "active": int(core["active"]),
         "gpu_ms": float(core["gpu_ns"]) * 1e-6,  # time in which the GPU was busy
         "launches": int(core["launches"]),

@@ -169,7 +169,11 @@ class Turn:
         active = state.active[: int(core["active"])]
         ready = state.ready[: int(core["ready"])]
         rank = state.lane["priority"]
-        return bool((rank[active] > own).any() or (rank[ready[ready != mine]] >= own).any())
+        outside = state.barred[: int(core["barred"])] & 0xFFFF_FFFF  # models of requests without a lane
+        others = state.model["priority"][outside[outside != self._loaded.row]]
+        return bool(
+            (rank[active] > own).any() or (rank[ready[ready != mine]] >= own).any() or (others >= own).any()
+        )
 
     def give_way(self) -> bool:
         """If the turn is wanted, gives it back and waits for the next one. Returns whether it did."""

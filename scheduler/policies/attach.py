@@ -37,7 +37,7 @@ def attach_policy(state: State, policy: Policy) -> None:
     core["look_ahead"] = policy.look_ahead
     core["whole_always"], core["top_whole"] = policy.whole, policy.top_whole
     core["timeless"] = policy.timeless
-    core["may_idle"] = policy.may_idle
+    core["may_idle"], core["by_client"] = policy.may_idle, policy.admits_by_client
     core["tick_ns"], core["tick_at_ns"] = policy.tick_us * 1e3, 0.0
     core["facts"] = policy.facts
     core["changed"] = 1

@@ -36,6 +36,8 @@ _FACTS = {
     "deficit_ns": READS_DEFICIT,
 }
 
+_OF_CLIENT = {"client", "tenant", "share", "deficit_ns", "client_deficit_ns", "client_start_ns"}
+
 
 def compile_function(role: str, function: Any, layout: Layout, cache: bool = False, looked_at: bool = False) -> Any:
     """The function as compiled code, which the core calls by its address."""
@@ -70,6 +72,11 @@ def facts_read(functions: Iterable[Any]) -> int:
         for name, bit in _FACTS.items():
             found |= bit if name in each.__code__.co_names else 0
     return found
+
+
+def reads_client(function: Any) -> bool:
+    """Whether the function reads a field of the job that depends on the client."""
+    return not _OF_CLIENT.isdisjoint(function.__code__.co_names)
 
 
 def may_loop(function: Any) -> bool:

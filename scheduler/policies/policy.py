@@ -33,7 +33,7 @@ from typing import Any, TypedDict, Unpack, cast, overload
 
 import numpy as np
 
-from paellapy.scheduler.policies.compiling import calls_others, compile_function, facts_read
+from paellapy.scheduler.policies.compiling import calls_others, compile_function, facts_read, reads_client
 from paellapy.scheduler.policies.roles import ROLES, Admit, Compiled, Layout, PolicyError, Rank, Tell, arguments
 
 __all__ = ["Policy", "PolicyError", "Rank", "find_policy", "policy", "policy_names"]
@@ -96,6 +96,11 @@ class Policy:
     def facts(self) -> int:
         """The additional facts that the core computes for this policy: READS_SEGMENT …"""
         return facts_read(self.plain.values())
+
+    @property
+    def admits_by_client(self) -> bool:
+        """Whether `admit` may answer differently for different clients of one model."""
+        return self.admit is not None and (reads_client(self.admit) or calls_others(self.admit))
 
     @property
     def cost_ns(self) -> float:

@@ -6,7 +6,7 @@ import ctypes
 import os
 import threading
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,7 +23,8 @@ from paellapy.scheduler.core.tenants import Tenant, give_tenant
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.engine.gpu_use import occupancy
 from paellapy.scheduler.engine.install import install_windows
-from paellapy.scheduler.policies.policy import Policy, find_policy, policy_names
+from paellapy.scheduler.policies.attach import attach_policy
+from paellapy.scheduler.policies.policy import Policy, find_policy, policy, policy_names
 
 TUNING = Tuning.for_part("h200")
 
@@ -922,6 +923,19 @@ actions = st_.lists(
 careful = replace(find_policy("srpt"), name="careful", look_ahead=1)
 
 
+def moody(job: Any, gpu: Any, own: Any) -> float:
+    """Holds client 1 back for a time and client 2 beside others, and answers client 3 now so, now so."""
+    if job.tenant == 1:
+        return job.arrival_ns + 2500.0
+    if job.tenant == 2:
+        return 1.0 if gpu.active_jobs == 0 else 0.0
+    own.asked += 1.0
+    return 1.0 if own.asked % 3 > 0 else 0.0
+
+
+picky = policy(name="picky", admit=moody, state={"asked": 0.0})(find_policy("paella").rank)
+
+
 def play(bench: Bench, script: list[tuple[object, ...]]) -> int:
     """Runs the script; returns the number of submitted requests."""
     submitted = 0
@@ -955,7 +969,8 @@ def play(bench: Bench, script: list[tuple[object, ...]]) -> int:
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     models=st_.lists(profiles, min_size=1, max_size=4),
-    name=st_.sampled_from([*policy_names(), careful]),
+    name=st_.sampled_from([*policy_names(), careful, picky]),
+    later=st_.sampled_from([None, "srpt", picky]),
     hold=st_.booleans(),
     demand=st_.sampled_from([0.0, 0.4, 1.0, 2.0, np.inf]),
     reports=st_.booleans(),
@@ -966,6 +981,7 @@ def play(bench: Bench, script: list[tuple[object, ...]]) -> int:
 def test_whatever_happens_each_request_completes_exactly_once(
     models: list[ModelProfile],
     name: str | Policy,
+    later: str | Policy | None,
     hold: bool,
     demand: float,
     reports: bool,
@@ -976,7 +992,11 @@ def test_whatever_happens_each_request_completes_exactly_once(
     bench = Bench(models, policy=name, hold=hold, demand=demand, reports=reports)
     if held:
         give_tenant(bench.state, 1, "alice", Tenant(limit=held))
-    submitted = play(bench, script)
+    submitted = play(bench, script[::2])
+    if later is not None:  # the policy is changed while requests wait
+        attach_policy(bench.state, kept := find_policy(later))
+        assert kept.name
+    submitted += play(bench, script[1::2])
     if held == 1.0:  # the limit goes while requests wait
         give_tenant(bench.state, 1, "alice", Tenant())
     if end == "drain":
@@ -991,7 +1011,7 @@ def test_whatever_happens_each_request_completes_exactly_once(
     bench.run_dry(ns=1_000_000 if held else 1000)
     assert len(bench.done) == submitted
     s = bench.state
-    assert all(s.core[each][0] == 0 for each in ("live", "ready", "active", "flight", "due", "waiting"))
+    assert all(s.core[each][0] == 0 for each in ("live", "ready", "active", "flight", "due", "waiting", "barred"))
     assert s.core["shares"][0] == 0.0
     if end == "close":
         assert sorted(bench.closed) == list(range(len(models)))

@@ -1,0 +1,198 @@
+"""Jobs that `admit` holds back because of their client keep no lane before they have started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from core_bench import Bench, profile
+
+from paellapy.scheduler.core import codes
+from paellapy.scheduler.core.tenants import Tenant, give_tenant, tenant_stats
+from paellapy.scheduler.policies.attach import attach_policy
+from paellapy.scheduler.policies.policy import find_policy, policy, policy_names
+
+LATER_NS = 1e9
+
+
+def oldest(job: Any) -> float:
+    return job.arrival_ns
+
+
+def not_client_1(job: Any) -> float:
+    return LATER_NS if job.tenant == 1 else 1.0
+
+
+def client_1_alone(job: Any, gpu: Any) -> bool:
+    return job.tenant != 1 or gpu.active_jobs == 0
+
+
+def only_model_1_of_client_1(job: Any) -> bool:
+    return job.tenant != 1 or job.model == 1
+
+
+holding = policy(name="holding", admit=not_client_1, may_idle=True)(oldest)
+
+
+def clients_in_lanes(bench: Bench) -> set[int]:
+    rows = bench.state.slot[bench.state.slot >= 0]
+    return set(bench.state.request["client"][rows].tolist())
+
+
+def finish(bench: Bench, ns: int = 1000) -> list[int]:
+    """All launches complete; returns the requests that are done."""
+    for lane in bench.running:
+        bench.finish_segment(lane)
+    return bench.step(ns)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_others_pass_the_jobs_of_a_client_that_is_held_back(lanes):
+    bench = Bench([profile(segments=1, batch=(1, 4), lanes=lanes)], policy=holding)
+    held = [bench.submit(client=1, direct=True) for _ in range(20)]
+    bench.step()
+    for client in (2, 3, 2):
+        other = bench.submit(client=client, direct=True)
+        bench.step()
+        assert clients_in_lanes(bench) == {client}
+        assert finish(bench) == [other]
+    assert not clients_in_lanes(bench)
+    assert bench.state.core["room_at_ns"][0] == LATER_NS
+    bench.step(int(LATER_NS))
+    bench.run_dry()
+    assert all(bench.status(each) == codes.OK for each in held)
+    assert np.diff([bench.done[each]["finish_ns"] for each in held]).min() >= 0
+
+
+def test_a_batch_holds_no_request_of_a_client_that_is_held_back():
+    bench = Bench([profile(segments=1, batch=(1, 4), lanes=1)], policy=holding)
+    for client in (1, 2, 1, 2):
+        bench.submit(client=client)
+    bench.step()
+    assert clients_in_lanes(bench) == {2}
+    assert len(finish(bench)) == 2
+    bench.step(int(LATER_NS))
+    bench.run_dry()
+
+
+def test_a_job_that_is_refused_when_its_turn_comes_gives_its_lane_up():
+    made = policy(admit=client_1_alone)(lambda job: job.tenant)  # client 1 comes first
+    bench = Bench([profile("m", segments=2, batch=(1, 4), lanes=1), profile("other", lanes=2)], policy=made)
+    bench.state.core["max_active"][0] = 1
+    bench.submit(1, client=3)
+    bench.step()
+    bench.state.core["max_active"][0] = 4
+    held = [bench.submit(client=1) for _ in range(2)]  # admitted only once nothing is active
+    other = bench.submit(client=2)
+    bench.step()
+    assert clients_in_lanes(bench) == {2, 3}
+    assert tenant_stats(bench.state, 1)["held_back"] == 2
+    finish(bench)
+    bench.run_dry()
+    assert all(bench.status(each) == codes.OK for each in [*held, other])
+    assert bench.done[other]["finish_ns"] <= bench.done[held[0]]["finish_ns"]
+
+
+def test_requests_that_passed_go_back_if_their_job_is_refused_after_all():
+    def once(job: Any, own: Any) -> float:
+        own.asked += job.tenant == 1
+        return LATER_NS if job.tenant == 1 and own.asked > 1 else 1.0
+
+    made = policy(name="once", admit=once, state={"asked": 0.0}, may_idle=True)(oldest)
+    bench = Bench([profile(segments=1, batch=(1, 4), lanes=1)], policy=made)
+    held = [bench.submit(client=1) for _ in range(3)]
+    bench.step()  # `admit` lets the batch pass into a lane, and refuses it there
+    assert not clients_in_lanes(bench)
+    assert bench.state.core["room_at_ns"][0] == LATER_NS
+    other = bench.submit(client=2)
+    bench.step()
+    assert finish(bench) == [other]
+    bench.step(int(LATER_NS))
+    bench.run_dry()
+    assert all(bench.status(each) == codes.OK for each in held)
+
+
+def test_a_client_that_is_held_back_for_one_model_runs_another():
+    made = policy(admit=only_model_1_of_client_1, may_idle=True)(oldest)
+    bench = Bench([profile("a", segments=1), profile("b", segments=1)], policy=made)
+    held, other = bench.submit(0, client=1), bench.submit(1, client=1)
+    bench.step()
+    assert finish(bench) == [other]
+    bench.cancel(held)
+    assert bench.step() == [held]
+
+
+def test_an_idle_gpu_takes_the_best_job_of_all_clients():
+    made = policy(admit=not_client_1)(lambda job: job.priority)
+    bench = Bench([profile(segments=1, lanes=1)], policy=made)
+    last = bench.submit(client=1, priority=2)
+    first = bench.submit(client=1, priority=1)
+    bench.step()
+    assert finish(bench) == [first]
+    assert finish(bench) == [last]
+
+
+def test_staged_inputs_come_back_into_the_lane():
+    bench = Bench([profile(segments=1, batch=(1, 4), lanes=1)], policy="fifo")
+    s = bench.state
+    s.model["n_inputs"][0], s.input_bytes[0, 0] = 1, 8
+    slots = np.zeros((4, 1))
+    s.input_address[s.model_lane[0, 0], 0] = slots.ctypes.data
+    inputs = [np.array([float(k + 1)]) for k in range(3)]
+    written = bench.submit(client=1, direct=True)  # into a slot, before the policy is changed
+    attach_policy(s, holding)
+    bench.step()
+    assert clients_in_lanes(bench) == {1}  # its inputs are nowhere else
+    bench.cancel(written)
+    held = [bench.submit(client=1, source=each.ctypes.data) for each in inputs]
+    other = bench.submit(client=2, source=np.array([9.0]).ctypes.data)
+    bench.step()
+    assert finish(bench) == [other]
+    attach_policy(s, find_policy("fifo"))
+    bench.step()
+    assert slots[:3, 0].tolist() == [1.0, 2.0, 3.0]
+    assert finish(bench) == held
+
+
+def test_a_limit_and_admit_hold_back_together():
+    bench = Bench([profile(segments=1, ns=1e6, batch=(1, 4), lanes=1)], policy=holding)
+    give_tenant(bench.state, 1, "alice", Tenant(limit=0.1))
+    held = [bench.submit(client=1) for _ in range(9)]
+    bench.step()
+    assert tenant_stats(bench.state, 1)["held_back"] == 9
+    bench.step(int(LATER_NS))
+    bench.run_dry(ns=1_000_000)
+    assert all(bench.status(each) == codes.OK for each in held)
+
+
+def test_a_model_closes_once_a_request_that_is_held_back_is_cancelled():
+    bench = Bench([profile(segments=1, lanes=1)], policy=holding)
+    held = bench.submit(client=1)
+    bench.step()
+    bench.tell(codes.CLOSE_MODEL, 0)
+    bench.step()
+    assert not bench.closed
+    bench.cancel(held)
+    bench.step()
+    assert bench.closed == [0]
+
+
+def test_the_queue_of_a_client_that_is_held_back_refuses_only_that_client():
+    bench = Bench([profile(segments=1, lanes=1, queue_limit=2)], policy=holding)
+    held = [bench.submit(client=1) for _ in range(6)]
+    bench.step()
+    refused = [each for each in held if each in bench.done]
+    assert refused == held[-len(refused) :]
+    assert {bench.status(each) for each in refused} == {codes.QUEUE_FULL}
+    other = bench.submit(client=2)
+    bench.step()
+    assert finish(bench) == [other]
+
+
+@pytest.mark.parametrize("name", policy_names())
+def test_no_policy_of_the_package_keeps_requests_out_of_lanes(name):
+    bench = Bench([profile()], policy=name)
+    assert not bench.state.core["by_client"][0]
+    bench.submit(direct=True)
+    assert bench.unready == []  # the slot was claimed and written
