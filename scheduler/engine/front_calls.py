@@ -7,14 +7,14 @@ a front end passes its *line*: one row with the state's address and the other va
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.device.jit import compiled, part
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.atomics import call_write, exchange_at, load_at, store_at
+from paellapy.scheduler.core.atomics import call_write
+from paellapy.scheduler.core.clients import find_client
 from paellapy.scheduler.core.loop import ANYTHING, ask, wakes
 from paellapy.scheduler.core.rings import (
     Message,
@@ -27,7 +27,7 @@ from paellapy.scheduler.core.rings import (
     take_into,
 )
 from paellapy.scheduler.core.state import State, state_at
-from paellapy.scheduler.core.tables import COMPLETION, Table, Words
+from paellapy.scheduler.core.tables import COMPLETION, Table
 
 LINE = np.dtype(
     [
@@ -41,7 +41,6 @@ LINE = np.dtype(
 )
 COMPLETION_WORDS = COMPLETION.itemsize // 8
 _WORD = np.uint64(8)
-_ZERO = np.uint64(0)
 
 # Indices of the columns that front ends read, in a completion given as a list of numbers.
 (E_REQUEST, E_MODEL, E_LANE, E_SLOT, E_STATUS, E_ERROR, E_ARRIVAL_NS, E_FINISH_NS) = (
@@ -124,29 +123,6 @@ def take(line: Table, into: NDArray[np.int64]) -> int:
     front = line[0].front
     ask(address(s.wake, front), ANYTHING)
     return int(take_into(s, front, into.ctypes.data, into.shape[0]))
-
-
-@compiled
-def find_client(keys: Words, clients: Any, key: int) -> int:
-    """The number of a client, which all front ends derive from a hash of its name; 0 stands for no particular client.
-
-    When all numbers are in use, a new client takes the number of a client without requests, or shares a number.
-    """
-    n = keys.shape[0] - 1
-    home = np.int64(np.uint64(key) % np.uint64(n))
-    for k in range(n):
-        i = 1 + (home + k) % n
-        where = keys[i:].ctypes.data
-        known = load_at(where)
-        if known == np.uint64(key) or (known == _ZERO and exchange_at(where, _ZERO, np.uint64(key))):
-            return int(i)
-    for _ in range(n):  # a tenant keeps its number for itself
-        if clients[1 + home].tenant == 0:
-            break
-        home = (home + 1) % n
-    if clients[1 + home].live == 0 and clients[1 + home].tenant == 0:
-        store_at(keys[1 + home :].ctypes.data, np.uint64(key))
-    return int(1 + home)
 
 
 def warm_up(state: State) -> None:

@@ -18,13 +18,13 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from hashlib import blake2b
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.scheduler.core import codes
+from paellapy.scheduler.core.clients import client_key, find_client
 from paellapy.scheduler.core.errors import InputError, QueueFullError
 from paellapy.scheduler.core.loop import Bell
 from paellapy.scheduler.core.rings import SLOTS, Message
@@ -138,8 +138,8 @@ class FrontEnd:
             ) from None
         if known is not None and self.state.client_key[known[0]] == known[1]:
             return known[0]
-        key = _client_key(client)
-        number = calls.find_client(self.state.client_key, self.state.client, key)
+        key = client_key(client)
+        number = find_client(self.state.client_key, self.state.client, key)
         if len(self._clients) >= _REMEMBERED_CLIENTS:
             self._clients.clear()
         self._clients[client] = (number, key)
@@ -147,7 +147,7 @@ class FrontEnd:
 
     def is_client(self, number: int, client: Hashable) -> bool:
         """Whether the number belongs to this client alone."""
-        return int(self.state.client_key[number]) == _client_key(client)
+        return int(self.state.client_key[number]) == client_key(client)
 
     def take_row(self, pending: Pending) -> None:
         try:
@@ -368,11 +368,6 @@ class FrontEnd:
             self.drain()
         waiter.clear()
         return True
-
-
-def _client_key(client: Hashable) -> int:
-    text = client if isinstance(client, str) else repr(client)
-    return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little") >> 1 | 1
 
 
 def _running_here(loop: asyncio.AbstractEventLoop) -> bool:

@@ -53,6 +53,7 @@ class Results:
     admission: bool = False  # whether requests that would be late were refused
     trace: EngineTrace | None = field(default=None, repr=False)  # of every block, if it was asked for
     clients: tuple[str, ...] = ()  # names, by the numbers in `jobs`
+    numbers: Mapping[str, int] = field(default_factory=dict)  # `job.tenant` of these clients in policies
     # GPU time by user: "busy" of "", and "models" and "clients" by name
     gpu_ms: Mapping[str, Mapping[str, float]] = field(default_factory=dict, repr=False)
 

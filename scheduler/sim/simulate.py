@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from paellapy.instrument.errors import ArgumentError
 from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.admission import new_allowances
 from paellapy.scheduler.core.capacity import Capacity, set_capacity
+from paellapy.scheduler.core.clients import client_numbers
 from paellapy.scheduler.core.install import install, open_model
 from paellapy.scheduler.core.profiles import ModelProfile, ProfileError
 from paellapy.scheduler.core.step import attach_step
@@ -68,11 +69,11 @@ def simulate(
     names = [each.name for each in models]
     if not models or len(set(names)) < len(names):
         raise ProfileError(f"the models' names are {names}: give at least one model, each with a different name")
-    arrivals, clients, tenants = _load(workload, models, asked.seed)
+    arrivals, clients, numbers = _load(workload, models, asked)
     _check(asked, models, clients)
-    state = new_core(models, len(arrivals) + len(clients), len(tenants))
+    state = new_core(models, len(arrivals) + len(clients), _numbers_for(len(numbers)))
     prepare(state, models, chosen, gpu, asked)
-    _give_tenants(state, tenants, asked)
+    _give_tenants(state, numbers, asked)
     f = fluid_of(state, models, gpu, workload.seconds, arrivals, clients, asked)
     trace = None
     if asked.fidelity == "segments":
@@ -86,6 +87,8 @@ def simulate(
         trace = traced.trace(chosen.name)
     _check_all_done(state, chosen)
     jobs = f.records[: f.sim["records"][0]].copy()
+    place = {number: k for k, number in enumerate(numbers.values())}
+    jobs["client"] = [place[number] for number in jobs["client"].tolist()]
     end_ns = float(jobs["finish_ns"].max()) if len(jobs) else 0.0
     return Results(
         policy=chosen.name,
@@ -98,8 +101,9 @@ def simulate(
         counters=_counters(state, f, asked),
         admission=asked.admission,
         trace=trace,
-        clients=tuple(tenants),
-        gpu_ms=_gpu_times(state, models, tenants),
+        clients=tuple(numbers),
+        numbers=numbers,
+        gpu_ms=_gpu_times(state, models, numbers),
     )
 
 
@@ -109,22 +113,33 @@ def _counters(state: st.State, f: fluid.Fluid, asked: SimulationOptions) -> dict
     return counters if asked.memory_bytes is None else counters | weight_counters(state)
 
 
-def _load(workload: Workload, models: Sequence[ModelProfile], seed: int) -> tuple[Table, Table, list[str]]:
-    """Arrivals, closed-loop clients, and all clients' names by number. Requests default to their model's priority."""
+def _load(
+    workload: Workload, models: Sequence[ModelProfile], options: SimulationOptions
+) -> tuple[Table, Table, dict[str, int]]:
+    """Arrivals, closed-loop clients, and all clients' numbers by name. Requests default to their model's priority."""
     names = [each.name for each in models]
-    arrivals, clients = workload.arrivals(names, seed), workload.loop_clients(names)
+    arrivals, clients = workload.arrivals(names, options.seed), workload.loop_clients(names)
     priorities = np.array([each.priority for each in models])
     for asked in (arrivals, clients):
         own = asked["priority"] == fluid.MODELS_PRIORITY
         asked["priority"][own] = priorities[asked["model"][own]]
     known = workload.clients_named()
-    place = {number: k for k, number in enumerate(known)}
+    title = {number: name or f"client {k + 1}" for k, (number, name) in enumerate(known.items())}
+    nobody = next((title[k] for k, name in known.items() if name is None), None)
+    # As in an engine whose tenants were made first. Its clients without a name have one number, 0.
+    given = [each for each in [*options.tenants, *title.values()] if each != nobody or nobody in options.tenants]
+    number = client_numbers(given, _numbers_for(len(known)))
     for asked in (arrivals, clients):
-        asked["client"] = [place[k] for k in asked["client"].tolist()]
-    return arrivals, clients, [name or f"client {k + 1}" for k, name in enumerate(known.values())]
+        asked["client"] = [number.get(title[k], 0) for k in asked["client"].tolist()]
+    return arrivals, clients, {name: number.get(name, 0) for name in title.values()}
 
 
-def _give_tenants(state: st.State, clients: Sequence[str], asked: SimulationOptions) -> None:
+def _numbers_for(clients: int) -> int:
+    """Client numbers of the core: as many as in an engine, or enough for all clients."""
+    return max(st.Limits().clients, clients + 1)
+
+
+def _give_tenants(state: st.State, clients: Mapping[str, int], asked: SimulationOptions) -> None:
     unknown = set(asked.tenants) - set(clients)
     if unknown:
         raise ArgumentError(
@@ -132,15 +147,17 @@ def _give_tenants(state: st.State, clients: Sequence[str], asked: SimulationOpti
             "as in ClosedLoop(…, client='alice')"
         )
     for name, tenant in checked_tenants(asked.tenants).items():
-        give_tenant(state, clients.index(name), name, tenant)
+        give_tenant(state, clients[name], name, tenant)
 
 
-def _gpu_times(state: st.State, models: Sequence[ModelProfile], clients: Sequence[str]) -> dict[str, dict[str, float]]:
+def _gpu_times(
+    state: st.State, models: Sequence[ModelProfile], clients: Mapping[str, int]
+) -> dict[str, dict[str, float]]:
     """The GPU's busy time, by model and by client."""
     return {
         "busy": {"": float(state.core["gpu_ns"][0]) / 1e6},
         "models": {each.name: float(state.model["gpu_ns"][m]) / 1e6 for m, each in enumerate(models)},
-        "clients": {name: float(state.client["gpu_ns"][k]) / 1e6 for k, name in enumerate(clients)},
+        "clients": {name: float(state.client["gpu_ns"][k]) / 1e6 for name, k in clients.items()},
     }
 
 

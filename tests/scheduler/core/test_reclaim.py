@@ -11,6 +11,7 @@ from hypothesis import strategies as some
 from paellapy.scheduler.core import codes, step, tables
 from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.check import check_integrity
+from paellapy.scheduler.core.clients import client_key, client_numbers, find_client
 from paellapy.scheduler.core.rings import SLOTS, STAGED, Message
 from paellapy.scheduler.engine import front_calls
 
@@ -184,10 +185,19 @@ def test_a_request_for_the_model_that_had_the_row_before_is_refused(bench):
 
 def test_a_client_has_one_number_for_all_front_ends(bench):
     s = bench.state  # four clients: nobody, and three numbers
-    found = [front_calls.find_client(s.client_key, s.client, key) for key in (11, 22, 33, 22, 11)]
+    found = [find_client(s.client_key, s.client, key) for key in (11, 22, 33, 22, 11)]
     assert sorted(set(found)) == [1, 2, 3]
     assert found[:2] == [found[4], found[3]]
-    assert front_calls.find_client(s.client_key, s.client, 44) in (1, 2, 3)
+    assert find_client(s.client_key, s.client, 44) in (1, 2, 3)
+
+
+@given(some.lists(some.text(max_size=8) | some.integers(), max_size=12), some.integers(13, 40))
+@settings(max_examples=30)
+def test_a_clients_number_follows_from_its_name_and_the_earlier_names(names, clients):
+    s = st.new_state(st.Limits(models=1, lanes=1, requests=4, clients=clients))
+    found = [find_client(s.client_key, s.client, client_key(name)) for name in names]
+    numbers = client_numbers(map(str, names), clients)
+    assert found == [numbers[str(name)] for name in names]
 
 
 actions = some.lists(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ import pytest
 import paellapy as pp
 from paellapy import demo
 from paellapy.instrument.errors import ArgumentError
+from paellapy.scheduler.core.check import check_at_rest
+from paellapy.scheduler.core.clients import client_numbers
 from paellapy.scheduler.engine.monitor import Monitor
 
 
@@ -73,6 +76,47 @@ def test_a_limit_holds_back_its_tenant_alone(engine) -> None:
     for each in answers:  # batches of other sizes round differently
         np.testing.assert_allclose(each["scores"], answers[0]["scores"], rtol=1e-4, atol=1e-6)
     assert engine.tenants["eve"]["held_back"] == 0
+
+
+def test_a_tenant_has_the_same_number_in_a_simulation(engine) -> None:
+    names = ("alice", "gerd", "hugo")
+    for each in names:
+        engine.tenant(each)
+    first, *others = [pp.ClosedLoop("mlp", duration=0.001, client=each) for each in names]
+    load = first + others[0] + others[1] + pp.ClosedLoop("mlp", duration=0.001)
+    run = pp.simulate([engine.model_profile("mlp")], load, tenants={each: {} for each in names})
+    assert [run.numbers[each] for each in names] == [engine.tenants[each]["number"] for each in names]
+    assert run.numbers["client 4"] == 0
+
+
+def test_admit_holds_back_one_tenant_alone() -> None:
+    held = client_numbers(["eve"], 256)["eve"]
+
+    def admit(job: Any) -> bool:
+        return job.tenant != held
+
+    def oldest(job: Any) -> float:
+        return job.arrival_ns
+
+    made = pp.policy(name="without eve", admit=admit, may_idle=True)(oldest)
+    x = demo.held_out()[0]
+    with pp.Engine("virtual:h200", made) as engine:
+        engine.load(demo.load("mlp", batch=(1, 2, 4)))
+        engine.tenant("eve")
+        right = [engine.infer_sync("mlp", {"image": each})["scores"] for each in x[:40]]
+
+        async def flood() -> list[dict[str, np.ndarray]]:
+            asked = [asyncio.create_task(engine.infer("mlp", {"image": each}, client="eve")) for each in x[:40]]
+            for _ in range(3):
+                await asyncio.gather(*(engine.infer("mlp", {"image": x[0]}, client="frank") for _ in range(20)))
+            assert engine.tenants["eve"]["held_back"] == 40
+            assert engine.stats()["queued"] >= 40
+            engine.set_policy("fifo")
+            return await asyncio.gather(*asked)
+
+        for found, expected in zip(asyncio.run(flood()), right, strict=True):
+            np.testing.assert_allclose(found["scores"], expected, rtol=1e-4, atol=1e-6)
+        check_at_rest(engine.state)
 
 
 def test_shares_change_while_requests_wait(engine) -> None:

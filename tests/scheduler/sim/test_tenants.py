@@ -10,8 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paellapy.instrument.errors import ArgumentError
+from paellapy.scheduler.core.clients import client_numbers
+from paellapy.scheduler.core.codes import OK
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.core.tenants import Tenant
+from paellapy.scheduler.policies.policy import policy
 from paellapy.scheduler.sim.simulate import simulate
 from paellapy.scheduler.sim.trace_workload import TraceWorkload
 from paellapy.scheduler.sim.workload import ClosedLoop, Poisson
@@ -72,6 +75,29 @@ def test_a_tenant_at_its_limit_does_not_delay_others_of_the_same_model(policy: s
     had = run.gpu_ms["clients"]["heavy"]
     assert 0.16 * 500 <= had <= 0.27 * 500
     assert run.tenant("heavy").completed / had > 1.5 / 0.4  # it still gets batches
+
+
+def test_a_tenant_that_admit_holds_back_does_not_delay_others_of_the_same_model() -> None:
+    heavy_number = client_numbers(["heavy"], 256)["heavy"]
+
+    def admit(job: Any) -> float:
+        return 400e6 if job.tenant == heavy_number else 1.0
+
+    @policy(admit=admit, may_idle=True)
+    def patient(job: Any) -> float:
+        return job.arrival_ns
+
+    model = ModelProfile("net", {n: [SegmentProfile(1e5, blocks=400, warps=3000)] * 4 for n in (1, 8)}, lanes=2)
+    light = Poisson(200, "net", duration=0.35, client="light")
+    heavy = ClosedLoop("net", clients=40, duration=0.5, client="heavy")
+    run = simulate([model], light + heavy, patient, tenants={"heavy": {}})
+    alone = simulate([model], light, patient)
+    assert run.numbers["heavy"] == heavy_number
+    # With jobs that wait, programs are launched in segments.
+    assert run.tenant("light").p99_ms <= alone.tenant("light").p99_ms + 0.02
+    done = run.jobs[run.jobs["client"] == run.clients.index("heavy")]
+    assert done["started_ns"].min() == 400e6
+    assert (done["status"] == OK).all()
 
 
 def test_results_know_tenants_by_name() -> None:
