@@ -29,8 +29,8 @@ TIME_BUCKETS = (
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 # Why a request is refused; a reason that is not listed counts as "other".
 REASONS = (
-    "predicted_deadline", "predicted_target", "overloaded", "deadline", "queue_full", "closing", "device_failed",
-    "engine_away", "loading", "other",
+    "predicted_deadline", "predicted_target", "overloaded", "deadline", "queue_full", "client_full", "closing",
+    "device_failed", "engine_away", "loading", "other",
 )  # fmt: skip
 LARGEST_BATCH = 512
 

@@ -17,6 +17,7 @@ from paellapy.scheduler.core.errors import (
     ModelError,
     QueueFullError,
     RequestFailedError,
+    TooManyRequestsError,
     UnknownModelError,
     WeightsError,
 )
@@ -71,6 +72,7 @@ _STATUSES: tuple[tuple[type[PaellaError], int, str | None], ...] = (
     (UnknownModelError, 404, None),
     (InputError, 400, None),
     (DeadlineError, 503, "deadline"),
+    (TooManyRequestsError, 429, "client_full"),
     (QueueFullError, 503, "queue_full"),
     (EngineClosedError, 503, "closing"),
     (EngineFailedError, 503, "device_failed"),
@@ -123,7 +125,7 @@ def error_answer(error: Exception, number: str, path: str) -> ErrorAnswer:
     assert isinstance(error, PaellaError)
     # The reason may name files and lines of the server, and the failure may be due to another client's request.
     said = "the GPU failed; the server's log says why" if isinstance(error, EngineFailedError) else str(error)
-    return ErrorAnswer(status, said, retry_after_s(error) if status == 503 else None)
+    return ErrorAnswer(status, said, retry_after_s(error) if status in (429, 503) else None)
 
 
 def short(value: object) -> str:

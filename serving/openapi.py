@@ -141,12 +141,14 @@ def _errors(path: str, answer: dict[str, Any]) -> dict[str, Any]:
             "400": _response("The request is invalid; the error says why", _JSON, _ERROR),
             "413": _response("The body is larger than any valid request of the model", _JSON, _ERROR),
             "415": _response("The Content-Encoding is neither gzip nor deflate", _JSON, _ERROR),
+            "429": _response("The client already has its part of the requests that may wait or run", _JSON, _ERROR),
             "503": _response("Refused (it would be late, or the queue is full), or late", _JSON, _ERROR),
         }
         whole = {"type": "integer", "minimum": 1}
-        found["503"]["headers"] = {
-            "Retry-After": {"description": "Seconds after which to try again", "schema": whole}
-        }
+        for refused in ("429", "503"):
+            found[refused]["headers"] = {
+                "Retry-After": {"description": "Seconds after which to try again", "schema": whole}
+            }
     if "{model}" in path:
         found["404"] = _response("There is no such model", _JSON, _ERROR)
     if path.endswith(("/load", "/unload", "/policy")):

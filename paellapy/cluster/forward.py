@@ -36,7 +36,7 @@ class Counts:
     """Counters of a router since it started."""
 
     requests: int = 0
-    refused: int = 0  # answers 503 and 404 of engines, after which other engines were asked
+    refused: int = 0  # answers 503, 429 and 404 of engines, after which other engines were asked
     lost: int = 0  # engines that ended, or fell silent, before an answer
     again: int = 0  # requests sent again after a loss
     held: int = 0  # requests that had to wait for an engine
@@ -144,8 +144,9 @@ class Forward:
         if status == b"200":
             self._router.accepted(self)
             view.note_answer(self.model, self._predicted_ms, (time.monotonic() - self._sent_at) * 1e3)
-        elif status == b"404" or (status == b"503" and not self.at_most_once):
-            # 404: the model has just left that engine, and nothing has run. 503: it is full, or failed later.
+        elif status in (b"404", b"429") or (status == b"503" and not self.at_most_once):
+            # 404: the model has just left that engine. 429: the client has its part of that engine's requests. Nothing
+            # has run in either case. 503: it is full, or failed later.
             self._refusal = self._parts(view, head, body)
             self.tried.add(view.name)
             self.refused_by.add(view.name)

@@ -193,7 +193,7 @@ def router_metrics(router: Router) -> list[str]:
     found = []
     for name, text in (
         ("requests", "Requests taken"),
-        ("refused", "Answers 503 and 404 of engines, after which other engines were asked"),
+        ("refused", "Answers 503, 429 and 404 of engines, after which other engines were asked"),
         ("lost", "Engines that ended, or fell silent, before an answer"),
         ("again", "Requests sent again after an engine was lost"),
         ("held", "Requests that waited for an engine"),

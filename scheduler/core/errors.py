@@ -32,6 +32,10 @@ class QueueFullError(PaellaError):
     """The engine or the model already holds its maximum number of requests."""
 
 
+class TooManyRequestsError(QueueFullError):
+    """The client already has its part of the engine's requests; other clients are served."""
+
+
 class EngineClosedError(PaellaError):
     """The engine is closed, or closing."""
 

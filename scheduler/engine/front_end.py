@@ -16,7 +16,6 @@ import select
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
@@ -32,6 +31,7 @@ from paellapy.scheduler.core.state import Limits, State, front_rows
 from paellapy.scheduler.core.tables import COMPLETION, SUBMISSION
 from paellapy.scheduler.engine import front_calls as calls
 from paellapy.scheduler.engine.front_calls import E_LANE, E_MODEL, E_REQUEST, E_SLOT, E_STATUS
+from paellapy.scheduler.engine.rows import Rows
 from paellapy.scheduler.engine.waiters import Waiter
 from paellapy.scheduler.models.lane_memory import Lane
 from paellapy.scheduler.models.model import Model
@@ -62,11 +62,11 @@ class Loaded(Protocol):
 class Pending:
     """One request that has not completed. `finish(entry)` is called once, in the thread that reads the completions."""
 
-    __slots__ = ("finish", "keep", "loaded", "row", "serial")
+    __slots__ = ("client", "finish", "keep", "loaded", "row", "serial")
 
     def __init__(self, loaded: Loaded, finish: Finish) -> None:
         self.loaded, self.finish = loaded, finish
-        self.row = self.serial = -1
+        self.row = self.serial = self.client = -1
         self.keep: Any = None  # keeps staged inputs alive
 
 
@@ -110,8 +110,8 @@ class FrontEnd:
         self.state, self.front, self.bell, self.wake_fd, self.stage = state, front, bell, wake_fd, stage or Stage()
         self._line = calls.make_line(state, front, bell.fd)
         self._messages = Messages()
-        self._rows = deque(front_rows(limits, front))
-        self._all_rows, self._first_row = len(self._rows), self._rows[0] if self._rows else 0
+        rows = front_rows(limits, front)
+        self._rows, self._first_row = Rows(state, rows), rows.start
         self._pending: dict[int, Pending] = {}
         self._serials = itertools.count(1)
         self._clients: dict[Hashable, tuple[int, int]] = {}
@@ -149,13 +149,10 @@ class FrontEnd:
         """Whether the number belongs to this client alone."""
         return int(self.state.client_key[number]) == client_key(client)
 
-    def take_row(self, pending: Pending) -> None:
-        try:
-            pending.row = self._rows.popleft()
-        except IndexError:
-            raise QueueFullError(
-                f"the engine already holds {self._all_rows} requests, its maximum; try again later"
-            ) from None
+    def take_row(self, pending: Pending, client: int) -> None:
+        """Raises a QueueFullError if all rows are in use, or the client has its part of them."""
+        pending.row = self._rows.take(client)
+        pending.client = client
         pending.serial = next(self._serials)
         self._pending[pending.row] = pending
 
@@ -305,7 +302,7 @@ class FrontEnd:
             if pending.keep is not None:
                 self.stage.give(pending.keep)
                 pending.keep = None
-            self._rows.append(row)
+            self._rows.give(pending.client, row)
         calls.ring_read(self._line)
         if failed is not None:
             raise failed
@@ -326,7 +323,7 @@ class FrontEnd:
     def give_back(self, pending: Pending) -> None:
         """Frees the row of a request that was never posted."""
         if self._pending.pop(pending.row, None) is not None:
-            self._rows.append(pending.row)
+            self._rows.give(pending.client, pending.row)
 
     @property
     def waiting(self) -> int:

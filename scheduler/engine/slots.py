@@ -73,7 +73,7 @@ class Slot:
         # Not a method of the slot: the pending request must not keep a forgotten slot alive.
         self._early = _Early()
         self._pending = Pending(self._loaded, self._early)
-        self._front.take_row(self._pending)
+        self._front.take_row(self._pending, self._terms.client)
         self._open = True
         engine._slots.add(self)
         self._place = None if in_turn else self._front.claim(self._loaded, self._terms.client)

@@ -37,7 +37,7 @@ def submit(
     try:
         for finish in finishes:
             pending.append(Pending(loaded, finish))
-            front.take_row(pending[-1])
+            front.take_row(pending[-1], terms.client)
     except QueueFullError:
         for each in pending[:-1]:
             front.give_back(each)

@@ -12,7 +12,7 @@ from paellapy.serving.middleware import encode_json
 
 JSON, BINARY = b"application/json", b"application/octet-stream"
 _REASONS = {200: b"OK", 400: b"Bad Request", 404: b"Not Found", 408: b"Request Timeout",
-            500: b"Internal Server Error", 503: b"Service Unavailable"}  # fmt: skip
+            429: b"Too Many Requests", 500: b"Internal Server Error", 503: b"Service Unavailable"}  # fmt: skip
 _HEAD = (
     b"HTTP/1.1 %d %b\r\nContent-Type: %b\r\nContent-Length: %d\r\nX-Request-Id: %b\r\nDate: %b\r\nServer: paellapy\r\n"
     b"%b%b"

@@ -413,6 +413,33 @@ def test_a_full_queue_is_a_503():
         assert server.service.counters.of("long").refused["queue_full"] == len(refused)
 
 
+@pytest.mark.parametrize("more", [{}, {"Connection": "close"}])  # the fast path, and aiohttp's
+def test_a_client_that_floods_the_server_gets_429_and_others_are_served(more):
+    slow = scale_model("long", steps=300, batch=(1,), lanes=1)
+
+    async def one(session, url, name):
+        headers = {"X-Client-Id": name, **more}
+        async with session.post(f"{url}/v2/models/long/infer", data=RIGHT, headers=headers) as answer:
+            return answer.status, answer.headers, await answer.json()
+
+    async def main(url):
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            flood = [asyncio.ensure_future(one(session, url, "flood")) for _ in range(60)]
+            await asyncio.wait(flood, return_when=asyncio.FIRST_COMPLETED)
+            others = [await one(session, url, f"other {k}") for k in range(3)]
+            return await asyncio.gather(*flood), others
+
+    with running([slow], limits=Limits(requests=16)) as server:
+        flood, others = asyncio.run(main(server.url))
+        refused = [(headers, content) for status, headers, content in flood if status == 429]
+        assert refused
+        assert {status for status, *_ in flood} == {200, 429}
+        assert "Retry-After" in refused[0][0]
+        assert "16 requests" in refused[0][1]["error"]
+        assert [status for status, *_ in others] == [200] * 3
+        assert server.service.counters.of("long").refused["client_full"] == len(refused)
+
+
 def test_a_value_outside_its_range_is_a_400_on_both_ways():
     indices = {"i": TensorSpec((1,), np.int64, low=0, high=15)}
     with running([lookup_model(batch=(1, 4), inputs=indices)]) as server:

@@ -933,7 +933,9 @@ def moody(job: Any, gpu: Any, own: Any) -> float:
     return 1.0 if own.asked % 3 > 0 else 0.0
 
 
-picky = policy(name="picky", admit=moody, state={"asked": 0.0})(find_policy("paella").rank)
+@policy(admit=moody, state={"asked": 0.0})
+def picky(job: Any) -> float:
+    return job.client_start_ns
 
 
 def play(bench: Bench, script: list[tuple[object, ...]]) -> int:

@@ -36,6 +36,7 @@ from paellapy.scheduler.core.errors import (
     ModelError,
     QueueFullError,
     RequestFailedError,
+    TooManyRequestsError,
     UnknownModelError,
 )
 from paellapy.scheduler.core.state import Limits
@@ -419,6 +420,34 @@ def test_a_full_queue_refuses(engine_with_few_rows):
     assert "16 requests" in str(refused[0])
     assert all(isinstance(each, dict | QueueFullError) for each in found)
     check(engine.infer_sync("scale", x), {"y": np.full(64, 2, np.float32)})
+
+
+def test_a_client_that_floods_the_engine_leaves_room_for_others(engine_with_few_rows):
+    engine = engine_with_few_rows
+    x = {"x": np.ones(64, np.float32)}
+    holds, go_on = threading.Event(), threading.Event()
+
+    def hold():
+        holds.set()
+        go_on.wait()
+
+    async def main():
+        engine._backend.call(hold)
+        holds.wait()
+        asked = [asyncio.ensure_future(engine.infer("scale", x, client="flood")) for _ in range(40)]
+        await asyncio.sleep(0)
+        others = [asyncio.ensure_future(engine.infer("scale", x, client="other"))]
+        await asyncio.sleep(0)
+        go_on.set()
+        return [await asyncio.gather(*each, return_exceptions=True) for each in (asked, others)]
+
+    flood, others = asyncio.run(main())
+    refused = [each for each in flood if isinstance(each, TooManyRequestsError)]
+    assert 24 < len(refused) < 40
+    assert f"{40 - len(refused)} of the engine's 16 requests" in str(refused[0])
+    for answer in others + [each for each in flood if each not in refused]:
+        check(answer, {"y": np.full(64, 2, np.float32)})
+    check(engine.infer_sync("scale", x, client="flood"), {"y": np.full(64, 2, np.float32)})
 
 
 @pytest.fixture
