@@ -13,12 +13,12 @@ import numpy as np
 
 from paellapy.instrument.device.jit import part
 from paellapy.scheduler.core.asking import lets_go, look_at_top, takes_anything
-from paellapy.scheduler.core.codes import BARRED, FILLING, NONE, QUEUED
+from paellapy.scheduler.core.codes import BARRED, FILLING, NONE, PASSED
 from paellapy.scheduler.core.heaps import queue_add, queue_first, queue_remove
 from paellapy.scheduler.core.job import READS_SEGMENT
 from paellapy.scheduler.core.lanes import all_in, ask, close_lane, free_lane, take_berth, unready
 from paellapy.scheduler.core.launching import measure
-from paellapy.scheduler.core.requests import checked_rank, end_pass, fill_job, fill_segment, fill_terms
+from paellapy.scheduler.core.requests import checked_rank, fill_job, fill_segment, fill_terms
 from paellapy.scheduler.core.slots import count_queued, size_for
 from paellapy.scheduler.core.state import State
 
@@ -30,24 +30,24 @@ def bar(s: State, row: int) -> None:
     """Puts a request into the queue of its client and model."""
     core = s.core[0]
     r = s.request[row]
-    flow = s.flow[r.client, r.model]
-    if flow.listed == 0:
-        flow.listed = 1
-        flow.root = flow.first = flow.last = NONE
+    kept = s.kept[r.client, r.model]
+    if kept.listed == 0:
+        kept.listed = 1
+        kept.root = kept.first = kept.last = NONE
         s.barred[core.barred] = (r.client << 32) | r.model
         core.barred += 1
     r.state = BARRED
-    queue_add(s, flow, row)
-    flow.barred += 1
+    queue_add(s, kept, row)
+    kept.n += 1
     core.kept_out += 1
     core.changed = 1
 
 
 @part
 def unbar(s: State, row: int) -> None:
-    flow = s.flow[s.request[row].client, s.request[row].model]
-    queue_remove(s, flow, row)
-    flow.barred -= 1
+    kept = s.kept[s.request[row].client, s.request[row].model]
+    queue_remove(s, kept, row)
+    kept.n -= 1
     s.core[0].kept_out -= 1
 
 
@@ -56,18 +56,18 @@ def forget_barred(s: State) -> None:
     """Empties all queues, after their requests were answered."""
     core = s.core[0]
     for k in range(core.barred):
-        flow = s.flow[s.barred[k] >> 32, s.barred[k] & 0xFFFF_FFFF]
-        flow.barred = flow.listed = 0
+        kept = s.kept[s.barred[k] >> 32, s.barred[k] & 0xFFFF_FFFF]
+        kept.n = kept.listed = 0
     core.barred = core.kept_out = 0
 
 
 @part
 def fill_next_job(s: State, c: int, m: int, now: int) -> None:
     """Fills scratch row 0 with the job that the client's next requests would form, by the facts of the first."""
-    flow = s.flow[c, m]
-    n = min(flow.barred, s.size[m, s.model[m].n_sizes - 1].batch)
+    kept = s.kept[c, m]
+    n = min(kept.n, s.size[m, s.model[m].n_sizes - 1].batch)
     size = size_for(s, m, n)
-    r = s.request[queue_first(s, flow)]
+    r = s.request[queue_first(s, kept)]
     fill_job(s, 0, m, c, now)
     fill_terms(s, 0, m, r.arrival_ns, r.deadline_ns, r.priority, r.client_start_ns)
     job = s.job[0]
@@ -81,23 +81,22 @@ def fill_next_job(s: State, c: int, m: int, now: int) -> None:
 @part
 def let_pass(s: State, c: int, m: int, most: int) -> None:
     """Moves the client's next requests, at most `most`, into the model's queue."""
-    flow = s.flow[c, m]
-    n = min(flow.barred, most)
+    kept = s.kept[c, m]
+    n = min(kept.n, most)
     for _ in range(n):
-        row = queue_first(s, flow)
+        row = queue_first(s, kept)
         unbar(s, row)
-        s.request[row].state = QUEUED
-        s.request[row].passed = 1
+        s.request[row].state = PASSED
         queue_add(s, s.model[m], row)
-    flow.passed += n
+    kept.passed += n
     count_queued(s, m, n)
     ask(s, m)
 
 
 @part
 def look_at_barred(s: State, now: int) -> None:
-    """Lets the requests pass about which `admit` says yes: of each client and model at most one batch at a time, until
-    its turn comes. An idle GPU takes the best batch without asking.
+    """Lets the requests pass about which `admit` says yes: of each client at most one batch at a time into a model's
+    queue. An idle GPU takes the best batch without asking.
     """
     core = s.core[0]
     measure(s)
@@ -108,11 +107,11 @@ def look_at_barred(s: State, now: int) -> None:
     k = 0
     while k < core.barred:
         c, m = s.barred[k] >> 32, s.barred[k] & 0xFFFF_FFFF
-        flow = s.flow[c, m]
+        kept = s.kept[c, m]
         if core.by_client == 0:  # the policy was changed
-            let_pass(s, c, m, flow.barred)
-        room = s.size[m, s.model[m].n_sizes - 1].batch - flow.passed
-        if flow.barred > 0 and room > 0 and flow.refused_at != core.rounds:
+            let_pass(s, c, m, kept.n)
+        room = s.size[m, s.model[m].n_sizes - 1].batch - kept.passed
+        if kept.n > 0 and room > 0 and kept.refused_at != core.rounds:
             fill_next_job(s, c, m, now)
             if anything:
                 rank = checked_rank(s, s.call[0].rank, 0, s.call[0].rank_2, s.call[0].rank_3)
@@ -120,15 +119,15 @@ def look_at_barred(s: State, now: int) -> None:
                     best, least = s.barred[k], rank
             elif lets_go(s, now):
                 let_pass(s, c, m, room)
-        if flow.barred == 0:
-            flow.listed = 0
+        if kept.n == 0:
+            kept.listed = 0
             core.barred -= 1
             s.barred[k] = s.barred[core.barred]
         else:
             k += 1
     if best >= 0:
         c, m = best >> 32, best & 0xFFFF_FFFF
-        let_pass(s, c, m, s.size[m, s.model[m].n_sizes - 1].batch - s.flow[c, m].passed)
+        let_pass(s, c, m, s.size[m, s.model[m].n_sizes - 1].batch - s.kept[c, m].passed)
 
 
 @part
@@ -158,7 +157,7 @@ def give_up(s: State, lane: int) -> None:
     a = s.lane[lane]
     m = a.model
     unready(s, lane)
-    s.flow[a.client, m].refused_at = s.core[0].rounds
+    s.kept[a.client, m].refused_at = s.core[0].rounds
     if a.state == FILLING:
         ask(s, m)
         if not close_lane(s, lane):  # a front end has just taken a slot, before the policy was changed
@@ -170,7 +169,6 @@ def give_up(s: State, lane: int) -> None:
         s.slot[lane, k] = NONE
         if row >= 0:
             s.request[row].lane = s.request[row].slot = NONE
-            end_pass(s, row)
             bar(s, row)
     free_lane(s, lane)
     ask(s, m)

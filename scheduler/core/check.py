@@ -23,6 +23,7 @@ from paellapy.scheduler.core.codes import (
     NEVER,
     NONE,
     OF_WINDOWS,
+    PASSED,
     QUEUED,
     QUEUES,
     READY_WAIT,
@@ -89,7 +90,7 @@ def _check_queues(s: State) -> None:
     for m in np.flatnonzero(s.model["n_lanes"]):
         rows = walk(r, int(s.model["root"][m])) + follow(r, int(s.model["first"][m]), int(s.model["last"][m]))
         require(len(rows) == s.model["queued"][m], "a model miscounts its queue", m)
-        right = (r["state"][rows] == QUEUED).all() and (r["model"][rows] == m).all()
+        right = np.isin(r["state"][rows], (QUEUED, PASSED)).all() and (r["model"][rows] == m).all()
         require(right, "a queue holds a request of another model or state", m)
         seen.update(rows)
         room = int(s.model["free_n"][m]) + (s.model["filling"][m] >= 0)
@@ -112,7 +113,7 @@ def _check_queues(s: State) -> None:
     require((s.flow["live"].sum(axis=0) == s.model["live"]).all(), "a model miscounts its clients' requests")
     own = s.client["tenant"] > 0
     require((s.flow["live"].sum(axis=1)[own] == s.client["live"][own]).all(), "a tenant miscounts its requests")
-    require((r["state"] == QUEUED).sum() == s.core["queued"][0], "queued requests are miscounted")
+    require(np.isin(r["state"], (QUEUED, PASSED)).sum() == s.core["queued"][0], "queued requests are miscounted")
     busy = np.flatnonzero(s.model["queued"])
     jobs = (s.model["queued"][busy] / s.size["batch"][busy, s.model["n_sizes"][busy] - 1]).sum()
     require(abs(jobs - s.core["queued_jobs"][0]) < 1e-6, "queued jobs are miscounted")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from paellapy.instrument.errors import PaellaError
-from paellapy.scheduler.core.codes import ASIDE, BARRED, NONE, UNUSED
+from paellapy.scheduler.core.codes import ASIDE, BARRED, NONE, PASSED, UNUSED
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.tables import Table
 
@@ -86,20 +86,20 @@ def check_barred(s: State) -> list[int]:
     """The requests that `admit` keeps out of lanes, after a check that each is in its queue, and counted."""
     r, core = s.request, s.core[0]
     require(core["refused"] == 0, "a refused lane was not looked at")
-    flows = [(int(each) >> 32, int(each) & 0xFFFF_FFFF) for each in s.barred[: core["barred"]]]
-    listed = zip(*(each.tolist() for each in np.nonzero(s.flow["listed"])), strict=True)
-    require(sorted(flows) == sorted(listed), "clients that are kept out are miscounted")
+    found_in = [(int(each) >> 32, int(each) & 0xFFFF_FFFF) for each in s.barred[: core["barred"]]]
+    listed = zip(*(each.tolist() for each in np.nonzero(s.kept["listed"])), strict=True)
+    require(sorted(found_in) == sorted(listed), "clients that are kept out are miscounted")
     found: list[int] = []
-    for c, m in flows:
-        flow = s.flow[c, m]
-        rows = walk(r, int(flow["root"])) + follow(r, int(flow["first"]), int(flow["last"]))
-        require(len(rows) == flow["barred"], "a client miscounts its requests that are kept out", c, m)
+    for c, m in found_in:
+        kept = s.kept[c, m]
+        rows = walk(r, int(kept["root"])) + follow(r, int(kept["first"]), int(kept["last"]))
+        require(len(rows) == kept["n"], "a client miscounts its requests that are kept out", c, m)
         right = (r["state"][rows] == BARRED).all() and (r["client"][rows] == c).all() and (r["model"][rows] == m).all()
         require(right, "a queue of a client holds a request of another client, model or state", c, m)
         found += rows
     require(len(found) == core["kept_out"], "requests that are kept out are miscounted")
-    passed = np.zeros_like(s.flow["passed"])
-    let = np.flatnonzero((r["passed"] > 0) & (r["state"] != UNUSED))
+    passed = np.zeros_like(s.kept["passed"])
+    let = np.flatnonzero(r["state"] == PASSED)
     np.add.at(passed, (r["client"][let], r["model"][let]), 1)
-    require((passed == s.flow["passed"]).all(), "requests that were let pass are miscounted")
+    require((passed == s.kept["passed"]).all(), "requests that were let pass are miscounted")
     return found

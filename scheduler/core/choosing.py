@@ -27,11 +27,12 @@ from paellapy.scheduler.core.lanes import (
     unready,
 )
 from paellapy.scheduler.core.launching import feed, measure
-from paellapy.scheduler.core.requests import end_pass, fill_lane_job, rank_lane
+from paellapy.scheduler.core.requests import fill_lane_job, rank_lane
 from paellapy.scheduler.core.shares import over_limit
 from paellapy.scheduler.core.state import State
 
 _ZERO = np.uint64(0)
+AGAIN = -2
 
 
 @part
@@ -58,10 +59,6 @@ def activate(s: State, lane: int) -> bool:
     unready(s, lane)
     core.decisions += 1
     if a.state == FILLING:
-        if core.by_client:
-            for k in range(a.taken):
-                if s.slot[lane, k] >= 0:
-                    end_pass(s, s.slot[lane, k])
         complete = close_lane(s, lane)
         take_berth(s, lane, lane)
         ask(s, a.model)
@@ -144,24 +141,14 @@ def push_behind(s: State, at: int, n: int) -> int:
 
 @part
 def next_turn(s: State, n: int, swaps: int, now: int) -> int:
-    """As `best_turn`, where clients' requests may have to wait outside of lanes. Every pass but the last keeps a
-    request of a refused client outside until the next round.
+    """The lane whose turn comes next, with a place made for it in the active set; NONE if no change is needed; AGAIN if
+    requests of other clients may take the lanes of refused ones.
     """
     core = s.core[0]
-    while True:
-        if core.barred > 0:
-            settle(s, now)
-            look_at_barred(s, now)
-        lane = best_turn(s, n, swaps, now)
-        if core.refused == 0 or not give_up_refused(s) or lane >= 0:
-            return lane
-
-
-@part
-def best_turn(s: State, n: int, swaps: int, now: int) -> int:
-    """The lane whose turn comes next, with a place made for it in the active set; NONE if no change is needed."""
-    core = s.core[0]
     settle(s, now)
+    if core.barred > 0:
+        look_at_barred(s, now)
+        settle(s, now)
     if core.ready == 0:
         return NONE
     full = core.active >= core.max_active
@@ -182,6 +169,8 @@ def best_turn(s: State, n: int, swaps: int, now: int) -> int:
             return NONE
         most = s.lane[other].rank
     lane = best_admitted(s, lane, full, most, now)
+    if core.refused > 0 and give_up_refused(s) and lane < 0:
+        return AGAIN  # each time, a request of a refused client is kept out of lanes until the next round
     if lane < 0:
         return NONE
     if other >= 0:
@@ -216,6 +205,8 @@ def choose(s: State, now: int) -> bool:
     while k < core.active:
         if k < 0:  # first new lanes, each fed at once, so that the next one is judged by the remaining room
             lane = next_turn(s, n, swaps, now)
+            if lane == AGAIN:
+                continue
             if lane < 0:
                 k = 0
                 choose_who_stands_back(s)

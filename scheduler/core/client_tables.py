@@ -28,19 +28,16 @@ CLIENT = np.dtype(
     align=True,
 )
 
-FLOW = np.dtype(  # [client, model]
+FLOW = np.dtype([("virtual_ns", "f8"), ("share", "f8"), ("live", "i8")], align=True)  # [client, model]
+
+KEPT = np.dtype(  # [client, model]: requests that are BARRED, as a queue like a model's
     [
-        # of a tenant, or in row 0 of all clients that are not tenants
-        ("virtual_ns", "f8"),
-        ("share", "f8"),
-        ("live", "i8"),
-        # of each client: its requests that are BARRED, as a queue like a model's
         ("root", "i8"),
         ("first", "i8"),
         ("last", "i8"),
-        ("barred", "i8"),  # their number
+        ("n", "i8"),  # their number
         ("listed", "i8"),  # 1: listed in State.barred
-        ("passed", "i8"),  # requests that `admit` let pass, until the turn of their job comes
+        ("passed", "i8"),  # requests that are PASSED
         ("refused_at", "i8"),  # core.rounds when a job of the client was refused: it is not asked again in that round
     ],
     align=True,

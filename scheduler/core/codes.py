@@ -17,9 +17,9 @@ ABSENT, OPEN, CLOSING = range(3)  # model.state; a CLOSING model finishes accept
 FREE, FILLING, READY_WAIT, RUNNING, HELD = range(5)
 
 # request.state. UNUSED: the row belongs to a front end. QUEUED: without a slot. SLOTTED: in a lane. ASIDE: held back by
-# its client's limit. BARRED: held back by `admit`, which looks at the client. A request that is cancelled or expires
-# leaves its slot empty (NONE); its lane runs for the other requests.
-UNUSED, QUEUED, SLOTTED, ASIDE, BARRED = range(5)
+# its client's limit. BARRED: held back by `admit`, which looks at the client. PASSED: QUEUED, after `admit` has let it
+# pass. A request that is cancelled or expires leaves its slot empty (NONE); its lane runs for the other requests.
+UNUSED, QUEUED, SLOTTED, ASIDE, BARRED, PASSED = range(6)
 
 # done.status
 # FAILED: the GPU is lost. SUSPECTED: it was lost while this request was on it, so the request may be the cause.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paellapy.instrument.device.jit import part
 from paellapy.scheduler.core.barred import unbar
-from paellapy.scheduler.core.codes import ASIDE, BARRED, CANCELLED, EXPIRED, NONE, RUNNING
+from paellapy.scheduler.core.codes import ASIDE, BARRED, CANCELLED, EXPIRED, NONE, PASSED, RUNNING
 from paellapy.scheduler.core.heaps import queue_remove
 from paellapy.scheduler.core.lanes import ask, touch
 from paellapy.scheduler.core.requests import complete, undue
@@ -27,6 +27,8 @@ def take_out(s: State, row: int, status: int, now: int) -> None:
         unbar(s, row)
         ask(s, m)
     elif lane < 0:
+        if r.state == PASSED:
+            s.kept[r.client, m].passed -= 1
         queue_remove(s, s.model[m], row)
         count_queued(s, m, -1)
         ask(s, m)

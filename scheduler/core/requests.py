@@ -77,15 +77,6 @@ def post_done(s: State, row: int, model: int, status: int, now: int) -> None:
 
 
 @part
-def end_pass(s: State, row: int) -> None:
-    """Counts a request that `admit` let pass no longer as waiting for its turn."""
-    r = s.request[row]
-    if r.passed > 0:
-        s.flow[r.client, r.model].passed -= 1
-        r.passed = 0
-
-
-@part
 def complete(s: State, row: int, status: int, now: int) -> None:
     """Ends an accepted request. The caller clears its queue or slot."""
     r = s.request[row]
@@ -96,8 +87,6 @@ def complete(s: State, row: int, status: int, now: int) -> None:
         client.let -= 1
         client.let_ns = client.let_ns - r.let_ns if client.let > 0 else 0.0
         r.let_ns = 0.0
-    if r.passed > 0:
-        end_pass(s, row)
     leave(s, m, r.client)
     s.model[m].completed += 1
     s.client[r.client].completed += 1

@@ -9,7 +9,7 @@ import numpy as np
 from paellapy.instrument.device.jit import part
 from paellapy.scheduler.core.atomics import call_write, copy_bytes, load_at, or_at, store_at
 from paellapy.scheduler.core.clocks import read_clock
-from paellapy.scheduler.core.codes import COPY_BELL, COPY_TAIL, LATER, NEVER, SLOTTED, WANTED
+from paellapy.scheduler.core.codes import COPY_BELL, COPY_TAIL, LATER, NEVER, PASSED, SLOTTED, WANTED
 from paellapy.scheduler.core.heaps import queue_remove
 from paellapy.scheduler.core.loop import wakes
 from paellapy.scheduler.core.rings import ONE, address, bit_at, bit_of, reserve
@@ -144,6 +144,8 @@ def move_in(s: State, lane: int, row: int) -> bool:
         return False
     queue_remove(s, s.model[m], row)
     count_queued(s, m, -1)
+    if r.state == PASSED:
+        s.kept[r.client, m].passed -= 1
     source = r.source
     n = np.int64(0)
     for k in range(s.model[m].n_inputs):

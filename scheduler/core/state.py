@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.device.table_set import TableSet, found_at, table, table_set
-from paellapy.scheduler.core.client_tables import CLIENT, FLOW
+from paellapy.scheduler.core.client_tables import CLIENT, FLOW, KEPT
 from paellapy.scheduler.core.codes import (
     CHOICES,
     CLOSED,
@@ -125,10 +125,6 @@ class Limits:
         return _power_of_two(2 * self.models)
 
     @property
-    def flows(self) -> int:
-        return self.clients * self.models
-
-    @property
     def tap_cells(self) -> int:
         return TAP_SIZE if self.fronts > 1 else 1
 
@@ -156,14 +152,12 @@ class State(TableSet):
     lane: Table = table(LANE, "lanes")
     lane_word: Words = table(WORD, "lanes", 8)  # column 0: see CLOSED … FRONT_MASK. Atomic
     lane_ready: Words = table(WORD, "lanes", MASK_WORDS)  # a bit for every slot whose inputs are written. Atomic
-    # a bit for every slot whose outputs are still to be read. Atomic
-    lane_hold: Words = table(WORD, "lanes", MASK_WORDS)
+    lane_hold: Words = table(WORD, "lanes", MASK_WORDS)  # a bit for every slot whose outputs are not read yet. Atomic
     lane_known: Words = table(WORD, "lanes", MASK_WORDS)  # a bit for every slot the core has heard of
     # a bit for every slot on whose values the model failed; set by the backend, where the lane is `faulty`
     lane_fault: Words = table(WORD, "lanes", MASK_WORDS)
     slot: Ints = table(INT, "lanes", "batch")  # request row, or NONE: empty, or its request is completed
-    # the front end that reserved it; for the last slot, the lane's word says it. Atomic
-    slot_front: Words = table(WORD, "lanes", "batch")
+    slot_front: Words = table(WORD, "lanes", "batch")  # who reserved it; of the last slot, lane_word says it. Atomic
     slot_client: Ints = table(INT, "lanes", "batch")  # the client that is charged for it; first by the front end
     # address of slot 0, by the installer; slot k is k · input_bytes further
     input_address: Words = table(WORD, "lanes", "inputs")
@@ -183,6 +177,7 @@ class State(TableSet):
     request: Table = table(REQUEST, "requests")
     client: Table = table(CLIENT, "clients")
     flow: Table = table(FLOW, "clients", "models")
+    kept: Table = table(KEPT, "clients", "models")
     tenant_name: NDArray[np.uint8] = table(np.uint8, "clients", TENANT_NAME)  # UTF-8, then zeros
     ready: Ints = table(INT, "lanes")  # heap of lanes that wait for their turn, least rank first
     next_rank: Floats = table(np.float64, "lanes")  # scratch heap: which places of `ready` come next by rank
@@ -194,7 +189,7 @@ class State(TableSet):
     asking: Ints = table(INT, "models")  # models that may want a lane opened, or closed for good, within this step
     leaving: Ints = table(INT, "requests")  # requests cancelled within this step
     waiting: Ints = table(INT, "clients")  # clients with requests set aside
-    barred: Ints = table(INT, "flows")  # client << 32 | model of requests that are BARRED
+    barred: Ints = table(INT, "requests")  # client << 32 | model of requests that are BARRED
     refused: Ints = table(INT, "lanes")  # lanes that `admit` refused while a turn was chosen, before their first launch
     due: Ints = table(INT, "requests")  # heap of requests with a deadline, earliest first
     submit: Table = table(SUBMISSION, "fronts", "submit_cells")  # SUBMISSION rings, capacity a power of two

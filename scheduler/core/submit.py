@@ -28,6 +28,7 @@ from paellapy.scheduler.core.codes import (
     OK,
     OPEN,
     OPEN_MODEL,
+    PASSED,
     QUEUE_FULL,
     QUEUED,
     RUN_MODE,
@@ -77,7 +78,7 @@ def verdict(s: State, cell: Any, now: int) -> int:
     if core.limited > 0 and s.client[c].limit > 0.0:
         without_slot = s.client[c].aside + (without_slot if may_come_ns(s, c, now) <= now else 0)
     if core.by_client:
-        without_slot += s.flow[c, m].barred
+        without_slot += s.kept[c, m].n
     return QUEUE_FULL if without_slot >= s.model[m].queue_limit else OK
 
 
@@ -120,8 +121,7 @@ def submitted(s: State, front: int, cell: Any, now: int) -> None:
     r.priority, r.arrival_ns, r.deadline_ns = cell.priority, cell.arrival_ns, cell.deadline_ns
     r.lane = r.slot = r.due_at = NONE
     r.leaving = 0
-    r.let_ns = r.order = 0.0
-    r.passed = 0
+    r.let_ns = 0.0
     r.sequence = core.sequence
     core.sequence += 1
     lane = cell.lane
@@ -213,6 +213,8 @@ def fail_all(s: State, now: int) -> None:
         core.suspects += was_on_gpu(s, row)
     for row in range(s.request.shape[0]):
         if s.request[row].state != UNUSED:
+            if s.request[row].state == PASSED:
+                s.kept[s.request[row].client, s.request[row].model].passed = 0
             suspected = was_on_gpu(s, row)
             if s.request[row].state == SLOTTED:
                 wait_for_copy(s, row)

@@ -289,7 +289,6 @@ REQUEST = np.dtype(
         ("leaving", "i8"),  # 1: listed in State.leaving
         ("front", "i8"),  # its front end
         ("let_ns", "f8"),  # its part of client.let_ns; 0: it was not set aside
-        ("passed", "i8"),  # 1: counted in flow.passed
     ],
     align=True,
 )

@@ -110,7 +110,7 @@ def tenant_stats(state: State, number: int) -> dict[str, Any]:
         "share": float(client["share"]),
         "limit": float(client["limit"]) or None,
         "live": int(client["live"]),
-        "held_back": int(client["aside"] + state.flow["barred"][number].sum()),
+        "held_back": int(client["aside"] + state.kept["n"][number].sum()),
         "completed": int(client["completed"]),
         "gpu_ms": float(client["gpu_ns"]) * 1e-6,
         "alone_ms": float(client["used_ns"]) * 1e-6,
