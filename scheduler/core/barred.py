@@ -126,7 +126,7 @@ def look_at_barred(s: State, now: int) -> None:
         else:
             k += 1
     if best >= 0:
-        c, m = best >> 32, best & 0xFFFF_FFFF
+        c, m = int(best >> 32), int(best & 0xFFFF_FFFF)
         let_pass(s, c, m, s.size[m, s.model[m].n_sizes - 1].batch - s.kept[c, m].passed)
 
 

@@ -86,9 +86,7 @@ def simulate(
         f = traced.run()
         trace = traced.trace(chosen.name)
     _check_all_done(state, chosen)
-    jobs = f.records[: f.sim["records"][0]].copy()
-    place = {number: k for k, number in enumerate(numbers.values())}
-    jobs["client"] = [place[number] for number in jobs["client"].tolist()]
+    jobs = _jobs(f, numbers)
     end_ns = float(jobs["finish_ns"].max()) if len(jobs) else 0.0
     return Results(
         policy=chosen.name,
@@ -105,6 +103,14 @@ def simulate(
         numbers=numbers,
         gpu_ms=_gpu_times(state, models, numbers),
     )
+
+
+def _jobs(f: fluid.Fluid, numbers: Mapping[str, int]) -> Table:
+    """The records of all requests, with each client's place among the clients instead of its number."""
+    jobs = f.records[: f.sim["records"][0]].copy()
+    place = {number: k for k, number in enumerate(numbers.values())}
+    jobs["client"] = [place[number] for number in jobs["client"].tolist()]
+    return jobs
 
 
 def _counters(state: st.State, f: fluid.Fluid, asked: SimulationOptions) -> dict[str, int]:
