@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from core_bench import Bench, profile
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.tenants import Tenant, give_tenant, tenant_stats
@@ -33,6 +35,7 @@ def only_model_1_of_client_1(job: Any) -> bool:
 
 
 holding = policy(name="holding", admit=not_client_1, may_idle=True)(oldest)
+working = policy(name="working", admit=not_client_1)(oldest)
 
 
 def clients_in_lanes(bench: Bench) -> set[int]:
@@ -196,3 +199,47 @@ def test_no_policy_of_the_package_keeps_requests_out_of_lanes(name):
     assert not bench.state.core["by_client"][0]
     bench.submit(direct=True)
     assert bench.unready == []  # the slot was claimed and written
+
+
+scripts = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), st.integers(0, 1), st.integers(0, 3)),
+        st.tuples(st.just("submit"), st.integers(0, 1), st.integers(0, 3)),
+        st.tuples(st.just("finish"), st.integers(0, 7), st.just(0)),
+        st.tuples(st.just("cancel"), st.integers(1, 40), st.just(0)),
+        st.tuples(st.just("step"), st.just(0), st.just(0)),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(script=scripts, batch=st.sampled_from([(1,), (1, 4)]), lanes=st.integers(1, 2), may_idle=st.booleans())
+def test_a_client_that_is_held_back_has_a_lane_only_on_an_idle_gpu_and_delays_nobody(script, batch, lanes, may_idle):
+    made = holding if may_idle else working
+    bench = Bench([profile(name, segments=2, batch=batch, lanes=lanes) for name in "ab"], policy=made)
+    held = set()
+    for action, first, client in script:
+        if action == "submit" and bench.free:
+            serial = bench.submit(first, client=client, direct=True)
+            if client == 1:
+                held.add(serial)
+        elif action == "finish" and bench.running:
+            bench.finish_segment(bench.running[first % len(bench.running)])
+        elif action == "cancel":
+            bench.cancel(first)
+        bench.step(10)
+        s = bench.state
+        for lane in np.flatnonzero((s.slot >= 0).any(axis=1)):
+            rows = s.slot[lane][s.slot[lane] >= 0]
+            clients = set(s.request["client"][rows].tolist())
+            if may_idle:
+                assert 1 not in clients
+            elif 1 in clients:  # the idle GPU has taken them
+                assert s.lane["started_ns"][lane] < codes.NEVER
+    for _ in range(400):  # all others are served, before the time of the client that is held back
+        finish(bench)
+    assert set(bench.rows) <= held
+    bench.step(int(LATER_NS))
+    bench.run_dry()
+    assert len(bench.done) == bench.serial

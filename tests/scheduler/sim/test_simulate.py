@@ -454,7 +454,7 @@ def test_windows_of_sms_are_not_for_streams_where_the_hardware_decides() -> None
         (run_fluid, "sim.fluid.WHOLE"),
         (run_fluid, "sim.fluid_rates.MOST_BUSY"),
         (run_fluid, "sim.load.NEVER"),
-        (step, "core.choosing.NEVER"),
+        (step, "core.asking.NEVER"),
         (step, "core.windows.CHOICES"),
     ],
     ids=lambda each: each if isinstance(each, str) else each.__name__,
