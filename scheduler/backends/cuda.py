@@ -17,13 +17,13 @@ from paellapy.scheduler.backends.cuda_capture import capture_program
 from paellapy.scheduler.backends.cuda_cupy import cupy_in_arena
 from paellapy.scheduler.backends.cuda_foreign import foreign_program
 from paellapy.scheduler.backends.cuda_graphs import instantiate, launch_once, word_graph
-from paellapy.scheduler.backends.cuda_hogs import Hogs, part_without_place, segment_shares
+from paellapy.scheduler.backends.cuda_hogs import Hogs, part_without_place
 from paellapy.scheduler.backends.cuda_launches import cut, launch_first, release
 from paellapy.scheduler.backends.cuda_memory import CudaBerth, CudaMemory, free_and_whole_bytes
 from paellapy.scheduler.backends.cuda_pointers import node_ends
 from paellapy.scheduler.backends.cuda_streams import CudaStreams
 from paellapy.scheduler.backends.cuda_threads import CudaThreads, failure
-from paellapy.scheduler.backends.cuda_timing import Gate, launch_times_ns, node_times_ns, saturated_ns, segment_times_ns
+from paellapy.scheduler.backends.cuda_timing import Gate, node_times_ns, saturated_ns, segment_times_ns
 from paellapy.scheduler.backends.cuda_trace import CudaTrace
 from paellapy.scheduler.backends.cuda_weights import CudaPages, CudaWeights, PinnedBlock
 from paellapy.scheduler.backends.cuda_windows import CudaWindows
@@ -202,20 +202,13 @@ class CudaBackend(Backend):
         self.device.activate()
         if self._hogs is None:
             self._hogs = Hogs(self.device)
-        stream = self._streams.to_capture_on(launches.program.model.priority).handle
-
-        def one(segment: int) -> float:
-            return launch_times_ns([[launches.handles[segment]]], stream, self._gate)[0][0]
-
-        def tensor(segment: int) -> float:
-            return hogs.tensor.share(launches.handles[segment], alone_ns[segment], stream)
-
         hogs, nodes, sms = self._hogs, launches.program.nodes, self.device.sm_count
-        kept = [
-            part_without_place(nodes[first:end], hogs.takes, self.device.limits, sms)
-            for first, end in launches.bounds
-        ]
-        return segment_shares(hogs, one, tensor, alone_ns, kept)
+        stream = self._streams.to_capture_on(launches.program.model.priority).handle
+        found = []
+        for handle, (first, end), ns in zip(launches.handles, launches.bounds, alone_ns, strict=True):
+            kept = part_without_place(nodes[first:end], hogs.takes, self.device.limits, sms)
+            found.append((kept, kept) if kept else hogs.shares(handle, ns, stream))
+        return found
 
     def release(self, launches: Launches) -> None:
         self.device.activate()

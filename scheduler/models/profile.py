@@ -15,7 +15,7 @@ from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.program import Cuts, Node
 
-_FORMAT = "7"
+_FORMAT = "8"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import re
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import triton
 import triton.language as tl
+from hypothesis import given
+from hypothesis import strategies as st
 
 import paellapy as pp
 from paellapy import demo
+from paellapy.instrument.device import Device
+from paellapy.instrument.device.cuda import CudaDevice
 from paellapy.instrument.device.occupancy import footprint
 from paellapy.instrument.device.parts import part
 from paellapy.instrument.ptx.assemble import assemble
-from paellapy.scheduler.backends.cuda_hogs import memory_hog, part_taken, part_without_place
-from paellapy.scheduler.backends.cuda_tensor_hog import tensor_hog
+from paellapy.scheduler.backends.cuda_hog import Work, of_trials
+from paellapy.scheduler.backends.cuda_hogs import Hogs, part_without_place
+from paellapy.scheduler.backends.cuda_memory_hog import memory_hog, part_of_bandwidth
+from paellapy.scheduler.backends.cuda_tensor_hog import part_of_units, tensor_hog
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.models.program import Node
 from paellapy.scheduler.sim.simulate import simulate
@@ -35,11 +41,45 @@ def test_a_virtual_gpu_knows_what_its_blocks_cost() -> None:
     assert memory.tolist() == pytest.approx([each.memory for each in found.sizes[1]])
 
 
-def test_parts_follow_from_how_much_longer_a_segment_took() -> None:
-    alone, hog = np.array([100.0, 200.0, 50.0]), 0.9
-    for parts in ([0.2, 0.5, 1.0], [1.0, 1.0, 0.15]):
-        beside = alone * np.maximum(1.0, hog + np.array(parts))
-        assert part_taken(list(alone), list(beside), hog) == pytest.approx(parts, abs=1e-3)
+def beside_hog(part: float, hog: float, favour: float) -> tuple[float, float]:
+    """The slowdown of a segment and the pace of a hog that share one resource. `favour` 1: both are slowed equally;
+    0: only the hog is, as far as that suffices.
+    """
+    if part + hog <= 1.0:
+        return 1.0, 1.0
+    stretch = 1.0 + favour * (part + hog - 1.0)
+    return stretch, (1.0 - part / stretch) / hog
+
+
+@given(st.floats(0.0, 0.95), st.floats(0.4, 1.0), st.floats(0.0, 1.0), st.floats(0.98, 1.02), st.floats(0.98, 1.02))
+def test_bandwidth_follows_from_both_slowdowns(
+    part: float, hog: float, favour: float, error: float, hog_error: float
+) -> None:
+    stretch, pace = beside_hog(part, hog, favour)
+    found = part_of_bandwidth(error * stretch, hog_error * pace, hog)
+    if found:
+        assert found == pytest.approx(part, abs=0.08)
+    else:
+        assert part < 1.12 - hog  # there was bandwidth for both, or nearly
+
+
+@given(st.floats(1.0, 3.9), st.floats(0.95, 1.05), st.floats(0.4, 1.0))
+def test_contention_for_sms_alone_is_no_use_of_bandwidth(stretch: float, pace: float, hog: float) -> None:
+    assert part_of_bandwidth(stretch, pace, hog) == 0.0
+
+
+@given(st.floats(0.05, 1.0), st.floats(0.0, 1.0))
+def test_tensor_units_follow_from_both_slowdowns(part: float, favour: float) -> None:
+    assert part_of_units(*beside_hog(part, 1.0, favour)) == pytest.approx(part, abs=1e-3)
+
+
+def test_only_trials_beside_the_hog_count() -> None:
+    waited, never_counted = (6.9, 1.0, 6.0), (1.0, 0.0, 0.0)
+    assert of_trials([waited, never_counted, (1.5, 0.7, 1.4), waited]) == (1.5, 0.7)
+    stretch, pace = of_trials([waited, waited, never_counted])
+    assert stretch == 6.9
+    assert math.isnan(pace)
+    assert part_of_units(stretch, pace) == part_of_bandwidth(stretch, pace, 0.9) == 0.0
 
 
 def test_kernels_that_leave_no_place_take_the_sms_they_are_on() -> None:
@@ -51,11 +91,12 @@ def test_kernels_that_leave_no_place_take_the_sms_they_are_on() -> None:
     assert found == [1.0, 0.25, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("text", [memory_hog(), tensor_hog()], ids=["memory", "tensor"])
-def test_the_hogs_can_be_assembled(text: str) -> None:
-    name = re.search(r"entry (\w+)", text)
-    assert name is not None
-    assert assemble(text, "sm_90", name[1]).registers < 64
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("work", [memory_hog(), tensor_hog()], ids=lambda work: work.name)
+def test_the_hogs_can_be_assembled(work: Work, arch: str) -> None:
+    found = assemble(work.ptx, arch, work.name)
+    assert found.registers < 64
+    assert found.spill_bytes == 0
 
 
 def bound(name: str, **parts: float) -> ModelProfile:
@@ -138,3 +179,16 @@ def test_a_gpu_tells_memory_from_compute() -> None:
             found[name] = (np.median([s.compute for s in segments]), np.median([s.memory for s in segments]))
     assert found["Moves"][1] > found["Moves"][0] + 0.2
     assert found["Multiplies"][0] > found["Multiplies"][1] + 0.2
+    assert found["Multiplies"][1] < 0.3  # contention for the SMs is no use of bandwidth
+
+
+@pytest.mark.gpu
+def test_hogs_want_most_of_their_resource() -> None:
+    device = Device.open("cuda")
+    assert isinstance(device, CudaDevice)
+    hogs = Hogs(device)
+    try:
+        assert 0.5 < hogs.memory.part <= 1.0
+        assert 0.5 < hogs.tensor.part <= 1.0
+    finally:
+        hogs.close()
