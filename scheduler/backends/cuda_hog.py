@@ -25,7 +25,7 @@ from paellapy.instrument.device.cuda_memory import CudaArray, CudaEvent, CudaStr
 from paellapy.instrument.device.driver import check, driver
 from paellapy.instrument.device.occupancy import Footprint, footprint
 
-_MANY = 4  # hogs per SM, to measure the pace at full load
+MANY = 4  # hogs per SM, to measure the pace at full load
 _TRIAL_NS = 1_000_000
 _TRIALS = 3
 _REPEATS = 5
@@ -42,6 +42,7 @@ _ENTRY = """
 .address_size 64
 .visible .entry {name}(.param .u64 window, .param .u64 longest, .param .u64 counts, .param .u64 data)
 .maxntid {threads}
+{directives}
 {{
   .reg .pred %q<3>;
   .reg .b32 %word, %round, %block, %thread, %result;
@@ -114,12 +115,13 @@ class Work:
     work: str  # one round
     after: str  # leaves in %result a value of all the work, or the compiler would drop the work; never 305419896
     data_bytes: int = 0  # zeros behind the parameter `data`
+    directives: str = ""  # for the assembler
 
     @property
     def ptx(self) -> str:
         return _ENTRY.format(
             name=self.name, threads=self.threads, rounds=self.rounds, count_bytes=8 * _COUNTS, before=self.before,
-            registers=self.registers, work=self.work, after=self.after,
+            directives=self.directives, registers=self.registers, work=self.work, after=self.after,
         )  # fmt: skip
 
 
@@ -141,7 +143,7 @@ class Hog:
         self._module = check(cu.cuModuleLoadData(work.ptx.encode() + b"\0"), "loading a hog")
         self._function = check(cu.cuModuleGetFunction(self._module, work.name.encode()), "loading a hog")
         self._window = CudaArray(device, (64,), np.dtype(np.uint32))
-        self._counts = CudaArray(device, (device.sm_count * max(_MANY, work.blocks), _COUNTS), np.dtype(np.uint64))
+        self._counts = CudaArray(device, (device.sm_count * max(MANY, work.blocks), _COUNTS), np.dtype(np.uint64))
         self._data = CudaArray(device, (max(work.data_bytes, 1),), np.dtype(np.uint8))
         device.zero(self._data)
         self._stream = CudaStream(device, 0)
@@ -151,7 +153,7 @@ class Hog:
         self.takes: Footprint = footprint(device.limits, work.threads, registers, 0) * work.blocks
         prefer_shared(self._function)
         self.pace = self._alone(work.blocks)  # rounds per ns, of all blocks together
-        self.part = min(self.pace / max(self._alone(_MANY), 1e-9), 1.0)
+        self.part = min(self.pace / max(self._alone(MANY), 1e-9), 1.0)
 
     def _write(self, stream: int, word: int) -> None:
         check(driver().cuStreamWriteValue32(stream, self._window.ptr, word, 0), "telling a hog")

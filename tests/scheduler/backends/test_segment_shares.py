@@ -21,7 +21,7 @@ from paellapy.instrument.device.parts import part
 from paellapy.instrument.ptx.assemble import assemble
 from paellapy.scheduler.backends.cuda_hog import Work, of_trials
 from paellapy.scheduler.backends.cuda_hogs import Hogs, part_without_place
-from paellapy.scheduler.backends.cuda_memory_hog import memory_hog, part_of_bandwidth
+from paellapy.scheduler.backends.cuda_memory_hog import ROUND_BYTES, memory_hog, part_of_bandwidth
 from paellapy.scheduler.backends.cuda_tensor_hog import part_of_units, tensor_hog
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.models.program import Node
@@ -97,6 +97,14 @@ def test_the_hogs_can_be_assembled(work: Work, arch: str) -> None:
     found = assemble(work.ptx, arch, work.name)
     assert found.registers < 64
     assert found.spill_bytes == 0
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_the_loads_of_a_round_do_not_wait_for_each_other(arch: str) -> None:
+    work = memory_hog()
+    loaded = ROUND_BYTES // work.threads // 4  # registers
+    others = 12  # at least: three addresses, the time of the end, and the counts
+    assert assemble(work.ptx, arch, work.name).registers > loaded + others
 
 
 def bound(name: str, **parts: float) -> ModelProfile:
