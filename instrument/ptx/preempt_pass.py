@@ -29,6 +29,9 @@ _WITHIN_BLOCK = (
     *COMPUTES, "activemask", "bfind", "copysign", "cos", "createpolicy", "dp2a", "dp4a", "elect", "ldmatrix", "match",
     "mma", "movmatrix", "redux", "shfl", "sin", "stmatrix", "vote",
 )  # fmt: skip
+_READS = ("ld", "ldu", "ldmatrix")
+_ACCESSES = (*_READS, "st", "stmatrix", "cp")
+_EXCHANGES = ("bar", "elect", "match", "redux", "shfl", "vote")  # the last operand says which threads take part
 _OWN_SHARED = {"shared", "shared::cta"}
 _WHOLE_BLOCK_BARRIERS = ("bar.sync", "bar.cta.sync", "barrier.sync.aligned", "barrier.cta.sync.aligned")
 # The memory that a copy writes to belongs to the next block once this one has left.
@@ -69,7 +72,9 @@ def _refuse_unpreemptible(module: Module, entry: Function) -> None:
 class Opening:
     """The straight line of code with which a kernel begins, as far as it has no effect outside the block.
 
-    All threads run it from start to end. Reads and shared memory are no effects: a block may leave after them.
+    All threads run it from start to end. Reads and shared memory are no effects: a block may leave after them. But an
+    address, a mask or a condition that was read may be garbage, because the launch that writes it may be preempted too:
+    the line ends before an access or an exchange that depends on one.
     """
 
     def __init__(self, entry: Function) -> None:
@@ -95,18 +100,28 @@ class Opening:
             count += 1
             if count > _MOST_INSTRUCTIONS or not (_is_whole_barrier(s) or _without_effect(s)):
                 return
+            if self._trusts(s, from_memory):
+                return
             if depth == 0 and _is_whole_barrier(s):
                 self.barrier = i
                 if self.last_read >= 0:
                     return
-            elif _reads_global(s):
-                if depth == 0 and not self._uses(s, from_memory):
-                    self.last_read = i
-                    self.barrier = -1  # an earlier barrier would not wait long enough
-                if s.is_op("ld"):
-                    from_memory |= written(s, self._names)
-            elif not s.is_op("st", "cp") and self._uses(s, from_memory):
+            elif depth == 0 and _reads_global(s) and not self._uses(s, from_memory):
+                self.last_read = i
+                self.barrier = -1  # an earlier barrier would not wait long enough
+            if _reads_memory(s) or (self._uses(s, from_memory) and not s.is_op("st", "stmatrix", "cp")):
                 from_memory |= written(s, self._names)
+
+    def _trusts(self, s: Statement, registers: set[str]) -> bool:
+        """Whether a wrong value in one of these registers could be an error, or keep threads waiting."""
+        operands = s.operands()
+        if s.is_op(*_EXCHANGES):
+            operands = operands[-1:]
+        elif s.is_op(*_ACCESSES) and not s.is_op("cp"):
+            operands = operands[operands.index("[") : operands.index("]")]
+        elif not s.is_op("barrier", "cp"):
+            return s.is_op("mma", "movmatrix") and s.guard in registers
+        return s.guard in registers or any(self._names.register(text) in registers for text in operands)
 
     def _uses(self, s: Statement, registers: set[str]) -> bool:
         """Whether an instruction reads one of these registers, or writes a register that a pending read will write."""
@@ -123,6 +138,10 @@ def _without_effect(s: Statement) -> bool:
     if s.is_op("cp"):
         return parts[1] == "async" and not {"bulk", "mbarrier"} & set(parts)
     return s.is_op(*_WITHIN_BLOCK) or s.opcode == "bar.warp.sync"
+
+
+def _reads_memory(s: Statement) -> bool:
+    return s.is_op(*_READS) and not s.opcode.startswith(("ld.param", "ld.const"))
 
 
 def _reads_global(s: Statement) -> bool:

@@ -33,6 +33,10 @@ PIECES = {
     "read on": "mad.wide.u32 %rd5, %r4, 4, %rd1; ld.global.u32 %r4, [%rd5];",
     "read in braces": "{ .reg .b32 %t; ld.global.u32 %t, [%rd3]; mov.u32 %r4, %t; }",
     "strong read": "ld.volatile.global.u32 %r4, [%rd3];",
+    "read if": "setp.ge.u32 %p2, %r4, 32; @%p2 ld.global.u32 %r5, [%rd3+4096];",
+    "look up": "st.shared.u32 [%r3], %r4; ld.shared.u32 %r6, [%r3]; mad.wide.u32 %rd6, %r6, 4, %rd1;"
+    "ld.global.u32 %r7, [%rd6];",
+    "copy on": "mad.wide.u32 %rd7, %r4, 4, %rd1; cp.async.ca.shared.global [%r3], [%rd7], 4;",
     "use": "add.u32 %r5, %r4, 1;",
     "share": "st.shared.u32 [%r3], %r4;",
     "barrier": "bar.sync 0;",
@@ -110,6 +114,16 @@ def test_whenever_the_flag_changes_a_block_runs_as_a_whole_or_not_at_all(
     gpu.set_flag(9)
     assert not gpu.run(10, left, []), "a launch is preempted by its own number and higher ones"
     assert [gpu.memory[COUNT + 4 * k] for k in range(BLOCKS)] == [gpu.effects] * BLOCKS
+
+
+@settings(max_examples=100, deadline=None)
+@given(bodies, st.integers(0, 2**30))
+def test_a_block_that_does_not_run_follows_no_number_that_is_not_written_yet(body: list[str], seed: int) -> None:
+    """The launch that writes the numbers is preempted too. The machine raises for memory that does not exist."""
+    gpu = Gpu(body, 4, random.Random(seed))
+    gpu.memory.update((NUMBERS + 4 * k, 0xDEAD0000 + 997 * k) for k in range(32))
+    gpu.set_flag(5)
+    assert sorted(gpu.run(5, None, [])) == list(range(BLOCKS))
 
 
 @pytest.mark.parametrize("threads", [4, 32])
