@@ -19,36 +19,45 @@ from paellapy.scheduler.core.errors import CaptureError
 from paellapy.scheduler.models.users_line import users_line_of
 
 WAITS = "called a synchronizing CUDA operation"  # PyTorch's words
-
-
 _AFTER_S = 10.0  # an operation that began before the end warns when it is over
+_lock = threading.Lock()  # guards the following two, and the list of filters against our own threads
+_refusing: dict[int, int] = {}  # threads in which waits are errors now, and how often each began
+_modes: list[Any] = []  # PyTorch's mode before the first of these threads, once per thread that needs the change
 
 
 class _Matcher:
-    """Stands in a filter of warnings where a pattern usually does: matches in one thread, or in all others."""
+    """Stands in a filter of warnings where a pattern usually does: matches in one thread, or in all that may wait."""
 
     def __init__(self, here: bool) -> None:
         self._thread, self._here, self.until_s = threading.get_ident(), here, math.inf
 
     def match(self, text: str) -> bool:
-        mine = threading.get_ident() == self._thread
-        return mine == self._here and WAITS in text and time.monotonic() < self.until_s
+        thread = threading.get_ident()
+        right = thread == self._thread if self._here else thread != self._thread and thread not in _refusing
+        return right and WAITS in text and time.monotonic() < self.until_s
 
 
 @contextlib.contextmanager
 def errors_in_this_thread() -> Iterator[None]:
     """Raises PyTorch's warnings of waits in this thread only. They are ignored in others, also shortly afterwards."""
     mine, others = _Matcher(True), _Matcher(False)
-    _remove_old()
-    warnings.filters[:0] = [  # type: ignore[index]
-        ("error", mine, UserWarning, None, 0), ("ignore", others, UserWarning, None, 0)
-    ]  # fmt: skip
-    _filters_changed()
+    thread = threading.get_ident()
+    with _lock:
+        _refusing[thread] = _refusing.get(thread, 0) + 1
+        _remove_old()
+        warnings.filters[:0] = [  # type: ignore[index]
+            ("error", mine, UserWarning, None, 0), ("ignore", others, UserWarning, None, 0)
+        ]  # fmt: skip
+        _filters_changed()
     try:
         yield
     finally:
-        mine.until_s, others.until_s = 0.0, time.monotonic() + _AFTER_S
-        _remove_old()
+        with _lock:
+            mine.until_s, others.until_s = 0.0, time.monotonic() + _AFTER_S
+            _refusing[thread] -= 1
+            if not _refusing[thread]:
+                del _refusing[thread]
+            _remove_old()
 
 
 def _remove_old() -> None:
@@ -66,14 +75,28 @@ def _filters_changed() -> None:
 
 
 @contextlib.contextmanager
+def _warnings_of_waits(cuda: Any) -> Iterator[None]:
+    """Makes PyTorch warn of waits. Its mode is of the whole process: the last thread to leave restores it."""
+    with _lock:
+        _modes.append(_modes[0] if _modes else cuda.get_sync_debug_mode())
+        if len(_modes) == 1:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # PyTorch warns once that it does not detect every wait
+                cuda.set_sync_debug_mode("warn")
+    try:
+        yield
+    finally:
+        with _lock:
+            before = _modes.pop()
+            if not _modes:
+                cuda.set_sync_debug_mode(before)
+
+
+@contextlib.contextmanager
 def refusing_to_wait() -> Iterator[None]:
     """Makes operations that would wait for the GPU raise an error with their line, which CUDA would not report."""
     torch: Any = sys.modules["torch"]
-    before = torch.cuda.get_sync_debug_mode()
-    with errors_in_this_thread():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PyTorch warns once that it does not detect every wait
-            torch.cuda.set_sync_debug_mode("warn")
+    with errors_in_this_thread(), _warnings_of_waits(torch.cuda):
         try:
             yield
         except (RuntimeError, UserWarning) as e:
@@ -84,5 +107,3 @@ def refusing_to_wait() -> Iterator[None]:
                     "them before"
                 ) from e
             raise
-        finally:
-            torch.cuda.set_sync_debug_mode(before)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import warnings
+from types import SimpleNamespace
 
 import pytest
 
+from paellapy.scheduler.core.errors import CaptureError
 from paellapy.scheduler.models import gpu_waits
-from paellapy.scheduler.models.gpu_waits import WAITS, errors_in_this_thread
+from paellapy.scheduler.models.gpu_waits import WAITS, errors_in_this_thread, refusing_to_wait
 
 
 def warn() -> None:
@@ -76,3 +79,56 @@ def test_filters_do_not_pile_up(monkeypatch):
             with monkeypatch.context() as patch, errors_in_this_thread():
                 patch.setattr(gpu_waits.time, "monotonic", lambda later=later: later)
         assert len(warnings.filters) <= before + 1
+
+
+class FakeCuda:
+    """PyTorch's mode, of the whole process."""
+
+    mode: str | int = 0
+
+    def get_sync_debug_mode(self) -> str | int:
+        return self.mode
+
+    def set_sync_debug_mode(self, mode: str | int) -> None:
+        self.mode = mode
+
+    def wait(self) -> None:
+        if self.mode == "warn":
+            warn()
+
+
+@pytest.mark.parametrize("leaves_first", ["this thread", "the other"])
+def test_two_threads_refuse_waits_at_once(monkeypatch, leaves_first):
+    cuda = FakeCuda()
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    begun, leave, left = threading.Event(), threading.Event(), threading.Event()
+    refused: list[bool] = []
+
+    def other() -> None:
+        try:
+            with refusing_to_wait():
+                begun.set()
+                leave.wait(60)
+                cuda.wait()
+            refused.append(False)
+        except CaptureError:
+            refused.append(True)
+        left.set()
+
+    def here() -> None:
+        with refusing_to_wait():
+            thread.start()
+            assert begun.wait(60)
+            if leaves_first == "the other":
+                leave.set()
+                assert left.wait(60)
+            cuda.wait()
+
+    with warnings.catch_warnings():
+        thread = threading.Thread(target=other)
+        with pytest.raises(CaptureError):
+            here()
+        leave.set()
+        thread.join()
+    assert refused == [True]
+    assert cuda.mode == 0, "the mode is as it was before"
