@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from numba import types
-from numba.core import base, cgutils, errors, lowering
+from numba.core import base, errors, lowering
 from numba.core.compiler_machinery import register_pass
 from numba.core.typed_passes import NativeLowering
 from numba.cpython.builtins import do_minmax
@@ -131,8 +131,9 @@ def call_part(description: Any, libraries: Any) -> Any:
     def call(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         callee = context.declare_function(builder.module, description)
         convention = context.call_conv
-        result = cgutils.alloca_once(builder, convention.get_return_type(description.restype).pointee)
-        unused = cgutils.alloca_once(builder, convention._get_excinfo_argument(callee).type.pointee)
+        with builder.goto_entry_block():
+            result = builder.alloca(convention.get_return_type(description.restype).pointee)
+        unused = convention._get_excinfo_argument(builder.function)  # the caller's own
         packed = convention._get_arg_packer(description.argtypes).as_arguments(builder, args)
         builder.call(callee, [result, unused, *packed])
         return context.get_returned_value(builder, description.restype, builder.load(result))
