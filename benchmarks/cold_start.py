@@ -12,6 +12,7 @@ on a shared machine. The trees take turns, so that a slow moment affects both. R
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import subprocess
@@ -84,6 +85,21 @@ TASKS = {
     "first engine, demo models, one answer each": _ENGINE,
     "serve the demo models, to the first answer": _SERVE,
 }
+# The parts of a task's CPU time, where caches are empty.
+_BEGIN = f"""
+import sys
+sys.path.append({str(Path(__file__).parent)!r})
+import cpu_account
+cpu_account.begin()
+"""
+_END = """
+import json
+print(json.dumps(cpu_account.end()))
+"""
+PARTS = {
+    "first simulate": _BEGIN + _MIX + _END,
+    "first engine, demo models, one answer each": _BEGIN + "cpu_account.begin_triton()\n" + _ENGINE + _END,
+}
 
 
 class TaskError(Exception):
@@ -137,6 +153,13 @@ def once(tree: Path, task: str, code: str) -> Iterator[dict[str, Any]]:
             }  # fmt: skip
 
 
+def parts(task: str) -> dict[str, float]:
+    """CPU-seconds of the parts of a task in this tree, with empty caches."""
+    with tempfile.TemporaryDirectory() as folder:
+        _, _, said = measure(HERE, PARTS[task], Path(folder))
+    return {name: round(seconds, 3) for name, seconds in json.loads(said).items()}
+
+
 def medians(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row per task and caches: CPU-seconds in each tree and their ratio, and seconds."""
     rows: dict[tuple[str, str], dict[str, list[float]]] = {}
@@ -181,6 +204,7 @@ def main() -> None:
         found.append(each)
         results |= {"medians": medians(found), "runs": found}
         save("cold_start", results, folder=arguments.write)
+    results["parts"] = {task: parts(task) for task in tasks if task in PARTS}
     rows = medians(found)
     table = Table("task", "caches", *(f"{name}, CPU s (s)" for name in trees), "ratio")
     for row in rows:
