@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 REST, IMPORTS, NUMBA, LLVM, TRITON, TOOLS = "rest", "imports", "Numba", "LLVM for Numba", "Triton", "ptxas"
-_spent: collections.Counter[str] = collections.Counter()
+_spent: dict[str, float] = collections.defaultdict(float)
 _lock = threading.Lock()
 _own = threading.local()
 
@@ -49,9 +49,9 @@ def begin() -> None:
     from paellapy.instrument.device import jit_library
 
     for library in (codegen.CPUCodeLibrary, jit_library.EntryLibrary):
-        library.finalize = _counted(library.finalize, LLVM)
+        library.finalize = _counted(library.finalize, LLVM)  # type: ignore[method-assign]
     for kind in (compiler.CompilerBase, jit_library.EntryCompiler):
-        kind._compile_core = _counted(kind._compile_core, NUMBA)
+        kind._compile_core = _counted(kind._compile_core, NUMBA)  # type: ignore[method-assign]
 
 
 def begin_triton() -> None:

@@ -125,6 +125,14 @@ def first_use() -> str:
     return paper_report.table(["task", "empty caches, s", "filled caches, s"], rows)
 
 
+def first_use_parts() -> str:
+    """CPU-seconds of the parts of a first use with empty caches."""
+    found: dict[str, dict[str, float]] = stored("cold_start")["parts"]
+    names = sorted({name for by in found.values() for name in by}, key=lambda name: (name == "rest", name))
+    rows = [[name, *(f"{by[name]:.1f}" if by.get(name) else "–" for by in found.values())] for name in names]
+    return paper_report.table(["part", *(f"{task}, s" for task in found)], rows)
+
+
 def gap_us(when: str) -> float:
     """Between two kernels of a graph, before and after kernels on a second stream."""
     return float(stored("kernel_gaps")["cases"]["and 7 on another"][when]) / 1e3
@@ -146,7 +154,7 @@ def tuned(name: str) -> float:
 
 @functools.cache
 def tables() -> dict[str, str]:
-    ours = {"aims": aims(), "costs": costs(), "cold-start": first_use()}
+    ours = {"aims": aims(), "costs": costs(), "cold-start": first_use(), "cold-parts": first_use_parts()}
     others = quoted_scheduling.tables() | quoted_cluster.tables() | quoted_sharing.tables()
     others |= quoted_trust.tables() | quoted_beside.tables() | quoted_kernels.tables()
     return ours | paper_report.tables(RESULTS / "paper.json") | others
