@@ -243,3 +243,49 @@ def test_a_client_that_is_held_back_has_a_lane_only_on_an_idle_gpu_and_delays_no
     bench.step(int(LATER_NS))
     bench.run_dry()
     assert len(bench.done) == bench.serial
+
+
+POLICIES = [
+    holding,
+    working,
+    policy(name="alone", admit=client_1_alone)(oldest),
+    policy(name="one model", admit=only_model_1_of_client_1, may_idle=True)(oldest),
+    find_policy("fifo"),
+]
+submissions = st.tuples(
+    st.just("submit"), st.integers(0, 1), st.integers(0, 3), st.sampled_from([0, 0, 50, 500]), st.booleans()
+)
+changes = st.lists(
+    st.one_of(
+        submissions,
+        submissions,
+        st.tuples(st.just("finish"), st.integers(0, 7)),
+        st.tuples(st.just("cancel"), st.integers(1, 40)),
+        st.tuples(st.just("write")),
+        st.tuples(st.just("change"), st.sampled_from(POLICIES)),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(script=changes, batch=st.sampled_from([(1,), (1, 4)]), lanes=st.integers(1, 2), first=st.sampled_from(POLICIES))
+def test_no_request_is_lost_when_the_policy_changes_while_requests_wait(script, batch, lanes, first):
+    bench = Bench([profile(name, segments=2, batch=batch, lanes=lanes) for name in "ab"], policy=first)
+    for action, *facts in script:
+        if action == "submit" and bench.free:
+            model, client, left_ns, direct = facts
+            deadline = bench.now + left_ns if left_ns else codes.NEVER
+            bench.submit(model, client=client, direct=direct, ready=not direct, deadline=deadline)
+        elif action == "finish" and bench.running:
+            bench.finish_segment(bench.running[facts[0] % len(bench.running)])
+        elif action == "cancel":
+            bench.cancel(facts[0])
+        elif action == "write" and bench.unready:
+            bench.write()
+        elif action == "change":
+            attach_policy(bench.state, facts[0])
+        bench.step(10)  # checks the tables
+    bench.step(int(LATER_NS))
+    bench.run_dry()
+    assert len(bench.done) == bench.serial
