@@ -139,6 +139,8 @@ def main() -> None:
         found = under(tool, variant, given.seconds, sanitizer)
         with writing:
             rows[tool][variant] = found
+            for each in rows[tool].values():  # findings that no pass has made
+                each["of_plain_kernels"] = rows[tool].get("plain", {}).get("findings")
             print(tool, variant, found, flush=True)
             save("sanitize", rows, device, given.out)
 

@@ -50,8 +50,9 @@ def finish(launch: pp.PreemptibleLaunch) -> None:
 def test_every_block_runs_once_however_often_it_is_preempted(grid: tuple[int, ...], report: Any, gpu: Any) -> None:
     spin, rng = pp.kernel(source=SPIN, name="spin", report=report), np.random.default_rng(len(grid))
     total = int(np.prod(grid))
-    interrupted = 0
-    for _ in range(10):
+    interrupted = tries = 0
+    while tries < 10 or (not interrupted and tries < 80):  # beside other processes on the GPU, blocks may start late
+        tries += 1
         count = gpu.array(np.zeros(total, np.uint32))
         launch = spin.preemptible[grid, 128](count, np.uint32(20_000))
         for _ in range(8):
