@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import signal
+import threading
 import tempfile
 import time
 from collections.abc import Iterator
@@ -46,9 +47,16 @@ class Reloader:
         self._registry, self._config, self._source = registry, config, source
         names = [name for name, entry in registry.entries.items() if entry.factory]
         self._models = dict(zip(names, config.models, strict=True))  # each model's settings in the file
+        self._reloading = threading.Lock()
 
     def reload(self) -> dict[str, Any]:
-        """Applies the file, blocking while models load, and reports the changes. A wrong file changes nothing."""
+        """Applies the file, blocking while models load, and reports the changes. A wrong file changes nothing. Calls
+        from several threads wait for each other.
+        """
+        with self._reloading:
+            return self._reload()
+
+    def _reload(self) -> dict[str, Any]:
         told: dict[str, Any] = {}
         try:
             config, source = self._source.again()

@@ -76,6 +76,7 @@ class Server:
         self._listening, self._keys = listening, bool(keys)
         self._heartbeat: asyncio.Task[None] | None = None
         self._reloading: asyncio.Task[None] | None = None
+        self._to_reload = False
         self.source: Source | None = None  # of the configuration, if there is a file
         self.reloader: Reloader | None = None  # if this process loads the models
         self._runner: web.AppRunner | None = None
@@ -131,9 +132,15 @@ class Server:
         await load_models(self.registry, lambda: self.service.draining)
 
     def hang_up(self) -> None:
-        """SIGHUP: applies the changed configuration."""
+        """SIGHUP: applies the changed configuration. If that is under way, it is done once more: the file may differ."""
+        self._to_reload = True
         if self._reloading is None or self._reloading.done():
-            self._reloading = asyncio.create_task(self.reload())
+            self._reloading = asyncio.create_task(self._reload_while_asked())
+
+    async def _reload_while_asked(self) -> None:
+        while self._to_reload:
+            self._to_reload = False
+            await self.reload()
 
     async def reload(self) -> None:
         """Applies keys and certificates to new connections, and models and policy if this process loads them."""

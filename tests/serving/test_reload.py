@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
 import signal
 import socket
 import ssl
+import threading
 import time
 from pathlib import Path
 
@@ -17,8 +19,13 @@ from serving_processes import children
 from serving_server import ask, infer_body, read_until, serving
 from typer.testing import CliRunner
 
+import paellapy as pp
 from paellapy.cli import app
+from paellapy.serving.config import ServerConfig
 from paellapy.serving.factories import changed_modules, find_factory
+from paellapy.serving.registry import Registry
+from paellapy.serving.reload import Reloader
+from paellapy.serving.server import Server
 
 TLS = Path(__file__).parents[1] / "tls"
 CODE = """
@@ -169,3 +176,50 @@ def test_certificates_and_keys_are_taken_up(folder):
         assert status(port, "new") == 200
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
+
+
+def test_a_signal_that_comes_during_a_reload_is_not_lost(monkeypatch):
+    begun = []
+
+    async def hang_up_twice() -> None:
+        with pp.Engine("virtual:h200") as engine:
+            server, go = Server(Registry(engine, ()), ServerConfig(port=0)), asyncio.Event()
+
+            async def reload() -> None:
+                begun.append(None)
+                await go.wait()
+
+            monkeypatch.setattr(server, "reload", reload)
+            server.hang_up()
+            await asyncio.sleep(0)
+            assert len(begun) == 1
+            for _ in range(3):  # the configuration is read once more, not three times
+                server.hang_up()
+            go.set()
+            await server._reloading
+            assert len(begun) == 2
+            server.hang_up()
+            await server._reloading
+            assert len(begun) == 3
+
+    asyncio.run(hang_up_twice())
+
+
+def test_reloads_of_several_threads_wait_for_each_other(monkeypatch):
+    reloader, inside, most = Reloader.__new__(Reloader), [], []
+    reloader._reloading = threading.Lock()
+
+    def reload() -> dict[str, object]:
+        inside.append(None)
+        most.append(len(inside))
+        time.sleep(0.01)
+        inside.pop()
+        return {}
+
+    monkeypatch.setattr(reloader, "_reload", reload)
+    threads = [threading.Thread(target=reloader.reload) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert most == [1] * 4
