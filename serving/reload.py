@@ -9,8 +9,8 @@ import contextlib
 import json
 import os
 import signal
-import threading
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from hashlib import sha256

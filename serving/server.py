@@ -132,7 +132,7 @@ class Server:
         await load_models(self.registry, lambda: self.service.draining)
 
     def hang_up(self) -> None:
-        """SIGHUP: applies the changed configuration. If that is under way, it is done once more: the file may differ."""
+        """SIGHUP: applies the changed configuration. If that is under way, it is done once more afterwards."""
         self._to_reload = True
         if self._reloading is None or self._reloading.done():
             self._reloading = asyncio.create_task(self._reload_while_asked())
