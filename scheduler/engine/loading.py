@@ -12,7 +12,7 @@ import numpy as np
 from paellapy.instrument.device import Device
 from paellapy.scheduler.backends.launches import LoadedModel
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.errors import ModelError, UnknownModelError
+from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.core.install import remove
 from paellapy.scheduler.core.job import READS_SHARES
 from paellapy.scheduler.core.profiles import ModelProfile
@@ -22,6 +22,7 @@ from paellapy.scheduler.engine.install import install
 from paellapy.scheduler.engine.later_sizes import LaterSizes
 from paellapy.scheduler.engine.load_times import LoadTimes, shown
 from paellapy.scheduler.engine.loader import Loader
+from paellapy.scheduler.engine.request_checks import find_model
 from paellapy.scheduler.engine.residents import Residents
 from paellapy.scheduler.engine.submitting import submit
 from paellapy.scheduler.engine.turn import Turns
@@ -153,11 +154,7 @@ class Loading(Governed):
 
     def _find(self, name: str) -> LoadedModel:
         self._check_open()
-        loaded = self._models.get(name)
-        if loaded is None:
-            known = ", ".join(self._models) or "none"
-            raise UnknownModelError(f"no model named {name!r} is loaded; loaded: {known}")
-        return loaded
+        return find_model(self._models, name)
 
     def _row(self, row: int) -> LoadedModel | None:
         return self._by_row.get(row)

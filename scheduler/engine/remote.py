@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.scheduler.core.errors import EngineAwayError, EngineFailedError, QueueFullError, UnknownModelError
+from paellapy.scheduler.core.errors import EngineAwayError, EngineFailedError, QueueFullError
 from paellapy.scheduler.core.job import GPU, JOB
 from paellapy.scheduler.core.loop import Bell
 from paellapy.scheduler.core.shared_memory import SharedBlock
 from paellapy.scheduler.core.state import Limits, State, new_state, over
 from paellapy.scheduler.core.tenants import tenants_stats
 from paellapy.scheduler.engine.front_end import FrontEnd, Stage
+from paellapy.scheduler.engine.request_checks import find_model
 from paellapy.scheduler.engine.requests import Requester
 from paellapy.scheduler.engine.slots import Slot
 from paellapy.scheduler.engine.stats import core_stats, live_stats, model_stats
@@ -212,11 +213,7 @@ class RemoteEngine(Requester):
 
     def _find(self, name: str) -> RemoteModel:
         self._check_open()
-        loaded = self._models.get(name)
-        if loaded is None:
-            known = ", ".join(self._models) or "none"
-            raise UnknownModelError(f"no model named {name!r} is loaded; loaded: {known}")
-        return loaded
+        return find_model(self._models, name)
 
     def _row(self, row: int) -> RemoteModel | None:
         return self._by_row.get(row)

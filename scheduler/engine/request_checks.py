@@ -1,20 +1,29 @@
-"""Checks of a request: its inputs, its deadline and its priority; and the number that identifies its inputs."""
+"""Checks of a request: its model, inputs, deadline and priority; and the number that identifies its inputs."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.errors import DeadlineError, InputError
+from paellapy.scheduler.core.errors import DeadlineError, InputError, UnknownModelError
 from paellapy.scheduler.models.model import Model
 
 Inputs = Mapping[str, Any]
+AnyModel = TypeVar("AnyModel")
+
+
+def find_model(loaded: Mapping[str, AnyModel], name: str) -> AnyModel:
+    """The loaded model of this name."""
+    found = loaded.get(name)
+    if found is None:
+        raise UnknownModelError(f"no model named {name!r} is loaded; loaded: {', '.join(loaded) or 'none'}")
+    return found
 
 
 def request_times(deadline_ms: float | None) -> tuple[int, int]:
