@@ -37,6 +37,15 @@ def pause(us: float) -> None:
         pass
 
 
+def blink(flag: pp.Flag, rng: np.random.Generator, times: int, clear_us: float, set_us: float) -> None:
+    """Sets and clears the flag; the longest time of each state is given."""
+    for _ in range(times):
+        pause(rng.uniform(0, clear_us))
+        flag.set()
+        pause(rng.uniform(0, set_us))
+        flag.clear()
+
+
 def finish(launch: pp.PreemptibleLaunch) -> None:
     """Resumes until every block has run."""
     while (run := launch._run) is not None:
@@ -105,11 +114,7 @@ def test_a_block_runs_whole_or_not_at_all_wherever_it_decides(opening: str, thre
         tries += 1
         flag, count = gpu.flag(), gpu.array(np.zeros(blocks, np.uint32))
         launch = kernel.preemptible(flag)[blocks, threads](numbers, count, np.uint32(30_000))
-        for _ in range(4):
-            pause(rng.uniform(0, 60))
-            flag.set()
-            pause(rng.uniform(0, 30))
-            flag.clear()
+        blink(flag, rng, 4, 60, 30)
         left = launch.left
         left_some += len(left) > 0
         assert (count.numpy()[left] == 0).all()
@@ -125,11 +130,7 @@ def test_a_flag_that_comes_and_goes_loses_no_block(gpu: Any) -> None:
     for _ in range(30):
         count = gpu.array(np.zeros(30_000, np.uint32))
         launch = spin.preemptible(flag)[30_000, 256](count, np.uint32(5_000))
-        for _ in range(6):
-            pause(rng.uniform(0, 30))
-            flag.set()
-            pause(rng.uniform(0, 10))
-            flag.clear()
+        blink(flag, rng, 6, 30, 10)
         left = launch.left
         assert (count.numpy()[left] == 0).all()
         finish(launch)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 
 import numpy as np
 import pytest
 from engine_models import scale_model
+from waiting import held_core
 
 import paellapy as pp
 from paellapy.scheduler.core.check import check_at_rest
@@ -98,24 +98,6 @@ def test_the_trial_of_a_full_batch_is_one_batch(engine):
     assert engine.stats()["models"]["scale"]["mean_batch"] == 4
 
 
-class Held:
-    """Keeps the core from working for a while."""
-
-    def __init__(self, engine) -> None:
-        self._engine, self._begun, self._go = engine, threading.Event(), threading.Event()
-
-    def __enter__(self) -> None:
-        def hold() -> None:
-            self._begun.set()
-            self._go.wait(60)
-
-        self._engine.call_in_loop(hold)
-        assert self._begun.wait(60)
-
-    def __exit__(self, *_: object) -> None:
-        self._go.set()
-
-
 @pytest.mark.parametrize("other", [False, True])
 def test_answers_that_an_event_loop_has_not_read_keep_no_request_from_its_lane(other):
     """All in one turn of the event loop, which therefore reads no completion by itself."""
@@ -138,7 +120,7 @@ def test_answers_that_an_event_loop_has_not_read_keep_no_request_from_its_lane(o
         for k in range(first):
             submit_to("scale", asked[k])
         assert completed(first)
-        with Held(engine):
+        with held_core(engine):
             for k in range(first, 5):  # the fifth finds no open lane
                 submit_to("scale", asked[k])
         if other:  # nothing could be read when the fifth came: a later request lets it in

@@ -21,6 +21,7 @@ from engine_models import (
     scale_model,
     scale_reference,
 )
+from waiting import held_core
 
 import paellapy as pp
 from paellapy.instrument.errors import OutOfBoundsError, PaellaError, TraceError
@@ -400,18 +401,11 @@ def test_one_name_is_loaded_once(loaded):
 def test_a_full_queue_refuses(engine_with_few_rows):
     engine = engine_with_few_rows
     x = {"x": np.ones(64, np.float32)}
-    holds, go_on = threading.Event(), threading.Event()
-
-    def hold():
-        holds.set()
-        go_on.wait()
 
     async def main():
-        engine._backend.call(hold)  # so nothing is done before all have asked
-        holds.wait()
-        asked = [asyncio.ensure_future(engine.infer("scale", x)) for _ in range(40)]
-        await asyncio.sleep(0)
-        go_on.set()
+        with held_core(engine):  # so nothing is done before all have asked
+            asked = [asyncio.ensure_future(engine.infer("scale", x)) for _ in range(40)]
+            await asyncio.sleep(0)
         return await asyncio.gather(*asked, return_exceptions=True)
 
     found = asyncio.run(main())
@@ -425,20 +419,13 @@ def test_a_full_queue_refuses(engine_with_few_rows):
 def test_a_client_that_floods_the_engine_leaves_room_for_others(engine_with_few_rows):
     engine = engine_with_few_rows
     x = {"x": np.ones(64, np.float32)}
-    holds, go_on = threading.Event(), threading.Event()
-
-    def hold():
-        holds.set()
-        go_on.wait()
 
     async def main():
-        engine._backend.call(hold)
-        holds.wait()
-        asked = [asyncio.ensure_future(engine.infer("scale", x, client="flood")) for _ in range(40)]
-        await asyncio.sleep(0)
-        others = [asyncio.ensure_future(engine.infer("scale", x, client="other"))]
-        await asyncio.sleep(0)
-        go_on.set()
+        with held_core(engine):
+            asked = [asyncio.ensure_future(engine.infer("scale", x, client="flood")) for _ in range(40)]
+            await asyncio.sleep(0)
+            others = [asyncio.ensure_future(engine.infer("scale", x, client="other"))]
+            await asyncio.sleep(0)
         return [await asyncio.gather(*each, return_exceptions=True) for each in (asked, others)]
 
     flood, others = asyncio.run(main())
