@@ -113,7 +113,7 @@ class Captured:
 
 
 def green_contexts(sms: int, device: int) -> tuple[int, Any, Any]:
-    """A context of at least so many SMs and one of the others; how many the first has."""
+    """The number of SMs of the first context, which has at least `sms`; this context; and one with the other SMs."""
     cu = driver()
     kind = cu.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
     every = check(cu.cuDeviceGetDevResource(device, kind), "reading the SMs")
@@ -169,7 +169,7 @@ class Bench:
         return graphs
 
     def confine(self, sms: int) -> tuple[int, list[list[int]], NDArray[np.uint64]]:
-        """Best effort on so many SMs, and high priority on the others."""
+        """Puts best effort on this number of SMs, and high priority on the others."""
         found, some, others = green_contexts(sms, self.index)
         narrow = [self._cut(each.confined(some, self.index), c) for c, each in enumerate(self._be)]
         return found, narrow, self._whole([each.confined(others, self.index) for each in self._hp])

@@ -128,7 +128,7 @@ def drive(s: st.State, taken: tables.Table, message: tables.Table, steps: int, n
 
 
 def waiting(models: int, requests: int, policy: str) -> st.State:
-    """A core with this many requests over so many models, of many lengths, all waiting."""
+    """A core in which this number of requests waits, for models of many lengths."""
     s = st.new_state(
         st.Limits(models=models, lanes=models, lanes_per_model=1, sizes=1, batch=1, segments=4, requests=requests)
     )

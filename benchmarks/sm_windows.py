@@ -51,7 +51,7 @@ SHARE_OF_REQUESTS = np.array([kind.share for kind in FIG11]) / sum(kind.share fo
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """So many windows of so many SMs, who chooses among them, and how many jobs at once still have all SMs."""
+    """The number of windows and of their SMs, who chooses a window, and the number of jobs that still have all SMs."""
 
     name: str
     count: int = 0

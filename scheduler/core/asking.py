@@ -42,8 +42,8 @@ def look_at_top(s: State) -> None:
 
 @part
 def takes_anything(s: State, others: int) -> bool:
-    """Whether the GPU is idle, with so many other active jobs, and takes the best job without asking: policies that may
-    not leave it idle only order work, and waste no time.
+    """Whether the best job goes without a question: the GPU is idle, and no other job is active (`others` is 0). A
+    policy that may not leave the GPU idle only orders work, and wastes no time.
     """
     return bool(s.core[0].may_idle == 0 and s.core[0].flight == 0 and others == 0)
 

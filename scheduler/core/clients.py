@@ -22,7 +22,7 @@ def client_key(client: Hashable) -> int:
 
 
 def client_numbers(names: Iterable[Hashable], clients: int) -> dict[Hashable, int]:
-    """The numbers that these names get in empty tables with so many clients, if they come in this order.
+    """The numbers that an empty table with room for `clients` gives to these names, in this order.
 
     >>> client_numbers(["alice", "bob"], 256)
     {'alice': 221, 'bob': 13}
