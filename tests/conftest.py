@@ -1,10 +1,12 @@
-"""Fixtures of all tests: separate caches, and skipping GPU tests where there is no GPU."""
+"""Fixtures of all tests; GPU tests are skipped where there is no GPU, and take turns where there is one."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
+from gpu_turns import turn_of
 from hypothesis import HealthCheck, settings
 
 from paellapy.instrument.device import Device
@@ -26,12 +28,22 @@ def _gpu_or_reason() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("alone") and not item.get_closest_marker("gpu"):
+            raise pytest.UsageError(f"{item.nodeid} is marked `alone`: mark it `gpu` too")
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     if reason := _gpu_or_reason():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Around fixtures and the time limit: a test that waits for its turn has not begun."""
+    with turn_of(item):
+        return (yield)
 
 
 @pytest.fixture

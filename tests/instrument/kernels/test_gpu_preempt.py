@@ -54,6 +54,7 @@ def finish(launch: pp.PreemptibleLaunch) -> None:
             launch.resume()
 
 
+@pytest.mark.alone  # the flag must meet a launch that runs
 @pytest.mark.parametrize("grid", [(20_000,), (100, 200), (10, 20, 100)])
 @pytest.mark.parametrize("report", [None, "count"])
 def test_every_block_runs_once_however_often_it_is_preempted(grid: tuple[int, ...], report: Any, gpu: Any) -> None:
@@ -104,6 +105,7 @@ extern "C" __global__ void whole(const unsigned* in, unsigned* count, unsigned n
 """
 
 
+@pytest.mark.alone  # the flag must meet a launch that runs
 @pytest.mark.parametrize("threads", [32, 96, 256])
 @pytest.mark.parametrize("opening", list(OPENINGS))
 def test_a_block_runs_whole_or_not_at_all_wherever_it_decides(opening: str, threads: int, gpu: Any) -> None:
@@ -137,6 +139,7 @@ def test_a_flag_that_comes_and_goes_loses_no_block(gpu: Any) -> None:
         assert (count.numpy() == 1).all()
 
 
+@pytest.mark.alone  # the flag must meet the first launch while it runs
 def test_a_queue_under_one_flag_is_preempted_as_a_whole_and_later_launches_are_not(gpu: Any) -> None:
     spin, flag = pp.kernel(source=SPIN, name="spin", report=None), gpu.flag()
     counts = [gpu.array(np.zeros(20_000, np.uint32)) for _ in range(5)]
@@ -155,6 +158,7 @@ def test_a_queue_under_one_flag_is_preempted_as_a_whole_and_later_launches_are_n
     assert all((count.numpy() == 1).all() for count in counts)
 
 
+@pytest.mark.alone  # the flag must meet a launch that runs
 @pytest.mark.parametrize("us", [30, 100, 1000])
 def test_slices_keep_every_block(us: int, gpu: Any) -> None:
     spin = pp.kernel(source=SPIN, name="spin", report=None)  # a million blocks take 50 ms: they still run

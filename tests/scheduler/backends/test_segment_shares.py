@@ -151,6 +151,7 @@ def products(x, out, tiles, times, B: tl.constexpr):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_gpu_tells_memory_from_compute() -> None:
     torch = pytest.importorskip("torch")
 
@@ -191,6 +192,7 @@ def test_a_gpu_tells_memory_from_compute() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_hogs_want_most_of_their_resource() -> None:
     device = Device.open("cuda")
     assert isinstance(device, CudaDevice)

@@ -78,8 +78,10 @@ def requests(n, seed=0):
         yield str(name), inputs, reference(inputs)
 
 
-def test_programs_are_cut_by_measured_time(loaded):
-    profile = loaded.profile("long")[0]
+@pytest.mark.alone
+def test_programs_are_cut_by_measured_time(engine):
+    engine.load(KINDS["long"][0])
+    profile = engine.profile("long")[0]
     assert profile.chain
     assert len(profile.segments) > 2
     assert all(segment.time_ns > 0 for segment in profile.segments)
@@ -423,6 +425,7 @@ def test_a_fault_answers_everybody_and_nothing_hangs():
     assert run.stdout.split() == ["refused", "closed"], run.stderr
 
 
+@pytest.mark.alone  # a segment must still run when the host sends the next
 @pytest.mark.parametrize(("report", "told"), [(None, True), ("count", True), ("notify", True), (None, False)])
 def test_the_next_segment_is_sent_before_this_one_ends(engine, report, told):
     """One segment on the GPU at a time, and yet the next does not wait for the end of the one before: it is sent when

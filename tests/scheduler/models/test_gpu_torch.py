@@ -124,6 +124,7 @@ def test_an_engine_loads_models_whatever_the_number_of_pools_before(engine):
         np.testing.assert_allclose(found, reference(net, x)[0], rtol=1e-2, atol=1e-4)
 
 
+@pytest.mark.alone  # whether windows are used depends on their measured times
 def test_a_crowd_is_confined_to_windows_of_sms_and_answers_the_same():
     # Beside other processes a window may be measured to be far too slow, and would not be used.
     tuning = {"most_window_stretch": 1000.0}
