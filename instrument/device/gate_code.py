@@ -112,12 +112,13 @@ class _Gate:
         kind = ir.FunctionType(_I64, [_I64] * _ARGUMENTS)
         made = ir.Function(self.module, kind, f"gated_{original:x}")
         code = ir.IRBuilder(made.append_basic_block())
-        code.call(self.passes, [])
+        # The gate comes last: it may close during the wait for the stream.
         if self._drain is not None and stream_in == "cuLaunchKernel":
             code.call(self._drain, [made.args[8]])
         elif self._drain is not None and stream_in == "cuLaunchKernelEx":  # CUlaunchConfig.hStream
             config = code.add(made.args[0], _number(32))
             code.call(self._drain, [code.load(code.inttoptr(config, _I64.as_pointer()))])
+        code.call(self.passes, [])
         code.ret(self._call(code, original, kind, list(made.args)))
         return str(made.name)
 
@@ -184,7 +185,7 @@ def _assembled(module: Any) -> Any:
 class Finder:
     """Searches memory in one call, without the interpreter's lock, which a busy script releases only every 5 ms."""
 
-    MOST = 4096  # most words found at a time
+    ROOM = 4096  # words found at first; more room is made as needed
 
     def __init__(self) -> None:
         module = ir.Module("paellapy_finder")
@@ -194,13 +195,17 @@ class Finder:
         self._call = ctypes.CFUNCTYPE(ctypes.c_uint64, *[ctypes.c_uint64] * 6)(
             self._keep.get_function_address("find")
         )
-        self._found = np.zeros(self.MOST, np.uint64)
+        self._found = np.zeros(self.ROOM, np.uint64)
 
     def find(self, bounds: Any, low: int, high: int) -> list[int]:
         """Addresses of words within `bounds`, rows of start and end, that hold a number from `low` to below `high`."""
-        count = self._call(bounds.ctypes.data, len(bounds), low, high - low, self._found.ctypes.data, self.MOST)
-        found: list[int] = self._found[: min(count, self.MOST)].tolist()
-        return found
+        while True:
+            room = len(self._found)
+            count = self._call(bounds.ctypes.data, len(bounds), low, high - low, self._found.ctypes.data, room)
+            if count < room:
+                found: list[int] = self._found[:count].tolist()
+                return found
+            self._found = np.zeros(2 * room, np.uint64)  # some may have been left out
 
     @staticmethod
     def _write(function: Any) -> None:
