@@ -10,11 +10,35 @@ import numpy as np
 
 from paellapy.instrument.device.jit import part
 from paellapy.scheduler.core.atomics import store_at
-from paellapy.scheduler.core.codes import NEVER
+from paellapy.scheduler.core.codes import NEVER, READY_WAIT
 from paellapy.scheduler.core.state import State
 
 LEASE_NS = 20_000_000  # a closed gate opens this long after the core's last update
 _ZERO = np.uint64(0)
+
+
+@part
+def shut(s: State, k: int, now: int) -> None:
+    """Closes a gate, or keeps it closed."""
+    g = s.gate[k]
+    if g.closed_until_ns < now + LEASE_NS // 2:
+        if g.closed_until_ns == 0:
+            g.closed_since_ns = now
+            g.closes += 1
+        g.closed_until_ns = now + LEASE_NS
+        store_at(g.word, np.uint64(g.closed_until_ns))
+
+
+@part
+def close_gates(s: State, priority: int, now: int) -> None:
+    """Closes the gates of lower priority for a request that has come. The other processes' last kernels can then end
+    while the request's inputs are written.
+    """
+    if s.core[0].gates == 0:
+        return
+    for k in range(s.gate.shape[0]):
+        if s.gate[k].word != _ZERO and priority > s.gate[k].priority:
+            shut(s, k, now)
 
 
 @part
@@ -27,17 +51,15 @@ def watch_gates(s: State, now: int) -> None:
         top = max(top, s.lane[s.active[k]].priority)
     for k in range(s.core[0].ready):
         top = max(top, s.lane[s.ready[k]].priority)
+    for k in range(s.core[0].held):
+        if s.lane[s.held[k]].state == READY_WAIT:
+            top = max(top, s.lane[s.held[k]].priority)
     for k in range(s.gate.shape[0]):
         g = s.gate[k]
         if g.word == _ZERO:
             continue
         if top > g.priority:
-            if g.closed_until_ns < now + LEASE_NS // 2:
-                if g.closed_until_ns == 0:
-                    g.closed_since_ns = now
-                    g.closes += 1
-                g.closed_until_ns = now + LEASE_NS
-                store_at(g.word, np.uint64(g.closed_until_ns))
+            shut(s, k, now)
         elif g.closed_until_ns != 0:
             g.closed_ns += now - g.closed_since_ns
             g.closed_until_ns = 0

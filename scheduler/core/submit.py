@@ -39,6 +39,7 @@ from paellapy.scheduler.core.codes import (
     SUSPECTED,
     UNUSED,
 )
+from paellapy.scheduler.core.gates import close_gates
 from paellapy.scheduler.core.heaps import heap_add, queue_add
 from paellapy.scheduler.core.job import PER_MODEL, READS_SEGMENT
 from paellapy.scheduler.core.lanes import ask, close_lane, free_lane, touch
@@ -133,6 +134,7 @@ def submitted(s: State, front: int, cell: Any, now: int) -> None:
             s.slot_client[lane, cell.slot] = r.client  # it is charged for the place that it took
             touch(s, lane)
         return
+    close_gates(s, r.priority, now)
     c = s.client[r.client]
     enter(s, r.model, r.client)
     note_demand(s, r.model, now)

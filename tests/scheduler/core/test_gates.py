@@ -1,0 +1,59 @@
+"""Gates of other processes in the core: closed from the moment a request comes until its last segment has ended."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from core_bench import Bench, profile
+
+from paellapy.scheduler.core.gates import LEASE_NS
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench([profile(segments=5, lanes=2)], "priority", now=1)
+
+
+def add_gate(bench: Bench, row: int, priority: int) -> np.ndarray:
+    word = np.zeros(1, np.uint64)
+    bench.state.gate["priority"][row], bench.state.gate["word"][row] = priority, word.ctypes.data
+    bench.state.core["gates"][0] += 1
+    return word
+
+
+def test_a_gate_closes_while_the_inputs_of_a_request_are_still_being_written(bench: Bench) -> None:
+    low, high = add_gate(bench, 0, -1), add_gate(bench, 3, 5)
+    serial = bench.submit(direct=True, ready=False)
+    bench.step(1000)
+    assert not bench.running
+    assert low[0] == bench.now + LEASE_NS
+    bench.step(1000)
+    assert low[0] > bench.now, "it stays closed"
+    bench.write()
+    bench.step(1000)
+    assert bench.running
+    assert low[0] > bench.now
+    bench.run_dry()
+    assert serial in bench.done
+    assert (low[0], high[0]) == (0, 0)
+    assert bench.state.gate["closes"].tolist()[:4] == [1, 0, 0, 0]
+
+
+def test_a_gate_closes_for_requests_that_have_no_slot_yet(bench: Bench) -> None:
+    word = add_gate(bench, 0, -1)
+    bench.submit()
+    bench.submit()
+    bench.step(1000)
+    assert word[0] == bench.now + LEASE_NS
+    bench.run_dry()
+    assert word[0] == 0
+
+
+def test_a_lease_is_renewed_while_a_request_runs(bench: Bench) -> None:
+    word = add_gate(bench, 0, -1)
+    bench.submit()
+    bench.step(1000)
+    bench.step(LEASE_NS * 3 // 4)
+    assert word[0] == bench.now + LEASE_NS
+    bench.run_dry()
+    assert word[0] == 0
