@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from forked import Forked
 from gpu_turns import turn_of
 from hypothesis import HealthCheck, settings
 
@@ -52,3 +53,33 @@ def gpu() -> Device:
     device = Device.open("cuda")
     with device:
         yield device
+
+
+@pytest.fixture(scope="session")
+def forked() -> Iterator[Forked]:
+    """Runs code in fresh processes in which a driver in host memory (fake_cuda.py) is in the real one's place."""
+    head = """
+        import asyncio, gc, os, sys, threading, time
+        import numpy as np
+        from fake_cuda import install
+        fake = install()
+        import paellapy as pp
+        from paellapy.scheduler.engine.engine import Engine
+        from paellapy.scheduler.core.errors import *
+        from paellapy.scheduler.models.model import Model, TensorSpec
+        from paellapy.scheduler.policies.policy import PolicyError, find_policy
+        from engine_models import random_inputs, scale, scale_model
+        ONES = {"x": np.ones(64, np.float32)}
+
+        # Machine code that nearly all cases need is read from disk once.
+        from paellapy.scheduler.core import step
+        from paellapy.scheduler.core.state import new_state
+        from paellapy.scheduler.engine import front_calls
+        unused = new_state()
+        step.attach_loop(unused)
+        front_calls.warm_up(unused)
+        for name in ("paella", "srpt"):
+            find_policy(name)
+    """
+    with Forked(head) as processes:
+        yield processes

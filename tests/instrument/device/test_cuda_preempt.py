@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
 
 import numpy as np
 import pytest
-from places import TESTS
 
 from paellapy.instrument.records import DESCRIPTOR
 
@@ -17,12 +13,6 @@ pytest.importorskip("cuda.bindings.driver")
 cuda_launch = pytest.importorskip("paellapy.instrument.device.cuda_launch")
 
 HEAD = """
-    import gc, os
-    import numpy as np
-    from fake_cuda import install
-    fake = install()
-    import paellapy as pp
-    from engine_models import scale
     device = pp.Device("cuda")
     kernel = pp.kernel(scale.fn, report=None)
     N = 128 * 40
@@ -53,22 +43,17 @@ def test_the_fields_of_preemption_leave_the_rest_of_a_descriptor_alone():
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def run(forked, cache, tmp_path):
     """Runs code in a fresh process with the fake driver; compiled code is cached for the next run."""
-    cache = tmp_path_factory.mktemp("cache")
 
     def in_process(code: str) -> None:
         body = textwrap.indent(textwrap.dedent(code), "    ")
-        script = f"{textwrap.dedent(HEAD)}\nwith device:\n{body}\nprint('done', flush=True)\nos._exit(0)\n"
-        found = subprocess.run(
-            [sys.executable, "-c", script],
-            env={**os.environ, "PAELLAPY_CACHE_DIR": str(cache), "PYTHONPATH": str(TESTS)},
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-        )
-        assert found.stdout.endswith("done\n"), found.stderr
+        forked.run(f"{textwrap.dedent(HEAD)}\nwith device:\n{body}\n", tmp_path, cache)
 
     return in_process
 

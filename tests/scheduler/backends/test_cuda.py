@@ -2,54 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
-from places import TESTS
 
 pytest.importorskip("cuda.bindings.driver")
 
-HEAD = """
-    import asyncio, os
-    import numpy as np
-    from fake_cuda import install
-    fake = install()
-    import paellapy as pp
-    from paellapy.scheduler.engine.engine import Engine
-    from paellapy.scheduler.core.errors import *
-    from paellapy.scheduler.models.model import Model, TensorSpec
-    from paellapy.scheduler.policies.policy import PolicyError
-    from engine_models import random_inputs, scale, scale_model
-    ONES = {"x": np.ones(64, np.float32)}
-
-    def many(engine, names, n):
-        async def main():
-            work = [engine.infer(names[k % len(names)], ONES) for k in range(n)]
-            return await asyncio.gather(*work, return_exceptions=True)
-        return asyncio.run(main())
+MANY = """
+def many(engine, names, n):
+    async def main():
+        work = [engine.infer(names[k % len(names)], ONES) for k in range(n)]
+        return await asyncio.gather(*work, return_exceptions=True)
+    return asyncio.run(main())
 """
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(forked, tmp_path):
     """Runs code in a fresh process with the fake driver and its own profiles."""
-
-    def in_process(code: str) -> None:
-        script = textwrap.dedent(HEAD) + textwrap.dedent(code) + "\nprint('done', flush=True)\nos._exit(0)\n"
-        found = subprocess.run(
-            [sys.executable, "-c", script],
-            env={**os.environ, "PAELLAPY_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(TESTS)},
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-        )
-        assert found.stdout.endswith("done\n"), found.stderr
-
-    return in_process
+    return lambda code: forked.run(MANY + textwrap.dedent(code), tmp_path)
 
 
 def test_requests_are_answered_right_and_nothing_is_left_behind(run):
