@@ -8,6 +8,9 @@ SERVE_STAMP := $(VENV)/.installed-serve
 CUDA_MAJOR := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p')
 CUDA_EXTRA := $(if $(CUDA_MAJOR),$(if $(filter 12,$(CUDA_MAJOR)),[cuda12],[cuda13]))
 
+# Tests start hundreds of processes, which would compile our modules anew if the first could not keep the result.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: test lint types unit docs dist serve clean
 
 test: lint types docs unit
@@ -32,7 +35,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 
 types: $(STAMP)
-	$(BIN)/mypy
+	MYPY_NUM_WORKERS=auto $(BIN)/mypy
 
 unit: $(STAMP)
 	$(BIN)/pytest -n auto --dist loadgroup
