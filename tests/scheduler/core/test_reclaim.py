@@ -66,13 +66,16 @@ class Front:
 def finish_all(bench: Bench, *fronts: Front) -> None:
     """All living front ends finish their requests."""
     for _ in range(100):
-        for lane in bench.running:
+        lanes = bench.running
+        for lane in lanes:
             bench.finish_segment(lane)
         bench.step(1000)
-        for front in fronts:
-            for entry in front.take():
-                if entry[front_calls.E_STATUS] == codes.OK:
-                    front.read(entry)
+        taken = [(front, entry) for front in fronts for entry in front.take()]
+        for front, entry in taken:
+            if entry[front_calls.E_STATUS] == codes.OK:
+                front.read(entry)
+        if not lanes and not taken and not bench.state.core["live"][0]:
+            break
     bench.step()
 
 
