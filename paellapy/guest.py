@@ -51,6 +51,7 @@ class Guest:
     def join(self) -> None:
         """Becomes the engine's guest, after which launches wait at the gate. NoEngineError if that is not possible."""
         self._follow(self._connect())
+        gate.keep_forever(self)  # the driver's callers read `cell` and the words
         gate.hold = lambda: gate.Gate(self.words).wait()
         threading.Thread(target=self._watch_driver, name="paellapy-gate", daemon=True).start()
 

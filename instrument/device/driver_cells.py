@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from paellapy.instrument.device.gate import keep_forever
 from paellapy.instrument.device.gate_code import Finder, address, gated
 
 LAUNCHES = (
@@ -110,7 +111,6 @@ class Cells:
 
     def __init__(self, cell: int, library: str = "libcuda.so", names: Iterable[str] = LAUNCHES) -> None:
         self._cell, self._library, self._names = cell, library, tuple(names)
-        self._keep: Any = None
         self._ours: dict[int, int] = {}  # the original's address → ours
         self._seen: list[str] = []  # objects and their addresses, when their data were listed
         self._data: list[Region] = []
@@ -125,7 +125,8 @@ class Cells:
         if not low:
             return 0
         if not self._ours:
-            self._ours, self._keep = gated(self._addresses(), self._cell, self._streams())
+            self._ours, code = gated(self._addresses(), self._cell, self._streams())
+            keep_forever(code)
             objects = loaded_objects()
         if self._finder is None:
             self._finder = Finder()

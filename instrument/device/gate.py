@@ -7,8 +7,10 @@ the past means an open gate, so a process that dies leaves no gate closed for lo
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,3 +63,8 @@ def closed_at(words: NDArray[np.uint64], now_ns: int) -> bool:
     if share >= SHARE_UNIT or now_ns >= int(words[ALIVE_UNTIL_NS]):
         return False
     return now_ns % PERIOD_NS * SHARE_UNIT >= share * PERIOD_NS
+
+
+def keep_forever(it: Any) -> None:
+    """Never frees an object that libraries use until the process ends, which is after the interpreter has ended."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(it))

@@ -13,7 +13,7 @@ import pytest
 from paellapy.instrument.device.gate_code import Finder
 
 CODE = """
-import os, time
+import gc, os, time
 import numpy as np
 from paellapy.instrument.device import gate
 from paellapy.instrument.device.driver_cells import Cells
@@ -36,6 +36,9 @@ cell[0] = other.ctypes.data
 assert os.getpriority(os.PRIO_PROCESS, 0) == before
 assert other[gate.LAUNCHES] == 1 and words[gate.LAUNCHES] == 2
 assert Cells(int(cell.ctypes.data), "libnot.so").look() == 0
+del cells
+gc.collect()
+assert os.getpriority(os.PRIO_PROCESS, 0) == before and other[gate.LAUNCHES] == 2, "the code outlives the object"
 print("done")
 """
 

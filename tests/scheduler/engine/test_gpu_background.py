@@ -159,3 +159,25 @@ def test_an_unmodified_script_waits_at_the_gate(tmp_path, monkeypatch):
             process.kill()
             process.wait()
         assert np.array_equal(engine.infer_sync("scale", {"x": x})["y"], 2 * x)
+
+
+ENDS = """
+import torch
+from torch.profiler import ProfilerActivity, profile
+net = torch.nn.Conv2d(3, 8, 3).cuda()
+x = torch.randn(4, 3, 32, 32, device="cuda")
+for _ in range(300):
+    net(x).sum().backward()
+with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]):
+    net(x).sum().item()
+print("end")
+"""
+
+
+def test_a_script_that_is_profiled_and_ends_by_itself_ends_well(tmp_path, monkeypatch):
+    monkeypatch.setenv("PAELLAPY_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "script.py").write_text(ENDS)
+    with pp.Engine("cuda", policy="priority"):
+        line = [sys.executable, "-m", "paellapy", "run", "--best-effort", str(tmp_path / "script.py")]
+        found = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    assert (found.returncode, found.stdout.splitlines()[-1:]) == (0, ["end"]), found.stderr
