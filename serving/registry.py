@@ -24,6 +24,7 @@ from paellapy.serving.datatypes import check_servable
 from paellapy.serving.errors import RefusedError, short
 from paellapy.serving.factories import code_number
 from paellapy.serving.logs import log
+from paellapy.serving.process_settings import search_all_objects
 
 T = TypeVar("T")
 
@@ -158,6 +159,7 @@ class Registry(Catalogue):
         finally:
             self.by_row = {row: model for row, model in self.by_row.items() if row != entry.row}
             entry.model, entry.state, entry.reason = None, UNAVAILABLE, reason
+            search_all_objects()
             self.tell()
 
     def tell(self) -> None:

@@ -32,7 +32,7 @@ from paellapy.serving.listening import Site, listen, stop_listening, url_of
 from paellapy.serving.loading import load_models
 from paellapy.serving.logs import configure, log
 from paellapy.serving.middleware import SERVICE
-from paellapy.serving.process_settings import keep_memory, loop_factory, share_interpreter
+from paellapy.serving.process_settings import keep_memory, loop_factory, share_interpreter, spare_objects
 from paellapy.serving.registry import Catalogue, Registry
 from paellapy.serving.reload import Reloader, check_file
 from paellapy.serving.runner import Runner
@@ -211,6 +211,7 @@ async def run(
         await asyncio.wait((loading, stopped, failed), return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             loading.result()
+            await asyncio.to_thread(spare_objects)
             if announce is not None and not stop.is_set():
                 announce(server.url)
             await asyncio.wait((stopped, failed), return_when=asyncio.FIRST_COMPLETED)

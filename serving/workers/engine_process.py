@@ -18,6 +18,7 @@ from paellapy.serving.build import build_engine, build_entries, has_room_twice
 from paellapy.serving.config import Config, Source
 from paellapy.serving.loading import load_models
 from paellapy.serving.logs import configure, log
+from paellapy.serving.process_settings import spare_objects
 from paellapy.serving.registry import Entry, Registry, entry_of
 from paellapy.serving.reload import Reloader
 from paellapy.serving.server import end_now, ends, failure_of
@@ -181,6 +182,7 @@ class _Life:
         """Waits for the load to end. Its errors have already been logged."""
         await asyncio.wait((loading,))
         loading.result()
+        await asyncio.to_thread(spare_objects)
         self._host.settle()
         self._registry.changed.append(lambda: self._tell(CHANGED))
         self._tell(READY)
