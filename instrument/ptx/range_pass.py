@@ -12,12 +12,15 @@ size, so one operation (and, or) turns its offset into an address.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 
 from paellapy.instrument.errors import InstrumentError
 from paellapy.instrument.markers import Marker, Ranges, Sites
+from paellapy.instrument.ptx.flow import Names
 from paellapy.instrument.ptx.module import Function, Module
-from paellapy.instrument.ptx.range_sites import MOST_CLOCKS, Moment, marker_of, records
+from paellapy.instrument.ptx.range_motion import early_addresses
+from paellapy.instrument.ptx.range_sites import MOST_CLOCKS, Moment, marker_of, records, straight_lines
 from paellapy.instrument.ptx.statements import Statement, statements
 from paellapy.instrument.records import RANGE_END, RANGE_HEAD, RANGE_RECORD, field_offset
 
@@ -54,30 +57,35 @@ class RangePass:
 
     def replace_markers(self) -> None:
         assert self.entry.body is not None
-        grouped = records(self.entry.body)
-        sites = Sites(tuple(tuple(tuple(map(self._tag, m.markers)) for m in group) for group in grouped))
-        code: dict[int, str] = {}  # by place in the body
-        for number, group in enumerate(grouped):
-            for clock, moment in zip(_CLOCKS, group, strict=False):
-                code[moment.at] = f"\n\tmov.u32 {clock}, %clock;"
-            code[group[-1].at] += self._store(number, group, sites)
+        found = records(self.entry.body)
+        sites = Sites(tuple(tuple(tuple(map(self._tag, m.markers)) for m in record.moments) for record in found))
+        code: defaultdict[int, str] = defaultdict(str)  # by place in the body
+        for number, record in enumerate(found):
+            for clock, moment in zip(_CLOCKS, record.moments, strict=False):
+                code[moment.at] += f"\n\tmov.u32 {clock}, %clock;"
+            code[record.stored_at] += self._store(number, record.moments, sites)
+        ends = {m.at: not any(marker.begins for marker in m.markers) for record in found for m in record.moments}
+        moved = early_addresses(self.entry.body, straight_lines(self.entry.body), ends, Names.of(self.entry))
+        ahead: defaultdict[int, list[Statement]] = defaultdict(list)
+        for at, reading in moved.items():
+            ahead[reading].append(self.entry.body[at])
         body: list[Statement] = []
         for at, s in enumerate(self.entry.body):
-            body += statements(code.get(at, ""))
-            if not marker_of(s):
+            body += ahead[at] + statements(code[at])
+            if at not in moved and not marker_of(s):
                 body.append(s)
-        self.entry.body[:] = body
+        self.entry.body[:] = body + statements(code[len(self.entry.body)])
 
     def _tag(self, marker: Marker) -> int:
         return self.ranges.names.index(marker.name) | (0 if marker.begins else RANGE_END)
 
-    def _store(self, number: int, group: list[Moment], sites: Sites) -> str:
+    def _store(self, number: int, moments: list[Moment], sites: Sites) -> str:
         # Registers are written by all threads, and only the store is guarded: a value of which some threads keep an
         # older one would occupy its register for the whole kernel.
         leads, advances = "%paellapy_rl", ""
-        if self.ranges.per_warp and not group[0].per_warp:
+        if self.ranges.per_warp and not moments[0].per_warp:
             leads, advances = "%paellapy_rk", "@%paellapy_rk "
-        clocks = [_CLOCKS[min(i, len(group) - 1)] for i in range(1 if len(group) == 1 else MOST_CLOCKS)]
+        clocks = [_CLOCKS[min(i, len(moments) - 1)] for i in range(1 if len(moments) == 1 else MOST_CLOCKS)]
         return f"""
 	{sites.comment(number)}
 	{self.load("%paellapy_ru", "range_mask")}

@@ -5,6 +5,8 @@ ptxas moves no instruction across a reading of the clock, so each reading costs 
 * A moment next to an asynchronous matrix instruction is taken at it, if only some arithmetic lies between. ptxas
   overlaps this arithmetic with that of the neighbouring range, unless the clock is read in the middle of it.
 * The moments of a straight line of code share a record: clocks stay in registers until one store writes them.
+* A record is stored as late as possible, at the end of the line. A store occupies its registers until the memory system
+  has read them; before the copies of a loop, ptxas lets these copies wait for the registers.
 """
 
 from __future__ import annotations
@@ -34,26 +36,35 @@ class Moment:
         return self.markers[0].per_warp
 
 
+@dataclass(slots=True)
+class Record:
+    """Moments whose clocks one store writes."""
+
+    moments: list[Moment]
+    stored_at: int  # before this statement of the body
+
+
 def marker_of(s: Statement) -> Marker | None:
     return Marker.of(str(s)) if s.opcode == ".pragma" else None
 
 
-def records(body: list[Statement]) -> list[list[Moment]]:
+def records(body: list[Statement]) -> list[Record]:
     """The moments of a body, by the record that holds them."""
-    found: list[list[Moment]] = []
-    for line in _lines(body):
-        group: list[Moment] = []
+    found: list[Record] = []
+    for line in straight_lines(body):
+        first = len(found)
         for moment in _moments(body, line):
-            if group and (len(group) == MOST_CLOCKS or moment.per_warp != group[0].per_warp):
-                found.append(group)
-                group = []
-            group.append(moment)
-        if group:
-            found.append(group)
+            last = found[-1] if len(found) > first else None
+            if last and len(last.moments) < MOST_CLOCKS and moment.per_warp == last.moments[0].per_warp:
+                last.moments.append(moment)
+                continue
+            if last:
+                last.stored_at = moment.at
+            found.append(Record([moment], line.stop))
     return found
 
 
-def _lines(body: list[Statement]) -> Iterator[range]:
+def straight_lines(body: list[Statement]) -> Iterator[range]:
     """Straight lines: statements that run one after the other, once each. Labels for debuggers do not end them."""
     mentioned = {t.text for s in body if s.kind is not Kind.LABEL for t in s.tokens}
     start = 0
@@ -112,7 +123,12 @@ def _arithmetic(part: list[Statement]) -> float:
 
 
 def _is_arithmetic(s: Statement) -> bool:
-    return s.kind is not Kind.INSTRUCTION or s.opcode == ";" or s.is_op(*COMPUTES)
+    return s.kind is not Kind.INSTRUCTION or s.opcode == ";" or s.is_op(*COMPUTES) or _reads_first_lane(s)
+
+
+def _reads_first_lane(s: Statement) -> bool:
+    """Triton reads the number of a warp from the warp's first thread, to find the part of a matrix for the warp."""
+    return s.opcode == "shfl.sync.idx.b32" and s.operands()[4:5] == ["0"]
 
 
 def _sets_a_constant(s: Statement) -> bool:

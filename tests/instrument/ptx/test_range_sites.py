@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import triton
 import triton.language as tl
@@ -33,6 +34,7 @@ HEAD = """.version 8.0
 """
 ADD, STORE, BARRIER, JUMP = "add.s32 %r1, %r1, 1;", "st.global.u32 [%rd1], %r1;", "bar.sync 0;", "@%q bra $there;"
 FENCE = "wgmma.fence.sync.aligned;"
+WARP_NUMBER = "shfl.sync.idx.b32 %r2, %r2, 0, 31, -1;"  # as Triton reads it
 
 
 def mark(word: str, per_warp: bool = False) -> str:
@@ -83,6 +85,8 @@ def test_the_clock_is_read_at_a_matrix_instruction_and_not_amid_arithmetic_next_
     assert before_clock(FENCE, *[ADD] * 20, "-a", STORE).count(ADD) == 0
     assert before_clock(FENCE, *[ADD] * 20, "-a", *[ADD] * 10, FENCE).count(ADD) == 30  # the nearer one
     assert before_clock(STORE, "-a", *[ADD] * 200, FENCE).count(ADD) == 0  # too far
+    assert before_clock("-a", *[ADD] * 20, WARP_NUMBER, FENCE).count(ADD) == 20
+    assert before_clock("-a", *[ADD] * 20, WARP_NUMBER.replace(" 0,", " %r3,"), FENCE).count(ADD) == 0
     assert before_clock("-a", *[ADD] * 20, STORE, FENCE).count(ADD) == 0  # a store keeps its side
     assert before_clock("-a", *[ADD] * 20, BARRIER).count(ADD) == 0
     assert before_clock("+a", *[ADD] * 20, "-a", FENCE).count(ADD) == 0  # or the range would be empty
@@ -137,6 +141,24 @@ def test_six_events_of_a_pipelined_loop_cost_three_readings_and_one_store():
     assert [loop.count("barrier") for loop in loops] == [2, 2]
     assert len(loops[1]) - len(loops[0]) < 6 * 3  # ptxas decides; less than three instructions an event
     assert blocks_by_registers(traced.registers, 256) == blocks_by_registers(plain.registers, 256)
+
+
+@pytest.mark.gpu
+def test_a_gpu_computes_the_same_with_ranges():
+    kernel, rng, steps = pp.kernel(gemm), np.random.default_rng(0), 20
+    with pp.Device("cuda"):
+        a, b = (pp.array(rng.standard_normal(s).astype(np.float16)) for s in ((128, 64 * steps), (64 * steps, 128)))
+        plain, out = pp.zeros((128, 128), np.float16), pp.zeros((128, 128), np.float16)
+        kernel[(1,)](a, b, plain, 64 * steps, 128, 128, 64, num_warps=8, num_stages=3)
+        with pp.trace() as t:
+            kernel[(1,)](a, b, out, 64 * steps, 128, 128, 64, num_warps=8, num_stages=3)
+    np.testing.assert_array_equal(out.numpy(), plain.numpy())
+    assert t.ranges.lost == 0
+    of = {name: t.ranges.records[t.ranges.records["range"] == i] for i, name in enumerate(t.ranges.names)}
+    assert {name: len(rows) for name, rows in of.items()} == dict.fromkeys(("load a", "load b", "mma"), steps)
+    assert (of["load a"]["end_ns"] <= of["load b"]["start_ns"]).all()
+    assert (of["load b"]["end_ns"] <= of["mma"]["start_ns"]).all()
+    assert (of["mma"]["end_ns"][:-1] <= of["load a"]["start_ns"][1:]).all()
 
 
 @pytest.mark.gpu
