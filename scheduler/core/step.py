@@ -21,7 +21,7 @@ from paellapy.scheduler.core.clocks import read_clock
 from paellapy.scheduler.core.codes import DONE_TAIL
 from paellapy.scheduler.core.completing import poll, tick
 from paellapy.scheduler.core.crowd import watch_queue
-from paellapy.scheduler.core.gates import watch_gates
+from paellapy.scheduler.core.gates import LINGERS, watch_gates
 from paellapy.scheduler.core.lanes import look_at_held
 from paellapy.scheduler.core.launching import measure
 from paellapy.scheduler.core.leaving import expire
@@ -105,6 +105,7 @@ def wake_fronts(s: State, scratch: NDArray[np.int64]) -> None:
 def run(s: State, stop: Words, linger_ns: int, scratch: NDArray[np.int64]) -> int:
     """Steps in real time (CLOCK_MONOTONIC) until `stop[0]` is set, or nothing was done for `linger_ns`; 0 if idle.
 
+    While there are gates of other processes, it waits longer for work (`gates.LINGERS`).
     Wakes front ends whenever completions were posted. `scratch` is 4 int64 of the caller's. Before the caller sleeps on
     an eventfd of its own, it announces this to front ends and calls `run` once more; otherwise a wake-up could be lost.
     """
@@ -114,7 +115,7 @@ def run(s: State, stop: Words, linger_ns: int, scratch: NDArray[np.int64]) -> in
         now = read_clock(s, scratch)
         if call_step(s.call[0].step, s, now) > 0 or core.live > 0 or core.flight > 0 or moves_under_way(s):
             last = now
-        elif now - last >= linger_ns:
+        elif now - last >= (linger_ns if core.gates == 0 else LINGERS * linger_ns):
             return 0
         wake_fronts(s, scratch)
     return 1

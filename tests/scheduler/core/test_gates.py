@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import pytest
 from core_bench import Bench, profile
 
-from paellapy.scheduler.core.gates import LEASE_NS
+from paellapy.scheduler.core import step
+from paellapy.scheduler.core.gates import LEASE_NS, LINGERS
 
 
 @pytest.fixture
@@ -57,3 +60,26 @@ def test_a_lease_is_renewed_while_a_request_runs(bench: Bench) -> None:
     assert word[0] == bench.now + LEASE_NS
     bench.run_dry()
     assert word[0] == 0
+
+
+def test_the_loop_stays_awake_longer_while_there_are_gates(bench: Bench) -> None:
+    """By a clock that each look at it moves on by a microsecond."""
+    looks = [0]
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_int64))
+    def clock(_, into):
+        looks[0] += 1
+        into[0], into[1] = 0, 1000 * looks[0]
+        return 0
+
+    step.attach_loop(bench.state)
+    bench.state.call["clock"][0] = ctypes.cast(clock, ctypes.c_void_p).value
+    stop, scratch = np.zeros(1, np.uint64), np.zeros(4, np.int64)
+    counted = []
+    for gates in (0, 1):
+        if gates:
+            add_gate(bench, 0, -1)
+        looks[0] = 0
+        assert step.run(bench.state, stop, 100_000, scratch) == 0
+        counted.append(looks[0])
+    assert counted == [101, 100 * LINGERS + 1]
