@@ -147,11 +147,12 @@ class Cells:
     def _lines(self) -> list[str]:
         return [line for line in loaded_objects() if self._library in line]
 
-    def _streams(self) -> tuple[int, int] | None:
-        library, names = self._loaded(), ("cuStreamIsCapturing", "cuStreamQuery")
+    def _streams(self) -> tuple[int, ...] | None:
+        library: Any = self._loaded()
+        names = ("cuStreamIsCapturing", "cuEventCreate", "cuEventRecord", "cuEventQuery")
         if not all(hasattr(library, name) for name in names):
             return None
-        return address(getattr(library, names[0])), address(getattr(library, names[1]))
+        return tuple(address(getattr(library, name)) for name in names)
 
     def _addresses(self) -> dict[int, str]:
         library: Any = self._loaded()

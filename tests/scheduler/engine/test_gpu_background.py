@@ -138,12 +138,13 @@ while time.monotonic() < end:
 """
 
 
-def test_an_unmodified_script_waits_at_the_gate(tmp_path, monkeypatch):
+@pytest.mark.parametrize("options", [(), ("--in-flight", "4")])
+def test_an_unmodified_script_waits_at_the_gate(tmp_path, monkeypatch, options):
     monkeypatch.setenv("PAELLAPY_RUNTIME_DIR", str(tmp_path))
     (tmp_path / "script.py").write_text(SCRIPT)
     with pp.Engine("cuda", policy="priority") as engine:
         engine.load(scale_model())
-        line = [sys.executable, "-m", "paellapy", "run", "--best-effort", str(tmp_path / "script.py")]
+        line = [sys.executable, "-m", "paellapy", "run", "--best-effort", *options, str(tmp_path / "script.py")]
         process = subprocess.Popen(line)
         try:
             end = time.monotonic() + 50
