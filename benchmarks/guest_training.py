@@ -53,8 +53,15 @@ def captured(step):  # type: ignore[no-untyped-def]
     with torch.cuda.graph(graph):
         loss = step()
 
+    # Without a bound a loop launches a second's worth of graphs ahead of the GPU, and its steps are counted in bursts.
+    behind = [torch.cuda.Event(), torch.cuda.Event()]
+    behind[1].record()
+
     def run() -> torch.Tensor:
         graph.replay()
+        behind[1].synchronize()  # the step before this one
+        behind[0].record()
+        behind.reverse()
         return loss
 
     return run
