@@ -14,6 +14,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from paellapy.instrument.device.jit_cache import EntryCache
 from paellapy.scheduler.core import codes, rings, tables
 from paellapy.scheduler.core.admission import ASKED, LET_IN, leaves, lets_in, new_allowances
 from paellapy.scheduler.core.atomics import call_launch, call_write, copy_bytes, load_at, store_at
@@ -24,9 +25,14 @@ from paellapy.scheduler.core.slots import copy_inputs
 from paellapy.scheduler.core.state import front_rows
 from paellapy.scheduler.engine.engine import Engine
 
-# Not kept on disk: what it calls changes more often than this file.
-compiled = numba.njit(nogil=True, error_model="numpy")
 GIVE_UP_NS = 60_000_000_000
+
+
+def compiled(function: Any) -> Any:
+    """Kept on disk until anything changes that it calls. Unlike the core it allocates memory, so Numba links it."""
+    made = numba.njit(nogil=True, error_model="numpy")(function)
+    made._cache = EntryCache(function)
+    return made
 
 
 @compiled
