@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from forked import Forked
 from gpu_turns import turn_of
+from groups import scope_of
 from hypothesis import HealthCheck, settings
 
 from paellapy.instrument.device import Device
@@ -38,6 +40,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files that name a group are run by one worker, which starts their servers once.
+
+    xdist 3.8 looks for the group in a test's id, and pytest 9.2 does not let it write the group there.
+    """
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return scope_of(nodeid, config.rootpath)
+
+    return ByGroup(config, log)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

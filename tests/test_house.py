@@ -9,6 +9,9 @@ from pathlib import Path
 import house
 import pytest
 
+pytestmark = pytest.mark.xdist_group("house")  # all modules are read once
+
+
 PARAMETERS, LINES = 8, 50
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from places import ROOT
 
+pytestmark = pytest.mark.xdist_group("wheel")  # it is built once
+
 OURS = ("instrument", "scheduler", "serving")
 
 

@@ -1,18 +1,30 @@
-"""Three Ray nodes on this machine, once for all tests that need them."""
+"""Three Ray nodes on this machine, once for all tests that need them, and only while these run."""
 
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
+from typing import Any
 
 import pytest
 from places import TESTS
 
 from paellapy.cluster.lifecycle import RAY_SETTINGS
 
+_running: list[Any] = []  # the cluster, while there is one
+_end = ExitStack()
 
-@pytest.fixture(scope="session")
-def nodes():
-    """Three nodes. The first start may fail while an agent comes up. Nodes without CPUs start no workers in advance."""
+
+@pytest.fixture
+def nodes() -> Any:
+    """Three nodes."""
+    if not _running:
+        _start()
+    return _running[0]
+
+
+def _start() -> None:
+    """The first start may fail while an agent comes up. Nodes without CPUs start no workers in advance."""
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
@@ -34,10 +46,22 @@ def nodes():
             if attempt == 2:
                 raise
     restore(before, "PYTHONPATH")  # the nodes have it; other tests of this process may run beside the nodes
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
-    restore(before, *before)
+    _running.append(cluster)
+    _end.callback(restore, before, *before)
+    _end.callback(cluster.shutdown)
+    _end.callback(ray.shutdown)
+    _end.callback(_running.clear)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """Idle nodes use some of the CPU: they end with the group that needs them, long before the session."""
+    if nextitem is None or not any(mark.args == ("ray",) for mark in nextitem.iter_markers("xdist_group")):
+        _end.close()
+
+
+def pytest_sessionfinish() -> None:
+    _end.close()
 
 
 def restore(before: dict[str, str | None], *names: str) -> None:

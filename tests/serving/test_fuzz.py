@@ -34,6 +34,8 @@ from serving_server import read_until, serving
 from paellapy.serving.datatypes import DTYPES
 from paellapy.serving.openapi import document
 
+pytestmark = pytest.mark.xdist_group("fuzz")  # one server for all
+
 CONFIG = """
 device = "virtual:h200"
 [server]

@@ -18,6 +18,9 @@ from paellapy import demo
 from paellapy.serving.datatypes import DTYPES
 from paellapy.serving.protocol import DEFAULT_LEVEL
 
+pytestmark = pytest.mark.xdist_group("triton")  # one server of each kind
+
+
 IMAGES, LABELS = demo.held_out()
 
 

@@ -12,6 +12,8 @@ from paellapy.instrument.records import DESCRIPTOR
 pytest.importorskip("cuda.bindings.driver")
 cuda_launch = pytest.importorskip("paellapy.instrument.device.cuda_launch")
 
+pytestmark = pytest.mark.xdist_group("fake GPU")  # one process that all are forked from
+
 HEAD = """
     device = pp.Device("cuda")
     kernel = pp.kernel(scale.fn, report=None)

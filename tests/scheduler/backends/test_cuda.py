@@ -8,6 +8,8 @@ import pytest
 
 pytest.importorskip("cuda.bindings.driver")
 
+pytestmark = pytest.mark.xdist_group("fake GPU")  # one process that all are forked from
+
 MANY = """
 def many(engine, names, n):
     async def main():

@@ -9,6 +9,8 @@ from places import ROOT
 
 pytest.importorskip("cuda.bindings.driver")
 
+pytestmark = pytest.mark.xdist_group("fake GPU")  # one process that all are forked from
+
 HEAD = f"""
     sys.path.append({str(ROOT / "benchmarks")!r})
     import driver_tally

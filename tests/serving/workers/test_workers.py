@@ -25,6 +25,8 @@ from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.fronts import Fronts
 from paellapy.serving.dashboard_events import MAX_VIEWERS
 
+pytestmark = pytest.mark.xdist_group("workers")  # one server for most of them
+
 INFER = "/v2/models/scale/infer"
 ONES = np.ones((1, 64), np.float32)
 RIGHT = json.dumps(infer_body("x", ONES)).encode()
