@@ -16,6 +16,8 @@ from typing import Any, ClassVar
 import llvmlite.binding
 from numba import _dynfunc
 from numba.core import cgutils, codegen, compiler
+from numba.core.compiler_machinery import _pass_registry
+from numba.core.errors import NumbaError
 
 from paellapy.instrument.device.jit_lowering import Lowering, call_part
 from paellapy.instrument.device.jit_passes import PASSES, Typing
@@ -149,6 +151,22 @@ _UNNEEDED = {
 }  # fmt: skip
 
 
+class _Passes(compiler.PassManager):  # type: ignore[misc]
+    """Numba's passes in their order, without the account that Numba keeps of each: times, events, types as text."""
+
+    def run(self, state: Any) -> None:
+        for each, purpose in self.passes:
+            made = _pass_registry.get(each).pass_inst
+            made.analysis = self._analysis
+            try:
+                made.run_initialization(state)
+                made.run_pass(state)
+                made.run_finalizer(state)
+            except NumbaError as e:
+                self._patch_error(f"Failed to compile (step: {purpose})", e)
+                raise
+
+
 class EntryCompiler(compiler.CompilerBase):  # type: ignore[misc]
     """Numba's pipeline for an entry point, without unneeded passes."""
 
@@ -168,7 +186,7 @@ class EntryCompiler(compiler.CompilerBase):  # type: ignore[misc]
     def define_pipelines(self) -> list[Any]:
         if not self._slim:
             whole = compiler.DefaultPassBuilder.define_nopython_pipeline(self.state)
-            slim = compiler.PassManager("slim")
+            slim = _Passes("slim")
             ours = {**PASSES, "NativeLowering": Lowering}
             named = [(each.__name__, each, *rest) for each, *rest in whole.passes]
             slim.passes = [(ours.get(name, each), *rest) for name, each, *rest in named if name not in _UNNEEDED]
