@@ -32,8 +32,8 @@ import numpy as np
 from common import save
 from numpy.typing import NDArray
 
-from paellapy.instrument.device.jit import compiled
 from paellapy.instrument.device.parts import part
+from paellapy.instrument.jit import compiled
 from paellapy.scheduler.core import codes, tables
 from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.atomics import store_at

@@ -46,7 +46,7 @@ def begin() -> None:
     builtins.__import__ = _counted(builtins.__import__, IMPORTS)  # lazy imports come through this too
     from numba.core import codegen, compiler
 
-    from paellapy.instrument.device import jit_library
+    from paellapy.instrument import jit_library
 
     for library in (codegen.CPUCodeLibrary, jit_library.EntryLibrary):
         library.finalize = _counted(library.finalize, LLVM)  # type: ignore[method-assign]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.device.jit import compiled
+from paellapy.instrument.jit import compiled
 from paellapy.scheduler.core.codes import OK
 from paellapy.scheduler.core.tables import Table
 from paellapy.scheduler.models.model import Model

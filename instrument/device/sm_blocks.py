@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from paellapy.instrument.device.heaps import heap_pop
-from paellapy.instrument.device.jit import part
 from paellapy.instrument.device.sm_layout import (
     B_BLOCK,
     B_COMMAND,
@@ -29,6 +28,7 @@ from paellapy.instrument.device.sm_layout import (
 )
 from paellapy.instrument.device.sm_pools import pool_activate, pool_add, pool_rekey, pool_sync
 from paellapy.instrument.device.sm_streams import finish_work, set_timer
+from paellapy.instrument.jit import part
 from paellapy.instrument.records import WARP_SHIFT
 
 

@@ -8,7 +8,6 @@ from numba import types
 from numpy.typing import NDArray
 
 from paellapy.instrument.device.heaps import Ints, heap_pop, tree_first
-from paellapy.instrument.device.jit import address_of, compiled, part, reachable
 from paellapy.instrument.device.sm_blocks import pool_serve, slot_timer
 from paellapy.instrument.device.sm_layout import (
     C_ACTIVE,
@@ -28,6 +27,7 @@ from paellapy.instrument.device.sm_place import place, start_grid
 from paellapy.instrument.device.sm_pools import pool_due
 from paellapy.instrument.device.sm_program import Commands
 from paellapy.instrument.device.sm_streams import drain_todo, finish_work, link_new, look_at
+from paellapy.instrument.jit import address_of, compiled, part, reachable
 
 
 @part

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.device.heaps import Floats, Ints
-from paellapy.instrument.device.table_set import TableSet, table, table_set
 from paellapy.instrument.records import BLOCK, SM_LINE
+from paellapy.instrument.table_set import TableSet, table, table_set
 
 INF = np.inf
 MEMORY, FP32, TENSOR = 0, 1, 2

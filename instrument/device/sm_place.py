@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from paellapy.instrument.device.heaps import tree_first, tree_rebuild, tree_set
-from paellapy.instrument.device.jit import part
 from paellapy.instrument.device.sm_blocks import make_dirty, start_block
 from paellapy.instrument.device.sm_layout import (
     F_BLOCKS,
@@ -19,6 +18,7 @@ from paellapy.instrument.device.sm_layout import (
     W_SMS,
     State,
 )
+from paellapy.instrument.jit import part
 
 
 @part

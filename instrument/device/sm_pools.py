@@ -9,7 +9,6 @@ small heap per SM therefore give processor sharing of the whole GPU at O(log) pe
 from __future__ import annotations
 
 from paellapy.instrument.device.heaps import heap_push, tree_set
-from paellapy.instrument.device.jit import part
 from paellapy.instrument.device.sm_layout import (
     C_ACTIVE,
     C_CLOCK,
@@ -22,6 +21,7 @@ from paellapy.instrument.device.sm_layout import (
     P_WEIGHT,
     State,
 )
+from paellapy.instrument.jit import part
 
 
 @part

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from paellapy.instrument.device.heaps import heap_push
-from paellapy.instrument.device.jit import part
 from paellapy.instrument.device.sm_layout import (
     COPY,
     DONE,
@@ -27,6 +26,7 @@ from paellapy.instrument.device.sm_layout import (
     WAIT,
     State,
 )
+from paellapy.instrument.jit import part
 
 
 @part

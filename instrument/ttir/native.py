@@ -9,6 +9,8 @@ import numpy as np
 from numba import njit
 from numba.extending import intrinsic
 
+from paellapy.instrument.jit import loop
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -19,7 +21,7 @@ else:
 KINDS = {"add": 0, "fadd": 0, "max": 1, "umax": 1, "min": 2, "umin": 2, "and": 3, "or": 4, "xor": 5, "exch": 6}
 
 
-@jit
+@loop
 def copy_runs(source: Any, target: Any, source_start: Any, target_start: Any, length: Any) -> None:
     """target[t : t + n] = source[s : s + n] for every run (s, t, n), in order."""
     for i in range(length.size):
@@ -28,7 +30,7 @@ def copy_runs(source: Any, target: Any, source_start: Any, target_start: Any, le
             target[t + k] = source[s + k]
 
 
-@jit
+@loop
 def gather(memory: Any, offset: Any, mask: Any, masked: bool, out: Any) -> bool:
     """out[b, i] = memory[offset[b, i]] where mask[b, i]; one row stands for all. False: an offset is outside."""
     for b in range(out.shape[0]):
@@ -43,7 +45,7 @@ def gather(memory: Any, offset: Any, mask: Any, masked: bool, out: Any) -> bool:
     return True
 
 
-@jit
+@loop
 def scatter(memory: Any, offset: Any, mask: Any, masked: bool, value: Any) -> None:
     """memory[offset[b, i]] = value[b, i] where mask[b, i], in order; the offsets have been checked."""
     for b in range(max(offset.shape[0], value.shape[0], mask.shape[0])):
@@ -96,7 +98,7 @@ def compare_and_swap(memory: Any, index: Any, expected: Any, value: Any, old: An
             memory[at] = value[i]
 
 
-@jit
+@loop
 def sectors(offset: Any, mask: Any, masked: bool, size: int, sector: int, table: Any) -> Any:
     """The number of different sectors, and of elements; `table` has a power of two of entries, twice the elements."""
     table[:] = -1

@@ -207,11 +207,17 @@ def _run_reader(runs: Runs, shape: Shape, mask: Array | None, fill: Any, element
         raw = np.empty(moved, bits)
         if raw_fill is not None:
             raw.fill(raw_fill)
-        native.copy_runs(flat.view(bits), raw.reshape(-1), source, target, length)
+        _copy_runs(flat.view(bits), raw.reshape(-1), source, target, length)
         value = decode(raw.view(storage), element).transpose(back)
         return np.where(mask, value, fill) if mask is not None and varying else value
 
     return load
+
+
+def _copy_runs(source: Array, target: Array, source_start: Array, target_start: Array, length: Array) -> None:
+    """Copies runs from an array that only this call uses; read-only or not, it is compiled once."""
+    source.setflags(write=False)
+    native.copy_runs(source, target, source_start, target_start, length)
 
 
 def store_plan(offset: Any, mask: Any, element: Element, size: int, site: Site) -> Callable[[Array, Any], None]:
@@ -235,7 +241,7 @@ def store_plan(offset: Any, mask: Any, element: Element, size: int, site: Site) 
 
         def store(flat: Array, value: Any) -> None:
             raw = encode(np.ascontiguousarray(np.broadcast_to(value, full).transpose(order)), element)
-            native.copy_runs(raw.view(element.bits).reshape(-1), flat.view(element.bits), target, source, length)
+            _copy_runs(raw.view(element.bits).reshape(-1), flat.view(element.bits), target, source, length)
 
         return store
     if mask is None:

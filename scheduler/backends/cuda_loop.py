@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.device.jit import compiled
+from paellapy.instrument.jit import compiled
 from paellapy.scheduler.core.atomics import call_step, call_write, load_at, store_at
 from paellapy.scheduler.core.clocks import read_clock
 from paellapy.scheduler.core.codes import FAIL_MODE

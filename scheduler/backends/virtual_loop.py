@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from paellapy.instrument.device.heaps import Ints
-from paellapy.instrument.device.jit import compiled, part
 from paellapy.instrument.device.sm_core import next_event_of
 from paellapy.instrument.device.sm_layout import REPORTED
 from paellapy.instrument.device.sm_layout import State as SmState
-from paellapy.instrument.device.table_set import TableSet, table, table_set
+from paellapy.instrument.jit import compiled, part
+from paellapy.instrument.table_set import TableSet, table, table_set
 from paellapy.scheduler.core.atomics import call_back, call_ppoll, call_run, call_step, call_write, load_at, store_at
 from paellapy.scheduler.core.clocks import read_clock
 from paellapy.scheduler.core.codes import NEVER, WHOLE

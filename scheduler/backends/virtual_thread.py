@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from paellapy.instrument.device.jit import compile_for
 from paellapy.instrument.device.sm_core import address_of_run, next_event, submit_again
 from paellapy.instrument.device.sm_model import SmModel
 from paellapy.instrument.device.sm_program import Commands
+from paellapy.instrument.jit import compile_for
 from paellapy.scheduler.backends.virtual_faults import Faults, OnFault
 from paellapy.scheduler.backends.virtual_launches import VirtualLaunches
 from paellapy.scheduler.backends.virtual_loop import new_loop, serve

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from paellapy.instrument.device.jit import compiled, part
+from paellapy.instrument.jit import compiled, part
 from paellapy.scheduler.core.codes import EXPIRED, OK
 from paellapy.scheduler.core.predict import predict
 from paellapy.scheduler.core.state import State

@@ -7,7 +7,7 @@ segment's time alone, and from the slowdown of the segment before it.
 
 from __future__ import annotations
 
-from paellapy.instrument.device.jit import part
+from paellapy.instrument.jit import part
 from paellapy.scheduler.core.atomics import load_at
 from paellapy.scheduler.core.state import State
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paellapy.instrument.device.jit import part
+from paellapy.instrument.jit import part
 from paellapy.scheduler.core.barred import bar
 from paellapy.scheduler.core.codes import ASIDE, QUEUED
 from paellapy.scheduler.core.heaps import queue_add, queue_first, queue_remove

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paellapy.instrument.device.jit import part
+from paellapy.instrument.jit import part
 from paellapy.scheduler.core.atomics import call_asking
 from paellapy.scheduler.core.codes import NEVER
 from paellapy.scheduler.core.job import READS_TOP

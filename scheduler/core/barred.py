@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paellapy.instrument.device.jit import part
+from paellapy.instrument.jit import part
 from paellapy.scheduler.core.asking import lets_go, look_at_top, takes_anything
 from paellapy.scheduler.core.codes import BARRED, FILLING, NONE, PASSED
 from paellapy.scheduler.core.heaps import queue_add, queue_first, queue_remove

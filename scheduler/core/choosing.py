@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from paellapy.instrument.device.heaps import heap_pop, heap_push
-from paellapy.instrument.device.jit import part
+from paellapy.instrument.jit import part
 from paellapy.scheduler.core.asking import lets_go, look_at_top, takes_anything
 from paellapy.scheduler.core.barred import give_up_refused, look_at_barred, note_refused
 from paellapy.scheduler.core.codes import FILLING, NONE

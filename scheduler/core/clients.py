@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from paellapy.instrument.device.jit import compiled
+from paellapy.instrument.jit import compiled
 from paellapy.scheduler.core.atomics import exchange_at, load_at, store_at
 from paellapy.scheduler.core.tables import Words
 

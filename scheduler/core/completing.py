@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paellapy.instrument.device.jit import part
+from paellapy.instrument.jit import part
 from paellapy.scheduler.core.ahead import began_ns, leaves_room, note_room
 from paellapy.scheduler.core.asking import look_at_top
 from paellapy.scheduler.core.atomics import call_telling, load_at, store_at

@@ -13,7 +13,7 @@ import threading
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.device.jit import compiled
+from paellapy.instrument.jit import compiled
 from paellapy.scheduler.core.atomics import call_write, load_at, or_at, store_at
 from paellapy.scheduler.core.clocks import read_clock
 from paellapy.scheduler.core.codes import COPY_BELL, COPY_HEAD, COPY_TAIL, NONE

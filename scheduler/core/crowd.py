@@ -13,7 +13,7 @@ a load with a short job most of the time: holding back the others all the time w
 
 from __future__ import annotations
 
-from paellapy.instrument.device.jit import part
+from paellapy.instrument.jit import part
 from paellapy.scheduler.core.codes import NONE
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.windows import can_be_confined

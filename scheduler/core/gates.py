@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paellapy.instrument.device.jit import part
+from paellapy.instrument.jit import part
 from paellapy.scheduler.core.atomics import store_at
 from paellapy.scheduler.core.codes import NEVER, READY_WAIT
 from paellapy.scheduler.core.state import State

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paellapy.instrument.device.jit import part
+from paellapy.instrument.jit import part
 from paellapy.scheduler.core.ahead import note_room
 from paellapy.scheduler.core.atomics import call_asking, call_launch, store_at
 from paellapy.scheduler.core.clocks import read_clock

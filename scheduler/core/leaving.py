@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paellapy.instrument.device.jit import part
+from paellapy.instrument.jit import part
 from paellapy.scheduler.core.barred import unbar
 from paellapy.scheduler.core.codes import ASIDE, BARRED, CANCELLED, EXPIRED, NONE, PASSED, RUNNING
 from paellapy.scheduler.core.heaps import queue_remove

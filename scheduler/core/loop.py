@@ -6,7 +6,7 @@ import os
 
 import numpy as np
 
-from paellapy.instrument.device.jit import part
+from paellapy.instrument.jit import part
 from paellapy.scheduler.core.atomics import exchange_at, fence, load_at, store_at
 from paellapy.scheduler.core.tables import Words
 

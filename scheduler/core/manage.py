@@ -8,7 +8,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from paellapy.instrument.device.jit import address_of
+from paellapy.instrument.jit import address_of
 from paellapy.scheduler.core.codes import AUTO, FILLING, GOES, OUT, STAYS
 from paellapy.scheduler.core.residency import look_at_moves, order_moves
 from paellapy.scheduler.core.state import State

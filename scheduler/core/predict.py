@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paellapy.instrument.device.jit import compiled, part
+from paellapy.instrument.jit import compiled, part
 from paellapy.scheduler.core.atomics import call_asking, load_at
 from paellapy.scheduler.core.codes import FILLING, HELD, NEVER, RESERVED_MASK, RESERVED_SHIFT
 from paellapy.scheduler.core.job import READS_SEGMENT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paellapy.instrument.device.jit import compiled
+from paellapy.instrument.jit import compiled
 from paellapy.scheduler.core.atomics import and_at, load_at, or_at, store_at
 from paellapy.scheduler.core.codes import CANCELLED, FREE, RESERVED_MASK, RESERVED_SHIFT, UNUSED
 from paellapy.scheduler.core.lanes import touch

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paellapy.instrument.device.jit import part, reachable
+from paellapy.instrument.jit import part, reachable
 from paellapy.scheduler.core.atomics import call_asking, call_write, load_at, store_at
 from paellapy.scheduler.core.codes import (
     ABSENT,

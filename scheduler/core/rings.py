@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from paellapy.instrument.device.jit import compiled, part
+from paellapy.instrument.jit import compiled, part
 from paellapy.scheduler.core.atomics import and_at, copy_bytes, exchange_at, load_at, or_at, store_at
 from paellapy.scheduler.core.codes import (
     CLOSED,

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from paellapy.instrument.device.jit import part
+from paellapy.instrument.jit import part
 from paellapy.scheduler.core.atomics import call_write, copy_bytes, load_at, or_at, store_at
 from paellapy.scheduler.core.clocks import read_clock
 from paellapy.scheduler.core.codes import COPY_BELL, COPY_TAIL, LATER, NEVER, PASSED, SLOTTED, WANTED

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.device.table_set import TableSet, found_at, table, table_set
+from paellapy.instrument.table_set import TableSet, found_at, table, table_set
 from paellapy.scheduler.core.client_tables import CLIENT, FLOW, KEPT
 from paellapy.scheduler.core.codes import (
     CHOICES,

@@ -13,7 +13,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.device.jit import address_of, compiled, part, reachable
+from paellapy.instrument.jit import address_of, compiled, part, reachable
 from paellapy.scheduler.core.aside import look_aside
 from paellapy.scheduler.core.atomics import call_step, call_write, load_at
 from paellapy.scheduler.core.choosing import choose

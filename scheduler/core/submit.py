@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from paellapy.instrument.device.jit import part
+from paellapy.instrument.jit import part
 from paellapy.scheduler.core.aside import may_come_ns, set_aside
 from paellapy.scheduler.core.atomics import load_at, store_at
 from paellapy.scheduler.core.barred import bar, forget_barred

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paellapy.instrument.device.jit import part
+from paellapy.instrument.jit import part
 from paellapy.scheduler.core.codes import COMING, HERE, READY_WAIT, RUNNING
 from paellapy.scheduler.core.state import State
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from paellapy.instrument.device.jit import part
+from paellapy.instrument.jit import part
 from paellapy.scheduler.core.codes import CHOICES, NONE, OF_WINDOWS, QUEUES
 from paellapy.scheduler.core.state import State
 

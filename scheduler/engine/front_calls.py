@@ -11,7 +11,7 @@ import ctypes
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.device.jit import compiled, part
+from paellapy.instrument.jit import compiled, part
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import call_write
 from paellapy.scheduler.core.clients import find_client

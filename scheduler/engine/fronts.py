@@ -6,7 +6,7 @@ import os
 import threading
 import time
 
-from paellapy.instrument.device.jit import compile_for
+from paellapy.instrument.jit import compile_for
 from paellapy.scheduler.core import step
 from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.core.shared_memory import SharedBlock

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from paellapy.instrument.device.jit import compiled
 from paellapy.instrument.device.parts import WARP, Part
 from paellapy.instrument.device.sm_costs import BlockCost
 from paellapy.instrument.device.sm_model import SmModel
 from paellapy.instrument.device.sm_program import Kernel, Program
 from paellapy.instrument.device.timing import Timing
+from paellapy.instrument.jit import compiled
 from paellapy.instrument.records import WARP_SHIFT
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core import state as st

@@ -16,8 +16,8 @@ from typing import Any, Literal, get_args
 import numba
 import numpy as np
 
-from paellapy.instrument.device.jit import address_of
 from paellapy.instrument.errors import ArgumentError
+from paellapy.instrument.jit import address_of
 from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.codes import NEVER, NONE, OK
 from paellapy.scheduler.core.cpus import usable_cpus

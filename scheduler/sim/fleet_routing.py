@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from paellapy.instrument.device.heaps import tree_first, tree_rebuild, tree_set
-from paellapy.instrument.device.jit import compiled, part
+from paellapy.instrument.jit import compiled, part
 from paellapy.scheduler.core.atomics import call_advance
 from paellapy.scheduler.core.codes import NEVER, NONE
 from paellapy.scheduler.core.tables import Table

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.device.heaps import Floats, Ints, new_tree
-from paellapy.instrument.device.table_set import TableSet, table, table_set
+from paellapy.instrument.table_set import TableSet, table, table_set
 from paellapy.scheduler.core.codes import NEVER, NONE
 from paellapy.scheduler.core.tables import Table
 from paellapy.scheduler.sim.fluid_state import ARRIVAL, GAIN

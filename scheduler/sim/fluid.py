@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paellapy.instrument.device.jit import compiled, part, reachable
+from paellapy.instrument.jit import compiled, part, reachable
 from paellapy.scheduler.core.atomics import call_step, store_at
 from paellapy.scheduler.core.codes import NEVER, WHOLE
 from paellapy.scheduler.core.predict import predict

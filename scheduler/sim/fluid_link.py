@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paellapy.instrument.device.jit import part
+from paellapy.instrument.jit import part
 from paellapy.scheduler.core.atomics import load_at, store_at
 from paellapy.scheduler.core.codes import EVICT, GONE, MOVE_TAIL
 from paellapy.scheduler.core.rings import address

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paellapy.instrument.device.jit import part
+from paellapy.instrument.jit import part
 from paellapy.scheduler.core.codes import WHOLE
 from paellapy.scheduler.core.demand import MOST_BUSY
 from paellapy.scheduler.core.state import State

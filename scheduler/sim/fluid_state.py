@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paellapy.instrument.device.heaps import Floats, Ints
-from paellapy.instrument.device.table_set import TableSet, table, table_set
+from paellapy.instrument.table_set import TableSet, table, table_set
 from paellapy.scheduler.core.admission import ALLOWANCE, ASKED
 from paellapy.scheduler.core.codes import NONE, SUBMIT
 from paellapy.scheduler.core.state import State

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from paellapy.instrument.device.heaps import heap_pop, heap_push
-from paellapy.instrument.device.jit import compiled, part
+from paellapy.instrument.jit import compiled, part
 from paellapy.scheduler.core.admission import LET_IN, leaves, lets_in
 from paellapy.scheduler.core.codes import NEVER, NONE, QUEUE_FULL
 from paellapy.scheduler.core.rings import publish, take_into

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import ml_dtypes
+import numba
 import numpy as np
 import pytest
 import triton
@@ -13,7 +14,7 @@ from corpus_sources import compiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paellapy.instrument.ttir import TtirProgram, libdevice, tape
+from paellapy.instrument.ttir import TtirProgram, libdevice, native, plans, tape
 from paellapy.instrument.ttir.conversion import decode, encode, rounder
 from paellapy.instrument.ttir.types import ELEMENTS
 
@@ -201,3 +202,14 @@ def test_bfloat16_arrays_may_come_as_bits() -> None:
 def double(x, y, B: tl.constexpr):
     i = tl.arange(0, B)
     tl.store(y + i, tl.load(x + i) * 2)
+
+
+def test_runs_are_compiled_once_for_arrays_that_may_be_written_and_those_that_may_not() -> None:
+    start, length = np.array([1, 4]), np.array([2, 3])
+    for writes in (True, False):
+        source, target = np.arange(10, dtype=np.uint64), np.zeros(10, np.uint64)
+        source.setflags(write=writes)
+        plans._copy_runs(source.view(), target, start, start - 1, length)
+        assert target.tolist() == [1, 2, 0, 4, 5, 6, 0, 0, 0, 0]
+    own = [each for each in native.copy_runs.signatures if each[0].dtype == numba.uint64]  # type: ignore[attr-defined]
+    assert len(own) == 1

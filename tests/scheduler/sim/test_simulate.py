@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st_
 
-from paellapy.instrument.device.jit_cache import fingerprint
 from paellapy.instrument.errors import PaellaError
+from paellapy.instrument.jit_cache import fingerprint
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.demand import TOGETHER, busy_alone, usual_demand
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile

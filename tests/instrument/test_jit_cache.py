@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from paellapy.instrument.device import sm_core
-from paellapy.instrument.device.jit_cache import fingerprint
+from paellapy.instrument.jit_cache import fingerprint
 from paellapy.scheduler.core.step import step
 from paellapy.scheduler.sim.fluid import run_fluid
 
 ENTRY = """
 from {root}.constants import FACTOR
-from paellapy.instrument.device.jit import compiled, part
+from paellapy.instrument.jit import compiled, part
 {comment}
 @part
 def scaled(x: int) -> int:

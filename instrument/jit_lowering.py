@@ -18,7 +18,7 @@ from numba.core.compiler_machinery import register_pass
 from numba.core.typed_passes import NativeLowering
 from numba.cpython.builtins import do_minmax
 
-from paellapy.instrument.device.jit_passes import EXTREMES, FACTS, is_extreme, signature_of
+from paellapy.instrument.jit_passes import EXTREMES, FACTS, is_extreme, signature_of
 
 _operators: dict[Any, Any] = {}
 _implementations: dict[Any, Any] = {}

@@ -9,7 +9,7 @@ import numba
 import numpy as np
 import pytest
 
-from paellapy.instrument.device.jit import compiled, part
+from paellapy.instrument.jit import compiled, loop, part
 
 
 @part
@@ -87,3 +87,24 @@ def test_the_larger_and_the_smaller_number_are_as_numba_has_them(pair: Any) -> N
     ours, theirs = compiled(extremes)(*pair), numba.njit(extremes)(*pair)
     np.testing.assert_array_equal(ours, theirs)
     assert list(map(type, ours)) == list(map(type, theirs))
+
+
+def scaled(x: Any, factor: float, out: Any) -> None:
+    for i in range(out.size):
+        out[i] = x[i] * factor
+
+
+def test_loops_compute_as_in_python() -> None:
+    x, out, expected = np.arange(37.0), np.zeros(37), np.zeros(37)
+    loop(scaled)(x, 2.5, out)
+    scaled(x, 2.5, expected)
+    assert (out == expected).all()
+
+
+def missing(x: int) -> Any:
+    return x.missing_attribute  # type: ignore[attr-defined]
+
+
+def test_an_error_names_the_cause_and_the_pass() -> None:
+    with pytest.raises(numba.core.errors.TypingError, match=r"(?s)step: nopython frontend.*missing_attribute"):
+        compiled(missing)(1)

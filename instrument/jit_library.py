@@ -19,8 +19,8 @@ from numba.core import cgutils, codegen, compiler
 from numba.core.compiler_machinery import _pass_registry
 from numba.core.errors import NumbaError
 
-from paellapy.instrument.device.jit_lowering import Lowering, call_part
-from paellapy.instrument.device.jit_passes import PASSES, Typing
+from paellapy.instrument.jit_lowering import Lowering, call_part
+from paellapy.instrument.jit_passes import PASSES, Typing
 
 
 class PartLibrary(codegen.JITCodeLibrary):  # type: ignore[misc]
@@ -60,6 +60,7 @@ class PartLibrary(codegen.JITCodeLibrary):  # type: ignore[misc]
 class EntryLibrary(codegen.JITCodeLibrary):  # type: ignore[misc]
     """An entry point, called by Python, a thread or other entry points."""
 
+    vectorises = False
     _linking_libraries: list[Any]
 
     def _optimize_functions(self, module: Any) -> None:
@@ -70,7 +71,7 @@ class EntryLibrary(codegen.JITCodeLibrary):  # type: ignore[misc]
         for function in self._final_module.functions:
             if not function.is_declaration and str(function.linkage).endswith("linkonce_odr"):
                 function.linkage = "internal"
-        passes, builder = self._codegen._module_pass_manager(loop_vectorize=False, slp_vectorize=False)
+        passes, builder = self._codegen._module_pass_manager(loop_vectorize=self.vectorises, slp_vectorize=False)
         with self._recorded_timings.record("Module passes", builder):
             passes.run(self._final_module, builder)
 
@@ -78,6 +79,12 @@ class EntryLibrary(codegen.JITCodeLibrary):  # type: ignore[misc]
         link(self._final_module, self._linking_libraries)
         self._linking_libraries = []
         super().finalize()
+
+
+class LoopLibrary(EntryLibrary):
+    """An entry point whose loops LLVM may vectorise."""
+
+    vectorises = True
 
 
 def callers_first(libraries: list[Any]) -> list[Any]:
@@ -170,6 +177,7 @@ class _Passes(compiler.PassManager):  # type: ignore[misc]
 class EntryCompiler(compiler.CompilerBase):  # type: ignore[misc]
     """Numba's pipeline for an entry point, without unneeded passes."""
 
+    library: type[EntryLibrary] = EntryLibrary
     _slim: ClassVar[list[Any]] = []
 
     def __init__(self, *given: Any) -> None:
@@ -179,7 +187,7 @@ class EntryCompiler(compiler.CompilerBase):  # type: ignore[misc]
         self.state.library = self.new_library(self.state.targetctx.codegen())
 
     def new_library(self, codegen_: Any) -> Any:
-        library = EntryLibrary(codegen_, "entry")
+        library = self.library(codegen_, "entry")
         library.enable_object_caching()
         return library
 
@@ -203,6 +211,12 @@ class EntryCompiler(compiler.CompilerBase):  # type: ignore[misc]
         finally:
             if was:
                 gc.enable()
+
+
+class LoopCompiler(EntryCompiler):
+    """The same for a loop over arrays."""
+
+    library = LoopLibrary
 
 
 class PartCompiler(EntryCompiler):

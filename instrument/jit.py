@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import numba
 from numba import types
 
-from paellapy.instrument.device import jit_progress  # noqa: F401  shows progress
-from paellapy.instrument.device.jit_cache import EntryCache
-from paellapy.instrument.device.jit_library import EntryCompiler, PartCompiler
+from paellapy.instrument import jit_progress  # noqa: F401  shows progress
+from paellapy.instrument.jit_cache import EntryCache
+from paellapy.instrument.jit_library import EntryCompiler, LoopCompiler, PartCompiler
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -39,8 +39,8 @@ def _called_with_plain_numbers(entry: Any) -> Any:
     return entry
 
 
-def _entry(function: Function, **options: Any) -> Function:
-    entry: Any = numba.njit(pipeline_class=EntryCompiler, **_OPTIONS | options)(function)
+def _entry(function: Function, pipeline_class: type = EntryCompiler, **options: Any) -> Function:
+    entry: Any = numba.njit(pipeline_class=pipeline_class, **_OPTIONS | options)(function)
     entry._cache = EntryCache(function)
     return _called_with_plain_numbers(entry)  # type: ignore[no-any-return]
 
@@ -48,6 +48,11 @@ def _entry(function: Function, **options: Any) -> Function:
 def compiled(function: Function) -> Function:
     """Compiles an entry point: without Python objects and the GIL, cached on disk."""
     return _entry(function)
+
+
+def loop(function: Function) -> Function:
+    """As `compiled`, for a loop over arrays, which LLVM may vectorise. The loop must not allocate, and cannot fail."""
+    return _entry(function, LoopCompiler)
 
 
 def part(function: Function) -> Function:

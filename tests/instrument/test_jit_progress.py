@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from paellapy.instrument.device import jit_progress
-from paellapy.instrument.device.jit_progress import TEXT, Announcer
+from paellapy.instrument import jit_progress
+from paellapy.instrument.jit_progress import TEXT, Announcer
 
 
 def compiling(module: str = "paellapy.scheduler.core.step") -> Any:

@@ -21,7 +21,7 @@ from numba.core.typed_passes import NopythonTypeInference, PreLowerStripPhis
 from numba.core.typing import signature
 from numba.core.untyped_passes import GenericRewrites, IRProcessing, ReconstructSSA, TranslateByteCode
 
-from paellapy.instrument.device.table_set import TableSetType, TableType
+from paellapy.instrument.table_set import TableSetType, TableType
 
 _NUMBERS = (types.Integer, types.Float, types.IntegerLiteral)
 # Types that a signature is looked up by: the same types always lead to the same signature.
