@@ -1,4 +1,4 @@
-"""Machine code of gates: functions that wait and then call the driver, and a memory search for pointers to it.
+"""Machine code of gates: functions that wait and then call the driver.
 
 The only compiler needed is LLVM, which comes with Numba. Numba itself is not used, because it would take seconds.
 """
@@ -9,7 +9,6 @@ import ctypes
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from llvmlite import binding as llvm
 from llvmlite import ir
 
@@ -154,9 +153,7 @@ class _Gate:
         there_is = b.icmp_unsigned("!=", b.load_atomic(event, "acquire", 8), _number(0))
         b.cbranch(there_is, blocks["look"], blocks["create"])
         b = code["create"]
-        made = self._call(
-            b, create, ir.FunctionType(_I32, [event.type, _I32]), [event, ir.Constant(_I32, _NO_TIMING)]
-        )
+        made = self._call(b, create, ir.FunctionType(_I32, [event.type, _I32]), [event, ir.Constant(_I32, _NO_TIMING)])
         b.cbranch(b.icmp_unsigned("==", made, nothing), blocks["record"], blocks["end"])
         b = code["look"]
         found = self._call(b, query, ir.FunctionType(_I32, [_I64]), [b.load_atomic(event, "acquire", 8)])
@@ -185,11 +182,11 @@ def gated(
     if streams is not None:
         gate_code.bound(*streams)
     names = {original: gate_code.before(original, name) for original, name in originals.items()}
-    engine = _assembled(gate_code.module)
+    engine = assembled(gate_code.module)
     return {original: int(engine.get_function_address(name)) for original, name in names.items()}, engine
 
 
-def _assembled(module: Any) -> Any:
+def assembled(module: Any) -> Any:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     parsed = llvm.parse_assembly(str(module))
@@ -197,80 +194,3 @@ def _assembled(module: Any) -> Any:
     engine = llvm.create_mcjit_compiler(parsed, llvm.Target.from_default_triple().create_target_machine(opt=2))
     engine.finalize_object()
     return engine
-
-
-class Finder:
-    """Searches memory in one call, without the interpreter's lock, which a busy script releases only every 5 ms."""
-
-    ROOM = 4096  # words found at first; more room is made as needed
-
-    def __init__(self) -> None:
-        module = ir.Module("paellapy_finder")
-        kind = ir.FunctionType(_I64, [_I64] * 6)
-        self._write(ir.Function(module, kind, "find"))
-        self._keep = _assembled(module)
-        self._call = ctypes.CFUNCTYPE(ctypes.c_uint64, *[ctypes.c_uint64] * 6)(
-            self._keep.get_function_address("find")
-        )
-        self._found = np.zeros(self.ROOM, np.uint64)
-
-    def find(self, bounds: Any, low: int, high: int) -> list[int]:
-        """Addresses of words within `bounds`, rows of start and end, that hold a number from `low` to below `high`."""
-        while True:
-            room = len(self._found)
-            count = self._call(bounds.ctypes.data, len(bounds), low, high - low, self._found.ctypes.data, room)
-            if count < room:
-                found: list[int] = self._found[:count].tolist()
-                return found
-            self._found = np.zeros(2 * room, np.uint64)  # some may have been left out
-
-    @staticmethod
-    def _write(function: Any) -> None:
-        """for row in bounds: for at in range(start, end, 8): if word(at) − low < span: found[count++] = at"""
-        bounds, rows, low, span, found, most = function.args
-        names = ("begin", "row", "open", "word", "look", "hit", "note", "next", "after", "end")
-        blocks = {name: function.append_basic_block(name) for name in names}
-        code = {name: ir.IRBuilder(block) for name, block in blocks.items()}
-        pointer = _I64.as_pointer()
-
-        def load(builder: Any, address: Any) -> Any:
-            return builder.load(builder.inttoptr(address, pointer))
-
-        code["begin"].branch(blocks["row"])
-        b = code["row"]
-        row, count = b.phi(_I64), b.phi(_I64)
-        b.cbranch(b.icmp_unsigned("<", row, rows), blocks["open"], blocks["end"])
-        b = code["open"]
-        where = b.add(bounds, b.mul(row, _number(16)))
-        start, end = load(b, where), load(b, b.add(where, _number(8)))
-        b.branch(blocks["word"])
-        b = code["word"]
-        at, seen = b.phi(_I64), b.phi(_I64)
-        b.cbranch(b.icmp_unsigned("<", at, end), blocks["look"], blocks["after"])
-        b = code["look"]
-        near = b.icmp_unsigned("<", b.sub(load(b, at), low), span)
-        b.cbranch(near, blocks["hit"], blocks["next"])
-        b = code["hit"]
-        b.cbranch(b.icmp_unsigned("<", seen, most), blocks["note"], blocks["next"])
-        b = code["note"]
-        b.store(at, b.inttoptr(b.add(found, b.mul(seen, _number(8))), pointer))
-        more = b.add(seen, _number(1))
-        b.branch(blocks["next"])
-        b = code["next"]
-        now = b.phi(_I64)
-        for block, value in (("look", seen), ("hit", seen), ("note", more)):
-            now.add_incoming(value, blocks[block])
-        following = b.add(at, _number(8))
-        b.branch(blocks["word"])
-        at.add_incoming(start, blocks["open"])
-        at.add_incoming(following, blocks["next"])
-        seen.add_incoming(count, blocks["open"])
-        seen.add_incoming(now, blocks["next"])
-        b = code["after"]
-        following_row = b.add(row, _number(1))
-        b.branch(blocks["row"])
-        row.add_incoming(_number(0), blocks["begin"])
-        row.add_incoming(following_row, blocks["after"])
-        count.add_incoming(_number(0), blocks["begin"])
-        count.add_incoming(seen, blocks["after"])
-        code["end"].ret(count)

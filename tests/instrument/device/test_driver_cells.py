@@ -7,10 +7,7 @@ import shutil
 import subprocess
 import sys
 
-import numpy as np
 import pytest
-
-from paellapy.instrument.device.gate_code import Finder
 
 CODE = """
 import gc, os, time
@@ -122,15 +119,3 @@ def test_a_library_that_asks_for_launches_late_waits_too(tmp_path) -> None:
     line = [sys.executable, "-c", LATE]
     found = subprocess.run(line, capture_output=True, text=True, timeout=120, env=environment)
     assert found.stdout == "done\n", found.stderr
-
-
-def test_a_search_finds_all_words_however_many_there_are() -> None:
-    words = np.full(3 * Finder.ROOM + 7, 5, np.uint64)
-    words[100] = 9
-    start = int(words.ctypes.data)
-    bounds = np.array([(start, start + 8 * 1000), (start + 8 * 1000, start + words.nbytes)], np.uint64)
-    wanted = [start + 8 * k for k in range(len(words)) if k != 100]
-    finder = Finder()
-    for _ in range(2):  # the room that was made is kept
-        assert finder.find(bounds, 4, 6) == wanted
-    assert finder.find(bounds, 9, 10) == [start + 800]
