@@ -147,12 +147,11 @@ class Cells:
     def _lines(self) -> list[str]:
         return [line for line in loaded_objects() if self._library in line]
 
-    def _streams(self) -> tuple[int, ...] | None:
-        library: Any = self._loaded()
-        names = ("cuStreamIsCapturing", "cuEventCreate", "cuEventRecord", "cuEventQuery")
+    def _streams(self) -> tuple[int, int] | None:
+        library, names = self._loaded(), ("cuStreamIsCapturing", "cuStreamQuery")
         if not all(hasattr(library, name) for name in names):
             return None
-        return tuple(address(getattr(library, name)) for name in names)
+        return address(getattr(library, names[0])), address(getattr(library, names[1]))
 
     def _addresses(self) -> dict[int, str]:
         library: Any = self._loaded()

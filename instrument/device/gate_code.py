@@ -16,7 +16,6 @@ from paellapy.instrument.device import gate
 
 _SLEEP_US = 20  # between two looks at a closed gate
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
-_NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _ARGUMENTS = 12  # integers and pointers that are passed on, for any function: the most is eleven
 _I64, _I32 = ir.IntType(64), ir.IntType(32)
 
@@ -122,16 +121,14 @@ class _Gate:
         code.ret(self._call(code, original, kind, list(made.args)))
         return str(made.name)
 
-    def bound(self, is_capturing: int, create: int, record: int, query: int) -> None:
-        """Makes the guest wait while it has too many kernels queued, because these keep running when the gate closes.
-        Every half of that many kernels it waits for the event that it recorded one half before, and records it anew;
-        so the GPU always has the other half to run. A stream that is being captured is not waited for.
+    def bound(self, is_capturing: int, query: int) -> None:
+        """Makes the guest wait for its stream after a number of kernels, because queued kernels keep running when the
+        gate closes. A stream that is being captured is not waited for.
         """
         drain = self._drain = ir.Function(self.module, ir.FunctionType(ir.VoidType(), [_I64]), "drain")
-        count, event = (ir.GlobalVariable(self.module, _I64, name) for name in ("kernels", "event"))
-        count.initializer = event.initializer = _number(0)
-        stream, nothing = drain.args[0], ir.Constant(_I32, 0)
-        names = ("begin", "due", "asks", "event", "create", "look", "record", "end")
+        count = ir.GlobalVariable(self.module, _I64, "kernels")
+        count.initializer = _number(0)
+        names = ("begin", "due", "asks", "look", "end")
         blocks = {name: drain.append_basic_block(name) for name in names}
         code = {name: ir.IRBuilder(block) for name, block in blocks.items()}
         b = code["begin"]
@@ -143,26 +140,15 @@ class _Gate:
         b.cbranch(wanted, blocks["due"], blocks["end"])
         b = code["due"]
         n = b.atomic_rmw("add", count, _number(1), "monotonic")
-        half = b.udiv(b.add(most, _number(1)), _number(2))
-        b.cbranch(b.icmp_unsigned("==", b.urem(n, half), _number(0)), blocks["asks"], blocks["end"])
+        b.cbranch(b.icmp_unsigned("==", b.urem(n, most), _number(0)), blocks["asks"], blocks["end"])
         b = code["asks"]
-        failed = self._call(b, is_capturing, ir.FunctionType(_I32, [_I64, status.type]), [stream, status])
+        kind = ir.FunctionType(_I32, [_I64, status.type])
+        failed = self._call(b, is_capturing, kind, [drain.args[0], status])
         captured = b.or_(failed, b.load(status))
-        b.cbranch(b.icmp_unsigned("==", captured, nothing), blocks["event"], blocks["end"])
-        b = code["event"]
-        there_is = b.icmp_unsigned("!=", b.load_atomic(event, "acquire", 8), _number(0))
-        b.cbranch(there_is, blocks["look"], blocks["create"])
-        b = code["create"]
-        made = self._call(b, create, ir.FunctionType(_I32, [event.type, _I32]), [event, ir.Constant(_I32, _NO_TIMING)])
-        b.cbranch(b.icmp_unsigned("==", made, nothing), blocks["record"], blocks["end"])
+        b.cbranch(b.icmp_unsigned("==", captured, ir.Constant(_I32, 0)), blocks["look"], blocks["end"])
         b = code["look"]
-        found = self._call(b, query, ir.FunctionType(_I32, [_I64]), [b.load_atomic(event, "acquire", 8)])
-        b.cbranch(b.icmp_unsigned("==", found, ir.Constant(_I32, _NOT_READY)), blocks["look"], blocks["record"])
-        b = code["record"]
-        # This fails for a stream of another GPU, which then has no bound.
-        recorded = [b.load_atomic(event, "acquire", 8), stream]
-        self._call(b, record, ir.FunctionType(_I32, [_I64, _I64]), recorded)
-        b.branch(blocks["end"])
+        found = self._call(b, query, ir.FunctionType(_I32, [_I64]), [drain.args[0]])
+        b.cbranch(b.icmp_unsigned("==", found, ir.Constant(_I32, _NOT_READY)), blocks["look"], blocks["end"])
         code["end"].ret_void()
 
 
@@ -171,12 +157,11 @@ def address(function: Any) -> int:
 
 
 def gated(
-    originals: Mapping[int, str], cell: int, streams: tuple[int, ...] | None = None
+    originals: Mapping[int, str], cell: int, streams: tuple[int, int] | None = None
 ) -> tuple[dict[int, int], Any]:
     """C functions that wait at the gate whose words are at the address in `cell`, and then call the originals, which
     are given by address and name. Returns them by the originals' addresses, and an object that keeps them alive.
-    `streams`: the addresses of cuStreamIsCapturing, cuEventCreate, cuEventRecord and cuEventQuery, for waiting for
-    streams.
+    `streams`: the addresses of cuStreamIsCapturing and cuStreamQuery, for waiting for streams.
     """
     gate_code = _Gate(cell)
     if streams is not None:
