@@ -31,7 +31,7 @@ def configs(target: str, sliceable: bool) -> list[PassConfig]:
         chosen = [PassConfig(level, sliced) for level in (None, *LEVELS) for sliced in (False, True)]
         chosen += [PassConfig("count", sliced=True, also_notify=True), PassConfig("trace", also_notify=True)]
     else:
-        chosen = [PassConfig("count"), PassConfig("trace", sliced=True), PassConfig("notify", sliced=True)]
+        chosen = [PassConfig("count", also_notify=True), PassConfig("trace", sliced=True)]
     return chosen if sliceable else [replace(c, sliced=False) for c in chosen]
 
 
