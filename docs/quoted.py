@@ -14,6 +14,7 @@ import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -166,12 +167,20 @@ def unknown_kernels() -> dict[str, float]:
     return found
 
 
+def gate_speed() -> Any:
+    return stored("guest_speed")["one process"]
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "training.seeds": lambda: str(quoted_beside.requests()[0]),
     "training.requests": lambda: str(quoted_beside.requests()[1]),
     "load.hrrn-windows": lambda: f"{load('hrrn, batches, windows'):.1f}",
     "load.batcher": lambda: f"{load('dynamic batcher'):.1f}",
     "gate.added": lambda: f"{stored('gate_cost')['added_ns'][0]:.0f}",
+    "gate.speed": lambda: f"{100 * gate_speed()['gated_speed']:.0f}",
+    "gate.speed-low": lambda: f"{100 * gate_speed()['gated_speed_95'][0]:.0f}",
+    "gate.speed-high": lambda: f"{100 * gate_speed()['gated_speed_95'][1]:.0f}",
+    "gate.p99": lambda: f"{quoted_beside.gated_at_all():.2f}",
     "launch": lambda: f"{stored('launch_overhead')['pp.kernel, count']['ratio']:.2f}",
     "gap.short": lambda: f"{gap_us('before_ns'):.1f}",
     "gap.long": lambda: f"{gap_us('after_ns'):.1f}",
