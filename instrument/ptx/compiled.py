@@ -76,6 +76,8 @@ class Source:
 def _passed(ptx: str, config: PassConfig, name: str) -> str:
     """The result of the passes on a module, kept on disk, since parsing and printing PTX takes as long as compiling it.
     """
+    if not config.changes_anything:
+        return passes.apply(ptx, config, name)
     where = cache.digest("passes", config.key(), name, ptx)
     stored = cache.read(where)
     if stored is not None:

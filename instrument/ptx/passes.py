@@ -6,6 +6,8 @@ parameter where we launch, or through a pointer parameter that a foreign launche
 
 from __future__ import annotations
 
+import re
+
 from paellapy.instrument.errors import InstrumentError
 from paellapy.instrument.ptx.descriptor import DescriptorParam, descriptor_name
 from paellapy.instrument.ptx.exits import refuse_exit_in_functions
@@ -21,6 +23,8 @@ from paellapy.instrument.ptx.slice_pass import slice_entry
 
 def apply(ptx: str, config: PassConfig, entry: str | None = None) -> str:
     """The module's PTX with the passes applied to one entry (the only one, if not named)."""
+    if entry is not None and not config.changes_anything and _is_plain(ptx, entry):
+        return ptx
     module = Module.parse(ptx)
     function = module.entry(entry)
     if descriptor_name(function) in function.param_names() or "%paellapy" in str(function):
@@ -28,6 +32,12 @@ def apply(ptx: str, config: PassConfig, entry: str | None = None) -> str:
     if config.changes_anything:
         _edit(module, function, config)
     return str(module)
+
+
+def _is_plain(ptx: str, entry: str) -> bool:
+    """Whether a module has this entry and no trace of our passes: found in the text, without parsing it."""
+    there = re.search(rf"\.entry\s+{re.escape(entry)}(?![\w$])", ptx) is not None
+    return there and "%paellapy" not in ptx and f"{entry}_paellapy" not in ptx
 
 
 def _edit(module: Module, entry: Function, config: PassConfig) -> None:

@@ -31,7 +31,7 @@ def configs(target: str, sliceable: bool) -> list[PassConfig]:
         chosen = [PassConfig(level, sliced) for level in (None, *LEVELS) for sliced in (False, True)]
         chosen += [PassConfig("count", sliced=True, also_notify=True), PassConfig("trace", also_notify=True)]
     else:
-        chosen = [PassConfig("count", also_notify=True), PassConfig("trace", sliced=True)]
+        chosen = [PassConfig("count"), PassConfig("trace", sliced=True), PassConfig("notify", sliced=True)]
     return chosen if sliceable else [replace(c, sliced=False) for c in chosen]
 
 
@@ -121,6 +121,15 @@ def test_a_kernel_is_instrumented_once(first: PassConfig, second: PassConfig) ->
     once = apply("ret;", first, params="(.param .u64 x)")
     with pytest.raises(InstrumentError, match="'k' is already instrumented"):
         passes.apply(once, second)
+    with pytest.raises(InstrumentError, match="'k' is already instrumented"):
+        passes.apply(once, second, "k")
+
+
+def test_a_module_that_no_pass_changes_is_returned_as_it_is() -> None:
+    ptx = module(entry("ret;")) + "\n.file 1 \"paellapy/kernels.py\"\n"
+    assert passes.apply(ptx, PassConfig(), "k") is ptx
+    with pytest.raises(PtxError, match="nowhere"):
+        passes.apply(ptx, PassConfig(), "nowhere")
 
 
 def test_another_entry_of_the_same_module_can_be_instrumented_too() -> None:
