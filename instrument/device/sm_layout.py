@@ -23,6 +23,7 @@ PLACE_TREE = 3  # the fourth tree: SMs by load, for the footprint being placed
 GPU = np.dtype(
     [
         ("now_ns", "f8"),
+        ("next_ns", "f8"),  # when the next event happens, as `run` last found it
         ("clocks_at_ns", "f8"),  # when the pools' clocks were last advanced
         ("front_free_ns", "f8"),  # when the front end can take the next grid
         ("place_free_ns", "f8"),  # when the next block can be placed

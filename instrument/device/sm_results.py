@@ -36,7 +36,7 @@ class SmResults:
     @property
     def next_event_ns(self) -> float:
         """When the next event happens, if nothing else is submitted; infinite if there is none."""
-        return float(core.next_event(self._s))
+        return core.next_event(self._s)
 
     @property
     def last_handle(self) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from paellapy.instrument.device.sm_core import address_of_run, next_event, submit_again
+from paellapy.instrument.device.sm_core import address_of_run, submit_again
 from paellapy.instrument.device.sm_model import SmModel
 from paellapy.instrument.device.sm_program import Commands
 from paellapy.instrument.jit import compile_for
@@ -112,7 +112,6 @@ class VirtualThread:
         sm = self.sm.state
         compile_for(serve, state, sm, shared)
         loop["run"] = address_of_run()
-        compile_for(next_event, sm)
         compile_for(submit_again, sm.command, Commands(sm.command, sm.todo, sm.todo), 0, 0.0, 0)
         self.compiled.set()
         while not self._stopping:
