@@ -207,7 +207,9 @@ class EntryCompiler(compiler.CompilerBase):  # type: ignore[misc]
         was = gc.isenabled()
         gc.disable()
         try:
-            return super()._compile_core()
+            made = super()._compile_core()
+            made.fndesc.typemap = made.fndesc.calltypes = None  # as in Numba's cache: they refer to the whole function
+            return made
         finally:
             if was:
                 gc.enable()

@@ -22,6 +22,8 @@ from paellapy.instrument.jit_passes import EXTREMES, FACTS, is_extreme, signatur
 
 _operators: dict[Any, Any] = {}
 _implementations: dict[Any, Any] = {}
+_readers: dict[Any, Any] = {}
+_writers: dict[Any, Any] = {}
 _sizes: dict[str, int] = {}
 
 
@@ -37,8 +39,11 @@ def _extreme(better: Any, context: Any, builder: Any, asked: Any, args: Any, loc
 
 
 def _bind(context: Any) -> None:
-    """Lets the context of one function remember implementations and sizes."""
-    find, size = context.get_function, context.get_abi_sizeof
+    """Lets the context of one function remember implementations and sizes.
+
+    Numba looks for the attribute's own implementation before the general one, and writes an error for each it lacks.
+    """
+    find, size, read, write = context.get_function, context.get_abi_sizeof, context.get_getattr, context._setattrs
 
     def get_function(function: Any, signature: Any, _firstcall: bool = True) -> Any:
         if isinstance(function, types.Dispatcher):
@@ -57,7 +62,30 @@ def _bind(context: Any) -> None:
             _sizes[name] = size(kind)
         return _sizes[name]
 
+    def get_getattr(kind: Any, attribute: str) -> Any:
+        if not isinstance(kind, FACTS):
+            return read(kind, attribute)
+        asked = kind, attribute
+        if asked not in _readers:
+            _readers[asked] = read(kind, attribute)
+        return _readers[asked]
+
+    def get_setattr(attribute: str, signature: Any) -> Any:
+        asked = attribute, signature.args
+        if asked not in _writers:
+            known = [write[name] for name in (attribute, None) if name in write]
+            _writers[asked] = next(found for each in known if (found := _found(each, signature.args)))
+        return lambda builder, args: _writers[asked](context, builder, signature, args, attribute)
+
     context.get_function, context.get_abi_sizeof = get_function, get_abi_sizeof
+    context.get_getattr, context.get_setattr = get_getattr, get_setattr
+
+
+def _found(overloads: Any, kinds: Any) -> Any:
+    try:
+        return overloads.find(kinds)
+    except errors.NumbaNotImplementedError:
+        return None
 
 
 class _Lower(lowering.Lower):  # type: ignore[misc]

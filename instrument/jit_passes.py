@@ -62,7 +62,8 @@ class Typing:
         return found
 
     def resolve_function_type(self, function: Any, given: Any, named: Any) -> Any:
-        if named or type(function) is not types.Function or not all(isinstance(each, FACTS) for each in given):
+        plain = type(function) is types.Function or function is operator.getitem
+        if named or not plain or not all(isinstance(each, FACTS) for each in given):
             return self._context.resolve_function_type(function, given, named)
         return signature_of(self._context, function, given)
 

@@ -23,6 +23,7 @@ from paellapy.instrument.kernels.kernel import (
 )
 from paellapy.instrument.kernels.preempt import Prepared
 from paellapy.instrument.kernels.triton_arguments import TypeHandlers, launch_values
+from paellapy.instrument.kernels.triton_driver import stand_in
 from paellapy.instrument.kernels.triton_options import split_options
 from paellapy.instrument.kernels.triton_source import TritonSource, unwrap
 from paellapy.instrument.ptx.compiled import Compiled, Draft, Source
@@ -52,6 +53,7 @@ class TritonKernel(Kernel):
             )
         self.__doc__, self.__name__, self.__module__ = self.fn.__doc__, self.name, self.fn.__module__
         self.__qualname__ = self.fn.__qualname__
+        stand_in()
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the decorated function that are not ours: `params`, `src`, `cache_key`, …"""

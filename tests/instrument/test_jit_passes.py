@@ -108,3 +108,12 @@ def missing(x: int) -> Any:
 def test_an_error_names_the_cause_and_the_pass() -> None:
     with pytest.raises(numba.core.errors.TypingError, match=r"(?s)step: nopython frontend.*missing_attribute"):
         compiled(missing)(1)
+
+
+def test_a_compiled_function_keeps_no_types_of_its_variables() -> None:
+    entry: Any = compiled(both)
+    entry(1, 2.0, True)
+    for function in (entry, widen, branch):
+        for made in function.overloads.values():  # type: ignore[attr-defined]
+            assert made.fndesc.typemap is None
+            assert made.fndesc.calltypes is None
