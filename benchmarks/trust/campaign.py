@@ -95,7 +95,7 @@ async def inject(names: list[str], server: Served, prober: Prober, found: list[d
             await asyncio.sleep(0.1)
         await prober.quiet(QUIET_S, LONGEST_S)
         prober.failures.clear()
-        began = time.monotonic()
+        server.harmed_at = time.monotonic()
         entry: dict[str, Any] = {"fault": name, "what": FAULTS[name].__doc__, "standby": server.has_standby()}
         try:
             entry["seen"] = await asyncio.wait_for(FAULTS[name](server), LONGEST_S)
@@ -103,7 +103,7 @@ async def inject(names: list[str], server: Served, prober: Prober, found: list[d
             entry["seen"] = f"{type(e).__name__}: {e}"
         prober.begin_again()  # what it did may not show at once
         recovered = await prober.quiet(QUIET_S, LONGEST_S)
-        entry["recovery_s"] = round(max(0.0, prober.since - began), 2) if recovered else None
+        entry["recovery_s"] = round(max(0.0, prober.since - server.harmed_at), 2) if recovered else None
         entry["probes_failed"] = len(prober.failures)
         entry["first_failure"] = prober.failures[0] if prober.failures else None
         found.append(entry)
@@ -126,10 +126,11 @@ async def run(server: Served, args: argparse.Namespace, result: dict[str, Any], 
     wanted = [name for name in (FAULTS if args.faults == "all" else args.faults.split(",")) if name not in known]
     names = [] if args.faults == "none" else wanted
     faults = asyncio.create_task(inject(names, server, prober, result["faults"]))
-    began = time.monotonic()
+    began, seconds_before = time.monotonic(), result.get("seconds", 0.0)
 
     def note() -> None:
         result["load"] = counts.summary()
+        result["seconds"] = round(seconds_before + time.monotonic() - began, 1)
         result["server"] = {"memory_bytes": server.memory_bytes(), "descriptors": server.descriptors()}
         write()
 
@@ -146,15 +147,35 @@ async def run(server: Served, args: argparse.Namespace, result: dict[str, Any], 
 
 
 def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Counts of several servers together; each fault as the first of them saw it; the rest is the first one's."""
-    load: dict[str, Any] = {"requests": sum(each["load"]["requests"] for each in parts)}
+    """One stored file of several: all requests together, and each fault as the first file has it.
+
+    `servers` has an entry for each server, with its commit and seconds; a fault's `server` is a place in that list.
+    """
+    servers: list[dict[str, Any]] = []
+    faults: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        found = part["results"]
+        for each in found["faults"]:
+            faults.setdefault(each["fault"], {**each, "server": len(servers) + each.get("server", 0)})
+        servers += found.get("servers") or [_server(part)]
+    every = [part["results"]["load"] for part in parts]
+    load: dict[str, Any] = {"requests": sum(each["requests"] for each in every)}
     for key in ("outcomes", "kinds", "errors"):
-        load[key] = dict(sum((Counter(each["load"][key]) for each in parts), Counter()))
-    load["recent_latency_ms"] = parts[0]["load"]["recent_latency_ms"]
-    servers = [{**each["settings"], "faults": len(each["faults"])} for each in parts]
-    faults = {each["fault"]: each for part in reversed(parts) for each in part["faults"]}
+        load[key] = dict(sum((Counter(each[key]) for each in every), Counter()))
+    load["recent_latency_ms"] = every[0]["recent_latency_ms"]
     ordered = [faults[name] for name in FAULTS if name in faults]
-    return {**parts[0], "load": load, "faults": ordered, "servers": servers}
+    commits = ", ".join(dict.fromkeys(each["commit"] for each in servers))
+    on = {**parts[0]["on"], "commit": commits}
+    known = [each["seconds"] for each in servers]
+    seconds = None if None in known else sum(known)
+    return {"on": on, "results": {"load": load, "faults": ordered, "seconds": seconds, "servers": servers}}
+
+
+def _server(part: dict[str, Any]) -> dict[str, Any]:
+    """What is known of the one server of a file."""
+    found, on = part["results"], part["on"]
+    settings = {**found["settings"], "requests": found["load"]["requests"], "faults": len(found["faults"])}
+    return {**settings, "seconds": found.get("seconds"), "cpu": on["cpu"], "commit": on["commit"], "date": on["date"]}
 
 
 def main() -> None:
@@ -172,9 +193,10 @@ def main() -> None:
     parser.add_argument("--merge", type=Path, nargs="+")
     args = parser.parse_args()
     if args.merge:
-        print(
-            save(args.name, merged([json.loads(each.read_text())["results"] for each in args.merge]), folder=args.out)
-        )
+        document = merged([json.loads(each.read_text()) for each in args.merge])
+        path = (args.out or Path(__file__).parents[1] / "results") / f"{args.name}.json"
+        path.write_text(json.dumps(document, indent=1) + "\n")  # on what it was measured, not on this machine
+        print(path)
         return
     result: dict[str, Any] = {"load": {}, "faults": []}
     if args.resume is not None:

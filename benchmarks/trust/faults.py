@@ -8,6 +8,7 @@ import gzip
 import json
 import os
 import signal
+import time
 from collections.abc import Awaitable, Callable
 
 from load import exchange
@@ -50,7 +51,7 @@ def lookup(value: int, *headers: str) -> bytes:
 def kill(server: Served, name: str, number: signal.Signals = signal.SIGKILL) -> str:
     for pid in server.children().get(name, []):
         os.kill(pid, number)
-        return f"process {name} got {number.name}"
+        return f"process {pid}, {name}, got {number.name}"
     return f"there is no {name}"
 
 
@@ -74,9 +75,22 @@ async def engine_killed(server: Served) -> str:
 
 @fault
 async def engine_killed_twice(server: Served) -> str:
-    """kill -9 of the engine's process, and of the next one as it starts."""
+    """kill -9 of the engine's process, and half a second later of its successor."""
+    before = set(server.children().get("engine", []))
     first = kill(server, "engine")
     await asyncio.sleep(0.5)
+    while before & set(engines := server.children().get("engine", [])) or not engines:
+        await asyncio.sleep(0.01)
+    return f"{first}; {kill(server, 'engine')}"
+
+
+@fault
+async def engine_killed_without_standby(server: Served) -> str:
+    """kill -9 of the standby, and of the engine's process once the standby has gone."""
+    first = kill(server, "spare")
+    while server.children(ended=True).get("spare"):
+        await asyncio.sleep(0.01)
+    server.harmed_at = time.monotonic()  # the standby's end harms nobody
     return f"{first}; {kill(server, 'engine')}"
 
 

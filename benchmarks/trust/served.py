@@ -77,17 +77,23 @@ class Served:
     def __init__(self, process: subprocess.Popen[str], url: str, folder: Path, log: Path) -> None:
         self.process, self.url, self.folder, self.log = process, url, folder, log
         self.port = int(url.rpartition(":")[2])
+        self.harmed_at = 0.0  # when a fault began: recoveries are measured from here
 
     @property
     def config(self) -> Path:
         return self.folder / "trust.toml"
 
-    def children(self) -> dict[str, list[int]]:
-        """Process numbers by what they are: engine, work1, …"""
+    def children(self, ended: bool = False) -> dict[str, list[int]]:
+        """Process numbers by what they are: engine, work1, …
+
+        The system needs seconds to clean up after a process with a real GPU. Such a process has ended: it keeps its
+        name but has no command line any more. It counts only with `ended`.
+        """
         found: dict[str, list[int]] = {}
         for each in Path("/proc").iterdir():
             with contextlib.suppress(OSError, IndexError, ValueError):
-                if each.name.isdigit() and _parent(int(each.name)) == self.process.pid:
+                ours = each.name.isdigit() and _parent(int(each.name)) == self.process.pid
+                if ours and (ended or (each / "cmdline").read_bytes()):
                     name = (each / "comm").read_text().strip().removeprefix("paellapy-")
                     found.setdefault(name, []).append(int(each.name))
         return found

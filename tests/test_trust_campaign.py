@@ -1,0 +1,62 @@
+"""The campaign of faults harms the process that it names, and counts every server that it ran."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks" / "trust"))
+
+import campaign
+import faults
+import served
+
+
+def test_a_process_that_has_ended_gets_no_signal(tmp_path: Path) -> None:
+    """With a real GPU, the system needs seconds to clean up after it."""
+    this: Any = SimpleNamespace(pid=os.getpid())
+    server = served.Served(this, "http://127.0.0.1:1", tmp_path, tmp_path / "log")
+    with subprocess.Popen(["sleep", "600"]) as process:
+        while process.pid not in server.children().get("sleep", []):  # until it has its own name
+            time.sleep(0.01)
+        assert str(process.pid) in faults.kill(server, "sleep")
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # ended, and not yet cleaned up
+        assert process.pid not in server.children().get("sleep", [])
+        assert process.pid in server.children(ended=True)["sleep"]
+        assert str(process.pid) not in faults.kill(server, "sleep")
+
+
+def part(commit: str, seconds: float, requests: int, recoveries: dict[str, float]) -> dict[str, Any]:
+    load = {"requests": requests, "outcomes": {"right": requests}, "kinds": {}, "errors": {}, "recent_latency_ms": {}}
+    found = [{"fault": name, "recovery_s": s} for name, s in recoveries.items()]
+    on = {"cpu": "some", "commit": commit, "date": "2026-11-17"}
+    return {"on": on, "results": {"load": load, "faults": found, "settings": {"cores": 2}, "seconds": seconds}}
+
+
+def test_merged_campaigns_say_what_each_server_did() -> None:
+    first = part("a", 5.0, 10, {"engine-killed": 0.1})
+    second = part("b", 7.0, 30, {"engine-killed": 9.0, "worker-killed": 0.2})
+    third = part("c", 1.0, 2, {"engine-stops": 0.3})
+    for found in (
+        campaign.merged([first, second, third]),
+        campaign.merged([campaign.merged([first, second]), third]),
+        campaign.merged([first, campaign.merged([second, third])]),
+    ):
+        results = found["results"]
+        assert found["on"]["commit"] == "a, b, c"
+        assert results["load"]["requests"] == results["load"]["outcomes"]["right"] == 42
+        assert [(each["commit"], each["seconds"], each["requests"]) for each in results["servers"]] == [
+            ("a", 5.0, 10),
+            ("b", 7.0, 30),
+            ("c", 1.0, 2),
+        ]
+        recoveries = {each["fault"]: (each["recovery_s"], each["server"]) for each in results["faults"]}
+        assert recoveries == {"worker-killed": (0.2, 1), "engine-killed": (0.1, 0), "engine-stops": (0.3, 2)}
+        assert results["seconds"] == pytest.approx(13.0)
