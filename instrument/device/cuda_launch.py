@@ -17,11 +17,12 @@ from paellapy.instrument.device.driver import check, driver, fail, library
 from paellapy.instrument.device.parts import SmLimits
 from paellapy.instrument.device.preemption import Blocks, Work
 from paellapy.instrument.device.range_events import EventLayout
-from paellapy.instrument.errors import ArgumentError, LaunchError
+from paellapy.instrument.errors import ArgumentError
 from paellapy.instrument.markers import Ranges, Sites
 from paellapy.instrument.ptx.compiled import Compiled, Source
 from paellapy.instrument.ptx.pass_config import PassConfig
 from paellapy.instrument.records import DESCRIPTOR, MAGIC, field_offset
+from paellapy.instrument.triton_errors import out_of_resources
 
 _INVALID_CONTEXT = 201
 _DEFAULT_SHARED_LIMIT = 48 * 1024
@@ -115,11 +116,12 @@ class CudaLauncher(Launcher):
     def _allow_shared(self, nbytes: int) -> None:
         total = nbytes + self.compiled.code.static_shared_bytes
         if total > self.device.limits.shared_bytes_per_block:
-            raise LaunchError(
+            most = self.device.limits.shared_bytes_per_block
+            raise out_of_resources(
                 f"kernel {self.compiled.name!r} needs {total} bytes of shared memory per block; "
-                f"{self.device.title} has {self.device.limits.shared_bytes_per_block}. "
-                "Use smaller tiles or fewer stages."
-            )
+                f"{self.device.title} has {most}. Use smaller tiles or fewer stages.",
+                "shared memory", total, most,
+            )  # fmt: skip
         if nbytes > _DEFAULT_SHARED_LIMIT:
             cu = driver()
             attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

@@ -7,6 +7,7 @@ from typing import Literal
 
 from paellapy.instrument.device.parts import WARP, Part, SmLimits
 from paellapy.instrument.errors import LaunchError
+from paellapy.instrument.triton_errors import out_of_resources
 
 Limiter = Literal["registers", "shared memory", "threads", "blocks"]
 
@@ -50,25 +51,31 @@ def footprint(limits: SmLimits, threads: int, registers: int, shared_bytes: int)
     Footprint(warps=4, threads=128, registers=5460, shared_bytes=1152)
     """
     if not 1 <= threads <= limits.threads_per_block:
-        raise LaunchError(f"a block of {threads} threads: this GPU allows 1 to {limits.threads_per_block} per block")
+        raise out_of_resources(
+            f"a block of {threads} threads: this GPU allows 1 to {limits.threads_per_block} per block",
+            "threads", threads, limits.threads_per_block,
+        )  # fmt: skip
     if not 0 <= registers <= limits.registers_per_thread:
-        raise LaunchError(
-            f"{registers} registers per thread: this GPU allows 0 to {limits.registers_per_thread}; set maxnreg"
-        )
+        raise out_of_resources(
+            f"{registers} registers per thread: this GPU allows 0 to {limits.registers_per_thread}; set maxnreg",
+            "registers", registers, limits.registers_per_thread,
+        )  # fmt: skip
     if not 0 <= shared_bytes <= limits.shared_bytes_per_block:
-        raise LaunchError(
+        raise out_of_resources(
             f"{shared_bytes} bytes of shared memory per block: this GPU allows at most "
-            f"{limits.shared_bytes_per_block}; use smaller tiles"
-        )
+            f"{limits.shared_bytes_per_block}; use smaller tiles",
+            "shared memory", shared_bytes, limits.shared_bytes_per_block,
+        )  # fmt: skip
     warps = -(-threads // WARP)
     per_warp = _round_up(registers * WARP, limits.register_granularity)
     # The hardware's launch check assumes that every partition holds as many warps as the fullest one.
     assumed = per_warp * _round_up(warps, limits.partitions)
     if assumed > limits.registers_per_block:
-        raise LaunchError(
+        raise out_of_resources(
             f"a block of {warps} warps with {registers} registers per thread needs {assumed} registers: this GPU has "
-            f"{limits.registers_per_block} per block; use fewer threads or compile with maxnreg"
-        )
+            f"{limits.registers_per_block} per block; use fewer threads or compile with maxnreg",
+            "registers", assumed, limits.registers_per_block,
+        )  # fmt: skip
     return Footprint(
         warps=warps,
         threads=warps * WARP,

@@ -112,7 +112,8 @@ class VirtualLauncher(Launcher):
         try:
             occupancy(self.device.part, made.source.threads, made.registers, made.shared_bytes, made.source.cluster)
         except LaunchError as error:
-            raise LaunchError(f"kernel {self.name!r}: {error}") from None
+            error.args = (f"kernel {self.name!r}: {error}",)
+            raise error from None
         return made
 
     @functools.cached_property

@@ -30,6 +30,7 @@ from paellapy.instrument.kernels.ranges import has_ranges, marking
 from paellapy.instrument.kernels.triton_arguments import constant_key, generate_binder, struct_codes
 from paellapy.instrument.kernels.triton_stages import Stage, Translated, translate
 from paellapy.instrument.ptx.compiled import Draft, Source
+from paellapy.instrument.triton_errors import also
 
 TRITON_VERSION = tuple(int(re.sub(r"\D.*", "", part) or 0) for part in triton.__version__.split(".")[:2])
 # Our own kernels are compiled plain even while torch_hook instruments all others; this thread then sets a flag here.
@@ -156,25 +157,14 @@ class TritonSource:
             with marking(work.marked):
                 return translate(source, work.arch, work.options, last, "ranges" if work.marked else "")
         except CompilationError as e:
-            raise _refused(f"kernel {self.name!r} does not compile:\n{e}", e) from e.__cause__
+            refused = CompileError(f"kernel {self.name!r} does not compile:\n{e}")
+            raise also(refused, type(e), **e.__dict__) from e.__cause__
         except Exception as e:  # any error of Triton's passes
             raise CompileError(
                 f"kernel {self.name!r} does not compile for sm_{work.arch} with {work.options}:\n{e}"
             ) from e
         finally:
             compiling.plain = False
-
-
-def _refused(message: str, error: CompilationError) -> CompileError:
-    """A CompileError that is also of Triton's own class, for callers that catch that one."""
-
-    def reduce(self: CompileError) -> tuple[type[CompileError], tuple[Any, ...]]:
-        return CompileError, self.args  # for pickle, which cannot find a class made at run time
-
-    body = {"__init__": Exception.__init__, "__str__": Exception.__str__, "__reduce__": reduce}
-    made: CompileError = type("CompileError", (CompileError, type(error)), body)(message)
-    made.__dict__.update(error.__dict__)
-    return made
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from paellapy.instrument import cache
 from paellapy.instrument.errors import PtxError
+from paellapy.instrument.triton_errors import also
 
 _RESOURCES = re.compile(
     r"Function properties for (?P<name>[\w$]+)\s*\n"
@@ -132,7 +133,7 @@ def _run(tool: Ptxas, ptx: str, arch: str, entry: str, options: tuple[str, ...])
             ) from None
         log = done.stderr + done.stdout
         if done.returncode:
-            raise PtxError(f"ptxas {tool.release[0]}.{tool.release[1]} refused kernel {entry!r} for {arch}:\n{log}")
+            raise _refused(f"ptxas {tool.release[0]}.{tool.release[1]} refused kernel {entry!r} for {arch}:\n{log}")
         for found in _RESOURCES.finditer(log):
             if found["name"] == entry:
                 shared = re.search(r"(\d+) bytes smem", found["rest"])
@@ -144,3 +145,9 @@ def _run(tool: Ptxas, ptx: str, arch: str, entry: str, options: tuple[str, ...])
                     stack_bytes=int(found["stack"]),
                 )
     raise PtxError(f"the output of ptxas does not list the resources of kernel {entry!r}:\n{log}")
+
+
+def _refused(message: str) -> PtxError:
+    from triton.runtime.errors import PTXASError
+
+    return also(PtxError(message), PTXASError, error_message=message)

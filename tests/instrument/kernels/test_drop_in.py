@@ -260,6 +260,36 @@ def test_autotune_and_heuristics_above_the_decorator(n: int):
     assert torch.equal(out, x + x)
 
 
+@triton.jit
+def square(x, out, n, B: tl.constexpr):
+    i = tl.arange(0, B)
+    total = tl.zeros((B, B), tl.float32)
+    for k in range(0, n, B):
+        left, right = tl.load(x + i[:, None] * n + k + i), tl.load(x + (k + i[:, None]) * n + i)
+        total = tl.dot(left, right, total)
+    tl.store(out + i[:, None] * n + i, total)
+
+
+@pytest.mark.parametrize("above", [False, True], ids=["below the decorator", "above the decorator"])
+def test_an_autotuner_passes_over_a_configuration_that_fits_on_no_sm(above: bool):
+    tune = triton.autotune([triton.Config({"B": 128}, num_stages=4), triton.Config({"B": 16}, num_stages=2)], ["n"])
+    kernel = tune(pp.kernel(square)) if above else pp.kernel(tune(square))
+    x, out = torch.eye(256), torch.zeros(256, 256)
+    kernel[1,](x, out, 256)
+    assert kernel.best_config.kwargs == {"B": 16}
+    assert torch.equal(out[:16, :16], torch.eye(16))
+
+
+def test_a_block_that_fits_on_no_sm_raises_tritons_kind_of_error_too(device: Any):
+    x = torch.eye(256)
+    pp.kernel(square)[1,](x, torch.zeros(256, 256), 256, B=128, num_stages=4)
+    with pytest.raises(triton.OutOfResources, match="'square'") as caught:
+        device.synchronize()
+    assert isinstance(caught.value, LaunchError)
+    assert caught.value.required > caught.value.limit == 232448
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
 def _has_gpu() -> bool:
     return bool(torch.cuda.is_available())
 
