@@ -25,6 +25,7 @@ class MovingBench(Bench):
         self.brought: list[int] = []
         self.evicted: list[int] = []
         self.broken: set[int] = set()  # models that cannot be brought
+        self.stuck: set[int] = set()  # models that cannot leave
         self.words = np.zeros((LIMITS.models, 16), np.uint64)
         self.head = 0
         self._about = models
@@ -62,7 +63,7 @@ class MovingBench(Bench):
         return bool(lanes)
 
     def take_orders(self, used: dict[int, bool]) -> None:
-        s = self.state
+        s, unfreed = self.state, False
         while self.head < int(s.move_ring[codes.MOVE_TAIL, 0]):
             cell = s.move[self.head % len(s.move)]
             m = int(cell["model"])
@@ -70,10 +71,13 @@ class MovingBench(Bench):
             if cell["kind"] == codes.EVICT:
                 assert not self.uses(m), "weights were taken from under what runs"
                 assert self.keep[m] != codes.STAYS
+                if m in self.stuck:
+                    s.moved[m, 0], unfreed = codes.BROKEN, True
+                    continue
                 del self.on_gpu[m]
                 self.evicted.append(m)
                 s.moved[m, 0] = codes.GONE
-            elif m in self.broken:
+            elif m in self.broken or unfreed:
                 s.moved[m, 0] = codes.BROKEN
             else:
                 assert m not in self.on_gpu

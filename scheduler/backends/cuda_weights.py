@@ -68,16 +68,19 @@ class CudaPages:
 
     def map(self, address: int, nbytes: int) -> Any:
         """Maps memory behind these addresses; returns its handle."""
-        cu = self._cu
         handle = self._take(nbytes)
         try:
-            check(cu.cuMemMap(address, nbytes, 0, handle, 0), "mapping weights")
-            check(cu.cuMemSetAccess(address, nbytes, [self._access], 1), "opening mapped weights")
+            self.open(address, nbytes, handle)
         except BaseException:
-            cu.cuMemUnmap(address, nbytes)
+            self._cu.cuMemUnmap(address, nbytes)
             self.give(handle, nbytes)
             raise
         return handle
+
+    def open(self, address: int, nbytes: int, handle: Any) -> None:
+        """Maps the memory of this handle behind these addresses, with the bytes it has."""
+        check(self._cu.cuMemMap(address, nbytes, 0, handle, 0), "mapping weights")
+        check(self._cu.cuMemSetAccess(address, nbytes, [self._access], 1), "opening mapped weights")
 
     def _take(self, nbytes: int) -> Any:
         handle = self._kept(nbytes) if self._free.get(nbytes) else self._create(nbytes)
@@ -137,8 +140,9 @@ class CudaWeights(WeightRange):
         self._pinned = PinnedBlock(device, 8 * self.chunks)
         self.words = self._pinned.host[: 8 * self.chunks].view(np.uint64)
         self.words[:] = 0
-        self.address = int(check(cu.cuMemAddressReserve(self.held_bytes, 0, 0, 0), "reserving addresses"))
+        self.address = 0
         try:
+            self.address = int(check(cu.cuMemAddressReserve(self.held_bytes, 0, 0, 0), "reserving addresses"))
             for k in range(self.chunks):
                 self._map(k)
         except BaseException:
@@ -177,11 +181,17 @@ class CudaWeights(WeightRange):
 
     def evict(self) -> None:
         self._device.activate()
-        at = self.address
+        done = 0
+        try:
+            for k, (_, nbytes) in enumerate(self._mapped):
+                check(driver().cuMemUnmap(self.address + k * self.chunk_bytes, nbytes), "unmapping weights")
+                done += 1
+        except PaellaError:  # all weights are there, or none: memory keeps its bytes while it is not mapped
+            for k, (handle, nbytes) in enumerate(self._mapped[:done]):
+                self._pages.open(self.address + k * self.chunk_bytes, nbytes, handle)
+            raise
         for handle, nbytes in self._mapped:
-            check(driver().cuMemUnmap(at, nbytes), "unmapping weights")
             self._pages.give(handle, nbytes)
-            at += nbytes
         self._mapped.clear()
         self.there = False
 
@@ -222,5 +232,5 @@ class CudaWeights(WeightRange):
             self.evict()
             check(driver().cuMemAddressFree(self.address, self.held_bytes), "giving addresses back")
             self.address = 0
-            self.words = np.zeros(0, np.uint64)
-            self._pinned.free()
+        self.words = np.zeros(0, np.uint64)
+        self._pinned.free()

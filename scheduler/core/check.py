@@ -54,7 +54,7 @@ def _check_weights(s: State) -> None:
     if not r["managed"]:
         return
     held = int(w["bytes"][(w["stage"] == COMING) | (w["stage"] == HERE)].sum())
-    held += int(r["load_bytes"]) if r["load_granted"] else 0
+    held += int(r["load_bytes"]) if r["load_granted"] > 0 else 0
     require(held == r["held_bytes"], "weights are miscounted", held, r["held_bytes"])
     require(held <= r["budget_bytes"], "the weights on the GPU exceed the budget", held, r["budget_bytes"])
     for name, stage in (("coming", COMING), ("leaving", LEAVING)):

@@ -54,7 +54,7 @@ LATER, WANTED, GIVEN_UP = range(3)
 OUT, COMING, HERE, LEAVING = range(4)
 AUTO, STAYS, GOES = range(3)  # weights.keep: on demand; always on the GPU; only while requests wait or run
 BRING, EVICT = range(2)  # move.kind
-GONE, BROKEN = 1, 2  # State.moved, by the mover: an order to evict was carried out; an order to bring failed
+GONE, BROKEN = 1, 2  # State.moved, by the mover: an order to evict was carried out; an order failed
 MOVE_TAIL, MOVE_HEAD = range(2)  # State.move_ring
 
 # State.copy_ring: rows as in State.ring; the bell is set while the copier sleeps

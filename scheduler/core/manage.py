@@ -10,7 +10,8 @@ import numpy as np
 
 from paellapy.instrument.jit import address_of
 from paellapy.scheduler.core.codes import AUTO, FILLING, GOES, OUT, STAYS
-from paellapy.scheduler.core.residency import look_at_moves, order_moves
+from paellapy.scheduler.core.moves import look_at_moves
+from paellapy.scheduler.core.residency import order_moves
 from paellapy.scheduler.core.state import State
 
 KEEP: dict[Any, int] = {"auto": AUTO, True: STAYS, False: GOES}  # by the users' values

@@ -23,13 +23,14 @@ RESIDENCY = np.dtype(
         ("load_bytes", "i8"),  # size of the weights of a model that is to be loaded
         ("load_priority", "i8"),
         ("load_since_ns", "f8"),  # when the load began to wait; 0: not yet
-        ("load_granted", "i8"),  # 1: the load has its memory
+        ("load_granted", "i8"),  # 1: the load has its memory; NONE: it gets none, because weights could not leave
+        ("stuck_before", "i8"),  # orders with lower numbers may count on memory that an eviction did not free
         # counters
         ("brought", "i8"),
         ("brought_bytes", "i8"),
         ("evicted", "i8"),
         ("evicted_bytes", "i8"),
-        ("failed", "i8"),
+        ("failed", "i8"),  # orders
         ("reload_ns", "f8"),  # total time from the order to the last chunk
     ],
     align=True,
@@ -63,6 +64,7 @@ WEIGHTS = np.dtype(
         ("misses", "i8"),  # requests that did not
         ("brought", "i8"),
         ("evicted", "i8"),
+        ("stuck", "i8"),  # evictions that failed
         ("reload_ns", "f8"),
     ],
     align=True,

@@ -154,4 +154,4 @@ def wanting(s: State, m: int) -> int:
 def moves_under_way(s: State) -> bool:
     """Whether the core has to look again soon, even if no request is live."""
     r = s.residency[0]
-    return bool(r.managed > 0 and (r.coming + r.leaving > 0 or r.load_bytes > r.load_granted * r.load_bytes))
+    return bool(r.managed > 0 and (r.coming + r.leaving > 0 or (r.load_bytes > 0 and r.load_granted == 0)))

@@ -22,7 +22,9 @@ class Budget:
     ) -> None:
         self._state, self.nbytes, self._in_loop, self._check = state, nbytes, in_loop, check
         self.taken: dict[str, int] = {}  # bytes that models hold permanently: lanes, and weights while they are loaded
+        self.lost_bytes = 0  # of unloaded models whose memory could not be freed
         self.placing = 0  # bytes of the weights that are being loaded
+        self.why_stuck: Callable[[], str] = str  # says why the latest eviction failed
 
     def claim(self, name: str, nbytes: int, priority: int, what: str, alone: bool = False) -> None:
         """Takes memory out of the budget permanently, evicting models if needed; MemoryPlanError if that fails."""
@@ -45,10 +47,16 @@ class Budget:
             r["held_bytes"] -= nbytes
             r["load_bytes"] = r["load_granted"] = 0
 
+        def drop() -> None:
+            r["load_bytes"] = r["load_granted"] = 0
+
         self._in_loop(ask)
         while not r["load_granted"]:
             self._check()
             time.sleep(LOOK_S)
+        if r["load_granted"] == codes.NONE:
+            self._in_loop(drop)
+            raise MemoryPlanError(f"{what} of {readable_bytes(nbytes)} get no memory: {self.why_stuck()}")
         self._in_loop(take)
         self.taken[name] = self.taken.get(name, 0) + nbytes
 
@@ -73,7 +81,7 @@ class Budget:
         loaded = m["state"] != codes.ABSENT
         stays = loaded & ((w["keep"] == codes.STAYS) | (m["priority"] > priority))
         largest = 0 if alone else max([*w["bytes"][loaded & ~stays].tolist(), self.placing])
-        return self.lane_bytes + int(w["bytes"][stays].sum()) + largest
+        return self.lane_bytes + self.lost_bytes + int(w["bytes"][stays].sum()) + largest
 
     @property
     def lane_bytes(self) -> int:

@@ -157,9 +157,9 @@ class Loader:
         if loaded.spare is not None:
             loaded.spare.memory.free()
         loaded.weights.clear()
+        self.memory.release(loaded.model.name)
         if self.residents is not None:
             self.residents.forget(loaded.model.name, loaded.range)
-        self.memory.release(loaded.model.name)
 
     def _free(self, lanes: list[Lane], made: list[list[Launches]]) -> None:
         """Frees the launches first, because they write to the lanes' memory."""

@@ -98,8 +98,8 @@ class Loading(Governed):
 
     def _forget(self, loaded: LoadedModel) -> None:
         self._later.forget(loaded)
-        self._loader.unload(loaded)
         del self._by_row[loaded.row]
+        self._loader.unload(loaded)
 
     def prefetch(self, name: str) -> None:
         """Brings a model's weights to the GPU although no request needs them yet; returns when they are there."""

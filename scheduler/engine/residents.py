@@ -14,16 +14,18 @@ from typing import Any
 
 import numpy as np
 
+from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.backends.base import Backend
 from paellapy.scheduler.backends.launches import LoadedModel
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.errors import MemoryPlanError, ModelError
+from paellapy.scheduler.core.errors import MemoryPlanError, ModelError, WeightsError
 from paellapy.scheduler.core.install import remove
-from paellapy.scheduler.core.manage import KEEP, hit_rate, keep_berth, manage, open_berth, weights_state
+from paellapy.scheduler.core.manage import KEEP, keep_berth, manage, open_berth, weights_state
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.engine.budget import LOOK_S, SHARED, Budget
 from paellapy.scheduler.engine.mover import Mover
 from paellapy.scheduler.engine.needs import Trials
+from paellapy.scheduler.engine.weights_account import weights_account
 from paellapy.scheduler.models.berths import Berth, Berths
 from paellapy.scheduler.models.host_store import HostStore
 from paellapy.scheduler.models.model import Model
@@ -67,6 +69,7 @@ class Residents:
 
     def start(self, ring: Callable[[], None]) -> None:
         self.mover = Mover(self.state, self._bring, self._evict, ring)
+        self.budget.why_stuck = lambda: str(self.mover.last_stuck)
 
     # -- called by the mover
 
@@ -88,7 +91,12 @@ class Residents:
     def _evict(self, row: int) -> None:
         loaded = self._rows[row]
         assert loaded.range is not None
-        loaded.range.evict()
+        try:
+            loaded.range.evict()
+        except Exception as e:
+            raise WeightsError(
+                f"the weights of model {loaded.model.name!r} could not leave the GPU and are still there: {e}"
+            ) from e
 
     # -- loading
 
@@ -158,10 +166,18 @@ class Residents:
         """Frees everything of a model that is not, or no longer, in the core."""
         self.budget.placing = 0
         self.berths.leave(name)
-        if found is not None:
-            found.free()
-        with self._lock:
-            self.store.drop(name)
+        try:
+            if found is not None:
+                found.free()
+        except PaellaError as e:
+            self.budget.lost_bytes += self.budget.taken.pop(name, 0)
+            raise WeightsError(
+                f"model {name!r} is unloaded, but the GPU memory of its weights could not be freed and stays counted "
+                f"in memory_bytes: {e}"
+            ) from e
+        finally:
+            with self._lock:
+                self.store.drop(name)
         if name in self.budget.taken:
             self.budget.give(name)
 
@@ -239,34 +255,7 @@ class Residents:
 
     def account(self) -> dict[str, Any]:
         """The core's and the store's figures for every model."""
-        r, w, starts = self.state.residency[0], self.state.weights, self.state.segment["chunks"][:, 0, 0]
-        models = {}
-        for row, loaded in list(self._rows.items()):
-            one = w[row]
-            models[loaded.model.name] = {
-                "state": self.state_of(row),
-                "resident": loaded.model.resident,
-                "weights_on_gpu_bytes": int(one["bytes"]) if one["stage"] in (codes.COMING, codes.HERE) else 0,
-                "starts_with_bytes": min(int(one["bytes"]), int(starts[row]) * int(one["chunk_bytes"])),
-                "hits": int(one["hits"]),
-                "misses": int(one["misses"]),
-                "brought": int(one["brought"]),
-                "evicted": int(one["evicted"]),
-                "reload_s": float(one["reload_ns"]) * 1e-9,
-            }
-        return {
-            "host_budget_bytes": self.store.budget_bytes,
-            "host_bytes": self.store.held_bytes,
-            "file_bytes": self.store.file_bytes,
-            "hit_rate": hit_rate(self.state),
-            "brought": int(r["brought"]),
-            "brought_bytes": int(r["brought_bytes"]),
-            "evicted": int(r["evicted"]),
-            "evicted_bytes": int(r["evicted_bytes"]),
-            "failed": int(r["failed"]),
-            "reload_s": float(r["reload_ns"]) * 1e-9,
-            "models": models,
-        }
+        return weights_account(self.state, {row: each.model for row, each in list(self._rows.items())}, self.store)
 
     # -- by hand
 
@@ -284,13 +273,16 @@ class Residents:
             raise ModelError("the weights of a model with resident=True cannot be evicted: unload the model instead")
         # counted, because the weights may move again before this thread looks
         counter = "brought" if wanted else "evicted"
-        before = int(w[counter])
+        before, stuck = int(w[counter]), int(w["stuck"])
+        self.mover.errors.pop(row, None)  # of an earlier order
         self._in_loop(flag)
         end = time.monotonic() + ORDER_S
         while w["stage"] != aim and w[counter] == before:
             self._check()
             if row in self.mover.errors and w["stage"] == codes.OUT:
                 raise self.mover.errors[row]
+            if not wanted and w["stuck"] != stuck:
+                raise self.mover.stuck[row]
             if time.monotonic() > end:
                 raise MemoryPlanError(
                     f"the weights did not move within {ORDER_S:.0f} s: models in use or of higher priority hold all "

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import random
+from enum import IntEnum
 from types import SimpleNamespace
 
+import numpy as np
+import pytest
+
+from paellapy.instrument.device import driver as device_driver
+from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.backends import cuda_weights
-from paellapy.scheduler.backends.cuda_weights import CudaPages
+from paellapy.scheduler.backends.cuda_weights import CudaPages, CudaWeights
+from paellapy.scheduler.core.errors import MemoryPlanError
+from paellapy.scheduler.models.weight_range import Layout
 
 MIB = 1 << 20
+BASE = 1 << 40
 
 
 class Driver:
-    """Physical memory by handle."""
+    """Physical memory by handle, mapped addresses, and blocks of pinned memory. Calls named in `failing` fail."""
 
     CUmemAllocationProp = staticmethod(lambda: SimpleNamespace(location=SimpleNamespace()))
     CUmemAccessDesc = CUmemAllocationProp
@@ -20,15 +29,58 @@ class Driver:
     CUmemLocationType = SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE=1)
     CUmemAllocationGranularity_flags = SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_MINIMUM=0)
     CUmemAccess_flags = SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE=3)
-    CUresult = SimpleNamespace(CUDA_ERROR_OUT_OF_MEMORY=2)
+
+    class CUresult(IntEnum):
+        CUDA_ERROR_INVALID_VALUE = 1
+        CUDA_ERROR_OUT_OF_MEMORY = 2
+
+    cuGetErrorString = staticmethod(lambda code: (0, b""))
 
     def __init__(self):
         self.there, self.created = {}, 0
+        self.mapped, self.pinned, self.failing = {}, {}, {}  # failing: name of a call → number of calls that succeed
+        self.total = 1 << 40
+
+    def status(self, name):
+        left = self.failing.get(name, 1)
+        self.failing.update({name: left - 1} if name in self.failing else {})
+        return 0 if left > 0 else 1
+
+    def cuMemGetInfo(self):
+        return 0, self.total - sum(self.there.values()), self.total
+
+    def cuMemHostAlloc(self, nbytes, flags):
+        block = np.zeros(nbytes, np.uint8)
+        self.pinned[block.ctypes.data] = block
+        return 0, block.ctypes.data
+
+    def cuMemFreeHost(self, at):
+        del self.pinned[at]
+
+    def cuMemAddressReserve(self, *_):
+        return self.status("cuMemAddressReserve"), BASE
+
+    def cuMemAddressFree(self, *_):
+        return (0,)
+
+    def cuMemcpyHtoDAsync(self, *_):
+        return (0,)
+
+    def cuStreamWriteValue64(self, stream, word, value, flags):
+        return (0,)
+
+    def cuMemUnmap(self, address, nbytes):
+        status = self.status("cuMemUnmap")
+        if status == 0:
+            del self.mapped[address]
+        return (status,)
 
     def cuMemGetAllocationGranularity(self, about, flags):
         return 0, 2 * MIB
 
     def cuMemCreate(self, nbytes, about, flags):
+        if sum(self.there.values()) + nbytes > self.total:
+            return 2, None
         self.created += 1
         self.there[self.created] = nbytes
         return 0, self.created
@@ -37,16 +89,79 @@ class Driver:
         del self.there[handle]
         return (0,)
 
-    def cuMemMap(self, *_):
+    def cuMemMap(self, address, nbytes, offset, handle, flags):
+        self.mapped[address] = handle
         return (0,)
 
-    cuMemSetAccess = cuMemMap
+    def cuMemSetAccess(self, *_):
+        return (0,)
 
 
-def test_a_day_of_models_of_all_sizes_holds_no_more_than_the_limit(monkeypatch):
+DEVICE = SimpleNamespace(activate=lambda: None, index=0)
+
+
+@pytest.fixture
+def cu(monkeypatch):
     driver = Driver()
-    monkeypatch.setattr(cuda_weights, "driver", lambda: driver)
-    pages = CudaPages(SimpleNamespace(activate=lambda: None, index=0), 1000 * MIB)
+    for each in (cuda_weights, device_driver):
+        monkeypatch.setattr(each, "driver", lambda: driver)
+    return driver
+
+
+def weights_of(pages, chunks=3):
+    stream = SimpleNamespace(handle=0, synchronize=lambda: None)
+    return CudaWeights(DEVICE, Layout([chunks * 4 * MIB]), 4 * MIB, pages, stream)
+
+
+def test_an_eviction_that_fails_halfway_leaves_all_weights_where_they_were(cu):
+    pages = CudaPages(DEVICE, 1000 * MIB)
+    weights = weights_of(pages)
+    before = dict(cu.mapped)
+    cu.failing["cuMemUnmap"] = 1
+    with pytest.raises(PaellaError, match="unmapping"):
+        weights.evict()
+    assert cu.mapped == before
+    assert weights.there
+    assert (pages.used_bytes, pages.kept_bytes) == (12 * MIB, 0)
+    del cu.failing["cuMemUnmap"]
+    weights.evict()
+    assert (cu.mapped, pages.used_bytes, pages.kept_bytes) == ({}, 0, 12 * MIB)
+
+
+def test_memory_that_others_took_is_named_and_nothing_stays_mapped(cu):
+    pages = CudaPages(DEVICE, 1000 * MIB)
+    weights = weights_of(pages)
+    weights.evict()
+    pages.trim()
+    cu.there["another process"], cu.total = 100 * MIB, 105 * MIB  # room for one chunk
+    with pytest.raises(MemoryPlanError, match=r"5\.0 MiB|1\.0 MiB"):
+        weights.bring(np.zeros(12 * MIB, np.uint8))
+    assert (cu.mapped, pages.used_bytes) == ({}, 0)
+    assert not weights.there
+    del cu.there["another process"]
+    weights.bring(np.zeros(12 * MIB, np.uint8))
+    assert weights.there
+    assert len(cu.mapped) == 3
+
+
+def test_memory_kept_in_other_sizes_is_released_before_a_failure(cu):
+    pages = CudaPages(DEVICE, 1000 * MIB)
+    handle = pages.map(BASE, 2 * MIB)
+    pages.give(handle, 2 * MIB)
+    cu.total = 4 * MIB
+    pages.map(BASE, 4 * MIB)
+    assert (pages.used_bytes, pages.kept_bytes) == (4 * MIB, 0)
+
+
+def test_addresses_that_cannot_be_reserved_leave_no_pinned_memory(cu):
+    cu.failing["cuMemAddressReserve"] = 0
+    with pytest.raises(PaellaError, match="reserving"):
+        weights_of(CudaPages(DEVICE, 1000 * MIB))
+    assert cu.pinned == {}
+
+
+def test_a_day_of_models_of_all_sizes_holds_no_more_than_the_limit(cu):
+    driver, pages = cu, CudaPages(DEVICE, 1000 * MIB)
     pick, models = random.Random(5), []
     for _ in range(5_000):
         chunks = [64 * MIB] * pick.randrange(4) + [2 * MIB * pick.randrange(1, 32)]

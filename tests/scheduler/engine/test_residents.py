@@ -5,50 +5,19 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from engine_models import gemm, scale
+from chain_models import SMALL, WEIGHTS, N, ask, chain, room_for, settle
+from engine_models import scale
 
 import paellapy as pp
 from paellapy.scheduler.core.check import check_at_rest
 from paellapy.scheduler.core.errors import MemoryPlanError, ModelError, UnknownModelError, WeightsError
 from paellapy.scheduler.models.weight_files import map_weights, write_weights
 
-N, LAYERS = 64, 6
-WEIGHTS = N * N * 4 * LAYERS
-SMALL = {"chunk_bytes": 2 * N * N * 4}  # two layers
 DEVICES = ["virtual:h200", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-def chain(name, seed, weights=None, **options):
-    """x · W1 · W2 …: a kernel and a tensor for each layer."""
-    draw = np.random.default_rng(seed)
-    made = {f"w{k}": (draw.standard_normal((N, N)) / 8).astype(np.float32) for k in range(LAYERS)}
-
-    def fn(weights, inputs, outputs):
-        source = inputs["x"]
-        for k in range(LAYERS):
-            target = outputs["y"] if k == LAYERS - 1 else pp.empty((1, N))
-            gemm[(1, 1)](source, weights[f"w{k}"], target, 1, N, N, BM=16, BN=64, BK=64)
-            source = target
-
-    specs = {"inputs": {"x": pp.TensorSpec((N,))}, "outputs": {"y": pp.TensorSpec((N,))}}
-    return pp.Model(name, fn, weights=weights or made, batch=(1,), lanes=1, **specs, **options), made
-
-
-def expected(made, x):
-    for each in made.values():
-        x = x @ each
-    return x
-
-
-def ask(server, name, made, seed=0):
-    x = np.random.default_rng(seed).standard_normal(N).astype(np.float32)
-    found = server.infer_sync(name, {"x": x})["y"]
-    np.testing.assert_allclose(found, expected(made, x), rtol=2e-3, atol=2e-3)
 
 
 @pytest.fixture(params=DEVICES)
@@ -57,7 +26,7 @@ def device(request):
 
 
 def test_more_models_than_fit_answer_rightly(device):
-    with pp.Engine(device, memory_bytes=_room(device, 3), quantum_us=2, tuning=SMALL) as server:
+    with pp.Engine(device, memory_bytes=room_for(device, 3), quantum_us=2, tuning=SMALL) as server:
         weights = {}
         for k in range(8):
             model, weights[f"m{k}"] = chain(f"m{k}", k)
@@ -76,7 +45,7 @@ def test_more_models_than_fit_answer_rightly(device):
 
 def test_a_job_of_low_priority_runs_where_models_fill_the_memory():
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    with pp.Engine("virtual:h200", memory_bytes=_room("virtual:h200", 2), quantum_us=2, tuning=SMALL) as server:
+    with pp.Engine("virtual:h200", memory_bytes=room_for("virtual:h200", 2), quantum_us=2, tuning=SMALL) as server:
         made = dict(chain(f"m{k}", k) for k in range(4))
         for model in made:
             server.load(model)
@@ -92,24 +61,8 @@ def test_a_job_of_low_priority_runs_where_models_fill_the_memory():
         check_at_rest(server.state)
 
 
-def _room(device, weights):
-    """Memory for the weights of this number of models and one lane."""
-    with pp.Engine(device, memory_bytes=1 << 30, quantum_us=2, tuning=SMALL) as server:
-        server.load(chain("probe", 0)[0])
-        account = server.memory()
-        return weights * account["weights_bytes"] + account["lanes_bytes"] + 256
-
-
-def settle(server, name, state):
-    """Waits until the model's weights have reached their place."""
-    end = time.monotonic() + 20
-    while server.weights_state(name) != state:
-        assert time.monotonic() < end, server.weights_state(name)
-        time.sleep(0.001)
-
-
 def test_by_hand_and_as_seen(device):
-    with pp.Engine(device, memory_bytes=_room(device, 1), quantum_us=2, tuning=SMALL) as server:
+    with pp.Engine(device, memory_bytes=room_for(device, 1), quantum_us=2, tuning=SMALL) as server:
         one, first = chain("one", 1)
         two, second = chain("two", 2, resident=False)
         server.load(one)
@@ -147,8 +100,8 @@ def test_a_budget_below_one_model_is_refused_with_figures(device):
         assert server.models == {}
 
 
-def test_what_stays_leaves_no_room(device):
-    with pp.Engine(device, memory_bytes=_room(device, 1), quantum_us=2, tuning=SMALL) as server:
+def test_what_stays_leaves_noroom_for(device):
+    with pp.Engine(device, memory_bytes=room_for(device, 1), quantum_us=2, tuning=SMALL) as server:
         first, weights = chain("first", 1, resident=True)
         server.load(first)
         with pytest.raises(MemoryPlanError, match="stay on the GPU"):
@@ -159,7 +112,7 @@ def test_what_stays_leaves_no_room(device):
 
 
 def test_beyond_the_hosts_memory_weights_are_in_files(device, tmp_path):
-    room = _room(device, 1)
+    room = room_for(device, 1)
     with pp.Engine(device, memory_bytes=room, host_bytes=WEIGHTS + 5000, quantum_us=2, tuning=SMALL) as server:
         server._residents.store.folder = tmp_path
         weights = {}
@@ -191,7 +144,7 @@ def test_beyond_the_hosts_memory_weights_are_in_files(device, tmp_path):
 def test_models_come_and_go_while_requests_arrive(device):
     """Loads, unloads, evictions and prefetches at random beside requests: right answers, and bytes as before."""
     rounds = 60 if device == "cuda" else 15
-    with pp.Engine(device, memory_bytes=_room(device, 2), quantum_us=2, tuning=SMALL) as server:
+    with pp.Engine(device, memory_bytes=room_for(device, 2), quantum_us=2, tuning=SMALL) as server:
         made = {f"m{k}": chain(f"m{k}", k) for k in range(5)}
         for model, _ in made.values():
             server.load(model)
@@ -232,7 +185,7 @@ def test_models_come_and_go_while_requests_arrive(device):
 
 
 def test_while_a_model_is_loaded_nobody_else_runs_in_its_memory(device):
-    with pp.Engine(device, memory_bytes=_room(device, 2), quantum_us=2, tuning=SMALL) as server:
+    with pp.Engine(device, memory_bytes=room_for(device, 2), quantum_us=2, tuning=SMALL) as server:
         made = dict([chain("m0", 0), chain("m1", 1)])
         for model in made:
             server.load(model)
@@ -265,7 +218,7 @@ def test_while_a_model_is_loaded_nobody_else_runs_in_its_memory(device):
 
 
 def test_unloading_while_a_copy_runs(device):
-    with pp.Engine(device, memory_bytes=_room(device, 1), quantum_us=2, tuning=SMALL) as server:
+    with pp.Engine(device, memory_bytes=room_for(device, 1), quantum_us=2, tuning=SMALL) as server:
         one, first = chain("one", 1)
         two, _ = chain("two", 2)
         server.load(one)

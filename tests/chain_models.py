@@ -1,0 +1,58 @@
+"""Models of several layers for engines with a memory budget, and their right answers."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from engine_models import gemm
+
+import paellapy as pp
+
+N, LAYERS = 64, 6
+WEIGHTS = N * N * 4 * LAYERS
+SMALL = {"chunk_bytes": 2 * N * N * 4}  # two layers
+
+
+def chain(name, seed, weights=None, **options):
+    """x · W1 · W2 …: a kernel and a tensor for each layer."""
+    draw = np.random.default_rng(seed)
+    made = {f"w{k}": (draw.standard_normal((N, N)) / 8).astype(np.float32) for k in range(LAYERS)}
+
+    def fn(weights, inputs, outputs):
+        source = inputs["x"]
+        for k in range(LAYERS):
+            target = outputs["y"] if k == LAYERS - 1 else pp.empty((1, N))
+            gemm[(1, 1)](source, weights[f"w{k}"], target, 1, N, N, BM=16, BN=64, BK=64)
+            source = target
+
+    specs = {"inputs": {"x": pp.TensorSpec((N,))}, "outputs": {"y": pp.TensorSpec((N,))}}
+    return pp.Model(name, fn, weights=weights or made, batch=(1,), lanes=1, **specs, **options), made
+
+
+def expected(made, x):
+    for each in made.values():
+        x = x @ each
+    return x
+
+
+def ask(server, name, made, seed=0):
+    x = np.random.default_rng(seed).standard_normal(N).astype(np.float32)
+    found = server.infer_sync(name, {"x": x})["y"]
+    np.testing.assert_allclose(found, expected(made, x), rtol=2e-3, atol=2e-3)
+
+
+def room_for(device, weights):
+    """Memory for the weights of this number of models and one lane."""
+    with pp.Engine(device, memory_bytes=1 << 30, quantum_us=2, tuning=SMALL) as server:
+        server.load(chain("probe", 0)[0])
+        account = server.memory()
+        return weights * account["weights_bytes"] + account["lanes_bytes"] + 256
+
+
+def settle(server, name, state):
+    """Waits until the model's weights have reached their place."""
+    end = time.monotonic() + 20
+    while server.weights_state(name) != state:
+        assert time.monotonic() < end, server.weights_state(name)
+        time.sleep(0.001)

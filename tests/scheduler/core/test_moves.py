@@ -1,0 +1,63 @@
+"""Evictions that fail: the weights are still on the GPU, and everybody who waits for their memory is told."""
+
+from __future__ import annotations
+
+from core_bench import profile
+from moving_bench import CHUNK, MovingBench
+
+from paellapy.scheduler.core import codes
+
+
+def bench_of(*keep):
+    """Models of which one fits at a time. The first one is on the GPU and cannot leave."""
+    models = [profile(f"m{k}", segments=1, ns=500.0, weight_bytes=CHUNK) for k in range(len(keep))]
+    bench = MovingBench(models, budget=CHUNK, resident=keep)
+    bench.stuck.add(0)
+    assert bench.status(served(bench, 0)) == codes.OK
+    return bench
+
+
+def served(bench, model):
+    serial = bench.submit(model)
+    bench.settle()
+    return serial
+
+
+def test_requests_for_the_memory_are_told_and_the_weights_that_stay_serve():
+    bench = bench_of(codes.AUTO, codes.AUTO)
+    lost, other = bench.submit(1), bench.submit(0)
+    bench.settle()
+    assert bench.status(lost) == codes.NO_WEIGHTS
+    assert bench.status(other) == codes.OK
+    assert bench.stage(0) == codes.HERE
+    row = bench.state.residency[0]
+    assert (row["held_bytes"], row["leaving"], row["evicted"]) == (CHUNK, 0, 0)
+    bench.stuck.clear()
+    assert bench.status(served(bench, 1)) == codes.OK
+    assert bench.evicted == [0]
+
+
+def test_an_eviction_by_hand_is_tried_once():
+    bench = bench_of(codes.AUTO)
+    bench.ask(0, unwanted=1)
+    bench.settle()
+    assert bench.stage(0) == codes.HERE
+    assert bench.state.weights["stuck"][0] == 1
+    assert bench.status(served(bench, 0)) == codes.OK
+
+
+def test_weights_that_only_come_for_requests_are_not_evicted_again_and_again():
+    bench = bench_of(codes.GOES, codes.AUTO)
+    assert bench.stage(0) == codes.HERE
+    assert bench.state.weights["stuck"][0] == 1
+    bench.stuck.clear()
+    assert bench.status(served(bench, 1)) == codes.OK  # their memory is needed
+    assert bench.stage(0) == codes.OUT
+
+
+def test_a_load_that_waits_for_the_memory_is_refused():
+    bench = bench_of(codes.AUTO)
+    bench.state.residency["load_bytes"], bench.state.residency["look"] = CHUNK, 1
+    bench.settle()
+    assert bench.state.residency["load_granted"][0] == codes.NONE
+    assert bench.stage(0) == codes.HERE
