@@ -36,7 +36,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
 ERRORS, REST = "Errors", "More"
 # Members that other rooms of the package call: no promise to users, so not in the reference.
 INNER: dict[str, frozenset[str]] = {
-    "Engine": frozenset({"open_turns", "unload_job", "sm_totals", "loaded_rows", "call_in_loop", "count", "on_fault"}),
+    "Engine": frozenset(
+        {"open_turns", "unload_job", "sm_totals", "loaded_rows", "call_in_loop", "count", "on_fault", "want_weights"}
+    ),
     "Trace": frozenset({"fill"}),
     "Model": frozenset({"preserved", "place", "weight_parts", "place_over"}),
     "Device": frozenset(

@@ -17,7 +17,6 @@ from typing import Any, Literal
 import numpy as np
 
 from paellapy.scheduler.core import admission, codes
-from paellapy.scheduler.core.manage import want_weights
 from paellapy.scheduler.core.predict import reader
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.tables import struct_fields
@@ -151,8 +150,7 @@ class Admission:
             raise _overloaded(model, allowance, kind, limit_ms)
         if verdict == admission.TOO_LATE:
             predicted_ms, reach_ms = asked.predicted_ns * 1e-6, asked.reach_ns * 1e-6
-            if want_weights(state, row):  # else a model whose copy takes longer than its target would never be copied
-                self._engine._front.nudge()
+            self._engine.want_weights(row)  # else a model whose copy takes longer than its target would never be copied
             beyond = "" if predicted_ms > limit_ms else f", of which predictions may use {reach_ms:.3g} ms for now"
             raise RefusedError(
                 f"model {model.name!r}: this request would take {predicted_ms:.3g} ms; its {kind} is {limit_ms:.3g} ms"

@@ -12,6 +12,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from paellapy.scheduler.core.manage import want_weights
 from paellapy.scheduler.engine.answers import AsyncAnswer, Outputs, SyncAnswer
 from paellapy.scheduler.engine.front_end import Entry, Loaded, Pending
 from paellapy.scheduler.engine.gpu_use import GpuUse, occupancy
@@ -39,6 +40,11 @@ class Requester(Reserving):
         """
         loaded = self._find(name)
         return await self._run(loaded, check_inputs(loaded.model, inputs), deadline_ms, priority, client)
+
+    def want_weights(self, row: int) -> None:
+        """Has a model's weights brought for its next requests, if they are not on the GPU. Returns at once."""
+        if want_weights(self.state, row):
+            self._front.nudge()  # the core's loop may be asleep
 
     async def _run(
         self,
