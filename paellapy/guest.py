@@ -19,8 +19,10 @@ from numpy.typing import NDArray
 
 from paellapy.instrument.device import gate
 from paellapy.scheduler.core.shared_memory import SharedBlock
+from paellapy.scheduler.engine.greeting import Greeting, GreetingError
 from paellapy.scheduler.engine.guest_door import NoEngineError, knock
 
+_MOST_IN_FLIGHT = 1 << 32
 _ANSWER_S = 5.0  # an engine that does not answer within this time counts as absent
 _RETRY_S = 1.0
 _FIRST_S, _LAST_S = 0.02, 2.0  # pause between two searches for libraries: at first, and later
@@ -33,8 +35,10 @@ class Guest:
     def __init__(
         self, name: str, priority: int = -1, share: float = 1.0, engine: str | None = None, in_flight: int = 0
     ) -> None:
+        if not 0 <= in_flight <= _MOST_IN_FLIGHT:
+            raise GreetingError(f"in_flight={in_flight}; it must be a number of kernels up to 2³², or 0 for no limit")
         self._in_flight = in_flight
-        self._about = {"name": name, "priority": priority, "share": share, "pid": os.getpid()}
+        self._about = Greeting(name, priority, share, os.getpid())
         self._engine = engine
         self._free: NDArray[np.uint64] = np.zeros(gate.WORDS, np.uint64)
         self._free[gate.SHARE] = gate.SHARE_UNIT
@@ -59,11 +63,12 @@ class Guest:
         line = knock(self._engine)
         line.settimeout(_ANSWER_S)
         try:
-            line.send(json.dumps(self._about).encode())
+            line.send(self._about.message())
             said, descriptors, _, _ = socket.recv_fds(line, 4096, 1)
             answer = json.loads(said) if said else {"error": "it closed the connection"}
-            if not descriptors:
-                raise NoEngineError(f"the engine refused this process: {answer.get('error')}")
+            if not descriptors or not isinstance(answer, dict):
+                why = answer.get("error") if isinstance(answer, dict) else answer
+                raise NoEngineError(f"the engine refused this process: {why}")
             block = SharedBlock.of(descriptors[0])
         except (OSError, ValueError) as e:
             line.close()
@@ -72,7 +77,7 @@ class Guest:
             line.close()
             raise
         line.settimeout(None)
-        self.name, self._block = str(answer["name"]), block
+        self.name, self._block = str(answer.get("name")), block
         block.array[: 8 * gate.WORDS].view(np.uint64)[gate.IN_FLIGHT] = self._in_flight
         self.cell[0] = block.address
         return line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 import weakref
@@ -12,12 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 _PAGE = mmap.PAGESIZE
+# No process that has the descriptor can change the block's size: a page that is cut off would kill its readers.
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class SharedBlock:
     """A block of zeroes with a descriptor, or the same block in another process, mapped from that descriptor.
 
-    It is freed with the last array over it. Pages use memory only once they are written.
+    It is freed with the last array over it. Pages use memory only once they are written. No process can change its
+    size.
 
     >>> block = SharedBlock(100)
     >>> SharedBlock.of(os.dup(block.fd)).array is not block.array
@@ -26,8 +30,9 @@ class SharedBlock:
 
     def __init__(self, nbytes: int, fd: int = -1) -> None:
         if fd < 0:
-            fd = os.memfd_create("paellapy", os.MFD_CLOEXEC)
+            fd = os.memfd_create("paellapy", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(fd, -(-max(1, nbytes) // _PAGE) * _PAGE)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         self.fd, self.nbytes = fd, os.fstat(fd).st_size
         self.array: NDArray[np.uint8] = np.frombuffer(mmap.mmap(fd, self.nbytes), np.uint8)
         self._close = weakref.finalize(self, os.close, fd)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import selectors
 import socket
@@ -24,9 +25,12 @@ from numpy.typing import NDArray
 from paellapy.instrument.device import gate
 from paellapy.scheduler.core.shared_memory import SharedBlock
 from paellapy.scheduler.core.state import State
+from paellapy.scheduler.engine.greeting import LONGEST, Greeting, GreetingError
 from paellapy.scheduler.engine.guest_door import listen, sweep
 
+_log = logging.getLogger("paellapy.guests")
 _BEAT_S = 0.25
+_LINES = 64  # most connections: without a limit, other processes could use up this process's descriptors
 _ALIVE_NS = 2_000_000_000  # a guest assumes that the engine is alive for this long after the engine's last message
 
 
@@ -131,8 +135,7 @@ class Guests:
                     if key.fileobj is self._ended:
                         self._dismiss(waiting)
                         return
-                    with contextlib.suppress(OSError):  # the guest left meanwhile
-                        self._look(key.fileobj, waiting)
+                    self._hear(key.fileobj, waiting)
                 until = np.uint64(time.monotonic_ns() + _ALIVE_NS)
                 for guest in list(self._guests.values()):
                     guest.words[gate.ALIVE_UNTIL_NS] = until
@@ -144,46 +147,59 @@ class Guests:
             if isinstance(line, socket.socket) and line is not self._door and line not in self._guests:
                 line.close()
 
-    def _look(self, line: Any, waiting: selectors.BaseSelector) -> None:
-        door = self._door
-        if door is not None and line is door:
-            came, _ = door.accept()
-            came.setblocking(False)
-            waiting.register(came, selectors.EVENT_READ)
+    def _hear(self, line: Any, waiting: selectors.BaseSelector) -> None:
+        """Handles a message; whatever it says, the thread goes on."""
+        if line is self._door:
+            with contextlib.suppress(OSError):  # the guest left meanwhile
+                self._accept(waiting)
             return
         try:
-            said = line.recv(4096)
+            said = line.recv(LONGEST)
         except BlockingIOError:
             return
         except OSError:
             said = b""
-        if said and line not in self._guests:
-            self._greet(line, said)
-        elif not said:
-            waiting.unregister(line)
-            self._forget(line)
-            line.close()
+        if said and line in self._guests:
+            return  # a guest has nothing more to say
+        if said:
+            try:
+                self._greet(line, said)
+                return
+            except GreetingError as e:
+                _refuse(line, str(e))
+            except ConnectionError:
+                pass  # the guest left meanwhile
+            except Exception as e:
+                _log.warning("a guest was turned away because of an error: %r", e)
+        waiting.unregister(line)
+        self._forget(line)
+        line.close()
+
+    def _accept(self, waiting: selectors.BaseSelector) -> None:
+        assert self._door is not None
+        came, _ = self._door.accept()
+        came.setblocking(False)
+        if len(waiting.get_map()) < _LINES:
+            waiting.register(came, selectors.EVENT_READ)
+            return
+        _refuse(came, f"the engine has {_LINES} connections of guests, its maximum; end some of them first")
+        came.close()
 
     def _greet(self, line: socket.socket, said: bytes) -> None:
-        try:
-            asked = json.loads(said)
-            name, priority = str(asked["name"]), int(asked["priority"])
-            share, pid = min(1.0, max(0.0, float(asked["share"]))), int(asked["pid"])
-        except (ValueError, KeyError, TypeError) as e:
-            line.send(json.dumps({"error": f"the engine could not read the guest's message: {e}"}).encode())
-            return
+        asked = Greeting.read(said)
         state = self._host.state
         with self._lock:
             free = set(range(len(state.gate))) - {each.row for each in self._guests.values()}
             if not free:
-                full = f"the engine already has {len(state.gate)} guests, its maximum; end one of them first"
-                line.send(json.dumps({"error": full}).encode())
-                return
+                raise GreetingError(
+                    f"the engine already has {len(state.gate)} guests, its maximum; end one of them first"
+                )
             taken = {each.name for each in self._guests.values()}
-            name = next(n for n in (name, *(f"{name}-{k}" for k in range(2, len(taken) + 3))) if n not in taken)
+            names = (asked.name, *(f"{asked.name}-{k}" for k in range(2, len(taken) + 3)))
+            name = next(each for each in names if each not in taken)
             block = SharedBlock(8 * gate.WORDS)
-            guest = Guest(name, pid, priority, share, min(free), block, time.monotonic())
-            guest.words[gate.SHARE] = np.uint64(share * gate.SHARE_UNIT)
+            guest = Guest(name, asked.pid, asked.priority, asked.share, min(free), block, time.monotonic())
+            guest.words[gate.SHARE] = np.uint64(asked.share * gate.SHARE_UNIT)
             guest.words[gate.ALIVE_UNTIL_NS] = np.uint64(time.monotonic_ns() + _ALIVE_NS)
             self._guests[line] = guest
         self._host.call_in_loop(lambda: self._open(guest))
@@ -210,3 +226,8 @@ class Guests:
                 self._guests.pop(line, None)
 
         self._host.call_in_loop(leave)
+
+
+def _refuse(line: socket.socket, why: str) -> None:
+    with contextlib.suppress(OSError):  # the guest left meanwhile
+        line.send(json.dumps({"error": why}).encode())

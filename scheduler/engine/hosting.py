@@ -11,6 +11,7 @@ from paellapy.scheduler.backends.base import Backend
 from paellapy.scheduler.backends.launches import LoadedModel
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.errors import MemoryPlanError, ModelError, UnknownModelError
+from paellapy.scheduler.core.priorities import checked_priority
 from paellapy.scheduler.core.profiles import ModelProfile
 from paellapy.scheduler.engine.background import Job, Reports, check_memory
 from paellapy.scheduler.engine.feed import Feed
@@ -21,6 +22,13 @@ from paellapy.scheduler.engine.turn import Turn
 from paellapy.scheduler.models.profile import model_profile
 from paellapy.scheduler.models.torch_step import TorchStep
 from paellapy.scheduler.models.torch_tensors import needs_torch
+
+
+def _rank(what: str, priority: int) -> int:
+    try:
+        return checked_priority(priority)
+    except ValueError as e:
+        raise ModelError(f"{what}: {e}") from None
 
 
 class Hosting(Loading):
@@ -64,6 +72,7 @@ class Hosting(Loading):
             )
         if quantum_us is not None and not 1 <= quantum_us < math.inf:
             raise ModelError(f"job {name!r}: quantum_us={quantum_us}; a quantum must be finite and at least 1 µs")
+        rank = _rank(f"job {name!r}", priority)
         with self._loading:
             self._check_open()
             if name in self._models or name in self._jobs:
@@ -72,7 +81,7 @@ class Hosting(Loading):
             return self._start_job(
                 Job(self, self, TorchStep(name, step, list(state), None if feed is None else feed.first()), feed,
                     Reports(every, callback)),
-                {"priority": priority, "share": share, "params": params, "quantum_us": quantum_us}, memory_bytes,
+                {"priority": rank, "share": share, "params": params, "quantum_us": quantum_us}, memory_bytes,
             )  # fmt: skip
 
     def _start_job(self, job: Job, about: dict[str, Any], memory_bytes: int | None) -> Job:
@@ -99,10 +108,11 @@ class Hosting(Loading):
         After that the turn is over, and the launches of its code run beside others.
         """
         self._check_open()
+        rank = _rank(f"turn {name!r}", priority)
         with self._loading:
             if name in self._models or name in self._jobs:
                 raise ModelError(f"a model or a job named {name!r} is loaded already; give the turn another name")
-            return Turn(self, self._turns, name, priority, share, give_back_ms)
+            return Turn(self, self._turns, name, rank, share, give_back_ms)
 
     @property
     def backend(self) -> Backend:

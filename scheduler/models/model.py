@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from paellapy.instrument.device.base import Device
 from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.core.params import checked_params
+from paellapy.scheduler.core.priorities import checked_priority
 from paellapy.scheduler.models.tensors import Arrays, ModelFunction, MovableWeights, TensorSpec, Weights
 from paellapy.scheduler.models.weight_files import map_weights
 from paellapy.scheduler.models.weight_range import WeightRange
 
 __all__ = ["Arrays", "Model", "ModelFunction", "TensorSpec"]
-
 
 
 class Model:
@@ -98,9 +98,9 @@ class Model:
                 f"model {name!r}: lanes={lanes!r}; the number of lanes must be an integer of at least 1, or None"
             )
         self.name, self.batch = name, _batch(name, batch)
-        self.target_ms, self.priority, self.share, self.lanes = target_ms, int(priority), float(share), lanes
+        self.target_ms, self.share, self.lanes = target_ms, float(share), lanes
         try:
-            self.params = checked_params(params)
+            self.priority, self.params = checked_priority(priority), checked_params(params)
         except ValueError as e:
             raise ModelError(f"model {name!r}: {e}") from None
 
