@@ -54,8 +54,9 @@ def _tell(url: str, config: Config, source: Source, told: Told | None) -> None:
         if told is not None:
             told(url, names)
             return
+        command = curl_line(url, _get(f"{url}/v2/models/{names[0]}", key), flags)
         console.print(f"\nServing {', '.join(names)} at [bold]{url}/v2[/bold]; dashboard {url}/, API {url}/docs")
-        console.print(curl_line(url, _get(f"{url}/v2/models/{names[0]}", key), flags), markup=False)
+        console.print(command, markup=False)
     except (OSError, PaellaError, ValueError, LookupError):  # the server is ready in any case
         console.print(f"\nServing at [bold]{url}/v2[/bold]")
     sys.stdout.flush()

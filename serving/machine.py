@@ -23,7 +23,7 @@ def check_machine() -> None:
     _allow_descriptors()
     for folder, remedy in _caches():
         if (why := _unwritable(folder)) is not None:
-            said = f"compiled kernels cannot be stored in {folder} ({why}): set {remedy} to a writable folder"
+            said = f"compiled kernels cannot be stored in {folder} ({why}): set {remedy} to a writable folder with room"
             log.warning(said)
 
 

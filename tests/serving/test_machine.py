@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import resource
@@ -40,6 +41,29 @@ def test_a_folder_that_cannot_be_written_is_named_with_its_variable(tmp_path, mo
     (said,) = {each.message for each in caplog.records}
     assert "TRITON_CACHE_DIR" in said
     assert "Not a directory" in said
+
+
+def test_a_full_disk_is_told_at_the_start_and_does_not_prevent_it(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("PAELLAPY_CACHE_DIR", str(tmp_path / "ours"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    # A file can be made on a full disk, but not filled.
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda dir: open("/dev/full", "wb"))  # noqa: SIM115
+    monkeypatch.setattr(machine.log, "propagate", True)
+    with caplog.at_level(logging.WARNING):
+        check_machine()
+    for said, variable in zip(sorted(caplog.messages), ("PAELLAPY_CACHE_DIR", "TRITON_CACHE_DIR"), strict=True):
+        assert variable in said
+        assert os.strerror(errno.ENOSPC) in said
+
+
+def test_no_room_for_the_servers_folder_is_one_sentence(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    with pytest.raises(PaellaError, match=rf"{tmp_path}.*{os.strerror(errno.ENOSPC)}.*TMPDIR"), own_folder():
+        pass
 
 
 def test_folders_of_killed_processes_go_and_those_of_others_stay(tmp_path, monkeypatch):

@@ -252,6 +252,51 @@ def test_a_stop_signal_while_models_are_loaded_ends_the_server(tmp_path, workers
     assert "stopped while a model was being loaded" in [line["message"] for line in rest]
 
 
+PARTLY = """
+device = "virtual:h200"
+[server]
+port = 0
+grace_s = 0.0
+log_format = "json"
+[[models]]
+name = "broken"
+factory = "served_models:broken"
+load = {broken}
+[[models]]
+name = "plain"
+factory = "served_models:plain"
+load = {plain}
+"""
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_the_message_of_a_server_that_is_ready_names_the_models_that_were_loaded(tmp_path, workers):
+    config = tmp_path / "paella.toml"
+    config.write_text(PARTLY.format(broken="true", plain="true"))
+    with serving(str(config), "--workers", workers) as process:
+        said = read_until(process.stdout, "curl")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        log = [json.loads(line) for line in process.stderr.read().splitlines() if line.startswith("{")]
+    assert "Serving plain at" in said
+    assert "/v2/models/plain/infer" in said
+    assert "broken" not in said
+    (why,) = [line["error"] for line in log if line["message"] == "a model could not be loaded"]
+    assert "weights are gone" in why
+
+
+def test_the_message_of_a_server_without_models_is_its_address(tmp_path):
+    config = tmp_path / "paella.toml"
+    config.write_text(PARTLY.format(broken="false", plain="false"))
+    with serving(str(config)) as process:
+        said = read_until(process.stdout, "/v2")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        said += process.stdout.read()
+    (line,) = [each for each in said.splitlines() if each.startswith("Serving")]
+    assert "Serving at http" in line
+
+
 def test_whoever_waits_for_what_is_compiled_before_the_models_hears_of_it(monkeypatch):
     told = threading.Event()
 
