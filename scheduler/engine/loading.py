@@ -49,6 +49,11 @@ class Loading(Governed):
             self._check_open()
             if not isinstance(model, Model):
                 raise ModelError(f"load() takes a pp.Model, not a {type(model).__name__}")
+            if model.resident is False and self._residents is None:
+                raise ModelError(
+                    f"model {model.name!r}: resident=False has no effect where all weights stay on the GPU: "
+                    "create the engine with memory_bytes, or leave resident out"
+                )
             self._models[model.name] = self._load(model)
 
     def _load(self, model: Model) -> LoadedModel:

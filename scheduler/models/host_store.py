@@ -49,7 +49,7 @@ class HostStore:
             raise MemoryPlanError(f"the weights of {name!r} are in the host store already; unload the model first")
         kept = _Kept(nbytes)
         if nbytes <= self.budget_bytes:
-            self._make_room(nbytes)
+            self._make_room(name, nbytes)
             kept.host = self.allocate(nbytes)
             try:
                 fill(kept.host.host[:nbytes])
@@ -60,7 +60,7 @@ class HostStore:
         else:
             array = np.empty(nbytes, np.uint8)
             fill(array)
-            self._write(name, kept, array)
+            self._write(name, kept, array, f"the weights of model {name!r}")
         self._kept[name] = kept
 
     def take(self, name: str) -> Bytes:
@@ -103,13 +103,14 @@ class HostStore:
         if self._own and self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _make_room(self, nbytes: int) -> None:
+    def _make_room(self, new: str, nbytes: int) -> None:
         for name, kept in self._kept.items():
             if self.held_bytes + nbytes <= self.budget_bytes:
                 return
             if kept.host is not None:
                 if kept.file is None:
-                    self._write(name, kept, kept.host.host[: kept.nbytes])
+                    why = f"to make room for model {new!r}, the weights of model {name!r}"
+                    self._write(name, kept, kept.host.host[: kept.nbytes], why)
                 self._release(kept)
 
     def _release(self, kept: _Kept) -> None:
@@ -118,17 +119,21 @@ class HostStore:
             kept.host = None
             self.held_bytes -= kept.nbytes
 
-    def _write(self, name: str, kept: _Kept, array: Bytes) -> None:
+    def _write(self, name: str, kept: _Kept, array: Bytes, what: str) -> None:
+        """`what` says in an error whose weights go to the disk, and for whom."""
         if self.folder is None:
             self.folder, self._own = Path(tempfile.mkdtemp(prefix="paellapy-weights-")), True
         if shutil.disk_usage(self.folder).free < kept.nbytes:
             free = shutil.disk_usage(self.folder).free
             raise MemoryPlanError(
-                f"the weights of {name!r} ({readable_bytes(kept.nbytes)}) fit neither into host memory "
-                f"({readable_bytes(self.held_bytes)} of host_bytes={readable_bytes(self.budget_bytes)} are in use) nor "
-                f"onto the disk under {self.folder} ({readable_bytes(free)} free): raise host_bytes or free disk space"
+                f"{what} ({readable_bytes(kept.nbytes)}) must go to disk, because {readable_bytes(self.held_bytes)} "
+                f"of host_bytes={readable_bytes(self.budget_bytes)} are in use; but {self.folder} has only "
+                f"{readable_bytes(free)} free: raise host_bytes or free disk space"
             )
         path = self.folder / f"{len(list(self.folder.iterdir()))}-{abs(hash(name))}.safetensors"
-        write_weights(path, {"weights": array})
+        try:
+            write_weights(path, {"weights": array})
+        except WeightFileError as e:
+            raise WeightFileError(f"{what} must go to the disk: {e}") from e
         kept.file = path
         self.file_bytes += kept.nbytes

@@ -73,6 +73,11 @@ class SimulationOptions:
             raise ArgumentError(f"memory_bytes={self.memory_bytes!r}: it must be at least 1, or None")
         if self.pcie_gbps is not None and not (self.pcie_gbps > 0 and math.isfinite(self.pcie_gbps)):
             raise ArgumentError(f"pcie_gbps={self.pcie_gbps!r}: it must be a number of GB/s above 0")
+        if self.pcie_gbps is not None and self.memory_bytes is None:
+            raise ArgumentError(
+                f"pcie_gbps={self.pcie_gbps!r} has no effect without memory_bytes, because no weights move: set "
+                "memory_bytes, or leave pcie_gbps out"
+            )
         if self.memory_bytes is not None and self.fidelity != "segments":
             raise ArgumentError("memory_bytes needs fidelity='segments': choose that, or leave memory_bytes out")
         least, most = codes.LEAST_WINDOWS, codes.WINDOWS

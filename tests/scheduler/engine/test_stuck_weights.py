@@ -8,7 +8,7 @@ from chain_models import SMALL, ask, chain, room_for
 import paellapy as pp
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.check import check_at_rest
-from paellapy.scheduler.core.errors import MemoryPlanError, WeightsError
+from paellapy.scheduler.core.errors import MemoryPlanError, ModelError, WeightsError
 
 DEVICE = "virtual:h200"
 
@@ -80,3 +80,25 @@ def test_memory_that_cannot_be_freed_is_named(server, monkeypatch):
     assert server.memory()["models"].keys() == {"two"}
     with pytest.raises(MemoryPlanError):  # the memory is still counted
         server.load(chain("one", 0)[0])
+
+
+def test_requests_are_told_when_others_took_the_memory_and_the_next_one_tries_again(server, monkeypatch):
+    def fail(source):
+        raise MemoryPlanError("the GPU has only 1.0 MiB free")
+
+    monkeypatch.setattr(server._find("two").range, "bring", fail)
+    for _ in range(2):
+        with pytest.raises(WeightsError, match=r"'two'.*1\.0 MiB"):
+            ask(server, "two", chain("two", 1)[1])
+    with pytest.raises(MemoryPlanError, match=r"1\.0 MiB"):
+        server.prefetch("two")
+    ask(server, "one", chain("one", 0)[1])
+    monkeypatch.undo()
+    server.prefetch("two")
+    ask(server, "two", chain("two", 1)[1])
+    check_at_rest(server.state)
+
+
+def test_resident_without_a_budget_is_refused():
+    with pp.Engine(DEVICE) as server, pytest.raises(ModelError, match=r"'one'.*memory_bytes"):
+        server.load(chain("one", 0, resident=False)[0])

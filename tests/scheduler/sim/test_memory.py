@@ -92,6 +92,8 @@ def test_what_cannot_be_simulated_is_refused():
         simulate(net("m"), load, memory_bytes=GB, fidelity="blocks")
     with pytest.raises(ArgumentError, match="pcie_gbps"):
         simulate(net("m"), load, memory_bytes=GB, pcie_gbps=0)
+    with pytest.raises(ArgumentError, match="memory_bytes"):
+        simulate(net("m"), load, pcie_gbps=50)
 
 
 def test_profiles_carry_weights(tmp_path):

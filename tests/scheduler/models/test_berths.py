@@ -1,0 +1,87 @@
+"""Berths: lanes of models take turns in the same memory, and unused memory is given back."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from paellapy.scheduler.models.berths import Berths
+
+
+class Memory:
+    """Device memory up to a limit: claimed bytes, and blocks that are not freed."""
+
+    def __init__(self, limit):
+        self.limit, self.claimed, self.blocks = limit, 0, 0
+        self.berths = Berths(self.make, self.claim, self.give)
+
+    def make(self, nbytes):
+        self.blocks += 1
+        return SimpleNamespace(free=self.free)
+
+    def free(self):
+        self.blocks -= 1
+
+    def claim(self, nbytes):
+        if self.claimed + nbytes > self.limit:
+            raise MemoryError
+        self.claimed += nbytes
+
+    def give(self, nbytes):
+        self.claimed -= nbytes
+
+    def choose(self, name, nbytes, count=1, foreign=0, spare=False):
+        return self.berths.choose(name, nbytes, foreign, count, 4, lambda more: spare)
+
+
+def test_models_share_a_berth_that_is_large_enough():
+    memory = Memory(1 << 20)
+    (large,) = memory.choose("a", 10_000)
+    (shared,) = memory.choose("b", 5_000)
+    assert shared is large
+    assert large.users == {"a", "b"}
+    assert memory.claimed == memory.berths.held_bytes == 16384
+
+
+def test_lanes_of_one_model_have_berths_of_their_own():
+    memory = Memory(1 << 20)
+    found = memory.choose("a", 4096, count=3)
+    assert len({each.index for each in found}) == 3
+    again = memory.choose("b", 4096, count=3)
+    assert {each.index for each in again} == {each.index for each in found}
+
+
+def test_further_berths_are_made_while_memory_can_be_spared():
+    memory = Memory(1 << 20)
+    memory.choose("a", 4096)
+    (own,) = memory.choose("b", 4096, spare=True)
+    assert own.users == {"b"}
+    assert memory.blocks == 2
+
+
+def test_a_berth_grows_by_the_memory_that_a_library_needs():
+    memory = Memory(1 << 20)
+    memory.choose("a", 4096, foreign=100)
+    memory.choose("b", 4096, foreign=300)
+    assert memory.claimed == memory.berths.held_bytes == 4096 + 300
+
+
+def test_berths_go_with_their_last_model_and_their_numbers_are_used_again():
+    memory = Memory(1 << 20)
+    first = memory.choose("a", 4096, count=2)
+    memory.choose("b", 4096)
+    memory.berths.leave("a")
+    assert memory.blocks == 1
+    (again,) = memory.choose("c", 8192)
+    assert again.index in {each.index for each in first}
+    for name in "bc":
+        memory.berths.leave(name)
+    assert (memory.blocks, memory.claimed, memory.berths.held_bytes) == (0, 0, 0)
+
+
+def test_a_model_that_does_not_fit_leaves_nothing_behind():
+    memory = Memory(8192)
+    with pytest.raises(MemoryError):
+        memory.choose("a", 4096, count=3)
+    assert (memory.blocks, memory.claimed) == (0, 0)

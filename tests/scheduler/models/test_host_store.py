@@ -1,0 +1,85 @@
+"""Weights off the GPU: full host memory, full disks, and nothing left behind."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from paellapy.scheduler.core.errors import MemoryPlanError
+from paellapy.scheduler.models import weight_files
+from paellapy.scheduler.models.host_store import HostStore
+from paellapy.scheduler.models.weight_files import WeightFileError
+
+
+class Host:
+    """Blocks of host memory, counted."""
+
+    def __init__(self):
+        self.blocks = 0
+
+    def allocate(self, nbytes):
+        self.blocks += 1
+        return SimpleNamespace(host=np.zeros(nbytes, np.uint8), free=self.free)
+
+    def free(self):
+        self.blocks -= 1
+
+
+def filled(byte):
+    def fill(array):
+        array[:] = byte
+
+    return fill
+
+
+@pytest.fixture
+def host():
+    return Host()
+
+
+@pytest.fixture
+def store(host, tmp_path):
+    """Room for one model of 1000 bytes, which is there."""
+    found = HostStore(1000, host.allocate, tmp_path)
+    found.put("old", 1000, filled(1))
+    return found
+
+
+def full_disk(monkeypatch):
+    """A disk that is full before a write, by its own account."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=10))
+
+
+def failing_disk(monkeypatch):
+    """A disk that fills up during a write."""
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(weight_files.os, "replace", fail)
+
+
+@pytest.mark.parametrize("disk", [full_disk, failing_disk])
+@pytest.mark.parametrize("nbytes", [1000, 2000])  # displaces the other model; goes to the disk itself
+def test_with_host_memory_and_disk_full_the_error_names_the_new_model_and_the_old_one_stays(
+    store, host, tmp_path, monkeypatch, disk, nbytes
+):
+    disk(monkeypatch)
+    with pytest.raises((MemoryPlanError, WeightFileError), match="'new'") as caught:
+        store.put("new", nbytes, filled(2))
+    assert "host_bytes" in str(caught.value)
+    assert ("'old'" in str(caught.value)) == (nbytes == 1000)
+    assert (host.blocks, store.held_bytes, store.file_bytes) == (1, 1000, 0)
+    assert list(tmp_path.iterdir()) == []
+    assert (store.take("old") == 1).all()
+    monkeypatch.undo()
+    store.put("new", nbytes, filled(2))
+    assert (store.take("new") == 2).all()
+    assert (store.take("old") == 1).all()
+    store.close()
+    assert (host.blocks, store.held_bytes, store.file_bytes) == (0, 0, 0)
+    assert list(tmp_path.iterdir()) == []
