@@ -79,11 +79,7 @@ class Launcher(ABC):
     """A kernel loaded on a device, ready to be launched with bound values."""
 
     compiled: Compiled
-
-    @property
-    def launched(self) -> Any:
-        """The result of `kernel[grid](…)` for a Triton kernel, as in Triton: the compiled kernel."""
-        return self.compiled
+    result: Any = None  # of `kernel[grid](…)` for a Triton kernel
 
     @abstractmethod
     def __call__(

@@ -23,7 +23,7 @@ from paellapy.instrument.device.sm_program import Kernel, Under
 from paellapy.instrument.device.virtual_preempt import VirtualFlag, VirtualRun, without_effects
 from paellapy.instrument.device.virtual_ranges import events_of
 from paellapy.instrument.errors import LaunchError, PaellaError
-from paellapy.instrument.ptx.compiled import Compiled, Draft, Launched
+from paellapy.instrument.ptx.compiled import Compiled, Draft
 from paellapy.instrument.ptx.pass_config import PassConfig
 from paellapy.instrument.records import Records
 from paellapy.instrument.ttir import TtirProgram
@@ -115,10 +115,6 @@ class VirtualLauncher(Launcher):
             error.args = (f"kernel {self.name!r}: {error}",)
             raise error from None
         return made
-
-    @functools.cached_property
-    def launched(self) -> Launched:
-        return Launched(self._draft, lambda: self.compiled)
 
     @property
     def threads(self) -> int:

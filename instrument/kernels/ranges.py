@@ -93,7 +93,10 @@ def _mentions(fn: JITFunction, seen: set[int]) -> bool:
     scope = fn.get_capture_scope() if hasattr(fn, "get_capture_scope") else fn.__globals__
     for dotted in set(re.findall(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", fn.src)):
         found = _resolve(dotted, scope)
-        if any(found is ours for ours in _OURS) or (isinstance(found, JITFunction) and _mentions(found, seen)):
+        if any(found is ours for ours in _OURS):
+            return True
+        called = found if isinstance(found, JITFunction) else getattr(found, "fn", None)  # a kernel of ours
+        if isinstance(called, JITFunction) and _mentions(called, seen):
             return True
     return False
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
+from triton.runtime.jit import JITFunction
+
 from paellapy.instrument.arguments import Handlers, as_type
 from paellapy.instrument.device.base import Device, Launcher
 from paellapy.instrument.device.occupancy import Occupancy
@@ -25,8 +27,9 @@ from paellapy.instrument.kernels.preempt import Prepared
 from paellapy.instrument.kernels.triton_arguments import TypeHandlers, launch_values
 from paellapy.instrument.kernels.triton_driver import stand_in
 from paellapy.instrument.kernels.triton_options import split_options
-from paellapy.instrument.kernels.triton_source import TritonSource, unwrap
-from paellapy.instrument.ptx.compiled import Compiled, Draft, Source
+from paellapy.instrument.kernels.triton_result import Result
+from paellapy.instrument.kernels.triton_source import TritonSource, compiling, unwrap
+from paellapy.instrument.ptx.compiled import Compiled, Draft, Launched, Source
 from paellapy.instrument.ptx.pass_config import Exits, PassConfig, Report
 
 Grid = tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]]
@@ -41,8 +44,8 @@ class _NoDevice:
 class TritonKernel(Kernel):
     def __init__(self, fn: Any, report: Report | None, exits: Exits) -> None:
         super().__init__(report, exits)
-        self.fn, wrappers = unwrap(fn)
-        self._source = TritonSource(self.fn)
+        self._jit, wrappers = unwrap(fn)
+        self._source = TritonSource(self._jit)
         self.name = self._source.name
         self.arg_names = self._source.arg_names
         self._tuner = Tuner(wrappers, self.arg_names) if wrappers else None
@@ -51,17 +54,31 @@ class TritonKernel(Kernel):
                 f"exits='count-out' is not possible for Triton kernel {self.name!r}: it needs static shared memory, "
                 "which would misalign Triton's own. Leave exits= out: the threads of a Triton block end together."
             )
-        self.__doc__, self.__name__, self.__module__ = self.fn.__doc__, self.name, self.fn.__module__
-        self.__qualname__ = self.fn.__qualname__
+        self.__doc__, self.__name__, self.__module__ = self._jit.__doc__, self.name, self._jit.__module__
+        self.__qualname__ = self._jit.__qualname__
         stand_in()
+
+    @property
+    def __class__(self) -> Any:
+        """Triton's class while Triton compiles a kernel of ours, which may call this one as a function."""
+        return JITFunction if getattr(compiling, "plain", False) else TritonKernel
+
+    @__class__.setter
+    def __class__(self, value: type) -> None:
+        raise TypeError("the class of a kernel cannot be changed")
+
+    @property
+    def fn(self) -> Any:
+        """The decorated function; the Python function in it while Triton compiles, as of Triton's class."""
+        return self._jit.fn if getattr(compiling, "plain", False) else self._jit
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the decorated function that are not ours: `params`, `src`, `cache_key`, …"""
-        if name.startswith("__") or name in ("fn", "_source", "_tuner"):
+        if name.startswith("__") or name in ("_jit", "_source", "_tuner"):
             raise AttributeError(name)
         if name == "best_config":
             raise AttributeError(f"kernel {self.name!r} has not been tuned: launch it under @triton.autotune first")
-        return getattr(self.fn, name)
+        return getattr(self._jit, name)
 
     # -- the names of a `@triton.jit` function, for wrappers and scripts that do not know paellapy
 
@@ -77,8 +94,12 @@ class TritonKernel(Kernel):
         target, config = Device.current().target, PassConfig(self.report, False, self.exits)
         every = self._tuner.every(args, kwargs) if self._tuner else [kwargs]
         types, named = [as_type(a) for a in args], [{n: as_type(v) for n, v in each.items()} for each in every]
-        made = [self._source_for(None, target, types, each).build(config) for each in named]
+        made = [self._warm(target, config, types, each) for each in named]
         return made if self._tuner and self._tuner.tunes else made[0]
+
+    def _warm(self, target: str, config: PassConfig, types: Sequence[Any], named: dict[str, Any]) -> Result:
+        values, _, options = self._bind(_NoDevice, types, named)
+        return self._result(self._source_for(None, target, types, named).build(config), values, options)
 
     @property
     def best_config(self) -> Any:
@@ -122,10 +143,10 @@ class TritonKernel(Kernel):
         grid = as_grid(grid)
         if part is not None:
             check_part(self.name, grid, part)
-        for hook in self.fn.pre_run_hooks:
+        for hook in self._jit.pre_run_hooks:
             hook(*args, **kwargs)
         returned = launcher(grid, values, part=part)
-        return launcher.launched if returned is None else returned
+        return launcher.result if returned is None else returned
 
     def prepare_preemptible(self, device: Device, configuration: Any, args: Any, kwargs: Any) -> Prepared:
         if self._tuner is not None:
@@ -179,9 +200,17 @@ class TritonKernel(Kernel):
         draft = made if isinstance(made, Draft) else Draft.of(made)
         config = self._config(device, sliced, preempt)
         launcher = device.prepare_draft(draft, config, _picker(draft.metadata, values, device))
+        launcher.result = self._result(Launched(draft, lambda: launcher.compiled), values, options)
         which = (key, device.session is None, not sliced, device)
         self._launchers[(*which, "preempt") if preempt else which] = launcher
         return launcher
+
+    def _result(self, made: Any, values: Sequence[Any], options: dict[str, Any]) -> Result:
+        constants = {i: values[i] for i, param in enumerate(self._jit.params) if param.is_constexpr}
+        return Result(made, self._launch_again, self.arg_names, constants, options)
+
+    def _launch_again(self, grid: Grid, args: list[Any], options: dict[str, Any]) -> Any:
+        return self._launch(Device.current(), grid, None, args, options)
 
     def compile(self, *args: Any, **kwargs: Any) -> Compiled:
         """Compiles for any target, without a GPU and without launching.

@@ -206,6 +206,59 @@ def test_a_launch_returns_the_compiled_kernel_as_tritons_does():
         launched.asm["ttgir"]
 
 
+def test_the_results_of_warmup_and_of_a_launch_can_be_launched():
+    x, other = torch.ones(300), torch.full((300,), 2.0)
+    warm = add.warmup(x, x, torch.zeros(300), 300, B=128, num_warps=8, grid=(1,))
+    launched = add[cover](x, x, torch.zeros(300), 300, B=128, num_warps=8)
+    for made in (warm, launched, add.warmup(torch.float32, torch.float32, torch.float32, 300, B=128, num_warps=8)):
+        again = made[3, 1, 1](x, other, out := torch.zeros(300), 300, 128)
+        assert torch.equal(out, x + other)
+        assert again.metadata.num_warps == 8
+        made[1, 1, 1](x, other, part := torch.zeros(300), 300, 64)  # the constant is compiled in: 128
+        assert part.count_nonzero() == 128
+    with pytest.raises(ArgumentError, match="5 arguments, not 4"):
+        warm[3, 1, 1](x, other, out, 300)
+
+
+def test_every_configuration_of_a_warm_autotuner_can_be_launched():
+    x = torch.ones(128)
+    for made in pp.kernel(triton.autotune(CONFIGS, [])(plain)).warmup(x, x, torch.zeros(128), 128, grid=cover):
+        made[1, 1, 1](x, x, out := torch.zeros(128), 128, None)
+        assert torch.equal(out, x + x)
+
+
+@pp.kernel
+@triton.jit
+def halved(a, by: tl.constexpr = 2):
+    return a / by
+
+
+@pp.kernel
+@triton.jit
+def in_range(a):
+    pp.range_begin("half")
+    a = halved(a)
+    pp.range_end("half")
+    return a
+
+
+@triton.jit
+def of_function(x, out, f: tl.constexpr):
+    tl.store(out, f(in_range(tl.load(x))))
+
+
+def test_a_decorated_function_is_called_by_another_and_is_an_argument():
+    kernel, x, out = pp.kernel(of_function), torch.full((1,), 12.0), torch.zeros(1)
+    kernel[1,](x, out, halved)
+    assert out.item() == 3
+    with pp.trace() as t:
+        kernel[1,](x, out, triple)
+    assert out.item() == 18
+    assert t.ranges.names == ("half",)
+    assert isinstance(halved, pp.TritonKernel)
+    assert not isinstance(halved, triton.JITFunction)
+
+
 def test_what_does_not_compile_raises_tritons_kind_of_error_too():
     @triton.jit
     def broken(x):
