@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import lazy_loader as _lazy_loader
 
+from paellapy.instrument.kernels.driver_search import prepare_search as _prepare_search
 from paellapy.instrument.queues import ask_for_all as _ask_for_all
 from paellapy.instrument.traces.above import add_methods as _add_methods
 
 _ask_for_all()
+_prepare_search()
 _FIGURES = ("plot", "plot_heatmap", "plot_gantt", "plot_residency", "plot_requests")
 _add_methods("Trace", {name: f"paellapy.viz.figures:{name}" for name in _FIGURES})
 _add_methods(

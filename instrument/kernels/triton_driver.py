@@ -1,7 +1,7 @@
 """Triton's driver where there is no GPU: it answers Triton's own tools for the virtual GPU.
 
 Triton looks for a driver when its autotuner times a kernel, when `triton.testing` measures, and when a script asks for
-the active device or its properties. Without a GPU it finds none and fails; with `stand_in()` it finds this one.
+the active device or its properties. Where it finds no GPU, driver_search.py lets it find this one.
 """
 
 from __future__ import annotations
@@ -143,22 +143,3 @@ def _benchmark(call: Callable[[], Any], quantiles: Sequence[float] | None = None
         device.session = session
     times = times[1:]
     return [float(q) for q in np.quantile(times, quantiles)] if quantiles else float(np.mean(times))
-
-
-def stand_in() -> None:
-    """Lets Triton find this driver where it finds no other. Nothing is searched before Triton asks."""
-    module: Any = sys.modules["triton.runtime.driver"]
-    search = module._create_driver
-    if getattr(search, "stands_in", False):
-        return
-
-    def create_driver() -> DriverBase:
-        try:
-            return search()
-        except RuntimeError as error:
-            if not str(error).startswith("0 active drivers"):
-                raise
-            return VirtualDriver()
-
-    create_driver.stands_in = True  # type: ignore[attr-defined]
-    module._create_driver = create_driver

@@ -25,7 +25,6 @@ from paellapy.instrument.kernels.kernel import (
 )
 from paellapy.instrument.kernels.preempt import Prepared
 from paellapy.instrument.kernels.triton_arguments import TypeHandlers, launch_values
-from paellapy.instrument.kernels.triton_driver import stand_in
 from paellapy.instrument.kernels.triton_options import split_options
 from paellapy.instrument.kernels.triton_result import Result
 from paellapy.instrument.kernels.triton_source import TritonSource, compiling, unwrap
@@ -56,7 +55,6 @@ class TritonKernel(Kernel):
             )
         self.__doc__, self.__name__, self.__module__ = self._jit.__doc__, self.name, self._jit.__module__
         self.__qualname__ = self._jit.__qualname__
-        stand_in()
 
     @property
     def __class__(self) -> Any:
