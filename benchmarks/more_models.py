@@ -8,12 +8,13 @@ Each part is stored as soon as it is done; stored parts are measured again only 
 * link: the bandwidth of copies from pinned memory in this run;
 * engine, load: every model is loaded;
 * cold: one request at a time to evicted models: latency ÷ max(copy at the link's bandwidth, run);
-* default, lru: Zipf arrivals, with victims chosen by the default and by least recent use: hit rates, latencies. In all
-  parts every output is compared with PyTorch's;
+* default, lru: Zipf arrivals, with victims chosen by the default and by least recent use: hit rates, latencies;
 * beside: p99 of models that stay resident, asked by a compiled client, while cold models come and go, ÷ the same
   without cold models;
 * to_cuda: `module.to("cuda")` for every cold request, keeping the weights of as many models by least recent use;
 * processes: a process for each of some models, started before; a cold request moves its model to the GPU.
+
+In all parts every output is compared with PyTorch's, and `wrong` is the number of outputs that differ.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from typing import Any
 import numpy as np
 from common import RESULTS, save
 from engine_load import Generator, poisson
+from model_zoo import Zoo
 
 import paellapy as pp
 from paellapy.scheduler.core.state import Limits
 
-KINDS = ("vit_l_16", "vgg16", "convnext_large", "vgg11", "vit_b_16", "convnext_base")
 RATE, SEED = 60.0, 5
 TARGET_MS = 50.0  # about twice what the largest model takes to come
 
@@ -45,58 +46,6 @@ def percentiles(values: list[float]) -> dict[str, float]:
     return dict(zip(("p50_ms", "p95_ms", "p99_ms"), map(float, found), strict=True)) | {
         "n": len(values), "within_target": within,
     }  # fmt: skip
-
-
-class Zoo:
-    """Models with weights of their own, and what each answers."""
-
-    def __init__(self, count: int, device: str, half: bool = False, first: int = 0) -> None:
-        import torch
-
-        self.torch, self.cuda, self.half = torch, not device.startswith("virtual"), half
-        self.modules: dict[str, Any] = {}
-        for k in range(first, first + count):
-            torch.manual_seed(k)
-            self.modules[f"m{k}"] = self._module(k)
-        torch.manual_seed(0)
-        self.example = torch.randn(1, 3, 224, 224) if self.cuda else torch.randn(1, 64)
-        if half:
-            self.example = self.example.half()
-        self.expected: dict[str, Any] = {}
-
-    def _module(self, k: int) -> Any:
-        torch = self.torch
-        if not self.cuda:
-            return torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))).eval()
-        import torchvision
-
-        # There, beside the engine: weights are drawn, examples run and answers computed in a hundredth of the time.
-        with torch.device("cuda"):
-            made = getattr(torchvision.models, KINDS[k % len(KINDS)])(weights=None)
-        return (made.half() if self.half else made).eval()
-
-    def nbytes(self, name: str) -> int:
-        return sum(t.numel() * t.element_size() for t in self.modules[name].state_dict().values())
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(self.nbytes(name) for name in self.modules)
-
-    def model(self, name: str, **about: Any) -> pp.Model:
-        return pp.Model.from_torch(self.modules[name], self.example, name=name, batch=(1,), **about)
-
-    def answer(self, name: str) -> Any:
-        """What PyTorch gives, on the same device."""
-        torch = self.torch
-        if name not in self.expected:
-            where = "cuda" if self.cuda else "cpu"
-            with torch.no_grad():
-                self.expected[name] = self.modules[name](self.example.to(where))[0].float().cpu().numpy()
-        return self.expected[name]
-
-    def right(self, name: str, found: Any) -> bool:
-        want = self.answer(name)
-        return bool(np.abs(found.astype(np.float32) - want).max() <= 0.02 * max(1.0, float(np.abs(want).max())))
 
 
 def arrivals(names: list[str], rate: float, seconds: float, seed: int, s: float = 1.1) -> list[tuple[float, str]]:
@@ -167,13 +116,13 @@ class Run:
                         "load_s": time.perf_counter() - since, "memory": brief(engine.memory())}  # fmt: skip
 
     def cold(self, engine: pp.Engine, gbps: float) -> dict[str, Any]:
-        rows = []
+        rows, right = [], []
         for name in self.names[: self.args.cold]:
-            self.ask(engine, name)
-            warm = min(timed(lambda name=name: self.ask(engine, name)) for _ in range(5))
+            right.append(self.ask(engine, name))
+            warm = min(timed(lambda name=name: right.append(self.ask(engine, name))) for _ in range(5))
             engine.evict(name)
             before = engine.memory()["models"][name]["reload_s"]
-            took = timed(lambda name=name: self.ask(engine, name))
+            took = timed(lambda name=name: right.append(self.ask(engine, name)))
             reload_s = engine.memory()["models"][name]["reload_s"] - before
             copy = self.zoo.nbytes(name) / gbps / 1e6
             rows.append({"model": name, "mb": self.zoo.nbytes(name) / 1e6, "cold_ms": took, "warm_ms": warm,
@@ -181,7 +130,7 @@ class Run:
                          "starts_with_mb": engine.memory()["models"][name]["starts_with_bytes"] / 1e6,
                          "reload_ms": reload_s * 1e3, "of_bound": took / max(copy, warm),
                          "of_link": copy / (reload_s * 1e3), **timeline(engine, name)})  # fmt: skip
-        return {"rows": rows, "latency": percentiles([r["cold_ms"] for r in rows]),
+        return {"rows": rows, "wrong": right.count(False), "latency": percentiles([r["cold_ms"] for r in rows]),
                 "of_bound": float(np.median([r["of_bound"] for r in rows])),
                 "of_link": float(np.median([r["of_link"] for r in rows]))}  # fmt: skip
 
@@ -268,7 +217,7 @@ class Run:
         """One process per model, all of them there; their weights come from the process's own memory."""
         count = min(self.args.processes, len(self.names))
         made = spawn.get_context("spawn")
-        lines, children, cold = [], [], []
+        lines, children, cold, right = [], [], [], []
         for k in range(count):
             ours, theirs = made.Pipe()
             child = made.Process(target=serve_one, args=(theirs, k, self.args.device, self.args.half), daemon=True)
@@ -279,18 +228,20 @@ class Run:
             for line in lines:
                 line.recv()
             for _ in range(3):
-                for line in lines:
+                for k, line in enumerate(lines):
                     since = time.perf_counter()
                     line.send("run")
-                    line.recv()
+                    found = line.recv()
                     cold.append((time.perf_counter() - since) * 1e3)
+                    right.append(self.zoo.right(f"m{k}", found))
                     line.send("leave")
                     line.recv()
         finally:
             for child in children:
                 child.kill()
                 child.join()
-        return {"processes": count, "cold": percentiles(cold[count:])}  # each once before: what it loads, it loads then
+        # each once before: what it loads, it loads then
+        return {"processes": count, "wrong": right.count(False), "cold": percentiles(cold[count:])}
 
 
 def serve_one(line: Any, k: int, device: str, half: bool) -> None:

@@ -168,6 +168,10 @@ def unknown_kernels() -> dict[str, float]:
 
 FIGURES: dict[str, Callable[[], str]] = {
     "training.seeds": lambda: str(quoted_beside.requests()[0]),
+    "memory.zero": lambda: str(quoted_beside.all_zero()),
+    "memory.compared": lambda: f"{quoted_beside.compared():,}",
+    "memory.requests": lambda: str(stored("more_models")["default"]["requests"]),
+    "memory.processes": lambda: str(stored("more_models")["processes"]["processes"]),
     "training.requests": lambda: str(quoted_beside.requests()[1]),
     "load.hrrn-windows": lambda: f"{load('hrrn, batches, windows'):.1f}",
     "load.batcher": lambda: f"{load('dynamic batcher'):.1f}",

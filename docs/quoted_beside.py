@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import paper_report
+from model_zoo import KINDS
 from result_files import stored
 
 
@@ -82,12 +83,17 @@ def scripts() -> str:
 def memory() -> str:
     found = stored("more_models")
     load, cold, default, lru = (found[each] for each in ("load", "cold", "default", "lru"))
+    whole, bound = load["memory"]["budget_bytes"], np.array([row["of_bound"] for row in cold["rows"]])
     size = f"{load['models']}, {load['weights_bytes'] / 1e9:.1f} GB"
     rows = [
         ["models, their weights", size],
-        ["room for weights", f"{load['budget_bytes'] / 1e9:.1f} GB"],
+        ["memory for weights; with lanes; ÷ all weights",
+         f"{load['budget_bytes'] / 1e9:.1f} GB; {whole / 1e9:.1f} GB; "
+         f"{load['budget_bytes'] / load['weights_bytes']:.2f}, {whole / load['weights_bytes']:.2f}"],
         [f"reload, part of the link's {found['link']['gbps']:.0f} GB/s, median", f"{cold['of_link']:.2f}"],
-        ["cold request ÷ the longer of copy and run, median", f"{cold['of_bound']:.2f}"],
+        ["cold request ÷ the longer of copy and run: median, least, most",
+         f"{cold['of_bound']:.2f}, {bound.min():.2f}, {bound.max():.2f}"],
+        ["cold requests above 1.2 times the longer of copy and run", f"{(bound > 1.2).sum()} of {len(bound)}"],
         *_timeline(cold["rows"]),
         ["requests that find their weights on the GPU: default, `lru`",
          f"{default['hit_rate']:.2f}, {lru['hit_rate']:.2f}"],
@@ -99,6 +105,10 @@ def memory() -> str:
     for q in ("p50", "p99"):
         times = ", ".join(f"{each[f'{q}_ms']:.0f} ms" for each in ways.values())
         rows.append([f"{q} of cold requests: {', '.join(ways)}", times])
+        ours, *theirs = (each[f"{q}_ms"] for each in ways.values())
+        ratios = ", ".join(f"{each / ours:.1f}" for each in theirs)
+        rows.append([f"{q} of cold requests ÷ paellapy's: {', '.join(list(ways)[1:])}", ratios])
+    rows.append([f"cold requests measured: {', '.join(ways)}", ", ".join(str(each["n"]) for each in ways.values())])
     within = [f"{each['within_target']:.2f}" for each in (default, found["to_cuda"])]
     rows.append([f"requests within their target: {', '.join(list(ways)[:2])}", ", ".join(within)])
     if "beside" in found:
@@ -106,6 +116,18 @@ def memory() -> str:
         ratios = [f"{p99['beside'] / p99[when]:.2f}" for when in ("alone", "alone again")]
         rows.append(["p99 of two models that stay, while others come and go ÷ before, ÷ after", ", ".join(ratios)])
     return paper_report.table(["", ""], rows)
+
+
+def all_zero() -> int:
+    """Models of the stored run whose answers were all zero: torchvision's vision transformers without trained heads."""
+    return sum(KINDS[k % len(KINDS)].startswith("vit") for k in range(stored("more_models")["load"]["models"]))
+
+
+def compared() -> int:
+    """Outputs of the stored run that were compared with PyTorch's, without the cold models beside models that stay."""
+    found = stored("more_models")
+    beside = [each["n"] for each in found["beside"].values() if isinstance(each, dict)]
+    return sum(found[part]["requests"] for part in ("default", "lru", "to_cuda")) + sum(beside)
 
 
 def _timeline(cold: Any) -> list[list[str]]:

@@ -52,6 +52,28 @@ def test_the_papers_experiments_run_and_every_output_is_right(tmp_path: Path) ->
     assert found["points"]["fig11|eager, 2 threads|1.5|50|7"]["answered"] == 20
 
 
+def test_cold_models_and_models_in_processes_are_compared_with_pytorch(tmp_path: Path) -> None:
+    options = ["--device", "virtual:h200", "--models", "4", "--share", "0.5", "--seconds", "0.5", "--cold", "2"]
+    run(str(BENCHMARKS / "more_models.py"), *options, "--processes", "2", "--out", str(tmp_path))
+    found = json.loads((tmp_path / "more_models.json").read_text())["results"]
+    assert [found[part]["wrong"] for part in ("cold", "default", "lru", "to_cuda", "processes")] == [0] * 5
+
+
+def test_answers_of_the_zoo_depend_on_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from model_zoo import Zoo, drawn
+
+    zoo = Zoo(2, "virtual:h200")
+    assert zoo.right("m0", zoo.answer("m0"))
+    assert not zoo.right("m0", zoo.answer("m1"))
+    head = torch.nn.Linear(4, 2)
+    torch.nn.init.zeros_(head.weight)
+    kept = head.bias.detach().clone()
+    assert (drawn(torch, head).weight != 0).all()
+    assert torch.equal(head.bias, kept)
+
+
 def test_operations_on_memory_say_step_by_step_what_holds_it(tmp_path: Path) -> None:
     options = ["--device", "virtual:h200", "--operations", "40", "--out", str(tmp_path)]
     run(str(BENCHMARKS / "memory_operations.py"), *options)
