@@ -58,5 +58,5 @@ def test_merged_campaigns_say_what_each_server_did() -> None:
             ("c", 1.0, 2),
         ]
         recoveries = {each["fault"]: (each["recovery_s"], each["server"]) for each in results["faults"]}
-        assert recoveries == {"worker-killed": (0.2, 1), "engine-killed": (0.1, 0), "engine-stops": (0.3, 2)}
+        assert recoveries == {"worker-killed": (0.2, 1), "engine-killed": (9.0, 1), "engine-stops": (0.3, 2)}
         assert results["seconds"] == pytest.approx(13.0)

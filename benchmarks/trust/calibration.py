@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,9 @@ def main() -> None:
         made = requests(np.random.default_rng(2), 2000, host)
         plain = [w for w in made if b"timeout" not in w.request and w.kind in ("json", "binary")]
         work = [w for w in plain if w.model in TARGETS_MS]
-        result: dict[str, Any] = {"device": args.device, "first": asyncio.run(first_impressions(refusing, work))}
+        settings = {k: getattr(args, k) for k in ("device", "workers", "seconds")}
+        settings |= {"cores": len(os.sched_getaffinity(0)), "targets_ms": TARGETS_MS}
+        result: dict[str, Any] = {**settings, "first": asyncio.run(first_impressions(refusing, work))}
         asyncio.run(capacity(refusing, work))  # both have seen every model and size before they are compared
         most = result["capacity_per_s"] = round(asyncio.run(capacity(off, work)), 1)
         result["loads"] = {}

@@ -7,7 +7,7 @@
 Every answer is compared with NumPy's result. A fault is injected while the clients go on; `recovery_s` is the time from
 its injection to the end of the last moment in which a prober, which asks every model in turn, got no right answer. The
 result is written every few seconds; --resume continues a stopped run; --merge adds the counts of several servers, and
-takes each fault from the first file that has it.
+takes each fault from the file in which its recovery took longest.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import time
 from collections import Counter
@@ -147,7 +148,7 @@ async def run(server: Served, args: argparse.Namespace, result: dict[str, Any], 
 
 
 def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """One stored file of several: all requests together, and each fault as the first file has it.
+    """One stored file of several: all requests together, and each fault with its longest recovery.
 
     `servers` has an entry for each server, with its commit and seconds; a fault's `server` is a place in that list.
     """
@@ -156,7 +157,9 @@ def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
     for part in parts:
         found = part["results"]
         for each in found["faults"]:
-            faults.setdefault(each["fault"], {**each, "server": len(servers) + each.get("server", 0)})
+            known = faults.get(each["fault"])
+            if known is None or _longest_s(known) < _longest_s(each):
+                faults[each["fault"]] = {**each, "server": len(servers) + each.get("server", 0)}
         servers += found.get("servers") or [_server(part)]
     every = [part["results"]["load"] for part in parts]
     load: dict[str, Any] = {"requests": sum(each["requests"] for each in every)}
@@ -166,9 +169,13 @@ def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
     ordered = [faults[name] for name in FAULTS if name in faults]
     commits = ", ".join(dict.fromkeys(each["commit"] for each in servers))
     on = {**parts[0]["on"], "commit": commits}
-    known = [each["seconds"] for each in servers]
-    seconds = None if None in known else sum(known)
+    every_s = [each["seconds"] for each in servers]
+    seconds = None if None in every_s else sum(every_s)
     return {"on": on, "results": {"load": load, "faults": ordered, "seconds": seconds, "servers": servers}}
+
+
+def _longest_s(fault: dict[str, Any]) -> float:
+    return math.inf if fault["recovery_s"] is None else float(fault["recovery_s"])
 
 
 def _server(part: dict[str, Any]) -> dict[str, Any]:
