@@ -13,7 +13,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: test lint types unit docs dist serve clean
 
-test: lint types docs unit
+# The checks share the cores; the tests need all of them.
+test:
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint types docs
+	$(MAKE) --no-print-directory unit
 
 # Installing is skipped while pyproject.toml is unchanged, so `make test` stays quick on a warm checkout.
 $(STAMP): pyproject.toml

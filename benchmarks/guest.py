@@ -40,10 +40,13 @@ class Script:
     def __init__(self, gated: bool, small: bool, captured: bool = False, options: tuple[str, ...] = ()) -> None:
         before = [sys.executable, "-m", "paellapy", "run", "--best-effort", *options] if gated else [sys.executable]
         line = [*before, str(SCRIPT), "small" if small else "resnet18", *(["captured"] if captured else [])]
-        self._process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=os.environ)
+        self._process = self._start(line)
         self._said: list[tuple[int, float]] = []
         threading.Thread(target=self._read, daemon=True).start()
         self.wait(40, 45.0)
+
+    def _start(self, line: list[str]) -> subprocess.Popen[str]:
+        return subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
 
     def _read(self) -> None:
         assert self._process.stdout is not None

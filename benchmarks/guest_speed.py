@@ -3,10 +3,10 @@
     python benchmarks/guest_speed.py                 on a GPU that nothing else uses
     python benchmarks/guest_speed.py --starts 6      also starts of the whole script, free and gated in turn
 
-An eager script's speed varies by more between two starts than a gate costs. So one process makes pairs of blocks of
-steps: a *free* block, in which all pointers lead to the driver, and a *gated* one, in which they lead through the gate.
-Further pairs compare gated blocks with *searched* ones, during which all libraries are searched once for new pointers,
-as `paellapy run` does at most every two seconds.
+An eager script's speed varies by more between two starts than a gate costs. So one process makes blocks of steps in
+turn: *free* blocks, in which all pointers lead to the driver; *gated* blocks, in which they lead through the gate; and
+*searched* blocks, which are gated and during which libraries are searched once for new pointers, as `paellapy run`
+does at most every two seconds.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ import paellapy as pp
 from paellapy.guest import _LAST_S
 from paellapy.instrument.device import gate
 from paellapy.instrument.device.driver_cells import Cells
+
+KINDS = ("free", "gated", "searched")
 
 
 class Switch:
@@ -122,41 +124,35 @@ def in_one_process(step: Callable[[], Any], args: argparse.Namespace) -> dict[st
     for _ in range(10):
         step()
     rng = np.random.default_rng(0)
-    searches: list[float] = []
-    launches: list[int] = []
+    ms: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    passed, searches = int(switch.words[gate.LAUNCHES]), []
 
     def search() -> None:
         began = time.perf_counter()
         switch.cells.look()
         searches.append(time.perf_counter() - began)
 
-    def blocks(kinds: tuple[str, str], count: int, steps: int) -> dict[str, list[float]]:
-        ms: dict[str, list[float]] = {kind: [] for kind in kinds}
-        for _ in range(count):
-            for kind in rng.permutation(kinds):
-                switch.set(kind != "free")
-                before = int(switch.words[gate.LAUNCHES])
-                took = block_ms(step, steps, search if kind == "searched" else None)
-                ms[str(kind)].append(round(took / steps, 4))
-                went = int(switch.words[gate.LAUNCHES]) - before
-                if (kind == "free") != (went == 0):
-                    raise RuntimeError(f"{went} launches went through the gate in a block that was {kind}")
-                launches.append(went // steps)
-        return ms
-
-    pairs = blocks(("free", "gated"), args.blocks, args.steps)
-    searched = blocks(("gated", "searched"), args.searches, args.searched_steps)
-    # By pair, so that a change of the machine's speed during the run does not count.
-    each = np.array(pairs["free"]) / np.array(pairs["gated"])
+    for _ in range(args.blocks):
+        for kind in rng.permutation(KINDS):
+            switch.set(kind != "free")
+            before = int(switch.words[gate.LAUNCHES])
+            ms[str(kind)].append(round(block_ms(step, args.steps, search if kind == "searched" else None), 3))
+            went = int(switch.words[gate.LAUNCHES]) - before
+            if (kind == "free") != (went == 0):
+                raise RuntimeError(f"{went} launches went through the gate in a block that was {kind}")
+            if kind != "free":
+                passed = went
+    free, gated, searched = (np.array(ms[kind]) for kind in KINDS)
+    search_ms = float(np.median(searched - gated))
+    # By block, so that a change of the machine's speed during the run does not count.
+    each = free / gated
     chance = [float(np.median(rng.choice(each, len(each)))) for _ in range(2000)]
-    lost = args.searched_steps * float(np.median(np.array(searched["searched"]) - np.array(searched["gated"])))
     return {
-        "steps_per_block": args.steps, "launches_per_step": max(launches), "cells": len(switch), "ms_per_step": pairs,
-        "gated_speed": round(float(np.median(each)), 4),
+        "steps_per_block": args.steps, "launches_per_step": round(passed / args.steps, 1), "cells": len(switch),
+        "ms": ms, "gated_speed": round(float(np.median(each)), 4),
         "gated_speed_95": [round(float(np.percentile(chance, p)), 4) for p in (2.5, 97.5)],
-        "searched_ms_per_step": searched, "searched_steps": args.searched_steps,
-        "search_ms": round(1e3 * float(np.median(searches)), 2), "search_costs_ms": round(lost, 2),
-        "search_part": round(lost / (1e3 * _LAST_S), 4),
+        "search_ms": round(search_ms, 2), "search_wall_ms": round(1e3 * float(np.median(searches)), 2),
+        "search_part": round(search_ms / (1e3 * _LAST_S), 4),
     }  # fmt: skip
 
 
@@ -180,10 +176,8 @@ def by_starts(args: argparse.Namespace) -> dict[str, list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="a tiny network")
-    parser.add_argument("--blocks", type=int, default=150, help="of each kind")
-    parser.add_argument("--steps", type=int, default=6, help="in a block")
-    parser.add_argument("--searches", type=int, default=15)
-    parser.add_argument("--searched-steps", type=int, default=20, help="in a block with a search")
+    parser.add_argument("--blocks", type=int, default=40, help="of each kind")
+    parser.add_argument("--steps", type=int, default=20, help="in a block")
     parser.add_argument("--starts", type=int, default=0, help="of the whole script, of each kind")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each start")
     parser.add_argument("--folder", type=Path, default=RESULTS)
@@ -192,7 +186,7 @@ def main() -> None:
     device = need_gpu("the speed of a script")
     step = training(args.small)
     results: dict[str, Any] = {"one process": in_one_process(step, args)}
-    print({key: value for key, value in results["one process"].items() if "per_step" not in key}, flush=True)
+    print({key: value for key, value in results["one process"].items() if key != "ms"}, flush=True)
     save(args.name, results, device, args.folder)
     if args.starts:
         results["starts"] = by_starts(args)

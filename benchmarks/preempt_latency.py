@@ -2,7 +2,8 @@
 
 Blocks of a known length fill the GPU several times over. From `preempt()` on, the host polls until the launch is over:
 the time covers the flag's way to the GPU, the rest of the running blocks, and the exit of the others. `resume` is the
-time of the call. Every block is checked to have run once.
+time of the call. Every block is checked to have run once. Only rounds in which blocks were kept from running count;
+`held` is their part of all rounds.
 
     python benchmarks/preempt_latency.py [--out DIR] [--rounds 50]
 """
@@ -30,7 +31,7 @@ extern "C" __global__ void spin(unsigned* count, unsigned ns) {
 }
 """
 THREADS = 256
-COLUMNS = ("free p50", "free p99", "resume p50", "left p50")
+COLUMNS = ("free p50", "free p99", "resume p50", "left p50", "held")
 
 
 def measure(device: Any, block_us: float, blocks: int, rounds: int) -> dict[str, float]:
@@ -58,11 +59,15 @@ def measure(device: Any, block_us: float, blocks: int, rounds: int) -> dict[str,
         resumed[k] = (time.perf_counter() - start) * 1e6
         launch.synchronize()
         assert (count.numpy() == 1).all(), "a block ran twice or never"
+    held = left > 0
+    if not held.any():  # the kernel was always over before the flag came: nothing was measured
+        return dict.fromkeys(COLUMNS[:-1], float("nan")) | {"held": 0.0}
     return {
-        "free p50": float(np.median(free)),
-        "free p99": float(np.quantile(free, 0.99)),
-        "resume p50": float(np.median(resumed)),
-        "left p50": float(np.median(left)),
+        "free p50": float(np.median(free[held])),
+        "free p99": float(np.quantile(free[held], 0.99)),
+        "resume p50": float(np.median(resumed[held])),
+        "left p50": float(np.median(left[held])),
+        "held": float(held.mean()),
     }
 
 
@@ -81,7 +86,7 @@ def main() -> None:
     for column in ("launch", *COLUMNS):
         table.add_column(column, justify="right")
     for name, row in results.items():
-        table.add_row(name, *(f"{row[c]:.1f}" for c in COLUMNS))
+        table.add_row(name, *(f"{row[c]:.2f}" if c == "held" else f"{row[c]:.1f}" for c in COLUMNS))
     Console(width=140).print(table)
     print("written to", save("preempt_latency", results, device, options.out))
 

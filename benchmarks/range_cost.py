@@ -2,8 +2,9 @@
 
     python benchmarks/range_cost.py          # on a GPU; on the virtual one only to see that it runs
 
-Each kernel runs plain, traced without ranges, and traced with eight ranges, in turns. Times are of whole batches of
-launches, between two events. Outside a trace ranges cost nothing, which needs no timing: the machine code is compared.
+Each kernel runs plain, traced without ranges, traced with eight ranges, and plain again, in turns. Times are of whole
+batches of launches, between two events, and ratios are medians over the rounds. Outside a trace ranges cost nothing,
+which needs no timing: the machine code is compared.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import triton.language as tl
 from common import save
 
 import paellapy as pp
+
+WARMING = 10  # launches without ranges: while the host reads a trace the GPU is idle, and its clocks may fall
 
 
 @triton.jit
@@ -125,8 +128,10 @@ def attention_case(tokens: int) -> tuple[tuple[int, ...], tuple[Any, ...], dict[
     return (tokens // 128, heads), (q, k, v, o, tokens, width, 128, 64, scale), {"num_warps": 4, "num_stages": 3}, o
 
 
-def batch_us(launch: Callable[[], Any], times: int) -> float:
+def batch_us(launch: Callable[[], Any], times: int, warm: Callable[[], Any]) -> float:
     device = pp.Device.current()
+    for _ in range(WARMING):
+        warm()
     start = device.record()
     for _ in range(times):
         launch()
@@ -142,6 +147,9 @@ def measured(name: str, marked: Any, unmarked: Any, case: Any, rounds: int, time
     def launch(kernel: Any) -> Callable[[], Any]:
         return lambda: kernel[grid](*args, **options)
 
+    def timed(kernel: Any) -> float:
+        return batch_us(launch(kernel), times, launch(without))
+
     found: dict[str, list[float]] = {"plain": [], "traced": [], "traced with ranges": []}
     results: dict[str, Any] = {}
     for kernel in (with_, without):  # compiled and loaded before anything is timed
@@ -149,18 +157,20 @@ def measured(name: str, marked: Any, unmarked: Any, case: Any, rounds: int, time
         with pp.trace(records_per_sm=1 << 10):
             launch(kernel)()
     for _ in range(rounds):
-        found["plain"].append(batch_us(launch(without), times))
+        before = timed(without)
         plain = out.numpy().copy()
         with pp.trace(records_per_sm=1 << 10):
-            found["traced"].append(batch_us(launch(without), times))
+            found["traced"].append(timed(without))
         with pp.trace(records_per_sm=1 << 10) as t:
-            found["traced with ranges"].append(batch_us(launch(with_), times))
+            found["traced with ranges"].append(timed(with_))
         results["same_bits"] = bool(np.array_equal(plain, out.numpy()))
         results["ranges"], results["lost"] = len(t.ranges), t.ranges.lost
+        found["plain"].append((before + timed(without)) / 2)
     us = {kind: statistics.median(v) for kind, v in found.items()}
     results["us"] = us
-    results["ranges_over_traced"] = us["traced with ranges"] / us["traced"]
-    results["ranges_over_plain"] = us["traced with ranges"] / us["plain"]
+    for kind in ("traced", "plain"):
+        ratios = (a / b for a, b in zip(found["traced with ranges"], found[kind], strict=True))
+        results[f"ranges_over_{kind}"] = statistics.median(ratios)
     builds = [k.compile(*args, report=None, **options) for k in (with_, without)]
     results["registers_off"] = [b.registers for b in builds]
     results["same_code_off"] = _code(builds[0], marked) == _code(builds[1], unmarked)

@@ -14,6 +14,7 @@ import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -133,6 +134,19 @@ def first_use_parts() -> str:
     return paper_report.table(["part", *(f"{task}, s" for task in found)], rows)
 
 
+def model_loads() -> str:
+    """Seconds that models take to load on the H200, and their parts; "before" is the version before the rooms."""
+    found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for each in stored("model_loading")["medians"]:
+        found.setdefault((each["model"], each["caches"]), {})[each["tree"]] = each
+    rows = []
+    for (model, caches), by in sorted(found.items()):
+        parts = sorted(by["this"]["phases_s"].items(), key=lambda part: -part[1])
+        told = ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts[:4])
+        rows.append([f"`{model}`", caches, f"{by['base']['s']:.2f}", f"{by['this']['s']:.2f}", told])
+    return paper_report.table(["model", "caches", "before, s", "now, s", "longest parts, s"], rows)
+
+
 def gap_us(when: str) -> float:
     """Between two kernels of a graph, before and after kernels on a second stream."""
     return float(stored("kernel_gaps")["cases"]["and 7 on another"][when]) / 1e3
@@ -155,6 +169,7 @@ def tuned(name: str) -> float:
 @functools.cache
 def tables() -> dict[str, str]:
     ours = {"aims": aims(), "costs": costs(), "cold-start": first_use(), "cold-parts": first_use_parts()}
+    ours["model-loads"] = model_loads()
     others = quoted_scheduling.tables() | quoted_cluster.tables() | quoted_sharing.tables()
     others |= quoted_trust.tables() | quoted_beside.tables() | quoted_kernels.tables()
     return ours | paper_report.tables(RESULTS / "paper.json") | others
@@ -164,6 +179,10 @@ def unknown_kernels() -> dict[str, float]:
     """Errors of kernel times on the virtual GPU, each kernel by a profile fitted without it."""
     found: dict[str, float] = stored("calibration_error_h200")["unknown kernels"]["time_error"]
     return found
+
+
+def gate_speed() -> Any:
+    return stored("guest_speed")["one process"]
 
 
 FIGURES: dict[str, Callable[[], str]] = {
@@ -176,6 +195,10 @@ FIGURES: dict[str, Callable[[], str]] = {
     "load.hrrn-windows": lambda: f"{load('hrrn, batches, windows'):.1f}",
     "load.batcher": lambda: f"{load('dynamic batcher'):.1f}",
     "gate.added": lambda: f"{stored('gate_cost')['added_ns'][0]:.0f}",
+    "gate.speed": lambda: f"{100 * gate_speed()['gated_speed']:.0f}",
+    "gate.speed-low": lambda: f"{100 * gate_speed()['gated_speed_95'][0]:.0f}",
+    "gate.speed-high": lambda: f"{100 * gate_speed()['gated_speed_95'][1]:.0f}",
+    "gate.p99": lambda: f"{quoted_beside.gated_at_all():.2f}",
     "launch": lambda: f"{stored('launch_overhead')['pp.kernel, count']['ratio']:.2f}",
     "gap.short": lambda: f"{gap_us('before_ns'):.1f}",
     "gap.long": lambda: f"{gap_us('after_ns'):.1f}",

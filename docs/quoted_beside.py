@@ -39,6 +39,13 @@ def training() -> str:
         own = _own_speed(points, job, way)
         p99 = [f"{_ratio(points, name, f'{job}: alone {when}'):.2f}" for when in ("before", "again")]
         rows.append([job, way, *p99, "–" if own is None else f"{speed / own:.2f}", f"{speed / plain:.2f}"])
+    points = stored("background_mps")
+    for kind, found in points.items():
+        if isinstance(found, dict) and "steps_per_s" in found:
+            p99 = [f"{_ratio(points, kind, base):.2f}" for base in ("alone", f"{kind}: alone again")]
+            own = points.get(f"{kind}: job alone")
+            share = "–" if own is None else f"{_speed(points, kind) / own:.2f}"
+            rows.append([f"{kind}, one graph", "none, under MPS", *p99, share, "–"])
     head = ["job, its segments", "policy", "p99 ÷ before the job", "p99 ÷ after it", "steps ÷ the job alone",
             "steps ÷ the plain loop alone"]  # fmt: skip
     return paper_report.table(head, rows)
@@ -67,17 +74,71 @@ def facts() -> str:
 def scripts() -> str:
     """A script of another process, free and behind the gate, without MPS and under it."""
     rows = [["aim behind a gate", "", "≤ 1.15", "", ""]]
-    for file, under in (("guest", ""), ("guest_mps", " under MPS")):
+    for file, under, names in (
+        ("guest", "", {"free": "free"}),
+        ("guest_probe", "", {"gated": "gated", "2 in flight": "gated, 2 in flight"}),
+        ("guest_mps", " under MPS", {"free": "free", "gated": "gated"}),
+    ):
         points = stored(file)
-        for name in ("free", "gated", "gated, 8 in flight", "gated, 2 in flight"):
-            if (found := points.get(name + under)) is None:
-                continue
-            speed = f"{_speed(points, name + under):.0f}, {found['steps_per_s_alone']:.0f}"
-            p99 = _ratio(points, name + under, f"alone{under}")
-            p50 = np.median(found["p50_ms"]) / np.median(points[f"alone{under}"]["p50_ms"])
-            rows.append([name + under, f"{p50:.2f}", f"{p99:.2f}", speed, f"`{file}.json`"])
+        for name, title in names.items():
+            found, base = points[name + under], f"alone{under}"
+            by_itself = found.get("steps_per_s_alone")
+            if name == "gated" and file == "guest_probe":
+                by_itself = points["script"]["steps_per_s"]
+            speed = f"{_speed(points, name + under):.0f}, {'–' if by_itself is None else f'{by_itself:.0f}'}"
+            ratios = [f"{each(points, name + under, base):.2f}" for each in (_p50, _ratio)]
+            rows.append([title + under, *ratios, speed, f"`{file}.json`"])
     head = ["script", "p50 ÷ alone", "p99 ÷ alone", "steps per second beside requests, without", "stored as"]
     return paper_report.table(head, rows)
+
+
+def _p50(points: Any, name: str, base: str) -> float:
+    return float(np.median(points[name]["p50_ms"]) / np.median(points[base]["p50_ms"]))
+
+
+WAYS = {
+    "always closed": "the gate is never open",
+    "gated": "as it is",
+    "early": "A: the client closes the gate itself when a request is due",
+    "whole": "B: requests are launched in one piece, also beside others",
+    "ack": "A; then the engine waits, at most 0.2 ms, until the script's stream is empty (C)",
+    "ack, whole": "A, B, C",
+    "keep": "A, B; a small kernel keeps the engine's process on the GPU until the request is done (D)",
+    "linger 1000": "A, B; the gate stays closed for 1 ms after a request",
+    "ack, keep, linger 300": "A, B, C, D; the gate stays closed for 0.3 ms after a request",
+    "2 in flight": "the script waits for the GPU after every two kernels (`--in-flight 2`)",
+    "2 in flight, early, ack": "the same; A, B, C",
+}
+
+
+def ways() -> str:
+    """Ways to hold a script back, in one run."""
+    points = stored("guest_probe")
+    rows = [
+        [what, f"{_p50(points, name, 'alone'):.2f}", f"{_ratio(points, name, 'alone'):.2f}",
+         f"{_speed(points, name):.0f}" if name != "always closed" else "0"]
+        for name, what in WAYS.items()
+    ]  # fmt: skip
+    return paper_report.table(["way", "p50 ÷ alone", "p99 ÷ alone", "the script's steps per second"], rows)
+
+
+def script_causes() -> str:
+    """Where the time of requests beside a script goes."""
+    points, rows = stored("guest_probe"), []
+    for name, title in (("alone", "no script"), ("gated", "gated script"), ("2 in flight", "gated, 2 in flight")):
+        for key, which in (("median", "median"), ("slow_median", "slowest 2 %, median")):
+            found = points[name][key]
+            times = (found["latency"], found["on GPU"], found["latency"] - found["on GPU"], found.get("drained"))
+            rows.append([f"{title}, {which}", *("–" if us is None else f"{us:.0f}" for us in times)])
+    head = ["requests", "latency, µs", "from the first to the last kernel, µs", "before and after that, µs",
+            "from closing the gate until the script's stream was empty, µs"]  # fmt: skip
+    return paper_report.table(head, rows)
+
+
+def gated_at_all() -> float:
+    """p99 of all requests beside a gated script ÷ that of all alone."""
+    points = stored("guest_probe")
+    return float(points["gated"]["all_p99_ms"] / points["alone"]["all_p99_ms"])
 
 
 def memory() -> str:
@@ -165,7 +226,8 @@ def requests() -> tuple[int, int]:
 
 def tables() -> dict[str, str]:
     found = {
-        "training": training, "training-facts": facts, "scripts": scripts, "memory-operations": operations,
+        "training": training, "training-facts": facts, "scripts": scripts, "script-ways": ways,
+        "script-causes": script_causes, "memory-operations": operations,
         "more-models": memory,
     }  # fmt: skip
     return {name: make() for name, make in found.items()}

@@ -29,7 +29,7 @@ def run(
         str | None, typer.Option(help="process id or socket of the engine  [dim](this user's newest)[/dim]")
     ] = None,
     in_flight: Annotated[
-        int, typer.Option(help="kernels that it may have queued, about; 0: no limit")
+        int, typer.Option(help="queued kernels after which it waits for the GPU; 0: no limit")
     ] = 0,
     name: Annotated[str | None, typer.Option(help="name of the script in the engine  [dim](file name)[/dim]")] = None,
 ) -> None:

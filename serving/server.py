@@ -32,7 +32,13 @@ from paellapy.serving.listening import Site, listen, stop_listening, url_of
 from paellapy.serving.loading import load_models
 from paellapy.serving.logs import configure, log
 from paellapy.serving.middleware import SERVICE
-from paellapy.serving.process_settings import keep_memory, loop_factory, share_interpreter, spare_objects
+from paellapy.serving.process_settings import (
+    keep_memory,
+    loop_factory,
+    search_all_objects,
+    share_interpreter,
+    spare_objects,
+)
 from paellapy.serving.registry import Catalogue, Registry
 from paellapy.serving.reload import Reloader, check_file
 from paellapy.serving.runner import Runner
@@ -225,6 +231,7 @@ async def run(
         began, code = loop.time(), int(failed.done())
         stopped.cancel()
         failed.cancel()
+        search_all_objects()  # the interpreter's own search at its end frees them
         await server.stop()
         if server.service.hung:
             end_now(code, "stopped without closing the engine, which does not respond")

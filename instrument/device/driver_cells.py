@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from paellapy.instrument.device.gate import keep_forever
-from paellapy.instrument.device.gate_code import Finder, address, gated
+from paellapy.instrument.device.gate_code import address, gated
+from paellapy.instrument.device.memory_search import Finder, in_pieces
 
 LAUNCHES = (
     "cuLaunchKernel", "cuLaunchKernelEx", "cuLaunchCooperativeKernel", "cuGraphLaunch", "cuMemcpy", "cuMemcpyHtoD",
@@ -134,8 +135,7 @@ class Cells:
         if objects != self._seen:
             # Listing takes longer than searching, and blocks all other threads of the interpreter.
             self._data = regions(self._library)
-            self._bounds = np.array([(each.start, each.end - (each.end - each.start) % 8) for each in self._data],
-                                    np.uint64).reshape(-1, 2)  # fmt: skip
+            self._bounds = in_pieces([(each.start, each.end) for each in self._data])
             self._seen = objects
         found = sum(self._change(at) for at in self._finder.find(self._bounds, low, high))
         self.patched += found
@@ -147,12 +147,11 @@ class Cells:
     def _lines(self) -> list[str]:
         return [line for line in loaded_objects() if self._library in line]
 
-    def _streams(self) -> tuple[int, ...] | None:
-        library: Any = self._loaded()
-        names = ("cuStreamIsCapturing", "cuEventCreate", "cuEventRecord", "cuEventQuery")
+    def _streams(self) -> tuple[int, int] | None:
+        library, names = self._loaded(), ("cuStreamIsCapturing", "cuStreamQuery")
         if not all(hasattr(library, name) for name in names):
             return None
-        return tuple(address(getattr(library, name)) for name in names)
+        return address(getattr(library, names[0])), address(getattr(library, names[1]))
 
     def _addresses(self) -> dict[int, str]:
         library: Any = self._loaded()

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 # Words of the block. The engine writes the first line, the guest the second.
 CLOSED_UNTIL_NS, ALIVE_UNTIL_NS, SHARE = 0, 1, 2  # on CLOCK_MONOTONIC; the share in 2⁻²⁰
 LAUNCHES, WAITS, WAITED_NS, CELLS = 8, 9, 10, 11  # CELLS: number of pointers to the driver that lead through the gate
-IN_FLIGHT = 12  # kernels that a guest may have queued, about; 0: no limit
+IN_FLIGHT = 12  # kernels that a guest launches before it waits for its stream; 0: it never waits
 WORDS = 16
 SHARE_UNIT = 1 << 20
 PERIOD_NS = 10_000_000  # for a share below one: the gate is open for that fraction of each period

@@ -199,16 +199,16 @@ class FrontEnd:
         """Posts requests with staged inputs, which the core copies once the model has free slots. The core takes them
         in one step, so an idle engine does not run the first of them alone.
         """
-        run = np.empty(len(staged), SUBMISSION)
+        run = np.empty(len(staged), SUBMISSION) if len(staged) > 1 else None
         for k, (pending, source, keep) in enumerate(staged):
             pending.keep = keep
             message = self._messages.of(pending, client, priority, arrival_ns, deadline_ns)
             message.lane, message.slot, message.source = codes.NONE, codes.NONE, source
-            if len(staged) == 1:
+            if run is None:
                 self._post(message)
                 return
             ctypes.memmove(run.ctypes.data + k * SUBMISSION.itemsize, message.address, SUBMISSION.itemsize)
-        while not calls.post_all(self._line, run.ctypes.data, len(staged)):
+        while run is not None and not calls.post_all(self._line, run.ctypes.data, len(staged)):
             self._yield()
 
     def cancel(self, pending: Pending) -> None:

@@ -18,7 +18,7 @@ from paellapy.scheduler.engine.front_end import Entry, Loaded, Pending
 from paellapy.scheduler.engine.gpu_use import GpuUse, occupancy
 from paellapy.scheduler.engine.request_checks import Inputs, check_inputs
 from paellapy.scheduler.engine.slots import Reserving
-from paellapy.scheduler.engine.submitting import submit
+from paellapy.scheduler.engine.submitting import submit_one
 from paellapy.scheduler.engine.waiters import thread_waiter
 
 
@@ -91,7 +91,8 @@ class Requester(Reserving):
         client: Hashable,
         finish: Callable[[Entry], None],
     ) -> Pending:
-        return submit(self._front, loaded, [inputs], self._terms(loaded, deadline_ms, priority, client), [finish])[0]
+        terms = self._terms(loaded, deadline_ms, priority, client)
+        return submit_one(self._front, loaded, inputs, terms, finish)
 
     def occupancy(self) -> GpuUse:
         """The GPU's occupancy by the engine's launches: each resource, and where the jobs are."""

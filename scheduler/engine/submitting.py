@@ -33,6 +33,8 @@ def submit(
     """Submits the items of one request, which run as one batch if the engine is idle and they fit into one: all claim a
     slot before the first is posted, and those without a slot are posted together. On an error, no item runs.
     """
+    if len(finishes) == 1:
+        return [submit_one(front, loaded, items[0], terms, finishes[0])]
     pending: list[Pending] = []
     try:
         for finish in finishes:
@@ -56,6 +58,26 @@ def submit(
                 write(front, each, claimed, inputs, terms)
     except Exception:
         _withdraw(front, pending, claims, staged, written, terms)
+        raise
+    return pending
+
+
+def submit_one(
+    front: FrontEnd, loaded: Loaded, inputs: Mapping[str, NDArray[Any]], terms: Terms, finish: Callable[[Entry], None]
+) -> Pending:
+    """As `submit`, for one item: most requests have no more, and lists for one would double the time."""
+    pending = Pending(loaded, finish)
+    front.take_row(pending, terms.client)
+    claimed = front.claim(loaded, terms.client)
+    staged: list[Staged] = []
+    try:
+        if claimed is None:
+            staged.append(_stage(front, pending, inputs))
+            front.post_staged(staged, *terms)
+        else:
+            write(front, pending, claimed, inputs, terms)
+    except Exception:
+        _withdraw(front, [pending], [claimed], staged, 0, terms)
         raise
     return pending
 

@@ -2,12 +2,13 @@
 
 Time advances in periods of `stale_ms`. At the start of a period every GPU reports its core's predictions. Routers
 distribute the period's requests by these reports and by the requests they have sent since; then all GPUs advance, on
-all cores at once.
+all cores at once where there are many.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ ROUTINGS: tuple[Routing, ...] = get_args(Routing)
 ROWS = 1024  # most requests waiting at one GPU
 NOTICED_MS = 1.0  # time until a router resends a request whose GPU has failed and whose connection breaks
 LONGEST_TAIL_S = 60.0  # after the last arrival
+MANY_GPUS = 64  # with fewer, to hand a period to threads takes longer than to simulate it (on 2 ARM cores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,12 +190,14 @@ class _Cluster:
     def run(self) -> ClusterResults:
         o, period_ns = self._o, self._o.stale_ms * 1e6
         function = address_of(advance, fluid.Fluid.numba_type, st.State.numba_type, numba.types.float64)
-        threads = o.threads or max(1, int(usable_cpus()))
+        threads = o.threads or (max(1, int(usable_cpus())) if o.gpus >= MANY_GPUS else 1)
+        pieces = min(o.gpus, 4 * threads) if threads > 1 else 1
+        edges = np.linspace(0, o.gpus, pieces + 1).astype(int).tolist()
         events = sorted(self._events(), key=lambda each: each[0])
         late = np.zeros(0, ASKED)  # requests to be sent again
         first, now_ns, end_ns = 0, 0.0, (self._seconds + LONGEST_TAIL_S) * 1e9
         with ThreadPoolExecutor(threads) as pool:
-            self._advance(pool, threads, function, 0.0)
+            self._advance(pool, edges, function, 0.0)
             while now_ns < end_ns and not (first == len(self._asked) and not len(late) and self._idle()):
                 while events and events[0][0] <= now_ns:
                     late = np.concatenate([late, events.pop(0)[1]()])
@@ -202,9 +206,9 @@ class _Cluster:
                 if due.any():
                     self._mix_in(late[due], first)
                     late = late[~due]
-                last = int(np.searchsorted(self._asked["time_ns"], until, "left"))
+                last = bisect_left(self._asked["time_ns"], until, first)  # NumPy's search would copy the column
                 route(self._fleet, self._asked, first, last)
-                self._advance(pool, threads, function, until)
+                self._advance(pool, edges, function, until)
                 first, now_ns = last, until
         self._note_done(range(o.gpus))
         return ClusterResults(
@@ -230,11 +234,7 @@ class _Cluster:
             done &= found["started_ns"] != NEVER  # before that, its status is the default, a refusal
             asked["finish_ns"][mine[done]] = found["finish_ns"][done]
 
-    def _advance(self, pool: ThreadPoolExecutor, threads: int, function: int, until: float) -> None:
-        n = self._o.gpus
-        pieces = min(n, 4 * threads) if threads > 1 else 1
-        edges = np.linspace(0, n, pieces + 1).astype(int).tolist()
-
+    def _advance(self, pool: ThreadPoolExecutor, edges: list[int], function: int, until: float) -> None:
         def some(k: int) -> None:
             first = edges[k]
             while (short := advance_some(self._fleet, function, first, edges[k + 1], until)) != NONE:
@@ -242,7 +242,10 @@ class _Cluster:
                 self._attach(short)
                 first = short
 
-        list(pool.map(some, range(pieces)))
+        if len(edges) == 2:
+            some(0)
+        else:
+            list(pool.map(some, range(len(edges) - 1)))
 
     # -- failures and stragglers
 

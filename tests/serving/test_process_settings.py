@@ -64,3 +64,10 @@ def test_a_spared_object_is_found_again_once_all_are_searched():
     gc.unfreeze()
     gc.collect()
     assert seen() is None
+
+
+def test_a_server_that_has_stopped_lets_the_interpreter_free_all():
+    with Engine("virtual:h200") as engine:
+        server = Server(Registry(engine, [entry_of(demo.load("mlp", batch=(1,)))]), ServerConfig(port=0, grace_s=0.0))
+        asyncio.run(run(server, lambda _: os.kill(os.getpid(), signal.SIGTERM)))
+    assert gc.get_freeze_count() == 0
