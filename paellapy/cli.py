@@ -156,6 +156,7 @@ def trace_script(
     if report == out:
         raise OutputError(f"{out} would be overwritten by the report: give the trace a name that ends in .pptrace")
     check_output(report)
+    cli_run.warn_of_own_options(context)
     ran = run_script(script, context.args, device, records_per_sm)
     console = Console(stderr=True)  # standard output belongs to the script
     if len(ran.trace.blocks):

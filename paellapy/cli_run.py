@@ -17,6 +17,15 @@ class RunError(PaellaError):
     """`paellapy run` was given a script or an option that it cannot use."""
 
 
+def warn_of_own_options(context: typer.Context) -> None:
+    """Warns of options behind the script that this command has too: the script gets them, and the command does not."""
+    own = {name for parameter in context.command.params for name in parameter.opts}
+    for name in dict.fromkeys(each.partition("=")[0] for each in context.args):
+        if name.startswith("-") and name in own:
+            said = f"warning: {name} stands behind the script, so the script gets it; `paellapy {context.info_name}` "
+            typer.echo(f"{said}reads its own options before the script", err=True)
+
+
 def run(
     context: typer.Context,
     script: Annotated[str, typer.Argument(help="Python script to run; it gets the arguments that follow")],
@@ -47,6 +56,7 @@ def run(
     path = Path(script)
     if not path.is_file():
         raise RunError(f"there is no script {script}: check its path")
+    warn_of_own_options(context)
     from paellapy.guest import Guest
 
     Guest(name or path.stem, priority, share, engine, in_flight).join()

@@ -65,6 +65,12 @@ def test_a_script_is_run_with_its_arguments_and_its_kernels_are_recorded(script:
     assert (sys.argv, sys.path) == before
 
 
+def test_an_option_behind_the_script_that_the_command_has_too_gets_a_warning(script: Path) -> None:
+    warned = trace("--no-explain", script, "--out=its.html", "--dark", "--other").stderr.splitlines()
+    found = [line.split()[1] for line in warned if line.startswith("warning")]
+    assert found == ["--out", "--dark"]
+
+
 def test_each_kernels_limit_is_printed_unless_it_is_turned_off(script: Path) -> None:
     with_it, without = trace(script), trace("--no-explain", script)
     assert "double: small grid" in with_it.stderr
