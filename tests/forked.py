@@ -22,14 +22,18 @@ def _run(case):
     for number, name in enumerate(("out", "err"), 1):
         _os.dup2(_os.open(case[name], _os.O_WRONLY | _os.O_CREAT), number)
     _os.environ.update(case["environment"])
+    status = 1
     try:
         exec(compile(case["code"], "case", "exec"), globals())
-        print("done", flush=True)
+        status = print("done") or 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else print(end.code, file=_sys.stderr) or 1
     except BaseException:
         _traceback.print_exc()
-        _sys.stderr.flush()
     finally:
-        _os._exit(0)
+        _sys.stdout.flush()
+        _sys.stderr.flush()
+        _os._exit(status)
 
 for _line in _sys.stdin:
     if not (_child := _os.fork()):
@@ -55,8 +59,13 @@ class Forked:
 
     def run(self, code: str, folder: Path, cache: Path | None = None) -> None:
         """Runs code to its end. Its output goes to the folder, and so does what it compiles unless `cache` is given."""
+        status, said, complained = self.outcome(code, folder, {"PAELLAPY_CACHE_DIR": str(cache or folder)})
+        assert status == "0", f"{status}: {complained}"
+        assert said.endswith("done\n"), complained
+
+    def outcome(self, code: str, folder: Path, environment: dict[str, str]) -> tuple[str, str, str]:
+        """The status with which the code's process ends, and what it writes to standard output and standard error."""
         out, err = folder / "out.txt", folder / "err.txt"
-        environment = {"PAELLAPY_CACHE_DIR": str(cache or folder)}
         case = {"code": textwrap.dedent(code), "out": str(out), "err": str(err), "environment": environment}
         if self._process.poll() is not None:  # a case that did not end took it along
             self._start()
@@ -69,9 +78,8 @@ class Forked:
         status = told.readline().strip() if ended else "still running"
         if status == "still running":
             self._end()
-        said = err.read_text() if err.exists() else ""
-        assert status == "0", f"{status}: {said}"
-        assert out.read_text().endswith("done\n"), said
+        said, complained = (each.read_text() if each.exists() else "" for each in (out, err))
+        return status, said, complained
 
     def __enter__(self) -> Forked:
         return self

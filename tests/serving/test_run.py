@@ -16,11 +16,14 @@ from urllib.request import urlopen
 import aiohttp
 import numpy as np
 import pytest
+from forked import Forked
 from places import TESTS
 from serving_server import infer_body, read_until, running, serving
 
 from paellapy import demo, serve_demo
 from paellapy.serving.logs import log
+
+pytestmark = pytest.mark.xdist_group("serve")  # one process that some are forked from
 
 TLS = TESTS / "tls"  # a certificate for localhost that signs itself
 IMAGES, LABELS = demo.held_out()
@@ -144,37 +147,53 @@ def test_a_lost_gpu_is_told_and_ends_the_server(tmp_path):
     assert "Traceback" not in rest
 
 
+@pytest.fixture(scope="module")
+def imported():
+    head = """
+        import sys
+        from paellapy import serve_demo, serve_ready
+        from paellapy.cli import main
+        from paellapy.scheduler.policies.policy import find_policy
+        find_policy("paella")
+    """
+    with Forked(head) as processes:
+        yield processes
+
+
+@pytest.fixture
+def complaint(imported, tmp_path):
+    """Runs `paellapy serve …`, which fails, and returns the lines of its standard error as one."""
+
+    def complaint(*arguments):
+        code = f"sys.argv = {['paellapy', 'serve', *arguments]!r}\nmain()"
+        status, _, said = imported.outcome(code, tmp_path, {})
+        assert status == "1"
+        assert "Traceback" not in said
+        return " ".join(said.split())
+
+    return complaint
+
+
 @pytest.mark.parametrize("workers", ["0", "1"])
 @pytest.mark.parametrize("host", ["nohost.invalid", "192.0.2.1"])
-def test_a_host_of_another_machine_is_refused_with_the_remedy(host, workers):
-    with serving("--host", host, "--port", "0", "--device", "virtual:h200", "--workers", workers) as process:
-        assert process.wait(60) == 1
-        said = " ".join(process.stderr.read().split())
+def test_a_host_of_another_machine_is_refused_with_the_remedy(complaint, host, workers):
+    said = complaint("--host", host, "--port", "0", "--device", "virtual:h200", "--workers", workers)
     assert f"{host}:0" in said
     assert "choose a host of this machine" in said
-    assert "Traceback" not in said
 
 
-def test_mistakes_are_one_line_and_an_exit_code(tmp_path):
+def test_mistakes_are_one_line_and_an_exit_code(complaint, tmp_path):
     bad = tmp_path / "bad.toml"
     bad.write_text("[server]\nport = 'x'\n")
-    with serving(str(bad)) as process:
-        _, error = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "bad.toml:2: server.port" in error
-    assert "Traceback" not in error
+    assert "bad.toml:2: server.port" in complaint(str(bad))
 
 
-def test_a_port_that_is_taken_is_said():
+def test_a_port_that_is_taken_is_said(complaint):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with serving("--port", str(port), "--device", "virtual:h200") as process:
-            _, error = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert f":{port}" in error
-    assert "Traceback" not in error
+        assert f":{port}" in complaint("--port", str(port), "--device", "virtual:h200")
 
 
 def test_tls():
