@@ -1,4 +1,4 @@
-"""The campaign of faults harms the process that it names, and counts every server that it ran."""
+"""The scripts about faults harm the process that they name, and count what they say they count."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks" / "trust"))
 
+import calibration
 import campaign
 import faults
 import served
@@ -60,3 +61,14 @@ def test_merged_campaigns_say_what_each_server_did() -> None:
         recoveries = {each["fault"]: (each["recovery_s"], each["server"]) for each in results["faults"]}
         assert recoveries == {"worker-killed": (0.2, 1), "engine-killed": (9.0, 1), "engine-stops": (0.3, 2)}
         assert results["seconds"] == pytest.approx(13.0)
+
+
+def test_calibration_counts_refusals_of_each_model() -> None:
+    played: Any = [(0.0, SimpleNamespace(model=name)) for name in ("mlp", "mlp", "cnn", "cnn")]
+    with_admission = [(503, 0.0), (200, 0.01), (200, 0.2), (200, 0.01)]
+    without = [(200, 0.2), (200, 0.01), (200, 0.01), (200, 0.01)]
+    found = calibration.compare(played, with_admission, without)
+    assert found["refused_by_model"] == {"mlp": 0.5, "cnn": 0.0}
+    assert found["rightly_refused"] == 1.0
+    assert (found["in_time_with_admission"], found["in_time_without"]) == (0.5, 0.75)
+    assert found["late_though_let_in"] == pytest.approx(1 / 3)

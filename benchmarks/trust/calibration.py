@@ -91,9 +91,11 @@ def compare(played: list[tuple[float, Checked]], refusing: list[Outcome], lettin
     late_then = np.array([took for _, took in letting]) > target
     answered = np.array([status == 200 for status, _ in refusing])
     late_now = np.array([took for _, took in refusing]) > target
+    models = np.array([each.model for _, each in played])
     return {
         "requests": len(played),
         "refused": float(refused.mean()),
+        "refused_by_model": {str(m): float(refused[models == m].mean()) for m in np.unique(models)},
         "rightly_refused": float(late_then[refused].mean()) if refused.any() else None,
         "in_time_with_admission": float((answered & ~late_now).mean()),
         "in_time_without": float((~late_then).mean()),
