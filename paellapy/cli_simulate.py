@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -33,6 +33,9 @@ def simulate(
     device: Annotated[str, typer.Option(help="virtual GPU to simulate")] = "virtual:h200",
     fidelity: Annotated[str, typer.Option(help="segments (fast), or blocks (places every block)")] = "segments",
     admission: Annotated[bool, typer.Option(help="refuse requests that would be late, as a server does")] = False,
+    sm_windows: Annotated[
+        int, typer.Option(help="windows of SMs, for policies with `place` and profiles with a measured demand; 0: none")
+    ] = 0,
     seed: Annotated[int, typer.Option(help="random seed of the arrivals")] = 0,
     plot: Annotated[Path | None, typer.Option(help="picture file (.png, .svg, .pdf) of all policies' results")] = None,
 ) -> None:
@@ -52,10 +55,11 @@ def simulate(
         profiles, shares = named_models(models, _sizes(batch), device)
     workload = workload_of(arrivals, rate, shares, seconds, sigma)
     about = caveat(models, device)
+    options: dict[str, Any] = {"fidelity": fidelity, "seed": seed, "admission": admission, "sm_windows": sm_windows}
     results = []
     # Without a terminal, rich would print an empty line in place of the bar.
     for each in track(policies, "simulating", console=console, transient=True, disable=not console.is_interactive):
-        results.append(run(profiles, workload, each, device, fidelity=fidelity, seed=seed, admission=admission))
+        results.append(run(profiles, workload, each, device, **options))
     _show(console, results, about)
     if admission and not results[0].has_limits:
         console.print("--admission has no effect: no model has a target and no request has a deadline", highlight=False)

@@ -20,8 +20,8 @@ def attach_policy(state: State, policy: Policy) -> None:
         )
     if policy.place is not None and not state.core["windows"][0]:
         raise PolicyError(
-            f"policy {policy.name} has a `place`, but the engine has no windows of SMs: create it with windows, for "
-            "example Engine(sm_windows=8)"
+            f"policy {policy.name} has a `place`, but there are no windows of SMs: ask for some with "
+            "Engine(sm_windows=8), simulate(…, sm_windows=8) or `paellapy simulate --sm-windows 8`"
         )
     attach_functions(state, policy)
     own = np.frombuffer(policy.layout.new_own().tobytes())

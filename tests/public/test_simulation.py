@@ -119,6 +119,24 @@ def test_admission_says_where_there_is_nothing_to_hold(profiles_file: str, tmp_p
     assert "no model has a target" not in CliRunner().invoke(cli.app, words).output
 
 
+def test_a_policy_with_a_place_runs_with_windows(
+    profiles_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = "import paellapy as pp\n\n\ndef rank(job):\n    return job.arrival_ns\n\n\ndef place(job):\n"
+    code += "    return pp.Where(sms=0.25)\n\n\nplaced = pp.policy(name='placed', place=place)(rank)\n"
+    Path("policy_with_place.py").write_text(code)
+    words = ["simulate", "-p", "policy_with_place:placed", "--seconds", "0.05", "--rate", "1000"]
+    without = CliRunner().invoke(cli.app, [*words, profiles_file])
+    assert "--sm-windows" in str(without.exception)
+    undemanding = CliRunner().invoke(cli.app, [*words, profiles_file, "--sm-windows", "8"])
+    assert "sm_windows needs" in str(undemanding.exception)
+    save_profiles(Path("windows.json"), [ModelProfile("net", {1: [SegmentProfile(5e4)] * 4}, demand={1: 0.2})])
+    ran = CliRunner().invoke(cli.app, [*words, "windows.json", "--sm-windows", "8"])
+    assert ran.exit_code == 0, ran.output
+    assert "placed on virtual:h200" in ran.output
+
+
 def test_a_model_nobody_asks_for_has_no_figures(profiles_file: str, tmp_path: Path) -> None:
     rows = tmp_path / "rows.csv"
     rows.write_text("t,model\n0.001,net\n")
