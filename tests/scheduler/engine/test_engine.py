@@ -717,6 +717,8 @@ def test_a_fault_answers_everybody_and_nothing_hangs(monkeypatch):
     assert isinstance(first, EngineFailedError)
     assert isinstance(first.__cause__, OutOfBoundsError)
     assert "fault_if" in str(first)
+    whose = str(first).rpartition("running at that time: ")[2]  # the models whose work was on the GPU
+    assert "'faulty'" in whose
     assert any(isinstance(each, EngineFailedError) for each in others)
     assert all(isinstance(each, dict | EngineFailedError) for each in others)
     with pytest.raises(EngineFailedError, match="takes no more"):
