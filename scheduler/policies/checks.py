@@ -19,6 +19,7 @@ from paellapy.scheduler.core.codes import NEVER
 from paellapy.scheduler.core.job import DONE, GPU, JOB, OWNER
 from paellapy.scheduler.core.tables import Table
 from paellapy.scheduler.policies.compiling import compile_function, may_loop
+from paellapy.scheduler.policies.replay import last_line
 from paellapy.scheduler.policies.roles import ROLES, Compiled, Layout, PolicyError, arguments, place
 
 # A decision ranks about ten jobs; at this cost per call, dispatching would take as long as a launch.
@@ -90,15 +91,19 @@ class Samples:
     def __init__(self, layout: Layout) -> None:
         self.own: Any = layout.new_own() if layout.own.itemsize else np.zeros(1)
         self.jobs, self.gpus, self.segments = sample_jobs(), sample_gpus(), sample_segments()
-        self.owners = sample_owners()
+        self.owners, self._job = sample_owners(), layout.job
         for k, value in enumerate(layout.params.values()):
             self.jobs["params"][f"p{k}"] = value
 
+    def rows(self, names: tuple[str, ...], k: int) -> dict[str, Table]:
+        """The arguments of call `k`, one row of each table, with the names of the policy's parameters."""
+        tables = {"job": self.jobs.view(self._job), "gpu": self.gpus, "segment": self.segments, "model": self.owners}
+        at = {"job": k % 8, "gpu": k // 8 % 2, "segment": k // 8 % 2, "model": k % 8}
+        return {name: self.own if name == "own" else tables[name][at[name] : at[name] + 1] for name in names}
+
     def addresses(self, names: tuple[str, ...], k: int) -> list[int]:
         """The addresses of the arguments of call `k`; there are `count` calls."""
-        rows = {"job": self.jobs, "gpu": self.gpus, "segment": self.segments, "model": self.owners, "own": self.own}
-        at = {"job": k % 8, "gpu": k // 8 % 2, "segment": k // 8 % 2, "model": k % 8, "own": 0}
-        return [rows[name].ctypes.data + at[name] * rows[name].itemsize for name in names]
+        return [each.ctypes.data for each in self.rows(names, k).values()]
 
     count = 16
 
@@ -130,35 +135,53 @@ def call_cost_ns(function: Compiled, layout: Layout) -> float:
     return min(costs)
 
 
-def answers(role: str, function: Any, compiled_function: Compiled, samples: Samples) -> list[float]:
+def answers(role: str, function: Any, compiled_function: Compiled, layout: Layout, samples: Samples) -> list[float]:
     """The function's answers for the samples (0 where it returns nothing); errors in the function are raised."""
     raised: list[BaseException] = []
     previous = sys.unraisablehook
     # Compiled code that is called from C cannot raise: Python passes its exceptions to this hook.
     sys.unraisablehook = lambda caught: raised.append(caught.exc_value or RuntimeError(str(caught.err_msg)))
-    returns = None if ROLES[role].returns == "nothing" else ctypes.c_double
-    call = ctypes.CFUNCTYPE(returns, *[ctypes.c_void_p] * len(compiled_function.names))(compiled_function.address)
+    names, returns = compiled_function.names, None if ROLES[role].returns == "nothing" else ctypes.c_double
+    call = ctypes.CFUNCTYPE(returns, *[ctypes.c_void_p] * len(names))(compiled_function.address)
+    found: list[float] = []
     try:
-        found = [call(*samples.addresses(compiled_function.names, k)) or 0.0 for k in range(samples.count)]
+        while len(found) < samples.count and not raised:
+            found.append(call(*samples.addresses(names, len(found))) or 0.0)
     finally:
         sys.unraisablehook = previous
     if raised:
-        reason = f"{type(raised[0]).__name__}: {raised[0]}"
-        raise PolicyError(f"{place(function)} raises on a sample job: {reason}. A {role} must answer for every job.")
+        at = _line(function, names, layout, len(found) - 1)
+        none = isinstance(raised[0], TypeError) and "got None" in str(raised[0])
+        wrong = "returns None" if none else f"raises {type(raised[0]).__name__} ({raised[0]})"
+        raise PolicyError(
+            f"{place(function)} {wrong}{at} on a sample job: {role} must answer for every job, so return "
+            f"{ROLES[role].returns} on every path, and check values before they are used"
+        )
     return found
 
 
-def _facts(job: Any) -> str:
-    return ", ".join(f"{name}={job[name]:g}" for name in job.dtype.names if not job.dtype[name].names)
+def _line(function: Any, names: tuple[str, ...], layout: Layout, k: int) -> str:
+    """The line at which call `k` ended, in words."""
+    samples = Samples(layout)
+    line = last_line(function, [samples.rows(names, each) for each in range(k + 1)])
+    return "" if line is None else f" in line {line}"
+
+
+def _facts(function: Any, job: Any) -> str:
+    """The fields of a sample that the function reads."""
+    read = [name for name in job.dtype.names if not job.dtype[name].names and name in function.__code__.co_names]
+    return f" with {', '.join(f'{name}={job[name]:g}' for name in read)}" if read else ""
 
 
 def _try(role: str, function: Any, compiled_function: Compiled, layout: Layout) -> None:
     samples = Samples(layout)
-    for k, value in enumerate(answers(role, function, compiled_function, samples)):
+    for k, value in enumerate(answers(role, function, compiled_function, layout, samples)):
         if math.isnan(value) or (role not in ("admit", "victim") and math.isinf(value)):
             what, seen = ("model", samples.owners) if role == "victim" else ("job", samples.jobs)
-            facts = _facts(seen[k % 8])
-            raise PolicyError(f"{place(function)} returns {value} for a {what} with {facts}: return a finite number")
+            raise PolicyError(
+                f"{place(function)} returns {value}{_line(function, compiled_function.names, layout, k)} for a {what}"
+                f"{_facts(function, seen[k % 8])}: return a finite number, and check divisors for 0"
+            )
     for name in layout.own.names or ():
         if not np.isfinite(samples.own[name]).all():
             raise PolicyError(
@@ -175,7 +198,7 @@ def _try(role: str, function: Any, compiled_function: Compiled, layout: Layout) 
 
 def check_idle(admit: Any, compiled_function: Compiled, layout: Layout) -> None:
     """Raises PolicyError if a policy that may leave the GPU idle admits no sample job to an idle GPU, now or later."""
-    found = answers("admit", admit, compiled_function, Samples(layout))[:8]
+    found = answers("admit", admit, compiled_function, layout, Samples(layout))[:8]
     if not any(found):
         raise PolicyError(
             f"{place(admit)} admits none of the sample jobs to an idle GPU at first, so nothing would ever run: "

@@ -40,7 +40,9 @@ __all__ = ["Policy", "PolicyError", "Rank", "find_policy", "policy", "policy_nam
 
 BUILT_IN = "paellapy.scheduler.policies"
 # Modules of this folder that are not policies.
-_TOOLS = {"policy", "attach", "checks", "code", "compiling", "roles", "source", "words"}
+_TOOLS = {
+    "policy", "attach", "checks", "code", "compiling", "index_ranges", "replay", "roles", "source", "trees", "words",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

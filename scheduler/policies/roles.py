@@ -12,6 +12,7 @@ from typing import Any
 import numba
 import numpy as np
 from numba import types
+from numba.extending import overload
 
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.job import DONE, GPU, JOB, NO_NAMES, OWN_NAMES, OWN_PER_MODEL, OWNER, PARAMS, PER_MODEL
@@ -139,7 +140,7 @@ class Compiled:
         return int(self.code.address)
 
 
-def _where(sms: float = 1.0) -> float:
+def Where(sms: float = 1.0) -> float:
     """The place of a segment, for a policy's `place`. If `sms`, a fraction of the GPU, is below 1, the segment runs in
     a window of SMs; otherwise on all SMs. All windows of an engine have the same size (`Engine(sm_windows=8)`).
 
@@ -149,7 +150,14 @@ def _where(sms: float = 1.0) -> float:
     return float(sms)
 
 
-Where: Callable[..., float] = numba.njit(_where)
+def _compiled_where(sms: Any = 1.0) -> Callable[..., float]:
+    def where(sms: Any = 1.0) -> float:
+        return float(sms)
+
+    return where
+
+
+overload(Where)(_compiled_where)
 
 
 def place(function: Any) -> str:

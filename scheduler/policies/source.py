@@ -11,7 +11,6 @@ import builtins
 import difflib
 import dis
 import inspect
-import textwrap
 from collections.abc import Iterator
 from types import CodeType, ModuleType
 from typing import Any
@@ -20,9 +19,10 @@ import numba
 import numpy as np
 
 from paellapy.scheduler.core.job import PER_MODEL
-from paellapy.scheduler.policies.roles import ROLES, Fields, Layout
+from paellapy.scheduler.policies.index_ranges import IndexRanges
+from paellapy.scheduler.policies.roles import ROLES, Fields, Layout, Where
+from paellapy.scheduler.policies.trees import Function, tree_of
 
-_Function = ast.FunctionDef | ast.Lambda
 _MODULES = {"math", "numpy", "numba", "random", "cmath"}
 _CLOCKS = {"time", "datetime"}
 _NOWHERE = {
@@ -40,32 +40,6 @@ def problem_in(role: str, function: Any, names: tuple[str, ...], layout: Layout)
     return next(_Look(role, function, names, layout, tree).problems(), None)
 
 
-def tree_of(function: Any) -> _Function | None:
-    """The function's syntax tree, with the lines of its file; None if its source cannot be read."""
-    try:
-        lines, first = inspect.getsourcelines(function)
-        module = ast.parse(textwrap.dedent("".join(lines)))
-    except (OSError, TypeError, SyntaxError):  # the source of a lambda inside an expression may not parse alone
-        return None
-    ast.increment_lineno(module, max(first, 1) - 1)
-    code = function.__code__
-    wanted = ast.Lambda if function.__name__ == "<lambda>" else ast.FunctionDef
-    arguments = list(code.co_varnames[: code.co_argcount])
-    found = [
-        each
-        for each in ast.walk(module)
-        if isinstance(each, wanted) and [a.arg for a in each.args.args] == arguments and _makes(each, code)
-    ]
-    return found[0] if found else None
-
-
-def _makes(tree: _Function, code: CodeType) -> bool:
-    """Whether the code may come from this tree: there may be two lambdas in one line."""
-    if isinstance(tree, ast.FunctionDef):
-        return tree.name == code.co_name
-    return {each.attr for each in ast.walk(tree) if isinstance(each, ast.Attribute)} <= set(code.co_names)
-
-
 def _without_source(code: CodeType, indexes: bool) -> str | None:
     """The check without source: only the bytecode is known, so code that needs a closer look is refused."""
     stores = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "STORE_SUBSCR", "DELETE_")
@@ -80,7 +54,7 @@ def _without_source(code: CodeType, indexes: bool) -> str | None:
 class _Look:
     """The check of one function."""
 
-    def __init__(self, role: str, function: Any, names: tuple[str, ...], layout: Layout, tree: _Function) -> None:
+    def __init__(self, role: str, function: Any, names: tuple[str, ...], layout: Layout, tree: Function) -> None:
         self.role, self.tree = role, tree
         self.fields: dict[str, Fields] = {name: layout.fields(name) for name in names}
         self.layout = layout
@@ -90,6 +64,7 @@ class _Look:
         stored = (each.id for each in self.walk if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store))
         self.local = {*stored, *names}
         self.above = {child: each for each in self.walk for child in ast.iter_child_nodes(each)}
+        self.ranges = IndexRanges(self.walk, self.above, self.outside, layout.per_model)
 
     def _body(self) -> list[ast.AST]:
         return [self.tree.body] if isinstance(self.tree, ast.Lambda) else list(self.tree.body)
@@ -99,13 +74,24 @@ class _Look:
         used = [each for each in self.walk if isinstance(each, ast.Name) and each.id == module]
         return all(isinstance(above := self.above.get(each), ast.Attribute) and above.attr == "Where" for each in used)
 
-    def _where(self, call: ast.Call) -> Iterator[str]:
-        """Options that pp.Where does not have, such as `blocks`, and why."""
-        if ast.unparse(call.func).rpartition(".")[2] != "Where":
+    def _call(self, call: ast.Call) -> Iterator[str]:
+        """Calls that compile but never do the expected, and options that pp.Where does not have."""
+        name, line = ast.unparse(call.func), call.lineno
+        texts = [each.value for each in call.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+        if name in ("float", "int") and texts:
+            number = "math.inf" if "inf" in texts[0].lower() else "math.nan" if "nan" in texts[0].lower() else texts[0]
+            yield f"converts a text in line {line}, `{ast.unparse(call)}`: write the number, {number}"
+        if name in ("getattr", "hasattr") and len(texts) == 1:
+            yield f"calls `{name}` in line {line}: write `{ast.unparse(call.args[0])}.{texts[0]}`"
+        if name.rpartition(".")[2] != "Where":
             return
         for given in call.keywords:
             if given.arg in _NOWHERE:
-                yield f"passes {given.arg}= to Where in line {call.lineno}: {_NOWHERE[given.arg]}; give sms= only"
+                yield f"passes {given.arg}= to Where in line {line}: {_NOWHERE[given.arg]}; give sms= only"
+            elif given.arg != "sms":
+                yield f"passes {given.arg}= to Where in line {line}: its only option is sms=, as in pp.Where(sms=0.25)"
+        if len(call.args) + len(call.keywords) > 1:
+            yield f"passes several values to Where in line {line}: its only option is sms=, as in pp.Where(sms=0.25)"
 
     def problems(self) -> Iterator[str]:
         for each in self.walk:
@@ -123,7 +109,15 @@ class _Look:
             if isinstance(each, ast.FunctionDef | ast.Lambda):
                 yield f"defines a function in line {each.lineno}: define it outside, with @numba.njit before it"
             if isinstance(each, ast.Call):
-                yield from self._where(each)
+                yield from self._call(each)
+            if isinstance(each, ast.Dict | ast.DictComp | ast.Set | ast.SetComp):
+                kind = "dict" if isinstance(each, ast.Dict | ast.DictComp) else "set"
+                yield (
+                    f"makes a {kind} in line {each.lineno}, which a policy cannot use: write if and elif, or keep "
+                    "numbers of models in params={…}, as job.params.NAME"
+                )
+            if isinstance(each, ast.Subscript):
+                yield from self._index(each)
             if isinstance(each, ast.Attribute | ast.Subscript):
                 yield from self._field(each)
             if isinstance(each, ast.Name):
@@ -147,7 +141,9 @@ class _Look:
             module = self.outside.get(root.id)
             if isinstance(module, ModuleType) and isinstance(steps[0], str) and not hasattr(module, steps[0]):
                 yield f"uses {shown}, which the module {root.id} does not have"
-            if written:
+            if written and root.id in self.local:
+                yield f"writes {shown}, an entry of a local value: use one variable for each number that changes"
+            elif written:
                 yield (
                     f"writes {shown}: values outside of a policy are fixed when it is compiled; keep numbers that "
                     "change in `own`, with @policy(state={…})"
@@ -176,13 +172,19 @@ class _Look:
                     return
                 fields, said = fields[step], f"{said}.{step}"
             elif isinstance(step, ast.expr) and fields == PER_MODEL:
-                if not self._in_range(step):
+                if not self.ranges.fits(step, PER_MODEL):
                     yield (
                         f"has `{said}[{ast.unparse(step)}]` in line {line}, which may be out of range: index with "
                         f"job.model, or with an integer from 0 to {PER_MODEL - 1}"
                     )
                     return
                 fields, said = None, f"{said}[…]"
+            elif fields == PER_MODEL:
+                yield (
+                    f"has `{ast.unparse(node)}` in line {line}, but {said} has one number per model, and no methods: "
+                    f"use {said}[job.model], or a loop over range(len({said}))"
+                )
+                return
             else:
                 kept = "; declare numbers for each model with per_model={…}" if own else ""
                 yield f"has `{ast.unparse(node)}` in line {line}, but {said} is one number, or has named fields{kept}"
@@ -212,39 +214,20 @@ class _Look:
             f"{', '.join(fields)}"
         )
 
-    def _in_range(self, index: ast.expr) -> bool:
-        if isinstance(index, ast.Constant):
-            return type(index.value) is int and 0 <= index.value < PER_MODEL
-        if isinstance(index, ast.Call) and ast.unparse(index.func) == "int" and len(index.args) == 1:
-            return ast.unparse(index.args[0]) == "job.model"
-        if isinstance(index, ast.Name):
-            return self._binds_rows(index.id)
-        return ast.unparse(index) == "job.model"
-
-    def _binds_rows(self, name: str) -> bool:
-        """Whether every value ever assigned to the name is the row of a model."""
-        found = False
-        for each in self.walk:
-            if not (isinstance(each, ast.Name) and each.id == name and not isinstance(each.ctx, ast.Load)):
-                continue
-            above = self.above.get(each)
-            if isinstance(above, ast.Assign) and above.targets == [each] and not isinstance(above.value, ast.Name):
-                found = self._in_range(above.value)
-            elif isinstance(above, ast.For) and above.target is each:
-                found = self._counts_rows(above.iter)
-            else:
-                found = False
-            if not found:
-                return False
-        return found
-
-    def _counts_rows(self, counted: ast.expr) -> bool:
-        if not (isinstance(counted, ast.Call) and ast.unparse(counted.func) == "range" and len(counted.args) == 1):
-            return False
-        end = counted.args[0]
-        if isinstance(end, ast.Constant):
-            return type(end.value) is int and end.value <= PER_MODEL
-        return ast.unparse(end) in {f"len(own.{name})" for name in self.layout.per_model}
+    def _index(self, node: ast.Subscript) -> Iterator[str]:
+        """An index into a tuple or a list: compiled code either fails at such a place, or does not notice."""
+        root = _path(node)[0]
+        if isinstance(node.slice, ast.Slice) or (isinstance(root, ast.Name) and root.id in self.fields):
+            return
+        length = self.ranges.length(node.value)
+        if length is not None and self.ranges.fits(node.slice, length, from_end=True):
+            return
+        base, index = ast.unparse(node.value), ast.unparse(node.slice)
+        known = "" if length is None else f": `{base}` has {length} entries"
+        yield (
+            f"has `{base}[{index}]` in line {node.lineno}, which may be out of range{known}; keep numbers of models in "
+            f"params={{…}}, as job.params.NAME, or bound the index, as in {base}[{index} % len({base})]"
+        )
 
     # -- names
 
@@ -280,7 +263,7 @@ class _Look:
                 yield f"asks `{name}` for the time in line {line}: the time is job.now_ns, or gpu.now_ns in tick"
             elif root not in _MODULES and not self._only_where(name):
                 yield f"uses the module `{name}` in line {line}: a policy can use no module but `math`"
-        elif inspect.isfunction(value):
+        elif inspect.isfunction(value) and value is not Where:
             yield f"calls `{name}` in line {line}, a plain function: write @numba.njit before its `def`"
         elif isinstance(value, np.ndarray | list | dict | set | bytearray):
             yield (
@@ -295,11 +278,13 @@ class _Look:
     def _returns(self) -> Iterator[str]:
         needed = ROLES[self.role].returns
         if isinstance(self.tree, ast.Lambda):
+            if needed != "nothing" and _may_be_none(self.tree.body):
+                yield f"returns None in line {self.tree.lineno} where {needed} is needed"
             return
         for each in self.walk:
             if not isinstance(each, ast.Return):
                 continue
-            none = each.value is None or (isinstance(each.value, ast.Constant) and each.value.value is None)
+            none = each.value is None or _may_be_none(each.value)
             if none and needed != "nothing":
                 yield f"returns None in line {each.lineno} where {needed} is needed"
             if not none and needed == "nothing":
@@ -309,6 +294,13 @@ class _Look:
         if needed != "nothing" and _falls_through(self.tree.body):
             line = self.tree.body[-1].end_lineno
             yield f"returns None in line {line} where {needed} is needed: some path ends there without `return`"
+
+
+def _may_be_none(value: ast.expr) -> bool:
+    """Whether the value is None, or is in one of its cases."""
+    if isinstance(value, ast.IfExp):
+        return _may_be_none(value.body) or _may_be_none(value.orelse)
+    return isinstance(value, ast.Constant) and value.value is None
 
 
 def _falls_through(body: list[ast.stmt]) -> bool:
@@ -343,6 +335,8 @@ def _is_builtin(function: ast.expr) -> bool:
 def _usable(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(_usable(each) for each in value)
-    if isinstance(value, bool | int | float | complex | str | np.generic) or hasattr(value, "py_func"):
+    if value is Where or hasattr(value, "py_func"):
+        return True
+    if isinstance(value, bool | int | float | complex | str | np.generic):
         return True
     return inspect.isbuiltin(value) or value in (numba.objmode, *vars(builtins).values()) or isinstance(value, np.ufunc)

@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+import paellapy as pp
 from paellapy.scheduler.policies.policy import PolicyError, policy
 
 COUNT = 0
 WEIGHTS = np.ones(8)
 LIMITS = {0: 0.5, 1: 0.25}
 HISTORY: list[float] = []
+FACTORS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
 
 
 class Settings:
@@ -171,7 +173,81 @@ def calls_what_math_has_not(job: Any) -> float:
     return math.square(job.batch)  # type: ignore[attr-defined]  # wrong
 
 
+def indexes_a_tuple_by_model(job: Any) -> float:
+    return FACTORS[job.model]  # wrong
+
+
+def indexes_a_tuple_by_tenant(job: Any) -> float:
+    return FACTORS[min(job.tenant, 7)]  # wrong
+
+
+def indexes_a_tuple_beyond(job: Any) -> float:
+    return FACTORS[8]  # wrong
+
+
+def indexes_a_short_list(job: Any) -> float:
+    factors = [1.0, 2.0]
+    return factors[job.model]  # wrong
+
+
+def indexes_a_list_that_shrinks(job: Any) -> float:
+    factors = [1.0, 2.0]
+    factors.pop()
+    return factors[1]  # wrong
+
+
+def indexes_an_array_of_its_own(job: Any) -> float:
+    factors = np.ones(4)
+    return factors[job.model]  # wrong
+
+
+def has_a_dict(job: Any) -> float:
+    factors = {0: 1.0, 1: 2.0}  # wrong
+    return factors[job.model]
+
+
+def has_a_dict_of_texts(job: Any) -> float:
+    factors = {"high": 1.0, "low": 2.0}  # wrong
+    return factors["high"]
+
+
+def writes_to_a_dict(job: Any) -> float:
+    factors = {0: 1.0}  # wrong
+    factors[0] = job.batch
+    return factors[0]
+
+
+def writes_to_a_list(job: Any) -> float:
+    factors = [1.0, 2.0]
+    factors[0] = job.batch  # wrong
+    return factors[0]
+
+
+def converts_infinity(job: Any) -> float:
+    return min(job.deadline_ns, float("inf"))  # wrong
+
+
+def gets_an_attribute(job: Any) -> float:
+    return getattr(job, "priority")  # noqa: B009  # wrong
+
+
+def divides_by_zero(job: Any) -> float:
+    if job.batch > 1:
+        return job.arrival_ns
+    return job.arrival_ns / job.deficit_ns  # wrong
+
+
+def returns_none_from_a_variable(job: Any) -> Any:
+    found = None
+    if job.batch > 1:
+        found = job.arrival_ns
+    return found  # wrong
+
+
 RANKS: list[Callable[..., Any]] = [
+    indexes_a_tuple_by_model, indexes_a_tuple_by_tenant, indexes_a_tuple_beyond, indexes_a_short_list,
+    indexes_a_list_that_shrinks, indexes_an_array_of_its_own, has_a_dict, has_a_dict_of_texts, writes_to_a_dict,
+    writes_to_a_list, converts_infinity, gets_an_attribute, divides_by_zero, returns_none_from_a_variable,
     counts_globally, raises_the_priority, adds_to_a_fact, writes_by_key, writes_to_the_gpu, misspells, asks_for_a_name,
     misspells_a_segment, reads_an_undeclared_parameter, forgets_to_return, returns_in_one_case, returns_nothing,
     returns_a_pair, returns_the_job, returns_text, uses_a_dict, uses_an_array, appends, uses_an_object,
@@ -214,7 +290,12 @@ def indexes_one_number(job: Any, own: Any) -> float:
     return own.limit[job.model]  # wrong
 
 
+def sums_by_a_method(job: Any, own: Any) -> float:
+    return own.used_ns.sum()  # wrong
+
+
 OWN_RANKS: list[Callable[..., Any]] = [
+    sums_by_a_method,
     writes_in_rank, uses_undeclared_own, indexes_with_a_float, indexes_beyond, indexes_from_the_end, indexes_beside,
     forgets_the_index, indexes_one_number,
 ]  # fmt: skip
@@ -232,6 +313,18 @@ def admit_prints(job: Any, gpu: Any) -> bool:
 def admit_returns_nothing(job: Any, gpu: Any) -> Any:  # noqa: RET503
     if gpu.occupancy < 1:
         return True  # wrong
+
+
+def admit_returns_none_in_one_case(job: Any, gpu: Any) -> Any:
+    return None if gpu.occupancy < 1 else True  # wrong
+
+
+def place_with_an_unknown_option(job: Any) -> Any:
+    return pp.Where(sm=0.25)  # wrong
+
+
+def place_with_blocks(job: Any) -> Any:
+    return pp.Where(sms=0.25, blocks=3)  # wrong
 
 
 def tick_returns(gpu: Any, own: Any) -> float:
@@ -252,6 +345,7 @@ def done_overwrites_all_models(job: Any, segment: Any, own: Any) -> None:
 
 
 OTHERS: list[tuple[str, Callable[..., Any]]] = [
+    ("admit", admit_returns_none_in_one_case), ("place", place_with_an_unknown_option), ("place", place_with_blocks),
     ("admit", admit_returns_text), ("admit", admit_prints), ("admit", admit_returns_nothing), ("tick", tick_returns),
     ("tick", tick_reads_a_job_fact), ("done", done_writes_to_the_segment), ("done", done_overwrites_all_models),
 ]  # fmt: skip
@@ -358,3 +452,81 @@ def test_a_policy_without_source_must_not_write() -> None:
         policy(made["sneaky"])
     exec("def plain(job):\n    return job.priority", made)
     assert policy(made["plain"]).name == "plain"
+
+
+REMEDIES: list[tuple[Callable[..., Any], str]] = [
+    (indexes_a_tuple_by_model, r"8 entries.*job\.params"), (has_a_dict, r"job\.params"),
+    (writes_to_a_list, "one variable"), (converts_infinity, r"math\.inf"), (gets_an_attribute, r"job\.priority"),
+    (divides_by_zero, r"deficit_ns=0\b.*divisors"), (returns_none_from_a_variable, "returns None"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "remedy"), REMEDIES, ids=lambda each: getattr(each, "__name__", ""))
+def test_the_remedy_fits_the_fault(function: Callable[..., Any], remedy: str) -> None:
+    with pytest.raises(PolicyError, match=remedy):
+        policy(function)
+
+
+def test_only_fields_that_are_read_are_shown() -> None:
+    with pytest.raises(PolicyError) as caught:
+        policy(divides_by_zero)
+    assert "client_start_ns" not in str(caught.value)
+
+
+def bounded_by_remainder(job: Any) -> float:
+    return FACTORS[job.model % len(FACTORS)]
+
+
+def bounded_by_min(job: Any) -> float:
+    k = min(job.model, len(FACTORS) - 1)
+    return FACTORS[k] + FACTORS[-1]
+
+
+def bounded_by_both(job: Any) -> float:
+    return FACTORS[max(0, min(int(job.priority), 7))]
+
+
+def bounded_by_comparison(job: Any) -> float:
+    return (2.0, 1.0)[int(job.batch > 1)]
+
+
+def bounded_by_a_loop(job: Any) -> float:
+    total = 0.0
+    for k in range(len(FACTORS)):
+        total += FACTORS[k]
+    return total
+
+
+@pytest.mark.parametrize(
+    "function",
+    [bounded_by_remainder, bounded_by_min, bounded_by_both, bounded_by_comparison, bounded_by_a_loop],
+    ids=lambda each: each.__name__,
+)
+def test_an_index_that_stays_in_range_is_accepted(function: Callable[..., Any]) -> None:
+    assert policy(function).name == function.__name__
+
+
+def sum_of_all(job: Any, own: Any) -> float:
+    total = 0.0
+    for k in range(len(own.used_ns)):
+        total += own.used_ns[k]
+    return total
+
+
+def test_the_numbers_of_all_models_may_be_summed() -> None:
+    assert policy(**KEPT)(sum_of_all).name == "sum_of_all"
+
+
+def test_where_names_its_only_option_outside_of_a_policy() -> None:
+    assert pp.Where(sms=0.5) == 0.5
+    for options in ({"blocks": 3}, {"sm": 0.5}):
+        with pytest.raises(TypeError, match=next(iter(options))):
+            pp.Where(**options)
+
+
+def placed(job: Any) -> Any:
+    return pp.Where(sms=0.25) if job.batch > 1 else pp.Where()
+
+
+def test_a_place_compiles() -> None:
+    assert policy(place=placed)(fifo).place is placed
