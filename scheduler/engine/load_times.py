@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -66,7 +67,9 @@ class LoadTimes:
 
 @contextlib.contextmanager
 def shown(times: LoadTimes) -> Iterator[None]:
-    """Shows the current phase on the terminal during a long load, and writes one line to the log at its end."""
+    """Shows the current phase during a long load, and writes one line to the log at its end. Without a terminal, the
+    phase is one line in the log or, where nobody reads the log, on stderr. PAELLAPY_QUIET=1 turns it off.
+    """
     ended = threading.Event()
     watcher = threading.Thread(target=_watch, args=(times, ended), name="paellapy-load-line", daemon=True)
     watcher.start()
@@ -79,14 +82,16 @@ def shown(times: LoadTimes) -> Iterator[None]:
 
 
 def _watch(times: LoadTimes, ended: threading.Event) -> None:
-    if ended.wait(PATIENCE_S):
+    if ended.wait(PATIENCE_S) or os.environ.get("PAELLAPY_QUIET"):
         return
     from rich.console import Console
 
     console = Console(stderr=True)
-    if console.is_jupyter:  # a line that is redrawn would need widgets
-        console.print(f"loading {times.model}: {times.doing} …", highlight=False)
-    if not console.is_terminal:
+    if console.is_jupyter or not console.is_terminal:  # one line: a line that is redrawn needs a terminal
+        if _log.isEnabledFor(logging.INFO) and _log.hasHandlers():
+            _log.info("loading %s: %s …", times.model, times.doing)
+        else:
+            console.print(f"loading {times.model}: {times.doing} …", highlight=False, soft_wrap=True)
         return
     began = time.perf_counter() - PATIENCE_S
     with console.status("") as line:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import pytest
 from engine_models import mlp_model
@@ -48,5 +49,19 @@ def test_a_loaded_model_says_what_its_loading_took(caplog):
         took = engine.stats()["models"]["mlp"]["load_s"]
     assert {"upload", "rehearse", "memory", "capture", "cut", "install"} <= set(took) <= set(PHASES)
     assert all(seconds >= 0 for seconds in took.values())
-    (line,) = (record.getMessage() for record in caplog.records if record.name == "paellapy.load")
-    assert line.startswith("loaded mlp: ")
+    lines = [record.getMessage() for record in caplog.records if record.name == "paellapy.load"]
+    assert lines[-1].startswith("loaded mlp: ")
+
+
+@pytest.mark.parametrize("logged", [False, True])
+def test_a_long_load_says_so_also_without_a_terminal(capsys, caplog, monkeypatch, logged):
+    monkeypatch.setattr(load_times, "PATIENCE_S", 0.0)
+    monkeypatch.delenv("PAELLAPY_QUIET", raising=False)
+    times, said = LoadTimes("net"), ""
+    end = time.monotonic() + 60
+    caplog.set_level(logging.INFO if logged else logging.WARNING, "paellapy.load")
+    with times.phase("capture"), load_times.shown(times):
+        while "loading net: capture" not in said:
+            assert time.monotonic() < end
+            said += caplog.text if logged else capsys.readouterr().err
+    assert logged or said.count("\n") == 1
