@@ -71,7 +71,9 @@ def test_functions_stay_small(what: str, limit: int, known: Mapping[str, str]) -
 
 BARE = re.compile(
     r"""(?:^|["'`(>\[])[ \t]*(?:>>>[ \t]*)?(?:from|import)[ \t]+(?:instrument|scheduler|serving)(?:[.\s,]|\\n|$)"""
-    r"|-m[ \t]+(?:instrument|scheduler|serving)\b",
+    r"|-m[ \t]+(?:instrument|scheduler|serving)\b"
+    r"""|import_module\([ \t]*["'](?:instrument|scheduler|serving)(?:\.|["'])"""
+    r"""|=[ \t]*["'](?:instrument|scheduler|serving)(?:\.\w+)*:\w""",  # factory = "module:name" in a configuration
     re.M,
 )
 
@@ -79,10 +81,11 @@ BARE = re.compile(
 def texts() -> list[Path]:
     """All our texts that may hold an import."""
     found: list[Path] = []
-    for folder in (*house.LAYERS, "tests", "benchmarks", "docs", "notebooks", "."):
+    for folder in (*house.LAYERS, "tests", "benchmarks", "docs", "notebooks", "examples", "deploy", ".ci", "."):
         pattern = "*" if folder == "." else "**/*"
         found += (house.ROOT / folder).glob(pattern)
-    ours = {path for path in found if path.suffix in (".py", ".md", ".toml", ".ipynb") and path.is_file()}
+    kinds = (".py", ".md", ".toml", ".ipynb", ".yaml", ".yml", ".sh")
+    ours = {path for path in found if path.suffix in kinds and path.is_file()}
     return sorted(path for path in ours if path == path.resolve())
 
 
@@ -91,6 +94,11 @@ def texts() -> list[Path]:
     [
         ("from scheduler.core import state", True),
         ("    import serving", True),
+        ('import_module("scheduler.core.state")', True),
+        ('import_module("paellapy.scheduler")', False),
+        ('factory = "serving.models:net"', True),
+        ('factory = "paellapy.demo:load"', False),
+        ('serving = "a word: with text"', False),
         ('    "from instrument import trace\\n",', True),
         (">>> from scheduler.sim import mix", True),
         ("python -m serving.app", True),
