@@ -10,6 +10,8 @@ from typing import Any
 
 from paellapy.instrument.errors import LaunchError, NoDeviceError
 
+NOT_READY = 600  # CUDA_ERROR_NOT_READY
+
 _NO_GPU = (
     "{why} Install NVIDIA's driver and paellapy[cuda12] or paellapy[cuda13], or use the virtual GPU: "
     'pp.Device("virtual:h200").'

@@ -13,9 +13,9 @@ from llvmlite import binding as llvm
 from llvmlite import ir
 
 from paellapy.instrument.device import gate
+from paellapy.instrument.device.driver import NOT_READY
 
 _SLEEP_US = 20  # between two looks at a closed gate
-_NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _ARGUMENTS = 12  # integers and pointers that are passed on, for any function: the most is eleven
 _I64, _I32 = ir.IntType(64), ir.IntType(32)
 
@@ -148,7 +148,7 @@ class _Gate:
         b.cbranch(b.icmp_unsigned("==", captured, ir.Constant(_I32, 0)), blocks["look"], blocks["end"])
         b = code["look"]
         found = self._call(b, query, ir.FunctionType(_I32, [_I64]), [drain.args[0]])
-        b.cbranch(b.icmp_unsigned("==", found, ir.Constant(_I32, _NOT_READY)), blocks["look"], blocks["end"])
+        b.cbranch(b.icmp_unsigned("==", found, ir.Constant(_I32, NOT_READY)), blocks["look"], blocks["end"])
         code["end"].ret_void()
 
 

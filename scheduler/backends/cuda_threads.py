@@ -12,7 +12,7 @@ import numpy as np
 
 from paellapy.instrument.device.cuda import CudaDevice
 from paellapy.instrument.device.cuda_memory import CudaStream
-from paellapy.instrument.device.driver import driver, fail, library
+from paellapy.instrument.device.driver import NOT_READY, driver, fail, library
 from paellapy.instrument.errors import LaunchError
 from paellapy.scheduler.backends.cuda_loop import BROKEN, serve
 from paellapy.scheduler.core import codes
@@ -24,7 +24,6 @@ from paellapy.scheduler.core.state import State
 # finds it awake: waking up takes longer than many kernels. After that it sleeps.
 _LINGER_NS = 10_000_000
 _WATCH_S = 0.1  # how often the driver is asked whether a GPU without progress is still alive
-_NOT_READY = 600
 
 
 class CudaThreads:
@@ -73,7 +72,7 @@ class CudaThreads:
             stuck, before = int(core["segments_done"]) == before, int(core["segments_done"])
             if core["flight"] and stuck:
                 status = int(driver().cuStreamQuery(self._probe_stream.handle)[0])
-                if status not in (0, _NOT_READY):
+                if status not in (0, NOT_READY):
                     self._failed(failure(status))
                     return
 

@@ -18,11 +18,8 @@ from paellapy.instrument.device.driver import check, driver
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.errors import MemoryPlanError
 from paellapy.scheduler.models.sizes import readable_bytes
-from paellapy.scheduler.models.weight_range import Bytes, Layout, WeightRange
+from paellapy.scheduler.models.weight_range import COPY_BYTES, Bytes, Layout, WeightRange
 
-# A copy engine takes one copy after the other: behind a copy of this size, inputs of a request wait for 80 µs. On the
-# H200, the link reached 52.5 GB/s in pieces of 8 MiB and 51.6 GB/s in one piece.
-COPY_BYTES = 4 << 20
 _PINNED = 3  # portable and mapped
 
 

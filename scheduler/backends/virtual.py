@@ -26,7 +26,7 @@ from paellapy.scheduler.backends.virtual_memory import VirtualMemory
 from paellapy.scheduler.backends.virtual_pieces import PieceTracer
 from paellapy.scheduler.backends.virtual_thread import VirtualThread
 from paellapy.scheduler.backends.virtual_timing import node_times_ns, saturated_ns, segment_times_ns
-from paellapy.scheduler.backends.virtual_weights import COPY_BYTES, VirtualWeights, needed_end
+from paellapy.scheduler.backends.virtual_weights import VirtualWeights, needed_end
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.loop import Bell
 from paellapy.scheduler.core.state import State
@@ -34,7 +34,7 @@ from paellapy.scheduler.models.lane_memory import Lane, LanePlan
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.program import Cuts, Marks, Program
 from paellapy.scheduler.models.tensors import Arrays
-from paellapy.scheduler.models.weight_range import Layout, WeightRange
+from paellapy.scheduler.models.weight_range import COPY_BYTES, Layout, WeightRange
 
 _LEVELS = 5  # stream priorities above the default; there are none below
 _HISTORY = 1 << 12  # finished commands that the SM model keeps: none is read here, and each takes 240 bytes

@@ -13,7 +13,6 @@ from paellapy.scheduler.backends.virtual_memory import aligned_zeros
 from paellapy.scheduler.models.recording import Recorded
 from paellapy.scheduler.models.weight_range import Bytes, Layout, WeightRange
 
-COPY_BYTES = 4 << 20  # size of a piece: copies of inputs come in between
 _POISON = 0xFF
 
 

@@ -12,7 +12,7 @@ RESIDENCY = np.dtype(
         ("look_at_moves", "u8"),  # addresses of the core's functions for weights that move; 0 where all stay
         ("order_moves", "u8"),
         ("budget_bytes", "i8"),  # budget for weights on the GPU
-        ("ns_per_byte", "f8"),  # of a copy from host memory; adapts to measured copies
+        ("ns_per_byte", "f8"),  # of a copy from host memory, by the tuned number link_gbps
         ("mover_fd", "i8"),  # eventfd that wakes the mover; NONE: there is none
         # current state
         ("held_bytes", "i8"),  # bytes of models COMING and HERE, and of a granted load
