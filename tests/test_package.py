@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from pages import blocks
 from places import ROOT
 
 pytestmark = pytest.mark.xdist_group("wheel")  # it is built once
@@ -124,6 +125,24 @@ def test_a_script_may_lie_beside_files_with_names_of_our_folders(installed: str,
     done = subprocess.run(command, env=environment, cwd=beside, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()) == root / "paellapy" / "__init__.py"
+
+
+def test_the_examples_of_the_readme_run_beside_a_package_and_files_of_these_names(tmp_path: Path) -> None:
+    """The package stands for one of PyPI, which is found before ours."""
+    beside, installed = tmp_path / "script", tmp_path / "installed"
+    (installed / "scheduler").mkdir(parents=True)
+    (installed / "scheduler" / "__init__.py").write_text("MINE = True\n")
+    beside.mkdir()
+    for name in ("instrument", "serving"):
+        (beside / f"{name}.py").write_text("MINE = True\n")
+    parts = [code for kind, code in blocks(ROOT / "README.md", "python") if kind != "gpu"]
+    mine = "import instrument, scheduler, serving\nassert instrument.MINE and scheduler.MINE and serving.MINE\n"
+    (beside / "readme.py").write_text("\n\n".join([mine, *parts, mine, "print('all of it')"]))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(installed), str(ROOT)])}
+    command = [sys.executable, str(beside / "readme.py")]
+    done = subprocess.run(command, env=environment, cwd=beside, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "all of it"
 
 
 @pytest.mark.parametrize("folder", OURS)
