@@ -1,4 +1,4 @@
-"""Evictions that fail: the weights are still on the GPU, and everybody who waits for their memory is told."""
+"""Moves of weights: evictions that fail are told to everybody who waits for the memory, and policies see arrivals."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from core_bench import profile
 from moving_bench import CHUNK, MovingBench
 
 from paellapy.scheduler.core import codes
+from paellapy.scheduler.policies.policy import policy
 
 
 def bench_of(*keep):
@@ -61,3 +62,19 @@ def test_a_load_that_waits_for_the_memory_is_refused():
     bench.settle()
     assert bench.state.residency["load_granted"][0] == codes.NONE
     assert bench.stage(0) == codes.HERE
+
+
+@policy
+def soonest_ready(job):
+    return job.ready_ns
+
+
+def test_a_policy_sees_when_the_weights_will_be_there():
+    """Both models are cold. The second one is smaller, so its weights could be there sooner."""
+    models = [profile(f"m{k}", segments=1, ns=500.0, weight_bytes=n * CHUNK) for k, n in enumerate((4, 1))]
+    for given, order in (("fifo", [0, 1]), (soonest_ready, [1, 0])):
+        bench = MovingBench(models, budget=5 * CHUNK, policy=given)
+        for k in range(2):
+            bench.submit(k)
+        bench.settle()
+        assert bench.brought == order
