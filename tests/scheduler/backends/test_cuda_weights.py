@@ -9,7 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import paellapy as pp
 from paellapy.instrument.device import driver as device_driver
+from paellapy.instrument.device.cuda_memory import CudaStream
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.backends import cuda_weights
 from paellapy.scheduler.backends.cuda_weights import CudaPages, CudaWeights
@@ -177,3 +179,31 @@ def test_a_day_of_models_of_all_sizes_holds_no_more_than_the_limit(cu):
             pages.give(handle, nbytes)
     pages.trim()
     assert driver.there == {}
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_an_eviction_that_fails_halfway_keeps_every_byte(monkeypatch):
+    device = pp.Device("cuda")
+    pages = CudaPages(device, 64 * MIB)
+    weights = CudaWeights(device, Layout([6 * MIB]), 2 * MIB, pages, CudaStream(device, 0))
+    source = np.random.default_rng(0).integers(0, 256, 6 * MIB, np.uint8)
+    weights.write(source, 0, len(source))
+    real, calls = device_driver.driver(), []
+
+    class Failing:
+        def __getattr__(self, name):
+            return getattr(real, name)
+
+        def cuMemUnmap(self, address, nbytes):
+            calls.append(address)
+            return (real.CUresult.CUDA_ERROR_INVALID_VALUE,) if len(calls) == 2 else real.cuMemUnmap(address, nbytes)
+
+    monkeypatch.setattr(cuda_weights, "driver", Failing)
+    with pytest.raises(PaellaError, match="unmapping"):
+        weights.evict()
+    monkeypatch.undo()
+    assert len(calls) == 2
+    assert weights.holds(source)
+    weights.free()
+    assert pages.used_bytes == 0
+    pages.trim()
