@@ -18,7 +18,8 @@ from llvmlite import ir
 
 from paellapy.guest import Guest
 from paellapy.instrument.device import driver_cells, gate, gate_code
-from paellapy.instrument.device.gate_code import _I32, _I64, _NOT_READY, _Gate, _number
+from paellapy.instrument.device.driver import NOT_READY
+from paellapy.instrument.device.gate_code import _I32, _I64, _Gate, _number
 
 # Words of the file: launches held so far; when the stream of a held launch was last seen empty; when a launch last
 # passed; how many words of libraries point into the driver; calls by function; and a row for each held launch: the last
@@ -76,7 +77,7 @@ class Logged(_Gate):
         b.cbranch(b.icmp_unsigned("==", captured, ir.Constant(_I32, 0)), blocks["look"], blocks["wait"])
         b = code["look"]
         found = self._call(b, query, ir.FunctionType(_I32, [_I64]), [stream])
-        b.cbranch(b.icmp_unsigned("==", found, ir.Constant(_I32, _NOT_READY)), blocks["look"], blocks["empty"])
+        b.cbranch(b.icmp_unsigned("==", found, ir.Constant(_I32, NOT_READY)), blocks["look"], blocks["empty"])
         b = code["empty"]
         drained = b.call(self._now, [])
         self._store(b, b.add(at, _number(16)), drained)
