@@ -89,4 +89,7 @@ def _mentioned(s: Statement, names: Names) -> set[str]:
 
 
 def _computes_integers(s: Statement) -> bool:
-    return not s.guard and s.is_op(*COMPUTES) and not _FLOAT.search(s.opcode) and not any(map(is_special, s.operands()))
+    """Whether it computes integers from its operands alone. Arithmetic with a carry (`add.cc`) also sets a flag."""
+    if s.guard or not s.is_op(*COMPUTES) or ".cc" in s.opcode or _FLOAT.search(s.opcode):
+        return False
+    return not any(map(is_special, s.operands()))

@@ -68,6 +68,7 @@ def test_other_work_stays_behind_the_clock():
         ("ld.global.u64 %rd1, [%rd0];", COPY),
         ("@%q add.s32 %r2, %r2, 64;", COPY),  # some threads keep the older value
         ("mov.u32 %r2, %clock;", COPY),
+        ("add.cc.u32 %r2, %r2, 64;", COPY),  # a later `addc` reads its carry
     ):
         assert line in behind(passed(WAIT, END, line, access))
 
