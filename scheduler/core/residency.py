@@ -127,10 +127,11 @@ def can_leave_now(s: State, m: int, priority: int) -> bool:
 @part
 def cheapest(s: State, priority: int, at_once: bool, now: int) -> int:
     """The model that should leave first for one of this priority, of those that can leave now or of the others; NONE if
-    none may. Among equals, the least recently used one.
+    none may. Models whose weights failed to leave come last. Among equals, the least recently used one.
     """
     found = NONE
     least = np.inf
+    stuck = np.inf
     for m in range(s.model.shape[0]):
         if at_once != can_leave_now(s, m, priority):
             continue
@@ -138,9 +139,11 @@ def cheapest(s: State, priority: int, at_once: bool, now: int) -> int:
         waits = s.weights[m].served == 0 and wanting(s, m) > 0
         if not at_once and (not may_leave(s, m, priority) or s.weights[m].stop > 0 or waits):
             continue
-        value = worth(s, m, now)
-        if found < 0 or value < least or (value == least and s.weights[m].used_ns < s.weights[found].used_ns):
-            found, least = m, value
+        value, failed = worth(s, m, now), float(s.weights[m].stuck)
+        if failed > stuck or (failed == stuck and value > least):
+            continue
+        if failed < stuck or value < least or s.weights[m].used_ns < s.weights[found].used_ns:
+            found, least, stuck = m, value, failed
     return int(found)
 
 

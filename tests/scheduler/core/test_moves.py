@@ -38,6 +38,17 @@ def test_requests_for_the_memory_are_told_and_the_weights_that_stay_serve():
     assert bench.evicted == [0]
 
 
+def test_other_weights_leave_once_an_eviction_has_failed():
+    models = [profile(f"m{k}", segments=1, ns=500.0, weight_bytes=CHUNK) for k in range(3)]
+    bench = MovingBench(models, budget=2 * CHUNK, resident=(codes.AUTO,) * 3)
+    bench.stuck.add(0)
+    for model in (0, 1, 1, 1):  # the first one is the cheapest to leave
+        assert bench.status(served(bench, model)) == codes.OK
+    assert bench.status(served(bench, 2)) == codes.NO_WEIGHTS
+    assert bench.status(served(bench, 2)) == codes.OK
+    assert bench.evicted == [1]
+
+
 def test_an_eviction_by_hand_is_tried_once():
     bench = bench_of(codes.AUTO)
     bench.ask(0, unwanted=1)
