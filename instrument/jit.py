@@ -41,7 +41,7 @@ def _called_with_plain_numbers(entry: Any) -> Any:
 
 def _entry(function: Function, pipeline_class: type = EntryCompiler, **options: Any) -> Function:
     entry: Any = numba.njit(pipeline_class=pipeline_class, **_OPTIONS | options)(function)
-    entry._cache = EntryCache(function)
+    entry._cache = EntryCache(function, (pipeline_class.__name__, *sorted(map(str, options.items()))))
     return _called_with_plain_numbers(entry)  # type: ignore[no-any-return]
 
 

@@ -28,10 +28,14 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), np.
 
 
 class EntryCache(FunctionCache):  # type: ignore[misc]
-    """Numba's cache of one entry point, stamped with a digest of all its code."""
+    """Numba's cache of one entry point, stamped with a digest of all its code and of the way it is compiled."""
+
+    def __init__(self, function: FunctionType, way: tuple[str, ...] = ()) -> None:
+        super().__init__(function)
+        self._way = way
 
     def _stamp(self) -> None:
-        self._cache_file._source_stamp = fingerprint(self._py_func)
+        self._cache_file._source_stamp = " ".join((fingerprint(self._py_func), *self._way))
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         self._stamp()

@@ -6,6 +6,7 @@ Triton's search for a driver, and imports neither Triton nor our driver for that
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
@@ -17,9 +18,8 @@ _MODULE = "triton.runtime.driver"
 
 def prepare_search() -> None:
     """Extends Triton's search for a driver: now, or when Triton is imported."""
-    loaded = sys.modules.get(_MODULE)
-    if loaded is not None:
-        _extend(loaded)
+    if _MODULE in sys.modules:
+        _extend(importlib.import_module(_MODULE))  # waits for a thread that is still importing it
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 

@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from paellapy.instrument.device import sm_core
+from paellapy.instrument.jit import compiled, loop, reachable
 from paellapy.instrument.jit_cache import fingerprint
 from paellapy.scheduler.core.step import step
 from paellapy.scheduler.sim.fluid import run_fluid
@@ -102,3 +104,13 @@ def test_the_disk_has_what_is_unchanged_and_nothing_else(tmp_path: Path) -> None
     index.write_bytes(index.read_bytes()[:40] + b"c__main__\nGone\n.")
     assert run(3, 2, "# other words") == [32, 0], "an index that cannot be read"
     assert run(3, 2, "# other words") == [32, 1]
+
+
+def test_an_entry_point_that_is_compiled_another_way_is_not_taken_from_the_disk() -> None:
+    def twice(x: int) -> int:
+        return 2 * x
+
+    ways: list[Any] = [compiled(twice), loop(twice), reachable(twice)]
+    for each in ways:
+        each._cache._stamp()
+    assert len({each._cache._cache_file._source_stamp for each in ways}) == 3
