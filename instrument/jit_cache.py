@@ -30,7 +30,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), np.
 class EntryCache(FunctionCache):  # type: ignore[misc]
     """Numba's cache of one entry point, stamped with a digest of all its code and of the way it is compiled."""
 
-    def __init__(self, function: FunctionType, way: tuple[str, ...] = ()) -> None:
+    def __init__(self, function: Any, way: tuple[str, ...] = ()) -> None:
         super().__init__(function)
         self._way = way
 
