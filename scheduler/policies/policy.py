@@ -41,7 +41,8 @@ __all__ = ["Policy", "PolicyError", "Rank", "find_policy", "policy", "policy_nam
 BUILT_IN = "paellapy.scheduler.policies"
 # Modules of this folder that are not policies.
 _TOOLS = {
-    "policy", "attach", "checks", "code", "compiling", "index_ranges", "replay", "roles", "source", "trees", "words",
+    "policy", "attach", "checks", "code", "compiling", "expressions", "index_ranges", "integers", "replay", "roles",
+    "source", "trees", "words",
 }  # fmt: skip
 
 

@@ -64,7 +64,7 @@ class _Look:
         stored = (each.id for each in self.walk if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store))
         self.local = {*stored, *names}
         self.above = {child: each for each in self.walk for child in ast.iter_child_nodes(each)}
-        self.ranges = IndexRanges(self.walk, self.above, self.outside, layout.per_model)
+        self.ranges = IndexRanges(self._body(), self.above, names, self.outside, layout.per_model)
 
     def _body(self) -> list[ast.AST]:
         return [self.tree.body] if isinstance(self.tree, ast.Lambda) else list(self.tree.body)
@@ -175,7 +175,7 @@ class _Look:
                 if not self.ranges.fits(step, PER_MODEL):
                     yield (
                         f"has `{said}[{ast.unparse(step)}]` in line {line}, which may be out of range: index with "
-                        f"job.model, or with an integer from 0 to {PER_MODEL - 1}"
+                        f"job.model, or bound an integer, as in {said}[min(max(int(x), 0), {PER_MODEL - 1})]"
                     )
                     return
                 fields, said = None, f"{said}[…]"
@@ -223,10 +223,10 @@ class _Look:
         if length is not None and self.ranges.fits(node.slice, length, from_end=True):
             return
         base, index = ast.unparse(node.value), ast.unparse(node.slice)
-        known = "" if length is None else f": `{base}` has {length} entries"
+        bound = f"bound the index, as in {base}[int({index}) % len({base})]" if length else "use a tuple of numbers"
         yield (
-            f"has `{base}[{index}]` in line {node.lineno}, which may be out of range{known}; keep numbers of models in "
-            f"params={{…}}, as job.params.NAME, or bound the index, as in {base}[{index} % len({base})]"
+            f"has `{base}[{index}]` in line {node.lineno}, which may be out of range: `{base}` has {length or 'some'} "
+            f"entries; {bound}, or keep numbers of models in params={{…}}, as job.params.NAME"
         )
 
     # -- names
