@@ -14,10 +14,11 @@ PyTorch's algorithms that add in arbitrary order are off in all of them (`determ
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,17 @@ def beside(load: Load, job: Any, args: argparse.Namespace) -> dict[str, Any]:
     return {**summary(latencies, load), "steps_per_s": [round(each, 2) for each in speeds]}
 
 
+@contextlib.contextmanager
+def serving(args: argparse.Namespace) -> Iterator[tuple[pp.Engine, Load, Points]]:
+    """An engine with the served model, warm; its load; and the file of the results."""
+    with make_engine(args.device) as engine:
+        points = Points(args.folder / f"{args.name}.json", engine.device)
+        engine.load(served(args.small))
+        load = Load(engine)
+        load(99, 0.3)
+        yield engine, load, points
+
+
 def alone(load: Load, args: argparse.Namespace) -> dict[str, Any]:
     return summary([load(s, args.seconds) for s in range(args.seeds)], load)
 
@@ -299,11 +311,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     deterministic()
-    with make_engine(args.device) as engine:
-        points = Points(args.folder / f"{args.name}.json", engine.device)
-        engine.load(served(args.small))
-        load = Load(engine)
-        load(99, 0.3)
+    with serving(args) as (engine, load, points):
         points("alone", lambda: alone(load, args))
         for kind in args.jobs.split(","):
             measure_all(engine, load, kind, args, points)

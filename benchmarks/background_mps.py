@@ -13,12 +13,12 @@ import argparse
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from background import Load, Points, alone, deterministic, make_engine, served, summary, trainee
+from background import Load, alone, deterministic, serving, summary, trainee
+from child_steps import Steps
 from common import RESULTS
 from guest_training import captured
 
@@ -50,7 +50,6 @@ class Job:
     def __init__(self, kind: str, small: bool) -> None:
         line = [sys.executable, __file__, "--child", kind, *(["--small"] if small else [])]
         self._process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._said: list[tuple[int, float]] = []
 
     def start(self) -> None:
         """Lets it train, once it is ready."""
@@ -61,26 +60,14 @@ class Job:
             raise SystemExit("the job ended before its first step")
         process.stdin.write("go\n")
         process.stdin.flush()
-        threading.Thread(target=self._read, daemon=True).start()
-        while len(self._said) < 4:
+        self._steps = Steps(process)
+        while self._steps.counts < 4:
             if process.poll() is not None:
                 raise SystemExit("the job ended")
             time.sleep(0.02)
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            said = line.split()
-            if len(said) == 2:  # the last line of one that is killed may be cut
-                self._said.append((int(said[0]), float(said[1])))
-
     def speed(self, since: float, until: float) -> float:
-        """Steps a second between two times."""
-        time.sleep(2 * SAYS_S)
-        within = [each for each in list(self._said) if since <= each[1] <= until]
-        if len(within) < 2:
-            return 0.0
-        return round((within[-1][0] - within[0][0]) / (within[-1][1] - within[0][1]), 2)
+        return round(self._steps.speed(since, until, 2 * SAYS_S), 2)
 
     def end(self) -> None:
         self._process.kill()
@@ -121,11 +108,7 @@ def main() -> None:
     deterministic()
     jobs = {kind: Job(kind, args.small) for kind in args.jobs.split(",")}
     try:
-        with make_engine(args.device) as engine:
-            points = Points(args.folder / f"{args.name}.json", engine.device)
-            engine.load(served(args.small))
-            load = Load(engine)
-            load(99, 0.3)
+        with serving(args) as (_, load, points):
             points("alone", lambda: alone(load, args))
             for kind, job in jobs.items():
                 job.start()

@@ -13,12 +13,12 @@ import argparse
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from background import Load, Points, alone, make_engine, served, summary
+from background import Load, alone, serving, summary
+from child_steps import Steps
 from common import RESULTS
 
 import paellapy as pp
@@ -41,36 +41,19 @@ class Script:
         before = [sys.executable, "-m", "paellapy", "run", "--best-effort", *options] if gated else [sys.executable]
         line = [*before, str(SCRIPT), "small" if small else "resnet18", *(["captured"] if captured else [])]
         self._process = self._start(line)
-        self._said: list[tuple[int, float]] = []
-        threading.Thread(target=self._read, daemon=True).start()
+        self._steps = Steps(self._process)
+        self.speed, self.end = self._steps.speed, self._steps.end
         self.wait(40, 45.0)
 
     def _start(self, line: list[str]) -> subprocess.Popen[str]:
         return subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            said = line.split()
-            if len(said) == 2:  # the last line of one that is killed may be cut
-                self._said.append((int(said[0]), float(said[1])))
-
     def wait(self, steps: int, seconds: float) -> None:
         end = time.monotonic() + seconds
-        while not self._said or self._said[-1][0] < steps:
+        while self._steps.made < steps:
             if time.monotonic() > end or self._process.poll() is not None:
                 raise SystemExit(f"the script made no {steps} steps in {seconds} s")
             time.sleep(0.02)
-
-    def speed(self, since: float, until: float) -> float:
-        """Steps a second between two times."""
-        time.sleep(0.1)
-        within = [each for each in list(self._said) if since <= each[1] <= until]
-        return 0.0 if len(within) < 2 else (within[-1][0] - within[0][0]) / (within[-1][1] - within[0][1])
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
 
 
 def measure(engine: pp.Engine, load: Load, script: Script, args: argparse.Namespace) -> dict[str, Any]:
@@ -97,11 +80,7 @@ def main() -> None:
     parser.add_argument("--name", default="guest")
     args = parser.parse_args()
     mps = " under MPS" if os.environ.get("CUDA_MPS_PIPE_DIRECTORY") else ""
-    with make_engine(args.device) as engine:
-        points = Points(args.folder / f"{args.name}.json", engine.device)
-        engine.load(served(args.small))
-        load = Load(engine)
-        load(99, 0.3)
+    with serving(args) as (engine, load, points):
         points(f"alone{mps}", lambda: alone(load, args))
         for name, gated, captured, options in SCRIPTS:
             if name + mps in points.found or name not in args.scripts.split(";"):
