@@ -84,7 +84,7 @@ class Served:
         return self.folder / "trust.toml"
 
     def children(self, ended: bool = False) -> dict[str, list[int]]:
-        """Process numbers by what they are: engine, work1, …
+        """The numbers of the server's processes, by their names: engine, work1, …
 
         The system needs seconds to clean up after a process with a real GPU. Such a process has ended: it keeps its
         name but has no command line any more. It counts only with `ended`.
