@@ -65,7 +65,7 @@ def submit(
 def submit_one(
     front: FrontEnd, loaded: Loaded, inputs: Mapping[str, NDArray[Any]], terms: Terms, finish: Callable[[Entry], None]
 ) -> Pending:
-    """As `submit`, for one item: most requests have no more, and lists for one would double the time."""
+    """As `submit`, for one item: most requests have no more, and need no lists."""
     pending = Pending(loaded, finish)
     front.take_row(pending, terms.client)
     claimed = front.claim(loaded, terms.client)
