@@ -40,8 +40,8 @@ def measure(device: Any, block_us: float, blocks: int, rounds: int) -> dict[str,
     wave = device.sm_count * (device.limits.threads // THREADS)
     whole_us = block_us * blocks / wave
     free, resumed, left = np.empty(rounds), np.empty(rounds), np.empty(rounds)
-    for k in range(rounds):
-        count = device.array(np.zeros(blocks, np.uint32))
+    counts = [device.array(np.zeros(blocks, np.uint32)) for _ in range(rounds)]  # freeing one would wait for the GPU
+    for k, count in enumerate(counts):
         launch = kernel.preemptible[blocks, THREADS](count, np.uint32(block_us * 1e3))
         begin = time.perf_counter()
         wait_us = 10 + rng.uniform(0, 0.5) * whole_us

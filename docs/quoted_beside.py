@@ -84,16 +84,14 @@ def scripts() -> str:
     """A script of another process, free and behind the gate, without MPS and under it."""
     rows = [["aim behind a gate", "", "≤ 1.15", "", ""]]
     for file, under, names in (
-        ("guest", "", {"free": "free"}),
-        ("guest_probe", "", {"gated": "gated", "2 in flight": "gated, 2 in flight"}),
+        ("guest", "", {"free": "free", "gated": "gated"}),
+        ("guest_probe", "", {"2 in flight": "gated, 2 in flight"}),
         ("guest_mps", " under MPS", {"free": "free", "gated": "gated"}),
     ):
         points = stored(file)
         for name, title in names.items():
             found, base = points[name + under], f"alone{under}"
             by_itself = found.get("steps_per_s_alone")
-            if name == "gated" and file == "guest_probe":
-                by_itself = points["script"]["steps_per_s"]
             speed = f"{_speed(points, name + under):.0f}, {'–' if by_itself is None else f'{by_itself:.0f}'}"
             ratios = [f"{each(points, name + under, base):.2f}" for each in (_p50, _ratio)]
             rows.append([title + under, *ratios, speed, f"`{file}.json`"])
@@ -146,7 +144,7 @@ def script_causes() -> str:
 
 def gated_at_all() -> float:
     """p99 of all requests beside a gated script ÷ that of all alone."""
-    points = stored("guest_probe")
+    points = stored("guest")
     return float(points["gated"]["all_p99_ms"] / points["alone"]["all_p99_ms"])
 
 
