@@ -1,10 +1,10 @@
-"""The published systems as policies, on a GPU: limits, shares, best effort beside high priority, DISB.
+"""The published systems as policies, on a GPU: limits, shares, best effort beside high priority, DISB, order of jobs.
 
     python benchmarks/systems_gpu.py [--device cuda|virtual:h200] [--tiny] [--only limits,pairs] [--seeds 5] [--out DIR]
 
 Every point is written as soon as it is measured; a second run continues where the first ended. Every output is compared
 with the module's own in eager mode. `--tiny` uses models that a CPU can compute: with a virtual GPU it shows that
-everything runs. `simulate` (a second command) predicts the pairs from the measured profiles.
+everything runs. `predict` (a second command) predicts the pairs from the measured profiles.
 """
 
 from __future__ import annotations
@@ -12,21 +12,19 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from bound_models import Bound
 from common import RESULTS, commit, save, seeds
-from engine_load import Run, poisson
-from numpy.typing import NDArray
-from paper_models import DISB, TINY, VARIANTS, Kind
+from paper_models import DISB, TINY, Kind
 from paper_runs import Loaded, Setup
+from systems_order import order_group
+from systems_runs import Group, Options, beside, between_steps, loops
 
 from paellapy.instrument.device import Device
-from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.params import give_params
 from paellapy.scheduler.core.profiles import load_profiles, save_profiles
 from paellapy.scheduler.core.tenants import Tenant, give_tenant
@@ -34,92 +32,7 @@ from paellapy.scheduler.sim.simulate import simulate as simulate_profiles
 from paellapy.scheduler.sim.workload import ClosedLoop
 
 NAME = "systems_gpu"
-NONE = np.zeros(0, np.int64)
-ROOM = 400_000  # requests of closed loops
 BOUND = ("memory_bound", "compute_bound", "memory_bound_2", "compute_bound_2", "full_bound")
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    seeds: Sequence[int]
-    seconds: float
-    tiny: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Models that are loaded together, and the points that are measured on them."""
-
-    name: str
-    kinds: tuple[Kind, ...]
-    priorities: tuple[int, ...]
-    points: Callable[[Loaded, Options], Iterator[tuple[str, Callable[[], Any]]]]
-    lanes: int = 3
-    quantum_us: float = 100.0
-
-
-def between_steps(loaded: Loaded, change: Callable[[], None]) -> None:
-    loaded.engine._between_steps(change)
-
-
-def loops(loaded: Loaded, policy: Any, which: Sequence[int], seconds: float, **more: Any) -> dict[str, Any]:
-    """Closed loops; what each model had of the GPU: as time alone of what it completed, and by the core's account."""
-    state, rows = loaded.engine.state, [each.row for each in loaded.generator.loaded]
-
-    def look() -> NDArray[np.float64]:
-        model = state.model[rows]
-        return np.array([*model["used_ns"], *model["gpu_ns"], state.core["gpu_ns"][0]])
-
-    before = look()
-    run = loaded.offer(policy, NONE, NONE, NONE, loops=list(which), until_ns=int(seconds * 1e9), loop_room=ROOM, **more)
-    had, n = look() - before, len(rows)
-    names = [kind.label for kind in loaded.kinds]
-    return {
-        "alone_share": dict(zip(names, (had[:n] / run.took_ns).tolist(), strict=True)),
-        "gpu_share": dict(zip(names, (had[n : 2 * n] / run.took_ns).tolist(), strict=True)),
-        "accounted": float(had[n : 2 * n].sum() / max(had[-1], 1.0)),
-        "busy": float(had[-1] / run.took_ns),
-        "per_s": {name: float((run.model == m).sum() / run.took_ns * 1e9) for m, name in enumerate(names)},
-    }
-
-
-def beside(
-    loaded: Loaded, policy: Any, seed: int, rate: float, seconds: float, high: Sequence[int], low: Sequence[int],
-    arrivals: str = "poisson",
-) -> dict[str, Any]:  # fmt: skip
-    """Requests for each of `high` at this rate (0: a closed loop of the first), beside loops of `low`."""
-    rng = np.random.default_rng(seed)
-    at = model = NONE
-    loops_of, until = list(low), 0
-    if rate:
-        n = max(8, int(rate * seconds))
-        even = (np.arange(n) * (1e9 / rate)).astype(np.int64) + 1
-        times = [poisson(rng, rate, n) if arrivals == "poisson" else even + int(1e9 / rate / len(high) * k)
-                 for k in range(len(high))]  # fmt: skip
-        at, model = np.concatenate(times), np.repeat(np.array(high, np.int64), n)
-        order = np.argsort(at, kind="stable")
-        at, model = at[order], model[order]
-    else:
-        loops_of, until = [high[0], *low], int(seconds * 1e9)
-    which = rng.integers(0, VARIANTS, len(at))
-    run = loaded.offer(policy, at, model, which, loops=loops_of, until_ns=until, loop_room=ROOM)
-    return {**latencies(loaded, run, high), "low_per_s": float(np.isin(run.model, low).sum() / run.took_ns * 1e9)}
-
-
-def latencies(loaded: Loaded, run: Run, high: Sequence[int]) -> dict[str, Any]:
-    mine = np.isin(run.model, high) & (run.status == codes.OK)
-    us, slow = run.latency_ns[mine] / 1e3, (run.latency_ns / loaded.alone_ns[run.model])[mine]
-    return {
-        "n": int(mine.sum()),
-        "p50_us": float(np.quantile(us, 0.5)),
-        "p99_us": float(np.quantile(us, 0.99)),
-        "p99_slowdown": float(np.quantile(slow, 0.99)),
-        "high_per_s": float(mine.sum() / run.took_ns * 1e9),
-        "longest_launch_us": run.longest_launch_ns / 1e3,
-    }
-
-
-# -- what is measured
 
 
 def limits(loaded: Loaded, o: Options) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -229,6 +142,7 @@ def groups(o: Options) -> dict[str, Group]:
             "pairs": Group("pairs", bound, (1, 1, 0, 0, 0), pairs),
             "high": Group("high", (small, Kind("tiny2", items=4), Kind("tiny4", items=4)), (1, 0, 0), high_beside),
             "disb": Group("disb", (small, large, Kind("tiny2", items=2), Kind("tiny3", items=2)), (1, 1, 0, 0), disb),
+            "order": order_group(tiny=True),
         }
     bound = tuple(Bound(n) for n in BOUND)
     real = {kind.name: kind for kind in DISB}
@@ -240,6 +154,7 @@ def groups(o: Options) -> dict[str, Group]:
         "high": Group("high", (Kind("resnet50"), Kind("resnet50", items=64), Kind("vgg19", items=32)), (1, 0, 0),
                       high_beside, lanes=4, quantum_us=70.0),
         "disb": Group("disb", (*order, *low), (1,) * 5 + (0,) * 4, disb, lanes=2, quantum_us=30.0),
+        "order": order_group(tiny=False),
     }  # fmt: skip
 
 
@@ -308,7 +223,7 @@ def main() -> None:
     parser.add_argument("command", nargs="?", choices=("measure", "predict"), default="measure")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="use models that a CPU can compute")
-    parser.add_argument("--only", help="parts to run, of limits, pairs, high, disb")
+    parser.add_argument("--only", help="parts to run, of limits, pairs, high, disb, order")
     parser.add_argument("--seeds", type=seeds, default=range(5))
     parser.add_argument("--seconds", type=float, default=1.0, help="seconds of a run; most points take a part of it")
     parser.add_argument("--most-s", type=float, default=1e9, help="begin no new point after this many seconds")

@@ -124,7 +124,7 @@ def measured(points: dict[str, Any]) -> dict[str, str]:
             )
             rows.append(f"{policy}: production {kept:.3f}, best effort {own:.2f}")
         found["tgs"] = "; ".join(rows)
-    found |= _high(seen) | _pairs(seen)
+    found |= _high(seen) | _pairs(seen) | _order(seen)
     rows = []
     for load in "ABCDE":
         if all(seen.has(f"disb|{load}|{policy}") for policy in ("reef", "priority", "alone")):
@@ -172,6 +172,21 @@ def _pairs(seen: Measured) -> dict[str, str]:
                 f"gate {seen.slower(gate, alone):.2f}×"
             )
     return {"orion": "; ".join(rows)} if rows else {}
+
+
+def _order(seen: Measured) -> dict[str, str]:
+    """A short model beside a long one, deadlines near capacity, and small models that fit together."""
+    read: dict[str, tuple[str, Callable[[Any], float], tuple[str, ...], str]] = {
+        "mlfq": ("p50 of the short one, ms: ", lambda p: p["p50_us"] / 1e3, ("mlfq", "fifo", "srpt", "alone"), ".2f"),
+        "lax": ("met: ", lambda p: p["met"], ("lax", "edf", "fifo"), ".3f"),
+        "pack": ("work of one GPU: ", lambda p: sum(p["alone_share"].values()), ("pack", "serial"), ".2f"),
+    }
+    found = {}
+    for name, (what, value, policies, form) in read.items():
+        keys = {policy: f"order|{name}|{policy}" for policy in policies}
+        if all(map(seen.has, keys.values())):
+            found[name] = what + ", ".join(f"{policy} {seen.median(key, value):{form}}" for policy, key in keys.items())
+    return found
 
 
 def table() -> str:

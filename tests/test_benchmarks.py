@@ -52,6 +52,33 @@ def test_the_papers_experiments_run_and_every_output_is_right(tmp_path: Path) ->
     assert found["points"]["fig11|eager, 2 threads|1.5|50|7"]["answered"] == 20
 
 
+def test_the_published_systems_run_and_come_into_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--tiny", "--device", "virtual:h200", "--seeds", "1", "--seconds", "0.1", "--only", "limits,order"]
+    said = run(str(BENCHMARKS / "systems_gpu.py"), *options, "--out", str(tmp_path))
+    assert said.count(" 0 wrong") == 2
+    found = json.loads((tmp_path / "systems_gpu.json").read_text())["results"]
+    assert all(each["outputs"] > 0 for each in found["checked"].values())
+    assert found["points"]["order|lax|lax|0"]["n"] == 16
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from systems_table import measured
+
+    made = measured(found["points"])
+    assert made.keys() == {"token", "quota", "antman", "fair", "tgs", "mlfq", "lax", "pack"}
+
+
+def test_the_table_of_systems_has_medians_over_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from systems_table import measured
+
+    points: dict[str, object] = {}
+    for seed, value in enumerate((0.2, 0.9, 0.5)):
+        points |= {f"order|lax|{policy}|{seed}": {"met": value} for policy in ("lax", "edf", "fifo")}
+        points |= {f"order|pack|{policy}|{seed}": {"alone_share": {"a": value, "b": 1.0}} for policy in ("pack",)}
+    made = measured(points)
+    assert made.keys() == {"lax"}  # nothing is shown of a system without its rival
+    assert made["lax"].count("0.500") == 3
+
+
 def test_cold_models_and_models_in_processes_are_compared_with_pytorch(tmp_path: Path) -> None:
     options = ["--device", "virtual:h200", "--models", "4", "--share", "0.5", "--seconds", "0.5", "--cold", "2"]
     run(str(BENCHMARKS / "more_models.py"), *options, "--processes", "2", "--out", str(tmp_path))
