@@ -26,7 +26,7 @@ from paellapy.scheduler.engine.budget import LOOK_S, SHARED, Budget
 from paellapy.scheduler.engine.mover import Mover
 from paellapy.scheduler.engine.needs import Trials
 from paellapy.scheduler.engine.weights_account import weights_account
-from paellapy.scheduler.models.berths import Berth, Berths
+from paellapy.scheduler.models.berths import Berth, Berths, Need
 from paellapy.scheduler.models.host_store import HostStore
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.tensors import Arrays
@@ -34,6 +34,7 @@ from paellapy.scheduler.models.weight_range import Layout, WeightRange
 
 LANES = 2  # default number of lanes: in shared memory, more lanes would only wait
 BERTH_SHARE = 0.25  # fraction of the budget up to which further berths are made although existing ones could be shared
+APART_SHARE = 0.5  # the same, if models of different priority would share them
 ORDER_S = 600.0  # longest wait for a model in use that is to be evicted by hand
 
 
@@ -136,13 +137,14 @@ class Residents:
         count = model.lanes or min(wanted, LANES)
         most = max(wanted, count)
 
-        def spare(more: int) -> bool:
-            within = self.berths.held_bytes + more <= BERTH_SHARE * self.budget.nbytes
+        def spare(more: int, apart: bool) -> bool:
+            share = APART_SHARE if apart else BERTH_SHARE
+            within = self.berths.held_bytes + more <= share * self.budget.nbytes
             return within and self.budget.fixed_bytes(codes.NEVER) + more <= self.budget.nbytes
 
-        if model.stateful:  # only one of its lanes runs at a time anyway
-            return count * self.berths.choose(model.name, nbytes, foreign_bytes, 1, most, spare)
-        return self.berths.choose(model.name, nbytes, foreign_bytes, count, most, spare)
+        own = 1 if model.stateful else count  # only one lane of a stateful model runs at a time
+        need = Need(model.name, nbytes, foreign_bytes, own, model.priority)
+        return count // own * self.berths.choose(need, most, spare)
 
     @contextlib.contextmanager
     def kept(self, berths: Sequence[Berth]) -> Iterator[None]:

@@ -3,6 +3,9 @@
 A batch in flight needs memory beside the weights: inputs, outputs, scratch. That memory is free again when the batch is
 done, so lanes of models that do not run at the same time share it. The memory in use is then bounded by the weights of
 all models and the largest lanes. Berth sizes are powers of two; a lane takes the least used berth that is large enough.
+
+Models of different priority share a berth only if memory is short: a lane that has started keeps its berth while it
+waits for weights, and nothing can take the berth from it.
 """
 
 from __future__ import annotations
@@ -29,11 +32,22 @@ class Berth:
     nbytes: int
     memory: Any
     foreign_bytes: int = 0
-    users: set[str] = field(default_factory=set)
+    users: dict[str, int] = field(default_factory=dict)  # models, with their priorities
 
     @property
     def total_bytes(self) -> int:
         return self.nbytes + self.foreign_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A model's need for berths: `count` of them, each with this many bytes."""
+
+    name: str
+    nbytes: int
+    foreign_bytes: int
+    count: int
+    priority: int = 0
 
 
 class Berths:
@@ -47,42 +61,44 @@ class Berths:
     def held_bytes(self) -> int:
         return sum(each.total_bytes for each in self._all.values())
 
-    def choose(
-        self, name: str, nbytes: int, foreign_bytes: int, count: int, most: int, spare: Callable[[int], bool]
-    ) -> list[Berth]:
-        """Berths for a model's lanes. New ones are made, up to `most` of this size, while their bytes can be spared."""
-        found: list[Berth] = []
-        try:
-            for _ in range(count):
-                found.append(self._one(name, nbytes, foreign_bytes, most, spare))
-        except BaseException:
-            self.leave(name)
-            raise
-        return found
+    def choose(self, need: Need, most: int, spare: Callable[[int, bool], bool]) -> list[Berth]:
+        """Berths for a model's lanes. New ones are made, up to `most` of this size, while their bytes can be spared.
 
-    def _one(
-        self, name: str, nbytes: int, foreign_bytes: int, most: int, spare: Callable[[int], bool]
-    ) -> Berth:
-        size = rounded(nbytes)
-        fitting = [each for each in self._all.values() if each.nbytes >= size and name not in each.users]
+        `spare(nbytes, apart)`: whether they can; `apart`: to keep models of different priority apart.
+        """
+        try:
+            return [self._one(need, most, spare) for _ in range(need.count)]
+        except BaseException:
+            self.leave(need.name)
+            raise
+
+    def _one(self, need: Need, most: int, spare: Callable[[int, bool], bool]) -> Berth:
+        size = rounded(need.nbytes)
+        more = size + need.foreign_bytes
         large = [each for each in self._all.values() if each.nbytes >= size]
-        wanted = len(large) < most and spare(size + foreign_bytes)
-        if not fitting or (wanted and min(len(each.users) for each in fitting) > 0):
-            self._claim(size + foreign_bytes)
+        alike = [each for each in large if {*each.users.values()} <= {need.priority}]
+        fitting = [each for each in alike if need.name not in each.users]
+        if fitting:
+            new = len(alike) < most and min(len(each.users) for each in fitting) > 0 and spare(more, False)
+        else:
+            fitting = [each for each in large if need.name not in each.users]
+            new = not fitting or spare(more, True)
+        if new:
+            self._claim(more)
             index = next(k for k in range(len(self._all) + 1) if k not in self._all)
-            chosen = self._all[index] = Berth(index, size, self._make(size), foreign_bytes)
+            chosen = self._all[index] = Berth(index, size, self._make(size), need.foreign_bytes)
         else:
             chosen = min(fitting, key=lambda each: (len(each.users), each.nbytes))
-            if foreign_bytes > chosen.foreign_bytes:
-                self._claim(foreign_bytes - chosen.foreign_bytes)
-                chosen.foreign_bytes = foreign_bytes
-        chosen.users.add(name)
+            if need.foreign_bytes > chosen.foreign_bytes:
+                self._claim(need.foreign_bytes - chosen.foreign_bytes)
+                chosen.foreign_bytes = need.foreign_bytes
+        chosen.users[need.name] = need.priority
         return chosen
 
     def leave(self, name: str) -> None:
         """Removes a model that has no lanes any more, and frees berths that no model uses."""
         for berth in list(self._all.values()):
-            berth.users.discard(name)
+            berth.users.pop(name, None)
             if not berth.users:
                 del self._all[berth.index]
                 berth.memory.free()

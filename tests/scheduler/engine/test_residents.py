@@ -61,6 +61,15 @@ def test_a_job_of_low_priority_runs_where_models_fill_the_memory():
         check_at_rest(server.state)
 
 
+def test_a_model_of_high_priority_does_not_wait_for_the_memory_of_another(device):
+    with pp.Engine(device, memory_bytes=room_for(device, 12), quantum_us=2, tuning=SMALL) as server:
+        for k, priority in enumerate((0, 0, 1, 0, 1)):
+            server.load(chain(f"m{k}", k, priority=priority)[0])
+        berths = server._residents.berths._all.values()
+        assert all(len({*each.users.values()}) == 1 for each in berths)
+        assert any({*each.users.values()} == {1} for each in berths)
+
+
 def test_by_hand_and_as_seen(device):
     with pp.Engine(device, memory_bytes=room_for(device, 1), quantum_us=2, tuning=SMALL) as server:
         one, first = chain("one", 1)

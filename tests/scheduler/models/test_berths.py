@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from paellapy.scheduler.models.berths import Berths
+from paellapy.scheduler.models.berths import Berths, Need
 
 
 class Memory:
@@ -31,8 +31,9 @@ class Memory:
     def give(self, nbytes):
         self.claimed -= nbytes
 
-    def choose(self, name, nbytes, count=1, foreign=0, spare=False):
-        return self.berths.choose(name, nbytes, foreign, count, 4, lambda more: spare)
+    def choose(self, name, nbytes, count=1, foreign=0, spare=False, priority=0, apart=True):
+        need = Need(name, nbytes, foreign, count, priority)
+        return self.berths.choose(need, 4, lambda more, for_priority: apart if for_priority else spare)
 
 
 def test_models_share_a_berth_that_is_large_enough():
@@ -40,7 +41,7 @@ def test_models_share_a_berth_that_is_large_enough():
     (large,) = memory.choose("a", 10_000)
     (shared,) = memory.choose("b", 5_000)
     assert shared is large
-    assert large.users == {"a", "b"}
+    assert {*large.users} == {"a", "b"}
     assert memory.claimed == memory.berths.held_bytes == 16384
 
 
@@ -56,8 +57,28 @@ def test_further_berths_are_made_while_memory_can_be_spared():
     memory = Memory(1 << 20)
     memory.choose("a", 4096)
     (own,) = memory.choose("b", 4096, spare=True)
-    assert own.users == {"b"}
+    assert {*own.users} == {"b"}
     assert memory.blocks == 2
+
+
+def test_models_of_different_priority_have_berths_apart():
+    memory = Memory(1 << 20)
+    first, second = memory.choose("low", 4096, count=2)
+    high = memory.choose("high", 4096, count=2, priority=1)
+    assert not {first.index, second.index} & {each.index for each in high}
+    also = memory.choose("also high", 4096, count=2, priority=1)
+    assert {each.index for each in also} == {each.index for each in high}
+    memory.choose("also low", 4096, count=2)
+    assert all({*each.users.values()} == {1} for each in high)
+
+
+def test_models_of_different_priority_share_a_berth_if_memory_is_short():
+    memory = Memory(1 << 20)
+    (low,) = memory.choose("low", 4096)
+    (high,) = memory.choose("high", 4096, priority=1, apart=False)
+    assert high is low
+    memory.berths.leave("low")
+    assert memory.choose("again", 4096, priority=1) == [high]
 
 
 def test_a_berth_grows_by_the_memory_that_a_library_needs():
