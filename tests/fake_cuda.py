@@ -284,12 +284,15 @@ class FakeCuda:
         ctypes.c_uint32.from_address(int(address)).value = value
         return (_OK,)
 
-    def cuStreamBatchMemOp(self, stream, count, operations, flags):
-        assert len(operations) == count
-        for each in operations:
+    def library_batch(self, stream, count, at, flags):
+        """cuStreamBatchMemOp of `library()`: operations are read from memory, as the driver does."""
+        size = 8 * len(real.CUstreamBatchMemOpParams().pad)
+        for k in range(count):
+            each = real.CUstreamBatchMemOpParams()
+            ctypes.memmove(int(each.getPtr()), at + k * size, size)
             assert each.operation == real.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
             ctypes.c_uint32.from_address(int(each.writeValue.address)).value = int(each.writeValue.value)
-        return (_OK,)
+        return 0
 
     def cuThreadExchangeStreamCaptureMode(self, mode):
         return _OK, mode
@@ -506,6 +509,7 @@ class _Library:
     def __init__(self, fake: FakeCuda) -> None:
         self.cuLaunchKernel, self.cuStreamIsCapturing = fake.launch, fake.is_capturing
         self.cuGraphLaunch = fake.library_graph_launch
+        self.cuStreamBatchMemOp_v2 = fake.library_batch
 
 
 def _descriptor(parameters: bytes) -> Any:

@@ -8,22 +8,31 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.device import cuda_memory
 from paellapy.instrument.device.cuda_memory import CudaArray, CudaEvent, CudaStream
-from paellapy.instrument.device.driver import check, driver
+from paellapy.instrument.device.driver import check, driver, fail, library
 from paellapy.instrument.device.preemption import Blocks, Flag, Run, Work
 from paellapy.instrument.records import FLAG_COPIES, FLAG_COPY_BYTES, LEFT_HEAD_BYTES
 
 _FLAG_BYTES = FLAG_COPIES * FLAG_COPY_BYTES
 _FLAGS = 256  # flags per allocation
 _LEAST_BLOCKS = 256  # smallest size of a list
+# An operation that writes a word: the driver's CUstreamBatchMemOpParams. The bindings would convert and copy all
+# operations of a flag at every call, one by one in Python.
+_WRITE = np.dtype(
+    {
+        "names": ["operation", "address", "value", "flags"],
+        "formats": ["<u4", "<u8", "<u4", "<u4"],
+        "offsets": [0, 8, 16, 24],
+        "itemsize": 48,
+    }
+)
+_WRITE_32 = 2  # CU_STREAM_MEM_OP_WRITE_VALUE_32
 _MOST_URGENT = 100  # above the range of any GPU: the stream gets the highest priority there is
 
 
@@ -72,13 +81,15 @@ class Preemption:
         """Takes back the place of a flag that no longer exists."""
         self._flags.append(word)
 
-    def write(self, operations: Sequence[Any], word: int) -> None:
+    def write(self, operations: NDArray[np.void], word: int) -> None:
         """Writes a word to all copies of a flag."""
         self.device.activate()
         with self._lock:  # the operations belong to the flag, which another thread may set too
-            for each in operations:
-                each.writeValue.value = word
-            check(driver().cuStreamBatchMemOp(self._stream.handle, len(operations), operations, 0), "setting a flag")
+            operations["value"] = word
+            stream, at = self._stream.handle, operations.ctypes.data
+            status = library().cuStreamBatchMemOp_v2(stream, len(operations), at, 0)
+        if status:
+            fail(status, "setting a flag")
 
     def read(self, address: int, words: int) -> NDArray[np.uint32]:
         """Words of device memory, read without waiting for other streams."""
@@ -113,7 +124,9 @@ class CudaFlag(Flag):
     def __init__(self, preemption: Preemption, word: _Word) -> None:
         super().__init__()
         self.preemption, self._place, self._epoch = preemption, word, word.epoch
-        self._operations = [_writes(word.address + k * FLAG_COPY_BYTES) for k in range(FLAG_COPIES)]
+        self._operations = np.zeros(FLAG_COPIES, _WRITE)
+        self._operations["operation"] = _WRITE_32
+        self._operations["address"] = word.address + np.arange(FLAG_COPIES, dtype=np.uint64) * FLAG_COPY_BYTES
         weakref.finalize(self, preemption.give_back, word)
 
     @property
@@ -130,16 +143,6 @@ class CudaFlag(Flag):
 
     def _write(self, word: int) -> None:
         self.preemption.write(self._operations, word)
-
-
-def _writes(address: int) -> Any:
-    """A stream operation that writes a word; the word's value is set when it is used."""
-    cu = driver()
-    operation = cu.CUstreamBatchMemOpParams()
-    operation.operation = cu.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
-    operation.writeValue.address = address
-    operation.writeValue.flags = 0
-    return operation
 
 
 class CudaRun(Run):

@@ -47,6 +47,8 @@ def library() -> Any:
     lib.cuLaunchKernel.restype = ctypes.c_int
     lib.cuStreamIsCapturing.argtypes = [ptr, ptr]
     lib.cuStreamIsCapturing.restype = ctypes.c_int
+    lib.cuStreamBatchMemOp_v2.argtypes = [ptr, u32, ptr, u32]
+    lib.cuStreamBatchMemOp_v2.restype = ctypes.c_int
     return lib
 
 
