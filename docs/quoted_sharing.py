@@ -39,11 +39,17 @@ def sharing() -> str:
     free = [each["free p99"] for each in latency.values() if each.get("held", 1.0)]
     counted = all("held" in each for each in latency.values())
     flags = [each["preempt"]["ratio"] for each in stored("preempt_cost").values()]
+    cost = stored("accounting_cost")
+    account = [cost[name] for name in ("decision", "segment")]
+    same = ", ".join(f"{each['same_build_ratio']:.3f}" for each in account)
     rows = [
         ["seconds to change the policy of a busy virtual engine: median, longest", "< 1",
          f"{switch['median_s']:.2f}, {switch['longest_s']:.2f}", "`policy_switch.json`"],
         ["GPU time of all models ÷ busy time, H200: least, most", "0.97 to 1.03",
          f"{min(accounted):.3f}, {max(accounted):.3f}", "`systems_gpu.json`"],
+        ["CPU time of the core with its account of GPU time ÷ without it: a decision, a simulated segment "
+         f"(the same core twice: {same})", "≤ 1.01",
+         ", ".join(f"{each['ratio']:.3f}" for each in account), "`accounting_cost.json`"],
         ["µs from `preempt()` until the GPU is free, p99 over kernels of blocks of 2 to 50 µs: least, most"
          + ("" if counted else " (also of rounds whose kernel was over already, which were not counted)"), "< 100",
          f"{min(free):.0f}, {max(free):.0f}", "`preempt_latency.json`"],

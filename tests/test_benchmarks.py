@@ -126,6 +126,25 @@ def test_operations_on_a_gpu_leave_no_graph_and_no_weights_with_the_driver(tmp_p
     assert readings["closed"]["not_freed"] == {}
 
 
+def test_the_core_is_built_without_its_account_of_gpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from accounting_cost import BUILDS, FIGURES, MODULE, measure, without_account
+
+    source = (BENCHMARKS.parent / "scheduler" / "core" / "shares.py").read_text()
+    assert MODULE.endswith("core.shares")
+    made = without_account(source)
+    compile(made, "shares.py", "exec")
+    assert "gpu_ns +=" in source
+    assert "gpu_ns +=" not in made
+    assert "gpu_demand" not in made
+    with pytest.raises(SystemExit, match="gpu_ns"):
+        without_account(made)
+    found = measure(sets=1, rounds=1)
+    for name in FIGURES:
+        assert found[name]["ns"].keys() == set(BUILDS)
+        assert min(found[name]["ns"].values()) > 0
+
+
 @pytest.mark.parametrize(("given", "found"), [("3", [0, 1, 2]), ("5-7", [5, 6, 7]), ("4-4", [4])])
 def test_seeds_are_given_by_number_or_by_name(monkeypatch: pytest.MonkeyPatch, given: str, found: list[int]) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
