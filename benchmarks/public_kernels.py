@@ -3,31 +3,38 @@
     pip install paellapy[public]
     python benchmarks/public_kernels.py                  # on the virtual GPU: against PyTorch, and all passes assembled
     python benchmarks/public_kernels.py --gpu            # on a GPU: the same bits with and without reporting
+    python benchmarks/public_kernels.py --gpu --ranges   # the same, and with ranges inserted
     python benchmarks/public_kernels.py --only liger.rope,fla.chunk_gla
 
 The package's own code computes an operator and its gradients; launches `kernel[grid](…)` of its kernels are redirected
-through `pp.kernel`. Tuners use their first configuration. Results go to benchmarks/results/public_kernels[_gpu].json.
+through `pp.kernel`. Tuners use their first configuration. Ranges are inserted into a kernel's text (ranged.py). Results
+go to benchmarks/results/public_kernels[_gpu|_ranges].json.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import functools
+import inspect
 import json
 import time
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import RESULTS, need_gpu, save
 from public_cases import PublicCase, cases
+from ranged import with_ranges
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction, KernelInterface
 
 import paellapy as pp
+from paellapy.instrument.kernels.triton_source import TritonSource
 from paellapy.instrument.ptx.pass_config import PassConfig
 
 # Every pass alone or with others: what a kernel may be built with.
@@ -36,15 +43,22 @@ VARIANTS = {
     "trace": PassConfig("trace"),
     "notify, sliced": PassConfig("notify", sliced=True),
     "trace, sliced, preemptible": PassConfig("trace", sliced=True, preempt=True),
+    "trace with ranges": PassConfig("trace"),
+    "trace with ranges, sliced, preemptible": PassConfig("trace", sliced=True, preempt=True),
 }
 
 
 class Kernels:
-    """The kernels that were launched, each as a pp.kernel, and the specialisations that passes have been tried on."""
+    """The kernels that were launched, each as a pp.kernel, and the specialisations that passes have been tried on.
 
-    def __init__(self) -> None:
+    `ranges`: the kernels are launched with ranges.
+    """
+
+    def __init__(self, ranges: bool = False) -> None:
         self.wrapped: dict[int, Any] = {}
+        self._ranges = ranges
         self._tried: set[tuple[int, Any]] = set()
+        self._originals: list[Any] = []  # so that no number is given to another kernel
 
     def of(self, fn: Any) -> Any:
         if id(fn) not in self.wrapped:
@@ -53,15 +67,23 @@ class Kernels:
                 if isinstance(inner, Autotuner):
                     inner.configs = inner.configs[:1]
                 inner = inner.fn
-            self.wrapped[id(fn)] = pp.kernel(fn, report=None)
+            self._originals.append(fn)
+            self.wrapped[id(fn)] = pp.kernel(with_ranges(fn) if self._ranges else fn, report=None)
         return self.wrapped[id(fn)]
 
-    def untried(self) -> Iterator[tuple[str, Any]]:
+    def untried(self) -> Iterator[tuple[str, Any, Callable[[], Any]]]:
+        """The name of each new specialisation, its source, and a function that makes the source with ranges."""
         for number, kernel in self.wrapped.items():
             for key, launcher in list(kernel._launchers.items()):
                 if (number, key) not in self._tried:
                     self._tried.add((number, key))
-                    yield kernel.name, launcher._draft.source
+                    finish = inspect.getclosurevars(launcher._draft._finish).nonlocals
+                    ranged = functools.partial(_with_ranges, kernel._jit, finish["work"])
+                    yield kernel.name, launcher._draft.source, ranged
+
+
+def _with_ranges(fn: JITFunction, work: Any) -> Any:
+    return TritonSource(with_ranges(fn))._finished(dataclasses.replace(work, marked=True))
 
 
 @contextlib.contextmanager
@@ -148,11 +170,11 @@ def on_virtual(case: PublicCase, kernels: Kernels) -> dict[str, Any]:
 def through_passes(kernels: Kernels) -> dict[str, Any]:
     """Every variant of every specialisation launched since the last call, assembled by ptxas."""
     names, built, refused, failed = set(), 0, {}, {}
-    for name, source in kernels.untried():
+    for name, source, ranged in kernels.untried():
         names.add(name)
         for variant, config in VARIANTS.items():
             try:
-                source.build(config)
+                (ranged() if "ranges" in variant else source).build(config)
                 built += 1
             except pp.InstrumentError as e:
                 refused[f"{name}: {variant}"] = str(e)[:200]
@@ -170,7 +192,7 @@ def forget_compiled() -> None:
             found.device_caches.clear()
 
 
-def on_gpu(chosen: dict[str, PublicCase], rows: dict[str, Any], out: Path | None) -> None:
+def on_gpu(chosen: dict[str, PublicCase], rows: dict[str, Any], out: Path | None, ranges: bool) -> None:
     device = need_gpu("bits with and without reporting")
     tuned: set[int] = set()
     run = Autotuner.run
@@ -191,19 +213,21 @@ def on_gpu(chosen: dict[str, PublicCase], rows: dict[str, Any], out: Path | None
             rows[name] = {"error": worst(plain[name][0], wanted)}
         except Exception as e:
             rows[name] = {"result": "does not run plain", "why": f"{type(e).__name__}: {e}"[:300]}
-    save("public_kernels_gpu", rows, device, out)
+    name_of_file = "public_kernels_ranges" if ranges else "public_kernels_gpu"
+    save(name_of_file, rows, device, out)
     forget_compiled()
-    pp.instrument_torch()
+    if not ranges:
+        pp.instrument_torch()  # else a pp.kernel with ranges launches each kernel
     for name, both in plain.items():
         given = {n: v.cuda() for n, v in chosen[name].inputs(torch.Generator().manual_seed(0)).items()}
         try:
-            with pp.trace() as t:
+            with through(Kernels(ranges=True)) if ranges else contextlib.nullcontext(), pp.trace() as t:
                 found = computed(chosen[name].operator(), given, chosen[name])
             rows[name] |= _compared(found, both, t)
         except Exception as e:
             rows[name] |= {"result": "crashed", "why": f"{type(e).__name__}: {e}"[:300]}
         print(name, rows[name], flush=True)
-        save("public_kernels_gpu", rows, device, out)
+        save(name_of_file, rows, device, out)
 
 
 def _compared(found: list[Any], plain: list[list[Any]], t: Any) -> dict[str, Any]:
@@ -218,6 +242,11 @@ def _compared(found: list[Any], plain: list[list[Any]], t: Any) -> dict[str, Any
         once += np.array_equal(blocks, np.arange(launch["blocks"]))
     row = {"launches": len(t.launches), "every_block_once": once, "dropped": t.dropped, "unseen": list(t.unseen)}
     row["kernels"] = sorted(set(t.kernels))
+    if len(t.ranges):
+        bodies = t.ranges.records[t.ranges.records["range"] == t.ranges.names.index("body")]
+        places = np.unique(bodies[["launch", "block"]])
+        row |= {"ranges": len(t.ranges), "ranges_lost": t.ranges.lost, "blocks": len(t.blocks),
+                "blocks_with_body": len(places), "bodies": len(bodies)}  # fmt: skip
     if not same(*plain):
         # Atomic sums in any order: the plain kernel has other bits each time, too.
         return {**row, "result": "bits vary plain too", "error_reported": worst(found, plain[0])}
@@ -227,6 +256,7 @@ def _compared(found: list[Any], plain: list[list[Any]], t: Any) -> dict[str, Any
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--ranges", action="store_true", help="on a GPU: with ranges inserted")
     parser.add_argument("--only", default="", help="names, or parts of names, separated by commas")
     parser.add_argument("--no-passes", action="store_true", help="skip assembling the variants, the longest part")
     parser.add_argument("--resume", action="store_true", help="keep stored results and run the rest")
@@ -236,13 +266,14 @@ def main() -> None:
     parts = [p for p in given.only.split(",") if p]
     chosen = {n: c for n, c in cases().items() if not parts or any(p in n for p in parts)}
     rows: dict[str, Any] = {}
-    stored = (given.out or RESULTS) / f"public_kernels{'_gpu' if given.gpu else ''}.json"
+    kind = "_ranges" if given.ranges else "_gpu" if given.gpu else ""
+    stored = (given.out or RESULTS) / f"public_kernels{kind}.json"
     if given.resume and stored.exists():
         kept = json.loads(stored.read_text())["results"]
         rows = {n: row for n, row in (kept if given.gpu else kept["cases"]).items() if "result" in row}
         chosen = {n: c for n, c in chosen.items() if n not in rows}
     if given.gpu:
-        return on_gpu(chosen, rows, given.out)
+        return on_gpu(chosen, rows, given.out, given.ranges)
     kernels = Kernels()
     with pp.Device("virtual:H200") as device:
         for name, case in chosen.items():

@@ -3,8 +3,9 @@
     python benchmarks/sanitize.py [--tools memcheck,racecheck,synccheck,initcheck] [--seconds 30] [--budget 240]
 
 For each tool, the kernels of tests/corpus run plain and with every pass, each variant in its own process under the
-tool, several at a time. Each variant first runs once without a tool, so that everything is compiled. Findings are
-counted per variant; results go to benchmarks/results/sanitize.json after each. Nothing starts after the budget.
+tool, several at a time. The variant `ranges` has ranges around the whole kernel and around the rounds of its loops.
+Each variant first runs once without a tool, so that everything is compiled. Findings are counted per variant; results
+go to benchmarks/results/sanitize.json after each. Nothing starts after the budget.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from typing import Any
 
 import numpy as np
 from common import need_gpu, save
+from ranged import with_ranges
 
 import paellapy as pp
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-VARIANTS = ("plain", "count", "trace", "notify", "sliced", "preemptible")
+VARIANTS = ("plain", "count", "trace", "ranges", "notify", "sliced", "preemptible")
 _ROOT = Path(__file__).parents[1]
 
 
@@ -48,7 +50,7 @@ def run_corpus(variant: str, seconds: float) -> None:
         given = {n: pp.array(v) if isinstance(v, np.ndarray) else v for n, v in call.args.items()}
         if any(isinstance(v, tuple) for v in given.values()):
             continue
-        kernel = pp.kernel(case.kernel, report=report)
+        kernel = pp.kernel(with_ranges(case.kernel) if variant == "ranges" else case.kernel, report=report)
         keywords = {**given, **call.constexprs, **call.options}
         try:
             _launch(kernel, variant, call.grid, keywords)
@@ -62,7 +64,7 @@ def run_corpus(variant: str, seconds: float) -> None:
 
 
 def _launch(kernel: Any, variant: str, grid: tuple[int, ...], keywords: dict[str, Any]) -> None:
-    if variant == "trace":
+    if variant in ("trace", "ranges"):
         with pp.trace(records_per_sm=1 << 10):
             kernel[grid](**keywords)
     elif variant == "sliced":

@@ -1,0 +1,63 @@
+"""Kernels with ranges inserted: around the whole body, and around each round of every outermost loop, for each warp."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from typing import Any
+
+from triton.runtime.jit import JITFunction
+
+import paellapy as pp
+
+_NAMES = {"_pp_range_begin": pp.range_begin, "_pp_range_end": pp.range_end}
+
+
+def with_ranges(fn: Any) -> Any:
+    """The same kernel with ranges; autotuners and heuristics around it stay around it."""
+    if not isinstance(fn, JITFunction):
+        outer = copy.copy(fn)
+        outer.fn = with_ranges(fn.fn)
+        return outer
+    ranged = copy.copy(fn)
+    ranged.fn.__globals__.update(_NAMES)
+    ranged._unsafe_update_src(inserted(fn.src))
+    return ranged
+
+
+def inserted(source: str) -> str:
+    """The text of a kernel, with ranges.
+
+    >>> print(inserted("def f(n):\\n    for i in range(n):\\n        g(i)"))
+    def f(n):
+        _pp_range_begin('body')
+        for i in range(n):
+            _pp_range_begin('round', per_warp=True)
+            g(i)
+            _pp_range_end('round', per_warp=True)
+        _pp_range_end('body')
+    """
+    tree = ast.parse(source)
+    (kernel,) = (node for node in tree.body if isinstance(node, ast.FunctionDef))
+    _wrap_loops(kernel.body)
+    kernel.body = [*_mark("begin", "'body'"), *kernel.body]
+    if not isinstance(kernel.body[-1], ast.Return):
+        kernel.body += _mark("end", "'body'")
+    return ast.unparse(tree)
+
+
+def _wrap_loops(body: list[ast.stmt]) -> None:
+    for node in body:
+        if isinstance(node, ast.For | ast.While) and not _unrolled(node):
+            node.body = [*_mark("begin", "'round', per_warp=True"), *node.body, *_mark("end", "'round', per_warp=True")]
+        elif isinstance(node, ast.If):
+            _wrap_loops(node.body)
+            _wrap_loops(node.orelse)
+
+
+def _unrolled(node: ast.stmt) -> bool:
+    return isinstance(node, ast.For) and "static_range" in ast.unparse(node.iter)
+
+
+def _mark(which: str, arguments: str) -> list[ast.stmt]:
+    return ast.parse(f"_pp_range_{which}({arguments})").body

@@ -1,0 +1,54 @@
+"""Ranges inserted into kernels of the corpus, as the benchmarks insert them: same results, and every range once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from corpus import TRITON_CASES
+
+import paellapy as pp
+
+# One of each kind; the benchmarks run them all.
+NAMES = ("softmax", "layer_norm", "gemm_fp16", "gemm_descriptors", "attention_fp16_causal", "early_return")
+
+
+@pytest.fixture
+def ranged(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import ranged
+
+    return ranged
+
+
+@pytest.mark.parametrize("case", [c for c in TRITON_CASES if c.name in NAMES], ids=str)
+def test_a_kernel_with_ranges_computes_the_same(case: Any, ranged: Any) -> None:
+    call = case.make(np.random.default_rng(0), 0.2)
+    results = []
+    with pp.Device("virtual:h200"):
+        for kernel in (case.kernel, ranged.with_ranges(case.kernel)):
+            given = {n: pp.array(v) if isinstance(v, np.ndarray) else v for n, v in call.args.items()}
+            with pp.trace() as t:
+                pp.kernel(kernel)[call.grid](**given, **call.constexprs, **call.options)
+            results.append([np.asarray(given[name]) for name in call.outputs])
+    for plain, found in zip(*results, strict=True):
+        np.testing.assert_array_equal(plain, found)
+    bodies = Counter(t.ranges.records["block"][t.ranges.records["range"] == t.ranges.names.index("body")].tolist())
+    assert set(bodies.values()) == {1}
+    returned = t.ranges.lost  # blocks that return early leave their range open
+    assert len(bodies) + returned == len(t.blocks)
+    assert "_pp_range_begin" not in case.kernel.src
+
+
+def test_tuners_stay_around_a_kernel_with_ranges(ranged: Any) -> None:
+    import triton
+
+    (case,) = (c for c in TRITON_CASES if c.name == "softmax")
+    tuned = triton.autotune([triton.Config({}, num_warps=4)], key=[])(case.kernel)
+    found = ranged.with_ranges(tuned)
+    assert type(found) is type(tuned)
+    assert "_pp_range_begin" in found.fn.src
+    assert "_pp_range_begin" not in tuned.fn.src
