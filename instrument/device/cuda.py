@@ -277,6 +277,9 @@ class CudaDevice(Device):
     def place_for_events(self, layout: EventLayout, launch: int, stream: int) -> int:
         return self._events.place(layout, launch, self.is_capturing(stream))
 
+    def forget_events(self, launches: Iterable[int]) -> None:
+        self._events.forget(launches)
+
     def range_events(self, launches: NDArray[np.uint32]) -> Iterable[Events]:
         return self._events.read(launches)
 

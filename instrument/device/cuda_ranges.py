@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ _CHUNK_BYTES = 64 << 20
 class EventMemory:
     """Memory for the events of a trace's launches. It needs no clearing: every block records how much it used.
 
-    A launch inside a CUDA graph keeps its memory permanently, since the graph may be replayed in a later trace.
+    A launch inside a CUDA graph keeps its memory until it is forgotten, since a later trace may replay the graph.
     """
 
     def __init__(self, device: Any) -> None:
@@ -52,6 +52,11 @@ class EventMemory:
         self._used += room
         self._taken.append((launch, layout, rings, memory))
         return rings
+
+    def forget(self, launches: Iterable[int]) -> None:
+        """Frees the memory of launches in graphs that will not be replayed again."""
+        for launch in launches:
+            self._captured.pop(launch, None)
 
     def read(self, launches: NDArray[np.uint32]) -> Iterator[Events]:
         """The events of these launches, including those of replayed graphs."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paellapy.instrument.traces.tracing import trace
+from paellapy.instrument.device.cuda import CudaDevice
+from paellapy.instrument.traces.tracing import Session, trace
 from paellapy.scheduler.backends.base import Backend
 from paellapy.scheduler.backends.launches import Launches, LoadedModel, write_handles
 from paellapy.scheduler.backends.recorded import TracedBlocks, TracedPiece
@@ -74,6 +75,10 @@ class CudaTrace:
     def _release(self) -> None:
         for launches in self._traced:
             self._backend.release(launches)
+        replayed = {launch for piece in self._pieces for launch in piece.launches}
+        Session.forget(replayed)
+        if isinstance(self._backend.device, CudaDevice):
+            self._backend.device.forget_events(replayed)
 
     def finish(self, rows: set[int]) -> TracedBlocks:
         self._swap_out(rows)
@@ -81,4 +86,5 @@ class CudaTrace:
         self._inner.__exit__(None)
         self._release()
         t = self._result
-        return TracedBlocks(t.blocks.copy(), t.launches.copy(), t.kernels, self._pieces, t.dropped, t.unfinished)
+        return TracedBlocks(t.blocks.copy(), t.launches.copy(), t.kernels, self._pieces, t.dropped, t.unfinished,
+                            t.ranges, t.count_work)  # fmt: skip

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from paellapy.instrument.records import Records
+import numpy as np
+
+from paellapy.instrument.records import WORK, Records
+from paellapy.instrument.traces.ranges import TracedRanges
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +24,7 @@ class TracedPiece:
 
 @dataclass(frozen=True, slots=True)
 class TracedBlocks:
-    """The blocks and launches that a backend recorded."""
+    """The blocks and launches that a backend recorded; on a real GPU with their ranges and their work."""
 
     blocks: Records
     launches: Records
@@ -28,3 +32,5 @@ class TracedBlocks:
     pieces: list[TracedPiece]
     dropped: int = 0
     unfinished: int = 0
+    ranges: TracedRanges = field(default_factory=TracedRanges)
+    count_work: Callable[[], Records] = lambda: np.zeros(0, WORK)

@@ -112,6 +112,7 @@ def fill_engine_trace(
     models, lanes, to_trace_ns = engine.models, engine.lanes, engine.to_trace_ns
     trace.fill(recorded.blocks, recorded.launches, recorded.kernels, trace.device, recorded.dropped,
                recorded.unfinished)  # fmt: skip
+    trace.ranges, trace.count_work = recorded.ranges, recorded.count_work
     number = {row: k for k, row in enumerate(models)}
     jobs = _jobs(entries, models, number, to_trace_ns)
     pieces = [p for p in recorded.pieces if p.lane in lanes]

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from viz_traces import EPOCH, MIX, NAMES, TOY, engine_trace, make
 
 from paellapy.instrument.errors import TraceError
-from paellapy.instrument.records import Records
+from paellapy.instrument.records import RANGE, WORK, Records
+from paellapy.instrument.traces.ranges import TracedRanges
 from paellapy.instrument.traces.trace import Trace
 from paellapy.scheduler.backends.recorded import TracedBlocks, TracedPiece
 from paellapy.scheduler.core.codes import NEVER
@@ -185,3 +186,21 @@ def test_what_ran_for_a_model_that_is_gone_is_nobody_s() -> None:
     trace = filled([TracedPiece(99, 0, 0, (1,), False)], ENTRIES, whole=False)
     assert not len(trace.segments)
     assert not len(trace.owners)
+
+
+def test_ranges_and_work_of_a_backend_s_blocks_are_kept() -> None:
+    plain = make(MIX)
+    ranges = np.zeros(len(plain.blocks), RANGE)
+    for column in ("launch", "block", "kernel", "sm", "start_ns", "end_ns"):
+        ranges[column] = plain.blocks[column]
+    work = np.zeros(len(plain.launches), WORK)
+    work["launch"] = plain.launches["launch"]
+    recorded = TracedBlocks(plain.blocks, plain.launches, plain.kernels, [], ranges=TracedRanges(ranges, ("load",)),
+                            count_work=lambda: work)  # fmt: skip
+    trace = EngineTrace(plain.blocks[:0], plain.launches[:0], (), TOY)
+    fill_engine_trace(trace, recorded, [], TracedEngine({}, {}, lambda ns: ns, "srpt", False))
+    assert len(trace.ranges) == len(plain.blocks)
+    assert len(trace.work) == len(plain.launches)
+    part = trace.select(launch=1)
+    assert len(part.ranges) == (plain.blocks["launch"] == 1).sum()
+    assert part.work["launch"].tolist() == [1]
