@@ -183,7 +183,8 @@ class CudaLauncher(Launcher):
             first, count = part or (0, count)
             _SLICE.pack_into(buffer.bytes, self._descriptor_at + _FIRST, first, gx, gy, gz)
         if self._trace:
-            launch = device.session.add(self.compiled, (gx, gy, gz), bx * by * bz, shared_bytes, first, count, stream)
+            facts = ((gx, gy, gz), bx * by * bz, shared_bytes, first, count, stream, values)
+            launch = device.session.add(self.compiled, *facts)
             _WORD.pack_into(buffer.bytes, self._descriptor_at + _LAUNCH, launch)
             if self._ranges.names:
                 layout = EventLayout.of(self._ranges, self._sites, gx * gy * gz, bx * by * bz)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -110,10 +111,16 @@ class Trace:
         self.unfinished = unfinished
         self.unseen = tuple(unseen)
         self.ranges = TracedRanges()
-        self.work: Records = np.zeros(0, WORK)
+        self.count_work: Callable[[], Records] = lambda: np.zeros(0, WORK)
+        self.__dict__.pop("work", None)
         self._check()
         row = np.searchsorted(self.launches["launch"], self.blocks["launch"])
         self.warps = self.launches["warps"][row].astype(np.int64)
+
+    @functools.cached_property
+    def work(self) -> Records:
+        """Facts about the machine code and the work of launches (records.WORK), found when they are first asked for."""
+        return self.count_work()
 
     def _check(self) -> None:
         blocks, launches, ids = self.blocks, self.launches, self.launches["launch"]
@@ -194,7 +201,7 @@ class Trace:
             rows &= np.isin(self.launches["launch"], b["launch"][keep])
         chosen = Trace(b[keep], self.launches[rows], self.kernels, self.device, self.dropped, self.unfinished)
         chosen.ranges = self.ranges.of_blocks(chosen.blocks)
-        chosen.work = self.work[np.isin(self.work["launch"], chosen.launches["launch"])]
+        chosen.count_work = lambda: self.work[np.isin(self.work["launch"], chosen.launches["launch"])]
         return chosen
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from paellapy.instrument.errors import TraceError
 from paellapy.instrument.ptx.compiled import Compiled
 from paellapy.instrument.ptx.pass_config import PassConfig
 from paellapy.instrument.records import BLOCK, LAUNCH, WORK, Records
+from paellapy.instrument.traces.counted import Counting
 from paellapy.instrument.traces.ranges import ranges_of
 from paellapy.instrument.traces.ring import Mark, decode
 from paellapy.instrument.traces.trace import DeviceFacts, Trace
@@ -21,11 +24,15 @@ from paellapy.instrument.versions import versions
 _LEAST, _MOST = 16, 1 << 22
 
 
+Made = tuple[Compiled, Sequence[Any]]  # a launch's kernel; and on a real GPU its arguments, with addresses as numbers
+
+
 class Session:
     """The launches of one trace while it runs. Ids are never reused, so records of earlier traces are recognised."""
 
     _next_id = 1
-    _captured: dict[int, tuple[str, tuple[Any, ...]]] = {}  # noqa: RUF012 - launches inside CUDA graphs: they may replay
+    # Launches inside CUDA graphs, which may be replayed in a later trace.
+    _captured: dict[int, tuple[str, tuple[Any, ...], Made]] = {}  # noqa: RUF012
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -33,7 +40,7 @@ class Session:
         self._kernels: dict[str, int] = {}
         self._rows: list[tuple[Any, ...]] = []
         self.begin_ns = device.clock_ns()
-        self._compiled: dict[int, Compiled] = {}
+        self._made: dict[int, Made] = {}
         self.counted: dict[int, tuple[int, ...]] = {}  # the fields of WORK from `bytes` on, of evaluated launches
         self.last = 0  # the latest recorded launch
         self.unreported = 0  # blocks of launches for which no descriptor was left
@@ -48,6 +55,7 @@ class Session:
         first: int,
         blocks: int,
         stream: int,
+        values: Sequence[Any] = (),
     ) -> int:
         """Records a launch and gives it an id."""
         launch = self.last = Session._next_id
@@ -57,10 +65,16 @@ class Session:
         submit = self.device.host_ns()
         row = (launch, 0, warps, compiled.registers, 0, shared, grid, first, blocks, submit, stream)
         self.note(compiled.name, row)
-        self._compiled[launch] = compiled
+        self._made[launch] = compiled, values
         if self.device.is_capturing(stream):
-            Session._captured[launch] = (compiled.name, row)
+            Session._captured[launch] = (compiled.name, row, self._made[launch])
         return launch
+
+    @classmethod
+    def forget(cls, launches: Iterable[int]) -> None:
+        """Forgets launches in graphs that will not be replayed again."""
+        for launch in launches:
+            cls._captured.pop(launch, None)
 
     def reserve(self, count: int) -> NDArray[np.uint32]:
         """Ids for launches that other code will make."""
@@ -90,17 +104,26 @@ class Session:
         """Adds the launches of graphs that were captured before this trace and replayed in it."""
         noted = {row[0] for row in self._rows}
         for launch in np.unique(seen).tolist():
-            known = Session._captured.get(launch) if launch < self.first_id else self._in_graphs.get(launch)
-            if known and launch not in noted:
-                self.note(*known)
+            if launch in noted:
+                continue
+            if launch < self.first_id and launch in Session._captured:
+                kernel, row, self._made[launch] = Session._captured[launch]
+                self.note(kernel, row)
+            elif launch >= self.first_id and launch in self._in_graphs:
+                self.note(*self._in_graphs[launch])
 
     def work(self, launches: NDArray[np.uint32]) -> Records:
         """Facts about the machine code and the work of these launches."""
-        rows = []
+        counting, rows = Counting(), []
+        parts = {row[0]: row[6:9] for row in self._rows}
         for launch in launches.tolist():
-            if made := self._compiled.get(launch):
+            if launch in self._made:
+                made, values = self._made[launch]
                 plain = made.source.build(PassConfig()).registers  # kept on disk if the kernel ran plain before
-                rows.append((launch, made.code.spill_bytes, plain, 0, *self.counted.get(launch, (0,) * 7)))
+                counted = self.counted.get(launch)
+                if counted is None:
+                    counted = (*(counting.count(made.source, values, *parts[launch]) or (0, 0, 0)), 0, 0, 0, 0)
+                rows.append((launch, made.code.spill_bytes, plain, 0, *counted))
         return np.array(rows, WORK)
 
     def launches(self) -> tuple[Records, tuple[str, ...]]:
@@ -180,7 +203,7 @@ class trace:
         unseen = self._watch.names - set(kernels)
         facts = self._facts()
         self.result.fill(blocks, launches, kernels, facts, dropped, decoded.unfinished, sorted(unseen))
-        self.result.work = session.work(launches["launch"])
+        self.result.count_work = functools.partial(session.work, launches["launch"])
         self.result.ranges = ranges_of(device.range_events(launches["launch"]), self.result.blocks)
 
 

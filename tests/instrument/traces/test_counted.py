@@ -1,0 +1,198 @@
+"""The work of a launch is known without its data: as the virtual GPU counts it while it computes them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import triton
+import triton.language as tl
+from corpus import TRITON_CASES, Case
+
+import paellapy as pp
+from paellapy.instrument.arguments import Descriptor
+from paellapy.instrument.kernels.triton_options import split_options
+from paellapy.instrument.traces.counted import Counting
+
+# Data decide how much these do.
+UNKNOWN = {"paged_decode", "two_returns", "collatz", "bisect", "helpers", "work_queue", "last_block_sums", "spin_lock",
+           "grid_barrier"}  # fmt: skip
+
+
+def address(value: Any) -> Any:
+    """An argument as a real GPU has it: with an address in place of an array."""
+    if isinstance(value, tuple):
+        return tuple(map(address, value))
+    if isinstance(value, Descriptor):
+        return replace(value, base=4096)
+    return 4096 if isinstance(value, np.ndarray) else value
+
+
+def count(kernel: Any, grid: tuple[int, ...], given: dict[str, Any]) -> Any:
+    made = pp.kernel(kernel)
+    values, key, options = made._bind(pp.Device.current(), (), given)
+    taken = split_options(options, made.name, made.arg_names)
+    source = made._source.source(values, made._with_options(key, options), taken, "sm_90")
+    x, y, z = (*grid, 1, 1)[:3]
+    x *= source.cluster
+    return Counting().count(source, [address(v) for v in values], (x, y, z), 0, x * y * z)
+
+
+@pytest.mark.parametrize("case", [c for c in TRITON_CASES if c.evaluable and not c.scratch], ids=str)
+def test_work_is_counted_without_data(case: Case) -> None:
+    call = case.make(np.random.default_rng(0), 1.0)
+    arrays = {n: pp.array(v) if isinstance(v, np.ndarray) else v for n, v in call.args.items()}
+    given = {**arrays, **call.constexprs, **call.options}
+    with pp.Device("virtual:h200"):
+        found = count(case.kernel, call.grid, given)
+        if case.name in UNKNOWN:
+            assert found is None
+            return
+        with pp.trace() as t:
+            pp.kernel(case.kernel)[call.grid](**given)
+    assert found == tuple(t.work[name][0] for name in ("bytes", "flops", "tensor_flops"))
+
+
+@triton.jit
+def rows(x, out, n, B: tl.constexpr):
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    tl.device_print("block", tl.program_id(0))
+    tl.store(out + i, tl.load(x + i, mask=i < n), mask=i < n)
+
+
+@triton.jit
+def rows_quietly(x, out, n, B: tl.constexpr):
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    tl.store(out + i, tl.load(x + i, mask=i < n), mask=i < n)
+
+
+@triton.jit
+def gemm(a, b, c, n, B: tl.constexpr, K: tl.constexpr):
+    i, j, k = tl.program_id(0) * B + tl.arange(0, B), tl.program_id(1) * B + tl.arange(0, B), tl.arange(0, K)
+    total = tl.zeros((B, B), tl.float32)
+    for start in range(0, n, K):
+        left = tl.load(a + i[:, None] * n + start + k[None, :])
+        total = tl.dot(left, tl.load(b + (start + k[:, None]) * n + j[None, :]), total)
+    tl.store(c + i[:, None] * n + j[None, :], total.to(tl.float16))
+
+
+@triton.jit
+def products(out, rounds):
+    """Products of tiles that need no memory: the operand of each is the result of the last."""
+    i = tl.arange(0, 128)
+    one = (i[:, None] == i[None, :]).to(tl.float16)
+    total = tl.zeros((128, 128), tl.float32)
+    for _ in range(rounds):
+        total = tl.dot(one, one, total)
+    tl.store(out + tl.program_id(0) * 128 * 128 + i[:, None] * 128 + i[None, :], total)
+
+
+def test_some_blocks_stand_for_a_large_grid_and_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    n = 10_000 * 256 - 100
+    with pp.Device("virtual:h200"):
+        moved, flops, _ = count(rows, (10_000,), {"x": pp.zeros(1), "out": pp.zeros(1), "n": n, "B": 256})
+    assert moved == pytest.approx(8 * n, rel=0.01)
+    assert flops == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_a_launch_with_addresses_has_the_roof_of_one_with_arrays() -> None:
+    """A real GPU evaluates nothing; its launches have addresses."""
+    with pp.Device("virtual:h200"):
+        x, out = pp.zeros(1 << 24), pp.zeros(1 << 24)
+        with pp.trace() as t:
+            pp.kernel(rows_quietly)[1 << 14,](x, out, 1 << 24, B=1024)
+    session, launches = t.count_work.func.__self__, t.launches["launch"]
+    counted = t.explain()
+    made, _ = session._made[launches[0]]
+    session._made[launches[0]] = made, (4096, 1 << 30, 1 << 24, 1024)
+    session.counted.clear()
+    del t.work
+    assert str(t.explain()) == str(counted)
+    assert t.explain().kernels[0].claims[0].about == "roof: memory"
+
+
+def test_work_is_multiplied_for_launches_that_a_graph_replayed() -> None:
+    with pp.Device("virtual:h200"):
+        x, out = pp.zeros(1 << 20), pp.zeros(1 << 20)
+        with pp.trace() as t:
+            pp.kernel(rows_quietly)[1 << 12,](x, out, 1 << 20, B=256)
+    again = t.blocks.copy()
+    for column in ("start_ns", "end_ns"):
+        again[column] += 10**9
+    twice = pp.Trace(np.concatenate([t.blocks, again]), t.launches, t.kernels, t.device)
+    twice.work = t.work
+
+    def roof(trace: pp.Trace) -> Any:
+        (found,) = (c for c in trace.explain().kernels[0].claims if c.about.startswith("roof"))
+        return found
+
+    assert roof(twice).figures["bytes"] == 2 * roof(t).figures["bytes"]
+    assert roof(twice).share == pytest.approx(roof(t).share, rel=0.01)
+
+
+def roofs_of(launch: Any) -> dict[str, list[Any]]:
+    """The roofs that a trace names for each kernel, the nearest first."""
+    launch()
+    with pp.trace() as t:
+        launch()
+    return {k.kernel: [c for c in k.claims if c.about.startswith("roof")] for k in t.explain().kernels}
+
+
+@pytest.mark.parametrize("name", ["virtual:h200", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_copy_is_limited_by_memory_and_products_by_tensor_cores(name: str) -> None:
+    blocks, rounds, n = 528, 200, 1 << 26 if name == "cuda" else 1 << 24
+    with pp.Device(name):
+        x, out, small = pp.zeros(n), pp.zeros(n), pp.zeros(blocks * 128 * 128)
+
+        def launch() -> None:
+            pp.kernel(rows_quietly)[n // 1024,](x, out, n, B=1024)
+            pp.kernel(products)[blocks,](small, rounds, num_warps=4)
+
+        found = roofs_of(launch)
+    (memory,), (tensor, *_) = found["rows_quietly"], found["products"]
+    assert memory.about == "roof: memory"
+    assert memory.figures["bytes"] == 8 * n
+    assert 0.3 < memory.figures["of the roof"] <= 1
+    assert tensor.about == "roof: tensor cores"
+    assert tensor.figures["operations"] == 2 * 128**3 * rounds * blocks
+    assert 0.1 < tensor.figures["of the roof"] < 1.1
+
+
+def test_arrays_in_l2_are_limited_by_caches() -> None:
+    with pp.Device("virtual:h200"):
+        x, out = pp.zeros(1 << 22), pp.zeros(1 << 22)
+        (found,) = roofs_of(lambda: pp.kernel(rows_quietly)[1 << 12,](x, out, 1 << 22, B=1024))["rows_quietly"]
+    assert found.about == "roof: caches"
+    assert 0.3 < found.figures["of the roof"] <= 1
+
+
+@pytest.mark.gpu
+def test_a_gpu_counts_the_operations_of_a_product_of_matrices(gpu: pp.Device) -> None:
+    a, b, c = (pp.zeros((2048, 2048), np.float16) for _ in range(3))
+    found = roofs_of(lambda: pp.kernel(gemm)[16, 16](a, b, c, 2048, B=128, K=64, num_warps=8))["gemm"]
+    (tensor,) = (claim for claim in found if claim.about == "roof: tensor cores")
+    assert tensor.figures["operations"] == 2 * 2048**3
+    assert 0.1 < tensor.figures["of the roof"] < 1.1
+
+
+@pytest.mark.gpu
+def test_a_gpu_counts_the_work_of_replayed_graphs(gpu: pp.Device) -> None:
+    cupy = pytest.importorskip("cupy")
+    n = 1 << 24
+    x, out = cupy.zeros(n, cupy.float32), cupy.zeros(n, cupy.float32)
+    kernel = pp.kernel(rows_quietly)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with pp.trace(), stream:
+        kernel[n // 1024,](x, out, n, B=1024)
+        stream.begin_capture()
+        kernel[n // 1024,](x, out, n, B=1024)
+        graph = stream.end_capture()
+    with pp.trace() as t:
+        for _ in range(5):
+            graph.launch(stream)
+        stream.synchronize()
+    (found,) = (c for c in t.explain().kernels[0].claims if c.about.startswith("roof"))
+    assert found.figures["bytes"] == 5 * 8 * n

@@ -1,0 +1,94 @@
+"""Whether data decide which ops of a kernel run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import triton
+import triton.language as tl
+
+import paellapy as pp
+from paellapy.instrument.ttir.data_flow import follows_data
+from paellapy.instrument.ttir.parser import parse
+
+
+@triton.jit
+def loop_by_number(x, out, n, B: tl.constexpr):
+    i = tl.arange(0, B)
+    total = tl.zeros((B,), tl.float32)
+    for start in range(0, n, B):
+        total += tl.load(x + start + i, mask=start + i < n)
+    tl.store(out + i, total)
+
+
+@triton.jit
+def loop_by_data(x, out, n, B: tl.constexpr):
+    i = tl.arange(0, B)
+    total = tl.zeros((B,), tl.float32)
+    for start in range(0, tl.load(x).to(tl.int32), B):
+        total += tl.load(x + start + i, mask=start + i < n)
+    tl.store(out + i, total)
+
+
+@triton.jit
+def branch_by_block(x, out, n, B: tl.constexpr):
+    i = tl.arange(0, B)
+    if tl.program_id(0) < n:
+        tl.store(out + i, tl.load(x + i))
+
+
+@triton.jit
+def branch_by_data(x, out, n, B: tl.constexpr):
+    i = tl.arange(0, B)
+    if tl.sum(tl.load(x + i)) > n:
+        tl.store(out + i, i.to(tl.float32))
+
+
+@triton.jit
+def while_by_data(x, out, n, B: tl.constexpr):
+    i = tl.arange(0, B)
+    left = tl.load(x).to(tl.int32)
+    while left > 0:
+        tl.store(out + left + i, i.to(tl.float32))
+        left -= B
+
+
+@triton.jit(noinline=True)
+def first_of(x):
+    return tl.load(x)
+
+
+@triton.jit
+def branch_by_a_function(x, out, n, B: tl.constexpr):
+    if first_of(x) > n:
+        tl.store(out, 1.0)
+
+
+@triton.jit
+def return_by_data(x, out, n, B: tl.constexpr):
+    if tl.load(x) > n:
+        return
+    tl.store(out, 1.0)
+
+
+@triton.jit
+def loop_by_an_earlier_round(x, out, n, B: tl.constexpr):
+    most = n
+    for _ in range(3):
+        for j in range(most):
+            tl.store(out + j, 1.0)
+        most = tl.load(x).to(tl.int32)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "depends"),
+    [
+        (loop_by_number, False), (branch_by_block, False), (loop_by_data, True), (branch_by_data, True),
+        (while_by_data, True), (branch_by_a_function, True), (return_by_data, True), (loop_by_an_earlier_round, True),
+    ],
+    ids=lambda each: getattr(each, "__name__", each),
+)  # fmt: skip
+def test_loops_and_branches_that_depend_on_memory_are_found(kernel: Any, depends: bool) -> None:
+    made = pp.kernel(kernel).compile("*fp32", "*fp32", "i32", B=32, target="sm_90", report=None)
+    assert follows_data(parse(made.source.ttir, made.name)) is depends
