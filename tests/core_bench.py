@@ -40,6 +40,7 @@ class Bench:
     limits: st.Limits = LIMITS
     demand: float = np.inf
     reports: bool = True  # kernels say when they have nothing left to start
+    one_by_one: bool = False  # the host computes each launch
     now: int = 0
     serial: int = 0
     launched: dict[int, deque[Any]] = field(default_factory=lambda: defaultdict(deque))  # lane → not yet completed
@@ -56,7 +57,7 @@ class Bench:
         self._policy = find_policy(self.policy)
         attach_policy(self.state, self._policy)
         set_capacity(self.state, Capacity.of((h200 := part("h200")).sms, h200.sm))
-        self.state.core["hold"][0] = self.hold
+        self.state.core["hold"][0], self.state.core["one_by_one"][0] = self.hold, self.one_by_one
         self.state.core["demand_limit"][0] = self.demand
         self.started = np.zeros((self.limits.lanes, self.limits.segments), np.uint64)
         words = self.started.ctypes.data + 8 * np.arange(self.started.size).reshape(self.started.shape)
@@ -108,6 +109,8 @@ class Bench:
         self.now += ns
         s = self.state
         step.step(s, self.now)
+        if self.one_by_one and not s.core["whole_always"][0]:
+            assert s.core["out"][0] <= 1, "a launch was chosen before the one ahead was computed"
         for entry in s.out[: s.core["out"][0]]:
             lane, segment = int(entry["lane"]), int(entry["segment"])
             assert s.lane["state"][lane] == codes.RUNNING or s.core["mode"][0] == codes.FAIL_MODE

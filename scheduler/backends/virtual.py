@@ -2,7 +2,9 @@
 
 A segment's data are computed when it is launched, in the order of launches. Its blocks enter the SM model, and its
 completion word is set once the model's clock, which follows the host's, has passed their end. Where computing takes
-longer than the modelled GPU would, time goes on meanwhile, as with a slow host.
+longer than the modelled GPU would, time goes on meanwhile, as with a slow host. The core chooses the next launch when
+the data of the one before are computed (`core.one_by_one`), so a request waits for one launch and not for all that the
+GPU could hold.
 """
 
 from __future__ import annotations

@@ -51,6 +51,8 @@ class VirtualThread:
         self, state: State, bell: Bell, failed: Callable[[BaseException], None], on_fault: OnFault
     ) -> None:
         self._state, self._bell, self._failed = state, bell, failed
+        # Windows of SMs are for jobs that run at once, so an engine with windows launches as on a real GPU.
+        state.core["one_by_one"][0] = state.core["windows"][0] == 0
         self._faults = Faults(state, on_fault)
         self.offset_ns = time.monotonic_ns() - self.sm.now_ns
         self._shared = new_loop(len(state.out))._replace(stop=self._stop_word)

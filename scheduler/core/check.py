@@ -208,7 +208,8 @@ def _check_lanes(s: State) -> None:
             most = s.core["look_ahead"][0]
             require(ahead <= max(most, 1) + (most == 1), "a lane runs too far ahead", lane)
             standing = a["active_at"] >= 0 and a["back"] and s.core["flight"][0] > 0  # for a short job
-            forgotten = not (ahead > 0 or a["ready_at"] >= 0 or standing or (absent and a["active_at"] >= 0))
+            later = s.core["one_by_one"][0] and s.core["changed"][0]  # the host comes to it after other launches
+            forgotten = not (ahead > 0 or a["ready_at"] >= 0 or standing or ((absent or later) and a["active_at"] >= 0))
             require(not forgotten, "a lane with work is neither waiting nor active", lane)
         if a["state"] in (HELD, READY_WAIT):
             places = (a["ready_at"], a["active_at"], a["flight_at"])

@@ -26,7 +26,7 @@ from paellapy.scheduler.core.lanes import (
     touch,
     unready,
 )
-from paellapy.scheduler.core.launching import feed, measure
+from paellapy.scheduler.core.launching import feed, host_has_work, may_launch, measure, one_by_one
 from paellapy.scheduler.core.requests import fill_lane_job, rank_lane
 from paellapy.scheduler.core.shares import over_limit
 from paellapy.scheduler.core.state import State
@@ -140,15 +140,21 @@ def push_behind(s: State, at: int, n: int) -> int:
 
 
 @part
+def settle_all(s: State, now: int) -> None:
+    """Puts lanes that have changed, and requests that were kept out of lanes and now may enter, into the heap."""
+    settle(s, now)
+    if s.core[0].barred > 0:
+        look_at_barred(s, now)
+        settle(s, now)
+
+
+@part
 def next_turn(s: State, n: int, swaps: int, now: int) -> int:
     """The lane whose turn comes next, with a place made for it in the active set; NONE if no change is needed; AGAIN if
     requests of other clients may take the lanes of refused ones.
     """
     core = s.core[0]
-    settle(s, now)
-    if core.barred > 0:
-        look_at_barred(s, now)
-        settle(s, now)
+    settle_all(s, now)
     if core.ready == 0:
         return NONE
     full = core.active >= core.max_active
@@ -193,8 +199,37 @@ def goes_on(s: State, lane: int, now: int) -> bool:
 
 
 @part
+def best_active(s: State, most: float, now: int) -> int:
+    """The active lane of the lowest rank, at most `most`, that has a segment to launch now; NONE if there is none."""
+    core = s.core[0]
+    found = NONE
+    for k in range(core.active):
+        lane = s.active[k]
+        if may_launch(s, lane) and not stands_back(s, lane):
+            if not core.timeless:
+                s.lane[lane].rank = rank_lane(s, lane, now)
+            if s.lane[lane].rank <= most and (found < 0 or s.lane[lane].rank < s.lane[found].rank):
+                found = lane
+    return int(found)
+
+
+@part
+def goes_before_new(s: State, n: int, now: int) -> int:
+    """The best active lane, if no waiting lane ranks better; else NONE."""
+    settle_all(s, now)
+    if s.core[0].ready == 0:
+        return best_active(s, np.inf, now)
+    refresh(s, n, now)
+    return best_active(s, s.lane[s.ready[0]].rank, now)
+
+
+@part
 def choose(s: State, now: int) -> bool:
-    """Fills the active set with the best waiting lanes and launches their segments; False if the backend fails."""
+    """Fills the active set with the best waiting lanes and launches their segments; False if the backend fails.
+
+    Where the host computes the launches, several at once would delay each other and all later requests. There the best
+    lane launches one segment, and the choice goes on (`core.changed`) when the host has computed it.
+    """
     core = s.core[0]
     n = core.refresh
     swaps = core.preemptions + core.max_active
@@ -203,7 +238,13 @@ def choose(s: State, now: int) -> bool:
     core.ask_at_ns = np.inf
     core.rounds += 1
     while k < core.active:
-        if k < 0:  # first new lanes, each fed at once, so that the next one is judged by the remaining room
+        lane = NONE
+        if host_has_work(s):
+            return True
+        if one_by_one(s):
+            lane = goes_before_new(s, n, now) if k < 0 else best_active(s, np.inf, now)
+        # First new lanes, each fed at once, so that the next one is judged by the remaining room.
+        if lane < 0 and k < 0:
             lane = next_turn(s, n, swaps, now)
             if lane == AGAIN:
                 continue
@@ -215,7 +256,7 @@ def choose(s: State, now: int) -> bool:
             if not activate(s, lane) or gives_way(s, lane, find_shortest(s)):
                 continue
         else:
-            lane = s.active[k]
+            lane = s.active[k] if lane < 0 else lane
             if not goes_on(s, lane, now):  # another lane may have its turn, or have stood back for it
                 stops -= 1
                 k = NONE if stops >= 0 else 0

@@ -149,8 +149,27 @@ def launch(s: State, lane: int, now: int) -> bool:
 
 
 @part
+def one_by_one(s: State) -> bool:
+    """Whether each launch is computed by the host before the next is chosen. Not where the hardware decides."""
+    return bool(s.core[0].one_by_one and not s.core[0].whole_always)
+
+
+@part
+def host_has_work(s: State) -> bool:
+    """Whether a launch was chosen that the host must compute first."""
+    return bool(one_by_one(s) and s.core[0].out > 0)
+
+
+@part
+def may_launch(s: State, lane: int) -> bool:
+    """Whether a segment of an active lane is left, and may be launched now."""
+    a = s.lane[lane]
+    return bool(a.issued < a.segments and a.issued - a.done < look_ahead(s) + a.draining and has_weights(s, lane))
+
+
+@part
 def feed(s: State, lane: int, now: int) -> bool:
-    """Launches as many segments of an active lane as it may have ahead."""
+    """Launches as many segments of an active lane as it may have ahead; at most one where the host computes it."""
     core = s.core[0]
     a = s.lane[lane]
     if a.issued == 0:
@@ -161,7 +180,7 @@ def feed(s: State, lane: int, now: int) -> bool:
         if core.whole_always or (first and (alone or unequalled or in_one_piece(s, lane)) and all_here(s, a.model)):
             a.whole = 1
             a.segments = 1
-    while a.issued < a.segments and a.issued - a.done < look_ahead(s) + a.draining and has_weights(s, lane):
+    while may_launch(s, lane) and not host_has_work(s):
         if not launch(s, lane, now):
             return False
     note_room(s, lane)

@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from paellapy.instrument.jit import address_of, compiled, part, reachable
 from paellapy.scheduler.core.aside import look_aside
 from paellapy.scheduler.core.atomics import call_step, call_write, load_at
-from paellapy.scheduler.core.choosing import choose
+from paellapy.scheduler.core.choosing import choose, settle_all
 from paellapy.scheduler.core.clocks import read_clock
 from paellapy.scheduler.core.codes import DONE_TAIL
 from paellapy.scheduler.core.completing import poll, tick
 from paellapy.scheduler.core.crowd import watch_queue
 from paellapy.scheduler.core.gates import LINGERS, watch_gates
 from paellapy.scheduler.core.lanes import look_at_held
-from paellapy.scheduler.core.launching import measure
+from paellapy.scheduler.core.launching import host_has_work, measure
 from paellapy.scheduler.core.leaving import expire
 from paellapy.scheduler.core.loop import wakes
 from paellapy.scheduler.core.predict import predict_finish
@@ -71,7 +71,7 @@ def step(s: State, now: int) -> int:
     if moves:
         call_step(s.residency[0].look_at_moves, s, now)
     again = True
-    while again:
+    while again and not host_has_work(s):
         if core.waiting > 0:
             look_aside(s, now)
         again = False
@@ -82,6 +82,8 @@ def step(s: State, now: int) -> int:
             again = core.waiting > 0  # requests of the same clients may be done
         if moves and call_step(s.residency[0].order_moves, s, now) > 0:
             again = True
+    if host_has_work(s):  # requests come while the host computes: lanes must be open for them
+        settle_all(s, now)
     watch_gates(s, now)
     return int(news + core.launches + core.segments_done - before)
 

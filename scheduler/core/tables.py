@@ -43,6 +43,7 @@ CORE = np.dtype(
         ("top_whole", "i8"),
         ("whole_idle", "i8"),  # 1: a program alone on the GPU is launched in one piece
         ("hold", "i8"),  # 1: lanes wait until their outputs are read
+        ("one_by_one", "i8"),  # 1: the host computes each launch; the next is chosen when that is done
         ("refresh", "i8"),  # waiting lanes that are ranked afresh with each decision
         ("timeless", "i8"),  # 1: a job's rank changes only with the job
         ("may_idle", "i8"),  # 1: `admit` also decides for an idle GPU

@@ -1,10 +1,12 @@
-"""An engine's thread on the virtual GPU: whoever asks it for a pause gets one, even if it always has work to launch."""
+"""An engine's thread on the virtual GPU: it pauses when asked, also under load, and decides after each launch."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
 import numpy as np
+import pytest
 from engine_models import scale_model
 
 from paellapy.scheduler.backends.virtual_thread import VirtualThread
@@ -45,3 +47,43 @@ def test_a_call_in_the_loop_waits_for_two_launches_at_most(monkeypatch):
         for each in clients:
             each.join()
     assert most <= 2
+
+
+def test_a_short_request_is_computed_before_long_ones_that_came_earlier(monkeypatch):
+    """The first two launches wait for requests that come meanwhile."""
+    begun, go, order = [threading.Event() for _ in range(2)], [threading.Event() for _ in range(2)], []
+    compute = VirtualThread._carry_out
+
+    def carry_out(self, lane, *more):
+        k = len(order)
+        order.append(names[int(self._state.lane["model"][lane])])
+        if k < 2:
+            begun[k].set()
+            assert go[k].wait(60)
+        compute(self, lane, *more)
+
+    async def main():
+        longs = [asyncio.ensure_future(engine.infer("long", X))]
+        await asyncio.to_thread(begun[0].wait, 60)
+        longs += [asyncio.ensure_future(engine.infer("long", X)) for _ in range(3)]
+        await asyncio.sleep(0)  # they are submitted
+        go[0].set()
+        await asyncio.to_thread(begun[1].wait, 60)
+        short = asyncio.ensure_future(engine.infer("short", X))
+        await asyncio.sleep(0)
+        go[1].set()
+        await asyncio.gather(short, *longs)
+
+    with Engine("virtual:h200", policy="srpt") as engine:
+        engine.load(scale_model("long", steps=40, batch=(1,), lanes=4))
+        engine.load(scale_model("short", batch=(1,)))
+        names = {row: loaded.model.name for row, loaded in engine.loaded_rows().items()}
+        monkeypatch.setattr(VirtualThread, "_carry_out", carry_out)
+        asyncio.run(main())
+    assert order[:3] == ["long", "long", "short"]
+
+
+@pytest.mark.parametrize(("windows", "one_by_one"), [(0, 1), (8, 0)])
+def test_jobs_share_the_virtual_gpu_only_where_windows_keep_them_apart(windows, one_by_one):
+    with Engine("virtual:h200", sm_windows=windows) as engine:
+        assert engine.state.core["one_by_one"][0] == one_by_one

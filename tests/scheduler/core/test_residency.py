@@ -238,11 +238,12 @@ actions = some.lists(
 
 @settings(max_examples=40, deadline=None)
 @given(actions, some.integers(4, 10), some.lists(some.sampled_from([codes.AUTO, codes.AUTO, codes.GOES]), min_size=4,
-                                                 max_size=4))  # fmt: skip
-def test_bytes_are_the_same_after_any_operations(todo, budget, keep):
+                                                 max_size=4), some.booleans())  # fmt: skip
+def test_bytes_are_the_same_after_any_operations(todo, budget, keep, one_by_one):
     """Ten thousand operations in all; the bench and the integrity check look after each of them."""
     made = [model(f"m{k}", n, priority=p) for k, (n, p) in enumerate(zip(CHUNKS, PRIORITIES, strict=True))]
     bench = MovingBench(made, budget * CHUNK, resident=keep)
+    bench.one_by_one = bench.state.core["one_by_one"][0] = one_by_one
     for what, which in todo:
         if what == "submit" and bench.free:
             bench.submit(which, priority=PRIORITIES[which])

@@ -976,6 +976,7 @@ def play(bench: Bench, script: list[tuple[object, ...]]) -> int:
     hold=st_.booleans(),
     demand=st_.sampled_from([0.0, 0.4, 1.0, 2.0, np.inf]),
     reports=st_.booleans(),
+    one_by_one=st_.booleans(),
     held=st_.sampled_from([0.0, 0.05, 0.5, 1.0]),
     script=actions,
     end=st_.sampled_from(["run dry", "drain", "close", "fail"]),
@@ -987,11 +988,12 @@ def test_whatever_happens_each_request_completes_exactly_once(
     hold: bool,
     demand: float,
     reports: bool,
+    one_by_one: bool,
     held: float,
     script: list[tuple[object, ...]],
     end: str,
 ) -> None:
-    bench = Bench(models, policy=name, hold=hold, demand=demand, reports=reports)
+    bench = Bench(models, policy=name, hold=hold, demand=demand, reports=reports, one_by_one=one_by_one)
     if held:
         give_tenant(bench.state, 1, "alice", Tenant(limit=held))
     submitted = play(bench, script[::2])
