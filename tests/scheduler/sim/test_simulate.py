@@ -309,6 +309,16 @@ def test_what_a_program_keeps_busy_follows_from_its_demand(demand: float, togeth
     assert busy / (1 - (1 - busy) ** together) == pytest.approx(demand) or busy == pytest.approx(demand / 2)
 
 
+@pytest.mark.parametrize("demand", [0.9, 0.98, 0.999])
+def test_a_program_that_always_wants_the_gpu_leaves_others_their_turns(demand: float) -> None:
+    greedy = net("greedy", demand={1: demand}, together={1: 2}, priority=1)
+    modest = net("modest", demand={1: 0.7}, together={1: 2})  # for six tenths of its time
+    load = ClosedLoop("greedy", duration=0.2) + ClosedLoop("modest", duration=0.2)
+    both = simulate([greedy, modest], load, "streams")
+    alone = simulate([modest], ClosedLoop("modest", duration=0.2), "streams").model("modest").throughput
+    assert 1.5 < alone / both.model("modest").throughput < 3.0
+
+
 def test_programs_that_want_the_gpu_independently_fill_it_little_by_little() -> None:
     """As Paella's CNNs do on an H200: see `paellapy.scheduler.sim.fluid_rates`."""
     rates = {}
