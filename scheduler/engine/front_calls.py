@@ -1,19 +1,21 @@
 """Compiled operations of a front end on the shared tables: claim a slot, post, mark ready, ring, take.
 
-`core.rings` describes the protocol. Passing a table set to compiled code takes longer than these functions together, so
-a front end passes its *line*: one row with the state's address and the other values that these functions need.
+`core.rings` describes the protocol. Passing a table set, or an array, to compiled code takes longer than these functions
+together. So a front end passes the address of its *line*: one row with the state's address and the other values that
+these functions need.
 """
 
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.jit import compiled, part
+from paellapy.instrument.jit import brief, part
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.atomics import call_write
+from paellapy.scheduler.core.atomics import call_write, load_at
 from paellapy.scheduler.core.clients import find_client
 from paellapy.scheduler.core.loop import ANYTHING, ask, wakes
 from paellapy.scheduler.core.rings import (
@@ -27,7 +29,7 @@ from paellapy.scheduler.core.rings import (
     take_into,
 )
 from paellapy.scheduler.core.state import State, state_at
-from paellapy.scheduler.core.tables import COMPLETION, Table
+from paellapy.scheduler.core.tables import COMPLETION
 
 LINE = np.dtype(
     [
@@ -39,6 +41,7 @@ LINE = np.dtype(
     ],
     align=True,
 )
+_STATE, _FRONT, _BELL_FD, _WRITE = (np.uint64((LINE.fields or {})[name][1]) for name in (LINE.names or ())[1:])
 COMPLETION_WORDS = COMPLETION.itemsize // 8
 _WORD = np.uint64(8)
 
@@ -49,85 +52,95 @@ _WORD = np.uint64(8)
 )
 
 
-def make_line(state: State, front: int, bell_fd: int) -> Table:
-    """The line of one front end. It is valid for as long as the state is kept."""
-    write = ctypes.cast(ctypes.CDLL(None).write, ctypes.c_void_p).value or 0
-    return np.array([(1, state.address, front, bell_fd, write)], LINE)
+class Line:
+    """The line of one front end. It is valid for as long as it and the state are kept."""
+
+    def __init__(self, state: State, front: int, bell_fd: int) -> None:
+        write = ctypes.cast(ctypes.CDLL(None).write, ctypes.c_void_p).value or 0
+        self._row = np.array([(1, state.address, front, bell_fd, write)], LINE)
+        self.address = int(self._row.ctypes.data)
 
 
 @part
-def wake_core(line: Table, for_request: bool) -> None:
-    if wakes(state_at(line[0].state).bell.ctypes.data, for_request):
-        call_write(line[0].write, np.int32(line[0].bell_fd), line.ctypes.data, _WORD)
+def field(line: int, offset: Any) -> Any:
+    """A field of the line at this address."""
+    return load_at(np.uint64(line) + offset)
 
 
-@compiled
-def claim(line: Table, model: int, client: int) -> int:
+@part
+def wake_core(line: int, for_request: bool) -> None:
+    if wakes(state_at(field(line, _STATE)).bell.ctypes.data, for_request):
+        call_write(field(line, _WRITE), np.int32(field(line, _BELL_FD)), np.uint64(line), _WORD)
+
+
+@brief
+def claim(line: int, model: int, client: int) -> int:
     """Claims a slot of the lane open to front ends: lane · SLOTS + slot, or STAGED. A claimed slot must be posted."""
-    return int(claim_slot(state_at(line[0].state), line[0].front, model, client))
+    return int(claim_slot(state_at(field(line, _STATE)), np.int64(field(line, _FRONT)), model, client))
 
 
-@compiled
-def post(line: Table, message: int) -> bool:
+@brief
+def post(line: int, message: int) -> bool:
     """Posts a message to the core and wakes it; False when the ring is full. The inputs of a claimed slot come later.
     """
-    there = publish(state_at(line[0].state), line[0].front, message)
+    there = publish(state_at(field(line, _STATE)), np.int64(field(line, _FRONT)), message)
     wake_core(line, True)
     return bool(there)
 
 
-@compiled
-def post_all(line: Table, messages: int, n: int) -> bool:
+@brief
+def post_all(line: int, messages: int, n: int) -> bool:
     """As `post`, for n messages that lie one behind the other: the core takes all of them in one step."""
-    there = publish_all(state_at(line[0].state), line[0].front, messages, n)
+    there = publish_all(state_at(field(line, _STATE)), np.int64(field(line, _FRONT)), messages, n)
     wake_core(line, True)
     return bool(there)
 
 
-@compiled
-def post_written(line: Table, message: int, lane: int, slot: int) -> bool:
+@brief
+def post_written(line: int, message: int, lane: int, slot: int) -> bool:
     """As `post`, for a slot whose inputs are already written."""
-    s = state_at(line[0].state)
-    there = publish(s, line[0].front, message)
+    s = state_at(field(line, _STATE))
+    there = publish(s, np.int64(field(line, _FRONT)), message)
     if there:
         set_ready(s, lane, slot)
     wake_core(line, True)
     return bool(there)
 
 
-@compiled
-def ready(line: Table, lane: int, slot: int) -> None:
+@brief
+def ready(line: int, lane: int, slot: int) -> None:
     """Marks the inputs of a claimed slot as written."""
-    set_ready(state_at(line[0].state), lane, slot)
+    set_ready(state_at(field(line, _STATE)), lane, slot)
     wake_core(line, True)
 
 
-@compiled
-def ring_read(line: Table) -> None:
+@brief
+def ring_read(line: int) -> None:
     """Wakes the core, after outputs were released, if a request waits for their lane."""
     wake_core(line, False)
 
 
-@compiled
-def release(line: Table, lane: int, slot: int) -> None:
+@brief
+def release(line: int, lane: int, slot: int) -> None:
     """Marks the outputs of a completed request as read. Call `ring_read` once all completions taken are released."""
-    clear_hold(state_at(line[0].state), lane, slot)
+    clear_hold(state_at(field(line, _STATE)), lane, slot)
 
 
-@compiled
-def take(line: Table, into: NDArray[np.int64]) -> int:
+@brief
+def take(line: int, into: NDArray[np.int64]) -> int:
     """Takes completions, at most len(into), and returns their number. One consumer at a time. Once the ring is empty,
     the next completion wakes the consumer.
     """
-    s = state_at(line[0].state)
-    front = line[0].front
+    s = state_at(field(line, _STATE))
+    front = np.int64(field(line, _FRONT))
     ask(address(s.wake, front), ANYTHING)
     return int(take_into(s, front, into.ctypes.data, into.shape[0]))
 
 
 def warm_up(state: State) -> None:
     """Loads every function of this module, on tables that nothing else uses."""
-    line = make_line(state, 0, 0)  # the bell is not armed, so its descriptor is not used
+    made = Line(state, 0, 0)  # the bell is not armed, so its descriptor is not used
+    line = made.address
     message = Message(kind=codes.CANCEL)
     claim(line, 0, 0)
     post(line, message.address)

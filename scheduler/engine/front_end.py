@@ -108,7 +108,8 @@ class FrontEnd:
         self, state: State, limits: Limits, front: int, bell: Bell, wake_fd: int, stage: Stage | None = None
     ) -> None:
         self.state, self.front, self.bell, self.wake_fd, self.stage = state, front, bell, wake_fd, stage or Stage()
-        self._line = calls.make_line(state, front, bell.fd)
+        self._held_line = calls.Line(state, front, bell.fd)
+        self._line = self._held_line.address
         self._messages = Messages()
         rows = front_rows(limits, front)
         self._rows, self._first_row = Rows(state, rows), rows.start

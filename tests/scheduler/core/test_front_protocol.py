@@ -33,7 +33,8 @@ class Front:
 
     def __init__(self, bench: Bench, number: int, holder: dict[tuple[int, int], int]) -> None:
         self.bench, self.number, self.holder = bench, number, holder
-        self.line = calls.make_line(bench.state, number, 0)
+        self.held = calls.Line(bench.state, number, 0)
+        self.line = self.held.address
         self.rows = list(st.front_rows(FRONTS, number))
         self.serial = number << 20
         self.claimed: list[tuple[int, int]] = []
@@ -289,7 +290,8 @@ def messages(n: int, **values: int) -> np.ndarray:
 
 def test_requests_posted_together_are_one_batch():
     bench = Bench([profile(batch=(1, 8))])
-    front = calls.make_line(bench.state, 0, 0)
+    held = calls.Line(bench.state, 0, 0)
+    front = held.address
     assert calls.post_all(front, messages(5, kind=codes.SUBMIT).ctypes.data, 5)
     bench.step()
     assert bench.state.lane["taken"].tolist().count(5) == 1
@@ -298,7 +300,8 @@ def test_requests_posted_together_are_one_batch():
 
 def test_messages_posted_together_fit_all_or_none_and_go_around_the_ring():
     bench = Bench([profile()])
-    state, front = bench.state, calls.make_line(bench.state, 0, 0)
+    state, held = bench.state, calls.Line(bench.state, 0, 0)
+    front = held.address
     capacity = state.submit.shape[1]
     some_messages = messages(capacity, kind=codes.CANCEL)  # of requests that do not exist: without effect
     for n in (capacity - 3, 7, capacity, 1, capacity):  # the second run crosses the ring's end

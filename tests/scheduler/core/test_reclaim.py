@@ -24,7 +24,8 @@ class Front:
 
     def __init__(self, bench: Bench, front: int) -> None:
         self.bench, self.front = bench, front
-        self.line = front_calls.make_line(bench.state, front, 0)  # nobody arms the bell
+        self.held = front_calls.Line(bench.state, front, 0)  # nobody arms the bell
+        self.line = self.held.address
         self.rows = list(st.front_rows(FRONTS, front))
         self.serial = 0
         self.taken = np.zeros((64, front_calls.COMPLETION_WORDS), np.int64)
