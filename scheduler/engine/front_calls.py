@@ -1,6 +1,6 @@
 """Compiled operations of a front end on the shared tables: claim a slot, post, mark ready, ring, take.
 
-`core.rings` describes the protocol. Passing a table set, or an array, to compiled code takes longer than these functions
+`core.rings` describes the protocol. Passing a table set or an array to compiled code takes longer than these functions
 together. So a front end passes the address of its *line*: one row with the state's address and the other values that
 these functions need.
 """
@@ -41,7 +41,8 @@ LINE = np.dtype(
     ],
     align=True,
 )
-_STATE, _FRONT, _BELL_FD, _WRITE = (np.uint64((LINE.fields or {})[name][1]) for name in (LINE.names or ())[1:])
+_OFFSETS: Any = LINE.fields
+_STATE, _FRONT, _BELL_FD, _WRITE = (np.uint64(_OFFSETS[name][1]) for name in ("state", "front", "bell_fd", "write"))
 COMPLETION_WORDS = COMPLETION.itemsize // 8
 _WORD = np.uint64(8)
 
@@ -68,6 +69,11 @@ def field(line: int, offset: Any) -> Any:
 
 
 @part
+def front_of(line: int) -> Any:
+    return np.int64(field(line, _FRONT))
+
+
+@part
 def wake_core(line: int, for_request: bool) -> None:
     if wakes(state_at(field(line, _STATE)).bell.ctypes.data, for_request):
         call_write(field(line, _WRITE), np.int32(field(line, _BELL_FD)), np.uint64(line), _WORD)
@@ -76,14 +82,14 @@ def wake_core(line: int, for_request: bool) -> None:
 @brief
 def claim(line: int, model: int, client: int) -> int:
     """Claims a slot of the lane open to front ends: lane · SLOTS + slot, or STAGED. A claimed slot must be posted."""
-    return int(claim_slot(state_at(field(line, _STATE)), np.int64(field(line, _FRONT)), model, client))
+    return int(claim_slot(state_at(field(line, _STATE)), front_of(line), model, client))
 
 
 @brief
 def post(line: int, message: int) -> bool:
     """Posts a message to the core and wakes it; False when the ring is full. The inputs of a claimed slot come later.
     """
-    there = publish(state_at(field(line, _STATE)), np.int64(field(line, _FRONT)), message)
+    there = publish(state_at(field(line, _STATE)), front_of(line), message)
     wake_core(line, True)
     return bool(there)
 
@@ -91,7 +97,7 @@ def post(line: int, message: int) -> bool:
 @brief
 def post_all(line: int, messages: int, n: int) -> bool:
     """As `post`, for n messages that lie one behind the other: the core takes all of them in one step."""
-    there = publish_all(state_at(field(line, _STATE)), np.int64(field(line, _FRONT)), messages, n)
+    there = publish_all(state_at(field(line, _STATE)), front_of(line), messages, n)
     wake_core(line, True)
     return bool(there)
 
@@ -100,7 +106,7 @@ def post_all(line: int, messages: int, n: int) -> bool:
 def post_written(line: int, message: int, lane: int, slot: int) -> bool:
     """As `post`, for a slot whose inputs are already written."""
     s = state_at(field(line, _STATE))
-    there = publish(s, np.int64(field(line, _FRONT)), message)
+    there = publish(s, front_of(line), message)
     if there:
         set_ready(s, lane, slot)
     wake_core(line, True)
@@ -132,7 +138,7 @@ def take(line: int, into: NDArray[np.int64]) -> int:
     the next completion wakes the consumer.
     """
     s = state_at(field(line, _STATE))
-    front = np.int64(field(line, _FRONT))
+    front = front_of(line)
     ask(address(s.wake, front), ANYTHING)
     return int(take_into(s, front, into.ctypes.data, into.shape[0]))
 

@@ -31,6 +31,7 @@ from paellapy.scheduler.core.state import Limits, State, front_rows
 from paellapy.scheduler.core.tables import COMPLETION, SUBMISSION
 from paellapy.scheduler.engine import front_calls as calls
 from paellapy.scheduler.engine.front_calls import E_LANE, E_MODEL, E_REQUEST, E_SLOT, E_STATUS
+from paellapy.scheduler.engine.messages import Messages
 from paellapy.scheduler.engine.rows import Rows
 from paellapy.scheduler.engine.waiters import Waiter
 from paellapy.scheduler.models.lane_memory import Lane
@@ -85,22 +86,6 @@ class Stage:
         """Frees the memory: the core has read it, or never will."""
 
 
-class Messages(threading.local):
-    """One message per thread: filled in for every request, and copied when it is posted."""
-
-    def __init__(self) -> None:
-        self._one = Message(kind=codes.SUBMIT)
-
-    def of(self, pending: Pending, client: int, priority: int, arrival_ns: int, deadline_ns: int) -> Message:
-        """Fills in the whole message except for the place of its inputs."""
-        message, loaded = self._one, pending.loaded
-        message.request, message.serial = pending.row, pending.serial
-        message.model, message.generation = loaded.row, loaded.generation
-        message.client, message.priority = client, priority
-        message.arrival_ns, message.deadline_ns = arrival_ns, deadline_ns
-        return message
-
-
 class FrontEnd:
     """Owns request rows, and reads a completion ring."""
 
@@ -111,6 +96,7 @@ class FrontEnd:
         self._held_line = calls.Line(state, front, bell.fd)
         self._line = self._held_line.address
         self._messages = Messages()
+        self._ring: Any = state.ring[front].data  # reading a memoryview costs a fraction of indexing an array
         rows = front_rows(limits, front)
         self._rows, self._first_row = Rows(state, rows), rows.start
         self._pending: dict[int, Pending] = {}
@@ -176,17 +162,14 @@ class FrontEnd:
         self, pending: Pending, lane: int, slot: int, client: int, priority: int, arrival_ns: int, deadline_ns: int
     ) -> None:
         """Puts the request into the queue, where it may expire; its lane waits for `ready`."""
-        message = self._messages.of(pending, client, priority, arrival_ns, deadline_ns)
-        message.lane, message.slot, message.source = lane, slot, 0
-        self._post(message)
+        self._post(self._message(pending, lane, slot, 0, client, priority, arrival_ns, deadline_ns))
 
     def post_written(
         self, pending: Pending, lane: int, slot: int, client: int, priority: int, arrival_ns: int, deadline_ns: int
     ) -> None:
         """`post_claimed` and `ready` in one call."""
-        message = self._messages.of(pending, client, priority, arrival_ns, deadline_ns)
-        message.lane, message.slot, message.source = lane, slot, 0
-        while not calls.post_written(self._line, message.address, lane, slot):
+        message = self._message(pending, lane, slot, 0, client, priority, arrival_ns, deadline_ns)
+        while not calls.post_written(self._line, message, lane, slot):
             self._yield()
 
     def ready(self, lane: int, slot: int) -> None:
@@ -203,35 +186,48 @@ class FrontEnd:
         run = np.empty(len(staged), SUBMISSION) if len(staged) > 1 else None
         for k, (pending, source, keep) in enumerate(staged):
             pending.keep = keep
-            message = self._messages.of(pending, client, priority, arrival_ns, deadline_ns)
-            message.lane, message.slot, message.source = codes.NONE, codes.NONE, source
+            message = self._message(
+                pending, codes.NONE, codes.NONE, source, client, priority, arrival_ns, deadline_ns
+            )
             if run is None:
                 self._post(message)
                 return
-            ctypes.memmove(run.ctypes.data + k * SUBMISSION.itemsize, message.address, SUBMISSION.itemsize)
+            ctypes.memmove(run.ctypes.data + k * SUBMISSION.itemsize, message, SUBMISSION.itemsize)
         while run is not None and not calls.post_all(self._line, run.ctypes.data, len(staged)):
             self._yield()
 
     def cancel(self, pending: Pending) -> None:
         """Asks the core to drop a request. The request still gets a completion."""
         if not self.closed:
-            self._post(Message(kind=codes.CANCEL, request=pending.row, serial=pending.serial))
+            self._send(Message(kind=codes.CANCEL, request=pending.row, serial=pending.serial))
 
     def nudge(self) -> None:
         """Posts a message without effect, a cancellation of no request, to see whether the core reads it."""
-        self._post(Message(kind=codes.CANCEL, request=self._first_row))
+        self._send(Message(kind=codes.CANCEL, request=self._first_row))
 
     def command(self, kind: int, model: int = codes.NONE) -> None:
         """Posts one of OPEN_MODEL, CLOSE_MODEL, DRAIN and FAIL."""
-        self._post(Message(kind=kind, request=codes.NONE, model=model))
+        self._send(Message(kind=kind, request=codes.NONE, model=model))
 
     def on_model_closed(self, model: int, then: Callable[[], None]) -> None:
         self._closed_models[model] = then
 
-    def _post(self, message: Message) -> None:
+    def _message(
+        self, pending: Pending, lane: int, slot: int, source: int, client: int, priority: int, arrival_ns: int,
+        deadline_ns: int,
+    ) -> int:  # fmt: skip
+        """The address of a message, until this thread's next one."""
+        loaded = pending.loaded
+        return self._messages.fill(pending.row, pending.serial, loaded.row, loaded.generation, lane, slot, source,
+                                   client, priority, arrival_ns, deadline_ns)  # fmt: skip
+
+    def _send(self, message: Message) -> None:
+        self._post(message.address)
+
+    def _post(self, message: int) -> None:
         # The ring holds twice as many entries as there are requests. A full ring means that the core is about to read
         # it.
-        while not calls.post(self._line, message.address):
+        while not calls.post(self._line, message):
             self._yield()
 
     def _yield(self) -> None:
@@ -267,9 +263,8 @@ class FrontEnd:
         it has served the connections, and the GPU is idle meanwhile. Nothing is done while a completion is being
         answered, because its answer may have made this call.
         """
-        ring = self.state.ring[self.front]
-        there = int(ring[codes.DONE_TAIL, 0]) - int(ring[codes.DONE_HEAD, 0])
-        if there < many or not self._draining.acquire(blocking=False):
+        ring = self._ring
+        if ring[codes.DONE_TAIL, 0] - ring[codes.DONE_HEAD, 0] < many or not self._draining.acquire(blocking=False):
             return False
         try:
             return self._take() > 0
