@@ -25,12 +25,16 @@ Answer = tuple[bytes, int | None]  # the body, and the length of its JSON if bin
 class _Awaited(Inference):
     """An inference whose handler awaits the answer."""
 
-    __slots__ = ("answer", "loop", "thread")
+    __slots__ = ("_loop", "answer", "thread")
 
     def __init__(self, service: Service, name: str, version: str | None, client: str) -> None:
         super().__init__(service, name, version, client)
-        self.loop, self.thread = asyncio.get_running_loop(), threading.get_ident()
-        self.answer: asyncio.Future[Answer] = self.loop.create_future()
+        self._loop, self.thread = asyncio.get_running_loop(), threading.get_ident()
+        self.answer: asyncio.Future[Answer] = self._loop.create_future()
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        return self._loop
 
     def answered(self, pieces: Pieces, json_length: int | None) -> None:
         self._tell((b"".join(pieces), json_length))

@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.errors import DeadlineError, EngineAwayError, SuspectError, UnknownModelError
-from paellapy.scheduler.engine.door import Call
+from paellapy.scheduler.engine.door import ByteCall, Call
+from paellapy.scheduler.models.lane_memory import Lane
 from paellapy.scheduler.models.model import Model
 from paellapy.serving.admission import Ticket
 from paellapy.serving.errors import RefusedError, status_of
 from paellapy.serving.protocol import Request, decode
 from paellapy.serving.registry import VERSION
-from paellapy.serving.responses import encode
+from paellapy.serving.responses import encode, known_answer
 from paellapy.serving.service import Service
 
 LONG_BYTES = 1 << 17  # JSON of this size takes a millisecond or more to read
@@ -48,9 +49,14 @@ class Inference(ABC):
         self._model: Model
         self._request: Request
         self._ticket: Ticket | None = None
-        self._call: Call | None = None
+        self._call: Call | ByteCall | None = None
         self._suspected: Sequence[int] = ()  # digests of its items that were on the GPU when it failed
         service.counters.enter()
+
+    @property
+    @abstractmethod
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The running event loop."""
 
     @abstractmethod
     def answered(self, pieces: Pieces, json_length: int | None) -> None:
@@ -76,7 +82,7 @@ class Inference(ABC):
             if len(body) >= LONG_BYTES and header_length is None:
                 self._start_slowly(model, bytes(body))
                 return
-            self._request = decode(model, body, header_length)
+            self._request = decode(model, body, header_length, as_bytes=True)
             self._submit(model, self._request)
         except Exception as e:
             self.fail(e)
@@ -100,27 +106,46 @@ class Inference(ABC):
         service = self.service
         deadline_ms = None if request.timeout_us is None else request.timeout_us * 1e-3
         row = service.registry.entries[self.name].row
-        if not service.door.is_limited(self.client or None):  # else others would be refused for what its limit delays
+        client = self.client or None
+        # Else others would be refused for the delay that its limit causes
+        if client is None or not service.door.is_limited(client):
             self._ticket = service.admission.enter(model, row, request.priority, deadline_ms)
         service.live.add(self)
         if service.suspects:
-            self._suspected = service.suspects.check(model, request.inputs, request.items)
+            self._suspected = service.suspects.check(model, request.arrays(), request.items)
         try:
-            self._call = service.door.submit(
-                self.name, request.inputs, request.items, deadline_ms, request.priority, self.client or None, self
-            )
+            if request.tail is not None and request.repeated is not None:
+                pieces = request.repeated.pieces(model.inputs, request.tail)
+                self._call = service.door.submit_bytes(
+                    self.name, pieces, deadline_ms, request.priority, client, self, self.loop
+                )
+            else:
+                self._call = service.door.submit(
+                    self.name, request.inputs, request.items, deadline_ms, request.priority, client, self
+                )
         except UnknownModelError as e:
             raise _met_unload(self.name) from e
 
     # -- the engine's answer
 
+    def done_in(self, lane: Lane, slot: int) -> None:
+        known = known_answer(self._request)
+        if known is None:
+            self.done({key: array[slot : slot + 1] for key, array in lane.outputs.items()})
+            return
+        outputs = lane.slot_bytes(slot)[1]
+        self._answer([known, *[outputs[each.name] for each in self._request.outputs]], len(known))
+
     def done(self, outputs: dict[str, NDArray[Any]]) -> None:
+        if not self.over:
+            self._answer(*encode(self._model, VERSION, self._request, outputs))
+
+    def _answer(self, pieces: Pieces, json_length: int | None) -> None:
         if self.over:
             return
         self._end(in_time_or_late=True)
         if self._suspected:
             self.service.suspects.acquit(self._suspected)
-        pieces, json_length = encode(self._model, VERSION, self._request, outputs)
         self.service.counters.of(self.name).note_answer(time.monotonic_ns() - self.started_ns)
         self.answered(pieces, json_length)
 

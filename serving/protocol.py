@@ -69,6 +69,11 @@ class Request(msgspec.Struct, frozen=True):  # creating a Struct takes a fractio
     priority: int | None  # the engine's: larger goes first; None: the model's own
     timeout_us: float | None
     repeated: Repeated | None = None  # its JSON, if that may be sent again
+    tail: memoryview | None = None  # the bytes of its inputs, in place of `inputs`: valid while its body is
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """The inputs as arrays."""
+        return self.inputs if self.tail is None or self.repeated is None else self.repeated.arrays(self.tail)
 
 
 _decode = msgspec.json.Decoder(RequestBody).decode
@@ -80,8 +85,10 @@ def largest_request(model: Model) -> int:
     return BESIDE_BYTES + model.max_batch * values * NUMBER_BYTES
 
 
-def decode(model: Model, body: bytes | memoryview, header_length: str | None) -> Request:
-    """A request of the model; RequestError says what is wrong with an invalid one."""
+def decode(model: Model, body: bytes | memoryview, header_length: str | None, as_bytes: bool = False) -> Request:
+    """A request of the model; RequestError says what is wrong with an invalid one. `as_bytes`: the inputs of one item
+    whose JSON is known may stay bytes.
+    """
     header, tail = split(memoryview(body), header_length)
     around: tuple[bytes, bytes] | None = None  # the parts of a known JSON that do not change
     text = b""  # its list of numbers, which does
@@ -91,9 +98,12 @@ def decode(model: Model, body: bytes | memoryview, header_length: str | None) ->
     else:
         around, text = parts(bytes(header))
     if around is not None and (repeated := find(model, around, len(tail))) is not None:
+        number, items, outputs, level, timeout_us = repeated.meaning
+        if as_bytes and items == 1 and len(tail) and not model.ranges:
+            priority = None if level is None else engine_priority(model, level)
+            return Request(number, 1, True, {}, outputs, priority, timeout_us, repeated, tail)
         found = repeated.arrays(tail) if len(tail) else _known_numbers(repeated, text)
         if found is not None:
-            number, items, outputs, level, timeout_us = repeated.meaning
             if model.ranges:
                 check_ranges(model, found)
             priority = engine_priority(model, level)

@@ -84,10 +84,12 @@ class Catalogue(ABC):
 
     def ready(self, name: str, version: str | None = None) -> Model:
         """The model; an error if it is not loaded."""
+        known = self.entries.get(name)
+        if known is not None and known.state == READY and known.model is not None and version is None:
+            return known.model  # most requests; `find` would look it up once more
         entry = self.find(name, version)
-        model = entry.model
-        if entry.state == READY and model is not None:
-            return model
+        if entry.state == READY and entry.model is not None:
+            return entry.model
         if entry.state == LOADING or (entry.wanted and entry.reason in (NOT_YET, ANEW)):
             raise RefusedError(f"model {name!r} is being loaded; try again later", "loading", retry_after_s=2.0)
         raise UnknownModelError(f"model {name!r} is not loaded: {entry.reason or entry.state.lower()}")

@@ -6,9 +6,9 @@ only their length is checked again; if they are one flat list of numbers inside 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import finalize
 
 import msgspec
 import numpy as np
@@ -39,6 +39,13 @@ class Repeated:
         # The answer's JSON is the same each time too: the part before its binary tensors, or around its lists.
         self.answer: list[bytes] | None = None
 
+    def pieces(self, names: Iterable[str], tail: memoryview) -> Sequence[memoryview]:
+        """The bytes of the tensors of these names, without their conversion to arrays."""
+        if len(self.tensors) == 1:
+            return (tail,)
+        place = {name: slice(at, at + count * dtype.itemsize) for name, dtype, count, at, _ in self.tensors}
+        return [tail[place[name]] for name in names]
+
     def arrays(self, tail: memoryview) -> dict[str, NDArray[Any]]:
         return {
             name: np.frombuffer(tail, dtype, count, offset).reshape(shape)
@@ -46,7 +53,7 @@ class Repeated:
         }
 
 
-_repeats: WeakKeyDictionary[Model, dict[Around, Repeated]] = WeakKeyDictionary()
+_repeats: dict[int, dict[Around, Repeated]] = {}  # by id(model), for as long as the model lives
 
 
 def parts(body: bytes) -> tuple[Around | None, bytes]:
@@ -78,13 +85,16 @@ def _address(of: Any) -> int:
 
 def find(model: Model, around: Around, nbytes: int) -> Repeated | None:
     """The remembered JSON, if as many bytes of tensors follow it as before."""
-    known = _repeats.get(model)
+    known = _repeats.get(id(model))
     found = None if known is None else known.get(around)
     return found if found is not None and found.nbytes == nbytes else None
 
 
 def keep(model: Model, around: Around, repeated: Repeated) -> None:
-    known = _repeats.setdefault(model, {})
+    known = _repeats.get(id(model))
+    if known is None:
+        known = _repeats[id(model)] = {}
+        finalize(model, _repeats.pop, id(model)).atexit = False
     if len(known) >= REMEMBERED:  # e.g. by a client that numbers its requests
         known.clear()
     known[around] = repeated

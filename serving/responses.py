@@ -30,6 +30,13 @@ class ResponseBody(msgspec.Struct, omit_defaults=True):
     id: str = ""
 
 
+def known_answer(request: Request) -> bytes | None:
+    """The JSON of the answer, if an earlier one was equal and only binary tensors follow it."""
+    repeated = request.repeated
+    known = None if repeated is None else repeated.answer
+    return known[0] if known is not None and len(known) == 1 else None
+
+
 def encode(
     model: Model, version: str, request: Request, results: dict[str, NDArray[Any]]
 ) -> tuple[list[bytes | memoryview], int | None]:

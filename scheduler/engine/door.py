@@ -7,7 +7,7 @@ answered from the engine's own memory, in the thread that reads its completion.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.engine.answers import Outputs
 from paellapy.scheduler.engine.front_calls import E_LANE, E_MODEL, E_SLOT, E_STATUS
-from paellapy.scheduler.engine.front_end import Entry, FrontEnd, Pending
+from paellapy.scheduler.engine.front_end import Entry, FrontEnd, Loaded, Pending
 from paellapy.scheduler.engine.requests import Requester
-from paellapy.scheduler.engine.submitting import submit
+from paellapy.scheduler.engine.submitting import submit, submit_bytes
+from paellapy.scheduler.models.lane_memory import Lane
 from paellapy.scheduler.models.model import Model
 
 
@@ -31,11 +32,21 @@ class Caller(Protocol):
     def failed(self, error: Exception) -> None: ...
 
 
+class ByteCaller(Protocol):
+    """The receiver of an answer to a request of bytes."""
+
+    def done_in(self, lane: Lane, slot: int) -> None:
+        """The request succeeded: its outputs are in this slot. The slot is the engine's again when this returns."""
+
+    def failed(self, error: Exception) -> None: ...
+
+
 class Door:
     """The door of one engine, which is in this process or in another one."""
 
     def __init__(self, engine: Requester) -> None:
         self._engine = engine
+        self._attached: tuple[FrontEnd, asyncio.AbstractEventLoop] | None = None
 
     def is_limited(self, client: Hashable) -> bool:
         """Whether the client is a tenant with a limit, which may hold its requests back for as long as it takes."""
@@ -81,6 +92,30 @@ class Door:
         if call.failed:  # before the others could be withdrawn
             for pending in call.pending:
                 front.cancel(pending)
+        return call
+
+
+    def submit_bytes(
+        self,
+        name: str,
+        pieces: Sequence[memoryview],
+        deadline_ms: float | None,
+        priority: int | None,
+        client: Hashable,
+        caller: ByteCaller,
+        loop: asyncio.AbstractEventLoop,
+    ) -> ByteCall:
+        """As `submit`, for one item whose inputs are bytes: in the model's order, each as long as its tensor. `loop`
+        is the running one.
+        """
+        engine = self._engine
+        loaded = engine._find(name)
+        front = engine._front
+        if self._attached is None or self._attached[0] is not front or self._attached[1] is not loop:
+            front.attach(loop)
+            self._attached = front, loop
+        call = ByteCall(engine, front, loaded, caller)
+        submit_bytes(front, call, pieces, engine._terms(loaded, deadline_ms, priority, client))
         return call
 
 
@@ -170,6 +205,41 @@ class Call:
         if self._left == 0:
             self.over = True
             self._caller.done(self._results)
+
+
+class ByteCall(Pending):
+    """A request of bytes that has not been answered: as `Call`, and its pending request too."""
+
+    __slots__ = ("_caller", "_engine", "_front", "over")
+
+    def __init__(self, engine: Requester, front: FrontEnd, loaded: Loaded, caller: ByteCaller) -> None:
+        self._engine, self._front, self._caller = engine, front, caller
+        self.loaded, self.keep, self.over = loaded, None, False
+
+    def finish(self, entry: Entry) -> None:
+        if self.over:
+            return
+        if entry[E_STATUS] != codes.OK:
+            found = self._engine._result(entry)
+            assert isinstance(found, Exception)
+            self.answer(found)
+            return
+        loaded = self._engine._row(entry[E_MODEL])
+        assert loaded is not None
+        self.over = True
+        self._caller.done_in(loaded.lane_of[entry[E_LANE]], entry[E_SLOT])
+
+    def answer(self, error: Exception) -> None:
+        """Fails the request: it failed, or the engine's process is gone."""
+        if not self.over:
+            self.cancel()
+            self._caller.failed(error)
+
+    def cancel(self) -> None:
+        """Withdraws the request if it has not run. The caller is told nothing more."""
+        if not self.over:
+            self.over = True
+            self._front.cancel(self)
 
 
 class _Item:

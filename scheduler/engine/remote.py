@@ -167,7 +167,7 @@ class RemoteEngine(Requester):
         front.detach_all()
         self._models, self._by_row = {}, {}
         for pending in left:
-            answer = getattr(pending.finish, "answer", None)
+            answer = getattr(pending, "answer", None) or getattr(pending.finish, "answer", None)
             if answer is not None:  # otherwise it is a slot that is not submitted yet
                 answer(EngineAwayError(AWAY))
 

@@ -54,7 +54,7 @@ class Reserving(Answering):
         arrival_ns, deadline_ns = request_times(deadline_ms)
         number = 0 if client is None else self._front.client_number(client)
         rank = loaded.model.priority if priority is None else request_rank(priority)
-        return Terms(number, rank, arrival_ns, deadline_ns)
+        return number, rank, arrival_ns, deadline_ns
 
 
 class Slot:
@@ -73,10 +73,10 @@ class Slot:
         # Not a method of the slot: the pending request must not keep a forgotten slot alive.
         self._early = _Early()
         self._pending = Pending(self._loaded, self._early)
-        self._front.take_row(self._pending, self._terms.client)
+        self._front.take_row(self._pending, self._terms[0])
         self._open = True
         engine._slots.add(self)
-        self._place = None if in_turn else self._front.claim(self._loaded, self._terms.client)
+        self._place = None if in_turn else self._front.claim(self._loaded, self._terms[0])
         if self._place is not None:
             lane, slot = self._place
             self._front.post_claimed(self._pending, lane, slot, *self._terms)

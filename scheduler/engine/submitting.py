@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,13 +14,9 @@ from paellapy.scheduler.engine.front_end import Entry, FrontEnd, Loaded, Pending
 Place = tuple[int, int]  # lane and slot
 
 
-class Terms(NamedTuple):
-    """What a message to the core says of a request besides its place."""
-
-    client: int
-    priority: int
-    arrival_ns: int
-    deadline_ns: int
+# What a message to the core says of a request besides its place: client, priority, arrival_ns, deadline_ns. Making a
+# named tuple takes as long as ten calls.
+Terms = tuple[int, int, int, int]
 
 
 def submit(
@@ -39,12 +35,12 @@ def submit(
     try:
         for finish in finishes:
             pending.append(Pending(loaded, finish))
-            front.take_row(pending[-1], terms.client)
+            front.take_row(pending[-1], terms[0])
     except QueueFullError:
         for each in pending[:-1]:
             front.give_back(each)
         raise
-    claims = [front.claim(loaded, terms.client) for _ in pending]
+    claims = [front.claim(loaded, terms[0]) for _ in pending]
     staged: list[Staged] = []
     written = 0
     try:
@@ -67,8 +63,8 @@ def submit_one(
 ) -> Pending:
     """As `submit`, for one item: most requests have no more, and need no lists."""
     pending = Pending(loaded, finish)
-    front.take_row(pending, terms.client)
-    claimed = front.claim(loaded, terms.client)
+    front.take_row(pending, terms[0])
+    claimed = front.claim(loaded, terms[0])
     staged: list[Staged] = []
     try:
         if claimed is None:
@@ -80,6 +76,26 @@ def submit_one(
         _withdraw(front, [pending], [claimed], staged, 0, terms)
         raise
     return pending
+
+
+def submit_bytes(front: FrontEnd, pending: Pending, pieces: Sequence[memoryview], terms: Terms) -> None:
+    """As `submit_one`, for inputs that are bytes, in the model's order and of its sizes."""
+    front.take_row(pending, terms[0])
+    claimed = front.claim(pending.loaded, terms[0])
+    staged: list[Staged] = []
+    try:
+        if claimed is None:
+            staged.append(_stage_bytes(front, pending, pieces))
+            front.post_staged(staged, *terms)
+            return
+        lane = pending.loaded.lane_of.get(claimed[0])
+        if lane is not None:  # as in `write`
+            for slot, piece in zip(lane.slot_bytes(claimed[1])[0], pieces, strict=True):
+                slot[:] = piece
+        front.post_written(pending, *claimed, *terms)
+    except Exception:
+        _withdraw(front, [pending], [claimed], staged, 0, terms)
+        raise
 
 
 def _withdraw(
@@ -108,6 +124,15 @@ def _stage(front: FrontEnd, pending: Pending, inputs: Mapping[str, NDArray[Any]]
     for array in inputs.values():
         staged[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         at += array.nbytes
+    return pending, source, keep
+
+
+def _stage_bytes(front: FrontEnd, pending: Pending, pieces: Sequence[memoryview]) -> Staged:
+    staged, source, keep = front.stage.take(sum(map(len, pieces)))
+    memory, at = staged.data, 0
+    for piece in pieces:
+        memory[at : at + len(piece)] = piece
+        at += len(piece)
     return pending, source, keep
 
 

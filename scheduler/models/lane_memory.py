@@ -118,6 +118,18 @@ class Lane:
         self.berth: Berth | None = None  # the berth that it shares with other models' lanes
         self.inputs = {k: self._host_view(f"in:{k}", s) for k, s in model.inputs.items()}
         self.outputs = {k: self._host_view(f"out:{k}", s) for k, s in model.outputs.items()}
+        self._slot_bytes: dict[int, tuple[list[memoryview], dict[str, memoryview]]] = {}
+
+    def slot_bytes(self, slot: int) -> tuple[list[memoryview], dict[str, memoryview]]:
+        """The bytes of a slot: its inputs in the model's order, and its outputs. Copying bytes between memoryviews
+        takes a fraction of the time that arrays take.
+        """
+        found = self._slot_bytes.get(slot)
+        if found is None:
+            inputs = [_bytes(array[slot : slot + 1]) for array in self.inputs.values()]
+            outputs = {key: _bytes(array[slot : slot + 1]) for key, array in self.outputs.items()}
+            found = self._slot_bytes[slot] = inputs, outputs
+        return found
 
     @property
     def words(self) -> NDArray[np.uint64]:
@@ -148,6 +160,10 @@ class Lane:
         """An array in the lane's arena."""
         nbytes = math.prod(shape) * dtype.itemsize
         return self.memory.array(self.plan.scratch + bump.take(nbytes), shape, dtype)
+
+
+def _bytes(array: NDArray[Any]) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,10 @@ class ShortInference(Inference):
         self._client, self._way, self.head = client, way, head
         self._held_bytes = 0  # of a body that did not arrive at once
 
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        return self._way.loop
+
     def claim(self, nbytes: int) -> None:
         self.service.held.change(self._held_bytes, nbytes)
         self._held_bytes = nbytes

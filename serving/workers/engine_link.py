@@ -54,8 +54,8 @@ class RemoteRegistry(Catalogue):
         return super().find(name, version)
 
     def ready(self, name: str, version: str | None = None) -> Model:
-        self.find(name, version)
         if self.engine.link is None:
+            self.find(name, version)  # says of an unknown model that it is unknown
             raise EngineAwayError(AWAY)
         return super().ready(name, version)
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.models.model import Model, TensorSpec
 from paellapy.serving import repeats
 from paellapy.serving.errors import RequestError
@@ -100,7 +101,7 @@ def test_what_is_remembered_is_bounded_and_goes_with_the_model():
     model = make_model(["int8"])
     for k in range(3 * repeats.REMEMBERED):
         read(model, *make_request(model, 1, {}, str(k)))
-        assert len(repeats._repeats[model]) <= repeats.REMEMBERED
+        assert len(repeats._repeats[id(model)]) <= repeats.REMEMBERED
     long, arrays = make_request(model, 1, {}, "x" * repeats.LONGEST)
     assert read(model, long, arrays).repeated is None
     before = len(repeats._repeats)
@@ -190,3 +191,36 @@ def test_numbers_are_rounded_as_numpy_does_and_never_to_infinity():
         if name != "float64":
             with pytest.raises(RequestError, match="range"):
                 decode(model, body([0.0, 0.0, 1.01 * values[2]]), None)
+
+
+@given(
+    dtypes=some.lists(some.sampled_from(("float32", "int8", "float64", "uint16")), min_size=1, max_size=3),
+    backwards=some.booleans(),
+)
+def test_the_bytes_of_a_known_request_are_those_of_its_arrays_in_the_models_order(dtypes, backwards):
+    model = make_model(dtypes)
+    header, arrays = make_request(model, 1, {})
+    if backwards:
+        body = json.loads(header)
+        body["inputs"].reverse()
+        header, arrays = json.dumps(body).encode(), dict(reversed(arrays.items()))
+    whole = header + b"".join(a.tobytes() for a in arrays.values())
+    for _ in range(2):  # the JSON is known at the second
+        request = decode(model, whole, str(len(header)), as_bytes=True)
+    assert request.tail is not None
+    assert request.repeated is not None
+    pieces = request.repeated.pieces(model.inputs, request.tail)
+    assert [bytes(each) for each in pieces] == [arrays[name].tobytes() for name in model.inputs]
+    for name, array in request.arrays().items():
+        np.testing.assert_array_equal(array, arrays[name])
+
+
+def test_values_are_checked_also_where_the_json_is_known():
+    specs = {"x": TensorSpec((2,), np.dtype("int32"), low=0, high=5)}
+    model = Model("m", lambda w, i, o: None, inputs=specs, outputs=specs, batch=(1, 4))
+    tensor = {"name": "x", "datatype": "INT32", "shape": [1, 2], "parameters": {"binary_data_size": 8}}
+    header = json.dumps({"inputs": [tensor]}).encode()
+    for _ in range(2):
+        decode(model, header + np.array([1, 2], np.int32).tobytes(), str(len(header)), as_bytes=True)
+    with pytest.raises(PaellaError, match="99"):
+        decode(model, header + np.array([1, 99], np.int32).tobytes(), str(len(header)), as_bytes=True)

@@ -12,8 +12,9 @@ from waiting import held_core
 
 import paellapy as pp
 from paellapy.scheduler.core.check import check_at_rest
-from paellapy.scheduler.core.errors import QueueFullError
-from paellapy.scheduler.engine.door import Door
+from paellapy.scheduler.core.errors import DeadlineError, EngineAwayError, QueueFullError
+from paellapy.scheduler.engine.door import ByteCall, Door
+from paellapy.scheduler.engine.remote import RemoteEngine
 
 
 class Asked:
@@ -96,6 +97,70 @@ def test_items_of_a_model_with_one_lane_are_one_batch():
 def test_the_trial_of_a_full_batch_is_one_batch(engine):
     assert engine.try_batch("scale") > 0
     assert engine.stats()["models"]["scale"]["mean_batch"] == 4
+
+
+class AskedInBytes:
+    """As `Asked`, for a request of bytes."""
+
+    def __init__(self) -> None:
+        self.answer = asyncio.get_running_loop().create_future()
+
+    def done_in(self, lane, slot) -> None:
+        if not self.answer.done():
+            self.answer.set_result(b"".join(lane.slot_bytes(slot)[1].values()))
+
+    def failed(self, error: Exception) -> None:
+        self.answer.set_exception(error)
+
+
+def submit_bytes(door, value, deadline_ms=None):
+    asked = AskedInBytes()
+    piece = memoryview(np.full(64, value, np.float32).tobytes())
+    return asked, door.submit_bytes("scale", (piece,), deadline_ms, None, None, asked, asyncio.get_running_loop())
+
+
+def test_requests_of_bytes_are_answered_from_slots_and_from_memory_for_inputs_without_one(engine):
+    async def ask():
+        door = Door(engine)
+        with held_core(engine):  # so that the later ones find no open lane
+            asked = [submit_bytes(door, k)[0] for k in range(40)]
+        return [await asyncio.wait_for(each.answer, 60) for each in asked]
+
+    assert asyncio.run(ask()) == [np.full(64, 2 * k, np.float32).tobytes() for k in range(40)]
+    check_at_rest(engine.state)
+
+
+def test_a_request_of_bytes_is_told_once_of_its_failure_and_of_nothing_after_it_is_withdrawn(engine):
+    async def ask():
+        door = Door(engine)
+        with held_core(engine):
+            late, _ = submit_bytes(door, 1, deadline_ms=1e-3)
+            lost, call = submit_bytes(door, 2)
+            left, withdrawn = submit_bytes(door, 3)
+            call.answer(EngineAwayError("the engine is away"))
+            withdrawn.cancel()
+        last, _ = submit_bytes(door, 4)
+        await asyncio.wait_for(last.answer, 60)
+        for each, error in ((late, DeadlineError), (lost, EngineAwayError)):
+            with pytest.raises(error):
+                await asyncio.wait_for(each.answer, 60)
+        while engine._front.waiting:
+            await asyncio.sleep(1e-3)
+        assert not left.answer.done()
+
+    asyncio.run(ask())
+    check_at_rest(engine.state)
+
+
+def test_requests_of_bytes_are_told_that_their_engine_is_lost():
+    async def lose():
+        engine, asked = RemoteEngine(), AskedInBytes()
+        engine._front._pending[0] = ByteCall(engine, engine._front, None, asked)
+        engine.lose()
+        with pytest.raises(EngineAwayError):
+            await asyncio.wait_for(asked.answer, 60)
+
+    asyncio.run(lose())
 
 
 @pytest.mark.parametrize("other", [False, True])
