@@ -68,6 +68,17 @@ def numbers(data: msgspec.Raw | bytes, dtype: np.dtype[Any], shape: tuple[int, .
         raise RequestError(f"{where}: a number is outside the range of {datatype(dtype)}") from None
 
 
+def number_bytes(text: bytes, dtype: np.dtype[Any], count: int) -> bytes | None:
+    """The bytes of `numbers`, for a short flat list of floats; None: it is another list, or has an error."""
+    if dtype.char not in "efd" or len(text) > PIECE_BYTES or text.count(b",") + 1 > count:
+        return None
+    try:
+        values = _LISTS["f"](text)
+        return struct.pack(f"={count}{dtype.char}", *values)
+    except (*NOT_JSON, OverflowError, struct.error):  # struct.error: there are fewer
+        return None
+
+
 def _array(values: list[Any], dtype: np.dtype[Any], kind: str) -> NDArray[Any]:
     if dtype.char in "efd":  # NumPy, and "@", would silently turn a number outside the range into infinity
         return np.frombuffer(struct.pack(f"={len(values)}{dtype.char}", *values), dtype)

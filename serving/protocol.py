@@ -17,7 +17,7 @@ from paellapy.scheduler.engine.request_checks import check_ranges
 from paellapy.scheduler.models.model import Model, TensorSpec
 from paellapy.serving.datatypes import check_datatype
 from paellapy.serving.errors import RequestError, short
-from paellapy.serving.numbers import NOT_JSON, numbers
+from paellapy.serving.numbers import NOT_JSON, number_bytes, numbers
 from paellapy.serving.repeats import LONGEST, Repeated, find, keep, parts, starts_at
 
 Parameters = dict[str, Any]
@@ -99,9 +99,11 @@ def decode(model: Model, body: bytes | memoryview, header_length: str | None, as
         around, text = parts(bytes(header))
     if around is not None and (repeated := find(model, around, len(tail))) is not None:
         number, items, outputs, level, timeout_us = repeated.meaning
-        if as_bytes and items == 1 and len(tail) and not model.ranges:
-            priority = None if level is None else engine_priority(model, level)
-            return Request(number, 1, True, {}, outputs, priority, timeout_us, repeated, tail)
+        if as_bytes and items == 1 and not model.ranges:
+            stays = tail if len(tail) else _known_bytes(repeated, text)
+            if stays is not None:
+                priority = engine_priority(model, level)
+                return Request(number, 1, True, {}, outputs, priority, timeout_us, repeated, stays)
         found = repeated.arrays(tail) if len(tail) else _known_numbers(repeated, text)
         if found is not None:
             if model.ranges:
@@ -148,6 +150,12 @@ def _comes_again(
         return unset and not any(a.dtype.kind == "b" for a in arrays.values())
     data = request.inputs[0].data
     return len(arrays) == 1 and isinstance(data, msgspec.Raw) and starts_at(data, header, around)
+
+
+def _known_bytes(repeated: Repeated, text: bytes) -> memoryview | None:
+    _, dtype, count, _, _ = repeated.tensors[0]
+    found = number_bytes(text, dtype, count)
+    return None if found is None else memoryview(found)
 
 
 def _known_numbers(repeated: Repeated, text: bytes) -> dict[str, NDArray[Any]] | None:

@@ -13,6 +13,7 @@ from paellapy.serving.middleware import encode_json
 JSON, BINARY = b"application/json", b"application/octet-stream"
 _REASONS = {200: b"OK", 400: b"Bad Request", 404: b"Not Found", 408: b"Request Timeout",
             429: b"Too Many Requests", 500: b"Internal Server Error", 503: b"Service Unavailable"}  # fmt: skip
+_CLOSE = b"Connection: close\r\n\r\n"
 _HEAD = (
     b"HTTP/1.1 %d %b\r\nContent-Type: %b\r\nContent-Length: %d\r\nX-Request-Id: %b\r\nDate: %b\r\nServer: paellapy\r\n"
     b"%b%b"
@@ -32,10 +33,25 @@ class Answer:
     def parts(self, date: bytes, close: bool) -> Pieces:
         """The header, and the pieces of the body."""
         length = sum(map(len, self.pieces))
-        number = self.number.encode("utf-8", "surrogateescape")
-        end = b"Connection: close\r\n\r\n" if close else b"\r\n"
+        end = _CLOSE if close else b"\r\n"
         reason = _REASONS.get(self.status, b"Error")
-        return [_HEAD % (self.status, reason, self.kind, length, number, date, self.more, end), *self.pieces]
+        head = _HEAD % (self.status, reason, self.kind, length, _encoded(self.number), date, self.more, end)
+        return [head, *self.pieces]
+
+
+def json_header(length: int) -> bytes:
+    """The header line that says how long the JSON before binary tensors is."""
+    return b"Inference-Header-Content-Length: %d\r\n" % length
+
+
+def success(number: str, size: int, json_length: int | None, date: bytes, close: bool) -> bytes:
+    """The header of an answer to an inference. Most answers need no more than this."""
+    kind, more = (JSON, b"") if json_length is None else (BINARY, json_header(json_length))
+    return _HEAD % (200, b"OK", kind, size, _encoded(number), date, more, _CLOSE if close else b"\r\n")
+
+
+def _encoded(number: str) -> bytes:
+    return number.encode("utf-8", "surrogateescape")
 
 
 def of_error(error: ErrorAnswer, number: str) -> Answer:

@@ -16,25 +16,27 @@ from paellapy.instrument.errors import PaellaError
 from paellapy.serving.connections import Connection
 from paellapy.serving.errors import STOPPING, LateBodyError
 from paellapy.serving.fast_path.buffers import AHEAD_BYTES, Body, Reader, write
-from paellapy.serving.fast_path.head import LONGEST_HEAD
+from paellapy.serving.fast_path.head import LONGEST_HEAD, Head
 from paellapy.serving.fast_path.way import Way, Work
 from paellapy.serving.inference import Pieces
 from paellapy.serving.protocol import BESIDE_BYTES
 
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,15})[ \t]*(?=\r\n)")
 _START = b"POST /v2/models/"
+_NO_HEAD = b"\r\n\r\n"  # no request begins with these bytes
 
 
 class FastConnection(Connection):
     """A connection whose inferences take the fast path; aiohttp handles its other requests."""
 
-    __slots__ = ("_body_timer", "_drained", "_held", "_reading_held", "_strange", "_unwanted", "_way", "_work", "body",
-                 "closing")  # fmt: skip
+    __slots__ = ("_body_timer", "_drained", "_held", "_latest", "_reading_held", "_strange", "_unwanted", "_way",
+                 "_work", "body", "closing")  # fmt: skip
 
     def __init__(self, manager: Any, *, way: Way, **options: Any) -> None:
         super().__init__(manager, **options)
         self._way = way
         self._held = b""  # received bytes that belong to no request yet
+        self._latest: tuple[bytes, Head | None] = _NO_HEAD, None  # the latest header: clients repeat it
         self._work: Work | None = None  # the current request, from its header to its answer
         self.body: Body | None = None  # its body while it arrives; None: it is complete
         self._body_timer: asyncio.TimerHandle | None = None
@@ -58,7 +60,9 @@ class FastConnection(Connection):
     def data_received(self, data: bytes | memoryview) -> None:
         """Handles bytes. The memory behind a memoryview is reused after this call."""
         self.fresh = False
-        if self._strange or not data:  # empty: aiohttp calls itself
+        if self._work is None and data and not (self._held or self._unwanted or self._strange or self._paused):
+            self._take(data)
+        elif self._strange or not data:  # empty: aiohttp calls itself
             super().data_received(bytes(data))
         elif self.body is not None:
             self._read_body(data)
@@ -83,17 +87,16 @@ class FastConnection(Connection):
         # After a request of its own, aiohttp waits for the next one; its answer is written by then.
         idle = self._request_count == 0 or (self._waiter is not None and not self._waiter.done())
         start = data if isinstance(data, bytes) else bytes(data[:LONGEST_HEAD])
-        if not start.startswith(_START) or not idle or self._messages or not self._keepalive:
-            self._give(bytes(data))
-            return
-        end = start.find(b"\r\n\r\n") + 4
-        head = self._way.heads.find(start[:end]) if end >= 4 else None
-        if head is None or (head.length > BESIDE_BYTES and self._way.is_doubtful(head, start[:end])):
+        raw, head = self._latest
+        if not start.startswith(raw) or not idle or self._messages or not self._keepalive:
+            raw, head = self._find_head(start, idle)
+        end = len(raw)
+        if head is None or (head.length > BESIDE_BYTES and self._way.is_doubtful(head, raw)):
             self._give(bytes(data))
             return
         if self._timer is not None:
             self._disarm()
-        work = self._work = self._way.begin(self, head, start[:end])
+        work = self._work = self._way.begin(self, head, raw)
         body_end = end + head.length
         if len(data) >= body_end:
             self._held = bytes(data[body_end:])
@@ -111,6 +114,17 @@ class FastConnection(Connection):
         if self._way.body_timeout_s is not None:
             self._body_timer = self._loop.call_later(self._way.body_timeout_s, self._body_is_late)
         self._read_body(memoryview(data)[end:])
+
+    def _find_head(self, start: bytes, idle: bool) -> tuple[bytes, Head | None]:
+        """The header at the beginning of these bytes; None: aiohttp handles the request."""
+        if not start.startswith(_START) or not idle or self._messages or not self._keepalive:
+            return b"", None
+        end = start.find(b"\r\n\r\n") + 4
+        raw = start[:end] if end >= 4 else b""
+        head = self._way.heads.find(raw) if raw else None
+        if head is not None:
+            self._latest = raw, head
+        return raw, head
 
     def _give(self, data: bytes) -> None:
         """Gives bytes to aiohttp. After a complete request its parser is empty, and the next request may be

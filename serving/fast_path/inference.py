@@ -7,7 +7,7 @@ import threading
 
 from paellapy.serving.codings import IN_THREAD_BYTES, answer_coding, pack
 from paellapy.serving.errors import error_answer
-from paellapy.serving.fast_path.answers import BINARY, Answer, Clock, of_error
+from paellapy.serving.fast_path.answers import BINARY, Answer, Clock, json_header, of_error, success
 from paellapy.serving.fast_path.buffers import read_buffer
 from paellapy.serving.fast_path.head import Head, Heads
 from paellapy.serving.fast_path.way import Client
@@ -54,16 +54,14 @@ class ShortInference(Inference):
         self._held_bytes = nbytes
 
     def answered(self, pieces: Pieces, json_length: int | None) -> None:
-        answer = Answer(request_id(self.head.id), pieces)
-        if json_length is not None:
-            answer.kind, answer.more = BINARY, b"Inference-Header-Content-Length: %d\r\n" % json_length
+        number, size = request_id(self.head.id), sum(map(len, pieces))
         if self.head.accepts is not None:
-            size = sum(map(len, pieces))
             coding = answer_coding(self.head.accepts, size, binary=json_length is not None)
             if coding is not None:
-                self._pack(answer, size, coding)
+                self._pack(pieces, number, size, json_length, coding)
                 return
-        self._write(answer)
+        close = self.service.draining or self._client.closing
+        self._send([success(number, size, json_length, self._way.clock.date(), close), *pieces], close)
 
     def refused(self, error: Exception) -> None:
         number = request_id(self.head.id)
@@ -74,9 +72,11 @@ class ShortInference(Inference):
             self.claim(0)
         self.service.counters.leave()
 
-    def _pack(self, answer: Answer, size: int, coding: str) -> None:
-        body = b"".join(answer.pieces)
-        answer.more += b"Content-Encoding: %b\r\n" % coding.encode()
+    def _pack(self, pieces: Pieces, number: str, size: int, json_length: int | None, coding: str) -> None:
+        body = b"".join(pieces)
+        answer = Answer(number, [], more=b"Content-Encoding: %b\r\n" % coding.encode())
+        if json_length is not None:
+            answer.kind, answer.more = BINARY, json_header(json_length) + answer.more
         if size < IN_THREAD_BYTES or threading.get_ident() != self._way.thread:
             answer.pieces = [pack(body, coding)]
             self._write(answer)
@@ -89,9 +89,11 @@ class ShortInference(Inference):
         self._way.loop.run_in_executor(None, pack, body, coding).add_done_callback(packed)
 
     def _write(self, answer: Answer) -> None:
-        """Writes the answer. Called in the thread that reads completions, usually the event loop's."""
         close = self.service.draining or self._client.closing
-        parts = answer.parts(self._way.clock.date(), close)
+        self._send(answer.parts(self._way.clock.date(), close), close)
+
+    def _send(self, parts: Pieces, close: bool) -> None:
+        """Called in the thread that reads completions, usually the event loop's."""
         if threading.get_ident() == self._way.thread:
             self._client.send(self, parts, close)
         else:

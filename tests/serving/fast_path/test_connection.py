@@ -16,7 +16,7 @@ from raw_client import Client
 from serving_server import infer_body, running
 
 from paellapy.scheduler.core.errors import QueueFullError, UnknownModelError
-from paellapy.scheduler.engine import submitting
+from paellapy.scheduler.engine import door, submitting
 from paellapy.serving.fast_path import connection, inference
 
 
@@ -194,25 +194,33 @@ def test_a_body_that_says_it_is_too_large_is_not_waited_for(server, path, more):
     server.wait_until(lambda: server.service.in_flight == 0)
 
 
+@pytest.mark.parametrize("known", [False, True])  # whether the request's JSON is: its inputs then stay bytes
 @pytest.mark.parametrize("more", [(), ("traceparent: none",)])
-def test_a_request_that_an_unload_overtakes_is_to_be_sent_again(server, monkeypatch, more):
-    submit = server.engine._submit
+def test_a_request_that_an_unload_overtakes_is_to_be_sent_again(server, monkeypatch, more, known):
+    place, name = (door, "submit_bytes") if known else (server.engine, "_submit")
+    submit = getattr(place, name)
 
     def unloaded(*request):
-        request[-1].answer(UnknownModelError("unloaded"))
-        return submit(*request)
+        done = submit(*request)
+        call = request[1] if known else request[-1]
+        call.answer(UnknownModelError("unloaded"))
+        return done
 
     def not_there(*request):
         raise UnknownModelError("not there")
 
-    for each in (unloaded, not_there):
-        monkeypatch.setattr(server.engine, "_submit", each)
+    for k, each in enumerate((unloaded, not_there)):
+        number = f"unload {more} {known} {k}"
         with Client(server) as client:
-            client.send(post(1.0, 1, *more))
-            status, headers, body = client.answer()
+            if known:
+                client.send(post(1.0, number, *more))
+                check(client.answer(), 1.0, number)
+            with monkeypatch.context() as patch:
+                patch.setattr(place, name, each)
+                client.send(post(1.0, number, *more))
+                status, headers, body = client.answer()
         assert (status, headers["retry-after"]) == (503, "2")
         assert "unloaded before" in json.loads(body)["error"]
-    monkeypatch.undo()
     server.wait_until(lambda: not server.engine._front.waiting)
 
 
