@@ -162,13 +162,13 @@ class FrontEnd:
         self, pending: Pending, lane: int, slot: int, client: int, priority: int, arrival_ns: int, deadline_ns: int
     ) -> None:
         """Puts the request into the queue, where it may expire; its lane waits for `ready`."""
-        self._post(self._message(pending, lane, slot, 0, client, priority, arrival_ns, deadline_ns))
+        self._post(self._messages.fill(pending, lane, slot, 0, (client, priority, arrival_ns, deadline_ns)))
 
     def post_written(
         self, pending: Pending, lane: int, slot: int, client: int, priority: int, arrival_ns: int, deadline_ns: int
     ) -> None:
         """`post_claimed` and `ready` in one call."""
-        message = self._message(pending, lane, slot, 0, client, priority, arrival_ns, deadline_ns)
+        message = self._messages.fill(pending, lane, slot, 0, (client, priority, arrival_ns, deadline_ns))
         while not calls.post_written(self._line, message, lane, slot):
             self._yield()
 
@@ -186,9 +186,8 @@ class FrontEnd:
         run = np.empty(len(staged), SUBMISSION) if len(staged) > 1 else None
         for k, (pending, source, keep) in enumerate(staged):
             pending.keep = keep
-            message = self._message(
-                pending, codes.NONE, codes.NONE, source, client, priority, arrival_ns, deadline_ns
-            )
+            terms = client, priority, arrival_ns, deadline_ns
+            message = self._messages.fill(pending, codes.NONE, codes.NONE, source, terms)
             if run is None:
                 self._post(message)
                 return
@@ -211,15 +210,6 @@ class FrontEnd:
 
     def on_model_closed(self, model: int, then: Callable[[], None]) -> None:
         self._closed_models[model] = then
-
-    def _message(
-        self, pending: Pending, lane: int, slot: int, source: int, client: int, priority: int, arrival_ns: int,
-        deadline_ns: int,
-    ) -> int:  # fmt: skip
-        """The address of a message, until this thread's next one."""
-        loaded = pending.loaded
-        return self._messages.fill(pending.row, pending.serial, loaded.row, loaded.generation, lane, slot, source,
-                                   client, priority, arrival_ns, deadline_ns)  # fmt: skip
 
     def _send(self, message: Message) -> None:
         self._post(message.address)

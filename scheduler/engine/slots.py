@@ -13,8 +13,8 @@ import numpy as np
 from paellapy.scheduler.core.errors import EngineAwayError, InputError, QueueFullError
 from paellapy.scheduler.engine.answers import Answering, AsyncAnswer, Outputs, SyncAnswer
 from paellapy.scheduler.engine.front_end import Entry, Loaded, Pending
+from paellapy.scheduler.engine.messages import Terms
 from paellapy.scheduler.engine.request_checks import check_ranges, request_rank, request_times
-from paellapy.scheduler.engine.submitting import Terms
 from paellapy.scheduler.engine.waiters import Waiter, thread_waiter
 
 

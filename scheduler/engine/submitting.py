@@ -10,13 +10,9 @@ from numpy.typing import NDArray
 
 from paellapy.scheduler.core.errors import QueueFullError
 from paellapy.scheduler.engine.front_end import Entry, FrontEnd, Loaded, Pending, Staged
+from paellapy.scheduler.engine.messages import Terms
 
 Place = tuple[int, int]  # lane and slot
-
-
-# What a message to the core says of a request besides its place: client, priority, arrival_ns, deadline_ns. Making a
-# named tuple takes as long as ten calls.
-Terms = tuple[int, int, int, int]
 
 
 def submit(
