@@ -26,16 +26,36 @@ def keep_memory() -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
 
 
+_sparing = False  # whether this process spares its objects: not before its start is over, and not in others' servers
+
+
 def spare_objects() -> None:
     """Takes all objects of the start out of the garbage collector's search: one search of the modules and models would
     stop the event loop for a tenth of a second, in the middle of serving.
     """
+    global _sparing
+    _sparing = True
     gc.collect()
     gc.freeze()
 
 
+def spare_more_objects() -> None:
+    """Spares also the objects of a model that was loaded after the start. Only objects that are not spared yet are
+    searched for garbage before.
+    """
+    if _sparing:
+        spare_objects()
+
+
 def search_all_objects() -> None:
     """Lets the collector find a model that is unloaded: its objects may refer to each other."""
+    gc.unfreeze()
+
+
+def stop_sparing() -> None:
+    """Lets the interpreter free everything when it ends."""
+    global _sparing
+    _sparing = False
     gc.unfreeze()
 
 

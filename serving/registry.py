@@ -24,7 +24,7 @@ from paellapy.serving.datatypes import check_servable
 from paellapy.serving.errors import RefusedError, short
 from paellapy.serving.factories import code_number
 from paellapy.serving.logs import log
-from paellapy.serving.process_settings import search_all_objects
+from paellapy.serving.process_settings import search_all_objects, spare_more_objects
 
 T = TypeVar("T")
 
@@ -142,6 +142,7 @@ class Registry(Catalogue):
             self.by_row = {**self.by_row, entry.row: model}
             entry.model, entry.state, entry.wanted = model, READY, True
             self.tell()
+        spare_more_objects()
         return round(float(self.engine.profile(name)[0].whole_ns) * 1e-6, 3)
 
     def unload(self, name: str) -> None:

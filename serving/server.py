@@ -35,9 +35,9 @@ from paellapy.serving.middleware import SERVICE
 from paellapy.serving.process_settings import (
     keep_memory,
     loop_factory,
-    search_all_objects,
     share_interpreter,
     spare_objects,
+    stop_sparing,
 )
 from paellapy.serving.registry import Catalogue, Registry
 from paellapy.serving.reload import Reloader, check_file
@@ -231,7 +231,7 @@ async def run(
         began, code = loop.time(), int(failed.done())
         stopped.cancel()
         failed.cancel()
-        search_all_objects()  # the interpreter's own search at its end frees them
+        stop_sparing()
         await server.stop()
         if server.service.hung:
             end_now(code, "stopped without closing the engine, which does not respond")

@@ -18,7 +18,7 @@ from paellapy.serving.build import build_engine, build_entries, has_room_twice
 from paellapy.serving.config import Config, Source
 from paellapy.serving.loading import load_models
 from paellapy.serving.logs import configure, log
-from paellapy.serving.process_settings import search_all_objects, spare_objects
+from paellapy.serving.process_settings import spare_objects, stop_sparing
 from paellapy.serving.registry import Entry, Registry, entry_of
 from paellapy.serving.reload import Reloader
 from paellapy.serving.server import end_now, ends, failure_of
@@ -166,7 +166,7 @@ class _Life:
             if not await ends(loading, self._drain_s):
                 end_now(0)
         finally:
-            search_all_objects()
+            stop_sparing()
             for task in (stopped, failed, calling):
                 if task is not None:
                     task.cancel()
