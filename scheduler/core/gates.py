@@ -1,7 +1,8 @@
 """Gates in the core: launches of other processes wait while there are jobs of higher priority than theirs.
 
 A gate is closed until a certain time, which the core extends while such jobs exist. So the gate opens by itself if the
-core ends.
+core ends. A job that can launch nothing, because its inputs or its weights are missing, closes gates only for a while:
+a front end may take a slot and never write it, and weights may wait for memory that never becomes free.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ from paellapy.instrument.jit import part
 from paellapy.scheduler.core.atomics import store_at
 from paellapy.scheduler.core.codes import NEVER, READY_WAIT
 from paellapy.scheduler.core.state import State
+from paellapy.scheduler.core.weights import all_here
 
 LEASE_NS = 20_000_000  # a closed gate opens this long after the core's last update
 # The core's loop stays awake this many times as long while there are gates, because a loop that must wake up closes
 # them late. At 250 requests a second on an H200, up to 9 of the 22 slowest requests beside a script found it asleep.
 LINGERS = 5
+# From the arrival of a lane's latest request. Inputs are usually written within a millisecond. 100 ms is a guess; the
+# optimum was not measured.
+WAITS_NS = 100_000_000
 _ZERO = np.uint64(0)
 
 
@@ -45,17 +50,28 @@ def close_gates(s: State, priority: int, now: int) -> None:
 
 
 @part
+def closes_gates(s: State, lane: int, now: int) -> bool:
+    """Whether gates are closed for this lane: its segments can be, or soon may be, on the GPU."""
+    a = s.lane[lane]
+    if now < a.latest_ns + WAITS_NS or a.flight_at >= 0:
+        return True
+    return bool(a.state != READY_WAIT and all_here(s, a.model))
+
+
+@part
 def watch_gates(s: State, now: int) -> None:
     """Closes and opens the gates of other processes."""
     if s.core[0].gates == 0:
         return
     top = -NEVER
     for k in range(s.core[0].active):
-        top = max(top, s.lane[s.active[k]].priority)
+        if closes_gates(s, s.active[k], now):
+            top = max(top, s.lane[s.active[k]].priority)
     for k in range(s.core[0].ready):
-        top = max(top, s.lane[s.ready[k]].priority)
+        if closes_gates(s, s.ready[k], now):
+            top = max(top, s.lane[s.ready[k]].priority)
     for k in range(s.core[0].held):
-        if s.lane[s.held[k]].state == READY_WAIT:
+        if s.lane[s.held[k]].state == READY_WAIT and closes_gates(s, s.held[k], now):
             top = max(top, s.lane[s.held[k]].priority)
     for k in range(s.gate.shape[0]):
         g = s.gate[k]

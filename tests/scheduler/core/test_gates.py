@@ -7,9 +7,10 @@ import ctypes
 import numpy as np
 import pytest
 from core_bench import Bench, profile
+from moving_bench import CHUNK, MovingBench
 
-from paellapy.scheduler.core import step
-from paellapy.scheduler.core.gates import LEASE_NS, LINGERS
+from paellapy.scheduler.core import codes, step
+from paellapy.scheduler.core.gates import LEASE_NS, LINGERS, WAITS_NS
 
 
 @pytest.fixture
@@ -50,6 +51,59 @@ def test_a_gate_closes_for_requests_that_have_no_slot_yet(bench: Bench) -> None:
     assert word[0] == bench.now + LEASE_NS
     bench.run_dry()
     assert word[0] == 0
+
+
+def test_a_slot_that_is_never_written_holds_other_processes_only_for_a_while(bench: Bench) -> None:
+    word = add_gate(bench, 0, -1)
+    serial = bench.submit(direct=True, ready=False)
+    bench.step(1000)
+    assert codes.READY_WAIT in bench.state.lane["state"]
+    bench.step(WAITS_NS)
+    assert word[0] == 0
+    bench.write()  # late, but it is a request as any other
+    bench.step(1000)
+    assert bench.running
+    assert word[0] > bench.now
+    bench.run_dry()
+    assert bench.status(serial) == codes.OK
+    assert word[0] == 0
+
+
+def test_a_slot_that_is_never_written_does_not_open_the_gate_for_other_requests(bench: Bench) -> None:
+    word = add_gate(bench, 0, -1)
+    bench.submit(direct=True, ready=False)
+    bench.step(1000)
+    bench.submit()
+    bench.step(WAITS_NS)
+    assert bench.running
+    assert word[0] > bench.now
+
+
+def test_a_program_whose_next_weights_do_not_come_holds_other_processes_only_for_a_while() -> None:
+    needs = {1: [CHUNK, 2 * CHUNK, 2 * CHUNK]}
+    about = profile(segments=3, ns=500.0, weight_bytes=2 * CHUNK, needs=needs)
+    bench = MovingBench([about], budget=2 * CHUNK, policy="priority", now=1)
+    bench.state.tuning["cold_lead_ns"][0] = 1e9  # it starts with its first weights
+    word = add_gate(bench, 0, -1)
+    serial = bench.submit(0)
+    bench.step(1000)
+    bench.chunk()
+    bench.step(1000)
+    (lane,) = bench.running
+    assert word[0] > bench.now
+    bench.finish_segment(lane)
+    bench.step(1000)
+    assert not bench.running
+    assert word[0] > bench.now
+    bench.step(WAITS_NS)
+    assert word[0] == 0
+    bench.chunk()
+    bench.step(1000)
+    bench.step(1000)
+    assert bench.running
+    assert word[0] > bench.now
+    bench.settle()
+    assert bench.status(serial) == codes.OK
 
 
 def test_a_lease_is_renewed_while_a_request_runs(bench: Bench) -> None:
