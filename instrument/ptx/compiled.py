@@ -58,9 +58,11 @@ class Source:
     def _with_as_many_blocks(self, ptx: str, code: Assembled, threads: int) -> Assembled:
         """Machine code that lets an SM hold about as many blocks as of the plain kernel, if that needs no spills.
 
-        Not for kernels whose warps exchange registers, or that limit their registers themselves.
+        Not for kernels whose warps exchange registers, or that limit their registers themselves. Nor for kernels whose
+        PTX fixes the size of a block, as Triton's does: `ptxas` (12.9 and 13.4) then ignores the option.
         """
-        if room_for_all(code.registers, threads) or "setmaxnreg" in ptx or ".maxnreg" in ptx:
+        fixed = any(each in ptx for each in ("setmaxnreg", ".maxnreg", ".reqntid", ".maxntid"))
+        if fixed or room_for_all(code.registers, threads):
             return code
         plain = assemble(self.ptx, self.arch, self.name, self.ptxas_options, self.ptxas_path)
         spilled = max(plain.spill_bytes, code.spill_bytes)
