@@ -9,7 +9,6 @@ This uses Numba's internals: the classes below override only how its code librar
 
 from __future__ import annotations
 
-import gc
 from functools import partial
 from typing import Any, ClassVar
 
@@ -19,6 +18,7 @@ from numba.core import cgutils, codegen, compiler
 from numba.core.compiler_machinery import _pass_registry
 from numba.core.errors import NumbaError
 
+from paellapy.instrument.collection import without_collection
 from paellapy.instrument.jit_lowering import Lowering, call_part
 from paellapy.instrument.jit_passes import PASSES, Typing
 
@@ -204,15 +204,10 @@ class EntryCompiler(compiler.CompilerBase):  # type: ignore[misc]
 
     def _compile_core(self) -> Any:
         """Compiles without Python's garbage collection, which would look at all of Numba's objects again and again."""
-        was = gc.isenabled()
-        gc.disable()
-        try:
+        with without_collection():
             made = super()._compile_core()
             made.fndesc.typemap = made.fndesc.calltypes = None  # as in Numba's cache: they refer to the whole function
             return made
-        finally:
-            if was:
-                gc.enable()
 
 
 class LoopCompiler(EntryCompiler):

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from paellapy.instrument.collection import without_collection
 from paellapy.instrument.device.sm_model import SmModel
 from paellapy.instrument.device.virtual import VirtualDevice
 from paellapy.instrument.errors import TraceError
@@ -123,7 +124,8 @@ class VirtualBackend(Backend):
 
     def rehearse_all(self, model: Model, weights: Arrays, sizes: Sequence[int]) -> tuple[int, int]:
         self._costs.rehearsed.clear()
-        return super().rehearse_all(model, weights, sizes)
+        with without_collection():
+            return super().rehearse_all(model, weights, sizes)
 
     def rehearse(self, model: Model, weights: Arrays, batch: int) -> int:
         self.device.noted = []
