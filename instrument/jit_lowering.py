@@ -18,7 +18,8 @@ from numba.core.compiler_machinery import register_pass
 from numba.core.typed_passes import NativeLowering
 from numba.cpython.builtins import do_minmax
 
-from paellapy.instrument.jit_passes import EXTREMES, FACTS, is_extreme, signature_of
+from paellapy.instrument.jit_passes import EXTREMES, are_facts, is_extreme, signature_of
+from paellapy.instrument.jit_range import LOOPS
 
 _operators: dict[Any, Any] = {}
 _implementations: dict[Any, Any] = {}
@@ -44,6 +45,7 @@ def _bind(context: Any) -> None:
     Numba looks for the attribute's own implementation before the general one, and writes an error for each it lacks.
     """
     find, size, read, write = context.get_function, context.get_abi_sizeof, context.get_getattr, context._setattrs
+    constant = context.get_constant_generic
 
     def get_function(function: Any, signature: Any, _firstcall: bool = True) -> Any:
         if isinstance(function, types.Dispatcher):
@@ -52,6 +54,8 @@ def _bind(context: Any) -> None:
         if asked not in _implementations:
             if is_extreme(function, signature.args):
                 _implementations[asked] = partial(_extreme, EXTREMES[function.typing_key])
+            elif isinstance(function, str) and (function, signature.args) in LOOPS:
+                _implementations[asked] = LOOPS[function, signature.args]
             else:
                 _implementations[asked] = find(function, signature, _firstcall)._imp
         return _Implementation(_implementations[asked], context, signature.as_function())
@@ -63,7 +67,7 @@ def _bind(context: Any) -> None:
         return _sizes[name]
 
     def get_getattr(kind: Any, attribute: str) -> Any:
-        if not isinstance(kind, FACTS):
+        if not are_facts((kind,)):
             return read(kind, attribute)
         asked = kind, attribute
         if asked not in _readers:
@@ -77,7 +81,13 @@ def _bind(context: Any) -> None:
             _writers[asked] = next(found for each in known if (found := _found(each, signature.args)))
         return lambda builder, args: _writers[asked](context, builder, signature, args, attribute)
 
+    def get_constant_generic(builder: Any, kind: Any, value: Any) -> Any:
+        if isinstance(kind, types.Dispatcher):  # a call names the function itself, and needs no object
+            return context.get_dummy_value()
+        return constant(builder, kind, value)
+
     context.get_function, context.get_abi_sizeof = get_function, get_abi_sizeof
+    context.get_constant_generic = get_constant_generic
     context.get_getattr, context.get_setattr = get_getattr, get_setattr
 
 
@@ -114,7 +124,7 @@ class _Lower(lowering.Lower):  # type: ignore[misc]
 
     def lower_binop(self, resty: Any, expr: Any, op: Any) -> Any:
         asked = self.fndesc.calltypes[expr]
-        if op in (operator.pow, operator.ipow) or not all(isinstance(each, FACTS) for each in asked.args):
+        if op in (operator.pow, operator.ipow) or not are_facts(asked.args):
             return super().lower_binop(resty, expr, op)
         function, found = self._operation(op, asked.args)
         given = [
@@ -125,7 +135,7 @@ class _Lower(lowering.Lower):  # type: ignore[misc]
         return self.context.cast(self.builder, made, asked.return_type, resty)
 
     def lower_getitem(self, resty: Any, expr: Any, value: Any, index: Any, signature: Any) -> Any:
-        if not all(isinstance(each, FACTS) for each in signature.args):
+        if not are_facts(signature.args):
             return super().lower_getitem(resty, expr, value, index, signature)
         function, found = self._operation(operator.getitem, signature.args)
         given = [

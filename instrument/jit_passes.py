@@ -28,8 +28,20 @@ _NUMBERS = (types.Integer, types.Float, types.IntegerLiteral)
 FACTS = (
     *_NUMBERS, types.Boolean, types.BooleanLiteral, types.UniTuple, types.Record, types.Array, TableType, TableSetType
 )  # fmt: skip
+_known: dict[type, bool] = {}  # by class: `isinstance` is slow for Numba's, and asked thousands of times
 EXTREMES = {max: operator.gt, min: operator.lt}  # Numba compiles a function for each combination of types
 _signatures: dict[Any, Any] = {}
+
+
+def are_facts(given: Any) -> bool:
+    """Whether a signature or an implementation may be looked up by these types."""
+    for each in given:
+        kind = type(each)
+        if kind not in _known:
+            _known[kind] = issubclass(kind, FACTS)
+        if not _known[kind]:
+            return False
+    return True
 
 
 def signature_of(context: Any, function: Any, given: Any) -> Any:
@@ -63,7 +75,7 @@ class Typing:
 
     def resolve_function_type(self, function: Any, given: Any, named: Any) -> Any:
         plain = type(function) is types.Function or function is operator.getitem
-        if named or not plain or not all(isinstance(each, FACTS) for each in given):
+        if named or not plain or not are_facts(given):
             return self._context.resolve_function_type(function, given, named)
         return signature_of(self._context, function, given)
 

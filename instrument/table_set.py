@@ -216,7 +216,7 @@ class _StaticGetItem(AbstractTemplate):  # type: ignore[misc]
 
 def _read(builder: Any, entry: Any, at: int) -> Any:
     """A number of a table's entry. It never changes, so LLVM reads it once, regardless of writes in between."""
-    value = builder.load(builder.gep(entry, [ir.Constant(_I32, at)]), align=_WORD)
+    value = builder.load(builder.gep(entry, [ir.Constant(_I32, at)]) if at else entry, align=_WORD)
     value.set_metadata("invariant.load", builder.module.add_metadata([]))
     return value
 
@@ -227,8 +227,9 @@ def _element(context: Any, builder: Any, kind: TableType, entry: Any, indices: l
     for k, index in enumerate(indices[1:]):
         at = builder.add(builder.mul(at, _read(builder, entry, 2 + k), flags=("nsw",)), index, flags=("nsw",))
     data_type = context.get_data_type(kind.array.dtype)
-    size = ir.Constant(_I64, kind.item_bytes)
-    address = builder.add(_read(builder, entry, 0), builder.mul(at, size, flags=("nsw",)))
+    address = _read(builder, entry, 0)
+    if not isinstance(at, ir.Constant) or at.constant != 0:  # most tables of one row are read at 0
+        address = builder.add(address, builder.mul(at, ir.Constant(_I64, kind.item_bytes), flags=("nsw",)))
     return builder.inttoptr(address, data_type.as_pointer())
 
 
