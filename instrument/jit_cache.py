@@ -74,7 +74,8 @@ def fingerprint(function: FunctionType) -> str:
 def _versions() -> tuple[str, ...]:
     """Versions of the compilers, and the sources that configure them, which are not part of the compiled code."""
     here = Path(__file__).parent
-    names = ("jit.py", "jit_library.py", "jit_lowering.py", "jit_passes.py", "jit_range.py", "table_set.py")
+    names = ("jit.py", "jit_call.py", "jit_library.py", "jit_lowering.py", "jit_passes.py", "jit_range.py",
+             "table_set.py")  # fmt: skip
     sources = (here / name for name in names)
     return (numba.__version__, llvmlite.__version__, np.__version__, *(each.read_text() for each in sources))
 

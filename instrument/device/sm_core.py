@@ -108,12 +108,6 @@ def run(s: State, until: float, stop: int) -> int:
         step(s, at)
 
 
-@part
-def next_event_of(s: State) -> float:
-    link_new(s)
-    return next_time(s)
-
-
 def next_event(s: State) -> float:
     """When the next event happens: advances to a time before all events, and so changes nothing."""
     run(s, -INF, 0)

@@ -1,8 +1,12 @@
-"""Placement: the SM for a grid's next block, in its window, in its cluster's GPC, in order of priority. Compiled."""
+"""Placement: the SM for a grid's next block, in its window, in its cluster's GPC, in order of priority. Compiled.
+
+Few models use windows or clusters, so placement in them is compiled for the first launch that needs it.
+"""
 
 from __future__ import annotations
 
 import numpy as np
+from numba import types
 
 from paellapy.instrument.device.heaps import tree_first, tree_rebuild, tree_set
 from paellapy.instrument.device.sm_blocks import make_dirty, start_block
@@ -18,7 +22,8 @@ from paellapy.instrument.device.sm_layout import (
     W_SMS,
     State,
 )
-from paellapy.instrument.jit import part
+from paellapy.instrument.jit import address_of, part, reachable
+from paellapy.instrument.jit_call import call_with
 
 
 @part
@@ -140,6 +145,19 @@ def place_cluster(s: State, handle: int) -> bool:
     return True
 
 
+@reachable
+def place_within(s: State, handle: int) -> int:
+    """Places the grid's next cluster, or its next block in its window; returns whether there was room."""
+    clusters = s.command[handle & (s.command.shape[0] - 1)].cluster > 1
+    placed = place_cluster(s, handle) if clusters else place_confined(s, handle)
+    return 1 if placed else 0
+
+
+def attach_within(s: State) -> None:
+    """Lets the model place clusters, and blocks in windows. Call before the first such launch."""
+    s.gpu["place_within"][0] = address_of(place_within, State.numba_type, types.int64)
+
+
 @part
 def place(s: State) -> None:
     """Places blocks: of the first waiting grid until it has no more or does not fit; with backfill, then of the next.
@@ -158,10 +176,8 @@ def place(s: State) -> None:
             continue
         if command.blocked_at == gpu.freed:  # nothing was freed since it did not fit
             placed = False
-        elif command.cluster > 1:
-            placed = place_cluster(s, handle)
-        elif window > 0:
-            placed = place_confined(s, handle)
+        elif command.cluster > 1 or window > 0:
+            placed = call_with(gpu.place_within, s, handle) > 0
         else:
             placed = place_one(s, handle)
         if not placed:

@@ -7,6 +7,7 @@ import numpy as np
 from paellapy.instrument.device import sm_layout as lay
 from paellapy.instrument.device.occupancy import footprint, occupancy
 from paellapy.instrument.device.parts import Part
+from paellapy.instrument.device.sm_place import attach_within
 from paellapy.instrument.device.sm_program import Kernel
 from paellapy.instrument.device.sm_state import doubled
 from paellapy.instrument.errors import LaunchError
@@ -47,6 +48,8 @@ class Windows:
             self.check(window)
             if window > 0 and cluster > 1:
                 self._check_cluster(s, threads, registers, shared, cluster, window)
+            if window > 0 or cluster > 1:
+                attach_within(s)
             block = footprint(self._part.sm, threads, registers, shared)
             self._footprints[key] = (block.warps, block.threads, block.registers, block.shared_bytes)
         if n_blocks < 1 or n_blocks % cluster:

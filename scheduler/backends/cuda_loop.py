@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.jit import compiled
-from paellapy.scheduler.core.atomics import call_step, call_write, load_at, store_at
+from paellapy.instrument.jit_call import call_with
+from paellapy.scheduler.core.atomics import call_write, load_at, store_at
 from paellapy.scheduler.core.clocks import read_clock
 from paellapy.scheduler.core.codes import FAIL_MODE
 from paellapy.scheduler.core.lanes import reading_matters
@@ -39,7 +40,7 @@ def serve(
         if core.mode == FAIL_MODE and core.error != 0 and not reported:
             return BROKEN
         arm(armed.ctypes.data, reading_matters(s))
-        happened = call_step(s.call[0].step, s, read_clock(s, scratch))
+        happened = call_with(s.call[0].step, s, read_clock(s, scratch))
         wake_fronts(s, scratch)
         # A live request may expire, so the loop sleeps only if there is none.
         if happened == 0 and core.live == 0 and core.flight == 0 and load_at(stop.ctypes.data) == _ZERO:

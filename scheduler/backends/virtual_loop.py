@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from paellapy.instrument.device.heaps import Ints
-from paellapy.instrument.device.sm_core import next_event_of
-from paellapy.instrument.device.sm_layout import REPORTED
+from paellapy.instrument.device.sm_layout import INF, REPORTED
 from paellapy.instrument.device.sm_layout import State as SmState
 from paellapy.instrument.jit import compiled, part
+from paellapy.instrument.jit_call import call_with
 from paellapy.instrument.table_set import TableSet, table, table_set
-from paellapy.scheduler.core.atomics import call_back, call_ppoll, call_run, call_step, call_write, load_at, store_at
+from paellapy.scheduler.core.atomics import call_back, call_ppoll, call_run, call_write, load_at, store_at
 from paellapy.scheduler.core.clocks import read_clock
 from paellapy.scheduler.core.codes import NEVER, WHOLE
 from paellapy.scheduler.core.lanes import reading_matters
@@ -127,10 +127,11 @@ def tell_of_completed(sm: SmState, w: Loop) -> None:
 
 
 @part
-def next_due(s: State, sm: SmState, offset_ns: float) -> float:
+def next_due(s: State, sm: SmState, w: Loop) -> float:
     """When there is something to do even without a message."""
-    core = s.core[0]
-    soonest = min(next_event_of(sm) + offset_ns, core.room_at_ns, float(NEVER))
+    core, loop = s.core[0], w.loop[0]
+    call_run(loop.run, sm, -INF, 0)  # finds the next event, and changes nothing
+    soonest = min(sm.gpu[0].next_ns + loop.offset_ns, core.room_at_ns, float(NEVER))
     if core.due > 0:
         soonest = min(soonest, float(s.request[s.due[0]].deadline_ns))
     return float(soonest)
@@ -166,7 +167,7 @@ def serve(s: State, sm: SmState, w: Loop) -> None:
         call_run(loop.run, sm, max(sm.gpu[0].now_ns, now - loop.offset_ns), 0)
         tell_of_drained(sm, w)
         tell_of_completed(sm, w)
-        happened = call_step(s.call[0].step, s, now)
+        happened = call_with(s.call[0].step, s, now)
         wake_fronts(s, w.scratch)
         asked = load_at(w.stop.ctypes.data) != _ZERO
         if core.out > 0 or asked:
@@ -186,7 +187,7 @@ def serve(s: State, sm: SmState, w: Loop) -> None:
                 armed = False
             last = now
             continue
-        soonest = next_due(s, sm, loop.offset_ns)
+        soonest = next_due(s, sm, w)
         if soonest - now < SPIN_NS or now - last < loop.linger_ns:
             continue
         if not armed:

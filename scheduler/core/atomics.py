@@ -1,22 +1,22 @@
 """Atomic words in arrays, and calls through an address: operations that compiled code needs and Numba lacks.
 
 The compiler hoists plain array reads out of polling loops, so words that another thread, process or GPU writes are read
-through this module. A function called by its address keeps the caller cacheable on disk; a ctypes function does not.
+through this module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from paellapy.instrument.jit_call import Generated, call
+
 _I64 = ir.IntType(64)
 _I32 = ir.IntType(32)
 _BYTES = ir.IntType(8).as_pointer()
-_Generated = tuple[Any, Callable[..., Any]]
 
 
 def _pointer(builder: Any, address: Any) -> Any:
@@ -24,7 +24,7 @@ def _pointer(builder: Any, address: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def load_at(typing: Any, address: Any) -> _Generated:
+def load_at(typing: Any, address: Any) -> Generated:
     """The u64 at an address, with acquire order."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -34,7 +34,7 @@ def load_at(typing: Any, address: Any) -> _Generated:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def store_at(typing: Any, address: Any, value: Any) -> _Generated:
+def store_at(typing: Any, address: Any, value: Any) -> Generated:
     """Writes a u64, with release order."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -45,7 +45,7 @@ def store_at(typing: Any, address: Any, value: Any) -> _Generated:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def or_at(typing: Any, address: Any, value: Any) -> _Generated:
+def or_at(typing: Any, address: Any, value: Any) -> Generated:
     """Sets bits of a u64; returns the old value."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -55,7 +55,7 @@ def or_at(typing: Any, address: Any, value: Any) -> _Generated:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def and_at(typing: Any, address: Any, value: Any) -> _Generated:
+def and_at(typing: Any, address: Any, value: Any) -> Generated:
     """Clears the bits of a u64 that are not in `value`; returns the old value."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -65,7 +65,7 @@ def and_at(typing: Any, address: Any, value: Any) -> _Generated:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def exchange_at(typing: Any, address: Any, expected: Any, value: Any) -> _Generated:
+def exchange_at(typing: Any, address: Any, expected: Any, value: Any) -> Generated:
     """Compare and swap: writes `value` if the u64 is `expected`; returns whether it did."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -76,7 +76,7 @@ def exchange_at(typing: Any, address: Any, expected: Any, value: Any) -> _Genera
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def fence(typing: Any) -> _Generated:
+def fence(typing: Any) -> Generated:
     """Makes all earlier writes visible to others before any later read.
 
     Acquire and release do not guarantee that, and a failed compare-and-swap has no write that could be ordered.
@@ -89,90 +89,69 @@ def fence(typing: Any) -> _Generated:
     return types.void(), generate
 
 
-def _call(returns: Any, parameters: list[Any], signature: Any) -> _Generated:
-    """Code for a call of args[0] with the other arguments; u64 arguments become pointers where C takes them."""
-
-    def generate(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        function = builder.inttoptr(args[0], ir.FunctionType(returns, parameters).as_pointer())
-        passed = [
-            builder.inttoptr(arg, parameter) if isinstance(parameter, ir.PointerType) and arg.type == _I64 else arg
-            for arg, parameter in zip(args[1:], parameters, strict=True)
-        ]
-        result = builder.call(function, passed)
-        return context.get_dummy_value() if isinstance(returns, ir.VoidType) else result
-
-    return signature, generate
-
-
 @intrinsic  # type: ignore[untyped-decorator]
-def call_asking(typing: Any, function: Any, first: Any, second: Any, third: Any) -> _Generated:
+def call_asking(typing: Any, function: Any, first: Any, second: Any, third: Any) -> Generated:
     """double f(const void *, const void *, const void *). A function with fewer parameters ignores the last registers.
 
     This holds on x86-64 and AArch64, whose calling conventions pass the first six and eight pointers in registers.
     """
-    return _call(ir.DoubleType(), [_BYTES] * 3, types.float64(*[types.uint64] * 4))
+    return call(ir.DoubleType(), [_BYTES] * 3, types.float64(*[types.uint64] * 4))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def call_telling(typing: Any, function: Any, first: Any, second: Any, third: Any) -> _Generated:
+def call_telling(typing: Any, function: Any, first: Any, second: Any, third: Any) -> Generated:
     """void f(const void *, const void *, const void *), as `call_asking`"""
-    return _call(ir.VoidType(), [_BYTES] * 3, types.void(*[types.uint64] * 4))
+    return call(ir.VoidType(), [_BYTES] * 3, types.void(*[types.uint64] * 4))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def call_launch(typing: Any, function: Any, graph: Any, stream: Any) -> _Generated:
+def call_launch(typing: Any, function: Any, graph: Any, stream: Any) -> Generated:
     """CUresult cuGraphLaunch(CUgraphExec, CUstream), or any function of that signature."""
-    return _call(_I32, [_I64, _I64], types.int32(types.uint64, types.uint64, types.uint64))
+    return call(_I32, [_I64, _I64], types.int32(types.uint64, types.uint64, types.uint64))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def call_step(typing: Any, function: Any, state: Any, now: Any) -> _Generated:
-    """int64 step(state, now)"""
-    return _call(_I64, [_I64.as_pointer(), _I64], types.int64(types.uint64, state, types.int64))
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def call_run(typing: Any, function: Any, model: Any, until: Any, stop: Any) -> _Generated:
+def call_run(typing: Any, function: Any, model: Any, until: Any, stop: Any) -> Generated:
     """int64 run(SM model, until, stop): runs until that time, or until the first completion if `stop` is set"""
     signature = types.int64(types.uint64, model, types.float64, types.int64)
-    return _call(_I64, [_I64.as_pointer(), ir.DoubleType(), _I64], signature)
+    return call(_I64, [_I64.as_pointer(), ir.DoubleType(), _I64], signature)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def call_advance(typing: Any, function: Any, fluid: Any, state: Any, end: Any) -> _Generated:
+def call_advance(typing: Any, function: Any, fluid: Any, state: Any, end: Any) -> Generated:
     """int64 advance(fluid, state, end): both tables by their addresses"""
     signature = types.int64(types.uint64, types.uint64, types.uint64, types.float64)
-    return _call(_I64, [_I64.as_pointer(), _I64.as_pointer(), ir.DoubleType()], signature)
+    return call(_I64, [_I64.as_pointer(), _I64.as_pointer(), ir.DoubleType()], signature)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def call_back(typing: Any, function: Any) -> _Generated:
+def call_back(typing: Any, function: Any) -> Generated:
     """int32 f(void): a Python callback, which takes the GIL"""
-    return _call(_I32, [], types.int32(types.uint64))
+    return call(_I32, [], types.int32(types.uint64))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def call_write(typing: Any, function: Any, descriptor: Any, buffer: Any, count: Any) -> _Generated:
+def call_write(typing: Any, function: Any, descriptor: Any, buffer: Any, count: Any) -> Generated:
     """ssize_t write(int, const void *, size_t)"""
     signature = types.int64(types.uint64, types.int32, types.uint64, types.uint64)
-    return _call(_I64, [_I32, _BYTES, _I64], signature)
+    return call(_I64, [_I32, _BYTES, _I64], signature)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def call_ppoll(typing: Any, function: Any, descriptors: Any, count: Any, timeout: Any, mask: Any) -> _Generated:
+def call_ppoll(typing: Any, function: Any, descriptors: Any, count: Any, timeout: Any, mask: Any) -> Generated:
     """int ppoll(struct pollfd *, nfds_t, const struct timespec *, const sigset_t *)"""
     signature = types.int32(types.uint64, types.uint64, types.uint64, types.uint64, types.uint64)
-    return _call(_I32, [_BYTES, _I64, _BYTES, _BYTES], signature)
+    return call(_I32, [_BYTES, _I64, _BYTES, _BYTES], signature)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def call_clock(typing: Any, function: Any, clock: Any, timespec: Any) -> _Generated:
+def call_clock(typing: Any, function: Any, clock: Any, timespec: Any) -> Generated:
     """int clock_gettime(clockid_t, struct timespec *)"""
-    return _call(_I32, [_I32, _BYTES], types.int32(types.uint64, types.int32, types.uint64))
+    return call(_I32, [_I32, _BYTES], types.int32(types.uint64, types.int32, types.uint64))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def copy_bytes(typing: Any, target: Any, source: Any, count: Any) -> _Generated:
+def copy_bytes(typing: Any, target: Any, source: Any, count: Any) -> Generated:
     """memcpy between two addresses."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:

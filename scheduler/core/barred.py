@@ -5,13 +5,16 @@ others would wait with it. So under a policy whose `admit` reads a fact of the c
 of their client and model. `admit` is asked about the next batch of each such queue, and lets it pass into the model's
 queue. A job that is refused before its first launch gives up its lane: its requests go back to the clients' queues, and
 are staged, so that their inputs can be copied again.
+
+Few policies look at the client, so the functions that ask about these queues are compiled for the first one that does.
 """
 
 from __future__ import annotations
 
 import numpy as np
+from numba import types
 
-from paellapy.instrument.jit import part
+from paellapy.instrument.jit import address_of, part, reachable
 from paellapy.scheduler.core.asking import lets_go, look_at_top, takes_anything
 from paellapy.scheduler.core.codes import BARRED, FILLING, NONE, PASSED
 from paellapy.scheduler.core.heaps import queue_add, queue_first, queue_remove
@@ -93,10 +96,10 @@ def let_pass(s: State, c: int, m: int, most: int) -> None:
     ask(s, m)
 
 
-@part
-def look_at_barred(s: State, now: int) -> None:
+@reachable
+def look_at_barred(s: State, now: int) -> int:
     """Lets the requests pass about which `admit` says yes: of each client at most one batch at a time into a model's
-    queue. An idle GPU takes the best batch without asking.
+    queue. An idle GPU takes the best batch without asking. Returns the number of queues that are left.
     """
     core = s.core[0]
     measure(s)
@@ -128,6 +131,7 @@ def look_at_barred(s: State, now: int) -> None:
     if best >= 0:
         c, m = int(best >> 32), int(best & 0xFFFF_FFFF)
         let_pass(s, c, m, s.size[m, s.model[m].n_sizes - 1].batch - s.kept[c, m].passed)
+    return int(core.barred)
 
 
 @part
@@ -174,15 +178,21 @@ def give_up(s: State, lane: int) -> None:
     ask(s, m)
 
 
-@part
-def give_up_refused(s: State) -> bool:
-    """Gives up the lanes that were refused; returns whether there were any."""
+@reachable
+def give_up_refused(s: State, now: int) -> int:
+    """Gives up the lanes that were refused; returns the number of lanes given up."""
     core = s.core[0]
-    found = False
+    found = 0
     while core.refused > 0:
         core.refused -= 1
         lane = s.refused[core.refused]
         if is_staged(s, lane):
             give_up(s, lane)
-            found = True
+            found += 1
     return found
+
+
+def attach_barred(state: State) -> None:
+    """Lets the core ask about clients. Call before the policy decides."""
+    for each in (look_at_barred, give_up_refused):
+        state.call[each.__name__][0] = address_of(each, State.numba_type, types.int64)

@@ -11,8 +11,9 @@ import numpy as np
 
 from paellapy.instrument.device.heaps import heap_pop, heap_push
 from paellapy.instrument.jit import part
+from paellapy.instrument.jit_call import call_with
 from paellapy.scheduler.core.asking import lets_go, look_at_top, takes_anything
-from paellapy.scheduler.core.barred import give_up_refused, look_at_barred, note_refused
+from paellapy.scheduler.core.barred import note_refused
 from paellapy.scheduler.core.codes import FILLING, NONE
 from paellapy.scheduler.core.crowd import choose_who_stands_back, find_shortest, gives_way, has_room, stands_back
 from paellapy.scheduler.core.lanes import (
@@ -144,7 +145,7 @@ def settle_all(s: State, now: int) -> None:
     """Puts lanes that have changed, and requests that were kept out of lanes and now may enter, into the heap."""
     settle(s, now)
     if s.core[0].barred > 0:
-        look_at_barred(s, now)
+        call_with(s.call[0].look_at_barred, s, now)
         settle(s, now)
 
 
@@ -175,7 +176,7 @@ def next_turn(s: State, n: int, swaps: int, now: int) -> int:
             return NONE
         most = s.lane[other].rank
     lane = best_admitted(s, lane, full, most, now)
-    if core.refused > 0 and give_up_refused(s) and lane < 0:
+    if core.refused > 0 and call_with(s.call[0].give_up_refused, s, now) > 0 and lane < 0:
         return AGAIN  # each time, a request of a refused client is kept out of lanes until the next round
     if lane < 0:
         return NONE

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.jit import address_of, compiled, part, reachable
+from paellapy.instrument.jit_call import call_with
 from paellapy.scheduler.core.aside import look_aside
-from paellapy.scheduler.core.atomics import call_step, call_write, load_at
+from paellapy.scheduler.core.atomics import call_write, load_at
 from paellapy.scheduler.core.choosing import choose, settle_all
 from paellapy.scheduler.core.clocks import read_clock
 from paellapy.scheduler.core.codes import DONE_TAIL
@@ -69,7 +70,7 @@ def step(s: State, now: int) -> int:
     tick(s, now)
     moves = s.residency[0].order_moves != _ZERO
     if moves:
-        call_step(s.residency[0].look_at_moves, s, now)
+        call_with(s.residency[0].look_at_moves, s, now)
     again = True
     while again and not host_has_work(s):
         if core.waiting > 0:
@@ -80,7 +81,7 @@ def step(s: State, now: int) -> int:
                 fail_all(s, now)
             measure(s)
             again = core.waiting > 0  # requests of the same clients may be done
-        if moves and call_step(s.residency[0].order_moves, s, now) > 0:
+        if moves and call_with(s.residency[0].order_moves, s, now) > 0:
             again = True
     if host_has_work(s):  # requests come while the host computes: lanes must be open for them
         settle_all(s, now)
@@ -115,7 +116,7 @@ def run(s: State, stop: Words, linger_ns: int, scratch: NDArray[np.int64]) -> in
     last = read_clock(s, scratch)
     while load_at(stop.ctypes.data) == _ZERO:
         now = read_clock(s, scratch)
-        if call_step(s.call[0].step, s, now) > 0 or core.live > 0 or core.flight > 0 or moves_under_way(s):
+        if call_with(s.call[0].step, s, now) > 0 or core.live > 0 or core.flight > 0 or moves_under_way(s):
             last = now
         elif now - last >= (linger_ns if core.gates == 0 else LINGERS * linger_ns):
             return 0

@@ -151,6 +151,8 @@ CALLS = np.dtype(
         ("victim_1", "u8"),
         ("victim_2", "u8"),
         ("victim_3", "u8"),
+        ("look_at_barred", "u8"),  # functions of the core, for policies whose `admit` looks at the client
+        ("give_up_refused", "u8"),
         ("step", "u8"),  # the core's own step, for loops
         ("graph_launch", "u8"),
         ("write", "u8"),  # write() of the C library

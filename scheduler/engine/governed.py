@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from paellapy.scheduler.core.barred import attach_barred
 from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.core.tenants import checked_tenants, give_tenant, tenants_stats
 from paellapy.scheduler.core.tuning import Tuning
@@ -42,6 +43,8 @@ class Governed(Guarded):
         self._check_open()
         if not self._backend.computes_in_python:
             policy = find_policy(policy)
+            if policy.admits_by_client:
+                attach_barred(self.state)
 
         def change() -> None:
             self._policy = self._attach(policy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from paellapy.scheduler.core.barred import attach_barred
 from paellapy.scheduler.core.job import PER_MODEL
 from paellapy.scheduler.core.params import want_params
 from paellapy.scheduler.core.state import State
@@ -23,6 +24,8 @@ def attach_policy(state: State, policy: Policy) -> None:
             f"policy {policy.name} has a `place`, but there are no windows of SMs: ask for some with "
             "Engine(sm_windows=8), simulate(…, sm_windows=8) or `paellapy simulate --sm-windows 8`"
         )
+    if policy.admits_by_client:
+        attach_barred(state)
     attach_functions(state, policy)
     own = np.frombuffer(policy.layout.new_own().tobytes())
     state.own[...] = 0.0

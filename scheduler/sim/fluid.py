@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from paellapy.instrument.jit import compiled, part, reachable
-from paellapy.scheduler.core.atomics import call_step, store_at
+from paellapy.instrument.jit_call import call_with
+from paellapy.scheduler.core.atomics import store_at
 from paellapy.scheduler.core.codes import NEVER, WHOLE
 from paellapy.scheduler.core.predict import predict
 from paellapy.scheduler.core.state import State
@@ -166,7 +167,7 @@ def run_until(f: Fluid, s: State, end: float) -> int:
             return MORE_RECORDS
         if sim.news and sim.core_free_ns <= sim.now_ns:
             sim.news = 0
-            call_step(s.call[0].step, s, int(sim.now_ns))
+            call_with(s.call[0].step, s, int(sim.now_ns))
             while record_some(f, s) == f.taken.shape[0]:
                 pass
             if core.out > 0:

@@ -353,3 +353,13 @@ def test_what_cannot_be_is_refused():
     other = SmModel(SMALL, timing=EXACT)
     with pytest.raises(LaunchError, match="no window 1: 0 exist"):
         other.launch_program(other.stream(), confined)
+
+
+@pytest.mark.parametrize(("window", "cluster"), [(1, 1), (0, 2)])
+def test_placement_in_windows_and_clusters_is_reached_only_where_there_are_some(window: int, cluster: int):
+    model = SmModel(H200, timing=EXACT)
+    model.window(0, 8)
+    model.launch(model.stream(), Kernel(4, 128, duration_ns=10.0))
+    assert model._s.gpu["place_within"][0] == 0
+    model.launch(model.stream(), Kernel(4, 128, duration_ns=10.0, cluster=cluster), window=window)
+    assert model._s.gpu["place_within"][0] != 0

@@ -291,3 +291,11 @@ def test_no_request_is_lost_when_the_policy_changes_while_requests_wait(script, 
     bench.step(int(LATER_NS))
     bench.run_dry()
     assert len(bench.done) == bench.serial
+
+
+def test_functions_that_ask_about_clients_are_reached_only_under_policies_that_do():
+    state = Bench([profile()], policy="fifo").state
+    assert state.call["look_at_barred"][0] == state.call["give_up_refused"][0] == 0
+    attach_policy(state, holding)
+    assert state.call["look_at_barred"][0] != state.call["give_up_refused"][0] != 0
+    assert state.call["look_at_barred"][0] != 0
