@@ -104,7 +104,7 @@ def test_production_keeps_its_speed_under_tgs(clients: int, size: float) -> None
     both = simulate([production, best_effort], load + loop("best_effort"), "tgs")
     assert gpu_share(both, "production") >= 0.95 * alone
     if clients == 1:  # two fill the GPU
-        assert gpu_share(both, "best_effort") > (0.2 if size < 0.5 else 0.05)
+        assert gpu_share(both, "best_effort") > (0.2 if size < 0.5 else 0.07)
     free = simulate([production, best_effort], loop("best_effort"), "tgs")
     assert gpu_share(free, "best_effort") > 0.5  # with nobody to disturb, its rate grows
 
