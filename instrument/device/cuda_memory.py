@@ -74,6 +74,16 @@ class CudaArray:
             raise ValueError(f"the array has shape {self.shape}, but the data have {source.shape}: both must be equal")
         self.device.copy_in(self.ptr, source)
 
+    # -- with the names of PyTorch's tensors, which Triton's `TensorDescriptor` asks for
+
+    def data_ptr(self) -> int:
+        """The address of the first element."""
+        return self.ptr
+
+    def stride(self) -> tuple[int, ...]:
+        """The strides in elements."""
+        return tuple(int(np.prod(self.shape[axis + 1 :], dtype=np.int64)) for axis in range(len(self.shape)))
+
     def __repr__(self) -> str:
         return f"<{self.dtype.name}{list(self.shape)} on {self.device.name}>"
 

@@ -51,6 +51,16 @@ class VirtualArray(np.ndarray[Any, Any]):
             )
         self[...] = data
 
+    # -- with the names of PyTorch's tensors, which Triton's `TensorDescriptor` asks for
+
+    def data_ptr(self) -> int:
+        """The address of the first element."""
+        return int(self.ctypes.data)
+
+    def stride(self) -> tuple[int, ...]:
+        """The strides in elements."""
+        return tuple(step // self.itemsize for step in self.strides)
+
 
 class VirtualDevice(Device):
     """`Device("virtual:h200")`; the parts are in parts.py."""

@@ -118,6 +118,41 @@ def test_tensor_descriptors_made_by_the_host():
         x += 1
 
 
+@pytest.mark.parametrize("name", ["virtual:h200", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_tensor_descriptors_over_arrays_of_ours(name, dtype):
+    data = np.random.default_rng(0).standard_normal((128, 128)).astype(dtype)
+    with pp.Device(name):
+        x, out, again = pp.array(data), pp.zeros((64, 32), dtype), pp.zeros((64, 32), dtype)
+        assert (x.stride(), x.data_ptr() % 16) == ((128, 1), 0)
+        kernel = pp.kernel(copy_tile)
+        kernel[1,](TensorDescriptor.from_tensor(x, [64, 32]), TensorDescriptor.from_tensor(out, [64, 32]))
+        source = TensorDescriptor(x, [128, 128], [128, 1], [64, 32])
+        kernel[1,](source, TensorDescriptor(again, [64, 32], [32, 1], [64, 32]))
+        for found in (out, again):
+            np.testing.assert_array_equal(found.numpy(), data[64:, 32:64])
+
+
+def test_a_tensor_descriptor_over_a_part_of_an_array():
+    x, out = pp.array(np.arange(128 * 256, dtype=np.float32).reshape(128, 256)), pp.zeros((64, 32))
+    part = x[:, 128:]
+    assert part.stride() == (256, 1)
+    pp.kernel(copy_tile)[1,](TensorDescriptor.from_tensor(part, [64, 32]), TensorDescriptor.from_tensor(out, [64, 32]))
+    np.testing.assert_array_equal(out, x[64:, 160:192])
+
+
+def test_a_model_may_make_tensor_descriptors():
+    def fn(weights, inputs, outputs):
+        made = [TensorDescriptor.from_tensor(a[0], [64, 32]) for a in (inputs["x"], outputs["y"])]
+        pp.kernel(copy_tile)[1,](*made)
+
+    spec = {"inputs": {"x": pp.TensorSpec((128, 128))}, "outputs": {"y": pp.TensorSpec((64, 32))}}
+    x = np.arange(128 * 128, dtype=np.float32).reshape(128, 128)
+    with pp.Engine("virtual:h200") as engine:
+        engine.load(pp.Model("tile", fn, **spec, batch=(1,)))
+        np.testing.assert_array_equal(engine.infer_sync("tile", {"x": x})["y"], x[64:, 32:64])
+
+
 @triton.jit
 def odd_names(target, report, sliced, B: tl.constexpr):
     tl.store(target, tl.load(report) + sliced)
