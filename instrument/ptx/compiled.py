@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -58,21 +59,27 @@ class Source:
     def _with_as_many_blocks(self, ptx: str, code: Assembled, threads: int) -> Assembled:
         """Machine code that lets an SM hold about as many blocks as of the plain kernel, if that needs no spills.
 
-        Not for kernels whose warps exchange registers, or that limit their registers themselves. Nor for kernels whose
-        PTX fixes the size of a block, as Triton's does: `ptxas` (12.9 and 13.4) then ignores the option.
+        Not for kernels whose warps exchange registers, or that limit their registers themselves.
         """
-        fixed = any(each in ptx for each in ("setmaxnreg", ".maxnreg", ".reqntid", ".maxntid"))
-        if fixed or room_for_all(code.registers, threads):
+        if room_for_all(code.registers, threads) or re.search(r"setmaxnreg|\.maxnreg|nctapersm", ptx):
             return code
         plain = assemble(self.ptx, self.arch, self.name, self.ptxas_options, self.ptxas_path)
         spilled = max(plain.spill_bytes, code.spill_bytes)
-        wanted = blocks_by_registers(plain.registers, threads)
+        wanted, had = (blocks_by_registers(each.registers, threads) for each in (plain, code))
         for most in range(most_registers(wanted, threads, self.dynamic_shared_bytes), code.registers, REGISTER_STEP):
-            options = (*self.ptxas_options, f"--maxrregcount={most}")
-            fewer = assemble(ptx, self.arch, self.name, options, self.ptxas_path)
+            if blocks_by_registers(most, threads) <= had:
+                break  # nothing is gained any more
+            limited = _with_most_registers(ptx, self.name, most)
+            fewer = assemble(limited, self.arch, self.name, self.ptxas_options, self.ptxas_path)
             if fewer.spill_bytes <= spilled:
                 return fewer
         return code
+
+
+def _with_most_registers(ptx: str, entry: str, most: int) -> str:
+    """The module with a limit of registers for one entry. It is a directive, because `ptxas` (12.9 and 13.4) ignores
+    --maxrregcount where PTX fixes the size of a block, as Triton's does."""
+    return re.sub(rf"(\.entry\s+{re.escape(entry)}(?![\w$])[^{{]*)\{{", rf"\1.maxnreg {most}\n{{", ptx, count=1)
 
 
 def _passed(ptx: str, config: PassConfig, name: str) -> str:
