@@ -130,7 +130,7 @@ class TritonSource:
                 self._sources[cache_key] = self._finished(work)
             return self._sources[cache_key]
 
-        descriptors = made.ttir.partition("tt.func public")[2].partition("{")[0].count("!tt.tensordesc")
+        descriptors = made.ttir.partition("tt.func public")[2].partition("\n")[0].count("!tt.tensordesc")
         facts = {"signature": work.signature, "tiles": [None] * descriptors}
         return Draft(made.facts["name"], made.ttir, facts, finish)
 

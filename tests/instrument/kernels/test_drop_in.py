@@ -133,6 +133,21 @@ def test_tensor_descriptors_over_arrays_of_ours(name, dtype):
             np.testing.assert_array_equal(found.numpy(), data[64:, 32:64])
 
 
+@triton.jit
+def load_tile(out, source, M, N, BM: tl.constexpr, BN: tl.constexpr):
+    tile = source.load([BM, 2 * BN])
+    tl.store(out + tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :], tile)
+
+
+@pytest.mark.parametrize("name", ["virtual:h200", "virtual:a100", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_tensor_descriptors_after_other_arguments(name):
+    data = np.arange(128 * 128, dtype=np.float32).reshape(128, 128)
+    with pp.Device(name):
+        x, out = pp.array(data), pp.zeros((64, 32))
+        pp.kernel(load_tile)[1,](out, TensorDescriptor.from_tensor(x, [64, 32]), 128, 128, BM=64, BN=32)
+        np.testing.assert_array_equal(out.numpy(), data[64:, 64:96])
+
+
 def test_a_tensor_descriptor_over_a_part_of_an_array():
     x, out = pp.array(np.arange(128 * 256, dtype=np.float32).reshape(128, 256)), pp.zeros((64, 32))
     part = x[:, 128:]
