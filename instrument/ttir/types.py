@@ -82,6 +82,7 @@ class Type:
     shape: tuple[int, ...]
     element: Element
     block: tuple[int, ...] = ()
+    unsigned: bool = False  # of a descriptor, whose type alone says so; elsewhere the op does
 
     @property
     def size(self) -> int:
@@ -112,10 +113,10 @@ def parse_type(text: str) -> Type:
         body = text[15:-1]
         if body.startswith("tensor<"):
             inner = parse_type(body[: body.index(">") + 1])
-            return Type("descriptor", (), inner.element, inner.shape)
+            return Type("descriptor", (), inner.element, inner.shape, "xui" in body)
         comma = _top_comma(body)
         dims, element = _dims(body if comma < 0 else body[:comma])
-        return Type("descriptor", (), ELEMENTS[_signless(element)], dims)
+        return Type("descriptor", (), ELEMENTS[_signless(element)], dims, element.startswith("ui"))
     return Type("value", (), ELEMENTS[_signless(text)])
 
 

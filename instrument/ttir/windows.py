@@ -126,6 +126,8 @@ def descriptor_store(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     element, rank = value_type.element, len(block)
     access = Access(low, op, block, element)
     kind = ("fadd" if element.is_float else "add") if op.word == "add" else op.word
+    if op.in_types[0].unsigned and kind in ("min", "max"):
+        kind = f"u{kind}"
 
     def run(active: Active, slots: Slots) -> None:
         w = slots[args[0]]

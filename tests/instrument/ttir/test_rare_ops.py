@@ -361,3 +361,24 @@ def swap_in_either(a, b, out):
 def test_a_swap_in_one_of_several_arguments_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedOpError, match="atomic_cas"):
         pp.kernel(swap_in_either)[2,](np.zeros(1, np.int32), np.zeros(1, np.int32), np.zeros(2, np.int32))
+
+
+@triton.jit
+def reduce_tile(out, x, N, KIND: tl.constexpr, B: tl.constexpr):
+    tile = tl.make_tensor_descriptor(out, [N, N], [N, 1], [B, B])
+    i = tl.arange(0, B)
+    value = tl.load(x + i[:, None] * N + i[None, :])
+    if KIND == "min":
+        tile.atomic_min([0, 0], value)
+    else:
+        tile.atomic_max([0, 0], value)
+
+
+@pytest.mark.parametrize("dtype", [np.uint32, np.int32, np.uint64, np.int64])
+@pytest.mark.parametrize("kind", ["min", "max"])
+def test_reductions_into_a_descriptor_know_unsigned_numbers(kind: str, dtype: Any) -> None:
+    rng, facts = np.random.default_rng(0), np.iinfo(dtype)
+    x, out = (rng.integers(facts.min, facts.max, (16, 16), dtype, endpoint=True) for _ in range(2))
+    expected = (np.minimum if kind == "min" else np.maximum)(x, out)
+    pp.kernel(reduce_tile)[1,](out, x, 16, KIND=kind, B=16)
+    np.testing.assert_array_equal(out, expected)
