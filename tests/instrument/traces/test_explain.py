@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,8 @@ import triton.language as tl
 from corpus.atomics import histogram_atomics
 
 import paellapy as pp
+from paellapy.instrument.device.cost_model import _L2_SHARE
+from paellapy.instrument.device.parts import PARTS
 
 N = 1 << 18
 
@@ -97,3 +101,11 @@ def test_the_brief_form_has_a_line_for_each_of_the_longest_kernels() -> None:
     one, rest = t.explain().brief(most=1).splitlines()
     assert one == count_line
     assert "1" in rest
+
+
+def test_the_example_of_the_readme_is_limited_by_memory_whatever_is_rounded() -> None:
+    text = (Path(__file__).parents[3] / "README.md").read_text()
+    found = re.search(r"^n = 1 << (\d+)$", text, re.M)
+    assert found is not None
+    moved = 3 * 4 << int(found[1])
+    assert not 0.75 < moved / (_L2_SHARE * PARTS["h200"].l2_bytes) < 1.33
