@@ -41,5 +41,6 @@ def polls(op: Op, module: Module) -> bool:
 
 
 def called(op: Op) -> str:
-    """The name of the function that a `tt.call` calls."""
-    return op.body.strip().removeprefix("@").split("(")[0].strip('" ')
+    """The name of the function that a `tt.call` calls; a name in quotation marks may have parentheses."""
+    name = op.body.strip().removeprefix("@")
+    return name.split('"')[1] if name.startswith('"') else name.split("(")[0].strip()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from paellapy.instrument.errors import UnsupportedOpError
 from paellapy.instrument.ttir.constants import constant
 from paellapy.instrument.ttir.parser import parse
+from paellapy.instrument.ttir.polling import called
 from paellapy.instrument.ttir.syntax import split_top
 from paellapy.instrument.ttir.tree import walk
 from paellapy.instrument.ttir.types import ELEMENTS, parse_type
@@ -198,3 +199,11 @@ def _balanced(text: str) -> bool:
                 return False
             stack.pop()
     return not stack
+
+
+@pytest.mark.parametrize("name", ["f", '"f.<locals>.g__Pfp32__(1,)cconstexpr_8_"'])
+def test_a_called_function_may_have_parentheses_in_its_name(name: str) -> None:
+    text = f"module {{\n tt.func public @k(%n: i32) {{\n tt.call @{name}(%n) : (i32) -> ()\n tt.return\n }}\n"
+    text += f" tt.func private @{name}(%n: i32) {{\n tt.return\n }}\n}}"
+    module = parse(text)
+    assert called(module.funcs["k"].region[0].ops[0]) in set(module.funcs) - {"k"}
