@@ -10,13 +10,14 @@ from triton.backends.amd.compiler import HIPOptions
 from triton.backends.nvidia.compiler import CUDAOptions
 
 from paellapy.instrument.errors import ArgumentError
+from paellapy.instrument.triton_errors import also
 
 # Launch options and their allowed values: Triton accepts some that no GPU can run, and fails on others far from the
 # cause.
 _LAUNCH_OPTIONS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "num_warps": ("a power of two from 1 to 32", lambda v: v in (1, 2, 4, 8, 16, 32)),
+    "num_warps": ("a power of 2 from 1 to 32", lambda v: v in (1, 2, 4, 8, 16, 32)),
     "num_stages": ("an integer, 0 or more", lambda v: isinstance(v, int) and v >= 0),
-    "num_ctas": ("a power of two from 1 to 16", lambda v: v in (1, 2, 4, 8, 16)),
+    "num_ctas": ("a power of 2 from 1 to 16", lambda v: v in (1, 2, 4, 8, 16)),
     "maxnreg": ("None or an integer from 1 to 255", lambda v: v is None or (isinstance(v, int) and 1 <= v <= 255)),
     "enable_fp_fusion": ("True or False", lambda v: isinstance(v, bool)),
     "debug": ("True or False", lambda v: isinstance(v, bool)),
@@ -41,5 +42,8 @@ def split_options(options: dict[str, Any], name: str, arguments: Sequence[str]) 
     for option, value in options.items():
         wanted, is_right = _LAUNCH_OPTIONS.get(option, ("", lambda _: True))
         if not is_right(value):
-            raise ArgumentError(f"kernel {name!r}: {option} must be {wanted}, not {value!r}")
+            # Triton itself raises an AssertionError.
+            raise also(
+                ArgumentError(f"kernel {name!r}: {option} must be {wanted}, not {value!r}"), AssertionError
+            )
     return {option: value for option, value in options.items() if option in _PASSED_ON}

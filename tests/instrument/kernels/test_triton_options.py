@@ -44,3 +44,8 @@ def test_options_no_gpu_can_run_are_refused(options: dict[str, Any]) -> None:
     (name,) = options
     with pytest.raises(ArgumentError, match=f"'copy': {name} must be"):
         compiled(**options)
+
+
+def test_a_wrong_number_of_warps_is_the_error_that_triton_raises() -> None:
+    with pytest.raises(AssertionError, match="num_warps must be a power of 2"):
+        compiled(num_warps=3)
