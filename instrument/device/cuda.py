@@ -123,6 +123,16 @@ class CudaDevice(Device):
             check(cu.cuStreamSynchronize(stream.handle), "copying to the GPU")
         return out
 
+    def cleared(self, nbytes: int) -> CudaArray:
+        """Memory that is zero, made without disturbing a capture that PyTorch may have in progress."""
+        self.activate()
+        cu = driver()
+        with relaxed_capture():
+            out, stream = CudaArray(self, (nbytes,), np.dtype(np.uint8)), CudaStream(self, 0)
+            check(cu.cuMemsetD8Async(out.ptr, 0, nbytes, stream.handle), "clearing memory")
+            check(cu.cuStreamSynchronize(stream.handle), "clearing memory")
+        return out
+
     def zero(self, array: CudaArray) -> None:
         check(driver().cuMemsetD8(array.ptr, 0, array.nbytes), "clearing memory")
 

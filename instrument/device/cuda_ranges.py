@@ -15,7 +15,7 @@ _CHUNK_BYTES = 64 << 20
 
 
 class EventMemory:
-    """Memory for the events of a trace's launches. It needs no clearing: every block records how much it used.
+    """Memory for the events of a trace's launches. A launch need not clear it: every block records how much it used.
 
     A launch inside a CUDA graph keeps its memory until it is forgotten, since a later trace may replay the graph.
     """
@@ -46,7 +46,8 @@ class EventMemory:
             if sum(chunk.nbytes for chunk in self._chunks) + room > MOST_BYTES:
                 self.unplaced += 1
                 return 0
-            self._chunks.append(self._device.empty((max(room, _CHUNK_BYTES),), np.uint8))
+            # Cleared once: rings are read whole, and parts that no block wrote would count as uninitialised reads.
+            self._chunks.append(self._device.cleared(max(room, _CHUNK_BYTES)))
         memory = self._chunks[self._chunk]
         rings = _rings(layout, int(memory.ptr) + self._used)
         self._used += room

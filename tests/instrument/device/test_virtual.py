@@ -249,7 +249,7 @@ def test_readme_example_runs(tmp_path: Path) -> None:
     script.write_text(code)
     run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=300)
     assert run.returncode == 0, run.stderr
-    assert "4,096" in run.stdout
+    assert "8,192" in run.stdout
 
 
 def test_a_kernel_that_fits_on_no_sm_is_named(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
