@@ -192,7 +192,6 @@ def gate_speed() -> Any:
 
 FIGURES: dict[str, Callable[[], str]] = {
     "training.seeds": lambda: str(quoted_beside.requests()[0]),
-    "memory.zero": lambda: str(quoted_beside.all_zero()),
     "memory.compared": lambda: f"{quoted_beside.compared():,}",
     "memory.requests": lambda: str(stored("more_models")["default"]["requests"]),
     "memory.processes": lambda: str(stored("more_models")["processes"]["processes"]),

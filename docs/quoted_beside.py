@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import paper_report
-from model_zoo import KINDS
 from result_files import stored
 
 
@@ -184,11 +183,6 @@ def memory() -> str:
         ratios = [f"{p99['beside'] / p99[when]:.2f}" for when in ("alone", "alone again")]
         rows.append(["p99 of two models that stay, while others come and go ÷ before, ÷ after", ", ".join(ratios)])
     return paper_report.table(["", ""], rows)
-
-
-def all_zero() -> int:
-    """Models of the stored run whose answers were all zero: torchvision's vision transformers without trained heads."""
-    return sum(KINDS[k % len(KINDS)].startswith("vit") for k in range(stored("more_models")["load"]["models"]))
 
 
 def compared() -> int:
