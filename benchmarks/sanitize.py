@@ -101,7 +101,8 @@ def under(tool: str, variant: str, seconds: float, sanitizer: str) -> dict[str, 
 def found_in(text: str) -> dict[str, int]:
     """Number of reports by their kind and the kernel they are about."""
     kinds = Counter[str]()
-    begin = re.compile(r"^========= (Error: )?(Invalid|Uninitialized|Race|Potential|Barrier|Program hit|Host API)[^\n]*", re.M)
+    words = "Invalid|Uninitialized|Race|Potential|Barrier|Program hit|Host API"
+    begin = re.compile(rf"^========= (Error: )?({words})[^\n]*", re.M)
     for report in re.split(r"^=========\s*$", text, flags=re.M):
         if kind := begin.search(report):
             kernel = re.search(r"\bat (?:0x\w+ in )?([A-Za-z_]\w*)(?:\(|\+0x)", report)
