@@ -133,12 +133,23 @@ class Inference(ABC):
         if known is None:
             self.done({key: array[slot : slot + 1] for key, array in lane.outputs.items()})
             return
-        outputs = lane.slot_bytes(slot)[1]
-        self._answer([known, *[outputs[each.name] for each in self._request.outputs]], len(known))
+        try:
+            outputs = lane.slot_bytes(slot)[1]
+            pieces: Pieces = [known, *[outputs[each.name] for each in self._request.outputs]]
+        except Exception as e:
+            self.fail(e)
+            return
+        self._answer(pieces, len(known))
 
     def done(self, outputs: dict[str, NDArray[Any]]) -> None:
-        if not self.over:
-            self._answer(*encode(self._model, VERSION, self._request, outputs))
+        if self.over:
+            return
+        try:
+            pieces, json_length = encode(self._model, VERSION, self._request, outputs)
+        except Exception as e:  # else nobody would answer
+            self.fail(e)
+            return
+        self._answer(pieces, json_length)
 
     def _answer(self, pieces: Pieces, json_length: int | None) -> None:
         if self.over:

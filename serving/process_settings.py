@@ -40,8 +40,8 @@ def spare_objects() -> None:
 
 
 def spare_more_objects() -> None:
-    """Spares also the objects of a model that was loaded after the start. Only objects that are not spared yet are
-    searched for garbage before.
+    """Spares also the objects of a model that was loaded after the start. The collector searches only objects that are
+    not spared yet; after an unload these are all.
     """
     if _sparing:
         spare_objects()

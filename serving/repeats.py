@@ -93,8 +93,8 @@ def find(model: Model, around: Around, nbytes: int) -> Repeated | None:
 def keep(model: Model, around: Around, repeated: Repeated) -> None:
     known = _repeats.get(id(model))
     if known is None:
-        known = _repeats[id(model)] = {}
-        finalize(model, _repeats.pop, id(model)).atexit = False
+        known = _repeats.setdefault(id(model), {})  # another thread may be here too
+        finalize(model, _repeats.pop, id(model), None).atexit = False
     if len(known) >= REMEMBERED:  # e.g. by a client that numbers its requests
         known.clear()
     known[around] = repeated

@@ -178,7 +178,7 @@ def next_turn(s: State, n: int, swaps: int, now: int) -> int:
     lane = best_admitted(s, lane, full, most, now)
     if core.refused > 0 and call_with(s.call[0].give_up_refused, s, now) > 0 and lane < 0:
         return AGAIN  # each time, a request of a refused client is kept out of lanes until the next round
-    if lane < 0:
+    if lane < 0 or (one_by_one(s) and best_active(s, s.lane[lane].rank, now) >= 0):
         return NONE
     if other >= 0:
         deactivate(s, other)
@@ -238,9 +238,12 @@ def choose(s: State, now: int) -> bool:
     k = NONE
     core.ask_at_ns = np.inf
     core.rounds += 1
+    if one_by_one(s):  # a round may end before it comes to the lanes that stand back
+        choose_who_stands_back(s)
     while k < core.active:
         lane = NONE
         if host_has_work(s):
+            core.changed = 1
             return True
         if one_by_one(s):
             lane = goes_before_new(s, n, now) if k < 0 else best_active(s, np.inf, now)

@@ -34,7 +34,7 @@ from paellapy.scheduler.models.weight_range import Layout, WeightRange
 
 LANES = 2  # default number of lanes: in shared memory, more lanes would only wait
 BERTH_SHARE = 0.25  # fraction of the budget up to which further berths are made although existing ones could be shared
-APART_SHARE = 0.5  # the same, if models of different priority would share them
+APART_SHARE = 0.35  # the same, if models of different priority would share them
 ORDER_S = 600.0  # longest wait for a model in use that is to be evicted by hand
 
 

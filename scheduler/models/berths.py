@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from paellapy.scheduler.core.errors import MemoryPlanError
+
 
 def rounded(nbytes: int) -> int:
     """Rounds up to a power of two, at least 4096.
@@ -83,8 +85,7 @@ class Berths:
         else:
             fitting = [each for each in large if need.name not in each.users]
             new = not fitting or spare(more, True)
-        if new:
-            self._claim(more)
+        if new and self._claimed(more, may_fail=bool(fitting)):
             index = next(k for k in range(len(self._all) + 1) if k not in self._all)
             chosen = self._all[index] = Berth(index, size, self._make(size), need.foreign_bytes)
         else:
@@ -94,6 +95,15 @@ class Berths:
                 chosen.foreign_bytes = need.foreign_bytes
         chosen.users[need.name] = need.priority
         return chosen
+
+    def _claimed(self, nbytes: int, may_fail: bool) -> bool:
+        try:
+            self._claim(nbytes)
+        except MemoryPlanError:  # there is a berth to share
+            if not may_fail:
+                raise
+            return False
+        return True
 
     def leave(self, name: str) -> None:
         """Removes a model that has no lanes any more, and frees berths that no model uses."""

@@ -14,6 +14,7 @@ import pytest
 from engine_models import scale_model
 from serving_server import infer_body, read_until, running, serving
 
+from paellapy.serving import inference
 from paellapy.serving.connections import Connection
 
 X = np.arange(64, dtype=np.float32)[np.newaxis]
@@ -87,6 +88,19 @@ def test_clients_that_leave_while_they_wait_free_their_work(server):
         status, found = answer_of(connections[0])
     assert (status, found["outputs"][0]["data"]) == (200, RIGHT)
     server.wait_until(lambda: server.engine.stats()["live"] == 0)
+
+
+def test_an_answer_that_cannot_be_written_is_an_error_for_its_client_alone(server, monkeypatch):
+    def broken(*given):
+        raise MemoryError("no room for the answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(inference, "encode", broken)
+        patch.setattr(inference, "known_answer", lambda request: None)
+        with connect(server) as connection:
+            connection.sendall(head("scale", len(BODY)) + BODY)
+            assert answer_of(connection)[0] == 500
+    check_serves(server)
 
 
 def test_clients_that_leave_within_their_body_leave_nothing(server):

@@ -15,6 +15,7 @@ from paellapy.scheduler.core import admission, codes, rings, step, tables
 from paellapy.scheduler.core.predict import reader
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.core.tuning import Tuning
+from paellapy.scheduler.policies.policy import policy as make_policy
 from paellapy.serving.admission import Allowance, Asked
 
 MS = 1_000_000
@@ -56,6 +57,32 @@ def test_all_segments_of_a_short_job_come_before_those_of_a_long_one_that_has_be
         order += models_of(bench)
     assert order[:4] == [0, 1, 1, 1]
     assert 1 not in order[4:]
+
+
+def oldest(job):
+    return job.arrival_ns
+
+
+def is_ordinary(job):
+    return job.priority == 0
+
+
+def test_a_job_that_has_begun_goes_before_younger_ones_though_an_older_one_is_refused():
+    held, long, short = profile("held", lanes=1), profile("long", segments=3, lanes=1), profile("short", 1, lanes=4)
+    policy = make_policy(admit=is_ordinary, may_idle=True)(oldest)
+    bench = Bench([held, long, short], policy=policy, one_by_one=True)
+    for model in range(3):
+        bench.submit(model, priority=int(model == 0))
+        bench.now += 1
+    order = []
+    for _ in range(12):
+        bench.step(1)
+        order += models_of(bench)
+        for lane in bench.running:
+            bench.finish_segment(lane)
+        bench.submit(2)
+    assert 0 not in order
+    assert order[:3] == [1, 1, 1]
 
 
 def test_a_batch_stays_open_while_the_host_computes():

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from paellapy.scheduler.core.errors import MemoryPlanError
 from paellapy.scheduler.models.berths import Berths, Need
 
 
@@ -25,7 +26,7 @@ class Memory:
 
     def claim(self, nbytes):
         if self.claimed + nbytes > self.limit:
-            raise MemoryError
+            raise MemoryPlanError("full")
         self.claimed += nbytes
 
     def give(self, nbytes):
@@ -81,6 +82,14 @@ def test_models_of_different_priority_share_a_berth_if_memory_is_short():
     assert memory.choose("again", 4096, priority=1) == [high]
 
 
+def test_a_berth_is_shared_if_there_is_no_memory_for_another_after_all():
+    memory = Memory(4096)
+    (low,) = memory.choose("low", 4096)
+    (high,) = memory.choose("high", 4096, priority=1)
+    assert high is low
+    assert memory.claimed == 4096
+
+
 def test_a_berth_grows_by_the_memory_that_a_library_needs():
     memory = Memory(1 << 20)
     memory.choose("a", 4096, foreign=100)
@@ -103,6 +112,6 @@ def test_berths_go_with_their_last_model_and_their_numbers_are_used_again():
 
 def test_a_model_that_does_not_fit_leaves_nothing_behind():
     memory = Memory(8192)
-    with pytest.raises(MemoryError):
+    with pytest.raises(MemoryPlanError):
         memory.choose("a", 4096, count=3)
     assert (memory.blocks, memory.claimed) == (0, 0)
