@@ -32,11 +32,11 @@ HERE = Path(__file__).parents[1]
 FOLDERS = ("paellapy", "serving", "scheduler", "instrument")
 
 _MIX = """
-import paellapy as pp
-try:
-    from paellapy.scheduler.sim.mix import MIX, mix_profiles
-except ImportError:  # before there were rooms
+import pathlib, paellapy as pp
+if (pathlib.Path(pp.__file__).parents[1] / "scheduler/simulate_mix.py").is_file():  # before there were rooms
     from scheduler.simulate_mix import MIX, mix_profiles
+else:
+    from paellapy.scheduler.sim.mix import MIX, mix_profiles
 load = pp.Poisson(3000, MIX, duration=0.05)
 assert pp.simulate(mix_profiles(), load, "srpt").model().completed > 0
 """

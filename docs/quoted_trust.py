@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import paper_report
@@ -43,33 +42,22 @@ def _seconds(fault: dict[str, Any]) -> str:
     return "not within 30" if fault["recovery_s"] is None else f"{fault['recovery_s']:.1f}"
 
 
-def calibrations() -> dict[str, Any]:
-    return {"A": stored("trust_calibration"), "B": stored("trust_calibration_8_cores")}
-
-
 def calibrated_on() -> str:
-    """Machine and settings of the two runs, and the loads that once were refused too often."""
-    found = calibrations()
-    files = ("trust_calibration", "trust_calibration_8_cores")
-    on = [json.loads((RESULTS / f"{name}.json").read_text())["on"] for name in files]
-    facts = {
-        "stored as": [f"`{name}.json`" for name in files],
-        "processor": [each["cpu"] for each in on],
-        "cores": [str(each.get("cores", "not stored")) for each in found.values()],
-        "commit": [each["commit"] for each in on],
-        "seconds of each load": [f"{_played_s(each):.0f}" for each in found.values()],
-        "capacity, requests a second": [f"{each['capacity_per_s']:,.0f}" for each in found.values()],
-        "refused requests that would have been late, all loads (aim: 0.8)": [
-            f"{each['rightly_refused']:.2f}" for each in found.values()
-        ],
-        "40 requests for `cnn` at once: refused": [
-            str(each["first"]["40 requests for cnn at once, refused"]) for each in found.values()
-        ],
-        "8 clients of `mlp`, 4,000 requests: refused": [
-            str(4000 - each["first"]["8 clients of mlp, 4000 requests"]["outcomes"]["right"]) for each in found.values()
-        ],
-    }
-    return paper_report.table(["run", *found], [[name, *values] for name, values in facts.items()])
+    """Machine and settings of the run, and the loads that once were refused too often."""
+    found = stored("trust_calibration")
+    on = json.loads((RESULTS / "trust_calibration.json").read_text())["on"]
+    first = found["first"]
+    rows = [
+        ["processor, cores", f"{on['cpu']}, {found['cores']}"],
+        ["commit", on["commit"]],
+        ["seconds of each load", f"{_played_s(found):.0f}"],
+        ["capacity, requests a second", f"{found['capacity_per_s']:,.0f}"],
+        ["refused requests that would have been late, all loads (aim: 0.8)", f"{found['rightly_refused']:.2f}"],
+        ["40 requests for `cnn` at once: refused", str(first["40 requests for cnn at once, refused"])],
+        ["8 clients of `mlp`, 4,000 requests: refused",
+         str(4000 - first["8 clients of mlp, 4000 requests"]["outcomes"]["right"])],
+    ]  # fmt: skip
+    return paper_report.table(["", ""], rows)
 
 
 def _played_s(found: dict[str, Any]) -> float:
@@ -79,29 +67,24 @@ def _played_s(found: dict[str, Any]) -> float:
 
 def calibration() -> str:
     rows = []
-    for run, found in calibrations().items():
-        for factor, each in found["loads"].items():
-            right = each["rightly_refused"]
-            rows.append(
-                [
-                    run, factor, f"{each['refused']:.3f}", f"{max(0.0, 1 - 1 / float(factor)):.3f}",
-                    "–" if right is None else f"{right:.2f}", f"{each['in_time_with_admission']:.3f}",
-                    f"{each['in_time_without']:.3f}", f"{each['late_though_let_in']:.3f}",
-                ]
-            )  # fmt: skip
-    head = ["run", "load ÷ capacity", "refused", "excess over capacity", "refused requests late when let in",
-            "in time with admission", "in time without", "late though let in"]  # fmt: skip
+    for factor, each in stored("trust_calibration")["loads"].items():
+        right = each["rightly_refused"]
+        rows.append(
+            [
+                factor, f"{each['refused']:.3f}", "–" if right is None else f"{right:.2f}",
+                f"{each['in_time_with_admission']:.3f}", f"{each['in_time_without']:.3f}",
+                f"{each['late_though_let_in']:.3f}",
+            ]
+        )  # fmt: skip
+    head = ["load ÷ capacity", "refused", "refused requests late when let in", "in time with admission",
+            "in time without", "late though let in"]  # fmt: skip
     return paper_report.table(head, rows)
 
 
 def late_shares() -> list[float]:
     """Of the requests that were let in, near capacity and above: the part that was late."""
-    return [each["late_though_let_in"] for each in _near_capacity()]
-
-
-def _near_capacity() -> Iterator[dict[str, Any]]:
-    for found in calibrations().values():
-        yield from (each for factor, each in found["loads"].items() if float(factor) >= 0.8)
+    loads = stored("trust_calibration")["loads"].items()
+    return [each["late_though_let_in"] for factor, each in loads if float(factor) >= 0.8]
 
 
 def others() -> str:
