@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from paellapy.instrument import cache
-from paellapy.instrument.errors import InstrumentError
+from paellapy.instrument.errors import InstrumentError, PtxError
 from paellapy.instrument.ptx import passes
 from paellapy.instrument.ptx.assemble import Assembled, assemble
 from paellapy.instrument.ptx.pass_config import Exits, PassConfig
@@ -53,16 +53,17 @@ class Source:
         ptx = _passed(self.ptx, config, self.name)
         code = assemble(ptx, self.arch, self.name, self.ptxas_options, self.ptxas_path)
         if config.changes_anything and self.threads is not None:
-            code = self._with_as_many_blocks(ptx, code, self.threads)
+            ptx, code = self._with_as_many_blocks(ptx, code, self.threads)
         return Compiled(self, config, ptx, code)
 
-    def _with_as_many_blocks(self, ptx: str, code: Assembled, threads: int) -> Assembled:
-        """Machine code that lets an SM hold about as many blocks as of the plain kernel, if that needs no spills.
+    def _with_as_many_blocks(self, ptx: str, code: Assembled, threads: int) -> tuple[str, Assembled]:
+        """PTX and machine code that let an SM hold about as many blocks as of the plain kernel, if that spills no more.
 
-        Not for kernels whose warps exchange registers, or that limit their registers themselves.
+        Not for kernels whose warps exchange registers, that limit their registers themselves, or that use `wgmma`: with
+        too few registers, `ptxas` makes each of its products wait for the one before, without a spill.
         """
-        if room_for_all(code.registers, threads) or re.search(r"setmaxnreg|\.maxnreg|nctapersm", ptx):
-            return code
+        if room_for_all(code.registers, threads) or re.search(r"setmaxnreg|\.maxnreg|nctapersm|wgmma", ptx):
+            return ptx, code
         plain = assemble(self.ptx, self.arch, self.name, self.ptxas_options, self.ptxas_path)
         spilled = max(plain.spill_bytes, code.spill_bytes)
         wanted, had = (blocks_by_registers(each.registers, threads) for each in (plain, code))
@@ -70,10 +71,13 @@ class Source:
             if blocks_by_registers(most, threads) <= had:
                 break  # nothing is gained any more
             limited = _with_most_registers(ptx, self.name, most)
-            fewer = assemble(limited, self.arch, self.name, self.ptxas_options, self.ptxas_path)
+            try:
+                fewer = assemble(limited, self.arch, self.name, self.ptxas_options, self.ptxas_path)
+            except PtxError:  # refused, or too slow: the kernel runs without the limit
+                break
             if fewer.spill_bytes <= spilled:
-                return fewer
-        return code
+                return limited, fewer
+        return ptx, code
 
 
 def _with_most_registers(ptx: str, entry: str, most: int) -> str:
