@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.device.driver import relaxed_capture
 from paellapy.instrument.device.range_events import MOST_BYTES, EventLayout, Events
 
 _CHUNK_BYTES = 64 << 20
@@ -34,9 +33,12 @@ class EventMemory:
     def place(self, layout: EventLayout, launch: int, captured: bool) -> int:
         """The address of a launch's rings, behind their heads; 0 if the trace has no room for more."""
         room = layout.nbytes + layout.ring_bytes  # with room to align them
+        # Memory is cleared once: rings are read whole, and a sanitizer reports parts that no block wrote.
         if captured:
-            with relaxed_capture():
-                memory = self._device.empty((room,), np.uint8)
+            if sum(kept.nbytes for *_, kept in self._captured.values()) + room > MOST_BYTES:
+                self.unplaced += 1
+                return 0
+            memory = self._device.cleared(room)
             rings = _rings(layout, int(memory.ptr))
             self._captured[launch] = (launch, layout, rings, memory)
             return rings
@@ -46,7 +48,6 @@ class EventMemory:
             if sum(chunk.nbytes for chunk in self._chunks) + room > MOST_BYTES:
                 self.unplaced += 1
                 return 0
-            # Cleared once: rings are read whole, and parts that no block wrote would count as uninitialised reads.
             self._chunks.append(self._device.cleared(max(room, _CHUNK_BYTES)))
         memory = self._chunks[self._chunk]
         rings = _rings(layout, int(memory.ptr) + self._used)
