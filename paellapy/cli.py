@@ -164,6 +164,7 @@ def trace_script(
         console.print(ran.trace.summary())
         if explain:
             console.print(ran.trace.explain().brief(), markup=False, highlight=False, soft_wrap=True)
+            ran.trace.save(out)  # now the work of its launches is known
         console.print(f"trace: {out}", highlight=False, soft_wrap=True)
         _write_report(ran.trace, report, script.name, dark, console)
     else:

@@ -109,13 +109,17 @@ def _claims(trace: Any, k: KernelSummary, blocks: Records, launches: Records) ->
 
 
 def _as_often_as_it_ran(work: Records, blocks: Records, launches: Records) -> Records:
-    """The work of launches, multiplied for those that a CUDA graph replayed."""
+    """The work of launches, multiplied for those that a CUDA graph replayed.
+
+    The work of all blocks of a launch is reduced to those that ran: others follow in another launch, or in none.
+    """
     ran = np.searchsorted(np.sort(blocks["launch"]), work["launch"], side="right")
     ran = ran - np.searchsorted(np.sort(blocks["launch"]), work["launch"])
     rounds = np.maximum(np.rint(ran / launches["blocks"][np.searchsorted(launches["launch"], work["launch"])]), 1)
+    rounds = np.where(work["blocks"] > 0, ran / np.maximum(work["blocks"], 1), rounds)
     repeated = work.copy()
     for name in ("bytes", "flops", "tensor_flops", "wasted_bytes", "updates", "queue_ns"):
-        repeated[name] = work[name] * rounds.astype(np.int64)
+        repeated[name] = np.rint(work[name] * rounds)
     return repeated
 
 

@@ -205,7 +205,10 @@ class Trace:
         return chosen
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the trace to one compact file, for `Trace.load`: 3 to 6 bytes per block."""
+        """Writes the trace to one compact file, for `Trace.load`: 3 to 6 bytes per block.
+
+        The work of launches is in it if it is known: after `explain()`, or once `work` was asked for.
+        """
         facts = {
             "kernels": self.kernels,
             "device": asdict(self.device),
@@ -217,8 +220,8 @@ class Trace:
         if self.ranges.names:
             more = {**more, "ranges": self.ranges.records}
             facts |= {"ranges": self.ranges.names, "ranges_lost": self.ranges.lost}
-        if len(self.work):
-            more = {**more, "work": self.work}
+        if len(work := self.__dict__.get("work", ())):
+            more = {**more, "work": work}
         trace_file.write(Path(path), self.blocks, self.launches, facts | about, more)
 
     @classmethod

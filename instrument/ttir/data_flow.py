@@ -9,13 +9,14 @@ from paellapy.instrument.ttir.polling import called
 from paellapy.instrument.ttir.tree import Module, Op, Region, walk
 
 _READS = re.compile(r"tt\.(load|atomic_\w+|(experimental_)?descriptor_(load|gather))$")
+_MASKS = {"tt.load": 1, "tt.store": 2, "tt.atomic_rmw": 2}  # the position of the mask
 
 Name = tuple[str, str]  # a function, and a value in it
 Pairs = Iterable[tuple[str, str]]
 
 
 def follows_data(module: Module) -> bool:
-    """Whether the bounds of a loop or the condition of a branch depend on memory."""
+    """Whether the bounds of a loop, the condition of a branch or the mask of an access depend on memory."""
     uses: dict[Name, list[Name]] = {}
     for source, target in _flow(module):
         uses.setdefault(source, []).append(target)
@@ -30,9 +31,11 @@ def follows_data(module: Module) -> bool:
 
 
 def _decides(op: Op) -> list[str]:
-    """The operands by which an op decides which others run, and how often."""
+    """The operands by which an op decides which others run and how often, or which elements it accesses."""
     if op.name in ("scf.if", "scf.condition", "cf.cond_br"):
         return op.operands[:1]
+    if op.name in _MASKS:  # the access of a block pointer has none
+        return op.operands[_MASKS[op.name] :][:1]
     return op.operands[:3] if op.name == "scf.for" else []
 
 

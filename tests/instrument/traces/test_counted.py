@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,13 @@ from corpus import TRITON_CASES, Case
 import paellapy as pp
 from paellapy.instrument.arguments import Descriptor
 from paellapy.instrument.kernels.triton_options import split_options
+from paellapy.instrument.traces import counted as counted_module
 from paellapy.instrument.traces.counted import Counting
+from paellapy.instrument.ttir import TtirProgram
 
-# Data decide how much these do.
+# Data decide how much these do; the sign of a number decides by which instruction Triton takes its maximum.
 UNKNOWN = {"paged_decode", "two_returns", "collatz", "bisect", "helpers", "work_queue", "last_block_sums", "spin_lock",
-           "grid_barrier"}  # fmt: skip
+           "grid_barrier", "float_atomics"}  # fmt: skip
 
 
 def address(value: Any) -> Any:
@@ -125,12 +128,75 @@ def test_work_is_multiplied_for_launches_that_a_graph_replayed() -> None:
     twice = pp.Trace(np.concatenate([t.blocks, again]), t.launches, t.kernels, t.device)
     twice.work = t.work
 
-    def roof(trace: pp.Trace) -> Any:
-        (found,) = (c for c in trace.explain().kernels[0].claims if c.about.startswith("roof"))
-        return found
-
     assert roof(twice).figures["bytes"] == 2 * roof(t).figures["bytes"]
     assert roof(twice).share == pytest.approx(roof(t).share, rel=0.01)
+
+
+def traced_as_on_a_gpu(blocks: int = 1 << 12) -> pp.Trace:
+    """A trace whose launch has addresses in place of arrays, and whose work is not counted yet."""
+    n = 256 * blocks
+    with pp.Device("virtual:h200"):
+        x, out = pp.zeros(n), pp.zeros(n)
+        with pp.trace() as t:
+            pp.kernel(rows_quietly)[blocks,](x, out, n, B=256)
+    session, launch = t.count_work.func.__self__, int(t.launches["launch"][0])
+    session._made[launch] = session._made[launch][0], (4096, 1 << 30, n, 256)
+    session.counted.clear()
+    return t
+
+
+def roof(trace: pp.Trace) -> Any:
+    (found,) = (c for c in trace.explain().kernels[0].claims if c.about.startswith("roof"))
+    return found
+
+
+def test_blocks_that_did_not_run_do_not_count() -> None:
+    """As of a launch that was preempted: the launch of the rest counts the others."""
+    t = traced_as_on_a_gpu()
+    some = pp.Trace(t.blocks[: len(t.blocks) // 4], t.launches, t.kernels, t.device)
+    some.work = t.work
+    assert roof(t).figures["bytes"] == 8 * 256 * len(t.blocks)
+    assert roof(some).figures["bytes"] == roof(t).figures["bytes"] / 4
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, RecursionError, MemoryError, OSError, KeyError])
+def test_no_error_of_the_evaluator_reaches_an_explanation(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def fails(*args: Any, **keywords: Any) -> None:
+        raise error("evaluating")
+
+    t = traced_as_on_a_gpu()
+    monkeypatch.setattr(TtirProgram, "run", fails)
+    assert t.explain().kernels[0].kernel == "rows_quietly"
+    assert not t.work["bytes"].any()
+
+
+@pytest.mark.parametrize(("limit", "evaluations"), [("_LAUNCH_S", 2), ("_TRACE_S", 0)])
+def test_work_that_takes_too_long_to_count_is_unknown(
+    monkeypatch: pytest.MonkeyPatch, limit: str, evaluations: int
+) -> None:
+    asked, run = [], TtirProgram.run
+
+    def counting(self: TtirProgram, *args: Any, **keywords: Any) -> Any:
+        asked.append(args)
+        return run(self, *args, **keywords)
+
+    t = traced_as_on_a_gpu()
+    monkeypatch.setattr(TtirProgram, "run", counting)
+    monkeypatch.setattr(counted_module, limit, 0.0)
+    assert not t.work["bytes"].any()
+    assert len(asked) == evaluations
+
+
+def test_saving_evaluates_nothing_and_keeps_work_that_is_known(tmp_path: Path) -> None:
+    t = traced_as_on_a_gpu()
+    t.save(tmp_path / "before")
+    assert "work" not in vars(t)
+    assert not len(pp.Trace.load(tmp_path / "before").work)
+    t.explain()
+    t.save(tmp_path / "after")
+    assert np.array_equal(pp.Trace.load(tmp_path / "after").work, t.work)
 
 
 def roofs_of(launch: Any) -> dict[str, list[Any]]:

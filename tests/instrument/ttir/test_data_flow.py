@@ -1,4 +1,4 @@
-"""Whether data decide which ops of a kernel run."""
+"""Whether data decide which ops of a kernel run, and on which elements."""
 
 from __future__ import annotations
 
@@ -81,14 +81,42 @@ def loop_by_an_earlier_round(x, out, n, B: tl.constexpr):
         most = tl.load(x).to(tl.int32)
 
 
+@triton.jit
+def load_masked_by_data(x, out, n, B: tl.constexpr):
+    i = tl.arange(0, B)
+    tl.store(out + i, tl.load(x + i, mask=tl.load(out + i) > n))
+
+
+@triton.jit
+def store_masked_by_data(x, out, n, B: tl.constexpr):
+    i = tl.arange(0, B)
+    value = tl.load(x + i, mask=i < n)
+    tl.store(out + i, value, mask=value > 0)
+
+
+@triton.jit
+def update_masked_by_data(x, out, n, B: tl.constexpr):
+    i = tl.arange(0, B)
+    value = tl.load(x + i, mask=i < n, other=0.0)
+    tl.atomic_add(out + i, 1.0, mask=value > 0)
+
+
+@triton.jit
+def update_by_data(x, out, n, B: tl.constexpr):
+    i = tl.arange(0, B)
+    tl.atomic_add(out + i, tl.load(x + i, mask=i < n), mask=i < n)
+
+
 @pytest.mark.parametrize(
     ("kernel", "depends"),
     [
         (loop_by_number, False), (branch_by_block, False), (loop_by_data, True), (branch_by_data, True),
         (while_by_data, True), (branch_by_a_function, True), (return_by_data, True), (loop_by_an_earlier_round, True),
+        (load_masked_by_data, True), (store_masked_by_data, True), (update_masked_by_data, True),
+        (update_by_data, False),
     ],
     ids=lambda each: getattr(each, "__name__", each),
 )  # fmt: skip
-def test_loops_and_branches_that_depend_on_memory_are_found(kernel: Any, depends: bool) -> None:
+def test_loops_branches_and_masks_that_depend_on_memory_are_found(kernel: Any, depends: bool) -> None:
     made = pp.kernel(kernel).compile("*fp32", "*fp32", "i32", B=32, target="sm_90", report=None)
     assert follows_data(parse(made.source.ttir, made.name)) is depends
