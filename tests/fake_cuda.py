@@ -8,6 +8,7 @@ concurrency and the driver's own rules need a GPU: test_gpu_engine.py.
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import math
 import struct
@@ -509,7 +510,7 @@ class _Library:
     def __init__(self, fake: FakeCuda) -> None:
         self.cuLaunchKernel, self.cuStreamIsCapturing = fake.launch, fake.is_capturing
         self.cuGraphLaunch = fake.library_graph_launch
-        self.cuStreamBatchMemOp_v2 = fake.library_batch
+        self.cuStreamBatchMemOp_v2 = functools.partial(fake.library_batch)  # can have a prototype
 
 
 def _descriptor(parameters: bytes) -> Any:

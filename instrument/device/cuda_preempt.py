@@ -6,9 +6,12 @@ writes all its copies with one stream operation, on a stream of the highest prio
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import threading
 import weakref
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +49,15 @@ class _Word:
 
     def idle(self) -> bool:
         return all(end.done() for end in self.ends.values())
+
+
+@functools.cache
+def _batch() -> Any:
+    """The driver's function for several operations on a stream. Drivers before 11.7 do not have it."""
+    found = library().cuStreamBatchMemOp_v2
+    found.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint]
+    found.restype = ctypes.c_int
+    return found
 
 
 class Preemption:
@@ -87,7 +99,7 @@ class Preemption:
         with self._lock:  # the operations belong to the flag, which another thread may set too
             operations["value"] = word
             stream, at = self._stream.handle, operations.ctypes.data
-            status = library().cuStreamBatchMemOp_v2(stream, len(operations), at, 0)
+            status = _batch()(stream, len(operations), at, 0)
         if status:
             fail(status, "setting a flag")
 

@@ -47,8 +47,6 @@ def library() -> Any:
     lib.cuLaunchKernel.restype = ctypes.c_int
     lib.cuStreamIsCapturing.argtypes = [ptr, ptr]
     lib.cuStreamIsCapturing.restype = ctypes.c_int
-    lib.cuStreamBatchMemOp_v2.argtypes = [ptr, u32, ptr, u32]
-    lib.cuStreamBatchMemOp_v2.restype = ctypes.c_int
     return lib
 
 
