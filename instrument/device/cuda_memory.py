@@ -80,9 +80,10 @@ class CudaArray:
         """The address of the first element."""
         return self.ptr
 
-    def stride(self) -> tuple[int, ...]:
-        """The strides in elements."""
-        return tuple(int(np.prod(self.shape[axis + 1 :], dtype=np.int64)) for axis in range(len(self.shape)))
+    def stride(self, dim: int | None = None) -> tuple[int, ...] | int:
+        """The strides in elements; with `dim`, the stride of this dimension."""
+        every = tuple(int(np.prod(self.shape[axis + 1 :], dtype=np.int64)) for axis in range(len(self.shape)))
+        return every if dim is None else every[dim]
 
     def __repr__(self) -> str:
         return f"<{self.dtype.name}{list(self.shape)} on {self.device.name}>"

@@ -57,9 +57,10 @@ class VirtualArray(np.ndarray[Any, Any]):
         """The address of the first element."""
         return int(self.ctypes.data)
 
-    def stride(self) -> tuple[int, ...]:
-        """The strides in elements."""
-        return tuple(step // self.itemsize for step in self.strides)
+    def stride(self, dim: int | None = None) -> tuple[int, ...] | int:
+        """The strides in elements; with `dim`, the stride of this dimension."""
+        every = tuple(step // self.itemsize for step in self.strides)
+        return every if dim is None else every[dim]
 
 
 class VirtualDevice(Device):

@@ -125,6 +125,7 @@ def test_tensor_descriptors_over_arrays_of_ours(name, dtype):
     with pp.Device(name):
         x, out, again = pp.array(data), pp.zeros((64, 32), dtype), pp.zeros((64, 32), dtype)
         assert (x.stride(), x.data_ptr() % 16) == ((128, 1), 0)
+        assert (x.stride(0), x.stride(1), x.stride(-1)) == (128, 1, 1)
         kernel = pp.kernel(copy_tile)
         kernel[1,](TensorDescriptor.from_tensor(x, [64, 32]), TensorDescriptor.from_tensor(out, [64, 32]))
         source = TensorDescriptor(x, [128, 128], [128, 1], [64, 32])
@@ -152,6 +153,7 @@ def test_a_tensor_descriptor_over_a_part_of_an_array():
     x, out = pp.array(np.arange(128 * 256, dtype=np.float32).reshape(128, 256)), pp.zeros((64, 32))
     part = x[:, 128:]
     assert part.stride() == (256, 1)
+    assert part.stride(dim=0) == 256
     pp.kernel(copy_tile)[1,](TensorDescriptor.from_tensor(part, [64, 32]), TensorDescriptor.from_tensor(out, [64, 32]))
     np.testing.assert_array_equal(out, x[64:, 160:192])
 
