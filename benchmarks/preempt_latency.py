@@ -34,7 +34,7 @@ THREADS = 256
 COLUMNS = ("free p50", "free p99", "resume p50", "left p50", "held")
 
 
-def measure(device: Any, block_us: float, blocks: int, rounds: int) -> dict[str, float]:
+def measure(device: Any, block_us: float, blocks: int, rounds: int) -> dict[str, float | None]:
     kernel = pp.kernel(source=SPIN, name="spin", report=None)
     rng = np.random.default_rng(0)
     wave = device.sm_count * (device.limits.threads // THREADS)
@@ -61,7 +61,7 @@ def measure(device: Any, block_us: float, blocks: int, rounds: int) -> dict[str,
         assert (count.numpy() == 1).all(), "a block ran twice or never"
     held = left > 0
     if not held.any():  # the kernel was always over before the flag came: nothing was measured
-        return dict.fromkeys(COLUMNS[:-1], float("nan")) | {"held": 0.0}
+        return dict.fromkeys(COLUMNS[:-1]) | {"held": 0.0}
     return {
         "free p50": float(np.median(free[held])),
         "free p99": float(np.quantile(free[held], 0.99)),
@@ -86,7 +86,7 @@ def main() -> None:
     for column in ("launch", *COLUMNS):
         table.add_column(column, justify="right")
     for name, row in results.items():
-        table.add_row(name, *(f"{row[c]:.2f}" if c == "held" else f"{row[c]:.1f}" for c in COLUMNS))
+        table.add_row(name, *("–" if row[c] is None else f"{row[c]:.{2 if c == 'held' else 1}f}" for c in COLUMNS))
     Console(width=140).print(table)
     print("written to", save("preempt_latency", results, device, options.out))
 
