@@ -55,6 +55,10 @@ class CudaTrace:
     def _swap_in(self, loaded: LoadedModel, lane: Lane, row: int, profile: ProgramProfile, plain: Launches) -> None:
         backend, size = self._backend, loaded.model.batch.index(profile.batch)
         program, ids = self._capture_traced(lane, loaded.weights, profile.batch, profile.cuts)
+        # First of all the pieces: their events are forgotten with them, also where a graph cannot be made.
+        for k, (first, end) in [*enumerate(plain.bounds), (codes.WHOLE, (0, len(ids)))]:
+            launches = tuple(i for i in ids[first:end] if i)
+            self._pieces.append(TracedPiece(row, size, k, launches, replayed=True))
         try:
             traced = backend.cut(program, plain.bounds, lane, confine=bool(plain.confined))
         finally:
@@ -62,9 +66,6 @@ class CudaTrace:
         self._traced.append(traced)
         self._plain.append((row, size, plain))
         write_handles(self._state, row, size, traced)
-        for k, (first, end) in [*enumerate(plain.bounds), (codes.WHOLE, (0, len(ids)))]:
-            launches = tuple(i for i in ids[first:end] if i)
-            self._pieces.append(TracedPiece(row, size, k, launches, replayed=True))
 
     def _swap_out(self, rows: set[int]) -> None:
         """Restores the original graphs. `rows`: lanes that still exist."""
