@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import textwrap
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from paellapy.instrument.device import driver
 from paellapy.instrument.records import DESCRIPTOR
 
 pytest.importorskip("cuda.bindings.driver")
@@ -42,6 +44,12 @@ def test_the_fields_of_preemption_leave_the_rest_of_a_descriptor_alone():
     written = {"todo": 1, "left": 2, "flag": 3, "epoch": 4}
     for name in DESCRIPTOR.names:
         assert found[name] == written.get(name, 2 ** (8 * DESCRIPTOR[name].itemsize) - 1), name
+
+
+def test_a_driver_that_cannot_preempt_can_be_opened(monkeypatch):
+    old = SimpleNamespace(cuLaunchKernel=SimpleNamespace(), cuStreamIsCapturing=SimpleNamespace())
+    monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: old)
+    assert driver.library.__wrapped__() is old
 
 
 @pytest.fixture(scope="module")
