@@ -190,6 +190,12 @@ def gate_speed() -> Any:
     return stored("guest_speed")["one process"]
 
 
+def _language(*kinds: str) -> str:
+    """How many of Triton's language tests have one of these outcomes."""
+    found = stored("triton_language_tests")["total"]
+    return f"{sum(found[kind] for kind in kinds):,}"
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "training.seeds": lambda: str(quoted_beside.requests()[0]),
     "memory.compared": lambda: f"{quoted_beside.compared():,}",
@@ -227,7 +233,12 @@ FIGURES: dict[str, Callable[[], str]] = {
     "trust.late-most": lambda: f"{100 * max(quoted_trust.late_shares()):.1f}",
     "trust.twice-earlier": lambda: f"{stored('trust_campaign')['earlier'][0]['recovery_s']:.1f}",
     "language.share": lambda: f"{100 * stored('triton_language_tests')['passed_of_the_others']:.1f}",
-    "language.passed": lambda: f"{stored('triton_language_tests')['total']['passed']:,}",
+    "language.passed": lambda: _language("passed"),
+    "language.ran": lambda: _language("passed", "refused", "failed"),
+    "language.skipped": lambda: _language("skipped by the test"),
+    "language.excluded": lambda: _language("looks at the compiler's output or asks the CUDA driver"),
+    "language.refused": lambda: _language("refused"),
+    "language.failed": lambda: _language("failed"),
 }
 
 
