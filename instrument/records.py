@@ -132,7 +132,7 @@ WORK = np.dtype(
         ("launch", "<u4"),
         ("spill_bytes", "<u4"),  # per thread, stores and loads
         ("plain_registers", "<u4"),  # per thread, of the kernel before the passes; 0: unknown
-        ("blocks", "<u4"),  # for which the following holds; 0: for the blocks that ran
+        ("blocks", "<u4"),  # that this work is of, whether they ran or not; 0: unknown
         ("bytes", "<i8"),  # loaded and stored
         ("flops", "<i8"),
         ("tensor_flops", "<i8"),

@@ -120,11 +120,10 @@ class Session:
             if launch in self._made:
                 made, values = self._made[launch]
                 plain = made.source.build(PassConfig()).registers  # kept on disk if the kernel ran plain before
-                counted, blocks = self.counted.get(launch), 0
+                counted = self.counted.get(launch)
                 if counted is None:
-                    counted, blocks = counting.count(made.source, values, *parts[launch]) or (0, 0, 0), parts[launch][2]
-                    counted = (*counted, 0, 0, 0, 0)
-                rows.append((launch, made.code.spill_bytes, plain, blocks, *counted))
+                    counted = (*(counting.count(made.source, values, *parts[launch]) or (0, 0, 0)), 0, 0, 0, 0)
+                rows.append((launch, made.code.spill_bytes, plain, parts[launch][2], *counted))
         return np.array(rows, WORK)
 
     def launches(self) -> tuple[Records, tuple[str, ...]]:

@@ -321,7 +321,7 @@ def test_work_is_kept_with_a_trace(tmp_path):
 
 def test_a_file_from_before_sectors_were_counted_is_read(tmp_path):
     t = traced()
-    old = ["launch", "spill_bytes", "plain_registers", "pad", "bytes", "flops", "tensor_flops"]
+    old = ["launch", "spill_bytes", "plain_registers", "bytes", "flops", "tensor_flops"]
     t.work = t.work[old].astype([(name, t.work.dtype[name]) for name in old])
     t.save(tmp_path / "t.pptrace")
     found = pp.Trace.load(tmp_path / "t.pptrace")

@@ -159,6 +159,21 @@ def test_blocks_that_did_not_run_do_not_count() -> None:
     assert roof(some).figures["bytes"] == roof(t).figures["bytes"] / 4
 
 
+@pytest.mark.parametrize("name", ["virtual:h200", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_preempted_launch_and_the_launch_of_the_rest_count_once(name: str) -> None:
+    n = 1 << 24
+    with pp.Device(name) as device:
+        x, out = pp.zeros(n), pp.zeros(n)
+        with pp.trace() as t:
+            job = pp.kernel(rows_quietly).preemptible(flag=device.flag())[n // 256,](x, out, n, B=256)
+            job.preempt()
+            if not job.done:
+                job.resume()
+            job.synchronize()
+    assert len(t.launches) == 2 or name == "cuda"
+    assert roof(t).figures["bytes"] == pytest.approx(8 * n, rel=1e-3)
+
+
 @pytest.mark.parametrize("error", [ZeroDivisionError, RecursionError, MemoryError, OSError, KeyError])
 def test_no_error_of_the_evaluator_reaches_an_explanation(
     monkeypatch: pytest.MonkeyPatch, error: type[Exception]
