@@ -56,7 +56,7 @@ GPU = np.dtype(
         ("fp_threads", "i8"),  # the footprint for which the placement tree is valid
         ("fp_registers", "i8"),
         ("fp_shared", "i8"),
-        ("place_within", "u8"),  # address of `place_within`; 0 before the first launch with a window or clusters
+        ("place_within", "u8"),  # address of `place_within`; 0 before the first window or cluster
     ],
     align=True,
 )

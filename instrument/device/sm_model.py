@@ -184,8 +184,7 @@ class SmModel(SmResults):
         Its kernels have the handles before that one, and `launch_id` counts up from the given one (default: handles).
         """
         at = self._check(stream, submit_ns)
-        # the program may come from another model of the same part
-        self._windows.check(int(program.commands["window"][0]))
+        self._windows.check_program(self._s, program)
         n = len(program.commands)
         if program.epoch != self._costs.epoch:
             self._s, row = self._costs.keep(self._s, self._commands.base, program.costs)

@@ -154,7 +154,7 @@ def place_within(s: State, handle: int) -> int:
 
 
 def attach_within(s: State) -> None:
-    """Lets the model place clusters, and blocks in windows. Call before the first such launch."""
+    """Lets the model place clusters, and blocks in windows. Call before the first such launch on this state."""
     s.gpu["place_within"][0] = address_of(place_within, State.numba_type, types.int64)
 
 

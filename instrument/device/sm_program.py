@@ -50,6 +50,7 @@ class Program:
     commands: NDArray[Any]  # COMMAND
     costs: NDArray[np.float64]
     n_blocks: int
+    clusters: bool  # whether blocks of a kernel run in clusters
     epoch: int = field(default=-1)  # epoch of the cost table that the commands refer to
 
 
@@ -92,7 +93,8 @@ def checked_program(
         raise LaunchError("a program without kernels: give it at least one")
     if any(each.under is not None for each in kernels):
         raise LaunchError("the kernels of a program cannot run under a flag: launch them one by one with `launch`")
-    return Program(commands, np.concatenate(costs), sum(each.n_blocks for each in kernels))
+    clusters = any(each.cluster > 1 for each in kernels)
+    return Program(commands, np.concatenate(costs), sum(each.n_blocks for each in kernels), clusters)
 
 
 def placed_commands(commands: NDArray[Any], epoch: int) -> Placed:

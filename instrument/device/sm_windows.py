@@ -8,7 +8,7 @@ from paellapy.instrument.device import sm_layout as lay
 from paellapy.instrument.device.occupancy import footprint, occupancy
 from paellapy.instrument.device.parts import Part
 from paellapy.instrument.device.sm_place import attach_within
-from paellapy.instrument.device.sm_program import Kernel
+from paellapy.instrument.device.sm_program import Kernel, Program
 from paellapy.instrument.device.sm_state import doubled
 from paellapy.instrument.errors import LaunchError
 
@@ -32,7 +32,14 @@ class Windows:
                 s = s._replace(window=doubled(s.window))
             s.window[number] = (first, n, 0)
             self._made[first, n] = number
+            attach_within(s)
         return s, self._made[first, n]
+
+    def check_program(self, s: lay.State, program: Program) -> None:
+        """Checks a program that may come from another model of the same part."""
+        self.check(int(program.commands["window"][0]))
+        if program.clusters and not s.gpu["place_within"][0]:
+            attach_within(s)
 
     def check(self, window: int) -> None:
         if not 0 <= window <= len(self._made):
@@ -48,7 +55,7 @@ class Windows:
             self.check(window)
             if window > 0 and cluster > 1:
                 self._check_cluster(s, threads, registers, shared, cluster, window)
-            if window > 0 or cluster > 1:
+            if cluster > 1:
                 attach_within(s)
             block = footprint(self._part.sm, threads, registers, shared)
             self._footprints[key] = (block.warps, block.threads, block.registers, block.shared_bytes)

@@ -355,11 +355,20 @@ def test_what_cannot_be_is_refused():
         other.launch_program(other.stream(), confined)
 
 
-@pytest.mark.parametrize(("window", "cluster"), [(1, 1), (0, 2)])
-def test_placement_in_windows_and_clusters_is_reached_only_where_there_are_some(window: int, cluster: int):
-    model = SmModel(H200, timing=EXACT)
-    model.window(0, 8)
-    model.launch(model.stream(), Kernel(4, 128, duration_ns=10.0))
-    assert model._s.gpu["place_within"][0] == 0
-    model.launch(model.stream(), Kernel(4, 128, duration_ns=10.0, cluster=cluster), window=window)
-    assert model._s.gpu["place_within"][0] != 0
+def test_placement_in_windows_and_clusters_is_reached_only_where_there_are_some():
+    plain, windows, clusters = (SmModel(H200, timing=EXACT) for _ in range(3))
+    plain.launch(plain.stream(), Kernel(4, 128, duration_ns=10.0))
+    windows.window(0, 8)
+    clusters.launch(clusters.stream(), Kernel(4, 128, duration_ns=10.0, cluster=2))
+    assert [bool(model._s.gpu["place_within"][0]) for model in (plain, windows, clusters)] == [False, True, True]
+
+
+@pytest.mark.parametrize(("n", "cluster"), [(8, 1), (0, 2), (16, 2)])
+def test_a_program_of_another_model_is_placed_in_its_window_and_clusters(n: int, cluster: int):
+    """An engine measures a program on a model of its own before it launches the program."""
+    made, other = SmModel(H200, timing=EXACT), SmModel(H200, timing=EXACT)
+    windows = [model.window(0, n) if n else 0 for model in (made, other)]
+    program = made.program([Kernel(4, 128, duration_ns=10.0, cluster=cluster)], windows[0])
+    last = other.launch_program(other.stream(), program)
+    other.run()
+    assert other.finish_ns(last) > 0
