@@ -71,19 +71,11 @@ class Preemption:
         self._flags: list[_Word] = []  # places that no flag uses
         self._lists: dict[int, list[CudaArray]] = {}  # free lists, by their size in bytes
 
-    def _cleared(self, nbytes: int) -> CudaArray:
-        """New memory that is zero for every stream."""
-        made = CudaArray(self.device, (nbytes,), np.dtype(np.uint8))
-        cu = driver()
-        check(cu.cuMemsetD8Async(made.ptr, 0, nbytes, self._stream.handle), "clearing memory")
-        check(cu.cuStreamSynchronize(self._stream.handle), "clearing memory")
-        return made
-
     def flag(self) -> CudaFlag:
         with self._lock:
             free = next((word for word in self._flags if word.idle()), None)
             if free is None:
-                self._slabs.append(self._cleared(_FLAGS * _FLAG_BYTES))
+                self._slabs.append(self.device.cleared(_FLAGS * _FLAG_BYTES))
                 self._flags += [_Word(self._slabs[-1].ptr + k * _FLAG_BYTES) for k in range(_FLAGS)]
                 free = self._flags[-1]
             self._flags.remove(free)
@@ -123,7 +115,7 @@ class Preemption:
             free = self._lists.setdefault(nbytes, [])
             used = free.pop() if free else None
         if used is None:
-            return self._cleared(nbytes)
+            return self.device.cleared(nbytes)
         check(driver().cuMemsetD8Async(used.ptr, 0, 4, stream), "clearing a counter")
         return used
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from paellapy.instrument.collection import without_collection
 from paellapy.instrument.device.base import Launcher
 from paellapy.instrument.device.cuda import CudaDevice
 from paellapy.instrument.device.cuda_launch import CudaLauncher
@@ -138,18 +138,6 @@ class GraphCapture(LaneCapture):
         )  # fmt: skip
 
 
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Pauses Python's garbage collector: inside a capture, CUDA does not allow it to free streams and memory."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
-
-
 def _drawing(model: Capturable, draws: LaneDraws | None) -> contextlib.AbstractContextManager[None]:
     """The context that provides random numbers while the model is captured."""
     if model.stateful:
@@ -177,7 +165,7 @@ def capture_program(
     drawn = model.source.drawn.get(batch, 0) if isinstance(model.source, TorchModule) else 0
     draws = lane.memory.draws(lane.index) if drawn else None  # type: ignore[attr-defined]
     with (
-        no_collection(),
+        without_collection(),  # CUDA does not allow it to free streams and memory inside a capture
         _drawing(model, draws),
         capturing(device, capture),
         stream,
