@@ -6,6 +6,8 @@ equal machine code. Handlers run on every launch, so they do as little as possib
 
 from __future__ import annotations
 
+import re
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +52,20 @@ def param_layout(codes: list[str]) -> str:
         format_ += (f"{pad}x" if pad else "") + code
         at += pad + size
     return format_
+
+
+def param_offsets(format_: str) -> list[int]:
+    """Where each parameter of a layout begins.
+
+    >>> param_offsets("<Qi4xQ")
+    [0, 8, 16]
+    """
+    offsets, at = [], 0
+    for count, code in re.findall(r"(\d*)([a-zA-Z])", format_):
+        if code != "x":
+            offsets.append(at)
+        at += struct.calcsize(f"<{count}{code}")
+    return offsets
 
 
 class PointerKey:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from paellapy.instrument.arguments import param_offsets
 from paellapy.instrument.device.base import Capture, Launcher, check_grid
 from paellapy.instrument.device.cuda_memory import CudaArray
 from paellapy.instrument.device.cuda_preempt import CudaFlag, CudaRun
@@ -57,17 +58,25 @@ class Gpu(Protocol):
 
 
 class _ParamBuffer:
-    """One launch's parameters: the kernel's own, then the descriptor, and the `extra` array that points to them."""
+    """One launch's parameters: the kernel's own, then the descriptor, and the array through which CUDA finds them.
 
-    __slots__ = ("address", "bytes", "extra", "size")
+    The array is `extra`, for the buffer as a whole, or, with `offsets`, `each`: the address of each parameter.
+    """
 
-    def __init__(self, size: int) -> None:
+    __slots__ = ("array", "bytes", "each", "extra", "size")
+
+    def __init__(self, size: int, offsets: Sequence[int]) -> None:
         self.bytes = ctypes.create_string_buffer(size)
         self.size = ctypes.c_size_t(size)
-        self.extra = (ctypes.c_void_p * 5)(
-            _BUFFER_POINTER, ctypes.addressof(self.bytes), _BUFFER_SIZE, ctypes.addressof(self.size), _END
-        )
-        self.address = ctypes.addressof(self.extra) if size else None
+        self.each: int | None = None
+        self.extra: int | None = None
+        start = ctypes.addressof(self.bytes)
+        if offsets:
+            self.array = (ctypes.c_void_p * len(offsets))(*(start + offset for offset in offsets))
+            self.each = ctypes.addressof(self.array)
+        elif size:
+            self.array = (ctypes.c_void_p * 5)(_BUFFER_POINTER, start, _BUFFER_SIZE, ctypes.addressof(self.size), _END)
+            self.extra = ctypes.addressof(self.array)
 
 
 class Notification:
@@ -101,7 +110,12 @@ class CudaLauncher(Launcher):
         self._pack = struct.Struct(source.param_format).pack_into
         own = struct.calcsize(source.param_format)
         self._descriptor_at = own + -own % 8
-        self._size = self._descriptor_at + DESCRIPTOR.itemsize if compiled.config.changes_anything else own
+        changed = compiled.config.changes_anything
+        self._size = self._descriptor_at + DESCRIPTOR.itemsize if changed else own
+        # A structure may need more alignment than the place where the GPU keeps parameters has. Then a gap is ahead of
+        # the first parameter, as large as only the driver knows, so the driver gets the address of each.
+        offsets = param_offsets(source.param_format) if "s" in source.param_format else []
+        self._offsets = [*offsets, self._descriptor_at] if offsets and changed else offsets
         self._free: list[_ParamBuffer] = []  # popped and put back: list operations are atomic, so threads may share it
         self._special = source.cluster > 1 or source.cooperative or source.dependent
         self._hidden = (0, 0) if source.ttir else ()
@@ -129,7 +143,7 @@ class CudaLauncher(Launcher):
         self._allowed_shared = max(nbytes, _DEFAULT_SHARED_LIMIT)
 
     def _new_buffer(self) -> _ParamBuffer:
-        buffer = _ParamBuffer(self._size)
+        buffer = _ParamBuffer(self._size, self._offsets)
         if self.compiled.config.changes_anything:
             rings = self.device.rings
             descriptor = np.zeros((), DESCRIPTOR)
@@ -199,7 +213,7 @@ class CudaLauncher(Launcher):
         if self._special:
             status = self._launch_special((gx, gy, gz), (bx, by, bz), shared_bytes, stream, buffer)
         else:
-            call = (self._function, gx, gy, gz, bx, by, bz, shared_bytes, stream, None, buffer.address)
+            call = (self._function, gx, gy, gz, bx, by, bz, shared_bytes, stream, buffer.each, buffer.extra)
             status = self._launch(*call)
             if status == _INVALID_CONTEXT:
                 device.activate()
@@ -270,4 +284,4 @@ class CudaLauncher(Launcher):
             dependent.value.programmaticStreamSerializationAllowed = 1
             attributes.append(dependent)
         config.attrs, config.numAttrs = attributes, len(attributes)
-        return int(cu.cuLaunchKernelEx(config, cu.CUfunction(self._function), 0, buffer.address or 0)[0])
+        return int(cu.cuLaunchKernelEx(config, cu.CUfunction(self._function), buffer.each or 0, buffer.extra or 0)[0])

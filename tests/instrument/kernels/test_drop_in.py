@@ -109,13 +109,18 @@ def copy_tile(source, target):
     target.store([0, 0], source.load([64, 32]))
 
 
-def test_tensor_descriptors_made_by_the_host():
-    x, out = torch.randn(128, 128).half(), torch.zeros(64, 32).half()
-    kernel = pp.kernel(copy_tile)
-    for _ in range(3):
-        kernel[1,](TensorDescriptor.from_tensor(x, [64, 32]), TensorDescriptor.from_tensor(out, [64, 32]))
-        assert torch.equal(out, x[64:, 32:64])
-        x += 1
+@pytest.mark.parametrize("report", [None, "count", "trace"])
+@pytest.mark.parametrize(
+    ("name", "place"), [("virtual:h200", "cpu"), pytest.param("cuda", "cuda", marks=pytest.mark.gpu)]
+)
+def test_tensor_descriptors_made_by_the_host(name, place, report):
+    x, out = torch.randn(128, 128, device=place).half(), torch.zeros(64, 32, device=place).half()
+    kernel = pp.kernel(copy_tile, report=report)
+    with pp.Device(name):
+        for _ in range(3):
+            kernel[1,](TensorDescriptor.from_tensor(x, [64, 32]), TensorDescriptor.from_tensor(out, [64, 32]))
+            assert torch.equal(out, x[64:, 32:64])
+            x += 1
 
 
 @pytest.mark.parametrize("name", ["virtual:h200", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -158,14 +163,15 @@ def test_a_tensor_descriptor_over_a_part_of_an_array():
     np.testing.assert_array_equal(out, x[64:, 160:192])
 
 
-def test_a_model_may_make_tensor_descriptors():
+@pytest.mark.parametrize("name", ["virtual:h200", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_model_may_make_tensor_descriptors(name):
     def fn(weights, inputs, outputs):
-        made = [TensorDescriptor.from_tensor(a[0], [64, 32]) for a in (inputs["x"], outputs["y"])]
+        made = [TensorDescriptor(a, a.shape[1:], [a.shape[2], 1], [64, 32]) for a in (inputs["x"], outputs["y"])]
         pp.kernel(copy_tile)[1,](*made)
 
     spec = {"inputs": {"x": pp.TensorSpec((128, 128))}, "outputs": {"y": pp.TensorSpec((64, 32))}}
     x = np.arange(128 * 128, dtype=np.float32).reshape(128, 128)
-    with pp.Engine("virtual:h200") as engine:
+    with pp.Engine(name) as engine:
         engine.load(pp.Model("tile", fn, **spec, batch=(1,)))
         np.testing.assert_array_equal(engine.infer_sync("tile", {"x": x})["y"], x[64:, 32:64])
 

@@ -184,3 +184,20 @@ def test_notify_tells_that_the_last_block_started(gpu: pp.Device) -> None:
     gpu.synchronize()
     assert told
     assert told.time_ns > 0
+
+
+ALIGNED = """
+struct alignas(64) Row { float at[20]; };
+extern "C" __global__ void rows(float* out, const __grid_constant__ Row a, int n, const __grid_constant__ Row b) {
+    if (threadIdx.x < n) out[threadIdx.x] = a.at[threadIdx.x] - b.at[threadIdx.x];
+}
+"""
+
+
+@pytest.mark.parametrize("report", [None, "count", "trace"])
+def test_structures_aligned_beyond_the_place_of_parameters_arrive(report: Any, gpu: pp.Device) -> None:
+    kernel = pp.kernel(source=ALIGNED, name="rows", report=report)
+    first, last = np.arange(32, dtype=np.float32), np.full(32, 2, np.float32)  # 80 bytes are filled up to 128
+    out = gpu.array(np.zeros(20, np.float32))
+    kernel[1, 32](out, first, 20, last)
+    np.testing.assert_array_equal(out.numpy(), first[:20] - 2)

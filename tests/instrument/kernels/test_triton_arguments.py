@@ -14,7 +14,7 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paellapy.instrument.arguments import param_layout
+from paellapy.instrument.arguments import param_layout, param_offsets
 from paellapy.instrument.errors import ArgumentError
 from paellapy.instrument.kernels.triton_arguments import TypeHandlers, launch_values
 from paellapy.instrument.kernels.triton_kernel import TritonKernel
@@ -132,7 +132,7 @@ def test_parameters_lie_where_the_ptx_has_them(kinds: tuple[str, ...]) -> None:
     assert places(source.param_format) == places_in_ptx(source.ptx)
 
 
-@given(st.lists(st.sampled_from(["B", "h", "i", "Q", "f", "d", "12s@4", "3s@1", "16s@8"]), max_size=8))
+@given(st.lists(st.sampled_from(["B", "h", "i", "Q", "f", "d", "12s@4", "3s@1", "16s@8", "128s@64"]), max_size=8))
 def test_each_parameter_is_aligned_to_its_own_size(codes: list[str]) -> None:
     wanted, at = [], 0
     for code in codes:
@@ -142,6 +142,7 @@ def test_each_parameter_is_aligned_to_its_own_size(codes: list[str]) -> None:
         wanted.append((at, size))
         at += size
     assert places(param_layout(codes)) == wanted
+    assert param_offsets(param_layout(codes)) == [offset for offset, _ in wanted]
 
 
 def test_constants_do_not_travel_and_tuples_are_flattened() -> None:
