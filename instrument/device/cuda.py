@@ -17,7 +17,7 @@ from paellapy.instrument.device.base import Device
 from paellapy.instrument.device.cuda_arguments import cuda_handlers
 from paellapy.instrument.device.cuda_clock import CudaClock
 from paellapy.instrument.device.cuda_launch import CudaLauncher
-from paellapy.instrument.device.cuda_memory import CudaArray, CudaEvent, CudaStream, free_in
+from paellapy.instrument.device.cuda_memory import MOST_URGENT, CudaArray, CudaEvent, CudaStream, free_in
 from paellapy.instrument.device.cuda_preempt import CudaFlag, Preemption
 from paellapy.instrument.device.cuda_ranges import EventMemory
 from paellapy.instrument.device.cuda_tile import encode_tile
@@ -128,10 +128,15 @@ class CudaDevice(Device):
         self.activate()
         cu = driver()
         with relaxed_capture():
-            out, stream = CudaArray(self, (nbytes,), np.dtype(np.uint8)), CudaStream(self, 0)
+            out, stream = CudaArray(self, (nbytes,), np.dtype(np.uint8)), self._urgent
             check(cu.cuMemsetD8Async(out.ptr, 0, nbytes, stream.handle), "clearing memory")
             check(cu.cuStreamSynchronize(stream.handle), "clearing memory")
         return out
+
+    @functools.cached_property
+    def _urgent(self) -> CudaStream:
+        """A stream whose blocks go first: memory must not stay uncleared until the kernels on the GPU end."""
+        return CudaStream(self, MOST_URGENT)
 
     def zero(self, array: CudaArray) -> None:
         check(driver().cuMemsetD8(array.ptr, 0, array.nbytes), "clearing memory")

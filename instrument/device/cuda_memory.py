@@ -14,6 +14,8 @@ from paellapy.instrument.device.driver import check, driver
 # Element types that NumPy does not have are passed as unsigned integers of the same width.
 _INTERFACE_TYPES = {"bfloat16": "<u2", "float8_e4m3fn": "|u1", "float8_e5m2": "|u1"}
 
+MOST_URGENT = 100  # above the range of any GPU: the stream gets the highest priority there is
+
 
 class Gpu(Protocol):
     """The parts of the GPU that memory, streams and arguments use."""

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.device import cuda_memory
-from paellapy.instrument.device.cuda_memory import CudaArray, CudaEvent, CudaStream
+from paellapy.instrument.device.cuda_memory import MOST_URGENT, CudaArray, CudaEvent, CudaStream
 from paellapy.instrument.device.driver import check, driver, fail, library
 from paellapy.instrument.device.preemption import Blocks, Flag, Run, Work
 from paellapy.instrument.records import FLAG_COPIES, FLAG_COPY_BYTES, LEFT_HEAD_BYTES
@@ -36,7 +36,6 @@ _WRITE = np.dtype(
     }
 )
 _WRITE_32 = 2  # CU_STREAM_MEM_OP_WRITE_VALUE_32
-_MOST_URGENT = 100  # above the range of any GPU: the stream gets the highest priority there is
 
 
 @dataclass(eq=False, slots=True)
@@ -65,7 +64,7 @@ class Preemption:
 
     def __init__(self, device: cuda_memory.Gpu) -> None:
         self.device = device
-        self._stream = CudaStream(device, _MOST_URGENT)
+        self._stream = CudaStream(device, MOST_URGENT)
         self._lock = threading.RLock()
         self._slabs: list[CudaArray] = []
         self._flags: list[_Word] = []  # places that no flag uses
