@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+
 import paper_report
 from result_files import stored
 
@@ -18,21 +20,26 @@ def public() -> str:
 
 def public_gpu() -> str:
     """The operators on a GPU: what came of them, and how many launches and kernels they made."""
-    results = list(stored("public_kernels_gpu").values())
+    runs = [list(stored(name).values()) for name in ("public_kernels_gpu", "public_kernels_ranges")]
     kinds = {
-        "same bits with and without reporting": "same bits",
+        "same bits as plain": "same bits",
         "other bits in every plain run too (liger's group norm: atomic sums)": "bits vary plain too",
-        "other bits with reporting": "other bits",
+        "other bits": "other bits",
         "failed": "crashed",
         "refused by the package itself with this version of Triton": "does not run plain",
     }
-    rows = [[title, f"{sum(each['result'] == kind for each in results)}"] for title, kind in kinds.items()]
-    ran = [each for each in results if "launches" in each]
-    launches, once = (sum(each[key] for each in ran) for key in ("launches", "every_block_once"))
-    kernels = {kernel for each in ran for kernel in each["kernels"]}
-    rows.append(["launches; kernels", f"{launches}; {len(kernels)}"])
-    rows.append(["launches with every block exactly once in their trace", f"{once}"])
-    return paper_report.table(["operators", ""], rows)
+    counts = [collections.Counter(each["result"] for each in results) for results in runs]
+    rows = [[title, *(f"{count[kind]}" for count in counts)] for title, kind in kinds.items()]
+    ran = [[each for each in results if "launches" in each] for results in runs]
+    rows.append(["kernels", *(f"{len({kernel for each in rs for kernel in each['kernels']})}" for rs in ran)])
+    sums = {
+        "launches": "launches", "launches with every block exactly once in their trace": "every_block_once",
+        "ranges": "ranges", "blocks": "blocks", "blocks with the range of the whole kernel": "bodies",
+    }  # fmt: skip
+    for title, key in sums.items():
+        totals = [sum(each[key] for each in rs) if key in rs[0] else None for rs in ran]
+        rows.append([title, *("–" if total is None else f"{total:,}" for total in totals)])
+    return paper_report.table(["operators", "reporting", "reporting with ranges"], rows)
 
 
 def sanitizer() -> str:
