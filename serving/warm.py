@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 
 import numpy as np
 
+from paellapy.instrument.device.driver import library
 from paellapy.scheduler.core import admission
 from paellapy.scheduler.core.install import install
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
@@ -17,6 +19,12 @@ from paellapy.scheduler.engine import front_calls
 from paellapy.scheduler.policies.attach import attach_policy
 from paellapy.scheduler.policies.policy import Policy
 from paellapy.serving.counters import counter_table, note_items
+
+_MODULES = {
+    "virtual": ("paellapy.scheduler.backends.virtual", "triton.compiler.code_generator"),
+    "cuda": ("paellapy.scheduler.backends.cuda", "cuda.bindings.driver", "triton.compiler.code_generator",
+             "triton.backends.nvidia.compiler", "triton.backends.nvidia.driver", "torch"),
+}  # fmt: skip
 
 
 def warm_up(policy: Policy) -> None:
@@ -32,7 +40,19 @@ def warm_up(policy: Policy) -> None:
 
 
 def import_device(name: str) -> None:
-    """Imports the modules of a virtual GPU, so that engine processes forked later share them. Opens no device."""
-    if name.startswith("virtual"):
-        for module in ("paellapy.scheduler.backends.virtual", "triton.compiler.code_generator"):
+    """Imports the modules of a device, so that engine processes forked later share them. Opens no device.
+
+    Triton imports PyTorch on a real GPU, if it is installed: the longest part of an engine's start.
+    """
+    virtual = name.startswith("virtual") or (name == "auto" and not _has_driver())
+    for module in _MODULES["virtual" if virtual else "cuda"]:
+        with contextlib.suppress(ImportError):
             importlib.import_module(module)
+
+
+def _has_driver() -> bool:
+    try:
+        library()
+    except OSError:
+        return False
+    return True

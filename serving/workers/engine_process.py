@@ -146,6 +146,8 @@ class _Life:
         await self._host.restore()
         if called is None:
             self._open()
+        else:
+            self._registry.tried_ns = {}  # nobody waits for a standby: it tries its models itself
         loading = asyncio.create_task(load_models(self._registry, self._stop.is_set, self._host.warm_up))
         settled = asyncio.create_task(self._settle(loading))
         stopped, failed = asyncio.create_task(self._stop.wait()), asyncio.create_task(failure_of(self._engine))

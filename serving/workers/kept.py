@@ -1,4 +1,4 @@
-"""Changes made while the server ran, kept across engine processes: the wanted models and the policy."""
+"""State that one engine process of a server hands on to the next: wanted models, policy, durations of full batches."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 import msgspec
 
 from paellapy.serving.logs import log
-from paellapy.serving.registry import Registry
+from paellapy.serving.registry import READY, Registry
 
 
 class _Choices(msgspec.Struct):
     policy: str
     wanted: dict[str, bool]
+    tried_ns: dict[str, float] = {}
 
 
 class Kept:
@@ -31,6 +32,7 @@ class Kept:
             kept = msgspec.json.decode(self._path.read_bytes(), type=_Choices)
         except FileNotFoundError:  # nothing has been changed yet
             return ""
+        registry.tried_ns = kept.tried_ns
         changed: dict[str, Any] = {}
         for name, entry in registry.entries.items():
             wanted = kept.wanted.get(name, entry.wanted)
@@ -49,7 +51,9 @@ class Kept:
     def save(self, registry: Registry) -> None:
         """Saves the state; called after every change, in the thread that made it."""
         with self._lock:
-            now = _Choices(registry.engine.policy, {e.name: e.wanted for e in registry.entries.values()})
+            entries = registry.entries.values()
+            tried_ns = {e.name: registry.engine.tried_ns(e.name) for e in entries if e.state == READY}
+            now = _Choices(registry.engine.policy, {e.name: e.wanted for e in entries}, tried_ns)
             if now == self._last:
                 return
             new = self._path.with_suffix(".new")
