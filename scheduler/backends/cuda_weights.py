@@ -8,6 +8,7 @@ them. Behind each chunk's copy the stream writes a word, so the core learns of i
 from __future__ import annotations
 
 import ctypes
+import threading
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ class PinnedBlock:
 
 class CudaPages:
     """Physical memory of one GPU. Freed memory is kept for the next request of the same size. Kept memory and memory in
-    use never exceed the limit together.
+    use never exceed the limit together. Two threads use it: models are loaded while the mover moves others.
     """
 
     def __init__(self, device: CudaDevice, limit_bytes: int) -> None:
@@ -58,6 +59,7 @@ class CudaPages:
         self._access.location.type = self._about.location.type
         self._access.location.id = device.index
         self._access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self._lock = threading.RLock()
         self._free: dict[int, list[Any]] = {}
         self._limit_bytes = limit_bytes
         self.kept_bytes = 0  # freed but not released to the GPU
@@ -80,9 +82,10 @@ class CudaPages:
         check(self._cu.cuMemSetAccess(address, nbytes, [self._access], 1), "opening mapped weights")
 
     def _take(self, nbytes: int) -> Any:
-        handle = self._kept(nbytes) if self._free.get(nbytes) else self._create(nbytes)
-        self.used_bytes += nbytes
-        return handle
+        with self._lock:
+            handle = self._kept(nbytes) if self._free.get(nbytes) else self._create(nbytes)
+            self.used_bytes += nbytes
+            return handle
 
     def _kept(self, nbytes: int) -> Any:
         self.kept_bytes -= nbytes
@@ -109,17 +112,19 @@ class CudaPages:
         return check((status, handle), "creating memory for weights")
 
     def give(self, handle: Any, nbytes: int) -> None:
-        self._free.setdefault(nbytes, []).append(handle)
-        self.kept_bytes += nbytes
-        self.used_bytes -= nbytes
+        with self._lock:
+            self._free.setdefault(nbytes, []).append(handle)
+            self.kept_bytes += nbytes
+            self.used_bytes -= nbytes
 
     def trim(self) -> None:
         """Releases all kept memory to the GPU."""
-        for handles in self._free.values():
-            for handle in handles:
-                check(self._cu.cuMemRelease(handle), "releasing memory of weights")
-        self._free.clear()
-        self.kept_bytes = 0
+        with self._lock:
+            for handles in self._free.values():
+                for handle in handles:
+                    check(self._cu.cuMemRelease(handle), "releasing memory of weights")
+            self._free.clear()
+            self.kept_bytes = 0
 
 
 class CudaWeights(WeightRange):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import numba
@@ -30,6 +31,23 @@ def manage(state: State, budget_bytes: int) -> None:
     r = state.residency[0]
     r["managed"], r["budget_bytes"] = 1, budget_bytes
     r["ns_per_byte"] = 1.0 / float(state.tuning["link_gbps"][0])
+
+
+def needed_bytes(weights: Iterable[tuple[int, int, int]]) -> int:
+    """The least memory with which every model can run, from each model's priority, bytes of weights, and `keep`.
+
+    All weights that stay must fit. So must, for each priority, its largest model beside all weights of higher priority,
+    which never leave for it; but weights that go leave by themselves.
+
+    >>> needed_bytes([(0, 50, AUTO), (0, 40, AUTO)]), needed_bytes([(0, 50, AUTO), (1, 40, AUTO), (1, 9, STAYS)])
+    (50, 99)
+    """
+    found = [each for each in weights if each[1] > 0]
+    most = 0
+    for own in {priority for priority, _, keep in found if keep != STAYS}:
+        above = sum(nbytes for priority, nbytes, keep in found if priority > own and keep == AUTO)
+        most = max(most, above + max(n for priority, n, keep in found if priority == own and keep != STAYS))
+    return sum(nbytes for _, nbytes, keep in found if keep == STAYS) + most
 
 
 def weights_state(state: State, row: int) -> str:

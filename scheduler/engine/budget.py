@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.errors import MemoryPlanError
+from paellapy.scheduler.core.manage import needed_bytes
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.models.sizes import readable_bytes
 
 LOOK_S = 0.0005
 SHARED = ""  # the owner's name for berths, which belong to no single model
+
+
+@dataclass(slots=True)
+class Placing:
+    """The weights of a model that is being loaded. `keep`: see codes.STAYS."""
+
+    name: str
+    nbytes: int
+    priority: int
+    keep: int
 
 
 class Budget:
@@ -23,19 +35,41 @@ class Budget:
         self._state, self.nbytes, self._in_loop, self._check = state, nbytes, in_loop, check
         self.taken: dict[str, int] = {}  # bytes that models hold permanently: lanes, and weights while they are loaded
         self.lost_bytes = 0  # of unloaded models whose memory could not be freed
-        self.placing = 0  # bytes of the weights that are being loaded
+        self.placing: Placing | None = None
         self.why_stuck: Callable[[], str] = str  # says why the latest eviction failed
 
-    def claim(self, name: str, nbytes: int, priority: int, what: str, alone: bool = False) -> None:
+    def place(self, name: str, nbytes: int, priority: int, keep: int, what: str) -> None:
+        """Takes memory for the weights of a model that is being loaded; a second call takes more for the same model."""
+        before = 0 if self.placing is None else self.placing.nbytes
+        self.placing = Placing(name, before + nbytes, priority, keep)
+        self._check_fit(0, f"{what} of {readable_bytes(nbytes)}")
+        self._take(name, nbytes, priority, what)
+
+    def keep_placed(self) -> None:
+        """The model that is being loaded stays on the GPU, whatever its user said; MemoryPlanError if that is too much.
+        """
+        if self.placing is not None:
+            self.placing.keep = codes.STAYS
+            self._check_fit(0, f"weights of model {self.placing.name!r}, which must stay on the GPU because the model "
+                               "changes them,")  # fmt: skip
+
+    def claim(self, name: str, nbytes: int, priority: int, what: str) -> None:
         """Takes memory out of the budget permanently, evicting models if needed; MemoryPlanError if that fails."""
-        fixed = self.fixed_bytes(priority, alone)
-        if fixed + nbytes > self.nbytes:
+        self._check_fit(nbytes, f"{what} of {readable_bytes(nbytes)}")
+        self._take(name, nbytes, priority, what)
+
+    def _check_fit(self, more: int, what: str) -> None:
+        needed = self.needed_bytes()
+        if needed + more > self.nbytes:
             raise MemoryPlanError(
-                f"{what} of {readable_bytes(nbytes)} do not fit: of the engine's {readable_bytes(self.nbytes)} "
-                f"lanes take {readable_bytes(self.lane_bytes)}, and weights that stay on the GPU, with those of the "
-                f"largest other model, {readable_bytes(fixed - self.lane_bytes)}. Unload a model, use fewer lanes or "
-                "smaller batches, or give the engine more memory_bytes."
+                f"{what} do not fit: of the engine's {readable_bytes(self.nbytes)} lanes take "
+                f"{readable_bytes(self.lane_bytes)}, and the weights that must be there at once "
+                f"{readable_bytes(needed - self.lane_bytes)}: weights that stay on the GPU, weights of higher priority "
+                "than another model's, and the largest of the others. Unload a model, use fewer lanes or smaller "
+                "batches, or give the engine more memory_bytes."
             )
+
+    def _take(self, name: str, nbytes: int, priority: int, what: str) -> None:
         r = self._state.residency[0]
 
         def ask() -> None:
@@ -73,15 +107,15 @@ class Budget:
         if not self.taken[name]:
             del self.taken[name]
 
-    def fixed_bytes(self, priority: int, alone: bool = False) -> int:
-        """Bytes that cannot be freed for a model of this priority, plus room for the largest model that comes and goes,
-        unless that one may also leave (`alone`).
-        """
-        w, m = self._state.weights, self._state.model
-        loaded = m["state"] != codes.ABSENT
-        stays = loaded & ((w["keep"] == codes.STAYS) | (m["priority"] > priority))
-        largest = 0 if alone else max([*w["bytes"][loaded & ~stays].tolist(), self.placing])
-        return self.lane_bytes + self.lost_bytes + int(w["bytes"][stays].sum()) + largest
+    def needed_bytes(self) -> int:
+        """The least memory with which every model can run: lanes, and the weights that must be there at once."""
+        w, m, new = self._state.weights, self._state.model, self.placing
+        there = m["state"] != codes.ABSENT
+        found = list(zip(*(column[there].tolist() for column in (m["priority"], w["bytes"], w["keep"])), strict=True))
+        if new is not None:
+            found.append((new.priority, new.nbytes, new.keep))
+        taken = sum(nbytes for name, nbytes in self.taken.items() if new is None or name != new.name)
+        return needed_bytes(found) + taken + self.lost_bytes
 
     @property
     def lane_bytes(self) -> int:

@@ -108,15 +108,18 @@ class Loading(Governed):
 
     def prefetch(self, name: str) -> None:
         """Brings a model's weights to the GPU although no request needs them yet; returns when they are there."""
-        self._managed(name).ask(self._find(name).row, True)
+        row = self._find(name).row
+        self._managed(name).ask(row, True)
 
     def evict(self, name: str) -> None:
         """Takes a model's weights off the GPU once none of its requests runs. The next request brings them back."""
-        self._managed(name).ask(self._find(name).row, False)
+        row = self._find(name).row
+        self._managed(name).ask(row, False)
 
     def weights_state(self, name: str) -> str:
         """Where a model's weights are: `resident`, `loading 43 %`, `leaving`, `host` or `disk`."""
-        return "resident" if self._residents is None else self._residents.state_of(self._find(name).row)
+        row = self._find(name).row
+        return "resident" if self._residents is None else self._residents.state_of(row)
 
     def _managed(self, name: str) -> Residents:
         if self._residents is None:

@@ -18,24 +18,24 @@ from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.backends.base import Backend
 from paellapy.scheduler.backends.launches import LoadedModel
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.errors import MemoryPlanError, ModelError, WeightsError
+from paellapy.scheduler.core.errors import ModelError, WeightsError
 from paellapy.scheduler.core.install import remove
 from paellapy.scheduler.core.manage import KEEP, keep_berth, manage, open_berth, weights_state
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.engine.budget import LOOK_S, SHARED, Budget
 from paellapy.scheduler.engine.mover import Mover
 from paellapy.scheduler.engine.needs import Trials
+from paellapy.scheduler.engine.ordering import order_weights
 from paellapy.scheduler.engine.weights_account import weights_account
 from paellapy.scheduler.models.berths import Berth, Berths, Need
 from paellapy.scheduler.models.host_store import HostStore
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.tensors import Arrays
-from paellapy.scheduler.models.weight_range import Layout, WeightRange
+from paellapy.scheduler.models.weight_range import Bytes, Layout, WeightRange
 
 LANES = 2  # default number of lanes: in shared memory, more lanes would only wait
 BERTH_SHARE = 0.25  # fraction of the budget up to which further berths are made although existing ones could be shared
 APART_SHARE = 0.35  # the same, if models of different priority would share them
-ORDER_S = 600.0  # longest wait for a model in use that is to be evicted by hand
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class Residents:
         self.backend, self.state = backend, state
         backend.weights_limit_bytes = budget_bytes
         self._in_loop, self._check = in_loop, check
-        self.store = HostStore(host_bytes, backend.host_block)
+        self.store = HostStore(host_bytes, backend.host_block, in_use=self._comes)
         self._rows: dict[int, LoadedModel] = {}
         self.budget = Budget(state, budget_bytes, in_loop, check)
         self._loading = ""  # name of the model that is being loaded
@@ -77,17 +77,26 @@ class Residents:
     def _bring(self, row: int) -> None:
         loaded = self._rows[row]
         assert loaded.range is not None
-        with self._lock:
-            source = self.store.take(loaded.model.name)
+        source = self._take(loaded.model.name)
         self._note_places()
         loaded.range.bring(source)
 
+    def _take(self, name: str) -> Bytes:
+        with self._lock:
+            return self.store.take(name)
+
+    def _comes(self, name: str) -> bool:
+        """Whether copies from the host's memory of this model may be on their way."""
+        rows = [row for row, each in list(self._rows.items()) if each.model.name == name]
+        return any(self.state.weights["stage"][row] == codes.COMING for row in rows)
+
     def _note_places(self) -> None:
         """Marks, for predictions, which weights are in files and therefore take longer to arrive."""
-        for row, loaded in list(self._rows.items()):
-            slow = self.store.where(loaded.model.name) == "disk"
-            ns = 1.0 / float(self.state.tuning["file_gbps"][0]) if slow else 0.0
-            self.state.weights["ns_per_byte"][row] = ns
+        with self._lock:
+            for row, loaded in list(self._rows.items()):
+                slow = self.store.where(loaded.model.name) == "disk"
+                ns = 1.0 / float(self.state.tuning["file_gbps"][0]) if slow else 0.0
+                self.state.weights["ns_per_byte"][row] = ns
 
     def _evict(self, row: int) -> None:
         loaded = self._rows[row]
@@ -109,9 +118,8 @@ class Residents:
                 self.budget.claim(model.name, model.weights_bytes, model.priority, f"weights of model {model.name!r}")
             return Placed(self.backend.upload(model), None)
         layout = Layout([part.nbytes for part in parts])
-        what, alone = f"weights of model {model.name!r}", model.resident is not True
-        self.budget.claim(model.name, max(layout.nbytes, 1), model.priority, what, alone)
-        self.budget.placing = layout.nbytes
+        what, keep = f"weights of model {model.name!r}", KEEP[model.resident]
+        self.budget.place(model.name, max(layout.nbytes, 1), model.priority, keep, what)
 
         def fill(host: Any) -> None:
             for part, offset in zip(parts, layout.offsets, strict=True):
@@ -124,8 +132,8 @@ class Residents:
             found = self.backend.weight_range(layout, int(self.state.tuning["chunk_bytes"][0]))
             if found.held_bytes > layout.nbytes:
                 rest = found.held_bytes - max(layout.nbytes, 1)
-                self.budget.claim(model.name, rest, model.priority, f"the last page of {what}", alone)
-            found.write(self.store.take(model.name), 0, layout.nbytes)
+                self.budget.place(model.name, rest, model.priority, keep, f"the last page of {what}")
+            found.write(self._take(model.name), 0, layout.nbytes)
             return Placed(model.place_over(self.backend.device, found), found)
         except BaseException:
             self.forget(model.name, found)
@@ -140,7 +148,7 @@ class Residents:
         def spare(more: int, apart: bool) -> bool:
             share = APART_SHARE if apart else BERTH_SHARE
             within = self.berths.held_bytes + more <= share * self.budget.nbytes
-            return within and self.budget.fixed_bytes(codes.NEVER) + more <= self.budget.nbytes
+            return within and self.budget.needed_bytes() + more <= self.budget.nbytes
 
         own = 1 if model.stateful else count  # only one lane of a stateful model runs at a time
         need = Need(model.name, nbytes, foreign_bytes, own, model.priority)
@@ -166,7 +174,7 @@ class Residents:
 
     def forget(self, name: str, found: WeightRange | None) -> None:
         """Frees everything of a model that is not, or no longer, in the core."""
-        self.budget.placing = 0
+        self.budget.placing = None
         self.berths.leave(name)
         try:
             if found is not None:
@@ -188,7 +196,7 @@ class Residents:
         found, model = loaded.range, loaded.model
         if found is None:
             return
-        source = self.store.take(model.name)
+        source = self._take(model.name)
         if not found.holds(source):
             if model.resident is False:
                 raise ModelError(
@@ -196,6 +204,7 @@ class Residents:
                     "load it with resident=True"
                 )
             loaded.stays = True
+            self.budget.keep_placed()
             return
         for k in range(len(loaded.profiles)):
             profile = loaded.profiles[k]
@@ -225,7 +234,7 @@ class Residents:
         self._in_loop(hand_over)
         self._note_places()
         self.budget.taken.pop(loaded.model.name)  # the model itself holds nothing else
-        self.budget.placing = 0
+        self.budget.placing = None
 
     def _rows_of_berths(self, loaded: LoadedModel) -> None:
         for lane, row in zip(loaded.lanes, loaded.lane_rows, strict=True):
@@ -263,34 +272,7 @@ class Residents:
 
     def ask(self, row: int, wanted: bool) -> None:
         """Orders weights to come or to leave although no request requires it, and waits for it."""
-        w, aim = self.state.weights[row], codes.HERE if wanted else codes.OUT
-
-        def flag() -> None:
-            w["asked"], w["unwanted"] = int(wanted), int(not wanted and w["stage"] != codes.OUT)
-            if wanted and w["stage"] == codes.OUT:
-                w["ordered_ns"] = time.monotonic_ns()
-            self.state.residency["look"][0] = 1
-
-        if not wanted and w["keep"] == codes.STAYS:
-            raise ModelError("the weights of a model with resident=True cannot be evicted: unload the model instead")
-        # counted, because the weights may move again before this thread looks
-        counter = "brought" if wanted else "evicted"
-        before, stuck = int(w[counter]), int(w["stuck"])
-        self.mover.errors.pop(row, None)  # of an earlier order
-        self._in_loop(flag)
-        end = time.monotonic() + ORDER_S
-        while w["stage"] != aim and w[counter] == before:
-            self._check()
-            if row in self.mover.errors and w["stage"] == codes.OUT:
-                raise self.mover.errors[row]
-            if not wanted and w["stuck"] != stuck:
-                raise self.mover.stuck[row]
-            if time.monotonic() > end:
-                raise MemoryPlanError(
-                    f"the weights did not move within {ORDER_S:.0f} s: models in use or of higher priority hold all "
-                    "memory"
-                )
-            time.sleep(LOOK_S)
+        order_weights(self.state, self.mover, self._in_loop, self._check, row, wanted)
 
     def state_of(self, row: int) -> str:
         """The place of the weights: `resident`, `loading 43 %`, `leaving`, `host` or `disk`."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 import os
+from typing import Any
+
+import numpy as np
 
 from paellapy.instrument.device import CudaDevice, Device, VirtualDevice
 from paellapy.scheduler.backends.base import Backend
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.errors import ModelError
+from paellapy.scheduler.core.priorities import shortened
 
 
 def check_settings(
@@ -20,6 +24,9 @@ def check_settings(
         raise ModelError(
             f"max_active={max_active}: the number of batches that share the GPU must be at least 1, or None"
         )
+    for name, given in (("memory_bytes", memory_bytes), ("host_bytes", host_bytes)):
+        if given is not None and not _is_number(given):
+            raise ModelError(f"{name}={shortened(given)}: the number of bytes must be an integer, such as 24 << 30")
     if memory_bytes is not None and memory_bytes < 1:
         raise ModelError(
             f"memory_bytes={memory_bytes}: the number of bytes must be at least 1, or None for most of the GPU's memory"
@@ -32,6 +39,12 @@ def check_settings(
         raise ModelError(
             f"sm_windows={sm_windows}: the number must be 0, for none, or {codes.LEAST_WINDOWS} to {codes.WINDOWS}"
         )
+
+
+def _is_number(given: Any) -> bool:
+    """Whether it is a whole number that the core's tables can hold; 24e9 is one too."""
+    whole = given.is_integer() if isinstance(given, float) else isinstance(given, int | np.integer)
+    return bool(whole and not isinstance(given, bool) and abs(given) < codes.NEVER)
 
 
 def half_of_the_host() -> int:

@@ -38,6 +38,7 @@ class HostStore:
     budget_bytes: int
     allocate: Callable[[int], Any]
     folder: Path | None = None  # folder of the files; None: a temporary one
+    in_use: Callable[[str], bool] = lambda name: False  # whether the GPU may be copying from a model's host memory
     file_bytes: int = field(default=0, init=False)
     held_bytes: int = field(default=0, init=False)
     _kept: dict[str, _Kept] = field(default_factory=dict, init=False)  # in order of use, least recently brought first
@@ -48,8 +49,7 @@ class HostStore:
         if name in self._kept:
             raise MemoryPlanError(f"the weights of {name!r} are in the host store already; unload the model first")
         kept = _Kept(nbytes)
-        if nbytes <= self.budget_bytes:
-            self._make_room(name, nbytes)
+        if nbytes <= self.budget_bytes and self._make_room(name, nbytes):
             kept.host = self.allocate(nbytes)
             try:
                 fill(kept.host.host[:nbytes])
@@ -103,15 +103,17 @@ class HostStore:
         if self._own and self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _make_room(self, new: str, nbytes: int) -> None:
+    def _make_room(self, new: str, nbytes: int) -> bool:
+        """Whether there is room now. Memory that is being copied to the GPU stays, even if room is lacking then."""
         for name, kept in self._kept.items():
             if self.held_bytes + nbytes <= self.budget_bytes:
-                return
-            if kept.host is not None:
+                break
+            if kept.host is not None and not self.in_use(name):
                 if kept.file is None:
                     why = f"to make room for model {new!r}, the weights of model {name!r}"
                     self._write(name, kept, kept.host.host[: kept.nbytes], why)
                 self._release(kept)
+        return self.held_bytes + nbytes <= self.budget_bytes
 
     def _release(self, kept: _Kept) -> None:
         if kept.host is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.manage import manage
+from paellapy.scheduler.core.manage import KEEP, manage, needed_bytes
 from paellapy.scheduler.core.profiles import ModelProfile, ProfileError
 from paellapy.scheduler.core.state import State
 
@@ -18,12 +18,12 @@ def manage_weights(state: State, models: Sequence[ModelProfile], memory_bytes: i
                 f"{each.name} has weight_bytes={each.weight_bytes:,}, which must be above 0 and at most "
                 f"memory_bytes={memory_bytes:,}: set the model's weight_bytes, or raise memory_bytes"
             )
-    staying = sum(each.weight_bytes for each in models if each.resident is True)
-    largest = max((each.weight_bytes for each in models if each.resident is not True), default=0)
-    if staying + largest > memory_bytes:
+    needed = needed_bytes([(each.priority, each.weight_bytes, KEEP[each.resident]) for each in models])
+    if needed > memory_bytes:
         raise ProfileError(
-            f"models with resident=True take {staying:,} bytes and the largest other model {largest:,}: together more "
-            f"than memory_bytes={memory_bytes:,}; raise it, or keep fewer models resident"
+            f"{needed:,} bytes of weights must be on the GPU at once, more than memory_bytes={memory_bytes:,}: models "
+            "with resident=True, models of higher priority than another one, and the largest of the others; raise it, "
+            "or keep fewer models resident"
         )
     manage(state, memory_bytes)
     first = sorted(range(len(models)), key=lambda m: models[m].resident is not True)

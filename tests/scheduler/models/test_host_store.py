@@ -83,3 +83,17 @@ def test_with_host_memory_and_disk_full_the_error_names_the_new_model_and_the_ol
     store.close()
     assert (host.blocks, store.held_bytes, store.file_bytes) == (0, 0, 0)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_that_the_gpu_copies_from_is_not_freed_for_a_new_model(store, host):
+    store.in_use = lambda name: name == "old"
+    source = store.take("old")
+    store.put("new", 1000, filled(2))
+    assert (store.where("old"), store.where("new")) == ("host", "disk")
+    assert (source == 1).all()
+    assert (store.take("new") == 2).all()
+    store.in_use = lambda name: False
+    store.put("newer", 1000, filled(3))  # now it makes room
+    assert (store.where("old"), store.where("newer"), host.blocks) == ("disk", "host", 1)
+    store.close()
+    assert (host.blocks, store.held_bytes, store.file_bytes) == (0, 0, 0)

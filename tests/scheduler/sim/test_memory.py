@@ -57,6 +57,14 @@ def test_whoever_stays_is_never_cold():
     assert result.model("m4").p50_ms > 10.0
 
 
+def test_a_model_that_could_never_come_beside_higher_priorities_is_refused():
+    models = [net("low", gb=0.5), *(net(name, gb=0.5, priority=1) for name in ("high", "higher"))]
+    load = TraceWorkload([_at(0.1 * k, each.name) for k, each in enumerate(models)])
+    with pytest.raises(ProfileError, match=r"1,500,000,000"):
+        simulate(models, load, "priority", memory_bytes=GB)
+    assert simulate(models, load, "priority", memory_bytes=int(1.5 * GB)).counters["weight_hits"] == 3
+
+
 def test_a_policy_may_choose_who_leaves():
     def largest(model):
         return -model.bytes
