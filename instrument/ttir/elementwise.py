@@ -45,7 +45,7 @@ def _on_unsigned(fn: Function) -> Function:
     return lambda a, b: signed(fn(unsigned(a), unsigned(b)))
 
 
-def _divide(a: Any, b: Any) -> Any:
+def divide(a: Any, b: Any) -> Any:
     """Signed division truncates towards zero; NumPy's floors."""
     q = a // b
     return np.add(q, (q * b != a) & ((a < 0) != (b < 0)), dtype=q.dtype)
@@ -187,7 +187,7 @@ INTEGER: dict[str, Function] = {
     "arith.addi": np.add,
     "arith.subi": np.subtract,
     "arith.muli": np.multiply,
-    "arith.divsi": _divide,
+    "arith.divsi": divide,
     "arith.ceildivsi": _ceil_divide,
     "arith.floordivsi": np.floor_divide,
     "arith.remsi": np.fmod,

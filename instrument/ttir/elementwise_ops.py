@@ -12,8 +12,9 @@ from paellapy.instrument.ttir import elementwise as ew
 from paellapy.instrument.ttir.code import Function, Run, Slots, call
 from paellapy.instrument.ttir.lower import Lowering, builds, marker_of
 from paellapy.instrument.ttir.machine import Active, Buffers, Machine
-from paellapy.instrument.ttir.ptx_instructions import UnknownPtx
+from paellapy.instrument.ttir.ptx_pieces import UnknownPtx
 from paellapy.instrument.ttir.steps import copy_slot, each, pure
+from paellapy.instrument.ttir.syntax import unescaped
 from paellapy.instrument.ttir.tree import Op
 from paellapy.instrument.ttir.values import Ptr, full, is_array
 
@@ -126,7 +127,7 @@ def assembly(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run | None:
                 slots[slot_of_nothing] = np.int32(0)
 
         return mark
-    text = op.body.partition('"')[2].rpartition('"')[0]
+    text = unescaped(op.body.partition('"')[2].rpartition('"')[0])
     try:
         made = inline_asm.Assembly.of(text, op.attributes.get("constraints", '""').strip('"'))
     except UnknownPtx as e:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from paellapy.instrument.ttir.conversion import decode, encode
-from paellapy.instrument.ttir.ptx_instructions import Function, Instruction, UnknownPtx, meaning, parse, resized
+from paellapy.instrument.ttir.ptx_instructions import meaning
+from paellapy.instrument.ttir.ptx_pieces import Function, Instruction, UnknownPtx, parse, resized
 from paellapy.instrument.ttir.types import Array, Element
 
 _WIDTHS = {"h": 2, "r": 4, "f": 4, "l": 8, "d": 8, "c": 1, "b": 1}
@@ -27,6 +28,9 @@ class Assembly:
     @classmethod
     def of(cls, text: str, constraints: str) -> Assembly:
         kinds = [c.strip() for c in constraints.split(",") if c.strip()]
+        for kind in kinds:
+            if kind.lstrip("=") not in _WIDTHS and not kind.startswith("~"):
+                raise UnknownPtx(f"with the constraint {kind!r}")
         outputs = tuple(_WIDTHS[c[-1]] for c in kinds if c.startswith("="))
         inputs = tuple(_WIDTHS[c[-1]] for c in kinds if not c.startswith(("=", "~")))
         steps = []

@@ -12,6 +12,7 @@ from paellapy.instrument.ttir.access import Access
 from paellapy.instrument.ttir.code import Run, Slots
 from paellapy.instrument.ttir.lower import Lowering, builds
 from paellapy.instrument.ttir.machine import LOADED, STORED, Active
+from paellapy.instrument.ttir.syntax import unescaped
 from paellapy.instrument.ttir.tape import BufferRef
 from paellapy.instrument.ttir.tree import Op
 from paellapy.instrument.ttir.types import ELEMENTS
@@ -167,7 +168,7 @@ def atomic_poll(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
 
 @builds("tt.assert")
 def device_assert(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
-    message = op.body.split('"')[1] if '"' in op.body else ""
+    message = unescaped(op.body.split('"')[1]) if '"' in op.body else ""
     access = Access(low, op, (), _ANY)
 
     def run(active: Active, slots: Slots) -> None:
@@ -182,7 +183,7 @@ def device_assert(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
 
 @builds("tt.print")
 def device_print(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
-    prefix = op.body.split('"')[1] if '"' in op.body else ""
+    prefix = unescaped(op.body.split('"')[1]) if '"' in op.body else ""
     access = Access(low, op, (), _ANY)
 
     def run(active: Active, slots: Slots) -> None:

@@ -96,16 +96,21 @@ def directed(name: str, mode: str) -> Function:
     return run
 
 
+def whole(x: Any, mode: str) -> Any:
+    """A float rounded to a whole number."""
+    return _WHOLE[mode](x)
+
+
 def to_integer(x: Any, mode: str, target: str) -> Any:
     """A float as an integer of NumPy type `target`, saturated as in PTX's `cvt`."""
     limits = np.iinfo(target)
-    whole = _WHOLE[mode](x)
+    found = whole(x, mode)
     low, high = x.dtype.type(limits.min), x.dtype.type(2.0 ** (8 * limits.dtype.itemsize - (target[0] == "i")))
-    inside = (whole > low) & (whole < high)
+    inside = (found > low) & (found < high)
     wide = limits.dtype.itemsize == 8 or x.dtype == np.float64
     missing = np.array(1 << (8 * limits.dtype.itemsize - 1) if wide else 0, f"u{limits.dtype.itemsize}")
-    ends = np.where(whole >= high, limits.max, np.where(whole <= low, limits.min, missing.view(limits.dtype)))
-    return np.where(inside, np.where(inside, whole, 0).astype(limits.dtype), ends)[()]
+    ends = np.where(found >= high, limits.max, np.where(found <= low, limits.min, missing.view(limits.dtype)))
+    return np.where(inside, np.where(inside, found, 0).astype(limits.dtype), ends)[()]
 
 
 def to_float(x: Any, mode: str, target: str) -> Any:

@@ -7,6 +7,17 @@ from functools import cache
 
 STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
 
+_ESCAPE = re.compile(r'\\([0-9A-Fa-f]{2}|[\\"nt])')
+
+
+def unescaped(text: str) -> str:
+    """The contents of a string: MLIR writes a line's end as `\\0A`, a quotation mark as `\\22`."""
+    return _ESCAPE.sub(lambda m: {"n": "\n", "t": "\t"}.get(m[1]) or _character(m[1]), text)
+
+
+def _character(code: str) -> str:
+    return chr(int(code, 16)) if len(code) == 2 else code
+
 
 def closing(text: str, start: int) -> int:
     """Index just past the parenthesis that closes the one opened before `start`; strings are skipped."""
