@@ -12,6 +12,7 @@ from triton.runtime.jit import MockTensor
 
 from paellapy.instrument.device.base import Device
 from paellapy.instrument.errors import ArgumentError, PaellaError
+from paellapy.instrument.triton_errors import also
 
 # Launches a kernel once with these keywords and the keywords that the given tuner adds.
 Trial = Callable[["Tuner", dict[str, Any]], Any]
@@ -36,6 +37,7 @@ class Tuner:
             key = (i, device.name, self._key(wrapper, args, kwargs))
             if key not in self._best:
                 configs = self._candidates(wrapper, args, kwargs)
+                _refuse_conflicts(configs, kwargs)
                 if len(configs) == 1:
                     self._best[key] = configs[0]
                 else:
@@ -43,7 +45,9 @@ class Tuner:
                     named = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
                     keep = _Restorer(device, wrapper, named)
                     self._best[key] = _fastest(device, configs, named, keep, partial(_once, trial, inner, kwargs))
+                    keep.ready({**named, **self._best[key].all_kwargs()})
             best = self.last = self._best[key]
+            _refuse_conflicts([best], kwargs)
             if best.pre_hook is not None:
                 best.pre_hook({**dict(zip(self.arg_names, args, strict=False)), **kwargs, **best.all_kwargs()})
             kwargs = {**kwargs, **_launch_kwargs(best)}
@@ -91,6 +95,14 @@ class Tuner:
         return pruned
 
 
+def _refuse_conflicts(configs: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    for config in configs:
+        if not kwargs.keys().isdisjoint(config.kwargs):
+            both = ", ".join(sorted(kwargs.keys() & config.kwargs.keys()))
+            text = f"{both} is given at the launch and by the autotuner: leave one of the two out"
+            raise also(ArgumentError(text), ValueError)  # Triton's kind of error
+
+
 def _once(trial: Trial, inner: Tuner, kwargs: dict[str, Any], more: dict[str, Any]) -> None:
     trial(inner, {**kwargs, **more})
 
@@ -104,24 +116,26 @@ def _fastest(
     session, device.session = device.session, None  # trials are not part of a trace
     try:
         for config in configs:
-            best = float("inf")
+            best, full = float("inf"), {**named, **config.all_kwargs()}
             try:
                 for attempt in range(_WARMUPS + _REPEATS):
-                    keep.before()
                     if config.pre_hook is not None:
-                        config.pre_hook({**named, **config.all_kwargs()})
+                        config.pre_hook(full)
+                    keep.before(full)
                     with device.stream() as stream:
                         start = stream.record()
                         run(_launch_kwargs(config))
                         end = stream.record()
                         stream.synchronize()
+                    keep.after(full, None)
                     if attempt >= _WARMUPS:
                         best = min(best, end.elapsed_ns(start))
             except ArgumentError:
                 raise
             except PaellaError as e:  # for example, too much shared memory for this GPU: other configurations may fit
                 failure = e
-            keep.after()
+                keep.after(full, e)
+            keep.put_back()
             times.append(best)
     finally:
         device.session = session
@@ -131,24 +145,46 @@ def _fastest(
 
 
 class _Restorer:
-    """`reset_to_zero` and `restore_value`: trials must leave the arguments unchanged."""
+    """`reset_to_zero`, `restore_value` and hooks of an autotuner: trials must leave the arguments unchanged.
+
+    A hook of the user's own takes the place of both, as in Triton.
+    """
 
     def __init__(self, device: Device, wrapper: Autotuner, named: dict[str, Any]) -> None:
         self.device = device
-        self.zeroed = [named[n] for n in wrapper.reset_to_zero if named.get(n) is not None]
-        self.saved = [(named[n], _snapshot(named[n])) for n in wrapper.restore_value if named.get(n) is not None]
+        self.first = wrapper.pre_hook if wrapper.user_defined_pre_hook else None
+        self.last = wrapper.post_hook if wrapper.user_defined_post_hook else None
+        zeroed, saved = ((), ()) if self.first else (wrapper.reset_to_zero, wrapper.restore_value)
+        self.zeroed = [named[n] for n in zeroed if named.get(n) is not None]
+        self.saved = [(named[n], _snapshot(named[n])) for n in saved if named.get(n) is not None]
 
-    def before(self) -> None:
+    def before(self, named: dict[str, Any]) -> None:
+        """Before each trial."""
         self.device.synchronize()
-        for array in self.zeroed:
-            _overwrite(array, 0)
+        if self.first:
+            self.first(named)
+        self._zero()
 
-    def after(self) -> None:
+    def after(self, named: dict[str, Any], failure: Exception | None) -> None:
+        """After each trial."""
+        if self.last:
+            self.last(named, exception=failure)
+
+    def put_back(self) -> None:
+        """After the trials of a configuration."""
         self.device.synchronize()
-        for array in self.zeroed:
-            _overwrite(array, 0)
+        self._zero()
         for array, copy in self.saved:
             _overwrite(array, copy)
+
+    def ready(self, named: dict[str, Any]) -> None:
+        """After all trials, before the launch."""
+        if self.first:
+            self.first(named, reset_only=True)
+
+    def _zero(self) -> None:
+        for array in self.zeroed:
+            _overwrite(array, 0)
 
 
 def _snapshot(array: Any) -> Any:
@@ -169,7 +205,7 @@ def _overwrite(array: Any, value: Any) -> None:
 def _launch_kwargs(config: Any) -> dict[str, Any]:
     """A configuration as keywords of a launch."""
     kwargs = dict(config.kwargs)
-    for option in ("num_warps", "num_stages", "num_ctas", "maxnreg"):
+    for option in ("num_warps", "num_stages", "num_ctas", "maxnreg", "ir_override"):
         value = getattr(config, option, None)
         if value is not None:
             kwargs[option] = value

@@ -91,6 +91,43 @@ def test_hooks_run_before_every_trial_and_every_launch() -> None:
     assert set(seen) == {32, 64}
 
 
+def test_hooks_of_the_tuner_run_around_every_trial_and_before_the_launch() -> None:
+    seen: list[Any] = []
+    hooks = {
+        "pre_hook": lambda args, reset_only=False: seen.append(("before", args["B"], reset_only)),
+        "post_hook": lambda args, exception: seen.append(("after", args["B"], exception)),
+    }
+    with StandInDevice.make(cost_ns=cost_ns) as device:
+        made = tuned(**hooks)
+        made[(4,)](X, 256)
+        trials = len(device.launches) - 1
+        assert seen == [("before", 64, False), ("after", 64, None)] * trials + [("before", 64, True)]
+        made[(4,)](X, 256)
+    assert len(seen) == 2 * trials + 1, "they are for trials only"
+
+
+def test_a_hook_of_the_tuner_hears_of_a_trial_that_failed() -> None:
+    seen: list[Any] = []
+    with StandInDevice.make(refuses=lambda source: source.threads == 64):
+        tuned(post_hook=lambda args, exception: seen.append(exception))[(4,)](X, 256)
+    assert [type(e) for e in seen if e is not None] == [LaunchError]
+
+
+def test_a_hook_of_the_users_own_takes_the_place_of_reset_to_zero() -> None:
+    x = np.ones(256, np.float32)
+    with StandInDevice.make():
+        tuned(pre_hook=lambda args, reset_only=False: None, reset_to_zero=["x"])[(4,)](x, 256)
+    assert x.all()
+
+
+@pytest.mark.parametrize("configs", [CONFIGS, CONFIGS[:1]], ids=["several", "one"])
+def test_a_parameter_of_the_tuner_cannot_be_given_too(configs: Any) -> None:
+    with StandInDevice.make():
+        for refused in (ArgumentError, ValueError):
+            with pytest.raises(refused, match="B is given"):
+                tuned(configs)[(4,)](X, 256, B=64)
+
+
 def test_arguments_are_put_back_after_trials() -> None:
     zeroed, kept = np.ones(4, np.float32), np.ones(4, np.float32)
     seen: list[tuple[float, float]] = []
