@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from paellapy.instrument.errors import ArgumentError
@@ -26,10 +27,10 @@ DTYPES = {
     "float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5", "float8_e4m3fnuz": "fp8e4b8", "float8_e5m2fnuz": "fp8e5b16",
 }  # fmt: skip
 
-# Struct codes of scalar parameters in the kernel's parameter buffer; 16-bit floats are passed as their bits.
+# Struct codes of scalar parameters in the kernel's parameter buffer; bfloat16, unknown to `struct`, as its bits.
 STRUCT_CODES = {
     "u1": "B", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I", "i64": "q", "u64": "Q",
-    "fp16": "e", "fp32": "f", "fp64": "d",
+    "fp16": "e", "bf16": "H", "fp32": "f", "fp64": "d",
 }  # fmt: skip
 
 
@@ -145,6 +146,15 @@ def of_int(value: int) -> tuple[int, int]:
     if 0 <= value < 0x10000000000000000:
         return value, 6 + even
     raise ArgumentError(f"integer argument {value} does not fit in 64 bits")
+
+
+def bfloat16_bits(value: float) -> int:
+    """The bits of a number rounded to bfloat16.
+
+    >>> hex(bfloat16_bits(1.0))
+    '0x3f80'
+    """
+    return int(np.array(value, ml_dtypes.bfloat16).view(np.uint16))
 
 
 def of_float(value: float) -> tuple[float, str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from triton.runtime.jit import JITFunction
 
-from paellapy.instrument.arguments import Handlers, as_type
+from paellapy.instrument.arguments import Handlers, as_type, bfloat16_bits
 from paellapy.instrument.device.base import Device, Launcher
 from paellapy.instrument.device.occupancy import Occupancy
 from paellapy.instrument.errors import ArgumentError, InstrumentError
@@ -255,8 +255,13 @@ class TritonKernel(Kernel):
 
 
 def _picker(facts: dict[str, Any], values: Sequence[Any], device: Device) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Selects the values passed to the kernel: by index, which is fast, without tuples and descriptors."""
+    """Selects the values passed to the kernel: by index, which is fast, without tuples, descriptors and bfloat16."""
     signature = facts["signature"]
+    if "bf16" in signature.values() and not device.evaluates:
+        kinds = list(signature.values())
+        bits = {name: "i16" if kind == "bf16" else kind for name, kind in signature.items()}
+        pick = _picker({**facts, "signature": bits}, values, device)
+        return lambda vs: pick([bfloat16_bits(v) if k == "bf16" else v for k, v in zip(kinds, vs, strict=True)])
     if any(isinstance(kind, (tuple, list)) or kind.startswith("tensordesc") for kind in signature.values()):
         return functools.partial(launch_values, signature, facts["tiles"], device.tile)
     indices = [i for i, kind in enumerate(signature.values()) if kind != "constexpr"]

@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stand_in_device import StandInDevice
 
+import paellapy as pp
 from paellapy.instrument.arguments import param_layout, param_offsets
 from paellapy.instrument.errors import ArgumentError
 from paellapy.instrument.kernels.triton_arguments import TypeHandlers, launch_values
@@ -149,3 +151,20 @@ def test_constants_do_not_travel_and_tuples_are_flattened() -> None:
     signature = {"a": "*fp32", "b": "constexpr", "c": ("i32", ("constexpr", "fp32")), "d": "u1"}
     values = (16, 5, (7, (None, 0.5)), True)
     assert launch_values(signature, [], lambda descriptor, facts: None, values) == [16, 7, 0.5, True]
+
+
+@triton.jit
+def annotated(out, a: tl.bfloat16, b: tl.float16, c: tl.int8, d: tl.uint64, e: tl.int1, f: tl.float64):
+    tl.store(out, a + b + c + d.to(tl.float32) + e + f)
+
+
+def test_scalars_of_annotated_types_are_packed_as_the_kernel_takes_them() -> None:
+    with StandInDevice.make() as device:
+        made = pp.kernel(annotated)
+        made[(1,)]("*fp32", 1.0 + 2**-7, 0.5, -3, 2**63 + 1, True, 1 / 3)
+        values = device.launches[0].values
+        source = made.compile("*fp32", 1.0, 0.5, -3, 2**63 + 1, True, 1 / 3, target="sm_90").source
+    assert values[1] == 0x3F81
+    packed = struct.pack(source.param_format, *values, 0, 0)
+    assert struct.unpack(source.param_format, packed)[1:7] == (0x3F81, 0.5, -3, 2**63 + 1, 1, 1 / 3)
+    assert re.search(r"\.param \.align 2 \.b8 annotated_param_1\[2\]|\.param \.[ub]16 annotated_param_1\b", source.ptx)
