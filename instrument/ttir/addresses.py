@@ -10,7 +10,7 @@ import bisect
 import gc
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from paellapy.instrument.ttir.values import Ptr
 Ints = tuple[int, ...]
 _BYTES = ELEMENTS["i8"]
 _known: weakref.WeakValueDictionary[int, Array] = weakref.WeakValueDictionary()
+_seen: dict[int, weakref.ref[Any]] = {}  # tensors, by the addresses of their memory
 
 
 def know(array: Array) -> None:
@@ -37,25 +38,49 @@ def _bytes(lowest: Array, size: int) -> Array:
     return np.lib.stride_tricks.as_strided(first, (size,), (1,))
 
 
+def _memory(thing: Any) -> Array | None:
+    """The memory of a PyTorch tensor on the CPU."""
+    torch: Any = sys.modules["torch"]
+    if thing.device.type != "cpu" or thing.layout != torch.strided:
+        return None
+    storage = thing.untyped_storage()
+    if not storage.nbytes():
+        return None
+    memory: Array = torch.empty(0, dtype=torch.int8).set_(storage).numpy()
+    return memory
+
+
 def _tensors() -> Iterator[Array]:
-    """The memory of every live PyTorch tensor on the CPU."""
+    """The memory of every live PyTorch tensor on the CPU. Asking for all objects takes tenths of a second."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return
+    _seen.clear()
     for thing in gc.get_objects():
         # By its type: an object's own __class__ may be a property with side effects.
-        if issubclass(type(thing), torch.Tensor) and thing.device.type == "cpu" and thing.layout == torch.strided:
-            storage = thing.untyped_storage()
-            if storage.nbytes():
-                yield torch.empty(0, dtype=torch.int8).set_(storage).numpy()
+        if issubclass(type(thing), torch.Tensor) and (memory := _memory(thing)) is not None:
+            _seen[memory.__array_interface__["data"][0]] = weakref.ref(thing)
+            yield memory
+
+
+def _seen_before() -> Iterator[Array]:
+    """The memory of tensors that were found before, as far as they are alive."""
+    for found in list(_seen.values()):
+        thing = found()
+        if thing is not None and (memory := _memory(thing)) is not None:
+            yield memory
 
 
 class Places:
-    """Arrays in order of their addresses."""
+    """Arrays in order of their addresses. One of these serves a whole run."""
 
     def __init__(self, buffers: Buffers) -> None:
-        arrays = [*(f for f in buffers.flat if f is not None), *_known.values(), *_tensors()]
         self._spans: dict[int, Array] = {}
+        self._starts: list[int] = []
+        self._all = False
+        self._add([*(f for f in buffers.flat if f is not None), *_known.values(), *_seen_before()])
+
+    def _add(self, arrays: Iterable[Array]) -> None:
         for array in arrays:
             if array.nbytes:
                 low, high = np.lib.array_utils.byte_bounds(array)
@@ -66,6 +91,14 @@ class Places:
 
     def find(self, address: int) -> int | None:
         """The start of the array that contains the address."""
+        found = self._find(address)
+        if found is None and not self._all:
+            self._all = True
+            self._add(_tensors())
+            found = self._find(address)
+        return found
+
+    def _find(self, address: int) -> int | None:
         for at in range(bisect.bisect_right(self._starts, address) - 1, -1, -1):
             start = self._starts[at]
             if address < start + self._spans[start].size:
@@ -93,7 +126,9 @@ def int_to_ptr(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
 def _pointer(buffers: Buffers, addresses: Any, element: Element) -> Ptr:
     flat = np.asarray(addresses, np.int64)
     distinct, where = np.unique(flat, return_inverse=True)
-    places = Places(buffers)
+    if not buffers.places:
+        buffers.places.append(Places(buffers))
+    places: Places = buffers.places[0]
     starts: dict[int | None, int] = {}
     which, offset = np.empty(len(distinct), np.int32), np.empty(len(distinct), np.int64)
     for k, address in enumerate(distinct.tolist()):

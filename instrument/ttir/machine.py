@@ -29,6 +29,7 @@ class Buffers:
     element: list[Element | None]
     fragile: frozenset[int]  # arguments that may change while the kernel runs: written, or overlapping written ones
     others: list[str] = field(default_factory=list)  # names of arrays beyond the arguments, accessed by their addresses
+    places: list[Any] = field(default_factory=list)  # the arrays by their addresses, once a kernel has used one
 
     def add(self, flat: Array, element: Element, name: str) -> int:
         """Adds an array that is not an argument to this run; returns its index."""

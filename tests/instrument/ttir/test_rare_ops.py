@@ -17,7 +17,7 @@ from triton.language.extra.cuda import libdevice as triton_libdevice
 
 import paellapy as pp
 from paellapy.instrument.errors import OutOfBoundsError, UnsupportedOpError, ViewWarning
-from paellapy.instrument.ttir import inline_asm, libdevice
+from paellapy.instrument.ttir import addresses, inline_asm, libdevice
 from paellapy.instrument.ttir import rounding as rnd
 
 
@@ -176,6 +176,27 @@ def test_tensors_are_reached_by_their_addresses_too():
     table, out = torch.tensor([t.data_ptr() for t in tensors]), torch.zeros(2, 64)
     pp.kernel(through_table)[2,](table, out, 64)
     assert torch.equal(out, torch.stack(tensors))
+
+
+def test_all_objects_are_searched_only_for_tensors_not_seen_before(monkeypatch: pytest.MonkeyPatch):
+    torch = pytest.importorskip("torch")
+    searches: list[int] = []
+    everything = addresses.gc.get_objects
+    monkeypatch.setattr(addresses.gc, "get_objects", lambda: searches.append(1) or everything())
+
+    def reached(tensors: Any) -> int:
+        searches.clear()
+        table, out = torch.tensor([t.data_ptr() for t in tensors]), torch.zeros(len(tensors), 64)
+        pp.kernel(through_table)[len(tensors),](table, out, 64)
+        assert torch.equal(out, torch.stack(tensors))
+        return len(searches)
+
+    tensors = [torch.randn(64) for _ in range(3)]
+    assert reached(tensors) == 1
+    assert reached(tensors) == 0
+    del tensors[1]
+    tensors.append(torch.randn(64))
+    assert reached(tensors) <= 1
 
 
 def test_an_address_of_nothing_is_an_error():
