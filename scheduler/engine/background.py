@@ -13,6 +13,7 @@ or its callback ends only that job.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections import deque
@@ -29,6 +30,7 @@ from paellapy.scheduler.engine.slots import Slot
 from paellapy.scheduler.engine.waiters import Waiter
 from paellapy.scheduler.models.torch_step import Batch, TorchStep
 
+_log = logging.getLogger("paellapy.jobs")
 _RATE_STEPS = 64  # the rate `steps_per_s` is computed over the latest 64 steps
 
 
@@ -167,6 +169,7 @@ class Job:
                 self.error = e
         except BaseException as e:  # the error concerns this job alone; its owner reads it from `error`
             self.error = e
+            _log.warning("job %r failed after %d steps: %s: %s", self.name, self.steps, type(e).__name__, e)
         finally:
             if self.feed is not None:
                 self.feed.stop()

@@ -24,7 +24,12 @@ class Feed:
         self._torch, self._name, self._skip_ragged = torch, name, skip_ragged
         self.skipped = 0
         self._specs: dict[str, TensorSpec] | None = None  # of the first batch
-        self._left: Iterator[Any] = iter(data)
+        try:
+            self._left: Iterator[Any] = iter(data)
+        except TypeError:
+            raise ModelError(
+                f"job {name!r}: data={data!r} is no iterable of batches: give a data loader, a list or a generator"
+            ) from None
         self._ahead: queue.Queue[Batch | BaseException | None] = queue.Queue(1)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._fetch, name=f"paellapy-data-{name}", daemon=True)

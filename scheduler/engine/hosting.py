@@ -66,10 +66,13 @@ class Hosting(Loading):
         step, if it should differ from the engine's: work of higher priority waits for at most one segment, and each
         segment costs a launch.
         """
-        if every < 1:
+        if not isinstance(every, int) or every < 1:
             raise ModelError(
-                f"job {name!r}: every={every}; the number of steps between two callbacks must be at least 1"
+                f"job {name!r}: every={every!r}; the number of steps between two callbacks must be an integer of at "
+                "least 1"
             )
+        if callback is not None and not callable(callback):
+            raise ModelError(f"job {name!r}: callback={callback!r} cannot be called: give a function of the job")
         if quantum_us is not None and not 1 <= quantum_us < math.inf:
             raise ModelError(f"job {name!r}: quantum_us={quantum_us}; a quantum must be finite and at least 1 µs")
         rank = _rank(f"job {name!r}", priority)

@@ -123,16 +123,22 @@ class HostStore:
 
     def _write(self, name: str, kept: _Kept, array: Bytes, what: str) -> None:
         """`what` says in an error whose weights go to the disk, and for whom."""
-        if self.folder is None:
-            self.folder, self._own = Path(tempfile.mkdtemp(prefix="paellapy-weights-")), True
-        if shutil.disk_usage(self.folder).free < kept.nbytes:
+        try:
+            if self.folder is None:
+                self.folder, self._own = Path(tempfile.mkdtemp(prefix="paellapy-weights-")), True
             free = shutil.disk_usage(self.folder).free
+            path = self.folder / f"{len(list(self.folder.iterdir()))}-{abs(hash(name))}.safetensors"
+        except OSError as e:
+            raise WeightFileError(
+                f"{what} must go to the disk, but {e.filename or 'the folder for temporary files'} cannot be used "
+                f"({e.strerror}): set TMPDIR to a folder that can be written to, or raise host_bytes"
+            ) from e
+        if free < kept.nbytes:
             raise MemoryPlanError(
                 f"{what} ({readable_bytes(kept.nbytes)}) must go to disk, because {readable_bytes(self.held_bytes)} "
                 f"of host_bytes={readable_bytes(self.budget_bytes)} are in use; but {self.folder} has only "
                 f"{readable_bytes(free)} free: raise host_bytes or free disk space"
             )
-        path = self.folder / f"{len(list(self.folder.iterdir()))}-{abs(hash(name))}.safetensors"
         try:
             write_weights(path, {"weights": array})
         except WeightFileError as e:

@@ -5,6 +5,7 @@ Captured graphs hold addresses, so tensors are overwritten and never replaced.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -66,20 +67,39 @@ def _optimizers(torch: Any, value: Any) -> list[Any]:
     return [found for each in value for found in _optimizers(torch, each)] if isinstance(value, list | tuple) else []
 
 
+def _named(step: Callable[..., Any]) -> dict[str, Any]:
+    """Objects that a step uses by name: of its module, of the functions around it, of its `self`, or given by partial.
+    """
+    if isinstance(step, functools.partial):
+        given = {f"argument {k}": each for k, each in enumerate(step.args)}
+        return {**_named(step.func), **given, **step.keywords}
+    plain = inspect.unwrap(step)
+    try:
+        found = inspect.getclosurevars(plain)
+    except TypeError:  # not a Python function, for example an object that can be called
+        return {}
+    own = vars(plain.__self__) if inspect.ismethod(plain) and hasattr(plain.__self__, "__dict__") else {}
+    used = {label: own[label] for label in plain.__code__.co_names if label in own}
+    return {**found.globals, **found.nonlocals, **used}
+
+
 def check_complete(torch: Any, name: str, step: Callable[..., Any], values: Any) -> None:
     """Raises ModelError for an optimizer that the step uses by name and that is not among the values: capturing and
-    measuring run the step, and would leave the optimizer's state changed.
+    measuring run the step, and would leave the optimizer's state changed. A schedule, whose counter is in Python, would
+    stand still in a captured step.
     """
-    try:
-        found = inspect.getclosurevars(inspect.unwrap(step))
-    except TypeError:  # not a Python function, for example an object that can be called
-        return
     known = {id(each) for each in _optimizers(torch, values)}
-    for label, value in {**found.globals, **found.nonlocals}.items():
+    for label, value in _named(step).items():
         if isinstance(value, torch.optim.Optimizer) and id(value) not in known:
             raise ModelError(
                 f"job {name!r}: its step uses the optimizer {label}, which state=[…] does not have: give everything "
                 f"that the step changes, for example state=[net, {label}]"
+            )
+        if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
+            raise ModelError(
+                f"job {name!r}: its step uses the schedule {label}, which would stand still, because a captured step "
+                f"runs no Python code: call {label}.step() in the callback, with every=1, and make the learning rate a "
+                "tensor (lr=torch.tensor(1e-3))"
             )
 
 

@@ -83,6 +83,8 @@ def map_weights(path: str | Path) -> dict[str, NDArray[Any]]:
         if isinstance(e, WeightFileError):
             raise
         raise WeightFileError(f"{path} is not a safetensors file: its header is not JSON") from e
+    if not isinstance(header, dict):
+        raise WeightFileError(f"{path} is not a safetensors file: its header is not a JSON object")
     header.pop("__metadata__", None)
     begin = 8 + length
     try:

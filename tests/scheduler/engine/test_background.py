@@ -266,8 +266,9 @@ def test_what_cannot_be_a_job_is_refused_with_the_remedy(engine):
         engine.background(lambda: 3.0, state=[x])
     with pytest.raises(CaptureError, match="waits for the GPU"):
         engine.background(lambda: x.mul_(float(x.sum())), state=[x])
-    with pytest.raises(ModelError, match="every=0"):
-        engine.background(lambda: x.add_(1), state=[x], every=0)
+    for given in ({"every": 0}, {"every": 2.5}, {"callback": 5}, {"data": 5}):
+        with pytest.raises(ModelError, match="=".join(map(str, *given.items()))):
+            engine.background(lambda *_: x.add_(1), state=[x], **given)
     with pytest.raises(ModelError, match="no batch"):
         engine.background(lambda batch: x.add_(1), state=[x], data=[])
     with pytest.raises(MemoryPlanError, match="memory_bytes=10"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+import tempfile
 from types import SimpleNamespace
 
 import numpy as np
@@ -97,3 +98,30 @@ def test_memory_that_the_gpu_copies_from_is_not_freed_for_a_new_model(store, hos
     assert (store.where("old"), store.where("newer"), host.blocks) == ("disk", "host", 1)
     store.close()
     assert (host.blocks, store.held_bytes, store.file_bytes) == (0, 0, 0)
+
+
+def gone(monkeypatch, store, tmp_path):
+    store.folder = tmp_path / "gone"
+
+
+def no_folder(monkeypatch, store, tmp_path):
+    def fail(**_):
+        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path))
+
+    store.folder = None
+    monkeypatch.setattr(tempfile, "mkdtemp", fail)
+
+
+@pytest.mark.parametrize("broken", [gone, no_folder])
+def test_a_folder_that_cannot_be_used_is_named_and_nothing_is_lost(store, host, tmp_path, monkeypatch, broken):
+    broken(monkeypatch, store, tmp_path)
+    with pytest.raises(WeightFileError, match=rf"{tmp_path}.*TMPDIR"):
+        store.put("new", 1000, filled(2))
+    assert (host.blocks, store.held_bytes, store.file_bytes) == (1, 1000, 0)
+    assert (store.take("old") == 1).all()
+
+
+def test_a_header_that_is_no_object_is_refused(tmp_path):
+    (tmp_path / "list.safetensors").write_bytes((8).to_bytes(8, "little") + b"[1,2,3] ")
+    with pytest.raises(WeightFileError, match=r"list\.safetensors"):
+        weight_files.map_weights(tmp_path / "list.safetensors")

@@ -1,0 +1,70 @@
+"""The state of a PyTorch step: optimizers and schedules that the step uses are found wherever they come from."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from paellapy.scheduler.core.errors import ModelError  # noqa: E402
+from paellapy.scheduler.models.torch_state import check_complete  # noqa: E402
+
+
+class Trainer:
+    """A user's training loop: the step is a method, and everything else is in `self`."""
+
+    def __init__(self):
+        self.net = torch.nn.Linear(4, 1)
+        self.opt = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.opt, 10)
+        self.plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(self.opt)
+
+    def plain(self):
+        self.opt.zero_grad()
+        loss = self.net(torch.ones(4)).sum()
+        loss.backward()
+        self.opt.step()
+        return loss
+
+    def scheduled(self):
+        self.plain()
+        self.schedule.step()
+
+    def by_loss(self):
+        self.plateau.step(self.plain())
+
+
+def use(optimizer, schedule=None):
+    optimizer.step()
+    if schedule is not None:
+        schedule.step()
+
+
+def test_an_optimizer_that_state_lacks_is_found_in_self_and_in_partial():
+    mine = Trainer()
+    for step, label in ((mine.plain, "opt"), (functools.partial(use, optimizer=mine.opt), "optimizer")):
+        with pytest.raises(ModelError, match=rf"state=\[net, {label}\]"):
+            check_complete(torch, "train", step, [mine.net])
+        check_complete(torch, "train", step, [mine.net, mine.opt])
+
+
+def test_a_step_that_uses_a_schedule_is_refused_with_the_remedy():
+    mine = Trainer()
+    opt, decay = mine.opt, mine.schedule
+
+    def inner():
+        opt.step()
+        decay.step()
+
+    partly = functools.partial(use, opt, schedule=decay)
+    steps = (mine.scheduled, mine.by_loss, inner, partly)
+    for step, label in zip(steps, ("schedule", "plateau", "decay", "schedule"), strict=True):
+        with pytest.raises(ModelError, match=rf"{label}\.step\(\) in the callback"):
+            check_complete(torch, "train", step, [mine.net, opt, decay])
+
+
+def test_what_cannot_be_looked_into_passes():
+    check_complete(torch, "train", torch.nn.Linear(1, 1), [])
+    check_complete(torch, "train", print, [])
