@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import runpy
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -57,6 +56,7 @@ def run(
     if not path.is_file():
         raise RunError(f"there is no script {script}: check its path")
     warn_of_own_options(context)
+    from paellapy.as_main import run_as_main
     from paellapy.guest import Guest
 
     Guest(name or path.stem, priority, share, engine, in_flight).join()
@@ -64,4 +64,4 @@ def run(
     gc.freeze()  # the collector need not search the modules imported for the gate
     sys.argv = [script, *context.args]
     sys.path[0] = str(path.resolve().parent)
-    runpy.run_path(script, run_name="__main__")
+    sys.exit(run_as_main(path.absolute()))

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.device import gate
+from paellapy.instrument.device.driver_cells import Cells
 from paellapy.scheduler.core.shared_memory import SharedBlock
 from paellapy.scheduler.engine.greeting import Greeting, GreetingError
 from paellapy.scheduler.engine.guest_door import NoEngineError, knock
@@ -45,6 +46,7 @@ class Guest:
         self.cell = np.zeros(1, np.uint64)  # address of the gate's words in use, for compiled code
         self._block: SharedBlock | None = None
         self._left: list[Any] = []  # blocks that other threads may still read
+        self._patched = 0  # pointers to the driver that lead through the gate
         self._open()
         self.name = ""
 
@@ -57,7 +59,17 @@ class Guest:
         self._follow(self._connect())
         gate.keep_forever(self)  # the driver's callers read `cell` and the words
         gate.hold = lambda: gate.Gate(self.words).wait()
+        self._watch()
+        os.register_at_fork(after_in_child=self._after_fork)
+
+    def _watch(self) -> None:
         threading.Thread(target=self._watch_driver, name="paellapy-gate", daemon=True).start()
+
+    def _after_fork(self) -> None:
+        """A forked process shares the words, and so the gate. If the driver is in use already, the fork cannot use it.
+        """
+        if not self._patched:
+            self._watch()
 
     def _connect(self) -> socket.socket:
         line = knock(self._engine)
@@ -106,8 +118,6 @@ class Guest:
 
     def _watch_driver(self) -> None:
         """Puts the gate before the driver's launch functions, whenever a library has looked them up."""
-        from paellapy.instrument.device.driver_cells import Cells
-
         cells = Cells(int(self.cell.ctypes.data))
         wait_s = _FIRST_S
         while True:
@@ -116,5 +126,6 @@ class Guest:
             # takes a small part of the time.
             new = cells.look()
             wait_s = _FIRST_S if new or not cells.patched else min(1.5 * wait_s, _LAST_S)
-            self.words[gate.CELLS] = cells.patched
+            if cells.patched:
+                self._patched = self.words[gate.CELLS] = cells.patched
             time.sleep(max(wait_s, _PAUSES * (time.thread_time() - began)))

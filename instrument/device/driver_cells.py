@@ -23,9 +23,11 @@ from paellapy.instrument.device.memory_search import Finder, in_pieces
 
 LAUNCHES = (
     "cuLaunchKernel", "cuLaunchKernelEx", "cuLaunchCooperativeKernel", "cuGraphLaunch", "cuMemcpy", "cuMemcpyHtoD",
-    "cuMemcpyDtoH", "cuMemcpyDtoD", "cuMemcpyAsync", "cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemcpyDtoDAsync",
-    "cuMemcpy2DAsync", "cuMemcpy3DAsync", "cuMemcpyPeerAsync", "cuMemcpyBatchAsync", "cuMemsetD8Async",
-    "cuMemsetD16Async", "cuMemsetD32Async", "cuMemsetD2D8Async",
+    "cuMemcpyDtoH", "cuMemcpyDtoD", "cuMemcpyPeer", "cuMemcpy2D", "cuMemcpy2DUnaligned", "cuMemcpy3D", "cuMemcpyAsync",
+    "cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemcpyDtoDAsync", "cuMemcpy2DAsync", "cuMemcpy3DAsync",
+    "cuMemcpyPeerAsync", "cuMemcpyBatchAsync", "cuMemcpy3DBatchAsync", "cuMemsetD8", "cuMemsetD16", "cuMemsetD32",
+    "cuMemsetD8Async", "cuMemsetD16Async", "cuMemsetD32Async", "cuMemsetD2D8Async", "cuMemsetD2D16Async",
+    "cuMemsetD2D32Async",
 )  # fmt: skip
 # Each version may have its own functions. The runtime asks for most functions in their first version: 3020, 4000, or
 # 7000 with a stream per thread.

@@ -16,60 +16,48 @@ import contextlib
 import sys
 import threading
 import time
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
-import numpy as np
-
-from paellapy.scheduler.backends.base import Backend
-from paellapy.scheduler.backends.launches import Launches, LoadedModel
+from paellapy.scheduler.backends.launches import LoadedModel
 from paellapy.scheduler.core.errors import ModelError
-from paellapy.scheduler.core.profiles import SegmentProfile
-from paellapy.scheduler.core.state import State
 from paellapy.scheduler.engine.requests import Requester
 from paellapy.scheduler.engine.slots import Slot
-from paellapy.scheduler.models.lane_memory import Lane, MemoryPlan, plan_lane
-from paellapy.scheduler.models.model import Model
-from paellapy.scheduler.models.profile import ProgramProfile
-from paellapy.scheduler.models.program import Program
-from paellapy.scheduler.models.tensors import Arrays, TensorSpec
+from paellapy.scheduler.engine.turn_model import Host, load_turns
 
 _WATCH_S = 0.0005  # how often turns are checked while there are any
 _SOON_S, _LATE_S = 20e-6, 500e-6  # how often a waiting turn is polled: at first, and later on
-_USUAL_NS = 1e6  # assumed duration of a turn until one has been measured
 
 
-class Host(Protocol):
-    """The parts of the engine that turns use."""
+class _Busy:
+    """Whose turn it is, of all turns of one name: a thread's or a task's."""
 
-    state: State
-    memory: MemoryPlan
+    def __init__(self, name: str) -> None:
+        self._name, self._lock = name, threading.Lock()
+        self._holder: object = None
 
-    @property
-    def backend(self) -> Backend: ...
-    def open_turns(self, loaded: LoadedModel) -> None: ...
+    def acquire(self, blocking: bool = True) -> bool:
+        me = _me()
+        if self._holder == me:
+            raise ModelError(
+                f"turn {self._name!r} is held here already, so a second one would wait for ever: use the first, or "
+                "another name"
+            )
+        if not self._lock.acquire(blocking):
+            return False
+        self._holder = me
+        return True
+
+    def release(self) -> None:
+        self._holder = None
+        self._lock.release()
 
 
-def _never(weights: Arrays, inputs: Arrays, outputs: Arrays) -> None:
-    raise AssertionError("the core never runs the code of a turn; its owner does")
-
-
-def load_turns(host: Host, name: str, priority: int, share: float) -> LoadedModel:
-    """Loads a model whose only segment signals that a turn is granted; no work on the GPU ends it."""
-    nothing = {"nothing": TensorSpec((1,), np.uint8)}
-    model = Model(name, _never, inputs=nothing, outputs=nothing, batch=(1,), lanes=1, priority=priority, share=share)
-    plan = plan_lane(model, 0, 1)
-    reservation = host.memory.reserve(name, 0, plan.device_bytes, 1)
-    lane = Lane(0, model, plan, host.backend.lane_memory(plan))
-    handle = host.backend.grant(int(lane.draining.ctypes.data))
-    segment = SegmentProfile(_USUAL_NS, blocks=1, warps=1, registers=0)
-    profile = ProgramProfile(1, ((0, 1),), (segment,), _USUAL_NS, {}, True)
-    launches = Launches(Program(model, 0, 1, [], True, None), ((0, 1),), [handle], 0, [lane])
-    loaded = LoadedModel(model, {}, reservation, [lane], [profile], [[launches]])
-    host.open_turns(loaded)
-    row = loaded.lane_rows[0]
-    host.state.whole["handle"][row, 0] = handle  # the program has one segment, so the whole program is the same launch
-    host.state.whole["word"][row, 0] = host.state.launch["word"][row, 0, 0]
-    return loaded
+def _me() -> object:
+    """The task that runs here, or else the thread."""
+    try:
+        return asyncio.current_task() or threading.get_ident()
+    except RuntimeError:  # no event loop runs
+        return threading.get_ident()
 
 
 class Turns:
@@ -79,16 +67,16 @@ class Turns:
         self._host = host
         self._lock = threading.Lock()
         self._names: dict[str, LoadedModel] = {}
-        self._busy: dict[str, threading.Lock] = {}
+        self._busy: dict[str, _Busy] = {}
         self._held: list[Turn] = []
         self._wake, self._ended = threading.Event(), False
         self._thread: threading.Thread | None = None
 
-    def find(self, name: str, priority: int, share: float) -> tuple[LoadedModel, threading.Lock]:
+    def find(self, name: str, priority: int, share: float) -> tuple[LoadedModel, _Busy]:
         with self._lock:
             if name not in self._names:
                 self._names[name] = load_turns(self._host, name, priority, share)
-                self._busy[name] = threading.Lock()
+                self._busy[name] = _Busy(name)
             model = self._names[name].model
             if (model.priority, model.share) != (priority, share):
                 raise ModelError(
@@ -157,6 +145,7 @@ class Turn:
         self._ended = _Ended()
         self._taking = threading.Lock()
         self._since_s = 0.0  # when it was first wanted back
+        self._inside = False  # between the begin and the end of `with`
         self.over = False  # it was taken back: other work is on the GPU now
 
     # -- for its owner
@@ -177,7 +166,7 @@ class Turn:
 
     def give_way(self) -> bool:
         """If the turn is wanted, gives it back and waits for the next one. Returns whether it did."""
-        if not (self.over or self.wanted()):
+        if not self._to_give():
             return False
         self._release()
         self._acquire()
@@ -185,11 +174,16 @@ class Turn:
 
     async def give_way_async(self) -> bool:
         """As `give_way`, in an asyncio task."""
-        if not (self.over or self.wanted()):
+        if not self._to_give():
             return False
         await asyncio.to_thread(self._release)
         await self._acquire_async()
         return True
+
+    def _to_give(self) -> bool:
+        if not self._inside:
+            raise ModelError(f"turn {self.name!r} is not held: call give_way() inside `with engine.turn(…)`")
+        return self.over or self.wanted()
 
     def __enter__(self) -> Self:
         self._busy.acquire()
@@ -198,9 +192,11 @@ class Turn:
         except BaseException:
             self._busy.release()
             raise
+        self._inside = True
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._inside = False
         try:
             self._release()
         finally:
@@ -214,9 +210,11 @@ class Turn:
         except BaseException:
             self._busy.release()
             raise
+        self._inside = True
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._inside = False
         try:
             await asyncio.to_thread(self._release)
         finally:

@@ -181,3 +181,50 @@ def test_what_cannot_be_run_is_refused(tmp_path):
         found = subprocess.run([sys.executable, "-m", "paellapy", "run", *options], capture_output=True, text=True)
         assert found.returncode != 0
         assert words in found.stderr
+
+
+def ran(tmp_path, text: str, *given: str) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "own.py").write_text(text)
+    line = [sys.executable, "-m", "paellapy", "run", "--best-effort", "own.py", *given]
+    return subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+
+
+def test_a_script_s_error_is_printed_as_python_prints_it(engine, tmp_path):
+    found = ran(tmp_path, "def f():\n    raise ValueError('mine')\n\nf()\n")
+    first, *lines = found.stderr.splitlines()
+    assert (found.returncode, first, lines[-1]) == (1, "Traceback (most recent call last):", "ValueError: mine")
+    assert str(tmp_path / "own.py") in lines[0]
+    assert not any("paellapy" in each for each in lines if "own.py" not in each)
+    assert ran(tmp_path, "raise SystemExit(3)").returncode == 3
+
+
+def test_a_script_sees_itself_as_under_python(engine, tmp_path):
+    text = "import sys\nprint(__name__, __file__, sys.argv[1:], sys.path[0])\n"
+    found = ran(tmp_path, text, "--share", "x")
+    assert found.stdout.strip() == f"__main__ {tmp_path / 'own.py'} ['--share', 'x'] {tmp_path}", found.stderr
+
+
+FORKS = """
+import os, sys, threading
+from paellapy.instrument.device import gate
+child = os.fork()
+if child == 0:
+    gate.hold()  # as a launch on the virtual GPU
+    print(sorted(each.name for each in threading.enumerate() if each.name == "paellapy-gate"), flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+sys.stdin.read()
+"""
+
+
+def test_a_fork_of_a_script_is_behind_the_same_gate(engine, tmp_path):
+    (tmp_path / "forks.py").write_text(FORKS)
+    line = [sys.executable, "-m", "paellapy", "run", "--best-effort", str(tmp_path / "forks.py")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(line, **pipes) as process:
+        try:
+            assert process.stdout.readline().strip() == "['paellapy-gate']"  # it looks for the driver by itself
+            assert engine.stats()["jobs"]["forks"]["launches"] == 1
+        finally:
+            _, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (0, "")

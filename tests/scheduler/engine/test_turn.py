@@ -112,6 +112,37 @@ def test_what_cannot_be_a_turn_is_refused(engine):
         engine.turn("script", priority=3)
 
 
+def test_a_turn_inside_a_turn_of_the_same_name_is_refused(engine):
+    with engine.turn("script") as turn:
+        with pytest.raises(ModelError, match="'script' is held here"), engine.turn("script"):
+            pass
+        with pytest.raises(ModelError, match="'script' is held here"), turn:
+            pass
+        with engine.turn("other", give_back_ms=1):
+            pass
+
+    async def nested() -> None:
+        async with engine.turn("script"), engine.turn("script"):
+            pass
+
+    with pytest.raises(ModelError, match="'script' is held here"):
+        asyncio.run(nested())
+    with engine.turn("script"):
+        ask(engine)
+
+
+def test_who_has_no_turn_cannot_give_way(engine):
+    turn = engine.turn("script")
+    for _ in range(2):  # before it and after it
+        with pytest.raises(ModelError, match="'script'"):
+            turn.give_way()
+        with pytest.raises(ModelError, match="'script'"):
+            asyncio.run(turn.give_way_async())
+        with turn:
+            assert not turn.give_way()
+    ask(engine)
+
+
 def test_closing_the_engine_ends_turns():
     engine = pp.Engine("virtual:h200")
     turn = engine.turn("script")
