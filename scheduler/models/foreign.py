@@ -38,6 +38,9 @@ class ForeignGraph:
     nbytes = 0
 
     def __init__(self, name: str, graph: Any, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
+        for what, given in (("inputs", inputs), ("outputs", outputs)):
+            if not isinstance(given, Mapping):
+                raise ModelError(f"model {name!r}: {what} is a {type(given).__name__}; give a dict of arrays by name")
         self.handle = graph_handle(name, graph)
         self.inputs = {key: _place(name, key, each) for key, each in inputs.items()}
         self.outputs = {key: _place(name, key, each) for key, each in outputs.items()}
@@ -68,7 +71,12 @@ def graph_handle(name: str, graph: Any) -> int:
                 f"model {name!r}: PyTorch has kept only the executable form of this graph ({e}); create it with "
                 "torch.cuda.CUDAGraph(keep_graph=True)"
             ) from e
-    found = getattr(graph, "graph", graph)  # CuPy's graphs keep their handle in this attribute
+    if type(graph).__module__.partition(".")[0] == "cupy":
+        raise ModelError(
+            f"model {name!r}: CuPy keeps only the executable form of this graph; end the capture with handle = "
+            "cupy.cuda.runtime.streamEndCapture(stream.ptr), and give the handle"
+        )
+    found = getattr(graph, "graph", graph)  # other libraries' graphs have their handle in this attribute
     try:
         handle = int(found)
     except (TypeError, ValueError):
@@ -76,7 +84,7 @@ def graph_handle(name: str, graph: Any) -> int:
     if handle <= 0:
         raise ModelError(
             f"model {name!r}: a {type(graph).__name__} is not a captured graph: give a torch.cuda.CUDAGraph made with "
-            "keep_graph=True, a graph of CuPy, or the handle of a CUgraph"
+            "keep_graph=True, or the handle of a CUgraph"
         )
     return handle
 

@@ -183,14 +183,17 @@ class Model:
     ) -> Self:
         """A CUDA graph that was captured elsewhere, cut and scheduled like any model.
 
-        `graph` is a `torch.cuda.CUDAGraph(keep_graph=True)`, a graph of CuPy, or the handle of a `CUgraph`. `inputs`
-        and `outputs` name the GPU arrays that it reads and writes; the inputs of a request have the shapes of these
-        arrays. The model has one lane, since the graph has one set of arrays.
+        `graph` is a `torch.cuda.CUDAGraph(keep_graph=True)` or the handle of a `CUgraph`. `inputs` and `outputs` name
+        the GPU arrays that it reads and writes; the inputs of a request have the shapes of these arrays. The model has
+        one lane and batches of one, since the graph has one set of arrays. Loading runs the graph several times.
 
             pp.Model.from_graph(graph, inputs={"x": x}, outputs={"y": y}, name="net")
         """
         from paellapy.scheduler.models.foreign import ForeignGraph
 
+        for key in ("batch", "lanes", "weights"):
+            if key in about:
+                raise ModelError(f"model {name!r}: {key}={about[key]!r}; a graph decides this itself: leave {key} out")
         made = ForeignGraph(name, graph, inputs, outputs)
         specs = [{key: place.spec for key, place in each.items()} for each in (made.inputs, made.outputs)]
         return cls(name, made.run, inputs=specs[0], outputs=specs[1], weights=made, batch=(1,), lanes=1, **about)

@@ -527,7 +527,7 @@ def test_a_graph_captured_elsewhere_is_cut_and_gives_what_it_gave(run):
                 scale[(1,)](x, y, 3.0, 64, B=128)
                 scale[(1,)](y, z, 3.0, 64, B=128)
             _, graph = fake.cuStreamEndCapture(stream.handle)
-            for k, given in enumerate((int(graph), graph, type("CuPy", (), {"graph": int(graph)})())):
+            for k, given in enumerate((int(graph), graph, type("Graph", (), {"graph": int(graph)})())):
                 model = Model.from_graph(given, inputs={"x": x}, outputs={"z": z}, name=f"g{k}")
                 engine.load(model)
                 assert len(engine.profile(f"g{k}")[0].bounds) >= 1
