@@ -230,21 +230,21 @@ class FrontEnd:
     def drain(self) -> int:
         """Answers all completions in the ring and returns their number."""
         with self._draining:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self.wake_fd)
-            total = self._take()
+            total = 0
+            try:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self.wake_fd)
+                while not self.closed and (n := calls.take(self._line, self._numbers)):
+                    total += n
+                    self._answer(n)
+            except BaseException:  # such as KeyboardInterrupt: nobody would be woken for the rest
+                os.eventfd_write(self.wake_fd, 1)
+                raise
             self._starved_ns = 0
             failed, self._failed = self._failed, None
             if failed is not None:
                 raise failed
             return total
-
-    def _take(self) -> int:
-        total = 0
-        while not self.closed and (n := calls.take(self._line, self._numbers)):
-            total += n
-            self._answer(n)
-        return total
 
     def _read_now(self, many: int) -> bool:
         """Answers completions if at least `many` are pending, when a request, or one before it, found no open lane.
@@ -257,13 +257,15 @@ class FrontEnd:
         if ring[codes.DONE_TAIL, 0] - ring[codes.DONE_HEAD, 0] < many or not self._draining.acquire(blocking=False):
             return False
         try:
-            return self._take() > 0
-        except Exception as e:  # unrelated to the caller's request: the next call of `drain` raises it
+            n = 0 if self.closed else calls.take_early(self._line, self._numbers)
+            self._answer(n)
+        except Exception as e:
             self._failed = e
-            os.eventfd_write(self.wake_fd, 1)
-            return True
         finally:
             self._draining.release()
+        if self._failed is not None:  # unrelated to the caller's request: the next call of `drain` raises it
+            os.eventfd_write(self.wake_fd, 1)
+        return n > 0
 
     def _answer(self, n: int) -> None:
         entries = self._entries[:n]
@@ -272,7 +274,6 @@ class FrontEnd:
         for watcher in self.watchers:
             for each in entries:
                 watcher(each)
-        failed: Exception | None = None
         for entry in self._numbers[:n].tolist():
             row = entry[E_REQUEST]
             if row < 0:
@@ -282,7 +283,7 @@ class FrontEnd:
             try:
                 pending.finish(entry)
             except Exception as e:  # an error in one answer must not keep the lane or the later answers waiting
-                failed = e
+                self._failed = e
             if entry[E_STATUS] == codes.OK:
                 calls.release(self._line, entry[E_LANE], entry[E_SLOT])
             if pending.keep is not None:
@@ -290,8 +291,6 @@ class FrontEnd:
                 pending.keep = None
             self._rows.give(pending.client, row)
         calls.ring_read(self._line)
-        if failed is not None:
-            raise failed
 
     def abandon(self) -> list[Pending]:
         """For a core whose process is gone: the requests whose answers will never come."""
