@@ -59,10 +59,14 @@ class Backend(ABC):
         """The model's weights in device memory."""
 
     @abstractmethod
-    def capture(self, lane: Lane, weights: Arrays, batch: int, cuts: Cuts, marks: Marks | None = None) -> Program:
+    def capture(
+        self, lane: Lane, weights: Arrays, batch: int, cuts: Cuts, marks: Marks | None = None,
+        like: Program | None = None,
+    ) -> Program:  # fmt: skip
         """Runs the model's function once and records its launches, between the copies of inputs and outputs.
 
-        Kernels in `marks` report when all their blocks are on the SMs.
+        Kernels in `marks` report when all their blocks are on the SMs. `like` is the same program in another lane:
+        where the launches are the same, its nodes need not be described again.
         """
 
     def captured_again(self, program: Program, of: Lane, lane: Lane, marks: Marks) -> Program | None:
@@ -84,11 +88,15 @@ class Backend(ABC):
         `confine`: also make launches inside the lane's windows, as far as the kernels allow it.
         """
 
-    def launch_first(self, launches: Launches, wholes: bool) -> None:
+    def launch_first(self, launches: Launches, wholes: bool, wait: bool = True) -> None:
         """Launches every segment and the whole program once, on devices where a first launch takes longer.
 
-        The lane is not in service yet.
+        The lane is not in service yet. `wait`: until each launch has ended; otherwise `await_first` must follow.
         """
+        return
+
+    def await_first(self, model: Model) -> None:
+        """Waits for the first launches of a model that were not waited for."""
         return
 
     @abstractmethod

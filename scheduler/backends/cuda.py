@@ -16,7 +16,7 @@ from paellapy.scheduler.backends.base import Backend, device_lock
 from paellapy.scheduler.backends.cuda_capture import capture_program
 from paellapy.scheduler.backends.cuda_cupy import cupy_in_arena
 from paellapy.scheduler.backends.cuda_foreign import foreign_program
-from paellapy.scheduler.backends.cuda_graphs import instantiate, launch_once, word_graph
+from paellapy.scheduler.backends.cuda_graphs import await_stream, instantiate, launch_once, word_graph
 from paellapy.scheduler.backends.cuda_hogs import Hogs, part_without_place
 from paellapy.scheduler.backends.cuda_launches import cut, launch_first, release
 from paellapy.scheduler.backends.cuda_memory import CudaBerth, CudaMemory, free_and_whole_bytes
@@ -120,12 +120,16 @@ class CudaBackend(Backend):
             self._trial.free()
             self._trial = None
 
-    def capture(self, lane: Lane, weights: Arrays, batch: int, cuts: Cuts, marks: Marks | None = None) -> Program:
-        return self.capture_traced(lane, weights, batch, cuts, marks)[0]
+    def capture(
+        self, lane: Lane, weights: Arrays, batch: int, cuts: Cuts, marks: Marks | None = None,
+        like: Program | None = None,
+    ) -> Program:  # fmt: skip
+        return self.capture_traced(lane, weights, batch, cuts, marks, like)[0]
 
     def capture_traced(
-        self, lane: Lane, weights: Arrays, batch: int, cuts: Cuts, marks: Marks | None = None
-    ) -> tuple[Program, list[int]]:
+        self, lane: Lane, weights: Arrays, batch: int, cuts: Cuts, marks: Marks | None = None,
+        like: Program | None = None,
+    ) -> tuple[Program, list[int]]:  # fmt: skip
         """Also returns, for each node, the id of its blocks in the running trace."""
         self.device.activate()
         if isinstance(lane.model.source, ForeignGraph):
@@ -136,7 +140,7 @@ class CudaBackend(Backend):
         if memory.torch_pool is None and torch_in_use(lane.model.uses_torch):
             memory.torch_pool = self._torch_pool(lane.model)
         stream = self._streams.to_capture_on(lane.model.priority)
-        return capture_program(self.device, stream, lane, weights, batch, cuts, marks or {}, memory.torch_pool)
+        return capture_program(self.device, stream, lane, weights, batch, cuts, marks or {}, like)
 
     def _torch_pool(self, model: Capturable) -> TorchPool:
         """The pool of a lane. Lanes of a model that changes its weights run one at a time, and share a pool."""
@@ -156,7 +160,8 @@ class CudaBackend(Backend):
         return scratch, torch.cuda.max_memory_allocated(self.device.index) - before
 
     def node_times_ns(self, program: Program) -> list[float]:
-        return node_times_ns(program.body, self._streams.to_capture_on(program.model.priority).handle)
+        kernels = [node.kind == "kernel" for node in program.nodes]
+        return node_times_ns(program.body, kernels, self._streams.to_capture_on(program.model.priority).handle)
 
     def wave_blocks(self, program: Program) -> list[int]:
         device = self.device
@@ -181,8 +186,11 @@ class CudaBackend(Backend):
         self.device.activate()
         return cut(program, bounds, lane, self._windows if confine else None)
 
-    def launch_first(self, launches: Launches, wholes: bool) -> None:
-        launch_first(launches, wholes, self._streams.to_capture_on(launches.program.model.priority).handle)
+    def launch_first(self, launches: Launches, wholes: bool, wait: bool = True) -> None:
+        launch_first(launches, wholes, self._streams.to_capture_on(launches.program.model.priority).handle, wait)
+
+    def await_first(self, model: Model) -> None:
+        await_stream(self._streams.to_capture_on(model.priority).handle)
 
     def segment_times_ns(self, launches: Launches, repeats: int, alone: bool) -> tuple[list[float], float, float]:
         stream = self._streams.to_capture_on(launches.program.model.priority).handle

@@ -25,7 +25,6 @@ from paellapy.scheduler.models.lane_memory import Lane
 from paellapy.scheduler.models.program import Cuts, Marks, Node, Part, Program
 from paellapy.scheduler.models.tensors import Arrays, Capturable
 from paellapy.scheduler.models.torch_module import TorchModule
-from paellapy.scheduler.models.torch_pool import TorchPool
 from paellapy.scheduler.models.torch_random import LaneDraws
 
 _sliced: weakref.WeakKeyDictionary[CudaLauncher, Launcher | None] = weakref.WeakKeyDictionary()
@@ -154,14 +153,15 @@ def capture_program(
     batch: int,
     cuts: Cuts,
     marks: Marks,
-    pool: TorchPool | None = None,
+    like: Program | None = None,
 ) -> tuple[Program, list[int]]:
     """The model's function as a CUDA graph between the copies of inputs and outputs; the nodes' trace ids."""
     cu = driver()
+    device.activate()
     model = lane.model
     capture = GraphCapture(lane, cuts, marks, device)
     inputs, outputs = lane.device_inputs(batch), lane.device_outputs(batch)
-    handle = stream.handle
+    handle, pool = stream.handle, lane.memory.torch_pool  # type: ignore[attr-defined]
     drawn = model.source.drawn.get(batch, 0) if isinstance(model.source, TorchModule) else 0
     draws = lane.memory.draws(lane.index) if drawn else None  # type: ignore[attr-defined]
     with (
@@ -195,15 +195,28 @@ def capture_program(
             ) from e
         captured = read_graph(graph)
         captured.owner, recorder.owner = recorder.owner, None
-        return _program(captured, capture, lane, batch)
+        return _program(captured, capture, lane, batch, like)
 
 
-def _program(captured: CapturedGraph, capture: GraphCapture, lane: Lane, batch: int) -> tuple[Program, list[int]]:
+def _program(
+    captured: CapturedGraph, capture: GraphCapture, lane: Lane, batch: int, like: Program | None
+) -> tuple[Program, list[int]]:
+    known = like.nodes if like is not None and _same_shape(captured, like) else [None] * len(captured.nodes)
     try:
-        described = [capture.describe(node) for node in captured.nodes]
+        # Describing a node takes longer than capturing it. Our own launches may differ from lane to lane, in a variant
+        # that reports; those of libraries do not.
+        described = [
+            capture.describe(node) if seen is None or int(node) in capture.nodes else (seen, 0)
+            for node, seen in zip(captured.nodes, known, strict=True)
+        ]
     except BaseException:
         captured.destroy()
         raise
     nodes = [node for node, _ in described]
     program = Program(lane.model, lane.index, batch, nodes, captured.chain, captured, marks=capture.marked)
     return program, [traced for _, traced in described]
+
+
+def _same_shape(captured: CapturedGraph, like: Program) -> bool:
+    """Whether a graph has as many nodes as that of another lane, with the same edges."""
+    return like.body is not None and len(captured.nodes) == len(like.nodes) and captured.edges == like.body.edges

@@ -18,6 +18,8 @@ from paellapy.scheduler.core.errors import CaptureError
 from paellapy.scheduler.models.program import Node, NodeKind
 from paellapy.scheduler.models.segments import topological
 
+_SAMPLED = 8  # about this many nodes of a clone are searched for, to check the order in which it lists its nodes
+
 
 @dataclass(slots=True)
 class CapturedGraph:
@@ -108,12 +110,20 @@ def instantiate(graph: Any) -> int:
     return int(check(driver().cuGraphInstantiate(graph, 0), "instantiating a graph"))
 
 
-def launch_once(executables: Iterable[int], stream: int) -> None:
-    """Launches each graph, waiting for its end: the first launch moves a graph to the GPU, where other work may run."""
+def launch_once(executables: Iterable[int], stream: int, wait: bool = True) -> None:
+    """Launches each graph, waiting for its end: the first launch moves a graph to the GPU, where other work may run.
+
+    Without `wait`, for a GPU where no other work runs: returns at once, and `await_stream` waits for the end.
+    """
     cu = driver()
     for each in executables:
         check(cu.cuGraphLaunch(each, stream), "launching a graph for the first time")
-        check(cu.cuStreamSynchronize(stream), "launching a graph for the first time")
+        if wait:
+            await_stream(stream)
+
+
+def await_stream(stream: int) -> None:
+    check(driver().cuStreamSynchronize(stream), "launching a graph for the first time")
 
 
 def segment(graph: CapturedGraph, first: int, end: int, word: int) -> int:
@@ -143,7 +153,17 @@ def segment_graph(graph: CapturedGraph, first: int, end: int, word: int) -> Iter
     """The graph of a segment, which exists while it is instantiated."""
     with _cloned(graph.handle, dict(enumerate(graph.nodes))) as (clone, nodes):
         _keep(nodes, first, end)
-        yield _ended(clone, nodes, graph.edges, word)
+        yield _ended(clone, nodes, graph, word)
+
+
+@contextmanager
+def ended_graph(graph: CapturedGraph, word: int) -> Iterator[SegmentGraph]:
+    """The captured graph itself, without a clone, which ends by writing the word while it is instantiated."""
+    made = _ended(graph.handle, dict(enumerate(graph.nodes)), graph, word)
+    try:
+        yield made
+    finally:
+        check(driver().cuGraphDestroyNode(made.end), "removing a completion word")
 
 
 @contextmanager
@@ -152,7 +172,7 @@ def word_graph(word: int) -> Iterator[Any]:
     cu = driver()
     handle = check(cu.cuGraphCreate(0), "making a graph")
     try:
-        _ended(handle, {}, [], word)
+        _ended(handle, {}, None, word)
         yield handle
     finally:
         check(cu.cuGraphDestroy(handle), "freeing a graph")
@@ -167,35 +187,59 @@ def segment_graphs(
     per segment: a quarter of the calls for 20 segments.
     """
     with _cloned(graph.handle, dict(enumerate(graph.nodes))) as (clone, nodes):
-        yield from _halved(clone, nodes, graph.edges, list(zip(bounds, words, strict=True)))
+        yield from _halved(clone, nodes, graph, list(zip(bounds, words, strict=True)))
 
 
 def _halved(
     handle: Any,
     nodes: dict[int, Any],
-    edges: Sequence[tuple[int, int]],
+    graph: CapturedGraph,
     segments: Sequence[tuple[tuple[int, int], int]],
 ) -> Iterator[SegmentGraph]:
     """Segments, given as bounds and words, of a graph that may be used up; `nodes` maps places to its nodes."""
     _keep(nodes, segments[0][0][0], segments[-1][0][1])
     if len(segments) == 1:
-        yield _ended(handle, nodes, edges, segments[0][1])
+        yield _ended(handle, nodes, graph, segments[0][1])
         return
     middle = len(segments) // 2
     with _cloned(handle, nodes) as (other, others):
-        yield from _halved(other, others, edges, segments[:middle])
-    yield from _halved(handle, nodes, edges, segments[middle:])
+        yield from _halved(other, others, graph, segments[:middle])
+    yield from _halved(handle, nodes, graph, segments[middle:])
 
 
 @contextmanager
 def _cloned(handle: Any, nodes: Mapping[int, Any]) -> Iterator[tuple[Any, dict[int, Any]]]:
-    """A clone of a graph, and the clones of its nodes."""
+    """A clone of a graph, and the clones of its nodes, which are all nodes of the graph."""
     cu = driver()
     clone = check(cu.cuGraphClone(handle), "cloning a graph")
     try:
-        yield clone, {i: check(cu.cuGraphNodeFindInClone(n, clone), "finding a node") for i, n in nodes.items()}
+        yield clone, clones_of(handle, clone, nodes)
     finally:
         check(cu.cuGraphDestroy(clone), "freeing a graph")
+
+
+def clones_of(handle: Any, clone: Any, nodes: Mapping[int, Any]) -> dict[int, Any]:
+    """The clones of a graph's nodes. Drivers list the nodes of a clone in the order of the original, so two lists
+    replace a search per node; where a sample of nodes says otherwise, each node is searched for.
+    """
+    cu = driver()
+
+    def found(node: Any) -> Any:
+        return check(cu.cuGraphNodeFindInClone(node, clone), "finding a node")
+
+    mine, theirs = _listed(handle, len(nodes)), _listed(clone, len(nodes))
+    if len(mine) == len(theirs) == len(nodes):
+        sample = range(0, len(mine), max(1, len(mine) // _SAMPLED))
+        if all(int(found(mine[k])) == int(theirs[k]) for k in (*sample, *range(len(mine))[-1:])):
+            pairs = {int(a): b for a, b in zip(mine, theirs, strict=True)}
+            return {i: pairs[int(node)] for i, node in nodes.items()}
+    return {i: found(node) for i, node in nodes.items()}
+
+
+def _listed(graph: Any, count: int) -> list[Any]:
+    """The nodes of a graph in the driver's order; one more than `count` if it has more."""
+    nodes, found = check(driver().cuGraphGetNodes(graph, count + 1), "reading a graph")
+    return list(nodes)[: int(found)]
 
 
 def _keep(nodes: dict[int, Any], first: int, end: int) -> None:
@@ -205,11 +249,15 @@ def _keep(nodes: dict[int, Any], first: int, end: int) -> None:
         check(cu.cuGraphDestroyNode(nodes.pop(i)), "removing a node")
 
 
-def _ended(handle: Any, nodes: Mapping[int, Any], edges: Sequence[tuple[int, int]], word: int) -> SegmentGraph:
-    """Adds a node behind all others that writes the word."""
+def _ended(handle: Any, nodes: Mapping[int, Any], graph: CapturedGraph | None, word: int) -> SegmentGraph:
+    """Adds a node behind all others that writes the word. `nodes` are some of `graph`, by their places in it."""
     cu = driver()
-    followed = {a for a, b in edges if a in nodes and b in nodes}
-    last = [node for i, node in nodes.items() if i not in followed]
+    if graph is not None and graph.chain:
+        last = [nodes[max(nodes)]] if nodes else []
+    else:
+        edges = graph.edges if graph is not None else []
+        followed = {a for a, b in edges if a in nodes and b in nodes}
+        last = [node for i, node in nodes.items() if i not in followed]
     params = _write_word(cu, word, check(cu.cuCtxGetCurrent(), "reading the context"))
     added = check(cu.cuGraphAddBatchMemOpNode(handle, last, len(last), params), "adding a completion word")
     return SegmentGraph(handle, list(nodes.values()), added, word)
@@ -236,7 +284,11 @@ def is_kernel(node: Any) -> bool:
 
 
 def add_edge(cu: Any, graph: Any, before: Any, after: Any) -> None:
-    if "edgeData" in (cu.cuGraphAddDependencies.__doc__ or "").split("\n", 1)[0]:  # bindings 13
-        check(cu.cuGraphAddDependencies(graph, [before], [after], None, 1), "ordering nodes")
-    else:
-        check(cu.cuGraphAddDependencies(graph, [before], [after], 1), "ordering nodes")
+    add_edges(cu, graph, [before], [after])
+
+
+def add_edges(cu: Any, graph: Any, before: Sequence[Any], after: Sequence[Any]) -> None:
+    """Orders each pair of nodes."""
+    bindings_13 = "edgeData" in (cu.cuGraphAddDependencies.__doc__ or "").split("\n", 1)[0]
+    data = (None,) if bindings_13 else ()
+    check(cu.cuGraphAddDependencies(graph, list(before), list(after), *data, len(after)), "ordering nodes")

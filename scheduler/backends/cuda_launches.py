@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterable
 from paellapy.instrument.device.driver import driver
 from paellapy.scheduler.backends.cuda_graphs import (
     SegmentGraph,
+    ended_graph,
     instantiate,
     launch_once,
     segment_graph,
@@ -25,7 +26,7 @@ def cut(program: Program, bounds: Bounds, lane: Lane, sm_windows: CudaWindows | 
     windows = lane.windows if sm_windows is not None else ()
     made: list[list[int]] = []  # for each segment and the whole program: on all SMs, then in each window
     try:
-        with contextlib.closing(_graphs(program, bounds, words, lane.plan.n_words)) as graphs:
+        with contextlib.closing(_graphs(program, bounds, words, lane.plan.n_words, bool(windows))) as graphs:
             for graph in graphs:
                 made.append([instantiate(graph.handle)])
                 if windows:
@@ -48,20 +49,30 @@ def cut(program: Program, bounds: Bounds, lane: Lane, sm_windows: CudaWindows | 
     return Launches(program, bounds, handles, whole, [lane], frozenset(program.marks.values()), confined)
 
 
-def _graphs(program: Program, bounds: Bounds, words: int, n_words: int) -> Generator[SegmentGraph, None, None]:
-    """Graphs of the segments and of the whole program, each with the address of its completion word."""
+def _graphs(
+    program: Program, bounds: Bounds, words: int, n_words: int, changed: bool
+) -> Generator[SegmentGraph, None, None]:
+    """Graphs of the segments and of the whole program, each with the address of its completion word.
+
+    `changed`: the caller may change their nodes. Otherwise the whole program needs no clone, if the graph is ours.
+    """
     yield from segment_graphs(program.body, bounds, [words + 8 * k for k in range(len(bounds))])
-    with segment_graph(program.body, 0, len(program.nodes), words + 8 * (n_words - 1)) as whole:
-        yield whole
+    last = words + 8 * (n_words - 1)
+    if changed or program.body.owner is not None:
+        with segment_graph(program.body, 0, len(program.nodes), last) as whole:
+            yield whole
+    else:
+        with ended_graph(program.body, last) as whole:
+            yield whole
 
 
-def launch_first(launches: Launches, wholes: bool, stream: int) -> None:
-    """Launches every segment once, and the whole program if `wholes`."""
+def launch_first(launches: Launches, wholes: bool, stream: int, wait: bool) -> None:
+    """Launches every segment once, and the whole program if `wholes`; waits for the end of each launch if `wait`."""
     for handles, whole in ((launches.handles, launches.whole), *launches.confined):
         # In order, as in service: a kernel may need results of a segment that cannot be confined.
-        launch_once((own or wide for own, wide in zip(handles, launches.handles, strict=True)), stream)
+        launch_once((own or wide for own, wide in zip(handles, launches.handles, strict=True)), stream, wait)
         if wholes:
-            launch_once([whole], stream)
+            launch_once([whole], stream, wait)
 
 
 def release(launches: Launches) -> None:

@@ -11,22 +11,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.device.driver import check, driver
-from paellapy.scheduler.backends.cuda_graphs import CapturedGraph, add_edge, instantiate, is_kernel
+from paellapy.scheduler.backends.cuda_graphs import CapturedGraph, add_edges, clones_of, instantiate
 from paellapy.scheduler.backends.launches import Launches
 
-_TIMED_RUNS = 7
-_RUNS = 5  # runs of the segments, before the spread is checked
+_RUNS = 3  # runs before the spread is checked, where nothing else runs on the GPU
+_RUNS_BESIDE = 5  # the same, beside other work
+_NODE_RUNS, _MOST_NODE_RUNS = 2, 6  # runs of a graph with an event between all nodes, before and after the check
 _SPREAD = 0.02  # largest spread of agreeing runs, relative to the median
 _LEAST_NS = 100.0  # lower bound for the time of a node; event clocks are coarser than this
 _STRAY = 4.0  # cap on the time of a copy, as a multiple of the median, in case it was delayed
-_CROWDED_RUNS = 4
+_CROWDED_RUNS = 3
 _GATED_NODES = 128  # most nodes queued behind a closed gate: the driver's queues hold about a thousand
 
 
-def node_times_ns(graph: CapturedGraph, stream: int) -> list[float]:
+def node_times_ns(graph: CapturedGraph, kernels: Sequence[bool], stream: int) -> list[float]:
     """The time of each node when nodes run one after the other, measured by events between them in a clone.
 
-    The cost of the events is the difference to a run without them, and is subtracted.
+    `kernels` tells which nodes are kernels. The cost of the events is the difference to a run without them, and is
+    subtracted.
     """
     cu = driver()
     n = len(graph.nodes)
@@ -34,30 +36,33 @@ def node_times_ns(graph: CapturedGraph, stream: int) -> list[float]:
     events = [check(cu.cuEventCreate(0), "creating an event") for _ in range(n + 1)]
     executables = []
     try:
-        nodes = [check(cu.cuGraphNodeFindInClone(node, clone), "finding a node") for node in graph.nodes]
+        found = clones_of(graph.handle, clone, dict(enumerate(graph.nodes)))
+        nodes = [found[k] for k in range(n)]
         plain = instantiate(clone)
         executables.append(plain)
+        records = []
         for i, event in enumerate(events):
             before = [nodes[i - 1]] if i else []
-            record = check(cu.cuGraphAddEventRecordNode(clone, before, len(before), event), "adding an event")
-            if i < n:
-                add_edge(cu, clone, record, nodes[i])
+            records.append(check(cu.cuGraphAddEventRecordNode(clone, before, len(before), event), "adding an event"))
+        add_edges(cu, clone, records[:n], nodes)
         timed = instantiate(clone)
         executables.append(timed)
-        runs = []
-        for _ in range(_TIMED_RUNS):
+        runs: list[list[float]] = []
+        while len(runs) <= _MOST_NODE_RUNS:
             check(cu.cuGraphLaunch(timed, stream), "timing a graph")
             check(cu.cuStreamSynchronize(stream), "timing a graph")
             runs.append([_elapsed_ns(cu, a, b) for a, b in pairwise(events)])
+            if len(runs) > _NODE_RUNS and settled([sum(run) for run in runs[1:]]):
+                break
         times = np.min(runs[1:], axis=0)  # work of other processes can only lengthen a measured time
-        whole_ns = _launch_time_ns(cu, plain, stream)
+        whole_ns = float(settled_times_ns([plain], _MOST_NODE_RUNS, stream, None).min())
     finally:
         for executable in executables:
             cu.cuGraphExecDestroy(executable)
         for event in events:
             cu.cuEventDestroy(event)
         check(cu.cuGraphDestroy(clone), "freeing a graph")
-    return without_events(times, [is_kernel(node) for node in graph.nodes], whole_ns)
+    return without_events(times, kernels, whole_ns)
 
 
 def without_events(times_ns: NDArray[np.float64], kernels: Sequence[bool], whole_ns: float) -> list[float]:
@@ -81,11 +86,6 @@ def without_events(times_ns: NDArray[np.float64], kernels: Sequence[bool], whole
 
 def _elapsed_ns(cu: Any, start: Any, end: Any) -> float:
     return float(check(cu.cuEventElapsedTime(start, end), "reading events")) * 1e6
-
-
-def _launch_time_ns(cu: Any, executable: int, stream: int) -> float:
-    times = launch_times_ns([[executable]] * _TIMED_RUNS, stream, None)
-    return float(np.min([run[0] for run in times[1:]]))
 
 
 def launch_times_ns(runs: Sequence[Sequence[int]], stream: int, gate: Gate | None) -> list[list[float]]:
@@ -121,12 +121,21 @@ def launch_times_ns(runs: Sequence[Sequence[int]], stream: int, gate: Gate | Non
     return found
 
 
-def settled_times_ns(run: Sequence[int], most: int, stream: int, gate: Gate | None) -> NDArray[np.float64]:
-    """GPU times of the graphs of a run [runs, graphs], repeated until runs agree, at most `most` times."""
-    found = launch_times_ns([run] * (_RUNS + 1), stream, gate)[1:]  # the first run warms up
+def settled_times_ns(
+    run: Sequence[int], most: int, stream: int, gate: Gate | None, least: int = _RUNS
+) -> NDArray[np.float64]:
+    """GPU times of the graphs of a run [runs, graphs], repeated until runs agree, at least and at most this often."""
+    found = _times_ns(run, least + 1, stream, gate)[1:]  # the first run warms up
     while len(found) < most and not settled([sum(each) for each in found]):
-        found += launch_times_ns([run] * _RUNS, stream, gate)
+        found += _times_ns(run, least, stream, gate)
     return np.array(found)
+
+
+def _times_ns(run: Sequence[int], count: int, stream: int, gate: Gate | None) -> list[list[float]]:
+    """The times of a run, repeated. Runs of one graph without a gate follow each other, behind one graph in front."""
+    if gate is None and len(run) == 1:
+        return [[t] for t in launch_times_ns([[*run] * count], stream, None)[0]]
+    return launch_times_ns([run] * count, stream, gate)
 
 
 def settled(times_ns: Sequence[float]) -> bool:
@@ -143,9 +152,10 @@ def segment_times_ns(
 ) -> tuple[list[float], float, float]:
     """The time of each segment, of the whole program, and of the whole program inside a window (0: not confined)."""
     behind = gate if len(launches.program.nodes) <= _GATED_NODES else None
-    cut = settled_times_ns(launches.handles, repeats, stream, behind)
+    least = _RUNS if alone else _RUNS_BESIDE
+    cut = settled_times_ns(launches.handles, repeats, stream, behind, least)
     wholes = [launches.whole, *(whole for _, whole in launches.confined[:1])]
-    whole = [settled_times_ns([each], repeats, stream, behind) for each in wholes]
+    whole = [settled_times_ns([each], repeats, stream, behind, least) for each in wholes]
     # Other work can only lengthen a measured time, so the shortest is the closest to the time alone.
     pick = np.median if alone else np.min
     times: NDArray[np.float64] = np.asarray(pick(cut, axis=0))
@@ -155,18 +165,22 @@ def segment_times_ns(
 
 def saturated_ns(lanes: Sequence[Launches], rounds: int, streams: Sequence[int]) -> float:
     """Time per run when all lanes launch their whole programs repeatedly and at once, each on its stream."""
+    _crowd_ns(lanes, 1, streams)  # warms up
+    times: list[float] = []
+    while len(times) < _CROWDED_RUNS and not (len(times) > 1 and settled(times)):
+        times.append(_crowd_ns(lanes, rounds, streams))
+    return min(times) / (rounds * len(lanes))  # a run whose launch the host delayed took too long
+
+
+def _crowd_ns(lanes: Sequence[Launches], rounds: int, streams: Sequence[int]) -> float:
     cu = driver()
-    times = []
-    for _ in range(_CROWDED_RUNS):
-        began = time.perf_counter_ns()
-        for _ in range(rounds):
-            for each, stream in zip(lanes, streams, strict=False):
-                check(cu.cuGraphLaunch(each.whole, stream), "timing a graph")
-        for stream in streams:
-            check(cu.cuStreamSynchronize(stream), "timing graphs that run at once")
-        times.append(time.perf_counter_ns() - began)
-    # The first run warms up, and a run whose launch the host delayed took too long.
-    return min(times[1:]) / (rounds * len(lanes))
+    began = time.perf_counter_ns()
+    for _ in range(rounds):
+        for each, stream in zip(lanes, streams, strict=False):
+            check(cu.cuGraphLaunch(each.whole, stream), "timing a graph")
+    for stream in streams:
+        check(cu.cuStreamSynchronize(stream), "timing graphs that run at once")
+    return time.perf_counter_ns() - began
 
 
 class Gate:

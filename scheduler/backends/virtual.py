@@ -116,7 +116,10 @@ class VirtualBackend(Backend):
 
     # -- programs
 
-    def capture(self, lane: Lane, weights: Arrays, batch: int, cuts: Cuts, marks: Marks | None = None) -> Program:
+    def capture(
+        self, lane: Lane, weights: Arrays, batch: int, cuts: Cuts, marks: Marks | None = None,
+        like: Program | None = None,
+    ) -> Program:  # fmt: skip
         return record(self.device, lane, weights, batch, cuts, marks or {})
 
     def captured_again(self, program: Program, of: Lane, lane: Lane, marks: Marks) -> Program | None:

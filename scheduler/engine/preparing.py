@@ -6,6 +6,7 @@ import bisect
 import contextlib
 from dataclasses import dataclass, replace
 
+from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.backends.base import Backend
 from paellapy.scheduler.backends.launches import Launches, LoadedModel
 from paellapy.scheduler.core.demand import TOGETHER
@@ -61,6 +62,8 @@ class Preparation:
             with self._captured:
                 known = self._make(made)
         except BaseException:
+            with contextlib.suppress(PaellaError):  # an earlier error is being raised
+                self._backend.await_first(self._loaded.model)
             for launches in made:
                 self._backend.release(launches)
             raise
@@ -91,9 +94,14 @@ class Preparation:
                 made.append(backend.cut(program, known.bounds, lane, confined))
             if not self._in_service:
                 with self._times.phase("first launches"):
-                    backend.launch_first(made[-1], wholes=known.whole_ns < _BRIEF_NS)
+                    # The first lane shows errors of a launch where they arise. On an idle GPU, the launches of later
+                    # lanes run while the host captures the next.
+                    wait = len(made) == 1 or not alone
+                    backend.launch_first(made[-1], known.whole_ns < _BRIEF_NS, wait)
             if len(made) > 1:  # the first is still read
                 backend.discard(program)
+        with self._times.phase("first launches"):
+            backend.await_first(loaded.model)
         crowd = made[: 1 if loaded.model.stateful else TOGETHER]
         # a measurement with fewer lanes overestimates the demand of a larger crowd
         if alone and not self._in_service and known.together < len(crowd) > 1:
@@ -118,9 +126,9 @@ class Preparation:
         )
         return replace(known, segments=segments, shares=True)
 
-    def _capture(self, lane: Lane, cuts: Cuts, marks: Marks | None = None) -> Program:
+    def _capture(self, lane: Lane, cuts: Cuts, marks: Marks | None = None, like: Program | None = None) -> Program:
         with self._times.phase("capture"):
-            program = self._backend.capture(lane, self._loaded.weights, self._batch, cuts, marks)
+            program = self._backend.capture(lane, self._loaded.weights, self._batch, cuts, marks, like)
         self._captured.callback(self._backend.discard, program)
         return program
 
@@ -129,7 +137,7 @@ class Preparation:
         with self._times.phase("capture"):
             found = self._backend.captured_again(program, self._first, lane, marks)
         if found is None:
-            return self._capture(lane, cuts, marks)
+            return self._capture(lane, cuts, marks, program)
         self._captured.callback(self._backend.discard, found)
         return found
 

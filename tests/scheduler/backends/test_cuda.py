@@ -91,6 +91,69 @@ def test_a_graph_halved_again_and_again_gives_the_segments_cut_one_by_one(run):
     """)
 
 
+@pytest.mark.parametrize("in_order", [True, False])
+def test_clones_of_nodes_are_found_whatever_the_order_in_which_a_driver_lists_them(run, in_order):
+    run(f"""
+        from collections import Counter
+
+        listed, find, searches = fake.cuGraphGetNodes, fake.cuGraphNodeFindInClone, []
+
+        def turned(graph, count=0):
+            status, nodes, n = listed(graph, n) if (n := len(fake.graphs[int(graph)].nodes)) else listed(graph)
+            turn = not {in_order} and fake.graphs[int(graph)].clones
+            return status, (nodes[::-1] if turn else nodes)[:count], n
+
+        def counted(*given):
+            searches.append(given)
+            return find(*given)
+
+        fake.cuGraphGetNodes, fake.cuGraphNodeFindInClone = turned, counted
+        with Engine("cuda", quantum_us=20) as engine:
+            engine._backend.node_times_ns = lambda program: [2e4] * len(program.nodes)
+            engine.load(scale_model("many", 1.5, steps=40, batch=(1,), lanes=1))
+            bounds = engine.profile("many")[0].bounds
+            assert len(bounds) == 42
+            for policy in ("srpt", "streams"):
+                engine.set_policy(policy)
+                np.testing.assert_allclose(engine.infer_sync("many", ONES)["y"], np.float32(1.5**40), rtol=1e-4)
+        per_clone = Counter(int(clone) for _, clone in searches)
+        assert (max(per_clone.values()) < 20) == {in_order}, per_clone
+    """)
+
+
+def test_nodes_that_are_not_our_launches_are_described_for_the_first_lane_only(run):
+    run("""
+        copies, read = [], fake.cuGraphMemcpyNodeGetParams
+        fake.cuGraphMemcpyNodeGetParams = lambda node: (copies.append(node), read(node))[1]
+        with Engine("cuda", quantum_us=20) as engine:
+            engine._backend.node_times_ns = lambda program: [5e4] * len(program.nodes)
+            engine.load(scale_model("six", 2.0, steps=6, batch=(1, 2), lanes=4))
+            assert len(copies) == 2 * 2  # an input and an output for each size
+            programs = [each.program for lane in engine._models["six"].launches for each in lane]
+            for size in (0, 1):
+                for each in programs[size::2]:
+                    alike = [(node.kind, node.name, node.blocks, node.launch) for node in each.nodes]
+                    assert alike == [(n.kind, n.name, n.blocks, n.launch) for n in programs[size].nodes]
+            for answer in many(engine, ["six"], 50):
+                assert (answer["y"] == 64).all()
+    """)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_on_an_idle_gpu_only_the_first_lane_waits_for_its_first_launches(run, alone):
+    run(f"""
+        with Engine("cuda", quantum_us=20) as engine:
+            backend, seen = engine._backend, []
+            launch, ended = backend.launch_first, backend.await_first
+            backend.launch_first = lambda launches, wholes, wait: (seen.append(wait), launch(launches, wholes, wait))
+            backend.await_first = lambda model: (seen.append("all"), ended(model))
+            engine._is_idle = lambda: {alone}
+            engine.load(scale_model("six", 2.0, steps=6, batch=(1, 2), lanes=3))
+            assert seen == [True, not {alone}, not {alone}, "all"] * 2, seen
+            assert (engine.infer_sync("six", ONES)["y"] == 64).all()
+    """)
+
+
 def test_a_long_kernel_is_captured_in_slices(run):
     run("""
         from paellapy.scheduler.backends.cuda import CudaBackend
@@ -190,10 +253,10 @@ def test_a_first_launch_that_fails_is_a_load_that_fails_and_nothing_is_left_of_i
             before = len(fake.executables), len(fake.graphs)
             launch, backend = engine._backend.launch_first, engine._backend
 
-            def refused(launches, wholes):
+            def refused(*how):
                 fake.fails = 2  # CUDA_ERROR_OUT_OF_MEMORY
                 try:
-                    launch(launches, wholes)
+                    launch(*how)
                 finally:
                     fake.fails = 0
 
