@@ -9,7 +9,8 @@ that the first run has filled. Before that, the core is compiled, and one small 
 the models' own time remains. PyTorch's libraries are read from disk before that too: otherwise the first tree would
 wait for the disk and the second would not. The phases are those of the engine's backend, timed from outside, so that
 both trees are measured alike; "rest" is the loader, the memory plan and the core's tables. CPU-seconds are those of the
-loading thread. Results are saved after every process.
+loading thread. "made_s" is the time of making the model before its load, with imports: `from_torch` may begin to load
+PyTorch's libraries then. Results are saved after every process.
 """
 
 from __future__ import annotations
@@ -103,13 +104,16 @@ def load(device: str, names: list[str]) -> None:
         engine.infer_sync("first", {"image": demo.held_out()[0][0]})  # the loop is compiled
         phases = Phases(engine._backend)
         for name in names:
+            began_making = time.perf_counter()
             model = made(name)
+            made_s = time.perf_counter() - began_making
             phases.seconds = {}
             began = (time.perf_counter(), time.thread_time())
             engine.load(model)
             took = (time.perf_counter() - began[0], time.thread_time() - began[1])
             rest = [took[k] - sum(each[k] for each in phases.seconds.values()) for k in range(2)]
-            found = {"model": name, "s": took[0], "cpu_s": took[1], "phases": {**phases.seconds, "rest": rest}}
+            found = {"model": name, "s": took[0], "cpu_s": took[1], "made_s": made_s,
+                     "phases": {**phases.seconds, "rest": rest}}  # fmt: skip
             print(json.dumps(found), flush=True)
             engine.unload(model.name)
 
@@ -168,6 +172,7 @@ def medians(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "tree": tree,
                 "s": round(statistics.median(each["s"] for each in group), 4),
                 "cpu_s": round(statistics.median(each["cpu_s"] for each in group), 4),
+                "made_s": round(statistics.median(each["made_s"] for each in group), 4),
                 "phases_cpu_s": {
                     name: round(statistics.median(each["phases"].get(name, [0.0, 0.0])[1] for each in group), 4)
                     for name in names
