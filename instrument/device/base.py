@@ -220,7 +220,9 @@ class Device(ABC):
         _current.reset(self._tokens().pop())
 
     def _tokens(self) -> list[contextvars.Token[Device | None]]:
-        return self.__dict__.setdefault("_token_stack", [])  # type: ignore[no-any-return]
+        """Of this thread: others may have entered the device at the same time."""
+        local = self.__dict__.setdefault("_entered", threading.local())
+        return local.__dict__.setdefault("tokens", [])  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         return f"<{self.name}: {self.title}, {self.sm_count} SMs, compute capability {self.target[3:]}>"

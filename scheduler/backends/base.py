@@ -183,15 +183,12 @@ class Backend(ABC):
         """Runs each batch size once; returns a lane's scratch memory, and the memory of other libraries."""
         return max(self.rehearse(model, weights, batch) for batch in sizes), 0
 
-    def rehearse(self, model: Model, weights: Arrays, batch: int) -> int:
-        """Compiles and tunes by running the function once, then counts the scratch memory of a second run."""
-        inputs, outputs = self._temporaries(model, batch)
-        with self.device:
-            call_model(model, weights, inputs, outputs, batch, "in its first run")
-        try:
-            self.device.synchronize()
-        except PaellaError as e:
-            raise CaptureError(f"model {model.name!r} failed on the GPU in its first run at batch {batch}: {e}") from e
+    def rehearse(self, model: Model, weights: Arrays, batch: int, ran: tuple[Arrays, Arrays] | None = None) -> int:
+        """Compiles and tunes by running the function once, then counts the scratch memory of a second run.
+
+        `ran`: the result of `first_run`, if it was called already.
+        """
+        inputs, outputs = ran or self.first_run(model, weights, batch)
         counting = Counting(model, self.device, computes=self.foreign_kernels)
         with capturing(self.device, counting), self.counting(counting):
             call_model(model, weights, inputs, outputs, batch, "in its second run")
@@ -201,6 +198,17 @@ class Backend(ABC):
                 f"model {model.name!r} launches no kernel at batch {batch}: its function must launch at least one"
             )
         return counting.scratch_bytes
+
+    def first_run(self, model: Model, weights: Arrays, batch: int) -> tuple[Arrays, Arrays]:
+        """Runs the function once on inputs of its own, and returns them and the outputs."""
+        inputs, outputs = self._temporaries(model, batch)
+        with self.device:
+            call_model(model, weights, inputs, outputs, batch, "in its first run")
+        try:
+            self.device.synchronize()
+        except PaellaError as e:
+            raise CaptureError(f"model {model.name!r} failed on the GPU in its first run at batch {batch}: {e}") from e
+        return inputs, outputs
 
     def sm_totals(self) -> tuple[float, Any, Any] | None:
         """A time (ns), and per SM up to that time: warp-ns of resident warps, ns with any. None if unknown."""

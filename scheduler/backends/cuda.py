@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from paellapy.instrument import queues
@@ -21,9 +22,11 @@ from paellapy.scheduler.backends.cuda_hogs import Hogs, part_without_place
 from paellapy.scheduler.backends.cuda_launches import cut, launch_first, release
 from paellapy.scheduler.backends.cuda_memory import CudaBerth, CudaMemory, free_and_whole_bytes
 from paellapy.scheduler.backends.cuda_pointers import node_ends
+from paellapy.scheduler.backends.cuda_size_threads import in_thread_of
 from paellapy.scheduler.backends.cuda_streams import CudaStreams
 from paellapy.scheduler.backends.cuda_threads import CudaThreads, failure
 from paellapy.scheduler.backends.cuda_timing import Gate, node_times_ns, saturated_ns, segment_times_ns
+from paellapy.scheduler.backends.cuda_torch import has_threads, lane_pool, rehearse_in_threads, run_steps
 from paellapy.scheduler.backends.cuda_trace import CudaTrace
 from paellapy.scheduler.backends.cuda_weights import CudaPages, CudaWeights, PinnedBlock
 from paellapy.scheduler.backends.cuda_windows import CudaWindows
@@ -31,12 +34,13 @@ from paellapy.scheduler.backends.launches import Bounds, Launches, LoadedModel
 from paellapy.scheduler.backends.recorded import TracedBlocks
 from paellapy.scheduler.core.loop import Bell
 from paellapy.scheduler.core.state import State
+from paellapy.scheduler.models import torch_libraries
 from paellapy.scheduler.models.capture import ModelCapture
 from paellapy.scheduler.models.foreign import ForeignGraph
 from paellapy.scheduler.models.lane_memory import Lane, LanePlan
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.program import Cuts, Marks, Program
-from paellapy.scheduler.models.tensors import Arrays, Capturable
+from paellapy.scheduler.models.tensors import Arrays
 from paellapy.scheduler.models.torch_pool import TorchPool, torch_in_use
 from paellapy.scheduler.models.weight_range import Layout, WeightRange
 
@@ -114,7 +118,10 @@ class CudaBackend(Backend):
             return self._rehearse_step(model, weights, sizes)
         self._trial = TorchPool(self.device.index)
         try:
-            scratch, _ = super().rehearse_all(model, weights, sizes)
+            if has_threads(model):
+                scratch = rehearse_in_threads(self, model, weights, sizes)
+            else:
+                scratch, _ = super().rehearse_all(model, weights, sizes)
             return scratch, self._trial.nbytes
         finally:
             self._trial.free()
@@ -138,18 +145,12 @@ class CudaBackend(Backend):
         memory = lane.memory
         assert isinstance(memory, CudaMemory)
         if memory.torch_pool is None and torch_in_use(lane.model.uses_torch):
-            memory.torch_pool = self._torch_pool(lane.model)
+            memory.torch_pool = lane_pool(self.device, lane.model)
         stream = self._streams.to_capture_on(lane.model.priority)
-        return capture_program(self.device, stream, lane, weights, batch, cuts, marks or {}, like)
-
-    def _torch_pool(self, model: Capturable) -> TorchPool:
-        """The pool of a lane. Lanes of a model that changes its weights run one at a time, and share a pool."""
-        if not model.stateful:
-            return TorchPool(self.device.index)
-        if model.source.pool is None:
-            model.source.pool = TorchPool(self.device.index)
-        pool: TorchPool = model.source.pool
-        return pool
+        given = (self.device, stream, lane, weights, batch, cuts, marks or {}, like)
+        if has_threads(lane.model):
+            return in_thread_of(batch, capture_program, *given)
+        return capture_program(*given)
 
     def _rehearse_step(self, model: Model, weights: Arrays, sizes: Sequence[int]) -> tuple[int, int]:
         """Also counts the memory that PyTorch holds while a step runs, in any thread."""
@@ -239,6 +240,7 @@ class CudaBackend(Backend):
     def start(self, state: State, bell: Bell, failed: Callable[[BaseException], None]) -> None:
         self._state, self._bell = state, bell
         self._threads.start(state, bell, failed)
+        torch_libraries.opened(id(self), self.device.index, partial(run_steps, self.device))
 
     def call(self, function: Callable[[], None]) -> None:
         self._threads.call(function)
@@ -247,6 +249,7 @@ class CudaBackend(Backend):
         return failure(status)
 
     def stop(self) -> None:
+        torch_libraries.closed(id(self))
         self._threads.stop()
 
     def close(self) -> None:

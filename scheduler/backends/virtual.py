@@ -130,10 +130,10 @@ class VirtualBackend(Backend):
         with without_collection():
             return super().rehearse_all(model, weights, sizes)
 
-    def rehearse(self, model: Model, weights: Arrays, batch: int) -> int:
+    def rehearse(self, model: Model, weights: Arrays, batch: int, ran: tuple[Arrays, Arrays] | None = None) -> int:
         self.device.noted = []
         try:
-            return super().rehearse(model, weights, batch)
+            return super().rehearse(model, weights, batch, ran)
         finally:
             self._costs.rehearsed[batch], self.device.noted = self.device.noted, None
 

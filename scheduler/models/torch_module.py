@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -16,6 +17,7 @@ import numpy as np
 
 from paellapy.instrument.device.base import Device
 from paellapy.scheduler.core.errors import CaptureError, ModelError
+from paellapy.scheduler.models import torch_libraries
 from paellapy.scheduler.models.capture import Counting
 from paellapy.scheduler.models.gpu_waits import refusing_to_wait
 from paellapy.scheduler.models.tensors import Arrays, TensorSpec
@@ -94,6 +96,25 @@ class TorchModule:
         tensors = [*self._call.parameters(), *self._call.buffers()]
         unique = {t.data_ptr(): t for t in tensors}
         return sum(t.numel() * t.element_size() for t in unique.values())
+
+    @property
+    def plans_convolutions(self) -> bool:
+        """Whether cuDNN plans convolutions for each batch size, and a run in another thread gives the same result:
+        nothing is tuned by timing, and PyTorch has no settings that hold in this thread only.
+        """
+        torch = needs_torch()
+        if not isinstance(self._call, torch.nn.Module) or self.options.compile or torch.backends.cudnn.benchmark:
+            return False
+        of_this_thread = (
+            torch.is_autocast_enabled(), torch.is_inference_mode_enabled(), torch._C._len_torch_function_stack(),
+            torch._C._len_torch_dispatch_stack(), torch.cuda.is_available() and torch.cuda.current_device(),
+        )  # fmt: skip
+        return self._convolutions > 1 and not any(of_this_thread)
+
+    @functools.cached_property
+    def _convolutions(self) -> int:
+        torch = needs_torch()
+        return sum(isinstance(part, torch.nn.modules.conv._ConvNd) for part in self._call.modules())  # type: ignore[attr-defined]
 
     def place(self, model: str, device: Device) -> Arrays:
         """The module on the device, shared by all lanes and batch sizes."""
@@ -208,6 +229,7 @@ def torch_module(
     title = str(name or kind)
     given, keywords = named_inputs(torch, title, example_inputs, input_names)
     options = (options or TorchOptions()).checked(torch, title)
+    torch_libraries.want(torch, call, options.dtype)
     if isinstance(call, torch.nn.Module):
         module = call = own_module(torch, title, call)
         if options.dtype is not None:

@@ -278,3 +278,78 @@ def test_other_threads_may_wait_for_the_gpu_while_a_module_is_loaded():
         stop.set()
         thread.join()
     assert not failed
+
+
+def test_sizes_planned_at_once_in_their_threads_give_the_bits_of_sizes_planned_one_by_one(engine, monkeypatch):
+    net, x = Net(11), images(8, seed=4)
+    sizes, programs = (1, 2, 4, 8), {}
+
+    def answers(name: str) -> dict[int, list[np.ndarray]]:
+        model = pp.Model.from_torch(net, torch.zeros(1, 3, 64, 64), name=name, batch=sizes, lanes=3)
+        assert model.source.plans_convolutions == (name != "one by one")
+        engine.load(model)
+        loaded = engine._models[name]
+        programs[name] = [[each.program.content() for each in lane] for lane in loaded.launches]
+        found = {}
+        for k, batch in enumerate(sizes):
+            for lane, launches in zip(loaded.lanes, loaded.launches, strict=True):
+                lane.inputs["input"][:batch] = x[:batch]
+                for segment in range(len(launches[k].handles)):
+                    engine._backend.run_segment(launches[k], segment)
+                found.setdefault(batch, []).append(lane.outputs["output"][:batch].copy())
+        return found
+
+    at_once, again = answers("at once"), answers("again")
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine.models["again"].source), "plans_convolutions", False)
+        one_by_one = answers("one by one")
+    for batch in sizes:
+        assert np.isfinite(one_by_one[batch][0]).all()
+        for each in (*at_once[batch], *again[batch], *one_by_one[batch]):
+            np.testing.assert_array_equal(each, one_by_one[batch][0])
+    assert programs["at once"] == programs["again"] == programs["one by one"]
+    assert len({tuple(lane) for lane in programs["at once"]}) == 1
+
+
+def test_a_network_with_threads_is_traced_and_loaded_again(engine):
+    net, x = Net(12), images(3)
+    model = pp.Model.from_torch(net, torch.zeros(1, 3, 64, 64), name="net", batch=(1, 2, 4), lanes=2)
+    for _ in range(2):
+        engine.load(model)
+        with engine.trace() as t:
+            for each, expected in zip(x, reference(net, x), strict=True):
+                found = engine.infer_sync("net", {"input": each})["output"]
+                np.testing.assert_allclose(found, expected, rtol=1e-2, atol=1e-4)
+        assert len(t.jobs) == 3
+        engine.unload("net")
+
+
+def test_a_network_that_fails_at_one_size_says_so_though_sizes_run_at_once(engine):
+    class Fails(Net):
+        def forward(self, x):
+            if x.shape[0] == 4:
+                raise ValueError("four is too many")
+            return super().forward(x)
+
+    with pytest.raises(CaptureError, match=r"batch 4: ValueError: four is too many"):
+        engine.load(pp.Model.from_torch(Fails(13), torch.zeros(1, 3, 64, 64), name="net", batch=(1, 2, 4, 8)))
+    net, x = Net(14), images(1)
+    engine.load(pp.Model.from_torch(net, torch.zeros(1, 3, 64, 64), name="net", batch=(1, 2)))
+    found = engine.infer_sync("net", {"input": x[0]})["output"]
+    np.testing.assert_allclose(found, reference(net, x)[0], rtol=1e-2, atol=1e-4)
+
+
+def test_a_network_keeps_running_in_this_thread_where_its_settings_do(engine):
+    threads = set()
+
+    class Seen(Net):
+        def forward(self, x):
+            threads.add(threading.get_ident())
+            return super().forward(x)
+
+    with torch.inference_mode():
+        engine.load(pp.Model.from_torch(Seen(15), torch.zeros(1, 3, 64, 64), name="here", batch=(1, 2)))
+    assert threads == {threading.get_ident()}
+    threads.clear()
+    engine.load(pp.Model.from_torch(Seen(15), torch.zeros(1, 3, 64, 64), name="there", batch=(1, 2)))
+    assert len(threads) == 3  # of the example, and of each size

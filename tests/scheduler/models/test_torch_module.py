@@ -420,3 +420,31 @@ def test_the_ranges_of_indices_are_those_of_their_tables(engine):
     with pytest.raises(RequestFailedError):  # what could not be seen fails by itself
         engine.infer_sync("lookups", {**good, "shifted": np.array([0, 99, 3])})
     engine.infer_sync("lookups", good)
+
+
+class TwoConvolutions(SmallNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = torch.nn.Conv2d(3, 3, 3)
+
+
+@pytest.mark.parametrize(("module", "options", "plans"), [
+    (TwoConvolutions, {}, True),
+    (SmallNet, {}, False),  # one convolution is planned in no time
+    (TwoConvolutions, {"compile": True}, False),
+])  # fmt: skip
+def test_a_network_of_convolutions_is_planned_for_each_batch_size(module, options, plans):
+    model = pp.Model.from_torch(module(), torch.zeros(1, 3, 16, 16), **options)
+    assert model.source.plans_convolutions == plans
+
+
+def test_settings_of_this_thread_keep_a_network_in_it(monkeypatch):
+    source = pp.Model.from_torch(TwoConvolutions(), torch.zeros(1, 3, 16, 16)).source
+    with torch.inference_mode():
+        assert not source.plans_convolutions
+    with torch.device("meta"):
+        assert not source.plans_convolutions
+    with torch.autocast("cuda", torch.float16, enabled=torch.cuda.is_available()):
+        assert source.plans_convolutions != torch.cuda.is_available()
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    assert not source.plans_convolutions

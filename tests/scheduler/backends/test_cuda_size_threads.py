@@ -1,0 +1,81 @@
+"""Networks of convolutions: each batch size runs in a thread of its own, first all at once, then one by one."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+
+import pytest
+
+from paellapy.instrument.device import Device
+from paellapy.scheduler.backends.cuda_size_threads import in_thread_of, side_by_side
+
+WAIT_S = 60
+
+
+def test_a_batch_size_always_runs_in_its_thread():
+    first = {batch: in_thread_of(batch, threading.get_ident) for batch in (1, 2, 4)}
+    assert len({*first.values(), threading.get_ident()}) == 4
+    assert side_by_side([4, 2, 1], lambda batch: threading.get_ident()) == first
+
+
+def test_sizes_run_at_once_and_those_that_fail_are_left_out():
+    meet = threading.Barrier(3)
+
+    def run(batch):
+        meet.wait(WAIT_S)
+        if batch == 2:
+            raise ValueError(batch)
+        return 10 * batch
+
+    assert side_by_side([1, 2, 4], run) == {1: 10, 4: 40}
+
+
+def test_an_error_reaches_the_caller_and_the_thread_goes_on():
+    with pytest.raises(ZeroDivisionError):
+        in_thread_of(8, lambda: 1 // 0)
+    assert in_thread_of(8, max, 1, 2) == 2
+
+
+def test_the_callers_context_holds_in_the_thread():
+    name = contextvars.ContextVar("name", default="")
+    name.set("mine")
+    assert in_thread_of(2, name.get) == "mine"
+
+
+def test_a_device_is_entered_in_several_threads_at_once():
+    device, meet = Device("virtual:h200"), threading.Barrier(3)
+
+    def run(batch):
+        with device:
+            meet.wait(WAIT_S)
+            found = Device.current()
+            meet.wait(WAIT_S)
+        return found
+
+    for _ in range(20):
+        assert side_by_side([1, 2, 4], run) == dict.fromkeys((1, 2, 4), device)
+
+
+def test_a_size_that_fails_beside_others_is_tried_again_alone():
+    pytest.importorskip("cuda.bindings.driver")
+    from paellapy.scheduler.backends.cuda_torch import rehearse_in_threads
+
+    class Backend:
+        def __init__(self):
+            self.alone, self.at_once = [], threading.Barrier(2)
+
+        def first_run(self, model, weights, batch):
+            self.at_once.wait(WAIT_S)
+            if batch == 4:
+                raise RuntimeError("beside another")
+            return {"x": batch}, {"y": batch}
+
+        def rehearse(self, model, weights, batch, ran):
+            self.alone.append((batch, ran, threading.current_thread().name))
+            return 100 * batch
+
+    backend = Backend()
+    assert rehearse_in_threads(backend, None, {}, [2, 4]) == 400
+    assert [(batch, ran) for batch, ran, _ in backend.alone] == [(2, ({"x": 2}, {"y": 2})), (4, None)]
+    assert len({thread for *_, thread in backend.alone}) == 2
