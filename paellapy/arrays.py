@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from paellapy.instrument.device import Array, Device, Stream
+from paellapy.instrument.device.virtual_arguments import as_array, numpy_dtype
 
 
-def array(data: NDArray[Any]) -> Array:
-    """A copy of `data` in the current device's memory."""
-    return Device.current().array(np.asarray(data))
+def array(data: Any) -> Array:
+    """A copy of `data`, an array or a PyTorch tensor on the CPU, in the current device's memory."""
+    return Device.current().array(as_array(data.detach()) if _is_tensor(data) else np.asarray(data))
 
 
 def empty(shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> Array:
@@ -27,7 +29,13 @@ def zeros(shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> Array:
 
 def empty_like(other: Any, dtype: DTypeLike | None = None) -> Array:
     """Uninitialised memory on the current device, with another array's shape, and its type unless `dtype` is given."""
-    return Device.current().empty(tuple(other.shape), other.dtype if dtype is None else dtype)
+    own = numpy_dtype(other.dtype) if _is_tensor(other) else other.dtype
+    return Device.current().empty(tuple(other.shape), own if dtype is None else dtype)
+
+
+def _is_tensor(thing: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(thing, torch.Tensor)
 
 
 def stream(priority: int = 0) -> Stream:

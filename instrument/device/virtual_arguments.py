@@ -62,15 +62,25 @@ def _tensor_handler() -> Handler:
     return lambda t: handle(as_array(t))
 
 
+def numpy_dtype(dtype: Any) -> np.dtype[Any]:
+    """NumPy's dtype for one of PyTorch.
+
+    >>> numpy_dtype("torch.bfloat16").name
+    'bfloat16'
+    """
+    found = _TORCH_TYPES.get(str(dtype).removeprefix("torch."))
+    if found is None:
+        raise ArgumentError(f"a kernel cannot take tensors of {dtype}: convert them to another type")
+    return found
+
+
 def as_array(tensor: Any) -> NDArray[Any]:
     """A CPU tensor's own memory as a NumPy array, for any strides and type; its base is the whole storage."""
     import torch
 
     if tensor.device.type != "cpu":
         raise ArgumentError(f"a tensor on {tensor.device} cannot be passed to the virtual GPU: move it with .cpu()")
-    dtype = _TORCH_TYPES.get(str(tensor.dtype).removeprefix("torch."))
-    if dtype is None:
-        raise ArgumentError(f"a kernel cannot take tensors of {tensor.dtype}: convert them to another type")
+    dtype = numpy_dtype(tensor.dtype)
     storage = tensor.untyped_storage()
     if not storage.nbytes():
         return np.empty(tuple(tensor.shape), dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -86,6 +86,25 @@ def has_ranges(fn: JITFunction) -> bool:
     return _mentions(fn, set())
 
 
+def given_with_ranges(values: Iterable[Any]) -> bool:
+    """Whether a function among the arguments of a launch has ranges."""
+    for value in values:
+        if isinstance(value, tuple):
+            if given_with_ranges(value):
+                return True
+            continue
+        given = _function(value)
+        if given is not None and has_ranges(given):
+            return True
+    return False
+
+
+def _function(thing: Any) -> JITFunction | None:
+    """A function that kernels can call: of Triton, or a kernel of ours around one."""
+    inner = thing if isinstance(thing, JITFunction) else getattr(thing, "fn", None)
+    return inner if isinstance(inner, JITFunction) else None
+
+
 def _mentions(fn: JITFunction, seen: set[int]) -> bool:
     if id(fn) in seen:
         return False
@@ -95,8 +114,8 @@ def _mentions(fn: JITFunction, seen: set[int]) -> bool:
         found = _resolve(dotted, scope)
         if any(found is ours for ours in _OURS):
             return True
-        called = found if isinstance(found, JITFunction) else getattr(found, "fn", None)  # a kernel of ours
-        if isinstance(called, JITFunction) and _mentions(called, seen):
+        called = _function(found)
+        if called is not None and _mentions(called, seen):
             return True
     return False
 

@@ -193,7 +193,7 @@ class TritonKernel(Kernel):
     ) -> Launcher:
         options = split_options(options, self.name, self.arg_names)
         make = self._source.draft if device.evaluates else self._source.source
-        marked = device.session is not None and self._source.has_ranges
+        marked = device.session is not None and self._source.has_ranges(values)
         made = make(values, key, options, device.target, marked)
         draft = made if isinstance(made, Draft) else Draft.of(made)
         config = self._config(device, sliced, preempt)

@@ -26,7 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from paellapy.instrument.arguments import DescriptorKey, Handlers, PointerKey, param_layout
 from paellapy.instrument.errors import ArgumentError, CompileError
-from paellapy.instrument.kernels.ranges import has_ranges, marking
+from paellapy.instrument.kernels.ranges import given_with_ranges, has_ranges, marking
 from paellapy.instrument.kernels.triton_arguments import constant_key, generate_binder, struct_codes
 from paellapy.instrument.kernels.triton_stages import Stage, Translated, translate
 from paellapy.instrument.ptx.compiled import Draft, Source
@@ -58,8 +58,12 @@ class TritonSource:
         self.bind, self.named = generate_binder(fn)
         self._sources: dict[Any, Source] = {}
 
+    def has_ranges(self, values: Sequence[Any]) -> bool:
+        """Whether the kernel, or a function among its arguments, has ranges."""
+        return self._has_ranges or given_with_ranges(values)
+
     @functools.cached_property
-    def has_ranges(self) -> bool:
+    def _has_ranges(self) -> bool:
         return has_ranges(self.fn)
 
     def source(
@@ -157,7 +161,7 @@ class TritonSource:
             with marking(work.marked):
                 return translate(source, work.arch, work.options, last, "ranges" if work.marked else "")
         except CompilationError as e:
-            refused = CompileError(f"kernel {self.name!r} does not compile:\n{e}")
+            refused = CompileError(f"kernel {self.name!r} does not compile:\n{e}{_reason(e)}")
             raise also(refused, type(e), **e.__dict__) from e.__cause__
         except Exception as e:  # any error of Triton's passes
             raise CompileError(
@@ -237,6 +241,14 @@ def _label(meta: dict[str, Any], signature: dict[str, Any], constants: dict[Any,
 def is_warp_specialised(ptx: str) -> bool:
     """Whether a kernel is warp-specialised: groups of warps exchange registers, or wait at counted barriers."""
     return "setmaxnreg" in ptx or re.search(r"\bbar(rier)?\.sync(\.aligned)?\s+\d+\s*,\s*\d+", ptx) is not None
+
+
+def _reason(failure: BaseException) -> str:
+    """The error in a function that the kernel calls, which Triton gives as a cause only."""
+    first = failure
+    while isinstance(first.__cause__, CompilationError):
+        first = first.__cause__
+    return "" if first is failure else f"\n{first}"
 
 
 @functools.cache

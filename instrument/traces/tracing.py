@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from paellapy.instrument.traces.counted import Counting
 from paellapy.instrument.traces.ranges import ranges_of
 from paellapy.instrument.traces.ring import Mark, decode
 from paellapy.instrument.traces.trace import DeviceFacts, Trace
+from paellapy.instrument.traces.watch import Watch
 from paellapy.instrument.versions import versions
 
 _LEAST, _MOST = 16, 1 << 22
@@ -161,7 +161,7 @@ class trace:
             device.session = session
         self._session: Session = device.session
         self._first, self._begin_ns = Session._next_id, device.clock_ns()
-        self._watch = _Watch()
+        self._watch = Watch()
         self.result = Trace(np.zeros(0, BLOCK), np.zeros(0, LAUNCH), (), self._facts())
         return self.result
 
@@ -205,20 +205,3 @@ class trace:
         self.result.fill(blocks, launches, kernels, facts, dropped, decoded.unfinished, sorted(unseen))
         self.result.count_work = functools.partial(session.work, launches["launch"])
         self.result.ranges = ranges_of(device.range_events(launches["launch"]), self.result.blocks)
-
-
-class _Watch:
-    """Names of the kernels that Triton launches itself while a trace runs; kernels that report are in the trace."""
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-        self._knobs: Any = getattr(sys.modules.get("triton"), "knobs", None)
-        if self._knobs is not None:
-            self._knobs.runtime.launch_enter_hook.add(self._entered)
-
-    def _entered(self, launch_metadata: Any) -> None:
-        self.names.add(str(launch_metadata.get()["name"]))
-
-    def stop(self) -> None:
-        if self._knobs is not None:
-            self._knobs.runtime.launch_enter_hook.remove(self._entered)

@@ -41,9 +41,10 @@ class Site:
         at = tuple(int(i[0]) for i in np.nonzero(bad))
         index = int(offset[at]) - self.origin
         element = f", tensor element {at[1:]}" if self.shape else ""
+        has = f"is a view from element {self.origin} of {size} on" if self.origin else f"has {size} elements"
         raise OutOfBoundsError(
             f"kernel {self.kernel}, {self.line}: {self.op} by {self.block(at[0])}{element} touches element {index} of "
-            f"argument {self.argument}, which has {size} elements; mask the access or pass a larger array"
+            f"argument {self.argument}, which {has}; mask the access or pass a larger array"
         )
 
 

@@ -317,6 +317,41 @@ def test_a_decorated_function_is_called_by_another_and_is_an_argument():
     assert not isinstance(halved, triton.JITFunction)
 
 
+@triton.jit
+def apply(x, out, f: tl.constexpr):
+    tl.store(out, f(tl.load(x)))
+
+
+@triton.jit
+def apply_first(x, out, functions):
+    tl.store(out, functions[0](tl.load(x)))
+
+
+def test_ranges_of_a_function_that_is_an_argument_are_traced():
+    for kernel, given in ((apply, in_range), (apply, in_range.fn), (apply_first, (in_range.fn,))):
+        with pp.trace() as t:
+            pp.kernel(kernel)[1,](torch.full((1,), 12.0), out := torch.zeros(1), given)
+        assert out.item() == 6
+        assert t.ranges.names == ("half",)
+        with pp.trace() as t:
+            pp.kernel(kernel)[1,](torch.ones(1), out, (triple,) if kernel is apply_first else triple)
+        assert t.ranges.names == ()
+
+
+@triton.jit
+def broken_helper(a):
+    return a + undefined_name  # noqa: F821
+
+
+def test_an_error_in_a_called_function_is_in_the_message():
+    @triton.jit
+    def caller(x):
+        tl.store(x, broken_helper(1.0))
+
+    with pytest.raises(triton.CompilationError, match="undefined_name"):
+        pp.kernel(caller)[1,](torch.ones(1))
+
+
 def test_what_does_not_compile_raises_tritons_kind_of_error_too():
     @triton.jit
     def broken(x):

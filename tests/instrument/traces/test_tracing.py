@@ -13,7 +13,7 @@ import triton.language as tl
 from triton import knobs
 
 import paellapy as pp
-from paellapy.arrays import empty_like, zeros
+from paellapy.arrays import array, empty_like, zeros
 
 
 @triton.jit
@@ -87,3 +87,35 @@ def test_arrays_of_zeros_and_arrays_like_others():
     assert like.shape == (2, 3)
     assert like.dtype == np.float16
     assert empty_like(like, np.int8).dtype == np.int8
+
+
+def test_arrays_of_tensors_and_like_tensors():
+    torch = pytest.importorskip("torch")
+    for kind in (torch.bfloat16, torch.float8_e5m2, torch.int16):
+        tensor = torch.arange(6).reshape(2, 3).to(kind)
+        made = array(tensor.T)
+        assert (made.shape, made.dtype.name) == ((3, 2), str(kind).removeprefix("torch."))
+        assert made.astype(np.float64).tolist() == tensor.T.tolist()
+        alike = empty_like(tensor)
+        assert (alike.shape, alike.dtype) == ((2, 3), made.dtype)
+    assert array(torch.ones(2, requires_grad=True)).tolist() == [1, 1]
+
+
+def test_kernels_that_inductor_launches_without_a_hook_are_named(monkeypatch: pytest.MonkeyPatch):
+    heuristics = pytest.importorskip("torch._inductor.runtime.triton_heuristics")
+    ran: list[Any] = []
+    monkeypatch.setattr(heuristics.CachingAutotuner, "run", lambda self, *args, stream: ran.append((args, stream)))
+    plain = heuristics.CachingAutotuner.run
+    tuner = object.__new__(heuristics.CachingAutotuner)
+    tuner.fn = SimpleNamespace(__name__="triton_poi_fused_add_0")
+    with pp.trace() as outer:
+        with pp.trace() as inner:
+            tuner.run(1, 2, stream=0)
+        with pp.trace() as later:
+            pass
+    tuner.run(3, stream=0)
+    assert ran == [((1, 2), 0), ((3,), 0)]
+    assert outer.unseen == inner.unseen == ("triton_poi_fused_add_0",)
+    assert later.unseen == ()
+    assert "triton_poi_fused_add_0" in repr(outer)
+    assert heuristics.CachingAutotuner.run is plain

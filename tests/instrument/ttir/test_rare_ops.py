@@ -216,6 +216,12 @@ def before_the_view(x, out, N: tl.constexpr):
     tl.store(out + i, tl.load(x + i - 4))
 
 
+def test_an_access_outside_of_all_memory_says_where_a_view_lies():
+    x = np.arange(64, dtype=np.float32)
+    with pytest.raises(OutOfBoundsError, match="element -4 of argument x, which is a view from element 2 of 64"):
+        pp.kernel(before_the_view)[1,](x[2:], np.zeros(16, np.float32), 16)
+
+
 def test_memory_behind_a_view_is_reached_with_a_warning():
     x, out = np.arange(64, dtype=np.float32), np.zeros(16, np.float32)
     with pytest.warns(ViewWarning, match="before_the_view"):
