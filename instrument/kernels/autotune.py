@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -93,6 +94,16 @@ class Tuner:
         if not pruned:
             raise ArgumentError("the autotuner's early_config_prune left no configuration: it must keep at least one")
         return pruned
+
+
+def in_trial() -> bool:
+    """Whether Triton's own autotuner, above a kernel of ours, tries a configuration at this moment."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") == Autotuner.__module__:
+        if frame.f_code.co_name == "kernel_call":
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _refuse_conflicts(configs: Sequence[Any], kwargs: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from paellapy.instrument.arguments import Handlers, as_type, bfloat16_bits
 from paellapy.instrument.device.base import Device, Launcher
 from paellapy.instrument.device.occupancy import Occupancy
 from paellapy.instrument.errors import ArgumentError, InstrumentError
-from paellapy.instrument.kernels.autotune import Tuner
+from paellapy.instrument.kernels.autotune import Tuner, in_trial
 from paellapy.instrument.kernels.kernel import (
     Kernel,
     all_values,
@@ -82,7 +82,16 @@ class TritonKernel(Kernel):
 
     def run(self, *args: Any, grid: Grid, warmup: bool = False, **kwargs: Any) -> Any:
         """As `kernel[grid](…)`; with `warmup` the kernel is compiled and not launched."""
-        return self.warmup(*args, grid=grid, **kwargs) if warmup else self._run(grid, None, *args, **kwargs)
+        if warmup:
+            return self.warmup(*args, grid=grid, **kwargs)
+        device = Device.current()
+        if device.session is None or not in_trial():
+            return self._run(grid, None, *args, **kwargs)
+        session, device.session = device.session, None  # trials are not part of a trace
+        try:
+            return self._run(grid, None, *args, **kwargs)
+        finally:
+            device.session = session
 
     def warmup(self, *args: Any, grid: Grid = (1,), **kwargs: Any) -> Any:
         """Compiles for the current device and launches nothing; dtypes stand for arrays.
