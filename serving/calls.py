@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from paellapy.scheduler.engine.monitor import Monitor
 from paellapy.serving.logs import log
-from paellapy.serving.metrics_device import CpuMetrics, sm_metrics, triton_metrics, weight_metrics
+from paellapy.serving.metrics_device import CpuMetrics, job_metrics, sm_metrics, triton_metrics, weight_metrics
 from paellapy.serving.registry import Registry
 
 LONGEST_TRACE_S = 60.0
@@ -101,4 +101,5 @@ class _DeviceCollector(Collector):
         yield from sm_metrics(self._engine)
         yield from triton_metrics(self._engine)
         yield from weight_metrics(self._engine)
+        yield from job_metrics(self._engine.job_stats())
         yield from self._cpu.collect()

@@ -23,7 +23,7 @@ from paellapy.scheduler.core.errors import EngineAwayError
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.gpu_use import RESOURCES
 from paellapy.serving.counters import Histogram, ModelCounters
-from paellapy.serving.metrics_device import CpuMetrics, sm_metrics, triton_metrics, weight_metrics
+from paellapy.serving.metrics_device import CpuMetrics, job_metrics, sm_metrics, triton_metrics, weight_metrics
 from paellapy.serving.middleware import SERVICE
 from paellapy.serving.registry import READY, VERSION
 from paellapy.serving.service import Service
@@ -94,6 +94,7 @@ class ServiceCollector(Collector):
             yield from sm_metrics(engine)
             yield from triton_metrics(engine)
             yield from weight_metrics(engine)
+            yield from job_metrics(engine.job_stats())
             yield from self._cpu.collect()
 
     def _refusals(self, models: list[tuple[str, ModelCounters]]) -> Iterator[Metric]:
@@ -144,7 +145,6 @@ class ServiceCollector(Collector):
             ("paellapy_preemptions", "Times a job gave way to another", stats["preemptions"]),
         ):
             yield CounterMetricFamily(name, text, value=value)
-        yield from job_metrics(stats.get("jobs", {}))
         pending = GaugeMetricFamily("nv_inference_pending_request_count", "As Triton: items not done", labels=_LABELS)
         loaded = GaugeMetricFamily("paellapy_model_ready", "1: the model is loaded", labels=_LABELS)
         for name, entry in service.registry.entries.items():
@@ -162,21 +162,6 @@ class ServiceCollector(Collector):
         for name, allowance in list(service.admission.allowances.items()):
             sizes.add_metric((name, VERSION), allowance.size)
         yield sizes
-
-
-def job_metrics(jobs: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
-    """Metrics of work that runs beside requests: background jobs, turns, other processes."""
-    labels = ("job", "kind")
-    running = GaugeMetricFamily("paellapy_job_running", "1: the job runs; 0: paused, held or ended", labels=labels)
-    done = CounterMetricFamily("paellapy_job_steps", "Steps, turns, or launches of another process", labels=labels)
-    waited = CounterMetricFamily("paellapy_job_waited_seconds", "Time that launches waited at a gate", labels=labels)
-    for name, facts in jobs.items():
-        which = (name, facts["kind"])
-        running.add_metric(which, float(facts["state"] == "running"))
-        done.add_metric(which, facts.get("steps", facts.get("launches", 0)))
-        if "waited_ms" in facts:
-            waited.add_metric(which, facts["waited_ms"] * 1e-3)
-    yield from (running, done, waited)
 
 
 def _gpu_times(stats: Mapping[str, Any]) -> Iterator[Metric]:

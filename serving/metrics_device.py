@@ -1,9 +1,10 @@
-"""Metrics of the GPU, SM by SM, and of the machine, with Triton's names as aliases."""
+"""Metrics of the GPU, of work beside requests and of the machine, with Triton's names as aliases."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -77,6 +78,21 @@ def weight_metrics(engine: Engine) -> Iterator[Metric]:
         for key, family in families.items():
             family.add_metric((name,), about.get(key, 0))
     yield from families.values()
+
+
+def job_metrics(jobs: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
+    """Metrics of work that runs beside requests: background jobs, turns, other processes."""
+    labels = ("job", "kind")
+    running = GaugeMetricFamily("paellapy_job_running", "1: the job runs; 0: paused, held or ended", labels=labels)
+    done = CounterMetricFamily("paellapy_job_steps", "Steps, turns, or launches of another process", labels=labels)
+    waited = CounterMetricFamily("paellapy_job_waited_seconds", "Time that launches waited at a gate", labels=labels)
+    for name, facts in jobs.items():
+        which = (name, facts["kind"])
+        running.add_metric(which, float(facts["state"] == "running"))
+        done.add_metric(which, facts.get("steps", facts.get("launches", 0)))
+        if "waited_ms" in facts:
+            waited.add_metric(which, facts["waited_ms"] * 1e-3)
+    yield from (running, done, waited)
 
 
 class CpuMetrics:
