@@ -80,6 +80,8 @@ def as_array(tensor: Any) -> NDArray[Any]:
 
     if tensor.device.type != "cpu":
         raise ArgumentError(f"a tensor on {tensor.device} cannot be passed to the virtual GPU: move it with .cpu()")
+    if tensor.layout != torch.strided:
+        raise ArgumentError(f"a kernel cannot take tensors of layout {tensor.layout}: pass a dense one, or its parts")
     dtype = numpy_dtype(tensor.dtype)
     storage = tensor.untyped_storage()
     if not storage.nbytes():

@@ -281,6 +281,11 @@ def unwrap(fn: Any) -> tuple[JITFunction, list[Any]]:
         wrappers.append(fn)
         fn = fn.fn
     if not isinstance(fn, JITFunction):
+        if type(fn).__name__ == "InterpretedFunction":
+            raise ArgumentError(
+                f"TRITON_INTERPRET=1 gives {fn.__name__!r} to Triton's interpreter, so pp.kernel cannot compile it: "
+                "unset the variable; the virtual GPU needs no GPU either"
+            )
         raise ArgumentError(
             f"pp.kernel takes a @triton.jit function or CUDA source, not {type(fn).__name__}; "
             "put @pp.kernel above @triton.jit, or pass source=… and name=…"

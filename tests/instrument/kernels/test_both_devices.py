@@ -16,6 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import paellapy as pp
+from paellapy.instrument.kernels.triton_source import TRITON_VERSION
 
 torch = pytest.importorskip("torch")
 REPORTS = [None, "count", "trace"]
@@ -141,17 +142,21 @@ def test_descriptors_of_one_dimension(place: str, report: Any) -> None:
 
 
 @triton.jit
-def cubes(tiles, b, out):
-    v = tiles[0].load([1, b, -8])
+def cubes(tile, b, out, in_tuple: tl.constexpr):
+    v = tile[0].load([1, b, -8]) if in_tuple else tile.load([1, b, -8])
     i, j, k = tl.arange(0, 2), tl.arange(0, 16), tl.arange(0, 32)
     tl.store(out + i[:, None, None] * 512 + j[None, :, None] * 32 + k[None, None, :], v)
 
 
+@pytest.mark.parametrize("in_tuple", [False, True])
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float32"])
-def test_descriptors_of_three_dimensions_in_a_tuple(place: str, dtype: str) -> None:
+def test_descriptors_of_three_dimensions_also_in_a_tuple(place: str, dtype: str, in_tuple: bool) -> None:
+    if in_tuple and TRITON_VERSION < (3, 7):
+        pytest.skip("Triton takes descriptors in tuples from 3.7 on")
     x = torch.arange(3 * 20 * 48, device=place).reshape(3, 20, 48).to(getattr(torch, dtype))
     out = torch.full((2, 16, 32), 9, dtype=x.dtype, device=place)
-    run(cubes, "trace", 1, lambda k: k[1,]((TensorDescriptor.from_tensor(x, [2, 16, 32]),), 8, out))
+    made = TensorDescriptor.from_tensor(x, [2, 16, 32])
+    run(cubes, "trace", 1, lambda k: k[1,]((made,) if in_tuple else made, 8, out, in_tuple))
     wanted = torch.zeros_like(out)
     wanted[:, :12, 8:] = x[1:, 8:, :24]
     assert torch.equal(out, wanted)

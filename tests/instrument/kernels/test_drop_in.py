@@ -11,6 +11,7 @@ import pytest
 import triton
 import triton.language as tl
 from triton.experimental import gluon
+from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import paellapy as pp
@@ -62,6 +63,16 @@ def test_tensors_with_strides_and_gradients():
     out = torch.zeros(1000, dtype=torch.float32)
     pp.kernel(every_second)[1,](x[:, 1], out, 1000, 1024)
     assert torch.equal(out, x[:, 1])
+
+
+def test_sparse_tensors_are_refused_in_a_sentence():
+    with pytest.raises(ArgumentError, match=r"layout torch\.sparse_coo"):
+        add[cover](torch.eye(8).to_sparse(), torch.ones(8), torch.zeros(8), 8, B=8)
+
+
+def test_the_interpreter_of_triton_is_named_where_it_stands_in_the_way():
+    with pytest.raises(ArgumentError, match="TRITON_INTERPRET"):
+        pp.kernel(InterpretedFunction(plain.fn))
 
 
 def test_hooks_see_the_tensors_themselves():

@@ -273,7 +273,7 @@ def test_strided_and_reversed_arrays_are_their_memory() -> None:
     assert y.tolist() == list(range(8))
     shift_program().run([base.ravel()[::-1], y, -10, 8], (1,))
     assert y.tolist() == list(range(29, 37))
-    with pytest.raises(OutOfBoundsError, match="element 1 of argument x, .* 39 of 40"):
+    with pytest.raises(OutOfBoundsError, match=r"element 1 of argument x, .* 39 of 40"):
         shift_program().run([base.ravel()[::-1], y, -6, 8], (1,))
 
 
