@@ -146,15 +146,32 @@ class Kept:
 
 
 def state_behind(torch: Any, function: Callable[..., Any]) -> list[Any]:
-    """Modules, optimizers and tensors that a function reaches by name: through its closure, its globals, or `self`."""
+    """Modules, optimizers and tensors that a function reaches by name: through its closure, its globals, `self`, or the
+    arguments of partial; and dicts, lists and tuples of them.
+    """
+    if isinstance(function, functools.partial):
+        given = [*function.args, *function.keywords.values()]
+        return [*state_behind(torch, function.func), *(each for each in given if _has_state(torch, each))]
     own = getattr(function, "__self__", None)
     code = getattr(function, "__func__", function)
     try:
         seen = inspect.getclosurevars(code)
     except (TypeError, ValueError):  # a callable object
-        named = [function]
+        named, own = [function], function if own is None else own
     else:
         named = [*seen.nonlocals.values(), *seen.globals.values()]
-    kinds = (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)
     inside = [] if own is None else list(getattr(own, "__dict__", {}).values())
-    return [each for each in (*named, own, *inside) if isinstance(each, kinds)]
+    return [each for each in (*named, own, *inside) if _has_state(torch, each)]
+
+
+def _has_state(torch: Any, value: Any, depth: int = 2) -> bool:
+    """Whether running a function may change tensors in this value. A module of a dict or list counts only in training:
+    there may be many more of them than the function uses.
+    """
+    if isinstance(value, torch.nn.Module):
+        return depth == 2 or value.training
+    if isinstance(value, torch.optim.Optimizer | torch.Tensor):
+        return True
+    values = value.values() if isinstance(value, Mapping) else value
+    inner = isinstance(value, Mapping | list | tuple) and depth > 0
+    return inner and any(_has_state(torch, each, depth - 1) for each in values)

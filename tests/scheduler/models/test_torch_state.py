@@ -6,10 +6,13 @@ import functools
 
 import pytest
 
+import paellapy as pp
+
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from paellapy.scheduler.core.errors import ModelError  # noqa: E402
-from paellapy.scheduler.models.torch_state import check_complete  # noqa: E402
+from paellapy.scheduler.models.model import Model  # noqa: E402
+from paellapy.scheduler.models.torch_state import check_complete, state_behind  # noqa: E402
 
 
 class Trainer:
@@ -68,3 +71,46 @@ def test_a_step_that_uses_a_schedule_is_refused_with_the_remedy():
 def test_what_cannot_be_looked_into_passes():
     check_complete(torch, "train", torch.nn.Linear(1, 1), [])
     check_complete(torch, "train", print, [])
+
+
+class Holder:
+    """A function of its own, with its modules in a dict."""
+
+    def __init__(self):
+        self.parts = {"norm": norm()}
+
+    def run(self, x):
+        return self.parts["norm"](x)
+
+    def __call__(self, x):
+        return self.run(x)
+
+
+def norm():
+    """In training its running means move with every call."""
+    return torch.nn.BatchNorm1d(8).train()
+
+
+def functions():
+    """Functions that change a module when they run, and the module."""
+    listed, nested, held, called, given = [norm()], {"a": {"b": norm()}}, Holder(), Holder(), norm()
+    yield lambda x: listed[0](x), listed[0]
+    yield lambda x: nested["a"]["b"](x), nested["a"]["b"]
+    yield held.run, held.parts["norm"]
+    yield called, called.parts["norm"]
+    yield functools.partial(lambda module, x: module(x), given), given
+
+
+def test_a_function_leaves_modules_untouched_wherever_it_finds_them():
+    for function, module in functions():
+        with pp.Engine("virtual:h200") as engine:
+            engine.load(Model.from_torch(function, torch.ones(2, 8, 5), name="net", batch=(2,)))
+        assert module.num_batches_tracked == 0
+        assert not module.running_mean.any()
+
+
+def test_of_many_modules_in_a_dict_only_those_in_training_are_kept():
+    nets = {k: torch.nn.Linear(2, 2).eval() for k in range(3)}
+    assert state_behind(torch, lambda x: nets[0](x)) == []
+    alone = nets[0]
+    assert state_behind(torch, lambda x: alone(x)) == [alone]
