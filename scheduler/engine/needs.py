@@ -9,14 +9,17 @@ weights arrive no sooner than the guess says, in memory that held other contents
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paellapy.scheduler.backends.base import Backend
 from paellapy.scheduler.backends.launches import Launches
 from paellapy.scheduler.models.lane_memory import Lane
+from paellapy.scheduler.models.tensors import TensorSpec
 from paellapy.scheduler.models.weight_range import WeightRange
 
 Needs = tuple[int, ...]
@@ -48,11 +51,12 @@ class Trials:
         return all(same(self._expected, self._run(guess, old), self._exact) for old in (_NO_NUMBERS, _NUMBERS))
 
     def _fill_inputs(self) -> None:
-        """Writes random numbers like a request's: with zeros as inputs, weights might make no difference."""
+        """Writes random values like a request's: with zeros as inputs, weights might make no difference."""
         draw = np.random.default_rng(0)
         for name, array in self._lane.inputs.items():
-            if array.dtype.kind in "fV" and not self._lane.model.inputs[name].has_range:
-                array[...] = draw.standard_normal(array.shape).astype(array.dtype)
+            values = _drawn(draw, self._lane.model.inputs[name], array.shape)
+            if values is not None:
+                array[...] = values.astype(array.dtype)
 
     def _run(self, needs: Needs | None, old: int = _NO_NUMBERS) -> list[Any]:
         """The outputs of one run. With `needs`, weights arrive just before the segment that needs them."""
@@ -70,6 +74,15 @@ class Trials:
         finally:
             if needs is not None:
                 weights.write(self._source, 0, weights.layout.nbytes)
+
+
+def _drawn(draw: np.random.Generator, spec: TensorSpec, shape: tuple[int, ...]) -> NDArray[Any] | None:
+    """Values that an input may have: also masks and indices, so that all parts of tables count. None: not known."""
+    if spec.low is not None and spec.high is not None and spec.dtype.kind in "iu":
+        return draw.integers(math.ceil(spec.low), math.floor(spec.high), shape, endpoint=True)
+    if spec.dtype.kind == "b":
+        return draw.integers(0, 2, shape)
+    return draw.standard_normal(shape) if spec.dtype.kind in "fV" and not spec.has_range else None
 
 
 def guesses(least: Sequence[Needs], most: Needs) -> list[Needs]:

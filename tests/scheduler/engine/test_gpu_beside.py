@@ -257,3 +257,30 @@ def test_a_job_runs_where_models_fill_the_memory():
         assert job.error is None
         assert held.tolist() == [float(job.steps)] * 4
         check_at_rest(server.state)
+
+
+class Late(torch.nn.Module):
+    """Its table lies behind all other weights, is used first, and counts only where the mask says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+        self.table = torch.nn.Embedding(200_000, 64)
+
+    def forward(self, ids, mask):
+        return self.body(torch.where(mask[..., None], self.table(ids), 0.0))
+
+
+def test_a_table_behind_a_mask_is_waited_for():
+    torch.manual_seed(0)
+    module, draw = Late().eval(), np.random.default_rng(0)
+    with pp.Engine("cuda", memory_bytes=1 << 28, quantum_us=2, tuning={"chunk_bytes": 2 * MIB}) as server:
+        example = (torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 8, dtype=torch.bool))
+        server.load(pp.Model.from_torch(module, example, name="late", batch=(1,), lanes=1))
+        for _ in range(5):
+            ids, mask = draw.integers(0, 200_000, 8), draw.integers(0, 2, 8).astype(bool)
+            server.evict("late")
+            found = server.infer_sync("late", {"input0": ids, "input1": mask})["output"]
+            with torch.no_grad():
+                expected = module(torch.from_numpy(ids)[None], torch.from_numpy(mask)[None])[0]
+            np.testing.assert_allclose(found, expected.numpy(), rtol=1e-2, atol=1e-2)
