@@ -148,5 +148,7 @@ class Hosting(Loading):
 
     def job_stats(self) -> dict[str, dict[str, Any]]:
         """Statistics of the work beside requests, by name: background jobs, turns, and guests."""
-        own = {name: job.stats() for name, job in self.jobs.items()}
-        return {**self.guests.stats(), **self._turns.stats(), **own}
+        own = {**self._turns.stats(), **{name: job.stats() for name, job in self.jobs.items()}}
+        # A script often has the name of a job: `train`.
+        guests = {f"{name}-{each['pid']}" if name in own else name: each for name, each in self.guests.stats().items()}
+        return {**guests, **own}

@@ -23,6 +23,7 @@ class Mover:
         self.errors: dict[int, PaellaError] = {}  # by row: why the latest order to bring weights failed
         self.stuck: dict[int, PaellaError] = {}  # by row: why the latest eviction failed; the weights are still there
         self.last_stuck: PaellaError | None = None
+        self.ordered: dict[int, bool] = {}  # by row: whether the latest order by hand was to come
         self._unfreed: set[int] = set()  # rows of failed evictions whose memory later orders may count on
         self._stopping = False
         self._fd = os.eventfd(0, os.EFD_CLOEXEC)

@@ -18,13 +18,16 @@ def order_weights(
     state: State, mover: Mover, in_loop: Callable[[Callable[[], None]], None], check: Callable[[], None], row: int,
     wanted: bool,
 ) -> None:  # fmt: skip
-    """Orders the weights of a model to come or to leave, and waits until they have."""
+    """Orders the weights of a model to come or to leave, and waits until they have. `check` raises if they cannot: the
+    model or the engine is gone.
+    """
     w, aim = state.weights[row], codes.HERE if wanted else codes.OUT
 
     def flag() -> None:
         w["asked"], w["unwanted"] = int(wanted), int(not wanted and w["stage"] != codes.OUT)
         if wanted and w["stage"] == codes.OUT:
             w["ordered_ns"] = time.monotonic_ns()
+        mover.ordered[row] = wanted
         state.residency["look"][0] = 1
 
     if not wanted and w["keep"] == codes.STAYS:
@@ -37,6 +40,8 @@ def order_weights(
     end = time.monotonic() + ORDER_S
     while w["stage"] != aim and w[counter] == before:
         check()
+        if mover.ordered[row] != wanted and w["stage"] == (codes.OUT if wanted else codes.HERE):
+            raise ModelError(f"the weights were ordered to {'leave' if wanted else 'come'} by another call meanwhile")
         if row in mover.errors and w["stage"] == codes.OUT:
             raise mover.errors[row]
         if not wanted and w["stuck"] != stuck:

@@ -272,7 +272,14 @@ class Residents:
 
     def ask(self, row: int, wanted: bool) -> None:
         """Orders weights to come or to leave although no request requires it, and waits for it."""
-        order_weights(self.state, self.mover, self._in_loop, self._check, row, wanted)
+        loaded = self._rows.get(row)
+
+        def check() -> None:
+            self._check()
+            if self._rows.get(row) is not loaded:
+                raise ModelError("the model was unloaded meanwhile")
+
+        order_weights(self.state, self.mover, self._in_loop, check, row, wanted)
 
     def state_of(self, row: int) -> str:
         """The place of the weights: `resident`, `loading 43 %`, `leaving`, `host` or `disk`."""

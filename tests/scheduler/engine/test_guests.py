@@ -127,6 +127,12 @@ def test_two_guests_of_one_name_are_told_apart_and_more_than_fit_are_refused(eng
     assert engine.stats()["jobs"] == {}
 
 
+def test_a_guest_with_the_name_of_a_turn_is_seen_beside_it(engine):
+    with Guest("train")._connect(), engine.turn("train"):
+        kinds = {name: each["kind"] for name, each in engine.stats()["jobs"].items()}
+        assert kinds == {"train": "turns", f"train-{os.getpid()}": "process"}
+
+
 def test_a_lease_that_nobody_renews_expires():
     words = np.zeros(gate.WORDS, np.uint64)
     words[gate.CLOSED_UNTIL_NS] = time.monotonic_ns() + 20_000_000

@@ -1,0 +1,60 @@
+"""Weights ordered to come or to leave by hand: whoever waits for an order that another call cancelled is told so."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from chain_models import SMALL, ask, chain, room_for
+
+import paellapy as pp
+from paellapy.scheduler.core.check import check_at_rest
+from paellapy.scheduler.core.errors import ModelError, UnknownModelError
+from paellapy.scheduler.engine.ordering import order_weights
+
+DEVICES = ["virtual:h200", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=DEVICES)
+def server(request):
+    """Two models, of which one is on the GPU."""
+    device = request.param
+    with pp.Engine(device, memory_bytes=room_for(device, 1), quantum_us=2, tuning=SMALL) as server:
+        for k, name in enumerate(("one", "two")):
+            server.load(chain(name, k)[0])
+        server.prefetch("two")
+        yield server
+        check_at_rest(server.state)
+
+
+@pytest.mark.parametrize(("name", "wanted", "other"), [("one", True, "leave"), ("two", False, "come")])
+def test_an_order_that_another_one_cancels_ends(server, name, wanted, other):
+    row, mover = server._find(name).row, server._residents.mover
+
+    def cancelled(flag):
+        mover.ordered[row] = not wanted
+
+    with pytest.raises(ModelError, match=other):
+        order_weights(server.state, mover, cancelled, lambda: None, row, wanted)
+
+
+def test_orders_of_many_threads_all_end(server):
+    told = []
+
+    def order(what, name):
+        try:
+            what(name)
+        except (ModelError, UnknownModelError) as e:
+            told.append(e)
+
+    for _ in range(5):
+        orders = [(what, name) for what in (server.prefetch, server.evict) for name in ("one", "two", "one")]
+        threads = [threading.Thread(target=order, args=each) for each in orders]
+        for each in threads:
+            each.start()
+        server.unload("one")
+        for each in threads:
+            each.join()
+        server.load(chain("one", 0)[0])
+    for k, name in enumerate(("one", "two")):
+        ask(server, name, chain(name, k)[1])
