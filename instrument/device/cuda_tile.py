@@ -20,8 +20,8 @@ def encode_tile(descriptor: Descriptor, facts: dict[str, Any]) -> bytes:
         shape[-1] *= 2
     kind = _TF32 if descriptor.tf32 else _HOST_TYPES.get(facts["elem_type"], facts["elem_type"])
     size, rank = facts["elem_size"], len(shape)
-    # The driver counts dimensions from the innermost one, and omits its stride.
-    strides = [size * stride for stride in descriptor.strides[-2::-1]]
+    # The driver counts dimensions from the innermost one, and omits its stride. It refuses an empty list.
+    strides = [size * stride for stride in descriptor.strides[-2::-1]] or [size * shape[0]]
     fill = cu.CUtensorMapFloatOOBfill
     encoded = cu.cuTensorMapEncodeTiled(
         cu.CUtensorMapDataType(kind),

@@ -75,9 +75,14 @@ def _one(i: Instruction, to: str, of: str) -> Function:
             value = casts.convert("arith.truncf", ELEMENTS["f32"], target, "rtz")(value)
         elif to == "f32" and of == "f64" and mode:
             value = rnd.to_float(value, mode, "f4")
-        return np.clip(np.nan_to_num(value), 0, 1) if "sat" in i.modifiers else value
+        return saturated(value) if "sat" in i.modifiers else value
 
     return to_float
+
+
+def saturated(value: Any) -> Any:
+    """The number limited to 0 … 1, as `.sat` has it: not a number becomes 0, and so does -0."""
+    return np.clip(np.nan_to_num(value), 0, 1) + value.dtype.type(0)
 
 
 def _within(dtype: Any, limits: Any) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import numpy as np
 from paellapy.instrument.ttir import elementwise as ew
 from paellapy.instrument.ttir import libdevice
 from paellapy.instrument.ttir import rounding as rnd
-from paellapy.instrument.ttir.ptx_conversions import convert
+from paellapy.instrument.ttir.ptx_conversions import convert, saturated
 from paellapy.instrument.ttir.ptx_pieces import MODES, Function, Instruction, element_of, halves, read, resized, write
 from paellapy.instrument.ttir.types import Array
 
@@ -86,7 +86,7 @@ def _plain(i: Instruction, kind: str) -> Function:
         raise i.unknown()
     if "sat" not in i.modifiers:
         return fn
-    return lambda *args: np.clip(np.nan_to_num(fn(*args)), 0, 1)
+    return lambda *args: saturated(fn(*args))
 
 
 def _integer(i: Instruction, kind: str) -> Function:
@@ -139,12 +139,15 @@ def _extract(i: Instruction) -> Function:
     bits = int(kind[1:])
 
     def run(a: Array, at: Array, count: Array) -> Array:
-        value = read(a, kind[0].replace("s", "u") + kind[1:])
-        at, count = (np.minimum(resized(v, 4) & np.uint32(255), np.uint32(bits)) for v in (at, count))
-        left = np.maximum(np.int64(bits) - at - count, 0)
-        top = value << np.minimum(left, bits - 1).astype(value.dtype)
-        signed = read(top, kind)
-        out = signed >> np.minimum(np.int64(bits) - count, bits - 1).astype(signed.dtype)
+        value = read(a, kind)
+        limited = (np.minimum(resized(v, 4) & np.uint32(255), np.uint32(bits)) for v in (at, count))
+        at, count = (v.astype(value.dtype) for v in limited)
+        gone = at == bits  # of a signed number, the sign remains
+        down = value >> np.where(gone, bits - 1, at)
+        if kind[0] == "u":
+            down = np.where(gone, 0, down).astype(value.dtype)
+        rest = np.minimum(bits - count, bits - 1).astype(value.dtype)
+        out = down << rest >> rest
         return write(np.where(count == 0, np.zeros_like(out), out), kind)
 
     return run

@@ -187,3 +187,21 @@ def test_forms_that_are_not_evaluated_are_refused(text: str):
 def test_constraints_that_are_not_known_are_refused():
     with pytest.raises(UnknownPtx, match="constraint '0'"):
         Assembly.of("add.s32 $0, $0, 1;", "=r,0")
+
+
+@given(st.sampled_from(["u32", "s32", "u64", "s64"]), st.integers(0, 2**64 - 1), st.integers(0, 80), st.integers(0, 80))
+def test_extracted_bits_follow_the_definition(kind: str, number: int, at: int, count: int) -> None:
+    bits = int(kind[1:])
+    source = [number >> k & 1 for k in range(bits)]
+    fill = source[min(at + count - 1, bits - 1)] if kind[0] == "s" and count else 0
+    wanted = [source[at + k] if k < count and at + k < bits else fill for k in range(bits)]
+    value = np.array(number & (1 << bits) - 1, f"u{bits // 8}")[()]
+    letter = "r" if bits == 32 else "l"
+    found = of(f"bfe.{kind} $0, $1, {at}, {count};", f"={letter},{letter}", value)
+    assert [int(found[0]) >> k & 1 for k in range(bits)] == wanted
+
+
+def test_saturated_zeros_have_no_sign():
+    for text in ("cvt.sat.f32.f32 $0, $1;", "add.sat.f32 $0, $1, $1;"):
+        found = of(text, "=r,r", np.float32(-0.0))
+        assert found.view(np.uint32)[0] == 0
