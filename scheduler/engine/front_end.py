@@ -20,7 +20,6 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.clients import client_key, find_client
@@ -33,6 +32,7 @@ from paellapy.scheduler.engine import front_calls as calls
 from paellapy.scheduler.engine.front_calls import E_LANE, E_MODEL, E_REQUEST, E_SLOT, E_STATUS
 from paellapy.scheduler.engine.messages import Messages
 from paellapy.scheduler.engine.rows import Rows
+from paellapy.scheduler.engine.stage import OwnStage, Stage
 from paellapy.scheduler.engine.waiters import Waiter
 from paellapy.scheduler.models.lane_memory import Lane
 from paellapy.scheduler.models.model import Model
@@ -74,25 +74,13 @@ class Pending:
 Staged = tuple[Pending, int, Any]  # a request, the address of its inputs for the core, and the token of their memory
 
 
-class Stage:
-    """Memory, readable by the core, for inputs that have no slot yet. This class serves the core's own process."""
-
-    def take(self, nbytes: int) -> tuple[NDArray[np.uint8], int, Any]:
-        """Memory to write to, its address for the core, and a token for `give`."""
-        memory = np.empty(nbytes, np.uint8)
-        return memory, int(memory.ctypes.data), memory
-
-    def give(self, taken: Any) -> None:
-        """Frees the memory: the core has read it, or never will."""
-
-
 class FrontEnd:
     """Owns request rows, and reads a completion ring."""
 
     def __init__(
         self, state: State, limits: Limits, front: int, bell: Bell, wake_fd: int, stage: Stage | None = None
     ) -> None:
-        self.state, self.front, self.bell, self.wake_fd, self.stage = state, front, bell, wake_fd, stage or Stage()
+        self.state, self.front, self.bell, self.wake_fd, self.stage = state, front, bell, wake_fd, stage or OwnStage()
         self._held_line = calls.Line(state, front, bell.fd)
         self._line = self._held_line.address
         self._messages = Messages()
@@ -183,16 +171,18 @@ class FrontEnd:
         """Posts requests with staged inputs, which the core copies once the model has free slots. The core takes them
         in one step, so an idle engine does not run the first of them alone.
         """
-        run = np.empty(len(staged), SUBMISSION) if len(staged) > 1 else None
+        terms = client, priority, arrival_ns, deadline_ns
+        if len(staged) == 1:
+            pending, source, keep = staged[0]
+            pending.keep = keep
+            self._post(self._messages.fill(pending, codes.NONE, codes.NONE, source, terms))
+            return
+        run = np.empty(len(staged), SUBMISSION)
         for k, (pending, source, keep) in enumerate(staged):
             pending.keep = keep
-            terms = client, priority, arrival_ns, deadline_ns
             message = self._messages.fill(pending, codes.NONE, codes.NONE, source, terms)
-            if run is None:
-                self._post(message)
-                return
             ctypes.memmove(run.ctypes.data + k * SUBMISSION.itemsize, message, SUBMISSION.itemsize)
-        while run is not None and not calls.post_all(self._line, run.ctypes.data, len(staged)):
+        while not calls.post_all(self._line, run.ctypes.data, len(staged)):
             self._yield()
 
     def cancel(self, pending: Pending) -> None:

@@ -15,18 +15,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from paellapy.scheduler.core.errors import EngineAwayError, EngineFailedError, QueueFullError
+from paellapy.scheduler.core.errors import EngineAwayError, EngineFailedError
 from paellapy.scheduler.core.job import GPU, JOB
 from paellapy.scheduler.core.loop import Bell
 from paellapy.scheduler.core.shared_memory import SharedBlock
 from paellapy.scheduler.core.state import Limits, State, new_state, over
 from paellapy.scheduler.core.tenants import tenants_stats
-from paellapy.scheduler.engine.front_end import FrontEnd, Stage
+from paellapy.scheduler.engine.front_end import FrontEnd
 from paellapy.scheduler.engine.request_checks import find_model
 from paellapy.scheduler.engine.requests import Requester
 from paellapy.scheduler.engine.slots import Slot
+from paellapy.scheduler.engine.stage import SharedStage
 from paellapy.scheduler.engine.stats import core_stats, live_stats, model_stats
 from paellapy.scheduler.models.lane_memory import Lane, LanePlan, Memory
 from paellapy.scheduler.models.model import Model
@@ -65,32 +65,6 @@ class RemoteModel:
     ) -> RemoteModel:
         mapped = {number: Lane(k, model, plan, MappedMemory(b)) for k, (number, b) in enumerate(lanes.items())}
         return RemoteModel(model, row, generation, mapped, memory_bytes)
-
-
-class SharedStage(Stage):
-    """Memory of this front end that the engine's process can read, in reusable blocks whose sizes are powers of two."""
-
-    def __init__(self, block: SharedBlock, engines_address: int) -> None:
-        self._memory, self._address = block.array, engines_address
-        self._free: dict[int, list[int]] = {}
-        self._used = 0
-
-    def take(self, nbytes: int) -> tuple[NDArray[np.uint8], int, Any]:
-        size = max(64, 1 << (nbytes - 1).bit_length())
-        known = self._free.setdefault(size, [])
-        if known:
-            at = known.pop()
-        elif self._used + size <= len(self._memory):
-            at, self._used = self._used, self._used + size
-        else:
-            raise QueueFullError(
-                f"all {len(self._memory) >> 20} MiB for waiting inputs are in use; try again later"
-            )
-        return self._memory[at : at + nbytes], self._address + at, (at, size)
-
-    def give(self, taken: Any) -> None:
-        at, size = taken
-        self._free[size].append(at)
 
 
 @dataclass(slots=True)
