@@ -29,6 +29,14 @@ def _turned(nearest: Any, rest: Any, mode: str) -> Any:
     return np.where(wrong & np.isfinite(rest), moved, nearest)[()]
 
 
+def _limited(found: Any, exact: Any, mode: str) -> Any:
+    """Infinity that comes of rounding finite numbers (where not `exact`) is the largest number in some directions."""
+    if mode == "rn":
+        return found
+    inwards = {"rz": np.isinf(found), "ru": found == -np.inf, "rd": found == np.inf}[mode] & ~exact
+    return np.where(inwards, np.copysign(np.finfo(found.dtype).max, found), found)[()]
+
+
 def _sum_rest(a: Any, b: Any, s: Any) -> Any:
     """The rounding error of a + b rounded to s (Knuth's two-sum)."""
     t = s - a
@@ -91,9 +99,21 @@ def directed(name: str, mode: str) -> Function:
 
     def run(*xs: Any) -> Any:
         nearest, rest = _PARTS[name](*xs)
-        return _turned(nearest, rest, mode)
+        found = _turned(nearest, rest, mode)
+        exact = ~np.logical_and.reduce(np.broadcast_arrays(*(np.isfinite(x) for x in xs)))
+        if name in ("div", "rcp", "rsqrt"):
+            exact = exact | (xs[-1] == 0)
+        if mode == "rd" and name in ("add", "sub", "fma"):
+            found = np.where((nearest == 0) & (rest == 0) & _any_below(name, *xs), -np.zeros_like(found), found)[()]
+        return _limited(found, exact, mode)
 
     return run
+
+
+def _any_below(name: str, *xs: Any) -> Any:
+    """Whether a sum that is 0 has an addend other than +0: rounded down, it is -0."""
+    first, second = (xs[0] * xs[1], xs[2]) if name == "fma" else (xs[0], -xs[1] if name == "sub" else xs[1])
+    return (first != 0) | (second != 0) | np.signbit(first) | np.signbit(second)
 
 
 def whole(x: Any, mode: str) -> Any:
@@ -117,7 +137,7 @@ def to_float(x: Any, mode: str, target: str) -> Any:
     """An integer or a wider float as a float of NumPy type `target`."""
     nearest = np.asarray(x.astype(target))
     if x.dtype.kind == "f":
-        return _turned(nearest, x - nearest.astype(x.dtype), mode)
+        return _limited(_turned(nearest, x - nearest.astype(x.dtype), mode), ~np.isfinite(x), mode)
     # Integers in two halves, each exact in float64: the remainder after subtracting the nearest float.
     high, low = (x >> 32).astype(np.float64) * 2.0**32, (x & x.dtype.type(0xFFFFFFFF)).astype(np.float64)
     return _turned(nearest, (high - nearest.astype(np.float64)) + low, mode)

@@ -376,6 +376,33 @@ def test_directed_rounding_encloses_the_exact_result(name: str, a: float, b: flo
     assert abs(zero) == min(abs(low), abs(high))
 
 
+@pytest.mark.parametrize(("name", "args"), [("mul", [3e38, 2.0]), ("add", [3e38, 3e38]), ("fma", [3e38, 3e38, 1.0]),
+                                            ("div", [3e38, 0.1])])  # fmt: skip
+def test_directed_rounding_of_numbers_too_large(name: str, args: list[float]):
+    most = np.finfo(np.float32).max
+    for sign in (1, -1):
+        xs = [np.float32(a) for a in args]
+        xs[0], xs[-1] = xs[0] * sign, xs[-1] * sign if name == "add" else xs[-1]
+        found = {mode: rnd.directed(name, mode)(*xs) for mode in ("rn", "rz", "ru", "rd")}
+        inwards, outwards = ("rd", "ru") if sign > 0 else ("ru", "rd")
+        assert found["rz"] == found[inwards] == sign * most
+        assert found["rn"] == found[outwards] == sign * np.inf
+    assert rnd.directed("div", "rz")(np.float32(1), np.float32(0)) == np.inf
+    assert rnd.to_float(np.float64(1e300), "rz", "f4") == most
+
+
+@pytest.mark.parametrize(("name", "args", "signs"), [
+    ("add", [1.5, -1.5], "+-"), ("add", [0.0, 0.0], "++"), ("add", [-0.0, -0.0], "--"), ("add", [0.0, -0.0], "+-"),
+    ("sub", [2.0, 2.0], "+-"), ("sub", [0.0, -0.0], "++"), ("mul", [0.0, -1.0], "--"),
+    ("fma", [0.0, -2.0, 0.0], "+-"), ("fma", [0.0, 2.0, 0.0], "++"), ("fma", [2.0, 3.0, -6.0], "+-"),
+])  # fmt: skip
+def test_zeros_rounded_up_and_down_have_the_sign_that_ieee_gives_them(name: str, args: list[float], signs: str):
+    for mode, sign in zip(("ru", "rd"), signs, strict=True):
+        found = rnd.directed(name, mode)(*map(np.float32, args))
+        assert found == 0
+        assert bool(np.signbit(found)) == (sign == "-")
+
+
 @triton.jit
 def swap_in_either(a, b, out):
     block = tl.program_id(0)
