@@ -27,6 +27,7 @@ import quoted_beside  # noqa: E402
 import quoted_cluster  # noqa: E402
 import quoted_kernels  # noqa: E402
 import quoted_scheduling  # noqa: E402
+import quoted_serving  # noqa: E402
 import quoted_sharing  # noqa: E402
 import quoted_trust  # noqa: E402
 from result_files import RESULTS, stored  # noqa: E402
@@ -157,10 +158,6 @@ def gap_us(when: str) -> float:
     return float(stored("kernel_gaps")["cases"]["and 7 on another"][when]) / 1e3
 
 
-def per_s(workers: str) -> float:
-    return float(stored("serving_demo")["found"][workers]["many"]["per_s"])
-
-
 def alone_ms() -> list[float]:
     return [model["alone_us"] / 1e3 for model in stored("engine_h200")["models"].values()]
 
@@ -176,7 +173,7 @@ def tables() -> dict[str, str]:
     ours = {"aims": aims(), "costs": costs(), "cold-start": first_use(), "cold-parts": first_use_parts()}
     ours["model-loads"] = model_loads()
     others = quoted_scheduling.tables() | quoted_cluster.tables() | quoted_sharing.tables()
-    others |= quoted_trust.tables() | quoted_beside.tables() | quoted_kernels.tables()
+    others |= quoted_trust.tables() | quoted_beside.tables() | quoted_kernels.tables() | quoted_serving.tables()
     return ours | paper_report.tables(RESULTS / "paper.json") | others
 
 
@@ -216,7 +213,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "live.hz": lambda: f"{stored('live_overhead')['hz']:.1f}",
     "live.thread": lambda: f"{100 * stored('live_overhead')['thread_cpu_share']:.1f}",
     "live.request": lambda: f"{stored('live_overhead')['note_us_per_request']:.1f}",
-    "demo.eight-workers": lambda: f"{per_s('8') / per_s('one'):.1f}",
+    "demo.eight-workers": lambda: f"{quoted_serving.per_s('8') / quoted_serving.per_s('one'):.1f}",
+    "demo.http-least": lambda: f"{min(quoted_serving.http_us()):.0f}",
+    "demo.http-most": lambda: f"{max(quoted_serving.http_us()):.0f}",
     "engine.shortest": lambda: f"{min(alone_ms()):.2f}",
     "engine.longest": lambda: f"{max(alone_ms()):.1f}",
     "demand.limit": lambda: f"{tuned('demand_limit'):.1f}",
