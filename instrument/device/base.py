@@ -221,7 +221,7 @@ class Device(ABC):
 
     def _tokens(self) -> list[contextvars.Token[Device | None]]:
         """Of this thread: others may have entered the device at the same time."""
-        local = self.__dict__.setdefault("_entered", threading.local())
+        local = self.__dict__.get("_entered") or self.__dict__.setdefault("_entered", threading.local())
         return local.__dict__.setdefault("tokens", [])  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:

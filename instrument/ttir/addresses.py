@@ -71,6 +71,13 @@ def _seen_before() -> Iterator[Array]:
             yield memory
 
 
+def _whole(array: Array) -> Array:
+    """All memory of an argument, of which it may be a view: a kernel may reach the rest by an address."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
 class Places:
     """Arrays in order of their addresses. One of these serves a whole run."""
 
@@ -78,7 +85,7 @@ class Places:
         self._spans: dict[int, Array] = {}
         self._starts: list[int] = []
         self._all = False
-        self._add([*(f for f in buffers.flat if f is not None), *_known.values(), *_seen_before()])
+        self._add([*(_whole(f) for f in buffers.flat if f is not None), *_known.values(), *_seen_before()])
 
     def _add(self, arrays: Iterable[Array]) -> None:
         for array in arrays:

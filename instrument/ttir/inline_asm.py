@@ -29,7 +29,7 @@ class Assembly:
     def of(cls, text: str, constraints: str) -> Assembly:
         kinds = [c.strip() for c in constraints.split(",") if c.strip()]
         for kind in kinds:
-            if kind.lstrip("=") not in _WIDTHS and not kind.startswith("~"):
+            if kind.lstrip("=&") not in _WIDTHS and not kind.startswith("~"):
                 raise UnknownPtx(f"with the constraint {kind!r}")
         outputs = tuple(_WIDTHS[c[-1]] for c in kinds if c.startswith("="))
         inputs = tuple(_WIDTHS[c[-1]] for c in kinds if not c.startswith(("=", "~")))
@@ -74,7 +74,7 @@ def _guarded(step: Instruction, registers: dict[str, Array], name: str, bits: Ar
         return bits
     condition = registers[step.guard.removeprefix("!")]
     before = registers.get(name, np.zeros_like(bits))
-    return np.where(~condition if step.guard.startswith("!") else condition, bits, before)
+    return np.where(np.logical_not(condition) if step.guard.startswith("!") else condition, bits, before)
 
 
 def _size(step: Instruction) -> int:

@@ -62,22 +62,33 @@ def _one(i: Instruction, to: str, of: str) -> Function:
         return lambda value: np.clip(value, *_within(value.dtype, limits)).astype(kind)
     if target.narrow and (mode in ("ru", "rd") or (mode == "rz" and source is None)):
         raise i.unknown()
+    if to == "bf16" and of in ("s64", "u64"):  # not every one is a float of 64 bits
+        raise i.unknown()
 
     def to_float(value: Any) -> Any:
         if "relu" in i.modifiers:
             value = np.maximum(value, value.dtype.type(0))
         if source is None:
             wide = value.astype(f"{value.dtype.kind}8")
-            return rnd.to_float(wide, mode or "rn", "f4" if to == "f32" else "f8")
-        if any(m.endswith("i") for m in i.modifiers if m in MODES):  # a whole number, as a float
+            value = rnd.to_float(wide, mode or "rn", "f4" if to == "f32" else "f8")
+        elif any(m.endswith("i") for m in i.modifiers if m in MODES):  # a whole number, as a float
             value = rnd.whole(value, mode)
         elif mode == "rz" and target.narrow:
             value = casts.convert("arith.truncf", ELEMENTS["f32"], target, "rtz")(value)
         elif to == "f32" and of == "f64" and mode:
             value = rnd.to_float(value, mode, "f4")
-        return saturated(value) if "sat" in i.modifiers else value
+        if "sat" in i.modifiers:
+            value = saturated(value)
+        return _to_odd(value) if target.narrow and value.dtype == np.float64 else value
 
     return to_float
+
+
+def _to_odd(value: Any) -> Any:
+    """A float of 64 bits as one of 32 that can be rounded once more: its last bit says that digits were lost."""
+    cut = np.asarray(rnd.to_float(value, "rz", "f4"))
+    lost = np.isfinite(value) & (cut.astype(np.float64) != value)
+    return (cut.view(np.uint32) | lost).view(np.float32)
 
 
 def saturated(value: Any) -> Any:

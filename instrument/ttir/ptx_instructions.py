@@ -28,7 +28,8 @@ _INTEGER: dict[str, Function] = {
     "brev": lambda x: libdevice._NAMES["brev"](x.view(f"i{x.dtype.itemsize}")),
 }  # fmt: skip
 _PREDICATE: dict[str, Function] = {
-    "and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor, "not": np.logical_not, "mov": lambda a: a,
+    "and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor, "not": np.logical_not,
+    "mov": lambda a: np.asarray(a) != 0,
 }  # fmt: skip
 _COMPARE: dict[str, Function] = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
@@ -201,4 +202,11 @@ def _compare(i: Instruction) -> Function:
     if compare is None or not kind or "|" in i.operands[0] or len(i.operands) != 3:
         raise i.unknown()
     i.allow(i.modifiers[0], "ftz")
+    if "ftz" in i.modifiers:
+        return lambda a, b: compare(_flushed(read(a, kind)), _flushed(read(b, kind)))
     return lambda a, b: compare(read(a, kind), read(b, kind))
+
+
+def _flushed(value: Array) -> Array:
+    """Numbers below the normal ones as 0."""
+    return np.where(np.abs(value) < np.finfo(value.dtype).tiny, np.zeros_like(value), value)

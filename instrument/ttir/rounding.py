@@ -37,6 +37,11 @@ def _limited(found: Any, exact: Any, mode: str) -> Any:
     return np.where(inwards, np.copysign(np.finfo(found.dtype).max, found), found)[()]
 
 
+def _wider(*xs: Any) -> list[Any]:
+    """Floats of 32 bits as floats of 64, in which their rests do not underflow."""
+    return [np.asarray(x, np.float64) if np.asarray(x).dtype == np.float32 else x for x in xs]
+
+
 def _sum_rest(a: Any, b: Any, s: Any) -> Any:
     """The rounding error of a + b rounded to s (Knuth's two-sum)."""
     t = s - a
@@ -50,17 +55,20 @@ def _add(a: Any, b: Any) -> tuple[Any, Any]:
 
 def _mul(a: Any, b: Any) -> tuple[Any, Any]:
     p = a * b
-    return p, fma(a, b, -p)
+    a, b, exact = _wider(a, b, p)
+    return p, fma(a, b, -exact)
 
 
 def _div(a: Any, b: Any) -> tuple[Any, Any]:
     q = a / b
-    return q, fma(-q, b, a) * np.sign(b)
+    a, b, exact = _wider(a, b, q)
+    return q, fma(-exact, b, a) * np.sign(b)
 
 
 def _sqrt(a: Any) -> tuple[Any, Any]:
     r = np.sqrt(a)
-    return r, fma(-r, r, a)
+    a, exact = _wider(a, r)
+    return r, fma(-exact, exact, a)
 
 
 def _rsqrt(a: Any) -> tuple[Any, Any]:

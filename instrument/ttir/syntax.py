@@ -7,16 +7,18 @@ from functools import cache
 
 STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
 
-_ESCAPE = re.compile(r'\\([0-9A-Fa-f]{2}|[\\"nt])')
+_ESCAPE = re.compile(r'(?:\\[0-9A-Fa-f]{2})+|\\[\\"nt]')
 
 
 def unescaped(text: str) -> str:
     """The contents of a string: MLIR writes a line's end as `\\0A`, a quotation mark as `\\22`."""
-    return _ESCAPE.sub(lambda m: {"n": "\n", "t": "\t"}.get(m[1]) or _character(m[1]), text)
+    return _ESCAPE.sub(lambda m: _characters(m[0].replace("\\", "") or "\\"), text)
 
 
-def _character(code: str) -> str:
-    return chr(int(code, 16)) if len(code) == 2 else code
+def _characters(code: str) -> str:
+    if len(code) == 1:
+        return {"n": "\n", "t": "\t"}.get(code, code)
+    return bytes.fromhex(code).decode("utf-8", "replace")
 
 
 def closing(text: str, start: int) -> int:

@@ -205,3 +205,32 @@ def test_saturated_zeros_have_no_sign():
     for text in ("cvt.sat.f32.f32 $0, $1;", "add.sat.f32 $0, $1, $1;"):
         found = of(text, "=r,r", np.float32(-0.0))
         assert found.view(np.uint32)[0] == 0
+
+
+@pytest.mark.parametrize(("text", "value", "wanted"), [
+    ("cvt.rn.sat.f32.s32 $0, $1;", np.int32(5), 1.0), ("cvt.rn.sat.f32.s32 $0, $1;", np.int32(-1), 0.0),
+    ("{ .reg .pred p; setp.lt.ftz.f32 p, $1, 0f00000000; selp.f32 $0, 0f3F800000, 0f00000000, p; }",
+     np.float32(-1e-40), 0.0),
+    ("{ .reg .pred p; mov.pred p, 1; mov.b32 $0, 0f3F800000; @!p mov.b32 $0, 0f00000000; }", np.int32(0), 1.0),
+])  # fmt: skip
+def test_modifiers_that_change_results(text: str, value: Any, wanted: float) -> None:
+    assert float(of(text, "=r,r", value).view(np.float32)[0]) == wanted
+
+
+@pytest.mark.parametrize(("text", "value", "wanted"), [
+    ("cvt.rn.bf16.s32 $0, $1;", np.int32(2**30 + 2**22 + 1), 0x4E81),
+    ("cvt.rn.f16.f64 $0, $1;", np.float64(1 + 2**-11 + 2**-40), 0x3C01),
+    ("cvt.rn.bf16.f64 $0, $1;", np.float64(1 + 2**-8 + 2**-40), 0x3F81),
+    ("cvt.rn.f16.f64 $0, $1;", np.float64(1e300), 0x7C00),
+])  # fmt: skip
+def test_narrow_results_are_rounded_once(text: str, value: Any, wanted: int) -> None:
+    letter = "r" if value.itemsize == 4 else "d"
+    assert int(of(text, f"=h,{letter}", value)[0]) == wanted
+
+
+def test_results_may_be_written_before_the_last_operand_is_read():
+    assert int(of("add.s32 $0, $1, 1; add.s32 $0, $0, $1;", "=&r,r", np.int32(4))[0]) == 9
+
+
+def test_messages_may_have_any_letters():
+    assert unescaped(r'gr\C3\B6\C3\9Fer \\22 \22') == 'größer \\22 "'
