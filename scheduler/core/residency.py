@@ -111,9 +111,9 @@ def worth(s: State, m: int, now: int) -> float:
 
 @part
 def may_leave(s: State, m: int, priority: int) -> bool:
-    """Whether a model may ever leave for one of this priority."""
-    w = s.weights[m]
-    return bool(w.stage == HERE and w.keep != STAYS and w.marked == 0 and s.model[m].priority <= priority)
+    """Whether a model may ever leave for one of this priority. One that GOES leaves for any, if it has no requests."""
+    w, goes = s.weights[m], s.weights[m].keep == GOES and wanting(s, m) == 0
+    return bool(w.stage == HERE and w.keep != STAYS and w.marked == 0 and (goes or s.model[m].priority <= priority))
 
 
 @part

@@ -13,6 +13,7 @@ from paellapy.scheduler.core.state import State
 from paellapy.scheduler.models.sizes import readable_bytes
 
 LOOK_S = 0.0005
+ORDER_S = 600.0  # longest wait for models in use that are to be evicted
 SHARED = ""  # the owner's name for berths, which belong to no single model
 
 
@@ -82,15 +83,23 @@ class Budget:
             r["load_bytes"] = r["load_granted"] = 0
 
         def drop() -> None:
-            r["load_bytes"] = r["load_granted"] = 0
+            if r["load_granted"] <= 0:  # otherwise the core granted the memory at the last moment
+                r["load_bytes"] = r["load_granted"] = 0
+                r["look"] = 1
 
         self._in_loop(ask)
-        while not r["load_granted"]:
+        end = time.monotonic() + ORDER_S
+        while not r["load_granted"] and time.monotonic() < end:
             self._check()
             time.sleep(LOOK_S)
-        if r["load_granted"] == codes.NONE:
+        if r["load_granted"] <= 0:
+            why = self.why_stuck() if r["load_granted"] else (
+                f"models in use hold it since {ORDER_S:.0f} s. Load the model while they have fewer requests, give it "
+                "their priority, unload one of them, or give the engine more memory_bytes."
+            )  # fmt: skip
             self._in_loop(drop)
-            raise MemoryPlanError(f"{what} of {readable_bytes(nbytes)} get no memory: {self.why_stuck()}")
+            if not r["load_granted"]:
+                raise MemoryPlanError(f"{what} of {readable_bytes(nbytes)} get no memory: {why}")
         self._in_loop(take)
         self.taken[name] = self.taken.get(name, 0) + nbytes
 

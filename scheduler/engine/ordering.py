@@ -8,10 +8,8 @@ from collections.abc import Callable
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.errors import MemoryPlanError, ModelError
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.engine.budget import LOOK_S
+from paellapy.scheduler.engine.budget import LOOK_S, ORDER_S
 from paellapy.scheduler.engine.mover import Mover
-
-ORDER_S = 600.0  # longest wait for a model in use that is to be evicted
 
 
 def order_weights(

@@ -75,6 +75,33 @@ def test_a_load_that_waits_for_the_memory_is_refused():
     assert bench.stage(0) == codes.HERE
 
 
+def bench_with_a_prefetched_model_of_higher_priority():
+    """Models of which one fits at a time. The first one is there, and was prefetched while its request ran."""
+    models = [profile(f"m{k}", segments=1, ns=500.0, weight_bytes=CHUNK, priority=1 - k) for k in range(2)]
+    bench = MovingBench(models, budget=CHUNK, resident=(codes.GOES, codes.AUTO))
+    serial = bench.submit(0, priority=1)
+    bench.step()
+    bench.ask(0, asked=1)
+    bench.settle()
+    assert bench.status(serial) == codes.OK
+    assert bench.stage(0) == codes.HERE
+    return bench
+
+
+def test_a_load_of_lower_priority_gets_the_memory_of_prefetched_weights_that_go():
+    bench = bench_with_a_prefetched_model_of_higher_priority()
+    bench.state.residency["load_bytes"], bench.state.residency["look"] = CHUNK, 1
+    for _ in range(20):
+        bench.step(CHUNK)
+    assert bench.state.residency["load_granted"][0] == 1
+    assert bench.stage(0) == codes.OUT
+
+
+def test_a_request_of_lower_priority_gets_the_memory_of_prefetched_weights_that_go():
+    bench = bench_with_a_prefetched_model_of_higher_priority()
+    assert bench.status(served(bench, 1)) == codes.OK
+
+
 @policy
 def soonest_ready(job):
     return job.ready_ns

@@ -5,10 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from chain_models import SMALL, WEIGHTS, N, ask, chain, room_for
+from core_bench import Bench
 from engine_models import scale
 
 import paellapy as pp
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.errors import MemoryPlanError, ModelError, UnknownModelError
+from paellapy.scheduler.engine.budget import Budget
 
 DEVICES = ["virtual:h200", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -70,6 +73,39 @@ def test_a_model_that_turns_out_to_stay_is_refused_where_the_others_would_not_fi
             server.load(pp.Model("counter", fn, weights={"state": large}, batch=(1,), lanes=1, **specs))
         ask(server, "one", weights)
         assert list(server.models) == ["one"]
+
+
+def budget_whose_core_grants(state, at_last):
+    """A budget over a core that never takes a step. With `at_last` it grants the memory just before the load gives up.
+    """
+    r = state.residency[0]
+    r["budget_bytes"] = 100
+    calls = []
+
+    def in_loop(function):
+        calls.append(function.__name__)
+        if function.__name__ == "drop" and at_last:
+            r["load_granted"], r["held_bytes"] = 1, r["load_bytes"]
+        function()
+
+    return Budget(state, 100, in_loop, lambda: None), calls
+
+
+@pytest.mark.parametrize("at_last", [False, True])
+def test_a_load_does_not_wait_for_ever_for_memory_of_models_in_use(monkeypatch, at_last):
+    monkeypatch.setattr("paellapy.scheduler.engine.budget.ORDER_S", 0.01)
+    state = Bench([]).state
+    budget, calls = budget_whose_core_grants(state, at_last)
+    if at_last:
+        budget.place("low", 60, 0, codes.AUTO, "weights")
+        assert calls == ["ask", "drop", "take"]
+    else:
+        with pytest.raises(MemoryPlanError, match="memory_bytes"):
+            budget.place("low", 60, 0, codes.AUTO, "weights")
+        assert calls == ["ask", "drop"]
+    r = state.residency[0]
+    assert (r["load_bytes"], r["load_granted"], r["held_bytes"]) == (0, 0, 0)
+    assert budget.taken == ({"low": 60} if at_last else {})
 
 
 @pytest.mark.parametrize("name", ["memory_bytes", "host_bytes"])
