@@ -79,7 +79,11 @@ class Trials:
 def _drawn(draw: np.random.Generator, spec: TensorSpec, shape: tuple[int, ...]) -> NDArray[Any] | None:
     """Values that an input may have: also masks and indices, so that all parts of tables count. None: not known."""
     if spec.low is not None and spec.high is not None and spec.dtype.kind in "iu":
-        return draw.integers(math.ceil(spec.low), math.floor(spec.high), shape, endpoint=True)
+        if {spec.low, spec.high} & {-math.inf, math.inf}:  # as good as no bound
+            return None
+        limits = np.iinfo(spec.dtype)
+        low, high = max(math.ceil(spec.low), limits.min), min(math.floor(spec.high), limits.max)
+        return draw.integers(low, high, shape, spec.dtype.newbyteorder("="), endpoint=True) if low <= high else None
     if spec.dtype.kind == "b":
         return draw.integers(0, 2, shape)
     return draw.standard_normal(shape) if spec.dtype.kind in "fV" and not spec.has_range else None

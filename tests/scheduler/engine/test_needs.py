@@ -46,3 +46,25 @@ def test_weights_behind_masks_and_indices_are_found_to_be_needed(least):
     assert (made.inputs["ids"] >= 2).all()
     assert (made.inputs["scale"] == 1.0).all()
     assert not made.inputs["kind"].any()  # any other number might be an index beyond a table
+
+
+@pytest.mark.parametrize(("dtype", "low", "high", "least", "most"), [
+    ("int64", 0, 2**63, 0, 2**63 - 1),
+    ("int64", -(2.0**70), 5, -(2**63), 5),
+    ("uint64", -1, 2**64, 0, 2**64 - 1),
+    ("int8", 120.5, 1e30, 121, 127),
+    (">i4", 7, 7, 7, 7),
+    ("int64", 0, np.inf, 0, 0),  # not drawn, as without a bound
+    ("int64", -np.inf, 0, 0, 0),
+    ("int64", np.inf, np.inf, 0, 0),
+    ("int8", 200, 300, 0, 0),
+    ("int32", 0.25, 0.75, 0, 0),
+])  # fmt: skip
+def test_values_are_drawn_from_the_part_of_a_range_that_the_type_can_hold(dtype, low, high, least, most):
+    made = Table()
+    spec = pp.TensorSpec((64,), dtype, low=low, high=high)
+    made.model.inputs["more"], made.inputs["more"] = spec, np.zeros((1, 64), spec.dtype)
+    Trials(made, made, np.zeros(68, np.uint8), made, SimpleNamespace(handles=[0]))
+    found = made.inputs["more"].ravel().tolist()
+    assert least <= min(found) <= max(found) <= most
+    assert (len(set(found)) > 1) == (least < most)
