@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paellapy.instrument.device.cuda import CudaDevice
+from paellapy.instrument.device.driver import relaxed_capture
 from paellapy.scheduler.backends.base import Backend, device_lock
 from paellapy.scheduler.backends.cuda_size_threads import in_thread_of, side_by_side
 from paellapy.scheduler.models.model import Model
@@ -25,7 +26,7 @@ def run_steps(device: CudaDevice, steps: Sequence[Step]) -> None:
             return  # a model is loaded: its own runs load the rest
         try:
             device.activate()
-            with torch.no_grad():
+            with relaxed_capture(), torch.no_grad():  # the user may capture a graph in another thread
                 step(torch.device("cuda", device.index))
                 torch.cuda.current_stream(device.index).synchronize()
         finally:
