@@ -100,7 +100,8 @@ class TorchModule:
     @property
     def plans_convolutions(self) -> bool:
         """Whether cuDNN plans convolutions for each batch size, and a run in another thread gives the same result:
-        nothing is tuned by timing, and PyTorch has no settings that hold in this thread only.
+        nothing is tuned by timing, as modules of other packages may be, and PyTorch has no settings that hold in this
+        thread only.
         """
         torch = needs_torch()
         if not isinstance(self._call, torch.nn.Module) or self.options.compile or torch.backends.cudnn.benchmark:
@@ -113,8 +114,11 @@ class TorchModule:
 
     @functools.cached_property
     def _convolutions(self) -> int:
-        torch = needs_torch()
-        return sum(isinstance(part, torch.nn.modules.conv._ConvNd) for part in self._call.modules())  # type: ignore[attr-defined]
+        """The number of convolutions; 0 if other modules than PyTorch's may launch kernels that time themselves."""
+        parts = list(self._call.modules())  # type: ignore[attr-defined]
+        if not all(type(part).__module__.partition(".")[0] in ("torch", "torchvision") for part in parts):
+            return 0
+        return sum(isinstance(part, needs_torch().nn.modules.conv._ConvNd) for part in parts)
 
     def place(self, model: str, device: Device) -> Arrays:
         """The module on the device, shared by all lanes and batch sizes."""

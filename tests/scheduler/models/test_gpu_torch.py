@@ -281,7 +281,11 @@ def test_other_threads_may_wait_for_the_gpu_while_a_module_is_loaded():
 
 
 def test_sizes_planned_at_once_in_their_threads_give_the_bits_of_sizes_planned_one_by_one(engine, monkeypatch):
-    net, x = Net(11), images(8, seed=4)
+    torch.manual_seed(11)
+    layers = [torch.nn.Conv2d(3, 32, 3, 2, 1), torch.nn.BatchNorm2d(32)]
+    layers += [each for _ in range(8) for each in (torch.nn.ReLU(), torch.nn.Conv2d(32, 32, 3, 1, 1))]
+    net = torch.nn.Sequential(*layers, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(32, 64))
+    x = images(8, seed=4)
     sizes, programs = (1, 2, 4, 8), {}
 
     def answers(name: str) -> dict[int, list[np.ndarray]]:

@@ -422,24 +422,31 @@ def test_the_ranges_of_indices_are_those_of_their_tables(engine):
     engine.infer_sync("lookups", good)
 
 
-class TwoConvolutions(SmallNet):
-    def __init__(self) -> None:
-        super().__init__()
-        self.second = torch.nn.Conv2d(3, 3, 3)
+class TunedLayer(torch.nn.Module):
+    """Stands for a layer whose kernels are tuned by timing: modules from elsewhere may launch such kernels."""
+
+    def forward(self, x):
+        return x
+
+
+def convolutions(n, *more):
+    return torch.nn.Sequential(*(torch.nn.Conv2d(3, 3, 3) for _ in range(n)), *more)
 
 
 @pytest.mark.parametrize(("module", "options", "plans"), [
-    (TwoConvolutions, {}, True),
-    (SmallNet, {}, False),  # one convolution is planned in no time
-    (TwoConvolutions, {"compile": True}, False),
+    (convolutions(2), {}, True),
+    (torch.nn.Sequential(convolutions(1), convolutions(1)), {}, True),
+    (convolutions(1), {}, False),  # one convolution is planned in no time
+    (convolutions(2), {"compile": True}, False),
+    (convolutions(2, TunedLayer()), {}, False),
 ])  # fmt: skip
 def test_a_network_of_convolutions_is_planned_for_each_batch_size(module, options, plans):
-    model = pp.Model.from_torch(module(), torch.zeros(1, 3, 16, 16), **options)
+    model = pp.Model.from_torch(module, torch.zeros(1, 3, 16, 16), **options)
     assert model.source.plans_convolutions == plans
 
 
 def test_settings_of_this_thread_keep_a_network_in_it(monkeypatch):
-    source = pp.Model.from_torch(TwoConvolutions(), torch.zeros(1, 3, 16, 16)).source
+    source = pp.Model.from_torch(convolutions(2), torch.zeros(1, 3, 16, 16)).source
     with torch.inference_mode():
         assert not source.plans_convolutions
     with torch.device("meta"):
