@@ -153,8 +153,9 @@ class Loading(Governed):
         return took
 
     def tried_ns(self, name: str) -> float:
-        """The duration that `try_batch` recorded last; 0 if it has not run."""
-        return float(self.state.model["trial_ns"][self._find(name).row])
+        """The duration that `try_batch` recorded last, also of an engine that has failed; 0 if it has not run."""
+        loaded = self._models.get(name)
+        return 0.0 if loaded is None else float(self.state.model["trial_ns"][loaded.row])
 
     @property
     def models(self) -> dict[str, Model]:

@@ -10,6 +10,7 @@ import pytest
 from engine_models import scale_model
 
 import paellapy as pp
+from paellapy.scheduler.core.errors import EngineFailedError
 from paellapy.serving.registry import Registry, entry_of
 from paellapy.serving.workers.kept import Kept
 
@@ -36,6 +37,25 @@ def test_the_next_engine_knows_how_long_batches_took(tmp_path):
         assert ran["a"] < ran["b"], "only an unknown model runs full batches"
         registry.load("a")  # another version of it may take another time
         assert engine.tried_ns("a") not in (0, took)
+
+
+def test_a_wish_is_kept_after_the_engine_has_failed(tmp_path):
+    told = []
+    with pp.Engine("virtual:h200") as engine:
+        registry = registry_with(engine, "a", "b")
+        registry.changed += [partial(Kept(tmp_path / "kept").save, registry), lambda: told.append(1)]
+        registry.load("a")
+        registry.load("b")
+        engine._fail(RuntimeError("on purpose"))
+        told.clear()
+        with pytest.raises(EngineFailedError):
+            registry.unload("a")
+        assert told
+        assert engine.tried_ns("nobody") == 0
+    with pp.Engine("virtual:h200") as engine:
+        registry = registry_with(engine, "a", "b")
+        Kept(tmp_path / "kept").restore(registry)
+        assert {name: entry.wanted for name, entry in registry.entries.items()} == {"a": False, "b": True}
 
 
 SHARED = """
