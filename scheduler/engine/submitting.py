@@ -39,18 +39,19 @@ def submit(
         raise
     claims = [front.claim(loaded, terms[0]) for _ in pending]
     staged: list[Staged] = []
-    written = 0
+    written, posted = 0, False
     try:
         for each, claimed, inputs in zip(pending, claims, items, strict=True):
             if claimed is None:
                 staged.append(_stage(front, each, inputs))
         if staged:
+            posted = True
             front.post_staged(staged, *terms)
         for written, (each, claimed, inputs) in enumerate(zip(pending, claims, items, strict=True)):  # noqa: B007
             if claimed is not None:
                 write(front, each, claimed, inputs, terms)
     except Exception:
-        _withdraw(front, pending, claims, staged, written, terms)
+        _withdraw(front, pending, claims, [] if posted else staged, written, terms, posted)
         raise
     return pending
 
@@ -70,7 +71,7 @@ def submit_one(
         else:
             write(front, pending, claimed, inputs, terms)
     except Exception:
-        _withdraw(front, [pending], [claimed], staged, 0, terms)
+        _withdraw(front, [pending], [claimed], [], 0, terms, bool(staged))
         raise
     return pending
 
@@ -91,22 +92,21 @@ def submit_bytes(front: FrontEnd, pending: Pending, pieces: Sequence[memoryview]
                 slot[:] = piece
         front.post_written(pending, *claimed, *terms)
     except Exception:
-        _withdraw(front, [pending], [claimed], staged, 0, terms)
+        _withdraw(front, [pending], [claimed], [], 0, terms, bool(staged))
         raise
 
 
 def _withdraw(
     front: FrontEnd, pending: Sequence[Pending], claims: Sequence[Place | None], staged: Sequence[Staged],
-    written: int, terms: Terms,
+    written: int, terms: Terms, posted: bool,
 ) -> None:  # fmt: skip
     """Withdraws items. Before the item `written`, claimed slots are posted; the others are posted now, because their
-    lane waits for them.
+    lane waits for them. If items without a slot were `posted`, their completions free rows and staged memory.
     """
-    for each, _, keep in staged:
-        if each.keep is None:  # not posted
-            front.stage.give(keep)
+    for _, _, keep in staged:
+        front.stage.give(keep)
     for k, (each, claimed) in enumerate(zip(pending, claims, strict=True)):
-        if claimed is None and each.keep is None:
+        if claimed is None and not posted:
             front.give_back(each)
             continue
         if claimed is not None and k >= written:
