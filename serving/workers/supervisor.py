@@ -252,6 +252,8 @@ class Supervisor:
         pause_s = process.pause_s(lived_s)
         if process is self._standby:  # nobody waits for it
             pause_s = LONGEST_PAUSE_S
+        elif self._standby is not None and process is self._then[0] and self._standby.ready and self._can_take_over():
+            pause_s = 0.0  # its successor has been started already
         process.start_at = time.monotonic() + pause_s
         fields = {"process": process.name, "how": how_ended(status) if pid else "killed", "lived_s": round(lived_s, 1)}
         if process.said:

@@ -64,3 +64,18 @@ def test_it_takes_over_and_knows_what_was_changed(tmp_path):
         server.kill("engine")
         server.wait_until(lambda: server.pids("engine") == [third] and is_ready(server))
         server.wait_until(lambda: answer(server) == 3.0)
+
+
+def test_it_takes_over_at_once_however_often_engines_died(tmp_path):
+    (tmp_path / "own_model.py").write_text(OWN.format("2.0"))
+    (tmp_path / "serve.toml").write_text(CONFIG)
+    with processes(str(tmp_path / "serve.toml"), workers=1, standby_after_s=0.0) as server:
+        standby = 0
+        for _ in range(3):
+            standby = standby_after(server, standby)
+            server.kill("engine")
+            server.wait_until(lambda now=standby: server.pids("engine") == [now])
+        server.wait_until(lambda: answer(server) == 2.0)
+        ended = [line for line in server.lines() if line["message"].startswith("a process ended")]
+        assert len(ended) == 3
+        assert not any("again_in_s" in line for line in ended)
