@@ -90,10 +90,14 @@ class VirtualDevice(Device):
 
     @property
     def model(self) -> SmModel:
-        """The SM model, with all launches so far submitted."""
+        """The SM model, with all launches so far submitted. One that cannot be compiled is reported once."""
         later, self._later = self._later, []
-        for submit in later:
-            submit()
+        for k, submit in enumerate(later):
+            try:
+                submit()
+            except BaseException:
+                self._later = later[k + 1 :] + self._later
+                raise
         return self._model
 
     def place(self, submit: Callable[[], object]) -> None:

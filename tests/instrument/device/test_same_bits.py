@@ -17,7 +17,7 @@ from triton.language.extra import libdevice
 import paellapy as pp
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-OTHERS = ["virtual:a100", pytest.param("cuda", marks=pytest.mark.gpu)]
+OTHERS = ["virtual:h100", pytest.param("cuda", marks=pytest.mark.gpu)]
 N = 64
 FLOATS = [0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 1.5, 2.5, -2.5, 3.25, -5.7, 127.5, 255.5, 300.0, -129.0, 32767.6, -32769.0,
           65504.0, 65519.9, 65520.0, 7e4, 2147483648.0, -2147483904.0, 4294967296.0, 9.3e18, -9.3e18, 1.9e19, 3e38,

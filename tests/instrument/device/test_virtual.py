@@ -21,6 +21,7 @@ from places import ROOT
 import paellapy as pp
 from paellapy.instrument.device.occupancy import occupancy
 from paellapy.instrument.device.parts import PARTS
+from paellapy.instrument.errors import PaellaError
 
 
 @pytest.fixture
@@ -162,6 +163,24 @@ def test_a_small_ring_counts_what_it_lost(device: Any) -> None:
             kernel[(256,)](x, out, 1 << 15, 0, B=128)
     assert trace.dropped > 0
     assert trace.dropped + len(trace.blocks) == launches * 256
+
+
+@triton.jit
+def of_a_newer_part(x, out):
+    text: tl.constexpr = "{ .reg .b16 h; cvt.rn.satfinite.e4m3x2.f32 h, $1, $1; cvt.u32.u16 $0, h; }"
+    tl.store(out, tl.inline_asm_elementwise(text, "=r,r", [tl.load(x)], tl.int32, True, 1))
+
+
+def test_a_launch_that_cannot_be_compiled_is_reported_once_and_hides_no_other() -> None:
+    with pp.Device("virtual:a100") as device:
+        x, out = np.ones(1000, np.float32), pp.empty(1000)
+        pp.kernel(of_a_newer_part)[1,](x, np.zeros(1, np.int32))
+        pp.kernel(shift)[(8,)](x, out, 1000, 0, B=128)
+        with pytest.raises(PaellaError, match="of_a_newer_part"):
+            device.synchronize()
+        with pp.trace() as trace:
+            pp.kernel(shift)[(8,)](x, out, 1000, 0, B=128)
+        assert len(trace.blocks) == 8
 
 
 def test_every_part_can_be_opened_and_runs_kernels() -> None:
