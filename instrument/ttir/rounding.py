@@ -55,20 +55,20 @@ def _add(a: Any, b: Any) -> tuple[Any, Any]:
 
 def _mul(a: Any, b: Any) -> tuple[Any, Any]:
     p = a * b
-    a, b, exact = _wider(a, b, p)
-    return p, fma(a, b, -exact)
+    a, b, rounded = _wider(a, b, p)
+    return p, fma(a, b, -rounded)
 
 
 def _div(a: Any, b: Any) -> tuple[Any, Any]:
     q = a / b
-    a, b, exact = _wider(a, b, q)
-    return q, fma(-exact, b, a) * np.sign(b)
+    a, b, rounded = _wider(a, b, q)
+    return q, fma(-rounded, b, a) * np.sign(b)
 
 
 def _sqrt(a: Any) -> tuple[Any, Any]:
     r = np.sqrt(a)
-    a, exact = _wider(a, r)
-    return r, fma(-exact, exact, a)
+    a, rounded = _wider(a, r)
+    return r, fma(-rounded, rounded, a)
 
 
 def _rsqrt(a: Any) -> tuple[Any, Any]:

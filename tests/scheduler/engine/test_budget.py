@@ -13,13 +13,6 @@ from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.errors import MemoryPlanError, ModelError, UnknownModelError
 from paellapy.scheduler.engine.budget import Budget
 
-DEVICES = ["virtual:h200", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    return request.param
-
 
 def test_a_model_that_stays_takes_no_lanes_that_the_others_need(device):
     """Lanes of the model that stays, in memory of their own, would leave too little for the weights of the others."""

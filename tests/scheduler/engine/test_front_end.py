@@ -1,4 +1,4 @@
-"""Reading completions: who is woken for them, and how often."""
+"""A front end reads completions, and the core wakes it as seldom as possible."""
 
 from __future__ import annotations
 

@@ -12,13 +12,10 @@ from paellapy.scheduler.core.check import check_at_rest
 from paellapy.scheduler.core.errors import ModelError, UnknownModelError
 from paellapy.scheduler.engine.ordering import order_weights
 
-DEVICES = ["virtual:h200", pytest.param("cuda", marks=pytest.mark.gpu)]
 
-
-@pytest.fixture(params=DEVICES)
-def server(request):
+@pytest.fixture
+def server(device):
     """Two models, of which one is on the GPU."""
-    device = request.param
     with pp.Engine(device, memory_bytes=room_for(device, 1), quantum_us=2, tuning=SMALL) as server:
         for k, name in enumerate(("one", "two")):
             server.load(chain(name, k)[0])

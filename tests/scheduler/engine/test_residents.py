@@ -17,13 +17,6 @@ from paellapy.scheduler.core.check import check_at_rest
 from paellapy.scheduler.core.errors import MemoryPlanError, ModelError, UnknownModelError, WeightsError
 from paellapy.scheduler.models.weight_files import map_weights, write_weights
 
-DEVICES = ["virtual:h200", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    return request.param
-
 
 def test_more_models_than_fit_answer_rightly(device):
     with pp.Engine(device, memory_bytes=room_for(device, 3), quantum_us=2, tuning=SMALL) as server:
