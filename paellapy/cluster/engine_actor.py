@@ -54,7 +54,7 @@ class EngineActor:
     def _keep(self) -> None:
         """Servers end with the thread that started them, so this thread also stops them."""
         alive_at = heard_at = 0.0  # 0: not yet
-        asked_at = 0.0
+        asked_at, unheard = 0.0, 0
         while not self._stopping:
             now = time.monotonic()
             if self._process is None or self._process.poll() is not None:
@@ -63,9 +63,12 @@ class EngineActor:
             elif now - asked_at >= ASK_S:
                 asked_at = now
                 if self._is_alive():
-                    heard_at = time.monotonic()
+                    heard_at, unheard = time.monotonic(), 0
                     alive_at = alive_at or heard_at
-                elif heard_at and time.monotonic() - heard_at > self._hung_s:
+                else:
+                    unheard += 1
+                # One answer may be late because the whole machine was suspended; the next one is not.
+                if heard_at and unheard > 1 and time.monotonic() - heard_at > self._hung_s:
                     log.error("a server does not answer and is restarted", extra={"fields": {"engine": self.name}})
                     self._process.kill()  # a stopped process would react to nothing else
                     self._process.wait()
@@ -93,7 +96,8 @@ class EngineActor:
         return self._start(waits=False)
 
     def _is_alive(self) -> bool:
-        connection = http.client.HTTPConnection(self._host, self._task.port, timeout=ASK_S)
+        """Whether it answers within half of `hung_s`: a busy machine's server is slow, not silent."""
+        connection = http.client.HTTPConnection(self._host, self._task.port, timeout=max(ASK_S, self._hung_s / 2))
         try:
             connection.request("GET", "/v2/health/live")
             return connection.getresponse().status == 200

@@ -23,7 +23,7 @@ MOST_VIRTUAL = 64
 # Settings for a Ray that is started here. By default its workers run at nice 15, so any other process would come
 # before them on a busy CPU; and a node is declared dead only after five checks, one every 3 s.
 RAY_SETTINGS = {"RAY_worker_niceness": "0", "RAY_health_check_period_ms": "1000"}
-BACK_S = 30.0  # for a killed controller to return
+BACK_S = 60.0  # for a killed controller to return
 
 
 class ClusterError(PaellaError):

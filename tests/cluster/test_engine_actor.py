@@ -56,3 +56,23 @@ def test_the_standby_takes_over_with_the_models_that_are_wanted_by_then(tmp_path
         actor.stop()
     with pytest.raises(ConnectionRefusedError):
         ask(server, "GET", "/v2/health/live")
+
+
+def test_a_server_that_answers_late_is_not_taken_for_a_silent_one(tmp_path, monkeypatch):
+    """On a busy machine every answer may take longer than the pause between two questions."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setattr("paellapy.cluster.engine_actor.ENGINE_MODULE", "slow_server")
+    hung_s = 4.0
+    task = {"config": {}, "names": [], "loaded": [], "folder": str(tmp_path)}
+    actor = EngineActor("engine-0", task, "127.0.0.1", hung_s, False)
+    answers = tmp_path / "answers"
+    try:
+        until(answers.exists)
+        heard_at = time.monotonic()
+        until(lambda: time.monotonic() - heard_at > hung_s + 1.0)
+        assert actor.info([])["starts"] == 1
+        assert len(set(answers.read_text().split())) == 1
+        os.kill(actor.info([])["pid"], signal.SIGSTOP)
+        until(lambda: actor.info([])["starts"] == 2)
+    finally:
+        actor.stop()

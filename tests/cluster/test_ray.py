@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 import types
+from http.client import HTTPException
 
 import numpy as np
 import pytest
@@ -84,7 +85,7 @@ def asking(door):
         while not stop.is_set():
             try:
                 status, found, said = ask(door, "POST", INFER, body(x), {"X-API-Key": KEY, **headers})
-            except OSError:
+            except (OSError, HTTPException):
                 time.sleep(0.05)
                 continue
             if status == 503 and headers:
@@ -117,7 +118,7 @@ def ready(door):
     """Engines that have the model."""
     try:
         engines = ask(door, "GET", "/v2/cluster", None, {"X-API-Key": KEY})[2]["engines"]
-    except OSError:
+    except (OSError, HTTPException):
         return set()
     return {each["name"] for each in engines if each["up"] and each["models"]["scale"]["state"] == "READY"}
 
