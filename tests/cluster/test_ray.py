@@ -129,6 +129,7 @@ def engines_of(number):
     return lifecycle.status()["engines"]
 
 
+@pytest.mark.timeout(600)  # on a machine with six times more work than cores it took more than four minutes
 def test_a_cluster_survives_what_is_killed_and_follows_its_scale(nodes, tmp_path):
     all_three = {f"engine-{k}" for k in range(3)}
     with served(tmp_path) as door, asking(door) as answers:
