@@ -7,9 +7,9 @@ stay, because a trace or another load of the same network needs the plans again.
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import ParamSpec, TypeVar
@@ -18,6 +18,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _threads: dict[int, ThreadPoolExecutor] = {}  # by batch size, one thread each
+_lock = threading.Lock()  # engines on several GPUs may load at once
 os.register_at_fork(after_in_child=_threads.clear)  # threads do not survive a fork
 
 
@@ -26,9 +27,9 @@ def in_thread_of(batch: int, function: Callable[P, T], *given: P.args, **named: 
     called = _submit(batch, function, *given, **named)
     try:
         return called.result()
-    except BaseException:
+    finally:
         wait([called])  # the caller frees memory that the function may use
-        raise
+        del called  # holds the error, whose traceback holds this frame and the tensors of the function
 
 
 def side_by_side(batches: Sequence[int], function: Callable[[int], T]) -> dict[int, T]:
@@ -37,7 +38,9 @@ def side_by_side(batches: Sequence[int], function: Callable[[int], T]) -> dict[i
     found: dict[int, T] = {}
     try:
         for batch, each in called.items():
-            with contextlib.suppress(Exception):
+            # Raised here, an error would have this frame in its traceback, and the frame has the error: the tensors of
+            # the failed size would stay on the GPU, where the next attempt needs their memory.
+            if each.exception() is None:
                 found[batch] = each.result()
     finally:
         wait(called.values())
@@ -45,7 +48,8 @@ def side_by_side(batches: Sequence[int], function: Callable[[int], T]) -> dict[i
 
 
 def _submit(batch: int, function: Callable[P, T], *given: P.args, **named: P.kwargs) -> Future[T]:
-    if batch not in _threads:
-        _threads[batch] = ThreadPoolExecutor(1, f"paellapy-size-{batch}")
     context = contextvars.copy_context()
-    return _threads[batch].submit(lambda: context.run(function, *given, **named))
+    with _lock:
+        if batch not in _threads:
+            _threads[batch] = ThreadPoolExecutor(1, f"paellapy-size-{batch}")
+        return _threads[batch].submit(lambda: context.run(function, *given, **named))

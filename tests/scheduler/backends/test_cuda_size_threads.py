@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
+import gc
 import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from paellapy.instrument.device import Device
+from paellapy.scheduler.backends import cuda_size_threads
 from paellapy.scheduler.backends.cuda_size_threads import in_thread_of, side_by_side
 
 WAIT_S = 60
@@ -35,6 +40,50 @@ def test_an_error_reaches_the_caller_and_the_thread_goes_on():
     with pytest.raises(ZeroDivisionError):
         in_thread_of(8, lambda: 1 // 0)
     assert in_thread_of(8, max, 1, 2) == 2
+
+
+class Tensor:
+    """Stands for memory of a GPU."""
+
+
+def test_a_size_that_failed_holds_no_memory_while_it_is_tried_again():
+    held = []
+
+    def fails(batch):
+        tensor = Tensor()
+        held.append(weakref.ref(tensor))
+        raise MemoryError(batch)
+
+    gc.disable()  # memory of a GPU makes no collection begin
+    try:
+        assert side_by_side([1, 2], fails) == {}
+        with contextlib.suppress(MemoryError):
+            in_thread_of(1, fails, 1)
+        for batch in (1, 2):
+            in_thread_of(batch, int)  # the thread is done with its earlier calls
+        assert [each() for each in held] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_threads_of_a_size_are_one_though_several_callers_come_at_once(monkeypatch):
+    made, meet = [], threading.Barrier(2)
+
+    class Slow(ThreadPoolExecutor):
+        def __init__(self, *given):
+            made.append(given)
+            with contextlib.suppress(threading.BrokenBarrierError):
+                meet.wait(0.2)  # lets another caller in, if it may come
+            super().__init__(*given)
+
+    monkeypatch.setattr(cuda_size_threads, "ThreadPoolExecutor", Slow)
+    monkeypatch.setattr(cuda_size_threads, "_threads", {})
+    callers = [threading.Thread(target=in_thread_of, args=(3, int)) for _ in range(2)]
+    for each in callers:
+        each.start()
+    for each in callers:
+        each.join()
+    assert len(made) == 1
 
 
 def test_the_callers_context_holds_in_the_thread():
