@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Iterator
+
+_lock = threading.Lock()
+_pauses: list[bool] = []  # one per thread inside: whether the collector was on before the first
 
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """Lets no garbage collection begin inside. Objects without cycles are freed as always."""
-    was = gc.isenabled()
-    gc.disable()
+    """Lets no garbage collection begin inside, also while other threads leave. Objects without cycles are freed as
+    always.
+    """
+    with _lock:
+        _pauses.append(_pauses[0] if _pauses else gc.isenabled())
+        gc.disable()
     try:
         yield
     finally:
-        if was:
-            gc.enable()
+        with _lock:
+            was = _pauses.pop()
+            if was and not _pauses:
+                gc.enable()
