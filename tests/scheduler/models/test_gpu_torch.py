@@ -280,12 +280,23 @@ def test_other_threads_may_wait_for_the_gpu_while_a_module_is_loaded():
     assert not failed
 
 
-def test_sizes_planned_at_once_in_their_threads_give_the_bits_of_sizes_planned_one_by_one(engine, monkeypatch):
-    torch.manual_seed(11)
+def of_torch(seed, seen=lambda x: None):
+    """A network of PyTorch's own layers only, whose sizes have threads; `seen` is called with every input."""
+    torch.manual_seed(seed)
     layers = [torch.nn.Conv2d(3, 32, 3, 2, 1), torch.nn.BatchNorm2d(32)]
     layers += [each for _ in range(8) for each in (torch.nn.ReLU(), torch.nn.Conv2d(32, 32, 3, 1, 1))]
-    net = torch.nn.Sequential(*layers, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(32, 64))
-    x = images(8, seed=4)
+    layers += [torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(32, 64), torch.nn.Softmax(-1)]
+    net = torch.nn.Sequential(*layers)
+    net.register_forward_pre_hook(lambda module, given: seen(*given))
+    return net
+
+
+def model_of(net, **about):
+    return pp.Model.from_torch(net, torch.zeros(1, 3, 64, 64), **about)
+
+
+def test_sizes_planned_at_once_in_their_threads_give_the_bits_of_sizes_planned_one_by_one(engine, monkeypatch):
+    net, x = of_torch(11), images(8, seed=4)
     sizes, programs = (1, 2, 4, 8), {}
 
     def answers(name: str) -> dict[int, list[np.ndarray]]:
@@ -316,8 +327,9 @@ def test_sizes_planned_at_once_in_their_threads_give_the_bits_of_sizes_planned_o
 
 
 def test_a_network_with_threads_is_traced_and_loaded_again(engine):
-    net, x = Net(12), images(3)
-    model = pp.Model.from_torch(net, torch.zeros(1, 3, 64, 64), name="net", batch=(1, 2, 4), lanes=2)
+    net, x = of_torch(12), images(3)
+    model = model_of(net, name="net", batch=(1, 2, 4), lanes=2)
+    assert model.source.plans_convolutions
     for _ in range(2):
         engine.load(model)
         with engine.trace() as t:
@@ -329,31 +341,38 @@ def test_a_network_with_threads_is_traced_and_loaded_again(engine):
 
 
 def test_a_network_that_fails_at_one_size_says_so_though_sizes_run_at_once(engine):
-    class Fails(Net):
-        def forward(self, x):
-            if x.shape[0] == 4:
-                raise ValueError("four is too many")
-            return super().forward(x)
+    def fails(x):
+        if x.shape[0] == 4:
+            raise ValueError("four is too many")
 
+    model = model_of(of_torch(13, fails), name="net", batch=(1, 2, 4, 8))
+    assert model.source.plans_convolutions
     with pytest.raises(CaptureError, match=r"batch 4: ValueError: four is too many"):
-        engine.load(pp.Model.from_torch(Fails(13), torch.zeros(1, 3, 64, 64), name="net", batch=(1, 2, 4, 8)))
-    net, x = Net(14), images(1)
-    engine.load(pp.Model.from_torch(net, torch.zeros(1, 3, 64, 64), name="net", batch=(1, 2)))
+        engine.load(model)
+    net, x = of_torch(14), images(1)
+    engine.load(model_of(net, name="net", batch=(1, 2)))
     found = engine.infer_sync("net", {"input": x[0]})["output"]
     np.testing.assert_allclose(found, reference(net, x)[0], rtol=1e-2, atol=1e-4)
 
 
 def test_a_network_keeps_running_in_this_thread_where_its_settings_do(engine):
     threads = set()
-
-    class Seen(Net):
-        def forward(self, x):
-            threads.add(threading.get_ident())
-            return super().forward(x)
-
+    net = of_torch(15, lambda x: threads.add(threading.get_ident()))
     with torch.inference_mode():
-        engine.load(pp.Model.from_torch(Seen(15), torch.zeros(1, 3, 64, 64), name="here", batch=(1, 2)))
+        engine.load(model_of(net, name="here", batch=(1, 2)))
     assert threads == {threading.get_ident()}
     threads.clear()
-    engine.load(pp.Model.from_torch(Seen(15), torch.zeros(1, 3, 64, 64), name="there", batch=(1, 2)))
+    engine.load(model_of(net, name="there", batch=(1, 2)))
     assert len(threads) == 3  # of the example, and of each size
+    threads.clear()
+    engine.load(model_of(Around(net), name="other", batch=(1, 2)))  # modules from elsewhere may time their kernels
+    assert threads == {threading.get_ident()}
+
+
+class Around(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
