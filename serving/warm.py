@@ -46,7 +46,7 @@ def import_device(name: str) -> None:
     """
     virtual = name.startswith("virtual") or (name == "auto" and not _has_driver())
     for module in _MODULES["virtual" if virtual else "cuda"]:
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(ImportError, OSError):  # OSError: a library that PyTorch needs is missing
             importlib.import_module(module)
 
 
