@@ -230,7 +230,8 @@ class CudaWeights(WeightRange):
 
     def free(self) -> None:
         if self.address:
-            self._stream.synchronize()
+            # A load that failed may have left kernels on the GPU, and unmapping memory does not wait for them.
+            self._device.synchronize()
             self.evict()
             check(driver().cuMemAddressFree(self.address, self.held_bytes), "giving addresses back")
             self.address = 0

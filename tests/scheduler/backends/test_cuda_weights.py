@@ -99,7 +99,7 @@ class Driver:
         return (0,)
 
 
-DEVICE = SimpleNamespace(activate=lambda: None, index=0)
+DEVICE = SimpleNamespace(activate=lambda: None, synchronize=lambda: None, index=0)
 
 
 @pytest.fixture
@@ -128,6 +128,14 @@ def test_an_eviction_that_fails_halfway_leaves_all_weights_where_they_were(cu):
     del cu.failing["cuMemUnmap"]
     weights.evict()
     assert (cu.mapped, pages.used_bytes, pages.kept_bytes) == ({}, 0, 12 * MIB)
+
+
+def test_addresses_are_given_up_when_all_kernels_have_ended(cu, monkeypatch):
+    weights, mapped = weights_of(CudaPages(DEVICE, 1000 * MIB)), []
+    monkeypatch.setattr(DEVICE, "synchronize", lambda: mapped.append(len(cu.mapped)))
+    weights.free()
+    assert mapped == [3]
+    assert not cu.mapped
 
 
 def test_memory_that_others_took_is_named_and_nothing_stays_mapped(cu):

@@ -23,7 +23,7 @@ from training import batches, trainee  # noqa: E402
 from waiting import wait_until  # noqa: E402
 
 from paellapy.scheduler.core.check import check_at_rest  # noqa: E402
-from paellapy.scheduler.core.errors import ModelError, WeightsError  # noqa: E402
+from paellapy.scheduler.core.errors import CaptureError, ModelError, WeightsError  # noqa: E402
 
 MIB = 1 << 20
 X = np.arange(64, dtype=np.float32)
@@ -256,6 +256,32 @@ def test_a_job_runs_where_models_fill_the_memory():
         assert job.join(30)
         assert job.error is None
         assert held.tolist() == [float(job.steps)] * 4
+        check_at_rest(server.state)
+
+
+class Leaves(torch.nn.Module):
+    """Fails when the GPU still has much to do with its weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(4096, 4096))
+
+    def forward(self, x):
+        if not x.is_cuda:
+            return x @ self.weight
+        for _ in range(300):
+            x = x @ self.weight
+        raise ValueError("on purpose")
+
+
+def test_a_load_that_fails_while_its_kernels_run_harms_nobody():
+    with pp.Engine("cuda", memory_bytes=1 << 30) as server:
+        model, made = chain("one", 1)
+        server.load(model)
+        for _ in range(3):
+            with pytest.raises(CaptureError, match="on purpose"):
+                server.load(pp.Model.from_torch(Leaves(), torch.zeros(1, 4096), name="leaves", batch=(1,)))
+            ask(server, "one", made)
         check_at_rest(server.state)
 
 
