@@ -176,7 +176,7 @@ class ClosedLoop(Workload):
         if self.clients < 1 or self.think_ms < 0 or not self.duration > 0:
             raise WorkloadError(
                 f"clients={self.clients} must be at least 1, think_ms={self.think_ms} at least 0, "
-                "duration={self.duration} above 0"
+                f"duration={self.duration} above 0"
             )
 
     @property

@@ -92,6 +92,11 @@ def test_a_wrong_workload_is_refused(make: object) -> None:
         make()  # type: ignore[operator]
 
 
+def test_a_wrong_loop_is_refused_with_the_values_it_was_given() -> None:
+    with pytest.raises(WorkloadError, match=r"think_ms=-1 .*duration=0 above 0"):
+        ClosedLoop("m", think_ms=-1, duration=0)
+
+
 # --- runs -----------------------------------------------------------------------------------------------------------
 
 
