@@ -52,7 +52,7 @@ def simulate(
         check_picture(plot, "a plot")
     policies = [find_policy(name) for name in policy or ["streams", "paella"]]
     with console.status("profiles"):
-        profiles, shares = named_models(models, _sizes(batch), device)
+        profiles, shares = named_models(models, batch_sizes(batch), device)
     workload = workload_of(arrivals, rate, shares, seconds, sigma)
     about = caveat(models, device)
     options: dict[str, Any] = {"fidelity": fidelity, "seed": seed, "admission": admission, "sm_windows": sm_windows}
@@ -77,7 +77,8 @@ def _show(console: Console, results: Sequence[Results], about: str | None) -> No
         console.print(about, highlight=False, soft_wrap=True)
 
 
-def _sizes(batch: str | None) -> list[int] | None:
+def batch_sizes(batch: str | None) -> list[int] | None:
+    """The sizes in the text of `--batch`."""
     try:
         return None if batch is None else [int(size) for size in batch.split(",")]
     except ValueError:

@@ -23,7 +23,6 @@ MANY_PARAMETERS = {
     "paellapy/demo/kernels.py:patch_embed": "a kernel: its arguments are what the GPU is given",
     "paellapy/demo/kernels.py:layer_norm": "a kernel: its arguments are what the GPU is given",
     "paellapy/cli_bench.py:bench": "a command: its parameters are the options of the command line",
-    "paellapy/cli_tune.py:tune": "a command: its parameters are the options of the command line",
     "paellapy/cli_simulate.py:simulate": "a command: its parameters are the options of the command line",
     "scheduler/engine/hosting.py:Hosting.background": "public: the keywords of a job are its options",
     "scheduler/engine/engine.py:Engine.__init__": "public: the keywords of an engine are its options",

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from paellapy.cli import app
-from paellapy.instrument.errors import ArgumentError
+from paellapy.instrument.errors import ArgumentError, PaellaError
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile, save_profiles
 from paellapy.scheduler.sim.tune import ITERATIONS, PATIENCE, tune
 
@@ -57,3 +57,18 @@ def test_the_command_writes_what_it_found(tmp_path) -> None:
     done = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "found.json")])
     assert done.exit_code == 0, done.output
     assert set(json.loads((tmp_path / "found.json").read_text())["choices"]) == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--out", "nowhere/found.json"], "folder nowhere does not exist"),
+        (["--batch", "1,2"], "leave out --batch"),
+        (["--batch", "many"], "'many'"),
+    ],
+)
+def test_the_command_refuses_what_it_cannot_use_before_it_simulates(options, message, tmp_path) -> None:
+    save_profiles(tmp_path / "models.json", [net("a", 100)])
+    done = CliRunner().invoke(app, ["tune", str(tmp_path / "models.json"), *options])
+    assert isinstance(done.exception, PaellaError)
+    assert message in str(done.exception)
