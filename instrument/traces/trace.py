@@ -182,7 +182,7 @@ class Trace:
     ) -> Trace:
         """The blocks of a kernel or a launch, or the blocks that were resident between two times.
 
-        Lost records cannot be assigned, so `dropped` and `unfinished` stay those of the whole trace.
+        Lost records cannot be assigned, so `dropped`, `unfinished` and `unseen` stay those of the whole trace.
         """
         b, rows = self.blocks, np.ones(len(self.launches), bool)
         keep = self._of_kernel(kernel)
@@ -200,7 +200,7 @@ class Trace:
         if start_ns is not None or end_ns is not None:
             rows &= np.isin(self.launches["launch"], b["launch"][keep])
         chosen = Trace(b[keep], self.launches[rows], self.kernels, self.device, self.dropped, self.unfinished)
-        chosen.ranges = self.ranges.of_blocks(chosen.blocks)
+        chosen.unseen, chosen.ranges = self.unseen, self.ranges.of_blocks(chosen.blocks)
         chosen.count_work = lambda: self.work[np.isin(self.work["launch"], chosen.launches["launch"])]
         return chosen
 

@@ -96,7 +96,7 @@ class EngineTrace(Trace, kind="engine"):
         """As `Trace.select`; also keeps only the requests and segments that overlap the two times."""
         part = super().select(kernel, launch, start_ns, end_ns)
         found = EngineTrace(part.blocks, part.launches, part.kernels, part.device, part.dropped, part.unfinished)
-        found.ranges, found.count_work = part.ranges, part.count_work
+        found.unseen, found.ranges, found.count_work = part.unseen, part.ranges, part.count_work
         low, high = -_FAR if start_ns is None else start_ns, _FAR if end_ns is None else end_ns
         jobs, segments = self.jobs, self.segments
         found.know(

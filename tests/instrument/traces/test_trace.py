@@ -221,6 +221,8 @@ def test_select_by_kernel_and_launch() -> None:
     assert trace.select(kernel=0, launch=4).blocks["launch"].tolist() == [4]
     assert trace.select(launch=2).kernels == NAMES
     assert trace.select(launch=2).dropped == 2
+    trace.unseen = ("other",)
+    assert trace.select(launch=2).unseen == ("other",)
     with pytest.raises(TraceError, match=r"no kernel 'gem'.*gemm"):
         trace.select(kernel="gem")
     with pytest.raises(TraceError, match="no launch 9"):
