@@ -15,7 +15,6 @@ from paellapy.instrument.records import RANGE_END
 _TEXT = re.compile(r'\.pragma\s+\\?"paellapy (begin|end) (block|warp) ([^"\\]+)\\?"')
 _NAME = re.compile(r"[\w .,:/+*()<>=-]{1,60}")
 _SITE = re.compile(r"// paellapy record (\d+):([-+\d |]+)")
-MOST_NAMES = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)

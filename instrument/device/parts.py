@@ -102,15 +102,11 @@ class Part:
     bandwidth_gbps: float  # gigabytes per second
     fp32_tflops: float
     fp16_tensor_tflops: float  # with fp32 accumulation
-    tf32_tflops: float
-    fp8_tflops: float
     l2_bytes: int
     pcie_gbps: float  # per direction, of the connector
     hardware_queues: int = 32  # Hyper-Q work queues
     connections: int = 8  # queues in use unless CUDA_DEVICE_MAX_CONNECTIONS is set (1 to 32)
     concurrent_grids: int = 128  # Programming Guide: resident grids per device, 7.5 and later
-    copy_engines: int = 2  # in the model: one for each direction
-    pcie_latency_ns: float = 1000.0  # one posted write or doorbell across PCIe, about 1 µs on x86 hosts
     launch_ns: float = 3700.0  # one cuLaunchKernel call on the host; 3.4–4.0 µs measured beside an H200
 
     @property
@@ -135,8 +131,6 @@ _PARTS = (
         bandwidth_gbps=4800.0,
         fp32_tflops=66.9,
         fp16_tensor_tflops=989.4,
-        tf32_tflops=494.7,
-        fp8_tflops=1978.9,
         l2_bytes=60 * MIB,
         pcie_gbps=64.0,
     ),
@@ -151,8 +145,6 @@ _PARTS = (
         bandwidth_gbps=3350.0,
         fp32_tflops=66.9,
         fp16_tensor_tflops=989.4,
-        tf32_tflops=494.7,
-        fp8_tflops=1978.9,
         l2_bytes=50 * MIB,
         pcie_gbps=64.0,
     ),
@@ -167,8 +159,6 @@ _PARTS = (
         bandwidth_gbps=2039.0,
         fp32_tflops=19.5,
         fp16_tensor_tflops=312.0,
-        tf32_tflops=156.0,
-        fp8_tflops=0.0,
         l2_bytes=40 * MIB,
         pcie_gbps=32.0,
     ),
@@ -183,8 +173,6 @@ _PARTS = (
         bandwidth_gbps=300.0,
         fp32_tflops=30.3,
         fp16_tensor_tflops=121.0,
-        tf32_tflops=60.0,
-        fp8_tflops=242.5,
         l2_bytes=48 * MIB,
         pcie_gbps=32.0,
     ),
@@ -199,8 +187,6 @@ _PARTS = (
         bandwidth_gbps=320.0,
         fp32_tflops=8.1,
         fp16_tensor_tflops=65.0,
-        tf32_tflops=0.0,
-        fp8_tflops=0.0,
         l2_bytes=4 * MIB,
         pcie_gbps=16.0,
     ),
@@ -215,8 +201,6 @@ _PARTS = (
         bandwidth_gbps=1008.0,
         fp32_tflops=82.6,
         fp16_tensor_tflops=165.2,
-        tf32_tflops=82.6,
-        fp8_tflops=330.3,
         l2_bytes=72 * MIB,
         pcie_gbps=32.0,
     ),

@@ -24,7 +24,6 @@ class Tap:
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
-        self.missed = 0
 
     def watch(self, watcher: Callable[[Any], None]) -> Callable[[], None]:
         """Adds a watcher; call the returned function to remove it."""
@@ -55,7 +54,6 @@ class Tap:
             ring = self._state.tap
             tail = int(self._state.core["tap_tail"][0])
             first = max(self._seen, tail - len(ring) + _SLACK)
-            self.missed += first - self._seen
             self._seen = tail
             for entry in ring[np.arange(first, tail) & (len(ring) - 1)]:
                 for watcher in self._watchers:

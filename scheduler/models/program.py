@@ -82,8 +82,3 @@ def last_kernels(nodes: Sequence[Node], bounds: Sequence[tuple[int, int]]) -> Ma
             if node.kind not in ("h2d", "d2h", "d2d"):
                 break
     return marks
-
-
-def our_launches(nodes: Sequence[Node]) -> dict[int, Node]:
-    """Our launches that were captured unsliced, by number."""
-    return {node.launch: node for node in nodes if node.launch >= 0 and node.part is None}
