@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.arguments import param_offsets
-from paellapy.instrument.device.base import Capture, Launcher, check_grid
 from paellapy.instrument.device.cuda_memory import CudaArray
 from paellapy.instrument.device.cuda_preempt import CudaFlag, CudaRun
 from paellapy.instrument.device.driver import check, driver, fail, library
+from paellapy.instrument.device.launcher import Capture, Launcher, check_grid
 from paellapy.instrument.device.parts import SmLimits
 from paellapy.instrument.device.preemption import Blocks, Work
 from paellapy.instrument.device.range_events import EventLayout

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.device import gate
-from paellapy.instrument.device.base import Capture, Launcher, check_grid
 from paellapy.instrument.device.cost_model import CostModel, KernelCost
+from paellapy.instrument.device.launcher import Capture, Launcher, check_grid
 from paellapy.instrument.device.occupancy import occupancy
 from paellapy.instrument.device.parts import WARP, Part
 from paellapy.instrument.device.preemption import Blocks, Work

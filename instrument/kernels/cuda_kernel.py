@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
-from paellapy.instrument.device.base import Device, Launcher
+from paellapy.instrument.device.base import Device
+from paellapy.instrument.device.launcher import Launcher
 from paellapy.instrument.device.occupancy import Occupancy
 from paellapy.instrument.errors import ArgumentError
 from paellapy.instrument.kernels.cuda_source import CudaSource, bind_values

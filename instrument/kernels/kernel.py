@@ -12,7 +12,8 @@ from dataclasses import replace
 from operator import index
 from typing import Any, NoReturn
 
-from paellapy.instrument.device.base import Device, Launcher, check_grid
+from paellapy.instrument.device.base import Device
+from paellapy.instrument.device.launcher import Launcher, check_grid
 from paellapy.instrument.device.occupancy import Occupancy, occupancy
 from paellapy.instrument.device.parts import limits_for_capability
 from paellapy.instrument.device.preemption import Work

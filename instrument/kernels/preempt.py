@@ -21,7 +21,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.device.base import Device, Launcher
+from paellapy.instrument.device.base import Device
+from paellapy.instrument.device.launcher import Launcher
 from paellapy.instrument.device.preemption import Blocks, Flag, Part, Run, Work
 from paellapy.instrument.errors import LaunchError
 from paellapy.instrument.kernels.turnaround import Turnaround, Wave

@@ -10,7 +10,8 @@ from typing import Any
 from triton.runtime.jit import JITFunction
 
 from paellapy.instrument.arguments import Handlers, as_type, bfloat16_bits
-from paellapy.instrument.device.base import Device, Launcher
+from paellapy.instrument.device.base import Device
+from paellapy.instrument.device.launcher import Launcher
 from paellapy.instrument.device.occupancy import Occupancy
 from paellapy.instrument.errors import ArgumentError, InstrumentError
 from paellapy.instrument.kernels.autotune import Tuner, in_trial

@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from paellapy.instrument.collection import without_collection
-from paellapy.instrument.device.base import Launcher
 from paellapy.instrument.device.cuda import CudaDevice
 from paellapy.instrument.device.cuda_launch import CudaLauncher
 from paellapy.instrument.device.cuda_memory import CudaStream
 from paellapy.instrument.device.driver import check, driver
+from paellapy.instrument.device.launcher import Launcher
 from paellapy.instrument.errors import InstrumentError, LaunchError
 from paellapy.instrument.traces.tracing import Session
 from paellapy.scheduler.backends.cuda_cupy import cupy_in_arena

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from paellapy.instrument import cache
-from paellapy.instrument.device.base import Capture, Device
+from paellapy.instrument.device.base import Device
+from paellapy.instrument.device.launcher import Capture
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.errors import CaptureError
 from paellapy.scheduler.models.guarded_array import REMEDY

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from paellapy.instrument.device.base import check_grid
+from paellapy.instrument.device.launcher import check_grid
 from paellapy.instrument.device.sm_costs import BlockCost
 from paellapy.scheduler.models.capture import LaneCapture, code_digest
 from paellapy.scheduler.models.guarded_array import GuardedArray, without_guard

@@ -1,5 +1,6 @@
-"""The engine's own process: it gives each worker its part of the shared memory and tells all of them which models are
-loaded; when a worker ends, it cancels that worker's requests.
+"""The process of the engine, as workers see it: each gets its part of the shared memory, and hears of every model.
+
+When a worker ends, its requests are cancelled.
 """
 
 from __future__ import annotations
