@@ -40,6 +40,9 @@ INNER: dict[str, frozenset[str]] = {
         {"open_turns", "unload_job", "sm_totals", "loaded_rows", "call_in_loop", "count", "on_fault", "want_weights"}
     ),
     "Trace": frozenset({"fill"}),
+    "Kernel": frozenset({"prepare_preemptible"}),
+    "TritonKernel": frozenset({"prepare_preemptible"}),
+    "CudaKernel": frozenset({"prepare_preemptible"}),
     "Model": frozenset({"preserved", "place", "weight_parts", "place_over"}),
     "Device": frozenset(
         {"not_in_capture", "prepare", "prepare_draft", "begin_trace", "read_trace", "end_trace", "range_events", "tile",

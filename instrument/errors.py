@@ -20,7 +20,7 @@ class CompileError(PaellaError):
 
 
 class ArgumentError(PaellaError, TypeError):
-    """A kernel was called with arguments it does not take."""
+    """A kernel, a function or a command was given arguments that it does not take."""
 
 
 class LaunchError(PaellaError):

@@ -32,7 +32,7 @@ def route(
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port to listen on; 0: any free port")] = 8000,
     routers: Annotated[int, typer.Option(help="number of router processes, which share the port")] = 1,
-    every_ms: Annotated[float, typer.Option(help="milliseconds between two reports of each engine")] = 5.0,
+    every_ms: Annotated[float, typer.Option(help="milliseconds between two outlooks of an engine")] = 5.0,
     hold_s: Annotated[float, typer.Option(help="seconds a request may wait for an engine with its model")] = 20.0,
     held_mb: Annotated[
         float, typer.Option(help="megabytes of requests that a router holds at once; more are refused with 503")
@@ -59,7 +59,7 @@ def serve(
         bool, typer.Option("--detach", help="return once the cluster is ready; needs a running Ray")
     ] = False,
 ) -> None:
-    """Start one engine per GPU on Ray, load models by the plan, and serve them at one address until SIGTERM
+    """Start engines on Ray, each with a GPU of its own, and serve their models at one address until SIGTERM
     or Ctrl-C.
     """
     from paellapy.cluster import lifecycle
@@ -83,7 +83,7 @@ def serve(
 
 @app.command()
 def status() -> None:
-    """Show the engines with their models, load, predicted lateness and memory."""
+    """Show the engines with their models, load, predicted time and memory."""
     from rich.console import Console
 
     from paellapy.cluster import lifecycle

@@ -33,9 +33,13 @@ def simulate(
     """Runs the workload on the scheduler's own core with a virtual clock: work is timed, not computed.
 
     Models are first captured and profiled on the virtual device. `trace=True` places every block of every kernel and
-    gives the result a `trace` like that of `engine.trace()`. `options` are those of `scheduler/sim/options.py`:
-    `fidelity="segments"` (fast) or `"blocks"` (places every block), `seed`, `active`, `look_ahead`, `admission`,
-    `tuning`.
+    gives the result a `trace` like that of `engine.trace()`.
+
+    `options`: `fidelity="segments"` (fast) or `"blocks"` (places every block); `seed`; `active` and `look_ahead`,
+    which override the policy's; `demand`, the total demand in GPUs up to which jobs are admitted; `queues`, the number
+    of hardware queues; `admission=True`, to refuse requests that would be late; `sm_windows`; `tenants`, by name;
+    `memory_bytes` and `pcie_gbps`, for weights that come and go; `host_launch_ns`, the host's time for a launch;
+    `tuning`. `scheduler/sim/options.py` describes each.
 
     >>> from paellapy import Poisson, simulate
     >>> from paellapy.scheduler.sim.mix import MIX, mix_profiles

@@ -177,7 +177,7 @@ def _gpu_times(stats: Mapping[str, Any]) -> Iterator[Metric]:
     done = CounterMetricFamily("paellapy_tenant_items", "Items of a tenant that are done", labels=label)
     live = GaugeMetricFamily("paellapy_tenant_items_live", "Items of a tenant waiting or running", labels=label)
     held = GaugeMetricFamily(
-        "paellapy_tenant_items_held_back", "Items of a tenant that wait because of its limit", labels=label
+        "paellapy_tenant_items_held_back", "Items of a tenant that its limit or `admit` holds back", labels=label
     )
     for name, each in stats["tenants"].items():
         held.add_metric((name,), each["held_back"])

@@ -26,7 +26,7 @@ _HEADERS = {
     "traceparent": "W3C trace context; returned with a span of the server's own",
 }
 _INFER = (
-    "Runs the model. `parameters.priority`: 1 goes first, then 2 and so on, under policies that read priorities; 0 or "
+    "`parameters.priority`: 1 goes first, then 2 and so on, under policies that read priorities; 0 or "
     f"no priority counts as {DEFAULT_LEVEL}. `parameters.timeout`: deadline in microseconds from now; a request that "
     "cannot meet it is refused at once. `parameters.binary_data_output`: all outputs as binary. Inputs and "
     "outputs follow the binary tensor extension. Bodies may be compressed with gzip or deflate. An output's parameter "

@@ -77,7 +77,7 @@ def test_every_variable_that_is_read_is_on_the_page() -> None:
     page = (ROOT / "docs" / "reference" / "environment.md").read_text()
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
-            for name in re.findall(r"environ(?:\.get\(|\[)\"([A-Z_]+)\"", path.read_text()):
+            for name in re.findall(r"(?:environ(?:\.get\(|\[)|envvar=)\"([A-Z_]+)\"", path.read_text()):
                 assert f"`{name}`" in page, f"{path}: {name}"
 
 

@@ -18,8 +18,8 @@ from paellapy.viz.palette import OTHERS, Theme, colours
 def explore(trace: Trace, *, by: By | None = None, bins: int = BINS, theme: Theme = "light") -> Any:
     """A live figure for Jupyter. Zoomed in far enough, it shows single blocks with their numbers instead of bins.
 
-    with pp.trace() as t: ...
-    t.explore()
+        with pp.trace() as t: ...
+        t.explore()
     """
     need("anywidget", "explore()")
     go = need("plotly.graph_objects", "explore()")

@@ -62,12 +62,12 @@ class Straggler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOptions:
-    """Options of `simulate_cluster` beside the routing."""
+    """Options of `simulate_cluster`."""
 
     gpus: int = 1000
     router: Routing = "predicted"
     placement: Sequence[Sequence[str]] | None = None  # names of the models of each GPU; None: all GPUs have all models
-    stale_ms: float = 2.0
+    stale_ms: float = 2.0  # age of the outlooks by which routers choose
     speeds: Sequence[float] = (1.0,)  # relative speeds, assigned to the GPUs in turn: 0.5 takes twice as long
     routers: int = 1
     failures: Sequence[Failure] = ()
@@ -99,7 +99,12 @@ class ClusterOptions:
 def simulate_cluster(
     profiles: Sequence[ModelProfile] | ModelProfile, workload: Workload, gpus: int = 1000, **options: Any
 ) -> ClusterResults:
-    """Runs the workload on `gpus` GPUs to its end. `options` are the fields of `ClusterOptions`.
+    """Runs the workload on `gpus` GPUs to its end.
+
+    `options`: `router` is "predicted", "least_loaded", "two_choices" or "round_robin", and there are `routers` of them;
+    `stale_ms`, the age of the outlooks by which they choose; `placement`, the names of each GPU's models (None: all
+    GPUs have all models); `speeds`, relative to the profiles and assigned to the GPUs in turn; `failures` and
+    `stragglers`; `policy`, `device`, `seed`; `threads`, the host's for the simulation.
 
     >>> from paellapy.scheduler.sim.mix import MIX, mix_profiles
     >>> from paellapy.scheduler.sim.workload import Poisson

@@ -54,8 +54,8 @@ def simulate(
     """Runs the workload to its end in simulated time.
 
     `options` are the fields of `SimulationOptions`: `fidelity`, `seed`, `active`, `look_ahead`, `demand`, `queues`,
-    `admission`, `sm_windows`, `host_launch_ns`, `tenants`, `memory_bytes`, `pcie_gbps`. With fidelity "blocks" and the
-    models' own `kernels`, the result has a `trace`.
+    `admission`, `sm_windows`, `host_launch_ns`, `tuning`, `tenants`, `memory_bytes`, `pcie_gbps`. With fidelity
+    "blocks" and the models' own `kernels`, the result has a `trace`.
 
     >>> from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
     >>> from paellapy.scheduler.sim.workload import Poisson
