@@ -51,8 +51,8 @@ def run(lengths, B=256, num_warps=8):
 # %% [markdown]
 # ## Occupancy limits
 #
-# An SM has room for so many threads, registers, bytes of shared memory and blocks. Whichever runs out first is the
-# limit. The compiled kernel knows what it needs:
+# An SM has room for a fixed number of threads, registers, bytes of shared memory and blocks. Whichever runs out first
+# is the limit. The compiled kernel knows what it needs:
 
 # %%
 few = (

@@ -80,8 +80,8 @@ streams.trace.picture("requests", size_inches=(9, 4))
 
 # %% [markdown]
 # Every bar is a request: pale while it waits, full while it is on the GPU. The tick is its deadline, the stripe
-# below says it was late. All jobs are on the GPU at once and each gets a thin slice of it, so that a `short` takes
-# as long as many `long` ones let it.
+# below says it was late. All jobs are on the GPU at once and each gets a thin slice of it, so a `short` takes as
+# long as the `long` ones beside it allow.
 #
 # ## Paella: software decides
 #
@@ -223,7 +223,7 @@ t.picture("requests", size_inches=(9, 4))
 # %% [markdown]
 # ## On an H200
 #
-# The rush, recorded under both policies. Where, the files say.
+# The rush, recorded under both policies. The files say where.
 
 # %%
 recorded = {name: pp.recordings.load(f"mix-{name}") for name in ("streams", "paella")}
@@ -250,7 +250,7 @@ pp.viz.compare_picture(
 # ## Exercises
 #
 # 1. Put `"fifo"`, `"serial"` and `"edf"` in place of `"paella"`. Which requests are late under each?
-# 2. `demo.rush(longs=24, shorts=40)` is a longer one. From when on does `paella` let a `long` starve?
+# 2. `demo.rush(longs=24, shorts=40)` is a longer one. When does `paella` begin to let a `long` starve?
 # 3. Give `long` twice the layers (`paellapy/demo/rivals.py`). Who notices under `streams`, who under `paella`?
 # 4. `t.to_perfetto("rush.pftrace")` and open it in ui.perfetto.dev: follow one `short` from its arrival to its
 #    blocks.

@@ -120,7 +120,7 @@ runs["by_slack"] = try_policy(by_slack)
 who_pays(runs)
 
 # %% [markdown]
-# The bill is the same in kind: whoever is given up waits very long. A p99 and a share within the target are
+# There is a price again: a job that is given up waits very long. A p99 and a share within the target are
 # different questions, and a policy answers one of them.
 #
 # ## Beside the built-in ones
@@ -181,7 +181,7 @@ recorded.picture(
 # %% [markdown]
 # ## When it is wrong
 #
-# A policy is compiled and tried when it is made, not when the GPU depends on it. What is wrong is said with the
+# A policy is compiled and tried when it is made, not when the GPU depends on it. An error names the
 # line:
 
 # %%

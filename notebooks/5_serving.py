@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 5 · Serving and targets
 #
-# A server promises something: this model answers within so many milliseconds. This lesson starts one, asks it,
-# loads it, and looks at what keeps the promise and what breaks it.
+# A server makes a promise: this model answers within a given number of milliseconds. This lesson starts a server, asks
+# it, puts load on it, and shows what keeps the promise and what breaks it.
 
 # %%
 import atexit
@@ -134,7 +134,7 @@ except urllib.error.HTTPError as refusal:
     print("Retry-After:", refusal.headers["Retry-After"], "s")
 
 # %% [markdown]
-# ## Load it
+# ## Put load on it
 #
 # `paellapy bench` sends requests at a rate, whether or not answers come back in time, as the world does. It works
 # on any server of this protocol.
@@ -177,7 +177,7 @@ wanted = "paellapy_requests_answered_total", "paellapy_refusals_total"
 print(*[line for line in lines if line.startswith(wanted)], sep="\n")
 
 # %% [markdown]
-# SIGTERM finishes what is in flight and ends it.
+# On SIGTERM the server finishes the requests in flight and ends.
 
 # %%
 server.terminate()
