@@ -170,7 +170,7 @@ def load_config(
             tree = tomllib.loads(text)
         except (OSError, UnicodeDecodeError) as e:
             raise ConfigError(f"{file}: {getattr(e, 'strerror', None) or e}") from None
-        except tomllib.TOMLDecodeError as e:
+        except (ValueError, RecursionError) as e:  # also numbers of thousands of digits, and endless nesting
             raise _syntax_error(str(file), text, e) from None
     if models:
         tree["models"] = [_model(each) for each in models]
@@ -184,7 +184,7 @@ def load_config(
         config = msgspec.convert(tree, Config)
     except msgspec.ValidationError as e:
         path, message = _where(str(e))
-        raise source.error(("keys", *_bad_key(tree)) if path[:1] == ("keys",) else path, message) from None
+        raise source.error(_with_name(tree, path), message) from None
     if config.server.access_log and config.server.log_level in ("warning", "error"):
         raise source.error(
             ("server", "access_log"),
@@ -194,22 +194,28 @@ def load_config(
     return config, source
 
 
-def _bad_key(tree: Mapping[str, Any]) -> Path_:
-    """Path of the first invalid API key; msgspec's errors in a table of names do not give it."""
-    keys = tree["keys"] if isinstance(tree["keys"], dict) else {}
-    for name, value in keys.items():
+def _with_name(tree: Mapping[str, Any], path: Path_) -> Path_:
+    """The path with the name of the first invalid key or tenant: msgspec's errors in a table of names lack it."""
+    kind: Any = {"keys": Text | KeyConfig, "tenants": TenantConfig}.get(str(path[0])) if path else None
+    named = tree[str(path[0])] if kind is not None else None
+    for name, value in named.items() if isinstance(named, dict) else ():
         try:
-            msgspec.convert(value, Text | KeyConfig)
+            msgspec.convert(value, kind)
         except msgspec.ValidationError:
-            return (name,)
-    return ()
+            return path[0], name, *(path[1:] if path[0] == "tenants" else ())
+    return path
 
 
-def _syntax_error(file: str, text: str, error: tomllib.TOMLDecodeError) -> ConfigError:
+def _syntax_error(file: str, text: str, error: Exception) -> ConfigError:
+    if not isinstance(error, tomllib.TOMLDecodeError):  # its line is unknown
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        return ConfigError(f"{file}: this is not TOML: {why}")
     found = re.search(r"line (\d+)", str(error))
     lines = text.splitlines()
     number = int(found[1]) if found else max(1, len(lines))
     shown = lines[number - 1].strip() if number <= len(lines) else ""
+    if re.search(r"^\s*\[?\s*keys\b", text, re.M):  # the line may hold a secret
+        shown = f"{shown.partition('=')[0]}…" if "=" in shown else "…"
     return ConfigError(f"{file}:{number}: this is not TOML: {error}\n    {shown}")
 
 
@@ -217,7 +223,8 @@ def _syntax_error(file: str, text: str, error: tomllib.TOMLDecodeError) -> Confi
 _KINDS = {
     "object": "a table", "array": "a list", "str": "a text", "int": "a whole number", "float": "a number",
     "str | object": "a text, or a table with key and roles",
-    "bool": "true or false", "int | float": "a number", "date": "a date", "time": "a time", "datetime": "a time",
+    "bool": "true or false", "bool | str": "true, false or 'auto'", "int | float": "a number",
+    "date": "a date", "time": "a time", "datetime": "a time",
 }  # fmt: skip
 
 
@@ -238,7 +245,7 @@ def _where(message: str) -> tuple[Path_, str]:
     elif missing := re.search(r"missing required field `(.*)`", said):
         said = f"{missing[1]} is missing"
     elif wrong := re.match(r"Invalid enum value (.*)", said, re.S):
-        *others, last = (repr(each) for each in _choices(path))
+        *others, last = _choices(path)
         said = f"{wrong[1]} is not allowed: choose {', '.join(others)} or {last}"
     elif kinds := re.match(r"Expected `(.*)`, got `(\w+)`$", said):
         wanted, got = (_KINDS.get(each, each) for each in (kinds[1].removesuffix(" | null"), kinds[2]))
@@ -252,21 +259,22 @@ def _where(message: str) -> tuple[Path_, str]:
     return tuple(path), said.replace("`", "")
 
 
-def _choices(path: Sequence[str | int]) -> tuple[str, ...]:
-    """The words allowed at a path, where only a few are."""
+def _choices(path: Sequence[str | int]) -> list[str]:
+    """The values allowed at a path, where only a few are."""
     if path[:1] == ["keys"]:
-        return ROLES
-    at: Any = Config
-    for name in path:
+        return [repr(role) for role in ROLES]
+    at: Any = ModelConfig if path[:1] == ["models"] else Config
+    for name in path[2:] if at is ModelConfig else path:
         at = next(each.type for each in msgspec.structs.fields(at) if each.name == name)
-    return get_args(at)
+    words = ["true", "false"] if bool in get_args(at) else []
+    return words + [repr(word) for each in (at, *get_args(at)) for word in get_args(each) if isinstance(word, str)]
 
 
 def _override(tree: dict[str, Any], text: str) -> Path_:
     key, equals, value = text.partition("=")
     if not equals:
         raise ConfigError(f"on the command line: {text!r}: write key=value, as in server.port=9000")
-    path: Path_ = tuple(int(p) if p.isdigit() else p for p in key.strip().split("."))
+    path: Path_ = tuple(int(p) if p.isdecimal() else p for p in key.strip().split("."))
     at: Any = tree
     try:
         for here, further in pairwise(path):
@@ -284,7 +292,7 @@ def _value(text: str) -> Any:
     """The value as TOML; text that is not TOML counts as a string, so that quotes are not needed twice."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -293,6 +301,6 @@ def _model(text: str) -> dict[str, Any]:
     factory, brace, rest = text.partition("{")
     try:
         arguments = tomllib.loads(f"value = {{{rest}")["value"] if brace else {}
-    except tomllib.TOMLDecodeError as e:
+    except (ValueError, RecursionError) as e:
         raise ConfigError(f"on the command line: {text!r}: the part in braces is not a TOML table: {e}") from None
     return {"factory": factory.strip(), "arguments": arguments}

@@ -95,6 +95,12 @@ def test_a_number_of_windows_that_cannot_be_is_named_with_its_line(write):
         (('port = 0', 'admission = "of"'), 6, "server.admission: 'of' .* 'targets', 'deadlines' or 'off'"),
         (('port = 0', 'log_format = "xml"'), 6, "choose 'text' or 'json'"),
         (('port = 0', 'log_level = "loud"'), 6, "choose 'debug', 'info', 'warning' or 'error'"),
+        (('port = 0', 'standby = "hot"'), 6, "choose 'loaded', 'warm' or 'off'"),
+        (('batch = [1, 2]', 'capture = "later"'), 17, r"models\[0\].capture: .* choose 'ahead' or 'on_demand'"),
+        (('batch = [1, 2]', 'resident = "yes"'), 17, r"models\[0\].resident: .* choose true, false or 'auto'"),
+        (('batch = [1, 2]', 'resident = 1'), 17, "give true, false or 'auto'"),
+        (('[keys]', '[tenants.ann]\n[tenants.ben]\nshare = "x"\n[keys]'), 11, "tenants.ben.share: .* a number"),
+        (('[keys]', '[tenants]\nann = { limit = 1 }\nben = { limit = 2 }\n[keys]'), 11, "tenants.ben.limit"),
         (('port = 0', 'access_log = true\nlog_level = "warning"'), 6, "set log_level to \"info\""),
     ],
 )  # fmt: skip
@@ -104,6 +110,13 @@ def test_a_wrong_value_is_found_on_its_line(write, change, line, said):
     with pytest.raises(ConfigError, match=said) as caught:
         load_config(write(text))
     assert f"paella.toml:{line}:" in str(caught.value)
+
+
+@pytest.mark.parametrize("line", ['alice = "secret', 'alice = \'secret"', 'alice = """\nsecret', 'alice : "secret"'])
+def test_a_line_that_is_no_toml_shows_no_key(write, line):
+    with pytest.raises(ConfigError, match="not TOML") as caught:
+        load_config(write(GOOD.replace('alice = "secret"', line).replace('bob = "env:BOBS_KEY"\n', "")))
+    assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -145,6 +158,12 @@ def test_what_does_not_exist_is_found_on_its_line(write, monkeypatch, change, li
     assert f"paella.toml:{line}:" in str(caught.value)
 
 
+@pytest.mark.parametrize(("value", "said"), [("9" * 5000, "5000 digits"), ("[" * 9000, "nested too deeply")])
+def test_values_that_the_parser_cannot_take_are_an_error_of_the_file(write, value, said):
+    with pytest.raises(ConfigError, match=f"paella.toml: this is not TOML: .*{said}"):
+        load_config(write(f"max_queue = {value}"))
+
+
 def test_a_file_that_is_not_there():
     with pytest.raises(ConfigError, match=r"nowhere\.toml: No such file"):
         load_config("nowhere.toml")
@@ -170,6 +189,8 @@ def test_everything_can_be_said_on_the_command_line(write):
         (["server.port=x"], [], "on the command line: server.port"),
         (["models.7.target_ms=1"], [], "models.7"),
         (["nothing=1"], [], "on the command line: nothing"),
+        (["²=1"], [], "on the command line: ²"),
+        (["server.port=" + "9" * 5000], [], "on the command line: server.port: the value is a text"),
         ([], ["m:f{a=}"], "TOML table"),
         ([], ["not a path"], "on the command line: models"),
     ],
