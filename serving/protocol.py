@@ -122,7 +122,7 @@ def decode(model: Model, body: bytes | memoryview, header_length: str | None, as
             problem = "is not an input of" if spec is None else "appears twice in a request to"
             takes = ", ".join(model.inputs)
             raise RequestError(f"{short(tensor.name)} {problem} model {model.name!r}; it takes {takes}")
-        arrays[tensor.name] = _array(tensor, spec, binary, f"model {model.name!r}, input {tensor.name!r}")
+        arrays[tensor.name] = _array(tensor, spec, binary, model)
     if missing := [key for key in model.inputs if key not in arrays]:
         raise RequestError(f"model {model.name!r} needs the missing input {', '.join(missing)}")
     binary.check_used()
@@ -198,7 +198,8 @@ class BinaryTensors:
             raise RequestError(f"{left} bytes at the end of the body belong to no input; check each binary_data_size")
 
 
-def _array(tensor: RequestTensor, spec: TensorSpec, binary: BinaryTensors, where: str) -> NDArray[Any]:
+def _array(tensor: RequestTensor, spec: TensorSpec, binary: BinaryTensors, model: Model) -> NDArray[Any]:
+    where = f"model {model.name!r}, input {tensor.name!r}"
     check_datatype(tensor.datatype[:40], spec.dtype, where)
     for name in _UNSUPPORTED:
         if name in tensor.parameters:
@@ -207,6 +208,11 @@ def _array(tensor: RequestTensor, spec: TensorSpec, binary: BinaryTensors, where
     if shape != spec.shape and (shape[1:] != spec.shape or not shape or shape[0] < 1):
         wanted = ", ".join(map(str, ("n", *spec.shape)))
         raise RequestError(f"{where} has shape {short(tensor.shape)}; the model takes [{wanted}] with n ≥ 1")
+    if shape != spec.shape and shape[0] > model.max_batch:  # before its numbers are read: the shape may be any
+        raise RequestError(
+            f"model {model.name!r} takes up to {model.max_batch} items per request, not {short(shape[0])}: split the "
+            "batch"
+        )
     count = math.prod(shape)
     size = tensor.parameters.get("binary_data_size")
     if size is None:
@@ -234,10 +240,6 @@ def _batch(model: Model, arrays: dict[str, NDArray[Any]]) -> tuple[int, bool]:
         said = ", ".join(f"{key}: {'no batch axis' if n is None else n}" for key, n in found.items())
         raise RequestError(f"model {model.name!r}: all inputs must have the same batch size ({said})")
     items = counts.pop()
-    if items is not None and items > model.max_batch:
-        raise RequestError(
-            f"model {model.name!r} takes up to {model.max_batch} items per request, not {short(items)}: split the batch"
-        )
     return items or 1, items is not None
 
 

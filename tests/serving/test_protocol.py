@@ -158,6 +158,17 @@ def test_inputs_must_agree_on_their_batch():
         read(PAIR, {"inputs": [tensor("a", (2, 2, 3), "INT8", [0] * 12), tensor("b", (), "FP64", [1.0])]})
 
 
+def test_no_memory_is_taken_for_the_items_that_a_shape_claims():
+    # Long data are compared with the brackets of the whole shape: nobody sent as many.
+    data = b"[" + b",".join([b"1.000000"] * (numbers.PIECE_BYTES // 8)) + b"]"
+    body = b'{"inputs":[{"name":"x","datatype":"FP32","shape":[100000000,4],"data":%b}]}' % data
+    with (
+        mock.patch.object(numbers, "_inside", side_effect=MemoryError),
+        pytest.raises(RequestError, match="up to 8 items"),
+    ):
+        read(VECTOR, body)
+
+
 def test_not_a_number_has_no_json_and_travels_as_null():
     found = read(VECTOR, {"inputs": [tensor()]})
     pieces, _ = encode(VECTOR, "1", found, {"x": np.full((1, 4), np.nan, np.float32)})
