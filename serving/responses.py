@@ -96,8 +96,11 @@ def classify(scores: NDArray[Any], classes: int) -> NDArray[Any]:
     >>> classify(np.array([[0.25, 0.75]]), 1)[0, 0]
     '0.750000:1'
     """
-    best = np.argsort(-scores, axis=1, kind="stable")[:, :classes]
-    texts = [[f"{float(row[k]):f}:{k}" for k in ks] for row, ks in zip(scores, best, strict=True)]
+    # Negated integers may not fit into their type; ~ reverses the order of all integers.
+    downwards = ~scores if scores.dtype.kind in "iu" else -scores
+    best = np.argsort(downwards, axis=1, kind="stable")[:, :classes]
+    score = str if scores.dtype.kind in "iu" else "{:f}".format
+    texts = [[f"{score(row[k].item())}:{k}" for k in ks] for row, ks in zip(scores, best, strict=True)]
     return np.array(texts, dtype=object)
 
 

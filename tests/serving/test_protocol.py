@@ -17,7 +17,7 @@ from paellapy.serving.codings import choose_coding
 from paellapy.serving.datatypes import DTYPES
 from paellapy.serving.errors import RequestError
 from paellapy.serving.protocol import DEFAULT_LEVEL, PRIORITY_LEVELS, decode
-from paellapy.serving.responses import encode
+from paellapy.serving.responses import classify, encode
 
 
 def model_of(**inputs):
@@ -167,6 +167,14 @@ def test_no_memory_is_taken_for_the_items_that_a_shape_claims():
         pytest.raises(RequestError, match="up to 8 items"),
     ):
         read(VECTOR, body)
+
+
+@pytest.mark.parametrize("datatype", ["INT8", "UINT8", "INT64", "UINT64"])
+def test_the_best_classes_of_integers_come_first(datatype):
+    limits = np.iinfo(DTYPES[datatype])
+    scores = np.array([[limits.min, 3, limits.max, limits.max - 1]], DTYPES[datatype])
+    expected = [f"{limits.max}:2", f"{limits.max - 1}:3", "3:1", f"{limits.min}:0"]
+    assert classify(scores, 4)[0].tolist() == expected
 
 
 def test_not_a_number_has_no_json_and_travels_as_null():
