@@ -15,6 +15,7 @@ from paellapy.scheduler.core.errors import QueueFullError
 from paellapy.scheduler.core.shared_memory import SharedBlock
 
 _KEPT_BYTES = 1 << 20  # free blocks of one size that are kept
+_LEAST_BYTES = 64  # smallest block of a shared stage
 
 Block = tuple[NDArray[np.uint8], int]  # memory, and its address
 
@@ -58,26 +59,57 @@ def _new(nbytes: int) -> Block:
 
 
 class SharedStage(Stage):
-    """Memory of this front end that the engine's process can read, in reusable blocks whose sizes are powers of two."""
+    """Memory of this front end that the engine's process can read, in blocks whose sizes are powers of two.
+
+    A free block keeps its size, because the next request is likely to need the same. Only when none fits are blocks
+    split, or merged with their neighbours: otherwise a flood of one model's requests would leave none for the others.
+    """
 
     def __init__(self, block: SharedBlock, engines_address: int) -> None:
         self._memory, self._address = block.array, engines_address
-        self._free: dict[int, list[int]] = {}
-        self._used = 0
+        self._free: dict[int, list[int]] = {}  # places of free blocks, by size; each is a multiple of its size
+        at = 0
+        while (left := len(self._memory) - at) >= _LEAST_BYTES:
+            size = 1 << (left.bit_length() - 1)
+            self._free[size] = [at]
+            at += size
 
     def take(self, nbytes: int) -> tuple[NDArray[np.uint8], int, Any]:
-        size = max(64, 1 << (nbytes - 1).bit_length())
-        known = self._free.setdefault(size, [])
-        if known:
-            at = known.pop()
-        elif self._used + size <= len(self._memory):
-            at, self._used = self._used, self._used + size
-        else:
-            raise QueueFullError(
-                f"all {len(self._memory) >> 20} MiB for waiting inputs are in use; try again later"
-            )
+        size = max(_LEAST_BYTES, 1 << (nbytes - 1).bit_length())
+        known = self._free.get(size)
+        at = known.pop() if known else self._split(size)
         return self._memory[at : at + nbytes], self._address + at, (at, size)
 
     def give(self, taken: Any) -> None:
         at, size = taken
-        self._free[size].append(at)
+        self._free.setdefault(size, []).append(at)
+
+    def _split(self, size: int) -> int:
+        """Takes a block out of a larger one."""
+        larger = self._next(size)
+        if larger == 0 and sum(each * len(places) for each, places in self._free.items()) >= size:
+            self._merge()
+            larger = self._next(size)
+        if larger == 0:
+            raise QueueFullError(f"all {len(self._memory) >> 20} MiB for waiting inputs are in use; try again later")
+        at = self._free[larger].pop()
+        while larger > size:
+            larger //= 2
+            self._free.setdefault(larger, []).append(at + larger)
+        return at
+
+    def _next(self, size: int) -> int:
+        """The smallest size of which a block is free, from `size` on; 0 if there is none."""
+        return min((each for each, places in self._free.items() if places and each >= size), default=0)
+
+    def _merge(self) -> None:
+        """Makes larger blocks of free neighbours: the two halves of a larger block."""
+        size = _LEAST_BYTES
+        while size < len(self._memory):
+            free = set(self._free.get(size, ()))
+            whole = [at for at in free if at % (2 * size) == 0 and at + size in free]
+            if whole:
+                self._free.setdefault(2 * size, []).extend(whole)
+                halves = {*whole, *(at + size for at in whole)}
+                self._free[size] = [at for at in self._free[size] if at not in halves]
+            size *= 2

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -65,6 +67,36 @@ def test_a_full_stage_refuses():
         stage.take(256)
     with pytest.raises(QueueFullError):
         stage.take(256)
+
+
+@pytest.mark.parametrize(("before", "after"), [(256, 64), (64, 256), (64, 4096), (4096, 300)])
+def test_a_flood_of_one_size_leaves_all_memory_to_other_sizes(before, after):
+    stage = shared(1 << 16)
+    fits = len(stage._memory) // before
+    for token in [stage.take(before)[2] for _ in range(fits)]:
+        stage.give(token)
+    places = [stage.take(after)[1] for _ in range(len(stage._memory) // (1 << (after - 1).bit_length()))]
+    assert len({*places}) == len(places)
+    with pytest.raises(QueueFullError):
+        stage.take(after)
+
+
+@given(script=some.lists(some.tuples(some.integers(0, 5000), some.booleans()), max_size=80))
+@settings(max_examples=50, deadline=None)
+def test_blocks_of_all_sizes_never_overlap_and_all_memory_comes_back(script):
+    stage = shared(12_288)
+    whole, held = len(stage._memory), []
+    for nbytes, takes in script:
+        if not takes and held:
+            stage.give(held.pop(0)[2])
+            continue
+        with contextlib.suppress(QueueFullError):
+            held.append(stage.take(nbytes))
+    ends = sorted((address, address + len(memory)) for memory, address, _ in held)
+    assert all(end <= start for (_, end), (start, _) in pairwise(ends))
+    for _, _, token in held:
+        stage.give(token)
+    stage.take(1 << (whole.bit_length() - 1))  # the largest block
 
 
 @pytest.mark.parametrize("n", [64, 4096])
