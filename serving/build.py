@@ -20,8 +20,8 @@ from paellapy.scheduler.policies.policy import Policy, find_policy
 from paellapy.serving.access import Key
 from paellapy.serving.config import Config, KeyConfig, ModelConfig, Path_, Source, TlsConfig
 from paellapy.serving.errors import ConfigError
-from paellapy.serving.factories import find_factory
-from paellapy.serving.registry import Entry
+from paellapy.serving.factories import FACTORY_ERRORS, find_factory
+from paellapy.serving.registry import Entry, check_name
 
 
 def build_policy(config: Config, source: Source) -> Policy:
@@ -103,10 +103,12 @@ def build_entries(config: Config, source: Source) -> list[Entry]:
         else:
             try:
                 name = make().name
-            except Exception as e:
+            except FACTORY_ERRORS as e:
                 raise source.error(path, f"the factory failed: {type(e).__name__}: {e}") from e
-        if name in entries:
-            raise source.error(path, f"two models are named {name!r}: give this one another name")
+        try:
+            check_name(name, entries)
+        except ModelError as e:
+            raise source.error(path, str(e)) from e
         entries[name] = Entry(name, make, wanted=each.load, factory=each.factory)
     return list(entries.values())
 
@@ -172,5 +174,5 @@ def _import(dotted: str, path: Path_, source: Source) -> Any:
     """Imports `package.module:name`, also from the folder of the configuration."""
     try:
         return find_factory(dotted, source.folder)
-    except Exception as e:
+    except FACTORY_ERRORS as e:
         raise source.error(path, f"{dotted} cannot be imported: {type(e).__name__}: {e}") from e

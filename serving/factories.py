@@ -17,6 +17,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+# Errors of a user's module or factory. A script that parses its arguments at the import ends in SystemExit.
+FACTORY_ERRORS = (Exception, SystemExit)
+
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _OURS = str(Path(__file__).resolve().parents[1])
 _lock = threading.RLock()

@@ -28,7 +28,7 @@ async def load_models(registry: Registry, stopping: Callable[[], bool], also: Ca
     await _patiently(partial(warm_up, registry.engine.current_policy), {})
     if also is not None and not stopping():
         await _patiently(also, {})
-    for entry in registry.entries.values():
+    for entry in list(registry.entries.values()):  # a reload may add models meanwhile
         if entry.wanted and entry.model is None and not stopping():
             began = time.monotonic()
             log.info("loading", extra={"fields": {"model": entry.name, "device": registry.engine.device.name}})

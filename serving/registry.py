@@ -9,7 +9,7 @@ import asyncio
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -22,7 +22,7 @@ from paellapy.scheduler.engine.remote import RemoteEngine
 from paellapy.scheduler.models.model import Model
 from paellapy.serving.datatypes import check_servable
 from paellapy.serving.errors import RefusedError, short
-from paellapy.serving.factories import code_number
+from paellapy.serving.factories import FACTORY_ERRORS, code_number
 from paellapy.serving.logs import log
 from paellapy.serving.process_settings import search_all_objects, spare_more_objects
 
@@ -95,6 +95,16 @@ class Catalogue(ABC):
         raise UnknownModelError(f"model {name!r} is not loaded: {entry.reason or entry.state.lower()}")
 
 
+def check_name(name: str, others: Collection[str]) -> None:
+    """Raises ModelError if a model of this name cannot be served beside the others."""
+    if name == "stats" or not name or "/" in name:
+        raise ModelError(f"{name!r} cannot name a served model: give a name without '/' other than 'stats'")
+    if name in others:
+        raise ModelError(f"two models are named {name!r}: give one of them another name")
+    if len(others) == MOST_MODELS:
+        raise ModelError(f"a server takes at most {MOST_MODELS} models: start another server for more")
+
+
 class Registry(Catalogue):
     """The models of an engine in this process."""
 
@@ -110,12 +120,7 @@ class Registry(Catalogue):
             self.add(entry)
 
     def add(self, entry: Entry) -> None:
-        if entry.name == "stats" or not entry.name or "/" in entry.name:
-            raise ModelError(f"{entry.name!r} cannot name a served model: give a name without '/' other than 'stats'")
-        if entry.name in self.entries:
-            raise ModelError(f"two models are named {entry.name!r}: give one of them another name")
-        if len(self.entries) == MOST_MODELS:
-            raise ModelError(f"a server takes at most {MOST_MODELS} models: start another server for more")
+        check_name(entry.name, self.entries)
         entry.number = len(self.entries)
         self.entries[entry.name] = entry
         if entry.model is not None:
@@ -136,10 +141,11 @@ class Registry(Catalogue):
                 model = model or _made(entry)
                 self.engine.load(model)
                 entry.row = self._try(model)
-            except PaellaError as e:
-                entry.state, entry.reason = UNAVAILABLE, str(e)
+            except Exception as e:
+                error = e if isinstance(e, PaellaError) else ModelError(f"model {name!r}: {type(e).__name__}: {e}")
+                entry.state, entry.reason = UNAVAILABLE, str(error)
                 self.tell()
-                raise
+                raise error from e
             self.by_row = {**self.by_row, entry.row: model}
             entry.model, entry.state, entry.wanted = model, READY, True
             self.tell()
@@ -234,7 +240,7 @@ def _made(entry: Entry) -> Model:
         model = entry.make()
     except PaellaError:
         raise
-    except Exception as e:
+    except FACTORY_ERRORS as e:
         raise ModelError(f"model {entry.name!r} could not be built by its factory: {type(e).__name__}: {e}") from e
     if model.name != entry.name:
         raise ModelError(f"the factory of model {entry.name!r} returned a model named {model.name!r}")

@@ -20,7 +20,7 @@ from typing import Any
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.models.model import Model
-from paellapy.serving.build import build_entries, build_policy
+from paellapy.serving.build import build_entries, build_keys, build_policy, build_tls
 from paellapy.serving.config import Config, Source
 from paellapy.serving.errors import ConfigError
 from paellapy.serving.factories import code_number
@@ -30,7 +30,8 @@ from paellapy.serving.registry import Registry
 
 GONE = "it was removed from the configuration"
 PATIENCE_S = 120.0
-_FIXED = ("device", "quantum_us", "max_active", "sm_windows", "memory_bytes", "max_queue", "server", "tls")
+FIXED = ("device", "quantum_us", "max_active", "sm_windows", "memory_bytes", "host_bytes", "max_queue", "server",
+         "tenants")  # fmt: skip
 
 
 def check_file(config: Config, source: Source) -> None:
@@ -38,6 +39,13 @@ def check_file(config: Config, source: Source) -> None:
     if config.models:
         build_entries(config, source)
     build_policy(config, source)
+    check_secrets(config, source)
+
+
+def check_secrets(config: Config, source: Source) -> None:
+    """Raises PaellaError for keys and certificates that cannot be read."""
+    build_keys(config, source)
+    build_tls(config, source)
 
 
 class Reloader:
@@ -45,6 +53,8 @@ class Reloader:
 
     def __init__(self, registry: Registry, config: Config, source: Source) -> None:
         self._registry, self._config, self._source = registry, config, source
+        self._at_start = config
+        self._authorities = _authorities(config, source)
         names = [name for name, entry in registry.entries.items() if entry.factory]
         self._models = dict(zip(names, config.models, strict=True))  # each model's settings in the file
         self._reloading = threading.Lock()
@@ -54,7 +64,11 @@ class Reloader:
         from several threads wait for each other.
         """
         with self._reloading:
-            return self._reload()
+            try:
+                return self._reload()
+            except Exception as e:  # else `paellapy reload` would wait for an outcome
+                log.error("the reload failed", exc_info=e)
+                return self._note({"error": f"the reload failed: {type(e).__name__}: {e}"})
 
     def _reload(self) -> dict[str, Any]:
         told: dict[str, Any] = {}
@@ -62,10 +76,11 @@ class Reloader:
             config, source = self._source.again()
             entries = {each.name: each for each in build_entries(config, source)} if config.models else {}
             policy = build_policy(config, source) if config.policy != self._config.policy else None
+            check_secrets(config, source)
         except PaellaError as e:
             log.error("not reloaded", extra={"fields": {"error": str(e)}})
             return self._note({"error": str(e)})
-        if needs := [name for name in _FIXED if getattr(config, name) != getattr(self._config, name)]:
+        if needs := self._needs_restart(config, source):
             told["needs a restart"] = needs
         if policy is not None:
             self._registry.engine.set_policy(policy)
@@ -93,6 +108,15 @@ class Reloader:
         log.info("reloaded", extra={"fields": told})
         return self._note(told)
 
+    def _needs_restart(self, config: Config, source: Source) -> list[str]:
+        """The settings of the file that this server does not have, and does not get by a reload."""
+        start = self._at_start
+        needs = [name for name in FIXED if getattr(config, name) != getattr(start, name)]
+        needs += [name for name in ("keys", "tls") if bool(getattr(config, name)) != bool(getattr(start, name))]
+        if config.tls is not None and start.tls is not None and _authorities(config, source) != self._authorities:
+            needs.append("tls.client_ca")  # authorities that are gone stay trusted
+        return needs
+
     def _load(self, name: str, told: dict[str, Any]) -> None:
         try:
             self._registry.load(name)
@@ -102,8 +126,20 @@ class Reloader:
 
     def _note(self, told: dict[str, Any]) -> dict[str, Any]:
         if self._source.name:
-            write_outcome(self._source.name, told)
+            try:
+                write_outcome(self._source.name, told)
+            except (OSError, ConfigError) as e:
+                log.warning("`paellapy reload` will not hear of this", extra={"fields": {"error": str(e)}})
         return told
+
+
+def _authorities(config: Config, source: Source) -> bytes | None:
+    """The authorities of clients' certificates, as their file has them."""
+    if config.tls is None or config.tls.client_ca is None:
+        return None
+    with contextlib.suppress(OSError):
+        return (source.folder / config.tls.client_ca).read_bytes()
+    return b""
 
 
 def _gone() -> Model:
@@ -114,7 +150,8 @@ def _gone() -> Model:
 
 
 def _path(file: str | Path, suffix: str) -> Path:
-    folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"paellapy-{os.getuid()}"
+    given = os.environ.get("XDG_RUNTIME_DIR", "")  # inherited from another session, it may name a folder that is gone
+    folder = Path(given if os.path.isdir(given) else tempfile.gettempdir()) / f"paellapy-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise ConfigError(f"{folder} belongs to another user: set XDG_RUNTIME_DIR to a folder of your own")
@@ -127,15 +164,18 @@ def noted(source: Source) -> Iterator[None]:
     if not source.name:
         yield
         return
-    path = _path(source.name, "pid")
+    note, path = json.dumps([os.getpid(), born(os.getpid())]), None
     try:
-        path.write_text(json.dumps([os.getpid(), born(os.getpid())]))
-    except OSError as e:
+        path = _path(source.name, "pid")
+        path.write_text(note)
+    except (OSError, ConfigError) as e:
         log.warning("`paellapy reload` will not find this server", extra={"fields": {"error": str(e)}})
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            if path is not None and path.read_text() == note:  # else a newer server has the file
+                path.unlink()
 
 
 def write_outcome(file: str, told: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.backends.launches import LoadedModel
 from paellapy.scheduler.engine.fronts import Fronts
+from paellapy.scheduler.policies.policy import PolicyError
 from paellapy.serving.calls import Calls
 from paellapy.serving.datatypes import datatype
 from paellapy.serving.logs import log
@@ -74,7 +75,10 @@ class EngineHost:
         """Restores changes that were made while the previous process ran. To be called first."""
         if policy := self._kept.restore(self._registry):
             # Set after the configured policy, so that one can switch back to that.
-            await asyncio.to_thread(self._calls.set_policy, policy)
+            try:
+                await asyncio.to_thread(self._calls.set_policy, policy)
+            except PolicyError as e:  # of a file that has changed since
+                log.error("the policy is the configured one again", extra={"fields": {"error": str(e)}})
 
     def start(self) -> None:
         """Listens for workers."""

@@ -135,6 +135,7 @@ class EngineLink:
         self._news = asyncio.Event()
         self._closing = False
         self.pid = 0  # of the engine's process
+        self._policy = ""  # its policy, as it was told last
         self.settled = False  # every model of the start is loaded, or could not be
 
     async def call(self, name: str, data: Any = None) -> Any:
@@ -212,12 +213,17 @@ class EngineLink:
     def _told(self, message: Message, descriptors: list[int]) -> None:
         if message.name == STATE:
             data = message.data
-            if data["policy"] != self.engine.policy:
-                self.engine.set_policy(self._policies(data["policy"]))
+            self._policy = data["policy"]
+            self.follow_policy()
             self.engine.facts = {"memory": data["memory"]}
             self.settled = self.settled or data["settled"]
             self.registry.update(data["entries"], descriptors)
         self._news.set()
+
+    def follow_policy(self) -> None:
+        """Takes the engine's policy for predictions, as far as this process knows it."""
+        if self.engine.link is not None and self._policy != self.engine.policy:
+            self.engine.set_policy(self._policies(self._policy))
 
     def _lost(self) -> None:
         """The process has ended: first tells everybody who waits."""

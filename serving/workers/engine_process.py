@@ -10,17 +10,19 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.shared_memory import name_process
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.policies.policy import Policy, find_policy, policy_names
-from paellapy.serving.build import build_engine, build_entries, has_room_twice
+from paellapy.serving.build import build_engine, build_entries, build_policy, has_room_twice
 from paellapy.serving.config import Config, Source
 from paellapy.serving.loading import load_models
 from paellapy.serving.logs import configure, log
 from paellapy.serving.process_settings import spare_objects, stop_sparing
 from paellapy.serving.registry import Entry, Registry, entry_of
-from paellapy.serving.reload import Reloader
+from paellapy.serving.reload import FIXED, Reloader, check_secrets
 from paellapy.serving.server import end_now, ends, failure_of
 from paellapy.serving.warm import warm_up
 from paellapy.serving.workers.engine_host import EngineHost
@@ -31,13 +33,19 @@ KEPT = "kept"
 
 
 class Policies:
-    """The configured policy, and the package's policies by name."""
+    """The configured policy, those of files that were read later, and the package's policies by name."""
 
     def __init__(self, configured: Policy) -> None:
         self.configured = configured
+        self._later: dict[str, Policy] = {}
+
+    def add(self, policy: Policy) -> None:
+        self._later[policy.name] = policy
 
     def __call__(self, name: str) -> Policy:
-        """The policy of that name; "": the configured one."""
+        """The policy of that name; "", or a name that is not known: the configured one."""
+        if name in self._later:
+            return self._later[name]
         known = name and name != self.configured.name and name in policy_names()
         return find_policy(name) if known else self.configured
 
@@ -49,10 +57,19 @@ class Latest:
         self._first = config, source
         self.config, self.source = config, source
 
+    @property
+    def policy_at_start(self) -> str:
+        return self._first[0].policy
+
     def read_again(self) -> None:
-        """Reads the file again. Errors are reported by the process that applies it."""
+        """Reads the file again. Settings that need a restart stay: the workers have the old ones too. Errors are
+        reported by the process that applies the file.
+        """
         with contextlib.suppress(PaellaError):
-            self.config, self.source = self.source.again()
+            config, source = self.source.again()
+            check_secrets(config, source)
+            self.source = source
+            self.config = msgspec.structs.replace(config, **{name: getattr(self._first[0], name) for name in FIXED})
 
     def entries(self) -> list[Entry]:
         """The file's models; if they cannot be imported any more, those of the start."""
@@ -110,10 +127,19 @@ class EngineProcess:
             entries += self.latest.entries()
         return entries
 
+    def _policy(self) -> Policy:
+        """The policy of the latest file. The server has compiled that of its start."""
+        if self.latest.config.policy != self.latest.policy_at_start:
+            try:
+                return build_policy(self.latest.config, self.latest.source)
+            except PaellaError as e:
+                log.error("using the policy of the server's start instead", extra={"fields": {"error": str(e)}})
+        return self.policies.configured
+
     def _run(self, tell: Tell, called: Callable[[], Awaitable[None]] | None) -> int:
         entries = self._entries()
         config, source = self.latest.config, self.latest.source
-        engine = build_engine(config, source, self.policies.configured)
+        engine = build_engine(config, source, self._policy())
         registry = Registry(engine, entries)
         if called is not None:
             engine.guests.hide()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.models.model import Model
 from paellapy.serving.access import Key
 from paellapy.serving.build import build_keys, build_policy, build_tls, check_fork
@@ -127,7 +128,7 @@ class _WorkerServer(Server):
         )  # fmt: skip
         own = worker.shares[worker.front - 1]
         super().__init__(link.registry, o, worker.keys, worker.tls, service=service, listening=own)
-        self._link, self._give_up, self.source = link, give_up, worker.source
+        self._link, self._give_up, self._worker, self.source = link, give_up, worker, worker.source
         self._virtual = worker.config.device.startswith("virtual")
 
     def _is_virtual(self) -> bool:
@@ -146,6 +147,13 @@ class _WorkerServer(Server):
                 while not self._link.registry.entries:
                     await self._link.changed()
         await super().start()
+
+    async def reload(self) -> None:
+        await super().reload()
+        with contextlib.suppress(PaellaError):  # has been logged
+            config, source = self._worker.source.again()
+            self._worker.policies.add(await asyncio.to_thread(build_policy, config, source))
+            self._link.follow_policy()
 
     async def load(self) -> None:
         while not self._link.settled and not self.service.draining:

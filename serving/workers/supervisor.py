@@ -305,4 +305,5 @@ class Supervisor:
     def _signal(self, group: list[Process], number: signal.Signals) -> None:
         for each in group:
             if each.pid:
-                signal.pidfd_send_signal(each.pidfd, number)
+                with contextlib.suppress(OSError):  # a signal handler may find a process that is just being taken away
+                    signal.pidfd_send_signal(each.pidfd, number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -15,25 +16,39 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from engine_models import scale_model
 from serving_processes import children
 from serving_server import ask, infer_body, read_until, serving
 from typer.testing import CliRunner
 
 import paellapy as pp
 from paellapy.cli import app
-from paellapy.serving.config import ServerConfig
+from paellapy.scheduler.policies.policy import find_policy
+from paellapy.serving.build import build_entries
+from paellapy.serving.config import ServerConfig, load_config
+from paellapy.serving.errors import ConfigError
 from paellapy.serving.factories import changed_modules, find_factory
-from paellapy.serving.registry import Registry
-from paellapy.serving.reload import Reloader
+from paellapy.serving.loading import load_models
+from paellapy.serving.registry import Registry, entry_of
+from paellapy.serving.reload import Reloader, ask_to_reload, noted
 from paellapy.serving.server import Server
+from paellapy.serving.workers.engine_process import EngineProcess, Latest, Policies
 
 TLS = Path(__file__).parents[1] / "tls"
 CODE = """
+import paellapy as pp
 from engine_models import scale_model
 from own_part import FACTOR
 
 def model(name="own"):
     return scale_model(name, factor=FACTOR, batch=(1,))
+
+def leaving():
+    raise SystemExit(2)
+
+@pp.policy
+def longest_first(job):
+    return -job.remaining_ns
 """
 CONFIG = """
 device = "virtual:h200"
@@ -116,9 +131,11 @@ def test_edited_code_a_new_model_and_one_that_is_gone(folder, workers):
         assert ask(server, "POST", "/v2/repository/models/own/load", b"{}")[0] == 400
         assert first(server) == 3.0  # the one that was there
         (folder / "own_part.py").write_text("FACTOR = 5.0\n")
-        config.write_text(CONFIG.format(server=f"workers = {workers}") + MORE)
+        policy = 'policy = "own_models:longest_first"\n'
+        config.write_text(policy + CONFIG.format(server=f"workers = {workers}") + MORE)
         found = run.invoke(app, ["reload", str(config)])
         assert found.exit_code == 0, found.output + str(found.exception)
+        assert "policy: longest_first" in found.output
         assert "loaded: own, second" in found.output
         assert (first(server), first(server, "second")) == (5.0, 5.0)
         if workers:  # the next engine is as this one is, and not as the server began
@@ -176,6 +193,117 @@ def test_certificates_and_keys_are_taken_up(folder):
         assert status(port, "new") == 200
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
+
+
+@pytest.fixture
+def reloader(folder):
+    """Reloads a file whose models are not loaded, beside its outcome for `paellapy reload`."""
+    path = folder / "paella.toml"
+    path.write_text(CONFIG.format(server="") + "load = false\n")
+    with pp.Engine("virtual:h200") as engine:
+        config, source = load_config(path)
+        yield Reloader(Registry(engine, build_entries(config, source)), config, source)
+
+
+def changed(folder, text, before="", server=""):
+    (folder / "paella.toml").write_text(before + CONFIG.format(server=server) + "load = false\n" + text)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (MORE.replace('"second"', '"stats"', 1), "'stats' cannot name"),
+        (MORE.replace('"second"', '"a/b"', 1), "'a/b' cannot name"),
+        ('[[models]]\nfactory = "own_models:leaving"\n', "the factory failed: SystemExit: 2"),
+        ('[[models]]\nfactory = "leaving:model"\n', "cannot be imported: SystemExit: 3"),
+        (MORE + '[keys]\nme = "env:NOT_THERE"\n', "NOT_THERE is not set"),
+        (MORE + '[tls]\ncertificate = "none.pem"\nkey = "none.pem"\n', "cannot be loaded"),
+    ],
+)
+def test_a_file_with_a_mistake_changes_nothing(reloader, folder, text, said):
+    (folder / "leaving.py").write_text("raise SystemExit(3)")
+    changed(folder, text, 'policy = "edf"\n')
+    told = reloader.reload()
+    assert re.search(said, told["error"]), told
+    assert (list(reloader._registry.entries), reloader._registry.engine.policy) == (["own"], "paella")
+
+
+def test_settings_that_need_a_restart_are_named_until_it(reloader, folder):
+    changed(folder, '[tenants.ann]\nshare = 2\n[keys]\nann = "x"\n', "host_bytes = 0\n", "keepalive_s = 1")
+    needs = {"needs a restart": ["host_bytes", "server", "tenants", "keys"]}
+    assert reloader.reload() == needs
+    assert reloader.reload() == needs
+    changed(folder, "")
+    assert reloader.reload() == {}
+
+
+def test_authorities_that_are_gone_are_told_to_stay_trusted(folder):
+    for name in ("certificate.pem", "key.pem"):
+        shutil.copy(TLS / name, folder / name)
+    shutil.copy(TLS / "certificate.pem", folder / "authorities.pem")
+    tls = '[tls]\ncertificate = "certificate.pem"\nkey = "key.pem"\nclient_ca = "authorities.pem"\n'
+    changed(folder, tls)
+    with pp.Engine("virtual:h200") as engine:
+        config, source = load_config(folder / "paella.toml")
+        reloader = Reloader(Registry(engine, build_entries(config, source)), config, source)
+        assert reloader.reload() == {}
+        (folder / "authorities.pem").write_text((TLS / "certificate.pem").read_text() * 2)
+        assert reloader.reload() == {"needs a restart": ["tls.client_ca"]}
+
+
+def test_a_reload_that_fails_has_an_outcome(reloader, folder, monkeypatch):
+    monkeypatch.setattr(reloader._registry, "tell", lambda: 1 / 0)
+    assert "ZeroDivisionError" in reloader.reload()["error"]
+
+
+def test_a_folder_for_notes_that_is_gone_or_full_stops_no_server(reloader, folder, monkeypatch, caplog):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder / "gone"))
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(folder / "paella.toml"))  # no folder
+    with noted(reloader._source):
+        assert reloader.reload() == {}
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(folder))
+    with noted(reloader._source):
+        with pytest.raises(ConfigError, match="no server"):
+            ask_to_reload(folder / "other.toml")
+        note = next(folder.glob("paellapy-*/*.pid"))
+        note.write_text("a newer server of the same file")
+    assert note.exists()
+
+
+def test_the_next_engine_has_the_settings_of_the_start_and_the_models_of_the_file(folder):
+    changed(folder, "", server="workers = 2")
+    latest = Latest(*load_config(folder / "paella.toml"))
+    changed(folder, MORE, 'max_queue = 9\npolicy = "own_models:longest_first"\n', "workers = 1")
+    latest.read_again()
+    assert (latest.config.server.workers, latest.config.max_queue) == (2, 8192)
+    assert [each.name for each in latest.entries()] == ["own", "second"]
+    engine = EngineProcess(latest, [], Policies(find_policy("paella")), folder)
+    assert engine._policy().name == "longest_first"
+    changed(folder, '[keys]\nme = "env:NOT_THERE"\n')  # refused
+    latest.read_again()
+    assert len(latest.config.models) == 2
+    changed(folder, "", 'policy = "own_models:gone"\n')
+    latest.read_again()
+    assert engine._policy().name == "paella"
+
+
+def test_a_reload_may_add_models_while_others_are_loaded(folder, monkeypatch):
+    changed(folder, "")
+
+    async def load_both() -> list[str]:
+        with pp.Engine("virtual:h200") as engine:
+            registry = Registry(engine, build_entries(*load_config(folder / "paella.toml")))
+            registry.entries["own"].wanted = True
+
+            def load(name: str) -> float:
+                registry.add(entry_of(scale_model("later")))
+                return 0.0
+
+            monkeypatch.setattr(registry, "load", load)
+            await load_models(registry, lambda: False)
+            return list(registry.entries)
+
+    assert asyncio.run(load_both()) == ["own", "later"]
 
 
 def test_a_signal_that_comes_during_a_reload_is_not_lost(monkeypatch):
