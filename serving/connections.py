@@ -161,7 +161,8 @@ class Connection(web.RequestHandler):
             if self._timer is not None:
                 self._disarm()
             self._read_on(self._request_count - before, data)
-        elif self._waiter is not None and not self._waiter.done():  # no header, and no body is being read
+        # No header, and no body is being read. The task that sets the waiter may not have begun.
+        elif data and (self._request_count == 0 or (self._waiter is not None and not self._waiter.done())):
             self._began = True
             if self._timer is None:
                 self._timer = self._loop.call_later(self._header_timeout_s, self._too_late)

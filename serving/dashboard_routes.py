@@ -40,6 +40,7 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
+_STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 SWITCH_HEADER = "X-Paellapy"  # a page of another site cannot send it: no answer of ours permits that
 
 
@@ -74,14 +75,14 @@ class _Switch(msgspec.Struct, forbid_unknown_fields=True):
 
 
 async def events(request: web.Request) -> web.StreamResponse:
+    if request.method == "HEAD":  # its answer has no body, and must not wait for events
+        return web.Response(headers=_STREAM)
     hub = request.app[HUB]
     with hub.seat() as free:
         if not free:
             said = f"the limit of {hub.max_viewers} open dashboards, of all workers together, is reached; close one"
             raise RequestError(said, status=503)
-        response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        )
+        response = web.StreamResponse(headers=_STREAM)
         await response.prepare(request)
         # The viewer is too slow or gone; either way its connection ends here, without loss for the others.
         with contextlib.suppress(TimeoutError, ConnectionError):

@@ -11,7 +11,8 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from paellapy.serving.connections import Connection, Manager
-from paellapy.serving.middleware import SERVICE
+from paellapy.serving.errors import short
+from paellapy.serving.middleware import SERVICE, json_response
 from paellapy.serving.unsent import Unsent
 
 
@@ -58,8 +59,12 @@ class Runner(web.AppRunner):
 
         async def handle(request: Any) -> web.StreamResponse:
             """Drops `Expect` from too large requests: aiohttp would ask the client to send the body before it is
-            refused.
+            refused. Refuses other expectations than 100-continue, which aiohttp would do in plain text.
             """
+            expected = request.headers.get("Expect", "100-continue")
+            if expected.lower() != "100-continue":
+                said = f"the expectation {short(expected)} is not known: send Expect: 100-continue, or none"
+                return json_response({"error": said}, 417)
             if (request.content_length or 0) > most_bytes and "Expect" in request.headers:
                 kept = CIMultiDict((name, value) for name, value in request.headers.items() if name.lower() != "expect")
                 request.protocol._lingering_time = 0.0  # the client has sent no body, and will not

@@ -15,11 +15,12 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from engine_models import scale_model
+from raw_client import Client
 from serving_server import infer_body, running
 
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.serving.app import create_app
-from paellapy.serving.dashboard_events import Hub
+from paellapy.serving.dashboard_events import MAX_VIEWERS, Hub
 from paellapy.serving.dashboard_routes import HUB, SWITCH_HEADER
 from paellapy.serving.registry import Entry, entry_of
 
@@ -84,6 +85,14 @@ def test_the_page_and_its_parts_come_from_here_and_from_nowhere_else(server):
         assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text.decode()), name
         parts += [f"dashboard/{each}" for each in re.findall(r'from "\./([^"]+)"', text.decode())]
     assert {"dashboard/view.js", "dashboard/slow.js", "dashboard/view.css"} <= seen
+
+
+def test_the_head_of_the_events_has_no_body_and_takes_no_seat(server):
+    with Client(server) as client:
+        for _ in range(MAX_VIEWERS + 1):
+            client.send(b"HEAD /dashboard/events HTTP/1.1\r\nHost: x\r\n\r\n")
+            status, headers, body = client.answer()
+            assert (status, headers["content-type"], body) == (200, "text/event-stream", b"")
 
 
 @pytest.mark.parametrize("path", ["/dashboard", "/dashboard/"])

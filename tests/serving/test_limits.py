@@ -11,16 +11,18 @@ import socket
 import ssl
 import threading
 import zlib
+from unittest import mock
 
 import numpy as np
 import pytest
+from aiohttp import web
 from engine_models import scale_model
 from places import TESTS
 from raw_client import Client
 from serving_server import ask, infer_body, running
 
 from paellapy.serving import codings, metrics
-from paellapy.serving.connections import unsent_bytes
+from paellapy.serving.connections import Connection, unsent_bytes
 from paellapy.serving.logs import configure, log
 from paellapy.serving.protocol import BESIDE_BYTES, largest_request
 
@@ -271,6 +273,37 @@ def test_a_tls_handshake_that_stalls_ends_in_time():
 
 
 # -- small things
+
+
+def test_part_of_a_header_that_comes_with_the_connection_gets_an_answer():
+    """Bytes may be read before the task that handles the connection's requests has begun."""
+
+    async def connect() -> bytes:
+        transport = mock.Mock(spec=asyncio.Transport)
+        transport.get_extra_info.return_value = None
+        closed = asyncio.Event()
+        transport.close.side_effect = closed.set
+        loop = asyncio.get_running_loop()
+        options = {"header_timeout_s": 0.01, "send_timeout_s": 1.0, "log_rejected": False, "loop": loop}
+        connection = Connection(web.Server(lambda request: None), **options)
+        connection.connection_made(transport)
+        connection.data_received(b"POST /v2/models/scale/inf")
+        await closed.wait()
+        connection.connection_lost(None)
+        return transport.write.call_args[0][0] if transport.write.called else b""
+
+    assert asyncio.run(connect()).startswith(b"HTTP/1.1 408")
+
+
+def test_an_unknown_expectation_is_an_error_in_json(open_server):
+    for path in (INFER, "/v2", "/nowhere"):
+        with Client(open_server) as client:
+            client.send(f"POST {path} HTTP/1.1\r\nHost: x\r\nExpect: a\r\nContent-Length: 2\r\n\r\n{{}}".encode())
+            status, headers, body = client.answer()
+            assert (status, headers["server"]) == (417, "paellapy")
+            assert "100-continue" in json.loads(body)["error"]
+            client.send(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert client.answer()[0] == 200
 
 
 def test_no_answer_names_versions(open_server):
