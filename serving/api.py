@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,8 @@ def serve_config(
     from paellapy.serving.server import Server, run_server, warn_of_neighbours
 
     configure(config.server.log_format, config.server.log_level)
+    if config.server.log_format == "json":
+        os.environ.setdefault("PAELLAPY_QUIET", "1")  # progress lines on standard error are not JSON
     check_machine()
     if config.server.workers:
         from paellapy.serving.workers.processes import serve_workers

@@ -73,9 +73,14 @@ def _readable(value: Any) -> Any:
     {'client': 'a\\\\xff'}
     """
     if isinstance(value, dict):
-        return {key: _readable(each) for key, each in value.items()}
+        return {_readable(key): _readable(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_readable(each) for each in value]
     if isinstance(value, str) and not value.isascii():
-        return value.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+        try:
+            return value.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+        except UnicodeEncodeError:  # halves of characters, which no bytes stand for
+            return value.encode("utf-8", "backslashreplace").decode()
     return value
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 
 import pytest
 
-from paellapy.serving.logs import _Lines
+import paellapy as pp
+from paellapy.instrument.errors import PaellaError
+from paellapy.serving.logs import _Lines, log
 
 
 def line(message="request", style="text", exc_info=None, **fields):
@@ -49,6 +52,24 @@ def test_an_error_cannot_write_a_line_of_its_own():
     assert first.endswith("a request failed")
     assert "Traceback" in rest[0]
     assert all(each.startswith("  ") and each.isprintable() for each in rest)
+
+
+@pytest.mark.parametrize("value", ["\ud800", "é\udcff", ["\udcff", "ü"], {"\udfff": ["\ud800"]}, ("a", "\udcff")])
+def test_json_is_valid_whatever_an_error_says(value):
+    assert json.loads(line(style="json", error=value, message=f"{value}"))["error"]
+
+
+def test_a_server_with_json_logs_writes_no_other_lines(monkeypatch):
+    def end():
+        raise PaellaError(os.environ["PAELLAPY_QUIET"])
+
+    monkeypatch.setenv("PAELLAPY_QUIET", "")  # noted, so that it is put back
+    monkeypatch.delenv("PAELLAPY_QUIET")
+    monkeypatch.setattr("paellapy.serving.machine.check_machine", end)
+    monkeypatch.setattr(log, "handlers", [])
+    monkeypatch.setattr(log, "propagate", True)
+    with pytest.raises(PaellaError, match="1"):
+        pp.serve([], server={"log_format": "json"})
 
 
 def test_json_holds_values_as_they_are():
