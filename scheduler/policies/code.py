@@ -25,9 +25,9 @@ def forbidden(function: Any, role: str) -> str | None:
     >>> forbidden(loud, "rank").partition(":")[0]
     'calls `print` in line 2'
     """
-    for each in _with_helpers(function):
-        values = _outside(each)
-        for step, line in _steps(each.__code__):
+    for each in with_helpers(function):
+        values = {**vars(builtins), **outside(each)}
+        for step, line in steps(each.__code__):
             if step.opname == "RAISE_VARARGS":
                 instead = "return False" if role == "admit" else "return a large number, which puts it last"
                 return f"raises in line {line}: {role} must answer for every job, so {instead}"
@@ -43,10 +43,9 @@ def forbidden(function: Any, role: str) -> str | None:
 
 def text_in(function: Any) -> str | None:
     """The first use of text, phrased to follow the function's name. In compiled code, no number equals a text."""
-    for each in _with_helpers(function):
-        values = _outside(each)
-        steps = list(_steps(each.__code__))
-        for (step, line), (after, _) in pairwise(steps):
+    for each in with_helpers(function):
+        values = {**vars(builtins), **outside(each)}
+        for (step, line), (after, _) in pairwise(steps(each.__code__)):
             value = step.argval if step.opname == "LOAD_CONST" else None
             if step.opname in _LOADS and isinstance(step.argval, str):
                 value = values.get(step.argval)
@@ -75,30 +74,42 @@ def _of_python(value: Any) -> str | None:
     return None
 
 
-def _outside(function: Any) -> dict[str, Any]:
-    """The values of the names that the function takes from outside."""
-    found = inspect.getclosurevars(function)
-    return {**found.builtins, **found.globals, **found.nonlocals}
+def fields_read(function: Any) -> set[str]:
+    """All fields that the function reads, as `job.batch` or as `job["batch"]`, also in comprehensions.
+
+    >>> sorted(fields_read(lambda job: job["segment"]["ns"] + job.batch))
+    ['batch', 'ns', 'segment']
+    """
+    found = (step.argval for step, _ in steps(function.__code__) if step.opname in (*_ATTRIBUTES, "LOAD_CONST"))
+    return {each for each in found if isinstance(each, str)}
 
 
-def _with_helpers(function: Any) -> Iterator[Any]:
+def outside(function: Any) -> dict[str, Any]:
+    """The values of the names, other than builtins, that the function takes from outside, also in comprehensions."""
+    # Python 3.11 compiles a comprehension to a function of its own, which inspect does not look into.
+    read = {step.argval for step, _ in steps(function.__code__) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    found = {name: function.__globals__[name] for name in read if name in function.__globals__}
+    return {**found, **inspect.getclosurevars(function).nonlocals}
+
+
+def with_helpers(function: Any) -> Iterator[Any]:
     """The function, and the functions compiled by Numba that it calls, each once."""
     waiting, seen = [function], {function}
     while waiting:
         each = waiting.pop()
         yield each
-        for value in _outside(each).values():
+        for value in outside(each).values():
             helper = getattr(value, "py_func", None)
             if inspect.isfunction(helper) and helper not in seen:
                 seen.add(helper)
                 waiting.append(helper)
 
 
-def _steps(code: CodeType) -> Iterator[tuple[dis.Instruction, int]]:
+def steps(code: CodeType) -> Iterator[tuple[dis.Instruction, int]]:
     """Instructions with their lines, including those of nested functions."""
     line = code.co_firstlineno
     for step in dis.get_instructions(code):
         line = getattr(step.positions, "lineno", None) or line
         yield step, line
         if isinstance(step.argval, CodeType):
-            yield from _steps(step.argval)
+            yield from steps(step.argval)

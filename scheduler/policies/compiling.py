@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dis
-import inspect
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -19,7 +17,7 @@ from paellapy.scheduler.core.job import (
     READS_TOP,
     READS_WEIGHTS,
 )
-from paellapy.scheduler.policies.code import forbidden, text_in
+from paellapy.scheduler.policies.code import fields_read, forbidden, outside, steps, text_in
 from paellapy.scheduler.policies.roles import ROLES, Layout, PolicyError, arguments, place
 from paellapy.scheduler.policies.source import problem_in
 from paellapy.scheduler.policies.words import reason
@@ -69,21 +67,21 @@ def facts_read(functions: Iterable[Any]) -> int:
     """The facts that the core must compute for a policy with these functions: READS_SEGMENT …"""
     found = 0
     for each in functions:
-        for name, bit in _FACTS.items():
-            found |= bit if name in each.__code__.co_names else 0
+        for name in fields_read(each):
+            found |= _FACTS.get(name, 0)
     return found
 
 
 def reads_client(function: Any) -> bool:
     """Whether the function reads a field of the job that depends on the client."""
-    return not _OF_CLIENT.isdisjoint(function.__code__.co_names)
+    return not _OF_CLIENT.isdisjoint(fields_read(function))
 
 
 def may_loop(function: Any) -> bool:
     """Whether the function could run for ever: it jumps back, or calls a function that is not known to return."""
     if any(
         each.opname in {"FOR_ITER", "JUMP_ABSOLUTE"} or "BACKWARD" in each.opname
-        for each in dis.get_instructions(function)
+        for each, _ in steps(function.__code__)
     ):
         return True
     return calls_others(function)
@@ -91,7 +89,5 @@ def may_loop(function: Any) -> bool:
 
 def calls_others(function: Any) -> bool:
     """Whether the function refers to any function that is neither a builtin nor from the math module."""
-    outside = inspect.getclosurevars(function)
     known = {value for value in vars(math).values() if callable(value)}
-    values = [*outside.globals.values(), *outside.nonlocals.values()]
-    return any(callable(value) and value not in known for value in values)
+    return any(callable(value) and value not in known for value in outside(function).values())

@@ -33,6 +33,7 @@ from typing import Any, TypedDict, Unpack, cast, overload
 
 import numpy as np
 
+from paellapy.scheduler.policies.code import fields_read
 from paellapy.scheduler.policies.compiling import calls_others, compile_function, facts_read, reads_client
 from paellapy.scheduler.policies.roles import ROLES, Admit, Compiled, Layout, PolicyError, Rank, Tell, arguments
 
@@ -90,10 +91,9 @@ class Policy:
     def timeless(self) -> bool:
         """Whether a job's rank changes only with the job, so that the core need not compute it again."""
         moving = {"now_ns", "deficit_ns", "client_deficit_ns", "occupancy", "used_ns", "missing_bytes", "ready_ns"}
-        code = cast(Any, self.rank).__code__
         if self.functions["rank"].names != ("job",):
             return False
-        return not moving & {*code.co_names, *code.co_freevars} and not calls_others(self.rank)
+        return moving.isdisjoint(fields_read(self.rank)) and not calls_others(self.rank)
 
     @property
     def facts(self) -> int:

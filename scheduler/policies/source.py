@@ -19,6 +19,7 @@ import numba
 import numpy as np
 
 from paellapy.scheduler.core.job import PER_MODEL
+from paellapy.scheduler.policies.code import outside
 from paellapy.scheduler.policies.index_ranges import IndexRanges
 from paellapy.scheduler.policies.roles import ROLES, Fields, Layout, Where
 from paellapy.scheduler.policies.trees import Function, tree_of
@@ -58,8 +59,7 @@ class _Look:
         self.role, self.tree = role, tree
         self.fields: dict[str, Fields] = {name: layout.fields(name) for name in names}
         self.layout = layout
-        found = inspect.getclosurevars(function)
-        self.outside = {**found.globals, **found.nonlocals}
+        self.outside = outside(function)
         self.walk = [each for part in self._body() for each in ast.walk(part)]
         stored = (each.id for each in self.walk if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store))
         self.local = {*stored, *names}
@@ -246,7 +246,7 @@ class _Look:
                 return  # its type is checked when it is compiled
             yield f"uses `{name}` as a whole in line {line}: use its fields, and pass numbers to other functions"
             return
-        if name in self.local or hasattr(builtins, name):
+        if name in self.local or (name not in self.outside and hasattr(builtins, name)):
             return
         if name not in self.outside:
             yield (

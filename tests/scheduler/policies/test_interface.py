@@ -12,11 +12,11 @@ from core_bench import Bench, profile
 import paellapy as pp
 from paellapy.scheduler.core.job import READS_PARAMS, READS_SEGMENT, READS_SHARES, READS_TOP
 from paellapy.scheduler.core.params import give_params
-from paellapy.scheduler.core.profiles import ProfileError
+from paellapy.scheduler.core.profiles import ModelProfile, ProfileError, SegmentProfile
 from paellapy.scheduler.policies.attach import attach_functions, attach_policy
 from paellapy.scheduler.policies.policy import Policy, PolicyError, find_policy, policy
 from paellapy.scheduler.sim.simulate import simulate
-from paellapy.scheduler.sim.workload import ClosedLoop
+from paellapy.scheduler.sim.workload import ClosedLoop, Poisson
 
 
 def fifo(job: Any) -> float:
@@ -241,3 +241,33 @@ def stopped(job: Any) -> float:
 def test_what_cannot_be_placed_is_said(function: Any, words: str) -> None:
     with pytest.raises(PolicyError, match=rf"in line \d+: .*{words}.*give sms= only"):
         policy(place=function)(fifo)
+
+
+def by_attribute(job: Any) -> float:
+    return job.segment.ns
+
+
+def by_key(job: Any) -> float:
+    return job["segment"]["ns"]
+
+
+@pytest.mark.parametrize("function", [by_key])
+def test_a_fact_is_there_however_it_is_read(function: Any) -> None:
+    models = [ModelProfile(name, {1: [SegmentProfile(ns)] * 4}) for name, ns in (("long", 200e3), ("short", 50e3))]
+    load = Poisson(2000, ["long", "short"], duration=0.02)
+    wanted, found = (simulate(models, load, policy(active=1)(each)) for each in (by_attribute, function))
+    assert (found.jobs["finish_ns"] == wanted.jobs["finish_ns"]).all()
+
+
+def test_facts_that_move_or_belong_to_a_client_are_noticed_by_key_and_in_comprehensions() -> None:
+    assert not policy(lambda job: -job["now_ns"]).timeless
+    assert not policy(lambda job: sum([job.used_ns for _ in range(2)])).timeless
+    held = policy(admit=lambda job: job["tenant"] != 5)(by_attribute)
+    assert held.admits_by_client
+    plain = policy(admit=lambda job: job.batch > 1)(by_attribute)
+    assert not plain.admits_by_client
+
+
+def test_what_a_comprehension_calls_is_checked() -> None:
+    with pytest.raises(PolicyError, match="calls `print` in line"):
+        policy(lambda job: sum([job.batch for _ in range(2) if print(job.batch)]))
