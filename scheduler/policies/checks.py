@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import pickle
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from paellapy.scheduler.core.atomics import call_asking
 from paellapy.scheduler.core.codes import NEVER
 from paellapy.scheduler.core.job import DONE, GPU, JOB, OWNER
 from paellapy.scheduler.core.tables import Table
+from paellapy.scheduler.policies.code import with_helpers
 from paellapy.scheduler.policies.compiling import compile_function, may_loop
 from paellapy.scheduler.policies.replay import last_line
 from paellapy.scheduler.policies.roles import ROLES, Compiled, Layout, PolicyError, arguments, place
@@ -26,6 +28,7 @@ from paellapy.scheduler.policies.roles import ROLES, Compiled, Layout, PolicyErr
 MAX_CALL_NS = 2000.0
 TIME_LIMIT_S = 20.0
 CALLS = 200
+_apart = False  # whether this is the process in which another one has a function called
 
 
 def sample_jobs() -> Table:
@@ -198,8 +201,10 @@ def _try(role: str, function: Any, compiled_function: Compiled, layout: Layout) 
 
 def check_idle(admit: Any, compiled_function: Compiled, layout: Layout) -> None:
     """Raises PolicyError if a policy that may leave the GPU idle admits no sample job to an idle GPU, now or later."""
+    if _apart:
+        return
     found = answers("admit", admit, compiled_function, layout, Samples(layout))[:8]
-    if not any(found):
+    if not any(0.0 != each < math.inf for each in found):
         raise PolicyError(
             f"{place(admit)} admits none of the sample jobs to an idle GPU at first, so nothing would ever run: "
             "return True, or a time in ns from which the job may launch; a time of 0 counts as False"
@@ -212,9 +217,26 @@ def check(role: str, function: Any, compiled_function: Compiled, layout: Layout)
     A function that might not return is first called in a process of its own, because compiled code cannot be
     interrupted.
     """
+    if _apart:
+        return
     if may_loop(function):
         _check_apart(role, function, layout)
     _try(role, function, compiled_function, layout)
+
+
+def _by_value(function: Any) -> bytes:
+    """The function with the values it uses, for another process. That process must not import the function's module,
+    which may be half imported here, and would make its policies there.
+    """
+    module = sys.modules.get(function.__module__)
+    registered = module is not None and module.__name__ not in cloudpickle.list_registry_pickle_by_value()
+    if registered:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        return bytes(cloudpickle.dumps(function))
+    finally:
+        if registered:
+            cloudpickle.unregister_pickle_by_value(module)
 
 
 def _check_apart(role: str, function: Any, layout: Layout) -> None:
@@ -222,7 +244,7 @@ def _check_apart(role: str, function: Any, layout: Layout) -> None:
     try:
         done = subprocess.run(
             [sys.executable, "-c", code],
-            input=cloudpickle.dumps((role, function, layout, sys.path)),
+            input=pickle.dumps((sys.path, role, layout, _by_value(function))),
             capture_output=True,
             timeout=TIME_LIMIT_S,
             check=False,
@@ -233,7 +255,8 @@ def _check_apart(role: str, function: Any, layout: Layout) -> None:
         ) from e
     if done.returncode != 0:
         raise PolicyError(
-            f"{place(function)} crashed on a sample job (exit code {done.returncode}): {done.stderr.decode()[-500:]}"
+            f"{place(function)} crashed on a sample job (exit code {done.returncode}): check its loops, and the "
+            f"functions that it calls for recursion. {done.stderr.decode()[-500:]}".rstrip()
         )
     problem = json.loads(done.stdout.splitlines()[-1])
     if problem:
@@ -242,8 +265,12 @@ def _check_apart(role: str, function: Any, layout: Layout) -> None:
 
 def check_from_stdin() -> None:
     """The child process of `check`: prints the problem as JSON, or null."""
-    role, function, layout, path = cloudpickle.loads(sys.stdin.buffer.read())
-    sys.path[:] = path
+    global _apart
+    sys.path[:], role, layout, code_of_function = pickle.loads(sys.stdin.buffer.read())
+    _apart = True  # a helper's module may make policies; those are not checked here
+    function = pickle.loads(code_of_function)
+    for each in with_helpers(function):
+        each.__module__ = None  # Numba would import the module
     problem = None
     try:
         # The parent process has checked the source already.

@@ -251,7 +251,14 @@ def by_key(job: Any) -> float:
     return job["segment"]["ns"]
 
 
-@pytest.mark.parametrize("function", [by_key])
+def in_a_comprehension(job: Any) -> float:
+    return sum([job.segment.ns for _ in range(TIMES)])
+
+
+TIMES = 2
+
+
+@pytest.mark.parametrize("function", [by_key, in_a_comprehension])
 def test_a_fact_is_there_however_it_is_read(function: Any) -> None:
     models = [ModelProfile(name, {1: [SegmentProfile(ns)] * 4}) for name, ns in (("long", 200e3), ("short", 50e3))]
     load = Poisson(2000, ["long", "short"], duration=0.02)
@@ -271,3 +278,37 @@ def test_facts_that_move_or_belong_to_a_client_are_noticed_by_key_and_in_compreh
 def test_what_a_comprehension_calls_is_checked() -> None:
     with pytest.raises(PolicyError, match="calls `print` in line"):
         policy(lambda job: sum([job.batch for _ in range(2) if print(job.batch)]))
+
+
+LOOPING = """
+from pathlib import Path
+import numba
+from paellapy.scheduler.policies.policy import policy
+
+with Path(__file__).with_name("imports").open("a") as file:
+    print("imported", file=file)
+
+
+@numba.njit
+def twice(x):
+    return 2.0 * x
+
+
+def admit(job, own):
+    total = 0.0
+    for k in range(4):
+        total += twice(own.used_ns[k])
+    return total < 1e12
+
+
+@policy(admit=admit, per_model={"used_ns": 0.0})
+def looping(job):
+    return job.arrival_ns
+"""
+
+
+def test_a_module_with_loops_in_its_policies_is_imported_once(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "looping_policies.py").write_text(LOOPING)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert find_policy("looping_policies:looping").name == "looping"
+    assert (tmp_path / "imports").read_text().splitlines() == ["imported"]
