@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,9 @@ import numpy as np
 from paellapy.scheduler.core.codes import NEVER
 from paellapy.scheduler.core.tables import Table
 from paellapy.scheduler.sim.fluid_state import ARRIVAL
-from paellapy.scheduler.sim.workload import Workload, WorkloadError, model_index, priority_of
+from paellapy.scheduler.sim.workload import MOST_MS, Workload, WorkloadError, check_priority, model_index, priority_of
+
+MOST_KEPT = 1 << 30  # numbers of clients have 32 bits in the tables
 
 Row = tuple[float, str, float | None, int | None, int | str]
 
@@ -23,6 +24,7 @@ def _row(row: Mapping[str, str | None], where: str) -> Row:
         at, deadline = float(row["t"] or ""), float(row["deadline"] or "") if row.get("deadline") else None
         _check_times(at, deadline)
         priority = int(row["priority"] or "") if row.get("priority") else None
+        check_priority(priority)
         client = row.get("client") or "0"
         return at, row["model"] or "", deadline, priority, int(client) if client.isdecimal() else client
     except ValueError as e:
@@ -30,10 +32,10 @@ def _row(row: Mapping[str, str | None], where: str) -> Row:
 
 
 def _check_times(at: float, deadline: float | None) -> None:
-    if not (math.isfinite(at) and at >= 0):
-        raise ValueError(f"the arrival time is {at} s, and must be finite and at least 0")
-    if deadline is not None and not (math.isfinite(deadline) and deadline > 0):
-        raise ValueError(f"the deadline is {deadline} ms, and must be finite and above 0, or None")
+    if not 0 <= at < MOST_MS / 1e3:
+        raise ValueError(f"the arrival time is {at} s, and must be at least 0 and below {MOST_MS / 1e3:g}")
+    if deadline is not None and not 0 < deadline < MOST_MS:
+        raise ValueError(f"the deadline is {deadline} ms, and must be above 0 and below {MOST_MS:g}, or None")
 
 
 def _checked(row: Row, where: str) -> Row:
@@ -44,8 +46,7 @@ def _checked(row: Row, where: str) -> Row:
             raise ValueError(f"the model is {model!r}, and must be a name")
         if not isinstance(client, int | np.integer | str):
             raise ValueError("the client must be an integer or a name")
-        if not (priority is None or isinstance(priority, int | np.integer)):
-            raise ValueError("the priority must be an integer, or None")
+        check_priority(priority)
     except (TypeError, ValueError) as e:
         form = "(seconds, model, deadline in ms or None, priority or None, client)"
         raise WorkloadError(f"{where} is {row!r}, but a row must be {form}: {e}") from e
@@ -67,7 +68,7 @@ class TraceWorkload(Workload):
         """Columns `t` (seconds), `model`, and optionally `deadline` (ms after t), `priority`, `client`."""
         rows = []
         try:
-            with Path(path).open(newline="") as file:
+            with Path(path).open(newline="", encoding="utf-8-sig") as file:  # as spreadsheets write it
                 reader = csv.DictReader(file)
                 missing = " and ".join(sorted({"t", "model"} - set(reader.fieldnames or ())))
                 if missing:
@@ -94,11 +95,13 @@ class TraceWorkload(Workload):
         return found
 
     def _numbers(self) -> dict[int | str, int]:
-        """Numbers of all clients: clients given as numbers keep them, and names get the numbers after those."""
+        """Numbers of all clients: clients given as numbers keep them if they fit, and others get the numbers after
+        those.
+        """
         given = {each[4] for each in self.rows}
-        whole = sorted(each for each in given if not isinstance(each, str))
-        numbers: dict[int | str, int] = {each: int(each) for each in whole}
-        names = sorted(each for each in given if isinstance(each, str))
+        kept = sorted(each for each in given if not isinstance(each, str) and abs(each) < MOST_KEPT)
+        numbers: dict[int | str, int] = {each: int(each) for each in kept}
+        names = sorted((each for each in given if each not in numbers), key=str)
         return {**numbers, **{name: k for k, name in enumerate(names, max(numbers.values(), default=0) + 1)}}
 
     def clients_named(self) -> dict[int, str | None]:

@@ -22,6 +22,7 @@ from paellapy.scheduler.sim.fluid_state import ARRIVAL, LOOP_CLIENT, MODELS_PRIO
 Mix = str | Mapping[str, float] | Sequence[str]
 # Above this, nearly all gaps are close to zero, and the rate deviates from the given one: at 7, 4000 becomes 500,000.
 MOST_SIGMA = 5.0
+MOST_MS = 1e12  # 32 years; times in ns are 64-bit integers
 
 
 class WorkloadError(PaellaError, ValueError):
@@ -49,7 +50,14 @@ class Workload(ABC):
         """The duration of the workload."""
 
     def __add__(self, other: Workload) -> Workload:
-        return Mixed((self, other))
+        if not isinstance(other, Workload):
+            return NotImplemented
+        return Mixed((*_parts(self), *_parts(other)))
+
+
+def _parts(workload: Workload) -> tuple[Workload, ...]:
+    """The workloads of a combined one, so that each part of `a + b + c` has a seed of its own."""
+    return workload.parts if isinstance(workload, Mixed) else (workload,)
 
 
 def model_index(models: Sequence[str], name: str) -> int:
@@ -62,6 +70,17 @@ def model_index(models: Sequence[str], name: str) -> int:
 
 def priority_of(priority: int | None) -> int:
     return MODELS_PRIORITY if priority is None else priority
+
+
+def check_priority(priority: int | None) -> None:
+    whole = isinstance(priority, int | np.integer) and not isinstance(priority, bool)
+    if priority is not None and not (whole and abs(priority) < -MODELS_PRIORITY):
+        raise WorkloadError(f"priority={priority!r}: it must be an integer of less than 32 bits, or None")
+
+
+def _check_clients(clients: int) -> None:
+    if not isinstance(clients, int | np.integer) or clients < 1:
+        raise WorkloadError(f"clients={clients!r}: it must be an integer of at least 1; a name goes to client=")
 
 
 def _weights(mix: Mix) -> dict[str, float]:
@@ -99,10 +118,10 @@ class _OpenLoop(Workload):
     def __post_init__(self) -> None:
         if not (self.rate > 0 and self.duration > 0 and math.isfinite(self.rate * self.duration)):
             raise WorkloadError(f"rate={self.rate} and duration={self.duration}: both must be finite and above 0")
-        if self.clients < 1 or (self.deadline_ms is not None and not self.deadline_ms > 0):
-            raise WorkloadError(
-                f"clients={self.clients} must be at least 1, and deadline_ms={self.deadline_ms} above 0 or None"
-            )
+        if self.deadline_ms is not None and not 0 < self.deadline_ms < MOST_MS:
+            raise WorkloadError(f"deadline_ms={self.deadline_ms}: it must be above 0 and below {MOST_MS:g}, or None")
+        _check_clients(self.clients)
+        check_priority(self.priority)
 
     @abstractmethod
     def gaps(self, n: int, random: np.random.Generator) -> NDArray[np.float64]:
@@ -173,11 +192,13 @@ class ClosedLoop(Workload):
     client: str | None = None  # name of the client; each loop without a name is a client of its own
 
     def __post_init__(self) -> None:
-        if self.clients < 1 or self.think_ms < 0 or not self.duration > 0:
+        if not 0 <= self.think_ms < MOST_MS or not 0 < self.duration < math.inf:
             raise WorkloadError(
-                f"clients={self.clients} must be at least 1, think_ms={self.think_ms} at least 0, "
-                f"duration={self.duration} above 0"
+                f"think_ms={self.think_ms} must be at least 0 and below {MOST_MS:g}, and duration={self.duration} "
+                "above 0 and finite"
             )
+        _check_clients(self.clients)
+        check_priority(self.priority)
 
     @property
     def seconds(self) -> float:
@@ -213,8 +234,11 @@ class Background(Workload):
     duration: float = 0.0  # of a job that runs alone
 
     def __post_init__(self) -> None:
-        if self.gap_us < 0 or self.duration < 0:
-            raise WorkloadError(f"gap_us={self.gap_us} and duration={self.duration}: both must be at least 0")
+        if not 0 <= self.gap_us < MOST_MS or not 0 <= self.duration < math.inf:
+            raise WorkloadError(
+                f"gap_us={self.gap_us} and duration={self.duration}: both must be at least 0 and finite"
+            )
+        check_priority(self.priority)
 
     @property
     def seconds(self) -> float:

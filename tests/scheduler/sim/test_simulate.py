@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -82,6 +83,15 @@ def test_a_list_of_models_is_asked_for_in_equal_shares() -> None:
         lambda: Lognormal(10, "m", sigma=-1),
         lambda: Lognormal(0, "m"),
         lambda: ClosedLoop("m", clients=0),
+        lambda: ClosedLoop("m", clients=1.5),  # type: ignore[arg-type]
+        lambda: ClosedLoop("m", clients="alice"),  # type: ignore[arg-type]
+        lambda: ClosedLoop("m", duration=math.inf),
+        lambda: ClosedLoop("m", think_ms=math.inf),
+        lambda: ClosedLoop("m", priority="high"),  # type: ignore[arg-type]
+        lambda: Poisson(10, "m", deadline_ms=math.inf),
+        lambda: Poisson(10, "m", priority=1 << 40),
+        lambda: Poisson(10, "m", clients=1.5),  # type: ignore[arg-type]
+        lambda: Background("m", gap_us=math.nan),
         lambda: Poisson(10, {}).arrivals(["m"], 0),
         lambda: Poisson(10, {"m": -1}).arrivals(["m"], 0),
         lambda: Poisson(10, "n").arrivals(["m"], 0),
@@ -95,6 +105,19 @@ def test_a_wrong_workload_is_refused(make: object) -> None:
 def test_a_wrong_loop_is_refused_with_the_values_it_was_given() -> None:
     with pytest.raises(WorkloadError, match=r"think_ms=-1 .*duration=0 above 0"):
         ClosedLoop("m", think_ms=-1, duration=0)
+
+
+def test_every_part_of_a_workload_has_arrivals_of_its_own() -> None:
+    a, b, c = (Poisson(1000, name) for name in "abc")
+    for together in (a + b + c, a + (b + c), (a + b) + (c + a)):
+        found = together.arrivals(["a", "b", "c"], 0)
+        times = [set(found["time_ns"][found["model"] == m].tolist()) for m in range(3)]
+        assert not times[0] & times[1] | times[1] & times[2] | times[0] & times[2]
+
+
+def test_a_workload_is_combined_with_workloads_only() -> None:
+    with pytest.raises(TypeError):
+        Poisson(1000, "a") + 3  # type: ignore[operator]
 
 
 # --- runs -----------------------------------------------------------------------------------------------------------
@@ -244,6 +267,14 @@ def test_an_empty_run_has_figures_that_say_so() -> None:
         lambda: simulate([net()], Poisson(1, "net"), "streams", queues=33, fidelity="blocks"),
         lambda: simulate([net()], Poisson(1, "net"), host_launch_ns=-1),
         lambda: simulate([net()], Poisson(1, "net"), seed=0.5),  # type: ignore[arg-type]
+        lambda: simulate([net()], Poisson(1, "net"), fidelty="blocks"),
+        lambda: simulate([net()], Poisson(1, "net"), memory_bytes="1 GB"),
+        lambda: simulate([net()], Poisson(1, "net"), tenants=["alice"]),
+        lambda: simulate([net()], Poisson(1, "net"), None),  # type: ignore[arg-type]
+        lambda: simulate([net()], Poisson(1, "net"), device=None),  # type: ignore[arg-type]
+        lambda: simulate([net()], 4000),  # type: ignore[arg-type]
+        lambda: simulate([net()], [Poisson(1, "net")]),  # type: ignore[arg-type]
+        lambda: simulate([replace(net(), demand={1: -1.0})], Poisson(1, "net")),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(make: object) -> None:

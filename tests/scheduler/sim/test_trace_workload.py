@@ -41,6 +41,8 @@ def test_traces_come_from_csv(tmp_path: Path) -> None:
         "model,t\na\n",
         "t,model,priority\n1,a,high\n",
         "t,model,deadline\n1,a,inf\n",
+        "t,model,priority\n1,a,3000000000\n",
+        "t,model\n1e12,a\n",
         "\xff\xfe",
     ],
 )
@@ -73,6 +75,9 @@ def test_the_rows_of_a_trace_may_come_in_any_order() -> None:
         (0.0, "m", -1.0, None, 0),
         (0.0, 3, None, None, 0),
         (0.0, "m", None, "high", 0),
+        (0.0, "m", None, 1 << 40, 0),
+        (1e12, "m", None, None, 0),
+        (0.0, "m", 1e20, None, 0),
         (0.0, "m"),
         0.0,
     ],
@@ -80,3 +85,16 @@ def test_the_rows_of_a_trace_may_come_in_any_order() -> None:
 def test_a_wrong_row_of_a_trace_is_named(row: object) -> None:
     with pytest.raises(WorkloadError, match=r"row 1 of the trace is .* must be"):
         TraceWorkload(((0.0, "m", None, None, 0), row))  # type: ignore[arg-type]
+
+
+def test_a_trace_from_a_spreadsheet_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("t,model\n0.001,a\n", encoding="utf-8-sig")
+    assert len(TraceWorkload.from_csv(path).rows) == 1
+
+
+def test_clients_may_have_large_numbers() -> None:
+    rows = [(1e-3 * k, "net", None, None, client) for k, client in enumerate((5, 10**12, "alice", 10**12 + 1))]
+    found = simulate([net()], TraceWorkload(tuple(rows)), "fifo")
+    assert sorted(found.clients) == ["1000000000000", "1000000000001", "5", "alice"]
+    assert all(each.completed == 1 for each in found.per_tenant)
