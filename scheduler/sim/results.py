@@ -87,14 +87,20 @@ class Results:
 
     def gpu_share(self, name: str) -> float:
         """The fraction of the GPU's busy time that went to the client or the model of this name."""
-        for had in (self.gpu_ms.get("clients", {}), self.gpu_ms.get("models", {})):
-            if name in had:
-                return had[name] / max(self.gpu_ms["busy"][""], 1e-9)
+        for who in ("clients", "models"):
+            if name in self.gpu_ms.get(who, {}):
+                return self.part_of_gpu(who, name)
         known = ", ".join([*self.gpu_ms.get("clients", {}), *self.gpu_ms.get("models", {})])
         raise ArgumentError(f"no client and no model {name!r} in this run: there are {known}")
 
+    def part_of_gpu(self, who: str, name: str) -> float:
+        """`gpu_share` among "clients" or "models" only, where both may have the same names."""
+        return self.gpu_ms[who][name] / max(self.gpu_ms["busy"][""], 1e-9)
+
     def compare(self, *others: Results) -> Comparison:
         """This run and others of the same models or clients, side by side; ratios are relative to this run."""
+        if wrong := [each for each in others if not isinstance(each, Results)]:
+            raise ArgumentError(f"compare cannot use a {type(wrong[0]).__name__}: give results of simulate, one by one")
         return Comparison((self, *others))
 
     def _figures(self, name: str, jobs: Table) -> ModelResult:
@@ -199,7 +205,8 @@ class Comparison:
         """One row per run and client, or per run and model with one client; ratios are to the first run."""
         found: list[dict[str, Any]] = []
         for run in self.runs:
-            for each in run.per_tenant if len(run.clients) > 1 else run.per_model:
+            who = "clients" if len(run.clients) > 1 else "models"
+            for each in run.per_tenant if who == "clients" else run.per_model:
                 first = next((row for row in found if row["name"] == each.name), None)
                 found.append(
                     {
@@ -208,7 +215,7 @@ class Comparison:
                         "throughput": each.throughput,
                         "p50_ms": each.p50_ms,
                         "p99_ms": each.p99_ms,
-                        "gpu_share": run.gpu_share(each.name) if run.gpu_ms else float("nan"),
+                        "gpu_share": run.part_of_gpu(who, each.name) if run.gpu_ms else float("nan"),
                         "throughput_ratio": _ratio(each.throughput, first["throughput"] if first else None),
                         "p99_ratio": _ratio(each.p99_ms, first["p99_ms"] if first else None),
                     }

@@ -131,6 +131,15 @@ def test_runs_are_compared_side_by_side() -> None:
     assert [row["name"] for row in rows] == ["a", "b", "a", "b"]
     assert rows[2]["throughput_ratio"] == pytest.approx(rows[2]["throughput"] / rows[0]["throughput"])
     assert "÷ first" in str(first.compare(second))
+    with pytest.raises(ArgumentError, match="one by one"):
+        first.compare([second])  # type: ignore[arg-type]
+
+
+def test_a_client_called_like_a_model_is_not_taken_for_it() -> None:
+    run = simulate([net("a"), net("b")], loops("a", model="a", seconds=0.02) + loops("a", model="b", seconds=0.02))
+    parts = {row["name"]: row["gpu_share"] for row in run.compare().rows}
+    assert parts["a"] == pytest.approx(run.gpu_ms["models"]["a"] / run.gpu_ms["busy"][""])
+    assert sum(parts.values()) == pytest.approx(1.0, abs=0.01)
 
 
 @settings(max_examples=25, deadline=None)
