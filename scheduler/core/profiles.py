@@ -91,6 +91,8 @@ class ModelProfile:
             raise ProfileError(
                 f"{self.name}: weight_bytes must be at least 0, and `needs` must have a number for every segment"
             )
+        if not all(0 < part < math.inf for part in self.demand.values()):
+            raise ProfileError(f"{self.name}: demand={dict(self.demand)}; each must be a part of the GPU above 0")
         if self.target_ms is not None and not self.target_ms > 0:
             raise ProfileError(f"{self.name}: target_ms={self.target_ms}; the target must be above 0, or None")
         if self.resident not in ("auto", True, False):

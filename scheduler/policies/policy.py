@@ -234,6 +234,8 @@ def find_policy(which: str | Policy | Rank) -> Policy:
     """
     if isinstance(which, Policy):
         return which
+    if which is None:
+        raise PolicyError(f"no policy was given: choose one of {', '.join(policy_names())}, or give a function")
     if not isinstance(which, str):
         return policy(which)
     if ":" in which:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from paellapy.scheduler.policies.policy import Policy, Rank, find_policy
 
 Fidelity = Literal["segments", "blocks"]
 FIDELITIES: tuple[Fidelity, ...] = ("segments", "blocks")
+_NUMBERS = {"demand", "sm_windows", "host_launch_ns", "memory_bytes", "pcie_gbps"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,10 @@ class SimulationOptions:
             )
         if self.memory_bytes is not None and self.fidelity != "segments":
             raise ArgumentError("memory_bytes needs fidelity='segments': choose that, or leave memory_bytes out")
+        if not isinstance(self.tenants, Mapping):
+            raise ArgumentError(
+                f"tenants={self.tenants!r}: it must be a dict by name, as in tenants={{'alice': pp.Tenant(share=3)}}"
+            )
         least, most = codes.LEAST_WINDOWS, codes.WINDOWS
         if self.sm_windows != 0 and not least <= self.sm_windows <= most:
             raise ArgumentError(f"sm_windows={self.sm_windows}: it must be 0, for none, or {least} to {most}")
@@ -98,9 +104,22 @@ class SimulationOptions:
         return found if self.look_ahead is None else replace(found, look_ahead=self.look_ahead)
 
 
+def asked_options(given: Mapping[str, Any]) -> SimulationOptions:
+    """The options by name; ArgumentError for a name or a type that no option has."""
+    names = [each.name for each in fields(SimulationOptions)]
+    for name, value in given.items():
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ArgumentError(f"simulate has no option {name!r}: {hint}The options are {', '.join(names)}")
+        if name in _NUMBERS and not isinstance(value, int | float | np.number | None):
+            raise ArgumentError(f"{name}={value!r}: it must be a number")
+    return SimulationOptions(**given)
+
+
 def simulated_part(device: str) -> Part:
     """The GPU for a device's name."""
-    kind, _, name = device.partition(":")
+    kind, _, name = str(device).partition(":")
     if kind != "virtual":
         raise NoDeviceError(f"device={device!r}: simulate needs a virtual GPU, such as 'virtual:h200'")
     return part(name or "h200")

@@ -32,7 +32,7 @@ from paellapy.scheduler.sim import fluid_state as fluid
 from paellapy.scheduler.sim.blocks import BlocksGpu
 from paellapy.scheduler.sim.fluid import MORE_RECORDS, run_fluid
 from paellapy.scheduler.sim.memory import manage_weights, weight_counters
-from paellapy.scheduler.sim.options import SimulationOptions, simulated_part
+from paellapy.scheduler.sim.options import SimulationOptions, asked_options, simulated_part
 from paellapy.scheduler.sim.resources import resources
 from paellapy.scheduler.sim.results import Results
 from paellapy.scheduler.sim.trace import OwnKernels, TracedGpu
@@ -64,7 +64,12 @@ def simulate(
     90
     """
     models = [models] if isinstance(models, ModelProfile) else models
-    asked = SimulationOptions(**options)
+    asked = asked_options(options)
+    if not isinstance(workload, Workload):
+        raise WorkloadError(
+            f"workload={workload!r}: it must be a workload, such as pp.Poisson(1000, 'net', duration=1.0); join "
+            "several with +"
+        )
     chosen, gpu = asked.policy(policy), simulated_part(device)
     names = [each.name for each in models]
     if not models or len(set(names)) < len(names):

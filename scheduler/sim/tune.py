@@ -136,7 +136,7 @@ def _changes(
 
 
 def tune(
-    models: Sequence[ModelProfile],
+    models: Sequence[ModelProfile] | ModelProfile,
     rates: Mapping[str, float],
     gpus: int = 1,
     *,
@@ -156,11 +156,18 @@ def tune(
     >>> tune(some, {"resnet18": 4000, "resnet50": 1000}, seconds=0.05, iterations=3).cost < 100
     True
     """
+    models = [models] if isinstance(models, ModelProfile) else models
     known = {each.name: each for each in models}
+    if len(known) < len(models):
+        raise ArgumentError(f"the models' names are {[each.name for each in models]}: each must be different")
+    if not isinstance(rates, Mapping) or not all(isinstance(rate, int | float) for rate in rates.values()):
+        raise ArgumentError(f"rates={rates!r}: it must be a dict of requests per second by the models' names")
     if not known or set(rates) != set(known) or not all(0 < rate < math.inf for rate in rates.values()):
         raise ArgumentError(f"rates={dict(rates)}: tune needs a rate above 0 for each of {', '.join(known)}")
-    if gpus < 1 or iterations < 1 or patience < 1:
-        raise ArgumentError(f"gpus={gpus}, iterations={iterations}, patience={patience}: each must be at least 1")
+    if not all(isinstance(each, int) and each >= 1 for each in (gpus, iterations, patience)):
+        raise ArgumentError(
+            f"gpus={gpus}, iterations={iterations}, patience={patience}: each must be an integer of at least 1"
+        )
     if unknown := set(run) - {"seconds", "sigma", "seed"}:
         raise ArgumentError(f"tune has no option {min(unknown)!r}: the options are seconds, sigma and seed")
     search = _Search(known, rates, {"policy": policy, "device": device, "seconds": 0.5, "sigma": 1.5, "seed": 0, **run})

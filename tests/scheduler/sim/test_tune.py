@@ -47,6 +47,13 @@ def test_what_makes_no_sense_is_refused() -> None:
         tune([net("a", 100)], {"b": 100})
     with pytest.raises(ArgumentError, match="gpus=0"):
         tune([net("a", 100)], {"a": 100}, 0)
+    for wrong in ([100], {"a": "many"}):
+        with pytest.raises(ArgumentError, match="requests per second by the models' names"):
+            tune([net("a", 100)], wrong)
+    with pytest.raises(ArgumentError, match="must be different"):
+        tune([net("a", 100), net("a", 200)], {"a": 100})
+    with pytest.raises(ArgumentError, match="an integer of at least 1"):
+        tune([net("a", 100)], {"a": 100}, 1.5)
     with pytest.raises(ArgumentError, match="no option 'second'"):
         tune([net("a", 100)], {"a": 100}, second=1)
 
