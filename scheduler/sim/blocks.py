@@ -29,7 +29,7 @@ def _store(address: int, value: int) -> None:
     store_at(np.uint64(address), np.uint64(value))
 
 
-def kernels_of(segment: SegmentProfile, timing: Timing) -> list[Kernel]:
+def kernels_of(segment: SegmentProfile, timing: Timing, part: Part) -> list[Kernel]:
     """A segment's kernels, all equal, which together take its time alone and hold its footprint."""
     each_ns = max(segment.time_ns / segment.kernels - timing.graph_gap_ns, 1.0)
     warps = max(1, round(segment.warps / segment.blocks))
@@ -37,8 +37,12 @@ def kernels_of(segment: SegmentProfile, timing: Timing) -> list[Kernel]:
     shared = segment.shared_bytes // segment.blocks
     if segment.bytes:
         # Memory traffic at shared rates, after a latency that makes up the rest of the time alone.
-        traffic = segment.bytes / segment.kernels / segment.blocks
-        cost, duration, latency = BlockCost(bytes=traffic), None, each_ns / 2
+        moved = segment.bytes / segment.kernels
+        cost, duration = BlockCost(bytes=moved / segment.blocks), None
+        per_sm = timing.sm_bytes_per_clock * part.clock_mhz / 1000
+        # GB/s is bytes/ns
+        rate = min(part.bandwidth_gbps * timing.bandwidth_efficiency, min(segment.blocks, part.sms) * per_sm)
+        latency = max(each_ns - moved / rate, 1.0)
     else:
         cost, duration, latency = None, each_ns, None
     kernel = Kernel(segment.blocks, min(warps, 32) * WARP, registers, shared, cost, duration, latency)
@@ -63,7 +67,7 @@ class BlocksGpu:
         self.segments: dict[tuple[int, int, int], Program] = {}
         for m, model in enumerate(models):
             for k, program in enumerate(model.sizes.values()):
-                kernels = [kernels_of(each, timing) for each in program]
+                kernels = [kernels_of(each, timing, part) for each in program]
                 for i, each in enumerate(kernels):
                     self.segments[m, k, i] = self.sim.program(each)
                 self.segments[m, k, codes.WHOLE] = self.sim.program([kernel for each in kernels for kernel in each])

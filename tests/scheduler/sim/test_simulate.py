@@ -131,6 +131,14 @@ def test_a_model_alone_takes_its_time_alone(fidelity: Fidelity) -> None:
     np.testing.assert_allclose(latency, 0.2, rtol=0.02 if fidelity == "segments" else 0.15)
 
 
+@pytest.mark.parametrize("moved", [1e3, 1e7, 1e8])
+@pytest.mark.parametrize("blocks", [20, 500])
+def test_memory_traffic_is_part_of_the_time_alone(moved: float, blocks: int) -> None:
+    model = ModelProfile("net", {1: [SegmentProfile(100e3, blocks, 4 * blocks, kernels=4, bytes=moved)] * 2})
+    result = simulate([model], TraceWorkload(((1e-3, "net", None, None, 0),)), "fifo", fidelity="blocks")
+    np.testing.assert_allclose(result.latency_ms, 0.2, rtol=0.05)
+
+
 @pytest.mark.parametrize("fidelity", ["segments", "blocks"])
 @pytest.mark.parametrize("policy", ["paella", "streams"])
 def test_the_same_seed_gives_the_same_run(policy: str, fidelity: Fidelity) -> None:
