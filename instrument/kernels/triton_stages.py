@@ -6,6 +6,7 @@ run twice; and where only results are needed, all stages after the first are unn
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 from collections.abc import Iterator
@@ -90,6 +91,7 @@ def _by_triton(source: Any, target: GPUTarget, options: dict[str, Any]) -> Trans
 
 # Kernels compiled as far as TTIR: the virtual GPU evaluates it, and requests the rest when it places the blocks.
 _begun: dict[str, Iterator[tuple[str, Translated]]] = {}
+atexit.register(_begun.clear)  # Triton's library prints a list of its objects that are still there at the end
 _MOST_BEGUN = 32
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -22,6 +26,14 @@ def test_doctor_tries_every_feature_and_says_what_to_do() -> None:
     for f in findings.values():
         if f.works is False:
             assert f.remedy, f"{f.name} does not work and nothing says what to do"
+
+
+def test_doctor_ends_without_messages_of_libraries_on_a_fresh_machine(tmp_path: Path) -> None:
+    """Triton's library lists, at the end of a process, objects of its compiler that were kept."""
+    fresh = {**os.environ, "PAELLAPY_CACHE_DIR": str(tmp_path / "ours"), "TRITON_CACHE_DIR": str(tmp_path / "triton")}
+    command = [sys.executable, "-m", "paellapy", "doctor"]
+    done = subprocess.run(command, env=fresh, capture_output=True, text=True, timeout=250, check=True)
+    assert done.stderr == ""
 
 
 def test_doctor_prints_extras_as_they_are_typed() -> None:
