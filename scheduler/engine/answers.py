@@ -66,6 +66,7 @@ class Answering(ABC):
         try:
             self._front.wait(waiter)
         except BaseException:  # for example KeyboardInterrupt
+            answer.leave()
             self._front.cancel(pending)
             raise
         return answer.result()
@@ -116,10 +117,10 @@ class AsyncAnswer:
 
 
 class SyncAnswer:
-    __slots__ = ("_result", "engine", "waiter")
+    __slots__ = ("_left", "_result", "engine", "waiter")
 
     def __init__(self, engine: Answering, waiter: Waiter) -> None:
-        self.engine, self.waiter = engine, waiter
+        self.engine, self.waiter, self._left = engine, waiter, False
         self._result: Outputs | Exception = {}
 
     def __call__(self, entry: Entry) -> None:
@@ -127,7 +128,12 @@ class SyncAnswer:
 
     def answer(self, result: Outputs | Exception) -> None:
         self._result = result
-        self.waiter.set()
+        if not self._left:
+            self.waiter.set()
+
+    def leave(self) -> None:
+        """Nobody waits any more: the waiter is that of its thread's next request."""
+        self._left = True
 
     def result(self) -> Outputs:
         if isinstance(self._result, Exception):

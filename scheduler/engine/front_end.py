@@ -33,6 +33,7 @@ from paellapy.scheduler.engine.front_calls import E_LANE, E_MODEL, E_REQUEST, E_
 from paellapy.scheduler.engine.messages import Messages
 from paellapy.scheduler.engine.rows import Rows
 from paellapy.scheduler.engine.stage import OwnStage, Stage
+from paellapy.scheduler.engine.uninterrupted import Uninterrupted
 from paellapy.scheduler.engine.waiters import Waiter
 from paellapy.scheduler.models.lane_memory import Lane
 from paellapy.scheduler.models.model import Model
@@ -337,7 +338,8 @@ class FrontEnd:
             if left == 0.0:
                 return False
             poll.poll(None if left is None else left * 1e3 + 1)
-            self.drain()
+            with Uninterrupted():
+                self.drain()
         waiter.clear()
         return True
 

@@ -19,6 +19,7 @@ from paellapy.scheduler.engine.gpu_use import GpuUse, occupancy
 from paellapy.scheduler.engine.request_checks import Inputs, check_inputs
 from paellapy.scheduler.engine.slots import Reserving
 from paellapy.scheduler.engine.submitting import submit_one
+from paellapy.scheduler.engine.uninterrupted import Uninterrupted
 from paellapy.scheduler.engine.waiters import thread_waiter
 
 
@@ -79,7 +80,15 @@ class Requester(Reserving):
         arrays = check_inputs(loaded.model, inputs)
         waiter = thread_waiter()
         answer = SyncAnswer(self, waiter)
-        pending = self._submit(loaded, arrays, deadline_ms, priority, client, answer)
+        pending: Pending | None = None
+        try:
+            with Uninterrupted():
+                pending = self._submit(loaded, arrays, deadline_ms, priority, client, answer)
+        except KeyboardInterrupt:  # came meanwhile
+            answer.leave()
+            if pending is not None:
+                self._front.cancel(pending)
+            raise
         return self._block(pending, answer, waiter)
 
     def _submit(

@@ -15,6 +15,7 @@ from paellapy.scheduler.engine.answers import Answering, AsyncAnswer, Outputs, S
 from paellapy.scheduler.engine.front_end import Entry, Loaded, Pending
 from paellapy.scheduler.engine.messages import Terms
 from paellapy.scheduler.engine.request_checks import check_ranges, request_rank, request_times
+from paellapy.scheduler.engine.uninterrupted import Uninterrupted
 from paellapy.scheduler.engine.waiters import Waiter, thread_waiter
 
 
@@ -69,13 +70,18 @@ class Slot:
         """
         self._loaded, self._terms = loaded, engine._terms(loaded, deadline_ms, priority, client)
         self._engine, self._front = engine, engine._front
+        with Uninterrupted():
+            self._take(in_turn)
+
+    def _take(self, in_turn: bool) -> None:
+        """Takes a row, and a slot of a lane or staged memory."""
         model = self._loaded.model
         # Not a method of the slot: the pending request must not keep a forgotten slot alive.
         self._early = _Early()
         self._pending = Pending(self._loaded, self._early)
         self._front.take_row(self._pending, self._terms[0])
         self._open = True
-        engine._slots.add(self)
+        self._engine._slots.add(self)
         self._place = None if in_turn else self._front.claim(self._loaded, self._terms[0])
         if self._place is not None:
             lane, slot = self._place
@@ -126,21 +132,34 @@ class Slot:
         """
         waiter = thread_waiter() if waiter is None else waiter
         answer = SyncAnswer(self._engine, waiter)
-        self.begin_for(answer)
+        try:
+            self.begin_for(answer)
+        except KeyboardInterrupt:  # came meanwhile
+            answer.leave()
+            self._front.cancel(self._pending)
+            raise
         return lambda: self._engine._block(self._pending, answer, waiter)
 
     def cancel(self) -> None:
         """Gives the slot back without running the request."""
         if self._open:
-            self._open = False
-            if self._place is not None:
-                self._front.cancel(self._pending)
-                self._front.ready(*self._place)
-            else:
-                self._front.give_back(self._pending)
-                self._front.stage.give(self._keep)
+            with Uninterrupted():
+                self._cancel()
+
+    def _cancel(self) -> None:
+        self._open = False
+        if self._place is not None:
+            self._front.cancel(self._pending)
+            self._front.ready(*self._place)
+        else:
+            self._front.give_back(self._pending)
+            self._front.stage.give(self._keep)
 
     def _go(self, finish: Callable[[Entry], None]) -> None:
+        with Uninterrupted():
+            self._post(finish)
+
+    def _post(self, finish: Callable[[Entry], None]) -> None:
         if not self._open:
             raise InputError("this slot was already submitted or cancelled; reserve another one")
         try:
@@ -148,7 +167,7 @@ class Slot:
         except InputError:
             for key, spec in self._loaded.model.ranges.items():  # the batch still runs, with the slot's contents
                 self.inputs[key][...] = spec.neutral
-            self.cancel()
+            self._cancel()
             raise
         self._open = False
         with self._front.answering:
