@@ -78,9 +78,7 @@ def _rsqrt(a: Any) -> tuple[Any, Any]:
 
 def _fma(a: Any, b: Any, c: Any) -> tuple[Any, Any]:
     r = fma(a, b, c)
-    if a.dtype == np.float32:  # exact in float64, except for parts too small to change the rounding of a float32
-        wide = [np.asarray(x, np.float64) for x in (a, b, c)]
-        return r, fma(*wide) - r
+    a, b, c = _wider(a, b, c)
     p = a * b
     s = p + c
     return r, (s - r) + (_sum_rest(p, c, s) + fma(a, b, -p))

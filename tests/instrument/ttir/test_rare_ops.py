@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -382,18 +383,25 @@ def test_integer_functions_of_libdevice(name: str, args: list[Any], expected: in
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
-_EXACT = {"add": Fraction.__add__, "mul": Fraction.__mul__, "div": Fraction.__truediv__}
+_EXACT: dict[str, Callable[..., Fraction]] = {
+    "add": lambda a, b, _: a + b, "mul": lambda a, b, _: a * b, "div": lambda a, b, _: a / b,
+    "fma": lambda a, b, c: a * b + c,
+}  # fmt: skip
 
 
-@given(st.sampled_from(["add", "mul", "div"]), floats, floats.filter(bool))
-@example("mul", float(np.float32(1e-30)), float(np.float32(1e-30)))
-@example("div", float(np.float32(3.4601335e-38)), float(np.float32(6.5621353e-09)))
-def test_directed_rounding_encloses_the_exact_result(name: str, a: float, b: float):
-    x, y = np.float32(a), np.float32(b)
+@given(st.sampled_from(list(_EXACT)), floats, floats.filter(bool), floats)
+@example("mul", float(np.float32(1e-30)), float(np.float32(1e-30)), 0.0)
+@example("div", float(np.float32(3.4601335e-38)), float(np.float32(6.5621353e-09)), 0.0)
+@example("fma", 1.0, float(np.float32(1e-30)), 1.0)
+@example("fma", -0.5, float(np.float32(1e-45)), 0.5)
+@example("fma", 1.0, float(np.float32(-3e38)), 1.0)
+@example("fma", float(np.float32(1e-30)), float(np.float32(1e-30)), float(np.float32(1e-45)))
+def test_directed_rounding_encloses_the_exact_result(name: str, a: float, b: float, c: float):
+    given_ = [np.float32(each) for each in (a, b, c)[: 3 if name == "fma" else 2]]
     with np.errstate(all="ignore"):
-        low, near, high = (rnd.directed(name, mode)(x, y) for mode in ("rd", "rn", "ru"))
-        zero = rnd.directed(name, "rz")(x, y)
-    exact = _EXACT[name](Fraction(a), Fraction(b))
+        low, near, high = (rnd.directed(name, mode)(*given_) for mode in ("rd", "rn", "ru"))
+        zero = rnd.directed(name, "rz")(*given_)
+    exact = _EXACT[name](Fraction(a), Fraction(b), Fraction(c))
     assert low <= near <= high
     assert np.isinf(low) or Fraction(float(low)) <= exact
     assert np.isinf(high) or exact <= Fraction(float(high))
