@@ -37,9 +37,10 @@ def _limited(found: Any, exact: Any, mode: str) -> Any:
     return np.where(inwards, np.copysign(np.finfo(found.dtype).max, found), found)[()]
 
 
-def _wider(*xs: Any) -> list[Any]:
-    """Floats of 32 bits as floats of 64, in which their rests do not underflow."""
-    return [np.asarray(x, np.float64) if np.asarray(x).dtype == np.float32 else x for x in xs]
+def _product_rest(a: Any, b: Any, p: Any) -> Any:
+    """The rounding error of a · b rounded to p, times a power of 2: of tiny numbers, it would underflow."""
+    (a, i), (b, j) = np.frexp(a), np.frexp(b)
+    return fma(a, b, -np.ldexp(p, -(i + j)))
 
 
 def _sum_rest(a: Any, b: Any, s: Any) -> Any:
@@ -55,20 +56,17 @@ def _add(a: Any, b: Any) -> tuple[Any, Any]:
 
 def _mul(a: Any, b: Any) -> tuple[Any, Any]:
     p = a * b
-    a, b, rounded = _wider(a, b, p)
-    return p, fma(a, b, -rounded)
+    return p, _product_rest(a, b, p)
 
 
 def _div(a: Any, b: Any) -> tuple[Any, Any]:
     q = a / b
-    a, b, rounded = _wider(a, b, q)
-    return q, fma(-rounded, b, a) * np.sign(b)
+    return q, np.where(q == 0, a, -_product_rest(q, b, a)) * np.sign(b)
 
 
 def _sqrt(a: Any) -> tuple[Any, Any]:
     r = np.sqrt(a)
-    a, rounded = _wider(a, r)
-    return r, fma(-rounded, rounded, a)
+    return r, -_product_rest(r, r, a)
 
 
 def _rsqrt(a: Any) -> tuple[Any, Any]:
@@ -78,10 +76,13 @@ def _rsqrt(a: Any) -> tuple[Any, Any]:
 
 def _fma(a: Any, b: Any, c: Any) -> tuple[Any, Any]:
     r = fma(a, b, c)
-    a, b, c = _wider(a, b, c)
+    if a.dtype == np.float32:  # its products are exact in float64
+        a, b, c = (np.asarray(x, np.float64) for x in (a, b, c))
     p = a * b
     s = p + c
-    return r, (s - r) + (_sum_rest(p, c, s) + fma(a, b, -p))
+    of_p = fma(a, b, -p)
+    rest = (s - r) + (_sum_rest(p, c, s) + of_p)
+    return r, np.where((rest == 0) & (of_p == 0), _product_rest(a, b, p), rest)  # where that of p may have underflowed
 
 
 _PARTS: dict[str, Function] = {

@@ -409,6 +409,20 @@ def test_directed_rounding_encloses_the_exact_result(name: str, a: float, b: flo
     assert abs(zero) == min(abs(low), abs(high))
 
 
+@pytest.mark.parametrize(("name", "args"), [
+    ("mul", [1e-300, 7e-211]), ("mul", [5e-324, 3600677070411.76]), ("div", [-1e-310, -1e-10]),
+    ("div", [5e-324, 1e300]), ("div", [5e-324, -0.0276]), ("fma", [-3e-245, 5e-324, -1e-30]),
+    ("fma", [3e-6, 5e-324, -7e9]), ("fma", [1 / 3, 1 / 3, -(1 / 3) * (1 / 3)]), ("fma", [1 / 3, 1 / 3, 1e-40]),
+])  # fmt: skip
+def test_directed_rounding_of_doubles_encloses_the_exact_result(name: str, args: list[float]):
+    low, high = (rnd.directed(name, mode)(*map(np.float64, args)) for mode in ("rd", "ru"))
+    exact = _EXACT[name](*map(Fraction, [*args, 0][:3]))
+    assert Fraction(float(low)) <= exact <= Fraction(float(high))
+    if low != high:
+        assert high == np.nextafter(low, np.inf)
+        assert exact not in (Fraction(float(low)), Fraction(float(high)))
+
+
 @pytest.mark.parametrize(("name", "args"), [("mul", [3e38, 2.0]), ("add", [3e38, 3e38]), ("fma", [3e38, 3e38, 1.0]),
                                             ("div", [3e38, 0.1])])  # fmt: skip
 def test_directed_rounding_of_numbers_too_large(name: str, args: list[float]):
