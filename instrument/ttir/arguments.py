@@ -155,3 +155,17 @@ class Signature:
             raise self._refuse(i, f"is {number}, which does not fit in {element.name}")
         number &= 2**bits - 1
         return element.compute.type(number - 2**bits if number >= 2 ** (bits - 1) else number)
+
+
+def is_view(arg: Any) -> bool:
+    """Whether an array is a view of part of a larger one."""
+    arg = getattr(arg, "base", None) if hasattr(arg, "nan_padding") else arg
+    root = arg
+    while isinstance(root, np.ndarray) and isinstance(root.base, np.ndarray):
+        root = root.base
+    if not isinstance(arg, np.ndarray) or root is arg:
+        return False
+    if arg.flags.forc:
+        return root.nbytes > arg.nbytes
+    low, high = byte_bounds(arg)  # its elements may share memory
+    return bool(root.nbytes > high - low)

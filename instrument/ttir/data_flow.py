@@ -1,4 +1,4 @@
-"""Whether data decide which ops of a kernel run: then its work is not known from sizes and numbers alone."""
+"""Whether data decide which ops of a kernel run, or where it accesses memory: sizes and numbers do not tell then."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from paellapy.instrument.ttir.polling import called
 from paellapy.instrument.ttir.tree import Module, Op, Region, walk
 
 _READS = re.compile(r"tt\.(load|atomic_\w+|(experimental_)?descriptor_(load|gather))$")
+_BY_POINTER = re.compile(r"tt\.(load|store|atomic_\w+)$")
+_BY_INDEX = re.compile(r"tt\.(experimental_)?descriptor_\w+$")
 _MASKS = {"tt.load": 1, "tt.store": 2, "tt.atomic_rmw": 2}  # the position of the mask
 
 Name = tuple[str, str]  # a function, and a value in it
@@ -17,6 +19,18 @@ Pairs = Iterable[tuple[str, str]]
 
 def follows_data(module: Module) -> bool:
     """Whether the bounds of a loop, the condition of a branch or the mask of an access depend on memory."""
+    known, every = _from_memory(module)
+    return any((name, value) in known for name, op in every for value in _decides(op))
+
+
+def reaches_by_data(module: Module) -> bool:
+    """Whether the addresses that a kernel accesses depend on memory."""
+    known, every = _from_memory(module)
+    return any((name, value) in known for name, op in every for value in (*_decides(op), *_places(op)))
+
+
+def _from_memory(module: Module) -> tuple[set[Name], list[tuple[str, Op]]]:
+    """The values that depend on memory, and every op with its function."""
     uses: dict[Name, list[Name]] = {}
     for source, target in _flow(module):
         uses.setdefault(source, []).append(target)
@@ -27,7 +41,7 @@ def follows_data(module: Module) -> bool:
         new = [target for target in uses.get(found.pop(), ()) if target not in known]
         known.update(new)
         found += new
-    return any((name, value) in known for name, op in every for value in _decides(op))
+    return known, every
 
 
 def _decides(op: Op) -> list[str]:
@@ -37,6 +51,15 @@ def _decides(op: Op) -> list[str]:
     if op.name in _MASKS:  # the access of a block pointer has none
         return op.operands[_MASKS[op.name] :][:1]
     return op.operands[:3] if op.name == "scf.for" else []
+
+
+def _places(op: Op) -> list[str]:
+    """The operands by which an op decides where it accesses memory."""
+    if _BY_POINTER.match(op.name):
+        return op.operands[:1]
+    if not _BY_INDEX.match(op.name):
+        return []
+    return op.operands if _READS.match(op.name) else op.operands[:-1]  # the last is stored
 
 
 def _flow(module: Module) -> Iterator[tuple[Name, Name]]:

@@ -7,7 +7,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from threading import Lock
 from typing import Any
 
@@ -26,7 +26,8 @@ from paellapy.instrument.ttir import (  # noqa: F401  (they register translation
     shape_ops,
     windows,
 )
-from paellapy.instrument.ttir.arguments import Bound, Signature
+from paellapy.instrument.ttir.arguments import Bound, Signature, is_view
+from paellapy.instrument.ttir.data_flow import reaches_by_data
 from paellapy.instrument.ttir.lower import Facts, Lowering
 from paellapy.instrument.ttir.machine import COST_FIELDS, Active, Machine, Mark, Recorder
 from paellapy.instrument.ttir.parser import parse
@@ -74,7 +75,7 @@ class TtirProgram:
         self._signature = Signature(kernel, [t for _, t in module.entry.args], names, self.facts.written)
         self._tapes: OrderedDict[Any, Recorded] = OrderedDict()
         self._tape_bytes = 0
-        self._seen: set[Any] = set()  # keys of runs on views that stayed within them
+        self._seen: set[Any] = set()  # keys of runs on views that stay within them
         self._lock = Lock()
         # control flow depends on data: nothing can be recorded
         self._dynamic = self.facts.serial or self.facts.addresses
@@ -112,7 +113,7 @@ class TtirProgram:
         bound = self._signature.bind(args, self._whole)
         if not len(ids):
             return np.zeros(0, COST_DTYPE)
-        before = None if self._whole else self._contents(bound)
+        before = None if self._whole else self._contents(bound, shape, ids)
         try:
             return self._run(bound, shape, ids, record, marks)
         except OutOfBoundsError as error:
@@ -127,13 +128,23 @@ class TtirProgram:
                           "continues, as it would on a GPU", ViewWarning, stacklevel=2)  # fmt: skip
             return cost
 
-    def _contents(self, bound: Bound) -> list[tuple[Array, Array]] | None:
+    def _contents(
+        self, bound: Bound, shape: tuple[int, int, int], ids: range | Array
+    ) -> list[tuple[Array, Array]] | None:
         """Copies of the memory that the kernel writes, if it may turn out to reach beyond its views."""
-        if bound.key in self._seen or not any(_is_view(arg) for arg in bound.args):
+        key = (bound.key, shape, _key_of(ids))
+        if key in self._seen or not any(is_view(arg) for arg in bound.args):
             return None
-        self._seen.add(bound.key)
+        if not self._reaches_by_data:  # other data may lead beyond the views
+            if len(self._seen) >= TAPE_ENTRIES:
+                self._seen.clear()
+            self._seen.add(key)
         written = [bound.buffers.flat[i] for i in self._signature.written]
         return [(flat, flat.copy()) for flat in written if flat is not None]
+
+    @cached_property
+    def _reaches_by_data(self) -> bool:
+        return reaches_by_data(self.module)
 
     def _run(
         self, bound: Bound, shape: tuple[int, int, int], ids: range | Array, record: bool, marks: list[Mark] | None
@@ -165,7 +176,7 @@ class TtirProgram:
         return self._prepared(bound, shape, blocks)
 
     def _prepared(self, bound: Bound, grid: tuple[int, int, int], ids: range) -> Callable[[], None] | None:
-        known = self._tapes.get((bound.key, grid, (ids.start, ids.stop, ids.step)))
+        known = self._tapes.get((bound.key, grid, _key_of(ids)))
         if known is not None and known.split:
             whole, last = (self._prepared(bound, grid, part) for part in (ids[:-1], ids[-1:]))
             return None if whole is None or last is None else partial(_both, whole, last)
@@ -181,7 +192,7 @@ class TtirProgram:
         """
         if not record or self._dynamic:
             return self._evaluate(Machine, bound, grid, ids)[0]
-        key = (bound.key, grid, (ids.start, ids.stop, ids.step) if isinstance(ids, range) else ids.tobytes())
+        key = (bound.key, grid, _key_of(ids))
         known = self._tapes.get(key)
         if known is not None and known.replay is not None:
             assert known.cost is not None
@@ -268,13 +279,8 @@ class TtirProgram:
         return machine.cost
 
 
-def _is_view(arg: Any) -> bool:
-    """Whether an array is a view of a larger one."""
-    arg = getattr(arg, "base", None) if hasattr(arg, "nan_padding") else arg
-    root = arg
-    while isinstance(root, np.ndarray) and isinstance(root.base, np.ndarray):
-        root = root.base
-    return isinstance(arg, np.ndarray) and root is not arg and root.nbytes > arg.nbytes
+def _key_of(ids: range | Array) -> Any:
+    return (ids.start, ids.stop, ids.step) if isinstance(ids, range) else ids.tobytes()
 
 
 def _both(first: Callable[[], None], second: Callable[[], None]) -> None:

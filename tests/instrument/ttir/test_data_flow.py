@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 import paellapy as pp
-from paellapy.instrument.ttir.data_flow import follows_data
+from paellapy.instrument.ttir.data_flow import follows_data, reaches_by_data
 from paellapy.instrument.ttir.parser import parse
 
 
@@ -120,3 +120,40 @@ def update_by_data(x, out, n, B: tl.constexpr):
 def test_loops_branches_and_masks_that_depend_on_memory_are_found(kernel: Any, depends: bool) -> None:
     made = pp.kernel(kernel).compile("*fp32", "*fp32", "i32", B=32, target="sm_90", report=None)
     assert follows_data(parse(made.source.ttir, made.name)) is depends
+
+
+@triton.jit
+def load_by_data(x, out, n, B: tl.constexpr):
+    i = tl.arange(0, B)
+    tl.store(out + i, tl.load(x + tl.load(out + i).to(tl.int32)))
+
+
+@triton.jit
+def store_by_data(x, out, n, B: tl.constexpr):
+    i = tl.arange(0, B)
+    tl.store(out + tl.load(x + i).to(tl.int32), 1.0)
+
+
+@triton.jit
+def tile_by_number(x, out, n, B: tl.constexpr):
+    tiles = tl.make_tensor_descriptor(x, [n, B], [B, 1], [B, B])
+    tiles.store([n, 0], tiles.load([0, 0]))
+
+
+@triton.jit
+def tile_by_data(x, out, n, B: tl.constexpr):
+    tiles = tl.make_tensor_descriptor(x, [n, B], [B, 1], [B, B])
+    tiles.store([tl.load(out).to(tl.int32), 0], tl.zeros((B, B), tl.float32))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "depends"),
+    [
+        (load_by_data, True), (store_by_data, True), (tile_by_number, False), (tile_by_data, True),
+        (update_by_data, False), (load_masked_by_data, True),
+    ],
+    ids=lambda each: getattr(each, "__name__", each),
+)  # fmt: skip
+def test_addresses_that_depend_on_memory_are_found(kernel: Any, depends: bool) -> None:
+    made = pp.kernel(kernel).compile("*fp32", "*fp32", "i32", B=32, target="sm_90", report=None)
+    assert reaches_by_data(parse(made.source.ttir, made.name)) is depends

@@ -250,6 +250,44 @@ def test_memory_behind_a_view_is_reached_with_a_warning():
         pp.kernel(before_the_view)[1,](x[2:24], out, 16)
 
 
+@triton.jit
+def double_taken(x, index, out, N: tl.constexpr):
+    i = tl.program_id(0) * N + tl.arange(0, N)
+    at = tl.load(index + i)
+    tl.store(out + i, tl.load(out + i) + 2 * tl.load(x + at))
+
+
+@triton.jit
+def double_next(x, out, N: tl.constexpr):
+    i = tl.program_id(0) * N + tl.arange(0, N)
+    tl.store(out + i, tl.load(out + i) + 2 * tl.load(x + i))
+
+
+def test_memory_behind_a_view_is_reached_after_runs_within_it():
+    x = np.arange(64, dtype=np.float32)
+    by_data, by_grid = pp.kernel(double_taken), pp.kernel(double_next)
+    inside, outside = np.arange(16, dtype=np.int32), np.arange(30, 46, dtype=np.int32)
+    for _ in range(3):  # plain, recorded, replayed
+        out = np.ones(16, np.float32)
+        by_data[1,](x[:32], inside, out, 16)
+        by_grid[1,](x[:16], out, 16)
+        assert (out == 1 + 4 * inside).all()
+    out = np.ones(48, np.float32)
+    with pytest.warns(ViewWarning, match="double_taken"):
+        by_data[1,](x[:32], outside, out, 16)
+    with pytest.warns(ViewWarning, match="double_next"):
+        by_grid[3,](x[:16], out, 16)
+    assert (out == 1 + 2 * x[:48] + np.pad(2 * outside, (0, 32))).all()
+
+
+def test_memory_behind_a_broadcast_row_is_reached_with_a_warning():
+    x, out = np.arange(64, dtype=np.float32), np.zeros(16, np.float32)
+    rows = np.broadcast_to(x[:16], (4, 16))  # as many elements as the whole array
+    with pytest.warns(ViewWarning, match="double_taken"):
+        pp.kernel(double_taken)[1,](rows, np.arange(20, 36, dtype=np.int32), out, 16)
+    assert (out == 2 * x[20:36]).all()
+
+
 # ---- the rest --------------------------------------------------------------------------------------------------------
 
 
