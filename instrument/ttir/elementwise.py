@@ -120,7 +120,9 @@ def rsqrt(x: Any) -> Any:
 
 
 def round_half_away(x: Any) -> Any:
-    return np.copysign(np.floor(np.abs(x) + x.dtype.type(0.5)), x)
+    size = np.abs(x)
+    whole = np.floor(size)  # size + 0.5 would be rounded before it is cut
+    return np.copysign(whole + (size - whole >= 0.5).astype(x.dtype), x)
 
 
 def leading_zeros(x: Any) -> Any:

@@ -94,8 +94,37 @@ def _bytes_of(x: Any, y: Any, selector: Any) -> Any:
     return out.astype(np.uint32).view(np.int32)
 
 
+def _sine_by_quarters(x: Any, quarters: int) -> Any:
+    """sin(π(x + quarters/2)), exact where it is 0 or ±1: π times a number is never exact."""
+    part = np.fmod(x, 2.0)
+    near = np.rint(2 * part)
+    angle, quarter = math.pi * (part - near / 2), np.remainder(near + quarters, 4)
+    found = np.where(np.remainder(quarter, 2) == 1, np.cos(angle), np.sin(angle))
+    return np.where(quarter >= 2, -found, found) + 0.0  # no -0
+
+
+def _sine_of_pi(x: Any) -> Any:
+    found = _sine_by_quarters(x, 0)
+    return np.where(found == 0, np.copysign(0.0, x), found)
+
+
+def _remainder(x: Any, y: Any) -> Any:
+    """x - ny for the whole number n nearest to x / y; of two, the even one."""
+    size = np.abs(y)
+    rest = np.fmod(np.abs(x), 2 * size)
+    below = rest - size
+    below = np.where(below >= size - below, below - size, below)
+    rest = np.where(rest > size - rest, below, rest)
+    return np.where(np.signbit(x), -rest, rest)
+
+
 def _exponent(x: Any) -> Any:
     return np.floor(np.log2(np.abs(x.astype(np.float64)))) if x.dtype == np.float32 else np.frexp(x)[1] - 1.0
+
+
+def _logb(x: Any) -> Any:
+    inner = np.where(x == 0, -np.inf, _exponent(x))
+    return np.where(np.isfinite(x), inner, np.abs(x)).astype(x.dtype)[()]
 
 
 def _integer_exponent(x: Any) -> Any:
@@ -148,8 +177,8 @@ _NAMES: dict[str, Function] = {
     "pow": np.power,
     "powi": lambda x, n: np.power(x, n.astype(x.dtype)),
     "exp10": lambda x: np.power(x.dtype.type(10), x),
-    "sinpi": _wide(lambda x: np.sin(math.pi * np.remainder(x, 2))),
-    "cospi": _wide(lambda x: np.cos(math.pi * np.remainder(x, 2))),
+    "sinpi": _wide(_sine_of_pi),
+    "cospi": _wide(lambda x: _sine_by_quarters(x, 1)),
     "asinh": np.arcsinh,
     "acosh": np.arccosh,
     "atanh": np.arctanh,
@@ -161,7 +190,7 @@ _NAMES: dict[str, Function] = {
     "max": np.maximum,
     "min": np.minimum,
     "fmod": np.fmod,
-    "remainder": _wide(lambda x, y: np.fmod(x, y) - y * np.rint(np.fmod(x, y) / y)),
+    "remainder": _wide(_remainder),
     "rint": np.rint,
     "nearbyint": np.rint,
     "llrint": lambda x: rnd.to_integer(x, "rn", "i8"),
@@ -176,9 +205,9 @@ _NAMES: dict[str, Function] = {
     "rnorm4d": _wide(lambda *xs: 1 / _norm(*xs)),
     "ldexp": np.ldexp,
     "scalbn": np.ldexp,
-    "logb": lambda x: np.where(np.isinf(x), np.inf, _exponent(x)).astype(x.dtype)[()],
+    "logb": _logb,
     "ilogb": _integer_exponent,
-    "fdim": lambda x, y: np.maximum(x - y, x.dtype.type(0)),
+    "fdim": lambda x, y: np.where(x <= y, x.dtype.type(0), x - y)[()],
     "erfc": erfc,
     "erfcx": _wide(_scaled_erfc),
     "erfinv": _wide(_inverse_erf),

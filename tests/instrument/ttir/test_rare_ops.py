@@ -395,7 +395,11 @@ def test_every_function_of_libdevice_is_known():
     ("normcdfinvf", [0.25], -0.6744897502), ("erfcinvf", [0.5], 0.4769362762), ("sinpif", [0.25], math.sqrt(0.5)),
     ("cospi", [1e6 + 0.25], math.sqrt(0.5)), ("rcbrtf", [8.0], 0.5), ("rhypotf", [3.0, 4.0], 0.2),
     ("norm3df", [2.0, 3.0, 6.0], 7.0), ("logbf", [10.0], 3.0), ("nextafterf", [1.0, 2.0], 1 + 2.0**-23),
-    ("remainderf", [5.0, 3.0], -1.0),
+    ("remainderf", [5.0, 3.0], -1.0), ("remainderf", [3.0, 2.0], -1.0), ("remainder", [-7.5, 1.0], 0.5),
+    ("remainderf", [5.0, math.inf], 5.0), ("roundf", [0.49999997], 0.0), ("roundf", [-2.5], -3.0),
+    ("roundf", [8388609.0], 8388609.0), ("round", [0.49999999999999994], 0.0), ("fdimf", [math.inf, math.inf], 0.0),
+    ("fdim", [3.0, 1.0], 2.0), ("logb", [0.0], -math.inf), ("logbf", [-math.inf], math.inf), ("sinpif", [3.0], 0.0),
+    ("sinpi", [-1e10 - 0.5], -1.0), ("cospif", [2.5], 0.0), ("cospi", [1.0], -1.0),
 ])  # fmt: skip
 def test_functions_of_libdevice(name: str, args: list[float], expected: float):
     fn = libdevice.lookup(f"__nv_{name}")
@@ -410,12 +414,35 @@ def test_functions_of_libdevice(name: str, args: list[float], expected: float):
     ("mul24", [0x1000001, 5], 5), ("hadd", [-3, 2], -1), ("urhadd", [-1, -1], -1), ("sad", [5, -3, 10], 18),
     ("float2int_rn", [2.5], 2), ("float2int_ru", [2.1], 3), ("float2uint_rz", [-1.0], 0), ("ilogbf", [10.0], 3),
     ("float_as_int", [1.0], 0x3F800000), ("llrintf", [2.5], 2), ("llroundf", [2.5], 3),
+    ("llroundf", [0.49999997], 0),
 ])  # fmt: skip
 def test_integer_functions_of_libdevice(name: str, args: list[Any], expected: int):
     fn = libdevice.lookup(f"__nv_{name}")
     assert fn is not None
     given_ = [np.float32(a) if isinstance(a, float) else np.array(a, np.int64).astype(np.int32)[()] for a in args]
     assert int(fn(*given_)) == expected
+
+
+halves = st.integers(-20, 20).map(lambda n: n / 2)
+
+
+@given(st.floats() | halves, st.floats() | halves)
+@example(0.5, 1.0)
+@example(1.5, 1.0)
+@example(-7.5, 3.0)
+@example(5e-324, 1.5e-323)
+@example(1.7e308, 1.2e308)
+def test_a_remainder_is_that_of_ieee(x: float, y: float):
+    fn = libdevice.lookup("__nv_remainder")
+    assert fn is not None
+    with np.errstate(all="ignore"):
+        found = float(fn(np.float64(x), np.float64(y)))
+    try:
+        expected = math.remainder(x, y)
+    except ValueError:
+        expected = math.nan
+    assert found == expected or math.isnan(found) == math.isnan(expected) is True
+    assert math.isnan(found) or math.copysign(1, found) == math.copysign(1, expected)
 
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
