@@ -82,15 +82,29 @@ def test_a_call_that_is_interrupted_anywhere_harms_no_later_one(engine, monkeypa
     check_at_rest(engine.state)
 
 
-def test_blocks_may_be_nested_and_tell_once():
+def test_blocks_may_be_nested_and_raise_once():
+    passed = []
+
+    def interrupted() -> None:
+        with Uninterrupted():
+            with Uninterrupted():
+                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)
+                passed.append("inner")
+            passed.append("outer")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert passed == ["inner", "outer"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_handlers_of_others_are_called_at_once():
     told = []
     signal.signal(signal.SIGINT, lambda *_: told.append(1))
     with Uninterrupted():
-        with Uninterrupted():
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)
-        assert told == []
-    assert told == [1]
+        signal.raise_signal(signal.SIGINT)
+        assert told == [1]
 
 
 def test_a_signal_that_is_ignored_stays_so():
