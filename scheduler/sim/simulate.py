@@ -65,11 +65,6 @@ def simulate(
     """
     models = [models] if isinstance(models, ModelProfile) else models
     asked = asked_options(options)
-    if not isinstance(workload, Workload):
-        raise WorkloadError(
-            f"workload={workload!r}: it must be a workload, such as pp.Poisson(1000, 'net', duration=1.0); join "
-            "several with +"
-        )
     chosen, gpu = asked.policy(policy), simulated_part(device)
     names = [each.name for each in models]
     if not models or len(set(names)) < len(names):
@@ -128,6 +123,11 @@ def _load(
     workload: Workload, models: Sequence[ModelProfile], options: SimulationOptions
 ) -> tuple[Table, Table, dict[str, int]]:
     """Arrivals, closed-loop clients, and all clients' numbers by name. Requests default to their model's priority."""
+    if not isinstance(workload, Workload):
+        raise WorkloadError(
+            f"workload={workload!r}: it must be a workload, such as pp.Poisson(1000, 'net', duration=1.0); join "
+            "several with +"
+        )
     names = [each.name for each in models]
     arrivals, clients = workload.arrivals(names, options.seed), workload.loop_clients(names)
     priorities = np.array([each.priority for each in models])
