@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import json
 import math
@@ -23,6 +24,7 @@ from paellapy.scheduler.policies.code import with_helpers
 from paellapy.scheduler.policies.compiling import compile_function, may_loop
 from paellapy.scheduler.policies.replay import last_line
 from paellapy.scheduler.policies.roles import ROLES, Compiled, Layout, PolicyError, arguments, place
+from paellapy.scheduler.policies.trees import tree_of
 
 # A decision ranks about ten jobs; at this cost per call, dispatching would take as long as a launch.
 MAX_CALL_NS = 2000.0
@@ -170,6 +172,18 @@ def _line(function: Any, names: tuple[str, ...], layout: Layout, k: int) -> str:
     return "" if line is None else f" in line {line}"
 
 
+def _at(function: Any, written: str | None = None) -> str:
+    """The line where a field is written, or without one the line of the first loop, in words."""
+    for each in ast.walk(tree) if (tree := tree_of(function)) else ():
+        if written is None and isinstance(each, ast.For | ast.While):
+            return f" in line {each.lineno}"
+        if isinstance(each, ast.Attribute | ast.Subscript) and isinstance(each.ctx, ast.Store):
+            target = each.value if isinstance(each, ast.Subscript) else each
+            if ast.unparse(target) == written:
+                return f" in line {each.lineno}"
+    return ""
+
+
 def _facts(function: Any, job: Any) -> str:
     """The fields of a sample that the function reads."""
     read = [name for name in job.dtype.names if not job.dtype[name].names and name in function.__code__.co_names]
@@ -185,17 +199,23 @@ def _try(role: str, function: Any, compiled_function: Compiled, layout: Layout) 
                 f"{place(function)} returns {value}{_line(function, compiled_function.names, layout, k)} for a {what}"
                 f"{_facts(function, seen[k % 8])}: return a finite number, and check divisors for 0"
             )
+        if role == "place" and not 0.0 < value <= 1.0:
+            raise PolicyError(
+                f"{place(function)} returns {value:g}{_line(function, compiled_function.names, layout, k)}: sms is a "
+                "part of the GPU, above 0 and at most 1, as in pp.Where(sms=0.25)"
+            )
     for name in layout.own.names or ():
         if not np.isfinite(samples.own[name]).all():
             raise PolicyError(
-                f"{place(function)} sets own.{name} to a number that is not finite: check it for a division by zero"
+                f"{place(function)} sets own.{name} to a number that is not finite{_at(function, f'own.{name}')}: "
+                "check it for a division by zero"
             )
     if role in ("rank", "order"):
         cost = call_cost_ns(compiled_function, layout)
         if cost > MAX_CALL_NS:
             raise PolicyError(
                 f"{place(function)} takes {cost / 1e3:.1f} µs per call; the limit is {MAX_CALL_NS / 1e3:g} µs, because "
-                "every decision ranks several jobs: compute from the job's fields, without loops"
+                f"every decision ranks several jobs: compute from the job's fields, without loops{_at(function)}"
             )
 
 
@@ -252,6 +272,7 @@ def _check_apart(role: str, function: Any, layout: Layout) -> None:
     except subprocess.TimeoutExpired as e:
         raise PolicyError(
             f"{place(function)} did not return within {TIME_LIMIT_S:g} s on a sample job: check its loops"
+            f"{_at(function)}"
         ) from e
     if done.returncode != 0:
         raise PolicyError(

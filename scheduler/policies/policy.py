@@ -40,10 +40,11 @@ from paellapy.scheduler.policies.roles import ROLES, Admit, Compiled, Layout, Po
 __all__ = ["Policy", "PolicyError", "Rank", "find_policy", "policy", "policy_names"]
 
 BUILT_IN = "paellapy.scheduler.policies"
+_MOST = 1 << 30  # jobs or segments at a time: no limit
 # Modules of this folder that are not policies.
 _TOOLS = {
-    "policy", "attach", "checks", "code", "compiling", "expressions", "index_ranges", "integers", "replay", "roles",
-    "source", "trees", "words",
+    "policy", "assigned", "attach", "checks", "code", "compiling", "expressions", "index_ranges", "integers", "replay",
+    "roles", "source", "trees", "words",
 }  # fmt: skip
 
 
@@ -72,10 +73,17 @@ class Policy:
         for name, value in (("active", self.active), ("look_ahead", self.look_ahead)):
             if value is None:
                 continue
-            if not isinstance(value, int | np.integer):
-                raise PolicyError(f"policy {self.name}: {name}={value!r}; it must be an integer of at least 1")
+            if not isinstance(value, int | np.integer) or isinstance(value, bool) or value > _MOST:
+                raise PolicyError(
+                    f"policy {self.name}: {name}={value!r}; it must be an integer of at least 1 and at most {_MOST}"
+                )
             if value < 1:
                 raise PolicyError(f"policy {self.name}: {name}={value}; it must be at least 1")
+        for name in ("whole", "top_whole", "may_idle"):
+            if not isinstance(getattr(self, name), bool):
+                raise PolicyError(f"policy {self.name}: {name}={getattr(self, name)!r}; it must be True or False")
+        if not isinstance(self.name, str):
+            raise PolicyError(f"the name of a policy is {self.name!r}; it must be a string")
         if self.may_idle and self.admit is None:
             raise PolicyError(
                 f"policy {self.name}: may_idle=True needs an `admit` function: give one, or leave may_idle out"
@@ -193,6 +201,8 @@ def policy(rank: Rank | None = None, /, **options: Unpack[PolicyOptions]) -> Pol
 
 
 def _make(rank: Rank, given: _Options) -> Policy:
+    if isinstance(rank, Policy):
+        raise PolicyError(f"{rank.name} is a policy already: use it as it is, or make one from its function, `.rank`")
     title = given.name or str(getattr(rank, "__name__", rank))
     layout = Layout(given.state, given.per_model, given.params)
     layout.check(title)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,6 +60,12 @@ def _fields(kind: np.dtype[Any]) -> dict[str, Any]:
     return found
 
 
+def is_finite_number(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        return False
+    return bool(-sys.float_info.max <= value <= sys.float_info.max)  # false for NaN too
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """A policy's own numbers, and the parameters of models that it reads, each with its first value."""
@@ -86,8 +92,7 @@ class Layout:
                         f"policy {policy}: {what} has the name {name!r}; names must be plain, like those of "
                         "variables"
                     )
-                number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-                if not number or not math.isfinite(value):
+                if not is_finite_number(value):
                     raise PolicyError(f"policy {policy}: {what}[{name!r}] is {value!r}; it must be a finite number")
         if twice := set(self.state) & set(self.per_model):
             raise PolicyError(
@@ -180,6 +185,10 @@ def arguments(role: str, function: Any, layout: Layout) -> tuple[str, ...]:
     for name, parameter in given.items():
         if name in expected.takes and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
             continue
+        if name in expected.takes:
+            raise PolicyError(
+                f"{where} `{name}` must be a plain argument, as in `def {role}({expected.takes[0]})`, without * and /"
+            )
         near = difflib.get_close_matches(name, expected.takes, 1)
         hint = f"did you mean `{near[0]}`?" if near else "use a number from outside, or params={…} of the models"
         if name == "own":

@@ -19,6 +19,7 @@ import numba
 import numpy as np
 
 from paellapy.scheduler.core.job import PER_MODEL
+from paellapy.scheduler.policies.assigned import Assigned
 from paellapy.scheduler.policies.code import outside
 from paellapy.scheduler.policies.index_ranges import IndexRanges
 from paellapy.scheduler.policies.roles import ROLES, Fields, Layout, Where
@@ -30,7 +31,10 @@ _NOWHERE = {
     "blocks": "a segment is a captured graph with fixed grids, so all of its blocks are launched",
     "preempt": "the kernels of a captured graph cannot be stopped, so a segment runs to its end",
 }
-_TO_PYTHON = {"Try": "try", "With": "with", "ClassDef": "class", "Await": "await", "Yield": "yield", "Match": "match"}
+_TO_PYTHON = {
+    "Try": "try", "TryStar": "try", "With": "with", "ClassDef": "class", "Await": "await", "Yield": "yield",
+    "Match": "match",
+}  # fmt: skip
 
 
 def problem_in(role: str, function: Any, names: tuple[str, ...], layout: Layout) -> str | None:
@@ -56,7 +60,7 @@ class _Look:
     """The check of one function."""
 
     def __init__(self, role: str, function: Any, names: tuple[str, ...], layout: Layout, tree: Function) -> None:
-        self.role, self.tree = role, tree
+        self.role, self.tree, self.code = role, tree, function.__code__
         self.fields: dict[str, Fields] = {name: layout.fields(name) for name in names}
         self.layout = layout
         self.outside = outside(function)
@@ -108,6 +112,8 @@ class _Look:
                 yield f"has `{word}` in line {each.lineno}: a policy is compiled; use if, for, numbers and `math`"
             if isinstance(each, ast.FunctionDef | ast.Lambda):
                 yield f"defines a function in line {each.lineno}: define it outside, with @numba.njit before it"
+            if isinstance(each, ast.Assign) and _is_text(each.value):
+                yield f"keeps the text {ast.unparse(each.value)} in line {each.lineno}: a policy keeps numbers only"
             if isinstance(each, ast.Call):
                 yield from self._call(each)
             if isinstance(each, ast.Dict | ast.DictComp | ast.Set | ast.SetComp):
@@ -123,6 +129,12 @@ class _Look:
             if isinstance(each, ast.Name):
                 yield from self._name(each)
         yield from self._returns()
+        if not isinstance(self.tree, ast.Lambda):
+            for each in Assigned(self.tree.body, self.fields, self.outside).found:
+                yield (
+                    f"reads `{each.id}` in line {each.lineno}, which has no value on some path to it: set it before, "
+                    f"as in `{each.id} = 0.0`"
+                )
 
     # -- fields
 
@@ -263,6 +275,8 @@ class _Look:
                 yield f"asks `{name}` for the time in line {line}: the time is job.now_ns, or gpu.now_ns in tick"
             elif root not in _MODULES and not self._only_where(name):
                 yield f"uses the module `{name}` in line {line}: a policy can use no module but `math`"
+        elif inspect.isfunction(value) and value.__code__ is self.code:
+            yield f"calls itself in line {line}: a policy's functions cannot; write a loop"
         elif inspect.isfunction(value) and value is not Where:
             yield f"calls `{name}` in line {line}, a plain function: write @numba.njit before its `def`"
         elif isinstance(value, np.ndarray | list | dict | set | bytearray):
@@ -326,6 +340,10 @@ def _path(node: ast.expr) -> list[Any]:
             steps.append(node.slice)
         node = node.value
     return [node, *reversed(steps)]
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 def _is_builtin(function: ast.expr) -> bool:

@@ -26,7 +26,8 @@ _WORDS = {
     r".*[dD]ict.*": "a dict",
     r"complex.*": "a complex number",
     r"Record.*": "the job itself",
-    r"[nN]ested[aA]rray.*|[aA]rray.*": "numbers for every model",
+    r"[nN]ested[aA]rray.*": "numbers for every model",
+    r"[aA]rray.*": "an array",
     r"Module.*": "the module",
     r"Literal\[int\].*|u?int\d+|float\d+": "a number",
 }
@@ -48,7 +49,7 @@ def reason(error: NumbaError, needed: str, function: Any = None) -> str:
     if found := _TWO_KINDS.search(text):
         return f"has {_in_words(found[1])} in one case and {_in_words(found[2])} in another for the same variable{at}"
     if found := _APPLIES.search(text):
-        return f"applies `{found[1]}`{at} to a value that is not a number"
+        return f"applies `{found[1]}`{at} to a value that is not a number, or to too few or too many values"
     if found := _RETURN_KINDS.search(text):
         kinds = sorted({_in_words(each.strip()) for each in _split(found[1])})
         return f"returns {' in one case and '.join(kinds)} in another, where {needed} is needed"

@@ -244,7 +244,45 @@ def returns_none_from_a_variable(job: Any) -> Any:
     return found  # wrong
 
 
+def reads_what_is_set_in_one_case(job: Any) -> float:
+    if job.batch > 1:
+        found = job.arrival_ns
+    return found  # wrong
+
+
+def reads_what_a_loop_may_not_set(job: Any) -> float:
+    for k in range(int(job.batch) - 1):
+        found = float(k)
+    return found  # wrong
+
+
+def adds_to_what_is_not_set(job: Any) -> float:
+    total += job.batch  # type: ignore[name-defined]  # noqa: F821  # wrong
+    return total  # type: ignore[name-defined,no-any-return]
+
+
+def tries_groups(job: Any) -> float:
+    try:  # wrong
+        found = 1.0 / job.batch
+    except* ValueError:
+        found = 0.0
+    return found
+
+
+def calls_itself(job: Any) -> float:
+    return calls_itself(job)  # wrong
+
+
+def loops_for_long(job: Any) -> float:
+    total = 0.0
+    for k in range(100_000):  # wrong
+        total += k * job.batch
+    return total
+
+
 RANKS: list[Callable[..., Any]] = [
+    reads_what_is_set_in_one_case, reads_what_a_loop_may_not_set, adds_to_what_is_not_set, tries_groups, calls_itself,
+    loops_for_long,
     indexes_a_tuple_by_model, indexes_a_tuple_by_tenant, indexes_a_tuple_beyond, indexes_a_short_list,
     indexes_a_list_that_shrinks, indexes_an_array_of_its_own, has_a_dict, has_a_dict_of_texts, writes_to_a_dict,
     writes_to_a_list, converts_infinity, gets_an_attribute, divides_by_zero, returns_none_from_a_variable,
@@ -327,6 +365,22 @@ def place_with_blocks(job: Any) -> Any:
     return pp.Where(sms=0.25, blocks=3)  # wrong
 
 
+def place_by_percent(job: Any) -> Any:
+    return pp.Where(sms=25)  # wrong
+
+
+def place_on_nothing(job: Any) -> Any:
+    return pp.Where(sms=-0.5)  # wrong
+
+
+def done_keeps_text(job: Any, segment: Any, own: Any) -> None:
+    own.limit = "low"  # wrong
+
+
+def done_divides_by_zero(job: Any, segment: Any, own: Any) -> None:
+    own.limit = segment.ns / (job.batch - 1.0)  # wrong
+
+
 def tick_returns(gpu: Any, own: Any) -> float:
     own.limit = 0.5
     return own.limit  # wrong
@@ -345,6 +399,7 @@ def done_overwrites_all_models(job: Any, segment: Any, own: Any) -> None:
 
 
 OTHERS: list[tuple[str, Callable[..., Any]]] = [
+    ("place", place_by_percent), ("place", place_on_nothing), ("done", done_keeps_text), ("done", done_divides_by_zero),
     ("admit", admit_returns_none_in_one_case), ("place", place_with_an_unknown_option), ("place", place_with_blocks),
     ("admit", admit_returns_text), ("admit", admit_prints), ("admit", admit_returns_nothing), ("tick", tick_returns),
     ("tick", tick_reads_a_job_fact), ("done", done_writes_to_the_segment), ("done", done_overwrites_all_models),
@@ -530,3 +585,73 @@ def placed(job: Any) -> Any:
 
 def test_a_place_compiles() -> None:
     assert policy(place=placed)(fifo).place is placed
+
+
+def sets_in_both_cases(job: Any) -> float:
+    if job.batch > 1:
+        found = 1.0
+    else:
+        found = 2.0
+    return found
+
+
+def sets_in_every_turn(job: Any) -> float:
+    for each in FACTORS:
+        found = each * job.batch
+    return found
+
+
+def sets_before_it_breaks(job: Any) -> float:
+    k = 0
+    while True:
+        k += 1
+        if k > 3:
+            found = k * job.batch
+            break
+    return found
+
+
+def returns_otherwise(job: Any) -> float:
+    if job.batch > 1:
+        found = 1.0
+    else:
+        return 2.0
+    return found
+
+
+@pytest.mark.parametrize(
+    "function", [sets_in_both_cases, sets_in_every_turn, sets_before_it_breaks, returns_otherwise]
+)
+def test_a_variable_with_a_value_on_every_path_may_be_read(function: Callable[..., Any]) -> None:
+    assert policy(function).name == function.__name__
+
+
+def several(*job: Any) -> float:
+    return 1.0
+
+
+def named_only(*, job: Any) -> float:
+    return job.batch
+
+
+@pytest.mark.parametrize("function", [several, named_only])
+def test_arguments_of_another_kind_are_told_apart_from_wrong_names(function: Callable[..., Any]) -> None:
+    with pytest.raises(PolicyError, match=r"plain argument, as in `def rank\(job\)`"):
+        policy(function)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"whole": "no"},
+        {"may_idle": 1},
+        {"look_ahead": 10**30},
+        {"active": True},
+        {"state": {"x": 10**400}},
+        {"state": {"x": np.complex64(1)}},
+        {"name": 5},
+    ],
+)
+def test_options_of_a_wrong_kind_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(PolicyError, match="must be"):
+        policy(**options)(fifo)
