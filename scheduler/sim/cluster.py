@@ -29,7 +29,7 @@ from paellapy.scheduler.sim.cluster_results import ClusterResults
 from paellapy.scheduler.sim.fleet_routing import advance_some, route
 from paellapy.scheduler.sim.fleet_state import ASKED, new_fleet, set_hosts
 from paellapy.scheduler.sim.fluid import advance
-from paellapy.scheduler.sim.options import SimulationOptions, simulated_part
+from paellapy.scheduler.sim.options import SimulationOptions, check_names, simulated_part
 from paellapy.scheduler.sim.simulate import fluid_of, new_core, prepare
 from paellapy.scheduler.sim.workload import Workload, WorkloadError
 
@@ -116,6 +116,7 @@ def simulate_cluster(
     names = [each.name for each in models]
     if not models or len(set(names)) < len(names):
         raise ArgumentError(f"the models' names are {names}: give at least one model, each with a different name")
+    check_names("simulate_cluster", options, ClusterOptions)
     o = ClusterOptions(gpus=gpus, **options)
     return _Cluster(models, workload, o).run()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -104,14 +104,20 @@ class SimulationOptions:
         return found if self.look_ahead is None else replace(found, look_ahead=self.look_ahead)
 
 
-def asked_options(given: Mapping[str, Any]) -> SimulationOptions:
-    """The options by name; ArgumentError for a name or a type that no option has."""
-    names = [each.name for each in fields(SimulationOptions)]
-    for name, value in given.items():
+def check_names(function: str, given: Iterable[str], options: type[Any]) -> None:
+    """Raises ArgumentError for a name that is no field of the class of a function's options."""
+    names = [each.name for each in fields(options)]
+    for name in given:
         if name not in names:
             near = difflib.get_close_matches(name, names, 1)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise ArgumentError(f"simulate has no option {name!r}: {hint}The options are {', '.join(names)}")
+            raise ArgumentError(f"{function} has no option {name!r}: {hint}The options are {', '.join(names)}")
+
+
+def asked_options(given: Mapping[str, Any]) -> SimulationOptions:
+    """The options by name; ArgumentError for a name or a type that no option has."""
+    check_names("simulate", given, SimulationOptions)
+    for name, value in given.items():
         if name in _NUMBERS and not isinstance(value, int | float | np.number | None):
             raise ArgumentError(f"{name}={value!r}: it must be a number")
     return SimulationOptions(**given)

@@ -92,6 +92,7 @@ def test_a_failed_gpu_gets_nothing_and_its_requests_are_sent_again():
         ({"gpus": 2, "placement": [["short"]]}, "has 1 GPUs"),
         ({"gpus": 1, "placement": [["other"]]}, "other.* no profile"),
         ({"gpus": 1, "failures": [Failure(3, 0.1)]}, "no GPU 3"),
+        ({"routr": "predicted"}, "no option 'routr': did you mean router"),
     ],
 )
 def test_clusters_without_sense_are_refused(options, said):
