@@ -115,6 +115,12 @@ class Hosting(Loading):
         with self._loading:
             if name in self._models or name in self._jobs:
                 raise ModelError(f"a model or a job named {name!r} is loaded already; give the turn another name")
+            if name not in self._turns and len(self._by_row) >= len(self.state.model):
+                raise ModelError(
+                    f"no room for turns named {name!r}: models, jobs and the names of turns take all "
+                    f"{len(self.state.model)} places, and a name keeps its place: give turns an earlier name, unload a "
+                    "model, or raise the engine's limits"
+                )
             return Turn(self, self._turns, name, rank, share, give_back_ms)
 
     @property

@@ -16,6 +16,7 @@ import contextlib
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, Self
 
 from paellapy.scheduler.backends.launches import LoadedModel
@@ -46,6 +47,10 @@ class _Busy:
             return False
         self._holder = me
         return True
+
+    def hand_over(self) -> None:
+        """The holder gave up: another thread releases the name when the turn has ended."""
+        self._holder = None
 
     def release(self) -> None:
         self._holder = None
@@ -176,7 +181,7 @@ class Turn:
         """As `give_way`, in an asyncio task."""
         if not self._to_give():
             return False
-        await asyncio.to_thread(self._release)
+        await _in_thread(self._release)
         await self._acquire_async()
         return True
 
@@ -187,49 +192,41 @@ class Turn:
 
     def __enter__(self) -> Self:
         self._busy.acquire()
-        try:
-            self._acquire()
-        except BaseException:
-            self._busy.release()
-            raise
+        self._acquire()
         self._inside = True
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._inside = False
-        try:
-            self._release()
-        finally:
-            self._busy.release()
+        if self._inside:  # otherwise `give_way` was interrupted, and has given up the turn
+            self._leave()
 
     async def __aenter__(self) -> Self:
         while not self._busy.acquire(blocking=False):
             await asyncio.sleep(_LATE_S)
-        try:
-            await self._acquire_async()
-        except BaseException:
-            self._busy.release()
-            raise
+        await self._acquire_async()
         self._inside = True
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._inside = False
-        try:
-            await asyncio.to_thread(self._release)
-        finally:
-            self._busy.release()
+        if self._inside:
+            await _in_thread(self._leave)
 
     # -- the lease
 
     def _ask(self) -> None:
-        self._engine._check_open()
-        self._lane.draining[0] = 0
-        self.over, self._since_s = False, 0.0
-        self._ended = _Ended()
-        Slot(self._engine, self._loaded, None, None, None).begin_for(self._ended)
+        try:
+            self._engine._check_open()
+            self._lane.draining[0] = 0
+            self.over, self._since_s = False, 0.0
+            self._ended = _Ended()
+            Slot(self._engine, self._loaded, None, None, None).begin_for(self._ended)
+        except BaseException:
+            self._inside = False
+            self._busy.release()
+            raise
 
     def _acquire(self) -> None:
+        """Waits for the turn. If that fails, the name is free again at once, or when the turn asked for has ended."""
         self._ask()
         try:
             since = time.monotonic()
@@ -258,21 +255,40 @@ class Turn:
         return False
 
     def _give_up(self) -> None:
-        """Stops waiting for the turn: it ends as soon as it is granted."""
+        """Stops waiting for the turn: it ends as soon as it is granted. Until then its name stays busy, because a
+        second turn in the same lane would take this one's grant for its own.
+        """
+        self._inside = False
+        self._busy.hand_over()
 
         def end() -> None:
-            while not self._lane.draining[0] and not self._ended.is_set() and not self._engine.over:
-                time.sleep(_LATE_S)
-            self.take_back()
+            try:
+                while not self._lane.draining[0] and not self._ended.is_set() and not self._engine.over:
+                    self._engine._front.drain()
+                    time.sleep(_LATE_S)
+                self._end()
+            finally:
+                self._busy.release()
 
         threading.Thread(target=end, name="paellapy-turn-end", daemon=True).start()
+
+    def _leave(self) -> None:
+        self._inside = False
+        try:
+            self._release()
+        finally:
+            self._busy.release()
 
     def _release(self) -> None:
         self._turns.forget(self)
         try:
             _wait_for_work()
         finally:
-            self.take_back()
+            self._end()
+
+    def _end(self) -> None:
+        """Ends the turn, and waits until the core knows."""
+        self.take_back()
         while not self._ended.is_set() and not self._engine.over:
             self._engine._front.drain()
             time.sleep(_SOON_S)
@@ -306,6 +322,11 @@ class _Ended(threading.Event):
 
     def answer(self, result: Any) -> None:
         self.set()
+
+
+async def _in_thread(function: Callable[[], None]) -> None:
+    """Runs the function in a thread, to its end also if this task is cancelled meanwhile."""
+    await asyncio.shield(asyncio.to_thread(function))
 
 
 def _wait_for_work() -> None:

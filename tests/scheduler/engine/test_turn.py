@@ -143,6 +143,62 @@ def test_who_has_no_turn_cannot_give_way(engine):
     ask(engine)
 
 
+@pytest.mark.parametrize("policy", ["priority", "serial"])
+def test_a_turn_that_is_given_up_is_not_the_next_one_s(policy):
+    async def main() -> None:
+        async with engine.turn("first", priority=5, give_back_ms=60_000):
+            for _ in range(5):
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0.01), engine.turn("script"):
+                        pass
+        async with engine.turn("script", give_back_ms=60_000) as turn:
+            await asyncio.sleep(0.01)
+            assert turn._lane.draining[0]  # granted, and not ended by those that gave up
+            assert not turn.over
+
+    with pp.Engine("virtual:h200", policy=policy) as engine:
+        engine.load(scale_model())
+        asyncio.run(asyncio.wait_for(main(), 60))
+        ask(engine)
+        check_at_rest(engine.state)
+
+
+def test_who_is_cancelled_while_it_gives_way_leaves_the_turn_to_others():
+    async def low(begun: asyncio.Event) -> None:
+        async with engine.turn("script") as turn:
+            begun.set()
+            while True:
+                await asyncio.sleep(0.001)
+                await turn.give_way_async()
+
+    async def main() -> None:
+        begun = asyncio.Event()
+        task = asyncio.create_task(low(begun))
+        await begun.wait()
+        async with engine.turn("first", priority=5, give_back_ms=60_000):
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        async with engine.turn("script") as turn:
+            assert not turn.over
+
+    with pp.Engine("virtual:h200", policy="priority") as engine:
+        engine.load(scale_model())
+        asyncio.run(asyncio.wait_for(main(), 60))
+        ask(engine)
+        check_at_rest(engine.state)
+
+
+def test_names_of_turns_are_limited_with_the_remedy():
+    with pp.Engine("virtual:h200") as engine:
+        for k in range(len(engine.state.model)):
+            engine.turn(f"script{k}")
+        with pytest.raises(ModelError, match="earlier name"):
+            engine.turn("one more")
+        with engine.turn("script0"):
+            pass
+
+
 def test_closing_the_engine_ends_turns():
     engine = pp.Engine("virtual:h200")
     turn = engine.turn("script")
