@@ -97,7 +97,7 @@ class Engine(Observed):
         self.limits, self.max_active = limits or Limits(), max_active
         self._failure: BaseException | None = None
         self._closed = self._closing = self._elsewhere = self._loop_ended = False
-        self._loading = threading.RLock()
+        self._loading, self._begins_to_close = threading.RLock(), threading.Lock()
         self._backend = open_backend(self.device)
         if self.device.session is not None and isinstance(self.device, VirtualDevice):
             warnings.warn(_TRACED, stacklevel=2)
@@ -154,16 +154,15 @@ class Engine(Observed):
 
     def close(self) -> None:
         """Refuses new requests, finishes the accepted ones, and frees everything."""
-        if self._closed or self._closing:
+        # Only the first call closes. Another one does not wait for it: a signal's handler may have interrupted it, or a
+        # job's callback may have made the call, and the first waits for the job.
+        if self._closed or self._closing or not self._begins_to_close.acquire(blocking=False):
             return
-        for job in list(self._jobs.values()):
-            job.stop()
-        for job in list(self._jobs.values()):
-            job.join()
-        self._turns.end()
-        self.guests.end()
-        self._later.close()
-        self._closing = True
+        try:
+            self._end_other_work()
+            self._closing = True
+        finally:
+            self._begins_to_close.release()
         for slot in list(self._slots):
             slot.cancel()  # these slots cannot be written any more, and their lanes would wait for ever
         with self._loading:
@@ -185,6 +184,16 @@ class Engine(Observed):
                 self._residents.close_store()
             self._backend.close()
             self._closed = True
+
+    def _end_other_work(self) -> None:
+        """Ends everything that is no request."""
+        for job in list(self._jobs.values()):
+            job.stop()
+        for job in list(self._jobs.values()):
+            job.join()
+        self._turns.end()
+        self.guests.end()
+        self._later.close()
 
     def __enter__(self) -> Self:
         return self

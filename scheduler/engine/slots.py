@@ -178,7 +178,12 @@ class Slot:
         if self._place is not None:
             self._front.ready(*self._place)
         elif early is None:
-            self._engine._check_open()
+            try:
+                self._engine._check_open()
+            except BaseException:  # the engine would wait for a request that was never posted
+                self._front.give_back(self._pending)
+                self._front.stage.give(self._keep)
+                raise
             self._front.post_staged([(self._pending, self._source, self._keep)], *self._terms)
         if early is not None:
             finish(early)

@@ -42,6 +42,7 @@ from paellapy.scheduler.core.errors import (
 )
 from paellapy.scheduler.core.state import Limits
 from paellapy.scheduler.engine.engine import Engine
+from paellapy.scheduler.engine.slots import Slot
 from paellapy.scheduler.policies.policy import find_policy, policy, policy_names
 
 DEVICE = "virtual:h200"
@@ -204,6 +205,22 @@ def test_closing_gives_up_slots_that_were_never_submitted():
     engine.close()
     with pytest.raises(InputError, match="cancelled"):
         slot.submit_sync()
+
+
+def test_a_slot_that_comes_too_late_keeps_no_engine_open(monkeypatch):
+    engine = Engine(DEVICE)
+    engine.load(scale_model(batch=(1,)))
+    slot = Slot(engine, engine._find("scale"), None, None, None, in_turn=True)  # its inputs are staged
+
+    def closed() -> None:
+        raise EngineClosedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_check_open", closed)
+        with pytest.raises(EngineClosedError):
+            slot.submit_sync()
+    assert engine._front.waiting == 0
+    engine.close()
 
 
 def test_a_slot_is_written_in_place(loaded):
