@@ -10,7 +10,7 @@ from paellapy.instrument.device import VirtualDevice
 from paellapy.scheduler.backends.base import Backend
 from paellapy.scheduler.backends.launches import LoadedModel
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.errors import MemoryPlanError, ModelError, UnknownModelError
+from paellapy.scheduler.core.errors import ModelError, UnknownModelError
 from paellapy.scheduler.core.priorities import checked_priority
 from paellapy.scheduler.core.profiles import ModelProfile
 from paellapy.scheduler.engine.background import Job, Reports, check_memory
@@ -20,7 +20,7 @@ from paellapy.scheduler.engine.install import install
 from paellapy.scheduler.engine.loading import Loading
 from paellapy.scheduler.engine.turn import Turn
 from paellapy.scheduler.models.profile import model_profile
-from paellapy.scheduler.models.torch_step import TorchStep
+from paellapy.scheduler.models.torch_step import TorchStep, check_job
 from paellapy.scheduler.models.torch_tensors import needs_torch
 
 
@@ -75,14 +75,24 @@ class Hosting(Loading):
             raise ModelError(f"job {name!r}: callback={callback!r} cannot be called: give a function of the job")
         if quantum_us is not None and not 1 <= quantum_us < math.inf:
             raise ModelError(f"job {name!r}: quantum_us={quantum_us}; a quantum must be finite and at least 1 µs")
+        if memory_bytes is not None and (not isinstance(memory_bytes, int) or memory_bytes < 1):
+            raise ModelError(f"job {name!r}: memory_bytes={memory_bytes!r}; give a number of bytes above 0, or None")
         rank = _rank(f"job {name!r}", priority)
+        check_job(name, share, params)  # before the first step, which changes the state
+        try:
+            held = list(state)
+        except TypeError:
+            raise ModelError(
+                f"job {name!r}: state is a {type(state).__name__}: give a list of everything that the step changes, "
+                "for example state=[net, optimizer]"
+            ) from None
         with self._loading:
             self._check_open()
             if name in self._models or name in self._jobs:
                 raise ModelError(f"a model or a job named {name!r} is loaded already; stop or unload it first")
             feed = None if data is None else Feed(needs_torch(), name, data, skip_ragged)
             return self._start_job(
-                Job(self, self, TorchStep(name, step, list(state), None if feed is None else feed.first()), feed,
+                Job(self, self, TorchStep(name, step, held, None if feed is None else feed.first()), feed,
                     Reports(every, callback)),
                 {"priority": rank, "share": share, "params": params, "quantum_us": quantum_us}, memory_bytes,
             )  # fmt: skip
@@ -96,7 +106,7 @@ class Hosting(Loading):
         self._jobs[job.name] = job
         try:
             check_memory(job.step, loaded.reservation.total_bytes, memory_bytes)
-        except MemoryPlanError:
+        except BaseException:
             job.stop()
             job.adopt(loaded)
             self.unload_job(job)

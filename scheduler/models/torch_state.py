@@ -7,40 +7,55 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from paellapy.scheduler.core.errors import ModelError
 
+GROUPS = "number of parameter groups"
+
+
+def _parts(torch: Any, value: Any, depth: int = 3) -> Iterator[Any]:
+    """The tensors, modules, optimizers and random generators in an object: in dicts, lists and attributes."""
+    if isinstance(value, torch.Tensor | torch.nn.Module | torch.optim.Optimizer | torch.Generator):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _parts(torch, each, depth)
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        for each in value:
+            yield from _parts(torch, each, depth)
+    elif depth > 0 and not isinstance(value, type) and not inspect.isroutine(value):
+        for each in _attributes(value):  # for example those of a gradient scaler or a dataclass
+            yield from _parts(torch, each, depth - 1)
+
+
+def _attributes(value: Any) -> Iterator[Any]:
+    yield from getattr(value, "__dict__", {}).values()
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                yield getattr(value, name)
+
 
 def tensors_of(torch: Any, value: Any, depth: int = 3) -> Iterator[Any]:
     """Tensors that a step may change through this object; a tensor may appear more than once."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, torch.nn.Module):
-        yield from value.parameters()
-        yield from value.buffers()
-    elif isinstance(value, torch.optim.Optimizer):
-        yield from tensors_of(torch, value.param_groups, depth + 2)
-        yield from tensors_of(torch, dict(value.state), depth + 2)
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors_of(torch, each, depth)
-    elif isinstance(value, list | tuple | set):
-        for each in value:
-            yield from tensors_of(torch, each, depth)
-    elif depth > 0 and hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
-        for each in vars(value).values():  # for example those of a gradient scaler
-            yield from tensors_of(torch, each, depth - 1)
+    for part in _parts(torch, value, depth):
+        if isinstance(part, torch.Tensor):
+            yield part
+        elif isinstance(part, torch.nn.Module):
+            yield from part.parameters()
+            yield from part.buffers()
+        elif isinstance(part, torch.optim.Optimizer):
+            yield from tensors_of(torch, part.param_groups, depth + 2)
+            yield from tensors_of(torch, dict(part.state), depth + 2)
 
 
 def generators_of(torch: Any, value: Any) -> list[Any]:
-    """Random generators among some objects."""
-    if isinstance(value, torch.Generator):
-        return [value]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return [found for each in value for found in generators_of(torch, each)] if isinstance(value, list | tuple) else []
+    """Random generators in an object, each once."""
+    return list({id(part): part for part in _parts(torch, value) if isinstance(part, torch.Generator)}.values())
 
 
 def default_generators(torch: Any) -> list[Any]:
@@ -51,8 +66,9 @@ def default_generators(torch: Any) -> list[Any]:
 
 def settings_of(torch: Any, values: Any) -> dict[str, Any]:
     """Numbers of optimizers that a capture would freeze, because they are not tensors."""
-    found = {}
+    found: dict[str, Any] = {}
     for k, optimizer in enumerate(_optimizers(torch, values)):
+        found[f"optimizer {k}: {GROUPS}"] = len(optimizer.param_groups)
         for g, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
                 numbers = value if isinstance(value, tuple | list) else (value,)
@@ -62,9 +78,9 @@ def settings_of(torch: Any, values: Any) -> dict[str, Any]:
 
 
 def _optimizers(torch: Any, value: Any) -> list[Any]:
-    if isinstance(value, torch.optim.Optimizer):
-        return [value]
-    return [found for each in value for found in _optimizers(torch, each)] if isinstance(value, list | tuple) else []
+    """Optimizers in an object, each once."""
+    found = {id(part): part for part in _parts(torch, value) if isinstance(part, torch.optim.Optimizer)}
+    return list(found.values())
 
 
 def _named(step: Callable[..., Any]) -> dict[str, Any]:
@@ -120,11 +136,12 @@ class Kept:
 
     def __init__(self, torch: Any, values: Any) -> None:
         self._torch = torch
-        tensors = list(tensors_of(torch, values))
-        tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
-        unique = {id(t): t for t in tensors}.values()
+        leaves = {id(t): t for t in tensors_of(torch, values) if t.is_leaf and t.grad is not None}
+        unique = {id(t): t for t in (*tensors_of(torch, values), *(t.grad for t in leaves.values()))}.values()
         with torch.no_grad():
             self._tensors = [(t, t.detach().clone()) for t in unique]
+        kept = {id(t): value for t, value in self._tensors}
+        self._grads = [(leaf, kept[id(leaf.grad)]) for leaf in leaves.values()]
         generators = {id(g): g for g in (*default_generators(torch), *generators_of(torch, values))}.values()
         self._generators = [(g, g.get_state()) for g in generators]
 
@@ -141,6 +158,9 @@ class Kept:
         with self._torch.no_grad():
             for tensor, value in self._tensors:
                 tensor.copy_(value)
+            for leaf, value in self._grads:  # `zero_grad` drops gradients, so a run may have made other tensors
+                if leaf.grad is not None:
+                    leaf.grad.copy_(value)
         for generator, state in self._generators:
             generator.set_state(state)
 

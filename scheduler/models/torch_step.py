@@ -24,6 +24,7 @@ from paellapy.scheduler.models.torch_ops import Operation, count_operations
 from paellapy.scheduler.models.torch_pool import TorchPool
 from paellapy.scheduler.models.torch_random import Draws
 from paellapy.scheduler.models.torch_state import (
+    GROUPS,
     Kept,
     check_capturable,
     check_complete,
@@ -31,7 +32,7 @@ from paellapy.scheduler.models.torch_state import (
     settings_of,
     tensors_of,
 )
-from paellapy.scheduler.models.torch_tensors import as_tensor, needs_torch, numpy_dtype
+from paellapy.scheduler.models.torch_tensors import as_array, as_tensor, needs_torch, numpy_dtype
 
 LANES = 2  # while one runs, the data of the next step are written to the other
 _NOTHING = {"nothing": TensorSpec((1,), np.uint8)}  # lanes need at least one input and one output
@@ -89,6 +90,11 @@ class Batch:
         return ([], given) if self.kind == "named" else (list(given.values()), {})
 
 
+def check_job(name: str, share: float, params: Mapping[str, float] | None) -> None:
+    """Raises ModelError for values that no model can have."""
+    Model(name, _nothing, inputs=_NOTHING, outputs=_NOTHING, batch=(1,), share=share, params=params)
+
+
 def results_of(torch: Any, name: str, returned: Any) -> dict[str, Any]:
     """Tensors that a step returned, by name."""
     if returned is None:
@@ -117,6 +123,12 @@ class TorchStep:
     def __init__(self, name: str, step: Callable[..., Any], state: Sequence[Any], batch: Batch | None) -> None:
         self.torch = needs_torch()
         self.name, self._step, self.state, self._batch = name, step, state, batch
+        for each in state:
+            if isinstance(each, Iterator):
+                raise ModelError(
+                    f"job {name!r}: state has a {type(each).__name__}, which can be read only once: give the module or "
+                    "a list, for example list(net.parameters())"
+                )
         if not list(tensors_of(self.torch, list(state))):
             raise ModelError(
                 f"job {name!r}: state={list(state)!r} holds no tensors: give everything that the step changes, for "
@@ -130,13 +142,32 @@ class TorchStep:
         # The first step runs here, outside a capture, so that PyTorch can create its lazy state. Its autograd graph is
         # dropped: while it exists, the nodes that accumulate gradients belong to this stream, and a capture on another
         # stream cannot wait for them.
-        self._results = {key: value.detach() for key, value in self.compute(batch).items()}
+        before = self._generator_states()
+        self._results = {key: value.detach().clone() for key, value in self.compute(batch).items()}
+        self.drew = not all(map(self.torch.equal, before, self._generator_states()))
         self.settings = settings_of(self.torch, list(state))
 
     @property
     def first(self) -> dict[str, NDArray[Any]]:
         """The results of the first step."""
-        return {key: value.detach().cpu().numpy() for key, value in self._results.items()}
+        return {key: as_array(self.torch, value) for key, value in self._results.items()}
+
+    def _generator_states(self) -> list[Any]:
+        """The states of the generators on the host: PyTorch's own, and those in the step's state."""
+        own = [g for g in generators_of(self.torch, list(self.state)) if g.device.type == "cpu"]
+        return [each.get_state() for each in (self.torch.default_generator, *own)]
+
+    def compute_arrays(self, batch: Batch | None) -> dict[str, NDArray[Any]]:
+        """Runs one step where there is no GPU. Its results must be like the first step's, as those of a captured step.
+        """
+        found = {key: as_array(self.torch, value) for key, value in self.compute(batch).items()}
+        shapes, first = ({key: tuple(each.shape) for key, each in some.items()} for some in (found, self._results))
+        if shapes != first:
+            raise ModelError(
+                f"job {self.name!r}: its step returned tensors of shapes {shapes}, and {first} the first time: a "
+                "captured step returns the same tensors every time; let its code not depend on data or counters"
+            )
+        return found
 
     def compute(self, batch: Batch | None) -> dict[str, Any]:
         """Runs one step outside a capture and returns its results. The batch is moved to the device of the state."""
@@ -148,12 +179,18 @@ class TorchStep:
 
     def check_settings(self) -> None:
         """Raises ModelError if an optimizer's number has changed, because a captured step keeps the old one."""
-        for key, now in settings_of(self.torch, list(self.state)).items():
-            if now != self.settings[key]:
+        found = settings_of(self.torch, list(self.state))
+        for key, then in self.settings.items():
+            now = found.get(key)
+            if now != then:
+                remedy = (
+                    "a captured step does not know the new parameters: stop the job, and start another one"
+                    if key.endswith(GROUPS)
+                    else "a captured step keeps the old number: make it a tensor (lr=torch.tensor(1e-3), with "
+                    "fused=True or capturable=True), and change the tensor between steps"
+                )
                 raise ModelError(
-                    f"job {self.name!r}: {key} was {self.settings[key]} when the step was captured and is {now} now; a "
-                    "captured step keeps the old number: make it a tensor (lr=torch.tensor(1e-3), with fused=True or "
-                    "capturable=True), and change the tensor between steps"
+                    f"job {self.name!r}: {key} was {then} when the step was captured and is {now} now; {remedy}"
                 )
 
     def model(self, quantum_us: float | None, **about: Any) -> Model:
@@ -250,5 +287,5 @@ class TorchStep:
         return self._operations
 
 
-def _nothing() -> None:
+def _nothing(*_: Any) -> None:
     """A placeholder: the job's thread computes the data."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paellapy.scheduler.core.errors import ModelError
 
@@ -42,6 +43,13 @@ def as_tensor(torch: Any, array: Any) -> Any:
         return torch.as_tensor(array, device=f"cuda:{array.device.index}")
     bits = _Bits(array)
     return torch.as_tensor(bits, device=f"cuda:{array.device.index}").view(_of(torch, name))
+
+
+def as_array(torch: Any, tensor: Any) -> NDArray[Any]:
+    """A copy of a tensor as an array on the host, also of types that PyTorch itself does not convert."""
+    made: NDArray[Any] = np.empty(tuple(tensor.shape), numpy_dtype(torch, tensor.dtype))
+    as_tensor(torch, made).copy_(tensor.detach())
+    return made
 
 
 def _of(torch: Any, name: str) -> Any:

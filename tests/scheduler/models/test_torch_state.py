@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
@@ -12,7 +13,13 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from paellapy.scheduler.core.errors import ModelError  # noqa: E402
 from paellapy.scheduler.models.model import Model  # noqa: E402
-from paellapy.scheduler.models.torch_state import check_complete, state_behind  # noqa: E402
+from paellapy.scheduler.models.torch_state import (  # noqa: E402
+    check_complete,
+    generators_of,
+    settings_of,
+    state_behind,
+    tensors_of,
+)
 
 
 class Trainer:
@@ -71,6 +78,32 @@ def test_a_step_that_uses_a_schedule_is_refused_with_the_remedy():
 def test_what_cannot_be_looked_into_passes():
     check_complete(torch, "train", torch.nn.Linear(1, 1), [])
     check_complete(torch, "train", print, [])
+
+
+@dataclasses.dataclass
+class Box:
+    content: object
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    content: object
+
+
+class Called(Box):
+    def __call__(self):
+        return None
+
+
+@pytest.mark.parametrize("put", [lambda it: {"it": it}, lambda it: [(it,)], Box, Slotted, Called])
+def test_optimizers_tensors_and_generators_are_found_in_what_holds_them(put):
+    mine, draw = Trainer(), torch.Generator()
+    mine.opt.param_groups[0]["lr"] = 0.25
+    state = [mine.net, put(mine.opt), put(draw), put(mine.net)]
+    check_complete(torch, "train", mine.plain, state)
+    assert 0.25 in settings_of(torch, state).values()
+    assert generators_of(torch, state) == [draw]
+    assert any(t is mine.net.weight for t in tensors_of(torch, [put(mine.opt)]))
 
 
 class Holder:
