@@ -69,6 +69,7 @@ class Job:
         self._waiting = False  # True while the job's thread waits for the end of a pause
         self._slot: Slot | None = None  # the slot of the next step
         self._ahead = 1  # number of steps submitted at a time
+        self._in_order = False  # True: the next batch is fetched after a step, as in a plain loop
         self._waiters: deque[Waiter] = deque()  # one waiter for each submitted step
         self.steps = 1  # the first step already ran when the job was created
         self.outputs: Outputs = step.first
@@ -85,9 +86,14 @@ class Job:
     def start(self, loaded: LoadedModel, computes: bool) -> None:
         self._loaded, self._computes = loaded, computes
         draws = self.step.draws
+        # The host computes the step and fetches the data: both may draw from one generator, in the plain loop's order.
+        self._in_order = computes and self.step.drew
         # Keep one step queued behind the running one, so that the GPU need not wait for this thread. A step that draws
         # random numbers cannot be queued: the host must write the generator state before each step.
-        self._ahead = 2 if draws is None or not any(draws.drawn) else 1
+        drawing = self._in_order or (draws is not None and any(draws.drawn))
+        self._ahead = 1 if drawing else 2
+        if self.feed is not None:
+            self.feed.start(ahead=not self._in_order)
         self._thread.start()
 
     # -- for its owner
@@ -95,6 +101,8 @@ class Job:
     def pause(self) -> None:
         """Lets the running step, and the step queued behind it, finish; starts no further step."""
         self._go.clear()
+        if self._stopping.is_set():  # by another thread, which has let the job go on in order to end
+            self._go.set()
 
     def resume(self) -> None:
         self._times.clear()
@@ -186,6 +194,8 @@ class Job:
                     batch = self._begin(begun, batch)
                 elif begun:
                     self._end(begun.popleft())
+                    if self._in_order:
+                        batch = self._prepare()
                 else:
                     self._rest(batch)
             if self._broken is not None:
@@ -206,7 +216,8 @@ class Job:
         return begun == 0 or not self._reports_after(self.steps + begun)
 
     def _begin(self, begun: deque[_Begun], batch: Batch | None) -> Batch | None:
-        """Submits the step whose data are in the slot; returns the batch of the next step, whose slot is reserved too.
+        """Submits the step whose data are in the slot; returns the batch of the next step, whose slot is reserved too,
+        unless steps and data take turns.
         """
         if self.step.draws is not None:
             self.step.draws.next_step()
@@ -215,7 +226,7 @@ class Job:
         self._waiters.rotate()
         self._waiters[0].clear()
         begun.append(_Begun(slot.begin(self._waiters[0]), batch))
-        return self._prepare()
+        return None if self._in_order else self._prepare()
 
     def _prepare(self) -> Batch | None:
         """Fetches the next batch and writes it to a slot. An error is kept until the steps that were begun have ended:
@@ -232,7 +243,7 @@ class Job:
     def _end(self, begun: _Begun) -> None:
         found = begun.finish()
         if self._computes:
-            found = {key: t.detach().numpy().copy() for key, t in self.step.compute(begun.batch).items()}
+            found = self.step.compute_arrays(begun.batch)
         self._done(found)
 
     def _rest(self, batch: Batch | None) -> None:

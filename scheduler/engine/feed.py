@@ -15,7 +15,7 @@ _LOOK_S = 0.05  # how often a thread that waits for the other checks whether the
 
 
 class Feed:
-    """Batches in order, one of them fetched ahead. `take` raises any error that the data raised.
+    """Batches in order, fetched ahead if the job wants that. `take` raises any error that the data raised.
 
     `skip_ragged`: batches whose shapes or types differ from the first batch's are left out and counted.
     """
@@ -31,20 +31,30 @@ class Feed:
                 f"job {name!r}: data={data!r} is no iterable of batches: give a data loader, a list or a generator"
             ) from None
         self._ahead: queue.Queue[Batch | BaseException | None] = queue.Queue(1)
-        self._stopped = threading.Event()
+        self._stopped, self._fetches_ahead = threading.Event(), True
+        self._asked = threading.Semaphore(0)  # batches that `take` asked for and the thread has not begun to fetch
         self._thread = threading.Thread(target=self._fetch, name=f"paellapy-data-{name}", daemon=True)
 
     def first(self) -> Batch:
-        """Fetches the first batch here and starts the thread that fetches the others."""
+        """Fetches the first batch, in this thread."""
         found = self._next()
         if found is None:
             raise ModelError(f"job {self._name!r}: `data` yielded no batch; give an iterable with at least one")
         self._specs = found.specs
-        self._thread.start()
         return found
+
+    def start(self, ahead: bool = True) -> None:
+        """Starts the thread that fetches the other batches; without `ahead`, each only when `take` asks for it.
+
+        Call it when the job's step is loaded: loading sets PyTorch's generators back, and batches that were drawn from
+        them meanwhile would be drawn a second time.
+        """
+        self._fetches_ahead = ahead
+        self._thread.start()
 
     def take(self) -> Batch | None:
         """The next batch, or None at the end of the data or after `stop`."""
+        self._asked.release()
         while not self._stopped.is_set():
             try:
                 found = self._ahead.get(timeout=_LOOK_S)
@@ -71,6 +81,8 @@ class Feed:
     def _fetch(self) -> None:
         found: Batch | BaseException | None = None
         while not self._stopped.is_set():
+            if not self._fetches_ahead and not self._asked.acquire(timeout=_LOOK_S):
+                continue
             try:
                 found = self._next()
             except BaseException as e:  # `take` raises it in the job's thread

@@ -9,7 +9,13 @@ import pytest
 
 import paellapy as pp
 from paellapy.scheduler.core.check import check_at_rest
-from paellapy.scheduler.core.errors import CaptureError, MemoryPlanError, ModelError, UnknownModelError
+from paellapy.scheduler.core.errors import (
+    CaptureError,
+    EngineClosedError,
+    MemoryPlanError,
+    ModelError,
+    UnknownModelError,
+)
 from paellapy.scheduler.engine.monitor import Monitor
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install torch==2.13.0")
@@ -39,6 +45,33 @@ def test_a_job_s_losses_are_those_of_the_plain_loop_bit_for_bit(engine, kind):
 def test_steps_that_follow_each_other_lose_what_the_plain_loop_loses(engine):
     expected, found = losses_now_and_then(engine, 30, 10)
     assert found == expected
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_data_may_draw_from_the_default_generator(engine, dropout):
+    def drawn():
+        for _ in range(12):
+            x = torch.randn(32, 8)
+            yield x, x.sum(1, keepdim=True)
+
+    made = trainee(kind="sgd", dropout=dropout)
+    expected = [float(made.step(x, y).detach()) for x, y in drawn()]
+    made, found, fetched, seen = trainee(kind="sgd", dropout=dropout), [], [0], []
+
+    def data():
+        for each in drawn():
+            fetched[0] += 1
+            yield each
+
+    def step(x, y):
+        seen.append(fetched[0])
+        return made.step(x, y)
+
+    job = engine.background(step, state=made.state, data=data(), every=1,
+                            callback=lambda job: found.append(float(job.outputs["output"])))  # fmt: skip
+    assert job.join(60)
+    assert found == expected
+    assert seen[:2] == [1, 1]  # loading sets generators back, so nothing may be drawn meanwhile
 
 
 @pytest.mark.parametrize("policy", ["tally", "antman", "token", "fair", "paella"])
@@ -155,6 +188,61 @@ def test_loading_a_job_leaves_its_state_and_random_numbers_after_its_first_step(
     assert float(job.outputs["output"]) > 0
 
 
+def test_the_first_callback_sees_the_gradients_of_the_first_step(engine):
+    made, alone, found = trainee(kind="sgd"), trainee(kind="sgd"), []
+    alone.step(*next(batches(1)))
+    torch.manual_seed(7)
+    job = engine.background(made.step, state=made.state, data=batches(2), every=1,
+                            callback=lambda job: found.append(made.net[0].weight.grad.clone()))  # fmt: skip
+    assert job.join(60)
+    assert torch.equal(found[0], alone.net[0].weight.grad)
+
+
+def test_outputs_of_the_first_step_stay_as_they_were(engine):
+    x, seen = torch.zeros(4), []
+    job = engine.background(lambda batch: x.add_(batch), state=[x], data=[torch.ones(4)] * 5, every=1,
+                            callback=lambda job: seen.append(job.outputs["output"]))  # fmt: skip
+    assert job.join(60)
+    assert [each.tolist() for each in seen] == [[float(k)] * 4 for k in range(1, 6)]
+
+
+def test_a_loss_of_bfloat16_is_an_output(engine):
+    x = torch.zeros(4, dtype=torch.bfloat16)
+    job = engine.background(lambda batch: x.add_(batch).sum(), state=[x], data=[torch.ones(4)] * 3)
+    assert job.join(60)
+    assert (job.error, job.outputs["output"].dtype.name, float(job.outputs["output"])) == (None, "bfloat16", 12.0)
+
+
+def test_a_step_that_returns_other_tensors_than_at_first_is_told_so(engine):
+    x, calls = torch.zeros(4), [0]
+
+    def step(batch):
+        calls[0] += 1
+        x.add_(batch)
+        return x if calls[0] < 5 else (x, x)
+
+    job = engine.background(step, state=[x], data=[torch.ones(4)] * 9)
+    assert job.join(60)
+    assert isinstance(job.error, ModelError)
+    assert "same tensors every time" in str(job.error)
+
+
+def test_groups_may_not_come_and_a_schedule_may(engine):
+    made, late = trainee(kind="sgd"), torch.zeros(1, requires_grad=True)
+
+    def callback(job):
+        if job.steps == 1:
+            torch.optim.lr_scheduler.StepLR(made.optimizer, 1000)  # adds a number to each group
+        elif job.steps == 3:
+            made.optimizer.add_param_group({"params": [late]})
+
+    job = engine.background(made.step, state=made.state, data=batches(6), every=1, callback=callback)
+    assert job.join(60)
+    assert job.steps == 3
+    assert isinstance(job.error, ModelError)
+    assert "start another" in str(job.error)
+
+
 @pytest.mark.parametrize("where", ["step", "data", "callback", "shape", "rate"])
 def test_what_goes_wrong_is_the_job_s_alone(engine, where):
     engine.load(scale_model())
@@ -269,6 +357,15 @@ def test_what_cannot_be_a_job_is_refused_with_the_remedy(engine):
     for given in ({"every": 0}, {"every": 2.5}, {"callback": 5}, {"data": 5}):
         with pytest.raises(ModelError, match="=".join(map(str, *given.items()))):
             engine.background(lambda *_: x.add_(1), state=[x], **given)
+    for given in ({"share": 0}, {"name": ""}, {"params": {"a": "b"}}, {"memory_bytes": "1 GiB"}):
+        before = x.clone()
+        with pytest.raises(ModelError, match=next(iter(given))):
+            engine.background(lambda: x.add_(1), state=[x], **given)
+        assert torch.equal(x, before)  # refused before the first step
+    with pytest.raises(ModelError, match=r"state=\[net, optimizer\]"):
+        engine.background(lambda: None, state=torch.nn.Linear(1, 1))
+    with pytest.raises(ModelError, match=r"list\(net\.parameters\(\)\)"):
+        engine.background(lambda: x.add_(1), state=[x, torch.nn.Linear(1, 1).parameters()])
     with pytest.raises(ModelError, match="no batch"):
         engine.background(lambda batch: x.add_(1), state=[x], data=[])
     with pytest.raises(MemoryPlanError, match="memory_bytes=10"):
@@ -284,6 +381,71 @@ def test_closing_the_engine_ends_its_jobs():
     assert job.join(10)
     assert job.error is None
     assert x[0] == job.steps
+
+
+def test_an_engine_that_several_threads_close_is_closed_once():
+    x, go, errors = torch.zeros(4), threading.Event(), []
+    go.set()
+
+    def step():
+        go.wait(60)
+        x.add_(1.0)
+
+    def close():
+        try:
+            engine.close()
+        except BaseException as e:
+            errors.append(e)
+
+    engine = pp.Engine(DEVICE)
+    job = engine.background(step, state=[x])
+    go.clear()
+    threads = [threading.Thread(target=close) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    go.set()
+    for thread in threads:
+        thread.join(60)
+    assert (errors, engine.over, job.error) == ([], True, None)
+
+
+def test_closing_an_engine_that_starts_a_job_ends():
+    x, begun, go, jobs = torch.zeros(4), threading.Event(), threading.Event(), []
+
+    def step():
+        begun.set()
+        go.wait(60)
+        x.add_(1.0)
+
+    engine = pp.Engine(DEVICE)
+    starting = threading.Thread(target=lambda: jobs.append(engine.background(step, state=[x])))
+    starting.start()
+    assert begun.wait(60)
+    closing = threading.Thread(target=engine.close, daemon=True)
+    closing.start()
+    wait_until(lambda: engine.closed)
+    go.set()
+    starting.join(60)
+    closing.join(60)
+    assert engine.over
+    assert jobs[0].join(60)
+    assert isinstance(jobs[0].error, EngineClosedError)
+
+
+def test_a_pause_does_not_keep_a_job_that_ends(engine, monkeypatch):
+    x = torch.zeros(4)
+    job = engine.background(lambda: x.add_(1.0), state=[x])
+    rest = job._rest
+
+    def late(batch):  # another thread stops and pauses it just before it waits
+        job.stop()
+        job.pause()
+        rest(batch)
+
+    monkeypatch.setattr(job, "_rest", late)
+    job.pause()
+    assert job.join(60)
+    assert job.state == "ended"
 
 
 def test_loading_a_function_leaves_the_weights_it_refers_to_untouched(engine):
