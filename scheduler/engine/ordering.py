@@ -29,7 +29,10 @@ def order_weights(
         state.residency["look"][0] = 1
 
     if not wanted and w["keep"] == codes.STAYS:
-        raise ModelError("the weights of a model with resident=True cannot be evicted: unload the model instead")
+        raise ModelError(
+            "these weights cannot be evicted, because the model has resident=True, changes its weights, or has none: "
+            "unload the model instead"
+        )
     # counted, because the weights may move again before this thread looks
     counter = "brought" if wanted else "evicted"
     before, stuck = int(w[counter]), int(w["stuck"])

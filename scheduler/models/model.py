@@ -17,7 +17,7 @@ from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.core.params import checked_params
 from paellapy.scheduler.core.priorities import checked_priority
 from paellapy.scheduler.models.tensors import Arrays, ModelFunction, MovableWeights, TensorSpec, Weights
-from paellapy.scheduler.models.weight_files import map_weights
+from paellapy.scheduler.models.weight_files import check_mapped, map_weights
 from paellapy.scheduler.models.weight_range import WeightRange
 
 __all__ = ["Arrays", "Model", "ModelFunction", "TensorSpec"]
@@ -229,6 +229,7 @@ class Model:
         """The weights in the device's memory, shared by all lanes and batch sizes."""
         if self.source is not None:
             return self.source.place(self.name, device)
+        check_mapped(self.weights.values())
         return {name: device.array(value) for name, value in self.weights.items()}
 
     def weight_parts(self) -> list[NDArray[np.uint8]]:
@@ -237,6 +238,7 @@ class Model:
             return []
         if self.source is not None:
             return self.source.parts() if isinstance(self.source, MovableWeights) else []
+        check_mapped(self.weights.values())
         return [np.ascontiguousarray(value).reshape(-1).view(np.uint8) for value in self.weights.values()]
 
     def place_over(self, device: Device, range: WeightRange) -> Arrays:

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def map_weights(path: str | Path) -> dict[str, NDArray[Any]]:
     """The tensors of a file by name, in its order: read-only, and read from the disk when they are accessed.
 
     The file's length is compared with its header now, because reading a part that is truncated later would end the
-    process.
+    process; `check_mapped` looks again.
     """
     path = Path(path)
     try:
@@ -100,6 +101,23 @@ def map_weights(path: str | Path) -> dict[str, NDArray[Any]]:
         if isinstance(e, WeightFileError):
             raise
         raise WeightFileError(f"{path} is not a safetensors file: {e}") from e
+
+
+def check_mapped(arrays: Iterable[NDArray[Any]]) -> None:
+    """Raises WeightFileError if a file that is mapped became shorter: reading the rest would end the process."""
+    found: dict[int, mmap.mmap] = {}
+    for array in arrays:
+        base: Any = array
+        while isinstance(base, np.ndarray):
+            base = base.base
+        if isinstance(base, mmap.mmap):
+            found[id(base)] = base
+    for each in found.values():
+        if each.size() < len(each):
+            raise WeightFileError(
+                f"the file of the weights was truncated to {each.size():,} bytes after the model was created: write "
+                "the file again, in place of the old one, and create the model again"
+            )
 
 
 def _tensor(raw: NDArray[np.uint8], about: Mapping[str, Any]) -> NDArray[Any]:

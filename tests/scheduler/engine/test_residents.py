@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from engine_models import scale
 import paellapy as pp
 from paellapy.scheduler.core.check import check_at_rest
 from paellapy.scheduler.core.errors import MemoryPlanError, ModelError, UnknownModelError, WeightsError
-from paellapy.scheduler.models.weight_files import map_weights, write_weights
+from paellapy.scheduler.models.weight_files import WeightFileError, map_weights, write_weights
 
 
 def test_more_models_than_fit_answer_rightly(device):
@@ -258,6 +259,21 @@ def test_weights_from_a_file(tmp_path):
         server.load(model)
         ask(server, "m", made)
     assert map_weights(tmp_path / "m.safetensors").keys() == made.keys()
+
+
+@pytest.mark.parametrize("memory_bytes", [None, 1 << 28])
+def test_a_file_that_is_truncated_after_the_model_was_made_is_an_error(tmp_path, memory_bytes):
+    path = tmp_path / "m.safetensors"
+    _, made = chain("m", 1)
+    write_weights(path, made)
+    model, _ = chain("m", 1, weights=path)
+    os.truncate(path, 100)
+    with pp.Engine("virtual:h200", memory_bytes=memory_bytes) as server:
+        with pytest.raises(WeightFileError, match="100 bytes"):
+            server.load(model)
+        write_weights(path, made)
+        server.load(chain("m", 1, weights=path)[0])
+        ask(server, "m", made)
 
 
 def test_tied_weights_of_a_module_are_there_once(device):
