@@ -34,9 +34,14 @@ class Endpoint:
         >>> Endpoint.of("127.0.0.1:8000/v2").path
         ''
         """
-        parts = urlsplit(url if "://" in url else f"http://{url}")
+        wrong = BenchError(f"{url!r} is not a URL: give one such as http://127.0.0.1:8000")
+        try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+            port = parts.port
+        except ValueError:  # half of an IPv6 address, or a port that cannot be
+            raise wrong from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise BenchError(f"{url!r} is not a URL: give one such as http://127.0.0.1:8000")
+            raise wrong
         tls = ssl.create_default_context() if parts.scheme == "https" else None
         if ca is not None:
             if tls is None:
@@ -46,7 +51,7 @@ class Endpoint:
             except (OSError, ssl.SSLError) as e:
                 raise BenchError(f"no certificates can be read from {ca}: {e}") from None
         path = parts.path.rstrip("/").removesuffix("/v2")
-        return Endpoint(parts.hostname, parts.port or (443 if tls else 80), path, tls)
+        return Endpoint(parts.hostname, port or (443 if tls else 80), path, tls)
 
     def request(self, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None) -> bytes:
         lines = [f"{method} {self.path}{path} HTTP/1.1", f"Host: {self.host}:{self.port}"]
@@ -148,7 +153,12 @@ class Connection(asyncio.BufferedProtocol):
             self._answer.set_exception(BenchError("an answer has no Content-Length, which this client needs"))
             self.close()
             return -1
-        self._status, self._left = int(head[9:12]), int(head[found + 17 :].split(b"\r\n", 1)[0])
+        status, length = head[9:12], head[found + 17 :].split(b"\r\n", 1)[0].strip()
+        if not (head.startswith(b"http/1.") and status.isdigit() and length.isdigit()):
+            self._answer.set_exception(BenchError("an answer is not HTTP/1.1, or its Content-Length is no number"))
+            self.close()
+            return -1
+        self._status, self._left = int(status), int(length)
         self._last = b"\r\nconnection: close" in head
         again = head.find(b"\r\nretry-after:") if self._status != 200 else -1
         said = head[again + 14 :].split(b"\r\n", 1)[0].strip() if again >= 0 else b""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 import numpy as np
@@ -12,11 +15,29 @@ from numpy.typing import NDArray
 from paellapy.serving.bench.arrivals import Load
 from paellapy.serving.bench.client import BenchError, Endpoint, Pool
 from paellapy.serving.datatypes import DTYPES
+from paellapy.serving.numbers import NOT_JSON
 
 BODIES = 16  # different inputs per model, prepared in advance
 SAID_BYTES = 240  # kept of an error's text
+ANSWER_S = 30.0  # longest wait for a model's description
+MOST_NUMBERS = 1 << 28  # in an input
 
 Inputs = dict[str, NDArray[Any]]
+
+
+class _Listed(msgspec.Struct):
+    name: str
+    state: str = "READY"
+
+
+class _Input(msgspec.Struct):
+    name: str
+    datatype: str
+    shape: list[int]
+
+
+class _Model(msgspec.Struct):
+    inputs: list[_Input]
 
 
 class HttpTarget:
@@ -33,12 +54,13 @@ class HttpTarget:
         """The names of the models to ask for."""
         names = list(self.load.models) or sorted({each.model for each in self.load.trace})
         if not names:
-            index = await self._get("POST", "/v2/repository/index")
-            names = [each["name"] for each in index if each.get("state", "READY") == "READY"]
+            index = await self._get("POST", "/v2/repository/index", list[_Listed])
+            names = [each.name for each in index if each.state == "READY"]
             if not names:
                 raise BenchError(f"no model of {self.url} is ready: load one, or wait until it is loaded")
         for name in names:
-            inputs = (await self._get("GET", f"/v2/models/{name}"))["inputs"]
+            model = await self._get("GET", f"/v2/models/{quote(name, safe='')}", _Model)
+            inputs = [{"name": each.name, "datatype": each.datatype, "shape": each.shape} for each in model.inputs]
             self._inputs[name] = [(inputs, made_up(name, inputs, self.load.items, rng)) for _ in range(BODIES)]
             for k in range(BODIES):
                 self._request(name, k, self.load.timeout_us, self.load.priority)
@@ -55,16 +77,21 @@ class HttpTarget:
     def close(self) -> None:
         self._pool.close()
 
-    async def _get(self, method: str, path: str) -> Any:
+    async def _get(self, method: str, path: str, kind: Any) -> Any:
         try:
-            status, body, _ = await self._pool.ask(self._endpoint.request(method, path, headers=self.load.headers))
+            async with asyncio.timeout(ANSWER_S):
+                status, body, _ = await self._pool.ask(self._endpoint.request(method, path, headers=self.load.headers))
+        except TimeoutError:
+            raise BenchError(f"{self.url}{path} does not answer within {ANSWER_S:.0f} s") from None
         except OSError as e:
             raise BenchError(f"cannot reach {self.url}: {e}") from e
         if status != 200:
             raise BenchError(f"{self.url}{path} answered {status}: {body[:200].decode(errors='replace')}")
         try:
-            return msgspec.json.decode(body)
-        except msgspec.DecodeError:
+            return msgspec.json.decode(body, type=kind)
+        except msgspec.ValidationError as e:
+            raise BenchError(f"{self.url}{path} does not answer as a v2 endpoint does: {e}") from None
+        except NOT_JSON:
             raise BenchError(f"{self.url}{path} does not answer with JSON: is it a v2 endpoint?") from None
 
     def _request(self, name: str, k: int, timeout_us: int | None, level: int | None) -> bytes:
@@ -98,7 +125,8 @@ class HttpTarget:
         headers = {**self.load.headers, "Content-Type": "application/json"}
         if self.load.binary:
             headers |= {"Content-Type": "application/octet-stream", "Inference-Header-Content-Length": str(len(header))}
-        return self._endpoint.request("POST", f"/v2/models/{name}/infer", header + tail, headers)
+        path = f"/v2/models/{quote(name, safe='')}/infer"
+        return self._endpoint.request("POST", path, header + tail, headers)
 
 
 def made_up(model: str, inputs: list[dict[str, Any]], items: int, rng: np.random.Generator) -> Inputs:
@@ -108,6 +136,8 @@ def made_up(model: str, inputs: list[dict[str, Any]], items: int, rng: np.random
         if each["datatype"] not in DTYPES:
             raise BenchError(f"model {model!r}, input {each['name']!r}: cannot make random {each['datatype']} values")
         shape = [items if extent < 0 else extent for extent in each["shape"]]
+        if math.prod(shape) > MOST_NUMBERS:
+            raise BenchError(f"model {model!r}, input {each['name']!r}: the shape {shape} is too large to be made up")
         dtype = DTYPES[each["datatype"]]
         values = rng.random(shape) if dtype.kind not in "biu" else rng.integers(0, 2, shape)
         found[each["name"]] = np.asarray(values).astype(dtype)

@@ -27,6 +27,7 @@ HALVES = 18  # times that the distance to 100 % is halved: down to 4 in a millio
 TICKS = 4  # points in each half
 _NUMBER = re.compile(r"\d[\d.,e+-]*")  # numbers vary in a refusal's text; the rest is always the same
 PAUSE_S = 0.1  # pause of a client that could not connect
+PATIENCE_S = 120.0  # wait for answers after the load's end
 
 
 class Target(Protocol):
@@ -134,8 +135,7 @@ class Bench:
             task = asyncio.create_task(self._one(each.model, each.timeout_us, each.level, at, at >= count))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
-        if tasks:
-            await asyncio.wait(tasks)
+        await self._end(tasks, clock())
 
     async def _closed(self, names: list[str], begin: float) -> None:
         load, clock = self.load, time.perf_counter
@@ -150,8 +150,20 @@ class Bench:
                 if pause_s:
                     await asyncio.sleep(min(pause_s, max(0.0, end - clock())))
 
-        await asyncio.gather(*(client() for _ in range(load.concurrency)))
+        await self._end({asyncio.create_task(client()) for _ in range(load.concurrency)}, end)
         self.seconds = clock() - count
+
+    async def _end(self, tasks: set[asyncio.Task[Any]], end: float) -> None:
+        """Waits for answers until some time after the load's end: a server may never answer."""
+        if not tasks:
+            return
+        left_s = max(0.0, end - time.perf_counter()) + PATIENCE_S
+        done, silent = await asyncio.wait(tasks, timeout=left_s, return_when=asyncio.FIRST_EXCEPTION)
+        for each in silent:
+            each.cancel()
+        await asyncio.gather(*silent, return_exceptions=True)
+        for each in done:
+            each.result()
 
     async def _one(self, name: str, timeout_us: int | None, level: int | None, intended: float, counted: bool) -> float:
         """Sends one request. Returns the seconds a closed-loop client pauses: as told, or since no server was
@@ -163,6 +175,10 @@ class Bench:
             status, said, again_s = await self.target.ask(name, self._sent, timeout_us, level)
         except (OSError, BenchError) as e:
             status, said = 0, str(e)
+        except asyncio.CancelledError:  # counts always: a server that is silent from the start is no success
+            self._counted += 1
+            self.outcomes[name].errors[f"connection: no answer within {PATIENCE_S:.0f} s of the load's end"] += 1
+            raise
         if not counted:
             return again_s
         took = time.perf_counter() - intended

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -417,8 +418,100 @@ def test_a_server_that_closes_gets_another_connection():
         (b"HTTP/1.1 200 OK\r\n\r\nabc", "Content-Length"),
         (HEAD + b"abcdefg", "longer than"),
         (b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 20_000, "headers"),
+        (b"HTTP/1.1 OK\r\nContent-Length: 0\r\n\r\n", "not HTTP"),
+        (b"SSH-2.0-9.9 200\r\nContent-Length: 0\r\n\r\n", "not HTTP"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: many\r\n\r\n", "no number"),
     ],
 )
 def test_answers_that_cannot_be_measured(answer, said):
     with pytest.raises(BenchError, match=said):
         answered_by(answer)
+
+
+@contextlib.contextmanager
+def answering(body):
+    """The URL of a server that gives everybody this answer, or none."""
+    ended = threading.Event()
+
+    class Answer(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self):
+            if body is None:
+                ended.wait()
+                self.close_connection = True
+            else:
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+        do_POST = do_GET
+
+        def log_message(self, *given):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            ended.set()
+            server.shutdown()
+            thread.join()
+
+
+METADATA = b'{"inputs":[{"name":"x","datatype":"FP32","shape":%b}]}'
+
+
+@pytest.mark.parametrize(
+    ("body", "models", "said"),
+    [
+        (b"null", (), "as a v2 endpoint does"),
+        (b'{"models": 5}', (), "as a v2 endpoint does"),
+        (b"[1, 2]", (), "as a v2 endpoint does"),
+        (b'[{"name": 5}]', (), "as a v2 endpoint does"),
+        (b"\xff", (), "JSON"),
+        (b"{}", ("m",), "as a v2 endpoint does"),
+        (METADATA % b'["a"]', ("m",), "as a v2 endpoint does"),
+        (METADATA % b"[100000, 100000]", ("m",), "too large"),
+    ],
+)
+def test_a_server_that_speaks_another_protocol_is_told(body, models, said):
+    with answering(body) as url, pytest.raises(BenchError, match=said):
+        run_bench(url, Load(models=models, concurrency=1, duration_s=0.1, warmup_s=0.0))
+
+
+def test_a_server_that_never_answers_ends_the_run(monkeypatch):
+    monkeypatch.setattr("paellapy.serving.bench.http.ANSWER_S", 0.1)
+    with answering(None) as url, pytest.raises(BenchError, match="does not answer within"):
+        run_bench(url, Load(concurrency=1, duration_s=0.1, warmup_s=0.0))
+
+
+@pytest.mark.parametrize("how", [{"concurrency": 3}, {"rate": 200.0}])
+def test_requests_that_are_never_answered_are_errors(monkeypatch, how):
+    class Silent:
+        url = "nowhere"
+
+        async def prepare(self, rng):
+            return ["m"]
+
+        async def ask(self, *given):
+            await asyncio.Event().wait()
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr("paellapy.serving.bench.load.PATIENCE_S", 0.05)
+    bench = Bench(Silent(), Load(duration_s=0.1, warmup_s=0.0, **how))
+    asyncio.run(bench.run())
+    ((said, n),) = bench.outcomes["m"].errors.items()
+    assert "no answer" in said
+    assert n >= 3
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "http://[::1", "http://x:port"])
+def test_an_address_that_cannot_be_is_told(url):
+    with pytest.raises(BenchError, match="is not a URL"):
+        run_bench(url, Load(concurrency=1))
