@@ -66,8 +66,8 @@ class ClusterFile(msgspec.Struct, kw_only=True):
 def load_cluster(path: Path) -> ClusterFile:
     """Reads a cluster file and imports every model's factory once. Errors name the file and the allowed values."""
     try:
-        tree = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as e:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
         raise ConfigError(f"{path} cannot be read: {e}") from None
     try:
         settings = msgspec.convert(tree.pop("cluster", {}), ClusterSettings)

@@ -254,8 +254,8 @@ def load_fleet(path: Path) -> tuple[Fleet, float | None]:
     from paellapy.simulation import named_models
 
     try:
-        tree = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as e:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
         raise PlanError(f"{path} cannot be read: {e}") from None
     models = tree.get("models")
     if not isinstance(models, dict) or not models:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import ssl
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -48,6 +49,14 @@ class RouterOptions:
     body_timeout_s: float | None = BODY_TIMEOUT_S
     drain_s: float = 30.0
     max_held_bytes: int = HELD_BYTES  # of all requests that are not answered yet
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:  # the resolver would take it modulo 65536
+            raise ArgumentError(f"the port {self.port} does not exist: give 0 to 65535")
+        held_mb = self.max_held_bytes / 1e6
+        for name, value in (("every_ms", self.every_ms), ("hold_s", self.hold_s), ("held_mb", held_mb)):
+            if not 0 < value < math.inf:
+                raise ArgumentError(f"{name} is {value:g}: give a finite number above 0")
 
 
 class Router:

@@ -113,3 +113,6 @@ def test_a_fleet_is_read_from_a_file(tmp_path):
         file.write_text(text)
         with pytest.raises(PlanError, match=said):
             load_fleet(file)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(PlanError, match="cannot be read"):
+        load_fleet(file)

@@ -247,6 +247,13 @@ def test_files_without_sense_are_refused(tmp_path, old, new, said):
         load_cluster(file)
 
 
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    file = tmp_path / "cluster.toml"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_cluster(file)
+
+
 def test_models_are_dealt_out(tmp_path):
     file = tmp_path / "cluster.toml"
     more = '[[models]]\nname = "spare"\nfactory = "served_models:spare"\n'

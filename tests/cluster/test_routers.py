@@ -64,6 +64,21 @@ def test_routers_without_sense_are_refused(engines, number, said):
         Routers(engines, RouterOptions(port=0), number)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"port": 99999}, "port 99999"),
+        ({"port": -1}, "port -1"),
+        ({"every_ms": 0}, "every_ms is 0"),
+        ({"hold_s": float("nan")}, "hold_s is nan"),
+        ({"max_held_bytes": -1_000_000}, "held_mb is -1"),
+    ],
+)
+def test_options_without_sense_are_refused(options, said):
+    with pytest.raises(ArgumentError, match=said):
+        RouterOptions(**options)
+
+
 def test_engines_have_names():
     assert _named(["http://x:1", "b=http://x:2"]) == {"engine-0": "http://x:1", "b": "http://x:2"}
     with pytest.raises(ArgumentError, match="two engines are named"):
