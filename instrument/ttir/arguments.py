@@ -166,6 +166,6 @@ def is_view(arg: Any) -> bool:
     if not isinstance(arg, np.ndarray) or root is arg:
         return False
     if arg.flags.forc:
-        return root.nbytes > arg.nbytes
+        return bool(root.nbytes > arg.nbytes)
     low, high = byte_bounds(arg)  # its elements may share memory
     return bool(root.nbytes > high - low)
