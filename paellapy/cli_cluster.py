@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 from pathlib import Path
@@ -45,9 +46,10 @@ def route(
     from paellapy.cluster.router import RouterOptions
     from paellapy.cluster.routers import run_routers
 
-    held_bytes = round(held_mb * 1e6)
+    if not 0 < held_mb < math.inf:
+        raise ArgumentError(f"--held-mb is {held_mb:g}: give a finite number above 0")
     options = RouterOptions(
-        host=host, port=port, every_ms=every_ms, hold_s=hold_s, key=key, max_held_bytes=held_bytes
+        host=host, port=port, every_ms=every_ms, hold_s=hold_s, key=key, max_held_bytes=round(held_mb * 1e6)
     )  # fmt: skip
     run_routers(_named(engines), options, routers, lambda url: typer.echo(f"routing at {url}"))
 

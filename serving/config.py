@@ -39,8 +39,9 @@ from paellapy.serving.logs import Format
 from paellapy.serving.service import HELD_BYTES
 from paellapy.serving.toml_lines import line_of
 
-Positive = Annotated[float, Meta(gt=0)]
-NotNegative = Annotated[float, Meta(ge=0)]
+MOST = 1e9  # as much as no time or size needs; TOML also has an infinity, which no timer takes
+Positive = Annotated[float, Meta(gt=0, le=MOST)]
+NotNegative = Annotated[float, Meta(ge=0, le=MOST)]
 Count = Annotated[int, Meta(ge=1)]
 Text = Annotated[str, Meta(min_length=1)]
 Path_ = tuple[str | int, ...]  # of a value in the file
@@ -112,7 +113,7 @@ class TlsConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class Config(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     device: Text = "auto"
     policy: Text = "paella"
-    quantum_us: Annotated[float, Meta(ge=1)] | None = None  # None: the engine's default
+    quantum_us: Annotated[float, Meta(ge=1, le=MOST)] | None = None  # None: the engine's default
     max_active: Count | None = None  # jobs that may run at once; None: from the models' demand
     sm_windows: Annotated[int, Meta(ge=0)] = 0  # windows of SMs that confine launches when many batches run
     memory_bytes: Count | None = None  # budget on the GPU; if set, models that do not fit may be loaded too

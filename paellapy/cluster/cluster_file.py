@@ -25,11 +25,10 @@ from paellapy.cluster.plan import Placement
 from paellapy.cluster.router import HELD_BYTES
 from paellapy.serving.access import Key
 from paellapy.serving.build import build_entries, build_keys, build_policy
-from paellapy.serving.config import Config, Source, load_config
+from paellapy.serving.config import Config, NotNegative, Positive, Source, load_config
 from paellapy.serving.errors import ConfigError
 
 Count = Annotated[int, Meta(ge=1)]
-Positive = Annotated[float, Meta(gt=0)]
 OWN_KEY = "paellapy-cluster"
 
 
@@ -47,7 +46,7 @@ class ClusterSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     every_ms: Positive = 5.0
     hold_s: Positive = 20.0
     held_mb: Positive = HELD_BYTES / 1e6  # limit of each router, for all requests that are not answered yet
-    replan_s: float = 0.0  # interval at which placement follows the load; 0: never. Needs profiles
+    replan_s: NotNegative = 0.0  # interval at which placement follows the load; 0: never. Needs profiles
     profiles: str | None = None  # file with the models' profiles, for plans
     gpu_gb: Positive | None = None
     memory_gb: dict[str, float] = {}

@@ -13,7 +13,7 @@ from engine_models import scale_model
 from router_server import INFER, body, check
 from serving_server import ask, running
 
-from paellapy.cli_cluster import _named
+from paellapy.cli_cluster import _named, route
 from paellapy.cluster.router import RouterOptions
 from paellapy.cluster.router_actor import RouterActor
 from paellapy.cluster.routers import Routers
@@ -77,6 +77,12 @@ def test_routers_without_sense_are_refused(engines, number, said):
 def test_options_without_sense_are_refused(options, said):
     with pytest.raises(ArgumentError, match=said):
         RouterOptions(**options)
+
+
+@pytest.mark.parametrize("held_mb", [float("nan"), float("inf"), 0.0])
+def test_the_command_refuses_what_no_router_can_hold(held_mb):
+    with pytest.raises(ArgumentError, match="--held-mb"):
+        route(["http://127.0.0.1:1"], held_mb=held_mb)
 
 
 def test_engines_have_names():

@@ -93,6 +93,8 @@ def test_a_number_of_windows_that_cannot_be_is_named_with_its_line(write):
         (('alice = "secret"', 'alice = ""'), 10, "keys.alice: Expected str of length >= 1"),
         (('bob = "env:BOBS_KEY"', 'bob = 5'), 11, "keys.bob: the value is a whole number: give a text"),
         (('port = 0', 'admission = "of"'), 6, "server.admission: 'of' .* 'targets', 'deadlines' or 'off'"),
+        (('port = 0', 'held_mb = inf'), 6, "server.held_mb: Expected float <= 1000000000"),
+        (('port = 0', 'header_timeout_s = nan'), 6, "server.header_timeout_s: Expected float > 0"),
         (('port = 0', 'log_format = "xml"'), 6, "choose 'text' or 'json'"),
         (('port = 0', 'log_level = "loud"'), 6, "choose 'debug', 'info', 'warning' or 'error'"),
         (('port = 0', 'standby = "hot"'), 6, "choose 'loaded', 'warm' or 'off'"),
