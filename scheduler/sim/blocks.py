@@ -21,6 +21,7 @@ from paellapy.scheduler.core.capacity import Capacity
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.core.step import step
 from paellapy.scheduler.sim import fluid_state as fluid
+from paellapy.scheduler.sim.fluid import MOST_IN_VAIN
 from paellapy.scheduler.sim.load import load_until, next_news, note_warps, record_batch
 
 
@@ -77,12 +78,15 @@ class BlocksGpu:
 
     def run(self) -> fluid.Fluid:
         """Runs until no more requests come and nothing is running."""
-        while True:
+        in_vain = 0
+        while in_vain <= MOST_IN_VAIN:
             now = self.sim.now_ns
             self._load(now)
             step(self.s, int(now))
             self._launch()
             self._collect()
+            more = self.f.sim["next_arrival"][0] < len(self.f.arrivals) or self.f.sim["timers"][0] > 0
+            in_vain = 0 if self.words or more else in_vain + 1
             following = next_news(self.f, self.s)
             if not self.words and following == np.inf:
                 return self.f
@@ -93,6 +97,7 @@ class BlocksGpu:
                 if word:
                     self.f.sim["events"][0] += 1
                     _store(word, 1)
+        return self.f
 
     def _load(self, now: float) -> None:
         while not load_until(self.f, self.s, now):

@@ -20,6 +20,9 @@ from paellapy.scheduler.sim.fluid_state import FACTOR, GAIN, LIVE, Fluid
 from paellapy.scheduler.sim.load import load, next_for_core, next_load, occupy, record_some
 
 DONE, MORE_RECORDS = range(2)  # results of `run_fluid`
+# Steps in a row in which a policy may launch nothing while the GPU is idle and no request comes. A policy whose `admit`
+# always asks for more time, or whose `tick` never opens its gate, would run for ever.
+MOST_IN_VAIN = 1 << 18
 
 
 @part
@@ -157,17 +160,28 @@ def launch(f: Fluid, s: State) -> None:
 
 
 @part
+def is_stuck(f: Fluid, s: State) -> bool:
+    """Whether requests wait although the GPU is idle and nothing else will happen: only the policy can go on."""
+    idle = f.sim[0].running == 0 and s.core[0].out == 0 and f.sim[0].chunk_at_ns == np.inf
+    return bool(idle and s.core[0].live > 0 and next_load(f) == np.inf)
+
+
+@part
 def run_until(f: Fluid, s: State, end: float) -> int:
     """Runs until a time, or until no more requests come and nothing runs; MORE_RECORDS: call again with more records.
     """
     core = s.core[0]
     sim = f.sim[0]
+    in_vain = 0
     while True:
         if not load(f, s):
             return MORE_RECORDS
         if sim.news and sim.core_free_ns <= sim.now_ns:
             sim.news = 0
             call_with(s.call[0].step, s, int(sim.now_ns))
+            in_vain = in_vain + 1 if is_stuck(f, s) else 0
+            if in_vain > MOST_IN_VAIN:
+                return DONE
             while record_some(f, s) == f.taken.shape[0]:
                 pass
             if core.out > 0:

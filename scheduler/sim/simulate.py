@@ -191,7 +191,7 @@ def _check_all_done(state: st.State, policy: Policy) -> None:
     if stuck := int(state.core["live"][0]):
         raise PolicyError(
             f"policy {policy.name} leaves {stuck} requests waiting for ever: `admit` refuses all of them, and no later "
-            "event would ask it again; let `admit` return a time in ns, or give the policy a `tick`"
+            "event would change that; let `admit` return a time in ns that comes, or open its gate in a `tick`"
         )
 
 

@@ -72,7 +72,9 @@ class TraceWorkload(Workload):
                 reader = csv.DictReader(file)
                 missing = " and ".join(sorted({"t", "model"} - set(reader.fieldnames or ())))
                 if missing:
-                    raise WorkloadError(f"{path} has no column {missing}: its first line must name the columns")
+                    raise WorkloadError(
+                        f"{path} has no column {missing}: its first line must name the columns, separated by commas"
+                    )
                 for number, row in enumerate(reader, 2):
                     rows.append(_row(row, f"{path}, line {number}"))
         except OSError as e:

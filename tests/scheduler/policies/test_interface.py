@@ -181,6 +181,35 @@ def test_a_simulation_that_a_policy_stalls_says_so() -> None:
         simulate(profile("m", segments=2), ClosedLoop("m", duration=0.01), made)
 
 
+def always_later(job: Any) -> float:
+    return float(job.now_ns + 1e6)
+
+
+def nothing_changes(own: Any) -> None:
+    own.had += 0.0
+
+
+def never_from_then_on(job: Any, own: Any) -> bool:
+    return bool(job.arrival_ns < 1.0)
+
+
+@pytest.mark.parametrize("fidelity", ["segments", "blocks"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"admit": always_later},
+        {"admit": never_from_then_on, "tick": nothing_changes, "tick_us": 1e6, "state": {"had": 0.0}},
+    ],
+)
+def test_a_simulation_that_a_policy_never_ends_says_so(
+    options: dict[str, Any], fidelity: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paellapy.scheduler.sim.blocks.MOST_IN_VAIN", 1000)  # its steps take longer
+    made = policy(may_idle=True, **options)(fifo)
+    with pytest.raises(PolicyError, match=r"leaves 1 requests waiting for ever"):
+        simulate(profile("m", segments=2), ClosedLoop("m", duration=0.01), made, fidelity=fidelity)
+
+
 def test_options_of_a_policy_can_be_replaced() -> None:
     assert replace(find_policy("token"), active=3).active == 3
 
