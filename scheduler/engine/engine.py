@@ -160,7 +160,7 @@ class Engine(Observed):
             return
         try:
             self._end_other_work()
-            self._closing = True
+            self._closing = self._front.ending = True
         finally:
             self._begins_to_close.release()
         for slot in list(self._slots):

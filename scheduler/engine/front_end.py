@@ -23,7 +23,7 @@ import numpy as np
 
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.clients import client_key, find_client
-from paellapy.scheduler.core.errors import InputError, QueueFullError
+from paellapy.scheduler.core.errors import EngineClosedError, InputError, QueueFullError
 from paellapy.scheduler.core.loop import Bell
 from paellapy.scheduler.core.rings import SLOTS, Message
 from paellapy.scheduler.core.state import Limits, State, front_rows
@@ -43,6 +43,8 @@ _DRAIN = 256  # completions read at once
 # make batches small; so fewer are read only where nothing is batched, or once a request has waited for this long.
 _MANY, _STARVED_NS = 16, 500_000
 _REMEMBERED_CLIENTS = 4096
+
+ENGINE_CLOSED = "the engine is closed; create a new one to submit requests"
 
 Entry = list[int]  # a completion: see front_calls.E_…
 Finish = Callable[[Entry], None]
@@ -101,6 +103,7 @@ class FrontEnd:
         self._failed: Exception | None = None  # an error raised while a completion was answered, not yet reported
         self._starved_ns = 0  # when a request found no open lane, if no completion was read since; else 0
         self.closed = False  # the core is gone: nothing may be posted any more
+        self.ending = False  # the engine closes, and waits only for requests that have a row
 
     # -- in
 
@@ -126,11 +129,16 @@ class FrontEnd:
         return int(self.state.client_key[number]) == client_key(client)
 
     def take_row(self, pending: Pending, client: int) -> None:
-        """Raises a QueueFullError if all rows are in use, or the client has its part of them."""
+        """Raises a QueueFullError if all rows are in use, or the client has its part of them; an EngineClosedError
+        while the engine closes.
+        """
         pending.row = self._rows.take(client)
         pending.client = client
         pending.serial = next(self._serials)
         self._pending[pending.row] = pending
+        if self.ending:  # looked at after the row is taken: `close` sees the row, or the request sees `ending`
+            self.give_back(pending)
+            raise EngineClosedError(ENGINE_CLOSED)
 
     def claim(self, loaded: Loaded, client: int) -> tuple[int, int] | None:
         """Claims a slot whose inputs can be written at once. None: the inputs must be staged."""

@@ -10,6 +10,7 @@ from paellapy.scheduler.backends.launches import LoadedModel
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.errors import EngineClosedError, EngineFailedError, RequestFailedError, WeightsError
 from paellapy.scheduler.engine.background import Job
+from paellapy.scheduler.engine.front_end import ENGINE_CLOSED
 from paellapy.scheduler.engine.requests import Requester
 from paellapy.scheduler.engine.residents import Residents
 
@@ -71,7 +72,7 @@ class Guarded(Requester):
         if self._elsewhere:
             raise EngineClosedError("this engine belongs to the parent process; create an engine after the fork")
         if self._closing or self._closed:
-            raise EngineClosedError("the engine is closed; create a new one to submit requests")
+            raise EngineClosedError(ENGINE_CLOSED)
 
     def _failed_error(self) -> EngineFailedError:
         whose = f" (running at that time: {self._culprits})" if self._culprits else ""

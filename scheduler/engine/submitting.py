@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.scheduler.core.errors import QueueFullError
+from paellapy.scheduler.core.errors import EngineClosedError, QueueFullError
 from paellapy.scheduler.engine.front_end import Entry, FrontEnd, Loaded, Pending, Staged
 from paellapy.scheduler.engine.messages import Terms
 
@@ -33,7 +33,7 @@ def submit(
         for finish in finishes:
             pending.append(Pending(loaded, finish))
             front.take_row(pending[-1], terms[0])
-    except QueueFullError:
+    except (QueueFullError, EngineClosedError):
         for each in pending[:-1]:
             front.give_back(each)
         raise

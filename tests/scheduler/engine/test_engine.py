@@ -41,6 +41,7 @@ from paellapy.scheduler.core.errors import (
     UnknownModelError,
 )
 from paellapy.scheduler.core.state import Limits
+from paellapy.scheduler.engine import requests as requests_module
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.slots import Slot
 from paellapy.scheduler.policies.policy import find_policy, policy, policy_names
@@ -205,6 +206,27 @@ def test_closing_gives_up_slots_that_were_never_submitted():
     engine.close()
     with pytest.raises(InputError, match="cancelled"):
         slot.submit_sync()
+
+
+def test_a_request_that_meets_the_end_of_closing_is_refused(monkeypatch):
+    engine, checked, ends = Engine(DEVICE), requests_module.check_inputs, []
+    engine.load(scale_model())
+
+    def close_meanwhile(*given):
+        engine.close()
+        return checked(*given)
+
+    def ask():
+        try:
+            engine.infer_sync("scale", {"x": np.ones(64, np.float32)})
+        except EngineClosedError as e:
+            ends.append(e)
+
+    monkeypatch.setattr(requests_module, "check_inputs", close_meanwhile)
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(30)
+    assert len(ends) == 1
 
 
 def test_a_slot_that_comes_too_late_keeps_no_engine_open(monkeypatch):
