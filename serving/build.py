@@ -50,7 +50,8 @@ def build_engine(config: Config, source: Source, policy: Policy | None = None) -
             limits=limits,
         )
     except PaellaError as e:
-        named = next((key for key in ("sm_windows", "host_bytes") if key in str(e)), "device")
+        settings = ("sm_windows", "host_bytes", "quantum_us", "memory_bytes", "max_active")
+        named = next((key for key in settings if key in str(e)), "device")
         raise source.error((named,), str(e)) from e
     for name, each in config.tenants.items():
         try:

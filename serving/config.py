@@ -71,7 +71,8 @@ class ServerConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     max_body_bytes: Count = MAX_BODY_BYTES
     max_header_bytes: Annotated[int, Meta(ge=512)] = 8190  # limit of each header and of the request line
     header_timeout_s: Positive = 20.0  # from opening the connection, or a request's first byte, to its header's end
-    held_mb: Positive = HELD_BYTES / 1e6  # limit of each process, for bodies of requests that are not answered yet
+    # Limit of each process, for bodies of requests that are not answered yet
+    held_mb: Annotated[float, Meta(gt=0, le=1e9)] = HELD_BYTES / 1e6
     body_timeout_s: Positive = BODY_TIMEOUT_S
     send_timeout_s: Positive = 30.0  # closes a connection whose client reads nothing for this long
     keepalive_s: Positive = 75.0
@@ -118,7 +119,7 @@ class Config(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     sm_windows: Annotated[int, Meta(ge=0)] = 0  # windows of SMs that confine launches when many batches run
     memory_bytes: Count | None = None  # budget on the GPU; if set, models that do not fit may be loaded too
     host_bytes: Annotated[int, Meta(ge=0)] | None = None  # host memory for weights off the GPU; None: half of it
-    max_queue: Count = 8192  # items waiting or running; further ones are refused
+    max_queue: Annotated[int, Meta(ge=1, le=1 << 20)] = 8192  # items waiting or running; further ones are refused
     server: ServerConfig = msgspec.field(default_factory=ServerConfig)
     tls: TlsConfig | None = None
     keys: dict[str, Text | KeyConfig] = {}
