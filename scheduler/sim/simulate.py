@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -85,7 +86,7 @@ def simulate(
         traced = TracedGpu(gpu, models, f, state, asked.seed, kernels)
         f = traced.run()
         trace = traced.trace(chosen.name)
-    _check_all_done(state, chosen)
+    _check_end(state, chosen)
     jobs = _jobs(f, numbers)
     end_ns = float(jobs["finish_ns"].max()) if len(jobs) else 0.0
     return Results(
@@ -186,8 +187,16 @@ def _check(asked: SimulationOptions, models: Sequence[ModelProfile], clients: Ta
         )
 
 
-def _check_all_done(state: st.State, policy: Policy) -> None:
-    """Raises PolicyError if requests still wait although nothing will happen any more."""
+def _check_end(state: st.State, policy: Policy) -> None:
+    """Raises PolicyError if requests still wait although nothing will happen any more; warns of answers that are not
+    numbers.
+    """
+    if bad := int(state.core["bad_ranks"][0]):
+        warnings.warn(
+            f"policy {policy.name} gave {bad} times an answer that is not a number (NaN): such a rank goes last, and "
+            "such an admit counts as False; check its divisors for 0",
+            stacklevel=3,
+        )
     if stuck := int(state.core["live"][0]):
         raise PolicyError(
             f"policy {policy.name} leaves {stuck} requests waiting for ever: `admit` refuses all of them, and no later "

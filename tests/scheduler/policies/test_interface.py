@@ -16,6 +16,7 @@ from paellapy.scheduler.core.profiles import ModelProfile, ProfileError, Segment
 from paellapy.scheduler.policies.attach import attach_functions, attach_policy
 from paellapy.scheduler.policies.policy import Policy, PolicyError, find_policy, policy
 from paellapy.scheduler.sim.simulate import simulate
+from paellapy.scheduler.sim.trace_workload import TraceWorkload
 from paellapy.scheduler.sim.workload import ClosedLoop, Poisson
 
 
@@ -179,6 +180,15 @@ def test_a_simulation_that_a_policy_stalls_says_so() -> None:
     made = policy(admit=seldom, done=done, state={"had": 0.0}, may_idle=True)(fifo)
     with pytest.raises(PolicyError, match=r"leaves 1 requests waiting for ever.*`tick`"):
         simulate(profile("m", segments=2), ClosedLoop("m", duration=0.01), made)
+
+
+def test_a_simulation_warns_of_ranks_that_are_not_numbers() -> None:
+    def rank(job: Any) -> float:
+        return (job.now_ns - 1e6) / (job.now_ns - 1e6) * job.arrival_ns
+
+    load = TraceWorkload(((1e-3, "m", None, None, 0), (2e-3, "m", None, None, 0)))
+    with pytest.warns(UserWarning, match=r"gave \d+ times an answer that is not a number"):
+        assert simulate(profile("m", segments=2), load, policy(rank)).all.completed == 2
 
 
 def always_later(job: Any) -> float:
