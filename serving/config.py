@@ -71,8 +71,7 @@ class ServerConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     max_body_bytes: Count = MAX_BODY_BYTES
     max_header_bytes: Annotated[int, Meta(ge=512)] = 8190  # limit of each header and of the request line
     header_timeout_s: Positive = 20.0  # from opening the connection, or a request's first byte, to its header's end
-    # Limit of each process, for bodies of requests that are not answered yet
-    held_mb: Annotated[float, Meta(gt=0, le=1e9)] = HELD_BYTES / 1e6
+    held_mb: Positive = HELD_BYTES / 1e6  # limit of each process, for bodies of requests that are not answered yet
     body_timeout_s: Positive = BODY_TIMEOUT_S
     send_timeout_s: Positive = 30.0  # closes a connection whose client reads nothing for this long
     keepalive_s: Positive = 75.0
