@@ -21,6 +21,7 @@ LAUNCHES, WAITS, WAITED_NS, CELLS = 8, 9, 10, 11  # CELLS: number of pointers to
 IN_FLIGHT = 12  # kernels that a guest launches before it waits for its stream; 0: it never waits
 WORDS = 16
 SHARE_UNIT = 1 << 20
+LEAST_SHARE = 0.01  # with less, the gate would be open for a shorter time than a waiting guest sleeps
 PERIOD_NS = 10_000_000  # for a share below one: the gate is open for that fraction of each period
 _SLEEP_S = 100e-6
 

@@ -58,6 +58,16 @@ class Tuner:
     def tunes(self) -> bool:
         return any(isinstance(wrapper, Autotuner) for wrapper in self.wrappers)
 
+    @property
+    def configs(self) -> list[Any]:
+        """The configurations to choose from, as of Triton's `Autotuner`."""
+        return [config for wrapper in self.wrappers if isinstance(wrapper, Autotuner) for config in wrapper.configs]
+
+    @property
+    def cache(self) -> dict[Any, Any]:
+        """The configurations chosen so far, by the values of the tuner's key, as of Triton's `Autotuner`."""
+        return {key: config for (_, _, key), config in self._best.items()}
+
     def every(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[dict[str, Any]]:
         """The keywords of each configuration: for compiling without a device to time on."""
         args = [MockTensor.wrap_dtype(a) for a in args]  # which heuristics may ask for a dtype

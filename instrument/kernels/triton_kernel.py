@@ -77,6 +77,8 @@ class TritonKernel(Kernel):
             raise AttributeError(name)
         if name == "best_config":
             raise AttributeError(f"kernel {self.name!r} has not been tuned: launch it under @triton.autotune first")
+        if name in ("configs", "cache") and self._tuner is not None and self._tuner.tunes:
+            return getattr(self._tuner, name)
         return getattr(self._jit, name)
 
     # -- the names of a `@triton.jit` function, for wrappers and scripts that do not know paellapy

@@ -398,8 +398,10 @@ def test_the_configuration_that_was_chosen():
     with pytest.raises(AttributeError, match="tuned"):
         _ = kernel.best_config
     x = torch.ones(5000)
+    assert (kernel.configs, kernel.cache) == (CONFIGS, {})
     kernel[cover](x, x, torch.zeros(5000), 5000)
     assert kernel.best_config in CONFIGS
+    assert list(kernel.cache.values()) == [kernel.best_config]
 
 
 @pytest.mark.parametrize("n", [100, 5000])
