@@ -31,7 +31,7 @@ def run(
     best_effort: Annotated[
         bool, typer.Option("--best-effort", help="required: launches and copies wait while the engine needs the GPU")
     ] = False,
-    share: Annotated[float, typer.Option(help="part of the time in which it may launch, above 0 and up to 1")] = 1.0,
+    share: Annotated[float, typer.Option(help="part of the time in which it may launch, from 0.01 to 1")] = 1.0,
     priority: Annotated[int, typer.Option(help="priority of the script: it waits for jobs of higher priority")] = -1,
     engine: Annotated[
         str | None, typer.Option(help="process id or socket of the engine  [dim](this user's newest)[/dim]")
@@ -48,8 +48,10 @@ def run(
     if not best_effort:
         said = "`paellapy run` needs --best-effort: write `paellapy run --best-effort script.py`"
         raise RunError(said)
-    if not 0 < share <= 1:
-        raise RunError(f"--share is {share}: give a part of the time, above 0 and up to 1")
+    from paellapy.instrument.device.gate import LEAST_SHARE
+
+    if not LEAST_SHARE <= share <= 1:
+        raise RunError(f"--share is {share}: give a part of the time, from {LEAST_SHARE} to 1")
     if in_flight < 0:
         raise RunError(f"--in-flight is {in_flight}: give a number of kernels, or 0 for no limit")
     path = Path(script)

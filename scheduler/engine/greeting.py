@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+from paellapy.instrument.device.gate import LEAST_SHARE
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.priorities import checked_priority, shortened
 
@@ -44,8 +45,8 @@ class Greeting:
             object.__setattr__(self, "priority", checked_priority(self.priority))
         except ValueError as e:
             raise GreetingError(str(e)) from None
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-            raise GreetingError(f"share={shortened(share)}; the share must be a number above 0 and up to 1")
+        if isinstance(share, bool) or not isinstance(share, int | float) or not LEAST_SHARE <= share <= 1:
+            raise GreetingError(f"share={shortened(share)}; the share must be a number from {LEAST_SHARE} to 1")
         if isinstance(pid, bool) or not isinstance(pid, int) or not 0 < pid <= _LAST_PID:
             raise GreetingError(f"pid={shortened(pid)}; the process id must be an integer from 1 to {_LAST_PID}")
 

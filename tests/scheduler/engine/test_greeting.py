@@ -29,7 +29,7 @@ HUGE = 99999999999999999999999
 GOOD = {"name": "g", "priority": -1, "share": 1.0, "pid": 7}
 BAD = {
     "priority": [HUGE, -HUGE, 1 << 62, float("inf"), float("nan"), 1.5, "3", None, [1], {}],
-    "share": [0, -1, 1.5, HUGE, float("inf"), float("nan"), "1", None, True, []],
+    "share": [0, 0.001, -1, 1.5, HUGE, float("inf"), float("nan"), "1", None, True, []],
     "pid": [0, -1, 1 << 31, HUGE, float("nan"), 1.5, "7", None, True],
     "name": ["", "x" * 256, "a\nb", "\ud800", 5, None, ["g"]],
 }

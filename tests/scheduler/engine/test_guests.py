@@ -183,6 +183,7 @@ def test_what_cannot_be_run_is_refused(tmp_path):
     for options, words in (
         ([str(tmp_path)], "--best-effort"), (["--best-effort", "no.py"], "no.py"),
         (["--best-effort", "--share", "2", str(TESTS / "guest_script.py")], "share is 2"),
+        (["--best-effort", "--share", "0.001", str(TESTS / "guest_script.py")], "from 0.01 to 1"),
     ):  # fmt: skip
         found = subprocess.run([sys.executable, "-m", "paellapy", "run", *options], capture_output=True, text=True)
         assert found.returncode != 0
