@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -99,6 +101,24 @@ def test_arrays_of_tensors_and_like_tensors():
         alike = empty_like(tensor)
         assert (alike.shape, alike.dtype) == ((2, 3), made.dtype)
     assert array(torch.ones(2, requires_grad=True)).tolist() == [1, 1]
+
+
+def test_kernels_of_a_first_compilation_inside_the_trace_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    late = tmp_path / "late_inductor.py"
+    late.write_text("class CachingAutotuner:\n    fn = print\n    def run(self):\n        return 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("paellapy.instrument.traces.watch._INDUCTOR", "late_inductor")
+    finders = list(sys.meta_path)
+    with pp.trace() as t:
+        imported = importlib.import_module("late_inductor")
+        assert imported.CachingAutotuner().run() == 3
+    assert t.unseen == ("print",)
+    assert imported.CachingAutotuner.run.__name__ == "run"
+    assert not hasattr(imported.CachingAutotuner.run, "__wrapped__")
+    with pp.trace() as later:
+        pass
+    assert later.unseen == ()
+    assert sys.meta_path == finders
 
 
 def test_kernels_that_inductor_launches_without_a_hook_are_named(monkeypatch: pytest.MonkeyPatch):
