@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import math
+import sys
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from paellapy.scheduler.core.job import PARAMS
 from paellapy.scheduler.core.state import State
+
+
+def is_finite_number(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        return False
+    return bool(-sys.float_info.max <= value <= sys.float_info.max)  # false for NaN too
 
 
 def checked_params(given: Mapping[str, float]) -> dict[str, float]:
@@ -27,8 +34,7 @@ def checked_params(given: Mapping[str, float]) -> dict[str, float]:
             raise ValueError(
                 f"params has the name {name!r}: it must be an identifier, because policies read it as job.params.NAME"
             )
-        number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-        if not number or not math.isfinite(value):
+        if not is_finite_number(value):
             raise ValueError(f"params[{name!r}] is {value!r}: it must be a finite number")
     return {name: float(value) for name, value in given.items()}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,7 @@ from numba.extending import overload
 
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.job import DONE, GPU, JOB, NO_NAMES, OWN_NAMES, OWN_PER_MODEL, OWNER, PARAMS, PER_MODEL
+from paellapy.scheduler.core.params import is_finite_number
 
 Rank = Callable[..., float]
 Admit = Callable[..., float]
@@ -58,12 +58,6 @@ def _fields(kind: np.dtype[Any]) -> dict[str, Any]:
         column = kind[name]
         found[name] = PER_MODEL if column.shape else _fields(column) if column.names else None
     return found
-
-
-def is_finite_number(value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        return False
-    return bool(-sys.float_info.max <= value <= sys.float_info.max)  # false for NaN too
 
 
 @dataclass(frozen=True, slots=True)

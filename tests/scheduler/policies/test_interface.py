@@ -139,7 +139,10 @@ def test_parameters_are_read_by_name_with_a_value_for_models_without() -> None:
     assert heavy in bench.done
 
 
-@pytest.mark.parametrize("params", [{"a b": 1.0}, {"a": "1"}, {"a": np.inf}, {f"a{k}": 1.0 for k in range(9)}])
+@pytest.mark.parametrize(
+    "params",
+    [{"a b": 1.0}, *({"a": value} for value in ("1", np.inf, 10**400, 1j)), {f"a{k}": 1.0 for k in range(9)}],
+)
 def test_faulty_parameters_are_refused(params: Any) -> None:
     with pytest.raises(ProfileError, match="m: params"):
         profile(params=params)
