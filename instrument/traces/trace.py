@@ -111,6 +111,7 @@ class Trace:
         self.unfinished = unfinished
         self.unseen = tuple(unseen)
         self.ranges = TracedRanges()
+        self.recording = False  # True inside the `with` block of a trace
         self.count_work: Callable[[], Records] = lambda: np.zeros(0, WORK)
         self.__dict__.pop("work", None)
         self._check()
@@ -149,6 +150,7 @@ class Trace:
         kernel: str | int | None = None,
     ) -> Occupancy2D:
         """Resident warps / maximum for each SM and time bin: the exact mean over the bin, not a sample."""
+        self._check_ended()
         first, last = self.span_ns
         first = first if start_ns is None else start_ns
         last = max(first, last) if end_ns is None else end_ns
@@ -163,14 +165,17 @@ class Trace:
 
     def residency(self, kernel: str | int | None = None) -> Residency:
         """The maximum and the mean number of blocks that each SM held at a time."""
+        self._check_ended()
         return residency_of(self.blocks[self._of_kernel(kernel)], self.device.n_sm)
 
     def summary(self) -> Summary:
         """One row per kernel that ran, in the order of their names in `kernels`."""
+        self._check_ended()
         return summarize(self)
 
     def explain(self) -> Explanation:
         """Explains what limits each kernel, in words: `print(t.explain())`; as a picture: `t.explain().plot()`."""
+        self._check_ended()
         return explain(self)
 
     def select(
@@ -184,6 +189,7 @@ class Trace:
 
         Lost records cannot be assigned, so `dropped`, `unfinished` and `unseen` stay those of the whole trace.
         """
+        self._check_ended()
         b, rows = self.blocks, np.ones(len(self.launches), bool)
         keep = self._of_kernel(kernel)
         if kernel is not None:
@@ -209,6 +215,7 @@ class Trace:
 
         The work of launches is in it if it is known: after `explain()`, or once `work` was asked for.
         """
+        self._check_ended()
         facts = {
             "kernels": self.kernels,
             "device": asdict(self.device),
@@ -262,6 +269,8 @@ class Trace:
         """The inverse of `_more`."""
 
     def __repr__(self) -> str:
+        if self.recording:
+            return f"<Trace {self.device.name}: recording until its `with` block ends>"
         first, last = self.span_ns
         blocks = counted(len(self.blocks), "block")
         launches = counted(times_launched(self.blocks), "launch", "launches")
@@ -282,6 +291,10 @@ class Trace:
         if not len(self.blocks):
             return 0, 0
         return int(self.blocks["start_ns"][0]), int(self.blocks["end_ns"].max())
+
+    def _check_ended(self) -> None:
+        if self.recording:
+            raise TraceError("this trace is filled when its `with` block ends: read it behind the block")
 
     def _indices(self, kernel: str | int) -> list[int]:
         """A name can stand for several kernels: the same source compiled with different constants."""

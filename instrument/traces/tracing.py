@@ -163,6 +163,7 @@ class trace:
         self._first, self._begin_ns = Session._next_id, device.clock_ns()
         self._watch = Watch()
         self.result = Trace(np.zeros(0, BLOCK), np.zeros(0, LAUNCH), (), self._facts())
+        self.result.recording = True
         return self.result
 
     def _facts(self) -> DeviceFacts:
@@ -178,7 +179,7 @@ class trace:
             try:
                 self._finish(self._session)
             except Exception:
-                return
+                self.result.recording = False
         else:
             self._finish(self._session)
 

@@ -67,9 +67,11 @@ class trace_engine:
         facts = DeviceFacts(device.title, device.sm_ids, device.limits.warps, device.capability, versions())
         self.result = EngineTrace(np.zeros(0, BLOCK), np.zeros(0, LAUNCH), (), facts)
         self._engine.begin_trace(self._records_per_sm, self._note)
+        self.result.recording = True
         return self.result
 
     def __exit__(self, *_: object) -> None:
+        self.result.recording = False
         recorded, to_trace_ns = self._engine.end_trace(self._note)
         loaded = self._engine.loaded_rows()
         models = {row: each.model for row, each in loaded.items()}

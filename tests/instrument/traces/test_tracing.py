@@ -16,6 +16,7 @@ from triton import knobs
 
 import paellapy as pp
 from paellapy.arrays import array, empty_like, zeros
+from paellapy.instrument.errors import TraceError
 
 
 @triton.jit
@@ -51,6 +52,19 @@ def test_a_trace_inside_a_trace_holds_its_own_launches():
     assert len(inner.blocks) == 5
     assert len(empty.blocks) == 0
     assert np.isin(inner.blocks["start_ns"], outer.blocks["start_ns"]).all()
+
+
+def test_a_trace_that_is_being_recorded_says_so():
+    with pp.trace() as t:
+        launch(2)
+        assert "recording" in repr(t)
+        for read in (t.summary, t.explain, t.occupancy, t.residency, t.select):
+            with pytest.raises(TraceError, match="`with` block"):
+                read()
+    assert len(t.select().blocks) == 2
+    with pytest.raises(ZeroDivisionError), pp.trace() as t:
+        launch(1 // 0)
+    assert t.occupancy().shape[0] > 0
 
 
 def test_an_error_inside_an_inner_trace_leaves_the_outer_one_whole():
