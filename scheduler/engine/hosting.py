@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from paellapy.scheduler.engine.feed import Feed
 from paellapy.scheduler.engine.guests import Guests
 from paellapy.scheduler.engine.install import install
 from paellapy.scheduler.engine.loading import Loading
+from paellapy.scheduler.engine.settings import check_quantum
 from paellapy.scheduler.engine.turn import Turn
 from paellapy.scheduler.models.profile import model_profile
 from paellapy.scheduler.models.torch_step import TorchStep, check_job
@@ -73,8 +73,8 @@ class Hosting(Loading):
             )
         if callback is not None and not callable(callback):
             raise ModelError(f"job {name!r}: callback={callback!r} cannot be called: give a function of the job")
-        if quantum_us is not None and not 1 <= quantum_us < math.inf:
-            raise ModelError(f"job {name!r}: quantum_us={quantum_us}; a quantum must be finite and at least 1 µs")
+        if quantum_us is not None:
+            check_quantum(quantum_us, f"job {name!r}: ")
         if memory_bytes is not None and (not isinstance(memory_bytes, int) or memory_bytes < 1):
             raise ModelError(f"job {name!r}: memory_bytes={memory_bytes!r}; give a number of bytes above 0, or None")
         rank = _rank(f"job {name!r}", priority)

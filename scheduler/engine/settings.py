@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from typing import Any
 
@@ -12,17 +11,17 @@ from paellapy.instrument.device import CudaDevice, Device, VirtualDevice
 from paellapy.scheduler.backends.base import Backend
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.errors import ModelError
+from paellapy.scheduler.core.params import is_finite_number
 from paellapy.scheduler.core.priorities import shortened
 
 
 def check_settings(
     quantum_us: float, max_active: int | None, memory_bytes: int | None, host_bytes: int | None, sm_windows: int
 ) -> None:
-    if not 1 <= quantum_us < math.inf:
-        raise ModelError(f"quantum_us={quantum_us}: a quantum must be finite and at least 1 µs")
-    if max_active is not None and max_active < 1:
+    check_quantum(quantum_us)
+    if max_active is not None and (not _is_number(max_active) or max_active < 1):
         raise ModelError(
-            f"max_active={max_active}: the number of batches that share the GPU must be at least 1, or None"
+            f"max_active={shortened(max_active)}: the number of batches that share the GPU must be at least 1, or None"
         )
     for name, given in (("memory_bytes", memory_bytes), ("host_bytes", host_bytes)):
         if given is not None and not _is_number(given):
@@ -35,9 +34,17 @@ def check_settings(
         raise ModelError(
             f"host_bytes={host_bytes}: the number of bytes must be at least 0, and memory_bytes must be given with it"
         )
-    if sm_windows != 0 and not codes.LEAST_WINDOWS <= sm_windows <= codes.WINDOWS:
+    if not _is_number(sm_windows) or (sm_windows != 0 and not codes.LEAST_WINDOWS <= sm_windows <= codes.WINDOWS):
         raise ModelError(
-            f"sm_windows={sm_windows}: the number must be 0, for none, or {codes.LEAST_WINDOWS} to {codes.WINDOWS}"
+            f"sm_windows={shortened(sm_windows)}: the number must be 0, for none, or {codes.LEAST_WINDOWS} to "
+            f"{codes.WINDOWS}"
+        )
+
+
+def check_quantum(quantum_us: float, whose: str = "") -> None:
+    if not is_finite_number(quantum_us) or quantum_us < 1:
+        raise ModelError(
+            f"{whose}quantum_us={shortened(quantum_us)}: the duration of a segment must be a number of at least 1 µs"
         )
 
 

@@ -357,7 +357,8 @@ def test_what_cannot_be_a_job_is_refused_with_the_remedy(engine):
     for given in ({"every": 0}, {"every": 2.5}, {"callback": 5}, {"data": 5}):
         with pytest.raises(ModelError, match="=".join(map(str, *given.items()))):
             engine.background(lambda *_: x.add_(1), state=[x], **given)
-    for given in ({"share": 0}, {"name": ""}, {"params": {"a": "b"}}, {"memory_bytes": "1 GiB"}):
+    for given in ({"share": 0}, {"name": ""}, {"params": {"a": "b"}}, {"memory_bytes": "1 GiB"},
+                  {"quantum_us": "5"}, {"quantum_us": 0}):  # fmt: skip
         before = x.clone()
         with pytest.raises(ModelError, match=next(iter(given))):
             engine.background(lambda: x.add_(1), state=[x], **given)
