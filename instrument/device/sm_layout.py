@@ -119,7 +119,7 @@ DURATION, WAIT_NS = 3, 4
 COST_COLUMNS = 5
 
 # State.stream, State.stream_t, State.queue, State.event
-S_QUEUE, S_PRIORITY, S_BUSY, S_GRAPH, S_CURRENT = range(5)
+S_QUEUE, S_BUSY, S_GRAPH, S_CURRENT = range(4)
 Q_HEAD, Q_TAIL, Q_TIMER, Q_WAITS, Q_NEXT_WAITER, Q_TODO = range(6)
 E_RECORDED, E_FIRED, E_WAITERS = range(3)
 

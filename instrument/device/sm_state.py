@@ -36,7 +36,7 @@ def new_state(part: Part, timing: Timing, seed: int, backfill: bool, lines: NDAr
         gpu=gpu,
         command=np.zeros(1024, lay.COMMAND),
         cost=np.zeros((1024, lay.COST_COLUMNS)),
-        stream=np.zeros((streams, 5), np.int64),
+        stream=np.zeros((streams, 4), np.int64),
         stream_t=np.full(streams, -np.inf),
         queue=queue,
         todo=np.zeros(streams + 1, np.int64),

@@ -17,7 +17,7 @@ from paellapy.instrument.ttir.types import Array, Element
 from paellapy.instrument.ttir.values import Ptr, Sym, Value, Window, merge_blocks, take_blocks
 
 COST_FIELDS = ("bytes_loaded", "bytes_stored", "flops", "dot_flops", *PATH_FIELDS)
-LOADED, STORED, FLOPS, DOT = range(4)
+LOADED, STORED = range(2)  # places in COST_FIELDS
 
 
 @dataclass(slots=True, frozen=True)
@@ -103,12 +103,11 @@ class Recorder(Machine):
     def __init__(self, kernel: str, buffers: Buffers, grid: tuple[int, int, int], ids: Array) -> None:
         super().__init__(kernel, buffers, grid, ids)
         self.tape: Tape | None = Tape()
-        self.data_dependent = False
         self.dynamic_cost = np.zeros_like(self.cost)
 
     def known(self, value: Value) -> Any:
         if type(value) is Sym:
-            self.tape, self.data_dependent = None, True
+            self.tape = None
             return value.value
         return value
 

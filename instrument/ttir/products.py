@@ -81,7 +81,7 @@ def _product(chain: list[Entry], by_id: dict[int, Entry]) -> Entry | None:
     if a.offset.shape[1] != m or b.offset.shape[2] != n or b.offset.shape[1] != k:
         return None
     fn = _crossed(a, b, nb, m, n, k) if a.tiles * b.tiles <= WASTE * nb else _batched(a, b)
-    return Entry(last.id, fn, (a.ref, b.ref, chain[0].args[2]), True, True, last.shape, last.dtype)
+    return Entry(last.id, fn, (a.ref, b.ref, chain[0].args[2]), True, last.shape, last.dtype)
 
 
 @dataclass(slots=True)

@@ -44,7 +44,6 @@ class Entry:
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     pure: bool
-    touches_memory: bool = False
     shape: tuple[int, ...] | None = None  # shape of the result, if it is one array
     dtype: Any = None
     owned: bool = False  # the result is fresh memory that no other value uses
@@ -63,11 +62,11 @@ class Tape:
     def _refs(self, args: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(Ref(a.id) if type(a) is Sym else a for a in args)
 
-    def _add(self, fn: Callable[..., Any], args: Sequence[Any], value: Any, pure: bool, touches: bool = False) -> Sym:
+    def _add(self, fn: Callable[..., Any], args: Sequence[Any], value: Any, pure: bool) -> Sym:
         self.next_id += 1
         if self.full:
             return Sym(self.next_id, value)
-        entry = Entry(self.next_id, fn, self._refs(args), pure, touches)
+        entry = Entry(self.next_id, fn, self._refs(args), pure)
         if type(fn) is not np.ufunc and pure:
             self._note_views(args, value)
         if type(value) is np.ndarray:
@@ -103,14 +102,14 @@ class Tape:
                 fn.offset = fn.mask = None
             else:
                 self.kept += fn.offset.nbytes
-        return self._add(fn, args, value, True, True)
+        return self._add(fn, args, value, True)
 
     def effect(self, fn: Callable[..., Any], args: Sequence[Any], value: Any) -> Any:
-        sym = self._add(fn, args, value, False, True)
+        sym = self._add(fn, args, value, False)
         return None if value is None else sym
 
     def store(self, plan: Callable[[Array, Any], None], ref: BufferRef, value: Any) -> None:
-        self._add(plan, (ref, value), None, False, True)
+        self._add(plan, (ref, value), None, False)
 
     def count(self, field: int, mask: Sym, size: int, site: Site) -> None:
         self._add(memory.count_bytes, (COST, field, mask, size, site), None, False)
