@@ -230,7 +230,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "public.variants": lambda: str(stored("public_kernels")["total"]["variants"]),
     "trust.late-least": lambda: f"{100 * min(quoted_trust.late_shares()):.1f}",
     "trust.late-most": lambda: f"{100 * max(quoted_trust.late_shares()):.1f}",
-    "trust.twice-earlier": lambda: f"{max(each['recovery_s'] for each in stored('trust_campaign')['earlier']):.1f}",
+    "trust.twice-earlier": lambda: f"{quoted_trust.longest_earlier_s():.1f}",
     "language.share": lambda: f"{100 * stored('triton_language_tests')['passed_of_the_others']:.1f}",
     "language.passed": lambda: _language("passed"),
     "language.ran": lambda: _language("passed", "refused", "failed"),

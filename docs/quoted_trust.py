@@ -38,6 +38,11 @@ def recovery() -> str:
     return paper_report.table(["fault", "virtual H200, s", "H200, s"], rows)
 
 
+def longest_earlier_s() -> float:
+    """The longest recovery of an earlier version, of faults that were measured again since."""
+    return max(float(each["recovery_s"]) for found in campaigns().values() for each in found["earlier"])
+
+
 def _seconds(fault: dict[str, Any]) -> str:
     return "not within 30" if fault["recovery_s"] is None else f"{fault['recovery_s']:.1f}"
 
