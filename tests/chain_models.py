@@ -14,7 +14,7 @@ WEIGHTS = N * N * 4 * LAYERS
 SMALL = {"chunk_bytes": 2 * N * N * 4}  # two layers
 
 
-def chain(name, seed, weights=None, **options):
+def chain(name, seed, weights=None, batch=(1,), lanes=1, **options):
     """x · W1 · W2 …: a kernel and a tensor for each layer."""
     draw = np.random.default_rng(seed)
     made = {f"w{k}": (draw.standard_normal((N, N)) / 8).astype(np.float32) for k in range(LAYERS)}
@@ -22,12 +22,13 @@ def chain(name, seed, weights=None, **options):
     def fn(weights, inputs, outputs):
         source = inputs["x"]
         for k in range(LAYERS):
-            target = outputs["y"] if k == LAYERS - 1 else pp.empty((1, N))
-            gemm[(1, 1)](source, weights[f"w{k}"], target, 1, N, N, BM=16, BN=64, BK=64)
+            rows = source.shape[0]
+            target = outputs["y"] if k == LAYERS - 1 else pp.empty((rows, N))
+            gemm[(-(-rows // 16), 1)](source, weights[f"w{k}"], target, rows, N, N, BM=16, BN=64, BK=64)
             source = target
 
     specs = {"inputs": {"x": pp.TensorSpec((N,))}, "outputs": {"y": pp.TensorSpec((N,))}}
-    return pp.Model(name, fn, weights=weights or made, batch=(1,), lanes=1, **specs, **options), made
+    return pp.Model(name, fn, weights=weights or made, batch=batch, lanes=lanes, **specs, **options), made
 
 
 def expected(made, x):

@@ -3,9 +3,9 @@
 The core decides, and one mover carries out its orders in sequence (`State.move`). An eviction is done before the
 weights that need its memory are brought, so the GPU never holds more than the budget. Weights in use, or about to be
 used, are never evicted; nor are weights for a model of lower priority. Among the others, the weights with the lowest
-value per byte leave: by recent demand and the time to bring them back, unless the policy has its own `victim`. A model
-that has waited for several times its reload time also gets memory from busy models: these finish their running jobs,
-and start no more.
+value per byte leave: by recent demand, the time to bring them back and priority, unless the policy has its own
+`victim`. For memory that is taken permanently, as lanes are, lower priorities leave first. A model that has waited for
+several times its reload time also gets memory from busy models: these finish their running jobs, and start no more.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.weights import copy_ns, in_use, recent_demand, wanting
 
 _ZERO, _ONE, _WORD = np.uint64(0), np.uint64(1), np.uint64(8)
+_STEPS = 64  # of priority, up and down, that count in the value of a model
 MOST_COMING = 2  # models at a time: the next one is mapped while the chunks of one are copied
 
 
@@ -95,13 +96,16 @@ def touch_lanes(s: State, m: int) -> None:
 
 @part
 def worth(s: State, m: int, now: int) -> float:
-    """The value of keeping a model on the GPU; the model with the lowest value leaves first."""
+    """The value of keeping a model on the GPU; the model with the lowest value leaves first. Each step of priority
+    doubles it.
+    """
     w, seen = s.weights[m], s.owner[0]
     seen.now_ns, seen.bytes, seen.priority, seen.share = now, w.bytes, s.model[m].priority, s.model[m].share
     seen.demand = recent_demand(s, m, now)
     seen.used_ns, seen.came_ns, seen.reload_ns, seen.model = w.used_ns, w.came_ns, copy_ns(s, m, w.bytes), m
     if s.call[0].victim == _ZERO:
-        return float(seen.demand * seen.reload_ns / max(seen.bytes, 1.0))
+        step = 2.0 ** max(-_STEPS, min(s.model[m].priority, _STEPS))
+        return float(step * seen.demand * seen.reload_ns / max(seen.bytes, 1.0))
     found = call_asking(s.call[0].victim, s.call[0].victim_1, s.call[0].victim_2, s.call[0].victim_3)
     if np.isnan(found):
         s.core[0].bad_ranks += 1
@@ -127,11 +131,11 @@ def can_leave_now(s: State, m: int, priority: int) -> bool:
 @part
 def cheapest(s: State, priority: int, at_once: bool, now: int) -> int:
     """The model that should leave first for one of this priority, of those that can leave now or of the others; NONE if
-    none may. Models whose weights failed to leave come last. Among equals, the least recently used one.
+    none may. Models whose weights failed to leave come last. For permanent memory (NEVER) a lower priority comes first.
+    Among equals, the least recently used one.
     """
     found = NONE
-    least = np.inf
-    stuck = np.inf
+    lowest = least = stuck = np.inf
     for m in range(s.model.shape[0]):
         if at_once != can_leave_now(s, m, priority):
             continue
@@ -140,10 +144,13 @@ def cheapest(s: State, priority: int, at_once: bool, now: int) -> int:
         if not at_once and (not may_leave(s, m, priority) or s.weights[m].stop > 0 or waits):
             continue
         value, failed = worth(s, m, now), float(s.weights[m].stuck)
-        if failed > stuck or (failed == stuck and value > least):
-            continue
-        if failed < stuck or value < least or s.weights[m].used_ns < s.weights[found].used_ns:
-            found, least, stuck = m, value, failed
+        own = float(s.model[m].priority) if priority == NEVER else 0.0
+        first = failed < stuck or (failed == stuck and own < lowest)
+        same = failed == stuck and own == lowest
+        if first or (same and value < least):
+            found, lowest, least, stuck = m, own, value, failed
+        elif same and value == least and s.weights[m].used_ns < s.weights[found].used_ns:
+            found = m
     return int(found)
 
 

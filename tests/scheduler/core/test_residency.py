@@ -205,6 +205,39 @@ def test_a_load_gets_its_room_from_those_who_are_idle():
     assert len(bench.evicted) == 2
 
 
+def test_permanent_memory_comes_from_the_lowest_priority_that_is_there():
+    bench = MovingBench([model("high", 2, priority=1), model("low", 2), model("lower", 2, priority=-1)], 6 * CHUNK)
+    for m, priority in ((0, 1), (1, 0), (1, 0), (2, -1), (2, -1), (2, -1)):  # the most urgent model is wanted least
+        bench.submit(m, priority=priority)
+        bench.settle()
+    r = bench.state.residency
+    for nbytes, leaves in ((1, [2]), (3 * CHUNK, [2, 1])):
+        r["load_priority"], r["load_bytes"], r["load_granted"], r["look"] = codes.NEVER, nbytes, 0, 1
+        for _ in range(3):
+            bench.step(1)
+        assert r["load_granted"][0] == 1
+        assert bench.evicted == leaves
+        for name in ("budget_bytes", "held_bytes"):  # it keeps what it was given
+            r[name] -= nbytes
+        r["load_bytes"] = r["load_granted"] = 0
+
+
+@pytest.mark.parametrize(("requests", "leaves"), [(3, [0]), (9, [1])])
+def test_priority_counts_in_the_value_of_a_model(requests, leaves):
+    """Each step of priority is worth as much as twice the requests."""
+    made = [model("low", 2), model("high", 2, priority=2), model("top", 2, priority=3)]
+    bench = MovingBench(made, budget=4 * CHUNK)
+    bench.submit(1, priority=2)
+    bench.submit(1, priority=2)
+    bench.settle()
+    for _ in range(requests):
+        bench.submit(0)
+        bench.settle()
+    bench.submit(2, priority=3)
+    bench.settle()
+    assert bench.evicted == leaves
+
+
 def test_a_prediction_knows_of_the_copy():
     bench = MovingBench(models(8), budget=8 * CHUNK)
     cold = predict_finish(bench.state, 0, bench.now) - bench.now

@@ -52,6 +52,19 @@ def test_models_of_higher_priority_that_leave_by_themselves_need_no_room_of_thei
                 ask(server, model.name, weights, seed)
 
 
+def test_lanes_of_a_model_of_low_priority_take_no_memory_from_a_higher_one():
+    device = "virtual:h200"  # weights have pages of their own on a GPU, and lanes as small as these displace none
+    with pp.Engine(device, memory_bytes=room_for(device, 4), quantum_us=2, tuning=SMALL) as server:
+        made = {name: chain(name, k, priority=int(name == "high")) for k, name in enumerate(("high", "low", "other"))}
+        for model, _ in made.values():
+            server.load(model)
+        for name in ("low", "other"):
+            ask(server, name, made[name][1])
+        server.load(chain("new", 5, batch=(1, 64))[0])
+        assert server.weights_state("high") == "resident"
+        assert "host" in {server.weights_state(name) for name in ("low", "other")}
+
+
 def test_a_model_that_turns_out_to_stay_is_refused_where_the_others_would_not_fit(device):
     def fn(weights, inputs, outputs):
         scale[(1,)](weights["state"], weights["state"], 2.0, N, B=128)
