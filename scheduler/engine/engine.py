@@ -173,6 +173,7 @@ class Engine(Observed):
                 self._front.wait(waiter, 0.05)
             self._backend.stop()
             self._loop_ended = True
+            self.guests.free()
             if self._residents is not None:
                 self._residents.close()
             self._front.detach_all()

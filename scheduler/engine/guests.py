@@ -97,7 +97,7 @@ class Guests:
         }
 
     def end(self) -> None:
-        """Opens every gate for good, because the engine ends."""
+        """Opens every gate for good, because the engine ends. Then call `free` when the core's loop has ended."""
         if self._door is None:
             return
         os.eventfd_write(self._ended, 1)
@@ -108,9 +108,17 @@ class Guests:
         for line, guest in list(self._guests.items()):
             guest.words[gate.CLOSED_UNTIL_NS] = guest.words[gate.ALIVE_UNTIL_NS] = 0
             line.close()
-        self._guests.clear()
+        self._host.call_in_loop(self._close_all)
         os.close(self._ended)
         self._door = None
+
+    def _close_all(self) -> None:
+        self._host.state.gate["word"] = 0
+        self._host.state.core["gates"][0] = 0
+
+    def free(self) -> None:
+        """Frees the memory that guests share with the core, which writes to it while it finishes the last requests."""
+        self._guests.clear()
 
     def hide(self) -> None:
         """Hides the engine from new guests until `show`."""

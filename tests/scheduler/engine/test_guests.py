@@ -19,6 +19,7 @@ from waiting import wait_until
 import paellapy as pp
 from paellapy.guest import Guest
 from paellapy.instrument.device import gate
+from paellapy.scheduler.core.errors import EngineClosedError
 from paellapy.scheduler.engine.guest_door import NoEngineError, knock
 
 X = np.arange(64, dtype=np.float32)
@@ -97,6 +98,34 @@ def test_a_script_goes_on_when_the_engine_leaves():
         assert out.splitlines()[-1].endswith("its --own")
     finally:
         engine.close()
+
+
+def test_an_engine_that_closes_under_load_answers_what_it_took_and_lets_its_guests_go():
+    """The core closes gates until its last request is answered."""
+    for _ in range(3):
+        engine, ended = pp.Engine("virtual:h200", policy="priority"), []
+        engine.load(scale_model())
+        own = Guest("here", priority=-1)
+        line = own._connect()
+        wait_until(lambda: engine.state.core["gates"][0] == 1)
+
+        def ask(engine=engine, ended=ended) -> None:
+            try:
+                while True:
+                    assert np.array_equal(engine.infer_sync("scale", {"x": X})["y"], 2 * X)
+            except Exception as e:
+                ended.append(e)
+
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        for each in threads:
+            each.start()
+        wait_until(lambda: engine.stats()["jobs"]["here"]["closes"] > 0)
+        engine.close()
+        for each in threads:
+            each.join(60)
+        assert [type(e) for e in ended] == [EngineClosedError] * 4
+        wait_until(lambda: not gate.closed_at(own.words, time.monotonic_ns()))
+        line.close()
 
 
 def test_a_gate_closes_for_higher_priority_and_opens_after_it(engine):
@@ -216,6 +245,7 @@ def test_a_script_sees_itself_as_under_python(engine, tmp_path):
 FORKS = """
 import os, sys, threading
 from paellapy.instrument.device import gate
+from paellapy.scheduler.core.errors import EngineClosedError
 child = os.fork()
 if child == 0:
     gate.hold()  # as a launch on the virtual GPU
