@@ -21,6 +21,7 @@ from paellapy.scheduler.models import torch_libraries
 from paellapy.scheduler.models.capture import Counting
 from paellapy.scheduler.models.gpu_waits import refusing_to_wait
 from paellapy.scheduler.models.tensors import Arrays, TensorSpec
+from paellapy.scheduler.models.torch_changes import find_changes
 from paellapy.scheduler.models.torch_ops import record_or_run
 from paellapy.scheduler.models.torch_ranges import Range, find_ranges
 from paellapy.scheduler.models.torch_signature import Signature, named_inputs, named_results
@@ -81,12 +82,12 @@ class TorchModule:
         self.title, self._call, self.signature, self.options = title, call, signature, options
         # by batch size, on the virtual GPU: the operations that the module launches
         self.operations: dict[int, Any] = {}
+        self.changed: list[Any] = []  # memory that a run changes, of tensors that it does not make
         self.drawn: dict[int, int] = {}  # by batch size, on a GPU: how far a run advances the random generator
 
     @property
     def keeps_state(self) -> bool:
-        torch = needs_torch()
-        return not isinstance(self._call, torch.nn.Module) and bool(state_behind(torch, self._call))
+        return bool(self._state(needs_torch()))
 
     @property
     def nbytes(self) -> int:
@@ -142,11 +143,15 @@ class TorchModule:
         training mode, and may draw random numbers.
         """
         torch = needs_torch()
-        kept = Kept(torch, [] if isinstance(self._call, torch.nn.Module) else state_behind(torch, self._call))
+        kept = Kept(torch, self._state(torch))
         try:
             yield
         finally:
             kept.put_back()
+
+    def _state(self, torch: Any) -> list[Any]:
+        """Objects that a run changes, or may change: of a function, all that it can reach by name."""
+        return [*([] if isinstance(self._call, torch.nn.Module) else state_behind(torch, self._call)), *self.changed]
 
     def parts(self) -> list[Any]:
         """Storages, each once, in the order of the modules' parameters and buffers."""
@@ -249,7 +254,7 @@ def torch_module(
     inputs = {key: TensorSpec(tuple(t.shape[1:]), numpy_dtype(torch, t.dtype)) for key, t in given.items()}
     made = TorchModule(title, call, Signature(inputs, {}, keywords), options)
     with made.preserved():
-        outputs, ranges = _example_outputs(torch, title, call, made.signature, given, options)
+        outputs, ranges, made.changed = _example_outputs(torch, title, call, made.signature, given, options)
     made.signature.outputs.update(outputs)
     for key, (low, high) in ranges.items():
         inputs[key] = TensorSpec(inputs[key].shape, inputs[key].dtype, low=low, high=high)
@@ -258,15 +263,18 @@ def torch_module(
 
 def _example_outputs(
     torch: Any, title: str, call: Any, signature: Signature, given: Mapping[str, Any], options: TorchOptions
-) -> tuple[dict[str, TensorSpec], dict[str, Range]]:
-    """The outputs for one request of the example, and the ranges of its inputs that the run shows."""
+) -> tuple[dict[str, TensorSpec], dict[str, Range], list[Any]]:
+    """The outputs for one request of the example, the ranges of its inputs that the run shows, and the memory that it
+    changes.
+    """
     kind = next(iter(given.values())).device.type
     try:
         with torch.no_grad():
             cast = torch.autocast(kind, options.autocast) if options.autocast is not None else contextlib.nullcontext()
             with cast:
                 arranged = options.arrange(torch, given)
-                returned, ranges = find_ranges(torch, arranged, lambda: signature.call(call, arranged))
+                run = functools.partial(find_ranges, torch, arranged, lambda: signature.call(call, arranged))
+                (returned, ranges), changed = find_changes(torch, arranged.values(), run)
                 results = named_results(returned)
     except ModelError as e:
         raise ModelError(f"model {title!r}: {e}") from None
@@ -280,4 +288,4 @@ def _example_outputs(
                 "the batch, 1 in this run"
             )
         outputs[key] = TensorSpec(tuple(t.shape[1:]), numpy_dtype(torch, t.dtype))
-    return outputs, ranges
+    return outputs, ranges, changed

@@ -100,32 +100,32 @@ def test_a_script_goes_on_when_the_engine_leaves():
         engine.close()
 
 
-def test_an_engine_that_closes_under_load_answers_what_it_took_and_lets_its_guests_go():
+@pytest.mark.parametrize("_", range(3))
+def test_an_engine_that_closes_under_load_answers_what_it_took_and_lets_its_guests_go(_):
     """The core closes gates until its last request is answered."""
-    for _ in range(3):
-        engine, ended = pp.Engine("virtual:h200", policy="priority"), []
-        engine.load(scale_model())
-        own = Guest("here", priority=-1)
-        line = own._connect()
-        wait_until(lambda: engine.state.core["gates"][0] == 1)
+    engine, ended = pp.Engine("virtual:h200", policy="priority"), []
+    engine.load(scale_model())
+    own = Guest("here", priority=-1)
+    line = own._connect()
+    wait_until(lambda: engine.state.core["gates"][0] == 1)
 
-        def ask(engine=engine, ended=ended) -> None:
-            try:
-                while True:
-                    assert np.array_equal(engine.infer_sync("scale", {"x": X})["y"], 2 * X)
-            except Exception as e:
-                ended.append(e)
+    def ask() -> None:
+        try:
+            while True:
+                assert np.array_equal(engine.infer_sync("scale", {"x": X})["y"], 2 * X)
+        except Exception as e:
+            ended.append(e)
 
-        threads = [threading.Thread(target=ask) for _ in range(4)]
-        for each in threads:
-            each.start()
-        wait_until(lambda: engine.stats()["jobs"]["here"]["closes"] > 0)
-        engine.close()
-        for each in threads:
-            each.join(60)
-        assert [type(e) for e in ended] == [EngineClosedError] * 4
-        wait_until(lambda: not gate.closed_at(own.words, time.monotonic_ns()))
-        line.close()
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for each in threads:
+        each.start()
+    wait_until(lambda: engine.stats()["jobs"]["here"]["closes"] > 0)
+    engine.close()
+    for each in threads:
+        each.join(60)
+    assert [type(e) for e in ended] == [EngineClosedError] * 4
+    wait_until(lambda: not gate.closed_at(own.words, time.monotonic_ns()))
+    line.close()
 
 
 def test_a_gate_closes_for_higher_priority_and_opens_after_it(engine):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 
 import pytest
 
@@ -13,6 +14,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from paellapy.scheduler.core.errors import ModelError  # noqa: E402
 from paellapy.scheduler.models.model import Model  # noqa: E402
+from paellapy.scheduler.models.torch_changes import find_changes  # noqa: E402
 from paellapy.scheduler.models.torch_state import (  # noqa: E402
     check_complete,
     generators_of,
@@ -140,6 +142,85 @@ def test_a_function_leaves_modules_untouched_wherever_it_finds_them():
             engine.load(Model.from_torch(function, torch.ones(2, 8, 5), name="net", batch=(2,)))
         assert module.num_batches_tracked == 0
         assert not module.running_mean.any()
+
+
+class Slotted:
+    __slots__ = ("norm",)
+
+    def __init__(self):
+        self.norm = norm()
+
+    def __call__(self, x):
+        return self.norm(x)
+
+
+def trainers():
+    """Functions that train a module which no name of theirs leads to, and the module."""
+    for given in (norm(), torch.nn.Linear(5, 5)):
+        held = types.SimpleNamespace(net=given, optimizer=torch.optim.SGD(given.parameters(), lr=0.1, momentum=0.9))
+
+        def step(held, x):
+            with torch.enable_grad():
+                held.optimizer.zero_grad()
+                out = held.net(x)
+                out.square().sum().backward()
+                held.optimizer.step()
+            return out.detach()
+
+        trains = functools.partial(step, held)
+        yield trains, given
+        yield lambda x, trains=trains: trains(x), given
+        yield lambda x, held=held: held.net(x), given
+
+
+def test_a_function_leaves_modules_untouched_that_are_found_by_running_it_only():
+    slotted = Slotted()
+    for function, module in (*trainers(), (slotted, slotted.norm), (lambda x, held=slotted: held(x), slotted.norm)):
+        before = [t.clone() for t in (*module.parameters(), *module.buffers())]
+        with pp.Engine("virtual:h200") as engine:
+            engine.load(Model.from_torch(function, torch.randn(2, 8, 5), name="net", batch=(2,)))
+        for t, kept in zip((*module.parameters(), *module.buffers()), before, strict=True):
+            assert torch.equal(t, kept)
+
+
+def test_loading_a_module_that_counts_its_calls_counts_none():
+    class Counts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(1))
+
+        def forward(self, x):
+            self.calls.add_(1)
+            return x * self.calls
+
+    net = Counts()
+    with pp.Engine("virtual:h200") as engine:
+        model = Model.from_torch(net, torch.ones(1, 4), name="net", batch=(1, 2))
+        assert net.calls == 0
+        engine.load(model)
+        assert net.calls == 0
+
+
+def test_changes_are_found_with_the_memory_and_put_back():
+    kept, views, grown = torch.arange(6.0), torch.zeros(4, 4), [torch.zeros(3), torch.zeros(2)]
+
+    def run():
+        made = torch.ones(6)
+        made.add_(kept)
+        kept[2:4] = 7.0
+        views.t()[1].mul_(2).add_(1)
+        torch._foreach_add_(grown, 1.0)
+        x.zero_()
+        return made
+
+    x = torch.ones(2)
+    found, changed = find_changes(torch, [x], run)
+    assert found.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert {each.data_ptr() for each in changed} == {t.data_ptr() for t in (kept, views, *grown)}
+    assert kept.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert not views.any()
+    assert not any(each.any() for each in grown)
+    assert not x.any()
 
 
 def test_of_many_modules_in_a_dict_only_those_in_training_are_kept():

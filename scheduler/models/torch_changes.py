@@ -1,0 +1,75 @@
+"""Changes that a run of PyTorch code makes to tensors that exist before it, wherever the code finds them.
+
+A function may reach a module or an optimizer through other functions and objects. The operations of a run show every
+tensor that it writes to, with the contents before.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+# Operations whose schema does not say that they write to these arguments.
+_UNSAID = {"batch_norm": ("running_mean", "running_var")}
+
+
+def find_changes(torch: Any, given: Iterable[Any], run: Callable[[], Any]) -> tuple[Any, list[Any]]:
+    """The result of a run, and the memory of other tensors that it changed, as tensors of bytes. The contents are put
+    back. `given` has the inputs of the run, which may change.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    made = {_address(t) for t in given}  # in the run, or for it
+    others: set[int] = set()
+    before: dict[int, tuple[Any, Any]] = {}  # by address: memory, and its contents
+
+    class Watch(TorchDispatchMode):  # type: ignore[misc]
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            return "torch._dynamo" in sys.modules
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            named = kwargs or {}
+            others.update({_address(t) for t in _tensors(torch, (args, named))} - made)
+            for t in _written(torch, func._schema, args, named):
+                at = _address(t)
+                if at in others and at not in before:
+                    memory = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+                    before[at] = memory, memory.clone()
+            out = func(*args, **named)
+            made.update({_address(t) for t in _tensors(torch, out)} - others)
+            return out
+
+    try:
+        with Watch():
+            results = run()
+    finally:
+        with torch.no_grad():
+            for memory, contents in before.values():
+                memory.copy_(contents)
+    return results, [memory for memory, _ in before.values()]
+
+
+def _address(tensor: Any) -> int:
+    return int(tensor.untyped_storage().data_ptr())
+
+
+def _tensors(torch: Any, value: Any) -> Iterator[Any]:
+    """Tensors with memory among the arguments or results of an operation."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is torch.strided and _address(value):
+            yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _tensors(torch, each)
+    elif isinstance(value, dict):
+        yield from _tensors(torch, tuple(value.values()))
+
+
+def _written(torch: Any, schema: Any, args: Any, named: dict[str, Any]) -> Iterator[Any]:
+    """The tensors among an operation's arguments that it writes to."""
+    unsaid = next((names for part, names in _UNSAID.items() if part in schema.name), ())
+    for k, each in enumerate(schema.arguments):
+        if (each.alias_info is not None and each.alias_info.is_write) or each.name in unsaid:
+            yield from _tensors(torch, args[k] if k < len(args) else named.get(each.name))
