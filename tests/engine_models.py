@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -172,3 +175,24 @@ def gpu_losing_model(name: str = "faulty") -> Model:
 
 def random_inputs(model: Model, rng: np.random.Generator) -> dict[str, np.ndarray]:
     return {k: rng.standard_normal(s.shape).astype(s.dtype) for k, s in model.inputs.items()}
+
+
+@contextmanager
+def asking(engine, gap_s=0.0):
+    """Sends requests to `scale` all the time and checks every answer; yields their number, in a list."""
+    stop, counts, x = threading.Event(), [0], np.arange(64, dtype=np.float32)
+
+    def ask() -> None:
+        while not stop.is_set():
+            assert np.array_equal(engine.infer_sync("scale", {"x": x})["y"], 2 * x)
+            counts[0] += 1
+            time.sleep(gap_s)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield counts
+        assert thread.is_alive(), "a request failed"
+    finally:
+        stop.set()
+        thread.join()

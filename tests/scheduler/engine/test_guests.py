@@ -12,7 +12,7 @@ import time
 
 import numpy as np
 import pytest
-from engine_models import scale_model
+from engine_models import asking, scale_model
 from places import TESTS
 from waiting import wait_until
 
@@ -50,26 +50,6 @@ def guest(*options: str, seconds: float = 30.0):
         process.communicate()
 
 
-@contextlib.contextmanager
-def requests(engine, gap_s: float = 0.0):
-    """Sends requests all the time and checks every answer."""
-    stop, counts = threading.Event(), [0]
-
-    def ask() -> None:
-        while not stop.is_set():
-            assert np.array_equal(engine.infer_sync("scale", {"x": X})["y"], 2 * X)
-            counts[0] += 1
-            time.sleep(gap_s)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    try:
-        yield counts
-    finally:
-        stop.set()
-        thread.join()
-
-
 def job(engine):
     return engine.stats()["jobs"].get("guest_script")
 
@@ -78,12 +58,14 @@ def test_a_script_is_held_back_killed_in_its_turn_and_never_missed(engine):
     with guest("--best-effort") as process:
         wait_until(lambda: (job(engine) or {"launches": 0})["launches"] > 0)
         assert job(engine)["pid"] == process.pid
-        with requests(engine) as counts:
+        with asking(engine) as counts:
             wait_until(lambda: counts[0] > 50 and job(engine)["waits"] > 0)
         wait_until(lambda: job(engine)["closes"] > 0 and job(engine)["state"] == "running")
-        os.kill(process.pid, signal.SIGKILL)
-        with requests(engine) as counts:
-            wait_until(lambda: job(engine) is None and counts[0] > 20)
+        with asking(engine, gap_s=0.05) as counts:  # the gate is open in the gaps
+            wait_until(lambda: counts[0] > 2 and job(engine)["state"] == "running")
+            os.kill(process.pid, signal.SIGKILL)
+            wait_until(lambda: job(engine) is None)
+            wait_until(lambda before=counts[0]: counts[0] > before + 5)
 
 
 def test_a_script_goes_on_when_the_engine_leaves():
