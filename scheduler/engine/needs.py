@@ -4,13 +4,15 @@ A kernel's pointer arguments show which weights it reads. Some kernels hide a po
 read; libraries also leave stale pointers in structures that they fill partly, to weights that the kernel never reads.
 So there are several guesses: the most that a kernel's pointers ask for, the least, and the least of all kernels from
 there on, which holds where weights are used in order. A guess is accepted if the program gives the same outputs when
-weights arrive no sooner than the guess says, in memory that held other contents before.
+weights arrive no sooner than the guess says, in memory that held other contents before. A larger guess that only some
+segments require is then lowered for the other segments.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ _LATER = (0, 1, 2, 4)  # guesses shift the needs by this many segments
 # byte patterns; the second is a small positive number in every type, so a ReLU lets it through
 _NO_NUMBERS, _NUMBERS = 0xFF, 0x3C
 _NEAR = 1e-2
+_MOST_TESTS = 48  # of lowered needs: each copies the weights to the GPU once or twice
 
 
 class Trials:
@@ -41,11 +44,14 @@ class Trials:
         self._exact = same(self._expected, self._run(None), exact=True)
 
     def tried(self, least: Sequence[Needs], most: Needs) -> Needs:
-        """The first guess with which the program runs correctly; otherwise all weights from the start."""
-        for guess in guesses(least, most) if self._exact else guesses([most], most):
-            if self._runs_with(guess):
-                return guess
-        return (self._weights.layout.nbytes,) * len(most)
+        """The smallest needs found with which the program runs correctly; at worst all weights from the start."""
+        every = guesses(least, most) if self._exact else guesses([most], most)
+        try:
+            found = next((each for each in every if self._runs_with(each)), (self._weights.layout.nbytes,) * len(most))
+            smallest = tuple(map(min, zip(*every, strict=True)))
+            return found if found == smallest or not self._exact else lowered(smallest, found, self._runs_with)
+        finally:
+            self._weights.write(self._source, 0, self._weights.layout.nbytes)
 
     def _runs_with(self, guess: Needs) -> bool:
         return all(same(self._expected, self._run(guess, old), self._exact) for old in (_NO_NUMBERS, _NUMBERS))
@@ -59,21 +65,18 @@ class Trials:
                 array[...] = values.astype(array.dtype)
 
     def _run(self, needs: Needs | None, old: int = _NO_NUMBERS) -> list[Any]:
-        """The outputs of one run. With `needs`, weights arrive just before the segment that needs them."""
-        weights = self._weights
-        try:
-            if needs is not None:
-                weights.fill(old)
-            there = 0
-            for k in range(len(self._launches.handles)):
-                if needs is not None and needs[k] > there:
-                    weights.write(self._source, there, needs[k])
-                    there = needs[k]
-                self._backend.run_segment(self._launches, k)
-            return [array.copy() for array in self._lane.outputs.values()]
-        finally:
-            if needs is not None:
-                weights.write(self._source, 0, weights.layout.nbytes)
+        """The outputs of one run. With `needs`, weights arrive just before the segment that needs them, and the last
+        ones not at all.
+        """
+        if needs is not None:
+            self._weights.fill(old)
+        there = 0
+        for k in range(len(self._launches.handles)):
+            if needs is not None and needs[k] > there:
+                self._weights.write(self._source, there, needs[k])
+                there = needs[k]
+            self._backend.run_segment(self._launches, k)
+        return [array.copy() for array in self._lane.outputs.values()]
 
 
 def _drawn(draw: np.random.Generator, spec: TensorSpec, shape: tuple[int, ...]) -> NDArray[Any] | None:
@@ -99,6 +102,45 @@ def guesses(least: Sequence[Needs], most: Needs) -> list[Needs]:
     last = len(most) - 1
     shifted = {tuple(needs[min(k + n, last)] for k in range(last + 1)) for needs in (*least, most) for n in _LATER}
     return sorted(shifted, key=lambda needs: (sum(needs), needs))
+
+
+def lowered(smallest: Needs, found: Needs, runs_with: Callable[[Needs], bool], most: int = _MOST_TESTS) -> Needs:
+    """Needs between the smallest ones and those that were found to suffice, lowered segment by segment from the front.
+
+    More weights than needed never harm, so both the segments that can do with the smallest needs and the need of the
+    first segment that cannot are found by bisection.
+
+    >>> lowered((1, 2, 3, 4), (4, 4, 4, 4), lambda needs: all(map(int.__ge__, needs, (1, 3, 3, 4))))
+    (1, 3, 3, 4)
+    """
+    wanted, end, tests = list(smallest), len(found), 0
+
+    def passes(ahead: Sequence[int]) -> bool:
+        """Whether these needs of the first segments suffice, with the needs that were found behind them."""
+        nonlocal best, tests
+        tests += 1
+        needs = tuple(accumulate([*ahead, *found[len(ahead) :]], max))
+        if not runs_with(needs):
+            return False
+        best = min(best, needs, key=sum)
+        return True
+
+    best, first = found, 0
+    while tests < most and not passes(wanted):
+        last = end  # segments before `first` are known to pass, and some before `last` not
+        while last - first > 1 and tests < most:
+            middle = (first + last) // 2
+            first, last = (middle, last) if passes(wanted[:middle]) else (first, middle)
+        steps = sorted({each for each in (*wanted[first:], found[first]) if wanted[first] < each <= found[first]})
+        low, high = 0, len(steps) - 1
+        while low < high and tests < most:
+            middle = (low + high) // 2
+            low, high = (low, middle) if passes([*wanted[:first], steps[middle]]) else (middle + 1, high)
+        if tests == most:
+            break
+        wanted[first:] = [max(each, steps[high]) for each in wanted[first:]]
+        first += 1
+    return best
 
 
 def same(expected: Sequence[Any], found: Sequence[Any], exact: bool) -> bool:
