@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from paellapy.scheduler.backends.base import Backend, device_lock
 from paellapy.scheduler.backends.launches import Launches, LoadedModel
@@ -18,7 +19,32 @@ from paellapy.scheduler.engine.residents import Residents
 from paellapy.scheduler.models.berths import Berth
 from paellapy.scheduler.models.lane_memory import Lane, LanePlan, MemoryPlan, Reservation, plan_lane
 from paellapy.scheduler.models.model import Model
+from paellapy.scheduler.models.tensors import Arrays
 from paellapy.scheduler.models.weight_range import WeightRange
+
+
+class Noting(dict[str, Any]):
+    """Weights that note the order in which a function takes them, because they come to the GPU in this order."""
+
+    def __init__(self, weights: Arrays, taken: dict[str, None] | None = None) -> None:
+        super().__init__(weights)
+        self._taken = {} if taken is None else taken
+
+    def copy(self) -> Noting:
+        return Noting(self, self._taken)
+
+    def __getitem__(self, name: str) -> Any:
+        self._taken[name] = None
+        return super().__getitem__(name)
+
+    @property
+    def order(self) -> list[str]:
+        return list(self._taken)
+
+    @property
+    def in_other_order(self) -> bool:
+        """Whether weights that were taken lie in another order, or behind others that were not."""
+        return self.order != list(self)[: len(self._taken)]
 
 
 class Loader:
@@ -60,7 +86,14 @@ class Loader:
                     weights, found = placed.weights, placed.range
                     weights_bytes = weights_bytes if found is None else found.held_bytes
             with times.phase("rehearse"):
-                scratch, foreign = backend.rehearse_all(model, weights, sizes)
+                noting = Noting(weights)
+                scratch, foreign = backend.rehearse_all(model, noting, sizes)
+            if self.residents is not None and found is not None and noting.in_other_order:
+                with times.phase("upload"):
+                    self.residents.forget(model.name, found)
+                    found = None
+                    placed = self.residents.place(model, noting.order)
+                    weights, found = placed.weights, placed.range
             plan = plan_lane(model, scratch, self.limits.segments)
             self.memory.release(model.name)
             reservation, berths = self._reserve(model, weights_bytes, plan, foreign, lanes_wanted, len(later) > 0)

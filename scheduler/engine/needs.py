@@ -113,7 +113,7 @@ def lowered(smallest: Needs, found: Needs, runs_with: Callable[[Needs], bool], m
     >>> lowered((1, 2, 3, 4), (4, 4, 4, 4), lambda needs: all(map(int.__ge__, needs, (1, 3, 3, 4))))
     (1, 3, 3, 4)
     """
-    wanted, end, tests = list(smallest), len(found), 0
+    wanted, best, tests = list(smallest), found, 0
 
     def passes(ahead: Sequence[int]) -> bool:
         """Whether these needs of the first segments suffice, with the needs that were found behind them."""
@@ -125,9 +125,9 @@ def lowered(smallest: Needs, found: Needs, runs_with: Callable[[Needs], bool], m
         best = min(best, needs, key=sum)
         return True
 
-    best, first = found, 0
+    first = 0
     while tests < most and not passes(wanted):
-        last = end  # segments before `first` are known to pass, and some before `last` not
+        last = len(found)  # segments before `first` are known to pass, and some before `last` not
         while last - first > 1 and tests < most:
             middle = (first + last) // 2
             first, last = (middle, last) if passes(wanted[:middle]) else (first, middle)

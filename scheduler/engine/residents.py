@@ -110,9 +110,11 @@ class Residents:
 
     # -- loading
 
-    def place(self, model: Model) -> Placed:
-        """Puts the weights into the host's store and, in an address range of their own, on the GPU."""
-        parts = model.weight_parts()
+    def place(self, model: Model, order: Sequence[str] = ()) -> Placed:
+        """Puts the weights into the host's store and, in an address range of their own, on the GPU. Weights named in
+        `order` lie first.
+        """
+        parts = model.weight_parts(order)
         if not parts:  # its weights are unknown, or they change: they stay on the GPU
             if model.weights_bytes:  # the weights of a background job belong to its owner
                 self.budget.claim(model.name, model.weights_bytes, model.priority, f"weights of model {model.name!r}")
@@ -134,7 +136,7 @@ class Residents:
                 rest = found.held_bytes - max(layout.nbytes, 1)
                 self.budget.place(model.name, rest, model.priority, keep, f"the last page of {what}")
             found.write(self._take(model.name), 0, layout.nbytes)
-            return Placed(model.place_over(self.backend.device, found), found)
+            return Placed(model.place_over(self.backend.device, found, order), found)
         except BaseException:
             self.forget(model.name, found)
             raise

@@ -122,7 +122,7 @@ def capturing(device: Device, capture: ModelCapture) -> Iterator[None]:
 def call_model(model: Capturable, weights: Arrays, inputs: Arrays, outputs: Arrays, batch: int, doing: str) -> None:
     """Runs the model's function; every error it raises names the model."""
     try:
-        result = model.fn(dict(weights), dict(inputs), dict(outputs))
+        result = model.fn(weights.copy(), dict(inputs), dict(outputs))
     except CaptureError as e:
         named = str(e) if repr(model.name) in str(e) else f"model {model.name!r} {e}"
         raise CaptureError(named) from e.__cause__

@@ -232,23 +232,30 @@ class Model:
         check_mapped(self.weights.values())
         return {name: device.array(value) for name, value in self.weights.items()}
 
-    def weight_parts(self) -> list[NDArray[np.uint8]]:
-        """The bytes of each tensor that has its own memory; empty if the model changes its weights."""
+    def weight_parts(self, order: Sequence[str] = ()) -> list[NDArray[np.uint8]]:
+        """The bytes of each tensor that has its own memory, those named in `order` first; empty if the model changes
+        its weights.
+        """
         if self.stateful:
             return []
         if self.source is not None:
             return self.source.parts() if isinstance(self.source, MovableWeights) else []
         check_mapped(self.weights.values())
-        return [np.ascontiguousarray(value).reshape(-1).view(np.uint8) for value in self.weights.values()]
+        return [np.ascontiguousarray(value).reshape(-1).view(np.uint8) for value in self._ordered(order).values()]
 
-    def place_over(self, device: Device, range: WeightRange) -> Arrays:
-        """As `place`, in an address range that holds the parts in their order."""
+    def _ordered(self, order: Sequence[str]) -> dict[str, Any]:
+        first = {name: self.weights[name] for name in order if name in self.weights}
+        return {**first, **self.weights}
+
+    def place_over(self, device: Device, range: WeightRange, order: Sequence[str] = ()) -> Arrays:
+        """As `place`, in an address range that holds the parts in the order of `weight_parts`."""
         if isinstance(self.source, MovableWeights):
             byte = np.dtype(np.uint8)
             offsets = range.layout.offsets
             return self.source.place_over(self.name, device, lambda k, n: range.array(offsets[k], (n,), byte))
-        pairs = zip(self.weights.items(), range.layout.offsets, strict=True)
-        return {name: range.array(offset, value.shape, value.dtype) for (name, value), offset in pairs}
+        pairs = zip(self._ordered(order).items(), range.layout.offsets, strict=True)
+        made = {name: range.array(offset, value.shape, value.dtype) for (name, value), offset in pairs}
+        return {name: made[name] for name in self.weights}
 
     @property
     def max_batch(self) -> int:

@@ -11,7 +11,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
@@ -21,13 +21,14 @@ from paellapy.scheduler.models import torch_libraries
 from paellapy.scheduler.models.capture import Counting
 from paellapy.scheduler.models.gpu_waits import refusing_to_wait
 from paellapy.scheduler.models.tensors import Arrays, TensorSpec
-from paellapy.scheduler.models.torch_changes import find_changes
 from paellapy.scheduler.models.torch_ops import record_or_run
 from paellapy.scheduler.models.torch_ranges import Range, find_ranges
 from paellapy.scheduler.models.torch_signature import Signature, named_inputs, named_results
 from paellapy.scheduler.models.torch_state import Kept, state_behind
 from paellapy.scheduler.models.torch_tensors import as_bytes, as_tensor, needs_torch, numpy_dtype, storages, torch_dtype
+from paellapy.scheduler.models.torch_touched import Touched, find_touched
 
+T = TypeVar("T")
 
 def own_module(torch: Any, title: str, module: Any) -> Any:
     """A copy of the module over the same weights, so that changes to the copy do not affect the caller's module.
@@ -82,7 +83,7 @@ class TorchModule:
         self.title, self._call, self.signature, self.options = title, call, signature, options
         # by batch size, on the virtual GPU: the operations that the module launches
         self.operations: dict[int, Any] = {}
-        self.changed: list[Any] = []  # memory that a run changes, of tensors that it does not make
+        self.touched = Touched([], [])  # by the run of the example
         self.drawn: dict[int, int] = {}  # by batch size, on a GPU: how far a run advances the random generator
 
     @property
@@ -151,12 +152,20 @@ class TorchModule:
 
     def _state(self, torch: Any) -> list[Any]:
         """Objects that a run changes, or may change: of a function, all that it can reach by name."""
-        return [*([] if isinstance(self._call, torch.nn.Module) else state_behind(torch, self._call)), *self.changed]
+        named = [] if isinstance(self._call, torch.nn.Module) else state_behind(torch, self._call)
+        return [*named, *self.touched.changed]
 
     def parts(self) -> list[Any]:
-        """Storages, each once, in the order of the modules' parameters and buffers."""
+        """Storages, each once, in the order in which the example used them."""
         torch = needs_torch()
-        return [as_bytes(torch, storage) for storage in storages(torch, self._call).values()]
+        return [as_bytes(torch, storage) for storage in self._in_order(list(storages(torch, self._call).values()))]
+
+    def _in_order(self, values: list[T]) -> list[T]:
+        """Values for each storage of the module, in the order of use instead of the order of its parameters."""
+        at = {address: k for k, address in enumerate(self.touched.used)}
+        addresses = list(storages(needs_torch(), self._call))
+        order = sorted(range(len(values)), key=lambda k: at.get(addresses[k], len(at)))
+        return [values[k] for k in order]
 
     def place_over(self, model: str, device: Device, at: Callable[[int, int], Any]) -> Arrays:
         """The module with its weights in given memory; tensors that share memory still do."""
@@ -165,7 +174,9 @@ class TorchModule:
         if not isinstance(call, torch.nn.Module):
             return self.place(model, device)
         call = own_module(torch, model, call)
-        places = {ptr: (k, s.nbytes()) for k, (ptr, s) in enumerate(storages(torch, call).items())}
+        # The copy has its storages in the same order, at other addresses if it was moved.
+        held = self._in_order(list(storages(torch, call).items()))
+        places = {ptr: (k, s.nbytes()) for k, (ptr, s) in enumerate(held)}
 
         def move(tensor: Any) -> Any:
             found = places.get(tensor.untyped_storage().data_ptr())
@@ -254,7 +265,7 @@ def torch_module(
     inputs = {key: TensorSpec(tuple(t.shape[1:]), numpy_dtype(torch, t.dtype)) for key, t in given.items()}
     made = TorchModule(title, call, Signature(inputs, {}, keywords), options)
     with made.preserved():
-        outputs, ranges, made.changed = _example_outputs(torch, title, call, made.signature, given, options)
+        outputs, ranges, made.touched = _example_outputs(torch, title, call, made.signature, given, options)
     made.signature.outputs.update(outputs)
     for key, (low, high) in ranges.items():
         inputs[key] = TensorSpec(inputs[key].shape, inputs[key].dtype, low=low, high=high)
@@ -263,9 +274,9 @@ def torch_module(
 
 def _example_outputs(
     torch: Any, title: str, call: Any, signature: Signature, given: Mapping[str, Any], options: TorchOptions
-) -> tuple[dict[str, TensorSpec], dict[str, Range], list[Any]]:
+) -> tuple[dict[str, TensorSpec], dict[str, Range], Touched]:
     """The outputs for one request of the example, the ranges of its inputs that the run shows, and the memory that it
-    changes.
+    touches.
     """
     kind = next(iter(given.values())).device.type
     try:
@@ -274,7 +285,7 @@ def _example_outputs(
             with cast:
                 arranged = options.arrange(torch, given)
                 run = functools.partial(find_ranges, torch, arranged, lambda: signature.call(call, arranged))
-                (returned, ranges), changed = find_changes(torch, arranged.values(), run)
+                (returned, ranges), touched = find_touched(torch, arranged.values(), run)
                 results = named_results(returned)
     except ModelError as e:
         raise ModelError(f"model {title!r}: {e}") from None
@@ -288,4 +299,4 @@ def _example_outputs(
                 "the batch, 1 in this run"
             )
         outputs[key] = TensorSpec(tuple(t.shape[1:]), numpy_dtype(torch, t.dtype))
-    return outputs, ranges, changed
+    return outputs, ranges, touched

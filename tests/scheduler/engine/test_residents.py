@@ -300,3 +300,48 @@ def test_tied_weights_of_a_module_are_there_once(device):
             found = server.infer_sync("tied", {"input": x[0].numpy()})["output"]
             with torch.no_grad():
                 np.testing.assert_allclose(found, module(x)[0].numpy(), rtol=1e-3, atol=1e-3)
+
+
+def test_weights_come_in_the_order_in_which_the_function_takes_them(device):
+    """The first segment waits for the first chunk only, however the weights are listed."""
+    with pp.Engine(device, memory_bytes=1 << 30, quantum_us=2, tuning=SMALL) as server:
+        model, made = chain("there", 1)
+        turned = chain("back", 1, weights=dict(reversed(made.items())))[0]
+        for each in (model, turned):
+            server.load(each)
+        there, back = ([each.needs for each in server.profile(name)] for name in ("there", "back"))
+        assert back == there
+        assert there[0][0] < there[0][-1]
+        for name in ("there", "back"):
+            server.evict(name)
+            ask(server, name, made)
+
+
+def test_a_module_s_weights_come_in_the_order_in_which_it_runs(device):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+    class Net(torch.nn.Module):
+        def __init__(self, turned):
+            super().__init__()
+            layers = [torch.nn.Linear(N, N) for _ in range(6)]
+            self.parts = torch.nn.ModuleList(reversed(layers) if turned else layers)
+            self.turned = turned
+
+        def forward(self, x):
+            for each in reversed(self.parts) if self.turned else self.parts:
+                x = each(x)
+            return x
+
+    with pp.Engine(device, memory_bytes=1 << 30, quantum_us=2, tuning=SMALL) as server:
+        for turned in (False, True):
+            torch.manual_seed(0)
+            server.load(pp.Model.from_torch(Net(turned), torch.zeros(1, N), name=f"net{turned}", batch=(1,), lanes=1))
+        plain, turned = ([each.needs for each in server.profile(f"net{turned}")] for turned in (False, True))
+        assert turned == plain
+        assert plain[0][0] < plain[0][-1]
+        x = np.random.default_rng(0).standard_normal(N).astype(np.float32)
+        answers = []
+        for name in ("netFalse", "netTrue"):
+            server.evict(name)
+            answers.append(server.infer_sync(name, {"input": x})["output"])
+        np.testing.assert_allclose(*answers, rtol=1e-5, atol=1e-5)

@@ -14,7 +14,6 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from paellapy.scheduler.core.errors import ModelError  # noqa: E402
 from paellapy.scheduler.models.model import Model  # noqa: E402
-from paellapy.scheduler.models.torch_changes import find_changes  # noqa: E402
 from paellapy.scheduler.models.torch_state import (  # noqa: E402
     check_complete,
     generators_of,
@@ -22,6 +21,7 @@ from paellapy.scheduler.models.torch_state import (  # noqa: E402
     state_behind,
     tensors_of,
 )
+from paellapy.scheduler.models.torch_touched import find_touched  # noqa: E402
 
 
 class Trainer:
@@ -214,9 +214,11 @@ def test_changes_are_found_with_the_memory_and_put_back():
         return made
 
     x = torch.ones(2)
-    found, changed = find_changes(torch, [x], run)
+    found, touched = find_touched(torch, [x], run)
     assert found.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
-    assert {each.data_ptr() for each in changed} == {t.data_ptr() for t in (kept, views, *grown)}
+    own = [t.data_ptr() for t in (kept, views, *grown)]
+    assert [each for each in touched.used if each in own] == own  # beside constants
+    assert [each.data_ptr() for each in touched.changed] == own
     assert kept.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert not views.any()
     assert not any(each.any() for each in grown)

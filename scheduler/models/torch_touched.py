@@ -1,27 +1,38 @@
-"""Changes that a run of PyTorch code makes to tensors that exist before it, wherever the code finds them.
+"""What a run of PyTorch code does with tensors that exist before it, wherever the code finds them.
 
 A function may reach a module or an optimizer through other functions and objects. The operations of a run show every
-tensor that it writes to, with the contents before.
+tensor that it writes to, with the contents before; and the order in which it uses its weights.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 # Operations whose schema does not say that they write to these arguments.
 _UNSAID = {"batch_norm": ("running_mean", "running_var")}
 
 
-def find_changes(torch: Any, given: Iterable[Any], run: Callable[[], Any]) -> tuple[Any, list[Any]]:
-    """The result of a run, and the memory of other tensors that it changed, as tensors of bytes. The contents are put
-    back. `given` has the inputs of the run, which may change.
+@dataclass(slots=True)
+class Touched:
+    """Memory of tensors that a run did not make: addresses in the order of their first use, and the memory that it
+    changes, as tensors of bytes.
+    """
+
+    used: list[int]
+    changed: list[Any]
+
+
+def find_touched(torch: Any, given: Iterable[Any], run: Callable[[], Any]) -> tuple[Any, Touched]:
+    """The result of a run, and the memory of others that it touched; changes are put back. `given` has the inputs of
+    the run, which do not count.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 
     made = {_address(t) for t in given}  # in the run, or for it
-    others: set[int] = set()
+    others: dict[int, None] = {}  # addresses in order
     before: dict[int, tuple[Any, Any]] = {}  # by address: memory, and its contents
 
     class Watch(TorchDispatchMode):  # type: ignore[misc]
@@ -31,14 +42,14 @@ def find_changes(torch: Any, given: Iterable[Any], run: Callable[[], Any]) -> tu
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             named = kwargs or {}
-            others.update({_address(t) for t in _tensors(torch, (args, named))} - made)
+            others.update(dict.fromkeys(at for at in map(_address, _tensors(torch, (args, named))) if at not in made))
             for t in _written(torch, func._schema, args, named):
                 at = _address(t)
                 if at in others and at not in before:
                     memory = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
                     before[at] = memory, memory.clone()
             out = func(*args, **named)
-            made.update({_address(t) for t in _tensors(torch, out)} - others)
+            made.update({_address(t) for t in _tensors(torch, out)} - others.keys())
             return out
 
     try:
@@ -48,7 +59,7 @@ def find_changes(torch: Any, given: Iterable[Any], run: Callable[[], Any]) -> tu
         with torch.no_grad():
             for memory, contents in before.values():
                 memory.copy_(contents)
-    return results, [memory for memory, _ in before.values()]
+    return results, Touched(list(others), [memory for memory, _ in before.values()])
 
 
 def _address(tensor: Any) -> int:
