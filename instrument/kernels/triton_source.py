@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 import re
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import triton
 from triton import knobs
@@ -28,9 +28,11 @@ from paellapy.instrument.arguments import DescriptorKey, Handlers, PointerKey, p
 from paellapy.instrument.errors import ArgumentError, CompileError
 from paellapy.instrument.kernels.ranges import given_with_ranges, has_ranges, marking
 from paellapy.instrument.kernels.triton_arguments import constant_key, generate_binder, struct_codes
-from paellapy.instrument.kernels.triton_stages import Stage, Translated, translate
+from paellapy.instrument.kernels.triton_stages import Stage, Translated, text_of, translate
 from paellapy.instrument.ptx.compiled import Draft, Source
 from paellapy.instrument.triton_errors import also
+
+T = TypeVar("T")
 
 TRITON_VERSION = tuple(int(re.sub(r"\D.*", "", part) or 0) for part in triton.__version__.split(".")[:2])
 # Our own kernels are compiled plain even while torch_hook instruments all others; this thread then sets a flag here.
@@ -152,14 +154,22 @@ class TritonSource:
         return _Work(signature, constants, attrs, options, target_capability(target), marked)
 
     def _finished(self, work: _Work) -> Source:
-        return _source_of(self._translate(work, "ptx"), work)
+        def stage(name: str) -> str:
+            return self._compiled(work, lambda source: text_of(source, work.arch, work.options, name))
+
+        return replace(_source_of(self._translate(work, "ptx"), work), stage=stage)
 
     def _translate(self, work: _Work, last: Stage) -> Translated:
+        variant = "ranges" if work.marked else ""
+        return self._compiled(work, lambda source: translate(source, work.arch, work.options, last, variant))
+
+    def _compiled(self, work: _Work, compile: Callable[[ASTSource], T]) -> T:
+        """The result of a run of Triton's compiler; its errors name the kernel."""
         compiling.plain = True
         source = ASTSource(fn=self.fn, signature=work.signature, constexprs=work.constants, attrs=work.attrs)
         try:
             with marking(work.marked):
-                return translate(source, work.arch, work.options, last, "ranges" if work.marked else "")
+                return compile(source)
         except CompilationError as e:
             refused = CompileError(f"kernel {self.name!r} does not compile:\n{e}{_reason(e)}")
             raise also(refused, type(e), **e.__dict__) from e.__cause__

@@ -65,6 +65,16 @@ def translate(source: Any, arch: int, options: dict[str, Any], last: Stage, vari
     return made
 
 
+def text_of(source: Any, arch: int, options: dict[str, Any], stage: str) -> str:
+    """The kernel after a stage that is not kept: compiled again up to there."""
+    target = GPUTarget("cuda", arch, 32)
+    if _wanted_by_others(options):
+        return str(triton.compile(source, target=target, options=options).asm[stage])
+    backend = compiler.make_backend(target)
+    parsed = backend.parse_options({**options, **source.parse_options()})
+    return next(text for name, text, _ in _stages(source, target, backend, parsed, (stage,)) if name == stage)
+
+
 @functools.cache
 def installed() -> str:
     """Identifies this installation of Triton.
@@ -96,7 +106,17 @@ _MOST_BEGUN = 32
 
 
 def _run(source: Any, target: GPUTarget, backend: Any, options: Any) -> Iterator[tuple[str, Translated]]:
-    """Runs one stage of Triton's compiler after the other, and yields the kernel after each."""
+    """Runs the stages of Triton's compiler, and yields the kernel after each stage that is kept."""
+    texts = {"ttir": "", "ptx": ""}
+    for stage, text, facts in _stages(source, target, backend, options, tuple(texts)):
+        texts[stage] = text
+        yield stage, Translated(texts["ttir"], texts["ptx"], facts)
+
+
+def _stages(
+    source: Any, target: GPUTarget, backend: Any, options: Any, wanted: tuple[str, ...]
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Runs one stage after the other; yields the text and the facts after those that are wanted."""
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
@@ -105,12 +125,10 @@ def _run(source: Any, target: GPUTarget, backend: Any, options: Any) -> Iterator
     stages: dict[str, Any] = {}
     backend.add_stages(stages, options, source.language)
     metadata: dict[str, Any] = {"target": target, **options.__dict__, "name": source.name}
-    texts: dict[str, str] = {"ttir": "", "ptx": ""}
     for stage, run in stages.items():
         module = run(module, metadata)
-        if stage in texts:
-            texts[stage] = str(module)
-            yield stage, Translated(texts["ttir"], texts["ptx"], _facts(metadata))
+        if stage in wanted:
+            yield stage, str(module), _facts(metadata)
 
 
 def _facts(metadata: dict[str, Any]) -> dict[str, Any]:

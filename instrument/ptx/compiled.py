@@ -40,6 +40,8 @@ class Source:
     dependent: bool = False  # programmatic dependent launch: it may start before the previous kernel is done
     ttir: str = ""
     metadata: dict[str, Any] = field(default_factory=dict, compare=False)
+    # the kernel after another of Triton's stages, such as "ttgir"; None: there is none
+    stage: Callable[[str], str] | None = field(default=None, compare=False)
 
     def build(self, config: PassConfig) -> Compiled:
         """Applies the passes and assembles."""
@@ -153,7 +155,7 @@ class Compiled:
 
     @property
     def asm(self) -> Stages:
-        """The kernel in the stages that are kept: "ttir" (Triton kernels), "ptx" and "cubin"."""
+        """The kernel in all stages: "ptx" and "cubin", and of Triton's kernels "ttir", "ttgir" and "llir"."""
         return Stages(self.name, self.source.ttir, lambda: self)
 
     @property
@@ -185,19 +187,25 @@ class Stages(Mapping[str, Any]):
 
     def __init__(self, name: str, ttir: str, compiled: Callable[[], Compiled]) -> None:
         self._name, self._ttir, self._compiled = name, ttir, compiled
+        self._stages = ("ttir", "ttgir", "llir", "ptx", "cubin") if ttir else ("ptx", "cubin")
 
     def __getitem__(self, stage: str) -> Any:
         if stage == "ttir" and self._ttir:
             return self._ttir
         if stage in ("ptx", "cubin"):
             return getattr(self._compiled(), stage)
-        raise KeyError(f"kernel {self._name!r} keeps {', '.join(self)}, not {stage!r}")
+        if stage in self._stages and (later := self._compiled().source.stage) is not None:
+            return later(stage)
+        raise KeyError(f"kernel {self._name!r} has the stages {', '.join(self._stages)}, not {stage!r}")
+
+    def __contains__(self, stage: object) -> bool:
+        return stage in self._stages
 
     def __iter__(self) -> Iterator[str]:
-        return iter(("ttir", "ptx", "cubin") if self._ttir else ("ptx", "cubin"))
+        return iter(self._stages)
 
     def __len__(self) -> int:
-        return 3 if self._ttir else 2
+        return len(self._stages)
 
 
 class Launched:
