@@ -1,8 +1,9 @@
 """Requests that were on the GPU when it failed, by their content, so that a request that made it fail is not run again.
 
 On a real GPU, one invalid address ends the engine for all clients, and the driver does not say which request used it. A
-request that was alone on the GPU is to blame. If there were several, each is suspected: one suspected twice is blamed,
-and one answered later is cleared. All workers share the table, which outlives the engine's process.
+request that was alone on the GPU is to blame. If there were several, each is suspected: one that was there at two
+failures is blamed, and one answered later is cleared. Several requests may have the same content; at one failure they
+count once. All workers share the table, which outlives the engine's process.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from paellapy.scheduler.models.model import Model
 from paellapy.serving.logs import log
 
 MOST = 1024  # remembered requests; the oldest give way
-GUILTY = 2
-_KEY, _SCORE = range(2)
+_ALONE = -1  # in place of a second failure: it was alone at the first
+# Columns. Workers write them without a lock: at one failure all of them write the same numbers.
+_KEY, _FIRST, _SECOND = range(3)
 _SAID = "the GPU failed on the values of this request and would fail again"
 
 
 def suspect_table() -> Any:
     """A table in memory that forked processes share. Its last row counts the rows written."""
-    memory = mmap.mmap(-1, (MOST + 1) * 16)
-    return np.frombuffer(memory, np.int64).reshape(MOST + 1, 2)
+    memory = mmap.mmap(-1, (MOST + 1) * 24)
+    return np.frombuffer(memory, np.int64).reshape(MOST + 1, 3)
 
 
 class Suspects:
@@ -44,18 +46,22 @@ class Suspects:
         """
         found = []
         for digest in _digests(model, inputs, items):
-            score = self._score(digest)
-            if score >= GUILTY:
+            first, second = self._failures(digest)
+            if second:
                 raise RequestFailedError(_SAID)
-            if score:
+            if first:
                 found.append(digest)
         return found
 
     def judge(self, error: SuspectError, model: str) -> Exception:
         """The client's error: that its request made the GPU fail, or that it should try again."""
         row = self._row(error.digest)
-        row[_SCORE] += 1 if error.others else GUILTY
-        guilty = bool(row[_SCORE] >= GUILTY)
+        if not error.others:
+            row[_SECOND] = _ALONE
+        elif row[_FIRST] not in (0, error.failure):
+            row[_SECOND] = error.failure
+        row[_FIRST] = row[_FIRST] or error.failure
+        guilty = bool(row[_SECOND])
         said = "a request made the GPU fail" if guilty else "a request was one of several on the GPU when it failed"
         fields = {"model": model, "content": f"{error.digest:016x}", "beside": error.others}
         log.error(said, extra={"fields": fields})
@@ -64,11 +70,12 @@ class Suspects:
     def acquit(self, digests: Sequence[int]) -> None:
         """Clears items that were answered."""
         for digest in digests:
-            self._row(digest)[_SCORE] = 0
+            self._row(digest)[_FIRST:] = 0
 
-    def _score(self, digest: int) -> int:
+    def _failures(self, digest: int) -> tuple[int, int]:
+        """The failures at which a request with this content was on the GPU; 0: none."""
         at = np.flatnonzero(self._table[:MOST, _KEY] == _signed(digest))
-        return int(self._table[at[0], _SCORE]) if len(at) else 0
+        return (int(self._table[at[0], _FIRST]), int(self._table[at[0], _SECOND])) if len(at) else (0, 0)
 
     def _row(self, digest: int) -> Any:
         known = np.flatnonzero(self._table[:MOST, _KEY] == _signed(digest))
@@ -77,7 +84,7 @@ class Suspects:
         number = int(self._table[MOST, 0])
         self._table[MOST, 0] = number + 1
         row = self._table[number % MOST]
-        row[:] = _signed(digest), 0
+        row[:] = _signed(digest), 0, 0
         return row
 
 

@@ -45,11 +45,13 @@ class EngineFailedError(PaellaError):
 
 
 class SuspectError(EngineFailedError):
-    """The GPU failed while this request was on it, with `others` beside it; `digest` identifies its inputs."""
+    """The GPU failed while this request was on it, with `others` beside it; `digest` identifies its inputs, and
+    `failure` the failure, which is the same for all of them.
+    """
 
-    def __init__(self, message: str, digest: int = 0, others: int = 0) -> None:
+    def __init__(self, message: str, digest: int = 0, others: int = 0, failure: int = 1) -> None:
         super().__init__(message)
-        self.digest, self.others = digest, others
+        self.digest, self.others, self.failure = digest, others, failure
 
 
 class RequestFailedError(PaellaError):

@@ -61,6 +61,7 @@ CORE = np.dtype(
         ("mode", "i8"),  # RUN_MODE …
         ("error", "i8"),  # the backend's latest error
         ("suspects", "i8"),  # requests that were on the GPU when it was lost
+        ("lost_ns", "i8"),  # when it was lost; 0: it is there
         ("sequence", "i8"),  # number of the next request
         ("live", "i8"),  # requests accepted and not completed
         ("queued", "i8"),  # requests without a slot

@@ -52,9 +52,9 @@ class Answering(ABC):
         if loaded is None or lane is None:
             return failed
         inputs = {key: array[entry[E_SLOT]] for key, array in lane.inputs.items()}
-        error = SuspectError(
-            str(failed), digest_of(loaded.model.name, inputs), int(self.state.core["suspects"][0]) - 1
-        )
+        core = self.state.core[0]
+        others, failure = int(core["suspects"]) - 1, int(core["lost_ns"])
+        error = SuspectError(str(failed), digest_of(loaded.model.name, inputs), others, failure)
         error.__cause__ = failed.__cause__
         return error
 

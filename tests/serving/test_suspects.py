@@ -17,9 +17,9 @@ def inputs(*values):
     return {"i": np.array(values, np.int64)[:, None]}
 
 
-def seen(suspects, value, others):
-    """Whether a request that was on the GPU with this number of others is blamed."""
-    error = SuspectError("lost", digest_of("lookup", {"i": np.array([value])}), others)
+def seen(suspects, value, others, failure=1):
+    """Whether a request that was on the GPU with this number of others, when it failed, is blamed."""
+    error = SuspectError("lost", digest_of("lookup", {"i": np.array([value])}), others, failure)
     return isinstance(suspects.judge(error, "lookup"), RequestFailedError)
 
 
@@ -39,10 +39,19 @@ def test_of_several_it_is_who_was_there_twice_unless_it_was_answered_in_between(
     suspected = suspects.check(MODEL, inputs(1), 1)
     assert len(suspected) == 1
     suspects.acquit(suspected)  # it came again, and was answered
-    assert [seen(suspects, value, others=1) for value in (1, 99)] == [False, True]
+    assert [seen(suspects, value, others=1, failure=2) for value in (1, 99)] == [False, True]
     assert suspects.check(MODEL, inputs(2), 1)
     with pytest.raises(RequestFailedError):
         suspects.check(MODEL, inputs(99), 1)
+
+
+def test_requests_of_the_same_content_count_once_at_a_failure():
+    """Many clients may send what is right, beside one who does not."""
+    table = suspect_table()
+    workers = Suspects(table), Suspects(table)
+    assert not any(seen(each, value, others=6) for value in (1, 1, 99, 1) for each in workers)
+    assert workers[0].check(MODEL, inputs(1), 1)
+    assert seen(workers[1], 1, others=6, failure=2)
 
 
 def test_all_workers_know_and_the_oldest_are_forgotten():
