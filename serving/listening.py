@@ -5,11 +5,12 @@ clients.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
-import select
 import socket
 import ssl
+from collections.abc import Coroutine
 from typing import Any
 
 from aiohttp import web
@@ -49,22 +50,49 @@ class Site(web.SockSite):
 async def stop_listening(runner: web.AppRunner) -> None:
     """Accepts all connections in the kernel's queue, stops listening, and lets each new connection send one request.
 
-    Closing a connection in the queue would reset it: its client, which has sent its request, would get no answer.
+    Closing a connection in the queue would reset it: its client, which has sent its request, would get no answer. So
+    the loop stops accepting first. The rest is accepted here, and the socket closed as soon as its queue is empty.
     """
+    loop = asyncio.get_running_loop()
+    accepted: set[asyncio.Task[Any]] = set()
     for site in runner.sites:
-        sockets = getattr(site._server, "sockets", None) or ()
-        poll = select.poll()
-        for each in sockets:
-            poll.register(each.fileno(), select.POLLIN)
-        while sockets and poll.poll(0):
-            await asyncio.sleep(0)
+        ours = [each.fileno() for each in getattr(site._server, "sockets", None) or ()]
+        kept = [socket.socket(fileno=os.dup(each)) for each in ours]
+        for each in ours:
+            with contextlib.suppress(RuntimeError):  # of uvloop, which accepts in one step
+                loop.remove_reader(each)
         for _ in range(TURNS):
             await asyncio.sleep(0)
         await site.stop()
-    loop = asyncio.get_running_loop()
+        for listening in kept:
+            accepted |= await _accept_rest(runner, site, listening)
     end = loop.time() + FRESH_S
-    while _fresh(runner) and loop.time() < end:
+    while (_fresh(runner) or accepted) and loop.time() < end:
+        accepted = {each for each in accepted if not each.done()}
         await asyncio.sleep(0.01)
+
+
+async def _accept_rest(runner: web.AppRunner, site: Any, listening: socket.socket) -> set[asyncio.Task[Any]]:
+    """Accepts until nobody waits, and closes the socket."""
+    loop, server = asyncio.get_running_loop(), runner.server
+    assert server is not None
+    found: set[asyncio.Task[Any]] = set()
+    with listening:
+        listening.setblocking(False)
+        while True:
+            try:
+                came, _ = listening.accept()
+            except OSError:  # mostly since nobody waits; or this process has too many files open
+                return found
+            limit = None if site._ssl_context is None else site._handshake_s
+            made = loop.connect_accepted_socket(server, came, ssl=site._ssl_context, ssl_handshake_timeout=limit)
+            found.add(loop.create_task(_ignored(made)))
+            await asyncio.sleep(0)
+
+
+async def _ignored(connecting: Coroutine[Any, Any, Any]) -> None:
+    with contextlib.suppress(OSError):  # the client left, or its handshake failed
+        await connecting
 
 
 def _fresh(runner: web.AppRunner) -> bool:

@@ -72,13 +72,14 @@ def running(
     policy: str = "paella",
     load: bool = True,
     engine: dict[str, Any] | None = None,
+    new_loop: Any = asyncio.new_event_loop,
     **options: Any,
 ) -> Iterator[Running]:
     """A server on a free port of 127.0.0.1, with all models loaded, stopped at the end. `engine`: further settings."""
     with Engine(DEVICE, policy, limits=limits, **(engine or {})) as made:
         registry = Registry(made, [m if isinstance(m, Entry) else entry_of(m) for m in models])
         settings = ServerConfig(**{"port": 0, "grace_s": 0.0, "drain_s": 10.0, **options})
-        loop, thread = asyncio.new_event_loop(), None
+        loop, thread = new_loop(), None
         try:
             server = Server(registry, settings, keys, tls)
             thread = threading.Thread(target=loop.run_forever)

@@ -15,13 +15,14 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import uvloop
 from aiohttp import web
 from engine_models import scale_model
 from places import TESTS
 from raw_client import Client
 from serving_server import ask, infer_body, running
 
-from paellapy.serving import codings, metrics
+from paellapy.serving import codings, listening, metrics
 from paellapy.serving.connections import Connection, unsent_bytes
 from paellapy.serving.logs import configure, log
 from paellapy.serving.protocol import BESIDE_BYTES, largest_request
@@ -365,6 +366,28 @@ def test_whoever_waits_to_be_accepted_when_the_server_stops_is_answered():
         go_on.set()
         assert {client.answer()[0] for client in clients} == {200}
         stopped.result()
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_whoever_connects_while_the_server_stops_listening_is_answered(monkeypatch, new_loop):
+    """A client comes in every turn of the loop that the stop takes, up to its last look at the queue."""
+    request = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (INFER.encode(), len(BODY), BODY)
+    sleep, clients = asyncio.sleep, []
+
+    async def joined(seconds, result=None):
+        if seconds == 0 and len(clients) < 12:
+            with contextlib.suppress(ConnectionRefusedError):  # the server does not listen any more
+                clients.append(opened.enter_context(Client(server)))
+                clients[-1].send(request)
+        return await sleep(seconds, result)
+
+    with contextlib.ExitStack() as opened:
+        with running([scale_model(batch=(1, 4))], new_loop=new_loop) as server:
+            monkeypatch.setattr("paellapy.serving.listening.asyncio.sleep", joined)
+            server.call(server.server.stop())
+            monkeypatch.undo()
+        assert len(clients) >= listening.TURNS
+        assert {client.answer()[0] for client in clients} == {200}
 
 
 # -- the access log
