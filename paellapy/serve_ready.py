@@ -19,6 +19,7 @@ from paellapy.serving.build import build_keys
 from paellapy.serving.config import Config, Source
 
 SHORT = 64  # most values that fit a command line
+_ANSWER_S = 2.0  # with workers their supervisor asks, and restarts none of them meanwhile
 
 
 Told = Callable[[str, list[str]], None]  # gets the URL and the loaded models
@@ -90,5 +91,5 @@ def _get(url: str, key: str, body: bytes | None = None) -> Any:
     trusting = ssl.create_default_context()
     trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE  # no check: it is our own server
     request = urllib.request.Request(url, body, {"X-API-Key": key} if key else {})
-    with urllib.request.urlopen(request, timeout=10, context=trusting) as answer:
+    with urllib.request.urlopen(request, timeout=_ANSWER_S, context=trusting) as answer:
         return json.loads(answer.read())

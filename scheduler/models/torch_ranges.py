@@ -21,10 +21,11 @@ _LOOKUPS: dict[str, tuple[int, int, int | None]] = {
     "aten::_embedding_bag_forward_only": (0, 1, None),
     "aten::index_select": (0, 2, 1),
     "aten::gather": (0, 2, 1),
-    "aten::scatter": (0, 2, 1),
-    "aten::scatter_add": (0, 2, 1),
-    "aten::index_add": (0, 2, 1),
-    "aten::index_copy": (0, 2, 1),
+    **{
+        f"aten::{name}{in_place}": (0, 2, 1)
+        for name in ("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy")
+        for in_place in ("", "_")
+    },
 }
 # Operations that do not change values.
 _SAME = {

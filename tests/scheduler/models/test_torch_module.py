@@ -422,6 +422,22 @@ def test_the_ranges_of_indices_are_those_of_their_tables(engine):
     engine.infer_sync("lookups", good)
 
 
+@pytest.mark.parametrize("change", [
+    lambda table, ids, ones: table.index_add_(0, ids, ones),
+    lambda table, ids, ones: table.index_add(0, ids, ones),
+    lambda table, ids, ones: table.scatter_(0, ids, ones),
+    lambda table, ids, ones: table.scatter_add_(0, ids, ones),
+    lambda table, ids, ones: table.scatter_reduce_(0, ids, ones, "sum"),
+    lambda table, ids, ones: table.index_copy_(0, ids, ones),
+])  # fmt: skip
+def test_indices_of_places_that_are_written_have_ranges_too(change):
+    def histogram(ids):
+        return change(torch.zeros(12), ids.flatten(), torch.ones(3))[None]
+
+    model = pp.Model.from_torch(histogram, torch.zeros(1, 3, dtype=torch.int64), batch=(1,))
+    assert [(spec.low, spec.high) for spec in model.inputs.values()] == [(0, 11)]
+
+
 class TunedLayer(torch.nn.Module):
     """Stands for a layer whose kernels are tuned by timing: modules from elsewhere may launch such kernels."""
 
