@@ -34,6 +34,7 @@ pytestmark = pytest.mark.skipif(find_chromium() is None, reason="needs chromium:
 
 WIDE, PHONE = (1366, 768), (390, 844)
 FIGURE = "document.querySelector('.js-plotly-plot')"
+DRAWN = "document.querySelectorAll('.js-plotly-plot')"
 
 
 @pytest.fixture
@@ -120,11 +121,13 @@ VIEWS = {
     "residency": (lambda t, **o: t.plot_residency(**o), (check_residency,)),
 }
 
-# Plotly keeps numbers in typed arrays, which do not travel as JSON.
-_SHOWN = f"""(() => {{
+
+def shown_by(figure=FIGURE):
+    """An expression for the numbers that a figure shows. Plotly has them in typed arrays, which JSON does not know."""
+    return f"""(() => {{
   const list = (values) => values == null ? null : Array.from(values, (v) => ArrayBuffer.isView(v) || Array.isArray(v) ? Array.from(v) : v);
   const found = {{heatmap: [], bar: [], scatter: []}};
-  for (const t of {FIGURE}._fullData)
+  for (const t of {figure}._fullData)
     found[t.type]?.push({{name: t.name, meta: t.meta, fill: t.fill, x: list(t.x), y: list(t.y), z: list(t.z), base: list(t.base)}});
   return found;
 }})()"""  # noqa: E501
@@ -149,16 +152,24 @@ def write(figure, folder, name):
 
 
 def test_every_view_is_readable_and_shows_the_numbers_of_the_trace(trace, tmp_path, shots):
+    """All views are on one page: reading Plotly takes longer than drawing most of them."""
+
     async def main():
         async with Browser() as browser:
-            for name, (draw, checks) in VIEWS.items():
-                for theme in ("light", "dark") if name == "plot" else ("light",):
-                    path = write(draw(trace, theme=theme), tmp_path, f"{name}-{theme}")
-                    page = await look(browser, path, shots, f"view-{name}-{theme}", dark=theme == "dark")
-                    shown = await page.evaluate(_SHOWN)
-                    for check in checks:
-                        check(shown, data.prepare(trace))
-                    await page.close()
+            path = write(VIEWS["plot"][0](trace, theme="dark"), tmp_path, "plot-dark")  # with Plotly beside it
+            page = await look(browser, path, shots, "view-plot-dark", dark=True)
+            check_heat(await page.evaluate(shown_by()), data.prepare(trace))
+            await page.close()
+            drawn = [draw(trace, theme="light") for draw, _ in VIEWS.values()]
+            parts = [each.to_html(include_plotlyjs=False, full_html=False, default_height=800) for each in drawn]
+            path = tmp_path / "views.html"
+            path.write_text('<meta charset="utf-8"><script src="plotly.min.js"></script>' + "".join(parts))
+            page = await look(browser, path, shots, "views")
+            for k, (_, checks) in enumerate(VIEWS.values()):
+                await page.wait_for(f"!!{DRAWN}[{k}]?._fullData")
+                shown = await page.evaluate(shown_by(f"{DRAWN}[{k}]"))
+                for check in checks:
+                    check(shown, data.prepare(trace))
 
     asyncio.run(main())
 
@@ -168,7 +179,7 @@ def test_requests_are_readable_and_as_many_as_ran(requests, tmp_path, shots):
         async with Browser() as browser:
             for name, draw in (("requests", requests.plot_requests), ("engine", requests.plot)):
                 page = await look(browser, write(draw(theme="dark"), tmp_path, name), shots, f"view-{name}", dark=True)
-                bars = [bar for bar in (await page.evaluate(_SHOWN))["bar"] if bar.get("meta") == "queued"]
+                bars = [bar for bar in (await page.evaluate(shown_by()))["bar"] if bar.get("meta") == "queued"]
                 jobs = requests.jobs
                 waited = (jobs["start_ns"] - jobs["arrival_ns"]) / data.prepare(requests).axis.ns_per_unit
                 lengths = sorted(length for bar in bars for length in bar["x"])
@@ -185,7 +196,7 @@ def test_two_traces_side_by_side_are_readable(trace, tmp_path, shots):
         async with Browser() as browser:
             path = write(pp.compare(trace, other, ("wide first", "deep first")), tmp_path, "compare")
             page = await look(browser, path, shots, "view-compare", width=1500)
-            shown = await page.evaluate(_SHOWN)
+            shown = await page.evaluate(shown_by())
             pictures = data.on_one_scale([data.prepare(trace), data.prepare(other)])
             heats = [each for each in shown["heatmap"] if each["name"] == "occupancy"]  # others are lanes of a full GPU
             for heat, picture in zip(heats, pictures, strict=True):
@@ -206,7 +217,7 @@ def test_exploring_shows_the_window_one_zooms_into(trace, tmp_path, shots):
             page = await look(browser, write(figure, tmp_path, "explore"), shots, "view-explore")
             start = whole.axis.origin_ns + round(middle * whole.axis.ns_per_unit)
             end = whole.axis.origin_ns + round(whole.axis.length * whole.axis.ns_per_unit)
-            check_heat(await page.evaluate(_SHOWN), data.prepare(trace, start_ns=start, end_ns=end))
+            check_heat(await page.evaluate(shown_by()), data.prepare(trace, start_ns=start, end_ns=end))
 
     asyncio.run(main())
 
@@ -220,7 +231,7 @@ def test_the_report_says_what_the_trace_says(trace, tmp_path, shots):
             cells = "(r) => [...r.children].map((c) => c.textContent.trim())"
             _, *shown = await page.evaluate(f"[...document.querySelectorAll('table tr')].map({cells})")
             assert shown == [list(row) for row in trace.summary().cells()]
-            check_heat(await page.evaluate(_SHOWN), data.prepare(trace))
+            check_heat(await page.evaluate(shown_by()), data.prepare(trace))
 
     asyncio.run(main())
 

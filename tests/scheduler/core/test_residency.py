@@ -265,11 +265,11 @@ PRIORITIES = (0, 0, 1, 2)
 actions = some.lists(
     some.tuples(some.sampled_from(["submit", "chunk", "chunk", "finish", "finish", "step", "evict", "prefetch",
                                    "cancel", "break", "mend"]), some.integers(0, 3)),
-    min_size=80, max_size=300,
+    min_size=280, max_size=300,
 )  # fmt: skip
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=36, deadline=None)
 @given(actions, some.integers(4, 10), some.lists(some.sampled_from([codes.AUTO, codes.AUTO, codes.GOES]), min_size=4,
                                                  max_size=4), some.booleans())  # fmt: skip
 def test_bytes_are_the_same_after_any_operations(todo, budget, keep, one_by_one):
