@@ -119,6 +119,14 @@ def rsqrt(x: Any) -> Any:
     return x.dtype.type(1) / np.sqrt(x)
 
 
+@elementwise
+def approx_divide(x: Any, y: Any) -> Any:
+    """PTX's div.approx.f32, to the last bits. It multiplies by the reciprocal, which vanishes for divisors above 2¹²⁶.
+    """
+    large = (np.abs(y) > 2.0**126) & np.isfinite(y)
+    return np.where(large, x * np.copysign(np.zeros_like(y), y), np.divide(x, y))
+
+
 def round_half_away(x: Any) -> Any:
     size = np.abs(x)
     whole = np.floor(size)  # size + 0.5 would be rounded before it is cut
@@ -182,7 +190,7 @@ FLOAT: dict[str, tuple[Function, int]] = {
     "math.fma": (fma, 2),
     "tt.precise_sqrt": (np.sqrt, 1),
     "tt.precise_divf": (np.divide, 1),
-    "tt.approx_divf": (np.divide, 1),
+    "tt.approx_divf": (approx_divide, 1),
 }
 
 INTEGER: dict[str, Function] = {

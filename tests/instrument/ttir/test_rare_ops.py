@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable
@@ -31,6 +32,24 @@ def device() -> Any:
 
 def some(n: int = 64, seed: int = 0) -> Any:
     return np.random.default_rng(seed).standard_normal(n).astype(np.float32)
+
+
+# ---- division --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def quotients(x, y, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out + i, tl.fdiv(tl.load(x + i), tl.load(y + i), approx=True))
+
+
+@pytest.mark.skipif("approx" not in inspect.signature(tl.fdiv).parameters, reason="this Triton has no such option")
+def test_approximate_division():
+    x, y, out = some(64, 1), some(64, 2), np.zeros(64, np.float32)
+    x[:5], y[:5] = (1.0, -1.0, np.inf, 1.0, 0.0), (2.0**127, 2.0**127, 2.0**127, 0.0, 0.0)
+    pp.kernel(quotients)[1,](x, y, out, N=64)
+    np.testing.assert_allclose(out[5:], x[5:] / y[5:], rtol=3e-7)
+    np.testing.assert_array_equal(out[:5], [0.0, -0.0, np.nan, np.inf, np.nan])
 
 
 # ---- inline PTX ------------------------------------------------------------------------------------------------------
