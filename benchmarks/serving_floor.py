@@ -1,6 +1,7 @@
 """Requests per second and latency of the server, beside a bare aiohttp handler that decodes and echoes, in one run.
 
     python benchmarks/serving_floor.py [--seconds 2] [--rounds 5] [--servers floor,one,1,2] [--out DIR]
+    python benchmarks/serving_floor.py --against CHECKOUT      # of an earlier version: its servers, in the same run
 
 The handler is the floor that aiohttp sets: uvloop, msgspec, almost no routing, no engine. `one` is the server in one
 process; 1, 2, … are HTTP workers in front of an engine process. All run a model of one kernel on the virtual GPU, and
@@ -9,6 +10,8 @@ so also pay for the CPU time that computes the kernel.
 All servers run all the time and are asked in turn, and each round compares with its own floor, so that other load of
 the machine affects all of them. Figures are medians over the rounds. With more processes than cores, requests per
 second show the total CPU time of each way, the client's included; `cpu_us` has it process by process.
+
+With --against, `now ÷ before` has requests per second and the CPU time of the server, each the median of the rounds.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from paellapy.serving.bench.run import run_bench
 
 SMALL, LARGE = 64, 75_264  # floats; the larger is an image of 3 x 224 x 224 as FP16, 301 KB as FP32
 SIZES = {"small": SMALL, "large": LARGE}
+BEFORE = " before"  # behind the name of a server of an earlier version
 
 
 def models() -> list[Any]:
@@ -113,9 +117,12 @@ def serve_floor() -> None:
 class Running:
     """A server in processes of its own."""
 
-    def __init__(self, kind: str) -> None:
-        command = [sys.executable, __file__, "--serve", kind]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    def __init__(self, kind: str, checkout: Path | None = None) -> None:
+        """`checkout`: of another version, which serves in place of this one."""
+        script = Path(__file__) if checkout is None else checkout / "benchmarks" / Path(__file__).name
+        environment = os.environ if checkout is None else {**os.environ, "PYTHONPATH": str(checkout)}
+        command = [sys.executable, str(script), "--serve", kind]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=checkout, env=environment)
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().strip()
 
@@ -174,18 +181,19 @@ def compare(runs: list[dict[str, Any]], floors: list[dict[str, Any]]) -> dict[st
     }
 
 
-def measure(kinds: list[str], seconds: float, rounds: int) -> dict[str, Any]:
-    cases = [
-        (model, binary, clients)
-        for model, binary in (("small", True), ("small", False), ("large", True))
-        for clients in (1, 32)
-    ]
+Runs = dict[str, dict[str, list[dict[str, Any]]]]  # by case and server
+
+
+def measure(kinds: list[str], seconds: float, rounds: int, checkout: Path | None = None) -> Runs:
+    """With `checkout`, a server whose name ends with BEFORE is of that version."""
+    pairs = [("small", True), ("small", False), ("large", True), *([("large", False)] if checkout else [])]
+    cases = [(model, binary, clients) for model, binary in pairs for clients in (1, 32)]
     labels = [f"{m} {'binary' if b else 'JSON'}, {n} client{'s' * (n > 1)}" for m, b, n in cases]
-    runs: dict[str, dict[str, list[dict[str, Any]]]] = {label: {kind: [] for kind in kinds} for label in labels}
+    runs: Runs = {label: {kind: [] for kind in kinds} for label in labels}
     servers: dict[str, Running] = {}
     try:
         for kind in kinds:
-            servers[kind] = Running(kind)
+            servers[kind] = Running(kind.removesuffix(BEFORE), checkout if kind.endswith(BEFORE) else None)
         for k in range(rounds + 1):  # the first round warms up
             for label, (model, binary, clients) in zip(labels, cases, strict=True):
                 load = Load((model,), concurrency=clients, binary=binary, duration_s=seconds, warmup_s=seconds / 4)
@@ -197,7 +205,27 @@ def measure(kinds: list[str], seconds: float, rounds: int) -> dict[str, Any]:
     finally:
         for each in servers.values():
             each.stop()
-    return {label: {kind: compare(runs[label][kind], runs[label]["floor"]) for kind in kinds} for label in labels}
+    return runs
+
+
+def beside_floor(runs: Runs) -> dict[str, Any]:
+    return {label: {kind: compare(each, by_kind["floor"]) for kind, each in by_kind.items()}
+            for label, by_kind in runs.items()}  # fmt: skip
+
+
+def beside_before(runs: Runs) -> dict[str, Any]:
+    """Ratios of this version to the earlier one, for each case and server."""
+
+    def cpu_us(run: dict[str, Any]) -> float:
+        return float(sum(us for name, us in run["cpu_us"].items() if name != "client"))
+
+    def ratios(now: list[dict[str, Any]], before: list[dict[str, Any]]) -> dict[str, float]:
+        pairs = list(zip(now, before, strict=True))
+        return {"per_s": round(statistics.median(a["per_s"] / b["per_s"] for a, b in pairs), 3),
+                "cpu": round(statistics.median(cpu_us(a) / cpu_us(b) for a, b in pairs), 3)}  # fmt: skip
+
+    return {label: {kind: ratios(each, by_kind[kind + BEFORE]) for kind, each in by_kind.items()
+                    if kind + BEFORE in by_kind} for label, by_kind in runs.items()}  # fmt: skip
 
 
 def show(found: dict[str, Any]) -> None:
@@ -217,6 +245,7 @@ def main() -> None:
     parser.add_argument("--servers", default="floor,one,1,2", help="servers: floor, one, and numbers of workers")
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--against", type=Path, help="checkout of an earlier version")
     parser.add_argument("--out", type=Path, default=None, help="folder for the JSON file (default: results/)")
     arguments = parser.parse_args()
     if arguments.serve:
@@ -226,9 +255,22 @@ def main() -> None:
             serve_paellapy(0 if arguments.serve == "one" else int(arguments.serve))
         return
     kinds = arguments.servers.split(",")
-    found = measure(kinds, arguments.seconds, arguments.rounds)
-    show(found)
     about = {"device": "virtual:h200", "cores": os.cpu_count(), "seconds": arguments.seconds}
+    if arguments.against is not None:
+        checkout = arguments.against.resolve()
+        kinds = [each for kind in kinds if kind != "floor" for each in (kind, kind + BEFORE)]
+        runs = measure(kinds, arguments.seconds, arguments.rounds, checkout)
+        commit = subprocess.run(["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"], capture_output=True,
+                                text=True, check=True).stdout.strip()  # fmt: skip
+        found = beside_before(runs)
+        for label, by_kind in found.items():
+            said = [f"{kind}: {each['per_s']:.2f}x, CPU {each['cpu']:.2f}x" for kind, each in by_kind.items()]
+            print(f"{label:26s}", *said, sep="   ")
+        content = {**about, "rounds": arguments.rounds, "before": commit, "now ÷ before": found}
+        print("written to", save("serving_floor_against", content, folder=arguments.out))
+        return
+    found = beside_floor(measure(kinds, arguments.seconds, arguments.rounds))
+    show(found)
     content = {**about, "rounds": arguments.rounds, "cases": found}
     print("written to", save("serving_floor", content, folder=arguments.out))
 
