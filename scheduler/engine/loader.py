@@ -79,21 +79,17 @@ class Loader:
         found: WeightRange | None = None
         try:
             with times.phase("upload"):
-                if self.residents is None:
-                    weights = backend.upload(model)
-                else:
-                    placed = self.residents.place(model)
-                    weights, found = placed.weights, placed.range
-                    weights_bytes = weights_bytes if found is None else found.held_bytes
+                weights, found = self._place(model)
             with times.phase("rehearse"):
                 noting = Noting(weights)
                 scratch, foreign = backend.rehearse_all(model, noting, sizes)
-            if self.residents is not None and found is not None and noting.in_other_order:
-                with times.phase("upload"):
-                    self.residents.forget(model.name, found)
-                    found = None
-                    placed = self.residents.place(model, noting.order)
-                    weights, found = placed.weights, placed.range
+            if found is not None:
+                if noting.in_other_order:
+                    with times.phase("upload"):
+                        self._forget(model, found)
+                        found = None
+                        weights, found = self._place(model, noting.order)
+                weights_bytes = weights_bytes if found is None else found.held_bytes
             plan = plan_lane(model, scratch, self.limits.segments)
             self.memory.release(model.name)
             reservation, berths = self._reserve(model, weights_bytes, plan, foreign, lanes_wanted, len(later) > 0)
@@ -119,10 +115,20 @@ class Loader:
         except BaseException:
             self.memory.release(model.name)
             self._free(lanes, made)
-            if self.residents is not None:
-                self.residents.forget(model.name, found)
+            self._forget(model, found)
             raise
         return loaded
+
+    def _place(self, model: Model, order: Sequence[str] = ()) -> tuple[Arrays, WeightRange | None]:
+        """The weights on the GPU; where they may come and go, in a range, those named in `order` first."""
+        if self.residents is None:
+            return self.backend.upload(model), None
+        placed = self.residents.place(model, order)
+        return placed.weights, placed.range
+
+    def _forget(self, model: Model, found: WeightRange | None) -> None:
+        if self.residents is not None:
+            self.residents.forget(model.name, found)
 
     def _to_itself(self, berths: Sequence[Berth | None]) -> contextlib.AbstractContextManager[None]:
         """Keeps other models out of shared lane memory while this model runs to be measured."""
@@ -191,8 +197,7 @@ class Loader:
             loaded.spare.memory.free()
         loaded.weights.clear()
         self.memory.release(loaded.model.name)
-        if self.residents is not None:
-            self.residents.forget(loaded.model.name, loaded.range)
+        self._forget(loaded.model, loaded.range)
 
     def _free(self, lanes: list[Lane], made: list[list[Launches]]) -> None:
         """Frees the launches first, because they write to the lanes' memory."""
