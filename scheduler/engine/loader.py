@@ -78,18 +78,8 @@ class Loader:
         made: list[list[Launches]] = []
         found: WeightRange | None = None
         try:
-            with times.phase("upload"):
-                weights, found = self._place(model)
-            with times.phase("rehearse"):
-                noting = Noting(weights)
-                scratch, foreign = backend.rehearse_all(model, noting, sizes)
-            if found is not None:
-                if noting.in_other_order:
-                    with times.phase("upload"):
-                        self._forget(model, found)
-                        found = None
-                        weights, found = self._place(model, noting.order)
-                weights_bytes = weights_bytes if found is None else found.held_bytes
+            weights, found, (scratch, foreign) = self._rehearsed(model, sizes, times)
+            weights_bytes = weights_bytes if found is None else found.held_bytes
             plan = plan_lane(model, scratch, self.limits.segments)
             self.memory.release(model.name)
             reservation, berths = self._reserve(model, weights_bytes, plan, foreign, lanes_wanted, len(later) > 0)
@@ -118,6 +108,26 @@ class Loader:
             self._forget(model, found)
             raise
         return loaded
+
+    def _rehearsed(
+        self, model: Model, sizes: Sequence[int], times: LoadTimes
+    ) -> tuple[Arrays, WeightRange | None, tuple[int, int]]:
+        """The weights on the GPU, after a first run of every size, and the memory that the runs need."""
+        with times.phase("upload"):
+            weights, found = self._place(model)
+        try:
+            noting = Noting(weights)
+            with times.phase("rehearse"):
+                needed = self.backend.rehearse_all(model, noting, sizes)
+            if found is not None and noting.in_other_order:
+                with times.phase("upload"):
+                    self._forget(model, found)
+                    found = None
+                    weights, found = self._place(model, noting.order)
+        except BaseException:
+            self._forget(model, found)
+            raise
+        return weights, found, needed
 
     def _place(self, model: Model, order: Sequence[str] = ()) -> tuple[Arrays, WeightRange | None]:
         """The weights on the GPU; where they may come and go, in a range, those named in `order` first."""
