@@ -63,7 +63,11 @@ def find_touched(torch: Any, given: Iterable[Any], run: Callable[[], Any]) -> tu
 
 
 def _address(tensor: Any) -> int:
-    return int(tensor.untyped_storage().data_ptr())
+    """Where the tensor's memory begins; 0: it has none, as those that stand for other tensors."""
+    try:
+        return int(tensor.untyped_storage().data_ptr())
+    except (RuntimeError, NotImplementedError):
+        return 0
 
 
 def _tensors(torch: Any, value: Any) -> Iterator[Any]:

@@ -225,6 +225,30 @@ def test_changes_are_found_with_the_memory_and_put_back():
     assert not x.any()
 
 
+class Stands(torch.Tensor):
+    """Stands for another tensor and has no memory, as quantised and distributed tensors do."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return func(*(each.inner if isinstance(each, Stands) else each for each in args), **(kwargs or {}))
+
+
+def test_tensors_that_stand_for_others_are_no_obstacle():
+    weight = torch.randn(4, 4)
+    stands = Stands(weight)
+    x = torch.randn(1, 4)
+    with pp.Engine("virtual:h200") as engine:
+        engine.load(Model.from_torch(lambda x: x @ stands, torch.zeros(1, 4), name="net", batch=(1,)))
+        found = engine.infer_sync("net", {"input": x[0].numpy()})["output"]
+    torch.testing.assert_close(torch.from_numpy(found), (x @ weight)[0])
+
+
 def test_of_many_modules_in_a_dict_only_those_in_training_are_kept():
     nets = {k: torch.nn.Linear(2, 2).eval() for k in range(3)}
     assert state_behind(torch, lambda x: nets[0](x)) == []
