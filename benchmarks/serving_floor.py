@@ -160,6 +160,8 @@ def one_run(asked: Running, load: Load) -> dict[str, Any]:
     own = time.process_time() - own
     assert not result["errors"], result["errors"]
     requests = result["answered_per_s"] * (load.duration_s + load.warmup_s)
+    if not requests:
+        raise SystemExit(f"no request for {load.models[0]!r} was answered within {load.duration_s} s: raise --seconds")
     cpu_us = {name: (after - before.get(name, 0.0)) / requests * 1e6 for name, after in asked.cpu_s().items()}
     cpu_us["client"] = own / requests * 1e6
     return {"per_s": result["answered_per_s"], "p50_ms": result["latency_ms"]["p50"], "cpu_us": cpu_us}

@@ -30,6 +30,7 @@ from paellapy.scheduler.models.torch_touched import Touched, find_touched
 
 T = TypeVar("T")
 
+
 def own_module(torch: Any, title: str, module: Any) -> Any:
     """A copy of the module over the same weights, so that changes to the copy do not affect the caller's module.
 
