@@ -2,10 +2,10 @@
 
 A kernel's pointer arguments show which weights it reads. Some kernels hide a pointer in a structure that cannot be
 read; libraries also leave stale pointers in structures that they fill partly, to weights that the kernel never reads.
-So there are several guesses: the most that a kernel's pointers ask for, the least, and the least of all kernels from
-there on, which holds where weights are used in order. A guess is accepted if the program gives the same outputs when
-weights arrive no sooner than the guess says, in memory that held other contents before. A larger guess that only some
-segments require is then lowered for the other segments.
+So there are several guesses: the most that a kernel's pointers ask for, the least, and the needs of as many kernels as
+agree that weights are used in order. A guess is accepted if the program gives the same outputs when weights arrive no
+sooner than the guess says, in memory that held other contents before. A larger guess that only some segments require is
+then lowered for the other segments. Weights arrive in chunks, so all needs are whole chunks.
 """
 
 from __future__ import annotations
@@ -45,13 +45,15 @@ class Trials:
 
     def tried(self, least: Sequence[Needs], most: Needs) -> Needs:
         """The smallest needs found with which the program runs correctly; at worst all weights from the start."""
+        chunk, whole = self._weights.chunk_bytes, self._weights.layout.nbytes
+        most, *least = (tuple(min(-(-n // chunk) * chunk, whole) for n in each) for each in (most, *least))
         every = guesses(least, most) if self._exact else guesses([most], most)
         try:
-            found = next((each for each in every if self._runs_with(each)), (self._weights.layout.nbytes,) * len(most))
+            found = next((each for each in every if self._runs_with(each)), (whole,) * len(most))
             smallest = tuple(map(min, zip(*every, strict=True)))
-            return found if found == smallest or not self._exact else lowered(smallest, found, self._runs_with)
+            return found if found == smallest or not self._exact else lowered(smallest, found, self._runs_with, chunk)
         finally:
-            self._weights.write(self._source, 0, self._weights.layout.nbytes)
+            self._weights.write(self._source, 0, whole)
 
     def _runs_with(self, guess: Needs) -> bool:
         return all(same(self._expected, self._run(guess, old), self._exact) for old in (_NO_NUMBERS, _NUMBERS))
@@ -104,13 +106,15 @@ def guesses(least: Sequence[Needs], most: Needs) -> list[Needs]:
     return sorted(shifted, key=lambda needs: (sum(needs), needs))
 
 
-def lowered(smallest: Needs, found: Needs, runs_with: Callable[[Needs], bool], most: int = _MOST_TESTS) -> Needs:
+def lowered(
+    smallest: Needs, found: Needs, runs_with: Callable[[Needs], bool], chunk: int, most: int = _MOST_TESTS
+) -> Needs:
     """Needs between the smallest ones and those that were found to suffice, lowered segment by segment from the front.
 
     More weights than needed never harm, so both the segments that can do with the smallest needs and the need of the
     first segment that cannot are found by bisection.
 
-    >>> lowered((1, 2, 3, 4), (4, 4, 4, 4), lambda needs: all(map(int.__ge__, needs, (1, 3, 3, 4))))
+    >>> lowered((1, 2, 3, 4), (4, 4, 4, 4), lambda needs: all(map(int.__ge__, needs, (1, 3, 3, 4))), 1)
     (1, 3, 3, 4)
     """
     wanted, best, tests = list(smallest), found, 0
@@ -131,7 +135,7 @@ def lowered(smallest: Needs, found: Needs, runs_with: Callable[[Needs], bool], m
         while last - first > 1 and tests < most:
             middle = (first + last) // 2
             first, last = (middle, last) if passes(wanted[:middle]) else (first, middle)
-        steps = sorted({each for each in (*wanted[first:], found[first]) if wanted[first] < each <= found[first]})
+        steps = [*range(wanted[first] // chunk * chunk + chunk, found[first], chunk), found[first]]
         low, high = 0, len(steps) - 1
         while low < high and tests < most:
             middle = (low + high) // 2

@@ -85,7 +85,8 @@ class Preparation:
         if loaded.range is not None:
             least, most = zip(*backend.weight_ends(sliced, loaded.range), strict=True)
             known = known.with_needs(needs_of(most, known.bounds))
-            loaded.least_needs.append([tuple(needs_of(each, known.bounds)) for each in (least, in_order(least))])
+            fewer = least, in_order(least, most)
+            loaded.least_needs.append([tuple(needs_of(each, known.bounds)) for each in fewer])
         marks = last_kernels(sliced.nodes, known.bounds)
         confined = known.stretch_in_window <= self._rules.tuning.most_window_stretch
         for lane in loaded.lanes:

@@ -110,15 +110,22 @@ def needs_of(ends: Sequence[int], bounds: Sequence[tuple[int, int]]) -> list[int
     return found
 
 
-def in_order(ends: Sequence[int]) -> list[int]:
-    """The needs without those that exceed the need of a later node (0 is none): where weights lie in their order of
-    use, such a need comes from a stale pointer.
+def in_order(least: Sequence[int], most: Sequence[int]) -> list[int]:
+    """The needs of the largest number of nodes whose needs do not fall, each the least or the most of its node; 0 for
+    other nodes. Where weights lie in their order of use, a need that breaks the order comes from a stale pointer.
 
-    >>> in_order([512, 0, 256, 1024])
-    [256, 256, 256, 1024]
+    >>> in_order([512, 0, 256, 1024, 256], [768, 0, 256, 1024, 1280])
+    [0, 0, 256, 1024, 1280]
     """
-    found, least = [], max(ends, default=0)
-    for end in reversed(ends):
-        least = min(least, end or least)
-        found.append(least)
-    return found[::-1]
+    ends: list[int] = []  # by length: the smallest end of a chain of so many nodes, and its last link
+    links: list[tuple[int, int, Any]] = []
+    for node, pair in enumerate(zip(least, most, strict=True)):
+        for end in sorted({*pair} - {0}, reverse=True):  # the larger first, so that no chain has both
+            k = bisect_right(ends, end)
+            ends[k : k + 1] = [end]
+            links[k : k + 1] = [(node, end, links[k - 1] if k else None)]
+    found, link = [0] * len(least), links[-1] if links else None
+    while link is not None:
+        node, end, link = link
+        found[node] = end
+    return found

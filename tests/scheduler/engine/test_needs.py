@@ -24,7 +24,7 @@ class Table:
         self.inputs = {name: np.full((1, 8), spec.neutral, spec.dtype) for name, spec in specs.items()}
         self.outputs = {"y": np.zeros((1, 8), np.float32)}
         self.model = SimpleNamespace(inputs=specs)
-        self.layout = SimpleNamespace(nbytes=68)
+        self.layout, self.chunk_bytes = SimpleNamespace(nbytes=68), 4
 
     def write(self, source, first, end):
         both = np.concatenate([self.table, self.bias]).view(np.uint8)
@@ -88,7 +88,7 @@ def test_needs_are_lowered_as_far_as_the_pointers_and_the_tests_allow(drawn, mos
         tested.append(guess)
         return all(map(int.__ge__, guess, needed))
 
-    got = lowered(smallest, found, runs_with, most)
+    got = lowered(smallest, found, runs_with, 1, most)
     assert len(tested) <= most
     assert all(map(int.__ge__, got, needed))
     assert all(map(int.__le__, got, found))
@@ -104,7 +104,7 @@ class Layers:
         self.numbers = np.arange(1, layers + 1, dtype=np.float32)
         self.inputs, self.outputs = {"x": np.zeros((1, 1), np.float32)}, {"y": np.zeros((1, 1), np.float32)}
         self.model = SimpleNamespace(inputs={"x": pp.TensorSpec((1,))})
-        self.layout = SimpleNamespace(nbytes=4 * layers)
+        self.layout, self.chunk_bytes = SimpleNamespace(nbytes=4 * layers), 4
         self.runs = 0
 
     def write(self, source, first, end):
@@ -129,6 +129,6 @@ def test_one_kernel_with_a_misleading_pointer_does_not_delay_all_segments():
     least = tuple(accumulate(least, max))
     trials = Trials(made, made, source, made, SimpleNamespace(handles=list(range(layers))))
     found = trials.tried([least], (4 * layers,) * layers)
-    assert found == (*needed[:7], needed[8], *needed[8:])  # the next end of a tensor that some pointer shows
+    assert found == tuple(needed)
     assert found not in guesses([least], (4 * layers,) * layers)
     assert np.array_equal(made.numbers.view(np.uint8), source)
