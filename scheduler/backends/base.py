@@ -160,8 +160,10 @@ class Backend(ABC):
     # -- weights that come and go
 
     @abstractmethod
-    def weight_range(self, layout: Layout, chunk_bytes: int) -> WeightRange:
-        """An address range for a model's weights, with memory behind it."""
+    def weight_range(self, layout: Layout, chunk_bytes: int, map_bytes: int) -> WeightRange:
+        """An address range for a model's weights, with memory behind it. Weights arrive in chunks; memory is mapped in
+        parts of at least `map_bytes`, where it is mapped at all.
+        """
 
     @abstractmethod
     def host_block(self, nbytes: int) -> Any:

@@ -84,12 +84,12 @@ class CudaBackend(Backend):
         self.device.activate()
         return model.place(self.device)
 
-    def weight_range(self, layout: Layout, chunk_bytes: int) -> CudaWeights:
+    def weight_range(self, layout: Layout, chunk_bytes: int, map_bytes: int) -> CudaWeights:
         if self._pages is None:
             self._pages = CudaPages(self.device, self.weights_limit_bytes)
             self._weight_stream = CudaStream(self.device, 0)
         assert self._weight_stream is not None
-        return CudaWeights(self.device, layout, chunk_bytes, self._pages, self._weight_stream)
+        return CudaWeights(self.device, layout, (chunk_bytes, map_bytes), self._pages, self._weight_stream)
 
     def host_block(self, nbytes: int) -> PinnedBlock:
         return PinnedBlock(self.device, nbytes)

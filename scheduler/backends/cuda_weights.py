@@ -1,8 +1,9 @@
 """Weights that come and go on a real GPU: reserved addresses, memory mapped behind them, copies on a separate stream.
 
 An address range is reserved once, and graphs contain addresses in it. Physical memory is created, mapped and opened
-chunk by chunk as weights arrive, each chunk just before its copy: creating 64 MiB takes a tenth of the time of copying
-them. Behind each chunk's copy the stream writes a word, so the core learns of it without the interpreter.
+in blocks as weights arrive, each block just before its copies: creating 64 MiB takes a tenth of the time of copying
+them. A block has several chunks. Behind each chunk's copy the stream writes a word, so the core learns of it without
+the interpreter.
 """
 
 from __future__ import annotations
@@ -129,33 +130,35 @@ class CudaPages:
 
 class CudaWeights(WeightRange):
     def __init__(
-        self, device: CudaDevice, layout: Layout, chunk_bytes: int, pages: CudaPages, stream: CudaStream
+        self, device: CudaDevice, layout: Layout, sizes: tuple[int, int], pages: CudaPages, stream: CudaStream
     ) -> None:
+        """`sizes`: bytes of a chunk, and the least bytes of a block."""
         super().__init__(layout)
         cu = driver()
         device.activate()
         grain = pages.granularity
         self._device, self._pages, self._stream = device, pages, stream
+        chunk_bytes, map_bytes = sizes
         self.chunk_bytes = -(-chunk_bytes // grain) * grain
+        self._block_bytes = -(-max(map_bytes, 1) // self.chunk_bytes) * self.chunk_bytes
         self.held_bytes = max(grain, -(-layout.nbytes // grain) * grain)
-        self._mapped: list[tuple[Any, int]] = []  # handles and sizes of chunks
+        self._mapped: list[tuple[Any, int]] = []  # handles and sizes of blocks
         self._pinned = PinnedBlock(device, 8 * self.chunks)
         self.words = self._pinned.host[: 8 * self.chunks].view(np.uint64)
         self.words[:] = 0
         self.address = 0
         try:
             self.address = int(check(cu.cuMemAddressReserve(self.held_bytes, 0, 0, 0), "reserving addresses"))
-            for k in range(self.chunks):
-                self._map(k)
+            for first in range(0, self.held_bytes, self._block_bytes):
+                self._map(first)
         except BaseException:
             self.free()
             raise
 
-    def _map(self, k: int) -> tuple[int, int]:
-        first = k * self.chunk_bytes
-        nbytes = min(self.chunk_bytes, self.held_bytes - first)
+    def _map(self, first: int) -> None:
+        """Maps the block that begins there."""
+        nbytes = min(self._block_bytes, self.held_bytes - first)
         self._mapped.append((self._pages.map(self.address + first, nbytes), nbytes))
-        return first, nbytes
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> CudaArray:
         return CudaArray.over(self._device, self.address + offset, shape, dtype)
@@ -165,9 +168,10 @@ class CudaWeights(WeightRange):
         self._device.activate()
         words, host = int(self.words.ctypes.data), int(source.ctypes.data)
         try:
-            for k in range(self.chunks):
-                first, nbytes = self._map(k)
-                self._copy(host, first, min(first + nbytes, self.layout.nbytes))
+            for k, first in enumerate(range(0, self.held_bytes, self.chunk_bytes)):
+                if first % self._block_bytes == 0:
+                    self._map(first)
+                self._copy(host, first, min(first + self.chunk_bytes, self.layout.nbytes))
                 check(cu.cuStreamWriteValue64(stream, words + 8 * k, 1, 0), "reporting a copy of weights")
         except PaellaError:
             self._stream.synchronize()
@@ -186,11 +190,11 @@ class CudaWeights(WeightRange):
         done = 0
         try:
             for k, (_, nbytes) in enumerate(self._mapped):
-                check(driver().cuMemUnmap(self.address + k * self.chunk_bytes, nbytes), "unmapping weights")
+                check(driver().cuMemUnmap(self.address + k * self._block_bytes, nbytes), "unmapping weights")
                 done += 1
         except PaellaError:  # all weights are there, or none: memory keeps its bytes while it is not mapped
             for k, (handle, nbytes) in enumerate(self._mapped[:done]):
-                self._pages.open(self.address + k * self.chunk_bytes, nbytes, handle)
+                self._pages.open(self.address + k * self._block_bytes, nbytes, handle)
             raise
         for handle, nbytes in self._mapped:
             self._pages.give(handle, nbytes)

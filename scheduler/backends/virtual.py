@@ -90,7 +90,7 @@ class VirtualBackend(Backend):
     def upload(self, model: Model) -> Arrays:
         return model.place(self.device)
 
-    def weight_range(self, layout: Layout, chunk_bytes: int) -> VirtualWeights:
+    def weight_range(self, layout: Layout, chunk_bytes: int, map_bytes: int) -> VirtualWeights:
         return VirtualWeights(layout, chunk_bytes, self)
 
     def host_block(self, nbytes: int) -> VirtualMemory:

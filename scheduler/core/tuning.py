@@ -102,7 +102,8 @@ class Tuning:
     map_ns: float = _number("time until the copy of the first chunk of weights starts")
     cold_lead_ns: float = _number("time by which a model starts early while its weights still arrive")
     cold_stretch: float = _number("expected slowdown of its segments while its weights arrive")
-    chunk_bytes: int = _number("size of the parts in which weights are mapped and copied", whole=True)
+    chunk_bytes: int = _number("size of the parts of weights that segments wait for", whole=True)
+    map_bytes: int = _number("size of the parts in which memory of weights is mapped", whole=True)
     demand_memory_ns: float = _number("time after which a request counts for 1/e of a new one, where weights compete")
     patience: float = _number("wait, in reload times, after which a model also gets memory from busy models")
     # -- simulated time

@@ -131,7 +131,8 @@ class Residents:
             self.store.put(model.name, layout.nbytes, fill)
         found: WeightRange | None = None
         try:
-            found = self.backend.weight_range(layout, int(self.state.tuning["chunk_bytes"][0]))
+            chunk_bytes, map_bytes = (int(self.state.tuning[each][0]) for each in ("chunk_bytes", "map_bytes"))
+            found = self.backend.weight_range(layout, chunk_bytes, map_bytes)
             if found.held_bytes > layout.nbytes:
                 rest = found.held_bytes - max(layout.nbytes, 1)
                 self.budget.place(model.name, rest, model.priority, keep, f"the last page of {what}")

@@ -42,6 +42,7 @@ class Driver:
         self.there, self.created = {}, 0
         self.mapped, self.pinned, self.failing = {}, {}, {}  # failing: name of a call → number of calls that succeed
         self.total = 1 << 40
+        self.calls = []  # those of a reload, in order
 
     def status(self, name):
         left = self.failing.get(name, 1)
@@ -65,10 +66,12 @@ class Driver:
     def cuMemAddressFree(self, *_):
         return (0,)
 
-    def cuMemcpyHtoDAsync(self, *_):
+    def cuMemcpyHtoDAsync(self, address, host, nbytes, stream):
+        self.calls.append(("copy", address - BASE, nbytes))
         return (0,)
 
     def cuStreamWriteValue64(self, stream, word, value, flags):
+        self.calls.append(("word", word))
         return (0,)
 
     def cuMemUnmap(self, address, nbytes):
@@ -93,6 +96,7 @@ class Driver:
 
     def cuMemMap(self, address, nbytes, offset, handle, flags):
         self.mapped[address] = handle
+        self.calls.append(("map", address - BASE, nbytes))
         return (0,)
 
     def cuMemSetAccess(self, *_):
@@ -110,9 +114,26 @@ def cu(monkeypatch):
     return driver
 
 
-def weights_of(pages, chunks=3):
+def weights_of(pages, chunks=3, map_bytes=4 * MIB):
     stream = SimpleNamespace(handle=0, synchronize=lambda: None)
-    return CudaWeights(DEVICE, Layout([chunks * 4 * MIB]), 4 * MIB, pages, stream)
+    return CudaWeights(DEVICE, Layout([chunks * 4 * MIB]), (4 * MIB, map_bytes), pages, stream)
+
+
+def test_memory_is_mapped_in_blocks_and_each_chunk_of_a_block_is_reported(cu):
+    pages = CudaPages(DEVICE, 1000 * MIB)
+    weights = weights_of(pages, 5, 7 * MIB)
+    assert sorted(cu.mapped) == [BASE, BASE + 8 * MIB, BASE + 16 * MIB]
+    weights.evict()
+    assert not cu.mapped
+    cu.calls.clear()
+    weights.bring(np.zeros(20 * MIB, np.uint8))
+    word = weights.words.ctypes.data
+    chunk = [[("copy", 4 * k * MIB, 4 * MIB), ("word", word + 8 * k)] for k in range(5)]
+    block = [[("map", 8 * k * MIB, min(8, 20 - 8 * k) * MIB)] for k in range(3)]
+    order = [block[0], chunk[0], chunk[1], block[1], chunk[2], chunk[3], block[2], chunk[4]]
+    assert cu.calls == [call for part in order for call in part]
+    weights.free()
+    assert (cu.mapped, pages.used_bytes) == ({}, 0)
 
 
 def test_an_eviction_that_fails_halfway_leaves_all_weights_where_they_were(cu):
