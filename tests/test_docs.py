@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 import make_drawings  # noqa: E402
 import make_pictures  # noqa: E402
 import quoted  # noqa: E402
+import quoted_trust  # noqa: E402
 import update_architecture  # noqa: E402
 
 
@@ -152,6 +153,18 @@ def test_the_serving_page_quotes_the_floor() -> None:
         per_s = ", ".join(f"{run[f'{kind}, 32 clients']['2']['ratio_per_s']:.2f}" for run in runs)
         p50 = ", ".join(f"{run[f'{kind}, 1 client']['one']['ratio_p50']:.2f}" for run in runs)
         assert f"| {kind} | {per_s} | {p50} |" in page
+
+
+def test_the_trust_page_has_the_busy_machine_beside_the_quiet_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = json.loads((ROOT / "benchmarks" / "results" / "trust_calibration.json").read_text())["results"]
+    quiet = {key: each for key, each in stored.items() if key != "busy"}
+    both = {**quiet, "busy": {**quiet, "programs": 8}}
+    for found, machines in ((quiet, ["quiet"]), (both, ["quiet", "busy"])):
+        monkeypatch.setattr(quoted_trust, "stored", {"trust_calibration": found}.__getitem__)
+        rows = [line.strip("| ").split(" | ")[0] for line in quoted_trust.calibration().splitlines()[2:]]
+        assert rows == [machine for machine in machines for _ in quiet["loads"]]
+        programs = next(line for line in quoted_trust.calibrated_on().splitlines() if "programs" in line)
+        assert programs.strip("| ").split(" | ")[1:] == ["0", "8"][: len(machines)]
 
 
 def test_pictures_and_their_captions_come_from_the_shipped_traces(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -72,3 +73,26 @@ def test_calibration_counts_refusals_of_each_model() -> None:
     assert found["rightly_refused"] == 1.0
     assert (found["in_time_with_admission"], found["in_time_without"]) == (0.5, 0.75)
     assert found["late_though_let_in"] == pytest.approx(1 / 3)
+
+
+def test_programs_keep_cores_busy_only_meanwhile() -> None:
+    with calibration.occupied(2) as pids:
+        assert all(Path(f"/proc/{pid}").exists() for pid in pids)
+        assert len(set(pids)) == 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_calibration_weighs_each_load_by_its_refused_requests() -> None:
+    loads = {
+        "0.8": {"requests": 100, "refused": 0.0, "rightly_refused": None},
+        "1.2": {"requests": 100, "refused": 0.1, "rightly_refused": 1.0},
+        "2.0": {"requests": 100, "refused": 0.3, "rightly_refused": 0.5},
+    }
+    assert calibration.rightly_refused(loads) == pytest.approx(0.625)
+    assert calibration.rightly_refused({"0.8": loads["0.8"]}) is None
+
+
+def test_a_request_without_an_answer_counts_as_late() -> None:
+    played: Any = [(0.0, SimpleNamespace(model="mlp"))] * 2
+    found = calibration.compare(played, [(503, 0.0), (200, 0.01)], [(0, math.inf), (200, 0.01)])
+    assert found["rightly_refused"] == 1.0
