@@ -1,7 +1,7 @@
 """Requests per second and latency of the server, beside a bare aiohttp handler that decodes and echoes, in one run.
 
     python benchmarks/serving_floor.py [--seconds 2] [--rounds 5] [--servers floor,one,1,2] [--out DIR]
-    python benchmarks/serving_floor.py --against CHECKOUT      # of an earlier version: its servers, in the same run
+    python benchmarks/serving_floor.py --against CHECKOUT --within 280 --rounds 3
 
 The handler is the floor that aiohttp sets: uvloop, msgspec, almost no routing, no engine. `one` is the server in one
 process; 1, 2, … are HTTP workers in front of an engine process. All run a model of one kernel on the virtual GPU, and
@@ -11,30 +11,36 @@ All servers run all the time and are asked in turn, and each round compares with
 the machine affects all of them. Figures are medians over the rounds. With more processes than cores, requests per
 second show the total CPU time of each way, the client's included; `cpu_us` has it process by process.
 
-With --against, `now ÷ before` has requests per second and the CPU time of the server, each the median of the rounds.
+With --against, the servers of an earlier version run beside those of this one and are asked in the same rounds. The
+file has the medians of both, and `now ÷ before` the ratios of every round and their median: requests per second, median
+latency, and CPU time of the server. --within S chooses the seconds of each load so that the whole run takes S seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import statistics
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common import save
+from floor_against import BEFORE, WARM_S, WARMUP, Runs, beside_before, both, commit_of, load_seconds
+from floor_against import show as show_ratios
 
 from paellapy.serving.bench.load import Load
 from paellapy.serving.bench.run import run_bench
 
 SMALL, LARGE = 64, 75_264  # floats; the larger is an image of 3 x 224 x 224 as FP16, 301 KB as FP32
 SIZES = {"small": SMALL, "large": LARGE}
-BEFORE = " before"  # behind the name of a server of an earlier version
 
 
 def models() -> list[Any]:
@@ -123,16 +129,22 @@ class Running:
         environment = os.environ if checkout is None else {**os.environ, "PYTHONPATH": str(checkout)}
         command = [sys.executable, str(script), "--serve", kind]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=checkout, env=environment)
+
+    @functools.cached_property
+    def url(self) -> str:
+        """Its address, once it is ready."""
         assert self.process.stdout is not None
-        self.url = self.process.stdout.readline().strip()
+        if not (said := self.process.stdout.readline().strip()):
+            raise SystemExit(f"a server did not start: {' '.join(map(str, self.process.args))}")  # type: ignore[arg-type]
+        return said
 
     def cpu_s(self) -> dict[str, float]:
         """Time on a CPU so far, by name of the process."""
-        found = {}
+        found: dict[str, float] = defaultdict(float)
         for pid in (self.process.pid, *_children(self.process.pid)):
             name = Path(f"/proc/{pid}/comm").read_text().strip()
             tasks = Path(f"/proc/{pid}/task").iterdir()
-            found[name] = sum(int((each / "schedstat").read_text().split()[0]) for each in tasks) * 1e-9
+            found[name] += sum(int((each / "schedstat").read_text().split()[0]) for each in tasks) * 1e-9
         return found
 
     def stop(self) -> None:
@@ -183,51 +195,59 @@ def compare(runs: list[dict[str, Any]], floors: list[dict[str, Any]]) -> dict[st
     }
 
 
-Runs = dict[str, dict[str, list[dict[str, Any]]]]  # by case and server
+def cases(large_json: bool) -> dict[str, tuple[str, bool, int]]:
+    """Model, whether its tensors are binary, and clients, by what it is called."""
+    pairs = [("small", True), ("small", False), ("large", True), *([("large", False)] if large_json else [])]
+    found = [(model, binary, clients) for model, binary in pairs for clients in (1, 32)]
+    return {f"{m} {'binary' if b else 'JSON'}, {n} client{'s' * (n > 1)}": (m, b, n) for m, b, n in found}
 
 
-def measure(kinds: list[str], seconds: float, rounds: int, checkout: Path | None = None) -> Runs:
-    """With `checkout`, a server whose name ends with BEFORE is of that version."""
-    pairs = [("small", True), ("small", False), ("large", True), *([("large", False)] if checkout else [])]
-    cases = [(model, binary, clients) for model, binary in pairs for clients in (1, 32)]
-    labels = [f"{m} {'binary' if b else 'JSON'}, {n} client{'s' * (n > 1)}" for m, b, n in cases]
-    runs: Runs = {label: {kind: [] for kind in kinds} for label in labels}
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`checkout`: of an earlier version; a server whose name ends with BEFORE is of it. `within_s`: 0 for no limit."""
+
+    kinds: list[str]
+    seconds: float
+    rounds: int
+    checkout: Path | None = None
+    within_s: float = 0.0
+
+
+def measure(plan: Plan) -> tuple[Runs, float]:
+    """And the seconds of each load."""
+    began, wanted = time.monotonic(), cases(large_json=plan.checkout is not None)
+    runs: Runs = {label: {kind: [] for kind in plan.kinds} for label in wanted}
     servers: dict[str, Running] = {}
+    seconds = WARM_S if plan.within_s else plan.seconds
     try:
-        for kind in kinds:
-            servers[kind] = Running(kind.removesuffix(BEFORE), checkout if kind.endswith(BEFORE) else None)
-        for k in range(rounds + 1):  # the first round warms up
-            for label, (model, binary, clients) in zip(labels, cases, strict=True):
-                load = Load((model,), concurrency=clients, binary=binary, duration_s=seconds, warmup_s=seconds / 4)
-                for kind, each in servers.items():
-                    found = one_run(each, load)
+        for kind in plan.kinds:
+            servers[kind] = Running(kind.removesuffix(BEFORE), plan.checkout if kind.endswith(BEFORE) else None)
+        for each in servers.values():
+            assert each.url  # it is up
+        for k in range(plan.rounds + 1):  # the first round warms up
+            round_began = time.monotonic()
+            for label, (model, binary, clients) in wanted.items():
+                load = Load((model,), concurrency=clients, binary=binary, duration_s=seconds, warmup_s=seconds * WARMUP)
+                for kind in plan.kinds[:: 1 if k % 2 else -1]:  # none is always behind the same other one
                     if k:
-                        runs[label][kind].append(found)
-            print(f"round {k} of {rounds}", flush=True)
+                        runs[label][kind].append(one_run(servers[kind], load))
+                    else:
+                        run_bench(servers[kind].url, load)
+            print(f"round {k} of {plan.rounds}: {seconds:.2f} s a load", flush=True)
+            if plan.within_s and not k:
+                left_s, warm_s = plan.within_s - (time.monotonic() - began), time.monotonic() - round_began
+                seconds = load_seconds(left_s, warm_s, len(wanted) * len(servers), plan.rounds)
     finally:
         for each in servers.values():
-            each.stop()
-    return runs
+            each.process.terminate()
+        for each in servers.values():
+            each.process.communicate()
+    return runs, seconds
 
 
 def beside_floor(runs: Runs) -> dict[str, Any]:
     return {label: {kind: compare(each, by_kind["floor"]) for kind, each in by_kind.items()}
             for label, by_kind in runs.items()}  # fmt: skip
-
-
-def beside_before(runs: Runs) -> dict[str, Any]:
-    """Ratios of this version to the earlier one, for each case and server."""
-
-    def cpu_us(run: dict[str, Any]) -> float:
-        return float(sum(us for name, us in run["cpu_us"].items() if name != "client"))
-
-    def ratios(now: list[dict[str, Any]], before: list[dict[str, Any]]) -> dict[str, float]:
-        pairs = list(zip(now, before, strict=True))
-        return {"per_s": round(statistics.median(a["per_s"] / b["per_s"] for a, b in pairs), 3),
-                "cpu": round(statistics.median(cpu_us(a) / cpu_us(b) for a, b in pairs), 3)}  # fmt: skip
-
-    return {label: {kind: ratios(each, by_kind[kind + BEFORE]) for kind, each in by_kind.items()
-                    if kind + BEFORE in by_kind} for label, by_kind in runs.items()}  # fmt: skip
 
 
 def show(found: dict[str, Any]) -> None:
@@ -241,13 +261,25 @@ def show(found: dict[str, Any]) -> None:
             )
 
 
+def compare_versions(plan: Plan, named: str | None, out: Path | None) -> None:
+    assert plan.checkout is not None
+    about = {"device": "virtual:h200", "cores": os.cpu_count(), "before": commit_of(plan.checkout, named)}
+    runs, seconds = measure(plan)
+    found = beside_before(runs)
+    show_ratios(found)
+    content = {**about, "seconds": round(seconds, 3), "rounds": plan.rounds, "cases": both(runs), "now ÷ before": found}
+    print("written to", save("serving_floor_against", content, folder=out))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--servers", default="floor,one,1,2", help="servers: floor, one, and numbers of workers")
-    parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each load")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--within", type=float, default=0.0, help="seconds of the whole run, in place of --seconds")
     parser.add_argument("--against", type=Path, help="checkout of an earlier version")
+    parser.add_argument("--before", help="commit of that checkout, where it has no git")
     parser.add_argument("--out", type=Path, default=None, help="folder for the JSON file (default: results/)")
     arguments = parser.parse_args()
     if arguments.serve:
@@ -257,22 +289,16 @@ def main() -> None:
             serve_paellapy(0 if arguments.serve == "one" else int(arguments.serve))
         return
     kinds = arguments.servers.split(",")
-    about = {"device": "virtual:h200", "cores": os.cpu_count(), "seconds": arguments.seconds}
     if arguments.against is not None:
-        checkout = arguments.against.resolve()
         kinds = [each for kind in kinds if kind != "floor" for each in (kind, kind + BEFORE)]
-        runs = measure(kinds, arguments.seconds, arguments.rounds, checkout)
-        commit = subprocess.run(["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"], capture_output=True,
-                                text=True, check=True).stdout.strip()  # fmt: skip
-        found = beside_before(runs)
-        for label, by_kind in found.items():
-            said = [f"{kind}: {each['per_s']:.2f}x, CPU {each['cpu']:.2f}x" for kind, each in by_kind.items()]
-            print(f"{label:26s}", *said, sep="   ")
-        content = {**about, "rounds": arguments.rounds, "before": commit, "now ÷ before": found}
-        print("written to", save("serving_floor_against", content, folder=arguments.out))
+        checkout = arguments.against.resolve()
+        plan = Plan(kinds, arguments.seconds, arguments.rounds, checkout, arguments.within)
+        compare_versions(plan, arguments.before, arguments.out)
         return
-    found = beside_floor(measure(kinds, arguments.seconds, arguments.rounds))
+    runs, seconds = measure(Plan(kinds, arguments.seconds, arguments.rounds, None, arguments.within))
+    found = beside_floor(runs)
     show(found)
+    about = {"device": "virtual:h200", "cores": os.cpu_count(), "seconds": round(seconds, 3)}
     content = {**about, "rounds": arguments.rounds, "cases": found}
     print("written to", save("serving_floor", content, folder=arguments.out))
 

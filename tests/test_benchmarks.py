@@ -9,6 +9,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -218,3 +219,40 @@ def test_a_kernel_that_is_too_slow_for_one_side_is_kept_and_not_counted(monkeypa
     assert made["times_faster"] == {"first": 2.0, "later": 10.0}
     assert made["cases"]["scan"] == slow
     assert summary({}, 3)["times_faster"] == {}
+
+
+def rounds_of(per_s: list[float], cpu_us: float) -> list[dict[str, Any]]:
+    return [{"per_s": each, "p50_ms": 1000 / each, "cpu_us": {"engine": cpu_us, "client": 99.0}} for each in per_s]
+
+
+def test_versions_are_compared_round_by_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import floor_against
+
+    runs = {"small": {"one": rounds_of([110.0, 300.0, 90.0], 2.0), "one before": rounds_of([100.0, 200.0, 100.0], 4.0)}}
+    found = floor_against.beside_before(runs)["small"]["one"]
+    assert found["rounds_per_s"] == [1.1, 1.5, 0.9]
+    assert (found["per_s"], found["cpu"]) == (1.1, 0.5)
+    assert floor_against.both(runs)["small"]["one before"] == {"per_s": 100.0, "p50_ms": 10.0, "cpu_us": 4.0}
+
+
+def test_loads_fit_into_the_time_of_a_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import floor_against
+
+    runs, rounds, added_s = 48, 3, 0.2
+    each_s = floor_against.WARM_S * (1 + floor_against.WARMUP) + added_s
+    seconds = floor_against.load_seconds(240.0, runs * each_s, runs, rounds)
+    whole_s = rounds * runs * (seconds * (1 + floor_against.WARMUP) + added_s)
+    assert whole_s == pytest.approx(240.0 - floor_against.END_S)
+    with pytest.raises(SystemExit, match="--within"):
+        floor_against.load_seconds(60.0, runs * each_s, runs, rounds)
+
+
+def test_a_copy_without_git_is_named_by_its_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import floor_against
+
+    assert floor_against.commit_of(tmp_path, "1234567") == "1234567"
+    with pytest.raises(SystemExit, match="--before"):
+        floor_against.commit_of(tmp_path, None)
