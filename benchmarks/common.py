@@ -30,6 +30,7 @@ def commit() -> str:
     return run.stdout.strip()
 
 
+@functools.cache
 def cpu_name() -> str:
     """As lscpu names it: /proc/cpuinfo has no name of an ARM core."""
     try:
@@ -48,20 +49,24 @@ def need_gpu(why: str) -> CudaDevice:
     return device
 
 
-def save(name: str, results: Any, device: Device | None = None, folder: Path | None = None) -> Path:
-    """Writes results/NAME.json with what it was measured on."""
-    facts = {
+def facts(device: Device | None = None) -> dict[str, Any]:
+    """What a result was measured on."""
+    return {
         "device": device.title if device else None,
         "cpu": cpu_name(),
         "versions": versions(),
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def save(name: str, results: Any, device: Device | None = None, folder: Path | None = None) -> Path:
+    """Writes results/NAME.json with what it was measured on."""
     path = (folder or RESULTS) / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     # Whole or not at all: what was measured before must survive a run that is stopped while it writes.
     part = path.with_suffix(".part")
-    part.write_text(json.dumps({"on": facts, "results": results}, indent=1) + "\n")
+    part.write_text(json.dumps({"on": facts(device), "results": results}, indent=1) + "\n")
     os.replace(part, path)
     return path
 

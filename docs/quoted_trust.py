@@ -29,6 +29,19 @@ def load() -> str:
     return paper_report.table(head, rows)
 
 
+def servers() -> str:
+    """Every server that had faults or a load, in the order of the runs."""
+    rows = []
+    for name, found in campaigns().items():
+        for each in found["servers"]:
+            cells = [each[key] for key in ("requests", "faults", "seconds")]
+            told = ["–" if cell is None else f"{cell:,.0f}" for cell in cells]
+            machine = [each["commit"], each["date"], each["cpu"], str(each["cores"]), str(each["clients"])]
+            rows.append([name, *machine, *told])
+    head = ["GPU", "commit", "date", "processor", "cores", "clients", "checked requests", "kinds of faults", "seconds"]
+    return paper_report.table(head, rows)
+
+
 def recovery() -> str:
     """Every fault, and how long it was felt."""
     found = {name: {each["fault"]: each for each in every["faults"]} for name, every in campaigns().items()}
@@ -41,7 +54,7 @@ def recovery() -> str:
 
 def longest_earlier_s() -> float:
     """The longest recovery of an earlier version, of faults that were measured again since."""
-    return max(float(each["recovery_s"]) for found in campaigns().values() for each in found["earlier"])
+    return max(float(each["recovery_s"]) for found in campaigns().values() for each in found.get("earlier", ()))
 
 
 def _seconds(fault: dict[str, Any]) -> str:
@@ -127,6 +140,7 @@ def others() -> str:
 def tables() -> dict[str, str]:
     return {
         "trust-load": load(),
+        "trust-servers": servers(),
         "trust-recovery": recovery(),
         "trust-calibrated-on": calibrated_on(),
         "trust-calibration": calibration(),

@@ -167,6 +167,15 @@ def test_the_trust_page_has_the_busy_machine_beside_the_quiet_one(monkeypatch: p
         assert programs.strip("| ").split(" | ")[1:] == ["0", "8"][: len(machines)]
 
 
+def test_the_trust_page_quotes_a_campaign_of_one_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    virtual = quoted_trust.stored("trust_campaign")
+    of_one = {key: each for key, each in virtual.items() if key != "earlier"} | {"servers": virtual["servers"][-1:]}
+    monkeypatch.setattr(quoted_trust, "stored", {"trust_campaign": virtual, "trust_campaign_h200": of_one}.__getitem__)
+    assert sum(line.startswith("| H200 |") for line in quoted_trust.servers().splitlines()) == 1
+    assert quoted_trust.load().count("| H200 | 1 |") == 1
+    assert quoted_trust.longest_earlier_s() == max(each["recovery_s"] for each in virtual["earlier"])
+
+
 def test_pictures_and_their_captions_come_from_the_shipped_traces(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     captions = make_pictures.make(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import subprocess
@@ -62,6 +63,26 @@ def test_merged_campaigns_say_what_each_server_did() -> None:
         recoveries = {each["fault"]: (each["recovery_s"], each["server"]) for each in results["faults"]}
         assert recoveries == {"worker-killed": (0.2, 1), "engine-killed": (9.0, 1), "engine-stops": (0.3, 2)}
         assert results["seconds"] == pytest.approx(13.0)
+
+
+def test_a_fault_that_comes_again_keeps_its_longest_recovery() -> None:
+    found: list[dict[str, Any]] = []
+    for recovery_s, seen in ((0.1, "first"), (2.5, "second"), (0.3, "third")):
+        campaign.add(found, {"fault": "engine-killed", "recovery_s": recovery_s, "seen": seen})
+    campaign.add(found, {"fault": "worker-killed", "recovery_s": 0.0, "seen": "first"})
+    assert [(each["fault"], each["seen"], each["recoveries_s"]) for each in found] == [
+        ("engine-killed", "second", [0.1, 2.5, 0.3]),
+        ("worker-killed", "first", [0.0]),
+    ]
+    campaign.add(found, {"fault": "engine-killed", "recovery_s": None, "seen": "never"})  # longer than any other
+    assert found[0]["seen"] == "never"
+
+
+def test_no_fault_begins_shortly_before_the_end() -> None:
+    found: list[dict[str, Any]] = []
+    nobody: Any = None
+    asyncio.run(campaign.inject(["engine-killed"], nobody, nobody, found, until=time.monotonic() + 1.0))
+    assert found == []
 
 
 def test_calibration_counts_refusals_of_each_model() -> None:

@@ -2,18 +2,23 @@
 
     python benchmarks/trust/campaign.py [--requests 20000] [--clients 16] [--faults all|none|NAME,…] [--device D]
         [--resume FILE] [--out DIR]
+    python benchmarks/trust/campaign.py --seconds 560 --device cuda --name trust_campaign_h200
     python benchmarks/trust/campaign.py --merge FILE FILE … [--out DIR]
 
 Every answer is compared with NumPy's result. A fault is injected while the clients go on; `recovery_s` is the time from
 its injection to the end of the last moment in which a prober, which asks every model in turn, got no right answer. The
 result is written every few seconds; --resume continues a stopped run; --merge adds the counts of several servers, and
 takes each fault from the file in which its recovery took longest.
+
+With --seconds, the script takes this time in all, from its start to the end of the server. The load goes on until then,
+and the faults are injected again and again: `recoveries_s` has every recovery of a fault, `recovery_s` the longest.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import math
 import os
@@ -26,10 +31,12 @@ import numpy as np
 from faults import FAULTS
 from load import Counts, exchange, judge, run_clients
 from served import Checked, Served, requests, served
-from store import save
+from store import facts, save
 
 QUIET_S = 0.6  # of right answers before and after a fault
 LONGEST_S = 30.0  # that a recovery is waited for
+FAULT_S = 25.0  # left of --seconds, or no further fault begins
+END_S = 12.0  # of --seconds, in which the clients and the server end
 
 
 class Prober:
@@ -89,8 +96,24 @@ class Prober:
             await asyncio.sleep(0.02)
 
 
-async def inject(names: list[str], server: Served, prober: Prober, found: list[dict[str, Any]]) -> None:
-    for name in names:
+def add(found: list[dict[str, Any]], entry: dict[str, Any]) -> None:
+    """A fault that is known keeps the entry of its longest recovery, and the recoveries of all."""
+    entry["recoveries_s"] = [entry["recovery_s"]]
+    for k, known in enumerate(found):
+        if known["fault"] == entry["fault"]:
+            every = known.get("recoveries_s", [known["recovery_s"]]) + entry["recoveries_s"]
+            found[k] = {**max(known, entry, key=_longest_s), "recoveries_s": every}
+            return
+    found.append(entry)
+
+
+async def inject(
+    names: list[str], server: Served, prober: Prober, found: list[dict[str, Any]], until: float | None = None
+) -> None:
+    """Each fault once; with `until`, again and again, and none begins shortly before."""
+    for name in names if until is None else itertools.cycle(names):
+        if until is not None and time.monotonic() > until - FAULT_S:
+            return
         end = time.monotonic() + LONGEST_S  # faults come one after the other: the server has done with the last one
         while not server.has_standby() and time.monotonic() < end:
             await asyncio.sleep(0.1)
@@ -107,26 +130,25 @@ async def inject(names: list[str], server: Served, prober: Prober, found: list[d
         entry["recovery_s"] = round(max(0.0, prober.since - server.harmed_at), 2) if recovered else None
         entry["probes_failed"] = len(prober.failures)
         entry["first_failure"] = prober.failures[0] if prober.failures else None
-        found.append(entry)
+        add(found, entry)
         shown = f"recovery {entry['recovery_s']} s, {entry['probes_failed']} probes failed; {entry['seen']}"
         print(f"{name:28s} {shown}", flush=True)
 
 
 async def run(server: Served, args: argparse.Namespace, result: dict[str, Any], write: Any) -> None:
+    """`args.until`: when the clients end, or None."""
     work = requests(np.random.default_rng(args.seed), 2000, f"127.0.0.1:{server.port}")
     counts, end = Counts(), asyncio.Event()
     counts.outcomes.update(result["load"].get("outcomes", {}))
     counts.kinds.update(result["load"].get("kinds", {}))
     prober = Prober(server, work)
-    done_before = sum(counts.outcomes.values())
+    left = max(0, args.requests - sum(counts.outcomes.values())) if args.until is None else 1 << 60
     probing = asyncio.create_task(prober.run())
-    load = asyncio.create_task(
-        run_clients(server.port, work, counts, args.clients, end, max(0, args.requests - done_before))
-    )
+    load = asyncio.create_task(run_clients(server.port, work, counts, args.clients, end, left))
     known = {each["fault"] for each in result["faults"]}
     wanted = [name for name in (FAULTS if args.faults == "all" else args.faults.split(",")) if name not in known]
     names = [] if args.faults == "none" else wanted
-    faults = asyncio.create_task(inject(names, server, prober, result["faults"]))
+    faults = asyncio.create_task(inject(names, server, prober, result["faults"], args.until))
     began, seconds_before = time.monotonic(), result.get("seconds", 0.0)
 
     def note() -> None:
@@ -136,9 +158,10 @@ async def run(server: Served, args: argparse.Namespace, result: dict[str, Any], 
         write()
 
     while not (load.done() and faults.done()):
-        await asyncio.wait((load, faults), timeout=5.0, return_when=asyncio.ALL_COMPLETED)
+        rest_s = math.inf if args.until is None else args.until - time.monotonic()
+        await asyncio.wait((load, faults), timeout=max(0.1, min(5.0, rest_s)), return_when=asyncio.ALL_COMPLETED)
         note()
-        if args.seconds and time.monotonic() - began > args.seconds:
+        if args.until is not None and time.monotonic() >= args.until:
             end.set()
             faults.cancel()
         if load.done() and not faults.done() and not end.is_set():  # faults are to meet a load
@@ -185,12 +208,19 @@ def _server(part: dict[str, Any]) -> dict[str, Any]:
     return {**settings, "seconds": found.get("seconds"), "cpu": on["cpu"], "commit": on["commit"], "date": on["date"]}
 
 
+def merge(args: argparse.Namespace) -> None:
+    document = merged([json.loads(each.read_text()) for each in args.merge])
+    path = (args.out or Path(__file__).parents[1] / "results") / f"{args.name}.json"
+    path.write_text(json.dumps(document, indent=1) + "\n")  # on what it was measured, not on this machine
+    print(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="virtual:h200")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--requests", type=int, default=20_000)
-    parser.add_argument("--seconds", type=float, default=0.0, help="limit in seconds; 0: no limit")
+    parser.add_argument("--requests", type=int, default=20_000, help="at least; without --seconds")
+    parser.add_argument("--seconds", type=float, default=0.0, help="of the whole run, in place of --requests")
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--faults", default="all", help=", ".join(FAULTS))
     parser.add_argument("--seed", type=int, default=0)
@@ -200,19 +230,22 @@ def main() -> None:
     parser.add_argument("--merge", type=Path, nargs="+")
     args = parser.parse_args()
     if args.merge:
-        document = merged([json.loads(each.read_text()) for each in args.merge])
-        path = (args.out or Path(__file__).parents[1] / "results") / f"{args.name}.json"
-        path.write_text(json.dumps(document, indent=1) + "\n")  # on what it was measured, not on this machine
-        print(path)
+        merge(args)
         return
+    args.until = time.monotonic() + args.seconds - END_S if args.seconds else None
     result: dict[str, Any] = {"load": {}, "faults": []}
     if args.resume is not None:
         result = json.loads(args.resume.read_text())["results"]
     result["settings"] = {k: getattr(args, k) for k in ("device", "workers", "requests", "clients", "seed")}
     result["settings"]["cores"] = len(os.sched_getaffinity(0))
+
+    def write() -> Path:
+        result["servers"] = [_server({"on": facts(), "results": result})]
+        return save(args.name, result, folder=args.out)
+
     with served(args.device, args.workers) as server:
-        asyncio.run(run(server, args, result, lambda: save(args.name, result, folder=args.out)))
-    path = save(args.name, result, folder=args.out)
+        asyncio.run(run(server, args, result, write))
+    path = write()
     counted = result["load"]["outcomes"]
     print(json.dumps(result["load"], indent=1))
     print(f"{counted.get('wrong', 0)} wrong, {counted.get('lost', 0)} lost, {counted.get('500', 0)} of 500; {path}")
