@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import os
 import tempfile
-import warnings
 from pathlib import Path
+
+from paellapy.instrument.private_folders import trusted
 
 
 def cache_dir() -> Path:
@@ -21,24 +21,6 @@ def cache_dir() -> Path:
         return Path.home() / ".cache" / "paellapy"
     except RuntimeError:  # a user without a home directory, as in some containers
         return Path(tempfile.gettempdir()) / f"paellapy-{os.getuid()}"
-
-
-@functools.cache
-def trusted(folder: Path) -> bool:
-    """Whether no other user can have written to the folder: files from it are executed."""
-    try:
-        found = folder.stat()
-    except OSError:  # the folder does not exist yet
-        return True
-    others = found.st_mode & 0o002 or (found.st_mode & 0o020 and found.st_gid != os.getgid())
-    if found.st_uid in (os.getuid(), 0) and not others:
-        return True
-    warnings.warn(
-        f"{folder} can be written by other users, so no compiled results are kept there: run chmod go-w on it, or set "
-        "PAELLAPY_CACHE_DIR to a folder of your own",
-        stacklevel=2,
-    )
-    return False
 
 
 def digest(*parts: str | bytes) -> str:

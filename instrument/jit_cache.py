@@ -23,6 +23,8 @@ import numba
 import numpy as np
 from numba.core.caching import FunctionCache
 
+from paellapy.instrument.private_folders import trusted
+
 _OURS = __name__.partition(".")[0] + "."
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), np.generic, np.dtype)
 
@@ -37,7 +39,14 @@ class EntryCache(FunctionCache):  # type: ignore[misc]
     def _stamp(self) -> None:
         self._cache_file._source_stamp = " ".join((fingerprint(self._py_func), *self._way))
 
+    def _trusted(self) -> bool:
+        """Beside the sources the cache is as safe as Python's byte code, which lies in the same folder."""
+        folder = Path(self.cache_path)
+        return folder.name == "__pycache__" or trusted(folder, "NUMBA_CACHE_DIR")
+
     def load_overload(self, sig: Any, target_context: Any) -> Any:
+        if not self._trusted():
+            return None
         self._stamp()
         found = None
         try:
@@ -47,8 +56,9 @@ class EntryCache(FunctionCache):  # type: ignore[misc]
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        self._stamp()
-        super().save_overload(sig, data)
+        if self._trusted():
+            self._stamp()
+            super().save_overload(sig, data)
 
 
 def fingerprint(function: FunctionType) -> str:

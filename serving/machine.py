@@ -43,7 +43,9 @@ def _allow_descriptors() -> None:
 
 def _caches() -> Iterator[tuple[Path, str]]:
     from paellapy.instrument.cache import cache_dir
+    from paellapy.instrument.library_caches import protect_triton
 
+    protect_triton()
     yield cache_dir(), "PAELLAPY_CACHE_DIR"
     given = os.environ.get("TRITON_CACHE_DIR")
     try:

@@ -25,6 +25,7 @@ from paellapy.instrument.device.driver import check, driver, fail, library, rela
 from paellapy.instrument.device.parts import limits_for_capability
 from paellapy.instrument.device.range_events import EventLayout, Events
 from paellapy.instrument.errors import NoDeviceError
+from paellapy.instrument.library_caches import protect_triton
 from paellapy.instrument.ptx.compiled import Source
 from paellapy.instrument.ptx.pass_config import PassConfig
 from paellapy.instrument.records import RING_RECORD, SM_LINE, Records
@@ -45,6 +46,7 @@ class CudaDevice(Device):
     first = "0"
 
     def _setup(self, which: str) -> None:
+        protect_triton()
         cu = driver()
         count = check(cu.cuDeviceGetCount(), "counting GPUs")
         index = int(which or 0) if (which or "0").isdigit() else -1

@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import compiler
 
 from paellapy.instrument import cache
+from paellapy.instrument.library_caches import protect_triton
 
 Stage = Literal["ttir", "ptx"]
 # Facts about a kernel that a launcher needs, by the names of Triton's metadata, with defaults for missing ones.
@@ -69,6 +70,7 @@ def text_of(source: Any, arch: int, options: dict[str, Any], stage: str) -> str:
     """The kernel after a stage that is not kept: compiled again up to there."""
     target = GPUTarget("cuda", arch, 32)
     if _wanted_by_others(options):
+        protect_triton()
         return str(triton.compile(source, target=target, options=options).asm[stage])
     backend = compiler.make_backend(target)
     parsed = backend.parse_options({**options, **source.parse_options()})
@@ -95,6 +97,7 @@ def _wanted_by_others(options: dict[str, Any]) -> bool:
 
 
 def _by_triton(source: Any, target: GPUTarget, options: dict[str, Any]) -> Translated:
+    protect_triton()
     built = triton.compile(source, target=target, options=options)
     return Translated(built.asm["ttir"], built.asm["ptx"], _facts(built.metadata._asdict()))
 

@@ -16,6 +16,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from paellapy.instrument.device.base import Device
+from paellapy.instrument.library_caches import protect_inductor
 from paellapy.scheduler.core.errors import CaptureError, ModelError
 from paellapy.scheduler.models import torch_libraries
 from paellapy.scheduler.models.capture import Counting
@@ -136,6 +137,7 @@ class TorchModule:
         if isinstance(call, torch.nn.Module):
             call = own_module(torch, model, call).to(where)
         if self.options.compile and where != "cpu":
+            protect_inductor()
             call = torch.compile(call, dynamic=False)
         return {"call": call}
 
@@ -190,6 +192,7 @@ class TorchModule:
 
         call._apply(move)
         if self.options.compile and not device.name.startswith("virtual"):
+            protect_inductor()
             call = torch.compile(call, dynamic=False)
         return {"call": call}
 

@@ -1,0 +1,72 @@
+"""Folders of compiled code: one that another user can write to is not used, since its files are executed."""
+
+from __future__ import annotations
+
+import os
+import stat
+import warnings
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+_told: set[tuple[Path, str]] = set()
+
+
+def trusted(folder: Path, variable: str = "PAELLAPY_CACHE_DIR") -> bool:
+    """Whether no other user can change files in the folder; if one can, a warning names the variable to set."""
+    if (through := weak_place(folder)) is None:
+        return True
+    if (folder, variable) not in _told:
+        _told.add((folder, variable))
+        warnings.warn(f"{refusal(folder, through)}: {remedy(through, variable)}", stacklevel=2)
+    return False
+
+
+def refusal(folder: Path, through: Path) -> str:
+    return f"{through} can be written by other users, so {'it' if through == folder else folder} is not used for code"
+
+
+def remedy(through: Path, variable: str) -> str:
+    owned = through.stat().st_uid == os.getuid()
+    return f"{'run chmod go-w on it, or ' if owned else ''}set {variable} to a folder of your own"
+
+
+def weak_place(folder: Path) -> Path | None:
+    """The folder, or one above it, through which another user can change files in `folder`; None: there is none.
+
+    Above it, a folder with the sticky bit is safe, as /tmp: others can add names there, but not replace ours. Folders
+    that do not exist yet are left out.
+    """
+    for place in _places(folder):
+        try:
+            found = place.stat()
+        except OSError:
+            continue
+        above = place not in (folder, folder.resolve())
+        owners = {os.getuid(), 0, *([_unmapped()] if above else [])}
+        if found.st_uid not in owners:
+            return place
+        if _others_write(found) and not (above and found.st_mode & stat.S_ISVTX):
+            return place
+    return None
+
+
+def _others_write(found: os.stat_result) -> bool:
+    """A group that is this process's own, as each user has one on many systems, is not counted, nor is root's."""
+    group = found.st_mode & stat.S_IWGRP and found.st_gid not in (os.getgid(), 0)
+    return bool(found.st_mode & stat.S_IWOTH or group)
+
+
+def _places(folder: Path) -> Iterator[Path]:
+    """The folder and those above it, by the names given and by those behind symbolic links."""
+    yield folder
+    yield from dict.fromkeys((*folder.absolute().parents, folder.resolve(), *folder.resolve().parents))
+
+
+@cache
+def _unmapped() -> int:
+    """The owner that files of the host have in a container that does not know their user."""
+    try:
+        return int(Path("/proc/sys/kernel/overflowuid").read_text())
+    except (OSError, ValueError):
+        return 0
