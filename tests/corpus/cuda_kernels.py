@@ -1,4 +1,4 @@
-"""CUDA C kernels, by the feature they use: shared memory, templates, calls, shapes, atomics, shuffles."""
+"""CUDA C kernels, by the feature they use: shared memory, templates, calls, shapes, atomics, shuffles, ranges."""
 
 from __future__ import annotations
 
@@ -129,6 +129,31 @@ extern "C" __global__ void warp_sum(const float* x, float* out, int rows, int co
 }
 """
 
+# The compiler copies a function that is always inlined into the kernel, with its ranges.
+DEVICE_RANGES = r"""
+__device__ __forceinline__ float neighbours(const float* tile, int t, int size) {
+    pp_warp_range_begin("neighbours");
+    float sum = tile[(t + size - 1) % size] + tile[(t + 1) % size];
+    pp_warp_range_end("neighbours");
+    return sum;
+}
+extern "C" __global__ void device_ranges(const float* x, float* out, int n) {
+    __shared__ float tile[128];
+    int t = threadIdx.x, i = blockIdx.x * 128 + t;
+    pp_range_begin("load");
+    tile[t] = i < n ? x[i] : 0.0f;
+    __syncthreads();
+    pp_range_end("load");
+    for (int k = 0; k < 3; ++k) {
+        float sum = neighbours(tile, t, 128);
+        __syncthreads();
+        tile[t] = 0.5f * sum;
+        __syncthreads();
+    }
+    if (i < n) out[i] = tile[t];
+}
+"""
+
 
 def make_block_sum(rng: np.random.Generator, scale: float) -> CudaCall:
     n = scaled(3001, scale)
@@ -244,6 +269,19 @@ def make_warp_sum(rng: np.random.Generator, scale: float) -> CudaCall:
     return CudaCall(args, *covering(rows * 32, 128), (1,), lambda: {1: x.sum(axis=1, dtype=np.float64)}, 1e-5)
 
 
+def make_device_ranges(rng: np.random.Generator, scale: float) -> CudaCall:
+    n = scaled(1501, scale)
+    x = normal(rng, n)
+
+    def reference() -> dict[int, Array]:
+        tiles = np.pad(x.astype(np.float64), (0, -n % 128)).reshape(-1, 128)
+        for _ in range(3):
+            tiles = 0.5 * (np.roll(tiles, 1, axis=1) + np.roll(tiles, -1, axis=1))
+        return {1: tiles.ravel()[:n]}
+
+    return CudaCall([x, poisoned(n, np.float32), np.int32(n)], *covering(n, 128), (1,), reference, 1e-5)
+
+
 CASES = (
     CudaCase("block_sum", BLOCK_SUM, "block_sum", make_block_sum),
     CudaCase("dynamic_shared", DYNAMIC_SHARED, "reverse_tiles", make_dynamic_shared),
@@ -257,4 +295,5 @@ CASES = (
     CudaCase("histogram", HISTOGRAM, "histogram", make_histogram),
     CudaCase("float_atomic", FLOAT_ATOMIC, "float_atomic", make_float_atomic, deterministic=False),
     CudaCase("warp_sum", WARP_SUM, "warp_sum", make_warp_sum),
+    CudaCase("device_ranges", DEVICE_RANGES, "device_ranges", make_device_ranges),
 )

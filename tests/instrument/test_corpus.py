@@ -9,6 +9,7 @@ from corpus import CUDA_CASES, TRITON_CASES, Case, CudaCase, ast_source
 from triton.backends.compiler import GPUTarget
 
 from paellapy.instrument.kernels.cuda_source import _room
+from paellapy.instrument.kernels.ranges import CUDA_PRELUDE
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="CUDA C needs NVRTC: pip install 'paellapy[dev]'")
 
@@ -52,7 +53,8 @@ def test_reference_is_finite_and_has_the_outputs_shapes(case: Case | CudaCase, s
 
 def cuda_ptx(case: CudaCase) -> tuple[str, str]:
     """PTX text and the entry's name in it."""
-    program = ask(nvrtc.nvrtcCreateProgram(case.source.encode(), f"{case.name}.cu".encode(), 0, [], []))
+    text = (CUDA_PRELUDE + case.source).encode()
+    program = ask(nvrtc.nvrtcCreateProgram(text, f"{case.name}.cu".encode(), 0, [], []))
     if case.name_expression:
         ask(nvrtc.nvrtcAddNameExpression(program, case.name_expression.encode()))
     options = [f"--gpu-architecture=compute_{case.min_sm}".encode(), *(option.encode() for option in case.options)]
