@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import re
 from typing import Any
 
 from triton.runtime.jit import JITFunction
@@ -61,3 +62,40 @@ def _unrolled(node: ast.stmt) -> bool:
 
 def _mark(which: str, arguments: str) -> list[ast.stmt]:
     return ast.parse(f"_pp_range_{which}({arguments})").body
+
+
+def inserted_cuda(source: str, entry: str) -> str:
+    """CUDA C source with ranges in one of its kernels. The source has no comments, and braces in pairs.
+
+    >>> print(inserted_cuda("__global__ void f(int n)\\n{while (n)\\n --n;}", "f"))
+    __global__ void f(int n)
+    {pp_range_begin("body"); while (n) {pp_warp_range_begin("round");
+     --n; pp_warp_range_end("round");} pp_range_end("body");}
+    """
+    head = re.search(rf"__global__[^{{}};]*\b{entry}\s*\([^{{}};]*\)\s*(?={{)", source)
+    if head is None:
+        raise SystemExit(f"the source has no kernel {entry}")
+    end = _closing(source, head.end(), "{}")
+    body = _cuda_loops(source[head.end() + 1 : end - 1])
+    return f'{source[: head.end()]}{{pp_range_begin("body"); {body} pp_range_end("body");}}{source[end:]}'
+
+
+def _cuda_loops(body: str) -> str:
+    """The statements with a range around each round of the outermost loops."""
+    loop = re.search(r"\b(?:for|while) (?=\()", body)
+    if loop is None:
+        return body
+    begin = _closing(body, loop.end(), "()")
+    end = _closing(body, begin + 1, "{}") if body[begin:].startswith(" {") else body.index(";", begin) + 1
+    around = f'{{pp_warp_range_begin("round");{body[begin:end]} pp_warp_range_end("round");}}'
+    return f"{body[:begin]} {around}{_cuda_loops(body[end:])}"
+
+
+def _closing(text: str, opening: int, pair: str) -> int:
+    """The place after the bracket that closes the one at `opening`."""
+    depth = 0
+    for place in range(opening, len(text)):
+        depth += (text[place] == pair[0]) - (text[place] == pair[1])
+        if depth == 0:
+            return place + 1
+    raise SystemExit(f"the source ends before a {pair[1]}")

@@ -1,11 +1,12 @@
 """The corpus under NVIDIA's compute-sanitizer: does a pass add errors that the plain kernel does not have?
 
-    python benchmarks/sanitize.py [--tools memcheck,racecheck,synccheck,initcheck] [--seconds 30] [--budget 240]
+    python benchmarks/sanitize.py [--cases cuda] [--tools memcheck,racecheck,synccheck,initcheck] [--budget 240]
 
-For each tool, the kernels of tests/corpus run plain and with every pass, each variant in its own process under the
-tool, several at a time. The variant `ranges` has ranges around the whole kernel and around the rounds of its loops.
-Each variant first runs once without a tool, so that everything is compiled. Findings are counted per variant; results
-go to benchmarks/results/sanitize.json after each. Nothing starts after the budget.
+For each tool, the Triton or CUDA C kernels of tests/corpus run plain and with every pass, each variant in its own
+process under the tool, several at a time. The variant `ranges` has ranges around the whole kernel and around the rounds
+of its loops. Each variant first runs once without a tool, so that everything is compiled. Findings are counted per
+variant; results go to benchmarks/results after each, to sanitize.json or sanitize_cuda.json. Nothing starts after the
+budget.
 """
 
 from __future__ import annotations
@@ -23,68 +24,23 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from common import need_gpu, save
-from ranged import with_ranges
-
-import paellapy as pp
+from sanitized import CASES, VARIANTS, run_corpus
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-VARIANTS = ("plain", "count", "trace", "ranges", "notify", "sliced", "preemptible")
+RESULTS = {"triton": "sanitize", "cuda": "sanitize_cuda"}  # the file for each kind of kernels
 _ROOT = Path(__file__).parents[1]
 
 
-def run_corpus(variant: str, seconds: float) -> None:
-    """Launches each kernel of the corpus once. Run under the tool, by `main`."""
-    sys.path.insert(0, str(_ROOT / "tests"))
-    from corpus import TRITON_CASES
-
-    began, ran = time.perf_counter(), []  # of the second kernel: the first one opens the device, slowly under a tool
-    report = variant if variant in ("count", "notify") else None
-    for case in TRITON_CASES:
-        if time.perf_counter() - began > seconds:
-            break
-        if variant in ("sliced", "preemptible") and not case.sliceable:
-            continue
-        call = case.make(np.random.default_rng(0), 0.1)
-        given = {n: pp.array(v) if isinstance(v, np.ndarray) else v for n, v in call.args.items()}
-        if any(isinstance(v, tuple) for v in given.values()):
-            continue
-        kernel = pp.kernel(with_ranges(case.kernel) if variant == "ranges" else case.kernel, report=report)
-        keywords = {**given, **call.constexprs, **call.options}
-        try:
-            _launch(kernel, variant, call.grid, keywords)
-        except pp.PaellaError as e:
-            print(f"refused {case.name}: {e}".splitlines()[0])
-            continue
-        ran.append(case.name)
-        if len(ran) == 1:
-            began = time.perf_counter()
-    print("RAN", *ran)
+def here(cases: str, variant: str, seconds: float) -> list[str]:
+    """The command that runs one variant in its own process."""
+    return [sys.executable, __file__, "--cases", cases, "--variant", variant, "--seconds", str(seconds)]
 
 
-def _launch(kernel: Any, variant: str, grid: tuple[int, ...], keywords: dict[str, Any]) -> None:
-    if variant in ("trace", "ranges"):
-        with pp.trace(records_per_sm=1 << 10):
-            kernel[grid](**keywords)
-    elif variant == "sliced":
-        blocks = int(np.prod(grid))
-        half = max(1, blocks // 2)
-        kernel.slice(grid, 0, half)(**keywords)
-        if blocks > half:
-            kernel.slice(grid, half, blocks - half)(**keywords)
-    elif variant == "preemptible":
-        kernel.preemptible[grid](**keywords).synchronize()
-    else:
-        kernel[grid](**keywords)
-    pp.Device.current().synchronize()
-
-
-def under(tool: str, variant: str, seconds: float, sanitizer: str) -> dict[str, Any]:
+def under(tool: str, cases: str, variant: str, seconds: float, sanitizer: str) -> dict[str, Any]:
     """Findings of one tool on one variant, by their first lines."""
     command = [sanitizer, "--tool", tool, "--target-processes", "application-only", "--error-exitcode", "0"]
-    command += ["--print-limit", "2000", "--show-backtrace", "no", sys.executable, __file__]
-    command += ["--variant", variant, "--seconds", str(seconds)]
+    command += ["--print-limit", "2000", "--show-backtrace", "no", *here(cases, variant, seconds)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=2 * seconds + 60, cwd=_ROOT)
     except subprocess.TimeoutExpired as e:
@@ -110,15 +66,15 @@ def found_in(text: str) -> dict[str, int]:
     return dict(kinds)
 
 
-def warm(variant: str, seconds: float) -> None:
+def warm(cases: str, variant: str, seconds: float) -> None:
     """Compiles what the variant needs, without a tool."""
-    command = [sys.executable, __file__, "--variant", variant, "--seconds", str(seconds)]
     with contextlib.suppress(subprocess.TimeoutExpired):
-        subprocess.run(command, capture_output=True, timeout=seconds + 15, cwd=_ROOT)
+        subprocess.run(here(cases, variant, seconds), capture_output=True, timeout=seconds + 15, cwd=_ROOT)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", choices=CASES, default="triton", help="the language of the kernels")
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--variant", help="run the corpus in this variant, in this process")
@@ -128,7 +84,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     given = parser.parse_args()
     if given.variant:
-        return run_corpus(given.variant, given.seconds)
+        return run_corpus(given.cases, given.variant, given.seconds)
     device = need_gpu("compute-sanitizer")
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     tools, variants = given.tools.split(","), given.variants.split(",")
@@ -139,16 +95,16 @@ def main() -> None:
     def one(tool: str, variant: str) -> None:
         if time.monotonic() > ends:
             return
-        found = under(tool, variant, given.seconds, sanitizer)
+        found = under(tool, given.cases, variant, given.seconds, sanitizer)
         with writing:
             rows[tool][variant] = found
             for each in rows[tool].values():  # findings that no pass has made
                 each["of_plain_kernels"] = rows[tool].get("plain", {}).get("findings")
             print(tool, variant, found, flush=True)
-            save("sanitize", rows, device, given.out)
+            save(RESULTS[given.cases], rows, device, given.out)
 
     with ThreadPoolExecutor(given.parallel) as pool:
-        list(pool.map(lambda variant: warm(variant, given.seconds), variants))
+        list(pool.map(lambda variant: warm(given.cases, variant, given.seconds), variants))
         print(f"compiled, {ends - time.monotonic():.0f} s left", flush=True)
         for done in [pool.submit(one, tool, variant) for tool in tools for variant in variants]:
             done.result()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 
 import paper_report
-from result_files import stored
+from result_files import RESULTS, stored
 
 
 def public() -> str:
@@ -43,17 +43,20 @@ def public_gpu() -> str:
 
 
 def sanitizer() -> str:
-    found = stored("sanitize")
-    variants = sorted({v for rows in found.values() for v in rows}, key=lambda each: (each != "plain", each))
+    """Findings under compute-sanitizer, in Triton kernels and in CUDA C kernels where these were run."""
+    names = {"Triton": "sanitize", "CUDA C": "sanitize_cuda"}
+    kinds = {kind: stored(name) for kind, name in names.items() if (RESULTS / f"{name}.json").exists()}
+    variants = sorted({v for at in kinds.values() for rows in at.values() for v in rows} - {"plain"})
 
     def more(row: dict[str, int]) -> str:
         return f"{row['findings'] - row['of_plain_kernels']} in {row['kernels']}"
 
     rows = [
-        [f"`{tool}`", f"{at['plain']['findings']}", *(more(at[v]) for v in variants if v != "plain")]
-        for tool, at in found.items()
+        [kind, f"`{tool}`", f"{at['plain']['findings']}", *(more(at[v]) for v in variants)]
+        for kind, tools in kinds.items()
+        for tool, at in tools.items()
     ]
-    head = ["tool", "findings in plain kernels", *(f"more, {v}" for v in variants if v != "plain")]
+    head = ["kernels", "tool", "findings in plain kernels", *(f"more, {v}" for v in variants)]
     return paper_report.table(head, rows)
 
 

@@ -8,17 +8,27 @@ from typing import Any
 
 import numpy as np
 import pytest
-from corpus import TRITON_CASES
+from corpus import CUDA_CASES, TRITON_CASES, CudaCase
 
 import paellapy as pp
+from paellapy.instrument.kernels.cuda_source import CudaSource
+from paellapy.instrument.markers import Ranges
+from paellapy.instrument.ptx.pass_config import PassConfig
 
 # One of each kind; the benchmarks run them all.
 NAMES = ("softmax", "layer_norm", "gemm_fp16", "gemm_descriptors", "attention_fp16_causal", "early_return")
 
 
+SANITIZED = [c for c in CUDA_CASES if c.launchable and c.instrumentable]
+
+
 @pytest.fixture
-def ranged(monkeypatch: pytest.MonkeyPatch) -> Any:
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+
+
+@pytest.fixture
+def ranged(benchmarks: None) -> Any:
     import ranged
 
     return ranged
@@ -52,3 +62,26 @@ def test_tuners_stay_around_a_kernel_with_ranges(ranged: Any) -> None:
     assert type(found) is type(tuned)
     assert "_pp_range_begin" in found.fn.src
     assert "_pp_range_begin" not in tuned.fn.src
+
+
+@pytest.mark.parametrize("case", SANITIZED, ids=str)
+def test_cuda_kernels_with_ranges_assemble(case: CudaCase, ranged: Any) -> None:
+    text = ranged.inserted_cuda(case.source, case.entry)
+    source = CudaSource(text, case.name_expression or case.entry, case.options).source("sm_90", marked=True)
+    loops = ranged.inserted_cuda(case.source, case.entry).count('pp_warp_range_begin("round")')
+    names = Ranges.in_text(source.ptx).names
+    assert "body" in names
+    assert ("round" in names) == bool(loops)
+    assert source.build(PassConfig("trace")).cubin
+
+
+@pytest.mark.parametrize("variant", ["plain", "ranges", "sliced"])
+def test_cuda_kernels_go_under_the_sanitizer(variant: str, benchmarks: None) -> None:
+    from sanitized import cuda_launches
+
+    with pp.Device("virtual:h200"):
+        launches = {launch.name: launch for launch in cuda_launches(variant)}
+    wanted = {case.name for case in SANITIZED if case.sliceable or variant != "sliced"}
+    assert launches.keys() == wanted
+    assert {"saxpy", "block_sum", "histogram", "transpose", "device_ranges"} <= wanted
+    assert all(launch.kernel._source.has_ranges for launch in launches.values()) == (variant == "ranges")
