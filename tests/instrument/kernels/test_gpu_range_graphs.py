@@ -40,6 +40,23 @@ def warp_ranges(x, out, n, B: tl.constexpr):
     tl.store(out + i, v, mask=i < n)
 
 
+# The like in CUDA C. Loads keep their place between the markers; the compiler moves arithmetic out.
+CUDA = r"""
+extern "C" __global__ void NAME(const float* x, float* out, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    WORD_begin("load");
+    float v = x[i % n];
+    WORD_end("load");
+    for (int k = 0; k < 3; ++k) {
+        WORD_begin("step");
+        v = __sinf(v) + x[(i + k) % n];
+        WORD_end("step");
+    }
+    if (i < n) out[i] = v;
+}
+"""
+
+
 @triton.jit
 def triple(x, out, n, B: tl.constexpr):
     i = tl.program_id(0) * B + tl.arange(0, B)
@@ -62,15 +79,30 @@ def expected(per_warp: bool) -> Counter[Any]:
     return Counter({(b, w, name): n for b in range(BLOCKS) for w in warps for name, n in times.items()})
 
 
-@pytest.fixture(params=[block_ranges, warp_ranges], ids=lambda fn: fn.__name__)
-def launch(request: pytest.FixtureRequest, gpu: pp.Device) -> Callable[[Any, Any], None]:
-    kernel = pp.kernel(request.param)
+def of_triton(per_warp: bool) -> tuple[str, Callable[[Any, Any], None]]:
+    kernel = pp.kernel(warp_ranges if per_warp else block_ranges)
+    return kernel.name, lambda x, out: kernel[BLOCKS,](x, out, N, B=128, num_warps=4)
+
+
+def of_cuda(per_warp: bool) -> tuple[str, Callable[[Any, Any], None]]:
+    name, word = ("cuda_warp_ranges", "pp_warp_range") if per_warp else ("cuda_block_ranges", "pp_range")
+    kernel = pp.kernel(source=CUDA.replace("NAME", name).replace("WORD", word), name=name)
+    return name, lambda x, out: kernel[BLOCKS, 128](x, out, N)
+
+
+@pytest.fixture(params=[False, True], ids=["block_ranges", "warp_ranges"])
+def per_warp(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture(params=[of_triton, of_cuda], ids=["triton", "cuda"])
+def launch(request: pytest.FixtureRequest, per_warp: bool, gpu: pp.Device) -> Callable[[Any, Any], None]:
+    name, start = request.param(per_warp)
 
     def call(x: Any, out: Any) -> None:
-        kernel[BLOCKS,](x, out, N, B=128, num_warps=4)
+        start(x, out)
 
-    call.kernel = request.param.__name__
-    call.per_warp = request.param is warp_ranges
+    call.kernel, call.per_warp = name, per_warp
     return call
 
 
