@@ -1,15 +1,14 @@
 """Kernels that Triton compiles and launches itself (PyTorch code, `torch.compile`), instrumented through its hooks.
 
 Triton asks a hook to edit its compilation stages and, per launch, an allocator for the hidden `profile_scratch`
-pointer. The pass runs in the first; the second returns a launch descriptor from a table in device memory
-(torch_rows.py). The kernels stay compiled for `trace`; outside a trace they get a descriptor that tells them to write
-nothing, unless they go into a CUDA graph, which may be replayed in a trace.
+pointer. The pass runs in the first (torch_code.py); the second returns a launch descriptor from a table in device
+memory (torch_rows.py). The kernels stay compiled for `trace`; outside a trace they get a descriptor that tells them to
+write nothing, unless they go into a CUDA graph, which may be replayed in a trace.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -19,13 +18,14 @@ from triton.compiler import compiler
 from triton.runtime import _allocation
 
 from paellapy.instrument.device.base import Device
-from paellapy.instrument.errors import InstrumentError, PaellaError
+from paellapy.instrument.errors import InstrumentError
+from paellapy.instrument.kernels.torch_code import LoadedKernels, code_key, with_report
 from paellapy.instrument.kernels.torch_rows import Facts, Rows
-from paellapy.instrument.kernels.triton_source import TRITON_VERSION, compiling, is_warp_specialised
-from paellapy.instrument.ptx import passes
-from paellapy.instrument.ptx.pass_config import Exits, PassConfig
+from paellapy.instrument.kernels.triton_ptx import TRITON_VERSION
+from paellapy.instrument.kernels.triton_source import compiling
 
 _active: _Hook | None = None
+_kernels = LoadedKernels()  # also of an earlier hook: its kernels keep reporting
 
 
 def instrument_torch(enable: bool = True) -> None:
@@ -49,12 +49,11 @@ def instrument_torch(enable: bool = True) -> None:
 
 class _Hook:
     def __init__(self) -> None:
-        self.key = "paellapy-" + PassConfig("trace", pointer_param=-1).key()
+        self.key = code_key()
         self.hash = hashlib.sha256(self.key.encode()).hexdigest()
         self._lock = threading.Lock()
         self._rows: Rows | None = None
         self._before: Any = None
-        self._warps: dict[str, int] = {}
         self._pending = threading.local()  # the launch whose descriptor was requested and whose name is not known yet
 
     def install(self) -> None:
@@ -72,6 +71,7 @@ class _Hook:
             compiler.get_cache_key = self._cache_key
         _allocation.set_profile_allocator(self.descriptor)
         knobs.runtime.launch_enter_hook.add(self.entered)
+        knobs.runtime.kernel_load_end_hook.add(_kernels.loaded)
         Device.at_traces.append(self.begin_trace)
         for device in Device.opened():
             if device.session is not None:
@@ -86,6 +86,7 @@ class _Hook:
         self._inductor.restore()
         _allocation.set_profile_allocator(None)
         knobs.runtime.launch_enter_hook.remove(self.entered)
+        knobs.runtime.kernel_load_end_hook.remove(_kernels.loaded)
         Device.at_traces.remove(self.begin_trace)
 
     def stages(self, *args: Any) -> Any:
@@ -93,29 +94,20 @@ class _Hook:
         ours = getattr(compiling, "plain", False)
         if not args:
             return ("", "") if ours else (self.key, self.hash)
-        stages = args[1]
+        _, stages, options, _, arch = args
         if "ptx" in stages and not ours:
-            stages["ptx"] = self._with_report(stages["ptx"])
+            stages["ptx"] = self._with_report(stages["ptx"], options, arch)
         return None
 
     def _cache_key(self, *args: Any, **kwargs: Any) -> str:
         return f"{self._before[1](*args, **kwargs)}{self.stages()[0]}"
 
-    def _with_report(self, make_ptx: Callable[..., str]) -> Callable[..., str]:
+    def _with_report(self, make_ptx: Callable[..., str], options: Any, arch: int) -> Callable[..., str]:
         def ptx_stage(source: Any, metadata: dict[str, Any]) -> str:
             ptx = make_ptx(source, metadata)
             if metadata.get("profile_scratch_size"):
                 return ptx  # Proton instruments this kernel and uses the slot
-            exits: Exits = "spare-barrier" if is_warp_specialised(ptx) else "barrier"
-            try:
-                reported = passes.apply(ptx, PassConfig("trace", exits=exits, pointer_param=-1))
-            except PaellaError:
-                return ptx  # a kernel that cannot be instrumented must still run
-            # One byte per block: the allocator is then asked for as many bytes as there are blocks.
-            metadata["profile_scratch_size"] = 1
-            metadata["profile_scratch_align"] = 8
-            self._warps[metadata["name"]] = -(-_threads(reported) // 32)
-            return reported
+            return with_report(ptx, metadata, options, arch)
 
         return ptx_stage
 
@@ -149,8 +141,10 @@ class _Hook:
         self._pending.launch = None
         facts = launch_metadata.get()
         name = facts["name"]
+        code = _kernels.of(facts["function"])
         registers, shared = Device.open("cuda").function_resources(facts["function"])
-        launch = Facts(name, blocks, self._warps.get(name, 1), registers, shared, stream)
+        shared += code.dynamic_shared_bytes
+        launch = Facts(name, blocks, code.warps, registers, shared, stream, code.spill_bytes, code.plain_registers)
         self._rows.name(row, launch)
         if session is not None:
             session.add_foreign(self._rows.launch(row), launch)
@@ -184,8 +178,3 @@ class _InductorSettings:
     def restore(self) -> None:
         for config, name, value in reversed(self._before):
             setattr(config, name, value)
-
-
-def _threads(ptx: str) -> int:
-    found = re.search(r"\.reqntid\s+(\d+)", ptx)
-    return int(found[1]) if found else 32

@@ -27,6 +27,8 @@ class Facts:
     registers: int
     shared_bytes: int
     stream: int
+    spill_bytes: int = 0
+    plain_registers: int = 0  # 0: unknown
 
 
 class Rows:

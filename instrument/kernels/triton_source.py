@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-import triton
 from triton import knobs
 from triton._C.libtriton import native_specialize_impl
 from triton._utils import find_paths_if, get_iterable_path
@@ -28,13 +27,13 @@ from paellapy.instrument.arguments import DescriptorKey, Handlers, PointerKey, p
 from paellapy.instrument.errors import ArgumentError, CompileError
 from paellapy.instrument.kernels.ranges import given_with_ranges, has_ranges, marking
 from paellapy.instrument.kernels.triton_arguments import constant_key, generate_binder, struct_codes
+from paellapy.instrument.kernels.triton_ptx import block_threads, exits_of, ptx_target, ptxas_options, triton_ptxas
 from paellapy.instrument.kernels.triton_stages import Stage, Translated, text_of, translate
 from paellapy.instrument.ptx.compiled import Draft, Source
 from paellapy.instrument.triton_errors import also
 
 T = TypeVar("T")
 
-TRITON_VERSION = tuple(int(re.sub(r"\D.*", "", part) or 0) for part in triton.__version__.split(".")[:2])
 # Our own kernels are compiled plain even while torch_hook instruments all others; this thread then sets a flag here.
 compiling = threading.local()
 
@@ -203,28 +202,20 @@ def target_capability(target: str) -> int:
 
 def _source_of(made: Translated, work: _Work) -> Source:
     meta, ptx = made.facts, made.ptx
-    specialised = is_warp_specialised(ptx)
-    flags = ["-lineinfo"]
-    if not work.options["enable_fp_fusion"]:
-        flags.append("--fmad=false")
-    if TRITON_VERSION >= (3, 7):
-        flags.append("--regAllocOptLevel=2")  # Triton's own setting since 3.7, because of a bug in ptxas 13
     tiles = list(meta["tensordesc_meta"] or ())
     # the last two: global_scratch, profile_scratch
     codes = [*struct_codes(list(work.signature.values()), bool(tiles)), "Q", "Q"]
-    found = re.search(r"^\s*\.target\s+(\w+)", ptx, re.M)
-    threads = re.search(r"\.reqntid\s+(\d+)", ptx)
     return Source(
         name=meta["name"],
         ptx=ptx,
-        arch=found[1] if found else f"sm_{work.arch}",
+        arch=ptx_target(ptx, work.arch),
         param_format=param_layout(codes),
-        threads=int(threads[1]) if threads else 32 * meta["num_warps"],
+        threads=block_threads(ptx) or 32 * meta["num_warps"],
         dynamic_shared_bytes=meta["shared"],
         cluster=meta["num_ctas"],
-        exits="spare-barrier" if specialised else "barrier",  # Triton branches per block, never per thread
-        ptxas_options=tuple(flags),
-        ptxas_path=_triton_ptxas(work.arch),
+        exits=exits_of(ptx),
+        ptxas_options=ptxas_options(work.options["enable_fp_fusion"]),
+        ptxas_path=triton_ptxas(work.arch),
         scratch_bytes=meta["global_scratch_size"],
         scratch_align=meta["global_scratch_align"],
         cooperative=bool(meta["launch_cooperative_grid"]),
@@ -248,24 +239,12 @@ def _label(meta: dict[str, Any], signature: dict[str, Any], constants: dict[Any,
     return f"{meta['name']}[{','.join(types)}][{','.join(values)}]x{meta['num_warps']}"
 
 
-def is_warp_specialised(ptx: str) -> bool:
-    """Whether a kernel is warp-specialised: groups of warps exchange registers, or wait at counted barriers."""
-    return "setmaxnreg" in ptx or re.search(r"\bbar(rier)?\.sync(\.aligned)?\s+\d+\s*,\s*\d+", ptx) is not None
-
-
 def _reason(failure: BaseException) -> str:
     """The error in a function that the kernel calls, which Triton gives as a cause only."""
     first = failure
     while isinstance(first.__cause__, CompilationError):
         first = first.__cause__
     return "" if first is failure else f"\n{first}"
-
-
-@functools.cache
-def _triton_ptxas(arch: int) -> str | None:
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    return str(get_ptxas(arch).path)
 
 
 def _stand_in(value: Any, fact: Any) -> Any:

@@ -52,7 +52,10 @@ class Source:
                 f"kernel {self.name!r} cannot be preempted: it is launched cooperatively, so all its blocks must run "
                 "at once. Launch it without `preemptible`."
             )
-        ptx = _passed(self.ptx, config, self.name)
+        return self.assembled(config, _passed(self.ptx, config, self.name))
+
+    def assembled(self, config: PassConfig, ptx: str) -> Compiled:
+        """The kernel as the passes have left it, in machine code."""
         code = assemble(ptx, self.arch, self.name, self.ptxas_options, self.ptxas_path)
         if config.changes_anything and self.threads is not None:
             ptx, code = self._with_as_many_blocks(ptx, code, self.threads)

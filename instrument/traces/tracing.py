@@ -45,6 +45,7 @@ class Session:
         self.last = 0  # the latest recorded launch
         self.unreported = 0  # blocks of launches for which no descriptor was left
         self._in_graphs: dict[int, tuple[str, tuple[Any, ...]]] = {}  # launches that PyTorch's graphs may replay
+        self._foreign_code: dict[int, tuple[int, int]] = {}  # spilled bytes and plain registers of Triton's launches
 
     def add(
         self,
@@ -92,6 +93,8 @@ class Session:
         self._in_graphs[launch] = (facts.kernel, self._foreign(launch, facts))
 
     def _foreign(self, launch: int, facts: Any) -> tuple[Any, ...]:
+        if facts.plain_registers:
+            self._foreign_code[launch] = facts.spill_bytes, facts.plain_registers
         submit, grid = self.device.host_ns(), (facts.blocks, 1, 1)
         return (launch, 0, facts.warps, facts.registers, 0, facts.shared_bytes, grid, 0, facts.blocks, submit,
                 facts.stream)  # fmt: skip
@@ -124,6 +127,8 @@ class Session:
                 if counted is None:
                     counted = (*(counting.count(made.source, values, *parts[launch]) or (0, 0, 0)), 0, 0, 0, 0)
                 rows.append((launch, made.code.spill_bytes, plain, parts[launch][2], *counted))
+            elif launch in self._foreign_code:
+                rows.append((launch, *self._foreign_code[launch], parts[launch][2], *(0,) * 7))
         return np.array(rows, WORK)
 
     def launches(self) -> tuple[Records, tuple[str, ...]]:

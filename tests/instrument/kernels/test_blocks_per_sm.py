@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 import paellapy as pp
 from paellapy.instrument.device.occupancy import occupancy
 from paellapy.instrument.device.parts import limits_for_capability
-from paellapy.instrument.ptx.assemble import assemble
+from paellapy.instrument.errors import PtxError
+from paellapy.instrument.kernels import torch_code
+from paellapy.instrument.kernels.triton_ptx import ptx_target, ptxas_options, triton_ptxas
+from paellapy.instrument.ptx.assemble import Assembled, assemble
 from paellapy.instrument.ptx.compiled import Compiled, Source, _with_most_registers
 from paellapy.instrument.ptx.pass_config import PassConfig
 
@@ -70,7 +78,7 @@ SOURCES = {
     **{f"layer norm, {b} by {w} warps": (layer_norm_backward, *ROWS, {"B": b, "ROWS": 64, "num_warps": w})
        for b, w in ((512, 1), (1024, 2), (1024, 4), (2048, 4), (2048, 8), (4096, 8), (8192, 8))},
     **{f"values, {k} by {w} warps": (many_values, "*fp32", "*fp32", "i32", {"B": 32 * w, "K": k, "num_warps": w})
-       for k, w in ((16, 4), (32, 4), (32, 8), (64, 4), (128, 4))},
+       for k, w in ((16, 1), (16, 4), (32, 4), (32, 8), (64, 4), (128, 4))},
 }  # fmt: skip
 
 
@@ -118,3 +126,88 @@ def test_a_trace_with_fewer_blocks_per_sm_says_so() -> None:
     assert said == ([plain] if traced < plain else [])
     assert allowed.blocks_per_sm == plain
     assert allowed.reporting is not None
+
+
+# ---- kernels that Triton compiles itself -----------------------------------------------------------------------------
+
+AT_THE_EDGE = ("layer norm, 1024 by 4 warps", "values, 16 by 1 warps", "values, 64 by 4 warps")
+
+
+@contextmanager
+def torch_instrumented() -> Iterator[None]:
+    pp.instrument_torch()
+    try:
+        yield
+    finally:
+        pp.instrument_torch(False)
+
+
+def triton_compiled(kernel: Any, *types: str, num_warps: int, **constants: int) -> Any:
+    """Compiles as Inductor does, by calling `triton.compile`."""
+    signature = dict(zip(kernel.arg_names, (*types, *("constexpr" for _ in constants)), strict=True))
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    options = {"enable_fp_fusion": True, "num_warps": num_warps}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def assembled(built: Any, ptx: str = "") -> Assembled:
+    ptx = ptx or built.asm["ptx"]
+    return assemble(ptx, ptx_target(ptx, 90), built.metadata.name, ptxas_options(True), triton_ptxas(90))
+
+
+@pytest.mark.parametrize("name", [*AT_THE_EDGE, "layer norm, 8192 by 8 warps"])
+def test_kernels_of_triton_keep_their_blocks_too(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel, *types, given = SOURCES[name]
+    plain = triton_compiled(kernel, *types, **given)
+    with torch_instrumented():
+        reporting, cached = (triton_compiled(kernel, *types, **given) for _ in range(2))
+    assert not hasattr(plain.metadata, "paellapy")
+    before, after, threads = assembled(plain), assembled(reporting), 32 * given["num_warps"]
+    facts = {"warps": given["num_warps"], "dynamic_shared_bytes": plain.metadata.shared,
+             "spill_bytes": after.spill_bytes, "plain_registers": before.registers}  # fmt: skip
+    assert reporting.metadata.paellapy == cached.metadata.paellapy == facts
+    allowed, kept = (
+        occupancy(HOPPER, threads, a.registers, plain.metadata.shared).blocks_per_sm for a in (before, after)
+    )
+    assert after.spill_bytes <= before.spill_bytes or before.registers == 255
+    if kept < allowed:
+        most = before.registers + -before.registers % 8
+        limited = _with_most_registers(reporting.asm["ptx"], reporting.metadata.name, most)
+        assert assembled(reporting, limited).spill_bytes > before.spill_bytes
+
+
+def test_ptxas_may_fail_without_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise PtxError("not this one")
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch_code.Source, "assembled", refuse)
+    with torch_instrumented():
+        built = triton_compiled(many_values, "*fp32", "*fp32", "i32", B=128, K=32, num_warps=4)
+    assert "%paellapy" in built.asm["ptx"]
+    assert built.metadata.paellapy["plain_registers"] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", AT_THE_EDGE)
+def test_traces_of_torch_state_the_plain_registers(name: str, gpu: pp.Device) -> None:
+    torch = pytest.importorskip("torch")
+    kernel, *types, given = SOURCES[name]
+    dtypes = {"*fp16": torch.float16, "*fp32": torch.float32}
+    args = [torch.ones(1 << 17, dtype=dtypes[t], device="cuda") if t in dtypes else 2 for t in types]
+    threads, keywords = 32 * given["num_warps"], {**given, "enable_fp_fusion": True}
+    plain = kernel[8,](*args, **keywords)
+    with torch_instrumented():
+        reporting = kernel[8,](*args, **keywords)
+        with pp.trace() as t:
+            kernel[8,](*args, **keywords)
+    (launch,), (work,) = t.launches, t.work
+    assert (launch["warps"], launch["registers"]) == (given["num_warps"], reporting.n_regs)
+    assert launch["shared_bytes"] == reporting.metadata.shared
+    assert (work["launch"], work["plain_registers"]) == (launch["launch"], plain.n_regs)
+    assert sorted(t.blocks["block"].tolist()) == list(range(8))
+    allowed, kept = (occupancy(gpu.limits, threads, r, plain.metadata.shared).blocks_per_sm
+                     for r in (plain.n_regs, reporting.n_regs))  # fmt: skip
+    said = [c.figures["plain"] for c in t.explain().kernels[0].claims if c.about == "reporting"]
+    assert said == ([allowed] if kept < allowed else [])

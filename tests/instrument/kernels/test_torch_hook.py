@@ -15,10 +15,10 @@ from triton.compiler import ASTSource
 from triton.runtime import _allocation
 
 from paellapy.instrument.errors import InstrumentError
-from paellapy.instrument.kernels import torch_hook
+from paellapy.instrument.kernels import torch_code, torch_hook
 from paellapy.instrument.kernels.decorator import kernel
 from paellapy.instrument.kernels.torch_hook import instrument_torch
-from paellapy.instrument.kernels.triton_source import TRITON_VERSION
+from paellapy.instrument.kernels.triton_ptx import TRITON_VERSION
 from paellapy.instrument.ptx.pass_config import pass_version
 
 
@@ -116,8 +116,9 @@ def test_somebody_elses_hook_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> N
 def test_everything_is_put_back() -> None:
     def state() -> list[Any]:
         # Of the launch hook only our own entry is looked at: Triton keeps an empty chain where there was none.
-        chain = getattr(knobs.runtime.launch_enter_hook, "calls", [])
-        return [_allocation._profile_allocator.get(), knobs.compilation.instrumentation_mode, list(chain)]
+        hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.kernel_load_end_hook)
+        chains = [list(getattr(hook, "calls", [])) for hook in hooks]
+        return [_allocation._profile_allocator.get(), knobs.compilation.instrumentation_mode, *chains]
 
     before = state()
     instrument_torch()
@@ -130,7 +131,7 @@ def test_a_kernel_that_cannot_be_instrumented_still_compiles(monkeypatch: pytest
     def refuse(*_: Any) -> str:
         raise InstrumentError("not this one")
 
-    monkeypatch.setattr(torch_hook.passes, "apply", refuse)
+    monkeypatch.setattr(torch_code.passes, "apply", refuse)
     instrument_torch()
     assert not is_instrumented(compiled())
 

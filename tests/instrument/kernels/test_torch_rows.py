@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,8 @@ import numpy as np
 import pytest
 
 from paellapy.instrument.device import CudaDevice, Device
+from paellapy.instrument.kernels import torch_hook
+from paellapy.instrument.kernels.torch_code import LoadedKernels
 from paellapy.instrument.kernels.torch_hook import _Hook
 from paellapy.instrument.records import DESCRIPTOR, MAGIC, RING_RECORD, SM_LINE, Records
 from paellapy.instrument.traces.tracing import trace
@@ -193,3 +197,26 @@ def test_a_hook_installed_during_a_trace_reports_in_it(gpu: Gpu, tmp_path: Any, 
         finally:
             triton.hook.remove()
     assert ran(t) == {"late": 1}
+
+
+def test_a_trace_states_the_plain_registers_of_every_launch(gpu: Gpu, tmp_path: Path, monkeypatch: Any) -> None:
+    stored = tmp_path / "kernel.json"
+    facts = {"warps": 4, "dynamic_shared_bytes": 512, "spill_bytes": 8, "plain_registers": 30}
+    stored.write_text(json.dumps({"name": "kernel", "num_warps": 4, "paellapy": facts}))
+    kernels = LoadedKernels()
+    monkeypatch.setattr(torch_hook, "_kernels", kernels)
+    kernels.loaded(None, 0, "kernel", {"kernel.cubin": "elsewhere", "kernel.json": str(stored)}, "digest")
+    triton = Triton(gpu)
+    graph = triton.capture("kernel")
+    with trace(device=gpu) as t:
+        triton.launch("kernel")
+        triton.replay(graph)
+    assert ran(t) == {"kernel": 2}
+    assert t.work["plain_registers"].tolist() == [30, 30]
+    assert t.work["spill_bytes"].tolist() == [8, 8]
+    assert t.launches[["warps", "registers", "shared_bytes"]].tolist() == [(4, 32, 512)] * 2
+    stored.unlink()
+    kernels.loaded(None, 0, "another", {"kernel.json": str(stored)}, "digest")  # under the same handle
+    with trace(device=gpu) as t:
+        triton.launch("another")
+    assert len(t.work) == 0
