@@ -13,16 +13,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import mps
 import numpy as np
 from common import RESULTS, SEEDS_HELP, commit, save, seeds
 from paper import MOST_PAUSE_US, RUN_AGAIN, fig11_requests
@@ -71,24 +70,15 @@ def keep_to(count: int, process: int) -> None:
 
 
 @contextmanager
-def mps(folder: Path, wanted: bool) -> Iterator[dict[str, str]]:
+def shared(wanted: bool) -> Iterator[dict[str, str]]:
     """The environment of processes that share the GPU through a daemon of their own."""
     if not wanted:
         yield {}
         return
-    if shutil.which("nvidia-cuda-mps-control") is None:
-        raise SystemExit("nvidia-cuda-mps-control is not on this machine: it comes with NVIDIA's driver")
-    env = {"CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"), "CUDA_MPS_LOG_DIRECTORY": str(folder / "log")}
-    for each in env.values():
-        Path(each).mkdir()
-    subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True, env={**os.environ, **env})
-    try:
+    if not mps.available():
+        raise SystemExit(mps.MISSING)
+    with mps.daemon() as env:
         yield env
-    finally:
-        subprocess.run(
-            ["nvidia-cuda-mps-control"], input="quit -t 10\n", text=True, env={**os.environ, **env}, check=False,
-            timeout=30,
-        )  # fmt: skip
 
 
 def main() -> None:
@@ -112,7 +102,7 @@ def main() -> None:
     stored = json.loads((folder / "paper.json").read_text())["results"] if (folder / "paper.json").exists() else {}
     results: dict[str, Any] = {"points": {}, "commits": {}, "checked": 0, "wrong": 0, "alone_us": {}, **stored}
     for percent in args.percent.split(","):
-        with tempfile.TemporaryDirectory() as scratch, mps(Path(scratch), args.device.startswith("cuda")) as env:
+        with shared(args.device.startswith("cuda")) as env:
             run_all(args, percent, env, results)
     print(save("paper", results, pp.Device(args.device), folder))  # opened only now: it is no client of the daemon's
     return None
