@@ -1,25 +1,22 @@
 """The jobs of background.py in processes of their own under NVIDIA MPS: the way to share a GPU without a scheduler.
 
-    CUDA_MPS_PIPE_DIRECTORY=… python benchmarks/background_mps.py
-    python benchmarks/background_mps.py --device virtual:h200 --small     to try it, without MPS
+    python benchmarks/background.py              measures them too
+    python benchmarks/background.py --part mps   in an environment of MPS: measures them alone
 
 Each job is the same training step as in background.py, launched as one CUDA graph, and nothing holds it back. The
-engine runs under MPS too, also where it is alone.
+engine runs under MPS too, also where it is alone. This file by itself is the process of one job.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from background import Load, alone, deterministic, serving, summary, trainee
+from background_jobs import Load, alone, deterministic, serving, summary, trainee
 from child_steps import Steps
-from common import RESULTS
 from guest_training import captured
 
 SAYS_S = 0.05  # between two counts of steps
@@ -48,16 +45,18 @@ class Job:
     """A child, and how many steps it has made by when."""
 
     def __init__(self, kind: str, small: bool) -> None:
-        line = [sys.executable, __file__, "--child", kind, *(["--small"] if small else [])]
+        line = [sys.executable, __file__, kind, *(["--small"] if small else [])]
         self._process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
+    def wait(self) -> None:
+        """Until it has made its first steps. Then it does nothing until it is started."""
+        assert self._process.stdout is not None
+        if self._process.stdout.readline() != "ready\n":
+            raise SystemExit("the job ended before its first step")
+
     def start(self) -> None:
-        """Lets it train, once it is ready."""
         process = self._process
         assert process.stdin is not None
-        assert process.stdout is not None
-        if process.stdout.readline() != "ready\n":
-            raise SystemExit("the job ended before its first step")
         process.stdin.write("go\n")
         process.stdin.flush()
         self._steps = Steps(process)
@@ -89,36 +88,33 @@ def beside(load: Load, job: Job, args: argparse.Namespace) -> dict[str, Any]:
     return {**summary(latencies, load), "steps_per_s": speeds}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--small", action="store_true", help="tiny networks on the CPU, to try the script")
-    parser.add_argument("--seconds", type=float, default=1.0, help="seconds of each point and seed")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--jobs", default="resnet18,transformer")
-    parser.add_argument("--folder", type=Path, default=RESULTS)
-    parser.add_argument("--name", default="background_mps")
-    parser.add_argument("--child", default="", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.child:
-        child(args.child, args.small)
-        return
-    if not args.small and not os.environ.get("CUDA_MPS_PIPE_DIRECTORY"):
-        raise SystemExit("there is no MPS: start nvidia-cuda-mps-control -d, and set CUDA_MPS_PIPE_DIRECTORY")
+def measure_all(args: argparse.Namespace) -> None:
+    """The points of background.py's part `mps`, in an environment of MPS."""
     deterministic()
     jobs = {kind: Job(kind, args.small) for kind in args.jobs.split(",")}
     try:
         with serving(args) as (_, load, points):
-            points("alone", lambda: alone(load, args))
+            for job in jobs.values():  # they must not load or capture while requests are measured
+                job.wait()
             for kind, job in jobs.items():
+                title = f"{kind}, under MPS"
+                points(f"{title}: alone before", lambda: alone(load, args))
                 job.start()
-                points(f"{kind}: job alone", lambda job=job: by_itself(job, args.seconds))
-                points(kind, lambda job=job: beside(load, job, args))
+                points(f"{title}: none: job alone", lambda job=job: by_itself(job, args.seconds))
+                points(f"{title}: none", lambda job=job: beside(load, job, args))
                 job.end()
-                points(f"{kind}: alone again", lambda: alone(load, args))
+                points(f"{title}: alone again", lambda: alone(load, args))
     finally:
         for job in jobs.values():
             job.end()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("child", help="the job to train: resnet18 or transformer")
+    parser.add_argument("--small", action="store_true", help="a tiny network on the CPU, to try the script")
+    args = parser.parse_args()
+    child(args.child, args.small)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from background import Load, alone, serving, summary
+from background_jobs import Load, alone, serving, summary
 from child_steps import Steps
 from common import RESULTS
 

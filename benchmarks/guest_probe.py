@@ -23,7 +23,7 @@ from typing import Any
 import guest_probe_client as gpc
 import guest_probe_gate as gpg
 import numpy as np
-from background import Load, make_engine, served
+from background_jobs import Load, make_engine, served
 from common import RESULTS, save
 from guest import SCRIPT, Script
 from guest_probe_client import SITES, Client, Keeper, Way

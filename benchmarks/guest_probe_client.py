@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from background import RATE, Load
+from background_jobs import RATE, Load
 from engine_load import poisson, ring_bell
 from triton.language.extra.cuda import globaltimer
 

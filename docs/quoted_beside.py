@@ -18,65 +18,87 @@ def _speed(points: Any, name: str) -> float:
     return float(np.median(points[name]["steps_per_s"]))
 
 
+WHOLE = ("stream priorities", "streams")  # ways that launch a step as one graph
+
+
 def _own_speed(points: Any, job: str, way: str) -> float | None:
     """Of the job by itself, cut or in one piece as it is there: the quickest time it was looked at."""
-    whole = "stream priorities"
-    alone = {each: points.get(f"{job}: {each}: job alone") for each in ("priority", "tally", "reef", "orion", whole)}
-    found = [speed for each, speed in alone.items() if speed is not None and (each == whole) == (way == whole)]
-    return max(found, default=None) if way in alone else None
+    start, end = f"{job}: ", ": job alone"
+    alone = {name[len(start) : -len(end)]: speed for name, speed in points.items()
+             if name.startswith(start) and name.endswith(end)}  # fmt: skip
+    found = [speed for each, speed in alone.items() if speed and (each in WHOLE) == (way in WHOLE)]
+    return max(found, default=None)
+
+
+def _training_points() -> Any:
+    """With those of MPS, which earlier runs have stored in a file of their own."""
+    points = dict(stored("background"))
+    if not any(", under MPS" in name for name in points):
+        others = stored("background_mps")
+        for kind in ("resnet18", "transformer"):
+            title = f"{kind}, under MPS"
+            points |= {f"{title}: none": others[kind], f"{title}: alone before": others["alone"],
+                       f"{title}: alone again": others[f"{kind}: alone again"]}  # fmt: skip
+            if f"{kind}: job alone" in others:
+                points[f"{title}: none: job alone"] = others[f"{kind}: job alone"]
+    return points
 
 
 def training() -> str:
-    points = stored("background")
-    rows = [["aim", "", "≤ 1.07", "≤ 1.07", "≥ 0.80", ""]]
-    for name, found in points.items():
+    points = _training_points()
+    rows = [["aim", "", "≤ 1.07", "≤ 1.07", "", "≥ 0.80", ""]]
+    for name, found in sorted(points.items(), key=lambda item: item[0].split(",")[0]):
         job, _, way = name.partition(": ")
-        if "µs" not in job or not isinstance(found, dict) or "steps_per_s" not in found:
+        if ", " not in job or not isinstance(found, dict) or "steps_per_s" not in found:
             continue
         kind = job.split(",")[0]
         speed, plain = _speed(points, name), points[f"{kind}: plain loop"]
         own = _own_speed(points, job, way)
         p99 = [f"{_ratio(points, name, f'{job}: alone {when}'):.2f}" for when in ("before", "again")]
+        p99.append(f"{np.median(found['p99_ms']):.2f}")
         rows.append([job, way, *p99, "–" if own is None else f"{speed / own:.2f}", f"{speed / plain:.2f}"])
-    points = stored("background_mps")
-    for kind, found in points.items():
-        if isinstance(found, dict) and "steps_per_s" in found:
-            p99 = [f"{_ratio(points, kind, base):.2f}" for base in ("alone", f"{kind}: alone again")]
-            own = points.get(f"{kind}: job alone")
-            share = "–" if own is None else f"{_speed(points, kind) / own:.2f}"
-            rows.append([f"{kind}, one graph", "none, under MPS", *p99, share, "–"])
-    head = ["job, its segments", "policy", "p99 ÷ before the job", "p99 ÷ after it", "steps ÷ the job alone",
+    head = ["job, its segments", "policy", "p99 ÷ before the job", "p99 ÷ after it", "p99, ms", "steps ÷ the job alone",
             "steps ÷ the plain loop alone"]  # fmt: skip
     return paper_report.table(head, rows)
 
 
 def facts() -> str:
     points = stored("background")
-    rows = [["aim", "", "", "≤ 1.005", "≤ 1.005", ""]]
+    rows = [["aim", "", "", "≤ 1.005", "≤ 1.005", "≤ 1.005", "", ""]]
     for name in points:
         kind, _, what = name.partition(": ")
         if what != "plain loop":
             continue
         steps = [each for each in points if each.startswith(f"{kind}, ") and each.endswith(": step")]
         job = steps[0].partition(": ")[0]
-        alone = max(found for each, found in points.items() if each.startswith(job) and each.endswith("job alone"))
+        alone = max(_own_speed(points, each, way) or 0.0
+                    for each in (job, f"{kind}, one graph") for way in ("priority", "streams"))  # fmt: skip
         losses = points.get(f"{kind}: losses", {"equal": []})["equal"]
-        paused = [f"{_ratio(points, f'{job}: paused', f'{job}: alone {when}'):.2f}" for when in ("before", "again")]
         equal = f"{sum(losses)} of {len(losses)}" if losses else "not measured"
         served = [f"{np.median(points[f'{job}: alone {when}']['p50_ms']):.2f}" for when in ("before", "again")]
-        middle = [_paused_p50(points, job, when) for when in ("before", "again")]
-        rows.append(
-            [kind, f"{alone / points[name]:.2f}", equal, ", ".join(middle), ", ".join(paused), ", ".join(served)]
-        )
+        rows.append([kind, f"{alone / points[name]:.2f}", equal, *_paused(points, kind, job), ", ".join(served)])
     head = ["job", "captured steps ÷ the plain loop's, both alone", "seeds with all of 200 losses equal, bit for bit",
-            "p50 while it is paused ÷ before, ÷ after", "p99 while it is paused ÷ before, ÷ after",
-            "p50 of resnet50 alone, ms: before, after"]  # fmt: skip
+            "p50 while it is paused ÷ alone", "mean while it is paused ÷ alone", "p99 while it is paused ÷ alone",
+            "requests while it is paused", "p50 of resnet50 alone, ms: before, after"]  # fmt: skip
     return paper_report.table(head, rows)
 
 
-def _paused_p50(points: Any, job: str, when: str) -> str:
-    paused, alone = (np.median(points[f"{job}: {name}"]["p50_ms"]) for name in ("paused", f"alone {when}"))
-    return f"{paused / alone:.3f}"
+def _paused(points: Any, kind: str, job: str) -> list[str]:
+    """p50, mean and p99 of requests beside a paused job ÷ without it, each with its standard error over the rounds, and
+    the number of requests. Earlier runs have compared with requests before the job and after it.
+    """
+    found = points.get(f"{kind}: paused and alone")
+    if found is not None:
+        cells = []
+        for name in ("p50_ms", "mean_ms", "p99_ms"):
+            paused, alone = (found["together"][way][name] for way in ("paused", "alone"))
+            ratios = np.divide(*(found["rounds"][way][name] for way in ("paused", "alone")))
+            cells.append(f"{paused / alone:.3f} ± {ratios.std(ddof=1) / len(ratios) ** 0.5:.3f}")
+        return [*cells, f"{found['requests']['paused']:,}"]
+    before = f"{job}: paused"
+    p50 = [f"{_p50(points, before, f'{job}: alone {when}'):.3f}" for when in ("before", "again")]
+    p99 = [f"{_ratio(points, before, f'{job}: alone {when}'):.2f}" for when in ("before", "again")]
+    return [", ".join(p50), "–", ", ".join(p99), f"{points[before]['requests']:,}"]
 
 
 def scripts() -> str:

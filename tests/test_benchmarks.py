@@ -256,3 +256,37 @@ def test_a_copy_without_git_is_named_by_its_caller(tmp_path: Path, monkeypatch: 
     assert floor_against.commit_of(tmp_path, "1234567") == "1234567"
     with pytest.raises(SystemExit, match="--before"):
         floor_against.commit_of(tmp_path, None)
+
+
+def test_a_run_has_an_mps_daemon_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import mps
+
+    control, told = tmp_path / "nvidia-cuda-mps-control", tmp_path / "told"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not mps.available()
+    script = 'if [ $# = 0 ]; then read -r line; set -- "$line"; fi; echo "$1 in $CUDA_MPS_PIPE_DIRECTORY"'
+    control.write_text(f"#!/bin/sh\n{script} >> {told}\n")
+    control.chmod(0o755)
+    assert mps.available()
+    with pytest.raises(RuntimeError, match="the measurement failed"), mps.daemon() as env:  # noqa: PT012
+        pipe = Path(env["CUDA_MPS_PIPE_DIRECTORY"])
+        assert pipe.is_dir()
+        assert told.read_text() == f"-d in {pipe}\n"
+        raise RuntimeError("the measurement failed")
+    assert told.read_text().splitlines()[1:] == [f"quit -t 10 in {pipe}"]
+    assert not pipe.exists()
+
+
+def test_training_is_measured_under_policies_streams_and_mps_in_one_run(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    options = ["--device", "virtual:h200", "--small", "--seconds", "0.1", "--seeds", "2", "--loss-seeds", "1"]
+    few = ["--rounds", "2", "--jobs", "transformer", "--quanta", "100", "--ways", "priority"]
+    run(str(BENCHMARKS / "background.py"), *options, *few, "--folder", str(tmp_path))
+    found = json.loads((tmp_path / "background.json").read_text())["results"]
+    beside = {name for name, point in found.items() if isinstance(point, dict) and "steps_per_s" in point}
+    ways = ("100 µs: priority", "one graph: stream priorities", "one graph: streams", "under MPS: none")
+    assert beside == {f"transformer, {way}" for way in ways}
+    assert found["transformer: paused and alone"]["requests"] == {"alone": 50, "paused": 50}
+    assert found["transformer: losses"]["equal"] == [True]
+    assert {point["wrong"] for point in found.values() if isinstance(point, dict) and "wrong" in point} == {0}
