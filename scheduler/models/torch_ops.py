@@ -8,7 +8,6 @@ loaded on a real GPU; the estimates let a model be tested, scheduled and served 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from paellapy.scheduler.models.program import Node
 from paellapy.scheduler.models.recording import Recording
 from paellapy.scheduler.models.tensors import Arrays
 from paellapy.scheduler.models.torch_waits import Waits
+from paellapy.scheduler.models.torch_watch import watching
 
 TILE = 64 * 64  # outputs of one block of a matrix product
 STRIP = 1024  # elements of one block of any other operation
@@ -42,32 +42,24 @@ def count_operations(torch: Any, run: Callable[[], Any], memory: Iterable[int]) 
 
     `memory` has the addresses of the model's inputs and weights.
     """
-    from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.flop_counter import flop_registry
 
     found: list[Operation] = []
     waits = Waits(torch, memory)
 
-    class Watch(TorchDispatchMode):  # type: ignore[misc]
-        @classmethod
-        def _should_skip_dynamo(cls) -> bool:
-            """Avoids the import of PyTorch's compiler (2.5 s), which would only exclude this mode from it."""
-            return "torch._dynamo" in sys.modules
+    def see(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        waits.before(func, args, kwargs)
+        out = func(*args, **kwargs)
+        waits.after(args, kwargs, out)
+        if not _only_a_view(func):
+            formula = flop_registry.get(func._overloadpacket)
+            flops = float(formula(*args, **kwargs, out_val=out)) if formula is not None else 0.0
+            operation = _operation(torch, str(func), args, kwargs, out, flops)
+            if operation is not None:
+                found.append(operation)
+        return out
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs = kwargs or {}
-            waits.before(func, args, kwargs)
-            out = func(*args, **kwargs)
-            waits.after(args, kwargs, out)
-            if not _only_a_view(func):
-                formula = flop_registry.get(func._overloadpacket)
-                flops = float(formula(*args, **kwargs, out_val=out)) if formula is not None else 0.0
-                operation = _operation(torch, str(func), args, kwargs, out, flops)
-                if operation is not None:
-                    found.append(operation)
-            return out
-
-    with Watch(), waits.refusing_copies():
+    with watching(see), waits.refusing_copies():
         run()
     return found
 

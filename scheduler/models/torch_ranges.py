@@ -7,9 +7,10 @@ of such an input is the size of the table.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from paellapy.scheduler.models.torch_watch import watching
 
 Range = tuple[int, int]
 
@@ -38,34 +39,27 @@ _SAME = {
 
 def find_ranges(torch: Any, given: Mapping[str, Any], run: Callable[[], Any]) -> tuple[Any, dict[str, Range]]:
     """The result of the run, and the ranges of its inputs as far as the run shows them."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     whose = {id(t): name for name, t in given.items() if not t.is_floating_point() and t.dtype is not torch.bool}
     kept: list[Any] = []  # keeps tensors alive, so that their ids stay unique
     found: dict[str, Range] = {}
 
-    class Watch(TorchDispatchMode):  # type: ignore[misc]
-        @classmethod
-        def _should_skip_dynamo(cls) -> bool:
-            return "torch._dynamo" in sys.modules
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            name = func._schema.name
-            if name in _SAME and args and (source := whose.get(id(args[0]))) is not None:
-                for each in out if isinstance(out, tuple | list) else (out,):
-                    if not each.is_floating_point():
-                        whose[id(each)] = source
-                        kept.append(each)
-            for indices, least, most in _looked_up(name, args):
-                if (source := whose.get(id(indices))) is not None:
-                    low, high = found.get(source, (least, most))
-                    found[source] = max(low, least), min(high, most)
-            return out
+    def see(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
+        name = func._schema.name
+        if name in _SAME and args and (source := whose.get(id(args[0]))) is not None:
+            for each in out if isinstance(out, tuple | list) else (out,):
+                if not each.is_floating_point():
+                    whose[id(each)] = source
+                    kept.append(each)
+        for indices, least, most in _looked_up(name, args):
+            if (source := whose.get(id(indices))) is not None:
+                low, high = found.get(source, (least, most))
+                found[source] = max(low, least), min(high, most)
+        return out
 
     if not whose:
         return run(), {}
-    with Watch():
+    with watching(see):
         results = run()
     return results, found
 

@@ -6,10 +6,11 @@ tensor that it writes to, with the contents before; and the order in which it us
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+from paellapy.scheduler.models.torch_watch import watching
 
 # Operations whose schema does not say that they write to these arguments.
 _UNSAID = {"batch_norm": ("running_mean", "running_var")}
@@ -29,31 +30,23 @@ def find_touched(torch: Any, given: Iterable[Any], run: Callable[[], Any]) -> tu
     """The result of a run, and the memory of others that it touched; changes are put back. `given` has the inputs of
     the run, which do not count.
     """
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     made = {_address(t) for t in given}  # in the run, or for it
     others: dict[int, None] = {}  # addresses in order
     before: dict[int, tuple[Any, Any]] = {}  # by address: memory, and its contents
 
-    class Watch(TorchDispatchMode):  # type: ignore[misc]
-        @classmethod
-        def _should_skip_dynamo(cls) -> bool:
-            return "torch._dynamo" in sys.modules
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            named = kwargs or {}
-            others.update(dict.fromkeys(at for at in map(_address, _tensors(torch, (args, named))) if at not in made))
-            for t in _written(torch, func._schema, args, named):
-                at = _address(t)
-                if at in others and at not in before:
-                    memory = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
-                    before[at] = memory, memory.clone()
-            out = func(*args, **named)
-            made.update({_address(t) for t in _tensors(torch, out)} - others.keys())
-            return out
+    def see(func: Any, args: Any, named: dict[str, Any]) -> Any:
+        others.update(dict.fromkeys(at for at in map(_address, _tensors(torch, (args, named))) if at not in made))
+        for t in _written(torch, func._schema, args, named):
+            at = _address(t)
+            if at in others and at not in before:
+                memory = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+                before[at] = memory, memory.clone()
+        out = func(*args, **named)
+        made.update({_address(t) for t in _tensors(torch, out)} - others.keys())
+        return out
 
     try:
-        with Watch():
+        with watching(see):
             results = run()
     finally:
         with torch.no_grad():

@@ -1,0 +1,28 @@
+"""Sees every operation that PyTorch's dispatcher makes in a run, also those of the backward pass."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+# Makes an operation of PyTorch, given its arguments by place and by name, and returns its result.
+See = Callable[[Any, Any, dict[str, Any]], Any]
+
+
+def watching(see: See) -> AbstractContextManager[Any]:
+    """A context in which `see` makes every operation of this thread, and of the backward passes that it starts."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):  # type: ignore[misc]
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            """Avoids the import of PyTorch's compiler (2.5 s), which would only exclude this mode from it."""
+            return "torch._dynamo" in sys.modules
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return see(func, args, kwargs or {})
+
+    made: AbstractContextManager[Any] = Watch()
+    return made
