@@ -67,7 +67,7 @@ def default_generators(torch: Any) -> list[Any]:
 def settings_of(torch: Any, values: Any) -> dict[str, Any]:
     """Numbers of optimizers that a capture would freeze, because they are not tensors."""
     found: dict[str, Any] = {}
-    for k, optimizer in enumerate(_optimizers(torch, values)):
+    for k, optimizer in enumerate(optimizers_of(torch, values)):
         found[f"optimizer {k}: {GROUPS}"] = len(optimizer.param_groups)
         for g, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
@@ -77,18 +77,18 @@ def settings_of(torch: Any, values: Any) -> dict[str, Any]:
     return found
 
 
-def _optimizers(torch: Any, value: Any) -> list[Any]:
+def optimizers_of(torch: Any, value: Any) -> list[Any]:
     """Optimizers in an object, each once."""
     found = {id(part): part for part in _parts(torch, value) if isinstance(part, torch.optim.Optimizer)}
     return list(found.values())
 
 
-def _named(step: Callable[..., Any]) -> dict[str, Any]:
+def named_in(step: Callable[..., Any]) -> dict[str, Any]:
     """Objects that a step uses by name: of its module, of the functions around it, of its `self`, or given by partial.
     """
     if isinstance(step, functools.partial):
         given = {f"argument {k}": each for k, each in enumerate(step.args)}
-        return {**_named(step.func), **given, **step.keywords}
+        return {**named_in(step.func), **given, **step.keywords}
     plain = inspect.unwrap(step)
     try:
         found = inspect.getclosurevars(plain)
@@ -104,24 +104,28 @@ def check_complete(torch: Any, name: str, step: Callable[..., Any], values: Any)
     measuring run the step, and would leave the optimizer's state changed. A schedule, whose counter is in Python, would
     stand still in a captured step.
     """
-    known = {id(each) for each in _optimizers(torch, values)}
-    for label, value in _named(step).items():
+    known = {id(each) for each in optimizers_of(torch, values)}
+    for label, value in named_in(step).items():
         if isinstance(value, torch.optim.Optimizer) and id(value) not in known:
             raise ModelError(
                 f"job {name!r}: its step uses the optimizer {label}, which state=[…] does not have: give everything "
                 f"that the step changes, for example state=[net, {label}]"
             )
         if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
-            raise ModelError(
-                f"job {name!r}: its step uses the schedule {label}, which would stand still, because a captured step "
-                f"runs no Python code: call {label}.step() in the callback, with every=1, and make the learning rate a "
-                "tensor (lr=torch.tensor(1e-3))"
-            )
+            raise stands_still(name, label)
+
+
+def stands_still(name: str, schedule: str) -> ModelError:
+    return ModelError(
+        f"job {name!r}: its step uses the schedule {schedule}, which would stand still, because a captured step runs "
+        f"no Python code: call {schedule}.step() in the callback, with every=1, and make the learning rate a "
+        "tensor (lr=torch.tensor(1e-3))"
+    )
 
 
 def check_capturable(torch: Any, name: str, values: Any) -> None:
     """Raises ModelError for optimizers that count their steps on the host, which cannot be captured on a GPU."""
-    for optimizer in _optimizers(torch, values):
+    for optimizer in optimizers_of(torch, values):
         groups = optimizer.param_groups
         on_gpu = any(p.is_cuda for group in groups for p in group["params"])
         if on_gpu and any(group.get("capturable") is False for group in groups):
@@ -144,6 +148,10 @@ class Kept:
         self._grads = [(leaf, kept[id(leaf.grad)]) for leaf in leaves.values()]
         generators = {id(g): g for g in (*default_generators(torch), *generators_of(torch, values))}.values()
         self._generators = [(g, g.get_state()) for g in generators]
+
+    @property
+    def tensors(self) -> list[Any]:
+        return [t for t, _ in self._tensors]
 
     @property
     def addresses(self) -> list[int]:

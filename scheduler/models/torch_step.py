@@ -33,8 +33,10 @@ from paellapy.scheduler.models.torch_state import (
     tensors_of,
 )
 from paellapy.scheduler.models.torch_tensors import as_array, as_tensor, needs_torch, numpy_dtype
+from paellapy.scheduler.models.torch_unlisted import find_unlisted
 
 LANES = 2  # while one runs, the data of the next step are written to the other
+_NUMBER_BYTES = 8  # memory up to this size is a single number, such as a count of steps, and may be on the host
 _NOTHING = {"nothing": TensorSpec((1,), np.uint8)}  # lanes need at least one input and one output
 
 
@@ -146,6 +148,8 @@ class TorchStep:
         self._results = {key: value.detach().clone() for key, value in self.compute(batch).items()}
         self.drew = not all(map(self.torch.equal, before, self._generator_states()))
         self.settings = settings_of(self.torch, list(state))
+        given = [] if batch is None else list(batch.tensors.values())
+        self._unlisted = find_unlisted(self.torch, name, step, lambda: self.compute(batch), list(state), given)
 
     @property
     def first(self) -> dict[str, NDArray[Any]]:
@@ -222,6 +226,12 @@ class TorchStep:
                     f"job {model!r}: its state is on {tensor.device}, but the engine runs on {where}: move the state "
                     "there"
                 )
+        for memory in self._unlisted:
+            if str(memory.device) != where:
+                raise ModelError(
+                    f"job {model!r}: its step changes a tensor on {memory.device}, but the engine runs on {where}, and "
+                    "a captured step would not change it again: move the tensor there, or change it in the callback"
+                )
         if on_gpu:
             index: int = device.index  # type: ignore[attr-defined]
             own = [g for g in generators_of(torch, list(self.state)) if g.device.type == "cuda"]
@@ -233,7 +243,7 @@ class TorchStep:
         """A context in which runs of the step, made to load it, leave its state unchanged."""
         if self.torch.cuda.is_available():
             self.torch.cuda.synchronize()
-        kept = Kept(self.torch, list(self.state))
+        kept = Kept(self.torch, [*self.state, *self._unlisted])
         try:
             yield
         finally:
@@ -281,6 +291,7 @@ class TorchStep:
         """The operations that a GPU would launch for a step, found by running one on the CPU."""
         if self._operations is None:
             memory = Kept(self.torch, list(self.state)).addresses
+            memory += [each.data_ptr() for each in self._unlisted if each.numel() > _NUMBER_BYTES]
             if self._batch is not None:
                 memory += [t.untyped_storage().data_ptr() for t in self._batch.tensors.values()]
             self._operations = count_operations(self.torch, lambda: self.compute(self._batch), memory)

@@ -14,6 +14,7 @@ from paellapy.scheduler.models.torch_watch import watching
 
 # Operations whose schema does not say that they write to these arguments.
 _UNSAID = {"batch_norm": ("running_mean", "running_var")}
+_FRESH = "aten::lift_fresh"  # its argument was made just before, by torch.tensor(…), which is no operation
 
 
 @dataclass(slots=True)
@@ -26,17 +27,24 @@ class Touched:
     changed: list[Any]
 
 
-def find_touched(torch: Any, given: Iterable[Any], run: Callable[[], Any]) -> tuple[Any, Touched]:
+def find_touched(
+    torch: Any, given: Iterable[Any], run: Callable[[], Any], writing: Callable[[], None] | None = None
+) -> tuple[Any, Touched]:
     """The result of a run, and the memory of others that it touched; changes are put back. `given` has the inputs of
-    the run, which do not count.
+    the run, which do not count. `writing` is called before every operation that writes to a tensor.
     """
     made = {_address(t) for t in given}  # in the run, or for it
     others: dict[int, None] = {}  # addresses in order
     before: dict[int, tuple[Any, Any]] = {}  # by address: memory, and its contents
 
     def see(func: Any, args: Any, named: dict[str, Any]) -> Any:
+        if func._schema.name == _FRESH:
+            made.update(map(_address, _tensors(torch, args)))
         others.update(dict.fromkeys(at for at in map(_address, _tensors(torch, (args, named))) if at not in made))
-        for t in _written(torch, func._schema, args, named):
+        written = list(_written(torch, func._schema, args, named))
+        if written and writing is not None:
+            writing()
+        for t in written:
             at = _address(t)
             if at in others and at not in before:
                 memory = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,8 +12,11 @@ from typing import Any
 See = Callable[[Any, Any, dict[str, Any]], Any]
 
 
-def watching(see: See) -> AbstractContextManager[Any]:
-    """A context in which `see` makes every operation of this thread, and of the backward passes that it starts."""
+@contextlib.contextmanager
+def watching(see: See) -> Iterator[None]:
+    """A context in which `see` makes every operation of this thread, and of the backward passes that it starts.
+    Compiled code runs as it was written: its kernels could not be seen.
+    """
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Watch(TorchDispatchMode):  # type: ignore[misc]
@@ -24,5 +28,15 @@ def watching(see: See) -> AbstractContextManager[Any]:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return see(func, args, kwargs or {})
 
-    made: AbstractContextManager[Any] = Watch()
+    with _as_written(), Watch():
+        yield
+
+
+def _as_written() -> AbstractContextManager[Any]:
+    """A context in which functions that `torch.compile` has made run as they were written. With `fullgraph=True` they
+    would otherwise raise an error under a watch.
+    """
+    compiler = sys.modules.get("torch.compiler")
+    stance = getattr(compiler, "set_stance", None) if "torch._dynamo" in sys.modules else None
+    made: AbstractContextManager[Any] = contextlib.nullcontext() if stance is None else stance("force_eager")
     return made
