@@ -117,7 +117,8 @@ def worth(s: State, m: int, now: int) -> float:
 def may_leave(s: State, m: int, priority: int) -> bool:
     """Whether a model may ever leave for one of this priority. One that GOES leaves for any, if it has no requests."""
     w, goes = s.weights[m], s.weights[m].keep == GOES and wanting(s, m) == 0
-    return bool(w.stage == HERE and w.keep != STAYS and w.marked == 0 and (goes or s.model[m].priority <= priority))
+    free = w.stage == HERE and w.keep != STAYS and w.marked == 0 and w.held == 0
+    return bool(free and (goes or s.model[m].priority <= priority))
 
 
 @part
@@ -275,7 +276,7 @@ def send_away(s: State) -> bool:
             touch_lanes(s, m)
         goes = w.unwanted > 0 or (w.keep == GOES and w.asked == 0 and s.model[m].live == 0)
         if s.model[m].state != ABSENT and w.stage == HERE and goes:
-            if in_use(s, m):
+            if in_use(s, m) or w.held > 0:
                 left = True
             else:
                 evict(s, m)

@@ -127,5 +127,11 @@ class Budget:
         return needed_bytes(found) + taken + self.lost_bytes
 
     @property
+    def free_bytes(self) -> int:
+        """Memory that neither lanes nor weights hold."""
+        r = self._state.residency[0]
+        return int(r["budget_bytes"] - r["held_bytes"])
+
+    @property
     def lane_bytes(self) -> int:
         return self.taken.get(SHARED, 0)

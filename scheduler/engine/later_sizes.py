@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.backends.launches import LoadedModel
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.state import State
@@ -51,12 +53,27 @@ class LaterSizes:
 
     def _watch(self) -> None:
         while not self._ended.wait(_LOOK_S):
-            # With a time-out: whoever holds the lock may be waiting for this thread to end.
-            if any(self._wanted(each) for each in list(self._models)) and self._loading.acquire(timeout=_LOOK_S):
+            if not any(self._wanted(each) for each in list(self._models)):
+                continue
+            # With a time-out: whoever holds the lock may be waiting for this thread to end, or for memory.
+            if self._loading.acquire(timeout=_LOOK_S):
                 try:
                     self._capture_one()
                 finally:
                     self._loading.release()
+            else:
+                self._hold([])
+        self._hold([])
+
+    def _hold(self, models: Sequence[LoadedModel]) -> None:
+        """Keeps the weights of these models on the GPU, once they have come, and of no others."""
+        if self._loader.residents is not None:
+            with contextlib.suppress(PaellaError):  # the engine has failed: no weights move any more
+                self._loader.residents.hold(models)
+
+    def _is_there(self, loaded: LoadedModel) -> bool:
+        """Whether the weights are on the GPU until they are let go."""
+        return self._loader.residents is None or self._loader.residents.holds(loaded)
 
     def _wanted(self, loaded: LoadedModel) -> list[int]:
         """Batch sizes that are wanted and not captured."""
@@ -66,23 +83,34 @@ class LaterSizes:
     def _capture_one(self) -> None:
         """One size at a time, so that loads and unloads get their turn. A trace records the sizes it began with."""
         if self._ended.is_set() or self._loader.backend.tracing:
+            self._hold([])
             return
-        for loaded in self._models:
-            for batch in self._wanted(loaded):
-                self._capture(loaded, batch)
-                if "" not in loaded.later.values():
-                    self._models.remove(loaded)
-                    self._loader.free_spare(loaded)
-                return
+        wanting = [each for each in self._models if self._wanted(each)]
+        self._hold(wanting)  # weights that are away are not brought for this: requests will bring them
+        loaded = next((each for each in wanting if self._is_there(each)), None)
+        if loaded is None:
+            return
+        self._hold([loaded])
+        self._capture(loaded, self._wanted(loaded)[0])
+        self._hold([])
+        if "" not in loaded.later.values():
+            self._models.remove(loaded)
+            self._loader.free_spare(loaded)
 
     def _capture(self, loaded: LoadedModel, batch: int) -> None:
         row = self._state.size[loaded.row, loaded.model.batch.index(batch)]
         try:
             self._loader.add_size(loaded, batch, self._alone())
-            self._in_loop(lambda: install_size(self._state, loaded, batch))
+            self._in_loop(lambda: self._install(loaded, batch))
         except Exception as e:  # concerns this size alone: batches go on at the sizes that are there
             loaded.later[batch] = f"{type(e).__name__}: {e}"
             row["capture"] = codes.GIVEN_UP
             _log.warning("model %r: batch size %d could not be captured: %s", loaded.model.name, batch, e)
         else:
             del loaded.later[batch]
+
+    def _install(self, loaded: LoadedModel, batch: int) -> None:
+        install_size(self._state, loaded, batch)
+        if self._loader.residents is not None:
+            (profile,) = (each for each in loaded.profiles if each.batch == batch)
+            self._loader.residents.write_needs(loaded, profile)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -73,6 +73,7 @@ class Loader:
         # Reserve weights first: a model whose weights alone do not fit is refused before any of them is copied.
         self.memory.reserve(model.name, weights_bytes, 0, 1)
         later = model.later_batch
+        spare = bool(later) and self.residents is None
         sizes = [batch for batch in model.batch if batch not in later]
         lanes: list[Lane] = []
         made: list[list[Launches]] = []
@@ -82,7 +83,7 @@ class Loader:
             weights_bytes = weights_bytes if found is None else found.held_bytes
             plan = plan_lane(model, scratch, self.limits.segments)
             self.memory.release(model.name)
-            reservation, berths = self._reserve(model, weights_bytes, plan, foreign, lanes_wanted, len(later) > 0)
+            reservation, berths = self._reserve(model, weights_bytes, plan, foreign, lanes_wanted, spare)
             with times.phase("memory"):
                 for k, berth in enumerate(berths):
                     memory = backend.lane_memory(plan, None if berth is None else berth.memory)
@@ -91,11 +92,10 @@ class Loader:
                     for key, spec in model.ranges.items():  # a batch that is not full runs with the slots' old contents
                         lanes[-1].inputs[key][...] = spec.neutral
             self._loads += 1
-            served = lanes[:-1] if later else lanes
+            served = lanes[:-1] if spare else lanes
             made += ([] for _ in served)
             loaded = LoadedModel(model, weights, reservation, served, [], made, range=found)
-            if later:
-                loaded.later, loaded.spare = dict.fromkeys(later, ""), lanes[-1]
+            loaded.later, loaded.spare = dict.fromkeys(later, ""), lanes[-1] if spare else None
             with self._to_itself(berths):
                 for batch in sizes:
                     Preparation(self._rules(), loaded, batch, times, alone).make()
@@ -143,17 +143,36 @@ class Loader:
     def _to_itself(self, berths: Sequence[Berth | None]) -> contextlib.AbstractContextManager[None]:
         """Keeps other models out of shared lane memory while this model runs to be measured."""
         shared = [each for each in berths if each is not None]
-        return contextlib.nullcontext() if self.residents is None else self.residents.kept(shared)
+        return contextlib.nullcontext() if self.residents is None else self.residents.berths.kept(shared)
 
     def _rules(self) -> Rules:
         return Rules(self.backend, self.limits, self.tuning, self.quantum_ns, self.measure_shares)
 
     def add_size(self, loaded: LoadedModel, batch: int, alone: bool) -> None:
-        """Captures another batch size of a model that serves."""
+        """Captures another batch size of a model that serves, and whose weights are on the GPU."""
         model = loaded.model
-        with device_lock(self.backend.device), model.preserved():
+        with device_lock(self.backend.device), model.preserved(), self._with_spare(loaded):
             self.backend.rehearse_all(model, loaded.weights, [batch])
             Preparation(self._rules(), loaded, batch, LoadTimes(model.name), alone).make()
+
+    @contextlib.contextmanager
+    def _with_spare(self, loaded: LoadedModel) -> Iterator[None]:
+        """Gives the model a spare lane, where memory is too short to keep one for every model."""
+        if self.residents is None:
+            yield
+            return
+        like = loaded.lanes[0]
+        assert like.berth is not None
+        with self.residents.berths.beside(loaded.model, like.berth) as berth:
+            memory = self.backend.lane_memory(like.plan, berth.memory)
+            loaded.spare = Lane(len(loaded.lanes), loaded.model, like.plan, memory, like.windows)
+            try:
+                for key, spec in loaded.model.ranges.items():
+                    loaded.spare.inputs[key][...] = spec.neutral
+                yield
+            finally:
+                loaded.spare = None
+                memory.free()
 
     def free_spare(self, loaded: LoadedModel) -> None:
         """Frees the memory in which later sizes are captured: none is left."""
@@ -175,7 +194,7 @@ class Loader:
             least, most = (model.lanes or 1) + spare, (model.lanes or wanted) + spare
             reservation = self.memory.reserve(model.name, weights_bytes, lane_bytes, most, least)
             return reservation, [None] * reservation.lanes
-        berths = self.residents.lanes_for(model, plan.device_bytes, foreign, wanted)
+        berths = self.residents.berths.lanes_for(model, plan.device_bytes, foreign, wanted)
         return self.memory.note(model.name, Reservation(weights_bytes, lane_bytes, len(berths))), berths
 
     def _check(self, model: Model) -> None:
@@ -188,11 +207,6 @@ class Loader:
         ):
             if count > limit:
                 raise ModelError(f"model {model.name!r} has {count} {what}; the engine takes up to {limit}")
-        if model.later_batch and self.residents is not None:
-            raise ModelError(
-                f"model {model.name!r}: capture='on_demand' does not work in an engine with memory_bytes, because "
-                "weights may be away when a size is wanted: use capture='ahead'"
-            )
 
     def _windows(self, lane: int) -> tuple[int, ...]:
         """A selection of windows spread over the GPU, different for each lane and each model."""

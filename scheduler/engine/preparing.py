@@ -82,7 +82,7 @@ class Preparation:
             if alone:  # a measurement beside other work serves this load only and is not stored
                 profiles.store(where, known)
         sliced = self._capture(self._first, known.cuts) if known.cuts else first
-        if loaded.range is not None:
+        if loaded.range is not None and not self._in_service:  # needs cannot be tried out while the weights are in use
             least, most = zip(*backend.weight_ends(sliced, loaded.range), strict=True)
             known = known.with_needs(needs_of(most, known.bounds))
             fewer = least, in_order(least, most)

@@ -5,10 +5,9 @@ The core decides which weights come and which leave (core/residency.py); this mo
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,22 +19,19 @@ from paellapy.scheduler.backends.launches import LoadedModel
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.errors import ModelError, WeightsError
 from paellapy.scheduler.core.install import remove
-from paellapy.scheduler.core.manage import KEEP, keep_berth, manage, open_berth, weights_state
+from paellapy.scheduler.core.manage import KEEP, manage, weights_state
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.engine.budget import LOOK_S, SHARED, Budget
+from paellapy.scheduler.engine.budget import LOOK_S, Budget
+from paellapy.scheduler.engine.lane_berths import LaneBerths
 from paellapy.scheduler.engine.mover import Mover
 from paellapy.scheduler.engine.needs import Trials
 from paellapy.scheduler.engine.ordering import order_weights
 from paellapy.scheduler.engine.weights_account import weights_account
-from paellapy.scheduler.models.berths import Berth, Berths, Need
 from paellapy.scheduler.models.host_store import HostStore
 from paellapy.scheduler.models.model import Model
+from paellapy.scheduler.models.profile import ProgramProfile
 from paellapy.scheduler.models.tensors import Arrays
 from paellapy.scheduler.models.weight_range import Bytes, Layout, WeightRange
-
-LANES = 2  # default number of lanes: in shared memory, more lanes would only wait
-BERTH_SHARE = 0.25  # fraction of the budget up to which further berths are made although existing ones could be shared
-APART_SHARE = 0.35  # the same, if models of different priority would share them
 
 
 @dataclass(slots=True)
@@ -59,13 +55,8 @@ class Residents:
         self.store = HostStore(host_bytes, backend.host_block, in_use=self._comes)
         self._rows: dict[int, LoadedModel] = {}
         self.budget = Budget(state, budget_bytes, in_loop, check)
-        self._loading = ""  # name of the model that is being loaded
         self._lock = threading.Lock()
-        self.berths = Berths(
-            backend.berth,
-            lambda nbytes: self.budget.claim(SHARED, nbytes, codes.NEVER, f"lanes of model {self._loading!r}"),
-            lambda nbytes: self.budget.give(SHARED, nbytes),
-        )
+        self.berths = LaneBerths(backend, state, self.budget, in_loop, check)
         manage(state, budget_bytes)
 
     def start(self, ring: Callable[[], None]) -> None:
@@ -142,39 +133,6 @@ class Residents:
             self.forget(model.name, found)
             raise
 
-    def lanes_for(self, model: Model, nbytes: int, foreign_bytes: int, wanted: int) -> list[Berth]:
-        """The berths in which the model's lanes run, taking turns with lanes of other models."""
-        self._loading = model.name
-        count = model.lanes or min(wanted, LANES)
-        most = max(wanted, count)
-
-        def spare(more: int, apart: bool) -> bool:
-            share = APART_SHARE if apart else BERTH_SHARE
-            within = self.berths.held_bytes + more <= share * self.budget.nbytes
-            return within and self.budget.needed_bytes() + more <= self.budget.nbytes
-
-        own = 1 if model.stateful else count  # only one lane of a stateful model runs at a time
-        need = Need(model.name, nbytes, foreign_bytes, own, model.priority)
-        return count // own * self.berths.choose(need, most, spare)
-
-    @contextlib.contextmanager
-    def kept(self, berths: Sequence[Berth]) -> Iterator[None]:
-        """Keeps other models out of these berths, because loading a model writes to them."""
-        numbers = sorted({each.index for each in berths})
-
-        def change(what: Callable[[State, int], None]) -> None:
-            for each in numbers:
-                what(self.state, each)
-
-        self._in_loop(lambda: change(keep_berth))
-        try:
-            while self.state.berth[numbers].any():
-                self._check()
-                time.sleep(LOOK_S)
-            yield
-        finally:
-            self._in_loop(lambda: change(open_berth))
-
     def forget(self, name: str, found: WeightRange | None) -> None:
         """Frees everything of a model that is not, or no longer, in the core."""
         self.budget.placing = None
@@ -226,9 +184,8 @@ class Residents:
             w["bytes"], w["chunk_bytes"], w["chunks"] = found.held_bytes, found.chunk_bytes, found.chunks
             w["word"], w["keep"] = found.words.ctypes.data, codes.STAYS if loaded.stays else KEEP[loaded.model.resident]
             w["stage"], w["came_ns"], w["used_ns"] = codes.HERE, time.monotonic_ns(), time.monotonic_ns()
-            for k, profile in enumerate(loaded.profiles):
-                needs = np.array(profile.needs or (found.layout.nbytes,) * len(profile.segments))
-                self.state.segment["chunks"][row, k, : len(needs)] = -(-needs // found.chunk_bytes)
+            for profile in loaded.profiles:
+                self.write_needs(loaded, profile)
             r["budget_bytes"] += found.held_bytes
             r["held_bytes"] += found.held_bytes
 
@@ -238,6 +195,31 @@ class Residents:
         self._note_places()
         self.budget.taken.pop(loaded.model.name)  # the model itself holds nothing else
         self.budget.placing = None
+
+    def write_needs(self, loaded: LoadedModel, profile: ProgramProfile) -> None:
+        """Tells the core which chunks each segment of one batch size needs. Call it between two steps."""
+        found, k = loaded.range, loaded.model.batch.index(profile.batch)
+        whole = 0 if found is None else found.layout.nbytes
+        needs = np.array(profile.needs or (whole,) * len(profile.segments))
+        chunk = 1 if found is None else found.chunk_bytes
+        self.state.segment["chunks"][loaded.row, k, : len(needs)] = -(-needs // chunk)
+
+    def hold(self, models: Sequence[LoadedModel]) -> None:
+        """Keeps the weights of these models, and of no others, on the GPU: from now on, or once they have come."""
+        rows = sorted(each.row for each in models if each.range is not None)
+
+        def change() -> None:
+            self.state.weights["held"] = 0
+            self.state.weights["held"][rows] = 1
+            self.state.residency["look"][0] = 1
+
+        if np.flatnonzero(self.state.weights["held"]).tolist() != rows:
+            self._in_loop(change)
+
+    def holds(self, loaded: LoadedModel) -> bool:
+        """Whether the weights are on the GPU, and stay until `hold` says otherwise."""
+        w = self.state.weights[loaded.row]
+        return loaded.range is None or bool(w["held"] and w["stage"] == codes.HERE)
 
     def _rows_of_berths(self, loaded: LoadedModel) -> None:
         for lane, row in zip(loaded.lanes, loaded.lane_rows, strict=True):

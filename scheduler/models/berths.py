@@ -58,10 +58,11 @@ class Berths:
     def __init__(self, make: Callable[[int], Any], claim: Callable[[int], None], give: Callable[[int], None]) -> None:
         self._make, self._claim, self._give = make, claim, give
         self._all: dict[int, Berth] = {}
+        self._apart: list[Berth] = []  # berths that no lane shares; they have no number
 
     @property
     def held_bytes(self) -> int:
-        return sum(each.total_bytes for each in self._all.values())
+        return sum(each.total_bytes for each in (*self._all.values(), *self._apart))
 
     def choose(self, need: Need, most: int, spare: Callable[[int, bool], bool]) -> list[Berth]:
         """Berths for a model's lanes. New ones are made, up to `most` of this size, while their bytes can be spared.
@@ -104,6 +105,24 @@ class Berths:
                 raise
             return False
         return True
+
+    def make_apart(self, nbytes: int, foreign_bytes: int) -> Berth | None:
+        """A berth that no lane shares; None if the memory is refused."""
+        more = nbytes + foreign_bytes
+        if not self._claimed(more, may_fail=True):
+            return None
+        try:
+            made = Berth(-1, nbytes, self._make(nbytes), foreign_bytes)
+        except BaseException:
+            self._give(more)
+            raise
+        self._apart.append(made)
+        return made
+
+    def free_apart(self, berth: Berth) -> None:
+        self._apart.remove(berth)
+        berth.memory.free()
+        self._give(berth.total_bytes)
 
     def leave(self, name: str) -> None:
         """Removes a model that has no lanes any more, and frees berths that no model uses."""

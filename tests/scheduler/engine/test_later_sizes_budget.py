@@ -1,0 +1,283 @@
+"""Batch sizes captured on demand in an engine with a memory budget: weights may be away when a size is wanted."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from chain_models import SMALL, N, chain, expected
+from waiting import wait_until
+
+import paellapy as pp
+from paellapy.scheduler.core import codes
+from paellapy.scheduler.core.check import check_at_rest, check_integrity
+from paellapy.scheduler.engine.door import Door
+
+BATCH = (1, 2, 4, 8)
+LATER = {"batch": BATCH, "capture": "on_demand"}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_measured(tmp_path, monkeypatch):
+    monkeypatch.setenv("PAELLAPY_CACHE_DIR", str(tmp_path))
+
+
+@functools.cache
+def room(device, models, lanes):
+    """Memory for the weights of this number of models, and for this number of lanes."""
+    with pp.Engine(device, memory_bytes=1 << 30, quantum_us=2, tuning=SMALL) as server:
+        server.load(chain("probe", 0, batch=BATCH, lanes=lanes)[0])
+        account = server.memory()
+        return models * account["weights_bytes"] + account["lanes_bytes"] + 256
+
+
+def engine(device, models, lanes=1, **options):
+    options.setdefault("memory_bytes", room(device, models, lanes))
+    return pp.Engine(device, quantum_us=2, tuning=SMALL, **options)
+
+
+class Asked:
+    def __init__(self):
+        self.answer = asyncio.get_running_loop().create_future()
+
+    def done(self, outputs):
+        self.answer.set_result(outputs["y"].copy())
+
+    def failed(self, error):
+        self.answer.set_exception(error)
+
+
+def ask(server, name, made, items, seed=0):
+    """A request of several items, which are one batch on an idle engine; checks its answer."""
+    x = np.random.default_rng(seed).standard_normal((items, N)).astype(np.float32)
+
+    async def one():
+        asked = Asked()
+        Door(server).submit(name, {"x": x}, items, None, None, None, asked)
+        return await asyncio.wait_for(asked.answer, 60)
+
+    np.testing.assert_allclose(asyncio.run(one()), expected(made, x), rtol=2e-3, atol=2e-3)
+
+
+def ask_one(server, name, made, seed=0):
+    """A request from any thread."""
+    x = np.random.default_rng(seed).standard_normal(N).astype(np.float32)
+    np.testing.assert_allclose(server.infer_sync(name, {"x": x})["y"], expected(made, x), rtol=2e-3, atol=2e-3)
+
+
+def sizes(server, name):
+    return server.stats()["models"][name]["sizes"]
+
+
+def until_captured(server, name, made):
+    """Sends batches of all sizes until every size is captured."""
+
+    def captured():
+        for items in range(1, 9):
+            ask(server, name, made, items)
+        return not sizes(server, name)["later"]
+
+    wait_until(captured)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_sizes_come_and_answer_rightly_after_evictions(device, lanes):
+    with engine(device, 1, lanes) as server:
+        model, made = chain("m", 1, lanes=lanes, **LATER)
+        server.load(model)
+        assert sizes(server, "m") == {"captured": [1, 8], "later": [2, 4], "failed": []}
+        until_captured(server, "m", made)
+        assert sizes(server, "m") == {"captured": [1, 2, 4, 8], "later": [], "failed": []}
+        for items in range(1, 9):
+            server.evict("m")
+            ask(server, "m", made, items)
+        assert server.memory()["models"]["m"]["evicted"] == 8
+        check_at_rest(server.state)
+        server.unload("m")
+        assert server.memory.held_bytes == 0
+        assert server._residents.budget.taken == {}
+
+
+def test_segments_of_later_sizes_wait_for_their_weights(device):
+    """The needs of a later size are in the rows of that size, and the others keep theirs."""
+    with engine(device, 3) as server:
+        model, made = chain("later", 1, lanes=1, **LATER)
+        server.load(model)
+        server.load(chain("ahead", 1, lanes=1, batch=BATCH)[0])
+        until_captured(server, "later", made)
+        later, ahead = (server.state.segment["chunks"][server._find(name).row] for name in ("later", "ahead"))
+        for k in (0, 3):
+            assert later[k].tolist() == ahead[k].tolist()
+        whole = int(server.state.weights["chunks"][server._find("later").row])
+        for k in (1, 2):
+            n = int(server.state.size["segments"][server._find("later").row, k])
+            assert (later[k, :n] >= ahead[k, :n]).all()
+            assert later[k, :n].max() == whole
+
+
+def test_weights_that_are_away_are_not_brought_for_a_capture():
+    with engine("virtual:h200", 3) as server:
+        model, made = chain("m", 1, lanes=1, **LATER)
+        server.load(model)
+        with server._loading:  # no capture begins
+            ask(server, "m", made, 4)
+            server.evict("m")
+        assert server._later._wanted(server._find("m"))
+        brought = server.memory()["models"]["m"]["brought"]
+        wait_until(lambda: server.state.weights["held"][server._find("m").row] == 1)
+        assert server.weights_state("m") == "host"
+        assert sizes(server, "m")["captured"] == [1, 8]
+        ask(server, "m", made, 1)  # a request brings them
+        wait_until(lambda: len(sizes(server, "m")["captured"]) > 2)
+        assert server.memory()["models"]["m"]["brought"] == brought + 1
+        server.evict("m")
+        assert server.weights_state("m") == "host"
+
+
+@pytest.mark.parametrize("resident", ["auto", False])
+def test_weights_stay_while_a_size_is_captured(monkeypatch, resident):
+    with engine("virtual:h200", 1) as server:
+        made = {}
+        for k, name in enumerate(("m", "other")):
+            model, made[name] = chain(name, k, lanes=1, resident=resident, **LATER)
+            server.load(model)
+        began, go, add_size = threading.Event(), threading.Event(), server._loader.add_size
+
+        def slowly(loaded, batch, alone):
+            began.set()
+            assert go.wait(60)
+            assert server.state.weights["stage"][loaded.row] == codes.HERE
+            add_size(loaded, batch, alone)
+            assert server.state.weights["stage"][loaded.row] == codes.HERE
+
+        monkeypatch.setattr(server._loader, "add_size", slowly)
+        ask(server, "m", made["m"], 2)
+        if not began.wait(1):  # they left at once: the next request brings them
+            ask(server, "m", made["m"], 2)
+        assert began.wait(60)
+        with ThreadPoolExecutor(2) as pool:
+            asked = pool.submit(ask_one, server, "other", made["other"])  # there is memory for one model only
+            ask_one(server, "m", made["m"])
+            assert not asked.done()
+            assert server.weights_state("m") == "resident"
+            go.set()
+            asked.result(60)
+        wait_until(lambda: not server.state.weights["held"].any())
+        check_at_rest(server.state)
+
+
+def test_a_load_does_not_wait_for_weights_that_are_held():
+    """The memory that a load waits for is let go by the thread that captures, which in turn waits for the load."""
+    with engine("virtual:h200", 1) as server:
+        model, made = chain("m", 1, lanes=1, **LATER)
+        server.load(model)
+        row = server._find("m").row
+        with server._loading:
+            ask(server, "m", made, 2)
+            server._residents.hold([server._find("m")])
+            assert server.state.weights["held"][row] == 1
+            server.load(chain("new", 2, lanes=1)[0])
+        assert server.weights_state("m") in ("host", "resident")
+        until_captured(server, "m", made)
+
+
+@pytest.mark.parametrize("plenty", [True, False])
+def test_a_capture_has_memory_apart_if_it_is_free(plenty):
+    with engine("virtual:h200", 1, **({"memory_bytes": 1 << 30} if plenty else {})) as server:
+        model, made = chain("m", 1, lanes=1, **LATER)
+        server.load(model)
+        held, own = server.memory.lanes_bytes, server._find("m").lanes[0].berth
+        with server._residents.berths.beside(model, own) as berth:
+            assert (berth is not own) == plenty
+            assert server.memory.lanes_bytes == held + (berth.total_bytes if plenty else 0)
+            assert server.state.berth_kept[own.index] == (not plenty)
+            if plenty:
+                ask(server, "m", made, 1)
+        assert server.memory.lanes_bytes == held
+        ask(server, "m", made, 1)
+
+
+def test_models_come_and_go_while_their_sizes_come(device):
+    """Evictions, prefetches and reloads at random beside batches: right answers, and bytes as before."""
+    with engine(device, 2, 2) as server:
+        made = {f"m{k}": chain(f"m{k}", k, lanes=1 + k % 2, **LATER) for k in range(4)}
+        for model, _ in made.values():
+            server.load(model)
+        before = server.memory.lanes_bytes
+        over = threading.Event()
+
+        def client(seed):
+            pick = random.Random(seed)
+            while not over.is_set():
+                name = f"m{pick.randrange(3)}"
+                ask_one(server, name, made[name][1], pick.randrange(100))
+
+        with ThreadPoolExecutor(8) as pool:
+            asked = [pool.submit(client, seed) for seed in range(8)]  # some of their requests form batches
+            pick = random.Random(3)
+            try:
+                for _ in range(10):
+                    name = f"m{pick.randrange(4)}"
+                    what = pick.choice([server.evict, server.prefetch, None])
+                    if what is None:
+                        server.unload("m3")
+                        server.load(made["m3"][0])
+                    else:
+                        what(name)
+                wait_until(lambda: any(len(sizes(server, f"m{k}")["captured"]) > 2 for k in range(3)))
+            finally:
+                over.set()
+            for each in asked:
+                each.result()
+        wait_until(lambda: server.memory.lanes_bytes == before)
+        check_integrity(server.state)
+        for name, (_, weights) in made.items():
+            assert sizes(server, name)["failed"] == []
+            server.evict(name)
+            for items in (2, 3, 4, 8):
+                ask(server, name, weights, items)
+        wait_until(lambda: not server.state.weights["held"].any())
+        for name in made:
+            server.unload(name)
+        assert server.memory.held_bytes == 0
+        assert server._residents.budget.taken == {}
+
+
+def test_an_engine_is_closed_while_weights_are_held():
+    with engine("virtual:h200", 1) as server:
+        made = {}
+        for k in range(2):
+            model, made[f"m{k}"] = chain(f"m{k}", k, lanes=1, **LATER)
+            server.load(model)
+        ask(server, "m0", made["m0"], 3)
+        ask(server, "m1", made["m1"], 3)
+
+
+def test_a_pytorch_module_gets_its_sizes(device):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(N, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8)).eval()
+    x = torch.randn(8, N)
+    with torch.no_grad():
+        right = net(x).numpy()
+    with pp.Engine(device, memory_bytes=1 << 30, tuning=SMALL) as server:
+        server.load(pp.Model.from_torch(net, torch.zeros(1, N), name="net", lanes=2, **LATER))
+
+        async def some(n):
+            return await asyncio.gather(*(server.infer("net", {"input": each.numpy()}) for each in x[:n]))
+
+        def right_until_captured():
+            for n in range(1, 9):
+                found = np.stack([each["output"] for each in asyncio.run(some(n))])
+                np.testing.assert_allclose(found, right[:n], rtol=1e-3, atol=1e-3)
+            return not sizes(server, "net")["later"]
+
+        wait_until(right_until_captured)
+        server.evict("net")
+        assert right_until_captured()
+        check_at_rest(server.state)
