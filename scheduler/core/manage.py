@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 from paellapy.instrument.jit import address_of
 from paellapy.scheduler.core.codes import AUTO, FILLING, GOES, OUT, STAYS
 from paellapy.scheduler.core.moves import look_at_moves
-from paellapy.scheduler.core.residency import order_moves
+from paellapy.scheduler.core.residency import STEPS, order_moves
 from paellapy.scheduler.core.state import State
 
 KEEP: dict[Any, int] = {"auto": AUTO, True: STAYS, False: GOES}  # by the users' values
@@ -70,6 +71,13 @@ def want_weights(state: State, row: int) -> bool:
         state.weights["ordered_ns"][row], state.weights["asked"][row] = time.monotonic_ns(), 1
     state.residency["look"][0] = 1
     return True
+
+
+def demand_worth(state: State, row: int) -> float:
+    """The value of a model's weights in host memory, per byte: recent requests, doubled for each step of priority."""
+    w, past = state.weights[row], float(state.tuning["demand_memory_ns"][0])
+    recent = float(w["demand"]) * math.exp(-max(0.0, time.monotonic_ns() - float(w["demand_ns"])) / past)
+    return recent * 2.0 ** max(-STEPS, min(int(state.model["priority"][row]), STEPS))
 
 
 def hit_rate(state: State) -> float:

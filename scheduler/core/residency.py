@@ -37,7 +37,7 @@ from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.weights import copy_ns, in_use, recent_demand, wanting
 
 _ZERO, _ONE, _WORD = np.uint64(0), np.uint64(1), np.uint64(8)
-_STEPS = 64  # of priority, up and down, that count in the value of a model
+STEPS = 64  # of priority, up and down, that count in the value of a model
 MOST_COMING = 2  # models at a time: the next one is mapped while the chunks of one are copied
 
 
@@ -104,7 +104,7 @@ def worth(s: State, m: int, now: int) -> float:
     seen.demand = recent_demand(s, m, now)
     seen.used_ns, seen.came_ns, seen.reload_ns, seen.model = w.used_ns, w.came_ns, copy_ns(s, m, w.bytes), m
     if s.call[0].victim == _ZERO:
-        step = 2.0 ** max(-_STEPS, min(s.model[m].priority, _STEPS))
+        step = 2.0 ** max(-STEPS, min(s.model[m].priority, STEPS))
         return float(step * seen.demand * seen.reload_ns / max(seen.bytes, 1.0))
     found = call_asking(s.call[0].victim, s.call[0].victim_1, s.call[0].victim_2, s.call[0].victim_3)
     if np.isnan(found):

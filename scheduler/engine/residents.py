@@ -19,19 +19,20 @@ from paellapy.scheduler.backends.launches import LoadedModel
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.errors import ModelError, WeightsError
 from paellapy.scheduler.core.install import remove
-from paellapy.scheduler.core.manage import KEEP, manage, weights_state
+from paellapy.scheduler.core.manage import KEEP, demand_worth, manage, weights_state
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.engine.budget import LOOK_S, Budget
 from paellapy.scheduler.engine.lane_berths import LaneBerths
 from paellapy.scheduler.engine.mover import Mover
 from paellapy.scheduler.engine.needs import Trials
 from paellapy.scheduler.engine.ordering import order_weights
+from paellapy.scheduler.engine.promoter import Promoter
 from paellapy.scheduler.engine.weights_account import weights_account
 from paellapy.scheduler.models.host_store import HostStore
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.profile import ProgramProfile
 from paellapy.scheduler.models.tensors import Arrays
-from paellapy.scheduler.models.weight_range import Bytes, Layout, WeightRange
+from paellapy.scheduler.models.weight_range import Layout, WeightRange
 
 
 @dataclass(slots=True)
@@ -52,10 +53,11 @@ class Residents:
         self.backend, self.state = backend, state
         backend.weights_limit_bytes = budget_bytes
         self._in_loop, self._check = in_loop, check
-        self.store = HostStore(host_bytes, backend.host_block, in_use=self._comes)
+        self.store = HostStore(host_bytes, backend.host_block, in_use=self._reads)
         self._rows: dict[int, LoadedModel] = {}
         self.budget = Budget(state, budget_bytes, in_loop, check)
-        self._lock = threading.Lock()
+        self._noting = threading.Lock()
+        self._promoter = Promoter(self._promote)
         self.berths = LaneBerths(backend, state, self.budget, in_loop, check)
         manage(state, budget_bytes)
 
@@ -68,22 +70,34 @@ class Residents:
     def _bring(self, row: int) -> None:
         loaded = self._rows[row]
         assert loaded.range is not None
-        source = self._take(loaded.model.name)
+        name = loaded.model.name
+        source, on_disk = self.store.take(name), self.store.where(name) == "disk"
         self._note_places()
         loaded.range.bring(source)
+        if on_disk:
+            self._promoter.want(name)
 
-    def _take(self, name: str) -> Bytes:
-        with self._lock:
-            return self.store.take(name)
+    def _reads(self, name: str) -> bool:
+        """Whether the host's memory of this model may be read: the model is being loaded, or copies may be under way.
+        """
+        placing = self.budget.placing
+        if placing is not None and placing.name == name:
+            return True
+        return any(self.state.weights["stage"][row] == codes.COMING for row in self._rows_of(name))
 
-    def _comes(self, name: str) -> bool:
-        """Whether copies from the host's memory of this model may be on their way."""
-        rows = [row for row, each in list(self._rows.items()) if each.model.name == name]
-        return any(self.state.weights["stage"][row] == codes.COMING for row in rows)
+    def _rows_of(self, name: str) -> list[int]:
+        return [row for row, each in list(self._rows.items()) if each.model.name == name]
+
+    def _promote(self, name: str) -> None:
+        def worth(each: str) -> float:
+            return max((demand_worth(self.state, row) for row in self._rows_of(each)), default=0.0)
+
+        if self.store.promote(name, worth):
+            self._note_places()
 
     def _note_places(self) -> None:
         """Marks, for predictions, which weights are in files and therefore take longer to arrive."""
-        with self._lock:
+        with self._noting:
             for row, loaded in list(self._rows.items()):
                 slow = self.store.where(loaded.model.name) == "disk"
                 ns = 1.0 / float(self.state.tuning["file_gbps"][0]) if slow else 0.0
@@ -118,8 +132,7 @@ class Residents:
             for part, offset in zip(parts, layout.offsets, strict=True):
                 host[offset : offset + part.nbytes] = part
 
-        with self._lock:
-            self.store.put(model.name, layout.nbytes, fill)
+        self.store.put(model.name, layout.nbytes, fill)
         found: WeightRange | None = None
         try:
             chunk_bytes, map_bytes = (int(self.state.tuning[each][0]) for each in ("chunk_bytes", "map_bytes"))
@@ -127,7 +140,7 @@ class Residents:
             if found.held_bytes > layout.nbytes:
                 rest = found.held_bytes - max(layout.nbytes, 1)
                 self.budget.place(model.name, rest, model.priority, keep, f"the last page of {what}")
-            found.write(self._take(model.name), 0, layout.nbytes)
+            found.write(self.store.take(model.name), 0, layout.nbytes)
             return Placed(model.place_over(self.backend.device, found, order), found)
         except BaseException:
             self.forget(model.name, found)
@@ -147,8 +160,7 @@ class Residents:
                 f"in memory_bytes: {e}"
             ) from e
         finally:
-            with self._lock:
-                self.store.drop(name)
+            self.store.drop(name)
         if name in self.budget.taken:
             self.budget.give(name)
 
@@ -157,7 +169,7 @@ class Residents:
         found, model = loaded.range, loaded.model
         if found is None:
             return
-        source = self._take(model.name)
+        source = self.store.take(model.name)
         if not found.holds(source):
             if model.resident is False:
                 raise ModelError(
@@ -272,6 +284,7 @@ class Residents:
 
     def close(self) -> None:
         self.mover.close()
+        self._promoter.close()
 
     def close_store(self) -> None:
         self.store.close()

@@ -21,6 +21,7 @@ def weights_account(state: State, models: Mapping[int, Model], store: HostStore)
         found[model.name] = {
             "state": weights_state(state, row),
             "resident": model.resident,
+            "stored": store.where(model.name),
             "weights_on_gpu_bytes": int(one["bytes"]) if one["stage"] in (codes.COMING, codes.HERE) else 0,
             "starts_with_bytes": min(int(one["bytes"]), int(starts[row]) * int(one["chunk_bytes"])),
             "hits": int(one["hits"]),
@@ -33,6 +34,9 @@ def weights_account(state: State, models: Mapping[int, Model], store: HostStore)
         "host_budget_bytes": store.budget_bytes,
         "host_bytes": store.held_bytes,
         "file_bytes": store.file_bytes,
+        "promoted": store.promoted,
+        "promoted_bytes": store.promoted_bytes,
+        "displaced": store.displaced,
         "hit_rate": hit_rate(state),
         "brought": int(r["brought"]),
         "brought_bytes": int(r["brought_bytes"]),

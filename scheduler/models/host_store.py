@@ -1,7 +1,7 @@
 """Weights that are not on the GPU: in host memory up to a budget, and in files beyond it.
 
-New weights displace the weights that were brought to the GPU least recently. A model's file is written once, because
-weights do not change.
+New weights displace the weights that were brought to the GPU least recently. Weights in a file take the place of less
+valuable weights when they are in demand (`promote`). A model's file is written once, because weights do not change.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,18 +23,27 @@ from paellapy.scheduler.models.sizes import readable_bytes
 from paellapy.scheduler.models.weight_files import WeightFileError, map_weights, write_weights
 
 Bytes = NDArray[np.uint8]
+Worth = Callable[[str], float]  # the value of a model's bytes in host memory, per byte
+# Promotion copies weights and may write files, so weights must be worth this many times the weights they displace;
+# otherwise two models in equal demand would displace each other at each request. 2 is a guess.
+MARGIN = 2.0
 
 
 @dataclass(slots=True)
 class _Kept:
+    name: str
     nbytes: int
     host: Any = None  # a block of host memory, with an array `.host` over it
     file: Path | None = None
+    busy: bool = False  # `promote` copies these bytes: the block and the file stay until it has
 
 
 @dataclass(slots=True)
 class HostStore:
-    """`allocate` returns a block of memory with an array `host` and a method `free`; for a GPU the memory is pinned."""
+    """`allocate` returns a block of memory with an array `host` and a method `free`; for a GPU the memory is pinned.
+
+    Any thread may call; `promote` copies and writes without keeping the others waiting.
+    """
 
     budget_bytes: int
     allocate: Callable[[int], Any]
@@ -41,61 +51,59 @@ class HostStore:
     in_use: Callable[[str], bool] = lambda name: False  # whether the GPU may be copying from a model's host memory
     file_bytes: int = field(default=0, init=False)
     held_bytes: int = field(default=0, init=False)
+    promoted: int = field(default=0, init=False)  # models moved from their files to host memory
+    promoted_bytes: int = field(default=0, init=False)
+    displaced: int = field(default=0, init=False)  # models that left host memory, for new models or promoted ones
     _kept: dict[str, _Kept] = field(default_factory=dict, init=False)  # in order of use, least recently brought first
     _own: bool = field(default=False, init=False)  # whether the folder is removed with the store
+    _written: int = field(default=0, init=False)  # files so far, for their names
+    _lock: threading.Condition = field(default_factory=threading.Condition, init=False)
 
     def put(self, name: str, nbytes: int, fill: Callable[[Bytes], None]) -> None:
         """Stores a model's weights, which `fill` writes."""
-        if name in self._kept:
-            raise MemoryPlanError(f"the weights of {name!r} are in the host store already; unload the model first")
-        kept = _Kept(nbytes)
-        if nbytes <= self.budget_bytes and self._make_room(name, nbytes):
-            kept.host = self.allocate(nbytes)
-            try:
-                fill(kept.host.host[:nbytes])
-            except BaseException:
-                kept.host.free()
-                raise
-            self.held_bytes += nbytes
-        else:
-            array = np.empty(nbytes, np.uint8)
-            fill(array)
-            self._write(name, kept, array, f"the weights of model {name!r}")
-        self._kept[name] = kept
+        with self._lock:
+            if name in self._kept:
+                raise MemoryPlanError(f"the weights of {name!r} are in the host store already; unload the model first")
+            kept = _Kept(name, nbytes)
+            if nbytes <= self.budget_bytes and self._make_room(name, nbytes):
+                kept.host = self.allocate(nbytes)
+                try:
+                    fill(kept.host.host[:nbytes])
+                except BaseException:
+                    kept.host.free()
+                    raise
+                self.held_bytes += nbytes
+            else:
+                array = np.empty(nbytes, np.uint8)
+                fill(array)
+                self._write(kept, array, f"the weights of model {name!r}")
+            self._kept[name] = kept
 
     def take(self, name: str) -> Bytes:
-        """The weights, to be brought to the GPU: in pinned memory if there is room, otherwise mapped from their file.
-        """
-        kept = self._kept.pop(name)
-        self._kept[name] = kept  # now the most recent
-        if kept.host is not None:
-            return kept.host.host[: kept.nbytes]  # type: ignore[no-any-return]
-        assert kept.file is not None
-        mapped = map_weights(kept.file).get("weights")
-        if mapped is None or mapped.nbytes != kept.nbytes:
-            raise WeightFileError(
-                f"{kept.file} no longer holds the weights of {name!r}: unload the model and load it again"
-            )
-        if self.held_bytes + kept.nbytes > self.budget_bytes:
-            return mapped
-        kept.host = self.allocate(kept.nbytes)
-        kept.host.host[: kept.nbytes] = mapped
-        self.held_bytes += kept.nbytes
-        return kept.host.host[: kept.nbytes]  # type: ignore[no-any-return]
+        """The weights, to be brought to the GPU: in host memory, or mapped from their file."""
+        with self._lock:
+            kept = self._kept.pop(name)
+            self._kept[name] = kept  # now the most recent
+            return kept.host.host[: kept.nbytes] if kept.host is not None else self._map(kept)
 
     def where(self, name: str) -> str:
-        return "host" if self._kept[name].host is not None else "disk"
+        """`host` or `disk`; empty if the store does not have these weights."""
+        with self._lock:
+            kept = self._kept.get(name)
+            return "" if kept is None else "disk" if kept.host is None else "host"
 
     def drop(self, name: str) -> None:
         """Removes a model's weights."""
-        kept = self._kept.pop(name, None)
-        if kept is None:
-            return
-        self._release(kept)
-        if kept.file is not None:
-            with contextlib.suppress(OSError):
-                kept.file.unlink()
-            self.file_bytes -= kept.nbytes
+        with self._lock:
+            self._lock.wait_for(lambda: name not in self._kept or not self._kept[name].busy)
+            kept = self._kept.pop(name, None)
+            if kept is None:
+                return
+            self._release(kept)
+            if kept.file is not None:
+                with contextlib.suppress(OSError):
+                    kept.file.unlink()
+                self.file_bytes -= kept.nbytes
 
     def close(self) -> None:
         for name in list(self._kept):
@@ -103,45 +111,142 @@ class HostStore:
         if self._own and self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
+    # -- from files to host memory
+
+    def promote(self, name: str, worth: Worth) -> bool:
+        """Moves weights from their file to host memory, if there is room, or if they are worth much more than weights
+        that can leave for them. Weights that the GPU may be copying do not leave. One thread calls this at a time.
+        """
+        with self._lock:
+            kept = self._kept.get(name)
+            if kept is None or kept.host is not None or kept.nbytes > self.budget_bytes:
+                return False
+            leaving = self._to_displace(kept, worth)
+            if leaving is None:
+                return False
+            moving = [kept, *leaving]
+            for each in moving:
+                each.busy = True
+        try:
+            return self._exchange(kept, leaving)
+        finally:
+            with self._lock:
+                for each in moving:
+                    each.busy = False
+                self._lock.notify_all()
+
+    def _to_displace(self, new: _Kept, worth: Worth) -> list[_Kept] | None:
+        """The least valuable weights that make room for others, which are worth more; None if there are none such."""
+        need = self.held_bytes + new.nbytes - self.budget_bytes
+        if need <= 0:
+            return []
+        can = [each for each in self._kept.values() if each.host is not None and not self._stays(each)]
+        value = {each.name: worth(each.name) for each in can}
+        chosen: list[_Kept] = []
+        for each in sorted(can, key=lambda each: value[each.name]):
+            if sum(one.nbytes for one in chosen) < need:
+                chosen.append(each)
+        for each in reversed(chosen[:]):  # a large one may have made others unnecessary
+            if sum(one.nbytes for one in chosen) - each.nbytes >= need:
+                chosen.remove(each)
+        lost = sum(value[each.name] * each.nbytes for each in chosen)
+        enough = sum(each.nbytes for each in chosen) >= need
+        return chosen if enough and worth(new.name) * new.nbytes > MARGIN * lost else None
+
+    def _exchange(self, new: _Kept, leaving: list[_Kept]) -> bool:
+        """Copies without the lock: nobody frees what is busy."""
+        source = self._map(new)
+        for each in leaving:
+            if each.file is None:
+                why = f"to make room for model {new.name!r}, the weights of model {each.name!r}"
+                self._write(each, each.host.host[: each.nbytes], why)
+        with self._lock:
+            left = self.held_bytes - sum(each.nbytes for each in leaving)
+            if left + new.nbytes > self.budget_bytes or any(self.in_use(each.name) for each in leaving):
+                return False  # a new model took the room meanwhile, or the GPU copies
+            block = next((each.host for each in leaving if each.nbytes == new.nbytes), None)
+            for each in leaving:
+                self._release(each, but=block)
+            self.displaced += len(leaving)
+            self.held_bytes += new.nbytes
+        try:
+            block = self.allocate(new.nbytes) if block is None else block
+            block.host[: new.nbytes] = source
+        except BaseException:
+            with self._lock:
+                self.held_bytes -= new.nbytes
+            if block is not None:
+                block.free()
+            raise
+        with self._lock:
+            new.host = block
+            self.promoted += 1
+            self.promoted_bytes += new.nbytes
+        return True
+
+    # -- from host memory to files
+
+    def _stays(self, kept: _Kept) -> bool:
+        return kept.busy or self.in_use(kept.name)
+
     def _make_room(self, new: str, nbytes: int) -> bool:
         """Whether there is room now. Memory that is being copied to the GPU stays, even if room is lacking then."""
         for name, kept in self._kept.items():
             if self.held_bytes + nbytes <= self.budget_bytes:
                 break
-            if kept.host is not None and not self.in_use(name):
+            if kept.host is not None and not self._stays(kept):
                 if kept.file is None:
                     why = f"to make room for model {new!r}, the weights of model {name!r}"
-                    self._write(name, kept, kept.host.host[: kept.nbytes], why)
+                    self._write(kept, kept.host.host[: kept.nbytes], why)
                 self._release(kept)
+                self.displaced += 1
         return self.held_bytes + nbytes <= self.budget_bytes
 
-    def _release(self, kept: _Kept) -> None:
+    def _release(self, kept: _Kept, but: Any = None) -> None:
+        """Takes the weights out of host memory. The block `but` is not freed: other weights will be in it."""
         if kept.host is not None:
-            kept.host.free()
+            if kept.host is not but:
+                kept.host.free()
             kept.host = None
             self.held_bytes -= kept.nbytes
 
-    def _write(self, name: str, kept: _Kept, array: Bytes, what: str) -> None:
-        """`what` says in an error whose weights go to the disk, and for whom."""
-        try:
-            if self.folder is None:
-                self.folder, self._own = Path(tempfile.mkdtemp(prefix="paellapy-weights-")), True
-            free = shutil.disk_usage(self.folder).free
-            path = self.folder / f"{len(list(self.folder.iterdir()))}-{abs(hash(name))}.safetensors"
-        except OSError as e:
+    def _map(self, kept: _Kept) -> Bytes:
+        assert kept.file is not None
+        mapped = map_weights(kept.file).get("weights")
+        if mapped is None or mapped.nbytes != kept.nbytes:
             raise WeightFileError(
-                f"{what} must go to the disk, but {e.filename or 'the folder for temporary files'} cannot be used "
-                f"({e.strerror}): set TMPDIR to a folder that can be written to, or raise host_bytes"
-            ) from e
-        if free < kept.nbytes:
-            raise MemoryPlanError(
-                f"{what} ({readable_bytes(kept.nbytes)}) must go to disk, because {readable_bytes(self.held_bytes)} "
-                f"of host_bytes={readable_bytes(self.budget_bytes)} are in use; but {self.folder} has only "
-                f"{readable_bytes(free)} free: raise host_bytes or free disk space"
+                f"{kept.file} no longer holds the weights of {kept.name!r}: unload the model and load it again"
             )
+        return mapped
+
+    def _write(self, kept: _Kept, array: Bytes, what: str) -> None:
+        """`what` says in an error whose weights go to the disk, and for whom."""
+        path = self._path(kept, what)
         try:
             write_weights(path, {"weights": array})
         except WeightFileError as e:
             raise WeightFileError(f"{what} must go to the disk: {e}") from e
-        kept.file = path
-        self.file_bytes += kept.nbytes
+        with self._lock:
+            kept.file = path
+            self.file_bytes += kept.nbytes
+
+    def _path(self, kept: _Kept, what: str) -> Path:
+        """A name for a new file, where the disk has room for it."""
+        with self._lock:
+            try:
+                if self.folder is None:
+                    self.folder, self._own = Path(tempfile.mkdtemp(prefix="paellapy-weights-")), True
+                free = shutil.disk_usage(self.folder).free
+            except OSError as e:
+                raise WeightFileError(
+                    f"{what} must go to the disk, but {e.filename or 'the folder for temporary files'} cannot be used "
+                    f"({e.strerror}): set TMPDIR to a folder that can be written to, or raise host_bytes"
+                ) from e
+            if free < kept.nbytes:
+                raise MemoryPlanError(
+                    f"{what} ({readable_bytes(kept.nbytes)}) must go to disk, because "
+                    f"{readable_bytes(self.held_bytes)} of host_bytes={readable_bytes(self.budget_bytes)} are in use; "
+                    f"but {self.folder} has only {readable_bytes(free)} free: raise host_bytes or free disk space"
+                )
+            self._written += 1
+            return self.folder / f"{self._written}-{abs(hash(kept.name))}.safetensors"

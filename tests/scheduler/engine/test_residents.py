@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from chain_models import SMALL, WEIGHTS, N, ask, chain, room_for, settle
 from engine_models import scale
+from waiting import wait_until
 
 import paellapy as pp
 from paellapy.scheduler.core.check import check_at_rest
@@ -142,6 +143,89 @@ def test_beyond_the_hosts_memory_weights_are_in_files(device, tmp_path):
         kept.file.write_bytes(whole)
         ask(server, name, weights[name])
         ask(server, "m2", weights["m2"])
+
+
+def test_a_model_in_demand_moves_from_its_file_to_the_hosts_memory(device, tmp_path):
+    """It takes the memory of a model that nobody asks for, which goes to a file."""
+    room, host = room_for(device, 1), 2 * WEIGHTS + 5000
+    with pp.Engine(device, memory_bytes=room, host_bytes=host, quantum_us=2, tuning=SMALL) as server:
+        server._residents.store.folder = tmp_path
+        weights = {}
+        for k in range(3):
+            model, weights[f"m{k}"] = chain(f"m{k}", k)
+            server.load(model)
+
+        def stored():
+            return [server.memory()["models"][f"m{k}"]["stored"] for k in range(3)]
+
+        assert stored() == ["disk", "host", "host"]
+        ask(server, "m2", weights["m2"])
+        ask(server, "m0", weights["m0"])
+        wait_until(lambda: stored() == ["host", "disk", "host"])
+        account = server.memory()
+        assert (account["promoted"], account["promoted_bytes"], account["displaced"]) == (1, WEIGHTS, 2)
+        assert account["host_bytes"] == 2 * WEIGHTS <= account["host_budget_bytes"]
+        assert len(list(tmp_path.iterdir())) == 2
+        for name in ("m1", "m0", "m2", "m1", "m0"):
+            ask(server, name, weights[name])
+        server.evict("m0")
+        assert server.weights_state("m0") == "host"
+        check_at_rest(server.state)
+
+
+def test_the_weights_of_a_model_that_is_being_loaded_stay_in_the_hosts_memory(monkeypatch):
+    with pp.Engine("virtual:h200", memory_bytes=1 << 28, host_bytes=WEIGHTS + 5000, tuning=SMALL) as server:
+        residents, seen = server._residents, []
+        settle_needs = residents.settle
+
+        def watched(loaded):
+            others = residents.store.promote("first", lambda name: float(name == "first"))
+            seen.append((others, residents.store.where("second")))
+            settle_needs(loaded)
+
+        first, weights = chain("first", 1)
+        server.load(first)
+        monkeypatch.setattr(residents, "settle", watched)
+        server.load(chain("second", 2)[0])
+        assert seen == [(False, "host")]
+        assert residents.store.promote("first", lambda name: float(name == "first"))  # now it may leave
+        ask(server, "first", weights)
+
+
+def test_weights_are_right_while_they_move_between_files_and_memory(device):
+    """Demand that changes, loads and unloads, with room for two of six models on the host."""
+    with pp.Engine(
+        device, memory_bytes=room_for(device, 2), host_bytes=2 * WEIGHTS + 5000, quantum_us=2,
+        tuning={**SMALL, "demand_memory_ns": 2e7},
+    ) as server:  # fmt: skip
+        made = {f"m{k}": chain(f"m{k}", k) for k in range(6)}
+        for model, _ in made.values():
+            server.load(model)
+        store, over = server._residents.store, threading.Event()
+
+        def client(seed):
+            pick = random.Random(seed)
+            while not over.is_set():
+                often = f"m{pick.randrange(5)}"  # one model after the other is in demand
+                for _ in range(8):
+                    ask(server, often, made[often][1], pick.randrange(100))
+
+        with ThreadPoolExecutor(2) as pool:
+            asked = [pool.submit(client, seed) for seed in range(2)]
+            try:
+                for _ in range(5):
+                    server.unload("m5")
+                    server.load(made["m5"][0])
+                    assert store.held_bytes <= store.budget_bytes
+                wait_until(lambda: server.memory()["promoted"] > 5)
+            finally:
+                over.set()
+            for each in asked:
+                each.result()
+        check_at_rest(server.state)
+        for name in made:
+            server.unload(name)
+        assert (store.held_bytes, store.file_bytes) == (0, 0)
 
 
 def test_models_come_and_go_while_requests_arrive(device):
