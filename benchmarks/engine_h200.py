@@ -172,8 +172,9 @@ class Bench:
         lanes: int,
         active: int | None,
         quantum_us: float = 100.0,
+        memory_bytes: int | None = None,
     ) -> None:
-        self.engine = Engine(device, max_active=active, quantum_us=quantum_us)
+        self.engine = Engine(device, max_active=active, quantum_us=quantum_us, memory_bytes=memory_bytes)
         self.models = [kind.model(n, batch, lanes) for kind, n in zip(kinds, layers, strict=True)]
         for model in self.models:
             self.engine.load(model)
