@@ -184,7 +184,11 @@ async def failure_of(engine: Engine | RemoteEngine, service: Service | None = No
         if service is not None and service.hung:
             return EngineFailedError("the engine did not respond for too long")
         await asyncio.sleep(LOOK_S)
-    return engine.failure
+    if not isinstance(engine, Engine):
+        return engine.failure
+    error = EngineFailedError(engine.failure_text)
+    error.__cause__ = engine.failure
+    return error
 
 
 async def run(

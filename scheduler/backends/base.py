@@ -244,6 +244,10 @@ class Backend(ABC):
         """Frees the captured program, once it has been cut or is not wanted."""
         program.body = None
 
+    def lost(self) -> BaseException | None:
+        """The error after which nothing can run on the GPU any more; None: there was none."""
+        return None
+
     def failure(self, status: int) -> BaseException:
         """The error for a status of the core's launches."""
         return LaunchError(f"running a model failed with status {status}")

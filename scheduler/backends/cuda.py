@@ -245,6 +245,12 @@ class CudaBackend(Backend):
     def call(self, function: Callable[[], None]) -> None:
         self._threads.call(function)
 
+    def lost(self) -> BaseException | None:
+        with contextlib.suppress(PaellaError):
+            self.device.activate()
+        status = int(driver().cuMemGetInfo()[0])  # after a fault every call of the driver fails with it
+        return failure(status) if status else None
+
     def failure(self, status: int) -> BaseException:
         return failure(status)
 

@@ -38,6 +38,7 @@ class Host(Protocol):
     """The methods of the engine that a job uses."""
 
     def unload_job(self, job: Job) -> None: ...
+    def outside(self, whose: str) -> contextlib.AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,10 +289,11 @@ class Job:
     def _report(self) -> None:
         if self._reports.callback is None or not self._reports_after(self.steps):
             return
-        self._reports.callback(self)
-        torch = self.step.torch
-        if self.step.draws is not None:
-            torch.cuda.current_stream().synchronize()  # work launched by the callback must finish before the next step
+        with self._host.outside(f"job {self.name!r}"):
+            self._reports.callback(self)
+            if self.step.draws is not None:
+                # work launched by the callback must finish before the next step
+                self.step.torch.cuda.current_stream().synchronize()
         self.step.check_settings()
 
 

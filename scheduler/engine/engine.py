@@ -119,11 +119,11 @@ class Engine(Observed):
         self.bell = Bell(self.state.bell, self._backend.sleeps_in_read)
         self._front = FrontEnd(self.state, self.limits, 0, self.bell, self._open_wake_fd())
         self._tap = Tap(self.state) if self.limits.fronts > 1 else None
-        self._unwatch = self._check_open
+        self._unwatch, self._turns, self._outside = self._check_open, Turns(self), list[str]()
         self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()
         self._since, self._segment_shares = time.monotonic(), segment_shares
         self._start()
-        self._turns, self.guests = Turns(self), Guests(self)
+        self.guests = Guests(self)
         _engines.add(self)
 
     def _manage_memory(self, host_bytes: int | None) -> Residents:

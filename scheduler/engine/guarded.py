@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.backends.base import Backend
 from paellapy.scheduler.backends.launches import LoadedModel
 from paellapy.scheduler.core import codes
@@ -13,6 +15,7 @@ from paellapy.scheduler.engine.background import Job
 from paellapy.scheduler.engine.front_end import ENGINE_CLOSED
 from paellapy.scheduler.engine.requests import Requester
 from paellapy.scheduler.engine.residents import Residents
+from paellapy.scheduler.engine.turn import Turns
 
 
 class Faults:
@@ -37,12 +40,14 @@ class Guarded(Requester):
     _residents: Residents | None
     _by_row: dict[int, LoadedModel]
     _jobs: dict[str, Job]
+    _turns: Turns
+    _outside: list[str]  # work on the GPU that the core did not launch: loads, and code of jobs
     _faults: Faults
     _failure: BaseException | None
     _closed: bool
     _closing: bool
     _elsewhere: bool  # the engine belongs to the process from which this one was forked
-    _culprits = ""  # the models on the GPU when it failed
+    _culprits = ""  # the models, jobs and turns on the GPU when it failed
 
     def loaded_rows(self) -> dict[int, LoadedModel]:
         """Loaded models by their row in the core."""
@@ -52,6 +57,12 @@ class Guarded(Requester):
     def failure(self) -> BaseException | None:
         """The reason why the engine takes no more requests; None while it does."""
         return self._failure
+
+    @property
+    def failure_text(self) -> str:
+        """The failure, and the models, jobs and turns whose work was on the GPU: one of them caused it."""
+        whose = f" (running at that time: {self._culprits})" if self._culprits else ""
+        return f"{self._failure}{whose}"
 
     @property
     def closed(self) -> bool:
@@ -75,8 +86,7 @@ class Guarded(Requester):
             raise EngineClosedError(ENGINE_CLOSED)
 
     def _failed_error(self) -> EngineFailedError:
-        whose = f" (running at that time: {self._culprits})" if self._culprits else ""
-        error = EngineFailedError(f"the GPU failed, and the engine takes no more requests: {self._failure}{whose}")
+        error = EngineFailedError(f"the GPU failed, and the engine takes no more requests: {self.failure_text}")
         error.__cause__ = self._failure
         return error
 
@@ -87,12 +97,35 @@ class Guarded(Requester):
             self._failure = cause
             self._front.command(codes.FAIL)
 
+    @contextlib.contextmanager
+    def outside(self, whose: str) -> Iterator[None]:
+        """For work on the GPU that the core does not launch: if the GPU fails meanwhile, the engine's error names it.
+        The core would notice the failure only at its next launch, when other work is on the GPU.
+        """
+        self._outside.append(whose)
+        try:
+            yield
+        except Exception as e:
+            lost = self._backend.lost() if self._failure is None else None
+            if lost is not None:
+                self._fail(lost)
+            if self._failure is None or isinstance(e, PaellaError):
+                raise
+            raise self._failed_error() from e
+        finally:
+            self._outside.remove(whose)
+
     def _on_gpu(self) -> str:
-        """The names of models and jobs whose work is launched and not done: one of them caused the GPU's fault."""
+        """The names of models, jobs and turns whose work is launched and not done: one of them caused the GPU's fault.
+        """
         lanes = self.state.flight[: int(self.state.core["flight"][0])]
         rows = sorted({int(self.state.lane["model"][lane]) for lane in lanes})
-        named = [self._by_row[row].model.name for row in rows if row in self._by_row]
-        return ", ".join(f"job {name!r}" if name in self._jobs else repr(name) for name in named)
+        flying = [self._named(self._by_row[row].model.name) for row in rows if row in self._by_row]
+        return ", ".join(dict.fromkeys((*flying, *map(self._named, self._turns.held), *self._outside)))
+
+    def _named(self, name: str) -> str:
+        kind = "job " if name in self._jobs else "turn " if name in self._turns else ""
+        return f"{kind}{name!r}"
 
     def _no_weights(self, row: int, name: str) -> Exception:
         cause = self._residents.mover.errors.get(row) if self._residents is not None else None

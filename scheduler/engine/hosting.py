@@ -91,11 +91,10 @@ class Hosting(Loading):
             if name in self._models or name in self._jobs:
                 raise ModelError(f"a model or a job named {name!r} is loaded already; stop or unload it first")
             feed = None if data is None else Feed(needs_torch(), name, data, skip_ragged)
-            return self._start_job(
-                Job(self, self, TorchStep(name, step, held, None if feed is None else feed.first()), feed,
-                    Reports(every, callback)),
-                {"priority": rank, "share": share, "params": params, "quantum_us": quantum_us}, memory_bytes,
-            )  # fmt: skip
+            about = {"priority": rank, "share": share, "params": params, "quantum_us": quantum_us}
+            with self.outside(f"job {name!r}"):
+                made = TorchStep(name, step, held, None if feed is None else feed.first())
+                return self._start_job(Job(self, self, made, feed, Reports(every, callback)), about, memory_bytes)
 
     def _start_job(self, job: Job, about: dict[str, Any], memory_bytes: int | None) -> Job:
         try:

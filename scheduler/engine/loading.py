@@ -25,7 +25,6 @@ from paellapy.scheduler.engine.loader import Loader
 from paellapy.scheduler.engine.request_checks import find_model
 from paellapy.scheduler.engine.residents import Residents
 from paellapy.scheduler.engine.submitting import submit
-from paellapy.scheduler.engine.turn import Turns
 from paellapy.scheduler.engine.waiters import Waiter, thread_waiter
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.profile import model_profile
@@ -40,7 +39,6 @@ class Loading(Governed):
     _loader: Loader
     _later: LaterSizes
     _models: dict[str, LoadedModel]
-    _turns: Turns
     _segment_shares: bool | None
 
     def load(self, model: Model) -> None:
@@ -54,7 +52,8 @@ class Loading(Governed):
                     f"model {model.name!r}: resident=False has no effect where all weights stay on the GPU: "
                     "create the engine with memory_bytes, or leave resident out"
                 )
-            self._models[model.name] = self._load(model)
+            with self.outside(repr(model.name)):
+                self._models[model.name] = self._load(model)
 
     def _load(self, model: Model) -> LoadedModel:
         with self._loading:

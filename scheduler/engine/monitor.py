@@ -137,7 +137,7 @@ class Monitor:
             "device": engine.device.title,
             "virtual": engine.device.name.startswith("virtual"),
             "state": "failed" if failure is not None else "closed" if engine.closed else "running",
-            "failure": None if failure is None else str(failure),
+            "failure": None if failure is None else engine.failure_text,
             "uptime_s": round(engine.uptime_s, 1),
             "window_s": round(window_s, 2),
             "policy": self._policy(),

@@ -93,6 +93,14 @@ class Turns:
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
+    @property
+    def held(self) -> list[str]:
+        """Names of turns that their owners have: also of those that were taken back while their code went on."""
+        return [turn.name for turn in list(self._held)]
+
+    def outside(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return self._host.outside(f"turn {name!r}")
+
     def watch(self, turn: Turn) -> None:
         with self._lock:
             self._held.append(turn)
@@ -125,7 +133,7 @@ class Turns:
                     self._wake.set()
 
     def stats(self) -> dict[str, Any]:
-        held = {turn.name for turn in list(self._held)}
+        held = set(self.held)
         return {
             name: {
                 "kind": "turns",
@@ -282,7 +290,8 @@ class Turn:
     def _release(self) -> None:
         self._turns.forget(self)
         try:
-            _wait_for_work()
+            with self._turns.outside(self.name):
+                _wait_for_work()
         finally:
             self._end()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import numpy as np
@@ -28,6 +29,7 @@ class Host(Protocol):
     @property
     def backend(self) -> Backend: ...
     def open_turns(self, loaded: LoadedModel) -> None: ...
+    def outside(self, whose: str) -> AbstractContextManager[None]: ...
 
 
 def _never(weights: Arrays, inputs: Arrays, outputs: Arrays) -> None:

@@ -8,14 +8,17 @@ import numpy as np
 import pytest
 
 import paellapy as pp
+from paellapy.instrument.errors import LaunchError
 from paellapy.scheduler.core.check import check_at_rest
 from paellapy.scheduler.core.errors import (
     CaptureError,
     EngineClosedError,
+    EngineFailedError,
     MemoryPlanError,
     ModelError,
     UnknownModelError,
 )
+from paellapy.scheduler.engine import turn as turn_module
 from paellapy.scheduler.engine.monitor import Monitor
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install torch==2.13.0")
@@ -459,3 +462,81 @@ def test_loading_a_function_leaves_the_weights_it_refers_to_untouched(engine):
     engine.load(pp.Model.from_torch(answer, torch.randn(2, 8), batch=(2,)))
     for key, value in net.state_dict().items():
         assert torch.equal(value, before[key])
+
+
+def lose_the_gpu(engine, while_running):
+    """Fails the engine, in its loop's thread, when these names are on the GPU."""
+    cause = LaunchError("the GPU is gone")
+
+    def look():
+        if engine._on_gpu() == while_running:
+            engine._fail(cause)
+
+    wait_until(lambda: engine._between_steps(look) or engine.failure is not None)
+
+
+def test_a_fault_of_the_gpu_names_the_job_and_nothing_hangs():
+    x = torch.zeros(4)
+    with pp.Engine(DEVICE) as engine:
+        engine.load(scale_model())
+        job = engine.background(lambda: x.add_(1.0), name="train", state=[x])
+        lose_the_gpu(engine, "job 'train'")
+        assert job.join(30)
+        assert isinstance(job.error, EngineFailedError)
+        for told in (str(job.error), engine.failure_text, Monitor(engine).snapshot()["failure"]):
+            assert told.endswith("the GPU is gone (running at that time: job 'train')")
+        with pytest.raises(EngineFailedError, match="job 'train'"):
+            engine.infer_sync("scale", {"x": np.ones(64, np.float32)})
+        with pytest.raises(EngineFailedError, match="job 'train'"):
+            engine.background(lambda: x.add_(1.0), name="again", state=[x])
+
+
+def test_a_fault_of_the_gpu_names_the_turn_also_when_it_was_taken_back():
+    with pp.Engine(DEVICE) as engine:
+        engine.load(scale_model())
+        with engine.turn("script") as turn:
+            assert engine._on_gpu() == "turn 'script'"
+            turn.take_back()
+            lose_the_gpu(engine, "turn 'script'")
+        with pytest.raises(EngineFailedError, match="turn 'script'"):
+            engine.infer_sync("scale", {"x": np.ones(64, np.float32)})
+
+
+@pytest.mark.parametrize("where", ["the first step", "a callback", "a turn", "a load"])
+def test_work_outside_of_the_core_that_loses_the_gpu_is_named(monkeypatch, where):
+    x = torch.zeros(4)
+
+    def lose(*_):
+        monkeypatch.setattr(engine.backend, "lost", lambda: LaunchError("the GPU is gone"))
+        raise RuntimeError("CUDA error")
+
+    with pp.Engine(DEVICE) as engine:
+        whose = {"a turn": "turn 'script'", "a load": "'lost'"}.get(where, "job 'train'")
+        if where == "a callback":
+            job = engine.background(lambda: x.add_(1.0), name="train", state=[x], every=1, callback=lose)
+            assert job.join(30)
+            error = job.error
+        else:
+            with pytest.raises(pp.PaellaError) as caught:  # noqa: PT012
+                if where == "a turn":
+                    monkeypatch.setattr(turn_module, "_wait_for_work", lose)
+                    with engine.turn("script"):
+                        pass
+                elif where == "a load":
+                    specs = {"inputs": {"x": pp.TensorSpec((4,))}, "outputs": {"y": pp.TensorSpec((4,))}}
+                    engine.load(pp.Model("lost", lose, batch=(1,), **specs))
+                else:
+                    engine.background(lose, name="train", state=[x])
+            error = caught.value
+        assert whose.rpartition(" ")[2] in str(error)
+        with pytest.raises(EngineFailedError, match=f"running at that time: {whose}"):
+            engine.infer_sync("scale", {"x": np.ones(64, np.float32)})
+
+
+def test_an_ordinary_error_outside_of_the_core_leaves_the_engine_as_it_is(engine):
+    x = torch.zeros(4)
+    with pytest.raises(ZeroDivisionError):
+        engine.background(lambda: 1 / 0, name="train", state=[x])
+    engine.load(scale_model())
+    assert engine.failure is None
+    assert engine._outside == []

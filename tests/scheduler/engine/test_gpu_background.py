@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +18,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default:The Accumulat
 
 from engine_models import scale_model  # noqa: E402
 from training import batches, job_losses, losses_now_and_then, plain_losses, trainee  # noqa: E402
+
+TESTS = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
@@ -182,3 +186,59 @@ def test_a_script_that_is_profiled_and_ends_by_itself_ends_well(tmp_path, monkey
         line = [sys.executable, "-m", "paellapy", "run", "--best-effort", str(tmp_path / "script.py")]
         found = subprocess.run(line, capture_output=True, text=True, timeout=120)
     assert (found.returncode, found.stdout.splitlines()[-1:]) == (0, ["end"]), found.stderr
+
+
+FAULT = """
+import numpy as np, torch
+import paellapy as pp
+from engine_models import scale_model
+from paellapy.scheduler.core.errors import EngineFailedError
+
+table = torch.randn(16, 8, device="cuda")
+total = torch.zeros(8, device="cuda")
+index = torch.zeros(4, dtype=torch.long, device="cuda")
+
+def look_up():
+    total.add_(table.index_select(0, index).sum(0))
+
+def spoil(job=None):
+    index.fill_(1 << 40)
+
+engine = pp.Engine("cuda", policy="priority")
+engine.load(scale_model())
+x = {"x": np.ones(64, np.float32)}
+engine.infer_sync("scale", x)
+error = None
+try:
+    if WHERE == "a step":
+        job = engine.background(look_up, name="train", state=[total], every=20, callback=spoil)
+        assert job.join(60)
+        error = job.error
+    elif WHERE == "the first step":
+        spoil()
+        engine.background(look_up, name="train", state=[total])
+    else:
+        with engine.turn("script"):
+            spoil()
+            look_up()
+except Exception as e:
+    error = e
+print("failed" if error is not None else "no error")
+try:
+    engine.infer_sync("scale", x)
+except EngineFailedError as e:
+    print(str(e).rpartition("running at that time: ")[2])
+engine.close()
+print("closed")
+"""
+
+
+@pytest.mark.parametrize("where", ["a step", "the first step", "a turn"])
+def test_a_fault_on_the_gpu_names_whose_it_was_and_nothing_hangs(where):
+    # In a process of its own: a fault takes the CUDA context with it.
+    run = subprocess.run(
+        [sys.executable, "-c", f"WHERE = {where!r}\n{FAULT}"], env={**os.environ, "PYTHONPATH": str(TESTS)},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    whose = "turn 'script'" if where == "a turn" else "job 'train'"
+    assert run.stdout.splitlines() == ["failed", f"{whose})", "closed"], run.stderr
