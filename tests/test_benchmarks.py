@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import subprocess
@@ -290,3 +291,29 @@ def test_training_is_measured_under_policies_streams_and_mps_in_one_run(tmp_path
     assert found["transformer: paused and alone"]["requests"] == {"alone": 50, "paused": 50}
     assert found["transformer: losses"]["equal"] == [True]
     assert {point["wrong"] for point in found.values() if isinstance(point, dict) and "wrong" in point} == {0}
+
+
+def test_a_gate_and_a_callback_look_at_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import cupti
+    from gate_cost import launcher
+
+    from paellapy.instrument.device import gate
+    from paellapy.instrument.device.gate_code import address, gated
+
+    seen: list[tuple[int, ...]] = []
+    launch = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * 11)(lambda *given: seen.append(given) or 0)
+    words = np.zeros(gate.WORDS, np.uint64)
+    words[gate.SHARE] = gate.SHARE_UNIT
+    cell = np.array([words.ctypes.data], np.uint64)
+    through, keep = gated({address(launch): "cuLaunchKernel"}, int(cell.ctypes.data))
+    assert keep is not None
+    assert launcher(through[address(launch)])(77, 3) == 0
+    assert seen == [(77, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0)] * 3
+    assert words[gate.LAUNCHES] == 3
+    look = ctypes.CFUNCTYPE(None, ctypes.c_uint64, ctypes.c_int32, ctypes.c_uint32, ctypes.c_uint64)(cupti.look.address)
+    counted, call = np.zeros(2, np.uint64), np.zeros(4, np.uint32)
+    for leaving in (0, 1, 0, 1):
+        call[0] = leaving
+        look(counted.ctypes.data, cupti.DRIVER_API, cupti.LAUNCH_KERNEL, call.ctypes.data)
+    assert counted.tolist() == [0, 2]
