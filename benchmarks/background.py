@@ -11,7 +11,7 @@ The run has parts, each in a process of its own, so that no other process has wo
 
     first   jobs in segments of the default length, and as one graph
     mps     jobs in processes of their own under MPS
-    rest    jobs in shorter segments, paused jobs, the plain loop, and losses
+    rest    paused jobs, the plain loop, jobs in shorter segments, and losses
 
 Results are written after every point. `--resume` goes on with the points of a run that was stopped; `--part` measures
 one part alone.

@@ -82,10 +82,10 @@ def trainee(kind: str, where: str, small: bool, seed: int = 0) -> tuple[Callable
     return step, [net, optimizer]
 
 
-def plain_losses(kind: str, where: str, small: bool, seed: int) -> tuple[Callable[[], Any], list[float]]:
+def plain_losses(kind: str, where: str, small: bool, seed: int) -> list[float]:
     step, _ = trainee(kind, where, small, seed)
-    losses = torch.stack([step().detach() for _ in range(STEPS)])
-    return step, losses.cpu().tolist()
+    losses: list[float] = torch.stack([step().detach() for _ in range(STEPS)]).cpu().tolist()
+    return losses
 
 
 def plain_speed(step: Callable[[], Any], where: str, seconds: float) -> float:
@@ -213,7 +213,7 @@ def compare_losses(engine: pp.Engine, kind: str, where: str, args: argparse.Name
     """Of 200 steps, by seed: the plain loop's, its own once more, and the captured job's."""
     found: dict[str, Any] = {"steps": STEPS, "equal": [], "plain_repeats": [], "last": []}
     for seed in range(args.loss_seeds):
-        plain, again = (plain_losses(kind, where, args.small, seed)[1] for _ in range(2))
+        plain, again = (plain_losses(kind, where, args.small, seed) for _ in range(2))
         step, state = trainee(kind, where, args.small, seed)
         got: list[float] = []
 

@@ -14,7 +14,6 @@ from background_jobs import (
     beside,
     compare_losses,
     deterministic,
-    plain_losses,
     plain_speed,
     rate_of,
     serving,
@@ -26,6 +25,7 @@ import paellapy as pp
 
 # Policies that launch a job's step as one graph, with the priority of the job: they leave the order to the GPU.
 WHOLE = {"stream priorities": -1, "streams": 0}
+WARM_STEPS = 20  # of the plain loop, before it is measured
 SETTLE_S = 0.2  # of requests that are not counted, after a job was loaded or has ended
 
 
@@ -116,11 +116,14 @@ class Part:
         return job
 
     def plain(self, kind: str) -> None:
-        """The loop as everybody writes it, and the losses of both."""
-        args = self._args
-        made = plain_losses(kind, self._where, args.small, 0)[0]
-        self._points(f"{kind}: plain loop", lambda: plain_speed(made, self._where, args.seconds))
-        self._points(f"{kind}: losses", lambda: compare_losses(self._engine, kind, self._where, args))
+        """The loop as everybody writes it."""
+        step, _ = trainee(kind, self._where, self._args.small)
+        for _ in range(WARM_STEPS):
+            step()
+        self._points(f"{kind}: plain loop", lambda: plain_speed(step, self._where, self._args.seconds))
+
+    def losses(self, kind: str) -> None:
+        self._points(f"{kind}: losses", lambda: compare_losses(self._engine, kind, self._where, self._args))
 
 
 FIGURES: dict[str, Callable[[Any], Any]] = {
@@ -151,10 +154,11 @@ def measure_all(args: argparse.Namespace) -> None:
             for kind in kinds:
                 part.one_graph(kind)
             return
+        for measure in (part.paused, part.plain):
+            for kind in kinds:
+                measure(kind)
         for quantum in others:
             for kind in kinds:
                 part.in_segments(kind, quantum)
         for kind in kinds:
-            part.paused(kind)
-        for kind in kinds:
-            part.plain(kind)
+            part.losses(kind)
