@@ -14,8 +14,11 @@ import pytest
 from engine_models import scale_model
 from serving_server import infer_body, read_until, running, serving
 
+from paellapy.instrument.errors import LaunchError
+from paellapy.scheduler.engine.engine import Engine
 from paellapy.serving import inference
 from paellapy.serving.connections import Connection
+from paellapy.serving.server import failure_of
 
 X = np.arange(64, dtype=np.float32)[np.newaxis]
 BODY = json.dumps(infer_body("x", X)).encode()
@@ -315,3 +318,12 @@ def test_a_server_goes_on_without_a_model_that_cannot_be_loaded_and_says_why(tmp
     assert index["good"]["state"] == "READY"
     assert index["bad"]["state"] == "UNAVAILABLE"
     assert "its weights are gone" in index["bad"]["reason"]
+
+
+def test_the_error_of_a_server_names_whose_work_was_on_the_gpu():
+    with Engine("virtual:h200") as engine:
+        with engine.outside("job 'train'"):
+            engine._fail(LaunchError("the GPU is gone"))
+        error = asyncio.run(failure_of(engine))
+    assert str(error) == "the GPU is gone (running at that time: job 'train')"
+    assert isinstance(error.__cause__, LaunchError)
