@@ -201,13 +201,17 @@ def test_a_traced_launch_has_every_block_once(gpu: Any) -> None:
 
 @contextmanager
 def disturbed(flag: pp.Flag, seed: int) -> Iterator[None]:
-    """Sets the flag again and again in a thread."""
+    """Sets the flag again and again in a thread, at intervals that grow: beside other processes a launch may start so
+    late that a flag at short intervals would always be ahead of it.
+    """
     stop, rng = threading.Event(), np.random.default_rng(seed)
 
     def run() -> None:
+        most_us = 40.0
         while not stop.is_set():
-            pause(rng.uniform(5, 40))
+            pause(rng.uniform(5, most_us))
             flag.set()
+            most_us *= 1.02
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -243,11 +247,11 @@ def test_preempted_triton_kernels_compute_the_same(case: Any, gpu: Any) -> None:
     args = fresh()
     kernel[call.grid](**args, **rest)
     plain = {name: args[name].numpy() for name in call.outputs}
-    with disturbed(flag, 1):
-        for _ in range(5):
-            args = fresh()
+    for k in range(5):
+        args = fresh()
+        with disturbed(flag, k):
             finish(kernel.preemptible(flag)[call.grid](**args, **rest))
-            same(case, call, {name: args[name].numpy() for name in call.outputs}, plain)
+        same(case, call, {name: args[name].numpy() for name in call.outputs}, plain)
 
 
 @pytest.mark.parametrize(
@@ -261,11 +265,11 @@ def test_preempted_cuda_kernels_compute_the_same(case: Any, gpu: Any) -> None:
     args = [upload(gpu, value) for value in call.args]
     kernel[config](*args)
     plain = {i: args[i].numpy() for i in call.outputs}
-    with disturbed(flag, 2):
-        for _ in range(5):
-            args = [upload(gpu, value) for value in call.args]
+    for k in range(5):
+        args = [upload(gpu, value) for value in call.args]
+        with disturbed(flag, k):
             finish(kernel.preemptible(flag)[config](*args))
-            same(case, call, {i: args[i].numpy() for i in call.outputs}, plain)
+        same(case, call, {i: args[i].numpy() for i in call.outputs}, plain)
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED - {"cluster"}))
