@@ -28,6 +28,7 @@ MANY_PARAMETERS = {
     "scheduler/engine/engine.py:Engine.__init__": "public: the keywords of an engine are its options",
     "scheduler/models/model.py:Model.__init__": "public: the keywords of a model are its options",
     "scheduler/models/model.py:Model.changed": "public: the keywords of a model are its options",
+    "scheduler/models/model.py:Model.from_torch": "public: the keywords of a module are its options",
 }
 # Functions of more than fifty lines without their docstrings, and why.
 MANY_LINES = {

@@ -156,6 +156,7 @@ class Model:
         autocast: Any = None,
         channels_last: bool = False,
         compile: bool = False,
+        weights: str | Path | None = None,
         **about: Any,
     ) -> Self:
         """A PyTorch module, or a function of tensors, as a model.
@@ -165,6 +166,9 @@ class Model:
         `channels_last` selects that memory layout for images; `compile` runs the module through torch.compile. `batch`,
         `target_ms` and the other options are those of `Model`.
 
+        `weights` is a safetensors file with the tensors of the module's state_dict(). The module may be on the meta
+        device then. The file is mapped into memory and read as the weights are needed.
+
         The module runs as after `eval()`, and the caller's module is not changed. Weights that are not converted or
         moved share memory with it: training it later changes the model's answers.
 
@@ -173,7 +177,7 @@ class Model:
         from paellapy.scheduler.models.torch_module import TorchOptions, torch_module
 
         options = TorchOptions(dtype, autocast, channels_last, compile)
-        made = torch_module(module, example_inputs, name, input_names, options)
+        made = torch_module(module, example_inputs, name, input_names, options, weights)
         signature = made.signature
         return cls(made.title, made.run, inputs=signature.inputs, outputs=signature.outputs, weights=made, **about)
 

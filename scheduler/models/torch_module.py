@@ -11,9 +11,11 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paellapy.instrument.device.base import Device
 from paellapy.instrument.library_caches import protect_inductor
@@ -28,6 +30,8 @@ from paellapy.scheduler.models.torch_signature import Signature, named_inputs, n
 from paellapy.scheduler.models.torch_state import Kept, state_behind
 from paellapy.scheduler.models.torch_tensors import as_bytes, as_tensor, needs_torch, numpy_dtype, storages, torch_dtype
 from paellapy.scheduler.models.torch_touched import Touched, find_touched
+from paellapy.scheduler.models.torch_weights import load_file
+from paellapy.scheduler.models.weight_files import check_mapped
 
 T = TypeVar("T")
 
@@ -87,6 +91,7 @@ class TorchModule:
         self.operations: dict[int, Any] = {}
         self.touched = Touched([], [])  # by the run of the example
         self.drawn: dict[int, int] = {}  # by batch size, on a GPU: how far a run advances the random generator
+        self.mapped: list[NDArray[Any]] = []  # weights that are a mapped file
 
     @property
     def keeps_state(self) -> bool:
@@ -133,6 +138,7 @@ class TorchModule:
                 f"model {model!r}: this build of PyTorch ({torch.__version__}) cannot use the GPU; install the CUDA "
                 "build"
             )
+        check_mapped(self.mapped)
         call = self._call
         if isinstance(call, torch.nn.Module):
             call = own_module(torch, model, call).to(where)
@@ -161,6 +167,7 @@ class TorchModule:
     def parts(self) -> list[Any]:
         """Storages, each once, in the order in which the example used them."""
         torch = needs_torch()
+        check_mapped(self.mapped)
         return [as_bytes(torch, storage) for storage in self._in_order(list(storages(torch, self._call).values()))]
 
     def _in_order(self, values: list[T]) -> list[T]:
@@ -244,6 +251,7 @@ def torch_module(
     name: str | None = None,
     input_names: Sequence[str] | None = None,
     options: TorchOptions | None = None,
+    weights: str | Path | None = None,
 ) -> TorchModule:
     """See `Model.from_torch`."""
     torch = needs_torch()
@@ -254,13 +262,18 @@ def torch_module(
     given, keywords = named_inputs(torch, title, example_inputs, input_names)
     options = (options or TorchOptions()).checked(torch, title)
     torch_libraries.want(torch, call, options.dtype)
+    mapped: list[NDArray[Any]] = []
     if isinstance(call, torch.nn.Module):
         module = call = own_module(torch, title, call)
+        if weights is not None:
+            mapped = load_file(torch, title, module, weights, options.dtype)
         if options.dtype is not None:
             module.to(options.dtype)
         if options.channels_last:
             module.to(memory_format=torch.channels_last)
         home = next(iter([*module.parameters(), *module.buffers()]), torch.empty(0)).device
+    elif weights is not None:
+        raise ModelError(f"model {title!r}: weights={str(weights)!r}; a function has none of its own: give a module")
     else:
         home = next(iter(given.values())).device
     if options.dtype is not None:
@@ -268,6 +281,7 @@ def torch_module(
     given = {key: t[:1].to(home) for key, t in given.items()}
     inputs = {key: TensorSpec(tuple(t.shape[1:]), numpy_dtype(torch, t.dtype)) for key, t in given.items()}
     made = TorchModule(title, call, Signature(inputs, {}, keywords), options)
+    made.mapped = mapped
     with made.preserved():
         outputs, ranges, made.touched = _example_outputs(torch, title, call, made.signature, given, options)
     made.signature.outputs.update(outputs)

@@ -60,8 +60,9 @@ def write_weights(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
         ) from e
 
 
-def map_weights(path: str | Path) -> dict[str, NDArray[Any]]:
-    """The tensors of a file by name, in its order: read-only, and read from the disk when they are accessed.
+def map_weights(path: str | Path, private: bool = False) -> dict[str, NDArray[Any]]:
+    """The tensors of a file by name, in its order: read-only, and read from the disk when they are accessed. `private`:
+    they can be written to, which does not change the file.
 
     The file's length is compared with its header now, because reading a part that is truncated later would end the
     process; `check_mapped` looks again.
@@ -95,7 +96,7 @@ def map_weights(path: str | Path) -> dict[str, NDArray[Any]]:
             raise WeightFileError(
                 f"{path} has {nbytes:,} bytes, but its header says {begin + end:,}: the file is truncated or damaged"
             )
-        flat = np.memmap(path, np.uint8, "r", begin, (end,)) if end else np.empty(0, np.uint8)
+        flat = np.memmap(path, np.uint8, "c" if private else "r", begin, (end,)) if end else np.empty(0, np.uint8)
         return {name: _tensor(flat[first:last], header[name]) for first, last, name in places}
     except (KeyError, TypeError, AttributeError, ValueError) as e:
         if isinstance(e, WeightFileError):
