@@ -14,6 +14,7 @@ from paellapy.scheduler.models.profile import ProgramProfile
 from paellapy.scheduler.models.program import Program
 from paellapy.scheduler.models.tensors import Arrays
 from paellapy.scheduler.models.weight_range import WeightRange
+from paellapy.scheduler.models.weight_steps import Steps
 
 Bounds = Sequence[tuple[int, int]]  # segments as (first node, past the last)
 
@@ -49,6 +50,7 @@ class LoadedModel:
     range: WeightRange | None = None  # of weights that come and go
     # by batch size: lower bounds, where `needs` has upper bounds
     least_needs: list[list[tuple[int, ...]]] = field(default_factory=list)
+    steps: dict[int, Steps] = field(default_factory=dict)  # by batch size whose needs were tried out
     later: dict[int, str] = field(default_factory=dict)  # batch sizes not captured yet; the error of a failed capture
     spare: Lane | None = None  # memory to capture and measure these sizes in, because the lanes are in service
     stays: bool = False  # the model changes its weights, so they cannot leave the GPU

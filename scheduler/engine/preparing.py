@@ -18,7 +18,8 @@ from paellapy.scheduler.models.lane_memory import Lane
 from paellapy.scheduler.models.profile import ProgramProfile
 from paellapy.scheduler.models.program import Cuts, Marks, Program, last_kernels
 from paellapy.scheduler.models.segments import cut, plan_slices
-from paellapy.scheduler.models.weight_range import in_order, needs_of
+from paellapy.scheduler.models.weight_range import WeightRange, in_order, needs_of
+from paellapy.scheduler.models.weight_steps import needs_like, steps_of
 
 _REPEATS = 15
 _BRIEF_NS = 10e6  # a program that takes longer in one piece is not run merely to warm up its first launch
@@ -82,11 +83,8 @@ class Preparation:
             if alone:  # a measurement beside other work serves this load only and is not stored
                 profiles.store(where, known)
         sliced = self._capture(self._first, known.cuts) if known.cuts else first
-        if loaded.range is not None and not self._in_service:  # needs cannot be tried out while the weights are in use
-            least, most = zip(*backend.weight_ends(sliced, loaded.range), strict=True)
-            known = known.with_needs(needs_of(most, known.bounds))
-            fewer = least, in_order(least, most)
-            loaded.least_needs.append([tuple(needs_of(each, known.bounds)) for each in fewer])
+        if loaded.range is not None:
+            known = self._with_needs(known, sliced, loaded.range)
         marks = last_kernels(sliced.nodes, known.bounds)
         confined = known.stretch_in_window <= self._rules.tuning.most_window_stretch
         for lane in loaded.lanes:
@@ -117,6 +115,23 @@ class Preparation:
             if alone:
                 profiles.store(where, known)
         return known
+
+    def _with_needs(self, known: ProgramProfile, program: Program, weights: WeightRange) -> ProgramProfile:
+        """The profile with the weights that segments need. Before the model serves they are guesses, which will be
+        tried out; later the needs of a size that was tried out, or all weights if its program takes other steps.
+        """
+        loaded = self._loaded
+        ends = self._backend.weight_ends(program, weights)
+        steps = steps_of(program.nodes, ends)
+        if self._in_service:
+            tried = [each for each in loaded.profiles if each.batch in loaded.steps]
+            found = (needs_like(steps, known.bounds, loaded.steps[t.batch], t.bounds, t.needs) for t in tried)
+            return known.with_needs(next(filter(None, found), ()))
+        loaded.steps[self._batch] = steps
+        least, most = zip(*ends, strict=True)
+        fewer = least, in_order(least, most)
+        loaded.least_needs.append([tuple(needs_of(each, known.bounds)) for each in fewer])
+        return known.with_needs(needs_of(most, known.bounds))
 
     def _with_shares(self, known: ProgramProfile, launches: Launches) -> ProgramProfile:
         alone_ns = [each.time_ns for each in known.segments]

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from chain_models import SMALL, N, chain, expected
+from engine_models import scale
 from waiting import wait_until
 
 import paellapy as pp
@@ -38,7 +39,7 @@ def room(device, models, lanes):
 
 def engine(device, models, lanes=1, **options):
     options.setdefault("memory_bytes", room(device, models, lanes))
-    return pp.Engine(device, quantum_us=2, tuning=SMALL, **options)
+    return pp.Engine(device, **{"quantum_us": 2, "tuning": SMALL, **options})
 
 
 class Asked:
@@ -103,21 +104,39 @@ def test_sizes_come_and_answer_rightly_after_evictions(device, lanes):
         assert server._residents.budget.taken == {}
 
 
-def test_segments_of_later_sizes_wait_for_their_weights(device):
-    """The needs of a later size are in the rows of that size, and the others keep theirs."""
-    with engine(device, 3) as server:
+@pytest.mark.parametrize("alike", [True, False])
+def test_segments_of_later_sizes_wait_for_their_weights(alike):
+    """A later size has the needs of a size that was tried out if it runs the same kernels; else it needs all."""
+    with engine("virtual:h200", 3, tuning={"chunk_bytes": N * N * 4}) as server:
         model, made = chain("later", 1, lanes=1, **LATER)
+        if not alike:  # one more kernel at sizes 2 and 4
+            model.fn = with_another(model.fn)
         server.load(model)
         server.load(chain("ahead", 1, lanes=1, batch=BATCH)[0])
         until_captured(server, "later", made)
-        later, ahead = (server.state.segment["chunks"][server._find(name).row] for name in ("later", "ahead"))
-        for k in (0, 3):
-            assert later[k].tolist() == ahead[k].tolist()
-        whole = int(server.state.weights["chunks"][server._find("later").row])
-        for k in (1, 2):
-            n = int(server.state.size["segments"][server._find("later").row, k])
-            assert (later[k, :n] >= ahead[k, :n]).all()
-            assert later[k, :n].max() == whole
+        rows = [server._find(name).row for name in ("later", "ahead")]
+        later, ahead = (server.state.segment["chunks"][row] for row in rows)
+        whole = int(server.state.weights["chunks"][rows[0]])
+        for k in range(4):
+            n = int(server.state.size["segments"][rows[0], k])
+            assert ahead[k, 0] < whole == ahead[k, : int(server.state.size["segments"][rows[1], k])].max()
+            if alike or k in (0, 3):
+                assert later[k].tolist() == ahead[k].tolist()
+            else:
+                assert (later[k, :n] == whole).all()
+        for items in range(1, 9):
+            server.evict("later")
+            ask(server, "later", made, items)
+
+
+def with_another(fn):
+    def run(weights, inputs, outputs):
+        fn(weights, inputs, outputs)
+        if inputs["x"].shape[0] in (2, 4):
+            y = outputs["y"]
+            scale[(1,)](y, y, 1.0, y.shape[0] * N, B=512)
+
+    return run
 
 
 def test_weights_that_are_away_are_not_brought_for_a_capture():
