@@ -154,17 +154,16 @@ class VirtualThread:
         else:
             first = tracer.note((lane, size, segment), piece, int(submit), stream)
             placed = piece.place(self.sm, stream, submit, first)
+        if not self._faults.skips(lane, segment):
+            try:
+                piece.run()
+            except Exception as e:
+                whole = self._launches.pieces[int(self._state.whole["handle"][lane, size])]
+                self._faults.isolate(lane, size, self._launches.lanes[handle], whole.items, e)
+        # Not before: a launch that makes the GPU fail never ends.
         self.set_when("flight", placed.last, word)
         if draining:
             self.set_when("drain", placed.kernel, draining)
-        faults = self._faults
-        if faults.skips(lane, segment):
-            return
-        try:
-            piece.run()
-        except Exception as e:
-            whole = self._launches.pieces[int(self._state.whole["handle"][lane, size])]
-            faults.isolate(lane, size, self._launches.lanes[handle], whole.items, e)
 
     def set_when(self, table: str, handle: int, word: int) -> None:
         """Makes the loop set the word once the launch is done, or the kernel has started all its blocks."""

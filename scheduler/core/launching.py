@@ -145,6 +145,7 @@ def launch(s: State, lane: int, now: int) -> bool:
     core.longest_launch_ns = max(core.longest_launch_ns, float(took))
     if error != 0:
         core.error = error
+        a.issued = k  # it is not on the GPU, and did not make it fail
     return bool(error == 0)
 
 

@@ -19,7 +19,7 @@ from paellapy.scheduler.core.aside import look_aside
 from paellapy.scheduler.core.atomics import call_write, load_at
 from paellapy.scheduler.core.choosing import choose, settle_all
 from paellapy.scheduler.core.clocks import read_clock
-from paellapy.scheduler.core.codes import DONE_TAIL
+from paellapy.scheduler.core.codes import DONE_TAIL, FAIL_MODE
 from paellapy.scheduler.core.completing import poll, tick
 from paellapy.scheduler.core.crowd import watch_queue
 from paellapy.scheduler.core.gates import LINGERS, watch_gates
@@ -65,6 +65,8 @@ def step(s: State, now: int) -> int:
     watch_gain(s, now)
     news = take_submissions(s, now)
     poll(s, now)
+    if core.mode == FAIL_MODE and core.lost_ns == 0:  # now that ended launches are known, which are above suspicion
+        fail_all(s, now)
     look_at_held(s)
     expire(s, now)
     tick(s, now)

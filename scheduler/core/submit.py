@@ -210,7 +210,7 @@ def was_on_gpu(s: State, row: int) -> bool:
 def fail_all(s: State, now: int) -> None:
     """Ends every request after the GPU is lost; nothing is launched again."""
     core = s.core[0]
-    core.mode, core.lost_ns = FAIL_MODE, now
+    core.mode, core.lost_ns = FAIL_MODE, max(now, 1)
     for row in range(s.request.shape[0]):
         core.suspects += was_on_gpu(s, row)
     for row in range(s.request.shape[0]):
@@ -297,8 +297,7 @@ def take_submissions(s: State, now: int) -> int:
         elif cell.kind == DRAIN:
             core.mode = max(core.mode, DRAIN_MODE)
         elif cell.kind == FAIL and core.mode != FAIL_MODE:
-            core.error = np.int64(cell.tag)
-            fail_all(s, now)
+            core.error, core.mode = np.int64(cell.tag), FAIL_MODE
         store_at(where, head + mask + _ONE)
         s.ring[front, SUBMIT_HEAD, 0] = head + _ONE
         n += 1

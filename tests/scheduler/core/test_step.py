@@ -268,6 +268,21 @@ def test_a_launch_that_the_backend_refuses_fails_the_engine() -> None:
     assert sorted(bench.step()) == [first, second]
     assert calls[1] == (78, 6)
     assert bench.done[first]["error"] == 700
+    # The second one never was on the GPU: the first one was alone there.
+    assert [bench.status(each) for each in (first, second)] == [codes.SUSPECTED, codes.FAILED]
+    assert bench.state.core["suspects"][0] == 1
+
+
+def test_what_has_ended_when_the_failure_is_noticed_is_not_suspected() -> None:
+    bench = Bench([profile(lanes=2, segments=1)])
+    serials = bench.submit(), bench.submit()
+    bench.step()
+    assert len(bench.running) == 2
+    bench.finish_segment(bench.running[0])
+    bench.tell(codes.FAIL, tag=719)
+    assert sorted(bench.step()) == list(serials)
+    assert {bench.status(each) for each in serials} == {codes.FAILED, codes.SUSPECTED}
+    assert bench.state.core["suspects"][0] == 1
 
 
 def test_models_come_and_go_while_others_run() -> None:
