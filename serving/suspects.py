@@ -3,7 +3,8 @@
 On a real GPU, one invalid address ends the engine for all clients, and the driver does not say which request used it. A
 request that was alone on the GPU is to blame. If there were several, each is suspected: one that was there at two
 failures is blamed, and one answered later is cleared. Several requests may have the same content; at one failure they
-count once. All workers share the table, which outlives the engine's process.
+count once. A request of several items is blamed as a whole, since most of its items are innocent; an item is blamed
+if it was there at two failures in different requests. All workers share the table, which outlives the engine's process.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from paellapy.scheduler.core.errors import RequestFailedError, SuspectError
-from paellapy.scheduler.engine.request_checks import digest_of
+from paellapy.scheduler.engine.request_checks import digest_of, digest_of_all
 from paellapy.scheduler.models.model import Model
 from paellapy.serving.logs import log
 
@@ -41,11 +42,11 @@ class Suspects:
         return bool(self._written[0])
 
     def check(self, model: Model, inputs: dict[str, Any], items: int) -> list[int]:
-        """Digests of the request's suspected items. RequestFailedError: one of its items is known to make the
-        GPU fail.
+        """Digests under which the request or its items are suspected. RequestFailedError: it is known to make the GPU
+        fail, or one of its items is.
         """
         found = []
-        for digest in _digests(model, inputs, items):
+        for digest in _with_whole(list(_digests(model, inputs, items))):
             first, second = self._failures(digest)
             if second:
                 raise RequestFailedError(_SAID)
@@ -55,17 +56,26 @@ class Suspects:
 
     def judge(self, error: SuspectError, model: str) -> Exception:
         """The client's error: that its request made the GPU fail, or that it should try again."""
-        row = self._row(error.digest)
-        if not error.others:
-            row[_SECOND] = _ALONE
-        elif row[_FIRST] not in (0, error.failure):
-            row[_SECOND] = error.failure
-        row[_FIRST] = row[_FIRST] or error.failure
-        guilty = bool(row[_SECOND])
+        guilty, whole = not error.others, len(error.digests) == error.items
+        if whole:
+            guilty = self._note(digest_of_all(error.digests), error.failure, alone=guilty)
+        if not whole or (not guilty and error.items > 1):
+            twice = [self._note(each, error.failure) for each in error.digests]
+            guilty = guilty or any(twice)
         said = "a request made the GPU fail" if guilty else "a request was one of several on the GPU when it failed"
-        fields = {"model": model, "content": f"{error.digest:016x}", "beside": error.others}
+        fields = {"model": model, "content": f"{digest_of_all(error.digests):016x}", "beside": error.others}
         log.error(said, extra={"fields": fields})
         return RequestFailedError(_SAID) if guilty else error
+
+    def _note(self, digest: int, failure: int, alone: bool = False) -> bool:
+        """Notes the failure for this content; returns whether it is to blame."""
+        row = self._row(digest)
+        if alone:
+            row[_SECOND] = _ALONE
+        elif row[_FIRST] not in (0, failure):
+            row[_SECOND] = failure
+        row[_FIRST] = row[_FIRST] or failure
+        return bool(row[_SECOND])
 
     def acquit(self, digests: Sequence[int]) -> None:
         """Clears items that were answered."""
@@ -90,6 +100,11 @@ class Suspects:
 
 def _signed(digest: int) -> int:
     return digest - (1 << 64) if digest >= 1 << 63 else digest
+
+
+def _with_whole(digests: Sequence[int]) -> Sequence[int]:
+    """The digest of a request before those of its items, if it has several."""
+    return digests if len(digests) == 1 else [digest_of_all(digests), *digests]
 
 
 def _digests(model: Model, inputs: dict[str, Any], items: int) -> Iterator[int]:

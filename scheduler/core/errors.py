@@ -45,13 +45,15 @@ class EngineFailedError(PaellaError):
 
 
 class SuspectError(EngineFailedError):
-    """The GPU failed while this request was on it, with `others` beside it; `digest` identifies its inputs, and
-    `failure` the failure, which is the same for all of them.
+    """The GPU failed while this request was on it, with `others` beside it. `digests` identify those of its items that
+    were there, and `failure` the failure, which is the same for all requests.
     """
 
-    def __init__(self, message: str, digest: int = 0, others: int = 0, failure: int = 1) -> None:
+    def __init__(
+        self, message: str, digests: tuple[int, ...] = (), others: int = 0, failure: int = 1, items: int = 1
+    ) -> None:
         super().__init__(message)
-        self.digest, self.others, self.failure = digest, others, failure
+        self.digests, self.others, self.failure, self.items = digests, others, failure, items
 
 
 class RequestFailedError(PaellaError):

@@ -54,7 +54,7 @@ class Answering(ABC):
         inputs = {key: array[entry[E_SLOT]] for key, array in lane.inputs.items()}
         core = self.state.core[0]
         others, failure = int(core["suspects"]) - 1, int(core["lost_ns"])
-        error = SuspectError(str(failed), digest_of(loaded.model.name, inputs), others, failure)
+        error = SuspectError(str(failed), (digest_of(loaded.model.name, inputs),), others, failure)
         error.__cause__ = failed.__cause__
         return error
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.scheduler.core import codes
+from paellapy.scheduler.core.errors import EngineFailedError, SuspectError
 from paellapy.scheduler.engine.answers import Outputs
 from paellapy.scheduler.engine.front_calls import E_LANE, E_MODEL, E_SLOT, E_STATUS
 from paellapy.scheduler.engine.front_end import Entry, FrontEnd, Loaded, Pending
@@ -147,12 +148,13 @@ class Pulse:
 class Call:
     """A request that has not been answered. `over`: the caller has its answer, or has withdrawn the request."""
 
-    __slots__ = ("_caller", "_engine", "_front", "_items", "_left", "_model", "_results", "over", "pending")
+    __slots__ = ("_caller", "_engine", "_front", "_items", "_left", "_lost", "_model", "_results", "over", "pending")
 
     def __init__(self, engine: Requester, front: FrontEnd, model: Model, items: int, caller: Caller) -> None:
         self._engine, self._front, self._model, self._caller = engine, front, model, caller
         self._items = self._left = items
         self._results: Outputs | None = None
+        self._lost: dict[int, EngineFailedError] = {}  # by item: those that ended because the GPU failed
         self.pending: list[Pending] = []
         self.over = False
 
@@ -186,13 +188,17 @@ class Call:
         assert isinstance(result, Exception)
         if not self.over:
             self.cancel()
-            self._caller.failed(result)
+            self._caller.failed(_of_all(self._lost, self._items) if self._lost else result)
 
     def item(self, k: int, entry: Entry) -> None:
         """Handles the completion of one of several items."""
         if self.over:
             return
         found = self._engine._result(entry)
+        if isinstance(found, EngineFailedError):  # of every item that is left
+            self._lost[k] = found
+            if len(self._lost) < self._left:
+                return
         if isinstance(found, Exception):
             self.answer(found)
             return
@@ -205,6 +211,18 @@ class Call:
         if self._left == 0:
             self.over = True
             self._caller.done(self._results)
+
+
+def _of_all(lost: dict[int, EngineFailedError], items: int) -> EngineFailedError:
+    """The error of a request whose items ended with the GPU. Its own items do not count as others beside it."""
+    on_gpu = [each for _, each in sorted(lost.items()) if isinstance(each, SuspectError)]
+    if not on_gpu:
+        return next(iter(lost.values()))
+    first = on_gpu[0]
+    digests = tuple(digest for each in on_gpu for digest in each.digests)
+    error = SuspectError(str(first), digests, first.others - (len(on_gpu) - 1), first.failure, items)
+    error.__cause__ = first.__cause__
+    return error
 
 
 class ByteCall(Pending):

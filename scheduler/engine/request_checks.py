@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, TypeVar
 
@@ -100,3 +100,11 @@ def digest_of(name: str, inputs: Mapping[str, NDArray[Any]]) -> int:
     for array in inputs.values():
         digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return int.from_bytes(digest.digest(), "little") or 1
+
+
+def digest_of_all(digests: Sequence[int]) -> int:
+    """A number that identifies a request of these items, in this order."""
+    if len(digests) == 1:
+        return digests[0]
+    joined = b"".join(each.to_bytes(8, "little") for each in digests)
+    return int.from_bytes(blake2b(joined, digest_size=8).digest(), "little") or 1

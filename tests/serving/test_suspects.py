@@ -17,9 +17,11 @@ def inputs(*values):
     return {"i": np.array(values, np.int64)[:, None]}
 
 
-def seen(suspects, value, others, failure=1):
+def seen(suspects, value, others, failure=1, items=None):
     """Whether a request that was on the GPU with this number of others, when it failed, is blamed."""
-    error = SuspectError("lost", digest_of("lookup", {"i": np.array([value])}), others, failure)
+    values = value if isinstance(value, tuple) else (value,)
+    digests = tuple(digest_of("lookup", {"i": np.array([each])}) for each in values)
+    error = SuspectError("lost", digests, others, failure, items or len(digests))
     return isinstance(suspects.judge(error, "lookup"), RequestFailedError)
 
 
@@ -65,3 +67,32 @@ def test_all_workers_know_and_the_oldest_are_forgotten():
     assert one.check(MODEL, inputs(99), 1) == []
     with pytest.raises(RequestFailedError):
         one.check(MODEL, inputs(100), 1)
+
+
+def test_of_a_request_that_is_to_blame_the_items_are_not():
+    for failures in ([0], [3, 3]):  # alone on the GPU; twice beside others
+        suspects = Suspects()
+        for failure, others in enumerate(failures, 1):
+            blamed = seen(suspects, (1, 99), others, failure)
+        assert blamed
+        with pytest.raises(RequestFailedError):
+            suspects.check(MODEL, inputs(1, 99), 2)
+        suspects.check(MODEL, inputs(1), 1)
+        suspects.check(MODEL, inputs(99, 1), 2)
+
+
+def test_an_item_that_fails_in_other_company_is_to_blame():
+    suspects = Suspects()
+    assert not seen(suspects, (1, 99), others=2, failure=1)
+    suspects.acquit(suspects.check(MODEL, inputs(1), 1))
+    assert seen(suspects, (99, 2), others=2, failure=2)
+    with pytest.raises(RequestFailedError):
+        suspects.check(MODEL, inputs(99), 1)
+    assert suspects.check(MODEL, inputs(1), 1) == []
+
+
+def test_a_request_that_was_alone_with_a_part_of_its_items_is_to_blame_and_no_item_is():
+    suspects = Suspects()
+    assert seen(suspects, (1, 99), others=0, items=8)
+    assert len(suspects.check(MODEL, inputs(1), 1)) == 1
+    assert len(suspects.check(MODEL, inputs(99), 1)) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +13,14 @@ from waiting import held_core
 
 import paellapy as pp
 from paellapy.scheduler.core.check import check_at_rest
-from paellapy.scheduler.core.errors import DeadlineError, EngineAwayError, QueueFullError
-from paellapy.scheduler.engine.door import ByteCall, Door
+from paellapy.scheduler.core.errors import (
+    DeadlineError,
+    EngineAwayError,
+    EngineFailedError,
+    QueueFullError,
+    SuspectError,
+)
+from paellapy.scheduler.engine.door import ByteCall, Call, Door
 from paellapy.scheduler.engine.remote import RemoteEngine
 
 
@@ -50,6 +57,33 @@ def test_items_that_fit_into_a_batch_are_one(engine):
         asyncio.run(submit(engine, items))
     whole = (4 * 4 + 2 * 2 + 3 * 3 + 4 * 4 + 1) / 14  # the mean over items of the batch that each was in
     assert engine.stats()["models"]["scale"]["mean_batch"] == pytest.approx(whole)
+
+
+class Lost:
+    """An engine that ends each item of a request with one of these errors."""
+
+    errors = (SuspectError("lost", (7,), 2, 5), EngineFailedError("lost"), SuspectError("lost", (9,), 2, 5))
+
+    def _result(self, entry):
+        return self.errors[entry]
+
+
+def test_items_of_one_request_are_not_others_beside_it_when_the_gpu_fails():
+    told = []
+    call = Call(Lost(), SimpleNamespace(), None, 3, SimpleNamespace(failed=told.append))
+    for k in (2, 0, 1):
+        assert not told
+        call.item(k, k)
+    (error,) = told
+    assert (error.digests, error.others, error.failure, error.items) == ((7, 9), 1, 5, 3)
+
+
+def test_items_that_were_on_the_gpu_are_told_if_the_process_ends_before_the_others_are():
+    told = []
+    call = Call(Lost(), SimpleNamespace(), None, 3, SimpleNamespace(failed=told.append))
+    call.item(0, 0)
+    call.answer(EngineAwayError("gone"))
+    assert told[0].digests == (7,)
 
 
 def test_more_items_than_fit_are_all_answered(engine):

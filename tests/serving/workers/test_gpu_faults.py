@@ -49,6 +49,20 @@ def test_who_made_the_gpu_fail_is_named_and_refused_when_it_comes_again():
         assert any("made the GPU fail" in line["message"] and line["model"] == "lookup" for line in server.lines())
 
 
+def test_a_request_of_several_items_is_named_and_its_items_are_not():
+    several = json.dumps(infer_body("i", np.array([[3], [1 << 20]]), "INT64")).encode()
+    with processes("served_models:losing_the_gpu", workers=1) as server:
+        (before,) = server.pids("engine")
+        status, headers, _ = ask(server, "POST", LOOKUP, several)
+        assert status == 500
+        assert "Retry-After" not in headers
+        server.wait_until(lambda: server.pids("engine") not in ([], [before]))
+        server.wait_until(lambda: ask(server, "POST", LOOKUP, body(3))[0] == 200)
+        (after,) = server.pids("engine")
+        assert ask(server, "POST", LOOKUP, several)[0] == 500
+        assert server.pids("engine") == [after]
+
+
 def test_whoever_asks_meanwhile_is_told_to_come_again_and_the_server_is_not_ready():
     with processes("served_models:losing_the_gpu", workers=1) as server:
         found, stop = [], threading.Event()
