@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
@@ -23,11 +24,13 @@ _LAUNCH_OPTIONS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "debug": ("True or False", lambda v: isinstance(v, bool)),
     "launch_pdl": ("True or False", lambda v: isinstance(v, bool)),
     "launch_cooperative_grid": ("True or False", lambda v: isinstance(v, bool)),
+    # Triton's passes optimise for it; the machine code is still for the device.
+    "arch": ("a name such as 'sm90'", lambda v: isinstance(v, str) and re.fullmatch(r"sm\d{2,3}", v) is not None),
     "extern_libs": ("a dictionary of paths", lambda v: v is None or isinstance(v, dict)),
 }
 # Other options of Triton's compiler for NVIDIA are passed on; options of other vendors' compilers have no meaning here.
-_PASSED_ON = frozenset(f.name for f in fields(CUDAOptions)) - {"arch", "backend_name", "warp_size"}
-_MEANINGLESS = frozenset(f.name for f in fields(HIPOptions)) - _PASSED_ON - {"arch", "backend_name", "warp_size"}
+_PASSED_ON = frozenset(f.name for f in fields(CUDAOptions)) - {"backend_name", "warp_size"}
+_MEANINGLESS = frozenset(f.name for f in fields(HIPOptions)) - _PASSED_ON - {"backend_name", "warp_size"}
 
 
 def split_options(options: dict[str, Any], name: str, arguments: Sequence[str]) -> dict[str, Any]:

@@ -172,10 +172,11 @@ class TritonSource:
         except CompilationError as e:
             refused = CompileError(f"kernel {self.name!r} does not compile:\n{e}{_reason(e)}")
             raise also(refused, type(e), **e.__dict__) from e.__cause__
-        except Exception as e:  # any error of Triton's passes
-            raise CompileError(
+        except Exception as e:  # any error of Triton's passes; options that do not fit are a ValueError
+            failed = CompileError(
                 f"kernel {self.name!r} does not compile for sm_{work.arch} with {work.options}:\n{e}"
-            ) from e
+            )
+            raise (also(failed, ValueError) if isinstance(e, ValueError) else failed) from e
         finally:
             compiling.plain = False
 

@@ -8,7 +8,7 @@ import pytest
 import triton
 import triton.language as tl
 
-from paellapy.instrument.errors import ArgumentError
+from paellapy.instrument.errors import ArgumentError, CompileError
 from paellapy.instrument.kernels.triton_kernel import TritonKernel
 
 
@@ -30,6 +30,8 @@ def test_launch_options_reach_the_compiler() -> None:
     assert compiled("sm_90", num_ctas=2).source.cluster == 2
     assert "--fmad=false" in compiled(enable_fp_fusion=False).source.ptxas_options
     assert "--fmad=false" not in compiled().source.ptxas_options
+    assert '"cuda:80"' in compiled("sm_90", arch="sm80").asm["ttgir"]
+    assert '"cuda:90"' in compiled("sm_90").asm["ttgir"]
 
 
 @pytest.mark.parametrize(
@@ -37,7 +39,7 @@ def test_launch_options_reach_the_compiler() -> None:
     [
         {"num_warps": 3}, {"num_warps": 0}, {"num_warps": 64}, {"num_warps": "4"}, {"num_warps": [4]},
         {"num_stages": -1}, {"num_stages": 1.5}, {"num_ctas": 3}, {"maxnreg": 0}, {"maxnreg": 1000},
-        {"enable_fp_fusion": "no"}, {"debug": 2},
+        {"enable_fp_fusion": "no"}, {"debug": 2}, {"arch": 90}, {"arch": "gfx942"},
     ],
 )  # fmt: skip
 def test_options_no_gpu_can_run_are_refused(options: dict[str, Any]) -> None:
@@ -49,3 +51,9 @@ def test_options_no_gpu_can_run_are_refused(options: dict[str, Any]) -> None:
 def test_a_wrong_number_of_warps_is_the_error_that_triton_raises() -> None:
     with pytest.raises(AssertionError, match="num_warps must be a power of 2"):
         compiled(num_warps=3)
+
+
+def test_options_that_do_not_fit_are_the_error_that_triton_raises() -> None:
+    with pytest.raises(ValueError, match=r"num_ctas > 1 requires NVIDIA SM90\+") as found:
+        compiled(num_ctas=2)
+    assert isinstance(found.value, CompileError)
