@@ -198,7 +198,8 @@ class Handlers(dict[type, Handler]):
             return self._descriptor(value)
         if kind.__name__ == "TensorWrapper" and kind.__module__.startswith("triton."):
             return self._reinterpreted(value)
-        if kind.__module__.startswith("triton."):  # tl.constexpr, or a @triton.jit function: constants in a tuple
+        # tl.constexpr, a @triton.jit function or a kernel of ours, which has that class: constants in a tuple
+        if value.__class__.__module__.startswith("triton."):
             return value, (kind, getattr(value, "cache_key", None) or repr(value))
         if isinstance(value, tuple):
             items = [(self.get(type(v)) or self.missing)(v) for v in value]

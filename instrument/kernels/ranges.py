@@ -101,8 +101,7 @@ def given_with_ranges(values: Iterable[Any]) -> bool:
 
 def _function(thing: Any) -> JITFunction | None:
     """A function that kernels can call: of Triton, or a kernel of ours around one."""
-    inner = thing if isinstance(thing, JITFunction) else getattr(thing, "fn", None)
-    return inner if isinstance(inner, JITFunction) else None
+    return thing if isinstance(thing, JITFunction) else None
 
 
 def _mentions(fn: JITFunction, seen: set[int]) -> bool:

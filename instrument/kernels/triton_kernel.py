@@ -28,7 +28,7 @@ from paellapy.instrument.kernels.preempt import Prepared
 from paellapy.instrument.kernels.triton_arguments import TypeHandlers, launch_values
 from paellapy.instrument.kernels.triton_options import split_options
 from paellapy.instrument.kernels.triton_result import Result
-from paellapy.instrument.kernels.triton_source import TritonSource, compiling, unwrap
+from paellapy.instrument.kernels.triton_source import TritonSource, unwrap
 from paellapy.instrument.ptx.compiled import Compiled, Draft, Launched, Source
 from paellapy.instrument.ptx.pass_config import Exits, PassConfig, Report
 
@@ -44,6 +44,7 @@ class _NoDevice:
 class TritonKernel(Kernel):
     def __init__(self, fn: Any, report: Report | None, exits: Exits) -> None:
         super().__init__(report, exits)
+        self._decorated = fn
         self._jit, wrappers = unwrap(fn)
         self._source = TritonSource(self._jit)
         self.name = self._source.name
@@ -59,8 +60,8 @@ class TritonKernel(Kernel):
 
     @property
     def __class__(self) -> Any:
-        """Triton's class while Triton compiles a kernel of ours, which may call this one as a function."""
-        return JITFunction if getattr(compiling, "plain", False) else TritonKernel
+        """The class of the decorated function, for `isinstance` in Triton and PyTorch; `type(kernel)` is ours."""
+        return type(self._decorated)
 
     @__class__.setter
     def __class__(self, value: type) -> None:
@@ -68,18 +69,28 @@ class TritonKernel(Kernel):
 
     @property
     def fn(self) -> Any:
-        """The decorated function; the Python function in it while Triton compiles, as of Triton's class."""
-        return self._jit.fn if getattr(compiling, "plain", False) else self._jit
+        """As of the decorated function: the Python function in it, or the function that an autotuner tunes."""
+        return self._decorated.fn
+
+    @property
+    def jit(self) -> JITFunction:
+        """The `@triton.jit` function, which does not report."""
+        return self._jit
+
+    @property
+    def __globals__(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._jit.__globals__
+        return found
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the decorated function that are not ours: `params`, `src`, `cache_key`, …"""
-        if name.startswith("__") or name in ("_jit", "_source", "_tuner"):
+        if name.startswith("__") or name in ("_decorated", "_jit", "_source", "_tuner"):
             raise AttributeError(name)
         if name == "best_config":
             raise AttributeError(f"kernel {self.name!r} has not been tuned: launch it under @triton.autotune first")
         if name in ("configs", "cache") and self._tuner is not None and self._tuner.tunes:
             return getattr(self._tuner, name)
-        return getattr(self._jit, name)
+        return getattr(self._decorated if hasattr(self._decorated, name) else self._jit, name)
 
     # -- the names of a `@triton.jit` function, for wrappers and scripts that do not know paellapy
 

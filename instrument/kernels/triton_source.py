@@ -267,10 +267,10 @@ def _stand_in(value: Any, fact: Any) -> Any:
 def unwrap(fn: Any) -> tuple[JITFunction, list[Any]]:
     """The `JITFunction` inside `@triton.autotune` and `@triton.heuristics`, and these wrappers, outermost first."""
     wrappers: list[Any] = []
-    while isinstance(fn, (Autotuner, Heuristics)):
+    while issubclass(type(fn), (Autotuner, Heuristics)):  # isinstance would also take kernels of ours
         wrappers.append(fn)
         fn = fn.fn
-    if not isinstance(fn, JITFunction):
+    if not issubclass(type(fn), JITFunction):
         if type(fn).__name__ == "InterpretedFunction":
             raise ArgumentError(
                 f"TRITON_INTERPRET=1 gives {fn.__name__!r} to Triton's interpreter, so pp.kernel cannot compile it: "

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.xdist_group("fake GPU")  # one process that all are for
 
 HEAD = """
     device = pp.Device("cuda")
-    kernel = pp.kernel(scale.fn, report=None)
+    kernel = pp.kernel(scale.jit, report=None)
     N = 128 * 40
     x, out = device.array(np.arange(N, dtype=np.float32)), device.array(np.zeros(N, np.float32))
     seen = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.experimental import gluon
 from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -326,8 +329,101 @@ def test_a_decorated_function_is_called_by_another_and_is_an_argument():
         kernel[1,](x, out, triple)
     assert out.item() == 18
     assert t.ranges.names == ("half",)
-    assert isinstance(halved, pp.TritonKernel)
-    assert not isinstance(halved, triton.JITFunction)
+
+
+def test_a_kernel_has_the_class_of_the_function_it_decorates():
+    tuned, guided = triton.autotune(CONFIGS, ["n"])(plain), triton.heuristics({"B": lambda _: 128})(plain)
+    for decorated in (plain, tuned, guided):
+        kernel = pp.kernel(decorated)
+        assert isinstance(kernel, type(decorated))
+        assert isinstance(kernel, pp.TritonKernel)
+        assert (kernel.fn, kernel.jit) == (decorated.fn, plain)
+        assert kernel.__globals__ is plain.__globals__
+        with pytest.raises(ArgumentError, match="already"):
+            pp.kernel(kernel)
+    assert pp.kernel(tuned).keys == ["n"]
+    with pytest.raises(ArgumentError, match="TritonKernel"):
+        pp.kernel(triton.autotune(CONFIGS, ["n"])(add))
+
+
+@triton.jit
+def calls_decorated(x, out, f: tl.constexpr):
+    tl.store(out, f(halved(tl.load(x))))
+
+
+def test_triton_compiles_calls_of_decorated_functions_itself():
+    signature = {"x": "*fp32", "out": "*fp32", "f": "constexpr"}
+    texts = []
+    for given in (halved, halved.jit):
+        source = ASTSource(fn=calls_decorated, signature=signature, constexprs={"f": given})
+        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": True})
+        texts.append(made.asm["ptx"].partition(".entry")[2].partition(".section")[0])
+    assert texts[0] == texts[1]
+
+
+@pytest.fixture
+def triton_in_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """PyTorch's compiler looks at Triton kernels only where there is a GPU."""
+    for name in ("has_triton", "has_triton_package"):
+        monkeypatch.setattr(f"torch.utils._triton.{name}", lambda *_: True)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("tuned", [False, True])
+def test_torch_compile_takes_decorated_kernels_into_its_graph(tuned: bool, backend: str, triton_in_torch: None):
+    kernel = pp.kernel(triton.autotune(CONFIGS, ["n"])(plain) if tuned else plain)
+    constants = {} if tuned else {"B": 128}
+
+    def f(x: Any, y: Any) -> Any:
+        out = torch.empty_like(x)
+        kernel[cover](x + 1, y, out, x.numel(), **constants)
+        return out * 2
+
+    compiled = torch.compile(f, backend=backend, fullgraph=True)
+    x, y = torch.randn(1000), torch.randn(1000)
+    torch.testing.assert_close(compiled(x, y), (x + 1 + y) * 2)
+    with pp.trace() as t:
+        compiled(x, y)
+    assert t.kernels == ("plain",)
+
+
+def test_custom_operators_of_torch_may_launch_decorated_kernels(triton_in_torch: None):
+    @torch.library.triton_op("paellapy_tests::add", mutates_args=())
+    def added(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        torch.library.wrap_triton(add)[cover](x, y, out, x.numel(), B=128)
+        return out
+
+    x, y = torch.randn(1000), torch.randn(1000)
+    assert torch.equal(added(x, y), x + y)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
+def test_inductor_compiles_decorated_kernels_from_their_text():
+    import torch._inductor.config as inductor
+
+    def f(x: Any, y: Any) -> Any:
+        out = torch.empty_like(x)
+        add[cover](x + 1, y, out, x.numel(), B=128)
+        return out * 2
+
+    x, y = (torch.randn(1000, device="cuda") for _ in range(2))
+    pp.instrument_torch()
+    try:
+        with pp.Device("cuda"), inductor.patch(force_disable_caches=True):
+            compiled = torch.compile(f, fullgraph=True)
+            torch.testing.assert_close(compiled(x, y), (x + 1 + y) * 2)
+            with pp.trace() as t:
+                compiled(x, y)
+    finally:
+        pp.instrument_torch(False)
+        torch._dynamo.reset()
+    assert any("plain" in name for name in t.kernels)
 
 
 @triton.jit
@@ -341,7 +437,7 @@ def apply_first(x, out, functions):
 
 
 def test_ranges_of_a_function_that_is_an_argument_are_traced():
-    for kernel, given in ((apply, in_range), (apply, in_range.fn), (apply_first, (in_range.fn,))):
+    for kernel, given in ((apply, in_range), (apply, in_range.jit), (apply_first, (in_range,))):
         with pp.trace() as t:
             pp.kernel(kernel)[1,](torch.full((1,), 12.0), out := torch.zeros(1), given)
         assert out.item() == 6
