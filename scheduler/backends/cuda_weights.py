@@ -8,8 +8,10 @@ the interpreter.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,21 +68,26 @@ class CudaPages:
         self.kept_bytes = 0  # freed but not released to the GPU
         self.used_bytes = 0
 
-    def map(self, address: int, nbytes: int) -> Any:
-        """Maps memory behind these addresses; returns its handle."""
-        handle = self._take(nbytes)
-        try:
-            self.open(address, nbytes, handle)
-        except BaseException:
-            self._cu.cuMemUnmap(address, nbytes)
-            self.give(handle, nbytes)
-            raise
-        return handle
-
     def open(self, address: int, nbytes: int, handle: Any) -> None:
         """Maps the memory of this handle behind these addresses, with the bytes it has."""
         check(self._cu.cuMemMap(address, nbytes, 0, handle, 0), "mapping weights")
-        check(self._cu.cuMemSetAccess(address, nbytes, [self._access], 1), "opening mapped weights")
+        try:
+            check(self._cu.cuMemSetAccess(address, nbytes, [self._access], 1), "opening mapped weights")
+        except PaellaError:
+            self._cu.cuMemUnmap(address, nbytes)
+            raise
+
+    def take_all(self, sizes: Sequence[int]) -> list[tuple[Any, int]]:
+        """Memory of these sizes: handles, each with its size. All of it, or none."""
+        taken: list[tuple[Any, int]] = []
+        try:
+            for nbytes in sizes:
+                taken.append((self._take(nbytes), nbytes))
+        except BaseException:
+            for handle, nbytes in taken:
+                self.give(handle, nbytes)
+            raise
+        return taken
 
     def _take(self, nbytes: int) -> Any:
         with self._lock:
@@ -149,16 +156,29 @@ class CudaWeights(WeightRange):
         self.address = 0
         try:
             self.address = int(check(cu.cuMemAddressReserve(self.held_bytes, 0, 0, 0), "reserving addresses"))
-            for first in range(0, self.held_bytes, self._block_bytes):
-                self._map(first)
+            with self._taken() as blocks:
+                while blocks:
+                    self._map_next(blocks)
         except BaseException:
             self.free()
             raise
 
-    def _map(self, first: int) -> None:
-        """Maps the block that begins there."""
-        nbytes = min(self._block_bytes, self.held_bytes - first)
-        self._mapped.append((self._pages.map(self.address + first, nbytes), nbytes))
+    @contextlib.contextmanager
+    def _taken(self) -> Iterator[list[tuple[Any, int]]]:
+        """Memory for all blocks, which the caller maps one after the other; memory that is left is given back."""
+        firsts = range(0, self.held_bytes, self._block_bytes)
+        blocks = self._pages.take_all([min(self._block_bytes, self.held_bytes - first) for first in firsts])
+        try:
+            yield blocks
+        finally:
+            for handle, nbytes in blocks:
+                self._pages.give(handle, nbytes)
+
+    def _map_next(self, blocks: list[tuple[Any, int]]) -> None:
+        """Maps the next block, with the first of this memory."""
+        handle, nbytes = blocks[0]
+        self._pages.open(self.address + len(self._mapped) * self._block_bytes, nbytes, handle)
+        self._mapped.append(blocks.pop(0))
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> CudaArray:
         return CudaArray.over(self._device, self.address + offset, shape, dtype)
@@ -167,16 +187,18 @@ class CudaWeights(WeightRange):
         cu, stream = driver(), self._stream.handle
         self._device.activate()
         words, host = int(self.words.ctypes.data), int(source.ctypes.data)
-        try:
-            for k, first in enumerate(range(0, self.held_bytes, self.chunk_bytes)):
-                if first % self._block_bytes == 0:
-                    self._map(first)
-                self._copy(host, first, min(first + self.chunk_bytes, self.layout.nbytes))
-                check(cu.cuStreamWriteValue64(stream, words + 8 * k, 1, 0), "reporting a copy of weights")
-        except PaellaError:
-            self._stream.synchronize()
-            self.evict()
-            raise
+        # All memory first: once a chunk is reported, segments that use it may run, and it can no longer be unmapped.
+        with self._taken() as blocks:
+            try:
+                for k, first in enumerate(range(0, self.held_bytes, self.chunk_bytes)):
+                    if first % self._block_bytes == 0:
+                        self._map_next(blocks)
+                    self._copy(host, first, min(first + self.chunk_bytes, self.layout.nbytes))
+                    check(cu.cuStreamWriteValue64(stream, words + 8 * k, 1, 0), "reporting a copy of weights")
+            except PaellaError:
+                self._device.synchronize()
+                self.evict()
+                raise
         self.there = True
 
     def _copy(self, host: int, first: int, end: int) -> None:

@@ -100,7 +100,7 @@ class Driver:
         return (0,)
 
     def cuMemSetAccess(self, *_):
-        return (0,)
+        return (self.status("cuMemSetAccess"),)
 
 
 DEVICE = SimpleNamespace(activate=lambda: None, synchronize=lambda: None, index=0)
@@ -151,6 +151,35 @@ def test_an_eviction_that_fails_halfway_leaves_all_weights_where_they_were(cu):
     assert (cu.mapped, pages.used_bytes, pages.kept_bytes) == ({}, 0, 12 * MIB)
 
 
+def test_no_weights_come_where_memory_is_short_for_some(cu):
+    """A segment may run as soon as its weights are reported: they must not be unmapped because others do not fit."""
+    pages = CudaPages(DEVICE, 1000 * MIB)
+    weights = weights_of(pages, 5)
+    weights.evict()
+    pages.trim()
+    cu.calls.clear()
+    cu.total = 12 * MIB
+    with pytest.raises(MemoryPlanError, match=r"12\.0 MiB free"):
+        weights.bring(np.zeros(20 * MIB, np.uint8))
+    assert (cu.calls, cu.mapped, pages.used_bytes, weights.there) == ([], {}, 0, False)
+    cu.total = 20 * MIB
+    weights.bring(np.zeros(20 * MIB, np.uint8))
+    assert pages.used_bytes == 20 * MIB
+
+
+def test_memory_that_could_not_be_mapped_is_given_back(cu, monkeypatch):
+    pages = CudaPages(DEVICE, 1000 * MIB)
+    weights = weights_of(pages, 3)
+    weights.evict()
+    waited = []
+    monkeypatch.setattr(DEVICE, "synchronize", lambda: waited.append(len(cu.mapped)))
+    cu.failing["cuMemSetAccess"] = 2
+    with pytest.raises(PaellaError, match="opening"):
+        weights.bring(np.zeros(12 * MIB, np.uint8))
+    assert waited == [2]  # for segments that run with weights that have come
+    assert (cu.mapped, pages.used_bytes, pages.kept_bytes) == ({}, 0, 12 * MIB)
+
+
 def test_addresses_are_given_up_when_all_kernels_have_ended(cu, monkeypatch):
     weights, mapped = weights_of(CudaPages(DEVICE, 1000 * MIB)), []
     monkeypatch.setattr(DEVICE, "synchronize", lambda: mapped.append(len(cu.mapped)))
@@ -177,10 +206,10 @@ def test_memory_that_others_took_is_named_and_nothing_stays_mapped(cu):
 
 def test_memory_kept_in_other_sizes_is_released_before_a_failure(cu):
     pages = CudaPages(DEVICE, 1000 * MIB)
-    handle = pages.map(BASE, 2 * MIB)
+    ((handle, _),) = pages.take_all([2 * MIB])
     pages.give(handle, 2 * MIB)
     cu.total = 4 * MIB
-    pages.map(BASE, 4 * MIB)
+    pages.take_all([4 * MIB])
     assert (pages.used_bytes, pages.kept_bytes) == (4 * MIB, 0)
 
 
@@ -200,7 +229,7 @@ def test_a_day_of_models_of_all_sizes_holds_no_more_than_the_limit(cu):
             sizes, handles = models.pop(pick.randrange(len(models)))
             for handle, nbytes in zip(handles, sizes, strict=True):
                 pages.give(handle, nbytes)
-        models.append((chunks, [pages.map(0, nbytes) for nbytes in chunks]))
+        models.append((chunks, [handle for handle, _ in pages.take_all(chunks)]))
         assert sum(driver.there.values()) == pages.used_bytes + pages.kept_bytes <= 1000 * MIB
     assert driver.created < 7_500  # of 12,500 chunks: most are used again
     for sizes, handles in models:
@@ -214,7 +243,7 @@ def test_a_day_of_models_of_all_sizes_holds_no_more_than_the_limit(cu):
 def test_on_a_gpu_an_eviction_that_fails_halfway_keeps_every_byte(monkeypatch):
     device = pp.Device("cuda")
     pages = CudaPages(device, 64 * MIB)
-    weights = CudaWeights(device, Layout([6 * MIB]), 2 * MIB, pages, CudaStream(device, 0))
+    weights = CudaWeights(device, Layout([6 * MIB]), (2 * MIB, 2 * MIB), pages, CudaStream(device, 0))
     source = np.random.default_rng(0).integers(0, 256, 6 * MIB, np.uint8)
     weights.write(source, 0, len(source))
     real, calls = device_driver.driver(), []
