@@ -244,6 +244,10 @@ class Backend(ABC):
         """Frees the captured program, once it has been cut or is not wanted."""
         program.body = None
 
+    def abandon(self, loaded: LoadedModel) -> None:
+        """The GPU is lost: keeps for ever what must not be freed any more."""
+        return
+
     def lost(self) -> BaseException | None:
         """The error after which nothing can run on the GPU any more; None: there was none."""
         return None

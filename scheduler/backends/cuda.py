@@ -245,6 +245,12 @@ class CudaBackend(Backend):
     def call(self, function: Callable[[], None]) -> None:
         self._threads.call(function)
 
+    def abandon(self, loaded: LoadedModel) -> None:
+        for lane in loaded.lanes if loaded.spare is None else (*loaded.lanes, loaded.spare):
+            pool = lane.memory.torch_pool if isinstance(lane.memory, CudaMemory) else None
+            if pool is not None:
+                pool.keep()
+
     def lost(self) -> BaseException | None:
         with contextlib.suppress(PaellaError):
             self.device.activate()

@@ -32,11 +32,11 @@ class CudaBerth:
     def free(self) -> None:
         if self.ptr:
             self._device.activate()
-            self._device.free(self.ptr)
-            self.ptr = 0
+            ptr, self.ptr = self.ptr, 0
             if self.torch_pool is not None:
                 self.torch_pool.free()
                 self.torch_pool = None
+            self._device.free(ptr)
 
 
 class CudaMemory(Memory):

@@ -177,13 +177,16 @@ class Engine(Observed):
             if self._residents is not None:
                 self._residents.close()
             self._front.detach_all()
+            # A lost GPU cannot free anything: our calls fail, and PyTorch's raise a RuntimeError.
+            unfreed = (PaellaError, RuntimeError) if self._failure else ()
             for loaded in list(self._by_row.values()):
-                with contextlib.suppress(*(PaellaError,) if self._failure else ()):  # a lost GPU cannot free anything
+                with contextlib.suppress(*unfreed):
                     self._forget(loaded)
             self._models.clear()
             if self._residents is not None:
                 self._residents.close_store()
-            self._backend.close()
+            with contextlib.suppress(*unfreed):
+                self._backend.close()
             self._closed = True
 
     def _end_other_work(self) -> None:

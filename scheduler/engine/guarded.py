@@ -93,9 +93,14 @@ class Guarded(Requester):
     def _fail(self, cause: BaseException) -> None:
         """Called by the loop when the device is lost: tells every waiting caller why."""
         if self._failure is None:
-            self._culprits = self._on_gpu()
-            self._failure = cause
+            self._note_failure(cause)
             self._front.command(codes.FAIL)
+
+    def _note_failure(self, cause: BaseException) -> None:
+        self._culprits = self._on_gpu()
+        self._failure = cause
+        for loaded in list(self._by_row.values()):
+            self._backend.abandon(loaded)
 
     @contextlib.contextmanager
     def outside(self, whose: str) -> Iterator[None]:
@@ -135,8 +140,7 @@ class Guarded(Requester):
 
     def _failed(self, status: int) -> EngineFailedError:
         if self._failure is None:  # the core met the failure before its loop could report it
-            self._culprits = self._on_gpu()
-            self._failure = self._backend.failure(status)
+            self._note_failure(self._backend.failure(status))
         return self._failed_error()
 
     def _faulted(self, name: str, lane: int, slot: int) -> RequestFailedError:

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from paellapy.instrument.device.driver import driver
+from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.models.torch_graphs import begin_capture
 
 
@@ -24,7 +26,8 @@ def torch_in_use(wanted: bool) -> bool:
     return wanted or (torch is not None and bool(torch.cuda.is_initialized()) and hasattr(torch.cuda, "MemPool"))
 
 
-_in_use: list[Any] = []  # pools that a graph holds: PyTorch ends the process when such a pool is deleted
+_in_use: list[Any] = []  # pools that a graph holds, or of a lost GPU: PyTorch ends the process when one is deleted
+_NO_CONTEXT = (0, 3, 4, 201)  # the driver's status if nothing failed, or if this thread has no context
 
 
 class TorchPool:
@@ -44,6 +47,8 @@ class TorchPool:
         Counted among all segments, because the pool's own `snapshot()` releases references that it does not own (to the
         numbers in the pool's id), so that the process would crash after some pools.
         """
+        if self._pool is None:
+            return 0
         torch: Any = sys.modules["torch"]
         mine = tuple(self._pool.id)
         return sum(int(s["total_size"]) for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == mine)
@@ -101,7 +106,15 @@ class TorchPool:
         finally:
             torch._C._cuda_clearCublasWorkspaces()
 
+    def keep(self) -> None:
+        """Keeps the pool for ever: the GPU is lost, and nothing can be freed on it any more."""
+        _in_use.append((self._pool, self._first))
+        self._pool = self._first = None
+
     def free(self) -> None:
+        if _is_lost():
+            self.keep()
+            return
         self._first = None
         pool, self._pool = self._pool, None
         if pool is not None and pool.use_count() > 1:
@@ -111,3 +124,10 @@ class TorchPool:
         del pool
         torch: Any = sys.modules["torch"]
         torch.cuda.empty_cache()
+
+
+def _is_lost() -> bool:
+    """Whether a fault has ended the thread's context: then every call of the driver fails with it."""
+    with contextlib.suppress(PaellaError):  # no driver
+        return int(driver().cuMemGetInfo()[0]) not in _NO_CONTEXT
+    return False

@@ -767,6 +767,31 @@ def test_a_fault_answers_everybody_and_nothing_hangs(monkeypatch):
     engine.close()
 
 
+@pytest.mark.parametrize("error", [PaellaError("freeing failed"), RuntimeError("device-side assert triggered")])
+def test_an_engine_whose_gpu_is_lost_is_closed_although_nothing_can_be_freed(monkeypatch, error):
+    lose_the_gpu_on_faults(monkeypatch)
+    engine, abandoned, tried = Engine(DEVICE), [], []
+    engine.load(faulty_model())
+    engine.load(scale_model())
+    real, backend = engine._forget, engine.backend
+
+    def fail(free):
+        free()
+        tried.append(free)
+        raise error
+
+    monkeypatch.setattr(backend, "abandon", lambda loaded: abandoned.append(loaded.model.name))
+    with pytest.raises(EngineFailedError):
+        engine.infer_sync("faulty", {"x": np.ones(64, np.float32)})
+    assert sorted(abandoned) == ["faulty", "scale"]
+    end = backend.close
+    monkeypatch.setattr(engine, "_forget", lambda loaded: fail(lambda: real(loaded)))
+    monkeypatch.setattr(backend, "close", lambda: fail(end))
+    engine.close()
+    assert engine.closed
+    assert len(tried) == 3
+
+
 # -- what can be seen
 
 

@@ -53,6 +53,24 @@ def test_a_pool_that_a_graph_still_holds_is_kept(torch, uses):
     torch.cuda.MemPool.__del__ = lambda self: None
 
 
+@pytest.mark.parametrize(("status", "kept"), [(0, False), (201, False), (710, True)])
+def test_a_pool_of_a_lost_gpu_is_kept(torch, monkeypatch, status, kept):
+    """PyTorch ends the process if it cannot free the memory of a pool that is deleted."""
+    deleted, emptied = [], []
+    torch.cuda.MemPool.use_count = lambda self: 1
+    torch.cuda.MemPool.__del__ = lambda self: deleted.append(self)
+    torch.cuda.empty_cache = lambda: emptied.append(True)
+    monkeypatch.setattr(torch_pool, "driver", lambda: SimpleNamespace(cuMemGetInfo=lambda: (status, 0, 0)))
+    monkeypatch.setattr(torch_pool, "_in_use", [])
+    pool = TorchPool(0)
+    pool.free()
+    assert (len(deleted), len(emptied)) == ((0, 0) if kept else (1, 1))
+    assert pool.nbytes == 0
+    pool.free()
+    assert len(deleted) == (not kept)
+    torch.cuda.MemPool.__del__ = lambda self: None
+
+
 def test_a_first_graph_keeps_the_pool_until_it_is_freed(torch, monkeypatch):
     """PyTorch refuses captures with a pool whose graphs are all gone."""
     begun, alive = [], []
