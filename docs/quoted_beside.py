@@ -30,35 +30,22 @@ def _own_speed(points: Any, job: str, way: str) -> float | None:
     return max(found, default=None)
 
 
-def _training_points() -> Any:
-    """With those of MPS, which earlier runs have stored in a file of their own."""
-    points = dict(stored("background"))
-    if not any(", under MPS" in name for name in points):
-        others = stored("background_mps")
-        for kind in ("resnet18", "transformer"):
-            title = f"{kind}, under MPS"
-            points |= {f"{title}: none": others[kind], f"{title}: alone before": others["alone"],
-                       f"{title}: alone again": others[f"{kind}: alone again"]}  # fmt: skip
-            if f"{kind}: job alone" in others:
-                points[f"{title}: none: job alone"] = others[f"{kind}: job alone"]
-    return points
-
-
 def training() -> str:
-    points = _training_points()
-    rows = [["aim", "", "≤ 1.07", "≤ 1.07", "", "≥ 0.80", ""]]
+    points = stored("background")
+    rows = [["aim", "", "≤ 1.07", "≤ 1.07", "", "≥ 0.80", "", ""]]
     for name, found in sorted(points.items(), key=lambda item: item[0].split(",")[0]):
         job, _, way = name.partition(": ")
         if ", " not in job or not isinstance(found, dict) or "steps_per_s" not in found:
             continue
         kind = job.split(",")[0]
         speed, plain = _speed(points, name), points[f"{kind}: plain loop"]
-        own = _own_speed(points, job, way)
+        own, whole = _own_speed(points, job, way), _own_speed(points, f"{kind}, one graph", "streams")
         p99 = [f"{_ratio(points, name, f'{job}: alone {when}'):.2f}" for when in ("before", "again")]
         p99.append(f"{np.median(found['p99_ms']):.2f}")
-        rows.append([job, way, *p99, "–" if own is None else f"{speed / own:.2f}", f"{speed / plain:.2f}"])
+        ratios = ["–" if each is None else f"{speed / each:.2f}" for each in (own, whole, plain)]
+        rows.append([job, way, *p99, *ratios])
     head = ["job, its segments", "policy", "p99 ÷ before the job", "p99 ÷ after it", "p99, ms", "steps ÷ the job alone",
-            "steps ÷ the plain loop alone"]  # fmt: skip
+            "steps ÷ the job alone as one graph", "steps ÷ the plain loop alone"]  # fmt: skip
     return paper_report.table(head, rows)
 
 
@@ -73,32 +60,26 @@ def facts() -> str:
         job = steps[0].partition(": ")[0]
         alone = max(_own_speed(points, each, way) or 0.0
                     for each in (job, f"{kind}, one graph") for way in ("priority", "streams"))  # fmt: skip
-        losses = points.get(f"{kind}: losses", {"equal": []})["equal"]
-        equal = f"{sum(losses)} of {len(losses)}" if losses else "not measured"
+        losses = stored("background_losses")[f"{kind}: losses"]["equal"]
+        equal = f"{sum(losses)} of {len(losses)}"
         served = [f"{np.median(points[f'{job}: alone {when}']['p50_ms']):.2f}" for when in ("before", "again")]
-        rows.append([kind, f"{alone / points[name]:.2f}", equal, *_paused(points, kind, job), ", ".join(served)])
+        rows.append([kind, f"{alone / points[name]:.2f}", equal, *_paused(points, kind), ", ".join(served)])
     head = ["job", "captured steps ÷ the plain loop's, both alone", "seeds with all of 200 losses equal, bit for bit",
             "p50 while it is paused ÷ alone", "mean while it is paused ÷ alone", "p99 while it is paused ÷ alone",
             "requests while it is paused", "p50 of resnet50 alone, ms: before, after"]  # fmt: skip
     return paper_report.table(head, rows)
 
 
-def _paused(points: Any, kind: str, job: str) -> list[str]:
+def _paused(points: Any, kind: str) -> list[str]:
     """p50, mean and p99 of requests beside a paused job ÷ without it, each with its standard error over the rounds, and
-    the number of requests. Earlier runs have compared with requests before the job and after it.
+    the number of requests.
     """
-    found = points.get(f"{kind}: paused and alone")
-    if found is not None:
-        cells = []
-        for name in ("p50_ms", "mean_ms", "p99_ms"):
-            paused, alone = (found["together"][way][name] for way in ("paused", "alone"))
-            ratios = np.divide(*(found["rounds"][way][name] for way in ("paused", "alone")))
-            cells.append(f"{paused / alone:.3f} ± {ratios.std(ddof=1) / len(ratios) ** 0.5:.3f}")
-        return [*cells, f"{found['requests']['paused']:,}"]
-    before = f"{job}: paused"
-    p50 = [f"{_p50(points, before, f'{job}: alone {when}'):.3f}" for when in ("before", "again")]
-    p99 = [f"{_ratio(points, before, f'{job}: alone {when}'):.2f}" for when in ("before", "again")]
-    return [", ".join(p50), "–", ", ".join(p99), f"{points[before]['requests']:,}"]
+    found, cells = points[f"{kind}: paused and alone"], []
+    for name in ("p50_ms", "mean_ms", "p99_ms"):
+        paused, alone = (found["together"][way][name] for way in ("paused", "alone"))
+        ratios = np.divide(*(found["rounds"][way][name] for way in ("paused", "alone")))
+        cells.append(f"{paused / alone:.3f} ± {ratios.std(ddof=1) / len(ratios) ** 0.5:.3f}")
+    return [*cells, f"{found['requests']['paused']:,}"]
 
 
 def scripts() -> str:
@@ -210,11 +191,24 @@ def memory() -> str:
     rows.append([f"cold requests measured: {', '.join(ways)}", ", ".join(str(each["n"]) for each in ways.values())])
     within = [f"{each['within_target']:.2f}" for each in (default, found["to_cuda"])]
     rows.append([f"requests within their target: {', '.join(list(ways)[:2])}", ", ".join(within)])
+    cold_within = ", ".join(f"{each['within_target']:.2f}" for each in ways.values())
+    rows.append([f"cold requests within their target: {', '.join(ways)}", cold_within])
     if "beside" in found:
         p99 = {when: each["p99_ms"] for when, each in found["beside"].items() if isinstance(each, dict)}
         ratio = f"{p99['beside'] / p99['alone']:.2f}"
         rows.append(["p99 of two models that stay, while others come and go ÷ alone, in turn", ratio])
     return paper_report.table(["", ""], rows)
+
+
+def memory_cost() -> str:
+    """An engine with an ample budget ÷ one without."""
+    rows = []
+    for name, each in stored("memory_cost")["ratios"].items():
+        spread = f"{each['least_without']:.3f} to {each['most_without']:.3f}"
+        rows.append([name, f"{each['median']:.3f}", f"{each['least']:.3f} to {each['most']:.3f}", spread])
+    head = ["load, figure", "with a budget ÷ without, median of the rounds", "least to most",
+            "without a budget: rounds ÷ their median"]  # fmt: skip
+    return paper_report.table(head, rows)
 
 
 def compared() -> int:
@@ -261,6 +255,6 @@ def tables() -> dict[str, str]:
     found = {
         "training": training, "training-facts": facts, "scripts": scripts, "script-ways": ways,
         "script-causes": script_causes, "gate-cost": gate_cost, "memory-operations": operations,
-        "more-models": memory,
+        "more-models": memory, "memory-cost": memory_cost,
     }  # fmt: skip
     return {name: make() for name, make in found.items()}
