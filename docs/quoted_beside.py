@@ -170,8 +170,8 @@ def memory() -> str:
         ["memory for weights; with lanes; ÷ all weights",
          f"{load['budget_bytes'] / 1e9:.1f} GB; {whole / 1e9:.1f} GB; "
          f"{load['budget_bytes'] / load['weights_bytes']:.2f}, {whole / load['weights_bytes']:.2f}"],
-        [f"reload, part of the link's {found['link']['gbps']:.0f} GB/s, median", f"{cold['of_link']:.2f}"],
-        ["cold request ÷ the longer of copy and run: median, least, most",
+        [f"reload, part of the link's {found['link']['gbps']:.0f} GB/s (aim ≥ 0.85), median", f"{cold['of_link']:.2f}"],
+        ["cold request ÷ the longer of copy and run (aim ≤ 1.2): median, least, most",
          f"{cold['of_bound']:.2f}, {bound.min():.2f}, {bound.max():.2f}"],
         ["cold requests above 1.2 times the longer of copy and run", f"{(bound > 1.2).sum()} of {len(bound)}"],
         *_timeline(cold["rows"]),
@@ -196,7 +196,7 @@ def memory() -> str:
     if "beside" in found:
         p99 = {when: each["p99_ms"] for when, each in found["beside"].items() if isinstance(each, dict)}
         ratio = f"{p99['beside'] / p99['alone']:.2f}"
-        rows.append(["p99 of two models that stay, while others come and go ÷ alone, in turn", ratio])
+        rows.append(["p99 of two models that stay, while others come and go ÷ alone, in turn (aim ≤ 1.10)", ratio])
     return paper_report.table(["", ""], rows)
 
 
