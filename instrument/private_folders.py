@@ -58,9 +58,13 @@ def _others_write(found: os.stat_result) -> bool:
 
 
 def _places(folder: Path) -> Iterator[Path]:
-    """The folder and those above it, by the names given and by those behind symbolic links."""
+    """The folder and those above it, by the names given and by those behind symbolic links.
+
+    In a pod of Kubernetes, only the folder: volumes are open to all users there, and the pod is the only user of most.
+    """
     yield folder
-    yield from dict.fromkeys((*folder.absolute().parents, folder.resolve(), *folder.resolve().parents))
+    if "KUBERNETES_SERVICE_HOST" not in os.environ:
+        yield from dict.fromkeys((*folder.absolute().parents, folder.resolve(), *folder.resolve().parents))
 
 
 @cache

@@ -19,7 +19,8 @@ OTHER = 4242  # a user and a group that nobody here has
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     found = tmp_path / "above" / "cache"
     found.mkdir(parents=True)
     found.chmod(0o755)
@@ -60,6 +61,16 @@ def test_the_sticky_bit_protects_only_names_that_are_there(folder: Path) -> None
     assert weak_place(folder) is None
     folder.parent.chmod(0o777)
     assert weak_place(folder) == folder.parent
+
+
+def test_volumes_of_a_pod_may_be_open_and_the_folders_in_them_may_not(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    folder.parent.chmod(0o777)
+    assert weak_place(folder) is None
+    folder.chmod(0o777)
+    assert weak_place(folder) == folder
 
 
 def test_folders_of_another_user_are_not_trusted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
