@@ -12,8 +12,10 @@ from triton.runtime.jit import JITFunction
 
 from paellapy.instrument.arguments import SCALARS, STRUCT_CODES, Descriptor, Handler, Handlers, PointerKey, triton_dtype
 from paellapy.instrument.errors import ArgumentError
+from paellapy.instrument.kernels.triton_ptx import TRITON_VERSION
 
 Binder = Callable[..., tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]]
+_FLAGS = 1 if TRITON_VERSION < (3, 7) else 2  # of a descriptor in parts: NaN padding; since 3.7 rounding to tf32
 
 
 def generate_binder(fn: JITFunction) -> tuple[Binder, Callable[..., dict[str, Any]]]:
@@ -110,7 +112,7 @@ def struct_codes(types: Sequence[Any], tiles: bool) -> list[str]:
             codes += struct_codes(kind, tiles)
         elif kind.startswith("tensordesc"):
             rank = kind.partition("[")[2].partition("]")[0].count(",") + 1
-            codes += ["128s@64"] if tiles else ["Q", *"q" * (2 * rank), "B", "B"]
+            codes += ["128s@64"] if tiles else ["Q", *"q" * (2 * rank), *"B" * _FLAGS]
             codes += [*"i" * rank, *"q" * rank]
         elif kind == "constexpr":
             continue
@@ -142,7 +144,7 @@ def launch_values(
             parts = [*value.shape, *value.strides]
             if tiles:
                 return [tile(value, next(facts)), *parts]
-            return [value.base, *parts, value.nan_padding, value.tf32, *parts]
+            return [value.base, *parts, *(value.nan_padding, value.tf32)[:_FLAGS], *parts]
         return [] if kind == "constexpr" else [value]
 
     return [leaf for k, v in zip(signature.values(), values, strict=True) for leaf in walk(k, v)]
