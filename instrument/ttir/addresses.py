@@ -44,7 +44,7 @@ def _memory(thing: Any) -> Array | None:
     if thing.device.type != "cpu" or thing.layout != torch.strided:
         return None
     storage = thing.untyped_storage()
-    if not storage.nbytes():
+    if storage.device.type != "cpu" or not storage.nbytes():  # a tensor that stands for another one has no memory
         return None
     memory: Array = torch.empty(0, dtype=torch.int8).set_(storage).numpy()
     return memory
