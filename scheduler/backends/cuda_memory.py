@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
 from typing import Any
@@ -31,11 +32,13 @@ class CudaBerth:
 
     def free(self) -> None:
         if self.ptr:
-            self._device.activate()
             ptr, self.ptr = self.ptr, 0
             if self.torch_pool is not None:
+                with contextlib.suppress(PaellaError):  # the GPU is lost: the pool sees it too
+                    self._device.activate()
                 self.torch_pool.free()
                 self.torch_pool = None
+            self._device.activate()
             self._device.free(ptr)
 
 
@@ -50,6 +53,7 @@ class CudaMemory(Memory):
         self, device: CudaDevice, plan: LanePlan, shared: bool = False, berth: CudaBerth | None = None
     ) -> None:
         self._device = device
+        device.activate()  # lanes are also made in threads that have not used the GPU
         self._berth = CudaBerth(device, plan.device_bytes) if berth is None else berth
         self._ptr, self._own = self._berth.ptr, berth is None
         self._draws: LaneDraws | None = None
