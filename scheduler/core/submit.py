@@ -213,6 +213,10 @@ def fail_all(s: State, now: int) -> None:
     core.mode, core.lost_ns = FAIL_MODE, max(now, 1)
     for row in range(s.request.shape[0]):
         core.suspects += was_on_gpu(s, row)
+    for lane in range(s.lane.shape[0]):
+        a = s.lane[lane]
+        if a.model >= 0 and a.state == RUNNING and a.issued > a.done:
+            s.model[a.model].lost = 1
     for row in range(s.request.shape[0]):
         if s.request[row].state != UNUSED:
             if s.request[row].state == PASSED:

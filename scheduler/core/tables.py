@@ -189,6 +189,7 @@ MODEL = np.dtype(
         ("gpu_ns", "f8"),  # GPU time received, as its part of the time that the GPU was busy
         ("completed", "i8"),
         ("asking", "i8"),  # 1: listed in State.asking
+        ("lost", "i8"),  # 1: it had a launch on the GPU when the GPU was lost
     ],
     align=True,
 )

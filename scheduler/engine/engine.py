@@ -184,7 +184,8 @@ class Engine(Observed):
                     self._forget(loaded)
             self._models.clear()
             if self._residents is not None:
-                self._residents.close_store()
+                with contextlib.suppress(*unfreed):
+                    self._residents.close_store()
             with contextlib.suppress(*unfreed):
                 self._backend.close()
             self._closed = True

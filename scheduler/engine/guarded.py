@@ -6,6 +6,8 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 
+import numpy as np
+
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.backends.base import Backend
 from paellapy.scheduler.backends.launches import LoadedModel
@@ -125,6 +127,8 @@ class Guarded(Requester):
         """
         lanes = self.state.flight[: int(self.state.core["flight"][0])]
         rows = sorted({int(self.state.lane["model"][lane]) for lane in lanes})
+        if self.state.core["lost_ns"][0]:  # the core met the failure first, and has ended all flights
+            rows = np.flatnonzero(self.state.model["lost"]).tolist()
         flying = [self._named(self._by_row[row].model.name) for row in rows if row in self._by_row]
         return ", ".join(dict.fromkeys((*flying, *map(self._named, self._turns.held), *self._outside)))
 

@@ -288,9 +288,9 @@ class Turn:
             self._busy.release()
 
     def _release(self) -> None:
-        self._turns.forget(self)
         try:
             with self._turns.outside(self.name):
+                self._turns.forget(self)
                 _wait_for_work()
         finally:
             self._end()

@@ -77,6 +77,8 @@ class TorchPool:
 
     def stop_recording(self) -> None:
         """Ends the allocator's recording: PyTorch leaves it on after a failed capture, and would abort later."""
+        if self._pool is None:
+            return
         torch: Any = sys.modules["torch"]
         with contextlib.suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self.index, self._pool.id)

@@ -174,7 +174,7 @@ def test_the_last_kernel_of_a_segment_tells(run, report):
     run(f"""
         from dataclasses import replace
         from paellapy.scheduler.policies.policy import find_policy
-        kernel = pp.kernel(scale.fn, report={report!r})
+        kernel = pp.kernel(scale.jit, report={report!r})
         with Engine("cuda", quantum_us=50) as engine:
             engine._backend.node_times_ns = lambda program: [5e4] * len(program.nodes)
             engine.load(scale_model("six", 2.0, steps=6, batch=(1, 2), lanes=2, kernel=kernel))

@@ -240,6 +240,7 @@ def test_a_failure_answers_everybody_and_refuses_from_then_on() -> None:
     assert sorted(bench.step()) == serials
     on_gpu = [each for each in serials if bench.status(each) == codes.SUSPECTED]
     assert 0 < len(on_gpu) == bench.state.core["suspects"][0] < len(serials)
+    assert {k for k in (0, 1) if bench.state.model["lost"][k]} == {serials.index(each) % 2 for each in on_gpu}
     assert {bench.status(each) for each in serials if each not in on_gpu} == {codes.FAILED}
     assert {int(bench.done[each]["error"]) for each in serials} == {719}
     late = bench.submit()
@@ -271,6 +272,8 @@ def test_a_launch_that_the_backend_refuses_fails_the_engine() -> None:
     # The second one never was on the GPU: the first one was alone there.
     assert [bench.status(each) for each in (first, second)] == [codes.SUSPECTED, codes.FAILED]
     assert bench.state.core["suspects"][0] == 1
+    assert bench.state.core["flight"][0] == 0
+    assert bench.state.model["lost"][0] == 1  # for the engine's error, although nothing flies any more
 
 
 def test_what_has_ended_when_the_failure_is_noticed_is_not_suspected() -> None:
