@@ -44,7 +44,10 @@ def _check(variable: str, folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if (through := weak_place(folder)) is None:
         return
-    os.environ[variable] = str(next(folder for folder in _own(variable) if weak_place(folder) is None))
+    for own in _own(variable):  # the last one even if it is weak: nobody knew its name before
+        os.environ[variable] = str(own)
+        if weak_place(own) is None:
+            break
     warnings.warn(
         f"{refusal(folder, through)}; {os.environ[variable]} is used instead: {remedy(through, variable)}", stacklevel=4
     )
@@ -57,8 +60,13 @@ def _own(variable: str) -> Iterator[Path]:
         kept.mkdir(mode=0o700, parents=True, exist_ok=True)
         yield kept
     made = tempfile.mkdtemp(prefix="paellapy-")
-    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    atexit.register(_remove, made, os.getpid())
     yield Path(made)
+
+
+def _remove(folder: str, process: int) -> None:
+    if os.getpid() == process:  # not a fork of it
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _triton_default() -> Path:

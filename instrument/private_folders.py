@@ -52,8 +52,11 @@ def weak_place(folder: Path) -> Path | None:
 
 
 def _others_write(found: os.stat_result) -> bool:
-    """A group that is this process's own, as each user has one on many systems, is not counted, nor is root's."""
-    group = found.st_mode & stat.S_IWGRP and found.st_gid not in (os.getgid(), 0)
+    """A group that is this process's own, as each user has one on many systems, is not counted, nor is root's. In a pod
+    of Kubernetes, volumes belong to one of its further groups.
+    """
+    own = {os.getgid(), 0, *(os.getgroups() if "KUBERNETES_SERVICE_HOST" in os.environ else ())}
+    group = found.st_mode & stat.S_IWGRP and found.st_gid not in own
     return bool(found.st_mode & stat.S_IWOTH or group)
 
 

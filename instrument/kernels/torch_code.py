@@ -50,7 +50,7 @@ def with_report(ptx: str, metadata: dict[str, Any], options: Any, arch: int) -> 
     # One byte per block: the allocator is then asked for as many bytes as there are blocks.
     metadata["profile_scratch_size"] = 1
     metadata["profile_scratch_align"] = 8
-    threads, shared = block_threads(ptx) or 32, metadata.get("shared", 0)
+    threads, shared = block_threads(ptx) or 32 * metadata.get("num_warps", 1), metadata.get("shared", 0)
     source = Source(
         name=metadata["name"],
         ptx=ptx,
@@ -66,7 +66,7 @@ def with_report(ptx: str, metadata: dict[str, Any], options: Any, arch: int) -> 
         made = source.assembled(_CONFIG, reported)
         plain = source.build(PassConfig()).registers
         reported, facts = made.ptx, CodeFacts(facts.warps, shared, made.code.spill_bytes, plain)
-    except PtxError:
+    except (PtxError, OSError):
         pass  # Triton assembles the kernel too, and raises its own error if that fails
     metadata[_NAME] = asdict(facts)
     return reported
@@ -84,10 +84,10 @@ class LoadedKernels:
         found = next((path for file, path in files.items() if file.endswith(".json")), None)
         try:
             stored = json.loads(Path(found).read_text()).get(_NAME) if found else None
-        except OSError:
-            return  # the cache was removed meanwhile: nothing is known
-        if stored is not None:
-            self._facts[function] = CodeFacts(**stored)
+            if stored is not None:
+                self._facts[function] = CodeFacts(**stored)
+        except (OSError, ValueError, TypeError):
+            return  # the cache was removed or damaged meanwhile: nothing is known
 
     def of(self, function: int) -> CodeFacts:
         return self._facts.get(function, CodeFacts())

@@ -144,6 +144,29 @@ def test_without_a_safe_folder_of_ours_the_cache_lasts_as_long_as_the_process(
     assert weak_place(Path(os.environ["TRITON_CACHE_DIR"])) is None
 
 
+def test_where_every_folder_is_open_to_others_the_newest_one_is_used(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAELLAPY_CACHE_DIR", str(folder))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(folder / "triton"))
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    folder.chmod(0o777)
+    with pytest.warns(UserWarning, match="is used instead"):
+        library_caches.protect_triton()
+    assert Path(os.environ["TRITON_CACHE_DIR"]).parent == folder
+    assert Path(os.environ["TRITON_CACHE_DIR"]).stat().st_mode & 0o077 == 0
+
+
+def test_in_a_pod_the_group_of_a_volume_may_be_one_of_several(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.chmod(0o770)
+    monkeypatch.setattr(os, "getgid", lambda: folder.stat().st_gid + 1)
+    monkeypatch.setattr(os, "getgroups", lambda: [folder.stat().st_gid])
+    if folder.stat().st_gid:
+        assert weak_place(folder) == folder
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    assert weak_place(folder) is None
+
+
 def test_the_folder_of_torch_compile_is_made_before_others_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
