@@ -1,7 +1,7 @@
 """Training beside serving: resnet50 at 250 requests per second and training jobs beside it, in one run.
 
     python benchmarks/background.py                 on a GPU, about eight minutes
-    python benchmarks/background.py --device virtual:h200 --small     to try it
+    python benchmarks/background.py --device virtual:h200 --small --folder DIR     to try it
 
 Every way to share the GPU is measured in the same run and stored in one file: our policies, stream priorities, streams,
 and NVIDIA MPS. For MPS the run starts a daemon of its own and stops it in the end. Every seed has its own arrivals,
@@ -94,6 +94,8 @@ def main() -> None:
         import background_parts
 
         background_parts.measure_all(args)
+    elif args.small and args.folder == RESULTS:
+        raise SystemExit("tiny networks would replace the stored results: give a --folder")
     else:
         if not args.resume:
             (args.folder / f"{args.name}.json").unlink(missing_ok=True)

@@ -71,14 +71,13 @@ def facts() -> str:
 
 
 def _paused(points: Any, kind: str) -> list[str]:
-    """p50, mean and p99 of requests beside a paused job ÷ without it, each with its standard error over the rounds, and
-    the number of requests.
+    """p50, mean and p99 of requests beside a paused job ÷ without it, each the mean over the rounds with its standard
+    error, and the number of requests.
     """
     found, cells = points[f"{kind}: paused and alone"], []
     for name in ("p50_ms", "mean_ms", "p99_ms"):
-        paused, alone = (found["together"][way][name] for way in ("paused", "alone"))
         ratios = np.divide(*(found["rounds"][way][name] for way in ("paused", "alone")))
-        cells.append(f"{paused / alone:.3f} ± {ratios.std(ddof=1) / len(ratios) ** 0.5:.3f}")
+        cells.append(f"{ratios.mean():.3f} ± {ratios.std(ddof=1) / len(ratios) ** 0.5:.3f}")
     return [*cells, f"{found['requests']['paused']:,}"]
 
 
