@@ -196,7 +196,7 @@ def compare(runs: list[dict[str, Any]], floors: list[dict[str, Any]]) -> dict[st
 
 
 def cases(large_json: bool) -> dict[str, tuple[str, bool, int]]:
-    """Model, whether its tensors are binary, and clients, by what it is called."""
+    """Loads by their names: the model, whether its tensors are binary, and the number of clients."""
     pairs = [("small", True), ("small", False), ("large", True), *([("large", False)] if large_json else [])]
     found = [(model, binary, clients) for model, binary in pairs for clients in (1, 32)]
     return {f"{m} {'binary' if b else 'JSON'}, {n} client{'s' * (n > 1)}": (m, b, n) for m, b, n in found}

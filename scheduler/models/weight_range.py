@@ -117,8 +117,8 @@ def in_order(least: Sequence[int], most: Sequence[int]) -> list[int]:
     >>> in_order([512, 0, 256, 1024, 256], [768, 0, 256, 1024, 1280])
     [0, 0, 256, 1024, 1280]
     """
-    ends: list[int] = []  # by length: the smallest end of a chain of so many nodes, and its last link
-    links: list[tuple[int, int, Any]] = []
+    ends: list[int] = []  # entry k: the smallest need with which a chain of k + 1 nodes can end
+    links: list[tuple[int, int, Any]] = []  # the last node of that chain, its need, and the link before
     for node, pair in enumerate(zip(least, most, strict=True)):
         for end in sorted({*pair} - {0}, reverse=True):  # the larger first, so that no chain has both
             k = bisect_right(ends, end)
