@@ -164,7 +164,7 @@ class Inference(ABC):
         if isinstance(error, UnknownModelError):
             error = _met_unload(self.name)
         elif isinstance(error, SuspectError) and not self.over:
-            error = self.service.suspects.judge(error, self.name)
+            error = self.service.suspects.judge(error, self._model, self._request.arrays(), self._request.items)
         self.fail(error)
 
     # -- the end

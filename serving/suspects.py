@@ -54,16 +54,15 @@ class Suspects:
                 found.append(digest)
         return found
 
-    def judge(self, error: SuspectError, model: str) -> Exception:
+    def judge(self, error: SuspectError, model: Model, inputs: dict[str, Any], items: int) -> Exception:
         """The client's error: that its request made the GPU fail, or that it should try again."""
-        guilty, whole = not error.others, len(error.digests) == error.items
-        if whole:
-            guilty = self._note(digest_of_all(error.digests), error.failure, alone=guilty)
-        if not whole or (not guilty and error.items > 1):
-            twice = [self._note(each, error.failure) for each in error.digests]
-            guilty = guilty or any(twice)
+        whole = digest_of_all(list(_digests(model, inputs, items)))
+        guilty = self._note(whole, error.failure, alone=not error.others)
+        if not guilty and items > 1:
+            twice = [self._note(each, error.failure) for each in error.digests]  # all of them are noted
+            guilty = any(twice)
         said = "a request made the GPU fail" if guilty else "a request was one of several on the GPU when it failed"
-        fields = {"model": model, "content": f"{digest_of_all(error.digests):016x}", "beside": error.others}
+        fields = {"model": model.name, "content": f"{whole:016x}", "beside": error.others}
         log.error(said, extra={"fields": fields})
         return RequestFailedError(_SAID) if guilty else error
 

@@ -49,11 +49,9 @@ class SuspectError(EngineFailedError):
     were there, and `failure` the failure, which is the same for all requests.
     """
 
-    def __init__(
-        self, message: str, digests: tuple[int, ...] = (), others: int = 0, failure: int = 1, items: int = 1
-    ) -> None:
+    def __init__(self, message: str, digests: tuple[int, ...] = (), others: int = 0, failure: int = 1) -> None:
         super().__init__(message)
-        self.digests, self.others, self.failure, self.items = digests, others, failure, items
+        self.digests, self.others, self.failure = digests, others, failure
 
 
 class RequestFailedError(PaellaError):

@@ -188,7 +188,7 @@ class Call:
         assert isinstance(result, Exception)
         if not self.over:
             self.cancel()
-            self._caller.failed(_of_all(self._lost, self._items) if self._lost else result)
+            self._caller.failed(_of_all(self._lost) if self._lost else result)
 
     def item(self, k: int, entry: Entry) -> None:
         """Handles the completion of one of several items."""
@@ -213,14 +213,14 @@ class Call:
             self._caller.done(self._results)
 
 
-def _of_all(lost: dict[int, EngineFailedError], items: int) -> EngineFailedError:
+def _of_all(lost: dict[int, EngineFailedError]) -> EngineFailedError:
     """The error of a request whose items ended with the GPU. Its own items do not count as others beside it."""
     on_gpu = [each for _, each in sorted(lost.items()) if isinstance(each, SuspectError)]
     if not on_gpu:
         return next(iter(lost.values()))
     first = on_gpu[0]
     digests = tuple(digest for each in on_gpu for digest in each.digests)
-    error = SuspectError(str(first), digests, first.others - (len(on_gpu) - 1), first.failure, items)
+    error = SuspectError(str(first), digests, first.others - (len(on_gpu) - 1), first.failure)
     error.__cause__ = first.__cause__
     return error
 

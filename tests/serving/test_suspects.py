@@ -17,12 +17,14 @@ def inputs(*values):
     return {"i": np.array(values, np.int64)[:, None]}
 
 
-def seen(suspects, value, others, failure=1, items=None):
-    """Whether a request that was on the GPU with this number of others, when it failed, is blamed."""
+def seen(suspects, value, others, failure=1, waiting=()):
+    """Whether a request that was on the GPU with this number of others, when it failed, is blamed. Its items `waiting`
+    were not there.
+    """
     values = value if isinstance(value, tuple) else (value,)
     digests = tuple(digest_of("lookup", {"i": np.array([each])}) for each in values)
-    error = SuspectError("lost", digests, others, failure, items or len(digests))
-    return isinstance(suspects.judge(error, "lookup"), RequestFailedError)
+    error, every = SuspectError("lost", digests, others, failure), (*values, *waiting)
+    return isinstance(suspects.judge(error, MODEL, inputs(*every), len(every)), RequestFailedError)
 
 
 def test_who_was_alone_did_it():
@@ -93,6 +95,8 @@ def test_an_item_that_fails_in_other_company_is_to_blame():
 
 def test_a_request_that_was_alone_with_a_part_of_its_items_is_to_blame_and_no_item_is():
     suspects = Suspects()
-    assert seen(suspects, (1, 99), others=0, items=8)
-    assert len(suspects.check(MODEL, inputs(1), 1)) == 1
-    assert len(suspects.check(MODEL, inputs(99), 1)) == 1
+    assert seen(suspects, (1, 99), others=0, waiting=(5, 6))
+    with pytest.raises(RequestFailedError):
+        suspects.check(MODEL, inputs(1, 99, 5, 6), 4)
+    for each in (1, 99, 5):
+        assert suspects.check(MODEL, inputs(each), 1) == []
