@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from engine_models import gemm
@@ -57,3 +60,34 @@ def settle(server, name, state):
     while server.weights_state(name) != state:
         assert time.monotonic() < end, server.weights_state(name)
         time.sleep(0.001)
+
+
+def come_and_go(server, made, clients, rounds, at_last=lambda: None):
+    """Evicts, prefetches and reloads models at random, while clients ask; then calls `at_last`, and checks all answers.
+
+    `made`: models and their weights by name. The last one is reloaded, so nobody asks it.
+    """
+    names, over = list(made), threading.Event()
+
+    def client(seed):
+        pick = random.Random(seed)
+        while not over.is_set():
+            name = pick.choice(names[:-1])
+            ask(server, name, made[name][1], pick.randrange(100))
+
+    with ThreadPoolExecutor(clients) as pool:
+        asked = [pool.submit(client, seed) for seed in range(clients)]
+        pick = random.Random(7)
+        try:
+            for _ in range(rounds):
+                what = pick.choice([server.evict, server.prefetch, None])
+                if what is not None:
+                    what(pick.choice(names))
+                else:
+                    server.unload(names[-1])
+                    server.load(made[names[-1]][0])
+            at_last()
+        finally:
+            over.set()
+        for each in asked:
+            each.result()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from chain_models import SMALL, N, chain, expected
+from chain_models import SMALL, N, chain, come_and_go, expected
+from chain_models import ask as ask_one
 from engine_models import scale
 from waiting import wait_until
 
@@ -63,12 +63,6 @@ def ask(server, name, made, items, seed=0):
         return await asyncio.wait_for(asked.answer, 60)
 
     np.testing.assert_allclose(asyncio.run(one()), expected(made, x), rtol=2e-3, atol=2e-3)
-
-
-def ask_one(server, name, made, seed=0):
-    """A request from any thread."""
-    x = np.random.default_rng(seed).standard_normal(N).astype(np.float32)
-    np.testing.assert_allclose(server.infer_sync(name, {"x": x})["y"], expected(made, x), rtol=2e-3, atol=2e-3)
 
 
 def sizes(server, name):
@@ -228,31 +222,11 @@ def test_models_come_and_go_while_their_sizes_come(device):
         for model, _ in made.values():
             server.load(model)
         before = server.memory.lanes_bytes
-        over = threading.Event()
 
-        def client(seed):
-            pick = random.Random(seed)
-            while not over.is_set():
-                name = f"m{pick.randrange(3)}"
-                ask_one(server, name, made[name][1], pick.randrange(100))
+        def some_came():
+            wait_until(lambda: any(len(sizes(server, name)["captured"]) > 2 for name in ("m0", "m1", "m2")))
 
-        with ThreadPoolExecutor(8) as pool:
-            asked = [pool.submit(client, seed) for seed in range(8)]  # some of their requests form batches
-            pick = random.Random(3)
-            try:
-                for _ in range(10):
-                    name = f"m{pick.randrange(4)}"
-                    what = pick.choice([server.evict, server.prefetch, None])
-                    if what is None:
-                        server.unload("m3")
-                        server.load(made["m3"][0])
-                    else:
-                        what(name)
-                wait_until(lambda: any(len(sizes(server, f"m{k}")["captured"]) > 2 for k in range(3)))
-            finally:
-                over.set()
-            for each in asked:
-                each.result()
+        come_and_go(server, made, 8, 10, some_came)  # some of the clients' requests form batches
         wait_until(lambda: server.memory.lanes_bytes == before)
         check_integrity(server.state)
         for name, (_, weights) in made.items():

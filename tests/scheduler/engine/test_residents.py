@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from chain_models import SMALL, WEIGHTS, N, ask, chain, room_for, settle
+from chain_models import SMALL, WEIGHTS, N, ask, chain, come_and_go, room_for, settle
 from engine_models import scale
 from waiting import wait_until
 
@@ -236,32 +236,7 @@ def test_models_come_and_go_while_requests_arrive(device):
         for model, _ in made.values():
             server.load(model)
         before = server.memory.lanes_bytes
-        over = threading.Event()
-
-        def client(seed):
-            pick = random.Random(seed)
-            while not over.is_set():
-                name = f"m{pick.randrange(4)}"
-                ask(server, name, made[name][1], pick.randrange(100))
-
-        with ThreadPoolExecutor(3) as pool:
-            asked = [pool.submit(client, seed) for seed in range(3)]
-            pick = random.Random(7)
-            try:
-                for _ in range(rounds):
-                    name = f"m{pick.randrange(5)}"
-                    what = pick.choice(["evict", "prefetch", "reload"])
-                    if what == "evict":
-                        server.evict(name)
-                    elif what == "prefetch":
-                        server.prefetch(name)
-                    else:
-                        server.unload("m4")
-                        server.load(made["m4"][0])
-            finally:
-                over.set()
-            for each in asked:
-                each.result()
+        come_and_go(server, made, 3, rounds)
         check_at_rest(server.state)
         assert server.memory.lanes_bytes == before
         for name in made:
