@@ -126,7 +126,13 @@ async def inject(
         except Exception as e:
             entry["seen"] = f"{type(e).__name__}: {e}"
         prober.begin_again()  # what it did may not show at once
-        recovered = await prober.quiet(QUIET_S, LONGEST_S)
+        try:
+            recovered = await prober.quiet(QUIET_S, LONGEST_S)
+        except asyncio.CancelledError:  # the end of the run: a fault that still shows counts as one without recovery
+            if prober.failures:
+                failed = {"probes_failed": len(prober.failures), "first_failure": prober.failures[0]}
+                add(found, {**entry, "recovery_s": None, **failed})
+            raise
         entry["recovery_s"] = round(max(0.0, prober.since - server.harmed_at), 2) if recovered else None
         entry["probes_failed"] = len(prober.failures)
         entry["first_failure"] = prober.failures[0] if prober.failures else None
