@@ -236,8 +236,9 @@ print("closed")
 @pytest.mark.parametrize("where", ["a step", "the first step", "a turn"])
 def test_a_fault_on_the_gpu_names_whose_it_was_and_nothing_hangs(where):
     # In a process of its own: a fault takes the CUDA context with it.
+    path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
     run = subprocess.run(
-        [sys.executable, "-c", f"WHERE = {where!r}\n{FAULT}"], env={**os.environ, "PYTHONPATH": str(TESTS)},
+        [sys.executable, "-c", f"WHERE = {where!r}\n{FAULT}"], env={**os.environ, "PYTHONPATH": path},
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     whose = "turn 'script'" if where == "a turn" else "job 'train'"

@@ -280,6 +280,7 @@ class Used:
 
     def bring(self, name):
         if name in self.right:
+            self.coming[name] = None  # the core marks a model before the mover takes its weights
             self.coming[name] = self.store.take(name)
 
     def done(self, name):
