@@ -202,7 +202,7 @@ def look_up():
     total.add_(table.index_select(0, index).sum(0))
 
 def spoil(job=None):
-    index.fill_(1 << 40)
+    index.fill_(1 << 30)  # PyTorch may take it as 32 bits
 
 engine = pp.Engine("cuda", policy="priority")
 engine.load(scale_model())
