@@ -344,6 +344,13 @@ class FakeCuda:
         nodes = [real.CUgraphNode(i) for i in self.graphs[int(graph)].nodes]
         return _OK, nodes[:count], len(nodes)
 
+    def library_nodes(self, graph, found, count):
+        """cuGraphGetNodes of `library()`: handles are written to memory."""
+        _, nodes, _ = self.cuGraphGetNodes(graph, count._obj.value)
+        found[: len(nodes)] = [int(node) for node in nodes]
+        count._obj.value = len(nodes)
+        return 0
+
     def cuGraphGetEdges(self, graph, count=0):
         edges = [(a, node.id) for node in self.graphs[int(graph)].nodes.values() for a in node.after]
         before, after = ([real.CUgraphNode(e[k]) for e in edges[:count]] for k in range(2))
@@ -510,6 +517,8 @@ class _Library:
     def __init__(self, fake: FakeCuda) -> None:
         self.cuLaunchKernel, self.cuStreamIsCapturing = fake.launch, fake.is_capturing
         self.cuGraphLaunch = fake.library_graph_launch
+        self.cuGraphGetNodes = fake.library_nodes
+        self.cuGraphDestroyNode = lambda node: int(fake.cuGraphDestroyNode(node)[0])
         self.cuStreamBatchMemOp_v2 = functools.partial(fake.library_batch)  # can have a prototype
 
 

@@ -40,13 +40,19 @@ def driver() -> Any:
 
 @functools.cache
 def library() -> Any:
-    """libcuda with the prototypes of the functions called per launch: a ctypes call costs a third of a binding's."""
+    """libcuda with the prototypes of functions that are called per launch, or per node of a graph that is cut. A ctypes
+    call costs a third of a binding's.
+    """
     lib = ctypes.CDLL("libcuda.so.1")
     u32, ptr = ctypes.c_uint, ctypes.c_void_p
     lib.cuLaunchKernel.argtypes = [ptr, u32, u32, u32, u32, u32, u32, u32, ptr, ptr, ptr]
     lib.cuLaunchKernel.restype = ctypes.c_int
     lib.cuStreamIsCapturing.argtypes = [ptr, ptr]
     lib.cuStreamIsCapturing.restype = ctypes.c_int
+    lib.cuGraphGetNodes.argtypes = [ptr, ptr, ptr]
+    lib.cuGraphGetNodes.restype = ctypes.c_int
+    lib.cuGraphDestroyNode.argtypes = [ptr]
+    lib.cuGraphDestroyNode.restype = ctypes.c_int
     return lib
 
 

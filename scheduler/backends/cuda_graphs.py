@@ -2,18 +2,20 @@
 
 A segment is a clone of the captured graph without the nodes outside the segment, plus one node that writes the
 completion word to pinned memory after all others. The write includes a system-wide fence, so the outputs are visible
-with it.
+with it. Cutting touches every node several times and takes a third of a load that finds its profile stored. So there
+nodes are handles, which go to the driver through ctypes.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from paellapy.instrument.device.cuda import CudaDevice
-from paellapy.instrument.device.driver import check, driver
+from paellapy.instrument.device.driver import check, driver, fail, library
 from paellapy.scheduler.core.errors import CaptureError
 from paellapy.scheduler.models.program import Node, NodeKind
 from paellapy.scheduler.models.segments import topological
@@ -137,7 +139,7 @@ class SegmentGraph:
     """A graph of some nodes of another, and the node at its end that writes 1 to a word."""
 
     handle: Any
-    nodes: list[Any]
+    nodes: list[int]  # handles
     end: Any
     word: int
 
@@ -151,7 +153,7 @@ class SegmentGraph:
 @contextmanager
 def segment_graph(graph: CapturedGraph, first: int, end: int, word: int) -> Iterator[SegmentGraph]:
     """The graph of a segment, which exists while it is instantiated."""
-    with _cloned(graph.handle, dict(enumerate(graph.nodes))) as (clone, nodes):
+    with _cloned(graph.handle, _handles(graph)) as (clone, nodes):
         _keep(nodes, first, end)
         yield _ended(clone, nodes, graph, word)
 
@@ -159,7 +161,7 @@ def segment_graph(graph: CapturedGraph, first: int, end: int, word: int) -> Iter
 @contextmanager
 def ended_graph(graph: CapturedGraph, word: int) -> Iterator[SegmentGraph]:
     """The captured graph itself, without a clone, which ends by writing the word while it is instantiated."""
-    made = _ended(graph.handle, dict(enumerate(graph.nodes)), graph, word)
+    made = _ended(graph.handle, _handles(graph), graph, word)
     try:
         yield made
     finally:
@@ -186,13 +188,13 @@ def segment_graphs(
     A clone is halved until it has one segment left. So every node is found and removed once per halving instead of once
     per segment: a quarter of the calls for 20 segments.
     """
-    with _cloned(graph.handle, dict(enumerate(graph.nodes))) as (clone, nodes):
+    with _cloned(graph.handle, _handles(graph)) as (clone, nodes):
         yield from _halved(clone, nodes, graph, list(zip(bounds, words, strict=True)))
 
 
 def _halved(
     handle: Any,
-    nodes: dict[int, Any],
+    nodes: dict[int, int],
     graph: CapturedGraph,
     segments: Sequence[tuple[tuple[int, int], int]],
 ) -> Iterator[SegmentGraph]:
@@ -207,8 +209,12 @@ def _halved(
     yield from _halved(handle, nodes, graph, segments[middle:])
 
 
+def _handles(graph: CapturedGraph) -> dict[int, int]:
+    return {i: int(node) for i, node in enumerate(graph.nodes)}
+
+
 @contextmanager
-def _cloned(handle: Any, nodes: Mapping[int, Any]) -> Iterator[tuple[Any, dict[int, Any]]]:
+def _cloned(handle: Any, nodes: Mapping[int, int]) -> Iterator[tuple[Any, dict[int, int]]]:
     """A clone of a graph, and the clones of its nodes, which are all nodes of the graph."""
     cu = driver()
     clone = check(cu.cuGraphClone(handle), "cloning a graph")
@@ -218,38 +224,41 @@ def _cloned(handle: Any, nodes: Mapping[int, Any]) -> Iterator[tuple[Any, dict[i
         check(cu.cuGraphDestroy(clone), "freeing a graph")
 
 
-def clones_of(handle: Any, clone: Any, nodes: Mapping[int, Any]) -> dict[int, Any]:
+def clones_of(handle: Any, clone: Any, nodes: Mapping[int, int]) -> dict[int, int]:
     """The clones of a graph's nodes. Drivers list the nodes of a clone in the order of the original, so two lists
     replace a search per node; where a sample of nodes says otherwise, each node is searched for.
     """
     cu = driver()
 
-    def found(node: Any) -> Any:
-        return check(cu.cuGraphNodeFindInClone(node, clone), "finding a node")
+    def found(node: int) -> int:
+        return int(check(cu.cuGraphNodeFindInClone(cu.CUgraphNode(node), clone), "finding a node"))
 
     mine, theirs = _listed(handle, len(nodes)), _listed(clone, len(nodes))
     if len(mine) == len(theirs) == len(nodes):
         sample = range(0, len(mine), max(1, len(mine) // _SAMPLED))
-        if all(int(found(mine[k])) == int(theirs[k]) for k in (*sample, *range(len(mine))[-1:])):
-            pairs = {int(a): b for a, b in zip(mine, theirs, strict=True)}
-            return {i: pairs[int(node)] for i, node in nodes.items()}
+        if all(found(mine[k]) == theirs[k] for k in (*sample, *range(len(mine))[-1:])):
+            pairs = dict(zip(mine, theirs, strict=True))
+            return {i: pairs[node] for i, node in nodes.items()}
     return {i: found(node) for i, node in nodes.items()}
 
 
-def _listed(graph: Any, count: int) -> list[Any]:
+def _listed(graph: Any, count: int) -> list[int]:
     """The nodes of a graph in the driver's order; one more than `count` if it has more."""
-    nodes, found = check(driver().cuGraphGetNodes(graph, count + 1), "reading a graph")
-    return list(nodes)[: int(found)]
+    nodes, n = (ctypes.c_uint64 * (count + 1))(), ctypes.c_size_t(count + 1)
+    if status := library().cuGraphGetNodes(int(graph), nodes, ctypes.byref(n)):
+        fail(status, "reading a graph")
+    return nodes[: n.value]
 
 
-def _keep(nodes: dict[int, Any], first: int, end: int) -> None:
+def _keep(nodes: dict[int, int], first: int, end: int) -> None:
     """Removes all nodes of a graph except those from `first` to before `end`."""
-    cu = driver()
+    destroy = library().cuGraphDestroyNode
     for i in [i for i in nodes if not first <= i < end]:
-        check(cu.cuGraphDestroyNode(nodes.pop(i)), "removing a node")
+        if status := destroy(nodes.pop(i)):
+            fail(status, "removing a node")
 
 
-def _ended(handle: Any, nodes: Mapping[int, Any], graph: CapturedGraph | None, word: int) -> SegmentGraph:
+def _ended(handle: Any, nodes: Mapping[int, int], graph: CapturedGraph | None, word: int) -> SegmentGraph:
     """Adds a node behind all others that writes the word. `nodes` are some of `graph`, by their places in it."""
     cu = driver()
     if graph is not None and graph.chain:
@@ -259,7 +268,8 @@ def _ended(handle: Any, nodes: Mapping[int, Any], graph: CapturedGraph | None, w
         followed = {a for a, b in edges if a in nodes and b in nodes}
         last = [node for i, node in nodes.items() if i not in followed]
     params = _write_word(cu, word, check(cu.cuCtxGetCurrent(), "reading the context"))
-    added = check(cu.cuGraphAddBatchMemOpNode(handle, last, len(last), params), "adding a completion word")
+    before = [cu.CUgraphNode(node) for node in last]
+    added = check(cu.cuGraphAddBatchMemOpNode(handle, before, len(before), params), "adding a completion word")
     return SegmentGraph(handle, list(nodes.values()), added, word)
 
 

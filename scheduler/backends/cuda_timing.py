@@ -36,8 +36,8 @@ def node_times_ns(graph: CapturedGraph, kernels: Sequence[bool], stream: int) ->
     events = [check(cu.cuEventCreate(0), "creating an event") for _ in range(n + 1)]
     executables = []
     try:
-        found = clones_of(graph.handle, clone, dict(enumerate(graph.nodes)))
-        nodes = [found[k] for k in range(n)]
+        found = clones_of(graph.handle, clone, {k: int(node) for k, node in enumerate(graph.nodes)})
+        nodes = [cu.CUgraphNode(found[k]) for k in range(n)]
         plain = instantiate(clone)
         executables.append(plain)
         records = []

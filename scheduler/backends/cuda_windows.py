@@ -90,7 +90,7 @@ class CudaWindows:
         """
         cu = driver()
         movable = []
-        for node in graph.nodes:
+        for node in map(cu.CUgraphNode, graph.nodes):
             if is_kernel(node):
                 params = check(cu.cuGraphKernelNodeGetParams(node), "reading a kernel's node")
                 if int(params.kern):
