@@ -92,7 +92,6 @@ class CudaThreads:
         for thread in self._threads:
             thread.join()
         self._copier.close()
-        self._bell.close()
 
 
 def failure(status: int) -> LaunchError:

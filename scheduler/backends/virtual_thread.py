@@ -65,7 +65,6 @@ class VirtualThread:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        self._bell.close()
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[SmModel]:

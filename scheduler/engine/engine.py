@@ -176,6 +176,7 @@ class Engine(Observed):
             self.guests.free()
             if self._residents is not None:
                 self._residents.close()
+            self.bell.close()  # the mover has rung it until now
             self._front.detach_all()
             # A lost GPU cannot free anything: our calls fail, and PyTorch's raise a RuntimeError.
             unfreed = (PaellaError, RuntimeError) if self._failure else ()

@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -15,6 +16,7 @@ from engine_models import scale
 from waiting import wait_until
 
 import paellapy as pp
+from paellapy.scheduler.backends.virtual_weights import VirtualWeights
 from paellapy.scheduler.core.check import check_at_rest
 from paellapy.scheduler.core.errors import MemoryPlanError, ModelError, UnknownModelError, WeightsError
 from paellapy.scheduler.models.weight_files import WeightFileError, map_weights, write_weights
@@ -293,6 +295,22 @@ def test_unloading_while_a_copy_runs(device):
             with contextlib.suppress(UnknownModelError):
                 answer.result()
         assert server.memory()["models"].keys() == {"two"}
+
+
+def test_weights_may_still_be_leaving_when_the_engine_closes(monkeypatch):
+    device, leaving, evict = "virtual:h200", threading.Event(), VirtualWeights.evict
+
+    def slowly(weights):
+        leaving.set()
+        time.sleep(0.2)  # longer than an idle engine takes to end its loop
+        evict(weights)
+
+    with pp.Engine(device, memory_bytes=room_for(device, 2), quantum_us=2, tuning=SMALL) as server:
+        model, weights = chain("m", 0, resident=False)
+        server.load(model)
+        monkeypatch.setattr(VirtualWeights, "evict", slowly)
+        ask(server, "m", weights)
+        assert leaving.wait(60)
 
 
 def test_a_model_that_changes_its_weights_stays(device):
