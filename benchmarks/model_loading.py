@@ -189,6 +189,7 @@ def medians(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", type=Path, help="another checkout to compare with")
+    parser.add_argument("--before", help="commit of that checkout, where it has no git")
     parser.add_argument("--device", default="virtual:h200")
     parser.add_argument("--models", help="demo models, 'torch cnn', or torchvision's on a GPU, separated by commas")
     parser.add_argument("--repeats", type=int, default=3)
@@ -201,15 +202,17 @@ def main() -> None:
     if arguments.child:
         load(arguments.device, names)
         return
-    from cold_start import commit_of
-    from common import save
+    from common import commit, save
+    from floor_against import commit_of
 
     trees = {"this": HERE} | ({"base": arguments.base.resolve()} if arguments.base else {})
     console = Console()
     total = arguments.repeats * len(trees) * 2
     measured = runs(trees, arguments.device, names, arguments.repeats)
     results: dict[str, Any] = {"device": arguments.device}
-    results["commits"] = {name: commit_of(tree) for name, tree in trees.items()}
+    results["commits"] = {"this": commit()}
+    if arguments.base:
+        results["commits"]["base"] = commit_of(trees["base"], arguments.before)
     found: list[dict[str, Any]] = []
     for each in track(measured, "loading", total=total, console=console):
         found += each
