@@ -64,7 +64,7 @@ class CudaPages:
         self._access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         self._lock = threading.RLock()
         self._free: dict[int, list[Any]] = {}
-        self.limit_bytes = limit_bytes
+        self._limit_bytes = limit_bytes
         self.kept_bytes = 0  # freed but not released to the GPU
         self.used_bytes = 0
 
@@ -76,20 +76,6 @@ class CudaPages:
         except PaellaError:
             self._cu.cuMemUnmap(address, nbytes)
             raise
-
-    def at_hand(self, nbytes: int, limit_bytes: int) -> Any:
-        """Memory that is kept, or can be created within this limit; None where other memory would have to go first."""
-        with self._lock:
-            if self._free.get(nbytes):
-                handle = self._kept(nbytes)
-            elif self.used_bytes + self.kept_bytes + nbytes > min(limit_bytes, self.limit_bytes):
-                return None
-            else:
-                status, handle = self._cu.cuMemCreate(nbytes, self._about, 0)
-                if int(status):
-                    return None
-            self.used_bytes += nbytes
-            return handle
 
     def take_all(self, sizes: Sequence[int]) -> list[tuple[Any, int]]:
         """Memory of these sizes: handles, each with its size. All of it, or none."""
@@ -118,7 +104,7 @@ class CudaPages:
         return found
 
     def _create(self, nbytes: int) -> Any:
-        while self._free and self.used_bytes + self.kept_bytes + nbytes > self.limit_bytes:
+        while self._free and self.used_bytes + self.kept_bytes + nbytes > self._limit_bytes:
             check(self._cu.cuMemRelease(self._kept(min(self._free))), "releasing memory of weights")
         status, handle = self._cu.cuMemCreate(nbytes, self._about, 0)
         if int(status) and self.kept_bytes:
@@ -164,28 +150,24 @@ class CudaWeights(WeightRange):
         self._block_bytes = -(-max(map_bytes, 1) // self.chunk_bytes) * self.chunk_bytes
         self.held_bytes = max(grain, -(-layout.nbytes // grain) * grain)
         self._mapped: list[tuple[Any, int]] = []  # handles and sizes of blocks
-        self._begun_bytes = 0  # copied by `begin`, and not reported yet
         self._pinned = PinnedBlock(device, 8 * self.chunks)
         self.words = self._pinned.host[: 8 * self.chunks].view(np.uint64)
         self.words[:] = 0
         self.address = 0
         try:
             self.address = int(check(cu.cuMemAddressReserve(self.held_bytes, 0, 0, 0), "reserving addresses"))
-            with self._taken(self._sizes()) as blocks:
+            with self._taken() as blocks:
                 while blocks:
                     self._map_next(blocks)
         except BaseException:
             self.free()
             raise
 
-    def _sizes(self) -> list[int]:
-        """The bytes of each block."""
-        return [min(self._block_bytes, self.held_bytes - at) for at in range(0, self.held_bytes, self._block_bytes)]
-
     @contextlib.contextmanager
-    def _taken(self, sizes: Sequence[int]) -> Iterator[list[tuple[Any, int]]]:
-        """Memory for blocks, which the caller maps one after the other; memory that is left is given back."""
-        blocks = self._pages.take_all(sizes)
+    def _taken(self) -> Iterator[list[tuple[Any, int]]]:
+        """Memory for all blocks, which the caller maps one after the other; memory that is left is given back."""
+        firsts = range(0, self.held_bytes, self._block_bytes)
+        blocks = self._pages.take_all([min(self._block_bytes, self.held_bytes - first) for first in firsts])
         try:
             yield blocks
         finally:
@@ -201,52 +183,23 @@ class CudaWeights(WeightRange):
     def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> CudaArray:
         return CudaArray.over(self._device, self.address + offset, shape, dtype)
 
-    def begin(self, source: Bytes, limit_bytes: int) -> None:
-        if not self._mapped:
-            self._begin(source, self._block_bytes, limit_bytes)
-
-    def _begin(self, source: Bytes, nbytes: int, limit_bytes: int) -> None:
-        """Copies the first bytes of the first block, if there is memory for it at once."""
-        self._device.activate()
-        size = self._sizes()[0]
-        handle = self._pages.at_hand(size, limit_bytes)
-        if handle is None:
-            return
-        blocks = [(handle, size)]
-        try:
-            self._map_next(blocks)
-        finally:
-            for handle, size in blocks:
-                self._pages.give(handle, size)
-        self._begun_bytes = min(nbytes, size)
-        self._copy(int(source.ctypes.data), 0, min(self._begun_bytes, self.layout.nbytes))
-
     def bring(self, source: Bytes) -> None:
         cu, stream = driver(), self._stream.handle
         self._device.activate()
         words, host = int(self.words.ctypes.data), int(source.ctypes.data)
-        try:
-            if not self._mapped:
-                # to create the other memory takes about as long as this copy
-                self._begin(source, self.chunk_bytes, self._pages.limit_bytes)
-            # All memory before the first report: then segments run with these weights, and they cannot be unmapped.
-            with self._taken(self._sizes()[len(self._mapped) :]) as blocks:
+        # All memory first: once a chunk is reported, segments that use it may run, and it can no longer be unmapped.
+        with self._taken() as blocks:
+            try:
                 for k, first in enumerate(range(0, self.held_bytes, self.chunk_bytes)):
-                    if first == len(self._mapped) * self._block_bytes:
+                    if first % self._block_bytes == 0:
                         self._map_next(blocks)
-                    if first >= self._begun_bytes:
-                        self._copy(host, first, min(first + self.chunk_bytes, self.layout.nbytes))
+                    self._copy(host, first, min(first + self.chunk_bytes, self.layout.nbytes))
                     check(cu.cuStreamWriteValue64(stream, words + 8 * k, 1, 0), "reporting a copy of weights")
-        except PaellaError:
-            self.withdraw()
-            raise
-        self._begun_bytes = 0
+            except PaellaError:
+                self._device.synchronize()
+                self.evict()
+                raise
         self.there = True
-
-    def withdraw(self) -> None:
-        if self._mapped:
-            self._device.synchronize()
-            self.evict()
 
     def _copy(self, host: int, first: int, end: int) -> None:
         for at in range(first, end, COPY_BYTES):
@@ -268,7 +221,6 @@ class CudaWeights(WeightRange):
         for handle, nbytes in self._mapped:
             self._pages.give(handle, nbytes)
         self._mapped.clear()
-        self._begun_bytes = 0
         self.there = False
 
     def wait(self) -> None:

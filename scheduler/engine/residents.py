@@ -62,24 +62,12 @@ class Residents:
         manage(state, budget_bytes)
 
     def start(self, ring: Callable[[], None]) -> None:
-        self.mover = Mover(self.state, self, ring)
+        self.mover = Mover(self.state, self._bring, self._evict, ring)
         self.budget.why_stuck = lambda: str(self.mover.last_stuck)
 
     # -- called by the mover
 
-    def begin(self, row: int) -> None:
-        loaded = self._rows[row]
-        assert loaded.range is not None
-        if not loaded.range.there and self.store.where(loaded.model.name) == "host":
-            limit_bytes = int(self.state.residency["budget_bytes"][0])
-            loaded.range.begin(self.store.take(loaded.model.name), limit_bytes)
-
-    def withdraw(self, row: int) -> None:
-        loaded = self._rows[row]
-        assert loaded.range is not None
-        loaded.range.withdraw()
-
-    def bring(self, row: int) -> None:
+    def _bring(self, row: int) -> None:
         loaded = self._rows[row]
         assert loaded.range is not None
         name = loaded.model.name
@@ -115,7 +103,7 @@ class Residents:
                 ns = 1.0 / float(self.state.tuning["file_gbps"][0]) if slow else 0.0
                 self.state.weights["ns_per_byte"][row] = ns
 
-    def evict(self, row: int) -> None:
+    def _evict(self, row: int) -> None:
         loaded = self._rows[row]
         assert loaded.range is not None
         try:

@@ -67,16 +67,6 @@ class WeightRange(ABC):
         `source` must not change until then.
         """
 
-    def begin(self, source: Bytes, limit_bytes: int) -> None:
-        """Starts copying the first weights, if all weights on the GPU then stay within this limit although others have
-        not left yet. `bring` or `withdraw` must follow; until then none of these weights is reported.
-        """
-        return
-
-    def withdraw(self) -> None:
-        """Takes back what `begin` or a `bring` that failed has mapped."""
-        return
-
     @abstractmethod
     def evict(self) -> None:
         """Unmaps the memory. No running work may use it."""
