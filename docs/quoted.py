@@ -153,6 +153,14 @@ def model_loads() -> str:
     return paper_report.table(["model", "caches", "before, s", "now, s", "longest parts, s"], rows)
 
 
+def load_ratio(caches: str) -> float:
+    """The time to load all models ÷ that of the version before the rooms."""
+    total = {"this": 0.0, "base": 0.0}
+    for each in stored("model_loading")["medians"]:
+        total[each["tree"]] += each["s"] if each["caches"] == caches else 0.0
+    return total["this"] / total["base"]
+
+
 def gap_us(when: str) -> float:
     """Between two kernels of a graph, before and after kernels on a second stream."""
     return float(stored("kernel_gaps")["cases"]["and 7 on another"][when]) / 1e3
@@ -201,7 +209,10 @@ FIGURES: dict[str, Callable[[], str]] = {
     "training.requests": lambda: str(quoted_beside.requests()[1]),
     "load.hrrn-windows": lambda: f"{load('hrrn, batches, windows'):.1f}",
     "load.batcher": lambda: f"{load('dynamic batcher'):.1f}",
+    "loads.empty": lambda: f"{load_ratio('empty'):.2f}",
+    "loads.filled": lambda: f"{load_ratio('filled'):.2f}",
     "gate.added": lambda: f"{stored('gate_cost')['added_ns'][0]:.0f}",
+    "gate.launch": lambda: f"{np.median(stored('gate_cost')['launches']['straight_ns']) / 1e3:.1f}",
     "gate.speed": lambda: f"{100 * gate_speed()['gated_speed']:.0f}",
     "gate.speed-low": lambda: f"{100 * gate_speed()['gated_speed_95'][0]:.0f}",
     "gate.speed-high": lambda: f"{100 * gate_speed()['gated_speed_95'][1]:.0f}",
