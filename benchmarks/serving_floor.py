@@ -41,6 +41,7 @@ from paellapy.serving.bench.run import run_bench
 
 SMALL, LARGE = 64, 75_264  # floats; the larger is an image of 3 x 224 x 224 as FP16, 301 KB as FP32
 SIZES = {"small": SMALL, "large": LARGE}
+SLOW = 4  # a load of megabytes of JSON takes this many times as long, for enough answers
 
 
 def models() -> list[Any]:
@@ -213,9 +214,14 @@ class Plan:
     within_s: float = 0.0
 
 
+def times_as_long(model: str, binary: bool) -> int:
+    return SLOW if model == "large" and not binary else 1
+
+
 def measure(plan: Plan) -> tuple[Runs, float]:
-    """And the seconds of each load."""
+    """And the seconds of each load, but for the slow ones."""
     began, wanted = time.monotonic(), cases(large_json=plan.checkout is not None)
+    weight = sum(times_as_long(model, binary) for model, binary, _ in wanted.values())
     runs: Runs = {label: {kind: [] for kind in plan.kinds} for label in wanted}
     servers: dict[str, Running] = {}
     seconds = WARM_S if plan.within_s else plan.seconds
@@ -227,7 +233,8 @@ def measure(plan: Plan) -> tuple[Runs, float]:
         for k in range(plan.rounds + 1):  # the first round warms up
             round_began = time.monotonic()
             for label, (model, binary, clients) in wanted.items():
-                load = Load((model,), concurrency=clients, binary=binary, duration_s=seconds, warmup_s=seconds * WARMUP)
+                long_s = seconds * times_as_long(model, binary)
+                load = Load((model,), concurrency=clients, binary=binary, duration_s=long_s, warmup_s=long_s * WARMUP)
                 for kind in plan.kinds[:: 1 if k % 2 else -1]:  # none is always behind the same other one
                     if k:
                         runs[label][kind].append(one_run(servers[kind], load))
@@ -236,7 +243,7 @@ def measure(plan: Plan) -> tuple[Runs, float]:
             print(f"round {k} of {plan.rounds}: {seconds:.2f} s a load", flush=True)
             if plan.within_s and not k:
                 left_s, warm_s = plan.within_s - (time.monotonic() - began), time.monotonic() - round_began
-                seconds = load_seconds(left_s, warm_s, len(wanted) * len(servers), plan.rounds)
+                seconds = load_seconds(left_s, warm_s, weight * len(servers), plan.rounds)
     finally:
         for each in servers.values():
             each.process.terminate()
