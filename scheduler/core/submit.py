@@ -210,7 +210,7 @@ def was_on_gpu(s: State, row: int) -> bool:
 def fail_all(s: State, now: int) -> None:
     """Ends every request after the GPU is lost; nothing is launched again."""
     core = s.core[0]
-    core.mode, core.lost_ns = FAIL_MODE, max(now, 1)
+    core.mode, core.lost_ns, core.suspects = FAIL_MODE, max(now, 1), core.outside
     for row in range(s.request.shape[0]):
         core.suspects += was_on_gpu(s, row)
     for lane in range(s.lane.shape[0]):

@@ -60,7 +60,8 @@ CORE = np.dtype(
         # current state
         ("mode", "i8"),  # RUN_MODE …
         ("error", "i8"),  # the backend's latest error
-        ("suspects", "i8"),  # requests that were on the GPU when it was lost
+        ("outside", "i8"),  # loads, turns and code of jobs that may be on the GPU, and that the core did not launch
+        ("suspects", "i8"),  # requests, and work from outside, that were on the GPU when it was lost
         ("lost_ns", "i8"),  # when it was lost; 0: it is there
         ("sequence", "i8"),  # number of the next request
         ("live", "i8"),  # requests accepted and not completed

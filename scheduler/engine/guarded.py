@@ -110,6 +110,7 @@ class Guarded(Requester):
         The core would notice the failure only at its next launch, when other work is on the GPU.
         """
         self._outside.append(whose)
+        self.state.core["outside"][0] = len(self._outside)
         try:
             yield
         except Exception as e:
@@ -121,6 +122,8 @@ class Guarded(Requester):
             raise self._failed_error() from e
         finally:
             self._outside.remove(whose)
+            if self._failure is None:  # the core may not have met the failure yet
+                self.state.core["outside"][0] = len(self._outside)
 
     def _on_gpu(self) -> str:
         """The names of models, jobs and turns whose work is launched and not done: one of them caused the GPU's fault.

@@ -288,6 +288,17 @@ def test_what_has_ended_when_the_failure_is_noticed_is_not_suspected() -> None:
     assert bench.state.core["suspects"][0] == 1
 
 
+def test_work_from_outside_is_suspected_beside_requests() -> None:
+    """Such as a load: a request is not to blame because it was the only one."""
+    bench = Bench([profile()])
+    bench.submit()
+    bench.step()
+    bench.state.core["outside"][0] = 1
+    bench.tell(codes.FAIL, tag=719)
+    bench.step()
+    assert bench.state.core["suspects"][0] == 2
+
+
 def test_models_come_and_go_while_others_run() -> None:
     bench = Bench([profile(lanes=2), profile("b", lanes=2)])
     first = [bench.submit(0), bench.submit(0), bench.submit(0)]
