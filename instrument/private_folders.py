@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import grp
 import os
+import pwd
 import stat
 import warnings
 from collections.abc import Iterator
@@ -39,25 +41,42 @@ def weak_place(folder: Path) -> Path | None:
     """
     for place in _places(folder):
         try:
-            found = place.stat()
+            found, link_uid = place.stat(), place.lstat().st_uid
         except OSError:
             continue
         above = place not in (folder, folder.resolve())
         owners = {os.getuid(), 0, *([_unmapped()] if above else [])}
-        if found.st_uid not in owners:
+        if found.st_uid not in owners or link_uid not in owners:  # the owner of a link can let it lead elsewhere
             return place
-        if _others_write(found) and not (above and found.st_mode & stat.S_ISVTX):
+        if _others_write(place, found) and not (above and found.st_mode & stat.S_ISVTX):
             return place
     return None
 
 
-def _others_write(found: os.stat_result) -> bool:
-    """A group that is this process's own, as each user has one on many systems, is not counted, nor is root's. In a pod
-    of Kubernetes, volumes belong to one of its further groups.
-    """
-    own = {os.getgid(), 0, *(os.getgroups() if "KUBERNETES_SERVICE_HOST" in os.environ else ())}
-    group = found.st_mode & stat.S_IWGRP and found.st_gid not in own
+def _others_write(place: Path, found: os.stat_result) -> bool:
+    """Where there is an access list, its entries for other users show as rights of the group."""
+    group = found.st_mode & stat.S_IWGRP and (found.st_gid not in _own_groups() or _has_list(place))
     return bool(found.st_mode & stat.S_IWOTH or group)
+
+
+def _own_groups() -> set[int]:
+    """Groups without other users: root's, and this user's own, as each user has one on many systems. In a pod of
+    Kubernetes, volumes belong to one of its further groups.
+    """
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+        return {0, os.getgid(), *os.getgroups()}
+    try:
+        own = grp.getgrgid(os.getgid()).gr_name == pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # a container that knows neither
+        own = True
+    return {0, os.getgid()} if own else {0}
+
+
+def _has_list(place: Path) -> bool:
+    try:
+        return bool(os.getxattr(place, "system.posix_acl_access"))
+    except OSError:
+        return False
 
 
 def _places(folder: Path) -> Iterator[Path]:
@@ -66,8 +85,16 @@ def _places(folder: Path) -> Iterator[Path]:
     In a pod of Kubernetes, only the folder: volumes are open to all users there, and the pod is the only user of most.
     """
     yield folder
-    if "KUBERNETES_SERVICE_HOST" not in os.environ:
-        yield from dict.fromkeys((*folder.absolute().parents, folder.resolve(), *folder.resolve().parents))
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+        return
+    found, paths = {folder}, [folder.absolute(), folder.resolve()]
+    while paths:
+        path = paths.pop()
+        for place in [each for each in (path, *path.parents) if each not in found]:
+            found.add(place)
+            yield place
+            if place.is_symlink():
+                paths.append(Path(os.path.normpath(place.parent / place.readlink())))
 
 
 @cache

@@ -105,6 +105,37 @@ def test_the_folder_behind_a_link_counts(folder: Path, tmp_path: Path) -> None:
     assert weak_place(tmp_path / "link") == folder.parent
 
 
+def test_links_of_another_user_are_not_trusted(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one in the middle: its owner can let it lead to a folder of theirs later."""
+    (tmp_path / "middle").symlink_to(folder)
+    (tmp_path / "link").symlink_to(tmp_path / "middle")
+    assert weak_place(tmp_path / "link" / "code") is None
+    real = Path.lstat
+
+    def lstat(self: Path) -> Any:
+        return SimpleNamespace(st_uid=OTHER) if self == tmp_path / "middle" else real(self)
+
+    monkeypatch.setattr(Path, "lstat", lstat)
+    assert weak_place(tmp_path / "link" / "code") == tmp_path / "middle"
+
+
+def test_a_group_with_other_users_may_not_write(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.chmod(0o775)
+    monkeypatch.setattr(os, "getgid", lambda: OTHER)
+    owned(monkeypatch, folder, gid=OTHER)
+    for name, trust in (("me", True), ("users", False)):
+        monkeypatch.setattr(private_folders.grp, "getgrgid", lambda gid, name=name: SimpleNamespace(gr_name=name))
+        monkeypatch.setattr(private_folders.pwd, "getpwuid", lambda uid: SimpleNamespace(pw_name="me"))
+        assert (weak_place(folder) is None) == trust
+
+
+def test_an_access_list_may_let_others_write(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getxattr", lambda place, name: b"list")
+    assert weak_place(folder) is None
+    folder.chmod(0o775)
+    assert weak_place(folder) == folder
+
+
 def test_the_warning_names_the_variable_and_comes_once(folder: Path) -> None:
     folder.chmod(0o777)
     with pytest.warns(UserWarning, match=r"can be written by other users.*chmod go-w.*SOME_DIR"):
