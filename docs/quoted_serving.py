@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import paper_report
-from result_files import stored
+from result_files import RESULTS, stored
 
 _SERVERS = {"engine": "engine, no HTTP", "one": "one process", "1": "1 worker"}
 
@@ -41,5 +42,29 @@ def http_us() -> list[float]:
     return [1e3 * (found["one"][m]["p50"] - found["engine"][m]["p50"]) for m in ("mlp", "cnn", "transformer")]
 
 
+def against() -> str:
+    """Servers of this version beside those of an earlier one: ratios of requests a second and of CPU time."""
+    found = stored("serving_floor_against")["now ÷ before"]
+    kinds = list(next(iter(found.values())))
+
+    def cell(ratios: dict[str, Any]) -> str:
+        rounds = ratios["rounds_per_s"]
+        return f"{ratios['per_s']:.2f} ({min(rounds):.2f}–{max(rounds):.2f}) / {ratios['cpu']:.2f}"
+
+    rows = [[label, *(cell(by_kind[kind]) for kind in kinds)] for label, by_kind in found.items()]
+    return paper_report.table(["", *(_SERVERS.get(kind, f"{kind} workers") for kind in kinds)], rows)
+
+
+def against_on() -> str:
+    found = stored("serving_floor_against")
+    on = json.loads((RESULTS / "serving_floor_against.json").read_text())["on"]
+    rows = [
+        ["processor, cores", f"{on['cpu']}, {found['cores']}"],
+        ["commits: now, before", f"{on['commit']}, {found['before']}"],
+        ["rounds, seconds of each load", f"{found['rounds']}, {found['seconds']:.1f}"],
+    ]
+    return paper_report.table(["", ""], rows)
+
+
 def tables() -> dict[str, str]:
-    return {"serving-demo": demo()}
+    return {"serving-demo": demo(), "serving-against": against(), "serving-against-on": against_on()}
