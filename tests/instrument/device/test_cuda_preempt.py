@@ -47,7 +47,8 @@ def test_the_fields_of_preemption_leave_the_rest_of_a_descriptor_alone():
 
 
 def test_a_driver_that_cannot_preempt_can_be_opened(monkeypatch):
-    old = SimpleNamespace(cuLaunchKernel=SimpleNamespace(), cuStreamIsCapturing=SimpleNamespace())
+    had = ("cuLaunchKernel", "cuStreamIsCapturing", "cuGraphGetNodes", "cuGraphDestroyNode")
+    old = SimpleNamespace(**{name: SimpleNamespace() for name in had})
     monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: old)
     assert driver.library.__wrapped__() is old
 
