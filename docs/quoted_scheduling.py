@@ -81,8 +81,23 @@ def core() -> str:
     return table(["figure", "range over policies", "aim"], rows)
 
 
+def core_before() -> str:
+    """The time of a decision ÷ that of the version before the rooms, in the same run on each processor."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for file, processor in (("core_speed_neoverse_n1", "Neoverse N1"), ("core_speed_xeon", "Xeon")):
+        now, runs = stored(file)["decision"], [run["decision"] for run in stored(file)["base"]["runs"]]
+        for k, each in enumerate(now):
+            before = sum(run[k]["ns_per_decision_median"] for run in runs) / len(runs)
+            by = found.setdefault(each["policy"], {})
+            by.setdefault(processor, []).append(each["ns_per_decision_median"] / before)
+    rows = [[f"`{policy}`", *(f"{np.median(r):.2f} ({min(r):.2f}–{max(r):.2f})" for r in by.values())]
+            for policy, by in found.items()]  # fmt: skip
+    return table(["policy", *next(iter(found.values()))], [["aim", "≤ 1.1", "≤ 1.1"], *rows])
+
+
 def tables() -> dict[str, str]:
     return {
+        "core-before": core_before(),
         "engine": engine(), "queues": queues(), "beside-long": beside_long(), "flood": flood(), "windows": windows(),
         "window-starts": starts(), "core": core(),
     }  # fmt: skip
