@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import grp
 import os
 import pwd
@@ -93,7 +94,7 @@ def _places(folder: Path) -> Iterator[Path]:
         for place in [each for each in (path, *path.parents) if each not in found]:
             found.add(place)
             yield place
-            if place.is_symlink():
+            with contextlib.suppress(OSError):  # it is no link, or cannot be read
                 paths.append(Path(os.path.normpath(place.parent / place.readlink())))
 
 

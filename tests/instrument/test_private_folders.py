@@ -119,6 +119,15 @@ def test_links_of_another_user_are_not_trusted(folder: Path, tmp_path: Path, mon
     assert weak_place(tmp_path / "link" / "code") == tmp_path / "middle"
 
 
+def test_a_folder_that_cannot_be_looked_at_is_passed_over(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise PermissionError
+
+    for name in ("stat", "lstat", "readlink"):
+        monkeypatch.setattr(Path, name, refuse)
+    assert weak_place(folder) is None
+
+
 def test_a_group_with_other_users_may_not_write(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.chmod(0o775)
     monkeypatch.setattr(os, "getgid", lambda: OTHER)
