@@ -153,7 +153,7 @@ class SegmentGraph:
 @contextmanager
 def segment_graph(graph: CapturedGraph, first: int, end: int, word: int) -> Iterator[SegmentGraph]:
     """The graph of a segment, which exists while it is instantiated."""
-    with _cloned(graph.handle, _handles(graph)) as (clone, nodes):
+    with _cloned(graph.handle, handles_of(graph)) as (clone, nodes):
         _keep(nodes, first, end)
         yield _ended(clone, nodes, graph, word)
 
@@ -161,7 +161,7 @@ def segment_graph(graph: CapturedGraph, first: int, end: int, word: int) -> Iter
 @contextmanager
 def ended_graph(graph: CapturedGraph, word: int) -> Iterator[SegmentGraph]:
     """The captured graph itself, without a clone, which ends by writing the word while it is instantiated."""
-    made = _ended(graph.handle, _handles(graph), graph, word)
+    made = _ended(graph.handle, handles_of(graph), graph, word)
     try:
         yield made
     finally:
@@ -188,7 +188,7 @@ def segment_graphs(
     A clone is halved until it has one segment left. So every node is found and removed once per halving instead of once
     per segment: a quarter of the calls for 20 segments.
     """
-    with _cloned(graph.handle, _handles(graph)) as (clone, nodes):
+    with _cloned(graph.handle, handles_of(graph)) as (clone, nodes):
         yield from _halved(clone, nodes, graph, list(zip(bounds, words, strict=True)))
 
 
@@ -209,7 +209,8 @@ def _halved(
     yield from _halved(handle, nodes, graph, segments[middle:])
 
 
-def _handles(graph: CapturedGraph) -> dict[int, int]:
+def handles_of(graph: CapturedGraph) -> dict[int, int]:
+    """The handles of a graph's nodes by their places."""
     return {i: int(node) for i, node in enumerate(graph.nodes)}
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.device.driver import check, driver
-from paellapy.scheduler.backends.cuda_graphs import CapturedGraph, add_edges, clones_of, instantiate
+from paellapy.scheduler.backends.cuda_graphs import CapturedGraph, add_edges, clones_of, handles_of, instantiate
 from paellapy.scheduler.backends.launches import Launches
 
 _RUNS = 3  # runs before the spread is checked, where nothing else runs on the GPU
@@ -36,7 +36,7 @@ def node_times_ns(graph: CapturedGraph, kernels: Sequence[bool], stream: int) ->
     events = [check(cu.cuEventCreate(0), "creating an event") for _ in range(n + 1)]
     executables = []
     try:
-        found = clones_of(graph.handle, clone, {k: int(node) for k, node in enumerate(graph.nodes)})
+        found = clones_of(graph.handle, clone, handles_of(graph))
         nodes = [cu.CUgraphNode(found[k]) for k in range(n)]
         plain = instantiate(clone)
         executables.append(plain)
