@@ -110,7 +110,7 @@ class Guarded(Requester):
         The core would notice the failure only at its next launch, when other work is on the GPU.
         """
         self._outside.append(whose)
-        self.state.core["outside"][0] = len(self._outside)
+        self.count_outside()
         try:
             yield
         except Exception as e:
@@ -122,8 +122,12 @@ class Guarded(Requester):
             raise self._failed_error() from e
         finally:
             self._outside.remove(whose)
-            if self._failure is None:  # the core may not have met the failure yet
-                self.state.core["outside"][0] = len(self._outside)
+            self.count_outside()
+
+    def count_outside(self) -> None:
+        """Tells the core of work on the GPU that it did not launch; not after a failure, which it may meet later."""
+        if self._failure is None:
+            self.state.core["outside"][0] = len(self._outside) + self._turns.astray
 
     def _on_gpu(self) -> str:
         """The names of models, jobs and turns whose work is launched and not done: one of them caused the GPU's fault.

@@ -98,6 +98,14 @@ class Turns:
         """Names of turns that their owners have: also of those that were taken back while their code went on."""
         return [turn.name for turn in list(self._held)]
 
+    @property
+    def astray(self) -> int:
+        """The number of turns that were taken back while their code went on."""
+        return sum(turn.over for turn in list(self._held))
+
+    def count_astray(self) -> None:
+        self._host.count_outside()
+
     def outside(self, name: str) -> contextlib.AbstractContextManager[None]:
         return self._host.outside(f"turn {name!r}")
 
@@ -307,6 +315,7 @@ class Turn:
         with self._taking:
             if not self.over:
                 self.over = True
+                self._turns.count_astray()
                 self._lane.words[0] = 1
                 self._engine._front.nudge()
 

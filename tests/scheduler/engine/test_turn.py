@@ -49,9 +49,11 @@ def test_a_turn_that_hangs_is_taken_back_and_given_anew():
         with engine.turn("script", give_back_ms=5) as turn:
             ask(engine)  # one job at a time: it ends by the turn being over
             assert turn.over
+            assert engine.state.core["outside"][0] == 1  # its code may still use the GPU
             assert turn.give_way()
             assert not turn.over
             assert not turn.give_way()
+        assert engine.state.core["outside"][0] == 0
         ask(engine)
 
 
