@@ -49,7 +49,10 @@ def refresh(s: State, n: int, now: int) -> None:
             if core.refresh_at >= core.ready:
                 core.refresh_at = 0
             i = core.refresh_at
-        make_ready(s, s.ready[i], rank_lane(s, s.ready[i], now))
+        lane = s.ready[i]
+        rank = rank_lane(s, lane, now)
+        if rank != s.lane[lane].rank:  # most ranks have not changed, and then the lane's place in the heap is right
+            make_ready(s, lane, rank)
 
 
 @part
