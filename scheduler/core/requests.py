@@ -10,7 +10,7 @@ from paellapy.instrument.jit import part
 from paellapy.scheduler.core.atomics import call_asking, store_at
 from paellapy.scheduler.core.codes import DONE_TAIL, NEVER, NONE, OK, UNUSED
 from paellapy.scheduler.core.heaps import heap_remove
-from paellapy.scheduler.core.job import READS_DEFICIT, READS_PARAMS, READS_SEGMENT, READS_WEIGHTS
+from paellapy.scheduler.core.job import READS_DEFICIT, READS_PARAMS, READS_SEGMENT, READS_SHARE, READS_USE, READS_WEIGHTS
 from paellapy.scheduler.core.rings import address
 from paellapy.scheduler.core.shares import flow_of, leave
 from paellapy.scheduler.core.state import State
@@ -98,26 +98,34 @@ def complete(s: State, row: int, status: int, now: int) -> None:
 
 @part
 def fill_job(s: State, k: int, m: int, client: int, now: int) -> None:
-    """Fills scratch row k with the facts about the model and the client."""
+    """Fills scratch row k with the facts about the model and the client. Policies are asked for several jobs at each
+    decision, so facts that need other tables are left out for policies that do not read them.
+    """
     core = s.core[0]
     job = s.job[k]
     model = s.model[m]
+    facts = core.facts
     job.now_ns = now
     job.target_ns = model.target_ns
-    job.share = model.share * s.client[client].share
-    if core.facts & READS_DEFICIT:
+    job.model = m
+    job.client = client
+    job.tenant = client
+    if facts & READS_DEFICIT:
         flow = s.flow[flow_of(s, client), m]
         # A flow without requests would start at the common clock.
-        job.deficit_ns = (core.virtual_ns - flow.virtual_ns) * job.share if flow.live > 0 else 0.0
-    job.client = client
-    job.client_deficit_ns = (core.client_virtual_ns - s.client[client].virtual_ns) * s.client[client].share
-    job.occupancy = s.gpu[0].occupancy
-    job.used_ns = model.used_ns
-    if core.facts & READS_WEIGHTS:
+        job.deficit_ns = (
+            (core.virtual_ns - flow.virtual_ns) * model.share * s.client[client].share if flow.live > 0 else 0.0
+        )
+    if facts & READS_SHARE:
+        share = s.client[client].share
+        job.share = model.share * share
+        job.client_deficit_ns = (core.client_virtual_ns - s.client[client].virtual_ns) * share
+    if facts & READS_USE:
+        job.occupancy = s.gpu[0].occupancy
+        job.used_ns = model.used_ns
+    if facts & READS_WEIGHTS:
         job.missing_bytes, job.ready_ns = missing_bytes(s, m), ready_ns(s, m, 0, 0, now)
-    job.model = m
-    job.tenant = client
-    if core.facts & READS_PARAMS:
+    if facts & READS_PARAMS:
         p = job.params
         p.p0, p.p1, p.p2, p.p3 = s.param[m, 0], s.param[m, 1], s.param[m, 2], s.param[m, 3]
         p.p4, p.p5, p.p6, p.p7 = s.param[m, 4], s.param[m, 5], s.param[m, 6], s.param[m, 7]

@@ -13,8 +13,10 @@ from paellapy.scheduler.core.job import (
     READS_DEFICIT,
     READS_PARAMS,
     READS_SEGMENT,
+    READS_SHARE,
     READS_SHARES,
     READS_TOP,
+    READS_USE,
     READS_WEIGHTS,
 )
 from paellapy.scheduler.policies.code import fields_read, forbidden, outside, steps, text_in
@@ -32,6 +34,10 @@ _FACTS = {
     "missing_bytes": READS_WEIGHTS,
     "ready_ns": READS_WEIGHTS,
     "deficit_ns": READS_DEFICIT,
+    "share": READS_SHARE,
+    "client_deficit_ns": READS_SHARE,
+    "occupancy": READS_USE,
+    "used_ns": READS_USE,
 }
 
 _OF_CLIENT = {"client", "tenant", "share", "deficit_ns", "client_deficit_ns", "client_start_ns"}
