@@ -111,7 +111,8 @@ class Block:
         name, parts, given = s.opcode.split(".")[0], s.opcode.split("."), arguments(s)
         if name == "setp":
             first, second = self._value(t, given[1]), self._value(t, given[2])
-            t.registers[given[0]] = int(_COMPARES[parts[1]](first, second))
+            found = int(_COMPARES[parts[1]](first, second))
+            t.registers[given[0]] = found & self._value(t, given[3]) if parts[2] == "and" else found
         elif name in _COMPUTES:
             wide = "wide" in parts or parts[-1][1:] == "64"
             result = _COMPUTES[name](*(self._value(t, g) for g in given[1:]))

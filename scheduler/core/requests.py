@@ -10,7 +10,14 @@ from paellapy.instrument.jit import part
 from paellapy.scheduler.core.atomics import call_asking, store_at
 from paellapy.scheduler.core.codes import DONE_TAIL, NEVER, NONE, OK, UNUSED
 from paellapy.scheduler.core.heaps import heap_remove
-from paellapy.scheduler.core.job import READS_DEFICIT, READS_PARAMS, READS_SEGMENT, READS_SHARE, READS_USE, READS_WEIGHTS
+from paellapy.scheduler.core.job import (
+    READS_DEFICIT,
+    READS_PARAMS,
+    READS_SEGMENT,
+    READS_SHARE,
+    READS_USE,
+    READS_WEIGHTS,
+)
 from paellapy.scheduler.core.rings import address
 from paellapy.scheduler.core.shares import flow_of, leave
 from paellapy.scheduler.core.state import State
