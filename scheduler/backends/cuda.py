@@ -272,7 +272,7 @@ class CudaBackend(Backend):
             self._hogs = None
         self._weight_stream = None
         if self._pages is not None:
-            self._pages.trim()
+            self._pages.close()
         self._closed = True
         self._close_windows()
 

@@ -3,7 +3,8 @@
 An address range is reserved once, and graphs contain addresses in it. Physical memory is created, mapped and opened
 in blocks as weights arrive, each block just before its copies: creating 64 MiB takes a tenth of the time of copying
 them. A block has several chunks. Behind each chunk's copy the stream writes a word, so the core learns of it without
-the interpreter.
+the interpreter. The first chunk does not wait for its block: it is copied to a landing place, and from there, within
+the GPU, to its addresses.
 """
 
 from __future__ import annotations
@@ -67,6 +68,28 @@ class CudaPages:
         self._limit_bytes = limit_bytes
         self.kept_bytes = 0  # freed but not released to the GPU
         self.used_bytes = 0
+        self._landing = (0, 0)  # address, bytes
+
+    def landing(self, nbytes: int) -> int:
+        """The address of memory to which the first chunk of any weights is copied, while their own is taken."""
+        with self._lock:
+            if self._landing[1] < nbytes:
+                made = self._device.allocate(nbytes)
+                self._free_landing()
+                self._landing = made, nbytes
+            return self._landing[0]
+
+    def _free_landing(self) -> None:
+        at, _ = self._landing
+        self._landing = (0, 0)
+        if at:
+            self._device.free(at)
+
+    def close(self) -> None:
+        """Releases all memory that no weights use."""
+        self.trim()
+        with self._lock:
+            self._free_landing()
 
     def open(self, address: int, nbytes: int, handle: Any) -> None:
         """Maps the memory of this handle behind these addresses, with the bytes it has."""
@@ -148,6 +171,7 @@ class CudaWeights(WeightRange):
         chunk_bytes, map_bytes = sizes
         self.chunk_bytes = -(-chunk_bytes // grain) * grain
         self._block_bytes = -(-max(map_bytes, 1) // self.chunk_bytes) * self.chunk_bytes
+        pages.landing(self.chunk_bytes)  # taken now, so that no weights have to wait for it later
         self.held_bytes = max(grain, -(-layout.nbytes // grain) * grain)
         self._mapped: list[tuple[Any, int]] = []  # handles and sizes of blocks
         self._pinned = PinnedBlock(device, 8 * self.chunks)
@@ -187,24 +211,32 @@ class CudaWeights(WeightRange):
         cu, stream = driver(), self._stream.handle
         self._device.activate()
         words, host = int(self.words.ctypes.data), int(source.ctypes.data)
-        # All memory first: once a chunk is reported, segments that use it may run, and it can no longer be unmapped.
-        with self._taken() as blocks:
-            try:
+        try:
+            # To take memory and to map a block takes as long as to copy 12 MiB.
+            landing, landed = self._pages.landing(self.chunk_bytes), min(self.chunk_bytes, self.layout.nbytes)
+            self._copy(landing, host, landed)
+            # All memory before the first report: then segments may use a chunk, and it can no longer be unmapped.
+            with self._taken() as blocks:
                 for k, first in enumerate(range(0, self.held_bytes, self.chunk_bytes)):
                     if first % self._block_bytes == 0:
                         self._map_next(blocks)
-                    self._copy(host, first, min(first + self.chunk_bytes, self.layout.nbytes))
+                    if first == 0:
+                        moved = cu.cuMemcpyDtoDAsync(self.address, landing, landed, stream)
+                        check(moved, "moving weights to their addresses")
+                    else:
+                        nbytes = min(self.chunk_bytes, self.layout.nbytes - first)
+                        self._copy(self.address + first, host + first, nbytes)
                     check(cu.cuStreamWriteValue64(stream, words + 8 * k, 1, 0), "reporting a copy of weights")
-            except PaellaError:
-                self._device.synchronize()
-                self.evict()
-                raise
+        except PaellaError:
+            self._device.synchronize()
+            self.evict()
+            raise
         self.there = True
 
-    def _copy(self, host: int, first: int, end: int) -> None:
-        for at in range(first, end, COPY_BYTES):
-            n = min(COPY_BYTES, end - at)
-            copied = driver().cuMemcpyHtoDAsync(self.address + at, host + at, n, self._stream.handle)
+    def _copy(self, address: int, host: int, nbytes: int) -> None:
+        for at in range(0, nbytes, COPY_BYTES):
+            n = min(COPY_BYTES, nbytes - at)
+            copied = driver().cuMemcpyHtoDAsync(address + at, host + at, n, self._stream.handle)
             check(copied, "copying weights to the GPU")
 
     def evict(self) -> None:
@@ -229,7 +261,7 @@ class CudaWeights(WeightRange):
 
     def write(self, source: Bytes, first: int, end: int) -> None:
         self._device.activate()
-        self._copy(int(source.ctypes.data), first, end)
+        self._copy(self.address + first, int(source.ctypes.data) + first, end - first)
         self._stream.synchronize()
 
     def fill(self, byte: int) -> None:

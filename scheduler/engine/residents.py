@@ -72,8 +72,8 @@ class Residents:
         assert loaded.range is not None
         name = loaded.model.name
         source, on_disk = self.store.take(name), self.store.where(name) == "disk"
-        self._note_places()
         loaded.range.bring(source)
+        self._note_places()
         if on_disk:
             self._promoter.want(name)
 

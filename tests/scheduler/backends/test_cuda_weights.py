@@ -70,6 +70,10 @@ class Driver:
         self.calls.append(("copy", address - BASE, nbytes))
         return (0,)
 
+    def cuMemcpyDtoDAsync(self, address, source, nbytes, stream):
+        self.calls.append(("move", address - BASE, nbytes))
+        return (0,)
+
     def cuStreamWriteValue64(self, stream, word, value, flags):
         self.calls.append(("word", word))
         return (0,)
@@ -103,7 +107,10 @@ class Driver:
         return (self.status("cuMemSetAccess"),)
 
 
-DEVICE = SimpleNamespace(activate=lambda: None, synchronize=lambda: None, index=0)
+LANDING = 1 << 38
+DEVICE = SimpleNamespace(
+    activate=lambda: None, synchronize=lambda: None, index=0, allocate=lambda nbytes: LANDING, free=lambda at: None
+)
 
 
 @pytest.fixture
@@ -130,7 +137,8 @@ def test_memory_is_mapped_in_blocks_and_each_chunk_of_a_block_is_reported(cu):
     word = weights.words.ctypes.data
     chunk = [[("copy", 4 * k * MIB, 4 * MIB), ("word", word + 8 * k)] for k in range(5)]
     block = [[("map", 8 * k * MIB, min(8, 20 - 8 * k) * MIB)] for k in range(3)]
-    order = [block[0], chunk[0], chunk[1], block[1], chunk[2], chunk[3], block[2], chunk[4]]
+    landed, chunk[0] = [("copy", LANDING - BASE, 4 * MIB)], [("move", 0, 4 * MIB), ("word", word)]
+    order = [landed, block[0], chunk[0], chunk[1], block[1], chunk[2], chunk[3], block[2], chunk[4]]
     assert cu.calls == [call for part in order for call in part]
     weights.free()
     assert (cu.mapped, pages.used_bytes) == ({}, 0)
@@ -161,7 +169,8 @@ def test_no_weights_come_where_memory_is_short_for_some(cu):
     cu.total = 12 * MIB
     with pytest.raises(MemoryPlanError, match=r"12\.0 MiB free"):
         weights.bring(np.zeros(20 * MIB, np.uint8))
-    assert (cu.calls, cu.mapped, pages.used_bytes, weights.there) == ([], {}, 0, False)
+    assert {name for name, *_ in cu.calls} == {"copy"}, "only to the landing place"
+    assert (cu.mapped, pages.used_bytes, weights.there) == ({}, 0, False)
     cu.total = 20 * MIB
     weights.bring(np.zeros(20 * MIB, np.uint8))
     assert pages.used_bytes == 20 * MIB
