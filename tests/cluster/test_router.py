@@ -91,6 +91,7 @@ def test_errors_are_the_engines_own_or_the_routers(router):
 
 
 def test_the_cluster_has_one_index_and_one_of_everything_else(router):
+    check(ask(router, "POST", INFER, body()))
     assert ask(router, "GET", "/v2/health/ready")[2] == {"ready": True}
     index = {each["name"]: each for each in ask(router, "POST", "/v2/repository/index", b"")[2]}
     assert index["scale"]["state"] == index["only"]["state"] == "READY"
