@@ -84,7 +84,8 @@ def at_the_start(launcher: CudaLauncher) -> CudaLauncher:
     """The `preempt` variant with the decision before the kernel's first instruction."""
     compiled = launcher.compiled
     with mock.patch.object(preempt_pass.Opening, "walk"):
-        return changed(launcher, passes.apply(compiled.original_ptx, compiled.config, compiled.name))
+        ptx = passes.apply(compiled.original_ptx, compiled.config, compiled.name, compiled.unread_params)
+        return changed(launcher, ptx)
 
 
 WATCHING = {"preempt": lambda launcher: launcher, "one flag": one_flag, "at the start": at_the_start}

@@ -523,10 +523,9 @@ class _Library:
 
 
 def _descriptor(parameters: bytes) -> Any:
-    """The descriptor that `scale` gets besides its own parameters, if any."""
-    own = struct.calcsize("<QQfiQQ")
-    found = np.frombuffer(parameters[own : own + DESCRIPTOR.itemsize], DESCRIPTOR)
-    return found[0] if len(found) else None
+    """The descriptor that `scale` gets besides its own parameters, if any: in place of the two that Triton adds."""
+    own = struct.calcsize("<QQfi")
+    return np.frombuffer(parameters, DESCRIPTOR, 1, own)[0] if len(parameters) > own + 2 * 8 else None
 
 
 def _scale(parameters: bytes, first: int, blocks: int) -> None:

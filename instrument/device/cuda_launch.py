@@ -20,7 +20,7 @@ from paellapy.instrument.device.preemption import Blocks, Work
 from paellapy.instrument.device.range_events import EventLayout
 from paellapy.instrument.errors import ArgumentError
 from paellapy.instrument.markers import Ranges, Sites
-from paellapy.instrument.ptx.compiled import Compiled, Source
+from paellapy.instrument.ptx.compiled import TRITON_PARAMS, Compiled, Source
 from paellapy.instrument.ptx.pass_config import PassConfig
 from paellapy.instrument.records import DESCRIPTOR, MAGIC, field_offset
 from paellapy.instrument.triton_errors import out_of_resources
@@ -31,8 +31,9 @@ _DEFAULT_SHARED_LIMIT = 48 * 1024
 _BUFFER_POINTER, _BUFFER_SIZE, _END = 1, 2, 0
 _WORD, _QWORD = struct.Struct("<I"), struct.Struct("<Q")
 _SLICE = struct.Struct("<4I")  # first, grid_x, grid_y, grid_z: adjacent in the descriptor
-_PREEMPT = struct.Struct("<3QI")  # todo, left, flag, epoch: adjacent in the descriptor
-_FIRST, _LAUNCH, _NOTIFY, _TODO = (field_offset(DESCRIPTOR, n) for n in ("first", "launch", "notify", "todo"))
+_FLAG_AND_EPOCH, _LISTS = struct.Struct("<QI"), struct.Struct("<2Q")  # flag, epoch; todo, left: adjacent too
+_FIRST, _LAUNCH, _NOTIFY = (field_offset(DESCRIPTOR, n) for n in ("first", "launch", "notify"))
+_FLAG, _TODO = (field_offset(DESCRIPTOR, n) for n in ("flag", "todo"))
 _RANGE_MASK, _RANGES = (field_offset(DESCRIPTOR, n) for n in ("range_mask", "ranges"))
 
 
@@ -107,18 +108,20 @@ class CudaLauncher(Launcher):
         self._block = (source.threads, 1, 1) if source.threads else None
         self._allow_shared(source.dynamic_shared_bytes)
         self._launch = library().cuLaunchKernel
-        self._pack = struct.Struct(source.param_format).pack_into
-        own = struct.calcsize(source.param_format)
+        unread = compiled.unread_params
+        own_format = source.param_format.removesuffix("Q" * unread)
+        self._pack = struct.Struct(own_format).pack_into
+        own = struct.calcsize(own_format)
         self._descriptor_at = own + -own % 8
         changed = compiled.config.changes_anything
         self._size = self._descriptor_at + DESCRIPTOR.itemsize if changed else own
         # A structure may need more alignment than the place where the GPU keeps parameters has. Then a gap is ahead of
         # the first parameter, as large as only the driver knows, so the driver gets the address of each.
-        offsets = param_offsets(source.param_format) if "s" in source.param_format else []
+        offsets = param_offsets(own_format) if "s" in own_format else []
         self._offsets = [*offsets, self._descriptor_at] if offsets and changed else offsets
         self._free: list[_ParamBuffer] = []  # popped and put back: list operations are atomic, so threads may share it
         self._special = source.cluster > 1 or source.cooperative or source.dependent
-        self._hidden = (0, 0) if source.ttir else ()
+        self._hidden = (0,) * (TRITON_PARAMS - unread if source.ttir else 0)
         self._scratch_per_block = source.scratch_bytes
         self._trace = compiled.config.report == "trace"
         self._ranges = Ranges.in_text(source.ptx) if self._trace else Ranges()
@@ -184,7 +187,7 @@ class CudaLauncher(Launcher):
         hidden = self._hidden
         if self._scratch_per_block:
             scratch = self._allocate_scratch(gx * gy * gz, stream)
-            hidden = (scratch, 0)
+            hidden = (scratch, *self._hidden[1:])
         if self._trace and self._rings is not device.rings:
             self._free, self._rings = [], device.rings
         buffer = self._free.pop() if self._free else self._new_buffer()
@@ -206,7 +209,8 @@ class CudaLauncher(Launcher):
                 _WORD.pack_into(buffer.bytes, self._descriptor_at + _RANGE_MASK, layout.mask)
                 _QWORD.pack_into(buffer.bytes, self._descriptor_at + _RANGES, place)
         if words is not None:
-            _PREEMPT.pack_into(buffer.bytes, self._descriptor_at + _TODO, *words)
+            _LISTS.pack_into(buffer.bytes, self._descriptor_at + _TODO, *words[:2])
+            _FLAG_AND_EPOCH.pack_into(buffer.bytes, self._descriptor_at + _FLAG, *words[2:])
         notification = self._to_be_notified(buffer) if self._notify else None
         if self._sliced:
             gx, gy, gz = count, 1, 1

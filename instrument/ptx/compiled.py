@@ -10,11 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from paellapy.instrument import cache
+from paellapy.instrument.arguments import param_offsets
 from paellapy.instrument.errors import InstrumentError, PtxError
 from paellapy.instrument.ptx import passes
 from paellapy.instrument.ptx.assemble import Assembled, assemble
 from paellapy.instrument.ptx.pass_config import Exits, PassConfig
 from paellapy.instrument.ptx.registers import REGISTER_STEP, blocks_by_registers, most_registers, room_for_all
+
+TRITON_PARAMS = 2  # behind a kernel's own, Triton adds the addresses of scratch memory and of a profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,21 @@ class Source:
                 f"kernel {self.name!r} cannot be preempted: it is launched cooperatively, so all its blocks must run "
                 "at once. Launch it without `preemptible`."
             )
-        return self.assembled(config, _passed(self.ptx, config, self.name))
+        return self.assembled(config, _passed(self.ptx, config, self.name, self.unread_params(config)))
+
+    def unread_params(self, config: PassConfig) -> int:
+        """The number of parameters, of those that Triton adds behind the kernel's own, that give way to our descriptor.
+
+        Most kernels read none of them. Without them the descriptor is nearer to the kernel's own parameters, often on
+        the same line of constant memory.
+        """
+        if not self.ttir or not config.changes_anything or config.pointer_param is not None:
+            return 0
+        count = len(param_offsets(self.param_format))
+        most, unread = TRITON_PARAMS - bool(self.scratch_bytes), 0
+        while unread < most and _mentions(self.ptx, f"{self.name}_param_{count - 1 - unread}") == 1:
+            unread += 1
+        return unread
 
     def assembled(self, config: PassConfig, ptx: str) -> Compiled:
         """The kernel as the passes have left it, in machine code."""
@@ -85,22 +102,26 @@ class Source:
         return ptx, code
 
 
+def _mentions(ptx: str, name: str) -> int:
+    return len(re.findall(rf"(?<![\w$]){re.escape(name)}(?![\w$])", ptx))
+
+
 def _with_most_registers(ptx: str, entry: str, most: int) -> str:
     """The module with a limit of registers for one entry. It is a directive, because `ptxas` (12.9 and 13.4) ignores
     --maxrregcount where PTX fixes the size of a block, as Triton's does."""
     return re.sub(rf"(\.entry\s+{re.escape(entry)}(?![\w$])[^{{]*)\{{", rf"\1.maxnreg {most}\n{{", ptx, count=1)
 
 
-def _passed(ptx: str, config: PassConfig, name: str) -> str:
+def _passed(ptx: str, config: PassConfig, name: str, unread: int) -> str:
     """The result of the passes on a module, kept on disk, since parsing and printing PTX takes as long as compiling it.
     """
     if not config.changes_anything:
         return passes.apply(ptx, config, name)
-    where = cache.digest("passes", config.key(), name, ptx)
+    where = cache.digest("passes", config.key(), name, str(unread), ptx)
     stored = cache.read(where)
     if stored is not None:
         return stored.decode()
-    found = passes.apply(ptx, config, name)
+    found = passes.apply(ptx, config, name, unread)
     cache.write(where, found.encode())
     return found
 
@@ -143,6 +164,11 @@ class Compiled:
     @property
     def cubin(self) -> bytes:
         return self.code.cubin
+
+    @property
+    def unread_params(self) -> int:
+        """The number of Triton's parameters that gave way to the descriptor."""
+        return self.source.unread_params(self.config)
 
     @property
     def registers(self) -> int:

@@ -48,6 +48,10 @@ class Function:
             self.after.insert(0, Token("\n", ")"))
         self.params.append(tokenize("\n\t" + declaration)[0])
 
+    def drop_params(self, count: int) -> None:
+        """Removes the last parameters."""
+        del self.params[len(self.params) - count :]
+
     def directive(self, name: str) -> list[int] | None:
         """The integers after a performance directive such as ".reqntid", or None if it is absent."""
         for i, token in enumerate(self.after):

@@ -21,8 +21,11 @@ from paellapy.instrument.ptx.report_pass import ReportPass
 from paellapy.instrument.ptx.slice_pass import slice_entry
 
 
-def apply(ptx: str, config: PassConfig, entry: str | None = None) -> str:
-    """The module's PTX with the passes applied to one entry (the only one, if not named)."""
+def apply(ptx: str, config: PassConfig, entry: str | None = None, unread: int = 0) -> str:
+    """The module's PTX with the passes applied to one entry (the only one, if not named).
+
+    The descriptor takes the place of the last `unread` parameters.
+    """
     if entry is not None and not config.changes_anything and _is_plain(ptx, entry):
         return ptx
     module = Module.parse(ptx)
@@ -30,6 +33,7 @@ def apply(ptx: str, config: PassConfig, entry: str | None = None) -> str:
     if descriptor_name(function) in function.param_names() or "%paellapy" in str(function):
         raise InstrumentError(f"kernel {function.name!r} is already instrumented: pass the original PTX")
     if config.changes_anything:
+        function.drop_params(unread)
         _edit(module, function, config)
     return str(module)
 

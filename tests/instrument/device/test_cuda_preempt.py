@@ -39,7 +39,8 @@ HEAD = """
 
 def test_the_fields_of_preemption_leave_the_rest_of_a_descriptor_alone():
     raw = bytearray(b"\xff" * DESCRIPTOR.itemsize)
-    cuda_launch._PREEMPT.pack_into(raw, cuda_launch._TODO, 1, 2, 3, 4)
+    cuda_launch._LISTS.pack_into(raw, cuda_launch._TODO, 1, 2)
+    cuda_launch._FLAG_AND_EPOCH.pack_into(raw, cuda_launch._FLAG, 3, 4)
     found = np.frombuffer(bytes(raw), DESCRIPTOR)[0]
     written = {"todo": 1, "left": 2, "flag": 3, "epoch": 4}
     for name in DESCRIPTOR.names:

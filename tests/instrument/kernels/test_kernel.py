@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from paellapy.instrument.kernels.cuda_kernel import CudaKernel
 from paellapy.instrument.kernels.decorator import kernel
 from paellapy.instrument.kernels.triton_kernel import TritonKernel
 from paellapy.instrument.ptx.module import Module
+from paellapy.instrument.ptx.pass_config import PassConfig
 
 SAXPY = """
 extern "C" __global__ void saxpy(float a, const float* x, float* y, int n) {
@@ -133,12 +135,23 @@ def test_cuda_source_needs_a_name_and_a_name_needs_source() -> None:
 def test_a_compiled_kernel_shows_what_was_done_to_it(target: str) -> None:
     compiled = kernel(scale).compile(*TYPES, B=256, target=target)
     before, after = Module.parse(compiled.original_ptx).entry(), Module.parse(compiled.ptx).entry()
-    assert after.param_names() == [*before.param_names(), "scale_paellapy"]
+    assert after.param_names() == [*before.param_names()[:-2], "scale_paellapy"], "Triton's own two give way"
     assert compiled.cubin.startswith(b"\x7fELF")
     assert 0 < compiled.registers < 255
     assert compiled.shared_bytes == 0
     assert compiled.source.arch.startswith(target)
     assert repr(compiled).startswith(f"<scale for {compiled.source.arch}: count, {compiled.registers} registers, 0 B")
+
+
+@pytest.mark.parametrize(("read", "scratch_bytes", "given_up"), [(None, 0, 2), (None, 8, 1), (-2, 0, 1), (-1, 0, 0)])
+def test_parameters_of_triton_that_the_kernel_reads_stay(read: int | None, scratch_bytes: int, given_up: int) -> None:
+    source = kernel(scale).compile(*TYPES, B=256, target="sm_90").source
+    names = Module.parse(source.ptx).entry().param_names()
+    body = source.ptx if read is None else source.ptx.replace("ret;", f"ld.param.u64 %rd1, [{names[read]}];\n\tret;")
+    compiled = replace(source, ptx=body, scratch_bytes=scratch_bytes).build(PassConfig("count"))
+    assert compiled.unread_params == given_up
+    kept = names[: len(names) - given_up]
+    assert Module.parse(compiled.ptx).entry().param_names() == [*kept, "scale_paellapy"]
 
 
 def test_a_variant_can_be_asked_for() -> None:
