@@ -25,6 +25,7 @@ class Flag(ABC):
     def __init__(self) -> None:
         self._epoch = 0  # number of the latest launch
         self._word = 0
+        self._highest = 0  # the highest number that it was ever set to
 
     def next_epoch(self) -> int:
         """The number for the next launch."""
@@ -35,7 +36,7 @@ class Flag(ABC):
 
     def set(self) -> None:
         """Preempts the launches made under this flag so far. Returns at once; blocks see the flag a few µs later."""
-        self._word = self._epoch
+        self._word = self._highest = self._epoch
         self._write(self._word)
 
     def clear(self) -> None:
@@ -46,6 +47,10 @@ class Flag(ABC):
     def catches(self, epoch: int) -> bool:
         """Whether the launch of this number is preempted now."""
         return self._word >= epoch
+
+    def has_caught(self, epoch: int) -> bool:
+        """Whether the launch of this number may have been preempted at any time."""
+        return self._highest >= epoch
 
     @abstractmethod
     def _write(self, word: int) -> None:
