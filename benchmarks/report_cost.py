@@ -28,7 +28,7 @@ import paellapy as pp
 from paellapy.instrument.device.cuda_launch import CudaLauncher
 from paellapy.instrument.device.driver import check, driver
 from paellapy.instrument.ptx import assemble, passes, preempt_pass
-from paellapy.instrument.records import FLAG_COPIES, SM_LINE
+from paellapy.instrument.records import FLAG_COPIES, LEFT_HEAD_BYTES, SM_LINE
 
 FLAGS = ("plain", "plain again", "preempt", "one flag", "at the start")
 VARIANTS = ("plain", "plain again", "count", "trace", "notify", "slice", "preempt", "one flag", "one counter")
@@ -94,7 +94,7 @@ WATCHING = {"preempt": lambda launcher: launcher, "one flag": one_flag, "at the 
 def measure(
     device: Any, work: bench_kernels.Work, variants: Sequence[str], rounds: int, records: int
 ) -> dict[str, Any]:
-    flag, noted = device.flag(), device.array(np.zeros(int(np.prod(work.grid)) // 32 + 1, np.uint32))
+    flag, noted = device.flag(), device.array(np.zeros(LEFT_HEAD_BYTES // 4 + int(np.prod(work.grid)), np.uint32))
 
     def variant(name: str) -> Graph:
         level = name if name in ("count", "notify") else None

@@ -42,7 +42,8 @@ DESCRIPTOR = np.dtype(
         ("grid_z", "<u4"),
         ("launch", "<u4"),
         ("todo", "<u8"),  # slice and preempt: the blocks to run, one word each; null: those from `first` on
-        ("left", "<u8"),  # preempt: a bit for each block of the logical grid, set by those that did not run
+        # preempt: the number of blocks that did not run, then their numbers: a counter, then one word per block
+        ("left", "<u8"),
         ("lines", "<u8"),  # SM_LINE[n_sm]
         ("rings", "<u8"),  # RING_RECORD[n_sm, ring_mask + 1]
         ("ring_mask", "<u4"),
@@ -54,6 +55,7 @@ DESCRIPTOR = np.dtype(
         ("magic", "<u8"),
     ]
 )
+LEFT_HEAD_BYTES = 128  # the counter has its own cache line
 # A flag has several copies, each on its own cache line, and every block reads one of them: all blocks of a short kernel
 # start at once, and the part of L2 that holds a line answers them one after the other.
 FLAG_COPIES = 16  # a power of two

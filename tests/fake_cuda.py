@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from cuda.bindings import driver as real
 
-from paellapy.instrument.records import DESCRIPTOR
+from paellapy.instrument.records import DESCRIPTOR, LEFT_HEAD_BYTES
 
 _ids = itertools.count(1000)
 _OK = real.CUresult.CUDA_SUCCESS
@@ -115,7 +115,7 @@ class FakeCuda:
         descriptor = _descriptor(parameters)
         if descriptor is None or not descriptor["flag"]:
             return [(int(descriptor["first"]) if descriptor is not None else 0, blocks)]
-        flag = ctypes.c_uint32.from_address(int(descriptor["flag"]))
+        flag, left = (ctypes.c_uint32.from_address(int(descriptor[name])) for name in ("flag", "left"))
         ran = []
         for k in range(blocks):
             number = int(descriptor["first"]) + k
@@ -125,7 +125,8 @@ class FakeCuda:
             if flag.value < descriptor["epoch"]:
                 ran.append((number, 1))
                 continue
-            ctypes.c_uint32.from_address(int(descriptor["left"]) + number // 32 * 4).value |= 1 << number % 32
+            ctypes.c_uint32.from_address(int(descriptor["left"]) + LEFT_HEAD_BYTES + 4 * left.value).value = number
+            left.value += 1
         return ran
 
     def _library_graph_launch(self, executable: int, stream: int) -> int:

@@ -26,7 +26,6 @@ _COMPUTES: dict[str, Callable[..., int]] = {
     "and": lambda a, b: a & b,
     "or": lambda a, b: a | b,
     "shl": lambda a, b: a << b,
-    "shr": lambda a, b: a >> b,
     "mul": lambda a, b: a * b,
     "div": lambda a, b: a // b,
     "mad": lambda a, b, c: a * b + c,
@@ -130,8 +129,6 @@ class Block:
             where = self._address(t, given[1])
             t.registers[given[0]] = self.memory[where]
             self.memory[where] += self._value(t, given[2])
-        elif name == "red" and "or" in parts:
-            self.memory[self._address(t, given[0])] |= self._value(t, given[1])
         elif s.opcode == "cp.async.ca.shared.global":
             t.copies.append((self._address(t, given[0]), self._address(t, given[1])))
         elif s.opcode == "cp.async.wait_all":

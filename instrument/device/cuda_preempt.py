@@ -1,8 +1,7 @@
-"""Preemption on a real GPU: flags in device memory, written past all streams, and bits of the blocks that did not run.
+"""Preemption on a real GPU: flags in device memory, written past all streams, and lists of the blocks that did not run.
 
 A flag in host memory would cost every block a round trip over PCIe. In device memory it costs one to L2, and the host
-writes all its copies with one stream operation, on a stream of the highest priority that nothing else uses. Blocks that
-did not run are read as bits and launched again as a list.
+writes all its copies with one stream operation, on a stream of the highest priority that nothing else uses.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from paellapy.instrument.device import cuda_memory
 from paellapy.instrument.device.cuda_memory import MOST_URGENT, CudaArray, CudaEvent, CudaStream
 from paellapy.instrument.device.driver import check, driver, fail, library
 from paellapy.instrument.device.preemption import Blocks, Flag, Run, Work
-from paellapy.instrument.records import FLAG_COPIES, FLAG_COPY_BYTES
+from paellapy.instrument.records import FLAG_COPIES, FLAG_COPY_BYTES, LEFT_HEAD_BYTES
 
 _FLAG_BYTES = FLAG_COPIES * FLAG_COPY_BYTES
 _FLAGS = 256  # flags per allocation
-_LEAST_WORDS = 64  # smallest size of a map or a list
+_LEAST_BLOCKS = 256  # smallest size of a list
 # An operation that writes a word: the driver's CUstreamBatchMemOpParams. The bindings would convert and copy all
 # operations of a flag at every call, one by one in Python.
 _WRITE = np.dtype(
@@ -61,7 +60,7 @@ def _batch() -> Any:
 
 
 class Preemption:
-    """The flags of one GPU, the stream that writes them, and memory for maps and lists of blocks."""
+    """The flags of one GPU, the stream that writes them, and memory for block numbers."""
 
     def __init__(self, device: cuda_memory.Gpu) -> None:
         self.device = device
@@ -69,7 +68,7 @@ class Preemption:
         self._lock = threading.RLock()
         self._slabs: list[CudaArray] = []
         self._flags: list[_Word] = []  # places that no flag uses
-        self._free: dict[int, list[CudaArray]] = {}  # free memory, by its size in bytes
+        self._lists: dict[int, list[CudaArray]] = {}  # free lists, by their size in bytes
 
     def flag(self) -> CudaFlag:
         with self._lock:
@@ -108,32 +107,20 @@ class Preemption:
             check(cu.cuStreamSynchronize(stream), "reading left blocks")
         return target
 
-    def new_map(self, blocks: int, stream: int) -> CudaArray:
-        """A map of at least this many bits, cleared in the order of the stream."""
-        words = -(-blocks // 32)
-        used = self._memory(words)
-        check(driver().cuMemsetD8Async(used.ptr, 0, 4 * words, stream), "clearing a map of blocks")
-        return used
-
-    def new_list(self, numbers: NDArray[np.uint32]) -> CudaArray:
-        """A list of block numbers."""
-        used = self._memory(len(numbers))
-        with self._lock:  # on its own stream: in the launch's, a copy from pageable memory waits for all before it
-            stream = self._stream.handle
-            check(driver().cuMemcpyHtoDAsync(used.ptr, numbers.ctypes.data, numbers.nbytes, stream), "listing blocks")
-            check(driver().cuStreamSynchronize(stream), "listing blocks")
-        return used
-
-    def _memory(self, words: int) -> CudaArray:
-        nbytes = 4 * (1 << (max(words, _LEAST_WORDS) - 1).bit_length())
-        self.device.activate()
+    def new_list(self, blocks: int, stream: int) -> CudaArray:
+        """A list with a counter, set to 0 in the order of the stream, and room for at least this many block numbers."""
+        nbytes = LEFT_HEAD_BYTES + 4 * (1 << (max(blocks, _LEAST_BLOCKS) - 1).bit_length())
         with self._lock:
-            free = self._free.setdefault(nbytes, [])
-            return free.pop() if free else self.device.cleared(nbytes)
+            free = self._lists.setdefault(nbytes, [])
+            used = free.pop() if free else None
+        if used is None:
+            return self.device.cleared(nbytes)
+        check(driver().cuMemsetD8Async(used.ptr, 0, 4, stream), "clearing a counter")
+        return used
 
-    def keep(self, made: CudaArray) -> None:
-        """Takes back a map or a list that no launch uses any more."""
-        self._free[made.nbytes].append(made)
+    def keep_list(self, made: CudaArray) -> None:
+        """Takes back a list that no launch uses any more."""
+        self._lists[made.nbytes].append(made)
 
 
 class CudaFlag(Flag):
@@ -162,29 +149,29 @@ class CudaFlag(Flag):
 
 
 class CudaRun(Run):
-    """A launch under a flag: its number, the list that its blocks come from, and the map of those that did not run."""
+    """A launch under a flag: its number, the list that its blocks write to, and the list that its blocks come from."""
 
     def __init__(self, flag: CudaFlag, work: Work, blocks: Blocks) -> None:
         self._flag, self._preemption = flag, flag.preemption
         self.epoch = flag.next_epoch()
-        self._list: CudaArray | None = None
+        self._before: CudaRun | None = None  # the run whose remaining blocks these are
         if isinstance(blocks, tuple):
             self.part = blocks
         else:
-            left = blocks.left()
-            self._list, self.part = self._preemption.new_list(left.astype(np.uint32)), (0, len(left))
-        self._map = self._preemption.new_map(work.blocks, work.stream)
-        self._blocks = work.blocks
-        self._left: NDArray[np.int64] | None = None
+            assert isinstance(blocks, CudaRun)
+            self._before, self.part = blocks, (0, blocks.count_left())
+        self._list = self._preemption.new_list(self.part[1], work.stream)
+        self._count = -1
+        self._numbers: NDArray[np.int64] | None = None
         self._stream = work.stream
         self._start = CudaEvent(work.stream)
         self._end: CudaEvent | None = None
 
     @property
     def words(self) -> tuple[int, int, int, int]:
-        """The list of its blocks (or 0), the map for blocks that do not run, its flag, and this launch's number."""
-        todo = self._list.ptr if self._list is not None else 0
-        return todo, self._map.ptr, self._flag.address, self.epoch
+        """The list of its blocks (or 0), the list for blocks that do not run, its flag, and this launch's number."""
+        todo = self._before._list.ptr + LEFT_HEAD_BYTES if self._before is not None else 0
+        return todo, self._list.ptr, self._flag.address, self.epoch
 
     def launched(self) -> None:
         """Called once the kernel is on its stream."""
@@ -199,17 +186,25 @@ class CudaRun(Run):
         self._end.synchronize()
 
     def count_left(self) -> int:
-        return len(self.left())
+        if self._count < 0:
+            caught = self._flag.has_caught(self.epoch)
+            self._count = int(self._preemption.read(self._list.ptr, 1)[0]) if caught else 0
+            if self._before is not None:  # its list is not read any more
+                before, self._before = self._before, None
+                before.release()
+            if not self._count:
+                self.release()
+        return self._count
 
     def left(self) -> NDArray[np.int64]:
-        if self._left is None:
-            words = -(-self._blocks // 32) if self._flag.has_caught(self.epoch) else 0
-            bits = np.unpackbits(self._preemption.read(self._map.ptr, words).view(np.uint8), bitorder="little")
-            self._left = np.flatnonzero(bits.view(np.bool_))
-            self._preemption.keep(self._map)
-            if self._list is not None:
-                self._preemption.keep(self._list)
-        return self._left
+        if self._numbers is None:
+            count = self.count_left()
+            self._numbers = self._preemption.read(self._list.ptr + LEFT_HEAD_BYTES, count).astype(np.int64)
+        return self._numbers
+
+    def release(self) -> None:
+        """Releases its list, which no launch uses any more."""
+        self._preemption.keep_list(self._list)
 
     def elapsed_ns(self) -> float:
         assert self._end is not None

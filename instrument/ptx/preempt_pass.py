@@ -1,4 +1,4 @@
-"""The `preempt` pass: a block that starts while its launch's flag is set does not run; it sets a bit and exits.
+"""The `preempt` pass: a block that starts while its launch's flag is set does not run; it records its number and exits.
 
 One thread of the block reads the flag when the block starts, and a barrier with a reduction tells all others: every
 block decides as one, without shared memory. The decision comes later than the read, so that the round trip to L2 is
@@ -20,7 +20,7 @@ from paellapy.instrument.ptx.module import Function, Module
 from paellapy.instrument.ptx.slice_pass import slice_entry
 from paellapy.instrument.ptx.statements import Kind, Statement, statements
 from paellapy.instrument.ptx.waits import blocks_that_wait
-from paellapy.instrument.records import FLAG_COPIES, FLAG_COPY_BYTES
+from paellapy.instrument.records import FLAG_COPIES, FLAG_COPY_BYTES, LEFT_HEAD_BYTES
 
 Load = Callable[[str, str], str]  # (register, field of the descriptor) → the instruction that loads it
 
@@ -168,7 +168,6 @@ def _insert_decision(entry: Function, opening: Opening, load: Load, one_warp: bo
 	{agree}
 	@%paellapy_pp bra.uni $paellapy_leave;"""
     # Blocks that leave are rare: their code is behind the kernel's own, and costs the others neither jump nor fetch.
-    # They set a bit, since nothing comes back from that: to wait for a place in a list took half of their time.
     entry.insert_epilogue(f"""
 	ret;
 $paellapy_leave:{_AWAIT_COPIES if opening.copies else ""}
@@ -183,12 +182,9 @@ $paellapy_leave:{_AWAIT_COPIES if opening.copies else ""}
 	mov.u32 %paellapy_pw, %ctaid.x;
 	mad.lo.u32 %paellapy_pt, %paellapy_pt, %paellapy_pu, %paellapy_pw;
 	{load("%paellapy_pa", "left")}
-	shr.u32 %paellapy_pu, %paellapy_pt, 5;
+	atom.relaxed.gpu.global.add.u32 %paellapy_pu, [%paellapy_pa], 1;
 	mad.wide.u32 %paellapy_pa, %paellapy_pu, 4, %paellapy_pa;
-	and.b32 %paellapy_pt, %paellapy_pt, 31;
-	mov.u32 %paellapy_pu, 1;
-	shl.b32 %paellapy_pu, %paellapy_pu, %paellapy_pt;
-	red.relaxed.gpu.global.or.b32 [%paellapy_pa], %paellapy_pu;
+	st.global.u32 [%paellapy_pa+{LEFT_HEAD_BYTES}], %paellapy_pt;
 $paellapy_noted:
 	ret;
 """)

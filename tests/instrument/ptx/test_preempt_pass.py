@@ -197,7 +197,7 @@ def test_the_flag_is_read_first_and_by_one_thread() -> None:
     assert len(reads) == 1
     assert before[reads[0]].guard
     assert reads[0] < next(i for i, s in enumerate(before) if s.opcode == "ld.global.u32")
-    assert [s.opcode for s in after if s.is_op("atom", "red", "st")] == ["red.relaxed.gpu.global.or.b32"]
+    assert [s.opcode for s in after if s.is_op("atom", "st")] == ["atom.relaxed.gpu.global.add.u32", "st.global.u32"]
 
 
 def test_the_flag_and_its_number_are_near_the_kernel_s_own_parameters() -> None:
