@@ -112,6 +112,18 @@ def test_launches_made_after_a_flag_was_set_run(run):
     """)
 
 
+def test_blocks_that_a_flag_kept_out_are_known_after_it_was_cleared(run):
+    run("""
+        flag = device.flag()
+        set_at = {5}
+        job = launch(flag=flag)
+        flag.clear()
+        assert not job.done and job.left.tolist() == list(range(4, 40))
+        job.resume()
+        assert job.done and np.array_equal(out.numpy(), 2 * x.numpy())
+    """)
+
+
 def test_memory_and_flags_are_used_again(run):
     run("""
         flag = device.flag()
