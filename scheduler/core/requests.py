@@ -11,10 +11,10 @@ from paellapy.scheduler.core.atomics import call_asking, store_at
 from paellapy.scheduler.core.codes import DONE_TAIL, NEVER, NONE, OK, UNUSED
 from paellapy.scheduler.core.heaps import heap_remove
 from paellapy.scheduler.core.job import (
+    READS_CLIENT,
     READS_DEFICIT,
     READS_PARAMS,
     READS_SEGMENT,
-    READS_SHARE,
     READS_USE,
     READS_WEIGHTS,
 )
@@ -123,7 +123,7 @@ def fill_job(s: State, k: int, m: int, client: int, now: int) -> None:
         job.deficit_ns = (
             (core.virtual_ns - flow.virtual_ns) * model.share * s.client[client].share if flow.live > 0 else 0.0
         )
-    if facts & READS_SHARE:
+    if facts & READS_CLIENT:
         share = s.client[client].share
         job.share = model.share * share
         job.client_deficit_ns = (core.client_virtual_ns - s.client[client].virtual_ns) * share

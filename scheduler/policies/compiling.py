@@ -10,10 +10,10 @@ import numba
 from numba.core.errors import NumbaError
 
 from paellapy.scheduler.core.job import (
+    READS_CLIENT,
     READS_DEFICIT,
     READS_PARAMS,
     READS_SEGMENT,
-    READS_SHARE,
     READS_SHARES,
     READS_TOP,
     READS_USE,
@@ -34,8 +34,8 @@ _FACTS = {
     "missing_bytes": READS_WEIGHTS,
     "ready_ns": READS_WEIGHTS,
     "deficit_ns": READS_DEFICIT,
-    "share": READS_SHARE,
-    "client_deficit_ns": READS_SHARE,
+    "share": READS_CLIENT,
+    "client_deficit_ns": READS_CLIENT,
     "occupancy": READS_USE,
     "used_ns": READS_USE,
 }

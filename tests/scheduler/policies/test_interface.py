@@ -156,6 +156,23 @@ def test_facts_are_worked_out_only_for_policies_that_read_them() -> None:
     assert not any(bench.state.call[role][0] for role in ("admit", "tick", "done"))
 
 
+def test_a_policy_sees_the_share_and_the_use_of_a_job() -> None:
+    def keep(job: Any, gpu: Any, own: Any) -> bool:
+        own.share, own.used_ns, own.occupancy = job.share, job.used_ns, job.occupancy
+        return True
+
+    made = policy(admit=keep, may_idle=True, state={"share": 0.0, "used_ns": -1.0, "occupancy": -1.0})(fifo)
+    bench = two_models(made)
+    bench.state.model["share"][1] = 3.0
+    bench.submit(1)
+    bench.step()
+    kept = own(bench, made)
+    assert (kept["share"], kept["used_ns"], kept["occupancy"]) == (3.0, 0.0, 0.0)
+    bench.run_dry()
+    bench.submit(1)
+    bench.step()
+    assert kept["used_ns"] == bench.state.model["used_ns"][1] > 0.0
+
 def test_what_top_priority_has_on_the_gpu_is_seen() -> None:
     def beside(job: Any, gpu: Any, own: Any) -> bool:
         if job.priority < gpu.active_priority:
