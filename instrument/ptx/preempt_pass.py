@@ -1,8 +1,8 @@
 """The `preempt` pass: a block that starts while its launch's flag is set does not run; it records its number and exits.
 
-One thread of the block reads the flag when the block starts, and a barrier with a reduction tells all others: every
-block decides as one, without shared memory. The decision comes later than the read, so that the round trip to L2 is
-hidden behind the kernel's own. It is joined to the first barrier of the kernel, if all threads pass it before the block
+One thread of the block reads the flag, and a barrier with a reduction tells all others: every block decides as one,
+without shared memory. The read comes with the kernel's first read and the decision later, so that the round trip to L2
+is hidden behind the kernel's own. It is joined to the first barrier of the kernel, if all threads pass it before the block
 has any effect; otherwise it has a barrier of its own, after the reads with which the kernel begins (`Opening`).
 
 A flag is a number. A launch also has a number (`epoch`), and is preempted unless the flag is below it. So a launch that
@@ -195,12 +195,13 @@ $paellapy_noted:
 def _insert_flag_load(
     entry: Function, first_read: Statement | None, load: Load, thread_index_bits: str, flat: bool
 ) -> None:
-    """Reads a copy of the flag just before the kernel's first read, or, if it does not begin with one, before anything
-    else. All threads but the first use 0, below every launch's number.
+    """Reads a copy of the flag just before the kernel's first read; before anything else, if the kernel does not begin
+    with a read whose address is in a register. All threads but the first use 0, below every launch's number.
 
     `ptxas` would move the read to the very start, and load the kernel's pointers only behind it. That delays the
     kernel's own reads by the latency of constant memory: 1.4 % of an addition of 2.5 µs. So the read pretends to depend
-    on the address of the kernel's first read, which is null at most for kernels without work.
+    on the address of the kernel's first read: the address is compared with one that nothing can have. (Null it may be,
+    where a mask forbids the read.)
     """
     assert entry.body is not None
     place = "mov.u32 %paellapy_pu, %ctaid.x;"
@@ -215,7 +216,7 @@ def _insert_flag_load(
     address = _address_of(first_read)
     mine = "setp.eq.u32 %paellapy_pp, %paellapy_pt, 0;"
     if address:
-        mine += f"\n\tsetp.ne.and.u64 %paellapy_pp, {address}, 0, %paellapy_pp;"
+        mine += f"\n\tsetp.ne.and.s64 %paellapy_pp, {address}, -1, %paellapy_pp;"
     read = f"""
 	{thread_index_bits}
 	{mine}

@@ -228,7 +228,10 @@ class CudaWeights(WeightRange):
                         self._copy(self.address + first, host + first, nbytes)
                     check(cu.cuStreamWriteValue64(stream, words + 8 * k, 1, 0), "reporting a copy of weights")
         except PaellaError:
-            self._device.synchronize()
+            if self._mapped:  # segments may use chunks that were reported
+                self._device.synchronize()
+            else:
+                self._stream.synchronize()  # the copy to the landing place reads the source
             self.evict()
             raise
         self.there = True

@@ -32,6 +32,7 @@ PIECES = {
     "read": "ld.global.u32 %r4, [%rd3];",
     "read on": "mad.wide.u32 %rd5, %r4, 4, %rd1; ld.global.u32 %r4, [%rd5];",
     "read in braces": "{ .reg .b32 %t; ld.global.u32 %t, [%rd3]; mov.u32 %r4, %t; }",
+    "masked read of null": "mov.u64 %rd8, 0; setp.ge.u32 %p3, %r2, 32; @%p3 ld.global.u32 %r5, [%rd8];",
     "strong read": "ld.volatile.global.u32 %r4, [%rd3];",
     "read if": "setp.ge.u32 %p2, %r4, 32; @%p2 ld.global.u32 %r5, [%rd3+4096];",
     "look up": "st.shared.u32 [%r3], %r4; ld.shared.u32 %r6, [%r3]; mad.wide.u32 %rd6, %r6, 4, %rd1;"
@@ -127,7 +128,11 @@ def test_a_block_that_does_not_run_follows_no_number_that_is_not_written_yet(bod
 
 
 @pytest.mark.parametrize("threads", [4, 32])
-@pytest.mark.parametrize("body", [[], ["read"], ["read", "share", "barrier"], ["copy", "use"], ["effect"]], ids=str)
+@pytest.mark.parametrize(
+    "body",
+    [[], ["read"], ["masked read of null"], ["read", "share", "barrier"], ["copy", "use"], ["effect"]],
+    ids=str,
+)
 def test_while_the_flag_is_set_no_block_runs(body: list[str], threads: int) -> None:
     gpu = Gpu(body, threads, random.Random(1))
     gpu.set_flag(5)
