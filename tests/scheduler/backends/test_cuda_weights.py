@@ -1,7 +1,8 @@
-"""Memory of weights on a real GPU, kept for the next model: with a driver that only counts."""
+"""Memory of weights on a real GPU, kept for the next model: with a driver that counts, and copies in host memory."""
 
 from __future__ import annotations
 
+import ctypes
 import random
 from enum import IntEnum
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from paellapy.scheduler.core.errors import MemoryPlanError
 from paellapy.scheduler.models.weight_range import Layout
 
 MIB = 1 << 20
-BASE = 1 << 40
+BASE, LANDING = 1 << 40, 1 << 38
 
 
 class Driver:
@@ -43,6 +44,8 @@ class Driver:
         self.mapped, self.pinned, self.failing = {}, {}, {}  # failing: name of a call → number of calls that succeed
         self.total = 1 << 40
         self.calls = []  # those of a reload, in order
+        self.weights = np.zeros(24 * MIB, np.uint8)
+        self.landings, self.allocated = {}, 0  # memory that was allocated, by address
 
     def status(self, name):
         left = self.failing.get(name, 1)
@@ -68,11 +71,27 @@ class Driver:
 
     def cuMemcpyHtoDAsync(self, address, host, nbytes, stream):
         self.calls.append(("copy", address - BASE, nbytes))
+        self._memory(address, nbytes)[:] = np.frombuffer(ctypes.string_at(host, nbytes), np.uint8)
         return (0,)
 
     def cuMemcpyDtoDAsync(self, address, source, nbytes, stream):
         self.calls.append(("move", address - BASE, nbytes))
+        self._memory(address, nbytes)[:] = self._memory(source, nbytes)
         return (0,)
+
+    def _memory(self, address, nbytes):
+        first, memory = max((at, m) for at, m in [(BASE, self.weights), *self.landings.items()] if at <= address)
+        assert address + nbytes <= first + len(memory)
+        return memory[address - first :][:nbytes]
+
+    def allocate(self, nbytes):
+        at = LANDING + self.allocated * 64 * MIB
+        self.allocated += 1
+        self.landings[at] = np.zeros(nbytes, np.uint8)
+        return at
+
+    def free(self, at):
+        del self.landings[at]
 
     def cuStreamWriteValue64(self, stream, word, value, flags):
         self.calls.append(("word", word))
@@ -107,10 +126,7 @@ class Driver:
         return (self.status("cuMemSetAccess"),)
 
 
-LANDING = 1 << 38
-DEVICE = SimpleNamespace(
-    activate=lambda: None, synchronize=lambda: None, index=0, allocate=lambda nbytes: LANDING, free=lambda at: None
-)
+DEVICE = SimpleNamespace(activate=lambda: None, synchronize=lambda: None, index=0)
 
 
 @pytest.fixture
@@ -118,12 +134,14 @@ def cu(monkeypatch):
     driver = Driver()
     for each in (cuda_weights, device_driver):
         monkeypatch.setattr(each, "driver", lambda: driver)
+    for name in ("allocate", "free"):
+        monkeypatch.setattr(DEVICE, name, getattr(driver, name), raising=False)
     return driver
 
 
-def weights_of(pages, chunks=3, map_bytes=4 * MIB):
+def weights_of(pages, chunks=3, map_bytes=4 * MIB, chunk_bytes=4 * MIB, nbytes=None):
     stream = SimpleNamespace(handle=0, synchronize=lambda: None)
-    return CudaWeights(DEVICE, Layout([chunks * 4 * MIB]), (4 * MIB, map_bytes), pages, stream)
+    return CudaWeights(DEVICE, Layout([nbytes or chunks * chunk_bytes]), (chunk_bytes, map_bytes), pages, stream)
 
 
 def test_memory_is_mapped_in_blocks_and_each_chunk_of_a_block_is_reported(cu):
@@ -137,11 +155,32 @@ def test_memory_is_mapped_in_blocks_and_each_chunk_of_a_block_is_reported(cu):
     word = weights.words.ctypes.data
     chunk = [[("copy", 4 * k * MIB, 4 * MIB), ("word", word + 8 * k)] for k in range(5)]
     block = [[("map", 8 * k * MIB, min(8, 20 - 8 * k) * MIB)] for k in range(3)]
-    landed, chunk[0] = [("copy", LANDING - BASE, 4 * MIB)], [("move", 0, 4 * MIB), ("word", word)]
+    (landing,) = cu.landings
+    landed, chunk[0] = [("copy", landing - BASE, 4 * MIB)], [("move", 0, 4 * MIB), ("word", word)]
     order = [landed, block[0], chunk[0], chunk[1], block[1], chunk[2], chunk[3], block[2], chunk[4]]
     assert cu.calls == [call for part in order for call in part]
     weights.free()
     assert (cu.mapped, pages.used_bytes) == ({}, 0)
+
+
+@pytest.mark.parametrize("nbytes", [1 * MIB, 4 * MIB, 19 * MIB])
+def test_all_bytes_of_weights_come_and_no_others(cu, nbytes):
+    weights = weights_of(CudaPages(DEVICE, 1000 * MIB), nbytes=nbytes)
+    weights.evict()
+    cu.weights[:] = 0
+    source = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
+    weights.bring(source)
+    assert np.array_equal(cu.weights[:nbytes], source)
+    assert not cu.weights[nbytes:].any()
+
+
+def test_the_landing_place_is_as_large_as_the_largest_chunk_and_given_back(cu):
+    pages = CudaPages(DEVICE, 1000 * MIB)
+    for chunk_mib, held_mib in ((4, 4), (2, 4), (8, 8)):
+        weights_of(pages, 1, chunk_bytes=chunk_mib * MIB).free()
+        assert [len(each) for each in cu.landings.values()] == [held_mib * MIB]
+    pages.close()
+    assert not cu.landings
 
 
 def test_an_eviction_that_fails_halfway_leaves_all_weights_where_they_were(cu):
@@ -159,7 +198,7 @@ def test_an_eviction_that_fails_halfway_leaves_all_weights_where_they_were(cu):
     assert (cu.mapped, pages.used_bytes, pages.kept_bytes) == ({}, 0, 12 * MIB)
 
 
-def test_no_weights_come_where_memory_is_short_for_some(cu):
+def test_no_weights_come_where_memory_is_short_for_some(cu, monkeypatch):
     """A segment may run as soon as its weights are reported: they must not be unmapped because others do not fit."""
     pages = CudaPages(DEVICE, 1000 * MIB)
     weights = weights_of(pages, 5)
@@ -167,6 +206,7 @@ def test_no_weights_come_where_memory_is_short_for_some(cu):
     pages.trim()
     cu.calls.clear()
     cu.total = 12 * MIB
+    monkeypatch.setattr(DEVICE, "synchronize", lambda: pytest.fail("nobody uses these weights yet"))
     with pytest.raises(MemoryPlanError, match=r"12\.0 MiB free"):
         weights.bring(np.zeros(20 * MIB, np.uint8))
     assert {name for name, *_ in cu.calls} == {"copy"}, "only to the landing place"
