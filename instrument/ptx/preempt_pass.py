@@ -2,8 +2,9 @@
 
 One thread of the block reads the flag, and a barrier with a reduction tells all others: every block decides as one,
 without shared memory. The read comes with the kernel's first read and the decision later, so that the round trip to L2
-is hidden behind the kernel's own. It is joined to the first barrier of the kernel, if all threads pass it before the block
-has any effect; otherwise it has a barrier of its own, after the reads with which the kernel begins (`Opening`).
+is hidden behind the kernel's own. The decision is joined to the first barrier of the kernel, if all threads pass it
+before the block has any effect; otherwise it has a barrier of its own, after the reads with which the kernel begins
+(`Opening`).
 
 A flag is a number. A launch also has a number (`epoch`), and is preempted unless the flag is below it. So a launch that
 is made later is not affected by a flag that was set before.
