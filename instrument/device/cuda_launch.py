@@ -108,8 +108,7 @@ class CudaLauncher(Launcher):
         self._block = (source.threads, 1, 1) if source.threads else None
         self._allow_shared(source.dynamic_shared_bytes)
         self._launch = library().cuLaunchKernel
-        unread = compiled.unread_params
-        own_format = source.param_format.removesuffix("Q" * unread)
+        own_format = compiled.param_format
         self._pack = struct.Struct(own_format).pack_into
         own = struct.calcsize(own_format)
         self._descriptor_at = own + -own % 8
@@ -121,7 +120,7 @@ class CudaLauncher(Launcher):
         self._offsets = [*offsets, self._descriptor_at] if offsets and changed else offsets
         self._free: list[_ParamBuffer] = []  # popped and put back: list operations are atomic, so threads may share it
         self._special = source.cluster > 1 or source.cooperative or source.dependent
-        self._hidden = (0,) * (TRITON_PARAMS - unread if source.ttir else 0)
+        self._hidden = (0,) * (TRITON_PARAMS - compiled.unread_params if source.ttir else 0)
         self._scratch_per_block = source.scratch_bytes
         self._trace = compiled.config.report == "trace"
         self._ranges = Ranges.in_text(source.ptx) if self._trace else Ranges()

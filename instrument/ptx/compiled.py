@@ -171,6 +171,11 @@ class Compiled:
         return self.source.unread_params(self.config)
 
     @property
+    def param_format(self) -> str:
+        """The `struct` format of the kernel's own parameters, without those that gave way."""
+        return self.source.param_format.removesuffix("Q" * self.unread_params)
+
+    @property
     def registers(self) -> int:
         """Registers per thread."""
         return self.code.registers

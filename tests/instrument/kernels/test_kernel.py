@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from stand_in_device import StandInDevice
 
+from paellapy.instrument.arguments import param_offsets
 from paellapy.instrument.errors import ArgumentError, InstrumentError, LaunchError
 from paellapy.instrument.kernels.cuda_kernel import CudaKernel
 from paellapy.instrument.kernels.decorator import kernel
@@ -152,6 +153,7 @@ def test_parameters_of_triton_that_the_kernel_reads_stay(read: int | None, scrat
     assert compiled.unread_params == given_up
     kept = names[: len(names) - given_up]
     assert Module.parse(compiled.ptx).entry().param_names() == [*kept, "scale_paellapy"]
+    assert param_offsets(compiled.param_format) == param_offsets(source.param_format)[: len(kept)]
 
 
 def test_a_variant_can_be_asked_for() -> None:
