@@ -7,7 +7,6 @@ the launch, an array from `pp.array`, `pp.empty` or `pp.zeros`, or a live PyTorc
 from __future__ import annotations
 
 import bisect
-import gc
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from paellapy.instrument.live_instances import live_instances
 from paellapy.instrument.ttir.code import Run, Slots
 from paellapy.instrument.ttir.lower import Lowering, builds
 from paellapy.instrument.ttir.machine import Active, Buffers
@@ -51,14 +51,13 @@ def _memory(thing: Any) -> Array | None:
 
 
 def _tensors() -> Iterator[Array]:
-    """The memory of every live PyTorch tensor on the CPU. Asking for all objects takes tenths of a second."""
+    """The memory of every live PyTorch tensor on the CPU. To find them takes tenths of a second."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return
     _seen.clear()
-    for thing in gc.get_objects():
-        # By its type: an object's own __class__ may be a property with side effects.
-        if issubclass(type(thing), torch.Tensor) and (memory := _memory(thing)) is not None:
+    for thing in live_instances(torch.Tensor):
+        if (memory := _memory(thing)) is not None:
             _seen[memory.__array_interface__["data"][0]] = weakref.ref(thing)
             yield memory
 

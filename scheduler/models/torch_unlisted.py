@@ -7,14 +7,14 @@ stand still in a captured step. Kernels that are launched without PyTorch's disp
 
 from __future__ import annotations
 
-import gc
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any
 
+from paellapy.instrument.live_instances import live_instances
 from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.models.torch_state import Kept, named_in, optimizers_of, stands_still
 from paellapy.scheduler.models.torch_touched import find_touched
@@ -30,7 +30,8 @@ def find_unlisted(
     """
     listed = {id(each): each for each in optimizers_of(torch, state)}
     found: dict[int, Any] = {}  # optimizers that write and that state lacks
-    schedules = [(each, _count(each)) for each in _schedules(torch)]
+    # Nothing leads from an optimizer to its schedules.
+    schedules = [(each, _count(each)) for each in live_instances(torch.optim.lr_scheduler.LRScheduler)]
     numbers = _numbers(torch, state)
     kept = Kept(torch, state)
     try:
@@ -67,12 +68,6 @@ def _note_optimizer(torch: Any, listed: dict[int, Any], found: dict[int, Any]) -
         at = at.f_back
     if optimizers and not any(id(each) in listed for each in optimizers):
         found[id(optimizers[-1])] = optimizers[-1]
-
-
-def _schedules(torch: Any) -> Iterator[Any]:
-    """The schedules of this process: nothing leads from an optimizer to them."""
-    kind = torch.optim.lr_scheduler.LRScheduler
-    return (each for each in gc.get_objects() if issubclass(type(each), kind))
 
 
 def _count(schedule: Any) -> tuple[Any, Any]:

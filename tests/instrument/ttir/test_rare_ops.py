@@ -202,8 +202,8 @@ def test_tensors_are_reached_by_their_addresses_too():
 def test_all_objects_are_searched_only_for_tensors_not_seen_before(monkeypatch: pytest.MonkeyPatch):
     torch = pytest.importorskip("torch")
     searches: list[int] = []
-    everything = addresses.gc.get_objects
-    monkeypatch.setattr(addresses.gc, "get_objects", lambda: searches.append(1) or everything())
+    found = addresses.live_instances
+    monkeypatch.setattr(addresses, "live_instances", lambda kind: searches.append(1) or found(kind))
 
     def reached(tensors: Any) -> int:
         searches.clear()
