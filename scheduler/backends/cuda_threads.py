@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -14,6 +15,7 @@ from paellapy.instrument.device.cuda import CudaDevice
 from paellapy.instrument.device.cuda_memory import CudaStream
 from paellapy.instrument.device.driver import NOT_READY, driver, fail, library
 from paellapy.instrument.errors import LaunchError
+from paellapy.scheduler.backends.broken_loop import RETRY_S, broken_loop
 from paellapy.scheduler.backends.cuda_loop import BROKEN, serve
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.copier import Copier
@@ -49,6 +51,14 @@ class CudaThreads:
 
     def _loop(self) -> None:
         self._device.activate()
+        while not self._stopping:
+            try:
+                self._serve()
+            except BaseException as e:
+                self._failed(broken_loop(e))
+                time.sleep(RETRY_S)
+
+    def _serve(self) -> None:
         read = ctypes.cast(ctypes.CDLL(None).read, ctypes.c_void_p).value or 0
         reported = False
         while not self._stopping:

@@ -17,6 +17,7 @@ from paellapy.instrument.device.sm_core import address_of_run, submit_again
 from paellapy.instrument.device.sm_model import SmModel
 from paellapy.instrument.device.sm_program import Commands
 from paellapy.instrument.jit import compile_for
+from paellapy.scheduler.backends.broken_loop import RETRY_S, broken_loop
 from paellapy.scheduler.backends.virtual_faults import Faults, OnFault
 from paellapy.scheduler.backends.virtual_launches import VirtualLaunches
 from paellapy.scheduler.backends.virtual_loop import new_loop, serve
@@ -93,10 +94,15 @@ class VirtualThread:
         self._interrupt()
 
     def _loop(self) -> None:
-        # The loop computes many small products beside the front ends. With one BLAS thread it served 2300 to 3800
-        # requests a second; with several BLAS threads, 400 (32 clients of mlp and cnn, two cores).
-        with threadpool_limits(1, "blas"), np.errstate(all="ignore"):
-            self._serve()
+        while not self._stopping:
+            try:
+                # The loop computes many small products beside the front ends. With one BLAS thread it served 2300 to
+                # 3800 requests a second; with several BLAS threads, 400 (32 clients of mlp and cnn, two cores).
+                with threadpool_limits(1, "blas"), np.errstate(all="ignore"):
+                    self._serve()
+            except BaseException as e:
+                self._failed(broken_loop(e))
+                time.sleep(RETRY_S)
 
     def _serve(self) -> None:
         state = self._state

@@ -9,10 +9,42 @@ import numpy as np
 import pytest
 from engine_models import scale_model
 
+from paellapy.scheduler.backends import virtual_thread
 from paellapy.scheduler.backends.virtual_thread import VirtualThread
+from paellapy.scheduler.core.errors import EngineFailedError
 from paellapy.scheduler.engine.engine import Engine
 
 X = {"x": np.ones(64, np.float32)}
+
+
+@pytest.mark.parametrize("role", ["threadpool_limits", "compile_for", "serve"])
+def test_an_error_in_the_loop_itself_ends_requests_with_it(monkeypatch, role):
+    may_fail, failed, right = threading.Event(), [], getattr(virtual_thread, role)
+
+    class FailsOnce:
+        def __call__(self, *given):
+            if may_fail.wait(60) and not failed:
+                failed.append(role)
+                raise SystemError("bad argument to internal function")
+            return right(*given)
+
+        def __getattr__(self, name):
+            return getattr(right, name)
+
+    async def main():
+        asked = [asyncio.ensure_future(engine.infer("scale", X)) for _ in range(3)]
+        await asyncio.sleep(0)  # they are submitted
+        may_fail.set()
+        return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
+
+    monkeypatch.setattr(virtual_thread, role, FailsOnce())
+    with Engine("virtual:h200") as engine:
+        engine.load(scale_model("scale"))
+        for error in asyncio.run(main()):
+            assert isinstance(error, EngineFailedError)
+            assert "SystemError: bad argument" in str(error)
+        with pytest.raises(EngineFailedError, match="start a new engine"):
+            engine.infer_sync("scale", X)
 
 
 def test_a_call_in_the_loop_waits_for_two_launches_at_most(monkeypatch):

@@ -1,0 +1,38 @@
+"""The loop's thread on a real GPU, without one: an error of the loop itself is reported, and the loop goes on."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cuda.bindings.driver")
+from paellapy.scheduler.backends import cuda_threads  # noqa: E402
+from paellapy.scheduler.backends.cuda_threads import CudaThreads  # noqa: E402
+
+
+@pytest.mark.parametrize("where", ["serve", "call"])
+def test_a_loop_goes_on_after_an_error_of_its_own(monkeypatch, where):
+    threads, failures, rounds = object.__new__(CudaThreads), [], []
+
+    def wrong():
+        raise SystemError("bad argument to internal function")
+
+    def serve(*given):
+        rounds.append(given)
+        if len(rounds) == 1 and where == "serve":
+            wrong()
+        threads._calls = deque([wrong] if len(rounds) == 1 else [])
+        threads._stopping = len(rounds) == 3
+        return 0
+
+    monkeypatch.setattr(cuda_threads, "serve", serve)
+    monkeypatch.setattr(cuda_threads, "RETRY_S", 0.001)
+    threads._device, threads._bell = SimpleNamespace(activate=lambda: None), SimpleNamespace(word=0, fd=0)
+    threads._state, threads._stop_word, threads._scratch = None, np.zeros(8, np.uint64), None
+    threads._stopping, threads._calls, threads._failed = False, deque(), failures.append
+    threads._loop()
+    assert len(rounds) == 3
+    assert ["SystemError: bad argument" in str(each) for each in failures] == [True]
