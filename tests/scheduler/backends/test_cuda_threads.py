@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 pytest.importorskip("cuda.bindings.driver")
-from paellapy.scheduler.backends import cuda_threads  # noqa: E402
-from paellapy.scheduler.backends.cuda_threads import CudaThreads  # noqa: E402
+from paellapy.scheduler.backends import cuda_threads
+from paellapy.scheduler.backends.cuda_threads import CudaThreads
 
 
 @pytest.mark.parametrize("where", ["serve", "call"])
