@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 from engine_models import scale_model
+from waiting import wait_until
 
 from paellapy.scheduler.backends import virtual_thread
 from paellapy.scheduler.backends.virtual_thread import VirtualThread
@@ -17,19 +18,15 @@ from paellapy.scheduler.engine.engine import Engine
 X = {"x": np.ones(64, np.float32)}
 
 
-@pytest.mark.parametrize("role", ["threadpool_limits", "compile_for", "serve"])
-def test_an_error_in_the_loop_itself_ends_requests_with_it(monkeypatch, role):
+@pytest.mark.parametrize("role", ["threadpool_limits", "compile_for"])
+def test_an_error_before_the_loop_begins_ends_requests_with_it(monkeypatch, role):
     may_fail, failed, right = threading.Event(), [], getattr(virtual_thread, role)
 
-    class FailsOnce:
-        def __call__(self, *given):
-            if may_fail.wait(60) and not failed:
-                failed.append(role)
-                raise SystemError("bad argument to internal function")
-            return right(*given)
-
-        def __getattr__(self, name):
-            return getattr(right, name)
+    def fails_once(*given):
+        if may_fail.wait(60) and not failed:
+            failed.append(role)
+            raise SystemError("bad argument to internal function")
+        return right(*given)
 
     async def main():
         asked = [asyncio.ensure_future(engine.infer("scale", X)) for _ in range(3)]
@@ -37,13 +34,26 @@ def test_an_error_in_the_loop_itself_ends_requests_with_it(monkeypatch, role):
         may_fail.set()
         return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
 
-    monkeypatch.setattr(virtual_thread, role, FailsOnce())
+    monkeypatch.setattr(virtual_thread, role, fails_once)
     with Engine("virtual:h200") as engine:
         engine.load(scale_model("scale"))
         for error in asyncio.run(main()):
             assert isinstance(error, EngineFailedError)
             assert "SystemError: bad argument" in str(error)
         with pytest.raises(EngineFailedError, match="start a new engine"):
+            engine.infer_sync("scale", X)
+
+
+def test_an_error_in_the_loop_ends_requests_with_it():
+    def wrong():
+        raise SystemError("bad argument to internal function")
+
+    with Engine("virtual:h200") as engine:
+        engine.load(scale_model("scale"))
+        engine.infer_sync("scale", X)
+        engine.call_in_loop(wrong)
+        wait_until(lambda: engine.failure is not None)
+        with pytest.raises(EngineFailedError, match="SystemError: bad argument"):
             engine.infer_sync("scale", X)
 
 
