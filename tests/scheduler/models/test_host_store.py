@@ -284,8 +284,9 @@ class Used:
             self.coming[name] = self.store.take(name)
 
     def done(self, name):
-        source = self.coming.pop(name, None)
+        source = self.coming.get(name)
         assert source is None or np.array_equal(source, self.right[name])
+        self.coming.pop(name, None)  # from now on another thread may free the memory
 
     def ask(self, name, requests):
         self.demand[name] = self.demand.get(name, 0.0) / 2 + requests
