@@ -117,10 +117,12 @@ def until(condition):
 def ready(door):
     """Engines that have the model."""
     try:
-        engines = ask(door, "GET", "/v2/cluster", None, {"X-API-Key": KEY})[2]["engines"]
+        status, _, said = ask(door, "GET", "/v2/cluster", None, {"X-API-Key": KEY})
     except (OSError, HTTPException):
         return set()
-    return {each["name"] for each in engines if each["up"] and each["models"]["scale"]["state"] == "READY"}
+    if status != 200:  # a router that has just started knows no engines yet
+        return set()
+    return {each["name"] for each in said["engines"] if each["up"] and each["models"]["scale"]["state"] == "READY"}
 
 
 def engines_of(number):
