@@ -67,7 +67,8 @@ class Source:
             return 0
         count = len(param_offsets(self.param_format))
         most, unread = TRITON_PARAMS - bool(self.scratch_bytes), 0
-        while unread < most and _mentions(self.ptx, f"{self.name}_param_{count - 1 - unread}") == 1:
+        # A parameter that is not read is named once, where it is declared.
+        while unread < most and self.ptx.count(f"{self.name}_param_{count - 1 - unread}") == 1:
             unread += 1
         return unread
 
@@ -100,10 +101,6 @@ class Source:
             if fewer.spill_bytes <= spilled:
                 return limited, fewer
         return ptx, code
-
-
-def _mentions(ptx: str, name: str) -> int:
-    return len(re.findall(rf"(?<![\w$]){re.escape(name)}(?![\w$])", ptx))
 
 
 def _with_most_registers(ptx: str, entry: str, most: int) -> str:

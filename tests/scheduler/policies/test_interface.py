@@ -173,6 +173,7 @@ def test_a_policy_sees_the_share_and_the_use_of_a_job() -> None:
     bench.step()
     assert kept["used_ns"] == bench.state.model["used_ns"][1] > 0.0
 
+
 def test_what_top_priority_has_on_the_gpu_is_seen() -> None:
     def beside(job: Any, gpu: Any, own: Any) -> bool:
         if job.priority < gpu.active_priority:
