@@ -106,7 +106,7 @@ def decisions() -> Callable[[], float]:
 
 
 def segments() -> Callable[[], float]:
-    from paellapy.scheduler.sim.mix import MIX, mix_profiles
+    from paellapy.scheduler.sim.recorded_profiles import MIX, mix_profiles
     from paellapy.scheduler.sim.simulate import simulate
     from paellapy.scheduler.sim.workload import Lognormal
 

@@ -32,7 +32,7 @@ from paellapy.instrument.device.cuda_memory import CudaStream
 from paellapy.instrument.device.driver import check, driver, library
 from paellapy.scheduler.backends.cuda_graphs import CapturedGraph, instantiate, launch_once, read_graph, segment
 from paellapy.scheduler.core.atomics import call_launch, load_at, store_at
-from paellapy.scheduler.core.clocks import monotonic_ns
+from paellapy.scheduler.core.state import monotonic_ns
 
 compiled = numba.njit(nogil=True, error_model="numpy")
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from paper_models import Kind
 
 import paellapy as pp
-from paellapy.scheduler.backends.cuda_hog import prefer_shared
+from paellapy.scheduler.backends.contention_probe import prefer_shared
 
 TILE = 128
 BLOCKS = 132  # one for each SM of an H200

@@ -17,12 +17,11 @@ from rich.progress import track
 from rich.table import Table
 
 import paellapy as pp
-from paellapy.instrument.device.cost_model import CostModel
-from paellapy.instrument.device.lone_block import LoneBlock
-from paellapy.instrument.device.sm_model import SmModel
-from paellapy.instrument.device.sm_program import Kernel
-from paellapy.instrument.device.timing import PROFILES, Timing
-from paellapy.instrument.ttir.latency import SHARES
+from paellapy.instrument.gpu_model.commands import Kernel
+from paellapy.instrument.gpu_model.costs import CostModel, LoneBlock
+from paellapy.instrument.gpu_model.model import SmModel
+from paellapy.instrument.gpu_model.parts import PROFILES, Timing
+from paellapy.instrument.triton_ir.cost import SHARES
 
 Array = NDArray[Any]
 RECORDED_SCALE = 1.0  # kernels' factors come from this size; larger ones are predicted

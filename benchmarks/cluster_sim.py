@@ -18,7 +18,7 @@ from typing import Any
 from common import RESULTS, save
 
 from paellapy.scheduler.sim.cluster import ROUTINGS, simulate_cluster
-from paellapy.scheduler.sim.mix import MIX, mix_profiles
+from paellapy.scheduler.sim.recorded_profiles import MIX, mix_profiles
 from paellapy.scheduler.sim.simulate import simulate
 from paellapy.scheduler.sim.workload import Lognormal, Poisson
 

@@ -36,7 +36,7 @@ import pathlib, paellapy as pp
 if (pathlib.Path(pp.__file__).parents[1] / "scheduler/simulate_mix.py").is_file():  # before there were rooms
     from scheduler.simulate_mix import MIX, mix_profiles
 else:
-    from paellapy.scheduler.sim.mix import MIX, mix_profiles
+    from paellapy.scheduler.sim.recorded_profiles import MIX, mix_profiles
 load = pp.Poisson(3000, MIX, duration=0.05)
 assert pp.simulate(mix_profiles(), load, "srpt").model().completed > 0
 """

@@ -32,19 +32,18 @@ import numpy as np
 from common import save
 from numpy.typing import NDArray
 
-from paellapy.instrument.device.parts import part
+from paellapy.instrument.gpu_model.parts import part
 from paellapy.instrument.jit import compiled
 from paellapy.scheduler.core import codes, tables
 from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.atomics import store_at
-from paellapy.scheduler.core.capacity import Capacity, set_capacity
 from paellapy.scheduler.core.install import install, open_model
-from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
+from paellapy.scheduler.core.profiles import Capacity, ModelProfile, SegmentProfile, set_capacity
 from paellapy.scheduler.core.rings import Message, post, publish, take_into
 from paellapy.scheduler.core.step import step
 from paellapy.scheduler.policies.attach import attach_policy
 from paellapy.scheduler.policies.policy import find_policy
-from paellapy.scheduler.sim.mix import MIX, mix_profiles
+from paellapy.scheduler.sim.recorded_profiles import MIX, mix_profiles
 from paellapy.scheduler.sim.simulate import simulate
 from paellapy.scheduler.sim.workload import Lognormal
 

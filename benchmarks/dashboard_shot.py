@@ -31,12 +31,12 @@ from browser import Browser
 from common import commit
 
 from paellapy import demo
-from paellapy.demo.rivals import WIDTH, rivals
+from paellapy.cli_serve import digit_request
+from paellapy.demo.models import WIDTH, rivals
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.models.model import Model
-from paellapy.serve_demo import digit_request
 from paellapy.serving.config import ServerConfig
-from paellapy.serving.process_settings import keep_memory, loop_factory, share_interpreter
+from paellapy.serving.preflight import keep_memory, loop_factory, share_interpreter
 from paellapy.serving.registry import Registry, entry_of
 from paellapy.serving.server import Server
 

@@ -16,13 +16,11 @@ from numpy.typing import NDArray
 
 from paellapy.instrument.jit_cache import EntryCache
 from paellapy.scheduler.core import codes, rings, tables
-from paellapy.scheduler.core.admission import ASKED, LET_IN, leaves, lets_in, new_allowances
+from paellapy.scheduler.core.admission import ASKED, LET_IN, leaves, lets_in, new_allowances, reader
 from paellapy.scheduler.core.atomics import call_launch, call_write, copy_bytes, load_at, store_at
-from paellapy.scheduler.core.clocks import read_clock
-from paellapy.scheduler.core.loop import wakes
-from paellapy.scheduler.core.predict import reader
-from paellapy.scheduler.core.slots import copy_inputs
-from paellapy.scheduler.core.state import front_rows
+from paellapy.scheduler.core.lanes import copy_inputs
+from paellapy.scheduler.core.rings import wakes
+from paellapy.scheduler.core.state import front_rows, read_clock
 from paellapy.scheduler.engine.engine import Engine
 
 GIVE_UP_NS = 60_000_000_000

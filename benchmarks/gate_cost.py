@@ -20,10 +20,10 @@ import numba
 import numpy as np
 from common import RESULTS, save
 
-from paellapy.instrument.device import CudaDevice, Device, gate
+from paellapy.instrument.device import CudaDevice, Device, launch_hook
 from paellapy.instrument.device.driver import check, driver
 from paellapy.instrument.device.driver import library as libcuda
-from paellapy.instrument.device.gate_code import address, gated
+from paellapy.instrument.device.launch_hook import address, gated
 from paellapy.scheduler.core.atomics import call_launch
 
 CALLS, ROUNDS = 2_000_000, 9
@@ -87,7 +87,7 @@ def on_a_gpu(device: CudaDevice, cell: int) -> dict[str, Any]:
     kernel = int(check(driver().cuModuleGetFunction(module, b"nothing"), "finding a kernel"))
     straight = address(libcuda().cuLaunchKernel)
     through, keep = gated({straight: "cuLaunchKernel"}, cell)
-    gate.keep_forever(keep)
+    launch_hook.keep_forever(keep)
     ways = {"straight_ns": launcher(straight), "gated_ns": launcher(through[straight])}
     found: dict[str, Any] = {name: [] for name in ways}
     for often in ways.values():
@@ -114,8 +114,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=RESULTS)
     args = parser.parse_args()
-    words = np.zeros(gate.WORDS, np.uint64)
-    words[gate.SHARE] = gate.SHARE_UNIT
+    words = np.zeros(launch_hook.WORDS, np.uint64)
+    words[launch_hook.SHARE] = launch_hook.SHARE_UNIT
     cell = np.array([words.ctypes.data], np.uint64)
     straight = address(ctypes.CDLL(None).abs)
     through, keep = gated({straight: "abs"}, int(cell.ctypes.data))

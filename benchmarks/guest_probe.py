@@ -28,7 +28,7 @@ from common import RESULTS, save
 from guest import SCRIPT, Script
 from guest_probe_client import SITES, Client, Keeper, Way
 
-from paellapy.instrument.device import gate
+from paellapy.instrument.device import launch_hook
 
 WAYS = (
     Way("gated"),
@@ -150,11 +150,11 @@ class Probe:
         """One run: its times, the details of its requests, and the script's speed."""
         file, at = self._file, 0
         if words is not None:  # the script waits meanwhile, or the clocks could not be compared
-            words[gate.IN_FLIGHT], at = way.in_flight, int(words.ctypes.data)
-            words[gate.CLOSED_UNTIL_NS] = time.monotonic_ns() + 1_000_000_000
+            words[launch_hook.IN_FLIGHT], at = way.in_flight, int(words.ctypes.data)
+            words[launch_hook.CLOSED_UNTIL_NS] = time.monotonic_ns() + 1_000_000_000
         offset, first = (gpc.gpu_minus_host_ns(), int(gpc.count.item())) if self._gpu else (0, 0)
         if words is not None:
-            words[gate.CLOSED_UNTIL_NS] = 0
+            words[launch_hook.CLOSED_UNTIL_NS] = 0
             time.sleep(0.05)
         file[gpg.COUNT] = 0
         since = time.monotonic()
@@ -192,7 +192,7 @@ class Probe:
         self.results["script"] = {
             "steps_per_s": round(speed, 1),
             "calls_per_step": {n: round(float(c) / made, 2) for n, c in zip(gpg.ALL, counted, strict=False) if c},
-            "pointers_into_driver": int(self._file[gpg.POINTERS]), "cells": int(words[gate.CELLS]),
+            "pointers_into_driver": int(self._file[gpg.POINTERS]), "cells": int(words[launch_hook.CELLS]),
         }  # fmt: skip
         print(self.results["script"], flush=True)
 

@@ -17,13 +17,12 @@ from engine_load import poisson, ring_bell
 from triton.language.extra.cuda import globaltimer
 
 import paellapy as pp
-from paellapy.instrument.device import gate
+from paellapy.instrument.device import launch_hook
 from paellapy.instrument.device.driver import check, driver
 from paellapy.scheduler.core import codes, rings, tables
 from paellapy.scheduler.core.atomics import call_launch, copy_bytes, load_at, store_at
-from paellapy.scheduler.core.clocks import read_clock
-from paellapy.scheduler.core.slots import copy_inputs
-from paellapy.scheduler.core.state import front_rows
+from paellapy.scheduler.core.lanes import copy_inputs
+from paellapy.scheduler.core.state import front_rows, read_clock
 
 SITES = 7  # stamps of a request
 RING = 1 << 18
@@ -289,4 +288,4 @@ class Client:
 
 
 def words_of(address: int) -> Any:
-    return np.frombuffer((ctypes.c_uint64 * gate.WORDS).from_address(address), np.uint64)
+    return np.frombuffer((ctypes.c_uint64 * launch_hook.WORDS).from_address(address), np.uint64)

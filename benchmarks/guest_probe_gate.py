@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from paellapy.guest import Guest
-from paellapy.instrument.device import driver_cells, gate, gate_code
+from paellapy.cli_scripts import Guest
+from paellapy.instrument.device import launch_hook
 from paellapy.instrument.device.driver import NOT_READY
-from paellapy.instrument.device.gate_code import _I32, _I64, _Gate, _number
+from paellapy.instrument.device.launch_hook import _I32, _I64, _Gate, _number
 
 # Words of the file: launches held so far; when the stream of a held launch was last seen empty; when a launch last
 # passed; how many words of libraries point into the driver; calls by function; and a row for each held launch: the last
@@ -35,7 +35,7 @@ EXTRA = (  # counted, not held
     "cuLibraryLoadData", "cuMemHostAlloc", "cuLaunch", "cuLaunchGrid", "cuLaunchGridAsync",
     "cuLaunchCooperativeKernelMultiDevice", "cuMemcpy2D", "cuMemcpy3D", "cuMemcpy2DUnaligned", "cuMemsetD16",
 )  # fmt: skip
-HELD = driver_cells.LAUNCHES
+HELD = launch_hook.LAUNCH_FUNCTIONS
 ALL = tuple(dict.fromkeys((*HELD, *EXTRA)))
 assert CALLS + len(ALL) <= LOG
 words_at = 0  # address of the file's words
@@ -106,7 +106,7 @@ class Logged(_Gate):
             if stream_in in ("cuLaunchKernel", "cuLaunchKernelEx"):
                 code.call(self._drain, [stream])  # before the gate, not behind it
             words = code.call(self._words, [])
-            self._add(code, words, gate.LAUNCHES, _number(1))
+            self._add(code, words, launch_hook.LAUNCHES, _number(1))
             with code.if_then(code.icmp_unsigned("!=", self._load(code, words), _number(0)), likely=False):
                 code.call(self._held, [stream, _number(number)])
             self._store(code, self._at_file(LAST_PASS), code.call(self._now, []))
@@ -119,22 +119,22 @@ def install(path: str) -> None:
     global words_at
     words = np.memmap(path, np.uint64, "r+", shape=(SIZE,))
     words_at = int(words.ctypes.data)
-    gate_code._Gate = Logged  # type: ignore[misc]
-    find = driver_cells.Finder.find
+    launch_hook._Gate = Logged  # type: ignore[misc]
+    find = launch_hook.Finder.find
 
     def counting(self: Any, *given: Any) -> list[int]:
         found = find(self, *given)
         words[POINTERS] = max(int(words[POINTERS]), len(found))
         return found
 
-    driver_cells.Finder.find = counting  # type: ignore[method-assign]
-    first = driver_cells.Cells.__init__
+    launch_hook.Finder.find = counting  # type: ignore[method-assign]
+    first = launch_hook.Cells.__init__
 
     def with_all(self: Any, cell: int, library: str = "libcuda.so", names: Any = ALL) -> None:
         first(self, cell, library, names)
 
-    driver_cells.Cells.__init__ = with_all  # type: ignore[method-assign]
-    gate.keep_forever(words)
+    launch_hook.Cells.__init__ = with_all  # type: ignore[method-assign]
+    launch_hook.keep_forever(words)
 
 
 def main() -> None:

@@ -25,9 +25,9 @@ from common import RESULTS, need_gpu, save
 from guest import Script
 
 import paellapy as pp
-from paellapy.guest import _LAST_S
-from paellapy.instrument.device import gate
-from paellapy.instrument.device.driver_cells import Cells
+from paellapy.cli_scripts import _LAST_S
+from paellapy.instrument.device import launch_hook
+from paellapy.instrument.device.launch_hook import Cells
 
 KINDS = ("free", "gated", "searched")
 
@@ -36,10 +36,10 @@ class Switch:
     """The pointers of this process to the driver's launch functions, all led through the gate, or none."""
 
     def __init__(self) -> None:
-        self.words = np.zeros(gate.WORDS, np.uint64)
-        self.words[gate.SHARE] = gate.SHARE_UNIT
+        self.words = np.zeros(launch_hook.WORDS, np.uint64)
+        self.words[launch_hook.SHARE] = launch_hook.SHARE_UNIT
         self._cell = np.array([self.words.ctypes.data], np.uint64)
-        gate.keep_forever(self)  # launches read its arrays until the process ends
+        launch_hook.keep_forever(self)  # launches read its arrays until the process ends
         self.cells = Cells(int(self._cell.ctypes.data))
         while self.cells.look():
             pass
@@ -125,7 +125,7 @@ def in_one_process(step: Callable[[], Any], args: argparse.Namespace) -> dict[st
         step()
     rng = np.random.default_rng(0)
     ms: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    passed, searches = int(switch.words[gate.LAUNCHES]), []
+    passed, searches = int(switch.words[launch_hook.LAUNCHES]), []
 
     def search() -> None:
         began = time.perf_counter()
@@ -135,9 +135,9 @@ def in_one_process(step: Callable[[], Any], args: argparse.Namespace) -> dict[st
     for _ in range(args.blocks):
         for kind in rng.permutation(KINDS):
             switch.set(kind != "free")
-            before = int(switch.words[gate.LAUNCHES])
+            before = int(switch.words[launch_hook.LAUNCHES])
             ms[str(kind)].append(round(block_ms(step, args.steps, search if kind == "searched" else None), 3))
-            went = int(switch.words[gate.LAUNCHES]) - before
+            went = int(switch.words[launch_hook.LAUNCHES]) - before
             if (kind == "free") != (went == 0):
                 raise RuntimeError(f"{went} launches went through the gate in a block that was {kind}")
             if kind != "free":

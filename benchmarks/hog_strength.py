@@ -19,11 +19,9 @@ from bound_models import BLOCKS, COLUMNS, STEPS, TILE, TIMES, Bound
 from common import need_gpu, save
 
 import paellapy as pp
-from paellapy.instrument.device.parts import part
+from paellapy.instrument.gpu_model.parts import part
+from paellapy.scheduler.backends.contention_probe import ROUND_BYTES, Hogs, part_of_bandwidth, part_of_units
 from paellapy.scheduler.backends.cuda import CudaBackend
-from paellapy.scheduler.backends.cuda_hogs import Hogs
-from paellapy.scheduler.backends.cuda_memory_hog import ROUND_BYTES, part_of_bandwidth
-from paellapy.scheduler.backends.cuda_tensor_hog import part_of_units
 
 
 def alone(hogs: Hogs) -> dict[str, float]:

@@ -28,7 +28,7 @@ from rich.table import Table
 from paellapy.scheduler.core.codes import OK, QUEUE_FULL
 from paellapy.scheduler.core.profiles import load_profiles
 from paellapy.scheduler.sim.simulate import simulate
-from paellapy.scheduler.sim.trace_workload import TraceWorkload
+from paellapy.scheduler.sim.workload import TraceWorkload
 
 FIGURES = ("p50_slowdown", "p99_slowdown", "throughput")
 

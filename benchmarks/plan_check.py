@@ -20,7 +20,7 @@ from common import save
 
 from paellapy.cluster.plan import Fleet, plan
 from paellapy.scheduler.sim.cluster import simulate_cluster
-from paellapy.scheduler.sim.mix import MIX, mix_profiles
+from paellapy.scheduler.sim.recorded_profiles import MIX, mix_profiles
 from paellapy.scheduler.sim.workload import Lognormal
 
 

@@ -35,7 +35,7 @@ from triton.runtime.jit import JITFunction, KernelInterface
 
 import paellapy as pp
 from paellapy.instrument.kernels.triton_source import TritonSource
-from paellapy.instrument.ptx.pass_config import PassConfig
+from paellapy.instrument.ptx.descriptor import PassConfig
 
 # Every pass alone or with others: what a kernel may be built with.
 VARIANTS = {

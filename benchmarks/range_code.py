@@ -17,15 +17,13 @@ from common import save
 from range_cost import attention_plain, attention_ranges, gemm_plain, gemm_ranges
 
 import paellapy as pp
-from paellapy.instrument.kernels.triton_kernel import TritonKernel, _NoDevice
-from paellapy.instrument.kernels.triton_options import split_options
-from paellapy.instrument.markers import Sites
+from paellapy.instrument.kernels.triton_kernel import TritonKernel, _NoDevice, split_options
 from paellapy.instrument.ptx import sass
-from paellapy.instrument.ptx.compiled import Compiled
+from paellapy.instrument.ptx.compiled import Compiled, blocks_by_registers
+from paellapy.instrument.ptx.descriptor import PassConfig
 from paellapy.instrument.ptx.flow import FlowGraph
 from paellapy.instrument.ptx.module import Module
-from paellapy.instrument.ptx.pass_config import PassConfig
-from paellapy.instrument.ptx.registers import blocks_by_registers
+from paellapy.instrument.ptx.ranges import Sites
 
 HALF = "*fp16:16"
 CASES: dict[str, tuple[Any, Any, tuple[Any, ...], dict[str, int]]] = {

@@ -22,7 +22,7 @@ from kernels import add, gemm, softmax
 
 import paellapy as pp
 import paellapy.recordings
-from paellapy.demo.rivals import rivals, rush
+from paellapy.demo.models import rivals, rush
 from paellapy.instrument.device import VirtualDevice
 
 FOLDER = Path(paellapy.recordings.__file__).parent

@@ -27,7 +27,7 @@ from rich.table import Table
 import paellapy as pp
 from paellapy.instrument.device.cuda_launch import CudaLauncher
 from paellapy.instrument.device.driver import check, driver
-from paellapy.instrument.ptx import assemble, passes, preempt_pass
+from paellapy.instrument.ptx import assemble, passes, preempt
 from paellapy.instrument.records import FLAG_COPIES, LEFT_HEAD_BYTES, SM_LINE
 
 FLAGS = ("plain", "plain again", "preempt", "one flag", "at the start")
@@ -83,7 +83,7 @@ def one_flag(launcher: CudaLauncher) -> CudaLauncher:
 def at_the_start(launcher: CudaLauncher) -> CudaLauncher:
     """The `preempt` variant with the decision before the kernel's first instruction."""
     compiled = launcher.compiled
-    with mock.patch.object(preempt_pass.Opening, "walk"):
+    with mock.patch.object(preempt.Opening, "walk"):
         ptx = passes.apply(compiled.original_ptx, compiled.config, compiled.name, compiled.unread_params)
         return changed(launcher, ptx)
 

@@ -24,8 +24,8 @@ import aiohttp
 import numpy as np
 from common import save
 
+from paellapy.cluster.processes import Routers
 from paellapy.cluster.router import RouterOptions
-from paellapy.cluster.routers import Routers
 
 INFER = "/v2/models/mlp/infer"
 

@@ -33,10 +33,10 @@ from common import save
 from serving_floor import SIZES, models
 from serving_floor import server as floor_server
 
-from paellapy.serving.bench.http import BODIES, HttpTarget, Inputs, made_up
 from paellapy.serving.bench.load import Bench, Load, summarize
 from paellapy.serving.bench.run import run_bench
-from paellapy.serving.process_settings import loop_factory
+from paellapy.serving.bench.targets import BODIES, HttpTarget, Inputs, made_up
+from paellapy.serving.preflight import loop_factory
 
 HERE = Path(__file__).parent
 CASES = [("small", True), ("small", False), ("large", True)]

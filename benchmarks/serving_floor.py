@@ -78,8 +78,7 @@ def serve_floor() -> None:
     import uvloop
     from aiohttp import web
 
-    from paellapy.serving.protocol import RequestBody
-    from paellapy.serving.responses import ResponseBody, ResponseTensor
+    from paellapy.serving.protocol import RequestBody, ResponseBody, ResponseTensor
 
     decode = msgspec.json.Decoder(RequestBody).decode
     encode = msgspec.json.Encoder().encode

@@ -19,9 +19,8 @@ from common import save
 
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.policies.policy import policy_names
-from paellapy.scheduler.sim.options import Fidelity
 from paellapy.scheduler.sim.results import Results
-from paellapy.scheduler.sim.simulate import simulate
+from paellapy.scheduler.sim.simulate import Fidelity, simulate
 from paellapy.scheduler.sim.workload import ClosedLoop, Poisson
 
 PLOT = Path(__file__).parents[1] / "docs" / "short_beside_long.png"

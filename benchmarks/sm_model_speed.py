@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 from common import RESULTS, save
 
-from paellapy.instrument.device.parts import part
-from paellapy.instrument.device.sm_costs import BlockCost
-from paellapy.instrument.device.sm_model import SmModel
-from paellapy.instrument.device.sm_program import Kernel
+from paellapy.instrument.gpu_model.commands import Kernel
+from paellapy.instrument.gpu_model.costs import BlockCost
+from paellapy.instrument.gpu_model.model import SmModel
+from paellapy.instrument.gpu_model.parts import part
 
 GPU = part("h200")
 

@@ -31,10 +31,9 @@ from torch_graphs import capture, half_net
 
 from paellapy.instrument.device.cuda_memory import CudaStream
 from paellapy.instrument.device.driver import check, driver, library
-from paellapy.scheduler.backends.cuda_graphs import CapturedGraph, launch_once, segment, segment_graph
-from paellapy.scheduler.backends.cuda_windows import CudaWindows
+from paellapy.scheduler.backends.cuda_graphs import CapturedGraph, CudaWindows, launch_once, segment, segment_graph
 from paellapy.scheduler.core.atomics import call_launch, load_at, store_at
-from paellapy.scheduler.core.clocks import monotonic_ns
+from paellapy.scheduler.core.state import monotonic_ns
 
 REFUSED, LOST = -1, -2
 compiled = numba.njit(nogil=True, error_model="numpy")

@@ -34,8 +34,7 @@ from rich.table import Table
 from paellapy.instrument.device.cuda_memory import CudaStream
 from paellapy.instrument.device.driver import check, driver
 from paellapy.instrument.queues import VARIABLE as QUEUES
-from paellapy.scheduler.backends.cuda_graphs import instantiate, read_graph, segment_graph
-from paellapy.scheduler.backends.cuda_windows import CudaWindows
+from paellapy.scheduler.backends.cuda_graphs import CudaWindows, instantiate, read_graph, segment_graph
 from paellapy.scheduler.core.tuning import Tuning
 
 WINDOWS = 4

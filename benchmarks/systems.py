@@ -15,7 +15,7 @@ from typing import Any
 
 from common import save
 
-from paellapy.instrument.device.parts import part
+from paellapy.instrument.gpu_model.parts import part
 from paellapy.scheduler.core.codes import OK
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.sim.results import Results

@@ -25,9 +25,8 @@ from systems_order import order_group
 from systems_runs import Group, Options, beside, between_steps, loops
 
 from paellapy.instrument.device import Device
-from paellapy.scheduler.core.params import give_params
-from paellapy.scheduler.core.profiles import load_profiles, save_profiles
-from paellapy.scheduler.core.tenants import Tenant, give_tenant
+from paellapy.scheduler.core.profiles import give_params, load_profiles, save_profiles
+from paellapy.scheduler.core.shares import Tenant, give_tenant
 from paellapy.scheduler.sim.simulate import simulate as simulate_profiles
 from paellapy.scheduler.sim.workload import ClosedLoop
 

@@ -249,7 +249,7 @@ def program(kernel: Any, call: Any, sm: int, name: str) -> Any:
     from corpus import ast_source
     from triton.backends.compiler import GPUTarget
 
-    from paellapy.instrument.ttir import TtirProgram
+    from paellapy.instrument.triton_ir import TtirProgram
 
     built = triton.compile(ast_source(kernel, call), target=GPUTarget("cuda", sm, 32), options=call.options)
     return TtirProgram.parse(built.asm["ttir"], name)

@@ -25,8 +25,7 @@ from torch_graphs import capture, half_net
 
 from paellapy.instrument.device.cuda_memory import CudaStream
 from paellapy.instrument.device.driver import check, driver
-from paellapy.scheduler.backends.cuda_graphs import CapturedGraph, instantiate, launch_once, segment_graph
-from paellapy.scheduler.backends.cuda_windows import CudaWindows
+from paellapy.scheduler.backends.cuda_graphs import CapturedGraph, CudaWindows, instantiate, launch_once, segment_graph
 from paellapy.scheduler.core.tuning import Tuning
 
 WINDOWS = 8

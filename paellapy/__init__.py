@@ -17,7 +17,7 @@ import lazy_loader as _lazy_loader
 
 from paellapy.instrument.kernels.driver_search import prepare_search as _prepare_search
 from paellapy.instrument.queues import ask_for_all as _ask_for_all
-from paellapy.instrument.traces.above import add_methods as _add_methods
+from paellapy.instrument.traces.late_methods import add_methods as _add_methods
 
 _ask_for_all()
 _prepare_search()
@@ -26,17 +26,17 @@ _add_methods("Trace", {name: f"paellapy.viz.figures:{name}" for name in _FIGURES
 _add_methods(
     "Trace",
     {
-        "explore": "paellapy.viz.explorer:explore",
+        "explore": "paellapy.viz.widgets:explore",
         "save_figure": "paellapy.viz.static:save_figure",
-        "picture": "paellapy.viz.still:picture",
-        "plot_ranges": "paellapy.viz.ranges_view:plot_ranges",
-        "to_perfetto": "paellapy.viz.perfetto_file:to_perfetto",
-        "to_chrome": "paellapy.viz.chrome_file:to_chrome",
+        "picture": "paellapy.viz.report:picture",
+        "plot_ranges": "paellapy.viz.figures:plot_ranges",
+        "to_perfetto": "paellapy.viz.exporters:to_perfetto",
+        "to_chrome": "paellapy.viz.exporters:to_chrome",
         "to_html": "paellapy.viz.report:to_html",
     },
 )
-_add_methods("Explanation", {"plot": "paellapy.viz.explain_figure:plot_explanation"})
-_add_methods("Results", {"plot": "paellapy.viz.run_figure:plot_run"})
+_add_methods("Explanation", {"plot": "paellapy.viz.figures:plot_explanation"})
+_add_methods("Results", {"plot": "paellapy.viz.static:plot_run"})
 
 # `__init__.pyi` maps each public name to its module. A module is imported when one of its names is first used, so that
 # `import paellapy` is quick and a script pays for Triton, Numba or the server only if it uses them.

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from paellapy.instrument.device import Array, Device, Stream
-from paellapy.instrument.device.virtual_arguments import as_array, numpy_dtype
+from paellapy.instrument.device.virtual import as_array, numpy_dtype
 
 
 def array(data: Any) -> Array:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from paellapy import cli_bench, cli_cluster, cli_run, cli_simulate, cli_tune
+from paellapy import cli_bench, cli_cluster, cli_scripts, cli_simulate
 from paellapy.instrument.errors import PaellaError
 from paellapy.instrument.versions import versions
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 _SCRIPT = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
 app.command()(cli_simulate.simulate)
-app.command()(cli_tune.tune)
+app.command()(cli_simulate.tune)
 app.command()(cli_bench.bench)
-app.command(context_settings=_SCRIPT)(cli_run.run)
+app.command(context_settings=_SCRIPT)(cli_scripts.run)
 app.command()(cli_cluster.plan)
 app.add_typer(cli_cluster.app, name="cluster")
 
@@ -92,8 +92,8 @@ def serve(
     ] = None,
 ) -> None:
     """Serve models over HTTP (Open Inference Protocol v2). Ctrl-C or SIGTERM finishes requests in flight and stops."""
-    from paellapy import serve_demo
-    from paellapy.serve_ready import announce_for
+    from paellapy import cli_serve
+    from paellapy.cli_serve import announce_for
     from paellapy.serving.api import serve_config
     from paellapy.serving.config import load_config
 
@@ -102,8 +102,8 @@ def serve(
     }  # fmt: skip
     overrides = [f"{key}={value}" for key, value in named.items() if value is not None] + (setting or [])
     with_demo = config is None and not model
-    loaded, source = load_config(config, overrides, serve_demo.settings() if with_demo else None, model or ())
-    announce = announce_for(loaded, source, serve_demo.announce if with_demo else None)
+    loaded, source = load_config(config, overrides, cli_serve.settings() if with_demo else None, model or ())
+    announce = announce_for(loaded, source, cli_serve.announce if with_demo else None)
     serve_config(loaded, source, announce=announce)
 
 
@@ -112,7 +112,7 @@ def reload(config: Annotated[Path, typer.Argument(help="settings file of the run
     """Make a running server read its settings, its models' code and its certificates again."""
     from paellapy.serving.config import load_config
     from paellapy.serving.errors import ConfigError
-    from paellapy.serving.reload import ask_to_reload
+    from paellapy.serving.server import ask_to_reload
 
     load_config(config)  # a wrong file is reported here, and the server is not disturbed
     told = ask_to_reload(config)
@@ -148,15 +148,14 @@ def trace_script(
     explain: Annotated[bool, typer.Option(help="print what limits each kernel, a line each, after the table")] = True,
 ) -> None:
     """Run a script and trace every pp.kernel it launches. Writes the trace and an HTML report."""
-    from paellapy.output_path import OutputError, check_output
-    from paellapy.viz.script import run_script
+    from paellapy.cli_scripts import OutputError, check_output, run_script
 
     check_output(out)
     report = out.with_suffix(".html")
     if report == out:
         raise OutputError(f"{out} would be overwritten by the report: give the trace a name that ends in .pptrace")
     check_output(report)
-    cli_run.warn_of_own_options(context)
+    cli_scripts.warn_of_own_options(context)
     ran = run_script(script, context.args, device, records_per_sm)
     console = Console(stderr=True)  # standard output belongs to the script
     if len(ran.trace.blocks):
@@ -188,8 +187,8 @@ def view(
     import webbrowser
 
     from paellapy import viz
+    from paellapy.cli_scripts import check_output
     from paellapy.instrument.traces.trace import Trace
-    from paellapy.output_path import check_output
 
     trace = Trace.load(file)
     page = out or file.with_suffix(".html")

@@ -43,8 +43,8 @@ def route(
     ] = None,
 ) -> None:
     """Route requests to running engines, without Ray, until SIGTERM or Ctrl-C."""
+    from paellapy.cluster.processes import run_routers
     from paellapy.cluster.router import RouterOptions
-    from paellapy.cluster.routers import run_routers
 
     if not 0 < held_mb < math.inf:
         raise ArgumentError(f"--held-mb is {held_mb:g}: give a finite number above 0")
@@ -89,7 +89,7 @@ def status() -> None:
     from rich.console import Console
 
     from paellapy.cluster import lifecycle
-    from paellapy.cluster.status import status_table
+    from paellapy.cluster.aggregate import status_table
 
     lifecycle.connect()
     found = lifecycle.status()

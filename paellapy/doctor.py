@@ -120,7 +120,7 @@ def _instrument_cuda() -> str:
 
 def _trace_on(name: str) -> Callable[[], str]:
     def run() -> str:
-        from paellapy.instrument.traces.tracing import trace
+        from paellapy.instrument.traces.session import trace
 
         device = Device.open(name)
         with device:

@@ -12,13 +12,12 @@ from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.profile import model_profile
 from paellapy.scheduler.policies.policy import Policy
-from paellapy.scheduler.sim.mix import MIX, mix_profiles
-from paellapy.scheduler.sim.options import simulated_part
+from paellapy.scheduler.sim.block_model import OwnKernels
+from paellapy.scheduler.sim.recorded_profiles import MIX, mix_profiles
 from paellapy.scheduler.sim.results import Results
 from paellapy.scheduler.sim.simulate import simulate as simulate_profiles
-from paellapy.scheduler.sim.trace import OwnKernels
-from paellapy.scheduler.sim.trace_workload import TraceWorkload
-from paellapy.scheduler.sim.workload import Lognormal, Poisson, Workload
+from paellapy.scheduler.sim.simulate import simulated_part
+from paellapy.scheduler.sim.workload import Lognormal, Poisson, TraceWorkload, Workload
 
 
 def simulate(
@@ -39,10 +38,10 @@ def simulate(
     which override the policy's; `demand`, the total demand in GPUs up to which jobs are admitted; `queues`, the number
     of hardware queues; `admission=True`, to refuse requests that would be late; `sm_windows`; `tenants`, by name;
     `memory_bytes` and `pcie_gbps`, for weights that come and go; `host_launch_ns`, the host's time for a launch;
-    `tuning`. `scheduler/sim/options.py` describes each.
+    `tuning`. `scheduler/sim/simulate.py` describes each.
 
     >>> from paellapy import Poisson, simulate
-    >>> from paellapy.scheduler.sim.mix import MIX, mix_profiles
+    >>> from paellapy.scheduler.sim.recorded_profiles import MIX, mix_profiles
     >>> simulate(mix_profiles(), Poisson(3000, MIX, duration=0.1), "srpt").model().completed > 0
     True
     """
@@ -113,7 +112,7 @@ def named_models(which: str, batch: Sequence[int] | None, device: str) -> tuple[
         return mix_profiles(sizes), dict(MIX)
     if which == "demo":
         from paellapy import demo
-        from paellapy.serve_demo import TARGETS_MS
+        from paellapy.cli_serve import TARGETS_MS
 
         models = [demo.load(name, batch=sizes, target_ms=TARGETS_MS[name]) for name in demo.names()]
         return profiles_of(models, device), dict.fromkeys(demo.names(), 1.0)

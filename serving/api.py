@@ -28,8 +28,7 @@ def serve(
     and override them. `workers` is the number of HTTP processes in front of the engine, which then runs in a process of
     its own; 0 runs everything in this process. `announce` is called with the URL once every model is loaded.
     """
-    from paellapy.serving.config import Source, load_config
-    from paellapy.serving.options import file_with_options
+    from paellapy.serving.config import Source, file_with_options, load_config
 
     server = options.get("server", {})
     if not isinstance(server, Mapping):
@@ -55,17 +54,16 @@ def serve_config(
     """Serves the models of a configuration, and beside them models that already exist."""
     from paellapy.serving.build import build_engine, build_entries, build_keys, build_tls
     from paellapy.serving.logs import configure
-    from paellapy.serving.machine import check_machine
+    from paellapy.serving.preflight import check_machine
     from paellapy.serving.registry import Registry, entry_of
-    from paellapy.serving.reload import Reloader, noted
-    from paellapy.serving.server import Server, run_server, warn_of_neighbours
+    from paellapy.serving.server import Reloader, Server, noted, run_server, warn_of_neighbours
 
     configure(config.server.log_format, config.server.log_level)
     if config.server.log_format == "json":
         os.environ.setdefault("PAELLAPY_QUIET", "1")  # progress lines on standard error are not JSON
     check_machine()
     if config.server.workers:
-        from paellapy.serving.workers.processes import serve_workers
+        from paellapy.serving.workers.supervisor import serve_workers
 
         serve_workers(config, source, list(models), announce)
         return

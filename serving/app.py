@@ -12,10 +12,10 @@ from paellapy.scheduler.engine.engine import Engine
 from paellapy.serving.access import Access, Key
 from paellapy.serving.admission import Mode
 from paellapy.serving.dashboard_routes import add_dashboard
+from paellapy.serving.load_report import add_outlook
 from paellapy.serving.metrics import add_metrics
 from paellapy.serving.middleware import SERVICE, outermost, sign
 from paellapy.serving.openapi import add_docs
-from paellapy.serving.outlook import add_outlook
 from paellapy.serving.registry import Catalogue, registry_of
 from paellapy.serving.routes import add_routes
 from paellapy.serving.service import Service

@@ -20,8 +20,7 @@ from paellapy.scheduler.policies.policy import Policy, find_policy
 from paellapy.serving.access import Key
 from paellapy.serving.config import Config, KeyConfig, ModelConfig, Path_, Source, TlsConfig
 from paellapy.serving.errors import ConfigError
-from paellapy.serving.factories import FACTORY_ERRORS, find_factory
-from paellapy.serving.registry import Entry, check_name
+from paellapy.serving.registry import FACTORY_ERRORS, Entry, check_name, find_factory
 
 
 def build_policy(config: Config, source: Source) -> Policy:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -37,7 +37,55 @@ from paellapy.serving.app import BODY_TIMEOUT_S, CLIENT_HEADER, MAX_BODY_BYTES
 from paellapy.serving.errors import ConfigError
 from paellapy.serving.logs import Format
 from paellapy.serving.service import HELD_BYTES
-from paellapy.serving.toml_lines import line_of
+
+# The line of a value in a TOML file, which the standard library's parser does not report.
+
+
+_HEADER = re.compile(r"\s*(\[\[?)\s*([^\[\]]+?)\s*\]\]?\s*(#.*)?$")
+_KEY = re.compile(r"\s*((?:[\w-]+|\"[^\"]*\"|'[^']*')(?:\s*\.\s*(?:[\w-]+|\"[^\"]*\"|'[^']*'))*)\s*=")
+_PART = re.compile(r"[\w-]+|\"[^\"]*\"|'[^']*'")
+
+
+def line_of(text: str, path: tuple[str | int, ...]) -> int:
+    """The line, from 1, of the value at a path, or of the nearest part of the path that exists.
+
+    >>> line_of("a = 1\\n[[m]]\\nx = 2\\n[[m]]\\nx = 3", ("m", 1, "x"))
+    5
+    """
+    best, best_length = 1, -1
+    counts: dict[tuple[str, ...], int] = {}
+    table: tuple[str | int, ...] = ()
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := _HEADER.match(line):
+            names = _names(header[2])
+            if header[1] == "[[":
+                counts[names] = counts.get(names, -1) + 1
+                for inner in [each for each in counts if len(each) > len(names) and each[: len(names)] == names]:
+                    del counts[inner]  # counts start again in every element
+            table = _with_indices(names, counts)
+            here = table
+        elif key := _KEY.match(line):
+            here = (*table, *_names(key[1]))
+        else:
+            continue
+        if here == path[: len(here)] and len(here) > best_length:
+            best, best_length = number, len(here)
+    return best
+
+
+def _names(dotted: str) -> tuple[str, ...]:
+    return tuple(part.strip("\"'") for part in _PART.findall(dotted))
+
+
+def _with_indices(names: tuple[str, ...], counts: dict[tuple[str, ...], int]) -> tuple[str | int, ...]:
+    """Adds to each array of tables in the path the index of its latest element."""
+    path: list[str | int] = []
+    for k, name in enumerate(names):
+        path.append(name)
+        if names[: k + 1] in counts:
+            path.append(counts[names[: k + 1]])
+    return tuple(path)
+
 
 MOST = 1e9  # as much as no time or size needs; TOML also has an infinity, which no timer takes
 Positive = Annotated[float, Meta(gt=0, le=MOST)]
@@ -305,3 +353,49 @@ def _model(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as e:
         raise ConfigError(f"on the command line: {text!r}: the part in braces is not a TOML table: {e}") from None
     return {"factory": factory.strip(), "arguments": arguments}
+
+
+# A configuration file with overriding options from Python: `serve("config.toml", policy="edf")`.
+
+
+class _Source(Source):
+    """Errors point at the file, except for values that the options set."""
+
+    def __init__(self, file: Source, options: Mapping[str, Any]) -> None:
+        super().__init__(file.name, file.text)
+        self._given = list(_leaves(options))
+
+    def error(self, path: Path_, message: str) -> ConfigError:
+        given = any(path[: len(each)] == each for each in self._given)
+        return Source().error(path, message) if given else super().error(path, message)
+
+
+def file_with_options(file: str | Path, options: Mapping[str, Any]) -> tuple[Config, Source]:
+    """As `load_config`. Tables are merged; any other option replaces the file's value."""
+    config, source = load_config(file)  # reports the file's own errors with their lines
+    if not options:
+        return config, source
+    config, _ = load_config(defaults=_merged(tomllib.loads(source.text), options))
+    merged = _Source(source, options)
+    merged.again = partial(file_with_options, file, options)
+    return config, merged
+
+
+def _merged(file: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    >>> _merged({"policy": "edf", "server": {"port": 1, "host": "::1"}}, {"server": {"port": 2}})
+    {'policy': 'edf', 'server': {'port': 2, 'host': '::1'}}
+    """
+    found = dict(file)
+    for key, value in options.items():
+        ours = found.get(key)
+        found[key] = _merged(ours, value) if isinstance(ours, Mapping) and isinstance(value, Mapping) else value
+    return found
+
+
+def _leaves(options: Mapping[str, Any], under: Path_ = ()) -> Iterator[Path_]:
+    for key, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, (*under, key))
+        else:
+            yield (*under, key)

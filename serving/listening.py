@@ -7,17 +7,349 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import math
 import os
 import socket
 import ssl
-from collections.abc import Coroutine
-from typing import Any
+import weakref
+from collections.abc import Callable, Coroutine
+from typing import Any, cast
 
-from aiohttp import web
+from aiohttp import StreamReader, web
+from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
+from multidict import CIMultiDict
 
 from paellapy.instrument.errors import PaellaError
-from paellapy.serving.connections import Connection
-from paellapy.serving.runner import Connections
+from paellapy.serving.bodies import Unsent
+from paellapy.serving.errors import STOPPING, LateBodyError, short
+from paellapy.serving.logs import log
+from paellapy.serving.middleware import SERVICE, json_response
+
+# HTTP connections with time limits on headers and on reading answers, so that slow clients cannot exhaust the server.
+#
+# aiohttp limits idle connections (`keepalive_s`), and `body_timeout_s` limits bodies. Between the two are headers that
+# arrive byte by byte: without a limit of their own, each would hold its connection as long as an idle client does.
+
+
+UNFINISHED_S = 3.0  # once the server stops: for requests that have begun to arrive, and for clients that take no bytes
+LOOK_S = 0.02
+MOST_SEARCHED, MOST_CUTS = 1 << 14, 16  # bytes of input in which a header Upgrade is looked for, and how often
+
+_BODY = b'{"error":"the header did not arrive in time"}'
+_LATE = (
+    b"HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    b"Content-Length: %d\r\n\r\n%s" % (len(_BODY), _BODY)
+)
+# Messages of aiohttp's parser, which may quote bytes of the request, and the texts sent in their place
+_MISTAKES = {
+    "Too many headers": "the request has more headers than this server accepts: send fewer",
+    "Missing 'Host'": "the Host header is missing: HTTP/1.1 requires it in every request",
+    "Duplicate 'Host'": "there are two Host headers: send one",
+    "Duplicate Content-Length": "there are two Content-Length headers: send one",
+    "Transfer-Encoding can't be present with": "the request has Content-Length and Transfer-Encoding: send one of them",
+    "Content-Length can't be present with": "the request has Content-Length and Transfer-Encoding: send one of them",
+    "Invalid character in Content-Length": "Content-Length is not a number: send the body's length in bytes",
+}
+_CLIENTS_MISTAKES = (web.RequestPayloadError, HttpProcessingError, ConnectionError, LateBodyError)
+
+
+def unsent_bytes(transport: asyncio.Transport) -> int:
+    """Bytes of answers that are not sent yet. A TLS connection that was closed twice, by the server and by its client,
+    has none: asyncio raises AttributeError there.
+    """
+    try:
+        return transport.get_write_buffer_size()
+    except AttributeError:
+        return 0
+
+
+class Manager(web.Server):
+    """Makes connections, and knows the answers that their clients have not taken yet."""
+
+    unsent: Unsent
+
+
+class Connection(web.RequestHandler):
+    """aiohttp's connection with two further time limits.
+
+    `header_timeout_s` limits the time to a complete header, counted from the connection's opening and later from each
+    request's first byte. `send_timeout_s` limits the time in which the client reads nothing of an answer.
+    `log_rejected` also logs input that is not HTTP.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_began",
+        "_content",
+        "_header_timeout_s",
+        "_log_rejected",
+        "_rest",
+        "_send_timeout_s",
+        "_send_timer",
+        "_timer",
+        "_to_client",
+        "_unsent",
+        "fresh",
+    )  # fmt: skip
+
+    def __init__(
+        self, manager: web.Server, *, header_timeout_s: float, send_timeout_s: float, log_rejected: bool, **options: Any
+    ) -> None:
+        super().__init__(manager, **options)
+        self._log_rejected = log_rejected
+        self._header_timeout_s, self._began = header_timeout_s, False
+        self._send_timeout_s, self._unsent = send_timeout_s, 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
+        # Kept until it is closed; aiohttp drops its own reference earlier
+        self._to_client: asyncio.Transport | None = None
+        self.fresh = True  # no byte has arrived yet
+        self._content: StreamReader | None = None  # body of the latest request whose header is complete
+        self._rest = 0  # bytes to come of the body of a request with Upgrade
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._to_client = cast(asyncio.Transport, transport)  # uvloop's class only has the methods of one
+        self._to_client.set_write_buffer_limits(high=0)  # reports each answer that is not sent at once
+        self._timer = self._loop.call_later(self._header_timeout_s, self._too_late)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._disarm()
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+        self._send_timer = self._to_client = None
+        if isinstance(self._manager, Manager):
+            self._manager.unsent.end(self)
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Called when the client has not yet read all of an answer."""
+        super().pause_writing()
+        if self._send_timer is None and self._to_client is not None:
+            self._watch_sending(unsent_bytes(self._to_client))
+        if isinstance(self._manager, Manager) and self._to_client is not None:
+            self._manager.unsent.begin(self, unsent_bytes(self._to_client))
+
+    def abort(self) -> None:
+        if self._to_client is not None:
+            self._to_client.abort()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if isinstance(self._manager, Manager):
+            self._manager.unsent.end(self)
+
+    def _watch_sending(self, unsent: int) -> None:
+        self._unsent = unsent
+        self._send_timer = self._loop.call_later(self._send_timeout_s, self._look_at_sending)
+
+    def _look_at_sending(self) -> None:
+        self._send_timer = None
+        transport = self._to_client
+        if transport is None or not (left := unsent_bytes(transport)):
+            return
+        if left < self._unsent:  # the client is slow, but it reads
+            self._watch_sending(left)
+            return
+        transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """Cuts the input behind a request with Upgrade: aiohttp's parser drops the rest of what it is given with it."""
+        self.fresh = False
+        for _ in range(MOST_CUTS):
+            end = self._rest
+            if not end and b"upgrade:" in data[:MOST_SEARCHED].lower():
+                end = data.find(b"\r\n\r\n", 0, MOST_SEARCHED) + 4
+            if not (self._rest or end >= 4) or end >= len(data):
+                break
+            self._parse(data[:end])
+            data = data[end:]
+        self._parse(data)
+
+    def _parse(self, data: bytes) -> None:
+        self._rest = max(0, self._rest - len(data))
+        before = self._request_count
+        super().data_received(data)
+        if self._request_count != before:  # a header is complete
+            if self._timer is not None:
+                self._disarm()
+            self._read_on(self._request_count - before, data)
+        # No header, and no body is being read. The task that sets the waiter may not have begun.
+        elif data and (self._request_count == 0 or (self._waiter is not None and not self._waiter.done())):
+            self._began = True
+            if self._timer is None:
+                self._timer = self._loop.call_later(self._header_timeout_s, self._too_late)
+
+    def _read_on(self, n: int, data: bytes) -> None:
+        """Handles `n` new messages from `data`. If the body being read turns out invalid, its reader gets the error.
+
+        aiohttp queues the error as a separate request, and the body's reader would wait forever. The reader may or may
+        not have started: header and body may arrive in quick succession.
+        """
+        for message, content in list(self._messages)[-n:]:
+            if hasattr(message, "method"):
+                self._content = content
+                self._look_at_upgrade(message, content, data)
+            elif self._content is not None and not self._content.is_eof():
+                self._messages.pop()  # nothing follows an error
+                self._content.set_exception(web.RequestPayloadError("the body does not match its headers"))
+
+    def _look_at_upgrade(self, message: Any, content: StreamReader, data: bytes) -> None:
+        """Ignores the wish for another protocol. If bytes behind the request may be lost, it is the connection's
+        last. They are not if its header ends with `data`, and did not end before.
+        """
+        if not message.upgrade or message.headers.get("Upgrade", "").lower() == "websocket":  # aiohttp keeps the bytes
+            return
+        if not message.chunked and data.find(b"\r\n\r\n") == len(data) - 4 and b"\n" not in data[:3]:
+            self._rest = int(message.headers.get("Content-Length", 0))
+        else:
+            self._messages[-1] = (message._replace(should_close=True), content)
+
+    def log_exception(self, *what: Any, **more: Any) -> None:
+        """aiohttp's own log: a body that stays unreadable after the answer is the client's mistake and is not
+        logged.
+        """
+        if not isinstance(more.get("exc_info"), _CLIENTS_MISTAKES):
+            log.error(what[0] % what[1:], exc_info=more.get("exc_info"))
+
+    def handle_error(
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        """Answers input that is not HTTP with a JSON error that does not quote the bytes sent."""
+        if status >= 500:
+            return super().handle_error(request, status, exc, message)
+        said = "the request is not valid HTTP/1.1"
+        for start, meant in _MISTAKES.items():
+            if (message or "").startswith(start):
+                said = meant
+        if isinstance(exc, LineTooLong):
+            said = f"the request line or a header is longer than the {self.max_field_size:,} bytes allowed"
+        if self._log_rejected:
+            peer = self._to_client.get_extra_info("peername") if self._to_client is not None else None
+            fields = {"status": status, "error": said, **({"peer": peer[0]} if peer else {})}
+            log.info("rejected", extra={"fields": fields})
+        response = json_response({"error": said}, status)
+        response.force_close()
+        return response
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._began = None, False
+
+    def _too_late(self) -> None:
+        self._timer = None
+        if self._began and self.transport is not None:
+            self.transport.write(_LATE)
+        self.force_close()
+
+    # -- the server stops
+
+    @property
+    def arriving(self) -> bool:
+        """Whether a part of a request has arrived, and not all of it."""
+        content = self._content
+        has_begun = content is not None and not content.is_eof() and content.exception() is None
+        return self.transport is not None and (self._began or has_begun)
+
+    def end_arrival(self) -> None:
+        """Waits no longer for the rest of a request."""
+        if self._began:
+            self._too_late()
+        elif self._content is not None:
+            self._content.set_exception(LateBodyError(STOPPING))
+
+    async def arrive(self, timeout: float | None) -> float | None:
+        """Lets a request arrive that has begun to, for a short time. Returns what is left of `timeout`."""
+        began = self._loop.time()
+        end = began + (UNFINISHED_S if timeout is None else min(UNFINISHED_S, timeout))
+        while self.arriving and self._loop.time() < end:
+            await asyncio.sleep(LOOK_S)
+        if self.arriving:
+            self.end_arrival()
+        # aiohttp takes 0 as no limit
+        return None if timeout is None else max(LOOK_S, timeout - (self._loop.time() - began))
+
+    async def shutdown(self, timeout: float | None = 15.0) -> None:
+        self._send_timeout_s = min(self._send_timeout_s, UNFINISHED_S)
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._watch_sending(self._unsent)
+        left_s = await self.arrive(timeout)
+        end = math.inf if left_s is None else self._loop.time() + left_s
+        await super().shutdown(left_s)
+        while self._to_client is not None and unsent_bytes(self._to_client) and self._loop.time() < end:
+            await asyncio.sleep(LOOK_S)
+
+
+# Runs an application on connections of our own kind.
+
+
+class Connections(Manager):
+    """Makes the connections."""
+
+    def __init__(
+        self, connection: Callable[..., Connection], *handler: Any, most_unsent_bytes: int, **options: Any
+    ) -> None:
+        super().__init__(*handler, **options)
+        self.unsent = Unsent(most_unsent_bytes)
+        self._connection = connection
+        # Accepted but not open yet, as in a TLS handshake
+        self.accepted: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+    def __call__(self) -> Connection:
+        made = self._connection(self, loop=self._loop, **self._kwargs)
+        self.accepted.add(made)
+        return made
+
+    def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        self.accepted.discard(handler)
+
+    def pre_shutdown(self) -> None:
+        """Closes idle connections. A closed one would take no more of a request that is still arriving."""
+        for each in self.connections:
+            if not (isinstance(each, Connection) and each.arriving):
+                each.close()
+
+
+class Runner(web.AppRunner):
+    """An `AppRunner` that takes `header_timeout_s` too and can make another class of connections."""
+
+    __slots__ = ("_connection",)
+
+    def __init__(self, app: web.Application, connection: Callable[..., Connection] = Connection, **more: Any) -> None:
+        super().__init__(app, **more)
+        self._connection = connection
+
+    async def _make_server(self) -> Connections:
+        made = await super()._make_server()
+        most_bytes = self.app[SERVICE].max_body_bytes
+
+        async def handle(request: Any) -> web.StreamResponse:
+            """Drops `Expect` from too large requests: aiohttp would ask the client to send the body before it is
+            refused. Refuses other expectations than 100-continue, which aiohttp would do in plain text.
+            """
+            expected = request.headers.get("Expect", "100-continue")
+            if expected.lower() != "100-continue":
+                said = f"the expectation {short(expected)} is not known: send Expect: 100-continue, or none"
+                return json_response({"error": said}, 417)
+            if (request.content_length or 0) > most_bytes and "Expect" in request.headers:
+                kept = CIMultiDict((name, value) for name, value in request.headers.items() if name.lower() != "expect")
+                request.protocol._lingering_time = 0.0  # the client has sent no body, and will not
+                request = request.clone(headers=kept)
+            return await made.request_handler(request)
+
+        return Connections(
+            self._connection,
+            handle,
+            request_factory=made.request_factory,
+            handler_cancellation=made.handler_cancellation,
+            loop=made._loop,
+            most_unsent_bytes=self.app[SERVICE].held.most_bytes,
+            **made._kwargs,
+        )
+
 
 BACKLOG = 1024
 TURNS = 4  # of the loop, until the runner knows an accepted connection

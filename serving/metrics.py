@@ -21,9 +21,16 @@ from prometheus_client.registry import Collector
 
 from paellapy.scheduler.core.errors import EngineAwayError
 from paellapy.scheduler.engine.engine import Engine
-from paellapy.scheduler.engine.gpu_use import RESOURCES
-from paellapy.serving.counters import Histogram, ModelCounters
-from paellapy.serving.metrics_device import CpuMetrics, job_metrics, sm_metrics, triton_metrics, weight_metrics
+from paellapy.scheduler.engine.stats import RESOURCES
+from paellapy.serving.counters import (
+    CpuMetrics,
+    Histogram,
+    ModelCounters,
+    job_metrics,
+    sm_metrics,
+    triton_metrics,
+    weight_metrics,
+)
 from paellapy.serving.middleware import SERVICE
 from paellapy.serving.registry import READY, VERSION
 from paellapy.serving.service import Service

@@ -11,8 +11,7 @@ from aiohttp import web
 from paellapy.instrument.versions import versions
 from paellapy.serving.access import open_to_all
 from paellapy.serving.middleware import json_response
-from paellapy.serving.protocol import DEFAULT_LEVEL, RequestBody
-from paellapy.serving.responses import ResponseBody
+from paellapy.serving.protocol import DEFAULT_LEVEL, RequestBody, ResponseBody
 
 _JSON = "application/json"
 _ERROR = {"$ref": "#/components/schemas/Error"}

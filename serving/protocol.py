@@ -7,18 +7,108 @@ also be sent without that axis. `decode` makes all checks, so that its result ca
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from weakref import finalize
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.scheduler.engine.request_checks import check_ranges
+from paellapy.scheduler.engine.requests import check_ranges
 from paellapy.scheduler.models.model import Model, TensorSpec
-from paellapy.serving.datatypes import check_datatype
 from paellapy.serving.errors import RequestError, short
-from paellapy.serving.numbers import NOT_JSON, number_bytes, numbers
-from paellapy.serving.repeats import LONGEST, Repeated, find, keep, parts, starts_at
+from paellapy.serving.tensors import NOT_JSON, check_datatype, datatype, number_bytes, numbers
+
+# Requests whose JSON was seen before. Clients send the same JSON again and again, around tensors that differ.
+#
+# The JSON was checked the first time, and its meaning does not depend on the tensors. If the tensors follow it in
+# binary, only their length is checked again; if they are one flat list of numbers inside it, only that list is read.
+
+
+REMEMBERED = 256  # per model
+LONGEST = 4096  # bytes; longer JSON is not remembered
+
+Around = tuple[bytes, bytes]  # the JSON before and after the part that may differ
+
+
+class Repeated:
+    """The JSON of a model's requests: the place of its tensors in the bytes that follow, and its meaning."""
+
+    __slots__ = ("answer", "meaning", "nbytes", "tensors")
+
+    def __init__(self, arrays: Mapping[str, NDArray[Any]], meaning: Any, nbytes: int) -> None:
+        """`arrays` follow one another in this order, `nbytes` in all; `meaning` is any object of the caller's."""
+        self.tensors: list[tuple[str, np.dtype[Any], int, int, tuple[int, ...]]] = []
+        self.nbytes = nbytes
+        at = 0
+        for name, array in arrays.items():
+            self.tensors.append((name, array.dtype, array.size, at, array.shape))
+            at += array.nbytes
+        self.meaning = meaning
+        # The answer's JSON is the same each time too: the part before its binary tensors, or around its lists.
+        self.answer: list[bytes] | None = None
+
+    def pieces(self, names: Iterable[str], tail: memoryview) -> Sequence[memoryview]:
+        """The bytes of the tensors of these names, without their conversion to arrays."""
+        if len(self.tensors) == 1:
+            return (tail,)
+        place = {name: slice(at, at + count * dtype.itemsize) for name, dtype, count, at, _ in self.tensors}
+        return [tail[place[name]] for name in names]
+
+    def arrays(self, tail: memoryview) -> dict[str, NDArray[Any]]:
+        return {
+            name: np.frombuffer(tail, dtype, count, offset).reshape(shape)
+            for name, dtype, count, offset, shape in self.tensors
+        }
+
+
+_repeats: dict[int, dict[Around, Repeated]] = {}  # by id(model), for as long as the model lives
+
+
+def parts(body: bytes) -> tuple[Around | None, bytes]:
+    """The JSON around its first list, and that list. `starts_at` tells whether the list is a tensor's data.
+
+    >>> parts(b'{"data": [1, 2], "x": 3}')
+    ((b'{"data": ', b', "x": 3}'), b'[1, 2]')
+    """
+    start = body.find(b"[", body.find(b'"data"') + 1)
+    end = body.find(b"]", start) + 1
+    if start < 0 or end <= 0 or len(body) - (end - start) > LONGEST:
+        return None, b""
+    return (body[:start], body[end:]), body[start:end]
+
+
+def starts_at(value: msgspec.Raw, body: memoryview, around: Around) -> bool:
+    """Whether this value lies exactly between the parts of `around`; then another list there changes only the numbers.
+
+    Its text alone is not enough: the same list may also stand elsewhere.
+    """
+    before, after = around
+    place = _address(value) - _address(body)
+    return place == len(before) and len(memoryview(value)) == len(body) - len(before) - len(after)
+
+
+def _address(of: Any) -> int:
+    return int(np.frombuffer(of, np.uint8).ctypes.data)
+
+
+def find(model: Model, around: Around, nbytes: int) -> Repeated | None:
+    """The remembered JSON, if as many bytes of tensors follow it as before."""
+    known = _repeats.get(id(model))
+    found = None if known is None else known.get(around)
+    return found if found is not None and found.nbytes == nbytes else None
+
+
+def keep(model: Model, around: Around, repeated: Repeated) -> None:
+    known = _repeats.get(id(model))
+    if known is None:
+        known = _repeats.setdefault(id(model), {})  # another thread may be here too
+        finalize(model, _repeats.pop, id(model), None).atexit = False
+    if len(known) >= REMEMBERED:  # e.g. by a client that numbers its requests
+        known.clear()
+    known[around] = repeated
+
 
 Parameters = dict[str, Any]
 
@@ -287,3 +377,104 @@ def _scheduling(parameters: Parameters) -> tuple[int | None, float | None]:
 def engine_priority(model: Model, level: int | None) -> int | None:
     """The engine's priority for the protocol's level; None: the model's own."""
     return model.priority + DEFAULT_LEVEL - level if level else None
+
+
+# Answers of the Open Inference Protocol v2: JSON, the binary tensor extension, and the classification extension.
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+class ResponseTensor(msgspec.Struct, omit_defaults=True):
+    name: str
+    datatype: str
+    shape: list[int]
+    parameters: Parameters = {}
+    data: list[Any] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ResponseBody(msgspec.Struct, omit_defaults=True):
+    model_name: str
+    model_version: str
+    outputs: list[ResponseTensor]
+    id: str = ""
+
+
+def known_answer(request: Request) -> bytes | None:
+    """The JSON of the answer, if an earlier one was equal and only binary tensors follow it."""
+    repeated = request.repeated
+    known = None if repeated is None else repeated.answer
+    return known[0] if known is not None and len(known) == 1 else None
+
+
+def encode(
+    model: Model, version: str, request: Request, results: dict[str, NDArray[Any]]
+) -> tuple[list[bytes | memoryview], int | None]:
+    """The answer's body in pieces, and the length of its JSON if binary tensors follow.
+
+    `results` maps each output to an array [items, …].
+    """
+    repeated = request.repeated
+    if repeated is not None and repeated.answer is not None:
+        known = repeated.answer
+        if len(known) == 1:
+            return [known[0], *(_raw(results[output.name]) for output in request.outputs)], len(known[0])
+        pieces: list[bytes | memoryview] = [known[0]]
+        for output, text in zip(request.outputs, known[1:], strict=True):
+            pieces += (_encode(_values(results[output.name])), text)
+        return pieces, None
+    tensors: list[ResponseTensor] = []
+    tail: list[bytes | memoryview] = []
+    for output in request.outputs:
+        array = results[output.name]
+        name = datatype(model.outputs[output.name].dtype)
+        if output.classes:
+            array, name = classify(array, output.classes), "BYTES"
+        shape = list(array.shape if request.batched else array.shape[1:])
+        if output.binary:
+            data = _texts(array) if name == "BYTES" else _raw(array)
+            tail.append(data)
+            tensors.append(ResponseTensor(output.name, name, shape, {"binary_data_size": len(data)}))
+        else:
+            tensors.append(ResponseTensor(output.name, name, shape, data=_values(array)))
+    header = _encode(ResponseBody(model.name, version, tensors, request.id))
+    if repeated is not None and not any(output.classes for output in request.outputs):
+        if len(tail) == len(tensors):
+            repeated.answer = [header]
+        elif not tail:
+            for tensor in tensors:
+                tensor.data = []
+            # This text cannot occur inside a JSON string, where quotation marks are escaped.
+            empty = _encode(ResponseBody(model.name, version, tensors, request.id)).split(b'"data":[]')
+            repeated.answer = [b'%b"data":' % text for text in empty[:-1]] + empty[-1:]
+    return [header, *tail], len(header) if tail else None
+
+
+def _values(array: NDArray[Any]) -> list[Any]:
+    """The values as JSON numbers."""
+    flat: list[Any] = (array.astype(np.float32) if array.dtype.char in "eE" else array).reshape(-1).tolist()
+    return flat
+
+
+def _raw(array: NDArray[Any]) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def classify(scores: NDArray[Any], classes: int) -> NDArray[Any]:
+    """The classification extension: the best classes of every item as "score:index".
+
+    >>> classify(np.array([[0.25, 0.75]]), 1)[0, 0]
+    '0.750000:1'
+    """
+    # Negated integers may not fit into their type; ~ reverses the order of all integers.
+    downwards = ~scores if scores.dtype.kind in "iu" else -scores
+    best = np.argsort(downwards, axis=1, kind="stable")[:, :classes]
+    score = str if scores.dtype.kind in "iu" else "{:f}".format
+    texts = [[f"{score(row[k].item())}:{k}" for k in ks] for row, ks in zip(scores, best, strict=True)]
+    return np.array(texts, dtype=object)
+
+
+def _texts(array: NDArray[Any]) -> bytes:
+    """BYTES: each element is its length in four bytes, followed by the text."""
+    parts = (str(each).encode() for each in array.reshape(-1))
+    return b"".join(len(part).to_bytes(4, "little") + part for part in parts)

@@ -9,18 +9,141 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from paellapy.serving import describe
+from paellapy.instrument.versions import versions
+from paellapy.scheduler.core.residency import weights_state
+from paellapy.scheduler.engine.engine import Engine
+from paellapy.scheduler.engine.remote import RemoteEngine
+from paellapy.scheduler.engine.stats import sizes_state
+from paellapy.scheduler.models.model import Model
 from paellapy.serving.access import open_to_all, operates
+from paellapy.serving.counters import ModelCounters
 from paellapy.serving.errors import RequestError, short
-from paellapy.serving.infer import infer, read
+from paellapy.serving.inference import infer, read
 from paellapy.serving.middleware import SERVICE, json_response
-from paellapy.serving.numbers import NOT_JSON
-from paellapy.serving.protocol import BESIDE_BYTES
-from paellapy.serving.registry import READY, Entry
+from paellapy.serving.protocol import BESIDE_BYTES, DEFAULT_LEVEL, PRIORITY_LEVELS
+from paellapy.serving.registry import READY, VERSION, Catalogue, Entry
+from paellapy.serving.tensors import NOT_JSON, datatype
+
+# What the server reports about itself and its models: metadata, configuration, statistics.
+
+
+PLATFORM = "paellapy"
+EXTENSIONS = [
+    "binary_tensor_data",
+    "classification",
+    "model_configuration",
+    "model_repository",
+    "parameters",
+    "schedule_policy",
+    "statistics",
+]
+
+
+def server_metadata() -> dict[str, Any]:
+    return {"name": "paellapy", "version": versions()["paellapy"], "extensions": EXTENSIONS}
+
+
+def model_metadata(model: Model) -> dict[str, Any]:
+    """Metadata of a model. Its shapes have -1 for the batch, as clients expect."""
+    return {
+        "name": model.name,
+        "versions": [VERSION],
+        "platform": PLATFORM,
+        **{
+            key: [
+                {"name": name, "datatype": datatype(spec.dtype), "shape": [-1, *spec.shape]}
+                for name, spec in specs.items()
+            ]
+            for key, specs in (("inputs", model.inputs), ("outputs", model.outputs))
+        },
+    }
+
+
+def model_config(model: Model, engine: Engine | RemoteEngine) -> dict[str, Any]:
+    """A model's configuration in the format that Triton's clients read."""
+    tensors = {
+        key: [
+            {"name": name, "data_type": f"TYPE_{datatype(spec.dtype)}", "dims": list(spec.shape)}
+            for name, spec in specs.items()
+        ]
+        for key, specs in (("input", model.inputs), ("output", model.outputs))
+    }
+    lanes = engine.stats()["models"].get(model.name, {}).get("lanes", 0)
+    own = {"priority": model.priority, "share": model.share, "target_ms": model.target_ms, "policy": engine.policy}
+    return {
+        "name": model.name,
+        "platform": PLATFORM,
+        "backend": PLATFORM,
+        "version_policy": {"latest": {"num_versions": 1}},
+        "max_batch_size": model.max_batch,
+        **tensors,
+        "instance_group": [{"name": model.name, "kind": "KIND_GPU", "count": lanes}],
+        "dynamic_batching": {
+            "preferred_batch_size": list(model.batch),
+            "max_queue_delay_microseconds": 0,
+            "priority_levels": PRIORITY_LEVELS,
+            "default_priority_level": DEFAULT_LEVEL,
+        },
+        "parameters": {key: {"string_value": str(value)} for key, value in own.items() if value is not None},
+    }
+
+
+def model_statistics(name: str, counters: ModelCounters) -> dict[str, Any]:
+    """A model's statistics in the format of Triton's extension. Times are sums in nanoseconds."""
+
+    def total(count: int, ns: int) -> dict[str, int]:
+        return {"count": count, "ns": ns}
+
+    n, nothing = counters.items, {"count": 0, "ns": 0}
+    return {
+        "name": name,
+        "version": VERSION,
+        "last_inference": counters.last_ms,
+        "inference_count": n,
+        "execution_count": counters.batches,
+        "inference_stats": {
+            "success": total(counters.answered, counters.answered_ns),
+            "fail": total(counters.failed, counters.failed_ns),
+            "queue": total(n, counters.queue_ns),
+            # Copies to and from the GPU are part of the model's program, and so count in compute_infer.
+            "compute_input": total(n, 0),
+            "compute_infer": total(n, counters.compute_ns),
+            "compute_output": total(n, 0),
+            "cache_hit": nothing,
+            "cache_miss": nothing,
+        },
+        "batch_stats": [
+            {
+                "batch_size": size,
+                "compute_input": total(count, 0),
+                "compute_infer": total(count, ns),
+                "compute_output": total(count, 0),
+            }
+            for size, (count, ns) in sorted(counters.by_batch.items())
+        ],
+    }
+
+
+def repository_index(registry: Catalogue, ready_only: bool) -> list[dict[str, Any]]:
+    """All configured models. For loaded ones it says where the weights are (resident, loading 43 %, leaving, host,
+    disk), and, if not all batch sizes are captured, which are, which come later, and which failed.
+    """
+    state = registry.engine.state
+    more: dict[str, dict[str, Any]] = {}
+    for row, model in registry.by_row.items():
+        more[model.name] = {"weights": weights_state(state, row)}
+        sizes = sizes_state(state, row)
+        if sizes["later"] or sizes["failed"]:
+            more[model.name]["batch_sizes"] = sizes
+    return [
+        {"name": e.name, "version": VERSION, "state": e.state, "reason": e.reason} | more.get(e.name, {})
+        for e in registry.entries.values()
+        if e.state == "READY" or not ready_only
+    ]
 
 
 async def server(request: web.Request) -> web.Response:
-    return json_response(describe.server_metadata())
+    return json_response(server_metadata())
 
 
 @open_to_all  # probes of orchestrators carry no key
@@ -36,7 +159,7 @@ async def ready(request: web.Request) -> web.Response:
 
 async def model(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
-    return json_response(describe.model_metadata(service.registry.ready(*_which(request))))
+    return json_response(model_metadata(service.registry.ready(*_which(request))))
 
 
 async def model_ready(request: web.Request) -> web.Response:
@@ -48,7 +171,7 @@ async def model_ready(request: web.Request) -> web.Response:
 
 async def config(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
-    return json_response(describe.model_config(service.registry.ready(*_which(request)), service.engine))
+    return json_response(model_config(service.registry.ready(*_which(request)), service.engine))
 
 
 async def stats(request: web.Request) -> web.Response:
@@ -58,7 +181,7 @@ async def stats(request: web.Request) -> web.Response:
         names = [service.registry.ready(*_which(request)).name]
     else:
         names = [e.name for e in service.registry.entries.values() if e.state == READY]
-    found = [describe.model_statistics(name, service.counters.of(name)) for name in names]
+    found = [model_statistics(name, service.counters.of(name)) for name in names]
     return json_response({"model_stats": found})
 
 
@@ -67,7 +190,7 @@ async def index(request: web.Request) -> web.Response:
     ready_only = body.get("ready", False)
     if not isinstance(ready_only, bool):
         raise RequestError('"ready" must be true or false')
-    return json_response(describe.repository_index(request.app[SERVICE].registry, ready_only))
+    return json_response(repository_index(request.app[SERVICE].registry, ready_only))
 
 
 @operates

@@ -11,11 +11,10 @@ from corpus import Case, CudaCase, ast_source
 from corpus.case import Argument, Call, options
 from triton.backends.compiler import GPUTarget
 
-from paellapy.instrument.kernels.cuda_source import CudaSource
-from paellapy.instrument.kernels.triton_arguments import TypeHandlers
-from paellapy.instrument.kernels.triton_source import TritonSource
+from paellapy.instrument.kernels.cuda import CudaSource
+from paellapy.instrument.kernels.triton_source import TritonSource, TypeHandlers
 from paellapy.instrument.ptx.compiled import Source
-from paellapy.instrument.ttir import TtirProgram
+from paellapy.instrument.triton_ir import TtirProgram
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 import paellapy as pp
-from paellapy.scheduler.backends.virtual_faults import Faults
+from paellapy.scheduler.backends.virtual_loop import Faults
 from paellapy.scheduler.models.model import Model, TensorSpec
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from core_bench import LIMITS, Bench
 
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.manage import attach_moves
+from paellapy.scheduler.core.residency import attach_moves
 from paellapy.scheduler.core.tuning import Tuning
 
 CHUNK = 1000  # bytes

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from paellapy.instrument.ptx.flow import FlowGraph
 from paellapy.instrument.ptx.module import Module
-from paellapy.instrument.ptx.statements import Statement
+from paellapy.instrument.ptx.text import Statement
 
 WORD = 0xFFFFFFFF
 _COMPARES: dict[str, Callable[[int, int], bool]] = {

@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any
 
 from paellapy.instrument.ptx.module import Module
-from paellapy.instrument.ptx.statements import Kind, Statement
+from paellapy.instrument.ptx.text import Kind, Statement
 
 _BITS = {"pred": 1, "u32": 32, "s32": 32, "b32": 32, "u64": 64, "b64": 64}
 _BINARY: dict[str, Callable[[int, int], int]] = {

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from serving_server import ask, infer_body
 
-from paellapy.cluster.front_door import FrontDoor
+from paellapy.cluster.engine_state import Member
+from paellapy.cluster.listener import FrontDoor
 from paellapy.cluster.router import Router, RouterOptions
-from paellapy.cluster.view import Member
 
 
 class RunningRouter:

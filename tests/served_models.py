@@ -12,7 +12,7 @@ from serving_server import echo_model
 
 from paellapy import demo
 from paellapy.scheduler.models.model import Model
-from paellapy.serving.datatypes import DTYPES
+from paellapy.serving.tensors import DTYPES
 
 SMALL = ("BOOL", "UINT8", "UINT16", "INT8", "INT16", "FP16", "BF16")
 

@@ -21,12 +21,12 @@ import triton.language as tl
 import paellapy as pp
 from paellapy.scheduler.core.state import Limits
 from paellapy.scheduler.engine.engine import Engine
-from paellapy.scheduler.engine.slots import Slot
+from paellapy.scheduler.engine.requests import Slot
 from paellapy.scheduler.models.model import Model, TensorSpec
 from paellapy.serving.config import ServerConfig
-from paellapy.serving.datatypes import DTYPES
 from paellapy.serving.registry import Entry, Registry, entry_of
 from paellapy.serving.server import Server
+from paellapy.serving.tensors import DTYPES
 
 DEVICE = "virtual:h200"
 

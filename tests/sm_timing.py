@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from paellapy.instrument.device.parts import part
-from paellapy.instrument.device.timing import Timing
+from paellapy.instrument.gpu_model.parts import Timing, part
 
 H200 = part("h200")
 # No latencies and full rates: times follow from the work alone, and whole durations stay whole.

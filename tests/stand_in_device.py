@@ -9,11 +9,11 @@ from typing import Any, Self
 import numpy as np
 
 from paellapy.instrument.device import Device, Event, Launcher, Stream
-from paellapy.instrument.device.parts import limits_for_capability
 from paellapy.instrument.errors import LaunchError
-from paellapy.instrument.kernels.triton_arguments import TypeHandlers
+from paellapy.instrument.gpu_model.parts import limits_for_capability
+from paellapy.instrument.kernels.triton_source import TypeHandlers
 from paellapy.instrument.ptx.compiled import Source
-from paellapy.instrument.ptx.pass_config import PassConfig
+from paellapy.instrument.ptx.descriptor import PassConfig
 from paellapy.instrument.records import SM_LINE, Records
 
 

@@ -298,19 +298,19 @@ def test_a_gate_and_a_callback_look_at_every_launch(monkeypatch: pytest.MonkeyPa
     import cupti
     from gate_cost import launcher
 
-    from paellapy.instrument.device import gate
-    from paellapy.instrument.device.gate_code import address, gated
+    from paellapy.instrument.device import launch_hook
+    from paellapy.instrument.device.launch_hook import address, gated
 
     seen: list[tuple[int, ...]] = []
     launch = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * 11)(lambda *given: seen.append(given) or 0)
-    words = np.zeros(gate.WORDS, np.uint64)
-    words[gate.SHARE] = gate.SHARE_UNIT
+    words = np.zeros(launch_hook.WORDS, np.uint64)
+    words[launch_hook.SHARE] = launch_hook.SHARE_UNIT
     cell = np.array([words.ctypes.data], np.uint64)
     through, keep = gated({address(launch): "cuLaunchKernel"}, int(cell.ctypes.data))
     assert keep is not None
     assert launcher(through[address(launch)])(77, 3) == 0
     assert seen == [(77, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0)] * 3
-    assert words[gate.LAUNCHES] == 3
+    assert words[launch_hook.LAUNCHES] == 3
     look = ctypes.CFUNCTYPE(None, ctypes.c_uint64, ctypes.c_int32, ctypes.c_uint32, ctypes.c_uint64)(cupti.look.address)
     counted, call = np.zeros(2, np.uint64), np.zeros(4, np.uint32)
     for leaving in (0, 1, 0, 1):

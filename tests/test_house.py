@@ -24,7 +24,7 @@ MANY_PARAMETERS = {
     "paellapy/demo/kernels.py:layer_norm": "a kernel: its arguments are what the GPU is given",
     "paellapy/cli_bench.py:bench": "a command: its parameters are the options of the command line",
     "paellapy/cli_simulate.py:simulate": "a command: its parameters are the options of the command line",
-    "scheduler/engine/hosting.py:Hosting.background": "public: the keywords of a job are its options",
+    "scheduler/engine/engine.py:Hosting.background": "public: the keywords of a job are its options",
     "scheduler/engine/engine.py:Engine.__init__": "public: the keywords of an engine are its options",
     "scheduler/models/model.py:Model.__init__": "public: the keywords of a model are its options",
     "scheduler/models/model.py:Model.changed": "public: the keywords of a model are its options",
@@ -33,7 +33,7 @@ MANY_PARAMETERS = {
 # Functions of more than fifty lines without their docstrings, and why.
 MANY_LINES = {
     "paellapy/cli_bench.py:bench": "a command: most lines are the options of the command line",
-    "paellapy/viz/live_widget.py:_widget_class": "a class of short methods, made once its base class is there",
+    "paellapy/viz/widgets.py:_widget_class": "a class of short methods, made once its base class is there",
     "instrument/device/cuda_launch.py:CudaLauncher.__call__": "every launch takes this path, and every call costs time",
 }
 

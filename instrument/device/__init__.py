@@ -1,11 +1,10 @@
 """Devices: the real GPU and the virtual one, behind one interface."""
 
-from paellapy.instrument.device.base import Array, Device, Event, Stream
+from paellapy.instrument.device.base import Array, Device, Event, Launcher, Stream
 from paellapy.instrument.device.cuda import CudaDevice
-from paellapy.instrument.device.launcher import Launcher
-from paellapy.instrument.device.parts import PARTS
 from paellapy.instrument.device.virtual import VirtualDevice
 from paellapy.instrument.errors import NoDeviceError
+from paellapy.instrument.gpu_model.parts import PARTS
 
 __all__ = ["Array", "CudaDevice", "Device", "Event", "Launcher", "Stream", "VirtualDevice", "devices"]
 

@@ -7,20 +7,308 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from paellapy.instrument.arguments import Descriptor, Handlers
-from paellapy.instrument.device.launcher import Capture, Launcher
-from paellapy.instrument.device.parts import SmLimits
-from paellapy.instrument.device.preemption import Flag
-from paellapy.instrument.device.range_events import Events
-from paellapy.instrument.errors import LaunchError, NoDeviceError
-from paellapy.instrument.ptx.compiled import Draft, Source
-from paellapy.instrument.ptx.pass_config import PassConfig
-from paellapy.instrument.records import Records
+from paellapy.instrument.errors import ArgumentError, LaunchError, NoDeviceError
+from paellapy.instrument.gpu_model.parts import SmLimits
+from paellapy.instrument.ptx.compiled import Compiled, Draft, Source
+from paellapy.instrument.ptx.descriptor import PassConfig
+from paellapy.instrument.ptx.ranges import Ranges, Sites
+from paellapy.instrument.records import RANGE_HEAD, RANGE_RECORD, WHOLE_BLOCK, Records
+
+# Preemption on every device: a flag that launches look at, and a run of some blocks under it.
+
+
+MOST_EPOCHS = 2**32 - 1  # a flag is a word of 32 bits
+
+
+class Flag(ABC):
+    """A word in the device's memory. Launches made under it are numbered; setting it preempts all launches made so far.
+
+    Blocks of these launches that have not started do not run. Launches made later run, even if the flag is still being
+    set.
+    """
+
+    def __init__(self) -> None:
+        self._epoch = 0  # number of the latest launch
+        self._word = 0
+        self._highest = 0  # the highest number that it was ever set to
+
+    def next_epoch(self) -> int:
+        """The number for the next launch."""
+        if self._epoch == MOST_EPOCHS:
+            raise LaunchError(f"{MOST_EPOCHS} launches were made under one flag, its maximum: make a new flag")
+        self._epoch += 1
+        return self._epoch
+
+    def set(self) -> None:
+        """Preempts the launches made under this flag so far. Returns at once; blocks see the flag a few µs later."""
+        self._word = self._highest = self._epoch
+        self._write(self._word)
+
+    def clear(self) -> None:
+        """Lets blocks run that have not started yet. Blocks that were kept from running stay out."""
+        self._word = 0
+        self._write(0)
+
+    def catches(self, epoch: int) -> bool:
+        """Whether the launch of this number is preempted now."""
+        return self._word >= epoch
+
+    def has_caught(self, epoch: int) -> bool:
+        """Whether the launch of this number may have been preempted at any time."""
+        return self._highest >= epoch
+
+    @abstractmethod
+    def _write(self, word: int) -> None:
+        """Writes the word to the place where blocks read it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A kernel's launch parameters, without the selection of blocks."""
+
+    grid: tuple[int, int, int]
+    values: Sequence[Any]
+    stream: Any
+    block: tuple[int, ...] = ()
+    shared_bytes: int = 0
+
+    @property
+    def blocks(self) -> int:
+        x, y, z = self.grid
+        return x * y * z
+
+
+class Run(ABC):
+    """One launch of some blocks under a flag."""
+
+    epoch: int
+
+    @abstractmethod
+    def over(self) -> bool:
+        """Whether each of its blocks has ended, or was kept from running."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Waits until it is over."""
+
+    @abstractmethod
+    def count_left(self) -> int:
+        """The number of its blocks that have not run. For runs that are over."""
+
+    @abstractmethod
+    def left(self) -> NDArray[np.int64]:
+        """The numbers of these blocks in their grid. For runs that are over."""
+
+    @abstractmethod
+    def elapsed_ns(self) -> float:
+        """The time from its first block's start to its last block's end. For runs that are over."""
+
+
+Part = tuple[int, int]  # the first block and the number of blocks
+Blocks = Part | Run  # the last: the remaining blocks of another run
+
+
+# Launchers: kernels loaded on a device; and captures, which take their launches in place of the device.
+
+
+_MOST_BLOCKS = (2**31 - 1, 65_535, 65_535)  # in x, y and z, on every GPU
+
+
+def check_grid(kernel: str, grid: Sequence[int]) -> None:
+    """Raises ArgumentError for an invalid grid; an empty grid is valid."""
+    if any(extent < 0 for extent in grid):
+        raise ArgumentError(f"kernel {kernel!r}: grid {tuple(grid)} has a negative extent: extents must be at least 0")
+    if any(extent > most for extent, most in zip(grid, _MOST_BLOCKS, strict=False)):
+        most = " × ".join(f"{n:,}" for n in _MOST_BLOCKS)
+        raise ArgumentError(f"kernel {kernel!r}: grid {tuple(grid)} is too large: a GPU takes {most} blocks at most")
+
+
+class Launcher(ABC):
+    """A kernel loaded on a device, ready to be launched with bound values."""
+
+    compiled: Compiled
+    result: Any = None  # of `kernel[grid](…)` for a Triton kernel
+
+    @abstractmethod
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        values: Sequence[Any],
+        block: tuple[int, ...] = (),
+        shared_bytes: int = 0,
+        part: tuple[int, int] | None = None,
+    ) -> Any:
+        """Launches on the device's current stream. `part` = (first, count) runs only these blocks of the grid."""
+
+    def under(self, flag: Any, work: Work, blocks: Blocks) -> Run:
+        """Launches some blocks under a flag, on the work's own stream. For kernels built with `preempt`."""
+        raise LaunchError(f"{type(self).__name__} does not support launches under a flag")
+
+
+class Capture(ABC):
+    """Stands in for the device in one thread while a function's launches are captured instead of run."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self.passing = False  # set while the capture itself launches
+        self.notify_word = 0  # address to which a launch at level `notify` writes, instead of a word of the device
+
+    @property
+    def mine(self) -> bool:
+        """Whether this thread is being captured; other threads are not affected."""
+        return self._thread == threading.get_ident()
+
+    @property
+    def active(self) -> bool:
+        """Whether the capture handles a call made now in this thread."""
+        return not self.passing and self._thread == threading.get_ident()
+
+    @abstractmethod
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """Memory that the captured work may use each time it is replayed."""
+
+    @abstractmethod
+    def launch(
+        self,
+        launcher: Any,
+        grid: tuple[int, ...],
+        values: Sequence[Any],
+        block: tuple[int, ...],
+        shared_bytes: int,
+        part: tuple[int, int] | None,
+    ) -> Any: ...
+
+    @abstractmethod
+    def refuse(self, doing: str) -> None:
+        """Raises an error for an operation that cannot be replayed."""
+
+
+# Events of ranges as a device records them: which range began or ended, in which block, and how far through it.
+
+
+MOST_BYTES = 1 << 30  # most bytes of records in one trace; with more blocks than fit, each keeps fewer records
+RECORDS = 256  # records kept per lane; a record has up to three moments, and a moment one or more events
+_FEWEST = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Events:
+    """Events of one launch, in order within each lane."""
+
+    launch: int
+    names: tuple[str, ...]
+    block: NDArray[np.uint32]
+    warp: NDArray[np.uint16]
+    tag: NDArray[np.uint32]
+    part: NDArray[np.float64]  # fraction of the block's time that had passed, 0 to 1
+    start_lo: NDArray[np.uint32] | None = None  # from the block's record, where a launch may run several times
+    overwritten: int = 0
+
+    def at(self, chosen: NDArray[np.bool_]) -> Events:
+        return replace(
+            self,
+            block=self.block[chosen],
+            warp=self.warp[chosen],
+            tag=self.tag[chosen],
+            part=self.part[chosen],
+            start_lo=None if self.start_lo is None else self.start_lo[chosen],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EventLayout:
+    """The layout of one launch's records: heads, then `lanes` rings for each of `blocks`, with `records` each."""
+
+    ranges: Ranges
+    sites: Sites
+    blocks: int
+    lanes: int
+    records: int
+
+    @classmethod
+    def of(cls, ranges: Ranges, sites: Sites, blocks: int, threads: int, records: int = RECORDS) -> EventLayout:
+        lanes = ranges.lanes(threads)
+        layout = cls(ranges, sites, blocks, lanes, records)
+        while layout.nbytes > MOST_BYTES and records > _FEWEST:
+            records //= 2
+            layout = cls(ranges, sites, blocks, lanes, records)
+        return layout
+
+    @property
+    def ring_bytes(self) -> int:
+        """The size of a ring, and its alignment."""
+        return self.records * RANGE_RECORD.itemsize
+
+    @property
+    def heads_bytes(self) -> int:
+        return self.blocks * self.lanes * RANGE_HEAD.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.heads_bytes + self.blocks * self.lanes * self.ring_bytes
+
+    @property
+    def mask(self) -> int:
+        return self.ring_bytes - 1
+
+    def read(self, launch: int, memory: NDArray[np.uint8]) -> Events:
+        """The events that a launch's blocks recorded. Blocks that did not run are removed later, by their records."""
+        clocks, tags, size = self._site_tables()
+        heads = memory[: self.heads_bytes].view(RANGE_HEAD)[::-1]
+        rings = memory[self.heads_bytes :].view(RANGE_RECORD).reshape(-1, self.records)
+        used, events = heads["used"].astype(np.int64) // RANGE_RECORD.itemsize, heads["events"].astype(np.int64)
+        # A block that did not run leaves what was there before.
+        wrong = (events < used * min(size, default=0)) | (events > used * max(size, default=0))
+        used[wrong] = events[wrong] = 0
+        kept = np.minimum(used, self.records)
+        lane, place = _expanded(kept)
+        found = rings[lane, (used[lane] - kept[lane] + place) & (self.records - 1)]
+        known = found["site"] < len(size)  # all, but in a block that did not run
+        lane, found = lane[known], found[known]
+        row, place = _expanded(size[found["site"]])
+        lane, site = lane[row], found["site"][row]
+        head = heads[lane // self.lanes * self.lanes]  # the clocks of the block
+        clock = found["clocks"][row, clocks[site, place]]
+        whole = (head["clock_end"] - head["clock_start"]).astype(float)
+        passed = (clock - head["clock_start"]).view(np.int32).astype(float)  # negative before the start
+        warp = lane % self.lanes if self.ranges.per_warp else np.full(len(lane), WHOLE_BLOCK)
+        return Events(
+            launch,
+            self.ranges.names,
+            (lane // self.lanes).astype(np.uint32),
+            warp.astype(np.uint16),
+            tags[site, place],
+            np.clip(passed / np.maximum(whole, 1), 0, 1),
+            head["start_lo"].copy(),
+            max(0, int(events.sum()) - len(row)),
+        )
+
+    def _site_tables(self) -> tuple[NDArray[np.int64], NDArray[np.uint32], NDArray[np.int64]]:
+        """For each site and event its clock and its tag; and the number of events of each site."""
+        events = [[(clock, tag) for clock, tags in enumerate(site) for tag in tags] for site in self.sites.moments]
+        size = np.array([len(each) for each in events], np.int64)
+        table = np.zeros((len(events), max(size, default=0), 2), np.int64)
+        for site, each in enumerate(events):
+            table[site, : len(each)] = each
+        return table[:, :, 0], table[:, :, 1].astype(np.uint32), size
+
+
+def _expanded(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The numbers of some groups, repeated for each of their members, and the members' numbers.
+
+    >>> [each.tolist() for each in _expanded(np.array([2, 0, 1]))]
+    [[0, 0, 2], [0, 1, 0]]
+    """
+    which = np.repeat(np.arange(len(counts)), counts)
+    return which, np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+
 
 _current: contextvars.ContextVar[Device | None] = contextvars.ContextVar("paellapy_device", default=None)
 

@@ -6,29 +6,149 @@ import ctypes
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from paellapy.instrument.arguments import Descriptor
-from paellapy.instrument.device.base import Device
-from paellapy.instrument.device.cuda_arguments import cuda_handlers
-from paellapy.instrument.device.cuda_clock import CudaClock
-from paellapy.instrument.device.cuda_launch import CudaLauncher
+from paellapy.instrument.device.base import MOST_BYTES, Device, EventLayout, Events
+from paellapy.instrument.device.cuda_launch import CudaLauncher, cuda_handlers, encode_tile
 from paellapy.instrument.device.cuda_memory import MOST_URGENT, CudaArray, CudaEvent, CudaStream, free_in
 from paellapy.instrument.device.cuda_preempt import CudaFlag, Preemption
-from paellapy.instrument.device.cuda_ranges import EventMemory
-from paellapy.instrument.device.cuda_tile import encode_tile
 from paellapy.instrument.device.driver import check, driver, fail, library, relaxed_capture
-from paellapy.instrument.device.parts import limits_for_capability
-from paellapy.instrument.device.range_events import EventLayout, Events
 from paellapy.instrument.errors import NoDeviceError
+from paellapy.instrument.gpu_model.parts import limits_for_capability
 from paellapy.instrument.library_caches import protect_triton
 from paellapy.instrument.ptx.compiled import Source
-from paellapy.instrument.ptx.pass_config import PassConfig
+from paellapy.instrument.ptx.descriptor import PassConfig
 from paellapy.instrument.records import RING_RECORD, SM_LINE, Records
+
+# The clock of a real GPU: read by a kernel, and compared with the host's clock.
+
+
+_LOOKS = 5  # readings of the clock: with only one, blocks seemed to begin up to 8 µs before their launch
+# Reads the clock of the reports and the number of SM ids, which may exceed the number of SMs.
+_PROBE = """
+.version 7.0
+.target sm_70
+.address_size 64
+.visible .entry probe(.param .u64 out)
+{
+	.reg .b64 %rd<3>;
+	.reg .b32 %r<2>;
+	ld.param.u64 %rd1, [out];
+	mov.u64 %rd2, %globaltimer;
+	st.global.u64 [%rd1], %rd2;
+	mov.u32 %r1, %nsmid;
+	st.global.u32 [%rd1+8], %r1;
+	ret;
+}
+"""
+
+
+class CudaClock:
+    """The clock of the current context's GPU. `words` are two words of pinned memory."""
+
+    def __init__(self, words: NDArray[np.uint64]) -> None:
+        self._words, self._address = words, words.ctypes.data
+        self.offset_ns = 0  # the GPU's time minus the host's
+        cu = driver()
+        self._module = check(cu.cuModuleLoadData(_PROBE.encode() + b"\0"), "loading a kernel")
+        self._probe = check(cu.cuModuleGetFunction(self._module, b"probe"), "loading a kernel")
+
+    def read_ns(self) -> int:
+        """The current time. The host's clock is set by the quickest of a few readings, to half of its duration."""
+        cu = driver()
+        params = ((self._address,), (ctypes.c_void_p,))
+        quickest = None
+        for _ in range(_LOOKS):
+            before = time.perf_counter_ns()
+            check(cu.cuLaunchKernel(self._probe, 1, 1, 1, 1, 1, 1, 0, 0, params, 0), "reading the clock")
+            check(cu.cuStreamSynchronize(0), "reading the clock")
+            after = time.perf_counter_ns()
+            now = int(self._words[0])
+            if quickest is None or after - before < quickest:
+                quickest = after - before
+                self.offset_ns = now - (before + after) // 2
+        return now
+
+    @property
+    def sm_ids(self) -> int:
+        """The number of SM ids at the last reading."""
+        return int(self._words.view(np.uint32)[2])
+
+
+# Memory for events of ranges on a real GPU: assigned launch by launch while a trace runs, read when it ends.
+
+
+_CHUNK_BYTES = 64 << 20
+
+
+class EventMemory:
+    """Memory for the events of a trace's launches. A launch need not clear it: every block records how much it used.
+
+    A launch inside a CUDA graph keeps its memory until it is forgotten, since a later trace may replay the graph.
+    """
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._chunks: list[Any] = []
+        self._taken: list[tuple[int, EventLayout, int, Any]] = []  # launch, layout, address of its rings, and memory
+        self._captured: dict[int, tuple[int, EventLayout, int, Any]] = {}
+        self._chunk = self._used = 0
+        self.unplaced = 0  # launches for which there was no room
+
+    def begin(self) -> None:
+        self._taken, self._chunk, self._used, self.unplaced = [], 0, 0, 0
+
+    def place(self, layout: EventLayout, launch: int, captured: bool) -> int:
+        """The address of a launch's rings, behind their heads; 0 if the trace has no room for more."""
+        room = layout.nbytes + layout.ring_bytes  # with room to align them
+        # Memory is cleared once: rings are read whole, and a sanitizer reports parts that no block wrote.
+        if captured:
+            if sum(kept.nbytes for *_, kept in self._captured.values()) + room > MOST_BYTES:
+                self.unplaced += 1
+                return 0
+            memory = self._device.cleared(room)
+            rings = _rings(layout, int(memory.ptr))
+            self._captured[launch] = (launch, layout, rings, memory)
+            return rings
+        while self._chunk < len(self._chunks) and self._used + room > self._chunks[self._chunk].nbytes:
+            self._chunk, self._used = self._chunk + 1, 0
+        if self._chunk == len(self._chunks):
+            if sum(chunk.nbytes for chunk in self._chunks) + room > MOST_BYTES:
+                self.unplaced += 1
+                return 0
+            self._chunks.append(self._device.cleared(max(room, _CHUNK_BYTES)))
+        memory = self._chunks[self._chunk]
+        rings = _rings(layout, int(memory.ptr) + self._used)
+        self._used += room
+        self._taken.append((launch, layout, rings, memory))
+        return rings
+
+    def forget(self, launches: Iterable[int]) -> None:
+        """Frees the memory of launches in graphs that will not be replayed again."""
+        for launch in launches:
+            self._captured.pop(launch, None)
+
+    def read(self, launches: NDArray[np.uint32]) -> Iterator[Events]:
+        """The events of these launches, including those of replayed graphs."""
+        wanted = set(launches.tolist())
+        for launch, layout, rings, _ in [*self._taken, *self._captured.values()]:
+            if launch in wanted:
+                out = np.empty(layout.nbytes, np.uint8)
+                self._device.copy_out(out, rings - layout.heads_bytes)
+                yield layout.read(launch, out)
+
+
+def _rings(layout: EventLayout, address: int) -> int:
+    """The first address for rings with their heads behind `address`."""
+    rings = address + layout.heads_bytes
+    return rings + -rings % layout.ring_bytes
+
 
 _NOTIFY_WORDS = 4096
 

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.arguments import param_offsets
-from paellapy.instrument.device.cuda_memory import CudaArray
+from paellapy.instrument.arguments import SCALARS, Descriptor, Handler, Handlers, param_offsets, pointer_keys
+from paellapy.instrument.device.base import Blocks, Capture, EventLayout, Launcher, Work, check_grid
+from paellapy.instrument.device.cuda_memory import CudaArray, Gpu
 from paellapy.instrument.device.cuda_preempt import CudaFlag, CudaRun
 from paellapy.instrument.device.driver import check, driver, fail, library
-from paellapy.instrument.device.launcher import Capture, Launcher, check_grid
-from paellapy.instrument.device.parts import SmLimits
-from paellapy.instrument.device.preemption import Blocks, Work
-from paellapy.instrument.device.range_events import EventLayout
-from paellapy.instrument.errors import ArgumentError
-from paellapy.instrument.markers import Ranges, Sites
+from paellapy.instrument.errors import ArgumentError, out_of_resources
+from paellapy.instrument.gpu_model.parts import SmLimits
 from paellapy.instrument.ptx.compiled import TRITON_PARAMS, Compiled, Source
-from paellapy.instrument.ptx.pass_config import PassConfig
+from paellapy.instrument.ptx.descriptor import PassConfig
+from paellapy.instrument.ptx.ranges import Ranges, Sites
 from paellapy.instrument.records import DESCRIPTOR, MAGIC, field_offset
-from paellapy.instrument.triton_errors import out_of_resources
 
 _INVALID_CONTEXT = 201
 _DEFAULT_SHARED_LIMIT = 48 * 1024
@@ -37,7 +36,7 @@ _FLAG, _TODO = (field_offset(DESCRIPTOR, n) for n in ("flag", "todo"))
 _RANGE_MASK, _RANGES = (field_offset(DESCRIPTOR, n) for n in ("range_mask", "ranges"))
 
 
-class Gpu(Protocol):
+class LaunchGpu(Protocol):
     """The parts of the GPU that a launch uses."""
 
     title: str
@@ -98,7 +97,7 @@ class Notification:
 
 
 class CudaLauncher(Launcher):
-    def __init__(self, device: Gpu, compiled: Compiled, pick: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
+    def __init__(self, device: LaunchGpu, compiled: Compiled, pick: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
         cu = driver()
         source = compiled.source
         self.device, self.compiled, self.pick = device, compiled, pick
@@ -288,3 +287,124 @@ class CudaLauncher(Launcher):
             attributes.append(dependent)
         config.attrs, config.numAttrs = attributes, len(attributes)
         return int(cu.cuLaunchKernelEx(config, cu.CUfunction(self._function), buffer.each or 0, buffer.extra or 0)[0])
+
+
+# Kernel arguments on a real GPU: arrays of ours, of PyTorch and of CuPy become addresses and facts about alignment.
+
+
+def cuda_handlers(device: Gpu) -> Handlers:
+    """The handlers of arguments for kernels that run on this GPU."""
+    known = {**SCALARS, CudaArray: _cuda_array_handler(device), np.ndarray: _refuse_numpy}
+    return Handlers(known, functools.partial(_find, device))
+
+
+def _find(device: Gpu, kind: type) -> Handler | None:
+    torch = sys.modules.get("torch")
+    if torch is not None and issubclass(kind, torch.Tensor):
+        return _torch_handler(device)
+    if kind.__module__.partition(".")[0] == "cupy" and kind.__name__ == "ndarray":
+        return _cupy_handler(device)
+    if hasattr(kind, "__cuda_array_interface__"):
+        return _interface_handler
+    if issubclass(kind, np.ndarray):
+        return _refuse_numpy
+    return None
+
+
+def _cuda_array_handler(device: Gpu) -> Handler:
+    aligned, lookup = pointer_keys()
+
+    def handle(a: CudaArray) -> tuple[int, Any]:
+        if a.device is not device:
+            raise ArgumentError(
+                f"the array is on {a.device.name}, but the kernel runs on {device.name}: copy the array there"
+            )
+        return a.ptr, aligned.get(a.dtype) or lookup(a.dtype, True)  # the driver aligns to 256
+
+    return handle
+
+
+def _torch_handler(device: Gpu) -> Handler:
+    aligned, lookup = pointer_keys()
+    index = device.index
+
+    def handle(t: Any) -> tuple[int, Any]:
+        if t.get_device() != index:
+            raise ArgumentError(
+                f"the tensor is on {t.device}, but the kernel runs on {device.name}: move it with .to()"
+            )
+        ptr = t.data_ptr()
+        if ptr & 15:
+            return ptr, lookup(t.dtype, False)
+        return ptr, aligned.get(t.dtype) or lookup(t.dtype, True)
+
+    return handle
+
+
+def _cupy_handler(device: Gpu) -> Handler:
+    aligned, lookup = pointer_keys()
+    index = device.index
+
+    def handle(a: Any) -> tuple[int, Any]:
+        data = a.data
+        if data.device_id != index:
+            raise ArgumentError(
+                f"the array is on cuda:{data.device_id}, but the kernel runs on {device.name}: copy the array there"
+            )
+        ptr = data.ptr
+        if ptr & 15:
+            return ptr, lookup(a.dtype, False)
+        return ptr, aligned.get(a.dtype) or lookup(a.dtype, True)
+
+    return handle
+
+
+def _interface_handler(a: Any) -> tuple[int, Any]:
+    _, lookup = pointer_keys()
+    interface = a.__cuda_array_interface__
+    ptr = interface["data"][0]
+    return ptr, lookup(np.dtype(interface["typestr"]), not ptr & 15)
+
+
+def _refuse_numpy(a: Any) -> tuple[int, Any]:
+    raise ArgumentError(
+        "a NumPy array is in host memory, but the kernel runs on the GPU: copy it with pp.array(x) or cupy.asarray(x), "
+        'or run the kernel on the virtual GPU: with pp.Device("virtual:h200"): …'
+    )
+
+
+# Tensor descriptors on a real GPU: the CUtensorMap that a kernel's bulk copies use.
+
+# Triton numbers element types as the device does; three of the driver's numbers differ.
+_HOST_TYPES = {8: 10, 9: 8, 10: 9}
+_TF32 = 11
+
+
+def encode_tile(descriptor: Descriptor, facts: dict[str, Any]) -> bytes:
+    """The 128 bytes of the map. `facts` is one entry of Triton's `tensordesc_meta`."""
+    cu = driver()
+    shape = list(descriptor.shape)
+    if facts["fp4_padded"]:
+        shape[-1] *= 2
+    kind = _TF32 if descriptor.tf32 else _HOST_TYPES.get(facts["elem_type"], facts["elem_type"])
+    size, rank = facts["elem_size"], len(shape)
+    # The driver counts dimensions from the innermost one, and omits its stride. It refuses an empty list.
+    strides = [size * stride for stride in descriptor.strides[-2::-1]] or [size * shape[0]]
+    fill = cu.CUtensorMapFloatOOBfill
+    encoded = cu.cuTensorMapEncodeTiled(
+        cu.CUtensorMapDataType(kind),
+        rank,
+        descriptor.base,
+        [cu.cuuint64_t(extent) for extent in reversed(shape)],
+        [cu.cuuint64_t(stride) for stride in strides],
+        [cu.cuuint32_t(extent) for extent in reversed(facts["block_size"])],
+        [cu.cuuint32_t(1)] * rank,
+        cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        cu.CUtensorMapSwizzle(facts["swizzle"]),
+        cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        fill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NAN_REQUEST_ZERO_FMA
+        if descriptor.nan_padding
+        else fill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    words = check(encoded, "describing a tensor").opaque
+    return b"".join(int(word).to_bytes(8, "little") for word in words)

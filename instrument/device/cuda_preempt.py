@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.device import cuda_memory
+from paellapy.instrument.device.base import Blocks, Flag, Run, Work
 from paellapy.instrument.device.cuda_memory import MOST_URGENT, CudaArray, CudaEvent, CudaStream
 from paellapy.instrument.device.driver import check, driver, fail, library
-from paellapy.instrument.device.preemption import Blocks, Flag, Run, Work
 from paellapy.instrument.records import FLAG_COPIES, FLAG_COPY_BYTES, LEFT_HEAD_BYTES
 
 _FLAG_BYTES = FLAG_COPIES * FLAG_COPY_BYTES

@@ -10,25 +10,149 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.device import gate
-from paellapy.instrument.device.cost_model import CostModel, KernelCost
-from paellapy.instrument.device.launcher import Capture, Launcher, check_grid
-from paellapy.instrument.device.occupancy import occupancy
-from paellapy.instrument.device.parts import WARP, Part
-from paellapy.instrument.device.preemption import Blocks, Work
-from paellapy.instrument.device.range_events import Events
-from paellapy.instrument.device.sm_costs import BlockCost
-from paellapy.instrument.device.sm_model import SmModel
-from paellapy.instrument.device.sm_program import Kernel, Under
-from paellapy.instrument.device.virtual_preempt import VirtualFlag, VirtualRun, without_effects
-from paellapy.instrument.device.virtual_ranges import events_of
+from paellapy.instrument.device import launch_hook
+from paellapy.instrument.device.base import RECORDS, Blocks, Capture, Events, Flag, Launcher, Run, Work, check_grid
 from paellapy.instrument.errors import LaunchError, PaellaError
+from paellapy.instrument.gpu_model.commands import Kernel, Under
+from paellapy.instrument.gpu_model.costs import BlockCost, CostModel, KernelCost
+from paellapy.instrument.gpu_model.model import SmModel
+from paellapy.instrument.gpu_model.occupancy import occupancy
+from paellapy.instrument.gpu_model.parts import WARP, Part
 from paellapy.instrument.ptx.compiled import Compiled, Draft
-from paellapy.instrument.ptx.pass_config import PassConfig
-from paellapy.instrument.records import Records
-from paellapy.instrument.ttir import TtirProgram
-from paellapy.instrument.ttir.latency import SHARES
-from paellapy.instrument.ttir.machine import Mark
+from paellapy.instrument.ptx.descriptor import PassConfig
+from paellapy.instrument.ptx.ranges import Ranges
+from paellapy.instrument.records import RANGE_END, RANGE_RECORD, WHOLE_BLOCK, Records
+from paellapy.instrument.triton_ir import TtirProgram
+from paellapy.instrument.triton_ir.cost import SHARES
+from paellapy.instrument.triton_ir.machine import Mark
+
+# Preemption on the virtual GPU: the data of a block are computed once it is known that the block has run.
+#
+# The costs of blocks are computed at the launch, as for any other launch; memory is restored afterwards.
+
+
+class Host(Protocol):
+    """The parts of the virtual GPU that flags and runs use."""
+
+    runs: list[VirtualRun]
+
+    @property
+    def model(self) -> SmModel: ...
+    def submit(self) -> float: ...
+    def wait_until(self, ns: float) -> None: ...
+    def settle(self) -> None: ...
+
+
+class VirtualFlag(Flag):
+    def __init__(self, device: Host) -> None:
+        super().__init__()
+        self._device, self.number = device, device.model.flag()
+
+    def _write(self, word: int) -> None:
+        """Writes the word: the host's call takes as long as a launch, and the word arrives after the latency of one."""
+        model = self._device.model
+        model.run(self._device.submit() + model.timing.launch_ns)
+        model.set_flag(self.number, word)
+
+
+class VirtualRun(Run):
+    """A launch in the SM model whose data are computed once it is over."""
+
+    def __init__(
+        self,
+        device: Host,
+        under: Under,
+        handle: int,
+        stream: int,
+        costs: Records,
+        compute: Callable[[NDArray[np.int64]], object],
+    ) -> None:
+        self.epoch, self.handle, self.stream = under.epoch, handle, stream
+        self._device, self._blocks, self._costs, self._compute = device, under.blocks, costs, compute
+        self._left: NDArray[np.int64] | None = None
+        device.runs.append(self)
+        device.settle()
+
+    def over(self) -> bool:
+        model = self._device.model
+        model.run(max(model.now_ns, self._device.submit()))  # the query itself takes some time on the host
+        self._device.settle()
+        return self._left is not None
+
+    def wait(self) -> None:
+        if self._left is None:
+            self._device.wait_until(self._device.model.run_until_done(self.handle))
+
+    def settle(self) -> None:
+        """Computes the data of the blocks that ran, now that they are known."""
+        self._left = self._device.model.take_left(self.handle)
+        ran = np.setdiff1d(self._blocks, self._left, assume_unique=True)
+        if len(ran):
+            self._compute(ran)
+
+    def count_left(self) -> int:
+        return len(self.left())
+
+    def left(self) -> NDArray[np.int64]:
+        assert self._left is not None, "ask a run that is over"
+        return self._left
+
+    def costs_of(self, blocks: NDArray[np.int64]) -> Records:
+        """The costs of some of its blocks."""
+        order = np.argsort(self._blocks)
+        return self._costs[order[np.searchsorted(self._blocks, blocks, sorter=order)]]
+
+    def elapsed_ns(self) -> float:
+        model = self._device.model
+        return model.finish_ns(self.handle) - model.start_ns(self.handle)
+
+
+def without_effects(arguments: Sequence[Any], run: Callable[[], Records]) -> Records:
+    """The result of `run`, with the memory of its arguments restored afterwards."""
+    arrays = [a for a in arguments if isinstance(a, np.ndarray) and a.flags.writeable]
+    kept = [a.copy() for a in arrays]
+    try:
+        return run()
+    finally:
+        for array, before in zip(arrays, kept, strict=True):
+            array[...] = before
+
+
+# Ranges on the virtual GPU: an event is placed in its block in proportion to the cost up to that point.
+
+
+_KEPT = RECORDS * RANGE_RECORD["clocks"].shape[0]  # events per block
+Price = Callable[[Records], NDArray[np.float64]]
+
+
+def events_of(
+    launch: int, ranges: Ranges, marks: Sequence[Mark], ids: NDArray[np.int64], cost: Records, price: Price
+) -> Events:
+    """`ids` are the blocks that ran, `cost` is the total cost of each, and `price` converts costs to times.
+
+    Warps are not distinguished: an event recorded per warp is recorded for its block. As on a GPU, a block keeps only
+    its last events: as many as fill its records if each has a clock of its own.
+    """
+    whole = price(cost)
+    order = np.argsort(ids)
+    columns: list[tuple[NDArray[np.int64], NDArray[np.uint32], NDArray[np.float64]]] = []
+    for mark in marks:
+        tag = ranges.names.index(mark.marker.name) | (0 if mark.marker.begins else RANGE_END)
+        passed = price(np.ascontiguousarray(mark.cost).view(cost.dtype).reshape(-1))
+        row = order[np.searchsorted(ids[order], mark.ids)]
+        columns.append((mark.ids, np.full(len(passed), tag, np.uint32), passed / np.maximum(whole[row], 1e-9)))
+    if not columns:
+        nothing = np.zeros(0, np.uint32)
+        return Events(launch, ranges.names, nothing, nothing.astype(np.uint16), nothing, np.zeros(0))
+    block, tags, part = (np.concatenate(column) for column in zip(*columns, strict=True))
+    by = np.argsort(block, kind="stable")
+    last = np.searchsorted(block[by], block[by], side="right") - 1  # the last event of each event's block
+    kept = by[last - np.arange(len(by)) < _KEPT]
+    warp = np.full(len(kept), WHOLE_BLOCK, np.uint16)
+    lost = len(by) - len(kept)
+    return Events(
+        launch, ranges.names, block[kept].astype(np.uint32), warp, tags[kept], np.clip(part[kept], 0, 1), None, lost
+    )
 
 
 class Gpu(Protocol):
@@ -141,8 +265,8 @@ class VirtualLauncher(Launcher):
         check_grid(self.name, (gx, gy, gz))
         if min(gx, gy, gz) == 0:
             return None  # an empty grid launches nothing, as in Triton
-        if gate.hold is not None:
-            gate.hold()
+        if launch_hook.hold is not None:
+            launch_hook.hold()
         first, count = part or (0, gx * gy * gz)
         self.device.finish(self.device.current_stream())
         marks: list[Mark] | None = [] if device.session is not None and self.program.facts.ranges.names else None

@@ -12,8 +12,7 @@ from triton.runtime.errors import AutotunerError
 from triton.runtime.jit import MockTensor
 
 from paellapy.instrument.device.base import Device
-from paellapy.instrument.errors import ArgumentError, PaellaError
-from paellapy.instrument.triton_errors import also
+from paellapy.instrument.errors import ArgumentError, PaellaError, also
 
 # Launches a kernel once with these keywords and the keywords that the given tuner adds.
 Trial = Callable[["Tuner", dict[str, Any]], Any]

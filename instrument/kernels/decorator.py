@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 from paellapy.instrument.errors import ArgumentError
-from paellapy.instrument.kernels.cuda_kernel import CudaKernel
-from paellapy.instrument.kernels.cuda_source import CudaSource
+from paellapy.instrument.kernels.cuda import CudaKernel, CudaSource
 from paellapy.instrument.kernels.kernel import Kernel
 from paellapy.instrument.kernels.triton_kernel import TritonKernel
-from paellapy.instrument.ptx.pass_config import Exits, Report
+from paellapy.instrument.ptx.descriptor import Exits, Report
 
 
 @overload

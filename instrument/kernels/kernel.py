@@ -12,17 +12,14 @@ from dataclasses import replace
 from operator import index
 from typing import Any, NoReturn
 
-from paellapy.instrument.device.base import Device
-from paellapy.instrument.device.launcher import Launcher, check_grid
-from paellapy.instrument.device.occupancy import Occupancy, occupancy
-from paellapy.instrument.device.parts import limits_for_capability
-from paellapy.instrument.device.preemption import Work
+from paellapy.instrument.device.base import Device, Launcher, Work, check_grid
 from paellapy.instrument.errors import ArgumentError
-from paellapy.instrument.kernels.preempt import Preemptible, Prepared
+from paellapy.instrument.gpu_model.occupancy import Occupancy, occupancy
+from paellapy.instrument.gpu_model.parts import limits_for_capability
+from paellapy.instrument.kernels.preempt import Preemptible, Prepared, Wave
 from paellapy.instrument.kernels.triton_source import target_capability
-from paellapy.instrument.kernels.turnaround import Wave
 from paellapy.instrument.ptx.compiled import Compiled
-from paellapy.instrument.ptx.pass_config import Exits, PassConfig, Report
+from paellapy.instrument.ptx.descriptor import Exits, PassConfig, Report
 
 
 class Kernel:

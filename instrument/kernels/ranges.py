@@ -17,7 +17,7 @@ from triton.language import core
 from triton.runtime.jit import JITFunction
 
 from paellapy.instrument.errors import ArgumentError
-from paellapy.instrument.markers import Marker
+from paellapy.instrument.ptx.ranges import Marker
 
 
 class _Marking(threading.local):

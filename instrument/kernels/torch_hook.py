@@ -9,20 +9,187 @@ write nothing, unless they go into a CUDA graph, which may be replayed in a trac
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from triton import knobs
 from triton.compiler import compiler
 from triton.runtime import _allocation
 
 from paellapy.instrument.device.base import Device
-from paellapy.instrument.errors import InstrumentError
-from paellapy.instrument.kernels.torch_code import LoadedKernels, code_key, with_report
-from paellapy.instrument.kernels.torch_rows import Facts, Rows
-from paellapy.instrument.kernels.triton_ptx import TRITON_VERSION
-from paellapy.instrument.kernels.triton_source import compiling
+from paellapy.instrument.errors import InstrumentError, PaellaError, PtxError
+from paellapy.instrument.kernels.triton_source import (
+    TRITON_VERSION,
+    block_threads,
+    compiling,
+    exits_of,
+    ptx_target,
+    ptxas_options,
+    triton_ptxas,
+)
+from paellapy.instrument.ptx import passes
+from paellapy.instrument.ptx.compiled import Source
+from paellapy.instrument.ptx.descriptor import PassConfig
+from paellapy.instrument.records import DESCRIPTOR, MAGIC
+
+# The code of kernels that Triton compiles itself: the report pass on their PTX, and facts about them for traces.
+#
+# Triton's cache on disk keeps the facts in its metadata, beside the machine code. A process that finds a kernel there
+# compiles nothing, and reads the facts when Triton loads the kernel.
+
+
+_CONFIG = PassConfig("trace", pointer_param=-1)
+_NAME = "paellapy"  # of the facts in Triton's metadata
+
+
+@dataclass(frozen=True, slots=True)
+class CodeFacts:
+    """Facts about a reporting kernel; 0 where `ptxas` could not tell."""
+
+    warps: int = 1
+    dynamic_shared_bytes: int = 0
+    spill_bytes: int = 0
+    plain_registers: int = 0  # per thread, before the pass
+
+
+def code_key() -> str:
+    """A key that changes with the result of `with_report`."""
+    return f"paellapy-{_CONFIG.key()}/{_VERSION}"
+
+
+def with_report(ptx: str, metadata: dict[str, Any], options: Any, arch: int) -> str:
+    """The kernel with reports, and with the resident blocks of the plain one where `ptxas` can keep them.
+
+    Adds to Triton's metadata. A kernel that cannot be instrumented is returned as it is, because it must still run.
+    """
+    try:
+        reported = passes.apply(ptx, PassConfig(_CONFIG.report, exits=exits_of(ptx), pointer_param=-1))
+    except PaellaError:
+        return ptx
+    # One byte per block: the allocator is then asked for as many bytes as there are blocks.
+    metadata["profile_scratch_size"] = 1
+    metadata["profile_scratch_align"] = 8
+    threads, shared = block_threads(ptx) or 32 * metadata.get("num_warps", 1), metadata.get("shared", 0)
+    source = Source(
+        name=metadata["name"],
+        ptx=ptx,
+        arch=ptx_target(ptx, arch),
+        param_format="",
+        threads=threads,
+        dynamic_shared_bytes=shared,
+        ptxas_options=(*ptxas_options(options.enable_fp_fusion), *(options.ptx_options or "").split()),
+        ptxas_path=triton_ptxas(arch),
+    )
+    facts = CodeFacts(-(-threads // 32), shared)
+    try:
+        made = source.assembled(_CONFIG, reported)
+        plain = source.build(PassConfig()).registers
+        reported, facts = made.ptx, CodeFacts(facts.warps, shared, made.code.spill_bytes, plain)
+    except (PtxError, OSError):
+        pass  # Triton assembles the kernel too, and raises its own error if that fails
+    metadata[_NAME] = asdict(facts)
+    return reported
+
+
+class LoadedKernels:
+    """Facts about kernels that Triton has loaded, by CUDA's handle of the function."""
+
+    def __init__(self) -> None:
+        self._facts: dict[int, CodeFacts] = {}
+
+    def loaded(self, module: Any, function: int, name: str, files: Mapping[str, str], digest: str) -> None:
+        """Triton's hook after it has loaded a kernel; `files` are the kernel's in Triton's cache."""
+        self._facts.pop(function, None)
+        found = next((path for file, path in files.items() if file.endswith(".json")), None)
+        try:
+            stored = json.loads(Path(found).read_text()).get(_NAME) if found else None
+            if stored is not None:
+                self._facts[function] = CodeFacts(**stored)
+        except (OSError, ValueError, TypeError):
+            return  # the cache was removed or damaged meanwhile: nothing is known
+
+    def of(self, function: int) -> CodeFacts:
+        return self._facts.get(function, CodeFacts())
+
+
+_VERSION = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+
+
+# Descriptors of launches that Triton makes itself: rows of one table in device memory, filled when a trace begins.
+#
+# A launch needs no copy and no wait, so launches can be captured. A row that went into a CUDA graph is never given to
+# another launch: the graph's replays read it for as long as the graph lives. Each trace gives it a new number, by which
+# it recognises the replays.
+
+
+_TABLE = 8192  # rows: the most launches of PyTorch's kernels in a trace, minus those in graphs
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The facts about a launch that traces record."""
+
+    kernel: str
+    blocks: int
+    warps: int
+    registers: int
+    shared_bytes: int
+    stream: int
+    spill_bytes: int = 0
+    plain_registers: int = 0  # 0: unknown
+
+
+class Rows:
+    """The table. Row 0 has no magic number: a kernel that reads it writes nothing."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._host = np.zeros(_TABLE + 1, DESCRIPTOR)
+        self._memory = device.array_beside(self._host)
+        self._next = 1
+        self._in_graphs: dict[int, Facts | None] = {}
+
+    def begin(self, session: Any) -> None:
+        """Begins a trace on an idle GPU: every row gets a launch number of the trace, and the address of its rings."""
+        rows, device = self._host, self._device
+        rows["lines"], rows["rings"] = device.lines.ptr, device.rings.ptr
+        rows["ring_mask"] = device.rings.shape[1] - 1
+        rows["launch"][1:] = session.reserve(_TABLE)
+        rows["magic"][1:] = MAGIC
+        self._memory.set(rows)
+        self._next = 1
+        for row, facts in self._in_graphs.items():
+            if facts is not None:
+                session.may_replay(int(rows["launch"][row]), facts)
+
+    def take(self, in_graph: bool) -> int:
+        """A row for a launch, permanently if it goes into a graph; 0 if none is left."""
+        while self._next in self._in_graphs:
+            self._next += 1
+        if self._next > _TABLE:
+            return 0
+        row, self._next = self._next, self._next + 1
+        if in_graph:
+            self._in_graphs[row] = None
+        return row
+
+    def name(self, row: int, facts: Facts) -> None:
+        """Records the launch for which a row was taken."""
+        if row in self._in_graphs:
+            self._in_graphs[row] = facts
+
+    def launch(self, row: int) -> int:
+        """The number under which the row's launch reports."""
+        return int(self._host["launch"][row])
+
+    def address(self, row: int) -> int:
+        return int(self._memory.ptr) + row * DESCRIPTOR.itemsize
+
 
 _active: _Hook | None = None
 _kernels = LoadedKernels()  # also of an earlier hook: its kernels keep reporting

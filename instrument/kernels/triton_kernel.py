@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from operator import itemgetter
 from typing import Any
 
+from triton.backends.amd.compiler import HIPOptions
+from triton.backends.nvidia.compiler import CUDAOptions
 from triton.runtime.jit import JITFunction
 
 from paellapy.instrument.arguments import Handlers, as_type, bfloat16_bits
-from paellapy.instrument.device.base import Device
-from paellapy.instrument.device.launcher import Launcher
-from paellapy.instrument.device.occupancy import Occupancy
-from paellapy.instrument.errors import ArgumentError, InstrumentError
+from paellapy.instrument.device.base import Device, Launcher
+from paellapy.instrument.errors import ArgumentError, InstrumentError, also
+from paellapy.instrument.gpu_model.occupancy import Occupancy
 from paellapy.instrument.kernels.autotune import Tuner, in_trial
 from paellapy.instrument.kernels.kernel import (
     Kernel,
@@ -25,12 +28,90 @@ from paellapy.instrument.kernels.kernel import (
     work_of,
 )
 from paellapy.instrument.kernels.preempt import Prepared
-from paellapy.instrument.kernels.triton_arguments import TypeHandlers, launch_values
-from paellapy.instrument.kernels.triton_options import split_options
-from paellapy.instrument.kernels.triton_result import Result
-from paellapy.instrument.kernels.triton_source import TritonSource, unwrap
+from paellapy.instrument.kernels.triton_source import TritonSource, TypeHandlers, launch_values, unwrap
 from paellapy.instrument.ptx.compiled import Compiled, Draft, Launched, Source
-from paellapy.instrument.ptx.pass_config import Exits, PassConfig, Report
+from paellapy.instrument.ptx.descriptor import Exits, PassConfig, Report
+
+# Launch options of Triton kernels: known names, their allowed values, and the ones that have an effect.
+
+# Launch options and their allowed values: Triton accepts some that no GPU can run, and fails on others far from the
+# cause.
+_LAUNCH_OPTIONS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "num_warps": ("a power of 2 from 1 to 32", lambda v: v in (1, 2, 4, 8, 16, 32)),
+    "num_stages": ("an integer, 0 or more", lambda v: isinstance(v, int) and v >= 0),
+    "num_ctas": ("a power of 2 from 1 to 16", lambda v: v in (1, 2, 4, 8, 16)),
+    "maxnreg": ("None or an integer from 1 to 255", lambda v: v is None or (isinstance(v, int) and 1 <= v <= 255)),
+    "enable_fp_fusion": ("True or False", lambda v: isinstance(v, bool)),
+    "debug": ("True or False", lambda v: isinstance(v, bool)),
+    "launch_pdl": ("True or False", lambda v: isinstance(v, bool)),
+    "launch_cooperative_grid": ("True or False", lambda v: isinstance(v, bool)),
+    # Triton's passes optimise for it; the machine code is still for the device.
+    "arch": ("a name such as 'sm90'", lambda v: isinstance(v, str) and re.fullmatch(r"sm\d{2,3}", v) is not None),
+    "extern_libs": ("a dictionary of paths", lambda v: v is None or isinstance(v, dict)),
+}
+# Other options of Triton's compiler for NVIDIA are passed on; options of other vendors' compilers have no meaning here.
+_PASSED_ON = frozenset(f.name for f in fields(CUDAOptions)) - {"backend_name", "warp_size"}
+_MEANINGLESS = frozenset(f.name for f in fields(HIPOptions)) - _PASSED_ON - {"backend_name", "warp_size"}
+
+
+def split_options(options: dict[str, Any], name: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """Checks the keywords that are left after binding, which must be launch options; returns those that have an effect.
+    """
+    unknown = [o for o in options if o not in _PASSED_ON | _MEANINGLESS]
+    if unknown:
+        raise ArgumentError(
+            f"kernel {name!r} got unknown keyword {unknown[0]!r}; it takes {', '.join(arguments)} and the launch "
+            f"options {', '.join(sorted(_LAUNCH_OPTIONS))}"
+        )
+    for option, value in options.items():
+        wanted, is_right = _LAUNCH_OPTIONS.get(option, ("", lambda _: True))
+        if not is_right(value):
+            # Triton itself raises an AssertionError.
+            raise also(
+                ArgumentError(f"kernel {name!r}: {option} must be {wanted}, not {value!r}"), AssertionError
+            )
+    return {option: value for option, value in options.items() if option in _PASSED_ON}
+
+
+# The result of a launch or of `warmup`, as Triton's: a compiled kernel that can be launched, `result[grid](…)`.
+
+
+Launch = Callable[[Any, list[Any], dict[str, Any]], Any]  # of a grid, all arguments in order, and options
+
+
+class Result:
+    """A compiled kernel with the constants and options of one launch. All else is of the compiled kernel."""
+
+    def __init__(
+        self, made: Any, launch: Launch, names: Sequence[str], constants: dict[int, Any], options: dict[str, Any]
+    ) -> None:
+        self._made, self._launch, self._names = made, launch, names
+        self._constants, self._options = constants, options
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return functools.partial(self._run, grid)
+
+    def _run(self, grid: Any, /, *args: Any, stream: Any = None) -> Any:
+        """Takes every argument in order. Constants must be given and are ignored, as in Triton: they are compiled in.
+
+        `stream` is ignored too: the launch is on the device's current stream.
+        """
+        if len(args) != len(self._names):
+            raise ArgumentError(
+                f"compiled kernel {self._made.name!r} takes all of {', '.join(self._names)}, constants too, in this "
+                f"order: {len(self._names)} arguments, not {len(args)}"
+            )
+        given = [self._constants.get(i, value) for i, value in enumerate(args)]
+        return self._launch(grid, given, self._options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_made":
+            raise AttributeError(name)
+        return getattr(self._made, name)
+
+    def __repr__(self) -> str:
+        return repr(self._made)
+
 
 Grid = tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]]
 

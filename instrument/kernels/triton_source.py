@@ -7,30 +7,356 @@ only ever holds the plain kernel.
 
 from __future__ import annotations
 
+import atexit
 import functools
+import inspect
+import json
 import re
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
+import numpy as np
+import triton
 from triton import knobs
-from triton._C.libtriton import native_specialize_impl
+from triton import language as tl
+from triton._C.libtriton import ir, native_specialize_impl
 from triton._utils import find_paths_if, get_iterable_path
-from triton.backends.compiler import BaseBackend
-from triton.compiler import ASTSource, CompilationError
+from triton.backends.compiler import BaseBackend, GPUTarget
+from triton.compiler import ASTSource, CompilationError, compiler
 from triton.runtime.autotuner import Autotuner, Heuristics
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from paellapy.instrument.arguments import DescriptorKey, Handlers, PointerKey, param_layout
-from paellapy.instrument.errors import ArgumentError, CompileError
+from paellapy.instrument import cache
+from paellapy.instrument.arguments import (
+    SCALARS,
+    STRUCT_CODES,
+    Descriptor,
+    DescriptorKey,
+    Handler,
+    Handlers,
+    PointerKey,
+    param_layout,
+    triton_dtype,
+)
+from paellapy.instrument.errors import ArgumentError, CompileError, also
 from paellapy.instrument.kernels.ranges import given_with_ranges, has_ranges, marking
-from paellapy.instrument.kernels.triton_arguments import constant_key, generate_binder, struct_codes
-from paellapy.instrument.kernels.triton_ptx import block_threads, exits_of, ptx_target, ptxas_options, triton_ptxas
-from paellapy.instrument.kernels.triton_stages import Stage, Translated, text_of, translate
+from paellapy.instrument.library_caches import protect_triton
 from paellapy.instrument.ptx.compiled import Draft, Source
-from paellapy.instrument.triton_errors import also
+from paellapy.instrument.ptx.descriptor import Exits
+
+# Triton's PTX: its target, threads and exits, and how Triton calls `ptxas` for it.
+
+
+TRITON_VERSION = tuple(int(re.sub(r"\D.*", "", part) or 0) for part in triton.__version__.split(".")[:2])
+
+
+def ptx_target(ptx: str, arch: int) -> str:
+    """The target that the PTX names, such as "sm_90a"."""
+    found = re.search(r"^\s*\.target\s+(\w+)", ptx, re.M)
+    return found[1] if found else f"sm_{arch}"
+
+
+def block_threads(ptx: str) -> int:
+    """The threads of a block if the PTX fixes them, else 0.
+
+    >>> block_threads(".visible .entry add() .reqntid 128 { ret; }")
+    128
+    """
+    found = re.search(r"\.reqntid\s+(\d+)", ptx)
+    return int(found[1]) if found else 0
+
+
+def exits_of(ptx: str) -> Exits:
+    """How the end of a block is detected: Triton branches per block, never per thread."""
+    return "spare-barrier" if _is_warp_specialised(ptx) else "barrier"
+
+
+def _is_warp_specialised(ptx: str) -> bool:
+    """Whether a kernel is warp-specialised: groups of warps exchange registers, or wait at counted barriers."""
+    return "setmaxnreg" in ptx or re.search(r"\bbar(rier)?\.sync(\.aligned)?\s+\d+\s*,\s*\d+", ptx) is not None
+
+
+def ptxas_options(enable_fp_fusion: bool) -> tuple[str, ...]:
+    """The options that Triton gives to `ptxas`."""
+    flags = ["-lineinfo"]
+    if not enable_fp_fusion:
+        flags.append("--fmad=false")
+    if TRITON_VERSION >= (3, 7):
+        flags.append("--regAllocOptLevel=2")  # Triton's own setting since 3.7, because of a bug in ptxas 13
+    return tuple(flags)
+
+
+@functools.cache
+def triton_ptxas(arch: int) -> str | None:
+    """The path of the `ptxas` that Triton calls."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    return str(get_ptxas(arch).path)
+
+
+# Arguments of Triton kernels: bound by code generated for the signature, and passed on as the PTX takes them.
+
+
+Binder = Callable[..., tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]]
+_FLAGS = 1 if TRITON_VERSION < (3, 7) else 2  # of a descriptor in parts: NaN padding; since 3.7 rounding to tf32
+
+
+def generate_binder(fn: JITFunction) -> tuple[Binder, Callable[..., dict[str, Any]]]:
+    """`bind(handlers, *args, **kwargs)` → (values, key, launch options), and `named(*args, **kwargs)` → the arguments
+    by name as they were given, both generated for this signature.
+
+    They are generated because binding by `inspect` costs more than the launch itself. Our own names start with `_pp_`,
+    so that no parameter hides them.
+    """
+    arguments, lines, values, keys = [], [], [], []
+    scope: dict[str, Any] = {"_pp_simple": (int, bool, str, type(None)), "_pp_constant_key": constant_key}
+    keyword_only = False
+    for i, (name, param) in enumerate(fn.signature.parameters.items()):
+        if param.kind is inspect.Parameter.VAR_POSITIONAL:
+            arguments.append(f"*{name}")
+            keyword_only = True
+        else:
+            if param.kind is inspect.Parameter.KEYWORD_ONLY and not keyword_only:
+                arguments.append("*")
+                keyword_only = True
+            if param.default is inspect.Parameter.empty:
+                arguments.append(name)
+            else:
+                scope[f"_pp_default{i}"] = param.default
+                arguments.append(f"{name}=_pp_default{i}")
+        if fn.params[i].is_constexpr:
+            # 1 and True are equal, but not the same constant.
+            values.append(name)
+            simple = f"{name} if {name}.__class__ in _pp_simple else _pp_constant_key({name})"
+            keys.append(f"({name}.__class__, {simple})")
+        else:
+            handler = f"(_pp_handlers.get({name}.__class__) or _pp_handlers.missing)"
+            lines.append(f"    _pp_v{i}, _pp_k{i} = {handler}({name})")
+            values.append(f"_pp_v{i}")
+            keys.append(f"_pp_k{i}")
+    body = "\n".join(lines)
+    signature = ", ".join(["_pp_handlers", *arguments, "**_pp_options"])
+    results = [f"({', '.join(items)}{',' if items else ''})" for items in (values, keys)]
+    code = f"def bind({signature}):\n{body}\n    return {', '.join(results)}, _pp_options\n"
+    pairs = ", ".join(f"{name!r}: {name}" for name in fn.signature.parameters)
+    code += f"def named({', '.join([*arguments, '**_pp_options'])}):\n    return {{{pairs}}}\n"
+    exec(code, scope)
+    return scope["bind"], scope["named"]
+
+
+def constant_key(value: Any) -> Any:
+    """A constant as part of a key: values that Python considers equal (0.0 and -0.0, (1,) and (True,)) may differ."""
+    if isinstance(value, float):
+        return value.hex()
+    if isinstance(value, tuple):
+        return tuple((v.__class__, constant_key(v)) for v in value)
+    if isinstance(value, tl.constexpr):
+        return value.value.__class__, constant_key(value.value)
+    try:
+        hash(value)
+    except TypeError:
+        raise ArgumentError(
+            f"a constant must be a number, string, tuple, type or function, not {value!r:.60}"
+        ) from None
+    return value
+
+
+class TypeHandlers(Handlers):
+    """Arguments given as types, for compiling without arrays: "*fp32" is an aligned pointer, "*fp32:1" an unaligned
+    one, "i32" and "fp32" are numbers. NumPy arrays stand for their type."""
+
+    def __init__(self) -> None:
+        super().__init__({**SCALARS, str: self._of_text}, self._find)
+
+    @staticmethod
+    def _of_text(text: str) -> tuple[Any, Any]:
+        kind, _, alignment = text.partition(":")
+        if kind.startswith("*"):
+            return 16, PointerKey.of(triton_dtype(kind[1:]), alignment in ("", "16"))
+        if kind in ("i32", "i64", "u64"):
+            return {"i32": (2, 2), "i64": (1 << 40 | 1, 4), "u64": (1 << 63 | 1, 6)}[kind]
+        if kind in ("fp32", "u1"):
+            return (0.5, kind) if kind == "fp32" else (False, kind)
+        raise ArgumentError(f"unknown argument type {text!r}; use '*fp32', 'i32', 'fp32' or similar")
+
+    @staticmethod
+    def _find(kind: type) -> Handler | None:
+        def of_array(a: Any) -> tuple[Any, Any]:
+            return 16, PointerKey.of(triton_dtype(a.dtype), True)
+
+        return of_array if hasattr(kind, "dtype") and not issubclass(kind, np.generic) else None
+
+
+def struct_codes(types: Sequence[Any], tiles: bool) -> list[str]:
+    """The struct codes. `tiles`: descriptors are passed as the 128 bytes of a CUtensorMap; before sm_90 in parts."""
+    codes: list[str] = []
+    for kind in types:
+        if isinstance(kind, (tuple, list)):
+            codes += struct_codes(kind, tiles)
+        elif kind.startswith("tensordesc"):
+            rank = kind.partition("[")[2].partition("]")[0].count(",") + 1
+            codes += ["128s@64"] if tiles else ["Q", *"q" * (2 * rank), *"B" * _FLAGS]
+            codes += [*"i" * rank, *"q" * rank]
+        elif kind == "constexpr":
+            continue
+        elif kind.startswith("*"):
+            codes.append("Q")
+        elif kind in STRUCT_CODES:
+            codes.append(STRUCT_CODES[kind])
+        else:
+            raise ArgumentError(
+                f"kernel parameters of type {kind} are not supported: pass arrays, numbers, tuples or tensor "
+                "descriptors"
+            )
+    return codes
+
+
+def launch_values(
+    signature: dict[str, Any], tiles: Sequence[Any], tile: Callable[[Descriptor, Any], Any], values: Sequence[Any]
+) -> list[Any]:
+    """The values that are passed to the kernel: without constants, with tuples flattened and descriptors in parts.
+
+    `tile` converts a descriptor, with the compiler's facts about it, to the form that the device's kernels take.
+    """
+    facts = iter(tiles)
+
+    def walk(kind: Any, value: Any) -> list[Any]:
+        if isinstance(kind, (tuple, list)):
+            return [leaf for k, v in zip(kind, value, strict=True) for leaf in walk(k, v)]
+        if isinstance(value, Descriptor):
+            parts = [*value.shape, *value.strides]
+            if tiles:
+                return [tile(value, next(facts)), *parts]
+            return [value.base, *parts, *(value.nan_padding, value.tf32)[:_FLAGS], *parts]
+        return [] if kind == "constexpr" else [value]
+
+    return [leaf for k, v in zip(signature.values(), values, strict=True) for leaf in walk(k, v)]
+
+
+# Runs Triton's compiler only as far as needed: to TTIR, which the virtual GPU evaluates, or to PTX.
+#
+# `triton.compile` goes all the way to machine code. Ours comes from `ptxas` after the passes, so that last stage would
+# run twice; and where only results are needed, all stages after the first are unnecessary. Results are kept on disk.
+
+
+Stage = Literal["ttir", "ptx"]
+# Facts about a kernel that a launcher needs, by the names of Triton's metadata, with defaults for missing ones.
+_FACTS = {
+    "name": "", "num_warps": 4, "num_stages": 3, "num_ctas": 1, "shared": 0, "global_scratch_size": 0,
+    "global_scratch_align": 1, "launch_cooperative_grid": False, "launch_pdl": False, "tensordesc_meta": None,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Translated:
+    """A kernel as text; `ptx` and most facts exist only if the compiler went that far."""
+
+    ttir: str
+    ptx: str
+    facts: dict[str, Any]
+
+
+def translate(source: Any, arch: int, options: dict[str, Any], last: Stage, variant: str = "") -> Translated:
+    """Runs the stages up to `last` on an `ASTSource`, or takes the result of an earlier run from disk.
+
+    `variant` distinguishes results that differ although source and options are equal.
+    """
+    target = GPUTarget("cuda", arch, 32)
+    if _wanted_by_others(options) and not variant:
+        return _by_triton(source, target, options)
+    backend = compiler.make_backend(target)
+    parsed = backend.parse_options({**options, **source.parse_options()})
+    environment = sorted(compiler.get_cache_invalidating_env_vars().items())
+    what = source.hash(), str(target), parsed.hash(), str(environment)
+    work = cache.digest("triton", installed(), *what, variant)
+    key = cache.digest(work, last)
+    if stored := cache.read(key):
+        return Translated(**json.loads(stored))
+    stages = _begun.pop(work, None) or _run(source, target, backend, parsed)
+    made = next(made for stage, made in stages if stage == last)
+    cache.write(key, json.dumps(asdict(made)).encode())
+    if last == "ttir":
+        _begun[work] = stages
+        while len(_begun) > _MOST_BEGUN:
+            _begun.pop(next(iter(_begun)), None)
+    return made
+
+
+def text_of(source: Any, arch: int, options: dict[str, Any], stage: str) -> str:
+    """The kernel after a stage that is not kept: compiled again up to there."""
+    target = GPUTarget("cuda", arch, 32)
+    if _wanted_by_others(options):
+        protect_triton()
+        return str(triton.compile(source, target=target, options=options).asm[stage])
+    backend = compiler.make_backend(target)
+    parsed = backend.parse_options({**options, **source.parse_options()})
+    return next(text for name, text, _ in _stages(source, target, backend, parsed, (stage,)) if name == stage)
+
+
+@functools.cache
+def installed() -> str:
+    """Identifies this installation of Triton.
+
+    Triton's own key is a hash of its library of several hundred megabytes, which takes a second or two.
+    """
+    root = Path(triton.__file__).parent
+    files = [*(root / "_C").glob("libtriton*"), *(f for d in ("compiler", "backends", "language", "runtime")
+                                                   for f in (root / d).rglob("*.py"))]  # fmt: skip
+    facts = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(files)]
+    return f"{triton.__version__} {facts}"
+
+
+def _wanted_by_others(options: dict[str, Any]) -> bool:
+    """Whether intermediate results are to be dumped or overridden, which only `triton.compile` can do."""
+    asked = knobs.compilation
+    return bool(asked.override or asked.dump_ir or asked.always_compile or asked.listener or options.get("ir_override"))
+
+
+def _by_triton(source: Any, target: GPUTarget, options: dict[str, Any]) -> Translated:
+    protect_triton()
+    built = triton.compile(source, target=target, options=options)
+    return Translated(built.asm["ttir"], built.asm["ptx"], _facts(built.metadata._asdict()))
+
+
+# Kernels compiled as far as TTIR: the virtual GPU evaluates it, and requests the rest when it places the blocks.
+_begun: dict[str, Iterator[tuple[str, Translated]]] = {}
+atexit.register(_begun.clear)  # Triton's library prints a list of its objects that are still there at the end
+_MOST_BEGUN = 32
+
+
+def _run(source: Any, target: GPUTarget, backend: Any, options: Any) -> Iterator[tuple[str, Translated]]:
+    """Runs the stages of Triton's compiler, and yields the kernel after each stage that is kept."""
+    texts = {"ttir": "", "ptx": ""}
+    for stage, text, facts in _stages(source, target, backend, options, tuple(texts)):
+        texts[stage] = text
+        yield stage, Translated(texts["ttir"], texts["ptx"], facts)
+
+
+def _stages(
+    source: Any, target: GPUTarget, backend: Any, options: Any, wanted: tuple[str, ...]
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Runs one stage after the other; yields the text and the facts after those that are wanted."""
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    codegen = backend.get_codegen_implementation(options)
+    module = source.make_ir(target, options, codegen, backend.get_module_map(), context)
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, options, source.language)
+    metadata: dict[str, Any] = {"target": target, **options.__dict__, "name": source.name}
+    for stage, run in stages.items():
+        module = run(module, metadata)
+        if stage in wanted:
+            yield stage, str(module), _facts(metadata)
+
+
+def _facts(metadata: dict[str, Any]) -> dict[str, Any]:
+    return {name: metadata.get(name, default) for name, default in _FACTS.items()}
+
 
 T = TypeVar("T")
 

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paellapy.instrument import cache
-from paellapy.instrument.errors import PtxError
-from paellapy.instrument.triton_errors import also
+from paellapy.instrument.errors import PtxError, also
 
 _RESOURCES = re.compile(
     r"Function properties for (?P<name>[\w$]+)\s*\n"

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from paellapy.instrument.errors import PtxError
-from paellapy.instrument.ptx.statements import Kind, Reader, Statement, Token, statements, tokenize
+from paellapy.instrument.ptx.text import Kind, Reader, Statement, Token, statements, tokenize
 
 
 @dataclass(slots=True)

@@ -9,16 +9,11 @@ from __future__ import annotations
 import re
 
 from paellapy.instrument.errors import InstrumentError
-from paellapy.instrument.ptx.descriptor import DescriptorParam, descriptor_name
-from paellapy.instrument.ptx.exits import refuse_exit_in_functions
-from paellapy.instrument.ptx.first_thread import thread_index_bits
+from paellapy.instrument.ptx.descriptor import DescriptorParam, PassConfig, descriptor_name, thread_index_bits
 from paellapy.instrument.ptx.module import Function, Module
-from paellapy.instrument.ptx.notify_pass import notify_entry
-from paellapy.instrument.ptx.pass_config import PassConfig
-from paellapy.instrument.ptx.preempt_pass import preempt_entry
-from paellapy.instrument.ptx.range_pass import RangePass, has_markers, refuse_outside
-from paellapy.instrument.ptx.report_pass import ReportPass
-from paellapy.instrument.ptx.slice_pass import slice_entry
+from paellapy.instrument.ptx.preempt import preempt_entry, slice_entry
+from paellapy.instrument.ptx.ranges import RangePass, has_markers, refuse_outside
+from paellapy.instrument.ptx.report import ReportPass, notify_entry, refuse_exit_in_functions
 
 
 def apply(ptx: str, config: PassConfig, entry: str | None = None, unread: int = 0) -> str:

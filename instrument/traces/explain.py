@@ -9,14 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.device.occupancy import Occupancy, occupancy
-from paellapy.instrument.device.parts import PARTS, WARP, Part, limits_for_capability
-from paellapy.instrument.device.timing import Timing
+from paellapy.instrument.gpu_model.occupancy import Occupancy, occupancy
+from paellapy.instrument.gpu_model.parts import PARTS, WARP, Part, Timing, limits_for_capability
 from paellapy.instrument.records import Records
-from paellapy.instrument.traces.above import Above
-from paellapy.instrument.traces.readable import readable_time
-from paellapy.instrument.traces.residency import residency_of
-from paellapy.instrument.traces.summary import KernelSummary, Traced, allowed_by
+from paellapy.instrument.traces.late_methods import Above
+from paellapy.instrument.traces.summary import KernelSummary, Traced, allowed_by, readable_time, residency_of
 
 _WORTH_SAYING = 0.05  # smallest share of a kernel's time that is worth a claim
 _LIMITS = 0.25  # smallest share of a kernel's time that a limit takes, for advice on other limits to be of no use

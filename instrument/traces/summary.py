@@ -4,24 +4,229 @@ from __future__ import annotations
 
 import functools
 import html
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.device.occupancy import Occupancy, occupancy
-from paellapy.instrument.device.parts import WARP, limits_for_capability
+from paellapy.instrument.device.base import Events
 from paellapy.instrument.errors import PaellaError
-from paellapy.instrument.records import Records
-from paellapy.instrument.traces.ranges import TracedRanges, block_rows
-from paellapy.instrument.traces.readable import readable_time
-from paellapy.instrument.traces.replays import runs
-from paellapy.instrument.traces.residency import residency_of
+from paellapy.instrument.gpu_model.occupancy import Occupancy, occupancy
+from paellapy.instrument.gpu_model.parts import WARP, limits_for_capability
+from paellapy.instrument.records import RANGE, RANGE_END, Records
 
 if TYPE_CHECKING:
     from rich.console import Group
+
+
+# Numbers of a trace as readable text: counts with their nouns, and times with fitting units.
+
+
+def counted(n: int, one: str, several: str | None = None) -> str:
+    """A number with its noun.
+
+    >>> counted(1, "launch", "launches"), counted(4096, "block")
+    ('1 launch', '4,096 blocks')
+    """
+    return f"{n:,} {one if n == 1 else several or one + 's'}"
+
+
+def readable_time(ns: float) -> str:
+    """A time with a fitting unit.
+
+    >>> readable_time(1234)
+    '1.23 µs'
+    """
+    for unit, size in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)):
+        if ns >= size:
+            value = ns / size
+            return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
+    return f"{ns:.0f} ns"
+
+
+# Replays of a launch in a CUDA graph: they share its id, and their blocks tell them apart.
+
+
+def runs(blocks: Records) -> NDArray[np.int64]:
+    """The run of its launch that each block belongs to: replays of one launch have the same id, but never overlap."""
+    n = len(blocks)
+    order = np.lexsort((blocks["start_ns"], blocks["launch"]))
+    ordered = blocks[order]
+    launch, start, end = ordered["launch"], ordered["start_ns"], ordered["end_ns"]
+    by = np.lexsort((ordered["block"], launch))
+    same = (launch[by][1:] == launch[by][:-1]) & (ordered["block"][by][1:] == ordered["block"][by][:-1])
+    last_seen = np.full(n, -1)
+    last_seen[by[1:][same]] = by[:-1][same]
+    heads = np.flatnonzero(launch[1:] != launch[:-1]) + 1
+    last_seen[heads] = heads - 1
+    reach = np.maximum.accumulate(last_seen)
+    cuts = [0]
+    while (again := int(np.searchsorted(reach, cuts[-1]))) < n:
+        # This block already ran since the last cut, so a run begins between then and now: where the launch was quiet
+        # longest, because either end of a run may be missing from the trace.
+        cut, seen = cuts[-1], int(last_seen[again])
+        quiet = start[seen + 1 : again + 1] - np.maximum.accumulate(end[cut:again])[seen - cut :]
+        cuts.append(seen + 1 + int(np.argmax(quiet)))
+    run = np.empty(n, np.int64)
+    run[order] = np.searchsorted(cuts, np.arange(n), side="right")
+    return run
+
+
+def times_launched(blocks: Records) -> int:
+    """The number of launches of these blocks, counting every replay."""
+    return int(runs(blocks).max(initial=0))
+
+
+# Resident blocks of each SM: the most at a time, the mean, and the time with any.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Residency:
+    """Resident blocks of each SM; means are over the time from the first start to the last end on any SM."""
+
+    max_blocks: NDArray[np.int64]
+    mean_blocks: NDArray[np.float64]
+    busy_ns: NDArray[np.int64]  # time with at least one block resident
+
+
+def residency_of(blocks: Records, n_sm: int) -> Residency:
+    """The maximum and the mean number of these blocks that each SM held at a time."""
+    time = np.concatenate((blocks["start_ns"], blocks["end_ns"]))
+    sm = np.concatenate((blocks["sm"], blocks["sm"]))
+    step = np.repeat(np.array([1, -1]), len(blocks))
+    # At one instant: first ends, then starts, then ends of blocks shorter than a tick of the clock, which did run.
+    order = np.concatenate((np.ones(len(blocks)), np.where(blocks["start_ns"] == blocks["end_ns"], 2, 0)))
+    by = np.lexsort((order, time, sm))
+    time, sm, count = time[by], sm[by], np.cumsum(step[by])  # the steps of each SM add up to 0
+    lasted = np.diff(time, append=time[-1:])
+    lasted[:-1][sm[1:] != sm[:-1]] = 0
+    most = np.zeros(n_sm, np.int64)
+    np.maximum.at(most, sm, count)
+    busy = np.zeros(n_sm, np.int64)
+    np.add.at(busy, sm, np.where(count > 0, lasted, 0))
+    total = np.zeros(n_sm, np.int64)
+    np.add.at(total, blocks["sm"], blocks["end_ns"] - blocks["start_ns"])
+    span = int(blocks["end_ns"].max() - blocks["start_ns"].min()) if len(blocks) else 0
+    return Residency(most, total / max(span, 1), busy)
+
+
+# Ranges of a trace: converts events that blocks recorded, or that the virtual GPU computed, to spans of time.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TracedRanges:
+    """All ranges of a trace (records.RANGE), their names, and how many are incomplete."""
+
+    records: Records = field(default_factory=lambda: np.zeros(0, RANGE))
+    names: tuple[str, ...] = ()
+    lost: int = 0  # events that were overwritten, or whose begin or end is missing
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def of_blocks(self, blocks: Records) -> TracedRanges:
+        """The ranges of some blocks of the trace."""
+        wanted = np.unique(_place(blocks))
+        return TracedRanges(self.records[np.isin(_place(self.records), wanted)], self.names, self.lost)
+
+
+def ranges_of(found: Iterable[Events], blocks: Records) -> TracedRanges:
+    """Places the events of all launches on the time lines of their blocks."""
+    names: dict[str, int] = {}
+    tables, lost = [], 0
+    for events in found:
+        numbers = np.array([names.setdefault(n, len(names)) for n in events.names], np.int64)
+        row = _rows(events, blocks)
+        known = row >= 0
+        events, row = events.at(known), row[known]
+        begin, end, depth = pair(events)
+        lost += events.overwritten + len(events.tag) - 2 * len(begin)
+        table = np.zeros(len(begin), RANGE)
+        block = blocks[row[begin]]
+        for column in ("launch", "block", "kernel", "sm"):
+            table[column] = block[column]
+        table["range"] = numbers[events.tag[begin] & (RANGE_END - 1)] if len(numbers) else 0
+        table["warp"] = events.warp[begin]
+        table["depth"] = depth
+        lasted = (block["end_ns"] - block["start_ns"]).astype(float)
+        for column, which in (("start_ns", begin), ("end_ns", end)):
+            table[column] = block["start_ns"] + np.rint(events.part[which] * lasted).astype(np.int64)
+        tables.append(table)
+    records = np.concatenate(tables) if tables else np.zeros(0, RANGE)
+    return TracedRanges(records[np.argsort(records["start_ns"], kind="stable")], tuple(names), lost)
+
+
+def _rows(events: Events, blocks: Records) -> NDArray[np.int64]:
+    """The block of each event; -1 if the trace does not have it. Replays are distinguished by their start times."""
+    mine = np.flatnonzero(blocks["launch"] == events.launch)
+    if events.start_lo is None:
+        key, wanted = blocks["block"][mine].astype(np.uint64), events.block.astype(np.uint64)
+    else:
+        low = (blocks["start_ns"][mine] & 0xFFFFFFFF).astype(np.uint64)
+        key = blocks["block"][mine].astype(np.uint64) << np.uint64(32) | low
+        wanted = events.block.astype(np.uint64) << np.uint64(32) | events.start_lo.astype(np.uint64)
+    order = np.argsort(key, kind="stable")
+    if not len(order):
+        return np.full(len(wanted), -1)
+    at = np.minimum(np.searchsorted(key[order], wanted), len(order) - 1)
+    return np.where(key[order][at] == wanted, mine[order][at], -1)
+
+
+def pair(events: Events) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """The events that begin ranges, the events that end them, and the number of ranges around each.
+
+    Events are in order within a lane (block and warp). An end closes the last open begin of its name: neighbouring
+    pairs are removed until none is left.
+    """
+    lane = events.block.astype(np.int64) << 16 | events.warp
+    ends = events.tag & RANGE_END != 0
+    name = events.tag & (RANGE_END - 1)
+    left = np.lexsort((np.arange(len(lane)), name, lane))
+    begins, closers = [], []
+    while len(left) > 1:
+        first, second = left[:-1], left[1:]
+        same = (lane[first] == lane[second]) & (name[first] == name[second]) & ~ends[first] & ends[second]
+        if not same.any():
+            break
+        begins.append(first[same])
+        closers.append(second[same])
+        keep = np.ones(len(left), bool)
+        keep[:-1][same] = False
+        keep[1:][same] = False
+        left = left[keep]
+    begin = np.concatenate(begins) if begins else np.zeros(0, np.int64)
+    end = np.concatenate(closers) if closers else np.zeros(0, np.int64)
+    return begin, end, _depths(lane, begin, end)
+
+
+def _depths(lane: NDArray[np.int64], begin: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The number of paired ranges that are open in the same lane when each begins."""
+    step = np.zeros(len(lane), np.int64)
+    step[begin], step[end] = 1, -1
+    order = np.argsort(lane, kind="stable")
+    depth = np.zeros(len(lane), np.int64)
+    depth[order] = np.cumsum(step[order])  # the steps of every lane add up to 0
+    return depth[begin] - 1
+
+
+def block_rows(records: Records, blocks: Records) -> NDArray[np.int64]:
+    """The row of each range's block; if a launch ran several times, the block of the last run that had begun."""
+    order = np.lexsort((blocks["start_ns"], blocks["block"], blocks["launch"]))
+    ordered = blocks[order]
+    first = np.concatenate(([0], np.flatnonzero(np.diff(_place(ordered))) + 1)) if len(ordered) else np.zeros(1, int)
+    run = np.searchsorted(_place(ordered)[first], _place(records))  # the runs of each range's block
+    row = first[run]
+    last = np.append(first[1:], len(ordered))[run] - 1
+    while (later := (row < last) & (ordered["start_ns"][np.minimum(row + 1, last)] <= records["start_ns"])).any():
+        row = row + later
+    return order[row]
+
+
+def _place(records: Records) -> NDArray[np.int64]:
+    place: NDArray[np.int64] = records["launch"].astype(np.int64) << 32 | records["block"]
+    return place
 
 
 class Facts(Protocol):
@@ -227,3 +432,36 @@ def _tail_share(blocks: Records, run: NDArray[np.int64]) -> float:
     np.maximum.at(ends, at, blocks["end_ns"])
     np.minimum.at(dry, place >> 16, ends)
     return float((last - dry).sum() / max((last - first).sum(), 1))
+
+
+# Exact means over time: of the items present on each SM, or in each row of a picture.
+
+
+def time_means(
+    rows: NDArray[Any],
+    start_ns: NDArray[np.int64],
+    end_ns: NDArray[np.int64],
+    weights: NDArray[np.int64],
+    n_rows: int,
+    first: int,
+    last: int,
+    bins: int,
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """The mean over time of the weights present.
+
+    The means are for each row and each of `bins` equal parts of [first, last], and are exact, not sampled. Returns rows
+    x bins, and the edges of the bins.
+    """
+    # Relative to the first edge: ns since 1970 do not fit the 53 bits of a float.
+    edges = np.array([(last - first) * i // bins for i in range(bins + 1)], np.int64)
+    width = np.diff(edges)
+    row = rows.astype(np.int64) * bins
+    area = np.zeros((n_rows, bins))
+    for sign, times in ((1, start_ns), (-1, end_ns)):
+        # Present from here on: for part of this bin and for all later ones.
+        at = np.clip(times, first, last) - first
+        bin_ = np.minimum(np.searchsorted(edges, at, side="right") - 1, bins - 1)
+        part = np.bincount(row + bin_, weights * (edges[bin_ + 1] - at), area.size).reshape(area.shape)
+        whole = np.bincount(row + bin_, weights, area.size).reshape(area.shape)
+        area += sign * (part + (np.cumsum(whole, axis=1) - whole) * width)
+    return area / np.maximum(width, 1), edges + first

@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from paellapy.cluster.tasks import EngineTask, taken
+from paellapy.cluster.cluster_file import EngineTask, taken
 from paellapy.serving.api import serve_config
 from paellapy.serving.build import build_policy
 from paellapy.serving.config import Config, Source, load_config
-from paellapy.serving.warm import import_device, warm_up
+from paellapy.serving.loading import import_device, warm_up
 
 
 def _config(task: EngineTask) -> Config:

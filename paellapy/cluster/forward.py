@@ -9,20 +9,87 @@ from __future__ import annotations
 
 import asyncio
 import re
+import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from paellapy.cluster.deadline import timeout_s, with_timeout
-from paellapy.cluster.view import EngineView
+import msgspec
+
+from paellapy.cluster.engine_state import EngineView
+from paellapy.serving.bodies import Held
 from paellapy.serving.errors import RefusedError, error_answer
-from paellapy.serving.fast_path.answers import Clock, of_error
-from paellapy.serving.fast_path.head import Head
-from paellapy.serving.fast_path.way import Client
-from paellapy.serving.held import Held
+from paellapy.serving.fast_path.connection import Client, Head
+from paellapy.serving.fast_path.inference import Clock, of_error
 from paellapy.serving.inference import Pieces
 from paellapy.serving.logs import request_id
+from paellapy.serving.protocol import MOST_TIMEOUT_US
+
+# The deadline of a request (`parameters.timeout`, µs from when it is sent), read only when it matters.
+
+
+_NUMBERS = re.compile(rb"(\r\n(?:content-length|inference-header-content-length):[ \t]*)([0-9]+)", re.I)
+_JSON_LENGTH = re.compile(rb"\r\ninference-header-content-length:[ \t]*([0-9]{1,15})[ \t]*\r\n", re.I)
+_PACKED = re.compile(rb"\r\ncontent-encoding:", re.I)
+
+
+class _Parameters(msgspec.Struct):
+    timeout: float | None = None
+
+
+class _Body(msgspec.Struct):
+    parameters: _Parameters = msgspec.field(default_factory=_Parameters)
+
+
+_timeout = msgspec.json.Decoder(_Body).decode
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_parameters = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_encode = msgspec.json.Encoder().encode
+
+
+def _json_end(head: bytes, body: bytes) -> int:
+    found = _JSON_LENGTH.search(head)
+    return len(body) if found is None else min(int(found[1]), len(body))
+
+
+def timeout_s(head: bytes, body: bytes) -> float | None:
+    """The request's timeout; None: it has none, or it cannot be read, and the engine reports the error.
+
+    >>> timeout_s(b"POST / HTTP/1.1\\r\\n\\r\\n", b'{"inputs": [], "parameters": {"timeout": 5000}}')
+    0.005
+    """
+    if _PACKED.search(head):
+        return None
+    try:
+        found = _timeout(body[: _json_end(head, body)]).parameters.timeout
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return found * 1e-6 if found is not None and 0 < found <= MOST_TIMEOUT_US else None
+
+
+def with_timeout(head: bytes, body: bytes, left_s: float) -> tuple[bytes, bytes]:
+    """The same request with its remaining time as timeout.
+
+    >>> head = b"POST / HTTP/1.1\\r\\nContent-Length: 31\\r\\n\\r\\n"
+    >>> with_timeout(head, b'{"parameters":{"timeout":50000}}', 0.01)
+    (b'POST / HTTP/1.1\\r\\nContent-Length: 32\\r\\n\\r\\n', b'{"parameters":{"timeout":10000}}')
+    """
+    end = _json_end(head, body)
+    fields = _fields(body[:end])
+    parameters = _parameters(fields["parameters"])
+    parameters["timeout"] = msgspec.Raw(_encode(max(1, int(left_s * 1e6))))
+    fields["parameters"] = msgspec.Raw(_encode(parameters))
+    json = _encode(fields)
+    body = json + body[end:]
+    is_json_length = rb"\r\ninference-header-content-length:"
+
+    def number(found: re.Match[bytes]) -> bytes:
+        inner = found[1].lower().strip().startswith(is_json_length[4:])
+        return found[1] + b"%d" % (len(json) if inner else len(body))
+
+    return _NUMBERS.sub(number, head), body
+
 
 MOST_LOSSES = 5  # engines that may die during a request, which may be the cause
 AT_MOST_ONCE = "X-At-Most-Once"
@@ -245,3 +312,158 @@ class Forward:
         """Frees the body, once neither the client nor an engine needs it."""
         self.body = b""
         self.claim(0)
+
+
+# Persistent connections to one engine: each carries one request at a time, and holds its answer until it is
+# complete.
+
+
+IDLE_S = 20.0  # shorter than a server's `keepalive_s`, so that nothing is sent into a closing connection
+CONNECT_S = 2.0
+_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,15})[ \t]*\r\n", re.I)
+
+
+class Sent(Protocol):
+    """A request that was sent to an engine."""
+
+    def bytes_of(self) -> list[bytes]:
+        """Its header and its body."""
+
+    def answered(self, view: EngineView, head: bytes, body: list[bytes]) -> None: ...
+
+    def lost(self, view: EngineView, was_sent: bool) -> None:
+        """The engine will not answer; `was_sent`: the request may have run nevertheless."""
+
+
+class Link(asyncio.Protocol):
+    """One connection to an engine."""
+
+    __slots__ = ("_head", "_held", "_left", "_pool", "_work", "transport", "used_at")
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self.transport: asyncio.Transport | None = None
+        self._work: Sent | None = None
+        self._head, self._held, self._left = b"", [b""], -1
+        self.used_at = time.monotonic()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport  # type: ignore[assignment]
+
+    @property
+    def busy(self) -> bool:
+        return self._work is not None
+
+    def send(self, work: Sent) -> None:
+        assert self.transport is not None
+        self._work = work
+        parts = work.bytes_of()
+        self.transport.write(parts[0] + parts[1] if len(parts[1]) < 1 << 16 else parts[0])
+        if len(parts[1]) >= 1 << 16:
+            self.transport.write(parts[1])
+
+    def data_received(self, data: bytes) -> None:
+        if self._work is None:  # an engine sends nothing unasked, so it is about to close
+            self.abort()
+            return
+        if self._left < 0:
+            data = self._held[0] + data if self._held[0] else data
+            end = data.find(b"\r\n\r\n") + 4
+            if end < 4:
+                self._held[0] = data
+                return
+            length = _LENGTH.search(data, 0, end)
+            if length is None or not data.startswith(b"HTTP/1.1 "):
+                self.abort()
+                return
+            self._head, data = data[:end], data[end:]
+            self._left, self._held = int(length[1]), []
+        self._held.append(data)
+        self._left -= len(data)
+        if self._left == 0:
+            self._answer()
+        elif self._left < 0:
+            self.abort()
+
+    def _answer(self) -> None:
+        work, head, body = self._work, self._head, self._held
+        self._work, self._head, self._held, self._left = None, b"", [b""], -1
+        assert work is not None
+        self._pool.give_back(self, head)
+        work.answered(self._pool.view, head, body)
+
+    def abort(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.transport = None
+        self._pool.forget(self)
+        work, self._work = self._work, None
+        if work is not None:
+            self._pool.view.up = False  # until it is heard again
+            work.lost(self._pool.view, was_sent=True)
+
+
+class Pool:
+    """Connections to one engine, one for each of this router's requests in flight."""
+
+    def __init__(self, view: EngineView, context: ssl.SSLContext | None = None) -> None:
+        self.view, self._context = view, context
+        self._idle: list[Link] = []
+        self._links: set[Link] = set()
+        self._opening: set[asyncio.Task[None]] = set()
+
+    def send(self, work: Sent) -> None:
+        idle, now = self._idle, time.monotonic()
+        while idle:
+            link = idle.pop()
+            if link.transport is not None and not link.transport.is_closing() and now - link.used_at < IDLE_S:
+                link.send(work)
+                return
+            link.abort()
+        task = asyncio.get_running_loop().create_task(self._open(work))
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
+
+    async def _open(self, work: Sent) -> None:
+        host, port, tls = self.view.member.address
+        loop = asyncio.get_running_loop()
+        make: Callable[[], Link] = lambda: Link(self)  # noqa: E731
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                _, link = await loop.create_connection(make, host, port, ssl=self._context if tls else None)
+        except (OSError, TimeoutError):
+            self.view.up = False
+            work.lost(self.view, was_sent=False)
+            return
+        except asyncio.CancelledError:
+            work.lost(self.view, was_sent=False)
+            raise
+        self._links.add(link)
+        link.send(work)
+
+    def give_back(self, link: Link, head: bytes) -> None:
+        if b"\r\nConnection: close\r\n" in head:
+            if link.transport is not None:
+                link.transport.close()
+            return
+        link.used_at = time.monotonic()
+        self._idle.append(link)
+
+    def forget(self, link: Link) -> None:
+        self._links.discard(link)
+        if link in self._idle:
+            self._idle.remove(link)
+
+    def cut(self) -> None:
+        """Drops all connections to an engine that has fallen silent; their requests are lost."""
+        for link in list(self._links):
+            link.abort()
+
+    async def close(self) -> None:
+        for task in list(self._opening):
+            task.cancel()
+        for link in list(self._links):
+            link.abort()
+        await asyncio.sleep(0)

@@ -106,7 +106,7 @@ def plan(fleet: Fleet, current: Placement | None = None, seed: int = 0, sure: fl
 
     `sure` is the allowed standard error of the expected attainment.
 
-    >>> from paellapy.scheduler.sim.mix import mix_profiles
+    >>> from paellapy.scheduler.sim.recorded_profiles import mix_profiles
     >>> two = mix_profiles(names=["resnet18", "resnet50"])
     >>> found = plan(Fleet(two, {"resnet18": 500, "resnet50": 100}, gpus=2, memory_gb={"resnet50": 9}, gpu_gb=10))
     >>> found.attainment > 0.9

@@ -21,10 +21,10 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from paellapy.instrument.errors import ArgumentError
-from paellapy.scheduler.core.predict import Predictor
+from paellapy.scheduler.core.admission import Predictor
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.models.model import Model
-from paellapy.serving.factories import find_factory
+from paellapy.serving.registry import find_factory
 
 REPORT_S = 0.1
 

@@ -6,12 +6,12 @@ import asyncio
 import signal
 import socket
 
-from paellapy.cluster.front_door import FrontDoor
+from paellapy.cluster.cluster_file import RouterTask, taken
+from paellapy.cluster.engine_state import Member
+from paellapy.cluster.listener import FrontDoor
 from paellapy.cluster.router import Router, RouterOptions
-from paellapy.cluster.tasks import RouterTask, taken
-from paellapy.cluster.view import Member
 from paellapy.serving.logs import configure
-from paellapy.serving.process_settings import keep_memory, loop_factory
+from paellapy.serving.preflight import keep_memory, loop_factory
 
 
 async def _run(task: RouterTask) -> None:

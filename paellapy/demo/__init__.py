@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from paellapy.demo.models import held_out, load, load_weights, names
-from paellapy.demo.rivals import rivals, rush
+from paellapy.demo.models import held_out, load, load_weights, names, rivals, rush
 
 __all__ = ["held_out", "load", "load_weights", "names", "rivals", "rush"]

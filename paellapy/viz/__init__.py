@@ -5,15 +5,12 @@ The libraries of the extra `viz` are imported when the first picture is drawn.
 
 from __future__ import annotations
 
-from paellapy.viz.chrome_file import to_chrome
-from paellapy.viz.explorer import explore
+from paellapy.viz.exporters import to_chrome, to_perfetto
 from paellapy.viz.figures import compare, plot, plot_gantt, plot_heatmap, plot_requests, plot_residency
-from paellapy.viz.live_widget import live
-from paellapy.viz.needs import MissingExtraError
-from paellapy.viz.perfetto_file import to_perfetto
-from paellapy.viz.report import to_html
+from paellapy.viz.palette import MissingExtraError
+from paellapy.viz.report import Still, compare_picture, picture, to_html
 from paellapy.viz.static import save_comparison, save_figure
-from paellapy.viz.still import Still, compare_picture, picture
+from paellapy.viz.widgets import explore, live
 
 __all__ = [
     "MissingExtraError",

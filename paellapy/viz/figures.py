@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 from paellapy.instrument.errors import TraceError
+from paellapy.instrument.traces.explain import Explanation
 from paellapy.instrument.traces.trace import Trace
-from paellapy.viz import data
+from paellapy.viz import data, exporters
 from paellapy.viz.data import Parts, Picture, TimeAxis
-from paellapy.viz.needs import need
-from paellapy.viz.palette import WARNING, Look, Theme, colours, look
+from paellapy.viz.palette import WARNING, Look, Theme, colours, look, need
 from paellapy.viz.requests import has_requests, requests_view
 from paellapy.viz.views import TALL_PIXELS, Place, View, gantt_view, heatmap_view, residency_view, say_empty
 
@@ -174,3 +174,87 @@ def _two_lines(picture: Picture) -> str:
 
 def _wrapped(picture: Picture, label: str) -> str:
     return f"<b>{label}</b>: {_two_lines(picture)}"
+
+
+# `t.explain().plot()`: a bar for every claim about a kernel, as long as the share of time that it concerns.
+
+
+def plot_explanation(found: Explanation) -> Any:
+    """Bars by kernel (plotly): the costs in time, and how near the kernel is to its roof. Hovering shows the words."""
+    go = need("plotly.graph_objects", "explain().plot()")
+    abouts = list(dict.fromkeys(c.about for k in found.kernels for c in k.claims))
+    colour = colours(abouts)
+    figure = go.Figure()
+    for about in abouts:
+        rows = [(k.kernel, c) for k in found.kernels for c in k.claims if c.about == about]
+        figure.add_trace(
+            go.Bar(
+                orientation="h",
+                name=about,
+                y=[kernel for kernel, _ in rows],
+                x=[c.share for _, c in rows],
+                text=[f"{about} {c.share:.0%}" for _, c in rows],
+                hovertext=[c.says for _, c in rows],
+                marker_color=colour[about],
+            )
+        )
+    figure.update_xaxes(title_text="share of the kernel's time", tickformat=".0%", range=[0, 1])
+    figure.update_yaxes(autorange="reversed")
+    bars = sum(len(k.claims) for k in found.kernels)
+    figure.update_layout(barmode="group", height=140 + 34 * max(bars, 1))
+    return figure
+
+
+# `t.plot_ranges()`: the ranges of kernels, with a lane for each block resident at a time, or for each warp.
+
+
+_RANGES_VIEW_FEW_SMS, _FIGURE_LANES = 2, 40
+
+
+def plot_ranges(trace: Trace, sms: Sequence[int] | None = None) -> Any:
+    """Ranges over time (plotly). `sms` are the SMs to show, by default the first two that have ranges.
+
+    Ranges inside others are drawn thinner. Times count from the first range shown.
+    """
+    go = need("plotly.graph_objects", "plot_ranges()")
+    shown = shown_slices(trace, sms)
+    lanes = {lane: i for i, lane in enumerate(sorted({s.lane for s in shown}))}
+    origin = min(s.start_ns for s in shown)
+    figure = go.Figure()
+    colour = colours(trace.ranges.names)
+    for i, name in enumerate(trace.ranges.names):
+        mine = [s for s in shown if s.name == name]
+        x = [t for s in mine for t in ((s.start_ns - origin) / 1000, (s.end_ns - origin) / 1000, None)]
+        y = [v for s in mine for v in (lanes[s.lane],) * 2 + (None,)]
+        text = [v for s in mine for v in (f"block {s.block}, {s.end_ns - s.start_ns} ns",) * 2 + (None,)]
+        width = max(4, 16 - 5 * depth_of(trace, i))
+        line = {"color": colour[name], "width": width}
+        figure.add_trace(go.Scatter(x=x, y=y, text=text, name=name, mode="lines", line=line, hoverinfo="text+name+x"))
+    figure.update_xaxes(title_text="µs")
+    names = [lane_name(*lane) for lane in lanes]
+    figure.update_yaxes(tickvals=list(range(len(lanes))), ticktext=names, autorange="reversed")
+    figure.update_layout(height=120 + 24 * min(len(lanes), _FIGURE_LANES), title_text=trace.device.name)
+    return figure
+
+
+def shown_slices(trace: Trace, sms: Sequence[int] | None) -> list[exporters.RangeSlice]:
+    """The ranges on these SMs, or on the first two that have any."""
+    slices = exporters.range_slices(trace)
+    if not slices:
+        raise TraceError('this trace has no ranges: mark some in the kernel with `with pp.range("load"):`')
+    if sms is None:
+        sms = sorted({s.place // exporters.LANES_PER_SM for s in slices})[:_RANGES_VIEW_FEW_SMS]
+    shown = [s for s in slices if s.place // exporters.LANES_PER_SM in sms]
+    if not shown:
+        raise TraceError(f"this trace has no ranges on SMs {list(sms)}: choose others, or leave out sms")
+    return shown
+
+
+def depth_of(trace: Trace, number: int) -> int:
+    depth = trace.ranges.records["depth"][trace.ranges.records["range"] == number]
+    return int(depth.min(initial=3)) if len(depth) else 0
+
+
+def lane_name(place: int, warp: int) -> str:
+    sm, lane = divmod(place, exporters.LANES_PER_SM)
+    return f"SM {sm}, lane {lane}" + ("" if warp < 0 else f", warp {warp}")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from paellapy.instrument.errors import TraceError
+from paellapy.instrument.errors import PaellaError, TraceError
 
 Theme = Literal["light", "dark"]
 
@@ -80,3 +81,19 @@ def paler(colour: str, ground: str, share: float = 0.7) -> str:
     """
     mixed = (share * int(colour[i : i + 2], 16) + (1 - share) * int(ground[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{int(value):02x}" for value in mixed)
+
+
+# Imports the libraries of the extra `viz` when a picture is drawn.
+
+
+class MissingExtraError(PaellaError, ImportError):
+    """A library of an optional extra is not installed."""
+
+
+def need(module: str, what: str) -> Any:
+    """The module, or an error that says how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        library = module.partition(".")[0]
+        raise MissingExtraError(f"{what} needs {library}: pip install 'paellapy[viz]'") from error

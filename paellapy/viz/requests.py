@@ -13,15 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.records import Records
-from paellapy.instrument.traces.readable import readable_time
+from paellapy.instrument.traces.summary import readable_time
 from paellapy.instrument.traces.trace import Trace
 from paellapy.scheduler.core.codes import OK, STATUS
 from paellapy.scheduler.engine.trace import EngineTrace
 from paellapy.viz import data
-from paellapy.viz.data import Picture
-from paellapy.viz.gantt import lanes
-from paellapy.viz.needs import need
-from paellapy.viz.palette import OTHERS, WARNING, further_colours, rgba
+from paellapy.viz.data import Picture, lanes
+from paellapy.viz.palette import OTHERS, WARNING, further_colours, need, rgba
 from paellapy.viz.views import Place
 
 MOST = 1500  # most requests drawn: each has a bar for its wait, one for its run, and one for each segment

@@ -3,19 +3,279 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
+import numpy as np
+from numpy.typing import NDArray
+
 from paellapy.instrument.errors import TraceError
 from paellapy.instrument.traces.trace import Trace
-from paellapy.viz import data, fit
+from paellapy.scheduler.core.codes import OK
+from paellapy.scheduler.sim.results import Results
+from paellapy.viz import data
 from paellapy.viz import requests as rq
-from paellapy.viz.data import Part, Parts, Picture
-from paellapy.viz.needs import need
-from paellapy.viz.palette import WARNING, Look, Theme, colours, look, paler
-from paellapy.viz.static_ranges import check_ranges, range_colours, ranges_view
-from paellapy.viz.static_views import DPI, VIEWS
+from paellapy.viz.data import Part, Parts, Picture, short
+from paellapy.viz.figures import depth_of, lane_name, shown_slices
+from paellapy.viz.palette import OKABE_ITO, SCALE, WARNING, Look, Theme, colours, further_colours, look, need, paler
+
+# The ranges of kernels in pictures for papers (matplotlib): the view "ranges" of `save_figure`.
+
+
+_HEIGHTS = (0.8, 0.55, 0.3)  # of a range, of one inside it, and of all further inside
+_MOST_LABELS = 48
+
+
+def check_ranges(pictures: Sequence[Picture]) -> None:
+    if len(pictures) > 1:
+        raise TraceError("the view 'ranges' shows one trace: save a figure of each")
+    shown_slices(pictures[0].trace, None)
+
+
+def ranges_view(picture: Picture, ax: Any, sms: tuple[int, int] | None) -> None:
+    """A lane for each block resident at a time, or for each warp, on the first SMs that have ranges, or on `sms`."""
+    trace = picture.trace
+    slices = shown_slices(trace, None if sms is None else range(sms[0], sms[1] + 1))
+    lanes = {lane: i for i, lane in enumerate(sorted({s.lane for s in slices}))}
+    tone = range_colours([picture])
+    height = {name: _HEIGHTS[min(depth_of(trace, i), 2)] for i, name in enumerate(trace.ranges.names)}
+    start, end = (np.array([getattr(s, at) for s in slices], np.int64) for at in ("start_ns", "end_ns"))
+    for name in trace.ranges.names:
+        mine = np.array([s.name == name for s in slices], np.bool_)
+        middle = np.array([lanes[s.lane] for s in slices if s.name == name], np.float64)
+        boxes(picture, ax, start[mine], end[mine], middle, height[name], [tone[name]] * len(middle))
+    shown = list(lanes)[:: -(-len(lanes) // _MOST_LABELS)]
+    ax.set_yticks([lanes[lane] for lane in shown], [lane_name(*lane) for lane in shown])
+    ax.set(ylabel="ranges", ylim=(len(lanes) - 0.5, -0.5))
+
+
+def range_colours(pictures: Sequence[Picture]) -> dict[str, str]:
+    """Other colours than those of the kernels in other views."""
+    named = [name for p in pictures for name in p.trace.ranges.names]
+    return further_colours(named, colours(name for p in pictures for name in p.groups.names).values())
+
+
+def boxes(
+    picture: Picture,
+    ax: Any,
+    start_ns: NDArray[np.int64],
+    end_ns: NDArray[np.int64],
+    middle: NDArray[np.float64],
+    height: float,
+    paint: list[str],
+) -> None:
+    """Bars over time, each in its own colour."""
+    collections = need("matplotlib.collections", "a picture")
+    left, right = picture.axis.of(start_ns), picture.axis.of(end_ns)
+    low, high = middle - height / 2, middle + height / 2
+    corners = np.stack([left, low, right, low, right, high, left, high], axis=1).reshape(-1, 4, 2)
+    shapes = collections.PolyCollection(corners, facecolors=paint, linewidths=0)
+    shapes.set_snap(False)  # lanes thinner than a pixel become paler, instead of a whole pixel or none
+    ax.add_collection(shapes)
+
+
+# The views of pictures for papers (matplotlib): heat map, Gantt chart, residency and requests.
+
+
+DPI = 160
+
+
+def heatmap_view(picture: Picture, ax: Any, colour: dict[str, str], style: Look) -> None:
+    seen = data.heat(picture)
+    image = ax.imshow(
+        seen.resident, cmap=SCALE, vmin=0, vmax=1, aspect="auto", interpolation="none", extent=_extent(picture)
+    )
+    if ax.get_subplotspec().is_last_col():
+        ax.figure.colorbar(image, ax=ax, label="resident warps", format=_percent(), pad=0.01)
+    ax.set_ylabel("SM")
+    _sm_ticks(ax)
+
+
+def gantt_view(picture: Picture, ax: Any, colour: dict[str, str], style: Look) -> None:
+    chart = data.gantt(picture)
+    names = picture.groups.names
+    pixels = _height(ax)
+    bottom, top = ax.get_ylim()  # the SMs shown
+    if len(chart.blocks) <= data.EXACT_BLOCKS and chart.depth * (bottom - top) <= pixels / 2:
+        _bars(picture, ax, colour, chart, style.ground)
+        ax.set_ylabel(data.OF_BLOCKS)
+    else:  # blocks thinner than pixels, drawn one by one, would give a moiré pattern
+        cells = data.cells(picture, chart, min(data.ROWS, int(pixels / 2)))
+        paint = np.zeros((*cells.group.shape, 4))
+        for g, name in enumerate(names):
+            paint[cells.group == g] = need("matplotlib.colors", "a Gantt chart").to_rgba(colour[name])
+        paint[..., 3] *= 0.25 + 0.75 * np.clip(cells.share, 0, 1)
+        # Lanes narrower than pixels blend, instead of some of them vanishing.
+        ax.imshow(paint, aspect="auto", interpolation="antialiased", extent=_extent(picture))
+        ax.set_ylabel(data.OF_SHARES)
+    _sm_ticks(ax)
+    ax.set_ylim(bottom, top)
+
+
+def _height(ax: Any) -> float:
+    """Approximate height in pixels, before the layout is computed."""
+    height: float = ax.get_position().height * ax.figure.get_size_inches()[1] * DPI
+    return height
+
+
+def _bars(picture: Picture, ax: Any, colour: dict[str, str], chart: data.Gantt, ground: str) -> None:
+    b = chart.blocks
+    of_group = np.array([[colour[name], paler(colour[name], ground)] for name in picture.groups.names]).reshape(-1, 2)
+    paint = of_group[picture.groups.of_block, chart.second().astype(int)]
+    boxes(picture, ax, b["start_ns"], b["end_ns"], chart.middle(), chart.height(), paint.tolist())
+
+
+def requests_view(picture: Picture, ax: Any, colour: dict[str, str], style: Look) -> None:
+    seen = rq.requests(picture.whole, rq.MOST)
+    if seen is None:
+        return
+    of_model = rq.colour_of_models(seen, colour, picture.by_model)
+    paint = np.array([of_model[name] for name in seen.models])
+    for each in rq.bars(seen):
+        lane, height = seen.lane[each.job].astype(float), rq.HEIGHT[each.what]
+        late = each.what == rq.LATE
+        if late:
+            lane = lane + 0.4 - height / 2
+        tones = [WARNING] * len(lane) if late else [
+            paler(tone, style.ground, rq.STRENGTH[each.what]) for tone in paint[seen.jobs["model"][each.job]]
+        ]  # fmt: skip
+        boxes(picture, ax, each.start_ns, each.end_ns, lane, height, tones)
+    lost = np.flatnonzero(seen.unanswered)
+    size = 30 if seen.lane.max() < rq.ROOM else 12
+    spare = rq.spare(seen)
+    ends, due = (picture.axis.of(seen.jobs[at][spare]) for at in ("end_ns", "deadline_ns"))
+    ax.hlines(seen.lane[spare], ends, due, colors=paint[seen.jobs["model"][spare]].tolist(), linewidths=1.0)
+    ax.scatter(picture.axis.of(seen.jobs["deadline_ns"][seen.due]), seen.lane[seen.due], s=size, marker="|",
+               color=style.ink, linewidths=1.2, zorder=3)  # fmt: skip
+    ax.scatter(picture.axis.of(seen.jobs["end_ns"][lost]), seen.lane[lost], s=size, marker="x", color=WARNING, zorder=3)
+    ax.set(ylabel=rq.axis_title(seen, "\n"), yticks=[])
+    below = max([seen.lane.max() + 0.5, *ax.get_ylim()])  # columns share one scale
+    ax.set_ylim(below, -0.5)
+
+
+def residency_view(picture: Picture, ax: Any, colour: dict[str, str], style: Look) -> None:
+    seen = data.residency(picture)
+    edges = picture.axis.of(seen.edges_ns)
+    for g, name in enumerate(picture.groups.names):
+        ax.stairs(seen.resident[g], edges, color=colour[name], linewidth=1.2)
+        ax.stairs(seen.resident[g], edges, color=colour[name], alpha=0.15, fill=True)
+        allowed = picture.groups.theoretical[g]
+        if allowed is not None:
+            ax.plot(data.ran(picture, g), [allowed, allowed], "--", color=colour[name], linewidth=1.2)
+    # Without theoretical limits, the scale ends a little above the data; columns share one scale.
+    needed = 1.05 if any(each is not None for each in picture.groups.theoretical) else 1.2 * _most(seen.resident)
+    before = ax.get_ylim()[1] if not ax.get_subplotspec().is_first_col() else 0.0
+    ax.set(ylabel=data.residency_title(picture, "\n"), ylim=(0, min(1.05, max(needed, before))))
+    ax.yaxis.set_major_formatter(_percent())
+
+
+def _most(values: NDArray[np.float64]) -> float:
+    return float(values.max()) if values.size else 1.0
+
+
+def _extent(picture: Picture) -> tuple[float, float, float, float]:
+    return 0, picture.axis.length, picture.trace.device.n_sm - 0.5, -0.5
+
+
+def _percent() -> Any:
+    return need("matplotlib.ticker", "a picture").FuncFormatter(lambda share, _: f"{100 * share:.3g}%")
+
+
+def _sm_ticks(ax: Any) -> None:
+    ax.yaxis.set_major_locator(need("matplotlib.ticker", "a picture").MaxNLocator("auto", integer=True))
+
+
+VIEWS: dict[str, Callable[[Picture, Any, dict[str, str], Look], None]] = {
+    "heatmap": heatmap_view,
+    "gantt": gantt_view,
+    "residency": residency_view,
+    "requests": requests_view,
+}
+
+
+# Fits text into a matplotlib figure: measures it, breaks it into lines, shortens it.
+
+
+POINTS = 72  # per inch
+SMALLEST = 6.0  # points: the smallest size that journals accept
+
+
+def font_size(size_inches: tuple[float, float], views: int) -> float:
+    """10 points if there is room, less in a paper's column."""
+    width, height = size_inches
+    return max(SMALLEST, min(10.0, 10 * width / 6, 10 * height / (1.9 * views)))
+
+
+def width_of(text: str, size: float, weight: str = "normal") -> float:
+    """Width in points of the longest line."""
+    fonts, paths = need("matplotlib.font_manager", "a picture"), need("matplotlib.textpath", "a picture")
+    font = fonts.FontProperties(size=size, weight=weight)
+    measure = paths.text_to_path.get_text_width_height_descent
+    return max(float(measure(line, font, ismath=False)[0]) for line in text.split("\n"))
+
+
+def wrapped(text: str, size: float, most: float) -> str:
+    """The text in lines of at most `most` points, broken between words."""
+    lines: list[str] = []
+    for line in text.split("\n"):
+        lines.append("")
+        for word in line.split(" "):
+            longer = f"{lines[-1]} {word}" if lines[-1] else word
+            if lines[-1] and width_of(longer, size) > most:
+                lines.append(word)
+            else:
+                lines[-1] = longer
+    return "\n".join(lines)
+
+
+# Lengths in a legend as multiples of its font size: matplotlib's own, with a narrower handle.
+HANDLE, AFTER_HANDLE, BETWEEN, LINE = 1.6, 0.6, 1.6, 1.5
+
+
+def legend_columns(names: Sequence[str], size: float, most: float) -> int:
+    """The largest number of columns, filled one after another, that fit into `most` points; at least 1."""
+    widths = [width_of(name, size) + (HANDLE + AFTER_HANDLE) * size for name in names]
+    for n in range(len(names), 1, -1):
+        rows, longer = divmod(len(names), n)
+        starts = [c * rows + min(c, longer) for c in range(n + 1)]
+        columns = (max(widths[a:b]) for a, b in pairwise(starts))
+        if sum(columns) + (n - 1) * BETWEEN * size <= most:
+            return n
+    return 1
+
+
+def legend_names(names: Sequence[str], size: float, most: float, high: float) -> tuple[list[str], int]:
+    """The names, shortened until they fit into `most` points of width and `high` points of height but stay distinct;
+    and the number of columns.
+    """
+    shown = [short(name) for name in names]
+    columns = legend_columns(shown, size, most)
+    for letters in (24, 16, 12):
+        shorter = [short(name, letters) for name in names]
+        fits = all(width_of(name, size) + (HANDLE + AFTER_HANDLE) * size <= most for name in shown)
+        fits = fits and -(-len(names) // columns) * LINE * size <= high
+        if fits or len({*shorter}) < len({*shown}):
+            break
+        shown, columns = shorter, legend_columns(shorter, size, most)
+    return shown, columns
+
+
+def fit_labels(figure: Any) -> None:
+    """Breaks or cuts labels of vertical axes that are longer than their axis."""
+    figure.draw_without_rendering()  # computes the layout
+    for ax in figure.axes:
+        label = ax.yaxis.label
+        text, size = label.get_text(), label.get_size()
+        room = ax.get_window_extent().height / figure.dpi * POINTS * 1.1
+        lines = text.count("\n") + 1
+        choices = (text, wrapped(text, size, room), text.split("\n")[0], text.split()[0].rstrip(",") if text else "")
+        for choice in choices:
+            if width_of(choice, size) <= room and choice.count("\n") < max(lines, 2):
+                break
+        label.set_text(choice)
+
 
 ViewName = Literal["all", "heatmap", "gantt", "residency", "requests", "ranges"]
 
@@ -98,7 +358,7 @@ def draw(
     figures = need("matplotlib.figure", "save_figure()")
     chosen = _chosen(pictures, view)
     size = size_inches or (8 if len(pictures) == 1 else 11, 2.9 * len(chosen))
-    font = fit.font_size(size, len(chosen))
+    font = font_size(size, len(chosen))
     with style.context([look(theme).matplotlib, {"font.size": font}]):
         figure = figures.Figure(figsize=size, layout="constrained")
         heights = [1 if name == "residency" else 2 for name in chosen]
@@ -123,9 +383,9 @@ def draw(
                     ax.text(0.5, 0.5, "no blocks were recorded", transform=ax.transAxes, ha="center", color=WARNING)
             axes[-1, column].set(xlabel=f"time ({picture.axis.unit})", xlim=(0, picture.axis.length))
         _title(figure, axes, pictures, labels, font)
-        _legend(figure, pictures, _handles(pictures, chosen, colour, look(theme)), max(fit.SMALLEST, 0.8 * font))
+        _legend(figure, pictures, _handles(pictures, chosen, colour, look(theme)), max(SMALLEST, 0.8 * font))
         if size_inches is not None:
-            fit.fit_labels(figure)
+            fit_labels(figure)
     return figure
 
 
@@ -145,15 +405,15 @@ def _chosen(pictures: Sequence[Picture], view: ViewName | Sequence[ViewName]) ->
 
 
 def _title(figure: Any, axes: Any, pictures: Sequence[Picture], labels: Sequence[str], font: float) -> None:
-    width = figure.get_figwidth() * fit.POINTS
+    width = figure.get_figwidth() * POINTS
     if len(pictures) == 1:
-        title = fit.wrapped(pictures[0].title, font, 0.97 * width)
+        title = wrapped(pictures[0].title, font, 0.97 * width)
         figure.suptitle(title, fontsize=font, x=0.01, ha="left")
         return
-    small = max(fit.SMALLEST, 0.8 * font)
+    small = max(SMALLEST, 0.8 * font)
     for ax, picture, label in zip(axes[0], pictures, labels, strict=True):
         device, _, rest = picture.title.rpartition(": ")
-        about = fit.wrapped(f"{device}\n{rest}", small, 0.4 * width)
+        about = wrapped(f"{device}\n{rest}", small, 0.4 * width)
         below = "\n" * (about.count("\n") + 1)
         ax.set_title(f"{label}{below}", fontsize=1.1 * font, fontweight="bold", loc="left")
         ax.text(0, 1.01, about, transform=ax.transAxes, fontsize=small, va="bottom", in_layout=False)
@@ -164,13 +424,13 @@ def _legend(figure: Any, pictures: Sequence[Picture], handles: Sequence[Any], fo
     warning = "; ".join(p.warning for p in pictures if p.warning)
     if not handles and not warning:
         return
-    width, height = (inches * fit.POINTS for inches in figure.get_size_inches())
+    width, height = (inches * POINTS for inches in figure.get_size_inches())
     most = 0.97 * width - font
-    names, columns = fit.legend_names([h.get_label() for h in handles], font, most, height / 4)
+    names, columns = legend_names([h.get_label() for h in handles], font, most, height / 4)
     legend = figure.legend(
         handles, names, fontsize=font, frameon=False, loc="outside lower center", ncols=max(columns, 1),
-        handlelength=fit.HANDLE, handletextpad=fit.AFTER_HANDLE, columnspacing=fit.BETWEEN, alignment="left",
-        title=fit.wrapped(f"⚠ {warning}", font, most) if warning else None, title_fontsize=font,
+        handlelength=HANDLE, handletextpad=AFTER_HANDLE, columnspacing=BETWEEN, alignment="left",
+        title=wrapped(f"⚠ {warning}", font, most) if warning else None, title_fontsize=font,
     )  # fmt: skip
     legend.get_title().set_color(WARNING)
     for text in legend.get_texts():
@@ -207,3 +467,50 @@ def _handles(pictures: Sequence[Picture], chosen: Sequence[str], colour: dict[st
     if "residency" in chosen and any(limit is not None for p in pictures for limit in p.groups.theoretical):
         marks.append(lines.Line2D([], [], linestyle="--", color=style.ink, label="theoretical occupancy"))
     return [*(patches.Patch(color=tone, label=name) for name, tone in shown.items()), *marks]
+
+
+# `r.plot()`: latencies of each model of a run, and the use of the GPU over time (matplotlib).
+
+
+_DASHES = ("-", "--", ":", "-.")  # beyond the palette, colours repeat with the next line style
+
+
+def plot_run(results: Results, axes: Any = None) -> Any:
+    """Latency distributions per model, and occupancy over time; the matplotlib figure."""
+    if axes is None:
+        _, axes = need("matplotlib.pyplot", "plot()").subplots(1, 2, figsize=(11, 4), layout="constrained")
+    left, right = axes
+    for number, each in enumerate(results.models):
+        jobs = results.jobs[(results.jobs["model"] == number) & (results.jobs["status"] == OK)]
+        if len(jobs):
+            ms = np.sort((jobs["finish_ns"] - jobs["arrival_ns"]) / 1e6)
+            left.plot(ms, np.arange(1, len(ms) + 1) / len(ms), label=each.name, **_style(number))
+    left.set(xscale="log", xlabel="latency, ms", ylabel="share of requests")
+    left.set_title(f"{results.policy}, {results.device}")
+    if left.get_lines():
+        left.legend(fontsize="small")
+    time_ms = (np.arange(len(results.occupancy)) + 0.5) * results.bin_ms
+    for column, label in enumerate(("block slots", "memory bandwidth", "kernel issue")):
+        right.plot(time_ms, results.occupancy[:, column], label=label, linewidth=1, **_style(column))
+    # Shares reach 1, so the legend is above them.
+    right.set(xlabel="time, ms", ylabel="share in use", ylim=(0, 1.18), yticks=np.linspace(0, 1, 6), title="occupancy")
+    right.legend(fontsize="small", loc="upper center", ncols=3, frameon=False)
+    return left.figure
+
+
+def plot_runs(runs: Sequence[Results]) -> Any:
+    """Several runs, one below the other; latencies share an axis, so that policies can be compared."""
+    if len(runs) == 1:
+        return plot_run(runs[0])
+    pyplot = need("matplotlib.pyplot", "plot()")
+    figure, axes = pyplot.subplots(len(runs), 2, figsize=(11, 3.2 * len(runs)), layout="constrained", sharex="col")
+    for each, pair in zip(runs, axes, strict=True):
+        plot_run(each, pair)
+    for above in axes[:-1].flat:
+        above.set_xlabel("")
+    return figure
+
+
+def _style(number: int) -> dict[str, str]:
+    again, at = divmod(number, len(OKABE_ITO))
+    return {"color": OKABE_ITO[at], "linestyle": _DASHES[again % len(_DASHES)]}

@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from paellapy.instrument.traces.readable import readable_time
-from paellapy.viz import data, gantt
+from paellapy.instrument.traces.summary import readable_time
+from paellapy.viz import data
 from paellapy.viz.data import Picture
-from paellapy.viz.needs import need
-from paellapy.viz.palette import SCALE, WARNING, Look, paler, rgba
+from paellapy.viz.palette import SCALE, WARNING, Look, need, paler, rgba
 
 TALL_PIXELS = 600  # height of a Gantt chart of many SMs
 
@@ -69,19 +68,19 @@ def heatmap_view(picture: Picture, place: Place) -> None:
 
 
 def gantt_view(picture: Picture, place: Place) -> None:
-    chart = gantt.gantt(picture)
+    chart = data.gantt(picture)
     # Bars of less than half a pixel would hide each other at random, so a full GPU is drawn as shares of its lanes.
     thin = picture.trace.device.n_sm * chart.depth > 2 * TALL_PIXELS
-    if len(chart.blocks) <= gantt.EXACT_BLOCKS and not thin:
-        title = gantt.OF_BLOCKS
+    if len(chart.blocks) <= data.EXACT_BLOCKS and not thin:
+        title = data.OF_BLOCKS
         _bars(picture, place, chart)
     else:
-        title = gantt.OF_SHARES
-        _binned_gantt(picture, place, gantt.cells(picture, chart))
+        title = data.OF_SHARES
+        _binned_gantt(picture, place, data.cells(picture, chart))
     place.axes(title, range=[picture.trace.device.n_sm - 0.5, -0.5])
 
 
-def _bars(picture: Picture, place: Place, chart: gantt.Gantt) -> None:
+def _bars(picture: Picture, place: Place, chart: data.Gantt) -> None:
     go = need("plotly.graph_objects", "a Gantt chart")
     b, middle = chart.blocks, chart.middle()
     second = chart.second()
@@ -109,7 +108,7 @@ def _bars(picture: Picture, place: Place, chart: gantt.Gantt) -> None:
         )
 
 
-def _binned_gantt(picture: Picture, place: Place, cells: gantt.Cells) -> None:
+def _binned_gantt(picture: Picture, place: Place, cells: data.Cells) -> None:
     go = need("plotly.graph_objects", "a Gantt chart")
     edges = picture.axis.of(cells.edges_ns)
     step = 1 / cells.rows_per_sm

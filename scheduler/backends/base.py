@@ -6,23 +6,115 @@ import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from paellapy.instrument.device.base import Device
 from paellapy.instrument.errors import LaunchError, PaellaError
-from paellapy.scheduler.backends.launches import Bounds, Launches, LoadedModel
-from paellapy.scheduler.backends.recorded import TracedBlocks
+from paellapy.instrument.records import WORK, Records
+from paellapy.instrument.traces.summary import TracedRanges
+from paellapy.scheduler.core.codes import CHOICES
 from paellapy.scheduler.core.errors import CaptureError
-from paellapy.scheduler.core.loop import Bell
+from paellapy.scheduler.core.rings import Bell
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.models.capture import Counting, ModelCapture, call_model, capturing
-from paellapy.scheduler.models.lane_memory import Lane, LanePlan, Memory
+from paellapy.scheduler.models.memory import Lane, LanePlan, Memory, Reservation
 from paellapy.scheduler.models.model import Model
+from paellapy.scheduler.models.profile import ProgramProfile
 from paellapy.scheduler.models.program import Cuts, Marks, Program
 from paellapy.scheduler.models.tensors import Arrays
-from paellapy.scheduler.models.weight_range import Layout, WeightRange
+from paellapy.scheduler.models.weights import Layout, Steps, WeightRange
+
+# Programs ready to be launched: their handles, their loaded model, and the entries for the core's tables.
+
+
+Bounds = Sequence[tuple[int, int]]  # segments as (first node, past the last)
+
+
+@dataclass(slots=True)
+class Launches:
+    """One program ready to be launched: each segment, and the whole. `handles` are meaningful to the backend only."""
+
+    program: Program
+    bounds: Bounds
+    handles: list[int]
+    whole: int
+    keep: list[Any] = field(default_factory=list)
+    notified: frozenset[int] = frozenset()  # segments that report when all blocks of their last kernel are on the SMs
+    # the same launches in each of the lane's windows
+    confined: list[tuple[list[int], int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """A model with its memory and launches, as the engine keeps it."""
+
+    model: Model
+    weights: Arrays
+    reservation: Reservation
+    lanes: list[Lane]
+    profiles: list[ProgramProfile]  # one per captured batch size, ascending
+    launches: list[list[Launches]] = field(default_factory=list)  # [lane][captured batch size]
+    row: int = -1
+    generation: int = 0  # generation of the row
+    lane_of: dict[int, Lane] = field(default_factory=dict)  # lanes by their numbers in the core
+    load_s: dict[str, float] = field(default_factory=dict)  # seconds spent loading it, by phase
+    range: WeightRange | None = None  # of weights that come and go
+    # by batch size: lower bounds, where `needs` has upper bounds
+    least_needs: list[list[tuple[int, ...]]] = field(default_factory=list)
+    steps: dict[int, Steps] = field(default_factory=dict)  # by batch size whose needs were tried out
+    later: dict[int, str] = field(default_factory=dict)  # batch sizes not captured yet; the error of a failed capture
+    spare: Lane | None = None  # memory to capture and measure these sizes in, because the lanes are in service
+    stays: bool = False  # the model changes its weights, so they cannot leave the GPU
+
+    @property
+    def lane_rows(self) -> list[int]:
+        return list(self.lane_of)
+
+
+def write_handles(state: State, row: int, size: int, launches: Launches) -> None:
+    """Writes the handles that the core launches. They are aligned words, each read at the next launch: they may change
+    while a lane runs, if both variants use the same buffers and completion words.
+    """
+    for k, handle in enumerate(launches.handles):
+        state.launch["handle"][row, size, k] = handle
+    state.whole["handle"][row, size] = launches.whole
+    none = [([0] * len(launches.handles), 0)] * (CHOICES - len(launches.confined))
+    for choice, (handles, whole) in enumerate([*launches.confined, *none]):
+        for k, handle in enumerate(handles):
+            state.confined[row, size, k, choice] = handle
+        state.confined[row, size, -1, choice] = whole
+
+
+# The recording of a backend during a trace: blocks, launches, and the segment of each launch.
+
+
+@dataclass(frozen=True, slots=True)
+class TracedPiece:
+    """A segment in a trace, with its launch ids; each replay may have ids of its own."""
+
+    lane: int
+    size: int
+    segment: int
+    launches: tuple[int, ...]
+    replayed: bool  # whether every run of the lane has the same ids
+
+
+@dataclass(frozen=True, slots=True)
+class TracedBlocks:
+    """The blocks and launches that a backend recorded; on a real GPU with their ranges and their work."""
+
+    blocks: Records
+    launches: Records
+    kernels: tuple[str, ...]
+    pieces: list[TracedPiece]
+    dropped: int = 0
+    unfinished: int = 0
+    ranges: TracedRanges = field(default_factory=TracedRanges)
+    count_work: Callable[[], Records] = lambda: np.zeros(0, WORK)
+
 
 # A device has one capture at a time: launches of other threads continue, other loads wait.
 _locks: dict[int, threading.RLock] = {}
@@ -262,3 +354,16 @@ class Backend(ABC):
             made = {k: np.full((batch, *s.shape), s.neutral, s.dtype) for k, s in specs.items()}
             pair.append({k: self.device.array(array) for k, array in made.items()})
         return pair[0], pair[1]
+
+
+# An error in an engine's own loop. The loop reports it and goes on: only the core can end requests with the error.
+
+
+RETRY_S = 0.1  # the loop goes on after this time, since the error may come again at once
+
+
+def broken_loop(cause: BaseException) -> RuntimeError:
+    """The failure of an engine whose loop met this error."""
+    error = RuntimeError(f"the engine's own loop met an error, {type(cause).__name__}: {cause}; start a new engine")
+    error.__cause__ = cause
+    return error

@@ -3,29 +3,144 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from paellapy.instrument.collection import without_collection
+from paellapy.instrument.device.base import Launcher
 from paellapy.instrument.device.cuda import CudaDevice
 from paellapy.instrument.device.cuda_launch import CudaLauncher
 from paellapy.instrument.device.cuda_memory import CudaStream
 from paellapy.instrument.device.driver import check, driver
-from paellapy.instrument.device.launcher import Launcher
 from paellapy.instrument.errors import InstrumentError, LaunchError
-from paellapy.instrument.traces.tracing import Session
-from paellapy.scheduler.backends.cuda_cupy import cupy_in_arena
-from paellapy.scheduler.backends.cuda_graphs import CapturedGraph, describe, read_graph
-from paellapy.scheduler.backends.cuda_recorders import recorder_for
+from paellapy.instrument.traces.session import Session
+from paellapy.scheduler.backends.cuda_graphs import CapturedGraph, add_edge, describe, read_graph
 from paellapy.scheduler.core.errors import CaptureError
 from paellapy.scheduler.models.capture import LaneCapture, call_model, capturing, code_digest
-from paellapy.scheduler.models.lane_memory import Lane
+from paellapy.scheduler.models.memory import Lane
+from paellapy.scheduler.models.model import ForeignGraph
 from paellapy.scheduler.models.program import Cuts, Marks, Node, Part, Program
 from paellapy.scheduler.models.tensors import Arrays, Capturable
+from paellapy.scheduler.models.torch_capture import Draws, LaneDraws, TorchPool
 from paellapy.scheduler.models.torch_module import TorchModule
-from paellapy.scheduler.models.torch_random import LaneDraws
+
+# CuPy inside a capture: its calls go to our stream, and its memory comes from the lane's arena.
+
+
+@contextlib.contextmanager
+def cupy_in_arena(device: CudaDevice, stream: int | None, take: Any) -> Iterator[None]:
+    """Sends CuPy's calls to our stream and takes its memory from the arena, if CuPy is in use."""
+    cupy = sys.modules.get("cupy")
+    if cupy is None:
+        yield
+        return
+
+    def allocate(nbytes: int) -> Any:
+        array = take((nbytes,), np.dtype(np.uint8))
+        memory = cupy.cuda.UnownedMemory(array.ptr, nbytes, array, device.index)
+        return cupy.cuda.MemoryPointer(memory, 0)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(cupy.cuda.Device(device.index))
+        stack.enter_context(cupy.cuda.using_allocator(allocate))
+        if stream is not None:
+            stack.enter_context(_cupy_stream(cupy, stream, device.index))
+        yield
+
+
+class _Foreign:
+    """One of our streams under CUDA's stream protocol."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+
+def _cupy_stream(cupy: Any, handle: int, device: int) -> Any:
+    """Our stream as a CuPy object: CuPy 14 deprecates the class that older versions need."""
+    if hasattr(cupy.cuda.Stream, "from_external"):
+        return cupy.cuda.Stream.from_external(_Foreign(handle))
+    return cupy.cuda.ExternalStream(handle, device)
+
+
+# Recorders: they capture a stream's work into a CUDA graph, through the driver or through PyTorch.
+
+
+class Recorder:
+    """Captures a stream's work into a graph."""
+
+    owner: Any = None
+
+    def __init__(self, stream: int) -> None:
+        self.stream = stream
+
+    def memory(self, pool: TorchPool | None) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if pool is None else pool.on(self.stream)
+
+    def begin(self) -> None:
+        mode = driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        check(driver().cuStreamBeginCapture(self.stream, mode), "starting a capture")
+
+    def end(self) -> Any:
+        return check(driver().cuStreamEndCapture(self.stream), "ending a capture")
+
+    def abandon(self) -> None:
+        status, graph = driver().cuStreamEndCapture(self.stream)
+        if not int(status) and int(graph):
+            driver().cuGraphDestroy(graph)
+
+
+class TorchRecorder(Recorder):
+    """Captures through PyTorch, for training: the backward pass runs in PyTorch's own threads, whose memory must also
+    come from the pool, and random numbers need a graph that is registered with their generator.
+    """
+
+    def __init__(self, stream: int, pool: TorchPool, draws: Draws | None) -> None:
+        super().__init__(stream)
+        self._pool = pool
+        torch: Any = sys.modules["torch"]
+        self.owner = torch.cuda.CUDAGraph(keep_graph=True)
+        if draws is not None:
+            draws.register(self.owner)
+
+    def memory(self, pool: TorchPool | None) -> contextlib.AbstractContextManager[None]:
+        return self._pool.stream_only(self.stream)
+
+    def begin(self) -> None:
+        self._pool.begin(self.owner)
+
+    def end(self) -> Any:
+        try:
+            self.owner.capture_end()
+        except RuntimeError:
+            self._let_go()
+            raise
+        return driver().CUgraph(self.owner.raw_cuda_graph())
+
+    def abandon(self) -> None:
+        try:
+            self.owner.capture_end()
+        except RuntimeError:  # it cannot end properly; the original error is already being raised
+            self._let_go()
+        self.owner = None  # it holds the pool, and the traceback of the error holds this object
+
+    def _let_go(self) -> None:
+        self._pool.stop_recording()
+        self.owner = None
+
+
+def recorder_for(stream: int, pool: TorchPool | None, model: Capturable, drawn: int) -> Recorder:
+    if pool is None or not (model.stateful or drawn):
+        return Recorder(stream)
+    return TorchRecorder(stream, pool, model.source.draws if model.stateful else None)
+
 
 _sliced: weakref.WeakKeyDictionary[CudaLauncher, Launcher | None] = weakref.WeakKeyDictionary()
 
@@ -220,3 +335,48 @@ def _program(
 def _same_shape(captured: CapturedGraph, like: Program) -> bool:
     """Whether a graph has as many nodes as that of another lane, with the same edges."""
     return like.body is not None and len(captured.nodes) == len(like.nodes) and captured.edges == like.body.edges
+
+
+# A graph that was captured elsewhere, as a program: its clone between the copies of inputs and outputs.
+
+
+def foreign_program(device: CudaDevice, lane: Lane, foreign: ForeignGraph) -> Program:
+    """The graph with a lane's copies around it, node by node."""
+    device.activate()
+    cu = driver()
+    clone = check(cu.cuGraphClone(cu.CUgraph(foreign.handle)), "cloning a graph")
+    try:
+        inner = read_graph(clone)
+        before = {b for _, b in inner.edges}
+        after = {a for a, _ in inner.edges}
+        roots = [node for k, node in enumerate(inner.nodes) if k not in before]
+        leaves = [node for k, node in enumerate(inner.nodes) if k not in after]
+        last: list[Any] = []
+        for key, place in foreign.inputs.items():
+            last = [_copy(cu, clone, last, place.address, lane.inputs[key].ctypes.data, place.spec.nbytes, True)]
+        for root in roots:
+            for node in last:
+                add_edge(cu, clone, node, root)
+        last = leaves
+        for key, place in foreign.outputs.items():
+            last = [_copy(cu, clone, last, lane.outputs[key].ctypes.data, place.address, place.spec.nbytes, False)]
+        whole = read_graph(clone)
+        nodes = [describe(device, node, lane.model.name) for node in whole.nodes]
+    except BaseException:
+        cu.cuGraphDestroy(clone)
+        raise
+    return Program(lane.model, lane.index, 1, nodes, whole.chain, whole)
+
+
+def _copy(cu: Any, graph: Any, after: list[Any], target: int, source: int, nbytes: int, to_gpu: bool) -> Any:
+    """Adds a copy between the host and the GPU behind some nodes."""
+    host, device = cu.CUmemorytype.CU_MEMORYTYPE_HOST, cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
+    params = cu.CUDA_MEMCPY3D()
+    params.srcMemoryType, params.dstMemoryType = (host, device) if to_gpu else (device, host)
+    if to_gpu:
+        params.srcHost, params.dstDevice = source, cu.CUdeviceptr(target)
+    else:
+        params.srcDevice, params.dstHost = cu.CUdeviceptr(source), target
+    params.WidthInBytes, params.Height, params.Depth = nbytes, 1, 1
+    context = check(cu.cuCtxGetCurrent(), "reading the context")
+    return check(cu.cuGraphAddMemcpyNode(graph, after, len(after), params, context), "adding a copy")

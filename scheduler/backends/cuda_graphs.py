@@ -8,17 +8,25 @@ nodes are handles, which go to the driver through ctypes.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from paellapy.instrument.device.cuda import CudaDevice
+from paellapy.instrument.device.cuda_memory import CudaStream
 from paellapy.instrument.device.driver import check, driver, fail, library
+from paellapy.instrument.errors import LaunchError
+from paellapy.scheduler.backends.base import Bounds, Launches
 from paellapy.scheduler.core.errors import CaptureError
-from paellapy.scheduler.models.program import Node, NodeKind
-from paellapy.scheduler.models.segments import topological
+from paellapy.scheduler.models.memory import Lane
+from paellapy.scheduler.models.program import Node, NodeKind, Program, topological
+from paellapy.scheduler.models.weights import WeightRange
 
 _SAMPLED = 8  # about this many nodes of a clone are searched for, to check the order in which it lists its nodes
 
@@ -303,3 +311,279 @@ def add_edges(cu: Any, graph: Any, before: Sequence[Any], after: Sequence[Any]) 
     bindings_13 = "edgeData" in (cu.cuGraphAddDependencies.__doc__ or "").split("\n", 1)[0]
     data = (None,) if bindings_13 else ()
     check(cu.cuGraphAddDependencies(graph, list(before), list(after), *data, len(after)), "ordering nodes")
+
+
+# Pointers in captured graphs: the addresses among a node's arguments, and the weights that they point to.
+
+
+def pointers_of(node: Any) -> list[int] | None:
+    """Every number among a kernel's arguments that could be an address; None if they cannot be read.
+
+    Kernels of libraries have pointers inside structures, which are searched word by word.
+    """
+    cu = driver()
+    params = check(cu.cuGraphKernelNodeGetParams(node), "reading a kernel's node")
+    function = params.func
+    if not int(function):
+        function = check(cu.cuKernelGetFunction(params.kern), "finding a kernel's function")
+    where = int(params.kernelParams or 0)
+    if not where:
+        return _packed(int(params.extra or 0))
+    if not hasattr(cu, "cuFuncGetParamInfo"):  # bindings before 12.4
+        return None
+    found: list[int] = []
+    for k in range(4096):
+        status, _, size = cu.cuFuncGetParamInfo(function, k)
+        if int(status):
+            break
+        at = ctypes.c_uint64.from_address(where + 8 * k).value
+        if not at:
+            return None
+        words = int(size) // 8
+        found += (ctypes.c_uint64 * words).from_address(at)
+    return found
+
+
+def words_of(graph: Any) -> list[int]:
+    """The launch arguments of all kernels in a PyTorch graph, as 8-byte numbers."""
+    cu = driver()
+    kernel = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
+    nodes = read_graph(cu.CUgraph(graph.raw_cuda_graph())).nodes
+    kernels = [each for each in nodes if check(cu.cuGraphNodeGetType(each), "reading a graph's node") == kernel]
+    return [word for each in kernels for word in pointers_of(each) or []]
+
+
+def _packed(extra: int) -> list[int] | None:
+    """Arguments in one buffer: a list of names and addresses that ends with 0."""
+    buffer = size = 0
+    for k in range(0, 8, 2):
+        name, value = (ctypes.c_uint64 * 2).from_address(extra + 8 * k) if extra else (0, 0)
+        if name == 0:
+            break
+        if name == 1:  # CU_LAUNCH_PARAM_BUFFER_POINTER
+            buffer = value
+        elif name == 2:  # CU_LAUNCH_PARAM_BUFFER_SIZE
+            size = ctypes.c_uint64.from_address(value).value
+    return list((ctypes.c_uint64 * (size // 8)).from_address(buffer)) if buffer else None
+
+
+def node_ends(nodes: list[Any], weights: WeightRange) -> list[tuple[int, int]]:
+    """For each node of a graph: how many bytes, from the start of the weights, it needs, by the pointer that asks for
+    the least and by the pointer that asks for the most.
+    """
+    cu = driver()
+    kinds = cu.CUgraphNodeType
+    ends = []
+    for node in nodes:
+        kind = check(cu.cuGraphNodeGetType(node), "reading a graph's node")
+        if kind == kinds.CU_GRAPH_NODE_TYPE_KERNEL:
+            found = pointers_of(node)
+        elif kind == kinds.CU_GRAPH_NODE_TYPE_MEMCPY:
+            copy = check(cu.cuGraphMemcpyNodeGetParams(node), "reading a copy")
+            found = [int(copy.srcDevice), int(copy.dstDevice)]
+        elif kind == kinds.CU_GRAPH_NODE_TYPE_MEMSET:
+            found = [int(check(cu.cuGraphMemsetNodeGetParams(node), "reading a memset").dst)]
+        elif kind in (kinds.CU_GRAPH_NODE_TYPE_EMPTY, kinds.CU_GRAPH_NODE_TYPE_BATCH_MEM_OP):
+            found = []
+        else:
+            found = None
+        all_of_it = weights.layout.nbytes
+        asked = [all_of_it] if found is None else [end for end in map(weights.end_at, found) if end]
+        ends.append((min(asked, default=0), max(asked, default=0)))
+    return ends
+
+
+# SM windows on CUDA: green contexts with some of the SMs each, and captured graphs whose kernels stay inside one.
+#
+# Neighbouring windows share SMs, so that free SMs are always covered by some window.
+
+# SMs per group of which green contexts consist, from compute capability 9 on; earlier GPUs have smaller groups
+_GROUP_SMS = 8
+
+
+class CudaWindows:
+    """A number of windows with the fraction `share` of the GPU's SMs, evenly spread over the groups of SMs.
+
+    `sms` has the SMs of each window, as numbers that identify SMs across windows. If there are more windows than
+    groups, some windows are equal and share a context.
+    """
+
+    def __init__(self, device: CudaDevice, count: int, share: float) -> None:
+        self._device = device
+        cu = driver()
+        kind = cu.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+        every = check(cu.cuDeviceGetDevResource(device.index, kind), "reading the GPU's SMs")
+        most = device.sm_count // _GROUP_SMS
+        if most < 2:
+            raise LaunchError(f"a GPU with {device.sm_count} SMs is too small for windows of SMs: use sm_windows=0")
+        found, n, rest = check(cu.cuDevSmResourceSplitByCount(most, every, 0, _GROUP_SMS), "splitting the SMs")
+        groups = list(found)[: int(n)]
+        self._allowed: set[tuple[int, int]] = set()  # kernels, and the shared memory that they may use
+        self._green: list[Any] = []
+        self._windows: list[tuple[Any, Any]] = []  # the green context of each window, and its ordinary context
+        self.sms: list[set[int]] = []
+        try:
+            if rest.type == kind and rest.sm.smCount:  # an H200 has 15 groups, and 12 SMs that form no group
+                try:
+                    return self._open([*groups, rest], count, share)
+                except LaunchError:  # some drivers do not combine these SMs with groups
+                    self.close()
+            self._open(groups, count, share)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, groups: list[Any], count: int, share: float) -> None:
+        first_sm = np.cumsum([0, *(int(group.sm.smCount) for group in groups)])
+        size = min(len(groups), math.ceil(share * self._device.sm_count / _GROUP_SMS))
+        starts = [round(k * len(groups) / count) % len(groups) for k in range(count)]
+        chosen = [[(first + k) % len(groups) for k in range(size)] for first in starts]
+        self.sms = [{int(sm) for g in each for sm in range(first_sm[g], first_sm[g + 1])} for each in chosen]
+        made: dict[int, tuple[Any, Any]] = {}
+        for first, each in zip(starts, chosen, strict=True):
+            if first not in made:
+                made[first] = self._create([groups[k] for k in each])
+            self._windows.append(made[first])
+
+    def _create(self, groups: list[Any]) -> tuple[Any, Any]:
+        cu = driver()
+        described = check(cu.cuDevResourceGenerateDesc(groups, len(groups)), "describing a window of SMs")
+        flags = int(cu.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM)
+        green = check(cu.cuGreenCtxCreate(described, self._device.index, flags), "creating a window of SMs")
+        self._green.append(green)
+        CudaStream(self._device, 0, green)  # fails early with drivers that have such contexts but no streams in them
+        return green, check(cu.cuCtxFromGreenCtx(green), "creating a window of SMs")
+
+    def stream(self, window: int, priority: int) -> CudaStream:
+        """A stream of a window: graphs that run in the window start sooner on it than on a stream of all SMs."""
+        return CudaStream(self._device, priority, self._windows[window][0])
+
+    def confined(self, graph: SegmentGraph, windows: Sequence[int], end_inside: bool) -> list[int]:
+        """Executable copies of this graph whose kernels stay inside each of these windows; empty if they cannot.
+
+        `end_inside`: the completion word is also written inside, so that later work on the same stream starts sooner.
+        Long graphs should end outside: many long graphs that end inside slow each other, which lowered the total
+        throughput of whole programs and delayed the completion of short ones.
+
+        A node follows a context only if it names a CUkernel, which belongs to no context, instead of a function, which
+        does. So kernels of modules that were loaded into a context stay on all SMs.
+        """
+        cu = driver()
+        movable = []
+        for node in map(cu.CUgraphNode, graph.nodes):
+            if is_kernel(node):
+                params = check(cu.cuGraphKernelNodeGetParams(node), "reading a kernel's node")
+                if int(params.kern):
+                    self._allow_shared(params)
+                    movable.append((node, int(params.kern)))
+        made: list[int] = []
+        try:
+            for window in windows if movable else ():
+                context = self._windows[window][1]
+                for node, kernel in movable:
+                    # Read again: the arguments lie in memory of the node, which moves with every change.
+                    params = check(cu.cuGraphKernelNodeGetParams(node), "reading a kernel's node")
+                    params.func, params.kern, params.ctx = cu.CUfunction(0), cu.CUkernel(kernel), context
+                    check(cu.cuGraphKernelNodeSetParams(node, params), "sending a kernel to a window of SMs")
+                if end_inside:
+                    graph.end_in(context)
+                made.append(instantiate(graph.handle))
+        except BaseException as e:
+            for handle in made:
+                cu.cuGraphExecDestroy(handle)
+            if isinstance(e, LaunchError):  # for example, a grid that needs more SMs at once than a window has
+                return []
+            raise
+        return made
+
+    def _allow_shared(self, params: Any) -> None:
+        """Copies the shared-memory limit of a kernel, which was set for the function of the context that it leaves."""
+        key = (int(params.kern), int(params.sharedMemBytes))
+        if params.sharedMemBytes and key not in self._allowed:
+            cu = driver()
+            most = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            had = check(cu.cuKernelGetAttribute(most, params.kern, self._device.index), "reading a kernel's limits")
+            if int(had) < params.sharedMemBytes:
+                check(
+                    cu.cuKernelSetAttribute(most, params.sharedMemBytes, params.kern, self._device.index),
+                    "allowing a kernel its shared memory",
+                )
+            self._allowed.add(key)
+
+    def close(self) -> None:
+        for green in self._green:
+            driver().cuGreenCtxDestroy(green)
+        self._green.clear()
+        self._windows.clear()
+
+
+# Launches on a real GPU: executable graphs of a program's segments, made, launched once beforehand, and destroyed.
+
+
+def cut(program: Program, bounds: Bounds, lane: Lane, sm_windows: CudaWindows | None) -> Launches:
+    """Makes the segments launchable, on all SMs and inside the lane's windows if windows are given."""
+    words = int(lane.words.ctypes.data)
+    windows = lane.windows if sm_windows is not None else ()
+    made: list[list[int]] = []  # for each segment and the whole program: on all SMs, then in each window
+    try:
+        with contextlib.closing(_graphs(program, bounds, words, lane.plan.n_words, bool(windows))) as graphs:
+            for graph in graphs:
+                made.append([instantiate(graph.handle)])
+                if windows:
+                    assert sm_windows is not None
+                    # Inside the window if more of the program follows; outside if this is the whole program.
+                    inside = len(graph.nodes) < len(program.nodes)
+                    made[-1] += sm_windows.confined(graph, windows, end_inside=inside)
+    except BaseException:
+        _destroy(handle for each in made for handle in each)
+        raise
+    if len(made[-1]) == 1:  # the whole program cannot be confined, so its segments are not either
+        _destroy(handle for each in made for handle in each[1:])
+        made = [each[:1] for each in made]
+    *handles, whole = (each[0] for each in made)
+    # A segment without kernels that can be confined is launched on all SMs.
+    confined = [
+        ([each[1 + k] if len(each) > 1 else 0 for each in made[:-1]], made[-1][1 + k])
+        for k in range(len(made[-1]) - 1)
+    ]
+    return Launches(program, bounds, handles, whole, [lane], frozenset(program.marks.values()), confined)
+
+
+def _graphs(
+    program: Program, bounds: Bounds, words: int, n_words: int, changed: bool
+) -> Generator[SegmentGraph, None, None]:
+    """Graphs of the segments and of the whole program, each with the address of its completion word.
+
+    `changed`: the caller may change their nodes. Otherwise the whole program needs no clone, if the graph is ours.
+    """
+    yield from segment_graphs(program.body, bounds, [words + 8 * k for k in range(len(bounds))])
+    last = words + 8 * (n_words - 1)
+    if changed or program.body.owner is not None:
+        with segment_graph(program.body, 0, len(program.nodes), last) as whole:
+            yield whole
+    else:
+        with ended_graph(program.body, last) as whole:
+            yield whole
+
+
+def launch_first(launches: Launches, wholes: bool, stream: int, wait: bool) -> None:
+    """Launches every segment once, and the whole program if `wholes`; waits for the end of each launch if `wait`."""
+    for handles, whole in ((launches.handles, launches.whole), *launches.confined):
+        # In order, as in service: a kernel may need results of a segment that cannot be confined.
+        launch_once((own or wide for own, wide in zip(handles, launches.handles, strict=True)), stream, wait)
+        if wholes:
+            launch_once([whole], stream, wait)
+
+
+def release(launches: Launches) -> None:
+    for handles, whole in ((launches.handles, launches.whole), *launches.confined):
+        _destroy(handle for handle in (*handles, whole) if handle)
+    launches.keep.clear()
+    launches.handles.clear()
+    launches.confined.clear()
+    launches.whole = 0
+
+
+def _destroy(executables: Iterable[int]) -> None:
+    for each in executables:
+        driver().cuGraphExecDestroy(each)

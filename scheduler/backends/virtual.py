@@ -16,28 +16,84 @@ from typing import Any
 import numpy as np
 
 from paellapy.instrument.collection import without_collection
-from paellapy.instrument.device.sm_model import SmModel
 from paellapy.instrument.device.virtual import VirtualDevice
 from paellapy.instrument.errors import TraceError
-from paellapy.scheduler.backends.base import Backend
-from paellapy.scheduler.backends.launches import Bounds, Launches, LoadedModel
-from paellapy.scheduler.backends.recorded import TracedBlocks
-from paellapy.scheduler.backends.virtual_capture import moved, record
-from paellapy.scheduler.backends.virtual_costs import ProgramCosts, segment_shares
-from paellapy.scheduler.backends.virtual_launches import VirtualLaunches
-from paellapy.scheduler.backends.virtual_memory import VirtualMemory
-from paellapy.scheduler.backends.virtual_pieces import PieceTracer
-from paellapy.scheduler.backends.virtual_thread import VirtualThread
-from paellapy.scheduler.backends.virtual_timing import node_times_ns, saturated_ns, segment_times_ns
-from paellapy.scheduler.backends.virtual_weights import VirtualWeights, needed_end
+from paellapy.instrument.gpu_model.commands import Kernel
+from paellapy.instrument.gpu_model.costs import BlockCost
+from paellapy.instrument.gpu_model.model import SmModel
+from paellapy.scheduler.backends.base import Backend, Bounds, Launches, LoadedModel, TracedBlocks
+from paellapy.scheduler.backends.virtual_launches import (
+    Piece,
+    PieceTracer,
+    ProgramCosts,
+    Step,
+    VirtualLaunches,
+    segment_shares,
+)
+from paellapy.scheduler.backends.virtual_loop import VirtualThread
+from paellapy.scheduler.backends.virtual_memory import VirtualMemory, VirtualWeights, moved, needed_end, record
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.loop import Bell
+from paellapy.scheduler.core.rings import Bell
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.models.lane_memory import Lane, LanePlan
+from paellapy.scheduler.models.memory import Lane, LanePlan
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.program import Cuts, Marks, Program
 from paellapy.scheduler.models.tensors import Arrays
-from paellapy.scheduler.models.weight_range import COPY_BYTES, Layout, WeightRange
+from paellapy.scheduler.models.weights import COPY_BYTES, Layout, WeightRange
+
+# Times on the virtual GPU: of nodes, of segments, and of programs that run at once, each on an SM model of its own.
+
+
+StepsOf = Callable[[Program, int, int, int], list[Step]]  # of a program's nodes from one to before another, in a window
+
+
+def node_times_ns(model: SmModel, program: Program, costs: Sequence[BlockCost | None]) -> list[float]:
+    """The time of each node, when nodes run one after the other."""
+    stream, graph = model.stream(), model.graph()
+    handles = []
+    for item, cost in zip(program.body, costs, strict=True):
+        node = item.node
+        if cost is None:
+            handles.append(model.copy(stream, node.nbytes, node.kind))
+        else:
+            takes = (node.blocks, node.threads, node.registers, node.shared_bytes)
+            kernel = Kernel(*takes, cost=cost, cluster=node.cluster)
+            handles.append(model.launch(stream, kernel, graph=graph, trace=False))
+    model.run()
+    ends = np.array([model.start_ns(handles[0]), *(model.finish_ns(h) for h in handles)])
+    return [float(t) for t in np.diff(ends)]
+
+
+def segment_times_ns(
+    model: SmModel, launches: Launches, steps: StepsOf, window: int
+) -> tuple[list[float], float, float]:
+    """The time of each segment, of the whole program, and of the whole program inside a window (0: not confined)."""
+    times = []
+    whole = (0, len(launches.program.nodes))
+    confined = [(*whole, window)] if window else []
+    for first, end, number in [*((a, b, 0) for a, b in (*launches.bounds, whole)), *confined]:
+        piece = Piece(launches.program.body[first:end], steps(launches.program, first, end, number))
+        stream = model.stream()
+        before = piece.place(model, stream, model.now_ns).last
+        last = piece.place(model, stream, model.now_ns).last
+        model.run()
+        # Queued behind another launch, as in a busy engine: the gap between two launches is included.
+        times.append(model.finish_ns(last) - model.finish_ns(before))
+    n = len(launches.bounds)
+    return times[:n], times[n], times[n + 1] if confined else 0.0
+
+
+def saturated_ns(model: SmModel, lanes: Sequence[Launches], rounds: int, steps: StepsOf) -> float:
+    """Time per run when all lanes launch their whole programs repeatedly and at once, each on all SMs."""
+    program = lanes[0].program
+    piece = Piece(program.body, steps(program, 0, len(program.nodes), 0))
+    streams = [model.stream() for _ in lanes]
+    for _ in range(rounds):
+        for stream in streams:
+            piece.place(model, stream, 0.0)
+    model.run()
+    return float(model.now_ns) / (rounds * len(lanes))
+
 
 _LEVELS = 5  # stream priorities above the default; there are none below
 _HISTORY = 1 << 12  # finished commands that the SM model keeps: none is read here, and each takes 240 bytes

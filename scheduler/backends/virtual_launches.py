@@ -3,15 +3,172 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-from paellapy.instrument.device.sm_model import SmModel
-from paellapy.instrument.device.sm_program import Kernel
-from paellapy.scheduler.backends.launches import Bounds, Launches
-from paellapy.scheduler.backends.virtual_costs import ProgramCosts
-from paellapy.scheduler.backends.virtual_pieces import Piece, Step
-from paellapy.scheduler.models.lane_memory import Lane
+import numpy as np
+
+from paellapy.instrument.device.virtual import VirtualDevice
+from paellapy.instrument.device.virtual_launch import NotedLaunch
+from paellapy.instrument.gpu_model.commands import Kernel, Placed
+from paellapy.instrument.gpu_model.commands import Program as SmProgram
+from paellapy.instrument.gpu_model.costs import BlockCost
+from paellapy.instrument.gpu_model.model import SmModel
+from paellapy.instrument.gpu_model.parts import Part, Timing
+from paellapy.instrument.records import Records
+from paellapy.instrument.traces.session import Session
+from paellapy.scheduler.backends.base import Bounds, Launches, TracedBlocks, TracedPiece
+from paellapy.scheduler.models.capture import Recorded
+from paellapy.scheduler.models.memory import Lane
 from paellapy.scheduler.models.program import Program
+
+# Pieces of recorded programs on the virtual GPU: computation, commands for the SM model, and traces.
+
+
+Step = SmProgram | tuple[str, int]  # kernels, or the kind and bytes of a copy
+
+_PREPARE_AFTER = 3  # runs, after which the evaluator has recorded as much as it can
+
+
+class Handles(NamedTuple):
+    """Handles in the SM model: of a piece's last command, and of its last kernel (-1: it has none)."""
+
+    last: int
+    kernel: int
+
+
+class Piece:
+    """A run of recorded items that is launched at once: its computation, and its commands for the SM model."""
+
+    def __init__(self, items: Sequence[Recorded], steps: Sequence[Step]) -> None:
+        self.items, self.steps = items, steps
+        self.kernels = [item for item in items if item.node.kind == "kernel"]
+        self._runs = 0
+        self._prepared: list[Callable[[], Any]] = []
+        self._placed: Placed | None = None
+        self._commands = sum(len(step.commands) if isinstance(step, SmProgram) else 1 for step in steps)
+        self._behind_kernel = 0
+
+    def run(self) -> None:
+        """Computes the data, with floating-point warnings off.
+
+        The arrays belong to the lane and do not change, so preparations are made only once.
+        """
+        if self._runs < _PREPARE_AFTER:
+            for item in self.items:
+                item.run()
+            self._runs += 1  # counted at the end: a run that fails has not recorded everything
+            if self._runs == _PREPARE_AFTER:
+                self._prepared = [call for item in self.items if (call := item.prepare()) is not None]
+            return
+        for call in self._prepared:
+            call()
+
+    def place_again(self, model: SmModel, stream: int, submit_ns: float) -> Handles:
+        """As `place`, without a trace: from the second time on, it submits a copy of the first submission."""
+        if self._placed is not None and (last := model.again(self._placed, stream, submit_ns)) >= 0:
+            return Handles(last, last - self._behind_kernel)
+        made = self.place(model, stream, submit_ns)
+        self._behind_kernel = made.last - made.kernel
+        self._placed = model.placed(made.last - self._commands + 1, made.last)
+        return made
+
+    def place(self, model: SmModel, stream: int, submit_ns: float, first_id: int = 0) -> Handles:
+        """Puts the piece on a stream. `first_id` 0 leaves no trace."""
+        last = kernel = -1
+        launch = first_id
+        for n, step in enumerate(self.steps):
+            if isinstance(step, SmProgram):
+                last = model.launch_program(stream, step, launch_id=launch, trace=first_id > 0, submit_ns=submit_ns)
+                launch += len(step.commands)
+                kernel = last
+            else:
+                kind, nbytes = step
+                ends = n == len(self.steps) - 1
+                last = model.copy(stream, nbytes, kind, report=ends, submit_ns=submit_ns)  # type: ignore[arg-type]
+        return Handles(last, kernel)
+
+
+class PieceTracer:
+    """Launch ids of the work during a trace. The SM model keeps every block, even more than a ring would hold."""
+
+    def __init__(self, device: VirtualDevice) -> None:
+        self.session = Session(device)
+        self.pieces: list[TracedPiece] = []
+
+    def note(self, order: tuple[int, int, int], piece: Piece, submit_ns: int, stream: int) -> int:
+        """Ids for one launch of a piece; returns the first of them."""
+        ids = self.session.reserve(max(1, len(piece.kernels)))
+        for launch, item in zip(ids, piece.kernels, strict=False):
+            node = item.node
+            gx, gy, gz = item.grid
+            warps = -(-node.threads // 32)
+            self.session.note(
+                node.name,
+                (int(launch), 0, warps, node.registers, 0, node.shared_bytes, (gx * node.cluster, gy, gz),
+                 item.first * node.cluster, node.blocks, submit_ns, stream),
+            )  # fmt: skip
+        lane, size, segment = order
+        self.pieces.append(TracedPiece(lane, size, segment, tuple(int(i) for i in ids), replayed=False))
+        return int(ids[0])
+
+    def finish(self, blocks: Records) -> TracedBlocks:
+        launches, kernels = self.session.launches()
+        number = dict(zip(launches["launch"].tolist(), launches["kernel"].tolist(), strict=True))
+        blocks = blocks[np.isin(blocks["launch"], launches["launch"])]
+        blocks["kernel"] = [number[launch] for launch in blocks["launch"].tolist()]
+        return TracedBlocks(blocks, launches, kernels, self.pieces)
+
+
+# Costs of programs on the virtual GPU: of each node's blocks, and the shares of the GPU that segments use.
+
+
+class ProgramCosts:
+    """The costs of programs, by content."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, list[BlockCost | None]] = {}
+        self.rehearsed: dict[int, list[NotedLaunch]] = {}  # launches of the model that is being loaded, by batch size
+
+    def of(self, program: Program) -> list[BlockCost | None]:
+        """The costs of each node's blocks, from the rehearsal or from one run of the program."""
+        key = program.content()
+        if key not in self._known:
+            seen = self.seen(program)
+            self._known[key] = [item.block_cost() for item in program.body] if seen is None else seen
+        return self._known[key]
+
+    def seen(self, program: Program) -> list[BlockCost | None] | None:
+        """The costs from the rehearsal, if it had the same launches: no kernel was tuned in it, or is sliced now."""
+        seen = self.rehearsed.get(program.batch, [])
+        ours = [item for item in program.body if item.launcher is not None]
+        if [(e.launcher, e.grid, e.first, e.count) for e in seen] != [
+            (item.launcher, item.grid, item.first, item.node.blocks // item.node.cluster) for item in ours
+        ]:
+            return None
+        costs = iter(seen)
+        return [item.cost if item.launcher is None else next(costs).cost for item in program.body]
+
+
+def segment_shares(
+    part: Part, timing: Timing, launches: Launches, costs: Sequence[BlockCost | None], alone_ns: Sequence[float]
+) -> list[tuple[float, float]]:
+    """The fractions of the GPU's arithmetic and bandwidth that each segment uses, 0 to 1."""
+    rates = np.array([
+        part.fp32_tflops * 1e3 * timing.flops_efficiency,
+        part.fp16_tensor_tflops * 1e3 * timing.tensor_efficiency,
+        part.bandwidth_gbps * timing.bandwidth_efficiency,
+    ])  # fmt: skip
+    nodes, found = launches.program.nodes, []
+    for (first, end), ns in zip(launches.bounds, alone_ns, strict=True):
+        work = np.zeros(3)
+        for node, cost in zip(nodes[first:end], costs[first:end], strict=True):
+            if cost is not None:
+                each = (cost.flops, cost.tensor_flops, cost.bytes)
+                work += [float(np.broadcast_to(x, node.blocks).sum()) for x in each]
+        plain, tensor, memory = np.minimum(work / (rates * ns), 1.0).round(4).tolist()
+        found.append((max(plain, tensor), memory))
+    return found
 
 
 class VirtualLaunches:

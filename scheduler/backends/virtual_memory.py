@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from paellapy.instrument.device.virtual import VirtualArray
-from paellapy.scheduler.core.shared_memory import SharedBlock
-from paellapy.scheduler.models.lane_memory import ALIGN, Memory
+from paellapy.instrument.device.virtual import VirtualArray, VirtualDevice
+from paellapy.scheduler.core.rings import SharedBlock
+from paellapy.scheduler.models.capture import GuardedArray, Recorded, Recording, call_model, capturing
+from paellapy.scheduler.models.memory import ALIGN, Lane, Memory
+from paellapy.scheduler.models.program import Cuts, Marks, Program
+from paellapy.scheduler.models.tensors import Arrays
+from paellapy.scheduler.models.weights import Bytes, Layout, WeightRange
 
 
 class VirtualMemory(Memory):
@@ -62,3 +68,109 @@ def aligned_zeros(nbytes: int) -> Any:
     raw = np.zeros(nbytes + ALIGN, np.uint8)
     start = -raw.ctypes.data % ALIGN
     return raw[start : start + nbytes]
+
+
+# Weights that come and go on the virtual GPU: real bytes, and copies that take the SM model's time.
+
+
+_POISON = 0xFF
+
+
+class VirtualWeights(WeightRange):
+    """`copies` queues copies on the GPU. Evicted weights are overwritten, so running too early gives wrong results."""
+
+    def __init__(self, layout: Layout, chunk_bytes: int, copies: Any) -> None:
+        super().__init__(layout)
+        self._memory = aligned_zeros(max(1, layout.nbytes))
+        self.address = int(self._memory.ctypes.data)
+        self.chunk_bytes, self.held_bytes = chunk_bytes, layout.nbytes
+        self.words = np.zeros(max(1, self.chunks), np.uint64)
+        self._copies = copies
+
+    def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        return self._memory[offset : offset + nbytes].view(dtype).reshape(shape).view(VirtualArray)
+
+    def bring(self, source: Bytes) -> None:
+        for k in range(self.chunks):
+            first, end = k * self.chunk_bytes, min((k + 1) * self.chunk_bytes, self.layout.nbytes)
+            self._memory[first:end] = source[first:end]
+            self._copies.queue(end - first, int(self.words[k:].ctypes.data))
+        self.there = True
+
+    def evict(self) -> None:
+        self.fill(_POISON)
+        self.there = False
+
+    def wait(self) -> None:
+        end = time.monotonic() + 60.0
+        while self.there and not self.words.all() and time.monotonic() < end:
+            time.sleep(0.001)
+
+    def write(self, source: Bytes, first: int, end: int) -> None:
+        self._memory[first:end] = source[first:end]
+
+    def fill(self, byte: int) -> None:
+        self._memory[:] = byte
+
+    def holds(self, source: Bytes) -> bool:
+        return bool(np.array_equal(self._memory[: self.layout.nbytes], source[: self.layout.nbytes]))
+
+    def free(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+        self.there = False
+
+
+def needed_end(item: Recorded, weights: WeightRange) -> int:
+    """The end of the weights that an item needs; all weights where PyTorch computes a whole program at once."""
+    if item.compute is not None:
+        return weights.layout.nbytes
+    return max((weights.end_at(int(a.ctypes.data)) for a in _arrays((item.values, item.source))), default=0)
+
+
+def _arrays(value: Any) -> Iterator[Any]:
+    if isinstance(value, np.ndarray):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _arrays(each)
+
+
+# Capture on the virtual GPU: launches are recorded with their arrays, and the record of one lane serves the others.
+
+
+def record(device: VirtualDevice, lane: Lane, weights: Arrays, batch: int, cuts: Cuts, marks: Marks) -> Program:
+    """Runs the model's function once and records its launches, between the copies of inputs and outputs."""
+    model = lane.model
+    recording = Recording(lane, cuts)
+    inputs, outputs = lane.device_inputs(batch), lane.device_outputs(batch)
+    for name, array in inputs.items():
+        recording.copy("h2d", array.view(np.ndarray), lane.inputs[name][:batch])
+    with capturing(device, recording):
+        call_model(model, _guarded(weights), _guarded(inputs), _guarded(outputs), batch, "while it was captured")
+    for name, array in outputs.items():
+        recording.copy("d2h", lane.outputs[name][:batch], array.view(np.ndarray))
+    nodes = [item.node for item in recording.items]
+    return Program(model, lane.index, batch, nodes, True, recording.items, marks=marks)
+
+
+def moved(program: Program, of: Lane, lane: Lane, marks: Marks) -> Program | None:
+    """The recorded launches with the other lane's arrays, if all can be found. Marks do not change the recording."""
+    here, there = of.memory, lane.memory
+    assert isinstance(here, VirtualMemory)
+    assert isinstance(there, VirtualMemory)
+    if any(item.compute is not None for item in program.body):  # the arrays that it computes on cannot be seen
+        return None
+
+    def move(value: Any) -> Any:
+        return here.moved(value, there)
+
+    try:
+        body = program.body if here is there else [item.moved(move) for item in program.body]
+    except TypeError:
+        return None
+    return program.for_lane(lane.index, body, marks)
+
+
+def _guarded(arrays: Arrays) -> Arrays:
+    return {name: a.view(GuardedArray) if isinstance(a, np.ndarray) else a for name, a in arrays.items()}

@@ -7,10 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from paellapy.scheduler.core.codes import ABSENT, COMING, HERE, LATER, LEAVING, NONE, OPEN_MODEL, STAYS
-from paellapy.scheduler.core.demand import TOGETHER, usual_demand
-from paellapy.scheduler.core.manage import KEEP
-from paellapy.scheduler.core.params import give_params
-from paellapy.scheduler.core.profiles import ModelProfile, ProfileError, SegmentProfile
+from paellapy.scheduler.core.profiles import (
+    TOGETHER,
+    ModelProfile,
+    ProfileError,
+    SegmentProfile,
+    give_params,
+    usual_demand,
+)
+from paellapy.scheduler.core.residency import KEEP
 from paellapy.scheduler.core.rings import Message, post
 from paellapy.scheduler.core.state import State
 

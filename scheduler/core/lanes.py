@@ -6,14 +6,23 @@ once, and compiled once into the step, which would otherwise be many times as la
 
 from __future__ import annotations
 
-import numpy as np
+import ctypes
+import os
+import threading
+from typing import Any
 
-from paellapy.instrument.jit import part
-from paellapy.scheduler.core.atomics import load_at, or_at, store_at
+import numpy as np
+from numpy.typing import NDArray
+
+from paellapy.instrument.jit import compiled, part
+from paellapy.scheduler.core.atomics import call_write, copy_bytes, load_at, or_at, store_at, usable_cpus
 from paellapy.scheduler.core.codes import (
     ABSENT,
     CLOSED,
     CLOSING,
+    COPY_BELL,
+    COPY_HEAD,
+    COPY_TAIL,
     FAIL_MODE,
     FAULTED,
     FILLING,
@@ -21,23 +30,172 @@ from paellapy.scheduler.core.codes import (
     GENERATION_MASK,
     GENERATION_SHIFT,
     HELD,
+    LATER,
     MODEL_CLOSED,
     NEVER,
     NONE,
     OK,
     OPEN,
+    PASSED,
     READY_WAIT,
     RESERVED_MASK,
     RESERVED_SHIFT,
     RUN_MODE,
     RUNNING,
+    SLOTTED,
+    WANTED,
 )
-from paellapy.scheduler.core.heaps import heap_down, heap_remove, heap_up, queue_first
+from paellapy.scheduler.core.heaps import heap_down, heap_remove, heap_up, queue_first, queue_remove
 from paellapy.scheduler.core.requests import complete, post_done, rank_lane
-from paellapy.scheduler.core.rings import ONE, address, bit_of
-from paellapy.scheduler.core.slots import fit_to_run, move_in
-from paellapy.scheduler.core.state import State
+from paellapy.scheduler.core.rings import ANYTHING, ONE, Bell, address, ask, bit_at, bit_of, reserve, wakes
+from paellapy.scheduler.core.state import State, read_clock
+from paellapy.scheduler.core.tables import Words
 from paellapy.scheduler.core.weights import berth_is_free, may_start
+
+# Slots of lanes in the core: which request has which slot, the lane's resulting facts, and how inputs get there.
+
+
+@part
+def size_for(s: State, m: int, n: int) -> int:
+    """The smallest captured size that holds n requests; the largest if none does."""
+    k = 0
+    last = s.model[m].n_sizes - 1
+    while k < last and (s.size[m, k].batch < n or s.size[m, k].segments == 0):
+        k += 1
+    return k
+
+
+@part
+def fit(s: State, lane: int) -> None:
+    """Selects the size at which the lane runs."""
+    a = s.lane[lane]
+    a.size = size_for(s, a.model, a.taken)
+
+
+@part
+def fit_to_run(s: State, lane: int) -> None:
+    """As `fit`; also marks the size at which the lane would run if it were captured."""
+    fit(s, lane)
+    a = s.lane[lane]
+    k = a.size
+    while k > 0 and s.size[a.model, k - 1].batch >= a.taken:
+        k -= 1
+    if k < a.size and s.size[a.model, k].capture == LATER:
+        s.size[a.model, k].capture = WANTED
+
+
+@part
+def count_queued(s: State, m: int, n: int) -> None:
+    """Adds n requests to the count of the model's queue."""
+    core = s.core[0]
+    model = s.model[m]
+    model.queued += n
+    core.queued += n
+    core.queued_jobs += n / s.size[m, model.n_sizes - 1].batch
+    if core.queued == 0:
+        core.queued_jobs = 0.0  # drops rounding errors
+
+
+@part
+def put(s: State, lane: int, slot: int, row: int) -> None:
+    """Puts the request into this slot and updates the lane's facts. NONE: the slot was reserved in vain."""
+    a = s.lane[lane]
+    a.taken += 1
+    s.lane_known[lane, slot >> 6] |= bit_of(slot)
+    s.slot[lane, slot] = row
+    fit(s, lane)
+    if row < 0:
+        return
+    r = s.request[row]
+    r.state, r.lane, r.slot = SLOTTED, lane, slot
+    s.slot_client[lane, slot] = r.client
+    if a.live == 0 or r.arrival_ns < a.arrival_ns:
+        a.client = r.client
+    a.latest_ns = max(a.latest_ns, r.arrival_ns) if a.live > 0 else r.arrival_ns
+    if a.live == 0:
+        a.arrival_ns, a.deadline_ns, a.priority, a.client_start_ns = (
+            r.arrival_ns, r.deadline_ns, r.priority, r.client_start_ns)  # fmt: skip
+    else:
+        a.arrival_ns = min(a.arrival_ns, r.arrival_ns)
+        a.deadline_ns = min(a.deadline_ns, r.deadline_ns)
+        a.priority = max(a.priority, r.priority)
+        a.client_start_ns = min(a.client_start_ns, r.client_start_ns)
+    a.live += 1
+
+
+@part
+def look_again(s: State, lane: int) -> None:
+    """Recomputes the lane's facts from the remaining requests, after one has left."""
+    a = s.lane[lane]
+    a.arrival_ns, a.deadline_ns, a.priority, a.client_start_ns = NEVER, NEVER, -NEVER, np.inf
+    for k in range(s.slot.shape[1]):
+        row = s.slot[lane, k]
+        if row >= 0:
+            r = s.request[row]
+            if r.arrival_ns < a.arrival_ns:
+                a.arrival_ns = r.arrival_ns
+                a.client = r.client
+            a.deadline_ns = min(a.deadline_ns, r.deadline_ns)
+            a.priority = max(a.priority, r.priority)
+            a.client_start_ns = min(a.client_start_ns, r.client_start_ns)
+
+
+@part
+def copy_inputs(s: State, source: Any, lane: int, slot: int, m: int) -> None:
+    for k in range(s.model[m].n_inputs):
+        n = s.input_bytes[m, k]
+        copy_bytes(s.input_address[lane, k] + np.uint64(slot * n), source, np.uint64(n))
+        source += np.uint64(n)
+
+
+@part
+def hand_to_copier(s: State, source: int, lane: int, slot: int, m: int) -> None:
+    """Lets the copier copy the inputs and mark the slot ready, as a front end would; the core continues meanwhile."""
+    tail = load_at(address(s.copy_ring, COPY_TAIL))
+    cell = s.copy[np.int64(tail) & (s.copy.shape[0] - 1)]
+    cell.source, cell.lane, cell.slot, cell.model = source, lane, slot, m
+    cell.at_ns = read_clock(s, s.clock) if s.call[0].clock != _ZERO else 0
+    store_at(address(s.copy_ring, COPY_TAIL), tail + ONE)
+    if wakes(address(s.copy_ring, COPY_BELL), False):
+        s.clock[2] = 1
+        call_write(s.call[0].write, np.int32(s.core[0].copier_fd), s.clock[2:].ctypes.data, np.uint64(8))
+
+
+@part
+def wait_for_copy(s: State, row: int) -> None:
+    """Waits for a copy in progress before a request is given up, because its inputs may disappear afterwards."""
+    r = s.request[row]
+    if r.lane >= 0 and r.source != _ZERO and s.core[0].copier_fd >= 0:
+        while load_at(bit_at(s.lane_ready, r.lane, r.slot)) & bit_of(r.slot) == _ZERO:
+            pass
+
+
+@part
+def move_in(s: State, lane: int, row: int) -> bool:
+    """Gives a queued request the lane's next slot, and copies its inputs there; False if the lane is full."""
+    r = s.request[row]
+    m = s.lane[lane].model
+    slots = s.size[m, s.model[m].n_sizes - 1].batch
+    slot = reserve(s.lane_word, s.slot_front, lane, slots, r.front)
+    if slot < 0:
+        return False
+    queue_remove(s, s.model[m], row)
+    count_queued(s, m, -1)
+    if r.state == PASSED:
+        s.kept[r.client, m].passed -= 1
+    source = r.source
+    n = np.int64(0)
+    for k in range(s.model[m].n_inputs):
+        n += s.input_bytes[m, k]
+    if source != _ZERO and s.core[0].copier_fd >= 0 and n >= s.tuning[0].long_copy_bytes:
+        hand_to_copier(s, source, lane, slot, m)
+    else:
+        if source != _ZERO:
+            copy_inputs(s, source, lane, slot, m)
+        or_at(bit_at(s.lane_ready, lane, slot), bit_of(slot))
+    put(s, lane, slot, row)
+    return True
+
 
 _CLOSED = np.uint64(CLOSED)
 _MASK = np.uint64(RESERVED_MASK)
@@ -60,7 +218,7 @@ def touch(s: State, lane: int) -> None:
 
 
 @part
-def ask(s: State, m: int) -> None:
+def mark_model_dirty(s: State, m: int) -> None:
     """Marks a model that may have requests for a lane, a free lane for requests, or, while closing, nothing left to do.
     """
     core = s.core[0]
@@ -266,7 +424,7 @@ def settle_lane(s: State, lane: int, now: int) -> None:
         competes = a.live > 0 and may_start(s, lane, now) and berth_is_free(s, lane)
         if a.live == 0 and (a.taken > 0 or s.model[a.model].state == CLOSING):
             over = close_lane(s, lane)
-            ask(s, a.model)
+            mark_model_dirty(s, a.model)
     elif a.state == RUNNING:
         if a.live == 0:
             a.segments = a.issued  # the remaining segments are not needed
@@ -283,7 +441,7 @@ def settle_lane(s: State, lane: int, now: int) -> None:
         unready(s, lane)
     if over:
         free_lane(s, lane)
-        ask(s, a.model)
+        mark_model_dirty(s, a.model)
 
 
 @part
@@ -305,7 +463,7 @@ def look_at_held(s: State) -> None:
         s.held[k] = s.held[core.held]
         if a.state == HELD:
             free_lane(s, lane)
-            ask(s, a.model)
+            mark_model_dirty(s, a.model)
         else:
             set_running(s, lane)
             touch(s, lane)
@@ -370,3 +528,78 @@ def settle(s: State, now: int) -> None:
             m = s.asking[core.asking]
             s.model[m].asking = 0
             settle_model(s, m, now)
+
+
+# A thread that copies long inputs into slots, so that the core's thread can keep deciding meanwhile.
+#
+# A request that finds no open lane leaves its inputs in place, and the core gives it a slot later. Copying an image
+# then takes 40 µs, and a batch of images takes milliseconds; in the core's thread, no segment could be launched in that
+# time.
+
+
+_COPIER_ZERO, _ONE = np.uint64(0), np.uint64(1)
+_LOOKS = 20_000  # reads of an empty ring before the copier sleeps: about 50 µs
+_MANY_CPUS = 8  # with this many CPUs, one may spin while there are requests, since waking up takes time
+
+
+@compiled
+def copy_until(
+    s: State, stop: Words, scratch: NDArray[np.int64], bell: int, read: int, core: int, awake: bool
+) -> None:  # fmt: skip
+    """Copies inputs from the ring until `stop[0]` is set. It sleeps by reading `bell`; `core` is the core's bell.
+
+    `awake`: never sleep while there are requests. `scratch` is 4 int64.
+    """
+    looks = 0
+    while load_at(stop.ctypes.data) == _COPIER_ZERO:
+        head = load_at(address(s.copy_ring, COPY_HEAD))
+        if head != load_at(address(s.copy_ring, COPY_TAIL)):
+            cell = s.copy[np.int64(head) & (s.copy.shape[0] - 1)]
+            copy_inputs(s, cell.source, cell.lane, cell.slot, cell.model)
+            or_at(bit_at(s.lane_ready, cell.lane, cell.slot), bit_of(cell.slot))
+            if cell.at_ns > 0:
+                took = read_clock(s, scratch[2:]) - cell.at_ns
+                s.core[0].longest_copy_ns = max(s.core[0].longest_copy_ns, float(took))
+            store_at(address(s.copy_ring, COPY_HEAD), head + _ONE)
+            if wakes(s.bell.ctypes.data, True):
+                scratch[1] = 1
+                call_write(s.call[0].write, np.int32(core), scratch[1:].ctypes.data, np.uint64(8))
+            looks = 0
+            continue
+        looks += 1
+        if looks < _LOOKS:
+            continue
+        if awake and looks == _LOOKS and load_at(s.core["live"].ctypes.data) != _COPIER_ZERO:
+            looks = 0
+            continue
+        if looks == _LOOKS:  # announce the sleep, and look once more
+            ask(address(s.copy_ring, COPY_BELL), ANYTHING)
+            continue
+        call_write(np.uint64(read), np.int32(bell), scratch.ctypes.data, np.uint64(8))  # read() has the same signature
+        store_at(address(s.copy_ring, COPY_BELL), _COPIER_ZERO)
+        looks = 0
+
+
+class Copier:
+    """The copier's thread. It belongs to the core's process, and ends after the core's loop."""
+
+    def __init__(self, state: State, bell: Bell, awake: bool | None = None) -> None:
+        """`bell` wakes the core's loop. `awake`: sleep only without requests; the default with many CPUs."""
+        self._state, self._bell = state, bell
+        self._awake = usable_cpus() >= _MANY_CPUS if awake is None else awake
+        self._stop = np.zeros(8, np.uint64)
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="paellapy-copier", daemon=True)
+        self._thread.start()
+        state.core["copier_fd"][0] = self._fd
+
+    def _run(self) -> None:
+        read = ctypes.cast(ctypes.CDLL(None).read, ctypes.c_void_p).value or 0
+        copy_until(self._state, self._stop, np.zeros(4, np.int64), self._fd, read, self._bell.fd, self._awake)
+
+    def close(self) -> None:
+        self._state.core["copier_fd"][0] = NONE
+        self._stop[0] = 1
+        os.eventfd_write(self._fd, 1)
+        self._thread.join()
+        os.close(self._fd)

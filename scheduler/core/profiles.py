@@ -2,15 +2,77 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from paellapy.instrument.errors import PaellaError
+from paellapy.instrument.gpu_model.parts import SmLimits, Timing
 from paellapy.scheduler.core.codes import NEVER
-from paellapy.scheduler.core.params import checked_params
+from paellapy.scheduler.core.job import PARAMS
+from paellapy.scheduler.core.state import State
+
+# Parameters of models, by name: numbers that a model carries for policies. A policy declares those it reads.
+
+
+def is_finite_number(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        return False
+    return bool(-sys.float_info.max <= value <= sys.float_info.max)  # false for NaN too
+
+
+def checked_params(given: Mapping[str, float]) -> dict[str, float]:
+    """The parameters as floats; ValueError if they are not valid.
+
+    >>> checked_params({"limit": 1})
+    {'limit': 1.0}
+    """
+    if not isinstance(given, Mapping) or len(given) > PARAMS:
+        raise ValueError(
+            f"params={given!r}: it must be a dict of at most {PARAMS} numbers, as in params={{'limit': 0.5}}"
+        )
+    for name, value in given.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(
+                f"params has the name {name!r}: it must be an identifier, because policies read it as job.params.NAME"
+            )
+        if not is_finite_number(value):
+            raise ValueError(f"params[{name!r}] is {value!r}: it must be a finite number")
+    return {name: float(value) for name, value in given.items()}
+
+
+def _key(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1  # 0 stands for no name
+
+
+def give_params(state: State, model: int, params: Mapping[str, float]) -> None:
+    """Sets the parameters of a model that is being installed."""
+    state.given[model] = 0
+    for k, (name, value) in enumerate(params.items()):
+        state.given[model, k] = (_key(name), value)
+    _resolve(state, model)
+
+
+def want_params(state: State, params: Mapping[str, float]) -> None:
+    """Sets the parameters that the policy reads, with the defaults for models without them."""
+    state.wanted[...] = 0
+    for k, (name, value) in enumerate(params.items()):
+        state.wanted[k] = (_key(name), value)
+    for model in range(len(state.given)):
+        _resolve(state, model)
+
+
+def _resolve(state: State, model: int) -> None:
+    values = dict(zip(state.given["key"][model], state.given["value"][model], strict=True))
+    for k, (key, value) in enumerate(zip(state.wanted["key"], state.wanted["value"], strict=True)):
+        state.param[model, k] = values.get(key, value) if key else 0.0
 
 
 class ProfileError(PaellaError, ValueError):
@@ -141,3 +203,92 @@ def load_profiles(path: str | Path) -> list[ModelProfile]:
         ]
     except (OSError, KeyError, TypeError, AttributeError, ValueError) as e:
         raise ProfileError(f"{path} is not a file of model profiles: {e}") from e
+
+
+# The part of the GPU that a program keeps busy, computed from the time of several runs at once.
+#
+# If n programs independently want the GPU for a fraction u of their time, they keep it busy for 1 - (1 - u)^n of the
+# time. Each then takes u / (1 - (1 - u)^n) of the GPU's time. This measured quantity is the program's *demand*; it
+# falls with n. To be comparable, demands are given for TOGETHER runs at once.
+
+
+TOGETHER = 8  # runs at once for measuring a demand, if there are as many lanes
+MOST_BUSY = 0.995  # at 1 no other program would ever run
+
+
+def busy_alone(demand: float, together: int) -> float:
+    """The fraction of its time for which a program wants the GPU, if `together` runs at once have this demand each.
+
+    A demand near 1 / together only means that hardly any run waited. Then half of it is returned, since runs whose
+    waiting is too short to measure still have a cost.
+
+    >>> [round(busy_alone(*each), 3) for each in ((0.25, 8), (0.12, 8), (0.9, 1), (1.0, 8))]
+    [0.213, 0.06, 0.9, 0.995]
+    """
+    if together <= 1:
+        return min(demand, MOST_BUSY)
+    low, high = demand / 2, MOST_BUSY
+    for _ in range(50):
+        busy = (low + high) / 2
+        if busy / (1 - (1 - busy) ** together) < demand:
+            low = busy
+        else:
+            high = busy
+    return high
+
+
+def usual_demand(demand: float, together: int) -> float:
+    """Converts a demand measured with `together` runs at once to TOGETHER runs.
+
+    The result never exceeds the demand measured with fewer runs, even for programs so short that hardly any run waited.
+
+    >>> [round(usual_demand(*each), 3) for each in ((0.25, 8), (0.29, 5), (1.0, 2), (0.08, 5))]
+    [0.25, 0.231, 0.995, 0.08]
+    """
+    if together == TOGETHER:
+        return demand
+    busy = busy_alone(demand, together)
+    usual = float(busy / (1 - (1 - busy) ** TOGETHER))
+    return min(usual, demand) if together < TOGETHER else usual
+
+
+# The capacity of a GPU, and the part of it that a segment takes: the only place where both are computed.
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The capacity of a whole GPU."""
+
+    blocks: float
+    warps: float
+    registers: float
+    shared_bytes: float
+    issue_ns: float  # between the starts of two kernels
+    memory: float = 0.0  # bytes per ns; 0: not known
+
+    @classmethod
+    def of(cls, sms: int, sm: SmLimits, timing: Timing | None = None, memory: float = 0.0) -> Capacity:
+        """The capacity of a GPU with this number of SMs and these limits."""
+        issue_ns = (timing or Timing()).grid_issue_ns
+        return cls(sms * sm.blocks, sms * sm.warps, sms * sm.registers, sms * sm.shared_bytes, issue_ns, memory)
+
+    def slots(self, segment: SegmentProfile) -> float:
+        """The part of the room for blocks that a segment takes, by warps, registers or shared memory: the largest."""
+        return max(
+            segment.blocks / self.blocks,
+            segment.warps / self.warps,
+            segment.registers / self.registers,
+            segment.shared_bytes / self.shared_bytes,
+        )
+
+    def issuing(self, segment: SegmentProfile) -> float:
+        """The part of the rate of kernel starts that a segment takes."""
+        return segment.kernels * self.issue_ns / segment.time_ns
+
+
+def set_capacity(state: State, capacity: Capacity) -> None:
+    """Sets the capacity for the core's account of resident work."""
+    gpu = state.gpu[0]
+    for name in ("blocks", "warps", "registers", "shared_bytes", "memory"):
+        gpu[f"capacity_{name}"] = getattr(capacity, name)
+    gpu["capacity_issue"] = 1e9 / max(capacity.issue_ns, 1.0)  # kernels per second

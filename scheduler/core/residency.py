@@ -10,31 +10,43 @@ several times its reload time also gets memory from busy models: these finish th
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import numba
 import numpy as np
 
-from paellapy.instrument.jit import part, reachable
+from paellapy.instrument.jit import address_of, part, reachable
 from paellapy.scheduler.core.atomics import call_asking, call_write, load_at, store_at
 from paellapy.scheduler.core.codes import (
     ABSENT,
+    AUTO,
     BRING,
+    BROKEN,
     COMING,
     EVICT,
     FAIL_MODE,
     FILLING,
     GOES,
+    GONE,
     HERE,
     LEAVING,
     MOVE_TAIL,
     NEVER,
+    NO_WEIGHTS,
     NONE,
     OUT,
     STAYS,
+    UNUSED,
 )
+from paellapy.scheduler.core.expire import take_out
 from paellapy.scheduler.core.lanes import touch
 from paellapy.scheduler.core.requests import rank_lane
 from paellapy.scheduler.core.rings import address
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.core.weights import copy_ns, in_use, recent_demand, wanting
+from paellapy.scheduler.core.weights import copy_ns, in_use, recent_demand, start_ns, wanting
 
 _ZERO, _ONE, _WORD = np.uint64(0), np.uint64(1), np.uint64(8)
 STEPS = 64  # of priority, up and down, that count in the value of a model
@@ -323,3 +335,208 @@ def order_moves(s: State, now: int) -> int:
         return 0
     choose_moves(s, now)
     return 1 if s.core[0].touched > 0 else 0
+
+
+# Progress of the mover and the link: chunks that have arrived, weights that have left, and orders that failed.
+
+
+_MOVES_ZERO, _MOVES_WORD = np.uint64(0), np.uint64(8)
+
+
+@part
+def give_up(s: State, m: int, now: int) -> None:
+    """Ends the requests that wait for weights which cannot be brought."""
+    s.residency[0].held_bytes -= s.weights[m].bytes
+    s.residency[0].coming -= 1
+    s.residency[0].failed += 1
+    s.weights[m].stage, s.weights[m].arrived, s.weights[m].unwanted = OUT, 0, 0
+    for row in range(s.request.shape[0]):
+        if s.request[row].state != UNUSED and s.request[row].model == m:
+            take_out(s, row, NO_WEIGHTS, now)
+
+
+@part
+def let_go(s: State, m: int) -> None:
+    """Counts weights that have left."""
+    r, w = s.residency[0], s.weights[m]
+    r.leaving -= 1
+    r.evicted += 1
+    r.evicted_bytes += w.bytes
+    r.look = 1
+    w.evicted += 1
+    w.stage, w.unwanted = OUT, 0
+
+
+@part
+def put_back(s: State, m: int) -> None:
+    """Keeps weights that could not leave. The mover refuses the weights that were ordered to take their place, and a
+    load that waits for memory is refused here: otherwise the same eviction would be ordered again and again.
+    """
+    r, w = s.residency[0], s.weights[m]
+    r.leaving -= 1
+    r.held_bytes += w.bytes
+    r.failed += 1
+    r.look = 1
+    if r.load_bytes > 0 and r.load_granted == 0:
+        r.load_granted = NONE
+    w.stuck += 1
+    w.stage, w.unwanted = HERE, 0
+    if w.keep == GOES:
+        w.asked = 1  # it stays until its memory is needed, or until it is ordered to leave
+    touch_lanes(s, m)
+    r.stuck_before = np.int64(load_at(address(s.move_ring, MOVE_TAIL)))
+    store_at(address(s.moved, m), _MOVES_ZERO)
+
+
+@part
+def look_at_chunks(s: State, m: int, now: int) -> None:
+    """Notes chunks that have arrived, so that segments may start."""
+    r, w = s.residency[0], s.weights[m]
+    before = w.arrived
+    while w.arrived < w.chunks and load_at(w.word + _MOVES_WORD * np.uint64(w.arrived)) != _MOVES_ZERO:
+        w.arrived += 1
+    if w.arrived > before:
+        s.core[0].changed = 1
+        late = now - copy_ns(s, m, min(w.arrived * w.chunk_bytes, w.bytes)) - w.begin_ns
+        w.begin_ns += late
+        r.link_free_ns += late
+    if w.arrived == w.chunks:
+        w.stage, w.came_ns = HERE, now
+        r.coming -= 1
+        r.brought += 1
+        r.brought_bytes += w.bytes
+        r.reload_ns += now - w.ordered_ns
+        w.brought += 1
+        w.reload_ns += now - w.ordered_ns
+        r.look = 1
+        touch_lanes(s, m)
+        return
+    for k in range(s.model[m].n_lanes):
+        lane = s.model_lane[m, k]
+        a = s.lane[lane]
+        if a.state == FILLING and a.live > 0 and a.ready_at < 0 and s.core[0].whole_always == 0:
+            at = start_ns(s, m, a.size, now)
+            if at <= now:
+                touch(s, lane)
+            else:
+                s.core[0].room_at_ns = min(s.core[0].room_at_ns, at)
+
+
+@reachable
+def look_at_moves(s: State, now: int) -> int:
+    """Handles the moves since the last step: lanes may start, and other weights may come. Returns whether some may."""
+    r = s.residency[0]
+    if r.managed == 0 or s.core[0].mode == FAIL_MODE:
+        return 0
+    if r.coming + r.leaving > 0:
+        for m in range(s.model.shape[0]):
+            stage = s.weights[m].stage
+            if stage == COMING:
+                if load_at(address(s.moved, m)) == np.uint64(BROKEN):
+                    give_up(s, m, now)
+                else:
+                    look_at_chunks(s, m, now)
+            elif stage == LEAVING:
+                if load_at(address(s.moved, m)) == np.uint64(BROKEN):
+                    put_back(s, m)
+                elif load_at(address(s.moved, m)) == np.uint64(GONE):
+                    let_go(s, m)
+    if r.coming == 0:
+        r.link_free_ns = min(r.link_free_ns, float(now))
+    return int(r.look)
+
+
+# Weights that come and go: switching this on, giving the core orders from outside, and reading its account.
+
+
+KEEP: dict[Any, int] = {"auto": AUTO, True: STAYS, False: GOES}  # by the users' values
+STAGES = ("host", "loading", "resident", "leaving")  # weights.stage as text
+
+
+def attach_moves(state: State) -> None:
+    """Lets the core move weights. Most engines keep all weights on the GPU, and need not compile these functions."""
+    for each in (look_at_moves, order_moves):
+        state.residency[each.__name__][0] = address_of(each, State.numba_type, numba.types.int64)
+
+
+def manage(state: State, budget_bytes: int) -> None:
+    """Limits the weights on the GPU to this number of bytes, from the next step on."""
+    attach_moves(state)
+    r = state.residency[0]
+    r["managed"], r["budget_bytes"] = 1, budget_bytes
+    r["ns_per_byte"] = 1.0 / float(state.tuning["link_gbps"][0])
+
+
+def needed_bytes(weights: Iterable[tuple[int, int, int]]) -> int:
+    """The least memory with which every model can run, from each model's priority, bytes of weights, and `keep`.
+
+    All weights that stay must fit. So must, for each priority, its largest model beside all weights of higher priority,
+    which never leave for it; but weights that go leave by themselves.
+
+    >>> needed_bytes([(0, 50, AUTO), (0, 40, AUTO)]), needed_bytes([(0, 50, AUTO), (1, 40, AUTO), (1, 9, STAYS)])
+    (50, 99)
+    """
+    found = [each for each in weights if each[1] > 0]
+    most = 0
+    for own in {priority for priority, _, keep in found if keep != STAYS}:
+        above = sum(nbytes for priority, nbytes, keep in found if priority > own and keep == AUTO)
+        most = max(most, above + max(n for priority, n, keep in found if priority == own and keep != STAYS))
+    return sum(nbytes for _, nbytes, keep in found if keep == STAYS) + most
+
+
+def weights_state(state: State, row: int) -> str:
+    """Where a model's weights are: `resident`, `loading 43 %`, `leaving`, `host` or `disk`."""
+    w = state.weights[row]
+    said = STAGES[int(w["stage"])] if state.residency["managed"][0] else "resident"
+    if said == "loading":
+        return f"loading {100 * int(w['arrived']) // max(1, int(w['chunks']))} %"
+    return "disk" if said == "host" and w["ns_per_byte"] > 0 else said
+
+
+def want_weights(state: State, row: int) -> bool:
+    """Orders a model's weights to be brought although no request waits for them; returns whether they were out.
+
+    May be called from any thread; the core's loop may have to be woken.
+    """
+    if not state.residency["managed"][0] or state.weights["stage"][row] != OUT:
+        return False
+    if not state.weights["asked"][row]:
+        state.weights["ordered_ns"][row], state.weights["asked"][row] = time.monotonic_ns(), 1
+    state.residency["look"][0] = 1
+    return True
+
+
+def demand_worth(state: State, row: int) -> float:
+    """The value of a model's weights in host memory, per byte: recent requests, doubled for each step of priority."""
+    w, past = state.weights[row], float(state.tuning["demand_memory_ns"][0])
+    recent = float(w["demand"]) * math.exp(-max(0.0, time.monotonic_ns() - float(w["demand_ns"])) / past)
+    return recent * 2.0 ** max(-STEPS, min(int(state.model["priority"][row]), STEPS))
+
+
+def hit_rate(state: State) -> float:
+    """The fraction of requests that found their model's weights on the GPU; 1 before the first request."""
+    hits, misses = (int(state.weights[name].sum()) for name in ("hits", "misses"))
+    return hits / (hits + misses) if hits + misses else 1.0
+
+
+def keep_berth(state: State, berth: int) -> None:
+    """Reserves the berth: no lane gets it from now on (`State.berth` may still name one). Call between two steps."""
+    state.berth_kept[berth] = 1
+    _touch_lanes(state, berth)
+
+
+def open_berth(state: State, berth: int) -> None:
+    """Opens the berth to lanes again. Call between two steps."""
+    state.berth_kept[berth] = 0
+    _touch_lanes(state, berth)
+
+
+def _touch_lanes(state: State, berth: int) -> None:
+    """Marks the lanes of the berth, to be settled before the next decision."""
+    lane, core = state.lane, state.core
+    waits = (lane["berth"] == berth) & (lane["state"] == FILLING) & (lane["live"] > 0) & (lane["touched"] == 0)
+    for row in np.flatnonzero(waits):
+        lane["touched"][row] = 1
+        state.touched[core["touched"][0]] = row
+        core["touched"][0] += 1
+    core["changed"][0] = 1

@@ -9,12 +9,17 @@ no other.
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import mmap
+import os
+import weakref
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paellapy.instrument.jit import compiled, part
-from paellapy.scheduler.core.atomics import and_at, copy_bytes, exchange_at, load_at, or_at, store_at
+from paellapy.scheduler.core.atomics import and_at, copy_bytes, exchange_at, fence, load_at, or_at, store_at
 from paellapy.scheduler.core.codes import (
     CLOSED,
     DONE_HEAD,
@@ -29,9 +34,61 @@ from paellapy.scheduler.core.codes import (
     RESERVED_SHIFT,
     SUBMIT_TAIL,
 )
-from paellapy.scheduler.core.loop import ANYTHING, ask
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.tables import COMPLETION, SUBMISSION, Table, Words, struct_fields
+
+# Sleeping and waking: an eventfd with a flag beside it, so that ringing a loop that is awake needs no system call.
+
+# Values of the word beside a bell: the loop is awake; it sleeps, and everything wakes it; it sleeps, and everything
+# wakes it except outputs that were read, because no request waits for their lanes.
+AWAKE, ANYTHING, REQUESTS = np.uint64(0), np.uint64(1), np.uint64(2)
+
+
+@part
+def wakes(word: int, for_request: bool) -> bool:
+    """Whether the caller has to write to the bell's descriptor.
+
+    Work that was posted before is visible to a loop that armed the bell after. Only the first caller that rings has to
+    write; the loop looks at everything when it wakes.
+    """
+    fence()
+    seen = load_at(word)
+    if seen == AWAKE or (seen == REQUESTS and not for_request):
+        return False
+    return bool(exchange_at(word, seen, AWAKE))
+
+
+@part
+def ask(word: int, value: np.uint64) -> None:
+    """Announces that the caller is about to sleep. The caller looks for work once more after this."""
+    store_at(word, value)
+    fence()
+
+
+@part
+def arm(word: int, for_anything: bool) -> None:
+    ask(word, ANYTHING if for_anything else REQUESTS)
+
+
+class Bell:
+    """Wakes one sleeping loop. The loop arms the bell, looks for work once more, and only then sleeps.
+
+    No work is lost: work that was posted before the bell was armed is seen by the second look, and later work rings it.
+    """
+
+    def __init__(self, word: Words, blocking: bool = False, fd: int = -1) -> None:
+        """`blocking`: for a loop that sleeps by reading the descriptor. `fd`: that of a loop in another process."""
+        self.fd = fd if fd >= 0 else os.eventfd(0, os.EFD_CLOEXEC | (0 if blocking else os.EFD_NONBLOCK))
+        self.word = word
+
+    @property
+    def armed(self) -> bool:
+        return bool(self.word[0])
+
+    def close(self) -> None:
+        fd, self.fd = self.fd, -1
+        os.close(fd)
+
 
 STAGED = -1
 SLOTS = 1 << 16  # largest number of slots of a lane: `claim` returns lane · SLOTS + slot
@@ -278,3 +335,58 @@ def ask_to_be_woken(s: State, front: int) -> None:
 def take_done(s: State, front: int, into: Table) -> int:
     """Moves at most len(into) completions out of the ring; returns their number. One consumer at a time."""
     return int(take_into(s, front, into.ctypes.data, into.shape[0]))
+
+
+# Memory shared by several processes: anonymous, and passed between them as a file descriptor.
+
+
+_PAGE = mmap.PAGESIZE
+# No process that has the descriptor can change the block's size: a page that is cut off would kill its readers.
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class SharedBlock:
+    """A block of zeroes with a descriptor, or the same block in another process, mapped from that descriptor.
+
+    It is freed with the last array over it. Pages use memory only once they are written. No process can change its
+    size.
+
+    >>> block = SharedBlock(100)
+    >>> SharedBlock.of(os.dup(block.fd)).array is not block.array
+    True
+    """
+
+    def __init__(self, nbytes: int, fd: int = -1) -> None:
+        if fd < 0:
+            fd = os.memfd_create("paellapy", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(fd, -(-max(1, nbytes) // _PAGE) * _PAGE)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        self.fd, self.nbytes = fd, os.fstat(fd).st_size
+        self.array: NDArray[np.uint8] = np.frombuffer(mmap.mmap(fd, self.nbytes), np.uint8)
+        self._close = weakref.finalize(self, os.close, fd)
+
+    @staticmethod
+    def of(fd: int) -> SharedBlock:
+        """Maps a block of another process; this object owns the descriptor from now on."""
+        return SharedBlock(0, fd)
+
+    @property
+    def address(self) -> int:
+        return int(self.array.ctypes.data)
+
+    def close_descriptor(self) -> None:
+        """Closes the descriptor, when no other process will map the block."""
+        self._close()
+
+
+def name_process(name: str) -> None:
+    """Sets the name that `ps` and `top` show: up to 15 characters."""
+    libc: Any = ctypes.CDLL(None)
+    libc.prctl(15, ctypes.create_string_buffer(name.encode()[:15]))  # PR_SET_NAME
+
+
+def die_with_parent(signal: int) -> None:
+    """Makes the kernel send this process the signal when its parent ends in any way."""
+    libc: Any = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(1, ctypes.c_ulong(signal)) != 0:  # PR_SET_PDEATHSIG
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")

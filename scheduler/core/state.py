@@ -35,8 +35,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paellapy.instrument.jit import part
 from paellapy.instrument.table_set import TableSet, found_at, table, table_set
-from paellapy.scheduler.core.client_tables import CLIENT, FLOW, KEPT
+from paellapy.scheduler.core.atomics import call_clock
 from paellapy.scheduler.core.codes import (
     CHOICES,
     CLOSED,
@@ -58,23 +59,28 @@ from paellapy.scheduler.core.codes import (
 from paellapy.scheduler.core.job import DONE, GPU, JOB, OWN_NAMES, OWN_PER_MODEL, OWNER, PARAM, PARAMS, PER_MODEL
 from paellapy.scheduler.core.tables import (
     CALLS,
+    CLIENT,
     COMPLETION,
     COPY,
     CORE,
+    FLOW,
     GATE,
+    KEPT,
     LANE,
     LAUNCH,
     MODEL,
+    MOVE,
     OUT,
     REQUEST,
+    RESIDENCY,
     SEGMENT,
     SIZE,
     SUBMISSION,
+    WEIGHTS,
     Table,
     Words,
 )
 from paellapy.scheduler.core.tuning import MEASURED_ON, TUNING, Tuning
-from paellapy.scheduler.core.weight_tables import MOVE, RESIDENCY, WEIGHTS
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -312,3 +318,21 @@ def new_state(limits: Limits | None = None, memory: NDArray[np.uint8] | None = N
     core["copier_fd"], core["gain"], core["demand_limit"] = NONE, 1.0, np.inf
     state.residency["mover_fd"] = NONE
     return state
+
+
+# The core's clock: clock_gettime, called by its address, which is 0 where a loop has its own time (simulation).
+
+
+CLOCK_MONOTONIC = 1
+
+
+@part
+def monotonic_ns(clock: int, scratch: NDArray[np.int64]) -> int:
+    """CLOCK_MONOTONIC in ns, by the address of clock_gettime."""
+    call_clock(clock, np.int32(CLOCK_MONOTONIC), scratch.ctypes.data)
+    return int(scratch[0] * 1_000_000_000 + scratch[1])
+
+
+@part
+def read_clock(s: State, scratch: NDArray[np.int64]) -> int:
+    return monotonic_ns(s.call[0].clock, scratch)

@@ -7,9 +7,7 @@ from typing import Any
 import numpy as np
 
 from paellapy.instrument.jit import part
-from paellapy.scheduler.core.aside import may_come_ns, set_aside
 from paellapy.scheduler.core.atomics import load_at, store_at
-from paellapy.scheduler.core.barred import bar, forget_barred
 from paellapy.scheduler.core.codes import (
     CANCEL,
     CLOSE_MODEL,
@@ -39,15 +37,16 @@ from paellapy.scheduler.core.codes import (
     SUSPECTED,
     UNUSED,
 )
-from paellapy.scheduler.core.gates import close_gates
+from paellapy.scheduler.core.concurrency import close_gates
 from paellapy.scheduler.core.heaps import heap_add, queue_add
 from paellapy.scheduler.core.job import PER_MODEL, READS_SEGMENT
-from paellapy.scheduler.core.lanes import ask, close_lane, free_lane, touch
+from paellapy.scheduler.core.lanes import close_lane, count_queued, free_lane, put, touch, wait_for_copy
+from paellapy.scheduler.core.lanes import mark_model_dirty as ask
 from paellapy.scheduler.core.requests import checked_rank, complete, fill_job, fill_segment, fill_terms, post_done
 from paellapy.scheduler.core.rings import address
 from paellapy.scheduler.core.shares import enter
-from paellapy.scheduler.core.slots import count_queued, put, wait_for_copy
 from paellapy.scheduler.core.state import State
+from paellapy.scheduler.core.throttle import bar, forget_barred, may_come_ns, set_aside
 from paellapy.scheduler.core.weights import note_demand
 
 _ZERO = np.uint64(0)

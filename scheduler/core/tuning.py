@@ -3,7 +3,7 @@
     Tuning.for_part("h200").demand_limit
     pp.Engine(tuning={"demand_limit": 3.0})          # an experiment: one number differs from the part's own
 
-Every number is listed with its source in `instrument/device/profiles/PART.tuning.toml`. A part without a file of its
+Every number is listed with its source in `instrument/gpu_model/profiles/PART.tuning.toml`. A part without a file of its
 own uses the H200's numbers and says so. The compiled core reads the numbers from `state.tuning`, one row of TUNING.
 """
 
@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from paellapy.instrument.device.base import Device
-from paellapy.instrument.device.timing import PROFILES
 from paellapy.instrument.errors import PaellaError
+from paellapy.instrument.gpu_model.parts import PROFILES
 
 MEASURED_ON = "h200"  # the part whose numbers are used by parts without a file of their own
 

@@ -7,26 +7,164 @@ its connection: when the process ends in any way, the guest leaves. Nothing in t
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
 import selectors
 import socket
+import tempfile
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.device import gate
-from paellapy.scheduler.core.shared_memory import SharedBlock
+from paellapy.instrument.device import launch_hook
+from paellapy.instrument.device.launch_hook import LEAST_SHARE
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.core.codes import checked_priority, shortened
+from paellapy.scheduler.core.rings import SharedBlock
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.engine.greeting import LONGEST, Greeting, GreetingError
-from paellapy.scheduler.engine.guest_door import listen, sweep
+
+# How other processes find an engine: a socket in a folder of this user's, named after the engine's process.
+
+
+_numbers = itertools.count()
+
+
+class NoEngineError(PaellaError):
+    """No engine was found that accepts guests."""
+
+
+def runtime_folder() -> Path:
+    """The folder $PAELLAPY_RUNTIME_DIR, or a private folder of this user."""
+    given = os.environ.get("PAELLAPY_RUNTIME_DIR")
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(given) if given else Path(base or tempfile.gettempdir()) / f"paellapy-{os.getuid()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise NoEngineError(f"{folder} belongs to another user: set PAELLAPY_RUNTIME_DIR to a folder that you own")
+    return folder
+
+
+def listen() -> tuple[socket.socket, Path]:
+    """A socket on which guests reach an engine of this process."""
+    path = runtime_folder() / f"engine-{os.getpid()}-{next(_numbers)}.sock"
+    path.unlink(missing_ok=True)
+    door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        door.bind(str(path))
+        path.chmod(0o600)
+        door.listen(16)
+    except OSError:
+        door.close()
+        raise
+    return door, path
+
+
+def sweep() -> None:
+    """Removes the sockets of processes that ended without removing them."""
+    for path in runtime_folder().glob("*engine-*.sock"):
+        pid = path.name.partition("engine-")[2].partition("-")[0]
+        if pid.isdigit() and not Path("/proc", pid).exists():
+            path.unlink(missing_ok=True)
+
+
+def engines() -> list[Path]:
+    """The sockets of engines, newest first."""
+    found = []
+    for path in runtime_folder().glob("engine-*.sock"):
+        with contextlib.suppress(OSError):  # the engine left meanwhile
+            found.append((path.stat().st_mtime_ns, path))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def knock(engine: str | None = None) -> socket.socket:
+    """A connection to an engine: the newest one, the engine of a given process, or the engine at a given path."""
+    if engine is None:
+        candidates = engines()
+    elif "/" in engine:
+        candidates = [Path(engine)]
+    else:
+        candidates = [path for path in engines() if path.name.split("-")[1] == engine]
+    for path in candidates:
+        line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            line.connect(str(path))
+            return line
+        except OSError:
+            line.close()
+            if engine is None or "/" not in engine:
+                with contextlib.suppress(OSError):
+                    path.unlink()  # left behind by an engine that did not close
+    which = "of this user" if engine is None else f"at {engine!r}"
+    raise NoEngineError(
+        f"no engine {which} runs on this machine: start one (pp.Engine, paellapy serve), or name its process or socket "
+        "with --engine"
+    )
+
+
+# The first message of a guest to an engine: its name, priority, share and process, checked by both of them.
+
+
+LONGEST = 4096  # bytes of a message
+_LONGEST_NAME = 255  # characters, as in a file's name
+_LAST_PID = (1 << 31) - 1
+_FIELDS = ("name", "priority", "share", "pid")
+
+
+class GreetingError(PaellaError):
+    """A guest has a name, priority or share that an engine cannot use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """A guest as it describes itself.
+
+    >>> Greeting.read(Greeting("train", -1, 0.5, 17).message()).share
+    0.5
+    """
+
+    name: str
+    priority: int
+    share: float
+    pid: int
+
+    def __post_init__(self) -> None:
+        name, share, pid = self.name, self.share, self.pid
+        if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
+            raise GreetingError(
+                f"name={shortened(name)}; the name must be 1 to {_LONGEST_NAME} printable characters: give another "
+                "with --name"
+            )
+        try:
+            object.__setattr__(self, "priority", checked_priority(self.priority))
+        except ValueError as e:
+            raise GreetingError(str(e)) from None
+        if isinstance(share, bool) or not isinstance(share, int | float) or not LEAST_SHARE <= share <= 1:
+            raise GreetingError(f"share={shortened(share)}; the share must be a number from {LEAST_SHARE} to 1")
+        if isinstance(pid, bool) or not isinstance(pid, int) or not 0 < pid <= _LAST_PID:
+            raise GreetingError(f"pid={shortened(pid)}; the process id must be an integer from 1 to {_LAST_PID}")
+
+    def message(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def read(cls, said: bytes) -> Self:
+        """The greeting in a message; GreetingError for any other message."""
+        try:
+            found: Any = json.loads(said)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, Mapping) or not set(_FIELDS) <= found.keys():
+            raise GreetingError(f"a greeting must be a JSON object of {', '.join(_FIELDS)}, in at most {LONGEST} bytes")
+        return cls(*(found[name] for name in _FIELDS))
+
 
 _log = logging.getLogger("paellapy.guests")
 _BEAT_S = 0.25
@@ -54,7 +192,7 @@ class Guest:
 
     @property
     def words(self) -> NDArray[np.uint64]:
-        return self.block.array[: 8 * gate.WORDS].view(np.uint64)
+        return self.block.array[: 8 * launch_hook.WORDS].view(np.uint64)
 
 
 class Guests:
@@ -83,14 +221,14 @@ class Guests:
         row = self._host.state.gate[guest.row]
         return {
             "kind": "process",
-            "state": "held" if gate.closed_at(words, time.monotonic_ns()) else "running",
+            "state": "held" if launch_hook.closed_at(words, time.monotonic_ns()) else "running",
             "pid": guest.pid,
             "priority": guest.priority,
             "share": guest.share,
-            "launches": int(words[gate.LAUNCHES]),
-            "waits": int(words[gate.WAITS]),
-            "waited_ms": float(words[gate.WAITED_NS]) * 1e-6,
-            "cells": int(words[gate.CELLS]),
+            "launches": int(words[launch_hook.LAUNCHES]),
+            "waits": int(words[launch_hook.WAITS]),
+            "waited_ms": float(words[launch_hook.WAITED_NS]) * 1e-6,
+            "cells": int(words[launch_hook.CELLS]),
             "closed_ms": float(row["closed_ns"]) * 1e-6,
             "closes": int(row["closes"]),
             "uptime_s": time.monotonic() - guest.since_s,
@@ -106,7 +244,7 @@ class Guests:
         if self.path is not None:
             self.path.unlink(missing_ok=True)
         for line, guest in list(self._guests.items()):
-            guest.words[gate.CLOSED_UNTIL_NS] = guest.words[gate.ALIVE_UNTIL_NS] = 0
+            guest.words[launch_hook.CLOSED_UNTIL_NS] = guest.words[launch_hook.ALIVE_UNTIL_NS] = 0
             line.close()
         self._host.call_in_loop(self._close_all)
         os.close(self._ended)
@@ -146,7 +284,7 @@ class Guests:
                     self._hear(key.fileobj, waiting)
                 until = np.uint64(time.monotonic_ns() + _ALIVE_NS)
                 for guest in list(self._guests.values()):
-                    guest.words[gate.ALIVE_UNTIL_NS] = until
+                    guest.words[launch_hook.ALIVE_UNTIL_NS] = until
 
     def _dismiss(self, waiting: selectors.BaseSelector) -> None:
         """Closes the lines that connected and said nothing: `end` knows only of guests."""
@@ -205,10 +343,10 @@ class Guests:
             taken = {each.name for each in self._guests.values()}
             names = (asked.name, *(f"{asked.name}-{k}" for k in range(2, len(taken) + 3)))
             name = next(each for each in names if each not in taken)
-            block = SharedBlock(8 * gate.WORDS)
+            block = SharedBlock(8 * launch_hook.WORDS)
             guest = Guest(name, asked.pid, asked.priority, asked.share, min(free), block, time.monotonic())
-            guest.words[gate.SHARE] = np.uint64(asked.share * gate.SHARE_UNIT)
-            guest.words[gate.ALIVE_UNTIL_NS] = np.uint64(time.monotonic_ns() + _ALIVE_NS)
+            guest.words[launch_hook.SHARE] = np.uint64(asked.share * launch_hook.SHARE_UNIT)
+            guest.words[launch_hook.ALIVE_UNTIL_NS] = np.uint64(time.monotonic_ns() + _ALIVE_NS)
             self._guests[line] = guest
         self._host.call_in_loop(lambda: self._open(guest))
         socket.send_fds(line, [json.dumps({"name": name}).encode()], [block.fd])

@@ -1,178 +1,666 @@
-"""The models of an engine: loaded, unloaded, profiled, and their weights moved to and from the GPU."""
+"""Loads a model: rehearse, plan memory, and prepare its programs. The result is ready for the core."""
 
 from __future__ import annotations
 
-import itertools
+import bisect
+import contextlib
+import logging
+import os
 import threading
 import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
-from paellapy.instrument.device import Device
-from paellapy.scheduler.backends.launches import LoadedModel
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.backends.base import Backend, Launches, LoadedModel, device_lock, write_handles
 from paellapy.scheduler.core import codes
+from paellapy.scheduler.core import install as core_install
+from paellapy.scheduler.core.codes import CHOICES
 from paellapy.scheduler.core.errors import ModelError
-from paellapy.scheduler.core.install import remove
-from paellapy.scheduler.core.job import READS_SHARES
-from paellapy.scheduler.core.profiles import ModelProfile
-from paellapy.scheduler.core.state import Limits
-from paellapy.scheduler.engine.governed import Governed
-from paellapy.scheduler.engine.install import install
-from paellapy.scheduler.engine.later_sizes import LaterSizes
-from paellapy.scheduler.engine.load_times import LoadTimes, shown
-from paellapy.scheduler.engine.loader import Loader
-from paellapy.scheduler.engine.request_checks import find_model
-from paellapy.scheduler.engine.residents import Residents
-from paellapy.scheduler.engine.submitting import submit
-from paellapy.scheduler.engine.waiters import Waiter, thread_waiter
+from paellapy.scheduler.core.profiles import TOGETHER
+from paellapy.scheduler.core.state import Limits, State
+from paellapy.scheduler.core.tuning import Tuning
+from paellapy.scheduler.engine.weight_cache import Residents
+from paellapy.scheduler.models import profile as profiles
+from paellapy.scheduler.models.memory import Berth, Lane, LanePlan, MemoryPlan, Reservation, plan_lane
 from paellapy.scheduler.models.model import Model
-from paellapy.scheduler.models.profile import model_profile
+from paellapy.scheduler.models.profile import ProgramProfile, model_profile
+from paellapy.scheduler.models.program import Cuts, Marks, Program, cut, last_kernels, plan_slices
+from paellapy.scheduler.models.tensors import Arrays
+from paellapy.scheduler.models.weights import WeightRange, in_order, needs_like, needs_of, steps_of
+
+# Time spent loading a model: seconds by phase, a progress line for a long load, and one line in the log.
 
 
-class Loading(Governed):
-    """An engine that loads models while others run."""
+PHASES = ("upload", "rehearse", "memory", "capture", "measure", "cut", "first launches", "weights", "install")
+PATIENCE_S = 2.0  # a load that takes longer shows its current phase
 
-    device: Device
-    limits: Limits
-    _loading: threading.RLock
-    _loader: Loader
-    _later: LaterSizes
-    _models: dict[str, LoadedModel]
-    _segment_shares: bool | None
+_log = logging.getLogger("paellapy.load")
 
-    def load(self, model: Model) -> None:
-        """Compiles, captures, measures and opens a model. Loaded models keep running meanwhile."""
-        with self._loading:
-            self._check_open()
-            if not isinstance(model, Model):
-                raise ModelError(f"load() takes a pp.Model, not a {type(model).__name__}")
-            if model.resident is False and self._residents is None:
-                raise ModelError(
-                    f"model {model.name!r}: resident=False has no effect where all weights stay on the GPU: "
-                    "create the engine with memory_bytes, or leave resident out"
-                )
-            with self.outside(repr(model.name)):
-                self._models[model.name] = self._load(model)
 
-    def _load(self, model: Model) -> LoadedModel:
-        with self._loading:
-            if model.name in self._models or model.name in self._jobs or model.name in self._turns:
-                raise ModelError(f"a model or a job named {model.name!r} is loaded already; unload it first")
-            free = int(np.count_nonzero(self.state.lane["model"] == codes.NONE))
-            wanted = min(self.max_active or self.tuning.default_active, self.limits.lanes_per_model, free)
-            if free < (model.lanes or 1) or len(self._by_row) >= len(self.state.model):
-                raise ModelError(
-                    f"no room for model {model.name!r}: {len(self._by_row)} of {len(self.state.model)} models and all "
-                    f"but {free} of {len(self.state.lane)} lanes are in use; unload a model, or raise the engine's "
-                    "limits"
-                )
-            reads = bool(self._policy.facts & READS_SHARES)
-            self._loader.measure_shares = reads if self._segment_shares is None else self._segment_shares
-            times = LoadTimes(model.name)
-            with shown(times):
-                loaded = self._loader.load(model, wanted, self._is_idle(), times)
-                with times.phase("install"):
-                    install(self.state, loaded, self._backend.pool(self.state, model.priority))
-                    if self._residents is not None:
-                        self._residents.add(loaded)
-            loaded.load_s = times.seconds
-            self._by_row[loaded.row] = loaded
-            self._front.command(codes.OPEN_MODEL, loaded.row)
-            self._later.add(loaded)
-            return loaded
+class LoadTimes:
+    """Seconds of one load by phase. The time of a nested phase does not count for the outer one."""
 
-    def unload(self, name: str) -> None:
-        """Finishes the model's requests, refuses new ones, and frees its memory. Other models keep running."""
-        with self._loading:
-            loaded = self._find(name)
-            del self._models[name]
-            self._close_model(loaded)
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self.seconds: dict[str, float] = {}
+        self._current: list[str] = []
+        self._since = time.perf_counter()
 
-    def _close_model(self, loaded: LoadedModel) -> None:
-        waiter = Waiter()
-        self._front.on_model_closed(loaded.row, waiter.set)
-        self._front.command(codes.CLOSE_MODEL, loaded.row)
-        self._front.wait(waiter)
-        if self._residents is None:
-            remove(self.state, loaded.row)
-        else:
-            self._residents.take_out(loaded)
-        self._forget(loaded)
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        assert name in PHASES, name
+        self._turn()
+        self._current.append(name)
+        try:
+            yield
+        finally:
+            self._turn()
+            self._current.pop()
 
-    def _forget(self, loaded: LoadedModel) -> None:
-        self._later.forget(loaded)
-        del self._by_row[loaded.row]
-        self._loader.unload(loaded)
-
-    def prefetch(self, name: str) -> None:
-        """Brings a model's weights to the GPU although no request needs them yet; returns when they are there."""
-        row = self._find(name).row
-        self._managed(name).ask(row, True)
-
-    def evict(self, name: str) -> None:
-        """Takes a model's weights off the GPU once none of its requests runs. The next request brings them back."""
-        row = self._find(name).row
-        self._managed(name).ask(row, False)
-
-    def weights_state(self, name: str) -> str:
-        """Where a model's weights are: `resident`, `loading 43 %`, `leaving`, `host` or `disk`."""
-        row = self._find(name).row
-        return "resident" if self._residents is None else self._residents.state_of(row)
-
-    def _managed(self, name: str) -> Residents:
-        if self._residents is None:
-            raise ModelError(
-                f"model {name!r}: this engine keeps all weights on the GPU; create it with memory_bytes to move them"
-            )
-        return self._residents
-
-    def try_batch(self, name: str, known_ns: float = 0.0) -> float:
-        """Runs a full batch of requests and records its duration (ns), which admission uses as its first estimate.
-
-        `known_ns` is the duration that an earlier engine found: then no batch runs.
-        """
-        loaded = self._find(name)
-        if known_ns:
-            self.state.model["trial_ns"][loaded.row] = known_ns
-            return known_ns
-        model, waiter, done = loaded.model, thread_waiter(), itertools.count(1)
-        batch = min(model.max_batch, codes.OWN_ROWS // 2)
-        inputs = {key: np.full(spec.shape, spec.neutral, spec.dtype) for key, spec in model.inputs.items()}
-
-        def finish(_: Any) -> None:
-            if next(done) == batch:
-                waiter.set()
-
-        began = time.monotonic_ns()
-        submit(self._front, loaded, [inputs] * batch, self._terms(loaded, None, None, None), [finish] * batch)
-        self._front.wait(waiter)
-        took = (time.monotonic_ns() - began) * model.max_batch / batch
-        self.state.model["trial_ns"][loaded.row] = took
-        return took
-
-    def tried_ns(self, name: str) -> float:
-        """The duration that `try_batch` recorded last, also of an engine that has failed; 0 if it has not run."""
-        loaded = self._models.get(name)
-        return 0.0 if loaded is None else float(self.state.model["trial_ns"][loaded.row])
+    def _turn(self) -> None:
+        """Starts another phase: the time since the last call belongs to the phase that ends."""
+        now = time.perf_counter()
+        if self._current:
+            name = self._current[-1]
+            self.seconds[name] = self.seconds.get(name, 0.0) + now - self._since
+        self._since = now
 
     @property
-    def models(self) -> dict[str, Model]:
-        """The models that are loaded, by name."""
-        return {name: loaded.model for name, loaded in self._models.items()}
+    def doing(self) -> str:
+        """The current phase; "" between two phases."""
+        return self._current[-1] if self._current else ""
 
-    def profile(self, name: str) -> list[Any]:
-        """The model's segments and their measured times: one `ProgramProfile` per captured batch size."""
-        return list(self._find(name).profiles)
+    @property
+    def total_s(self) -> float:
+        return sum(self.seconds.values())
 
-    def model_profile(self, name: str) -> ModelProfile:
-        """The facts about a model that simulations need: `pp.simulate([engine.model_profile("mlp")], …)`."""
-        loaded = self._find(name)
-        return model_profile(loaded.model, loaded.profiles, len(loaded.lanes), self.limits.requests)
+    def __str__(self) -> str:
+        """The total, and the phases that took a noticeable time, the longest first.
 
-    def _find(self, name: str) -> LoadedModel:
-        self._check_open()
-        return find_model(self._models, name)
+        >>> times = LoadTimes("net")
+        >>> times.seconds = {"capture": 0.31, "upload": 0.0004, "measure": 1.2}
+        >>> str(times)
+        'net: 1.51 s (measure 1.20, capture 0.31)'
+        """
+        longest = sorted(self.seconds.items(), key=lambda item: -item[1])
+        parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in longest if seconds >= 0.005)
+        return f"{self.model}: {self.total_s:.2f} s" + (f" ({parts})" if parts else "")
 
-    def _row(self, row: int) -> LoadedModel | None:
-        return self._by_row.get(row)
+
+@contextlib.contextmanager
+def shown(times: LoadTimes) -> Iterator[None]:
+    """Shows the current phase during a long load, and writes one line to the log at its end. Without a terminal, the
+    phase is one line in the log or, where nobody reads the log, on stderr. PAELLAPY_QUIET=1 turns it off.
+    """
+    ended = threading.Event()
+    watcher = threading.Thread(target=_watch, args=(times, ended), name="paellapy-load-line", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
+    _log.info("loaded %s", times)
+
+
+def _watch(times: LoadTimes, ended: threading.Event) -> None:
+    if ended.wait(PATIENCE_S) or os.environ.get("PAELLAPY_QUIET"):
+        return
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if console.is_jupyter or not console.is_terminal:  # one line: a line that is redrawn needs a terminal
+        if _log.isEnabledFor(logging.INFO) and _log.hasHandlers():
+            _log.info("loading %s: %s …", times.model, times.doing)
+        else:
+            console.print(f"loading {times.model}: {times.doing} …", highlight=False, soft_wrap=True)
+        return
+    began = time.perf_counter() - PATIENCE_S
+    with console.status("") as line:
+        while not ended.wait(0.1):
+            line.update(f"loading {times.model}: {times.doing}, {time.perf_counter() - began:.0f} s")
+
+
+# Prepares one batch size of a model: captures its program, measures it, cuts it into segments, for every lane.
+
+
+_REPEATS = 15
+_BRIEF_NS = 10e6  # a program that takes longer in one piece is not run merely to warm up its first launch
+_ROUNDS = 3  # rounds of TOGETHER lanes at once, to measure the throughput of a full GPU
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How programs are prepared on one backend."""
+
+    backend: Backend
+    limits: Limits
+    tuning: Tuning
+    quantum_ns: float
+    measure_shares: bool  # whether to measure the shares of compute and bandwidth that segments use
+
+
+class Preparation:
+    """One batch size of a model while it is prepared for all lanes. `alone`: nothing else runs on the GPU.
+
+    If the lanes are in service, the program is tried out in a spare lane, and only captured for the others: nothing may
+    be launched in their memory.
+    """
+
+    def __init__(self, rules: Rules, loaded: LoadedModel, batch: int, times: LoadTimes, alone: bool) -> None:
+        self._rules, self._backend, self._loaded = rules, rules.backend, loaded
+        self._batch, self._times, self._alone = batch, times, alone
+        own_us = loaded.model.quantum_us
+        self._quantum_ns = rules.quantum_ns if own_us is None else own_us * 1e3
+        self._in_service = batch in loaded.later
+        self._captured = contextlib.ExitStack()  # discards what was captured
+        self._first = loaded.lanes[0]
+        if self._in_service:
+            assert loaded.spare is not None
+            self._first = loaded.spare
+
+    def make(self) -> None:
+        """Captures, cuts and measures the program; measurements that are known already are not repeated."""
+        made: list[Launches] = []
+        try:
+            with self._captured:
+                known = self._make(made)
+        except BaseException:
+            with contextlib.suppress(PaellaError):  # an earlier error is being raised
+                self._backend.await_first(self._loaded.model)
+            for launches in made:
+                self._backend.release(launches)
+            raise
+        at = bisect.bisect(self._loaded.profiles, self._batch, key=lambda each: each.batch)
+        for own, launches in zip(self._loaded.launches, made, strict=True):
+            own.insert(at, launches)
+        self._loaded.profiles.insert(at, known)
+
+    def _make(self, made: list[Launches]) -> ProgramProfile:
+        backend, loaded, alone = self._backend, self._loaded, self._alone
+        first = self._capture(self._first, {})
+        where = profiles.key(first.content(), backend.fingerprint(), self._quantum_ns)
+        known = profiles.load(where)
+        if known is None or known.batch != self._batch:
+            known = self._plan(first)
+            if alone:  # a measurement beside other work serves this load only and is not stored
+                profiles.store(where, known)
+        sliced = self._capture(self._first, known.cuts) if known.cuts else first
+        if loaded.range is not None:
+            known = self._with_needs(known, sliced, loaded.range)
+        marks = last_kernels(sliced.nodes, known.bounds)
+        confined = known.stretch_in_window <= self._rules.tuning.most_window_stretch
+        for lane in loaded.lanes:
+            program = sliced if lane is self._first and not marks else self._again(sliced, lane, known.cuts, marks)
+            with self._times.phase("cut"):
+                made.append(backend.cut(program, known.bounds, lane, confined))
+            if not self._in_service:
+                with self._times.phase("first launches"):
+                    # The first lane shows errors of a launch where they arise. On an idle GPU, the launches of later
+                    # lanes run while the host captures the next.
+                    wait = len(made) == 1 or not alone
+                    backend.launch_first(made[-1], known.whole_ns < _BRIEF_NS, wait)
+            if len(made) > 1:  # the first is still read
+                backend.discard(program)
+        with self._times.phase("first launches"):
+            backend.await_first(loaded.model)
+        crowd = made[: 1 if loaded.model.stateful else TOGETHER]
+        # a measurement with fewer lanes overestimates the demand of a larger crowd
+        if alone and not self._in_service and known.together < len(crowd) > 1:
+            with self._times.phase("measure"):
+                demand = backend.saturated_ns(crowd, _ROUNDS) / known.whole_ns
+            known = replace(known, demand=min(max(demand, 0.01), 1.0), together=len(crowd))
+            profiles.store(where, known)
+        wanted = backend.shares_are_free or (alone and not self._in_service and self._rules.measure_shares)
+        if wanted and not known.shares:
+            with self._times.phase("measure"):
+                known = self._with_shares(known, made[0])
+            if alone:
+                profiles.store(where, known)
+        return known
+
+    def _with_needs(self, known: ProgramProfile, program: Program, weights: WeightRange) -> ProgramProfile:
+        """The profile with the weights that segments need. Before the model serves they are guesses, which will be
+        tried out; later the needs of a size that was tried out, or all weights if its program takes other steps.
+        """
+        loaded = self._loaded
+        ends = self._backend.weight_ends(program, weights)
+        steps = steps_of(program.nodes, ends)
+        if self._in_service:
+            tried = [each for each in loaded.profiles if each.batch in loaded.steps]
+            found = (needs_like(steps, known.bounds, loaded.steps[t.batch], t.bounds, t.needs) for t in tried)
+            return known.with_needs(next(filter(None, found), ()))
+        loaded.steps[self._batch] = steps
+        least, most = zip(*ends, strict=True)
+        fewer = least, in_order(least, most)
+        loaded.least_needs.append([tuple(needs_of(each, known.bounds)) for each in fewer])
+        return known.with_needs(needs_of(most, known.bounds))
+
+    def _with_shares(self, known: ProgramProfile, launches: Launches) -> ProgramProfile:
+        alone_ns = [each.time_ns for each in known.segments]
+        found = self._backend.segment_shares(launches, alone_ns)
+        segments = tuple(
+            replace(each, compute=compute, memory=memory)
+            for each, (compute, memory) in zip(known.segments, found, strict=True)
+        )
+        return replace(known, segments=segments, shares=True)
+
+    def _capture(self, lane: Lane, cuts: Cuts, marks: Marks | None = None, like: Program | None = None) -> Program:
+        with self._times.phase("capture"):
+            program = self._backend.capture(lane, self._loaded.weights, self._batch, cuts, marks, like)
+        self._captured.callback(self._backend.discard, program)
+        return program
+
+    def _again(self, program: Program, lane: Lane, cuts: Cuts, marks: Marks) -> Program:
+        """The program of the first lane, made for another lane."""
+        with self._times.phase("capture"):
+            found = self._backend.captured_again(program, self._first, lane, marks)
+        if found is None:
+            return self._capture(lane, cuts, marks, program)
+        self._captured.callback(self._backend.discard, found)
+        return found
+
+    def _plan(self, first: Program) -> ProgramProfile:
+        """Decides where to cut, from the times of the nodes, and measures the resulting segments."""
+        backend = self._backend
+        program, times = first, self._node_times_ns(first)
+        waves = backend.wave_blocks(first)
+        cuts = plan_slices(first.nodes, times, waves, self._quantum_ns, self._rules.tuning.slice_quanta)
+        if cuts:
+            program = self._capture(self._first, cuts)
+            times = self._node_times_ns(program)
+        bounds = self._bounds(times)
+        with self._times.phase("cut"):
+            launches = backend.cut(program, bounds, self._first, confine=backend.windows > 0)
+        try:
+            with self._times.phase("measure"):
+                segment_ns, whole_ns, window_ns = backend.segment_times_ns(launches, _REPEATS, self._alone)
+        finally:
+            backend.release(launches)
+        waves, limits = backend.wave_blocks(program), backend.device.limits
+        segments = tuple(
+            profiles.segment_profile(program.nodes[a:b], waves[a:b], t, limits)
+            for (a, b), t in zip(bounds, segment_ns, strict=True)
+        )
+        return ProgramProfile(self._batch, tuple(bounds), segments, whole_ns, cuts, program.chain, window_ns=window_ns)
+
+    def _node_times_ns(self, program: Program) -> list[float]:
+        with self._times.phase("measure"):
+            return self._backend.node_times_ns(program)
+
+    def _bounds(self, times_ns: list[float]) -> list[tuple[int, int]]:
+        """Segments of about one quantum, or longer ones where the core's tables could not hold that many."""
+        quantum_ns, most = self._quantum_ns, self._rules.limits.segments
+        bounds = cut(times_ns, quantum_ns)
+        while len(bounds) > most:
+            quantum_ns *= 1.25 * len(bounds) / most
+            bounds = cut(times_ns, quantum_ns)
+        return bounds
+
+
+class Noting(dict[str, Any]):
+    """Weights that note the order in which a function takes them, because they come to the GPU in this order."""
+
+    def __init__(self, weights: Arrays, taken: dict[str, None] | None = None) -> None:
+        super().__init__(weights)
+        self._taken = {} if taken is None else taken
+
+    def copy(self) -> Noting:
+        return Noting(self, self._taken)
+
+    def __getitem__(self, name: str) -> Any:
+        self._taken[name] = None
+        return super().__getitem__(name)
+
+    @property
+    def order(self) -> list[str]:
+        return list(self._taken)
+
+    @property
+    def in_other_order(self) -> bool:
+        """Whether weights that were taken lie in another order, or behind others that were not."""
+        return self.order != list(self)[: len(self._taken)]
+
+
+class Loader:
+    """Loads models onto one backend."""
+
+    # whether to measure the shares of compute and bandwidth that segments use, even if that takes time
+    measure_shares = False
+
+    def __init__(
+        self, backend: Backend, memory: MemoryPlan, limits: Limits, tuning: Tuning, quantum_ns: float,
+        residents: Residents | None = None,
+    ) -> None:  # fmt: skip
+        self.backend, self.memory, self.limits, self.residents = backend, memory, limits, residents
+        self.tuning, self.quantum_ns = tuning, quantum_ns
+        self._loads = 0
+
+    def load(self, model: Model, lanes_wanted: int, alone: bool, times: LoadTimes | None = None) -> LoadedModel:
+        """`alone`: nothing else runs on the GPU, so timings are undisturbed. `times` receives phase durations."""
+        self._check(model)
+        with device_lock(self.backend.device), model.preserved():
+            return self._load(model, lanes_wanted, alone, times or LoadTimes(model.name))
+
+    def _load(self, model: Model, lanes_wanted: int, alone: bool, times: LoadTimes) -> LoadedModel:
+        backend = self.backend
+        weights_bytes = model.weights_bytes
+        # Reserve weights first: a model whose weights alone do not fit is refused before any of them is copied.
+        self.memory.reserve(model.name, weights_bytes, 0, 1)
+        later = model.later_batch
+        spare = bool(later) and self.residents is None
+        sizes = [batch for batch in model.batch if batch not in later]
+        lanes: list[Lane] = []
+        made: list[list[Launches]] = []
+        found: WeightRange | None = None
+        try:
+            weights, found, (scratch, foreign) = self._rehearsed(model, sizes, times)
+            weights_bytes = weights_bytes if found is None else found.held_bytes
+            plan = plan_lane(model, scratch, self.limits.segments)
+            self.memory.release(model.name)
+            reservation, berths = self._reserve(model, weights_bytes, plan, foreign, lanes_wanted, spare)
+            with times.phase("memory"):
+                for k, berth in enumerate(berths):
+                    memory = backend.lane_memory(plan, None if berth is None else berth.memory)
+                    lanes.append(Lane(k, model, plan, memory, self._windows(k)))
+                    lanes[-1].berth = berth
+                    for key, spec in model.ranges.items():  # a batch that is not full runs with the slots' old contents
+                        lanes[-1].inputs[key][...] = spec.neutral
+            self._loads += 1
+            served = lanes[:-1] if spare else lanes
+            made += ([] for _ in served)
+            loaded = LoadedModel(model, weights, reservation, served, [], made, range=found)
+            loaded.later, loaded.spare = dict.fromkeys(later, ""), lanes[-1] if spare else None
+            with self._to_itself(berths):
+                for batch in sizes:
+                    Preparation(self._rules(), loaded, batch, times, alone).make()
+                if self.residents is not None:
+                    with times.phase("weights"):
+                        self.residents.settle(loaded)
+        except BaseException:
+            self.memory.release(model.name)
+            self._free(lanes, made)
+            self._forget(model, found)
+            raise
+        return loaded
+
+    def _rehearsed(
+        self, model: Model, sizes: Sequence[int], times: LoadTimes
+    ) -> tuple[Arrays, WeightRange | None, tuple[int, int]]:
+        """The weights on the GPU, after a first run of every size, and the memory that the runs need."""
+        with times.phase("upload"):
+            weights, found = self._place(model)
+        try:
+            noting = Noting(weights)
+            with times.phase("rehearse"):
+                needed = self.backend.rehearse_all(model, noting, sizes)
+            if found is not None and noting.in_other_order:
+                with times.phase("upload"):
+                    self._forget(model, found)
+                    found = None
+                    weights, found = self._place(model, noting.order)
+        except BaseException:
+            self._forget(model, found)
+            raise
+        return weights, found, needed
+
+    def _place(self, model: Model, order: Sequence[str] = ()) -> tuple[Arrays, WeightRange | None]:
+        """The weights on the GPU; where they may come and go, in a range, those named in `order` first."""
+        if self.residents is None:
+            return self.backend.upload(model), None
+        placed = self.residents.place(model, order)
+        return placed.weights, placed.range
+
+    def _forget(self, model: Model, found: WeightRange | None) -> None:
+        if self.residents is not None:
+            self.residents.forget(model.name, found)
+
+    def _to_itself(self, berths: Sequence[Berth | None]) -> contextlib.AbstractContextManager[None]:
+        """Keeps other models out of shared lane memory while this model runs to be measured."""
+        shared = [each for each in berths if each is not None]
+        return contextlib.nullcontext() if self.residents is None else self.residents.berths.kept(shared)
+
+    def _rules(self) -> Rules:
+        return Rules(self.backend, self.limits, self.tuning, self.quantum_ns, self.measure_shares)
+
+    def add_size(self, loaded: LoadedModel, batch: int, alone: bool) -> None:
+        """Captures another batch size of a model that serves, and whose weights are on the GPU."""
+        model = loaded.model
+        with device_lock(self.backend.device), model.preserved(), self._with_spare(loaded):
+            self.backend.rehearse_all(model, loaded.weights, [batch])
+            Preparation(self._rules(), loaded, batch, LoadTimes(model.name), alone).make()
+
+    @contextlib.contextmanager
+    def _with_spare(self, loaded: LoadedModel) -> Iterator[None]:
+        """Gives the model a spare lane, where memory is too short to keep one for every model."""
+        if self.residents is None:
+            yield
+            return
+        like = loaded.lanes[0]
+        assert like.berth is not None
+        with self.residents.berths.beside(loaded.model, like.berth) as berth:
+            memory = self.backend.lane_memory(like.plan, berth.memory)
+            loaded.spare = Lane(len(loaded.lanes), loaded.model, like.plan, memory, like.windows)
+            try:
+                for key, spec in loaded.model.ranges.items():
+                    loaded.spare.inputs[key][...] = spec.neutral
+                yield
+            finally:
+                loaded.spare = None
+                memory.free()
+
+    def free_spare(self, loaded: LoadedModel) -> None:
+        """Frees the memory in which later sizes are captured: none is left."""
+        if loaded.spare is not None:
+            loaded.spare.memory.free()
+            loaded.spare = None
+            loaded.reservation = replace(loaded.reservation, lanes=len(loaded.lanes))
+            self.memory.note(loaded.model.name, loaded.reservation)
+
+    def _reserve(
+        self, model: Model, weights_bytes: int, plan: LanePlan, foreign: int, wanted: int, spare: bool
+    ) -> tuple[Reservation, Sequence[Berth | None]]:
+        """Reserves memory for lanes: their own, or shared with lanes of other models where weights come and go.
+        `spare`: and for one more, to capture in while the others serve.
+        """
+        # Lanes that take turns share the memory that other libraries allocate.
+        lane_bytes = plan.device_bytes + (-(-foreign // (model.lanes or 1)) if model.stateful else foreign)
+        if self.residents is None:
+            least, most = (model.lanes or 1) + spare, (model.lanes or wanted) + spare
+            reservation = self.memory.reserve(model.name, weights_bytes, lane_bytes, most, least)
+            return reservation, [None] * reservation.lanes
+        berths = self.residents.berths.lanes_for(model, plan.device_bytes, foreign, wanted)
+        return self.memory.note(model.name, Reservation(weights_bytes, lane_bytes, len(berths))), berths
+
+    def _check(self, model: Model) -> None:
+        n = self.limits
+        for what, count, limit in (
+            ("batch sizes", len(model.batch), n.sizes),
+            ("requests in its largest batch", model.max_batch, n.batch),
+            ("inputs", len(model.inputs), n.inputs),
+            ("lanes", model.lanes or 1, n.lanes_per_model),
+        ):
+            if count > limit:
+                raise ModelError(f"model {model.name!r} has {count} {what}; the engine takes up to {limit}")
+
+    def _windows(self, lane: int) -> tuple[int, ...]:
+        """A selection of windows spread over the GPU, different for each lane and each model."""
+        n = self.backend.windows
+        choices = min(n, CHOICES)
+        return tuple((self._loads + lane + k * n // choices) % n for k in range(choices))
+
+    def unload(self, loaded: LoadedModel) -> None:
+        """Frees everything of the model, which must have no launch in flight."""
+        self._free(loaded.lanes, loaded.launches)
+        if loaded.spare is not None:
+            loaded.spare.memory.free()
+        loaded.weights.clear()
+        self.memory.release(loaded.model.name)
+        self._forget(loaded.model, loaded.range)
+
+    def _free(self, lanes: list[Lane], made: list[list[Launches]]) -> None:
+        """Frees the launches first, because they write to the lanes' memory."""
+        for each in made:
+            for launches in each:
+                self.backend.release(launches)
+        for lane in lanes:
+            lane.memory.free()
+
+
+# Writes a loaded model and the windows of SMs into the core's tables.
+
+
+def install(state: State, loaded: LoadedModel, pool: int) -> None:
+    """Fills the model's rows, so that it only remains to open it. Its launches use the streams of this pool."""
+    model = loaded.model
+    profile = model_profile(model, loaded.profiles, len(loaded.lanes), len(state.request))
+    loaded.row, rows = core_install.install(state, profile, model.batch)
+    loaded.generation = int(state.model["generation"][loaded.row])
+    loaded.lane_of = dict(zip(rows, loaded.lanes, strict=True))
+    if model.stateful:  # only one of its lanes runs at a time, as if the lanes shared memory
+        state.lane["berth"][rows] = rows[0]
+    state.model["n_inputs"][loaded.row] = len(model.inputs)
+    for k, spec in enumerate(model.inputs.values()):
+        state.input_bytes[loaded.row, k] = spec.nbytes
+    for lane, row in zip(loaded.lanes, loaded.lane_rows, strict=True):
+        lane.words[:] = lane.draining[:] = 0
+        state.lane["pool"][row] = pool
+        state.lane_window[row, : len(lane.windows)] = lane.windows
+        for k, array in enumerate(lane.inputs.values()):
+            state.input_address[row, k] = array.ctypes.data
+    for each in loaded.profiles:
+        _write_launches(state, loaded, each.batch)
+
+
+def install_size(state: State, loaded: LoadedModel, batch: int) -> None:
+    """Adds a batch size to a model that serves; call it between two steps of the core."""
+    _write_launches(state, loaded, batch)
+    profile = model_profile(loaded.model, loaded.profiles, len(loaded.lanes), len(state.request))
+    core_install.install_size(state, loaded.row, profile, batch)
+
+
+def _write_launches(state: State, loaded: LoadedModel, batch: int) -> None:
+    """Writes the launches of one batch size, and the words by which the core learns of their end."""
+    size = loaded.model.batch.index(batch)
+    at = [each.batch for each in loaded.profiles].index(batch)
+    for lane, row, made in zip(loaded.lanes, loaded.lane_rows, loaded.launches, strict=True):
+        launches, words, draining = made[at], lane.words, lane.draining
+        segments = state.launch[row, size, : len(launches.handles)]
+        for i in range(len(launches.handles)):
+            segments["word"][i] = words.ctypes.data + 8 * i
+            segments["draining"][i] = draining.ctypes.data + 8 * i if i in launches.notified else 0
+        state.whole["word"][row, size] = words[-1:].ctypes.data
+        state.whole["draining"][row, size] = 0
+        write_handles(state, row, size, launches)
+
+
+def install_windows(state: State, windows: Sequence[Collection[int]]) -> None:
+    """Writes the SMs of each window. Where two windows share SMs, a job in one also fills the other."""
+    n = state.core["windows"][0] = len(windows)
+    state.overlap[:n, :n] = [[len(set(a) & set(b)) for b in windows] for a in windows]
+
+
+# Captures batch sizes of models that serve: each when a batch first wanted it, in a thread of its own.
+
+
+_LOOK_S = 0.02  # how often the thread looks for sizes that batches wanted
+
+
+class LaterSizes:
+    """`loading` is the lock that loads and unloads hold; `in_loop` runs a function between two steps of the core, and
+    waits; `alone` tells whether no request is there.
+    """
+
+    def __init__(
+        self, state: State, loader: Loader, loading: threading.RLock, in_loop: Callable[[Callable[[], None]], None],
+        alone: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        self._state, self._loader, self._loading, self._in_loop, self._alone = state, loader, loading, in_loop, alone
+        self._models: list[LoadedModel] = []  # those with sizes left to capture
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def add(self, loaded: LoadedModel) -> None:
+        """Captures the model's later sizes from now on; the caller holds the lock."""
+        if loaded.later:
+            self._models.append(loaded)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._watch, name="paellapy-sizes", daemon=True)
+                self._thread.start()
+
+    def forget(self, loaded: LoadedModel) -> None:
+        """The model is unloaded; the caller holds the lock."""
+        if loaded in self._models:
+            self._models.remove(loaded)
+
+    def close(self) -> None:
+        """Ends the thread, after the capture that is under way. The caller must not hold the lock."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_LOOK_S):
+            if not any(self._wanted(each) for each in list(self._models)):
+                continue
+            # With a time-out: whoever holds the lock may be waiting for this thread to end, or for memory.
+            if self._loading.acquire(timeout=_LOOK_S):
+                try:
+                    self._capture_one()
+                finally:
+                    self._loading.release()
+            else:
+                self._hold([])
+        self._hold([])
+
+    def _hold(self, models: Sequence[LoadedModel]) -> None:
+        """Keeps the weights of these models on the GPU, once they have come, and of no others."""
+        if self._loader.residents is not None:
+            with contextlib.suppress(PaellaError):  # the engine has failed: no weights move any more
+                self._loader.residents.hold(models)
+
+    def _is_there(self, loaded: LoadedModel) -> bool:
+        """Whether the weights are on the GPU until they are let go."""
+        return self._loader.residents is None or self._loader.residents.holds(loaded)
+
+    def _wanted(self, loaded: LoadedModel) -> list[int]:
+        """Batch sizes that are wanted and not captured."""
+        sizes = self._state.size[loaded.row, : len(loaded.model.batch)]
+        return [int(b) for b in sizes["batch"][(sizes["capture"] == codes.WANTED) & (sizes["segments"] == 0)]]
+
+    def _capture_one(self) -> None:
+        """One size at a time, so that loads and unloads get their turn. A trace records the sizes it began with."""
+        if self._ended.is_set() or self._loader.backend.tracing:
+            self._hold([])
+            return
+        wanting = [each for each in self._models if self._wanted(each)]
+        self._hold(wanting)  # weights that are away are not brought for this: requests will bring them
+        loaded = next((each for each in wanting if self._is_there(each)), None)
+        if loaded is None:
+            return
+        self._hold([loaded])
+        self._capture(loaded, self._wanted(loaded)[0])
+        self._hold([])
+        if "" not in loaded.later.values():
+            self._models.remove(loaded)
+            self._loader.free_spare(loaded)
+
+    def _capture(self, loaded: LoadedModel, batch: int) -> None:
+        row = self._state.size[loaded.row, loaded.model.batch.index(batch)]
+        try:
+            self._loader.add_size(loaded, batch, self._alone())
+            self._in_loop(lambda: self._install(loaded, batch))
+        except Exception as e:  # concerns this size alone: batches go on at the sizes that are there
+            loaded.later[batch] = f"{type(e).__name__}: {e}"
+            row["capture"] = codes.GIVEN_UP
+            _log.warning("model %r: batch size %d could not be captured: %s", loaded.model.name, batch, e)
+        else:
+            del loaded.later[batch]
+
+    def _install(self, loaded: LoadedModel, batch: int) -> None:
+        install_size(self._state, loaded, batch)
+        if self._loader.residents is not None:
+            (profile,) = (each for each in loaded.profiles if each.batch == batch)
+            self._loader.residents.write_needs(loaded, profile)

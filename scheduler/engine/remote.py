@@ -8,6 +8,8 @@ is never seen.
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -16,19 +18,19 @@ from typing import Any
 
 import numpy as np
 
-from paellapy.scheduler.core.errors import EngineAwayError, EngineFailedError
+from paellapy.instrument.jit import compile_for
+from paellapy.scheduler.core import step
+from paellapy.scheduler.core.errors import EngineAwayError, EngineFailedError, ModelError
 from paellapy.scheduler.core.job import GPU, JOB
-from paellapy.scheduler.core.loop import Bell
-from paellapy.scheduler.core.shared_memory import SharedBlock
+from paellapy.scheduler.core.rings import Bell, SharedBlock
+from paellapy.scheduler.core.shares import tenants_stats
 from paellapy.scheduler.core.state import Limits, State, new_state, over
-from paellapy.scheduler.core.tenants import tenants_stats
-from paellapy.scheduler.engine.front_end import FrontEnd
-from paellapy.scheduler.engine.request_checks import find_model
-from paellapy.scheduler.engine.requests import Requester
-from paellapy.scheduler.engine.slots import Slot
-from paellapy.scheduler.engine.stage import SharedStage
+from paellapy.scheduler.engine.engine import Engine
+from paellapy.scheduler.engine.requests import Requester, Slot, find_model
+from paellapy.scheduler.engine.ring_calls import SharedStage
+from paellapy.scheduler.engine.ring_client import FrontEnd
 from paellapy.scheduler.engine.stats import core_stats, live_stats, model_stats
-from paellapy.scheduler.models.lane_memory import Lane, LanePlan, Memory
+from paellapy.scheduler.models.memory import Lane, LanePlan, Memory
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.policies.attach import attach_functions
 from paellapy.scheduler.policies.policy import Policy
@@ -213,3 +215,52 @@ def _placeholder(limits: Limits) -> State:
         if name.startswith("capacity"):
             state.gpu[name] = 1.0
     return state
+
+
+# Front ends of other processes, seen from the engine: the resources each is given, and their recovery when it ends.
+
+
+STAGE_BYTES = 256 << 20  # staged inputs per front end; pages use memory only once they are written
+
+
+class Fronts:
+    """The front ends with numbers from 1, of an engine whose limits allow more than one front end."""
+
+    def __init__(self, engine: Engine) -> None:
+        assert engine.shared_state is not None, "the engine was made for one process"
+        self._engine, self.state = engine, engine.shared_state
+        self._wake_fd: dict[int, int] = {}
+        self._stage: dict[int, SharedBlock] = {}
+
+    def warm_up(self) -> None:
+        """Compiles the functions needed when a front end dies, since the core would stand still while they compile."""
+        compile_for(step.reclaim, self._engine.state, 1, time.monotonic_ns())
+
+    def attach(self, front: int) -> tuple[int, SharedBlock]:
+        """Gives a front end its resources: the eventfd that announces completions, and memory for staged inputs."""
+        if not 1 <= front < self._engine.limits.fronts:
+            raise ModelError(f"front end {front}: this engine has front ends 1 to {self._engine.limits.fronts - 1}")
+        if front in self._wake_fd:
+            raise ModelError(f"front end {front} is attached already; detach it first")
+        fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_fd[front] = fd
+        self._engine.state.wake_fd[front, 0] = fd
+        if front not in self._stage:
+            self._stage[front] = SharedBlock(STAGE_BYTES)
+        return fd, self._stage[front]
+
+    def detach(self, front: int) -> int:
+        """Takes back everything that a front end had, once its process is gone. Returns the number of its requests."""
+        state, found, done = self._engine.state, [0], threading.Event()
+
+        def take_back() -> None:
+            state.wake_fd[front, 0] = -1
+            found[0] = step.reclaim(state, front, time.monotonic_ns())
+            done.set()
+
+        self._engine.call_in_loop(take_back)
+        while not done.wait(0.1):
+            if self._engine.closed:
+                break
+        os.close(self._wake_fd.pop(front))
+        return found[0]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from paellapy.scheduler.backends.launches import LoadedModel
+from paellapy.scheduler.backends.base import LoadedModel
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.state import State
 
@@ -79,3 +82,116 @@ def loaded_stats(state: State, loaded: LoadedModel) -> dict[str, Any]:
         "sizes": sizes_state(state, loaded.row),
         "size_errors": {batch: why for batch, why in list(loaded.later.items()) if why},
     }
+
+
+# The GPU's current occupancy by the core's account, readable from any thread while the core runs.
+
+
+RESOURCES = ("blocks", "warps", "registers", "shared_bytes", "issue")
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Use of one resource. `issue` is in kernels per second."""
+
+    capacity: float
+    resident: float  # of the running segments
+    pending: float  # of the segments launched behind them
+
+    @property
+    def share(self) -> float:
+        return self.resident / self.capacity if self.capacity else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GpuUse:
+    """Use of all resources, and where the jobs are. `fullest` names the limiting resource."""
+
+    blocks: Use
+    warps: Use
+    registers: Use
+    shared_bytes: Use
+    issue: Use
+    jobs_on_gpu: int
+    jobs_active: int
+    jobs_waiting: int
+    requests: int
+    requests_queued: int
+
+    @property
+    def share(self) -> float:
+        """Use of the fullest resource; above 1 when more is launched than fits."""
+        return max(float(getattr(self, name).share) for name in RESOURCES)
+
+    @property
+    def fullest(self) -> str:
+        return max(RESOURCES, key=lambda name: float(getattr(self, name).share))
+
+
+def occupancy(state: State) -> GpuUse:
+    """The current account."""
+    gpu = state.gpu[0]
+    uses = {
+        what: Use(*(float(gpu[f"{kind}_{what}"]) for kind in ("capacity", "resident", "pending"))) for what in RESOURCES
+    }
+    return GpuUse(
+        **uses,
+        jobs_on_gpu=int(state.core["flight"][0]),
+        jobs_active=int(state.core["active"][0]),
+        jobs_waiting=int(state.core["ready"][0] + state.core["barred"][0]),
+        requests=int(state.core["live"][0]),
+        requests_queued=int(state.core["queued"][0] + state.core["kept_out"][0] + state.client["aside"].sum()),
+    )
+
+
+# Observes the requests of all front ends from the core's own process; the core records them only while observed.
+
+
+LOOK_S = 0.01  # completions are seen at most this late
+_SLACK = 256  # entries of the ring that may be overwritten while it is read
+
+
+class Tap:
+    """Passes completions to watchers. Its thread runs only while there is a watcher."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._watchers: list[Callable[[Any], None]] = []
+        self._seen = 0
+        self._lock = threading.RLock()
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+
+    def watch(self, watcher: Callable[[Any], None]) -> Callable[[], None]:
+        """Adds a watcher; call the returned function to remove it."""
+        with self._lock:
+            if not self._watchers:
+                self._seen = int(self._state.core["tap_tail"][0])
+                self._state.core["tapped"][0] = 1
+                self._stop = threading.Event()
+                self._thread = threading.Thread(target=self._run, args=(self._stop,), name="paellapy-tap", daemon=True)
+                self._thread.start()
+            self._watchers.append(watcher)
+        return lambda: self._leave(watcher)
+
+    def _leave(self, watcher: Callable[[Any], None]) -> None:
+        with self._lock:
+            self._watchers.remove(watcher)
+            if not self._watchers:
+                self._state.core["tapped"][0] = 0
+                self._stop.set()
+
+    def _run(self, stop: threading.Event) -> None:
+        while not stop.wait(LOOK_S):
+            self.look()
+
+    def look(self) -> None:
+        """Passes new completions to the watchers."""
+        with self._lock:
+            ring = self._state.tap
+            tail = int(self._state.core["tap_tail"][0])
+            first = max(self._seen, tail - len(ring) + _SLACK)
+            self._seen = tail
+            for entry in ring[np.arange(first, tail) & (len(ring) - 1)]:
+                for watcher in self._watchers:
+                    watcher(entry)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paellapy.instrument.device.base import Device
 from paellapy.instrument.errors import TraceError
-from paellapy.instrument.records import Records
-from paellapy.instrument.traces import trace_file
-from paellapy.instrument.traces.readable import counted
-from paellapy.instrument.traces.trace import Trace
+from paellapy.instrument.records import BLOCK, LAUNCH, Records
+from paellapy.instrument.traces import trace
+from paellapy.instrument.traces.summary import counted
+from paellapy.instrument.traces.trace import DeviceFacts, Trace
+from paellapy.instrument.versions import versions
+from paellapy.scheduler.backends.base import LoadedModel, TracedBlocks, TracedPiece
+from paellapy.scheduler.core import codes
+from paellapy.scheduler.core import state as st
 
 # One request that ended during the trace. Times are ns on the clock of the trace's blocks.
 JOB_RECORD = np.dtype(
@@ -112,12 +119,12 @@ class EngineTrace(Trace, kind="engine"):
         requests = counted(len(self.jobs), "request")
         return f"{super().__repr__()[:-1]}, {requests}{under}{', simulated time' * self.simulated}>"
 
-    def _more(self) -> tuple[trace_file.Tables, dict[str, Any]]:
+    def _more(self) -> tuple[trace.Tables, dict[str, Any]]:
         tables = {"jobs": self.jobs, "segments": self.segments, "owners": self.owners}
         about = {"models": self.models, "policy": self.policy, "simulated": self.simulated}
         return tables, {"kind": "engine", **about}
 
-    def _take(self, more: trace_file.Tables, facts: Mapping[str, Any]) -> None:
+    def _take(self, more: trace.Tables, facts: Mapping[str, Any]) -> None:
         jobs, segments, owners = (more[name] for name in ("jobs", "segments", "owners"))
         if (jobs.dtype, segments.dtype, owners.dtype) != (JOB_RECORD, SEGMENT_RECORD, OWNER):
             raise TraceError(
@@ -133,3 +140,187 @@ _FAR = 1 << 62
 def _frozen(rows: Records) -> Records:
     rows.flags.writeable = False
     return rows
+
+
+# `engine.trace()`: records requests while they run, and fills a trace from them and from a backend's blocks.
+
+
+class HostRun(NamedTuple):
+    """One batch as the host saw it: the start of each segment (its launch, or its predecessor's end), and its end."""
+
+    lane: int
+    size: int
+    whole: bool
+    times: NDArray[np.int64]  # [segments, 2], ns on the host's monotonic clock
+
+
+def segment_times(state: st.State, lane: int) -> tuple[NDArray[np.int64], bool]:
+    """Start and end of each segment of the lane's latest run, and whether the program was launched as one piece.
+
+    A segment launched behind another starts when that one ends. Call this before the lane may be reused.
+    """
+    row = state.lane[lane]
+    times = state.segment_ns[lane, : int(row["segments"])].copy()
+    times[1:, 0] = np.maximum(times[1:, 0], times[:-1, 1])
+    return times, bool(row["whole"])
+
+
+class Traceable(Protocol):
+    """The parts of an engine that a trace uses."""
+
+    device: Device
+    state: st.State
+
+    @property
+    def policy(self) -> str: ...
+    def begin_trace(self, records_per_sm: int, note: Callable[[Any], None]) -> None: ...
+    def end_trace(self, note: Callable[[Any], None]) -> tuple[TracedBlocks, Callable[[int], int]]: ...
+    def loaded_rows(self) -> dict[int, LoadedModel]: ...
+
+
+class trace_engine:
+    """The context manager of `engine.trace()`: `with engine.trace() as t:` fills `t` when the block is left."""
+
+    def __init__(self, engine: Traceable, records_per_sm: int) -> None:
+        self._engine, self._records_per_sm = engine, records_per_sm
+        self._entries: list[Any] = []
+        self._runs: dict[tuple[int, int], HostRun] = {}
+
+    def __enter__(self) -> EngineTrace:
+        device = self._engine.device
+        facts = DeviceFacts(device.title, device.sm_ids, device.limits.warps, device.capability, versions())
+        self.result = EngineTrace(np.zeros(0, BLOCK), np.zeros(0, LAUNCH), (), facts)
+        self._engine.begin_trace(self._records_per_sm, self._note)
+        self.result.recording = True
+        return self.result
+
+    def __exit__(self, *_: object) -> None:
+        self.result.recording = False
+        recorded, to_trace_ns = self._engine.end_trace(self._note)
+        loaded = self._engine.loaded_rows()
+        models = {row: each.model for row, each in loaded.items()}
+        lanes = {lane: row for row, each in loaded.items() for lane in each.lane_rows}
+        whole = bool(self._engine.state.core["whole_always"][0])
+        engine = TracedEngine(models, lanes, to_trace_ns, self._engine.policy, whole)
+        fill_engine_trace(self.result, recorded, self._entries, engine, list(self._runs.values()))
+
+    def _note(self, entry: Any) -> None:
+        if entry["request"] < 0:
+            return
+        self._entries.append(entry.copy())
+        if entry["status"] == codes.OK:
+            lane, started = int(entry["lane"]), int(entry["started_ns"])
+            if (lane, started) not in self._runs:
+                times, whole = segment_times(self._engine.state, lane)
+                self._runs[lane, started] = HostRun(lane, int(entry["size"]), whole, times)
+
+
+@dataclass(frozen=True, slots=True)
+class TracedEngine:
+    """The source of a trace: an engine or a simulation."""
+
+    models: Mapping[int, Any]  # by the core's rows, with `name`, `batch` and `target_ms`
+    lanes: Mapping[int, int]  # the model's row of each lane
+    to_trace_ns: Callable[[int], int]  # converts a time of the core to the clock of the blocks
+    policy: str
+    whole: bool  # the policy always launches programs in one piece
+    simulated: bool = False
+
+
+def fill_engine_trace(
+    trace: EngineTrace,
+    recorded: TracedBlocks,
+    entries: Iterable[Any],
+    engine: TracedEngine,
+    runs: Sequence[HostRun] = (),
+) -> None:
+    """Fills a trace from a backend's recording and the core's completions."""
+    models, lanes, to_trace_ns = engine.models, engine.lanes, engine.to_trace_ns
+    trace.fill(recorded.blocks, recorded.launches, recorded.kernels, trace.device, recorded.dropped,
+               recorded.unfinished)  # fmt: skip
+    trace.ranges, trace.count_work = recorded.ranges, recorded.count_work
+    number = {row: k for k, row in enumerate(models)}
+    jobs = _jobs(entries, models, number, to_trace_ns)
+    pieces = [p for p in recorded.pieces if p.lane in lanes]
+    segments = [
+        (number[lanes[p.lane]], p.lane, models[lanes[p.lane]].batch[p.size], p.segment, n, start, end)
+        for p, n, start, end in _segments(trace.blocks, jobs, _launched(pieces, engine.whole))
+    ]
+    segments += [
+        (number[lanes[run.lane]], run.lane, models[lanes[run.lane]].batch[run.size], k, 0, *map(to_trace_ns, times))
+        for run in runs
+        if run.lane in lanes
+        for k, times in _unseen(run, pieces)
+    ]
+    listed = set(trace.launches["launch"].tolist())
+    owned = {i: (number[lanes[p.lane]], p.lane) for p in pieces for i in p.launches if i in listed}
+    owners = np.array([(launch, *who) for launch, who in owned.items()], OWNER)
+    names = [model.name for model in models.values()]
+    trace.know(jobs, np.array(segments, SEGMENT_RECORD), owners, names, engine.policy, engine.simulated)
+
+
+def _unseen(run: HostRun, pieces: list[TracedPiece]) -> list[tuple[int, tuple[int, int]]]:
+    """Segments of the run whose kernels report no blocks, such as those of cuDNN and cuBLAS."""
+    seen = {p.segment for p in pieces if (p.lane, p.size) == (run.lane, run.size) and p.launches}
+    if run.whole:
+        return [] if seen else [(codes.WHOLE, (int(run.times[0, 0]), int(run.times[0, 1])))]
+    return [(k, (int(start), int(end))) for k, (start, end) in enumerate(run.times) if k not in seen]
+
+
+def _jobs(
+    entries: Iterable[Any], models: Mapping[int, Any], number: dict[int, int], to_trace_ns: Callable[[int], int]
+) -> Records:
+    rows = []
+    for e in entries:
+        row = int(e["model"])
+        if row not in number:
+            continue
+        started, arrival, due = int(e["started_ns"]), int(e["arrival_ns"]), int(e["deadline_ns"])
+        target_ms = models[row].target_ms
+        if due >= codes.NEVER and target_ms is not None:
+            due = arrival + int(target_ms * 1e6)
+        rows.append(
+            (e["serial"], number[row], e["lane"], e["slot"], e["batch"], e["status"], e["client"], e["priority"],
+             to_trace_ns(arrival), -1 if started >= codes.NEVER else to_trace_ns(started),
+             to_trace_ns(int(e["finish_ns"])), -1 if due >= codes.NEVER else to_trace_ns(due))
+        )  # fmt: skip
+    return np.array(rows, JOB_RECORD)
+
+
+def _launched(pieces: list[TracedPiece], whole: bool) -> list[TracedPiece]:
+    """The pieces that were launched. Where every replay has the same launch ids, a whole program and its segments
+    cannot be told apart, so the pieces that the policy launches are taken. A program that ran in one piece because it
+    was alone is shown as its segments.
+    """
+    cut = {(p.lane, p.size) for p in pieces if p.segment != codes.WHOLE}
+    return [
+        p for p in pieces
+        if not p.replayed or (p.lane, p.size) not in cut or (p.segment == codes.WHOLE) == whole
+    ]  # fmt: skip
+
+
+def _segments(blocks: Records, jobs: Records, pieces: list[TracedPiece]) -> list[tuple[TracedPiece, int, int, int]]:
+    """When each piece ran. Replays share launch ids; the requests that ran in the lane tell them apart."""
+    order = np.argsort(blocks["launch"], kind="stable")
+    ids = blocks["launch"][order]
+    runs = {int(lane): _run_spans(jobs[jobs["lane"] == lane]) for lane in np.unique(jobs["lane"])}
+    found = []
+    for piece in pieces:
+        parts = [order[slice(*np.searchsorted(ids, (i, i + 1)))] for i in piece.launches]
+        mine = blocks[np.concatenate(parts)] if parts else blocks[:0]
+        if not len(mine):
+            continue
+        windows = runs.get(piece.lane, []) if piece.replayed else [(int(mine["start_ns"].min()), 1 << 62)]
+        for low, high in windows:
+            inside = mine[(mine["start_ns"] >= low) & (mine["start_ns"] <= high)]
+            if len(inside):
+                found.append((piece, len(inside), int(inside["start_ns"].min()), int(inside["end_ns"].max())))
+    return sorted(found, key=lambda row: row[2])
+
+
+def _run_spans(jobs: Records) -> list[tuple[int, int]]:
+    """When a lane ran which requests. Host and GPU clocks differ by some µs, so spans reach half way to the next."""
+    launched = jobs[jobs["start_ns"] >= 0]
+    spans = sorted({(int(job["start_ns"]), int(job["end_ns"])) for job in launched})
+    middles = [(end + start) // 2 for (_, end), (start, _) in pairwise(spans)]
+    return list(pairwise([-(1 << 62), *middles, 1 << 62])) if spans else []

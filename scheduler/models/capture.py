@@ -3,22 +3,141 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+import os
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib.array_utils import byte_bounds
 
 from paellapy.instrument import cache
-from paellapy.instrument.device.base import Device
-from paellapy.instrument.device.launcher import Capture
+from paellapy.instrument.device.base import Capture, Device, check_grid
+from paellapy.instrument.device.virtual import VirtualArray
 from paellapy.instrument.errors import PaellaError
+from paellapy.instrument.gpu_model.costs import BlockCost
 from paellapy.scheduler.core.errors import CaptureError
-from paellapy.scheduler.models.guarded_array import REMEDY
-from paellapy.scheduler.models.lane_memory import Bump, Lane, aligned
-from paellapy.scheduler.models.program import Cuts, Part
+from paellapy.scheduler.models.memory import Bump, Lane, aligned
+from paellapy.scheduler.models.program import Cuts, Node, Part
 from paellapy.scheduler.models.tensors import Arrays, Capturable
-from paellapy.scheduler.models.users_line import users_line, users_line_of
+
+# The line of the user's code that runs, or from which an error came: neither ours nor a library's.
+
+
+_ROOT = Path(__file__).parents[2]
+_OURS = (
+    f"{_ROOT / 'instrument'}{os.sep}",
+    f"{_ROOT / 'scheduler'}{os.sep}",
+    str(_ROOT / "arrays.py"),  # the other modules of that package are models like any user's
+)
+_LIBRARIES = tuple(
+    f"site-packages{os.sep}{name}{os.sep}" for name in ("numpy", "triton", "cupy", "numba", "cuda", "torch")
+)
+
+
+def users_line() -> str:
+    """The current line of the user's code: the innermost frame that is neither ours nor a library's."""
+    return _users_frame(traceback.extract_stack()) or "an unknown line"
+
+
+def users_line_of(error: BaseException) -> str:
+    """The line of the user's code from which an error came."""
+    return _users_frame(traceback.extract_tb(error.__traceback__)) or "an unknown line"
+
+
+def _users_frame(stack: traceback.StackSummary) -> str:
+    for frame in reversed(stack):
+        if not frame.filename.startswith(_OURS) and not any(name in frame.filename for name in _LIBRARIES):
+            return f"{frame.filename}:{frame.lineno}"
+    return ""
+
+
+# Arrays in a captured function: they allow kernels and views, and refuse to be computed with on the host.
+
+
+REMEDY = (
+    "a captured function only launches kernels: pass constants as weights, and read results from the outputs"
+)
+
+
+class GuardedArray(VirtualArray):
+    """An array in a captured function. It allows kernels and views only, since nothing has been computed yet."""
+
+    def _refuse(self, doing: str) -> Any:
+        raise CaptureError(f"{doing} at {users_line()} while its launches are captured; {REMEDY}")
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        return self._refuse(f"computes numpy.{ufunc.__name__} on the host")
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return self._refuse(f"calls numpy.{function.__name__} on the host")
+
+    def numpy(self) -> Any:
+        return self._refuse("copies an array to the host")
+
+    def set(self, data: Any) -> None:
+        self._refuse("copies an array to the GPU")
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._refuse("writes to an array from the host")
+
+    def __float__(self) -> float:
+        return float(self._refuse("reads a number from the GPU"))
+
+    def __int__(self) -> int:
+        return int(self._refuse("reads a number from the GPU"))
+
+    def __bool__(self) -> bool:
+        return bool(self._refuse("branches on data"))
+
+    def item(self, *args: Any) -> Any:
+        return self._refuse("reads a number from the GPU")
+
+    def tolist(self) -> Any:
+        return self._refuse("copies an array to the host")
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        if not isinstance(found, np.ndarray):
+            return self._refuse("reads a number from the GPU")
+        return self._view_of(found, "picks elements on the host")
+
+    def reshape(self, *shape: Any, **how: Any) -> Any:
+        return self._view_of(super().reshape(*shape, **how), "copies an array on the host")
+
+    def _view_of(self, found: Any, doing: str) -> Any:
+        """The result, if it is a view of the same memory. A copy made now would be stale at the next launch."""
+        low, high = byte_bounds(self.view(np.ndarray))
+        return found if not found.size or low <= found.ctypes.data < high else self._refuse(doing)
+
+
+def _on_the_host(name: str) -> Callable[..., Any]:
+    def method(self: GuardedArray, *_: Any, **__: Any) -> Any:
+        return self._refuse(f"computes {name}() on the host")
+
+    return method
+
+
+# Methods of an array that do not go through the two NumPy protocols above.
+for _name in (
+    "argpartition", "argsort", "astype", "byteswap", "choose", "compress", "copy", "fill", "flatten", "itemset",
+    "nonzero", "partition", "put", "ravel", "repeat", "resize", "searchsorted", "sort", "take", "tobytes", "tofile",
+    "__copy__", "__deepcopy__",
+):  # fmt: skip
+    setattr(GuardedArray, _name, _on_the_host(_name))
+
+
+def without_guard(value: Any) -> Any:
+    """A launch argument with its arrays without the guard."""
+    if isinstance(value, np.ndarray):
+        return value.view(np.ndarray)
+    if isinstance(value, tuple):
+        items = [without_guard(v) for v in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return value
 
 
 class ModelCapture(Capture):
@@ -135,3 +254,113 @@ def call_model(model: Capturable, weights: Arrays, inputs: Arrays, outputs: Arra
             f"model {model.name!r}: fn returned a {type(result).__name__}; write the results into `outputs` and return "
             "None"
         )
+
+
+# Recorded programs of the virtual GPU: launches and copies in a list, with the arrays that they work on.
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """One replayable item on the virtual GPU: a launch of some blocks, or a copy."""
+
+    node: Node
+    launcher: Any = None
+    grid: tuple[int, int, int] = (1, 1, 1)
+    values: tuple[Any, ...] = ()
+    first: int = 0
+    target: Any = None
+    source: Any = None
+    cost: BlockCost | None = None  # the cost of another library's kernel
+    compute: Callable[[], None] | None = None  # a computation on the host that stands in for the kernel
+
+    def run(self) -> Any:
+        """Computes the data; returns a launch's cost per block."""
+        if self.launcher is not None:
+            return self.launcher.evaluate(self.values, self.grid, self.first, self.node.blocks // self.node.cluster)
+        if self.compute is not None:
+            self.compute()
+        elif self.target is not None and not _same_memory(self.target, self.source):
+            np.copyto(self.target, self.source)
+        return None
+
+    def moved(self, move: Callable[[Any], Any]) -> Recorded:
+        """The same item with other arrays, chosen by `move`."""
+        return replace(self, values=move(self.values), target=move(self.target), source=move(self.source))
+
+    def prepare(self) -> Callable[[], Any] | None:
+        """A prepared `run`, with all work done that needs doing only once. It returns no cost and expects
+        floating-point warnings to be off.
+
+        None: the item has nothing to do.
+        """
+        if self.launcher is not None:
+            count = self.node.blocks // self.node.cluster
+            prepared: Callable[[], Any] | None = self.launcher.prepare(self.values, self.grid, self.first, count)
+            return prepared or self.run
+        if self.compute is None and self.target is not None:
+            return None if _same_memory(self.target, self.source) else partial(np.copyto, self.target, self.source)
+        return self.run
+
+    def block_cost(self) -> BlockCost | None:
+        """The cost of a kernel's blocks, measured by running it; None for a copy."""
+        counted = self.run()
+        return self.cost if self.launcher is None else self.launcher.block_cost(counted, self.values)
+
+
+def _same_memory(a: Any, b: Any) -> bool:
+    return bool(a.__array_interface__["data"][0] == b.__array_interface__["data"][0])
+
+
+class Recording(LaneCapture):
+    """The virtual GPU's capture, which records launches in a list."""
+
+    def __init__(self, lane: Lane, cuts: Cuts) -> None:
+        super().__init__(lane, cuts)
+        self.items: list[Recorded] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        return super().empty(shape, dtype).view(GuardedArray)
+
+    def compute(self, kernels: Sequence[tuple[Node, BlockCost]], function: Callable[[], None]) -> None:
+        """Records kernels of another library: the host computes their data where the first of them starts."""
+        for k, (node, cost) in enumerate(kernels):
+            grid = (node.blocks, 1, 1)
+            self.items.append(Recorded(node, grid=grid, cost=cost, compute=function if k == 0 else None))
+        self.launches += len(kernels)
+
+    def copy(self, kind: Any, target: Any, source: Any) -> None:
+        self.items.append(Recorded(Node(kind, nbytes=source.nbytes), target=target, source=source))
+
+    def launch(
+        self,
+        launcher: Any,
+        grid: tuple[int, ...],
+        values: Sequence[Any],
+        block: tuple[int, ...],
+        shared_bytes: int,
+        part: Part | None,
+    ) -> None:
+        gx, gy, gz = (*grid, 1, 1)[:3]
+        check_grid(launcher.compiled.name, (gx, gy, gz))
+        total = gx * gy * gz
+        if total == 0:
+            return
+        compiled, cluster = launcher.compiled, launcher.compiled.source.cluster
+        number, parts = self.next_parts(part)
+        plain = tuple(without_guard(v) for v in values)
+        for each in parts:
+            first, count = each or (0, total)
+            node = Node(
+                "kernel",
+                compiled.name,
+                count * cluster,
+                launcher.threads,
+                compiled.registers,
+                compiled.shared_bytes,
+                launch=number,
+                part=each,
+                cluster=cluster,
+                divisible=cluster == 1 and not compiled.source.cooperative,
+                digest=code_digest(compiled),
+            )
+            self.items.append(Recorded(node, launcher, (gx, gy, gz), plain, first))

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from paellapy.instrument import cache
-from paellapy.instrument.device.occupancy import footprint
-from paellapy.instrument.device.parts import SmLimits
+from paellapy.instrument.gpu_model.occupancy import footprint
+from paellapy.instrument.gpu_model.parts import SmLimits
 from paellapy.instrument.versions import versions
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.models.model import Model

@@ -20,18 +20,162 @@ from numpy.typing import NDArray
 from paellapy.instrument.device.base import Device
 from paellapy.instrument.library_caches import protect_inductor
 from paellapy.scheduler.core.errors import CaptureError, ModelError
-from paellapy.scheduler.models import torch_libraries
+from paellapy.scheduler.models import torch_capture
 from paellapy.scheduler.models.capture import Counting
-from paellapy.scheduler.models.gpu_waits import refusing_to_wait
+from paellapy.scheduler.models.sync_guard import refusing_to_wait
 from paellapy.scheduler.models.tensors import Arrays, TensorSpec
-from paellapy.scheduler.models.torch_ops import record_or_run
-from paellapy.scheduler.models.torch_ranges import Range, find_ranges
-from paellapy.scheduler.models.torch_signature import Signature, named_inputs, named_results
-from paellapy.scheduler.models.torch_state import Kept, state_behind
-from paellapy.scheduler.models.torch_tensors import as_bytes, as_tensor, needs_torch, numpy_dtype, storages, torch_dtype
-from paellapy.scheduler.models.torch_touched import Touched, find_touched
-from paellapy.scheduler.models.torch_weights import load_file
-from paellapy.scheduler.models.weight_files import check_mapped
+from paellapy.scheduler.models.torch_cpu import record_or_run
+from paellapy.scheduler.models.torch_state import Kept, Touched, find_touched, state_behind, watching
+from paellapy.scheduler.models.torch_tensors import (
+    as_bytes,
+    as_tensor,
+    load_file,
+    needs_torch,
+    numpy_dtype,
+    storages,
+    torch_dtype,
+)
+from paellapy.scheduler.models.weights import check_mapped
+
+# Inputs and outputs of a PyTorch module by name: from its example inputs, and from the tensors that it returns.
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """Inputs and outputs by name, and how the module takes them."""
+
+    inputs: dict[str, TensorSpec]
+    outputs: dict[str, TensorSpec]
+    keywords: bool  # whether inputs are passed by name
+
+    def call(self, call: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+        return call(**given) if self.keywords else call(*given.values())
+
+    def name_results(self, results: Any) -> dict[str, Any]:
+        return dict(zip(self.outputs, named_results(results).values(), strict=True))
+
+
+def named_results(results: Any) -> dict[str, Any]:
+    """The tensors that a module returned, by name."""
+    torch = needs_torch()
+    if isinstance(results, torch.Tensor):
+        return {"output": results}
+    if isinstance(results, Mapping):
+        found = dict(results)
+    elif isinstance(results, tuple) and hasattr(results, "_fields"):
+        found = dict(zip(results._fields, results, strict=True))
+    elif isinstance(results, tuple | list):
+        found = {f"output{k}": each for k, each in enumerate(results)}
+    else:
+        raise ModelError(
+            f"it returns a {type(results).__name__}; a model must return a tensor, a tuple of tensors, or a dict of "
+            "them"
+        )
+    found = {key: each for key, each in found.items() if each is not None}
+    for key, each in found.items():
+        if not isinstance(each, torch.Tensor):
+            raise ModelError(f"its result {key!r} is a {type(each).__name__}; a model must return tensors only")
+    return found
+
+
+def named_inputs(
+    torch: Any, title: str, example: Any, names: Sequence[str] | None
+) -> tuple[dict[str, Any], bool]:
+    if isinstance(example, Mapping):
+        given, keywords = dict(example), True
+    else:
+        values = list(example) if isinstance(example, tuple | list) else [example]
+        default = ["input"] if len(values) == 1 else [f"input{k}" for k in range(len(values))]
+        if names is not None and len(names) != len(values):
+            raise ModelError(
+                f"model {title!r}: {len(names)} input_names were given for {len(values)} inputs; give one name per "
+                "input"
+            )
+        given, keywords = dict(zip(names or default, values, strict=True)), False
+    if not given:
+        raise ModelError(f"model {title!r} has no example inputs: give example_inputs, the tensors of one request")
+    for key, value in given.items():
+        if not isinstance(value, torch.Tensor):
+            raise ModelError(f"model {title!r}, example input {key!r} is a {type(value).__name__}: it must be a tensor")
+        if value.dim() == 0 or value.shape[0] < 1:
+            raise ModelError(
+                f"model {title!r}, example input {key!r} has shape {tuple(value.shape)}; its first extent must be the "
+                "batch, at least 1"
+            )
+    return given, keywords
+
+
+# Ranges of a PyTorch module's inputs: an input that is an index into a table must lie within the table.
+#
+# A GPU does not check indices: beyond the table it reads other memory, or fails for all requests. The example run shows
+# which inputs (unchanged, reshaped or converted) are indices for `embedding`, `gather` and similar operations. The
+# range of such an input is the size of the table.
+
+
+Range = tuple[int, int]
+
+# Operations with the argument positions of their table, of their indices, and of the table's dimension (None: dimension
+# 0).
+_LOOKUPS: dict[str, tuple[int, int, int | None]] = {
+    "aten::embedding": (0, 1, None),
+    "aten::_embedding_bag": (0, 1, None),
+    "aten::_embedding_bag_forward_only": (0, 1, None),
+    "aten::index_select": (0, 2, 1),
+    "aten::gather": (0, 2, 1),
+    **{
+        f"aten::{name}{in_place}": (0, 2, 1)
+        for name in ("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy")
+        for in_place in ("", "_")
+    },
+}
+# Operations that do not change values.
+_SAME = {
+    "aten::_to_copy", "aten::alias", "aten::clone", "aten::contiguous", "aten::detach", "aten::expand", "aten::flatten",
+    "aten::lift_fresh", "aten::permute", "aten::repeat", "aten::reshape", "aten::select", "aten::slice", "aten::split",
+    "aten::squeeze", "aten::t", "aten::transpose", "aten::unbind", "aten::unsqueeze", "aten::view",
+    "aten::_unsafe_view",
+}  # fmt: skip
+
+
+def find_ranges(torch: Any, given: Mapping[str, Any], run: Callable[[], Any]) -> tuple[Any, dict[str, Range]]:
+    """The result of the run, and the ranges of its inputs as far as the run shows them."""
+    whose = {id(t): name for name, t in given.items() if not t.is_floating_point() and t.dtype is not torch.bool}
+    kept: list[Any] = []  # keeps tensors alive, so that their ids stay unique
+    found: dict[str, Range] = {}
+
+    def see(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
+        name = func._schema.name
+        if name in _SAME and args and (source := whose.get(id(args[0]))) is not None:
+            for each in out if isinstance(out, tuple | list) else (out,):
+                if not each.is_floating_point():
+                    whose[id(each)] = source
+                    kept.append(each)
+        for indices, least, most in _looked_up(name, args):
+            if (source := whose.get(id(indices))) is not None:
+                low, high = found.get(source, (least, most))
+                found[source] = max(low, least), min(high, most)
+        return out
+
+    if not whose:
+        return run(), {}
+    with watching(see):
+        results = run()
+    return results, found
+
+
+def _looked_up(name: str, args: Any) -> list[tuple[Any, int, int]]:
+    """The indices of an operation, each with the smallest and the largest valid index of its table."""
+    if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index"):
+        table, indices = args[0], args[1]
+        return [(each, -table.shape[k], table.shape[k] - 1) for k, each in enumerate(indices) if each is not None]
+    if name not in _LOOKUPS:
+        return []
+    table_at, index_at, along_at = _LOOKUPS[name]
+    table = args[table_at]
+    size = int(table.shape[0 if along_at is None else args[along_at]])
+    return [(args[index_at], 0, size - 1)]
+
 
 T = TypeVar("T")
 
@@ -261,7 +405,7 @@ def torch_module(
     title = str(name or kind)
     given, keywords = named_inputs(torch, title, example_inputs, input_names)
     options = (options or TorchOptions()).checked(torch, title)
-    torch_libraries.want(torch, call, options.dtype)
+    torch_capture.want(torch, call, options.dtype)
     mapped: list[NDArray[Any]] = []
     if isinstance(call, torch.nn.Module):
         module = call = own_module(torch, title, call)

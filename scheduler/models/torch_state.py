@@ -5,12 +5,19 @@ Captured graphs hold addresses, so tensors are overwritten and never replaced.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
 from typing import Any
 
+from paellapy.instrument.live_instances import live_instances
 from paellapy.scheduler.core.errors import ModelError
 
 GROUPS = "number of parameter groups"
@@ -203,3 +210,211 @@ def _has_state(torch: Any, value: Any, depth: int = 2) -> bool:
     values = value.values() if isinstance(value, Mapping) else value
     inner = isinstance(value, Mapping | list | tuple) and depth > 0
     return inner and any(_has_state(torch, each, depth - 1) for each in values)
+
+
+# Sees every operation that PyTorch's dispatcher makes in a run, also those of the backward pass.
+
+# Makes an operation of PyTorch, given its arguments by place and by name, and returns its result.
+See = Callable[[Any, Any, dict[str, Any]], Any]
+
+
+@contextlib.contextmanager
+def watching(see: See) -> Iterator[None]:
+    """A context in which `see` makes every operation of this thread, and of the backward passes that it starts.
+    Compiled code runs as it was written: its kernels could not be seen.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):  # type: ignore[misc]
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            """Avoids the import of PyTorch's compiler (2.5 s), which would only exclude this mode from it."""
+            return "torch._dynamo" in sys.modules
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return see(func, args, kwargs or {})
+
+    with _as_written(), Watch():
+        yield
+
+
+def _as_written() -> AbstractContextManager[Any]:
+    """A context in which functions that `torch.compile` has made run as they were written. With `fullgraph=True` they
+    would otherwise raise an error under a watch.
+    """
+    compiler = sys.modules.get("torch.compiler")
+    stance = getattr(compiler, "set_stance", None) if "torch._dynamo" in sys.modules else None
+    made: AbstractContextManager[Any] = contextlib.nullcontext() if stance is None else stance("force_eager")
+    return made
+
+
+# What a run of PyTorch code does with tensors that exist before it, wherever the code finds them.
+#
+# A function may reach a module or an optimizer through other functions and objects. The operations of a run show every
+# tensor that it writes to, with the contents before; and the order in which it uses its weights.
+
+# Operations whose schema does not say that they write to these arguments.
+_UNSAID = {"batch_norm": ("running_mean", "running_var")}
+_FRESH = "aten::lift_fresh"  # its argument was made just before, by torch.tensor(…), which is no operation
+
+
+@dataclass(slots=True)
+class Touched:
+    """Memory of tensors that a run did not make: addresses in the order of their first use, and the memory that it
+    changes, as tensors of bytes.
+    """
+
+    used: list[int]
+    changed: list[Any]
+
+
+def find_touched(
+    torch: Any, given: Iterable[Any], run: Callable[[], Any], writing: Callable[[], None] | None = None
+) -> tuple[Any, Touched]:
+    """The result of a run, and the memory of others that it touched; changes are put back. `given` has the inputs of
+    the run, which do not count. `writing` is called before every operation that writes to a tensor.
+    """
+    made = {_address(t) for t in given}  # in the run, or for it
+    others: dict[int, None] = {}  # addresses in order
+    before: dict[int, tuple[Any, Any]] = {}  # by address: memory, and its contents
+
+    def see(func: Any, args: Any, named: dict[str, Any]) -> Any:
+        if func._schema.name == _FRESH:
+            made.update(map(_address, _tensors(torch, args)))
+        others.update(dict.fromkeys(at for at in map(_address, _tensors(torch, (args, named))) if at not in made))
+        written = list(_written(torch, func._schema, args, named))
+        if written and writing is not None:
+            writing()
+        for t in written:
+            at = _address(t)
+            if at in others and at not in before:
+                memory = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+                before[at] = memory, memory.clone()
+        out = func(*args, **named)
+        made.update({_address(t) for t in _tensors(torch, out)} - others.keys())
+        return out
+
+    try:
+        with watching(see):
+            results = run()
+    finally:
+        with torch.no_grad():
+            for memory, contents in before.values():
+                memory.copy_(contents)
+    return results, Touched(list(others), [memory for memory, _ in before.values()])
+
+
+def _address(tensor: Any) -> int:
+    """Where the tensor's memory begins; 0: it has none, as those that stand for other tensors."""
+    try:
+        return int(tensor.untyped_storage().data_ptr())
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+def _tensors(torch: Any, value: Any) -> Iterator[Any]:
+    """Tensors with memory among the arguments or results of an operation."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is torch.strided and _address(value):
+            yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _tensors(torch, each)
+    elif isinstance(value, dict):
+        yield from _tensors(torch, tuple(value.values()))
+
+
+def _written(torch: Any, schema: Any, args: Any, named: dict[str, Any]) -> Iterator[Any]:
+    """The tensors among an operation's arguments that it writes to."""
+    unsaid = next((names for part, names in _UNSAID.items() if part in schema.name), ())
+    for k, each in enumerate(schema.arguments):
+        if (each.alias_info is not None and each.alias_info.is_write) or each.name in unsaid:
+            yield from _tensors(torch, args[k] if k < len(args) else named.get(each.name))
+
+
+# What a step changes that its `state` does not have, wherever its code finds it: seen in one run of the step.
+#
+# Tensors are found by the operations that write to them, and are put back after loading like those of `state`. An
+# optimizer is refused by name, since its settings must be known; so are counters and schedules in Python, which would
+# stand still in a captured step. Kernels that are launched without PyTorch's dispatcher are not seen.
+
+
+_DEEPEST = 4  # functions that call each other, as far as an optimizer's name is looked for
+
+
+def find_unlisted(
+    torch: Any, name: str, step: Callable[..., Any], run: Callable[[], Any], state: list[Any], given: list[Any]
+) -> list[Any]:
+    """Memory that `run`, a run of the step, changes and that `state` does not have. The run leaves nothing changed.
+    `given` has the data of the run. Raises ModelError for an optimizer that `state` lacks, and for counters in Python.
+    """
+    listed = {id(each): each for each in optimizers_of(torch, state)}
+    found: dict[int, Any] = {}  # optimizers that write and that state lacks
+    # Nothing leads from an optimizer to its schedules.
+    schedules = [(each, _count(each)) for each in live_instances(torch.optim.lr_scheduler.LRScheduler)]
+    numbers = _numbers(torch, state)
+    kept = Kept(torch, state)
+    try:
+        _, touched = find_touched(torch, [*kept.tensors, *given], run, partial(_note_optimizer, torch, listed, found))
+    finally:
+        kept.put_back()
+    for optimizer in found.values():
+        label = _label(step, optimizer)
+        raise ModelError(
+            f"job {name!r}: its step uses the optimizer {label or type(optimizer).__name__}, which state=[…] does not "
+            f"have: give everything that the step changes, for example state=[net, {label or 'optimizer'}]"
+        )
+    for schedule, count in schedules:
+        if id(getattr(schedule, "optimizer", None)) in listed and _count(schedule) != count:
+            raise stands_still(name, _label(step, schedule) or type(schedule).__name__)
+    for what, now in _numbers(torch, state).items():
+        if now != numbers.get(what, now):
+            raise ModelError(
+                f"job {name!r}: its step counts {what} in Python ({numbers[what]}, then {now}), and a captured step "
+                "runs no Python code: keep the number in a tensor on the device of the parameters"
+            )
+    return touched.changed
+
+
+def _note_optimizer(torch: Any, listed: dict[int, Any], found: dict[int, Any]) -> None:
+    """Adds the optimizer whose code is running, unless it is listed or works for one that is."""
+    optimizers = []
+    at: Any = sys._getframe(1)
+    while at is not None:
+        if "self" in at.f_code.co_varnames:
+            own = at.f_locals.get("self")
+            if isinstance(own, torch.optim.Optimizer):
+                optimizers.append(own)
+        at = at.f_back
+    if optimizers and not any(id(each) in listed for each in optimizers):
+        found[id(optimizers[-1])] = optimizers[-1]
+
+
+def _count(schedule: Any) -> tuple[Any, Any]:
+    return getattr(schedule, "last_epoch", None), getattr(schedule, "_step_count", None)
+
+
+def _numbers(torch: Any, state: list[Any]) -> dict[str, Any]:
+    """Numbers that optimizers keep for each parameter, such as a count of steps, and that are not tensors."""
+    found: dict[str, Any] = {}
+    for k, optimizer in enumerate(optimizers_of(torch, state)):
+        for p, held in enumerate(optimizer.state.values()):
+            numbers = held.items() if isinstance(held, dict) else ()
+            found |= {f"{key!r} of optimizer {k}, parameter {p}," if p or k else f"{key!r} of its optimizer": value
+                      for key, value in numbers if isinstance(value, int | float)}  # fmt: skip
+    return found
+
+
+def _label(step: Callable[..., Any], wanted: Any, depth: int = _DEEPEST) -> str | None:
+    """The name under which the step, or a function that it calls, finds an object."""
+    names = named_in(step)
+    for label, value in names.items():
+        if value is wanted:
+            return label
+        inside = {} if isinstance(value, ModuleType | type) else getattr(value, "__dict__", {})
+        for attribute, each in list(inside.items()):
+            if each is wanted:
+                return f"{label}.{attribute}"
+    called = [value for value in names.values() if inspect.isroutine(value) or isinstance(value, partial)]
+    deeper = (_label(each, wanted, depth - 1) for each in called) if depth else iter(())
+    return next((label for label in deeper if label is not None), None)

@@ -15,25 +15,23 @@ from numpy.typing import NDArray
 
 from paellapy.instrument.device.base import Device
 from paellapy.scheduler.core.errors import ModelError
-from paellapy.scheduler.models.capture import Counting, LaneCapture
-from paellapy.scheduler.models.gpu_waits import refusing_to_wait
+from paellapy.scheduler.models.capture import Counting, LaneCapture, Recording
 from paellapy.scheduler.models.model import Model
-from paellapy.scheduler.models.recording import Recording
+from paellapy.scheduler.models.sync_guard import refusing_to_wait
 from paellapy.scheduler.models.tensors import Arrays, TensorSpec
-from paellapy.scheduler.models.torch_ops import Operation, count_operations
-from paellapy.scheduler.models.torch_pool import TorchPool
-from paellapy.scheduler.models.torch_random import Draws
+from paellapy.scheduler.models.torch_capture import Draws, TorchPool
+from paellapy.scheduler.models.torch_cpu import Operation, count_operations
 from paellapy.scheduler.models.torch_state import (
     GROUPS,
     Kept,
     check_capturable,
     check_complete,
+    find_unlisted,
     generators_of,
     settings_of,
     tensors_of,
 )
 from paellapy.scheduler.models.torch_tensors import as_array, as_tensor, needs_torch, numpy_dtype
-from paellapy.scheduler.models.torch_unlisted import find_unlisted
 
 LANES = 2  # while one runs, the data of the next step are written to the other
 _NUMBER_BYTES = 8  # memory up to this size is a single number, such as a count of steps, and may be on the host

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from paellapy.scheduler.core.barred import attach_barred
 from paellapy.scheduler.core.job import PER_MODEL
-from paellapy.scheduler.core.params import want_params
+from paellapy.scheduler.core.profiles import want_params
 from paellapy.scheduler.core.state import State
+from paellapy.scheduler.core.throttle import attach_barred
 from paellapy.scheduler.policies.policy import Policy
 from paellapy.scheduler.policies.roles import ROLES, PolicyError
 

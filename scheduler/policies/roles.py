@@ -15,7 +15,7 @@ from numba.extending import overload
 
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.job import DONE, GPU, JOB, NO_NAMES, OWN_NAMES, OWN_PER_MODEL, OWNER, PARAMS, PER_MODEL
-from paellapy.scheduler.core.params import is_finite_number
+from paellapy.scheduler.core.profiles import is_finite_number
 
 Rank = Callable[..., float]
 Admit = Callable[..., float]

@@ -16,22 +16,321 @@ from typing import Any, Literal, get_args
 
 import numba
 import numpy as np
+from numpy.typing import NDArray
 
 from paellapy.instrument.errors import ArgumentError
-from paellapy.instrument.jit import address_of
+from paellapy.instrument.gpu_model.heaps import Floats, Ints, new_tree, tree_first, tree_rebuild, tree_set
+from paellapy.instrument.jit import address_of, compiled, part
+from paellapy.instrument.table_set import TableSet, table, table_set
 from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core.atomics import call_advance, usable_cpus
 from paellapy.scheduler.core.codes import NEVER, NONE, OK
-from paellapy.scheduler.core.cpus import usable_cpus
 from paellapy.scheduler.core.profiles import ModelProfile
 from paellapy.scheduler.core.tables import Table
-from paellapy.scheduler.sim import fluid_state as fluid
-from paellapy.scheduler.sim.cluster_results import ClusterResults
-from paellapy.scheduler.sim.fleet_routing import advance_some, route
-from paellapy.scheduler.sim.fleet_state import ASKED, new_fleet, set_hosts
-from paellapy.scheduler.sim.fluid import advance
-from paellapy.scheduler.sim.options import SimulationOptions, check_names, simulated_part
-from paellapy.scheduler.sim.simulate import fluid_of, new_core, prepare
+from paellapy.scheduler.sim import tables as fluid
+from paellapy.scheduler.sim.segment_model import MORE_RECORDS, advance
+from paellapy.scheduler.sim.simulate import SimulationOptions, check_names, fluid_of, new_core, prepare, simulated_part
+from paellapy.scheduler.sim.tables import ARRIVAL, FACTOR, GAIN, LIVE
 from paellapy.scheduler.sim.workload import Workload, WorkloadError
+
+# The results of a simulated cluster.
+
+
+PARTS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterResults:
+    """The results of one run. `requests` has one row per request (fleet_state.ASKED), in order of arrival."""
+
+    models: tuple[ModelProfile, ...]
+    router: str
+    gpus: int
+    seconds: float
+    requests: Table
+    events: int
+
+    @property
+    def done(self) -> NDArray[np.bool_]:
+        found: NDArray[np.bool_] = self.requests["finish_ns"] != NEVER
+        return found
+
+    @property
+    def lost(self) -> int:
+        """The number of requests without an answer."""
+        return int((~self.done).sum())
+
+    @property
+    def again(self) -> int:
+        """The number of requests that were sent more than once."""
+        return int((self.requests["sent"] > 1).sum())
+
+    def latency_ms(self, model: str | None = None) -> NDArray[np.float64]:
+        """Latencies of the answered requests, of one model or of all."""
+        rows = self._rows(model)
+        return np.asarray((rows["finish_ns"] - rows["first_ns"]) * 1e-6)
+
+    def _rows(self, model: str | None) -> Table:
+        rows = self.requests[self.done]
+        if model is None:
+            return rows
+        return np.asarray(rows[rows["model"] == [each.name for each in self.models].index(model)])
+
+    def slowdown(self) -> NDArray[np.float64]:
+        """Latency ÷ the time alone on a GPU with the profiled speed."""
+        rows = self._rows(None)
+        alone = np.array([each.alone_ns() for each in self.models])
+        return np.asarray((rows["finish_ns"] - rows["first_ns"]) / alone[rows["model"]])
+
+    def attainment(self, model: str | None = None) -> float:
+        """The fraction of all requests answered within their model's target, or answered at all for models without one.
+        """
+        met = self._met()
+        if model is not None:
+            met = met[self.requests["model"] == [each.name for each in self.models].index(model)]
+        return float(met.mean()) if len(met) else 1.0
+
+    def attainment_error(self) -> float:
+        """The standard error of the attainment, from `PARTS` consecutive parts of the run."""
+        parts = [each.mean() for each in np.array_split(self._met(), PARTS) if len(each)]
+        return float(np.std(parts, ddof=1) / np.sqrt(len(parts))) if len(parts) > 1 else 0.0
+
+    def _met(self) -> NDArray[np.bool_]:
+        rows, target = self.requests, np.array([float(each.target_ns) for each in self.models])
+        found: NDArray[np.bool_] = self.done & (rows["finish_ns"] - rows["first_ns"] <= target[rows["model"]])
+        return found
+
+    def summary(self) -> dict[str, float]:
+        ms = self.latency_ms()
+        p50, p99 = np.percentile(ms, (50, 99)) if len(ms) else (float("nan"),) * 2
+        slow = float(np.percentile(self.slowdown(), 99)) if len(ms) else float("nan")
+        return {
+            "requests": len(self.requests), "p50_ms": float(p50), "p99_ms": float(p99), "slowdown_p99": slow,
+            "attainment": self.attainment(), "lost": self.lost, "sent_again": self.again,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        found = self.summary()
+        return (
+            f"{self.router} on {self.gpus} GPUs: {found['requests']:,} requests in {self.seconds:g} s, p50 "
+            f"{found['p50_ms']:.2f} ms, p99 {found['p99_ms']:.2f} ms, p99 slowdown {found['slowdown_p99']:.1f}, within "
+            f"target {found['attainment']:.1%}, lost {found['lost']}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"router": self.router, "gpus": self.gpus, "seconds": self.seconds, **self.summary()}
+
+
+# Many simulated GPUs and their routers, as tables for compiled code.
+
+
+PREDICTED, LEAST_LOADED, TWO_CHOICES, ROUND_ROBIN = range(4)
+INBOX = 512  # most requests sent to a GPU in one period
+
+FLEET = np.dtype(  # [1]
+    [
+        ("routing", "i8"),
+        ("routers", "i8"),
+        ("random", "u8"),  # state of the random generator
+        ("unplaced", "i8"),  # requests that no GPU could take
+    ],
+    align=True,
+)
+
+ASKED = np.dtype(  # a request as the cluster sees it
+    [
+        ("first_ns", "i8"),  # when its client sent it
+        ("time_ns", "i8"),  # when it was sent to its GPU
+        ("model", "i4"),
+        ("gpu", "i4"),
+        ("record", "i4"),  # its number among the GPU's requests
+        ("sent", "i4"),  # how often it was sent, including requests that it replaces
+        ("finish_ns", "i8"),  # NEVER: not finished, or its GPU failed
+    ],
+    align=True,
+)
+
+
+@table_set
+class Fleet(TableSet):
+    """The routers' knowledge of every GPU, and the requests in transit."""
+
+    fleet: Table = table(FLEET, 1)
+    fluid_at: NDArray[np.uint64] = table(np.uint64, "gpus")  # addresses of the simulated GPUs' tables
+    state_at: NDArray[np.uint64] = table(np.uint64, "gpus")
+    up: Ints = table(np.int64, "gpus")
+    row: Ints = table(np.int64, "gpus", "models")  # row of a model in its GPU's tables; NONE: the GPU does not have it
+    report: Floats = table(np.float64, "gpus", "reported")  # the latest published Fluid.report
+    step_ns: Floats = table(np.float64, "gpus", "models")  # time that one more request adds to the queue
+    added_ns: Floats = table(np.float64, "routers", "gpus")  # work sent since the last report
+    sent: Ints = table(np.int64, "routers", "gpus")  # requests sent since the last report
+    tree: Floats = table(np.float64, "routers", "models", "nodes")  # the smallest keys of all GPUs, by model
+    turn: Ints = table(np.int64, "models")
+    host: Ints = table(np.int64, "models", "gpus")  # GPUs that have the model; only the first `hosts` entries count
+    hosts: Ints = table(np.int64, "models")
+    inbox: Table = table(ARRIVAL, "gpus", INBOX)
+    arrived: Ints = table(np.int64, "gpus")  # number of requests in the inbox
+    records: Ints = table(np.int64, "gpus")  # requests sent there so far
+
+
+def new_fleet(rows: NDArray[np.int64], steps_ns: Floats, routing: int, routers: int, seed: int) -> Fleet:
+    """`rows[gpu, model]` says where each model is. All GPUs are up and idle, and have no addresses yet."""
+    gpus, models = rows.shape
+    nodes = len(new_tree(gpus))
+    fleet = np.zeros(1, FLEET)
+    fleet["routing"], fleet["routers"] = routing, routers
+    fleet["random"] = np.uint64(seed * 2 + 0x9E3779B97F4A7C15 & (1 << 64) - 1)
+    inbox = np.zeros((gpus, INBOX), ARRIVAL)
+    inbox["time_ns"] = NEVER
+    found = Fleet(
+        fleet=fleet,
+        fluid_at=np.zeros(gpus, np.uint64),
+        state_at=np.zeros(gpus, np.uint64),
+        up=np.ones(gpus, np.int64),
+        row=np.ascontiguousarray(rows),
+        report=np.zeros((gpus, models - GAIN)),
+        step_ns=np.ascontiguousarray(steps_ns),
+        added_ns=np.zeros((routers, gpus)),
+        sent=np.zeros((routers, gpus), np.int64),
+        tree=np.full((routers, models, nodes), np.inf),
+        turn=np.zeros(models, np.int64),
+        host=np.zeros((models, gpus), np.int64),
+        hosts=np.zeros(models, np.int64),
+        inbox=inbox,
+        arrived=np.zeros(gpus, np.int64),
+        records=np.zeros(gpus, np.int64),
+    )
+    set_hosts(found, range(gpus))
+    return found
+
+
+def set_hosts(f: Fleet, up: Sequence[int] | range) -> None:
+    """Sets the GPUs that take requests from now on."""
+    f.up[:] = 0
+    f.up[list(up)] = 1
+    for m in range(f.row.shape[1]):
+        there = np.flatnonzero((f.row[:, m] != NONE) & (f.up == 1))
+        f.host[m, : len(there)] = there
+        f.hosts[m] = len(there)
+
+
+# Routers of a simulated cluster: they assign each request of a period to a GPU, by the reports of that period.
+#
+# `predicted` keeps, for every router and model, a tree of the GPUs' estimates, so that a choice takes log(GPUs) steps.
+# A router knows the requests that it has sent since the last report, and assumes that the other routers have sent as
+# many.
+
+
+@part
+def draw(f: Fleet, n: int) -> int:
+    """A random number below n (xorshift)."""
+    x = f.fleet[0].random
+    x ^= x << np.uint64(13)
+    x ^= x >> np.uint64(7)
+    x ^= x << np.uint64(17)
+    f.fleet[0].random = x
+    return int(np.int64((x >> np.uint64(11)) % np.uint64(n)))
+
+
+@part
+def estimate(f: Fleet, router: int, gpu: int, model: int) -> float:
+    """When a request sent now would be done, in ns from now."""
+    if f.up[gpu] == 0 or f.row[gpu, model] == NONE or f.arrived[gpu] >= INBOX:
+        return np.inf
+    added = f.added_ns[router, gpu] * f.fleet[0].routers
+    factor = f.report[gpu, f.report.shape[1] + FACTOR]
+    return float((f.report[gpu, f.row[gpu, model]] + added) * factor)
+
+
+@part
+def load_of(f: Fleet, router: int, gpu: int) -> float:
+    """The number of requests at a GPU, as far as the router knows."""
+    if f.arrived[gpu] >= INBOX:
+        return np.inf
+    return float(f.report[gpu, f.report.shape[1] + LIVE] + f.sent[router, gpu] * f.fleet[0].routers)
+
+
+@part
+def choose(f: Fleet, router: int, model: int) -> int:
+    """The chosen GPU, or NONE."""
+    hosts = f.hosts[model]
+    if hosts == 0:
+        return NONE
+    routing = f.fleet[0].routing
+    if routing == ROUND_ROBIN:
+        f.turn[model] += 1
+        return int(f.host[model, f.turn[model] % hosts])
+    if routing == TWO_CHOICES:
+        one, other = f.host[model, draw(f, hosts)], f.host[model, draw(f, hosts)]
+        return int(one if load_of(f, router, one) <= load_of(f, router, other) else other)
+    keys = f.tree[router, model]
+    gpu = tree_first(keys)
+    return int(NONE if keys[1] == np.inf else gpu)
+
+
+@part
+def key_of(f: Fleet, router: int, gpu: int, model: int) -> float:
+    """The key that the router minimizes; infinite for a GPU without the model."""
+    if f.fleet[0].routing == PREDICTED:
+        return estimate(f, router, gpu, model)
+    return load_of(f, router, gpu) if f.up[gpu] == 1 and f.row[gpu, model] != NONE else np.inf
+
+
+@part
+def send(f: Fleet, asked: Table, i: int, router: int, gpu: int) -> None:
+    a = asked[i]
+    m = a.model
+    row = f.row[gpu, m]
+    entry = f.inbox[gpu, f.arrived[gpu]]
+    entry.time_ns, entry.deadline_ns, entry.model, entry.priority, entry.client = a.time_ns, NEVER, row, 0, 0
+    entry.predicted_ns = f.report[gpu, row] + f.added_ns[router, gpu] * f.fleet[0].routers
+    f.arrived[gpu] += 1
+    a.gpu, a.record = gpu, f.records[gpu]
+    a.sent += 1
+    f.records[gpu] += 1
+    f.added_ns[router, gpu] += f.step_ns[gpu, m] / f.report[gpu, f.report.shape[1] + GAIN]
+    f.sent[router, gpu] += 1
+    if f.fleet[0].routing < TWO_CHOICES:
+        for other in range(f.row.shape[1]):
+            if f.row[gpu, other] != NONE:
+                tree_set(f.tree[router, other], gpu, key_of(f, router, gpu, other))
+
+
+@compiled
+def route(f: Fleet, asked: Table, first: int, last: int) -> None:
+    """Routes the requests of a period in order of time. All reports must be new."""
+    gpus, models = f.row.shape
+    f.added_ns[:] = 0.0
+    f.sent[:] = 0
+    f.arrived[:] = 0
+    if f.fleet[0].routing < TWO_CHOICES:
+        for router in range(f.fleet[0].routers):
+            for m in range(models):
+                keys = f.tree[router, m]
+                for gpu in range(gpus):
+                    keys[keys.shape[0] // 2 + gpu] = key_of(f, router, gpu, m)
+                tree_rebuild(keys)
+    for i in range(first, last):
+        router = 0 if f.fleet[0].routers == 1 else draw(f, f.fleet[0].routers)
+        gpu = choose(f, router, asked[i].model)
+        if gpu == NONE or f.arrived[gpu] >= INBOX:
+            f.fleet[0].unplaced += 1
+            asked[i].gpu = NONE
+            continue
+        send(f, asked, i, router, gpu)
+
+
+@compiled
+def advance_some(f: Fleet, function: int, first: int, last: int, end: float) -> int:
+    """Advances GPUs first … last - 1 to `end`; returns the GPU that needs room for records, or NONE if all are done."""
+    for gpu in range(first, last):
+        if f.up[gpu] == 1:
+            if call_advance(np.uint64(function), f.fluid_at[gpu], f.state_at[gpu], end) == MORE_RECORDS:
+                return gpu
+            for k in range(f.arrived[gpu]):  # requests left in the inbox are lost
+                f.inbox[gpu, k].time_ns = NEVER
+    return int(NONE)
+
 
 Routing = Literal["predicted", "least_loaded", "two_choices", "round_robin"]
 ROUTINGS: tuple[Routing, ...] = get_args(Routing)
@@ -106,7 +405,7 @@ def simulate_cluster(
     GPUs have all models); `speeds`, relative to the profiles and assigned to the GPUs in turn; `failures` and
     `stragglers`; `policy`, `device`, `seed`; `threads`, the host's for the simulation.
 
-    >>> from paellapy.scheduler.sim.mix import MIX, mix_profiles
+    >>> from paellapy.scheduler.sim.recorded_profiles import MIX, mix_profiles
     >>> from paellapy.scheduler.sim.workload import Poisson
     >>> found = simulate_cluster(mix_profiles(), Poisson(4000, MIX, duration=0.05), gpus=2, router="predicted")
     >>> found.lost

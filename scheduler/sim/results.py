@@ -5,17 +5,20 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.errors import ArgumentError
-from paellapy.instrument.traces.above import Above
+from paellapy.instrument.traces.late_methods import Above
 from paellapy.scheduler.core.codes import NEVER, OK, QUEUE_FULL, STATUS
 from paellapy.scheduler.core.profiles import ModelProfile
 from paellapy.scheduler.core.tables import Table
 from paellapy.scheduler.engine.trace import EngineTrace
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +156,6 @@ class Results:
 
     def table(self) -> Any:
         """A rich table: one line per model, and one for all."""
-        from paellapy.scheduler.sim.number_table import number_table
 
         title = f"{self.policy} on {self.device}, {self.seconds:.2f} s"
         refusals = ["refused"] if self.admission or self.all.refused else []
@@ -223,7 +225,6 @@ class Comparison:
         return found
 
     def table(self) -> Any:
-        from paellapy.scheduler.sim.number_table import number_table
 
         columns = ["policy", "who", "/s", "÷ first", "p50\nms", "p99\nms", "÷ first", "of the\nGPU"]
         rows = [
@@ -258,3 +259,23 @@ def _text(table: Any) -> str:
 
 def _cell(value: float, form: str) -> str:
     return "–" if np.isnan(value) else format(value, form)
+
+
+# Tables of numbers on a terminal: numbers are never cut, and long names are wrapped.
+
+
+def number_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], total: bool = False) -> RichTable:
+    """The first column has names, the others numbers. `total`: the last row is set apart."""
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    table = RichTable(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column(columns[0], overflow="fold", min_width=8)
+    for k, name in enumerate(columns[1:], 1):
+        widest = max(len(text) for text in (*name.split("\n"), *(row[k] for row in rows)))
+        table.add_column(name, justify="right", no_wrap=True, min_width=widest)
+    for number, row in enumerate(rows, 1):
+        # Text, so that "[x]" is not read as markup
+        table.add_row(*map(Text, row), end_section=total and number == len(rows) - 1)
+    return table

@@ -46,7 +46,7 @@ class Tuned:
     throughput: float = 0.0
 
     def table(self) -> Any:
-        from paellapy.scheduler.sim.number_table import number_table
+        from paellapy.scheduler.sim.results import number_table
 
         title = f"mean p99 slowdown {self.cost:.2f}, {self.first_cost:.2f} before; {len(self.history)} iterations"
         rows = [
@@ -151,7 +151,7 @@ def tune(
     `run`: `seconds` (0.5) and `sigma` (1.5) of the load, and its `seed` (0). The search ends after `iterations`, or
     when `patience` of them in a row have found nothing better. Memory limits are not considered.
 
-    >>> from paellapy.scheduler.sim.mix import mix_profiles
+    >>> from paellapy.scheduler.sim.recorded_profiles import mix_profiles
     >>> some = [each for each in mix_profiles((1, 4)) if each.name in ("resnet18", "resnet50")]
     >>> tune(some, {"resnet18": 4000, "resnet50": 1000}, seconds=0.05, iterations=3).cost < 100
     True

@@ -12,8 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.scheduler.sim.trace_workload import TraceWorkload
-from paellapy.scheduler.sim.workload import MOST_SIGMA
+from paellapy.scheduler.sim.workload import MOST_SIGMA, TraceWorkload
 from paellapy.serving.bench.client import BenchError
 from paellapy.serving.protocol import DEFAULT_LEVEL
 

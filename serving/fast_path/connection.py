@@ -9,17 +9,286 @@ request are the same on both paths.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
 
 from paellapy.instrument.errors import PaellaError
-from paellapy.serving.connections import Connection
 from paellapy.serving.errors import STOPPING, LateBodyError
-from paellapy.serving.fast_path.buffers import AHEAD_BYTES, Body, Reader, write
-from paellapy.serving.fast_path.head import LONGEST_HEAD, Head
-from paellapy.serving.fast_path.way import Way, Work
-from paellapy.serving.inference import Pieces
+from paellapy.serving.inference import HEADER_LENGTH, Pieces
+from paellapy.serving.listening import Connection
 from paellapy.serving.protocol import BESIDE_BYTES
+
+# Buffers of the fast path: from the socket to the decoder, and from slots to the socket.
+#
+# Every copy of a large tensor costs time. So the socket's bytes are read into a buffer that all connections share, or
+# directly into the request's body, and an answer is sent directly from its slot.
+
+
+READ_BYTES = 1 << 20  # per read; the kernel usually holds less for one connection
+# Initial size of a body; a longer one grows as it arrives, so that a large Content-Length alone takes no memory
+FIRST_BYTES = 1 << 20
+AHEAD_BYTES = 1 << 16  # limit of the bytes kept behind a request that is still being answered
+COPIED_BYTES = 1 << 14  # shorter pieces are copied, which is faster than sending them separately
+
+
+def read_buffer() -> memoryview:
+    return np.empty(READ_BYTES, np.uint8).data
+
+
+class Body:
+    """The body of one request while it arrives."""
+
+    __slots__ = ("_memory", "at", "length")
+
+    def __init__(self, length: int) -> None:
+        self.length, self.at = length, 0
+        self._memory = np.empty(min(length, FIRST_BYTES), np.uint8)
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory."""
+        return len(self._memory)
+
+    @property
+    def next_size(self) -> int:
+        """Bytes of memory once this much is full."""
+        return min(self.length, 2 * len(self._memory))
+
+    def room(self) -> memoryview:
+        """Memory for the next bytes; the caller advances `at` by the number of bytes received."""
+        if self.at == len(self._memory):
+            larger = np.empty(self.next_size, np.uint8)
+            larger[: self.at] = self._memory
+            self._memory = larger
+        return self._memory.data[self.at :]
+
+    def add(self, data: bytes | memoryview) -> None:
+        at = 0
+        while at < len(data):
+            room = self.room()
+            n = min(len(room), len(data) - at)
+            room[:n] = memoryview(data)[at : at + n]
+            at += n
+            self.at += n
+
+    def all(self) -> memoryview:
+        return self._memory.data
+
+
+class Reading(Protocol):
+    """The part of a connection that its reader uses."""
+
+    @property
+    def body(self) -> Body | None: ...
+    @property
+    def idle(self) -> bool: ...
+    def data_received(self, data: Any) -> None: ...
+    def body_received(self, body: Body, nbytes: int) -> None: ...
+    def eof_received(self) -> Any: ...
+    def connection_lost(self, exc: BaseException | None) -> None: ...
+    def pause_writing(self) -> None: ...
+    def resume_writing(self) -> None: ...
+
+
+class Reader(asyncio.BufferedProtocol):
+    """Reads for a connection into `shared` memory; with other protocols the event loop makes a bytes object
+    per read.
+    """
+
+    def __init__(self, connection: Reading, shared: memoryview) -> None:
+        self._connection, self._shared = connection, shared
+        self._body: Body | None = None  # the body being read
+        self.pause_writing, self.resume_writing = connection.pause_writing, connection.resume_writing  # type: ignore[method-assign]
+        self.connection_lost, self.eof_received = connection.connection_lost, connection.eof_received  # type: ignore[method-assign]
+
+    def get_buffer(self, sizehint: int) -> Any:
+        body = self._body = self._connection.body
+        if body is not None:
+            return body.room()
+        return self._shared if self._connection.idle else self._shared[:AHEAD_BYTES]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._body is not None:
+            self._connection.body_received(self._body, nbytes)
+            return
+        data = self._shared[:nbytes]
+        self._connection.data_received(bytes(data) if nbytes < COPIED_BYTES else data)
+
+
+def descriptor(transport: asyncio.Transport) -> int:
+    """File descriptor of the socket, if bytes can be written to it directly; -1: unknown, or TLS."""
+    if transport.get_extra_info("sslcontext") is not None:
+        return -1
+    socket = transport.get_extra_info("socket")
+    return -1 if socket is None else int(socket.fileno())
+
+
+def write(transport: asyncio.Transport, pieces: list[bytes | memoryview]) -> None:
+    """Writes an answer to its connection. The caller may reuse the pieces' memory when this returns."""
+    size = sum(map(len, pieces))
+    sent = 0
+    if size >= COPIED_BYTES and not transport.is_closing() and not transport.get_write_buffer_size():
+        fd = descriptor(transport)
+        if fd >= 0:
+            try:
+                sent = os.writev(fd, pieces)
+            except OSError:  # no room; or the client has left, which the transport will notice
+                sent = 0
+    if sent < size:
+        transport.write(b"".join(_after(pieces, sent) if sent else pieces))
+
+
+def _after(pieces: list[bytes | memoryview], sent: int) -> list[bytes | memoryview]:
+    left: list[bytes | memoryview] = []
+    for piece in pieces:
+        if sent < len(piece):
+            left.append(memoryview(piece)[sent:] if sent else piece)
+        sent = max(0, sent - len(piece))
+    return left
+
+
+# The header of an inference on the fast path: parsed once, since clients repeat it.
+
+
+_LINE = re.compile(rb"POST /v2/models/([A-Za-z0-9_.\-]+)(?:/versions/([A-Za-z0-9_.\-]+))?/infer HTTP/1\.1\r\n")
+_HEADERS = re.compile(rb"(?:[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[ \t]*[\t\x20-\x7e\x80-\xff]*\r\n)+")
+MOST_HEADERS = 100
+LONGEST_HEAD = 4096  # aiohttp reads longer headers
+REMEMBERED_HEADS = 512
+
+# Headers that the fast path does not support.
+_UNUSUAL = frozenset(
+    (b"transfer-encoding", b"content-encoding", b"expect", b"upgrade", b"te", b"trailer", b"traceparent", b"tracestate")
+)
+_HEADER_LENGTH = HEADER_LENGTH.lower().encode()
+_SINGLE = frozenset((b"content-length", _HEADER_LENGTH, b"x-request-id", b"host", b"connection", b"accept-encoding"))
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The parsed header of a request."""
+
+    model: str
+    version: str | None
+    length: int
+    json_length: str | None
+    client: str
+    id: str | None
+    accepts: str | None
+
+
+class Heads:
+    """Known headers and their parsed form."""
+
+    def __init__(self, client_header: str, max_body_bytes: int) -> None:
+        self._client_header, self._max_body_bytes = client_header.lower().encode(), max_body_bytes
+        self._known: dict[bytes, Head | None] = {}
+
+    def find(self, data: bytes) -> Head | None:
+        """Parses the bytes up to the empty line; None: aiohttp reads them. Clients repeat headers, so results are
+        cached.
+        """
+        try:
+            return self._known[data]
+        except KeyError:
+            pass
+        if len(self._known) >= REMEMBERED_HEADS:
+            self._known.clear()
+        found = self._known[data] = self._parse(data)
+        return found
+
+    def _parse(self, data: bytes) -> Head | None:
+        line = _LINE.match(data)
+        if line is None or len(data) > LONGEST_HEAD or not _HEADERS.fullmatch(data, line.end(), len(data) - 2):
+            return None
+        length = json_length = client = number = accepts = None
+        lines = data[line.end() : -4].split(b"\r\n")
+        if len(lines) > MOST_HEADERS:
+            return None
+        seen: set[bytes] = set()
+        for each in lines:
+            name, _, value = each.partition(b":")
+            name, value = name.lower(), value.strip(b" \t")
+            if name in _UNUSUAL or (name in seen and name in _SINGLE):
+                return None
+            if name == b"connection" and value.lower() != b"keep-alive":
+                return None
+            seen.add(name)
+            if name == b"content-length":
+                length = value
+            elif name == _HEADER_LENGTH:
+                json_length = value.decode("latin-1")
+            elif name == b"x-request-id":
+                number = value.decode("utf-8", "surrogateescape")
+            elif name == b"accept-encoding":
+                accepts = value.decode("latin-1")
+            if name == self._client_header:
+                client = value.decode("utf-8", "surrogateescape")
+        if b"host" not in seen:  # aiohttp reports the error
+            return None
+        if length is None or not length.isdigit() or len(length) > 15 or int(length) > self._max_body_bytes:
+            return None
+        version = None if line[2] is None else line[2].decode()
+        return Head(line[1].decode(), version, int(length), json_length, client or "", number, accepts)
+
+
+# The interfaces between a connection of the fast path and its requests: a server answers them, a router
+# forwards them.
+
+
+class Work(Protocol):
+    """One request, from its header to its answer."""
+
+    head: Head
+
+    def look(self) -> Any:
+        """Called before the body arrives; PaellaError if the request is refused."""
+
+    def claim(self, nbytes: int) -> None:
+        """Called before the body takes that many bytes of memory; PaellaError if there is no room."""
+
+    def start(self, body: memoryview, json_length: str | None) -> None:
+        """Called with the complete body. The connection may reuse the body's memory when this returns."""
+
+    def fail(self, error: Exception) -> None: ...
+
+    def leave(self) -> None:
+        """Called when the client has left."""
+
+    def settle(self) -> None:
+        """Called when the request is answered or cancelled: the connection may go on to the next."""
+
+
+class Client(Protocol):
+    """The connection that gets the answer."""
+
+    @property
+    def closing(self) -> bool:
+        """Whether its next answer is its last."""
+
+    def send(self, work: Any, answer: Pieces, close: bool) -> None:
+        """Sends an answer; called in the loop's thread. The caller may reuse the pieces' memory when this returns."""
+
+
+class Way(Protocol):
+    """State that all connections of a server share."""
+
+    heads: Heads
+    buffer: memoryview
+    body_timeout_s: float | None
+
+    def is_doubtful(self, head: Head, raw: bytes) -> bool:
+        """Whether a long body exceeds the limit, or may not be read yet. aiohttp then handles the request: it can ask
+        others first, and refuse the body without losing the answer.
+        """
+
+    def begin(self, client: Client, head: Head, raw: bytes) -> Work:
+        """Makes a request from its header; `raw` are the header's bytes."""
+
 
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,15})[ \t]*(?=\r\n)")
 _START = b"POST /v2/models/"

@@ -12,16 +12,16 @@ from typing import Any
 
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.errors import EngineAwayError
-from paellapy.scheduler.core.shared_memory import SharedBlock
+from paellapy.scheduler.core.rings import SharedBlock
 from paellapy.scheduler.core.state import Limits
 from paellapy.scheduler.core.step import predict_finish
 from paellapy.scheduler.engine.remote import AWAY, Link, RemoteEngine, RemoteModel
-from paellapy.scheduler.models.lane_memory import LanePlan
+from paellapy.scheduler.models.memory import LanePlan
 from paellapy.scheduler.models.model import Model, TensorSpec
 from paellapy.scheduler.policies.policy import Policy
-from paellapy.serving.datatypes import DTYPES
 from paellapy.serving.logs import log
 from paellapy.serving.registry import LOADING, READY, Catalogue, Entry
+from paellapy.serving.tensors import DTYPES
 from paellapy.serving.workers.channel import Channel, Message
 from paellapy.serving.workers.engine_host import HELLO, STATE
 

@@ -13,21 +13,18 @@ from pathlib import Path
 import msgspec
 
 from paellapy.instrument.errors import PaellaError
-from paellapy.scheduler.core.shared_memory import name_process
+from paellapy.scheduler.core.rings import name_process
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.policies.policy import Policy, find_policy, policy_names
 from paellapy.serving.build import build_engine, build_entries, build_policy, has_room_twice
 from paellapy.serving.config import Config, Source
-from paellapy.serving.loading import load_models
+from paellapy.serving.loading import load_models, warm_up
 from paellapy.serving.logs import configure, log
-from paellapy.serving.process_settings import spare_objects, stop_sparing
+from paellapy.serving.preflight import spare_objects, stop_sparing
 from paellapy.serving.registry import Entry, Registry, entry_of
-from paellapy.serving.reload import FIXED, Reloader, check_secrets
-from paellapy.serving.server import end_now, ends, failure_of
-from paellapy.serving.warm import warm_up
-from paellapy.serving.workers.engine_host import EngineHost
-from paellapy.serving.workers.kept import Kept
-from paellapy.serving.workers.process import CHANGED, READY, STOPPING, Tell
+from paellapy.serving.server import FIXED, Reloader, check_secrets, end_now, ends, failure_of
+from paellapy.serving.workers.channel import CHANGED, READY, STOPPING, Tell
+from paellapy.serving.workers.engine_host import EngineHost, Kept
 
 KEPT = "kept"
 

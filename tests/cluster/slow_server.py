@@ -5,7 +5,7 @@ import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-from paellapy.cluster.tasks import EngineTask, taken
+from paellapy.cluster.cluster_file import EngineTask, taken
 
 TASK = taken(EngineTask)
 LATE_S = 0.6

@@ -14,7 +14,7 @@ from places import TESTS
 from router_server import INFER, body, check
 from serving_server import ask
 
-from paellapy.cluster.engine_actor import EngineActor
+from paellapy.cluster.actors import EngineActor
 
 pytest.importorskip("ray")
 
@@ -33,7 +33,7 @@ def is_ready(server):
 
 def test_the_standby_takes_over_with_the_models_that_are_wanted_by_then(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), str(TESTS.parent)]))
-    monkeypatch.setattr("paellapy.cluster.engine_actor.STANDBY_AFTER_S", 0.0)
+    monkeypatch.setattr("paellapy.cluster.actors.STANDBY_AFTER_S", 0.0)
     models = [{"factory": "served_models:plain"}, {"factory": "served_models:spare"}]
     config = {"device": "virtual:h200", "models": models, "keys": {"tests": "secret"}}
     task = {"config": config, "names": ["scale", "spare"], "loaded": ["scale"], "folder": str(tmp_path)}
@@ -61,7 +61,7 @@ def test_the_standby_takes_over_with_the_models_that_are_wanted_by_then(tmp_path
 def test_a_server_that_answers_late_is_not_taken_for_a_silent_one(tmp_path, monkeypatch):
     """On a busy machine every answer may take longer than the pause between two questions."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    monkeypatch.setattr("paellapy.cluster.engine_actor.ENGINE_MODULE", "slow_server")
+    monkeypatch.setattr("paellapy.cluster.actors.ENGINE_MODULE", "slow_server")
     hung_s = 4.0
     task = {"config": {}, "names": [], "loaded": [], "folder": str(tmp_path)}
     actor = EngineActor("engine-0", task, "127.0.0.1", hung_s, False)

@@ -13,7 +13,7 @@ from router_server import asking, routing
 from serving_server import running
 
 from paellapy.cluster.cluster_file import ClusterFile, ClusterSettings
-from paellapy.cluster.placing import Placer
+from paellapy.cluster.controller import Placer
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile, save_profiles
 from paellapy.serving.registry import READY, Entry, entry_of
 

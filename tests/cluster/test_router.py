@@ -18,12 +18,11 @@ from raw_client import Client
 from router_server import INFER, X, asking, body, check, routing
 from serving_server import ask, running
 
-from paellapy.cluster.deadline import timeout_s, with_timeout
-from paellapy.cluster.forward import Forward
+from paellapy.cluster.engine_state import EngineView, Learned, Member
+from paellapy.cluster.forward import Forward, timeout_s, with_timeout
 from paellapy.cluster.router import Router
-from paellapy.cluster.view import EngineView, Learned, Member
 from paellapy.instrument.errors import ArgumentError
-from paellapy.serving.outlook import ModelOutlook, Outlook
+from paellapy.serving.load_report import ModelOutlook, Outlook
 
 
 @pytest.fixture(scope="module")

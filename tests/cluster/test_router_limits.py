@@ -15,9 +15,8 @@ from serving_server import ask, running
 from paellapy.cli_cluster import route
 from paellapy.cluster import router as router_module
 from paellapy.cluster.cluster_file import ClusterSettings
-from paellapy.cluster.deadline import timeout_s
-from paellapy.cluster.known_keys import KEPT_S
-from paellapy.cluster.router import RouterOptions
+from paellapy.cluster.forward import timeout_s
+from paellapy.cluster.router import KEPT_S, RouterOptions
 from paellapy.serving.protocol import BESIDE_BYTES, largest_request
 
 N = 1 << 19  # a request of 2 MiB, longer than the first memory of a body

@@ -14,9 +14,9 @@ from router_server import INFER, body, check
 from serving_server import ask, running
 
 from paellapy.cli_cluster import _named, route
+from paellapy.cluster.actors import RouterActor
+from paellapy.cluster.processes import Routers
 from paellapy.cluster.router import RouterOptions
-from paellapy.cluster.router_actor import RouterActor
-from paellapy.cluster.routers import Routers
 from paellapy.instrument.errors import ArgumentError
 
 

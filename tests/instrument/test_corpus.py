@@ -8,7 +8,7 @@ import triton
 from corpus import CUDA_CASES, TRITON_CASES, Case, CudaCase, ast_source
 from triton.backends.compiler import GPUTarget
 
-from paellapy.instrument.kernels.cuda_source import _room
+from paellapy.instrument.kernels.cuda import _room
 from paellapy.instrument.kernels.ranges import CUDA_PRELUDE
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="CUDA C needs NVRTC: pip install 'paellapy[dev]'")

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from paellapy.instrument.device import sm_core
+from paellapy.instrument.gpu_model import model
 from paellapy.instrument.jit import compiled, loop, reachable
 from paellapy.instrument.jit_cache import fingerprint
 from paellapy.scheduler.core.step import step
-from paellapy.scheduler.sim.fluid import run_fluid
+from paellapy.scheduler.sim.segment_model import run_fluid
 
 ENTRY = """
 from {root}.constants import FACTOR
@@ -77,9 +77,9 @@ def test_a_simulation_knows_the_code_of_its_parts(module: str, name: str, monkey
 def test_the_sm_model_knows_the_constants_of_its_parts(
     module: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = fingerprint(sm_core.run.py_func)
+    before = fingerprint(model.run.py_func)
     monkeypatch.setattr(importlib.import_module(f"paellapy.instrument.device.{module}"), name, 12345)
-    assert before != fingerprint(sm_core.run.py_func)
+    assert before != fingerprint(model.run.py_func)
 
 
 def test_the_disk_has_what_is_unchanged_and_nothing_else(tmp_path: Path) -> None:

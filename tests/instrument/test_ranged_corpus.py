@@ -11,9 +11,9 @@ import pytest
 from corpus import CUDA_CASES, TRITON_CASES, CudaCase
 
 import paellapy as pp
-from paellapy.instrument.kernels.cuda_source import CudaSource
-from paellapy.instrument.markers import Ranges
-from paellapy.instrument.ptx.pass_config import PassConfig
+from paellapy.instrument.kernels.cuda import CudaSource
+from paellapy.instrument.ptx.descriptor import PassConfig
+from paellapy.instrument.ptx.ranges import Ranges
 
 # One of each kind; the benchmarks run them all.
 NAMES = ("softmax", "layer_norm", "gemm_fp16", "gemm_descriptors", "attention_fp16_causal", "early_return")

@@ -12,14 +12,14 @@ import triton.language as tl
 from hypothesis import given, settings
 
 import paellapy as pp
-from paellapy.instrument.device.range_events import EventLayout, Events
+from paellapy.instrument.device.base import EventLayout, Events
 from paellapy.instrument.errors import ArgumentError, CompileError, InstrumentError
 from paellapy.instrument.kernels.ranges import has_ranges
-from paellapy.instrument.markers import Marker, Ranges, Sites
 from paellapy.instrument.ptx import passes
-from paellapy.instrument.ptx.pass_config import PassConfig
+from paellapy.instrument.ptx.descriptor import PassConfig
+from paellapy.instrument.ptx.ranges import Marker, Ranges, Sites
 from paellapy.instrument.records import RANGE_END, RANGE_HEAD, RANGE_RECORD, WHOLE_BLOCK
-from paellapy.instrument.traces.ranges import pair
+from paellapy.instrument.traces.summary import pair
 
 N = 1024
 

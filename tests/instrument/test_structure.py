@@ -37,9 +37,9 @@ def test_the_evaluator_knows_nothing_of_devices_and_compilers():
     outside = {
         module
         for name, tree in MODULES.items()
-        if name.startswith("paellapy.instrument.ttir.")
+        if name.startswith("paellapy.instrument.triton_ir.")
         for module in imported(tree)
-        if not module.startswith("paellapy.instrument.ttir.")
+        if not module.startswith("paellapy.instrument.triton_ir.")
     }
     assert outside == {f"paellapy.instrument.{name}" for name in ("errors", "jit", "live_instances", "markers")}
 

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 from viz_traces import MIX, make
 
 from paellapy import cli
+from paellapy.cli_scripts import OutputError
 from paellapy.instrument.traces.trace import Trace
 from paellapy.instrument.versions import versions
-from paellapy.output_path import OutputError
 
 pytest.importorskip("plotly", reason="the extra `viz` is not installed")
 

@@ -9,9 +9,8 @@ import paellapy as pp
 from paellapy.scheduler.models.model import Model, TensorSpec
 from paellapy.serving.access import Key
 from paellapy.serving.build import build_engine, build_entries, build_keys, build_tls
-from paellapy.serving.config import load_config
+from paellapy.serving.config import line_of, load_config
 from paellapy.serving.errors import ConfigError
-from paellapy.serving.toml_lines import line_of
 
 GOOD = """\
 device = "virtual:t4"

@@ -20,8 +20,7 @@ from serving_server import infer_body, running
 
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.serving.app import create_app
-from paellapy.serving.dashboard_events import MAX_VIEWERS, Hub
-from paellapy.serving.dashboard_routes import HUB, SWITCH_HEADER
+from paellapy.serving.dashboard_routes import HUB, MAX_VIEWERS, SWITCH_HEADER, Hub
 from paellapy.serving.registry import Entry, entry_of
 
 SWITCH = {"Content-Type": "application/json", SWITCH_HEADER: "1"}

@@ -17,7 +17,7 @@ from serving_server import infer_body, read_until, running, serving
 from paellapy.instrument.errors import LaunchError
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.serving import inference
-from paellapy.serving.connections import Connection
+from paellapy.serving.listening import Connection
 from paellapy.serving.server import failure_of
 
 X = np.arange(64, dtype=np.float32)[np.newaxis]

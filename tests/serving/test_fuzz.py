@@ -31,8 +31,8 @@ from schemathesis.specs.openapi.checks import (
 )
 from serving_server import read_until, serving
 
-from paellapy.serving.datatypes import DTYPES
 from paellapy.serving.openapi import document
+from paellapy.serving.tensors import DTYPES
 
 pytestmark = pytest.mark.xdist_group("fuzz")  # one server for all
 

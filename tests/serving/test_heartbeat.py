@@ -10,9 +10,9 @@ from engine_models import scale_model
 from serving_server import DEVICE
 
 from paellapy.scheduler.core.errors import DeadlineError, EngineAwayError
-from paellapy.scheduler.engine.door import Pulse
+from paellapy.scheduler.engine.callbacks import Pulse
 from paellapy.scheduler.engine.engine import Engine
-from paellapy.serving.heartbeat import DOUBTFUL_S, TICK_S, Heartbeat
+from paellapy.serving.server import DOUBTFUL_S, TICK_S, Heartbeat
 
 
 class Work:

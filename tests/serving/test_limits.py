@@ -22,8 +22,8 @@ from places import TESTS
 from raw_client import Client
 from serving_server import ask, infer_body, running
 
-from paellapy.serving import codings, listening, metrics
-from paellapy.serving.connections import Connection, unsent_bytes
+from paellapy.serving import bodies, listening, metrics
+from paellapy.serving.listening import Connection, unsent_bytes
 from paellapy.serving.logs import configure, log
 from paellapy.serving.protocol import BESIDE_BYTES, largest_request
 
@@ -47,13 +47,13 @@ def open_server():
 @pytest.fixture
 def unpacked(monkeypatch):
     """Lengths of decompressed bodies, and the threads that decompressed them."""
-    found, unpack = [], codings.unpack
+    found, unpack = [], bodies.unpack
 
     def noted(body, *more):
         found.append((len(body), threading.current_thread().name))
         return unpack(body, *more)
 
-    monkeypatch.setattr(codings, "unpack", noted)
+    monkeypatch.setattr(bodies, "unpack", noted)
     return found
 
 
@@ -109,11 +109,11 @@ def test_codings_that_are_wrong_are_told_and_the_connection_goes_on(server, codi
 
 
 def test_a_ratio_beyond_all_data_is_refused_though_the_size_is_allowed():
-    zeros = bytes(4 * codings.FREE_BYTES)
-    with pytest.raises(codings.TooLargeError, match="more than"):
-        codings.unpack(gzip.compress(zeros, mtime=0), "gzip", len(zeros))
-    noise = np.random.default_rng(0).bytes(4 * codings.FREE_BYTES)
-    assert codings.unpack(gzip.compress(noise, 1, mtime=0), "gzip", len(noise)) == noise
+    zeros = bytes(4 * bodies.FREE_BYTES)
+    with pytest.raises(bodies.TooLargeError, match="more than"):
+        bodies.unpack(gzip.compress(zeros, mtime=0), "gzip", len(zeros))
+    noise = np.random.default_rng(0).bytes(4 * bodies.FREE_BYTES)
+    assert bodies.unpack(gzip.compress(noise, 1, mtime=0), "gzip", len(noise)) == noise
 
 
 # -- JSON

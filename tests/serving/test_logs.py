@@ -65,7 +65,7 @@ def test_a_server_with_json_logs_writes_no_other_lines(monkeypatch):
 
     monkeypatch.setenv("PAELLAPY_QUIET", "")  # noted, so that it is put back
     monkeypatch.delenv("PAELLAPY_QUIET")
-    monkeypatch.setattr("paellapy.serving.machine.check_machine", end)
+    monkeypatch.setattr("paellapy.serving.preflight.check_machine", end)
     monkeypatch.setattr(log, "handlers", [])
     monkeypatch.setattr(log, "propagate", True)
     with pytest.raises(PaellaError, match="1"):

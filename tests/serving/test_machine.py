@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from paellapy.instrument.errors import PaellaError
-from paellapy.serving import machine
-from paellapy.serving.machine import born, check_machine, is_alive, own_folder
+from paellapy.serving import preflight
+from paellapy.serving.preflight import born, check_machine, is_alive, own_folder
 
 
 def test_too_few_descriptors_are_one_sentence(monkeypatch):
@@ -35,7 +35,7 @@ def test_as_many_descriptors_as_there_may_be(monkeypatch):
 def test_a_folder_that_cannot_be_written_is_named_with_its_variable(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "below"))
-    monkeypatch.setattr(machine.log, "propagate", True)
+    monkeypatch.setattr(preflight.log, "propagate", True)
     with caplog.at_level(logging.WARNING):
         check_machine()
     (said,) = {each.message for each in caplog.records}
@@ -48,7 +48,7 @@ def test_a_full_disk_is_told_at_the_start_and_does_not_prevent_it(tmp_path, monk
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     # A file can be made on a full disk, but not filled.
     monkeypatch.setattr(tempfile, "TemporaryFile", lambda dir: open("/dev/full", "wb"))  # noqa: SIM115
-    monkeypatch.setattr(machine.log, "propagate", True)
+    monkeypatch.setattr(preflight.log, "propagate", True)
     with caplog.at_level(logging.WARNING):
         check_machine()
     for said, variable in zip(sorted(set(caplog.messages)), ("PAELLAPY_CACHE_DIR", "TRITON_CACHE_DIR"), strict=True):
@@ -68,7 +68,7 @@ def test_no_room_for_the_servers_folder_is_one_sentence(tmp_path, monkeypatch):
 
 def test_folders_of_killed_processes_go_and_those_of_others_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    code = "from paellapy.serving.machine import own_folder\nwith own_folder() as f: print(f, flush=True); input()"
+    code = "from paellapy.serving.preflight import own_folder\nwith own_folder() as f: print(f, flush=True); input()"
     command = [sys.executable, "-c", code]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)

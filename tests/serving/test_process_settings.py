@@ -13,7 +13,7 @@ import pytest
 from paellapy import demo
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.serving.config import ServerConfig
-from paellapy.serving.process_settings import spare_objects, stop_sparing
+from paellapy.serving.preflight import spare_objects, stop_sparing
 from paellapy.serving.registry import Entry, Registry, entry_of
 from paellapy.serving.server import Server, run
 

@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from paellapy.scheduler.models.model import Model, TensorSpec
-from paellapy.serving import numbers
-from paellapy.serving.codings import choose_coding
-from paellapy.serving.datatypes import DTYPES
+from paellapy.serving import tensors
+from paellapy.serving.bodies import choose_coding
 from paellapy.serving.errors import RequestError
-from paellapy.serving.protocol import DEFAULT_LEVEL, PRIORITY_LEVELS, decode
-from paellapy.serving.responses import classify, encode
+from paellapy.serving.protocol import DEFAULT_LEVEL, PRIORITY_LEVELS, classify, decode, encode
+from paellapy.serving.tensors import DTYPES
 
 
 def model_of(**inputs):
@@ -160,10 +159,10 @@ def test_inputs_must_agree_on_their_batch():
 
 def test_no_memory_is_taken_for_the_items_that_a_shape_claims():
     # Long data are compared with the brackets of the whole shape: nobody sent as many.
-    data = b"[" + b",".join([b"1.000000"] * (numbers.PIECE_BYTES // 8)) + b"]"
+    data = b"[" + b",".join([b"1.000000"] * (tensors.PIECE_BYTES // 8)) + b"]"
     body = b'{"inputs":[{"name":"x","datatype":"FP32","shape":[100000000,4],"data":%b}]}' % data
     with (
-        mock.patch.object(numbers, "_inside", side_effect=MemoryError),
+        mock.patch.object(tensors, "_inside", side_effect=MemoryError),
         pytest.raises(RequestError, match="up to 8 items"),
     ):
         read(VECTOR, body)
@@ -326,8 +325,8 @@ def test_long_numbers_read_in_pieces_are_those_read_at_once(rows, columns, neste
     values = np.random.default_rng(seed).standard_normal((rows, columns)).astype(np.float32)
     rest = [separator.join(map(repr, row.tolist())) for row in values]
     text = "[" + separator.join(f"[{row}]" if nested else row for row in rest) + "]"
-    with mock.patch.object(numbers, "PIECE_BYTES", 512):
-        found = numbers.numbers(text.encode(), np.dtype(np.float32), (rows, columns), "x")
+    with mock.patch.object(tensors, "PIECE_BYTES", 512):
+        found = tensors.numbers(text.encode(), np.dtype(np.float32), (rows, columns), "x")
     np.testing.assert_array_equal(found, values)
 
 
@@ -348,5 +347,5 @@ def test_long_numbers_read_in_pieces_are_those_read_at_once(rows, columns, neste
     ],
 )
 def test_long_numbers_that_are_wrong_are_told(text, said):
-    with mock.patch.object(numbers, "PIECE_BYTES", 16), pytest.raises(RequestError, match=said):
-        numbers.numbers(text, np.dtype(np.float32), (2, 2), "x")
+    with mock.patch.object(tensors, "PIECE_BYTES", 16), pytest.raises(RequestError, match=said):
+        tensors.numbers(text, np.dtype(np.float32), (2, 2), "x")

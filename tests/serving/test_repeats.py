@@ -12,10 +12,9 @@ from hypothesis import strategies as some
 
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.models.model import Model, TensorSpec
-from paellapy.serving import repeats
+from paellapy.serving import protocol
 from paellapy.serving.errors import RequestError
-from paellapy.serving.protocol import Request, decode
-from paellapy.serving.responses import encode
+from paellapy.serving.protocol import Request, decode, encode
 
 DTYPES = ("float32", "int8", "float64", "bool", "uint16")
 
@@ -99,15 +98,15 @@ def test_another_model_of_the_same_name_reads_for_itself():
 
 def test_what_is_remembered_is_bounded_and_goes_with_the_model():
     model = make_model(["int8"])
-    for k in range(3 * repeats.REMEMBERED):
+    for k in range(3 * protocol.REMEMBERED):
         read(model, *make_request(model, 1, {}, str(k)))
-        assert len(repeats._repeats[id(model)]) <= repeats.REMEMBERED
-    long, arrays = make_request(model, 1, {}, "x" * repeats.LONGEST)
+        assert len(protocol._repeats[id(model)]) <= protocol.REMEMBERED
+    long, arrays = make_request(model, 1, {}, "x" * protocol.LONGEST)
     assert read(model, long, arrays).repeated is None
-    before = len(repeats._repeats)
+    before = len(protocol._repeats)
     del model
     gc.collect()
-    assert len(repeats._repeats) < before
+    assert len(protocol._repeats) < before
 
 
 def in_json(model, arrays, parameters, before="", after=""):

@@ -20,7 +20,7 @@ from forked import Forked
 from places import TESTS
 from serving_server import infer_body, read_until, running, serving
 
-from paellapy import demo, serve_demo
+from paellapy import cli_serve, demo
 from paellapy.serving.logs import log
 
 pytestmark = pytest.mark.xdist_group("serve")  # one process that some are forked from
@@ -335,4 +335,4 @@ def test_whoever_waits_for_what_is_compiled_before_the_models_hears_of_it(monkey
 
 
 def test_the_picture_of_a_digit_is_eight_lines():
-    assert len(serve_demo.picture(IMAGES[0]).splitlines()) == 8
+    assert len(cli_serve.picture(IMAGES[0]).splitlines()) == 8

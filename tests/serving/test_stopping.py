@@ -14,8 +14,8 @@ from raw_client import Client
 from router_server import routing
 from serving_server import infer_body, running
 
-from paellapy.serving import connections
-from paellapy.serving.connections import Connection
+from paellapy.serving import listening
+from paellapy.serving.listening import Connection
 
 FOREVER_S = 1e4  # a test that waits for this long fails
 PATIENT = {"body_timeout_s": FOREVER_S, "drain_s": FOREVER_S}
@@ -62,7 +62,7 @@ def stops(monkeypatch):
 @WAYS
 @pytest.mark.parametrize("kind", ["server", "router"])
 def test_a_body_that_never_comes_does_not_delay_the_end(monkeypatch, kind, more):
-    monkeypatch.setattr(connections, "UNFINISHED_S", 0.2)
+    monkeypatch.setattr(listening, "UNFINISHED_S", 0.2)
     with served(kind) as (server, stop), Client(server) as client:
         client.send(head(more) + BODY[:100])
         server.wait_until(lambda: any(c.arriving for c in opened_by(server)))
@@ -77,7 +77,7 @@ def test_a_body_that_never_comes_does_not_delay_the_end(monkeypatch, kind, more)
 @WAYS
 @pytest.mark.parametrize("kind", ["server", "router"])
 def test_a_body_that_comes_after_the_signal_is_answered(monkeypatch, stops, kind, more):
-    monkeypatch.setattr(connections, "UNFINISHED_S", FOREVER_S)
+    monkeypatch.setattr(listening, "UNFINISHED_S", FOREVER_S)
     with served(kind) as (server, stop), Client(server) as client:
         client.send(head(more) + BODY[:100])
         server.wait_until(lambda: any(c.arriving for c in opened_by(server)))
@@ -91,7 +91,7 @@ def test_a_body_that_comes_after_the_signal_is_answered(monkeypatch, stops, kind
 
 
 def test_a_header_that_never_ends_and_a_refused_body_do_not_delay_the_end(monkeypatch):
-    monkeypatch.setattr(connections, "UNFINISHED_S", 0.2)
+    monkeypatch.setattr(listening, "UNFINISHED_S", 0.2)
     with served("server") as (server, stop), Client(server) as client, Client(server) as refused:
         client.send(head()[:40])
         refused.send(head("traceparent: none\r\n").replace(b"scale", b"nope"))  # 404, and its body is read nevertheless

@@ -7,8 +7,8 @@ import pytest
 from engine_models import lookup_model
 
 from paellapy.scheduler.core.errors import RequestFailedError, SuspectError
-from paellapy.scheduler.engine.request_checks import digest_of
-from paellapy.serving.suspects import MOST, Suspects, suspect_table
+from paellapy.scheduler.engine.requests import digest_of
+from paellapy.serving.admission import MOST, Suspects, suspect_table
 
 MODEL = lookup_model()
 

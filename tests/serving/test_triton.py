@@ -15,8 +15,8 @@ from serving_server import running
 from tritonclient.utils import InferenceServerException
 
 from paellapy import demo
-from paellapy.serving.datatypes import DTYPES
 from paellapy.serving.protocol import DEFAULT_LEVEL
+from paellapy.serving.tensors import DTYPES
 
 pytestmark = pytest.mark.xdist_group("triton")  # one server of each kind
 

@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 
-from paellapy.serving import warm
+from paellapy.serving import loading
 
 
 @pytest.mark.parametrize("error", [ImportError, OSError])  # PyTorch raises OSError where a library of CUDA is missing
@@ -19,6 +19,6 @@ def test_a_module_that_cannot_be_imported_is_left_out(monkeypatch, error):
             raise error(name)
 
     monkeypatch.setattr(importlib, "import_module", load)
-    warm.import_device("cuda:1")
+    loading.import_device("cuda:1")
     assert tried[0] == "paellapy.scheduler.backends.cuda"
     assert tried[-1] == "torch"

@@ -16,10 +16,9 @@ from triton.language.extra import libdevice
 
 import paellapy as pp
 from paellapy.instrument.errors import LaunchError
-from paellapy.instrument.ttir import casts
-from paellapy.instrument.ttir import elementwise as ew
-from paellapy.instrument.ttir import libdevice as ours
-from paellapy.instrument.ttir.types import ELEMENTS
+from paellapy.instrument.triton_ir import elementwise
+from paellapy.instrument.triton_ir import libdevice as ours
+from paellapy.instrument.triton_ir.types import ELEMENTS
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +81,7 @@ edges = st.sampled_from([*powers, 0.0, -0.0, 0.99, -5.7, 1e30, -1e30, np.inf, -n
        st.sampled_from(["f32", "f64"]), st.sampled_from([8, 16, 32, 64]))  # fmt: skip
 def test_conversions_to_integers_saturate(values: list[float], sign: bool, source: str, bits: int):
     x = np.array(values, ELEMENTS[source].compute)
-    convert = casts.convert("arith.fptosi" if sign else "arith.fptoui", ELEMENTS[source], ELEMENTS[f"i{bits}"])
+    convert = elementwise.convert("arith.fptosi" if sign else "arith.fptoui", ELEMENTS[source], ELEMENTS[f"i{bits}"])
     with np.errstate(all="ignore"):
         found = convert(x)
     assert found.dtype == ELEMENTS[f"i{bits}"].compute
@@ -127,13 +126,13 @@ def test_fma_rounds_once(dtype: Any):
 def test_narrow_fma_is_the_nearest_half(values: list[float]):
     a, b, c = (np.float16(v) for v in values)
     exact = float(a) * float(b) + float(c)  # 22 bits of product, c of 11 within 2**13: exact in float64
-    found = np.float16(ew.narrow_fma(*(np.array([v], np.float32) for v in values))[0])
+    found = np.float16(elementwise.narrow_fma(*(np.array([v], np.float32) for v in values))[0])
     assert found == np.float16(exact)
 
 
 def test_error_functions_keep_their_precision():
     small = np.array([1e-30, 1e-8, -3e-5, 0.0], np.float32)
-    assert ew.erf(small) == pytest.approx(small * 2 / math.sqrt(math.pi), rel=1e-6)
+    assert elementwise.erf(small) == pytest.approx(small * 2 / math.sqrt(math.pi), rel=1e-6)
     erfc, erfinv = ours.lookup("__nv_erfcf"), ours.lookup("__nv_erfinvf")
     assert erfc is not None
     assert erfinv is not None

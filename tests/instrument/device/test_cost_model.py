@@ -12,9 +12,8 @@ import triton.language as tl
 from corpus import TRITON_CASES
 
 import paellapy as pp
-from paellapy.instrument.device.cost_model import CostModel
-from paellapy.instrument.device.parts import part
-from paellapy.instrument.device.timing import Timing
+from paellapy.instrument.gpu_model.costs import CostModel
+from paellapy.instrument.gpu_model.parts import Timing, part
 
 
 @triton.jit

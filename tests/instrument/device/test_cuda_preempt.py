@@ -147,7 +147,7 @@ def test_memory_and_flags_are_used_again(run):
 def test_a_turnaround_launches_slice_by_slice(run):
     run("""
         flag = device.flag()
-        from paellapy.instrument.kernels.turnaround import Wave
+        from paellapy.instrument.kernels.preempt import Wave
         job = launch(flag=flag, turnaround=pp.Turnaround(us=50))
         while not job.done: pass
         key = next(iter(kernel._waves))

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from paellapy.instrument.device import cuda_ranges
-from paellapy.instrument.device.cuda_ranges import EventMemory
+from paellapy.instrument.device import cuda
+from paellapy.instrument.device.cuda import EventMemory
 
 
 class Cleared:
@@ -24,7 +24,7 @@ class Cleared:
 
 def test_launches_in_graphs_get_cleared_memory_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     layout: Any = SimpleNamespace(nbytes=900, ring_bytes=100, heads_bytes=100)
-    monkeypatch.setattr(cuda_ranges, "MOST_BYTES", 3500)
+    monkeypatch.setattr(cuda, "MOST_BYTES", 3500)
     device = Cleared()
     memory = EventMemory(device)
     memory.begin()

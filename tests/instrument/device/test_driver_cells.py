@@ -13,7 +13,7 @@ CODE = """
 import gc, os, time
 import numpy as np
 from paellapy.instrument.device import gate
-from paellapy.instrument.device.driver_cells import Cells
+from paellapy.instrument.device.launch_hook import Cells
 
 words = np.zeros(gate.WORDS, np.uint64)
 words[gate.SHARE] = gate.SHARE_UNIT
@@ -73,7 +73,7 @@ import ctypes
 import time
 import numpy as np
 from paellapy.instrument.device import gate
-from paellapy.instrument.device.driver_cells import Cells
+from paellapy.instrument.device.launch_hook import Cells
 
 words = np.zeros(gate.WORDS, np.uint64)
 words[gate.SHARE] = gate.SHARE_UNIT

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 import paellapy as pp
-from paellapy.instrument.kernels import triton_stages
+from paellapy.instrument.kernels import triton_source
 from paellapy.instrument.kernels.triton_kernel import TritonKernel
 from paellapy.instrument.ptx import compiled
 
@@ -95,7 +95,7 @@ def test_times_do_not_depend_on_when_they_are_looked_at(device: Any) -> None:
 def test_another_process_compiles_nothing_again(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     launch(pp.kernel(scale))
     device.synchronize()
-    monkeypatch.setattr(triton_stages, "_run", None)
+    monkeypatch.setattr(triton_source, "_run", None)
     launch(pp.kernel(scale))  # knows nothing of the first one, as in another process
     device.synchronize()
 

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 import paellapy as pp
-from paellapy.instrument.device.lone_block import LoneBlock
+from paellapy.instrument.gpu_model.costs import LoneBlock
 from paellapy.instrument.ptx.sass import instructions
-from paellapy.instrument.ttir import COST_DTYPE, TtirProgram
+from paellapy.instrument.triton_ir import COST_DTYPE, TtirProgram
 
 
 @triton.jit

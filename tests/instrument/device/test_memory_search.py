@@ -7,7 +7,7 @@ import mmap
 import numpy as np
 import pytest
 
-from paellapy.instrument.device.memory_search import Finder, in_pieces
+from paellapy.instrument.device.launch_hook import Finder, in_pieces
 
 
 @pytest.mark.parametrize("plain", [False, True])

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paellapy.instrument.device.occupancy import Occupancy, active_clusters, footprint, occupancy
-from paellapy.instrument.device.parts import KIB, Part, SmLimits, limits_for_capability, part
 from paellapy.instrument.errors import LaunchError
+from paellapy.instrument.gpu_model.occupancy import Occupancy, active_clusters, footprint, occupancy
+from paellapy.instrument.gpu_model.parts import KIB, Part, SmLimits, limits_for_capability, part
 
 CAPABILITIES = (75, 80, 86, 89, 90, 100, 120)
 HOPPER = limits_for_capability(90)

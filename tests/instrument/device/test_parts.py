@@ -2,8 +2,8 @@ import dataclasses
 
 import pytest
 
-from paellapy.instrument.device.parts import PARTS, limits_for_capability, part
 from paellapy.instrument.errors import NoDeviceError
+from paellapy.instrument.gpu_model.parts import PARTS, limits_for_capability, part
 
 CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 

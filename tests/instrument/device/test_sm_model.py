@@ -11,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sm_timing import EXACT, H200
 
-from paellapy.instrument.device.occupancy import Footprint, footprint, occupancy
-from paellapy.instrument.device.parts import KIB
-from paellapy.instrument.device.sm_costs import BlockCost
-from paellapy.instrument.device.sm_model import DeadlockError, SmModel
-from paellapy.instrument.device.sm_program import Kernel
-from paellapy.instrument.device.timing import Timing
 from paellapy.instrument.errors import LaunchError, NoDeviceError
+from paellapy.instrument.gpu_model.commands import Kernel
+from paellapy.instrument.gpu_model.costs import BlockCost
+from paellapy.instrument.gpu_model.model import DeadlockError, SmModel
+from paellapy.instrument.gpu_model.occupancy import Footprint, footprint, occupancy
+from paellapy.instrument.gpu_model.parts import KIB, Timing
 from paellapy.instrument.records import BLOCK, SM_LINE, WARP_SHIFT
 
 # Four SMs in two GPCs: small enough that a handful of launches contend for everything.

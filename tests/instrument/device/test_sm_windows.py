@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sm_timing import EXACT, H200
 
-from paellapy.instrument.device.occupancy import footprint
-from paellapy.instrument.device.parts import KIB
-from paellapy.instrument.device.sm_costs import BlockCost
-from paellapy.instrument.device.sm_model import SmModel
-from paellapy.instrument.device.sm_program import Kernel
 from paellapy.instrument.errors import LaunchError
+from paellapy.instrument.gpu_model.commands import Kernel
+from paellapy.instrument.gpu_model.costs import BlockCost
+from paellapy.instrument.gpu_model.model import SmModel
+from paellapy.instrument.gpu_model.occupancy import footprint
+from paellapy.instrument.gpu_model.parts import KIB
 
 # Eight SMs in three uneven GPCs, so that windows cut through them; two blocks of 1024 threads fill an SM.
 SMALL = dataclasses.replace(H200, gpc_sms=(3, 2, 3), concurrent_grids=8)

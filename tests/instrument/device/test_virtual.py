@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from places import ROOT
 
 import paellapy as pp
-from paellapy.instrument.device.occupancy import occupancy
-from paellapy.instrument.device.parts import PARTS
 from paellapy.instrument.errors import PaellaError
+from paellapy.instrument.gpu_model.occupancy import occupancy
+from paellapy.instrument.gpu_model.parts import PARTS
 
 
 @pytest.fixture

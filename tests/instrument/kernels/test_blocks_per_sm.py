@@ -15,14 +15,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import paellapy as pp
-from paellapy.instrument.device.occupancy import occupancy
-from paellapy.instrument.device.parts import limits_for_capability
 from paellapy.instrument.errors import PtxError
-from paellapy.instrument.kernels import torch_code
-from paellapy.instrument.kernels.triton_ptx import ptx_target, ptxas_options, triton_ptxas
+from paellapy.instrument.gpu_model.occupancy import occupancy
+from paellapy.instrument.gpu_model.parts import limits_for_capability
+from paellapy.instrument.kernels import torch_hook
+from paellapy.instrument.kernels.triton_source import ptx_target, ptxas_options, triton_ptxas
 from paellapy.instrument.ptx.assemble import Assembled, assemble
 from paellapy.instrument.ptx.compiled import Compiled, Source, _with_most_registers
-from paellapy.instrument.ptx.pass_config import PassConfig
+from paellapy.instrument.ptx.descriptor import PassConfig
 
 HOPPER = limits_for_capability(90)
 PASSES = {
@@ -182,7 +182,7 @@ def test_ptxas_may_fail_without_the_report(tmp_path: Path, monkeypatch: pytest.M
         raise PtxError("not this one")
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(torch_code.Source, "assembled", refuse)
+    monkeypatch.setattr(torch_hook.Source, "assembled", refuse)
     with torch_instrumented():
         built = triton_compiled(many_values, "*fp32", "*fp32", "i32", B=128, K=32, num_warps=4)
     assert "%paellapy" in built.asm["ptx"]

@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import paellapy as pp
-from paellapy.instrument.kernels.triton_ptx import TRITON_VERSION
+from paellapy.instrument.kernels.triton_source import TRITON_VERSION
 
 torch = pytest.importorskip("torch")
 REPORTS = [None, "count", "trace"]

@@ -15,11 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paellapy.instrument.errors import ArgumentError, CompileError
-from paellapy.instrument.kernels import cuda_source
-from paellapy.instrument.kernels.cuda_kernel import CudaKernel
-from paellapy.instrument.kernels.cuda_source import CudaSource, bind_values, compile_to_ptx
+from paellapy.instrument.kernels import cuda
+from paellapy.instrument.kernels.cuda import CudaKernel, CudaSource, bind_values, compile_to_ptx
 from paellapy.instrument.kernels.decorator import kernel
-from paellapy.instrument.kernels.triton_arguments import TypeHandlers
+from paellapy.instrument.kernels.triton_source import TypeHandlers
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="CUDA C needs NVRTC: pip install 'paellapy[dev]'")
 
@@ -118,7 +117,7 @@ def test_a_second_process_reads_the_ptx_from_disk(tmp_path: Path, monkeypatch: p
     def never(*_: Any) -> Any:
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr(cuda_source, "_compile", never)
+    monkeypatch.setattr(cuda, "_compile", never)
     assert compile_to_ptx(TEMPLATE, "ours::fill<float>", (), "sm_80") == first
     for changed in [
         (TEMPLATE + " ", "ours::fill<float>", (), "sm_80"),

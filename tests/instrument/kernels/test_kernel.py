@@ -14,11 +14,11 @@ from stand_in_device import StandInDevice
 
 from paellapy.instrument.arguments import param_offsets
 from paellapy.instrument.errors import ArgumentError, InstrumentError, LaunchError
-from paellapy.instrument.kernels.cuda_kernel import CudaKernel
+from paellapy.instrument.kernels.cuda import CudaKernel
 from paellapy.instrument.kernels.decorator import kernel
 from paellapy.instrument.kernels.triton_kernel import TritonKernel
+from paellapy.instrument.ptx.descriptor import PassConfig
 from paellapy.instrument.ptx.module import Module
-from paellapy.instrument.ptx.pass_config import PassConfig
 
 SAXPY = """
 extern "C" __global__ void saxpy(float a, const float* x, float* y, int n) {

@@ -16,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import paellapy as pp
-from paellapy.instrument.device import parts, virtual
+from paellapy.instrument.device import virtual
 from paellapy.instrument.errors import InstrumentError, LaunchError
-from paellapy.instrument.kernels.turnaround import Turnaround
+from paellapy.instrument.gpu_model import parts
+from paellapy.instrument.kernels.preempt import Turnaround
 
 REFUSED = {"spin_lock", "grid_barrier", "gemm_two_ctas"}
 CASES = [c for c in TRITON_CASES if c.evaluable and c.name not in REFUSED]

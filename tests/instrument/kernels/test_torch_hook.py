@@ -15,11 +15,11 @@ from triton.compiler import ASTSource
 from triton.runtime import _allocation
 
 from paellapy.instrument.errors import InstrumentError
-from paellapy.instrument.kernels import torch_code, torch_hook
+from paellapy.instrument.kernels import torch_hook
 from paellapy.instrument.kernels.decorator import kernel
 from paellapy.instrument.kernels.torch_hook import instrument_torch
-from paellapy.instrument.kernels.triton_ptx import TRITON_VERSION
-from paellapy.instrument.ptx.pass_config import pass_version
+from paellapy.instrument.kernels.triton_source import TRITON_VERSION
+from paellapy.instrument.ptx.descriptor import pass_version
 
 
 @triton.jit
@@ -131,7 +131,7 @@ def test_a_kernel_that_cannot_be_instrumented_still_compiles(monkeypatch: pytest
     def refuse(*_: Any) -> str:
         raise InstrumentError("not this one")
 
-    monkeypatch.setattr(torch_code.passes, "apply", refuse)
+    monkeypatch.setattr(torch_hook.passes, "apply", refuse)
     instrument_torch()
     assert not is_instrumented(compiled())
 

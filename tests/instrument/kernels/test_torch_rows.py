@@ -13,10 +13,9 @@ import pytest
 
 from paellapy.instrument.device import CudaDevice, Device
 from paellapy.instrument.kernels import torch_hook
-from paellapy.instrument.kernels.torch_code import LoadedKernels
-from paellapy.instrument.kernels.torch_hook import _Hook
+from paellapy.instrument.kernels.torch_hook import LoadedKernels, _Hook
 from paellapy.instrument.records import DESCRIPTOR, MAGIC, RING_RECORD, SM_LINE, Records
-from paellapy.instrument.traces.tracing import trace
+from paellapy.instrument.traces.session import trace
 
 _BLOCKS = 6
 

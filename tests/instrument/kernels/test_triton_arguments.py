@@ -18,9 +18,8 @@ from stand_in_device import StandInDevice
 import paellapy as pp
 from paellapy.instrument.arguments import param_layout, param_offsets
 from paellapy.instrument.errors import ArgumentError
-from paellapy.instrument.kernels.triton_arguments import TypeHandlers, launch_values
 from paellapy.instrument.kernels.triton_kernel import TritonKernel
-from paellapy.instrument.kernels.triton_source import TritonSource
+from paellapy.instrument.kernels.triton_source import TritonSource, TypeHandlers, launch_values
 from paellapy.instrument.ptx.module import Module
 
 HANDLERS = TypeHandlers()

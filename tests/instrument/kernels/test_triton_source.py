@@ -19,9 +19,8 @@ from triton.runtime.jit import create_function_from_signature
 from paellapy.instrument import cache
 from paellapy.instrument.arguments import of_int, triton_dtype
 from paellapy.instrument.errors import ArgumentError, CompileError
-from paellapy.instrument.kernels.triton_arguments import TypeHandlers
 from paellapy.instrument.kernels.triton_kernel import TritonKernel
-from paellapy.instrument.kernels.triton_source import TritonSource, target_capability
+from paellapy.instrument.kernels.triton_source import TritonSource, TypeHandlers, target_capability
 from paellapy.instrument.ptx import assemble
 
 HANDLERS = TypeHandlers()

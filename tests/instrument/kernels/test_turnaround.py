@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paellapy.instrument.errors import ArgumentError
-from paellapy.instrument.kernels.turnaround import Turnaround, Wave
+from paellapy.instrument.kernels.preempt import Turnaround, Wave
 
 times = st.floats(1.0, 1e7)
 

@@ -8,7 +8,7 @@ from ptx_pieces import entry, module
 from paellapy.instrument.errors import PtxError
 from paellapy.instrument.ptx import compiled
 from paellapy.instrument.ptx.assemble import Assembled
-from paellapy.instrument.ptx.pass_config import PassConfig
+from paellapy.instrument.ptx.descriptor import PassConfig
 
 
 @pytest.mark.parametrize(

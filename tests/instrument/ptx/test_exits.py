@@ -6,8 +6,8 @@ import pytest
 from ptx_pieces import entry, module
 
 from paellapy.instrument.errors import InstrumentError
-from paellapy.instrument.ptx.exits import barrier_at_exit_is_safe, refuse_exit_in_functions
 from paellapy.instrument.ptx.module import Module
+from paellapy.instrument.ptx.report import barrier_at_exit_is_safe, refuse_exit_in_functions
 
 PARAMS = "(.param .u64 x, .param .u32 n)"
 TID = "mov.u32 %r1, %tid.x;"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from paellapy.instrument.ptx.loops import ptx_loops
+from paellapy.instrument.ptx.sass import ptx_loops
 
 TEXT = """
 .visible .entry other() { ret; }

@@ -12,8 +12,8 @@ from ptx_pieces import entry, module
 from paellapy.instrument.errors import InstrumentError, PtxError
 from paellapy.instrument.ptx import passes
 from paellapy.instrument.ptx.assemble import assemble
+from paellapy.instrument.ptx.descriptor import PassConfig
 from paellapy.instrument.ptx.module import Function, Module
-from paellapy.instrument.ptx.pass_config import PassConfig
 from paellapy.instrument.records import DESCRIPTOR
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="CUDA C needs NVRTC: pip install 'paellapy[dev]'")

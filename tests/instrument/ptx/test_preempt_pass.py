@@ -12,9 +12,9 @@ from ptx_pieces import entry, module
 from paellapy.instrument import records
 from paellapy.instrument.errors import InstrumentError
 from paellapy.instrument.ptx import passes
+from paellapy.instrument.ptx.descriptor import PassConfig
 from paellapy.instrument.ptx.module import Module
-from paellapy.instrument.ptx.pass_config import PassConfig
-from paellapy.instrument.ptx.statements import Kind, Statement
+from paellapy.instrument.ptx.text import Kind, Statement
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="CUDA C needs NVRTC: pip install 'paellapy[dev]'")
 

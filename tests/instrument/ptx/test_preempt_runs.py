@@ -13,7 +13,7 @@ from ptx_machine import Kernel, packed, steps
 from ptx_pieces import entry, module
 
 from paellapy.instrument.ptx import passes
-from paellapy.instrument.ptx.pass_config import PassConfig
+from paellapy.instrument.ptx.descriptor import PassConfig
 from paellapy.instrument.records import DESCRIPTOR, FLAG_COPIES, FLAG_COPY_BYTES, LEFT_HEAD_BYTES
 
 BLOCKS, TOGETHER = 6, 3

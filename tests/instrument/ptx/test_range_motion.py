@@ -7,11 +7,11 @@ import re
 import hypothesis.strategies as st
 from hypothesis import given
 
-from paellapy.instrument.markers import Marker
 from paellapy.instrument.ptx import passes
 from paellapy.instrument.ptx.assemble import assemble
-from paellapy.instrument.ptx.pass_config import PassConfig
-from paellapy.instrument.ptx.statements import Statement, statements
+from paellapy.instrument.ptx.descriptor import PassConfig
+from paellapy.instrument.ptx.ranges import Marker
+from paellapy.instrument.ptx.text import Statement, statements
 
 HEAD = """.version 8.0
 .target sm_90a

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from ptx_thread import Grid
 
-from paellapy.instrument.device.cuda_ranges import _rings
-from paellapy.instrument.device.range_events import EventLayout
-from paellapy.instrument.markers import Marker, Ranges, Sites
+from paellapy.instrument.device.base import EventLayout
+from paellapy.instrument.device.cuda import _rings
 from paellapy.instrument.ptx import passes
-from paellapy.instrument.ptx.pass_config import PassConfig
+from paellapy.instrument.ptx.descriptor import PassConfig
+from paellapy.instrument.ptx.ranges import Marker, Ranges, Sites
 from paellapy.instrument.records import DESCRIPTOR, RANGE_END, WHOLE_BLOCK
 
 A, B, END = 0, 1, RANGE_END

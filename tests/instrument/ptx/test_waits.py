@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from ptx_pieces import entry, module
 
-from paellapy.instrument.ptx.flow import FlowGraph
+from paellapy.instrument.ptx.flow import FlowGraph, blocks_that_wait
 from paellapy.instrument.ptx.module import Module
-from paellapy.instrument.ptx.waits import blocks_that_wait
 
 LEAVE = "setp.eq.u32 %p1, %r1, 0; @%p1 bra again; ret;"  # a loop's end: round again while %r1 is 0
 

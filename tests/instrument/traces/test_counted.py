@@ -14,10 +14,10 @@ from corpus import TRITON_CASES, Case
 
 import paellapy as pp
 from paellapy.instrument.arguments import Descriptor
-from paellapy.instrument.kernels.triton_options import split_options
-from paellapy.instrument.traces import counted as counted_module
-from paellapy.instrument.traces.counted import Counting
-from paellapy.instrument.ttir import TtirProgram
+from paellapy.instrument.kernels.triton_kernel import split_options
+from paellapy.instrument.traces import work_estimate as counted_module
+from paellapy.instrument.traces.work_estimate import Counting
+from paellapy.instrument.triton_ir import TtirProgram
 
 # Data decide how much these do; the sign of a number decides by which instruction Triton takes its maximum.
 UNKNOWN = {"paged_decode", "two_returns", "collatz", "bisect", "helpers", "work_queue", "last_block_sums", "spin_lock",

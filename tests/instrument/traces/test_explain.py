@@ -12,8 +12,8 @@ import triton.language as tl
 from corpus.atomics import histogram_atomics
 
 import paellapy as pp
-from paellapy.instrument.device.cost_model import _L2_SHARE
-from paellapy.instrument.device.parts import PARTS
+from paellapy.instrument.gpu_model.costs import _L2_SHARE
+from paellapy.instrument.gpu_model.parts import PARTS
 
 N = 1 << 18
 

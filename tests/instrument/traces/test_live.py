@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from stand_in_device import StandInDevice
 
 from paellapy.instrument.records import SM_LINE, WARP_SHIFT
-from paellapy.instrument.traces.live import counts
+from paellapy.instrument.traces.session import counts
 
 # Anywhere, and where a count of blocks is about to carry into the count of warps above it.
 words = st.one_of(

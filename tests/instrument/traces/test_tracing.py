@@ -122,7 +122,7 @@ def test_kernels_of_a_first_compilation_inside_the_trace_are_named(monkeypatch: 
     text = "class CachingAutotuner:\n    fn = triton_poi_fused_mul_0\n    def run(self):\n        return 3\n"
     late.write_text(f"def triton_poi_fused_mul_0():\n    ...\n\n\n{text}")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("paellapy.instrument.traces.watch._INDUCTOR", "late_inductor")
+    monkeypatch.setattr("paellapy.instrument.traces.session._INDUCTOR", "late_inductor")
     finders = list(sys.meta_path)
     with pp.trace() as t:
         imported = importlib.import_module("late_inductor")

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 import paellapy as pp
-from paellapy.instrument.ttir.data_flow import follows_data, reaches_by_data
-from paellapy.instrument.ttir.parser import parse
+from paellapy.instrument.triton_ir.lower import follows_data, reaches_by_data
+from paellapy.instrument.triton_ir.parse import parse
 
 
 @triton.jit

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 import paellapy as pp
 from paellapy.instrument.errors import LaunchError
-from paellapy.instrument.ttir.inline_asm import Assembly
-from paellapy.instrument.ttir.ptx_pieces import UnknownPtx
-from paellapy.instrument.ttir.syntax import unescaped
+from paellapy.instrument.triton_ir.parse import unescaped
+from paellapy.instrument.triton_ir.ptx_asm import Assembly, UnknownPtx
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 

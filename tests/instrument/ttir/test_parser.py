@@ -8,12 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paellapy.instrument.errors import UnsupportedOpError
-from paellapy.instrument.ttir.constants import constant
-from paellapy.instrument.ttir.parser import parse
-from paellapy.instrument.ttir.polling import called
-from paellapy.instrument.ttir.syntax import split_top
-from paellapy.instrument.ttir.tree import walk
-from paellapy.instrument.ttir.types import ELEMENTS, parse_type
+from paellapy.instrument.triton_ir.lower import called, constant
+from paellapy.instrument.triton_ir.parse import parse, split_top, walk
+from paellapy.instrument.triton_ir.types import ELEMENTS, parse_type
 
 TEXT = r"""
 #loc = loc("/src/kernels.py":10:1)

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paellapy.instrument.errors import OutOfBoundsError
-from paellapy.instrument.ttir import TtirProgram, program
-from paellapy.instrument.ttir.prefixes import PrefixRead, PrefixStore, prefix
+from paellapy.instrument.triton_ir import TtirProgram, program
+from paellapy.instrument.triton_ir.memory import PrefixRead, PrefixStore, prefix
 
 B = 32
 CALLS = 4  # direct, recorded, replayed; a split run records a call later

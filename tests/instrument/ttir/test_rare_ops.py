@@ -20,8 +20,8 @@ from triton.language.extra.cuda import libdevice as triton_libdevice
 
 import paellapy as pp
 from paellapy.instrument.errors import OutOfBoundsError, UnsupportedOpError, ViewWarning
-from paellapy.instrument.ttir import addresses, inline_asm, libdevice
-from paellapy.instrument.ttir import rounding as rnd
+from paellapy.instrument.triton_ir import elementwise as rnd
+from paellapy.instrument.triton_ir import libdevice, memory_ops, ptx_asm
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +109,7 @@ def test_ptx_that_is_not_evaluated_is_refused_by_name():
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=3, max_size=3), st.integers(0, 255))
 def test_lop3_is_its_truth_table(words: list[int], table: int):
-    made = inline_asm.Assembly.of(f"lop3.b32 $0, $1, $2, $3, {table};", "=r,r,r,r")
+    made = ptx_asm.Assembly.of(f"lop3.b32 $0, $1, $2, $3, {table};", "=r,r,r,r")
     (found,) = made.run(*(np.array([w], np.uint32) for w in words))
     bits = sum((table >> ((a << 2) | (b << 1) | c) & 1) << k
                for k in range(32) for a, b, c in [[w >> k & 1 for w in words]])  # fmt: skip
@@ -118,14 +118,14 @@ def test_lop3_is_its_truth_table(words: list[int], table: int):
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 40), st.booleans())
 def test_shifts_beyond_the_width_saturate(word: int, by: int, sign: bool):
-    made = inline_asm.Assembly.of(f"shr.{'s' if sign else 'u'}32 $0, $1, $2;", "=r,r,r")
+    made = ptx_asm.Assembly.of(f"shr.{'s' if sign else 'u'}32 $0, $1, $2;", "=r,r,r")
     (found,) = made.run(np.array([word], np.uint32), np.array([by], np.uint32))
     value = word - (1 << 32) if sign and word >> 31 else word
     assert int(found[0]) == (value >> by) & 0xFFFFFFFF
 
 
 def test_packed_conversions_put_the_first_source_into_the_upper_half():
-    made = inline_asm.Assembly.of("cvt.rn.f16x2.f32 $0, $1, $2;", "=r,f,f")
+    made = ptx_asm.Assembly.of("cvt.rn.f16x2.f32 $0, $1, $2;", "=r,f,f")
     (found,) = made.run(*(np.array([v], np.float32).view(np.uint32) for v in (1.5, -2.0)))
     assert found.view(np.float16).tolist() == [-2.0, 1.5]
 
@@ -202,8 +202,8 @@ def test_tensors_are_reached_by_their_addresses_too():
 def test_all_objects_are_searched_only_for_tensors_not_seen_before(monkeypatch: pytest.MonkeyPatch):
     torch = pytest.importorskip("torch")
     searches: list[int] = []
-    found = addresses.live_instances
-    monkeypatch.setattr(addresses, "live_instances", lambda kind: searches.append(1) or found(kind))
+    found = memory_ops.live_instances
+    monkeypatch.setattr(memory_ops, "live_instances", lambda kind: searches.append(1) or found(kind))
 
     def reached(tensors: Any) -> int:
         searches.clear()

@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paellapy.instrument.ttir import COST_DTYPE
-from paellapy.instrument.ttir.latency import SHARES
-from paellapy.instrument.ttir.memory import Site
-from paellapy.instrument.ttir.sectors import count_updates, count_waste
-from paellapy.instrument.ttir.types import ELEMENTS
+from paellapy.instrument.triton_ir import COST_DTYPE
+from paellapy.instrument.triton_ir.cost import SHARES, count_updates, count_waste
+from paellapy.instrument.triton_ir.memory import Site
+from paellapy.instrument.triton_ir.types import ELEMENTS
 
 F32 = ELEMENTS["f32"]
 

@@ -14,9 +14,8 @@ from corpus_sources import compiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paellapy.instrument.ttir import TtirProgram, libdevice, native, plans, tape
-from paellapy.instrument.ttir.conversion import decode, encode, rounder
-from paellapy.instrument.ttir.types import ELEMENTS
+from paellapy.instrument.triton_ir import TtirProgram, libdevice, machine, memory, native
+from paellapy.instrument.triton_ir.types import ELEMENTS, decode, encode, rounder
 
 
 @triton.jit
@@ -110,7 +109,7 @@ def layers_program() -> TtirProgram:
 
 
 def test_a_tape_that_grows_too_large_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tape, "MAX_ENTRIES", 5)
+    monkeypatch.setattr(machine, "MAX_ENTRIES", 5)
     x, w = np.linspace(-1, 1, 40, dtype=np.float32), np.ones(2, np.float32)
     evaluator = compiled(layers, {"x": x, "w": w, "out": x, "n": 3}, B=32)
     outs = []
@@ -209,7 +208,7 @@ def test_runs_are_compiled_once_for_arrays_that_may_be_written_and_those_that_ma
     for writes in (True, False):
         source, target = np.arange(10, dtype=np.uint64), np.zeros(10, np.uint64)
         source.setflags(write=writes)
-        plans._copy_runs(source.view(), target, start, start - 1, length)
+        memory._copy_runs(source.view(), target, start, start - 1, length)
         assert target.tolist() == [1, 2, 0, 4, 5, 6, 0, 0, 0, 0]
     own = [each for each in native.copy_runs.signatures if each[0].dtype == numba.uint64]  # type: ignore[attr-defined]
     assert len(own) == 1

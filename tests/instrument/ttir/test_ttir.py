@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from triton.backends.compiler import GPUTarget
 
 from paellapy.instrument.errors import ArgumentError, LaunchError, OutOfBoundsError, UnsupportedOpError
-from paellapy.instrument.ttir import TtirProgram, program
+from paellapy.instrument.triton_ir import TtirProgram, program
 
 EVALUABLE = [case for case in TRITON_CASES if case.evaluable]
 

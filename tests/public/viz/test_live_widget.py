@@ -21,7 +21,7 @@ from places import ROOT
 
 import paellapy as pp
 from paellapy.scheduler.engine.engine import Engine
-from paellapy.viz import live_widget
+from paellapy.viz import widgets
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -128,7 +128,7 @@ def test_bad_input_is_named(engine):
 
 
 def test_without_anywidget_it_says_which_extra_to_install(engine, monkeypatch):
-    live_widget._widget_class.cache_clear()
+    widgets._widget_class.cache_clear()
     monkeypatch.setitem(sys.modules, "anywidget", None)
     with pytest.raises(pp.MissingExtraError, match=r"anywidget: pip install 'paellapy\[viz\]'"):
         pp.live(engine)
@@ -171,8 +171,8 @@ async def served():
 
     app = web.Application()
     app.router.add_get("/", answer(_PAGE, "text/html"))
-    app.router.add_get("/widget.js", answer(live_widget.javascript(), "text/javascript"))
-    app.router.add_get("/widget.css", answer(live_widget.css(), "text/css"))
+    app.router.add_get("/widget.js", answer(widgets.javascript(), "text/javascript"))
+    app.router.add_get("/widget.css", answer(widgets.css(), "text/css"))
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

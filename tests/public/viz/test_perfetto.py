@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from viz_traces import EPOCH, MIX, NAMES, WARPS, engine_trace, make, schedules
 
 from paellapy.instrument.traces.trace import Trace
-from paellapy.viz import timeline
+from paellapy.viz import exporters
 
 protos = pytest.importorskip(
     "perfetto.protos.perfetto.trace.perfetto_trace_pb2", reason="the extra `viz` is not installed"
@@ -123,7 +123,7 @@ def test_perfetto_streams_show_each_launch_from_first_start_to_last_end() -> Non
 
 def test_replays_of_a_launch_are_slices_of_their_own() -> None:
     again = [(launch, block, sm, start + 10_000, ns) for launch, block, sm, start, ns in MIX]
-    slices = timeline.launch_slices(make([*MIX, *again]))
+    slices = exporters.launch_slices(make([*MIX, *again]))
     assert slices.launch.tolist() == [1, 2, 1, 2]
     assert (slices.start_ns - EPOCH).tolist() == [0, 5000, 10_000, 15_000]
     assert slices.blocks.tolist() == [4, 3, 4, 3]

@@ -21,7 +21,7 @@ import paellapy as pp
 from paellapy.instrument.errors import TraceError
 from paellapy.instrument.traces.trace import DeviceFacts, Trace
 from paellapy.scheduler.engine.trace import EngineTrace
-from paellapy.viz import data, gantt, palette
+from paellapy.viz import data, palette
 from paellapy.viz.requests import requests
 
 pytest.importorskip("plotly", reason="the extra `viz` is not installed")
@@ -41,7 +41,7 @@ def lines(figure: Any, dashed: bool) -> dict[str, Any]:
 
 @given(schedules)
 def test_lanes_never_overlap_and_are_as_few_as_blocks_were_resident(trace: Trace) -> None:
-    chart = gantt.gantt(data.prepare(trace))
+    chart = data.gantt(data.prepare(trace))
     for sm in range(TOY.n_sm):
         on = chart.blocks["sm"] == sm
         used = chart.lane[on]
@@ -61,11 +61,11 @@ def test_residency_of_all_groups_adds_up_to_the_occupancy(trace: Trace) -> None:
 @given(schedules, st.booleans())
 def test_binned_lanes_show_all_the_time_of_a_single_kernel(trace: Trace, pooled: bool) -> None:
     picture = data.prepare(trace, by=dict.fromkeys(NAMES, "any"), bins=9)
-    chart = gantt.gantt(picture)
+    chart = data.gantt(picture)
     with pytest.MonkeyPatch.context() as patch:
         if pooled:
-            patch.setattr(gantt, "ROWS", TOY.n_sm)
-        cells = gantt.cells(picture, chart)
+            patch.setattr(data, "ROWS", TOY.n_sm)
+        cells = data.cells(picture, chart)
     assert cells.rows_per_sm == (1 if pooled else chart.depth)
     lanes_per_row = chart.depth if pooled else 1
     shown = (np.where(cells.group == 0, cells.share, 0) * np.diff(cells.edges_ns)).sum() * lanes_per_row
@@ -180,7 +180,7 @@ def test_all_views_share_the_time_axis_and_one_legend() -> None:
 
 def test_gantt_of_a_full_gpu_is_binned_where_lanes_are_thinner_than_half_a_pixel() -> None:
     full, half_empty = pp.recordings.load("add-two-waves"), pp.recordings.load("tail-effect")
-    assert max(len(full.blocks), len(half_empty.blocks)) <= gantt.EXACT_BLOCKS
+    assert max(len(full.blocks), len(half_empty.blocks)) <= data.EXACT_BLOCKS
     assert not of_type(full.plot_gantt(), "bar")
     assert of_type(half_empty.plot_gantt(), "bar")
 

@@ -392,7 +392,7 @@ def test_what_was_made_goes_also_where_a_load_or_a_trace_fails(run):
         else:
             raise AssertionError("it was traced")
         assert set(fake.executables) == before
-        from paellapy.instrument.traces.tracing import Session
+        from paellapy.instrument.traces.session import Session
         assert not Session._captured, "also launches of the program that was not cut are forgotten"
         backend.cut = cut
         with engine.trace():

@@ -9,11 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paellapy.instrument.device.parts import part
-from paellapy.scheduler.backends import cuda_hog
-from paellapy.scheduler.backends.cuda_hog import Hog
-from paellapy.scheduler.backends.cuda_memory_hog import memory_hog
-from paellapy.scheduler.backends.cuda_tensor_hog import tensor_hog
+from paellapy.instrument.gpu_model.parts import part
+from paellapy.scheduler.backends import contention_probe
+from paellapy.scheduler.backends.contention_probe import Hog, Work, memory_hog, tensor_hog
 
 SMS, RUN_NS = 4, 200_000.0
 HOG_STREAM, STREAM, GRAPH = 1, 2, 77
@@ -89,7 +87,7 @@ class Gpu:
         self.launch(blocks // SMS, longest_ns)
 
 
-def hog_on(gpu: Gpu, work: cuda_hog.Work, patch: pytest.MonkeyPatch) -> Hog:
+def hog_on(gpu: Gpu, work: Work, patch: pytest.MonkeyPatch) -> Hog:
     def array(device: Any, shape: tuple[int, ...], dtype: Any) -> Any:
         return SimpleNamespace(ptr=4096, numpy=lambda: gpu.counts)
 
@@ -97,17 +95,18 @@ def hog_on(gpu: Gpu, work: cuda_hog.Work, patch: pytest.MonkeyPatch) -> Hog:
         at = gpu.now_ns
         return SimpleNamespace(at=at, elapsed_ns=lambda earlier: at - earlier.at)
 
-    patch.setattr(cuda_hog, "driver", lambda: gpu)
-    patch.setattr(cuda_hog, "check", lambda found, doing: found)
-    patch.setattr(cuda_hog, "CudaArray", array)
-    patch.setattr(cuda_hog, "CudaEvent", event)
-    patch.setattr(cuda_hog, "CudaStream", lambda *_: SimpleNamespace(handle=HOG_STREAM, synchronize=lambda: None))
+    patch.setattr(contention_probe, "driver", lambda: gpu)
+    patch.setattr(contention_probe, "check", lambda found, doing: found)
+    patch.setattr(contention_probe, "CudaArray", array)
+    patch.setattr(contention_probe, "CudaEvent", event)
+    stream = SimpleNamespace(handle=HOG_STREAM, synchronize=lambda: None)
+    patch.setattr(contention_probe, "CudaStream", lambda *_: stream)
     device: Any = SimpleNamespace(sm_count=SMS, limits=part("h200").sm, zero=lambda _: None)
     return Hog(device, work)
 
 
 @pytest.mark.parametrize("work", [memory_hog(), tensor_hog()], ids=lambda work: work.name)
-def test_slowdown_and_pace_are_measured_in_one_window(work: cuda_hog.Work, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slowdown_and_pace_are_measured_in_one_window(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu(1.5, 0.6)
     hog = hog_on(gpu, work, monkeypatch)
     assert hog.part == pytest.approx(work.blocks / 2, rel=1e-3)

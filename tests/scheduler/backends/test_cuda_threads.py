@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 pytest.importorskip("cuda.bindings.driver")
-from paellapy.scheduler.backends import cuda_threads
-from paellapy.scheduler.backends.cuda_threads import CudaThreads
+from paellapy.scheduler.backends import cuda
+from paellapy.scheduler.backends.cuda import CudaThreads
 
 
 @pytest.mark.parametrize("where", ["serve", "call"])
@@ -28,8 +28,8 @@ def test_a_loop_goes_on_after_an_error_of_its_own(monkeypatch, where):
         threads._stopping = len(rounds) == 3
         return 0
 
-    monkeypatch.setattr(cuda_threads, "serve", serve)
-    monkeypatch.setattr(cuda_threads, "RETRY_S", 0.001)
+    monkeypatch.setattr(cuda, "serve", serve)
+    monkeypatch.setattr(cuda, "RETRY_S", 0.001)
     threads._device, threads._bell = SimpleNamespace(activate=lambda: None), SimpleNamespace(word=0, fd=0)
     threads._state, threads._stop_word, threads._scratch = None, np.zeros(8, np.uint64), None
     threads._stopping, threads._calls, threads._failed = False, deque(), failures.append

@@ -9,7 +9,7 @@ from hypothesis import strategies as hs
 
 from paellapy.scheduler.backends import cuda_timing
 from paellapy.scheduler.backends.cuda_timing import saturated_ns, settled_times_ns, without_events
-from paellapy.scheduler.models.segments import cut
+from paellapy.scheduler.models.program import cut
 
 US = 1_000.0
 kernels_us = hs.lists(hs.floats(1.5, 300), min_size=1, max_size=80)

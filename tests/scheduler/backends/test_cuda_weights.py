@@ -14,10 +14,10 @@ import paellapy as pp
 from paellapy.instrument.device import driver as device_driver
 from paellapy.instrument.device.cuda_memory import CudaStream
 from paellapy.instrument.errors import PaellaError
-from paellapy.scheduler.backends import cuda_weights
-from paellapy.scheduler.backends.cuda_weights import CudaPages, CudaWeights
+from paellapy.scheduler.backends import cuda_memory
+from paellapy.scheduler.backends.cuda_memory import CudaPages, CudaWeights
 from paellapy.scheduler.core.errors import MemoryPlanError
-from paellapy.scheduler.models.weight_range import Layout
+from paellapy.scheduler.models.weights import Layout
 
 MIB = 1 << 20
 BASE, LANDING = 1 << 40, 1 << 38
@@ -132,7 +132,7 @@ DEVICE = SimpleNamespace(activate=lambda: None, synchronize=lambda: None, index=
 @pytest.fixture
 def cu(monkeypatch):
     driver = Driver()
-    for each in (cuda_weights, device_driver):
+    for each in (cuda_memory, device_driver):
         monkeypatch.setattr(each, "driver", lambda: driver)
     for name in ("allocate", "free"):
         monkeypatch.setattr(DEVICE, name, getattr(driver, name), raising=False)
@@ -305,7 +305,7 @@ def test_on_a_gpu_an_eviction_that_fails_halfway_keeps_every_byte(monkeypatch):
             calls.append(address)
             return (real.CUresult.CUDA_ERROR_INVALID_VALUE,) if len(calls) == 2 else real.cuMemUnmap(address, nbytes)
 
-    monkeypatch.setattr(cuda_weights, "driver", Failing)
+    monkeypatch.setattr(cuda_memory, "driver", Failing)
     with pytest.raises(PaellaError, match="unmapping"):
         weights.evict()
     monkeypatch.undo()

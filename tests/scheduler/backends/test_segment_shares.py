@@ -16,13 +16,20 @@ import paellapy as pp
 from paellapy import demo
 from paellapy.instrument.device import Device
 from paellapy.instrument.device.cuda import CudaDevice
-from paellapy.instrument.device.occupancy import footprint
-from paellapy.instrument.device.parts import part
+from paellapy.instrument.gpu_model.occupancy import footprint
+from paellapy.instrument.gpu_model.parts import part
 from paellapy.instrument.ptx.assemble import assemble
-from paellapy.scheduler.backends.cuda_hog import Work, of_trials
-from paellapy.scheduler.backends.cuda_hogs import Hogs, part_without_place
-from paellapy.scheduler.backends.cuda_memory_hog import ROUND_BYTES, memory_hog, part_of_bandwidth
-from paellapy.scheduler.backends.cuda_tensor_hog import part_of_units, tensor_hog
+from paellapy.scheduler.backends.contention_probe import (
+    ROUND_BYTES,
+    Hogs,
+    Work,
+    memory_hog,
+    of_trials,
+    part_of_bandwidth,
+    part_of_units,
+    part_without_place,
+    tensor_hog,
+)
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.models.program import Node
 from paellapy.scheduler.sim.simulate import simulate

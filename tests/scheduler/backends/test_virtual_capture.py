@@ -15,7 +15,7 @@ import paellapy as pp
 from paellapy import demo
 from paellapy.scheduler.backends.virtual import VirtualBackend
 from paellapy.scheduler.backends.virtual_memory import VirtualMemory
-from paellapy.scheduler.models.lane_memory import Lane, plan_lane
+from paellapy.scheduler.models.memory import Lane, plan_lane
 
 Pair = namedtuple("Pair", "a b")
 

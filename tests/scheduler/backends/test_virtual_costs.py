@@ -7,7 +7,7 @@ import numpy as np
 import paellapy as pp
 from paellapy import demo
 from paellapy.scheduler.backends.virtual import VirtualBackend
-from paellapy.scheduler.models.lane_memory import Lane, plan_lane
+from paellapy.scheduler.models.memory import Lane, plan_lane
 
 
 def test_costs_seen_in_the_rehearsal_are_those_of_the_program():

@@ -10,8 +10,8 @@ import pytest
 from engine_models import scale_model
 from waiting import wait_until
 
-from paellapy.scheduler.backends import virtual_thread
-from paellapy.scheduler.backends.virtual_thread import VirtualThread
+from paellapy.scheduler.backends import virtual_loop
+from paellapy.scheduler.backends.virtual_loop import VirtualThread
 from paellapy.scheduler.core.errors import EngineFailedError
 from paellapy.scheduler.engine.engine import Engine
 
@@ -20,7 +20,7 @@ X = {"x": np.ones(64, np.float32)}
 
 @pytest.mark.parametrize("role", ["threadpool_limits", "compile_for"])
 def test_an_error_before_the_loop_begins_ends_requests_with_it(monkeypatch, role):
-    may_fail, failed, right = threading.Event(), [], getattr(virtual_thread, role)
+    may_fail, failed, right = threading.Event(), [], getattr(virtual_loop, role)
 
     def fails_once(*given):
         if may_fail.wait(60) and not failed:
@@ -34,7 +34,7 @@ def test_an_error_before_the_loop_begins_ends_requests_with_it(monkeypatch, role
         may_fail.set()
         return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
 
-    monkeypatch.setattr(virtual_thread, role, fails_once)
+    monkeypatch.setattr(virtual_loop, role, fails_once)
     with Engine("virtual:h200") as engine:
         engine.load(scale_model("scale"))
         for error in asyncio.run(main()):

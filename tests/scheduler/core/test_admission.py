@@ -16,8 +16,7 @@ from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.policies.policy import policy_names
 from paellapy.scheduler.sim.simulate import simulate
-from paellapy.scheduler.sim.trace_workload import TraceWorkload
-from paellapy.scheduler.sim.workload import ClosedLoop, Poisson
+from paellapy.scheduler.sim.workload import ClosedLoop, Poisson, TraceWorkload
 from paellapy.serving.admission import Allowance
 
 MS = 1_000_000

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.tenants import Tenant, give_tenant, tenant_stats
+from paellapy.scheduler.core.shares import Tenant, give_tenant, tenant_stats
 from paellapy.scheduler.policies.attach import attach_policy
 from paellapy.scheduler.policies.policy import find_policy, policy, policy_names
 

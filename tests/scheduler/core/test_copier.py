@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from engine_models import scale_model
 
+from paellapy.scheduler.core.atomics import usable_cpus
 from paellapy.scheduler.core.check import check_at_rest
 from paellapy.scheduler.core.codes import COPY_BELL
-from paellapy.scheduler.core.copier import Copier
-from paellapy.scheduler.core.cpus import usable_cpus
 from paellapy.scheduler.core.errors import DeadlineError
-from paellapy.scheduler.core.loop import Bell
+from paellapy.scheduler.core.lanes import Copier
+from paellapy.scheduler.core.rings import Bell
 from paellapy.scheduler.core.state import new_state
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.engine.engine import Engine

@@ -22,7 +22,7 @@ from paellapy.scheduler.core import codes, step
 from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.check import check_integrity
 from paellapy.scheduler.core.rings import SLOTS, STAGED, Message
-from paellapy.scheduler.engine import front_calls as calls
+from paellapy.scheduler.engine import ring_calls as calls
 
 FRONTS = st.Limits(**{**{name: getattr(LIMITS, name) for name in LIMITS.__dataclass_fields__}, "fronts": 3})
 WHO = some.sampled_from((1, 2))

@@ -10,7 +10,7 @@ from core_bench import Bench, profile
 from moving_bench import CHUNK, MovingBench
 
 from paellapy.scheduler.core import codes, step
-from paellapy.scheduler.core.gates import LEASE_NS, LINGERS, WAITS_NS
+from paellapy.scheduler.core.concurrency import LEASE_NS, LINGERS, WAITS_NS
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import pytest
 from core_bench import Bench, profile
 
 from paellapy.scheduler.core import codes
+from paellapy.scheduler.core.admission import predict_finish
 from paellapy.scheduler.core.install import install, install_size, open_model
-from paellapy.scheduler.core.predict import predict_finish
 from paellapy.scheduler.core.state import Limits
 
 LIMITS = Limits(models=4, lanes=16, lanes_per_model=4, sizes=4, batch=8, segments=8, requests=48, clients=4, inputs=2)

@@ -8,7 +8,7 @@ import numba
 import numpy as np
 
 from paellapy.scheduler.core.atomics import load_at, store_at
-from paellapy.scheduler.core.loop import ANYTHING, AWAKE, ask, wakes
+from paellapy.scheduler.core.rings import ANYTHING, AWAKE, ask, wakes
 
 ROUNDS = 3000
 APART = 16  # words between two that are shared: a cache line and more, so that they may be reordered

@@ -12,7 +12,7 @@ import pytest
 from core_bench import LIMITS, Bench, profile
 
 from paellapy.scheduler.core import admission, codes, rings, step, tables
-from paellapy.scheduler.core.predict import reader
+from paellapy.scheduler.core.admission import reader
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.policies.policy import policy as make_policy

@@ -11,9 +11,9 @@ from hypothesis import strategies as some
 from paellapy.scheduler.core import codes, step, tables
 from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.check import check_integrity
-from paellapy.scheduler.core.clients import client_key, client_numbers, find_client
 from paellapy.scheduler.core.rings import SLOTS, STAGED, Message
-from paellapy.scheduler.engine import front_calls
+from paellapy.scheduler.core.shares import client_key, client_numbers, find_client
+from paellapy.scheduler.engine import ring_calls
 
 FRONTS = st.Limits(**{**{name: getattr(LIMITS, name) for name in LIMITS.__dataclass_fields__}, "fronts": 3})
 STEPS = ("claim", "post", "write", "run", "read")  # what a front end does, in order
@@ -24,15 +24,15 @@ class Front:
 
     def __init__(self, bench: Bench, front: int) -> None:
         self.bench, self.front = bench, front
-        self.held = front_calls.Line(bench.state, front, 0)  # nobody arms the bell
+        self.held = ring_calls.Line(bench.state, front, 0)  # nobody arms the bell
         self.line = self.held.address
         self.rows = list(st.front_rows(FRONTS, front))
         self.serial = 0
-        self.taken = np.zeros((64, front_calls.COMPLETION_WORDS), np.int64)
+        self.taken = np.zeros((64, ring_calls.COMPLETION_WORDS), np.int64)
         self.done: list[list[int]] = []
 
     def claim(self, model: int = 0, client: int = 0) -> tuple[int, int] | None:
-        found = front_calls.claim(self.line, model, client)
+        found = ring_calls.claim(self.line, model, client)
         return None if found == STAGED else divmod(found, SLOTS)
 
     def post(self, place: tuple[int, int] | None, model: int = 0, generation: int = 0, client: int = 0) -> int:
@@ -40,19 +40,19 @@ class Front:
         lane, slot = place or (codes.NONE, codes.NONE)
         message = Message(kind=codes.SUBMIT, request=self.rows.pop(), serial=self.serial, model=model, lane=lane,
                           slot=slot, generation=generation, arrival_ns=self.bench.now, client=client)  # fmt: skip
-        assert front_calls.post(self.line, message.address)
+        assert ring_calls.post(self.line, message.address)
         return self.serial
 
     def take(self) -> list[list[int]]:
-        n = front_calls.take(self.line, self.taken)
+        n = ring_calls.take(self.line, self.taken)
         found = self.taken[:n].tolist()
         for entry in found:
-            self.rows.append(entry[front_calls.E_REQUEST])
+            self.rows.append(entry[ring_calls.E_REQUEST])
         self.done += found
         return found
 
     def read(self, entry: list[int]) -> None:
-        front_calls.release(self.line, entry[front_calls.E_LANE], entry[front_calls.E_SLOT])
+        ring_calls.release(self.line, entry[ring_calls.E_LANE], entry[ring_calls.E_SLOT])
 
     def submit(self, upto: str = "write", model: int = 0) -> None:
         """Submits one request, up to a given step."""
@@ -61,7 +61,7 @@ class Front:
             return
         self.post(place, model)
         if place is not None and upto != "post":
-            front_calls.ready(self.line, *place)
+            ring_calls.ready(self.line, *place)
 
 
 def finish_all(bench: Bench, *fronts: Front) -> None:
@@ -73,7 +73,7 @@ def finish_all(bench: Bench, *fronts: Front) -> None:
         bench.step(1000)
         taken = [(front, entry) for front in fronts for entry in front.take()]
         for front, entry in taken:
-            if entry[front_calls.E_STATUS] == codes.OK:
+            if entry[ring_calls.E_STATUS] == codes.OK:
                 front.read(entry)
         if not lanes and not taken and not bench.state.core["live"][0]:
             break
@@ -101,7 +101,7 @@ def test_what_a_front_end_had_when_it_died_holds_nobody_up(bench, upto):
         bench.step()
     step.reclaim(bench.state, 1, bench.now)
     finish_all(bench, other)
-    assert [entry[front_calls.E_STATUS] for entry in other.done] == [codes.OK]
+    assert [entry[ring_calls.E_STATUS] for entry in other.done] == [codes.OK]
     assert bench.state.core["live"][0] == 0
     assert bench.state.model["free_n"][0] + (bench.state.model["filling"][0] >= 0) == 2
     check_integrity(bench.state)
@@ -109,7 +109,7 @@ def test_what_a_front_end_had_when_it_died_holds_nobody_up(bench, upto):
     for _ in range(6):
         again.submit()
     finish_all(bench, again, other)
-    assert [entry[front_calls.E_STATUS] for entry in again.done] == [codes.OK] * 6
+    assert [entry[ring_calls.E_STATUS] for entry in again.done] == [codes.OK] * 6
 
 
 def test_published_but_unread_submissions_of_the_dead_are_forgotten(bench):
@@ -130,7 +130,7 @@ def fill_every_slot_once(bench: Bench, front: Front, client: int) -> None:
             place = front.claim(client=client)
             front.post(place, client=client)
             if place is not None:
-                front_calls.ready(front.line, *place)
+                ring_calls.ready(front.line, *place)
         finish_all(bench, front)
 
 
@@ -181,9 +181,9 @@ def test_a_request_for_the_model_that_had_the_row_before_is_refused(bench):
     place = front.claim()
     assert place is not None
     front.post(place, generation=99)
-    front_calls.ready(front.line, *place)
+    ring_calls.ready(front.line, *place)
     finish_all(bench, front)
-    assert [entry[front_calls.E_STATUS] for entry in front.done] == [codes.NO_MODEL]
+    assert [entry[ring_calls.E_STATUS] for entry in front.done] == [codes.NO_MODEL]
     assert bench.state.core["live"][0] == 0
 
 
@@ -228,7 +228,7 @@ def test_whenever_a_front_end_dies_the_core_stays_whole(script):
             if place is not None and action in ("claim", "post"):
                 unwritten[who].append(place)
             elif place is not None:
-                front_calls.ready(front.line, *place)
+                ring_calls.ready(front.line, *place)
         elif action == "step":
             bench.step(1000)
         elif action == "finish":
@@ -236,10 +236,10 @@ def test_whenever_a_front_end_dies_the_core_stays_whole(script):
                 bench.finish_segment(lane)
             bench.step(1000)
         elif action == "take":
-            unread[who] += [entry for entry in front.take() if entry[front_calls.E_STATUS] == codes.OK]
+            unread[who] += [entry for entry in front.take() if entry[ring_calls.E_STATUS] == codes.OK]
     for who, front in fronts.items():
         for place in unwritten[who]:
-            front_calls.ready(front.line, *place)
+            ring_calls.ready(front.line, *place)
         for entry in unread[who]:
             front.read(entry)
     finish_all(bench, *fronts.values())

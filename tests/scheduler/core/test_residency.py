@@ -10,9 +10,9 @@ from hypothesis import strategies as some
 from moving_bench import CHUNK, MovingBench
 
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.manage import manage
-from paellapy.scheduler.core.predict import predict_finish
-from paellapy.scheduler.core.tenants import Tenant, give_tenant
+from paellapy.scheduler.core.admission import predict_finish
+from paellapy.scheduler.core.residency import manage
+from paellapy.scheduler.core.shares import Tenant, give_tenant
 
 
 def model(name, chunks, **more):

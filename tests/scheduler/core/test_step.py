@@ -19,10 +19,10 @@ from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.check import IntegrityError, check_integrity
 from paellapy.scheduler.core.install import estimate, install, remove
 from paellapy.scheduler.core.profiles import ModelProfile, ProfileError, SegmentProfile, load_profiles, save_profiles
-from paellapy.scheduler.core.tenants import Tenant, give_tenant
+from paellapy.scheduler.core.shares import Tenant, give_tenant
 from paellapy.scheduler.core.tuning import Tuning
-from paellapy.scheduler.engine.gpu_use import occupancy
-from paellapy.scheduler.engine.install import install_windows
+from paellapy.scheduler.engine.loading import install_windows
+from paellapy.scheduler.engine.stats import occupancy
 from paellapy.scheduler.policies.attach import attach_policy
 from paellapy.scheduler.policies.policy import Policy, find_policy, policy, policy_names
 

@@ -17,13 +17,13 @@ import paellapy as pp
 from paellapy.instrument.jit import compiled
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.check import IntegrityError, check_at_rest, check_integrity
+from paellapy.scheduler.core.concurrency import fill_window
 from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.core.install import install, remove
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.tuning import Tuning
-from paellapy.scheduler.core.windows import fill_window
 from paellapy.scheduler.engine.engine import Engine
-from paellapy.scheduler.engine.install import install_windows
+from paellapy.scheduler.engine.loading import install_windows
 from paellapy.scheduler.models.profile import ProgramProfile
 from paellapy.scheduler.policies.policy import policy_names
 

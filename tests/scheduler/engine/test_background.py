@@ -18,7 +18,7 @@ from paellapy.scheduler.core.errors import (
     ModelError,
     UnknownModelError,
 )
-from paellapy.scheduler.engine import turn as turn_module
+from paellapy.scheduler.engine import lease as turn_module
 from paellapy.scheduler.engine.monitor import Monitor
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install torch==2.13.0")

@@ -11,7 +11,7 @@ from engine_models import scale
 import paellapy as pp
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.errors import MemoryPlanError, ModelError, UnknownModelError
-from paellapy.scheduler.engine.budget import Budget
+from paellapy.scheduler.engine.memory_budget import Budget
 
 
 def test_a_model_that_stays_takes_no_lanes_that_the_others_need(device):
@@ -99,7 +99,7 @@ def budget_whose_core_grants(state, at_last):
 
 @pytest.mark.parametrize("at_last", [False, True])
 def test_a_load_does_not_wait_for_ever_for_memory_of_models_in_use(monkeypatch, at_last):
-    monkeypatch.setattr("paellapy.scheduler.engine.budget.ORDER_S", 0.01)
+    monkeypatch.setattr("paellapy.scheduler.engine.memory_budget.ORDER_S", 0.01)
     state = Bench([]).state
     budget, calls = budget_whose_core_grants(state, at_last)
     if at_last:

@@ -20,7 +20,7 @@ from paellapy.scheduler.core.errors import (
     QueueFullError,
     SuspectError,
 )
-from paellapy.scheduler.engine.door import ByteCall, Call, Door
+from paellapy.scheduler.engine.callbacks import ByteCall, Call, Door
 from paellapy.scheduler.engine.remote import RemoteEngine
 
 

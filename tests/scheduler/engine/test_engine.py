@@ -44,7 +44,7 @@ from paellapy.scheduler.core.errors import (
 from paellapy.scheduler.core.state import Limits
 from paellapy.scheduler.engine import requests as requests_module
 from paellapy.scheduler.engine.engine import Engine
-from paellapy.scheduler.engine.slots import Slot
+from paellapy.scheduler.engine.requests import Slot
 from paellapy.scheduler.policies.policy import find_policy, policy, policy_names
 
 DEVICE = "virtual:h200"

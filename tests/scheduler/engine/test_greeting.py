@@ -17,12 +17,10 @@ from places import TESTS
 from waiting import wait_until
 
 import paellapy as pp
-from paellapy.guest import Guest
+from paellapy.cli_scripts import Guest
 from paellapy.scheduler.core.errors import ModelError
-from paellapy.scheduler.core.shared_memory import SharedBlock
-from paellapy.scheduler.engine.greeting import Greeting, GreetingError
-from paellapy.scheduler.engine.guest_door import knock
-from paellapy.scheduler.engine.guests import _LINES
+from paellapy.scheduler.core.rings import SharedBlock
+from paellapy.scheduler.engine.guests import _LINES, Greeting, GreetingError, knock
 
 X = np.arange(64, dtype=np.float32)
 HUGE = 99999999999999999999999

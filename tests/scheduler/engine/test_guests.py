@@ -17,10 +17,10 @@ from places import TESTS
 from waiting import wait_until
 
 import paellapy as pp
-from paellapy.guest import Guest
-from paellapy.instrument.device import gate
+from paellapy.cli_scripts import Guest
+from paellapy.instrument.device import launch_hook
 from paellapy.scheduler.core.errors import EngineClosedError
-from paellapy.scheduler.engine.guest_door import NoEngineError, knock
+from paellapy.scheduler.engine.guests import NoEngineError, knock
 
 X = np.arange(64, dtype=np.float32)
 
@@ -106,7 +106,7 @@ def test_an_engine_that_closes_under_load_answers_what_it_took_and_lets_its_gues
     for each in threads:
         each.join(60)
     assert [type(e) for e in ended] == [EngineClosedError] * 4
-    wait_until(lambda: not gate.closed_at(own.words, time.monotonic_ns()))
+    wait_until(lambda: not launch_hook.closed_at(own.words, time.monotonic_ns()))
     line.close()
 
 
@@ -114,10 +114,10 @@ def test_a_gate_closes_for_higher_priority_and_opens_after_it(engine):
     own = Guest("here", priority=-1)
     line = own._connect()
     wait_until(lambda: engine.state.core["gates"][0] == 1)
-    assert not gate.closed_at(own.words, time.monotonic_ns())
+    assert not launch_hook.closed_at(own.words, time.monotonic_ns())
     engine.infer_sync("scale", {"x": X})
     wait_until(lambda: engine.stats()["jobs"]["here"]["closes"] == 1)
-    wait_until(lambda: not own.words[gate.CLOSED_UNTIL_NS])
+    wait_until(lambda: not own.words[launch_hook.CLOSED_UNTIL_NS])
     with engine.turn("low", priority=-2):  # not for lower priorities
         time.sleep(0.01)
         assert engine.stats()["jobs"]["here"]["closes"] == 1
@@ -145,21 +145,21 @@ def test_a_guest_with_the_name_of_a_turn_is_seen_beside_it(engine):
 
 
 def test_a_lease_that_nobody_renews_expires():
-    words = np.zeros(gate.WORDS, np.uint64)
-    words[gate.CLOSED_UNTIL_NS] = time.monotonic_ns() + 20_000_000
-    words[gate.SHARE] = gate.SHARE_UNIT
-    gate.Gate(words).wait()
-    assert words[gate.WAITS] == 1
-    assert words[gate.WAITED_NS] > 0
+    words = np.zeros(launch_hook.WORDS, np.uint64)
+    words[launch_hook.CLOSED_UNTIL_NS] = time.monotonic_ns() + 20_000_000
+    words[launch_hook.SHARE] = launch_hook.SHARE_UNIT
+    launch_hook.Gate(words).wait()
+    assert words[launch_hook.WAITS] == 1
+    assert words[launch_hook.WAITED_NS] > 0
 
 
 @pytest.mark.parametrize("share", [0.25, 0.7])
 def test_a_share_is_the_part_of_the_time_that_the_gate_is_open(share):
-    words = np.zeros(gate.WORDS, np.uint64)
-    words[gate.SHARE], words[gate.ALIVE_UNTIL_NS] = int(share * gate.SHARE_UNIT), 1 << 60
-    times = range(0, 10 * gate.PERIOD_NS, 10_007)
-    assert np.mean([not gate.closed_at(words, t) for t in times]) == pytest.approx(share, abs=0.01)
-    assert not gate.closed_at(words, (1 << 60) + gate.PERIOD_NS - 1)  # the engine is gone
+    words = np.zeros(launch_hook.WORDS, np.uint64)
+    words[launch_hook.SHARE], words[launch_hook.ALIVE_UNTIL_NS] = int(share * launch_hook.SHARE_UNIT), 1 << 60
+    times = range(0, 10 * launch_hook.PERIOD_NS, 10_007)
+    assert np.mean([not launch_hook.closed_at(words, t) for t in times]) == pytest.approx(share, abs=0.01)
+    assert not launch_hook.closed_at(words, (1 << 60) + launch_hook.PERIOD_NS - 1)  # the engine is gone
 
 
 def test_an_engine_that_hides_is_not_found_and_what_the_dead_left_is_swept_away(engine, folder):

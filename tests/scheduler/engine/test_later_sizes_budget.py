@@ -17,7 +17,7 @@ from waiting import wait_until
 import paellapy as pp
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.check import check_at_rest, check_integrity
-from paellapy.scheduler.engine.door import Door
+from paellapy.scheduler.engine.callbacks import Door
 
 BATCH = (1, 2, 4, 8)
 LATER = {"batch": BATCH, "capture": "on_demand"}

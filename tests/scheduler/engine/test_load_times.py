@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import paellapy as pp
-from paellapy.scheduler.engine import load_times
-from paellapy.scheduler.engine.load_times import PHASES, LoadTimes
+from paellapy.scheduler.engine import loading
+from paellapy.scheduler.engine.loading import PHASES, LoadTimes
 
 
 @given(some.recursive(some.sampled_from(PHASES).map(lambda name: (name, [])), lambda inner: some.tuples(
@@ -36,7 +36,7 @@ def test_phases_inside_others_count_once(tree):
                 spend(name, 0.25)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(load_times.time, "perf_counter", lambda: now[0])
+        patch.setattr(loading.time, "perf_counter", lambda: now[0])
         walk(tree)
     assert times.seconds == expected
     assert times.total_s == now[0]
@@ -55,12 +55,12 @@ def test_a_loaded_model_says_what_its_loading_took(caplog):
 
 @pytest.mark.parametrize("logged", [False, True])
 def test_a_long_load_says_so_also_without_a_terminal(capsys, caplog, monkeypatch, logged):
-    monkeypatch.setattr(load_times, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(loading, "PATIENCE_S", 0.0)
     monkeypatch.delenv("PAELLAPY_QUIET", raising=False)
     times, said = LoadTimes("net"), ""
     end = time.monotonic() + 60
     caplog.set_level(logging.INFO if logged else logging.WARNING, "paellapy.load")
-    with times.phase("capture"), load_times.shown(times):
+    with times.phase("capture"), loading.shown(times):
         while "loading net: capture" not in said:
             assert time.monotonic() < end
             said += caplog.text if logged else capsys.readouterr().err

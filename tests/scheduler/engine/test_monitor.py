@@ -10,16 +10,15 @@ import pytest
 from engine_models import mlp_model, random_inputs, scale_model
 
 import paellapy as pp
-from paellapy.instrument.device.parts import part
-from paellapy.instrument.device.sm_model import SmModel
-from paellapy.instrument.device.sm_program import Kernel
+from paellapy.instrument.gpu_model.commands import Kernel
+from paellapy.instrument.gpu_model.model import SmModel
+from paellapy.instrument.gpu_model.parts import part
 from paellapy.instrument.records import WARP_SHIFT
-from paellapy.instrument.traces.live import counts
-from paellapy.scheduler.backends import virtual_thread
-from paellapy.scheduler.engine import monitor_sms
+from paellapy.instrument.traces.session import counts
+from paellapy.scheduler.backends import virtual_loop
+from paellapy.scheduler.engine import monitor as monitor_sms
 from paellapy.scheduler.engine.engine import Engine
-from paellapy.scheduler.engine.monitor import Monitor
-from paellapy.scheduler.engine.monitor_models import EDGES_MS
+from paellapy.scheduler.engine.monitor import EDGES_MS, Monitor
 from paellapy.scheduler.policies.policy import PolicyError
 
 RNG = np.random.default_rng(3)
@@ -71,7 +70,7 @@ def test_nobody_who_looks_waits_for_the_compiler(monkeypatch):
         wanted.set()
         go_on.wait()
 
-    monkeypatch.setattr(virtual_thread, "compile_for", compile_when_told)
+    monkeypatch.setattr(virtual_loop, "compile_for", compile_when_told)
     with Engine("virtual:h200") as engine:
         wanted.wait()
         try:

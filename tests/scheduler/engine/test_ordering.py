@@ -10,7 +10,7 @@ from chain_models import SMALL, ask, chain, room_for
 import paellapy as pp
 from paellapy.scheduler.core.check import check_at_rest
 from paellapy.scheduler.core.errors import ModelError, UnknownModelError
-from paellapy.scheduler.engine.ordering import order_weights
+from paellapy.scheduler.engine.weight_cache import order_weights
 
 
 @pytest.fixture

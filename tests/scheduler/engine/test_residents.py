@@ -16,10 +16,10 @@ from engine_models import scale
 from waiting import wait_until
 
 import paellapy as pp
-from paellapy.scheduler.backends.virtual_weights import VirtualWeights
+from paellapy.scheduler.backends.virtual_memory import VirtualWeights
 from paellapy.scheduler.core.check import check_at_rest
 from paellapy.scheduler.core.errors import MemoryPlanError, ModelError, UnknownModelError, WeightsError
-from paellapy.scheduler.models.weight_files import WeightFileError, map_weights, write_weights
+from paellapy.scheduler.models.weights import WeightFileError, map_weights, write_weights
 
 
 def test_more_models_than_fit_answer_rightly(device):

@@ -8,7 +8,7 @@ from hypothesis import strategies as some
 
 from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.errors import QueueFullError, TooManyRequestsError
-from paellapy.scheduler.engine.rows import Rows
+from paellapy.scheduler.engine.ring_client import Rows
 
 CLIENTS = 12
 

@@ -16,8 +16,8 @@ from waiting import held_core
 import paellapy as pp
 from paellapy.scheduler.core.check import check_at_rest
 from paellapy.scheduler.core.errors import QueueFullError
-from paellapy.scheduler.core.shared_memory import SharedBlock
-from paellapy.scheduler.engine.stage import OwnStage, SharedStage, Stage
+from paellapy.scheduler.core.rings import SharedBlock
+from paellapy.scheduler.engine.ring_calls import OwnStage, SharedStage, Stage
 
 
 def shared(nbytes: int) -> SharedStage:

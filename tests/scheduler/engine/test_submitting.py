@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from paellapy.scheduler.engine.stage import OwnStage
-from paellapy.scheduler.engine.submitting import submit
+from paellapy.scheduler.engine.requests import submit
+from paellapy.scheduler.engine.ring_calls import OwnStage
 
 TERMS = (0, 0, 0, 0)
 

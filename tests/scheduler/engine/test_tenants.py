@@ -13,7 +13,7 @@ import paellapy as pp
 from paellapy import demo
 from paellapy.instrument.errors import ArgumentError
 from paellapy.scheduler.core.check import check_at_rest
-from paellapy.scheduler.core.clients import client_numbers
+from paellapy.scheduler.core.shares import client_numbers
 from paellapy.scheduler.engine.monitor import Monitor
 
 

@@ -17,13 +17,19 @@ from viz_traces import EPOCH, MIX, NAMES, TOY, engine_trace, make
 
 from paellapy.instrument.errors import TraceError
 from paellapy.instrument.records import RANGE, WORK, Records
-from paellapy.instrument.traces.ranges import TracedRanges
+from paellapy.instrument.traces.summary import TracedRanges
 from paellapy.instrument.traces.trace import Trace
-from paellapy.scheduler.backends.recorded import TracedBlocks, TracedPiece
+from paellapy.scheduler.backends.base import TracedBlocks, TracedPiece
 from paellapy.scheduler.core.codes import NEVER
 from paellapy.scheduler.core.tables import COMPLETION
-from paellapy.scheduler.engine.trace import JOB_RECORD, OWNER, SEGMENT_RECORD, EngineTrace
-from paellapy.scheduler.engine.tracing import TracedEngine, fill_engine_trace
+from paellapy.scheduler.engine.trace import (
+    JOB_RECORD,
+    OWNER,
+    SEGMENT_RECORD,
+    EngineTrace,
+    TracedEngine,
+    fill_engine_trace,
+)
 from paellapy.scheduler.models.model import Model, TensorSpec
 
 

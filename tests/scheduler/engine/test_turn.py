@@ -14,7 +14,7 @@ import paellapy as pp
 from paellapy.scheduler.core.check import check_at_rest
 from paellapy.scheduler.core.errors import EngineClosedError, ModelError
 from paellapy.scheduler.engine.monitor import Monitor
-from paellapy.serving.metrics_device import job_metrics
+from paellapy.serving.counters import job_metrics
 
 X = np.arange(64, dtype=np.float32)
 

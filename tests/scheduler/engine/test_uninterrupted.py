@@ -11,7 +11,7 @@ from waiting import wait_until
 
 import paellapy as pp
 from paellapy.scheduler.core.check import check_at_rest
-from paellapy.scheduler.engine.uninterrupted import Uninterrupted
+from paellapy.scheduler.engine.ring_client import Uninterrupted
 
 X = np.arange(64, dtype=np.float32)
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from paellapy.scheduler.core.errors import MemoryPlanError
-from paellapy.scheduler.models.berths import Berths, Need
+from paellapy.scheduler.models.memory import Berths, Need
 
 
 class Memory:

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from paellapy.scheduler.core.errors import CaptureError
-from paellapy.scheduler.models import gpu_waits
-from paellapy.scheduler.models.gpu_waits import WAITS, errors_in_this_thread, refusing_to_wait
+from paellapy.scheduler.models import sync_guard
+from paellapy.scheduler.models.sync_guard import WAITS, errors_in_this_thread, refusing_to_wait
 
 
 def warn() -> None:
@@ -63,8 +63,8 @@ def test_waits_that_began_earlier_are_ignored_shortly_afterwards_in_other_thread
         assert not failed
         with pytest.raises(UserWarning):  # by the filter above; in this thread nothing is left
             warn()
-        later = time.monotonic() + gpu_waits._AFTER_S + 1
-        monkeypatch.setattr(gpu_waits.time, "monotonic", lambda: later)
+        later = time.monotonic() + sync_guard._AFTER_S + 1
+        monkeypatch.setattr(sync_guard.time, "monotonic", lambda: later)
         in_another_thread()
         assert len(failed) == 1
 
@@ -75,9 +75,9 @@ def test_filters_do_not_pile_up(monkeypatch):
             pass
         before = len(warnings.filters)
         for k in range(3):
-            later = time.monotonic() + (k + 1) * (gpu_waits._AFTER_S + 1)
+            later = time.monotonic() + (k + 1) * (sync_guard._AFTER_S + 1)
             with monkeypatch.context() as patch, errors_in_this_thread():
-                patch.setattr(gpu_waits.time, "monotonic", lambda later=later: later)
+                patch.setattr(sync_guard.time, "monotonic", lambda later=later: later)
         assert len(warnings.filters) <= before + 1
 
 

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from waiting import wait_until
 
 from paellapy.scheduler.core.errors import MemoryPlanError
-from paellapy.scheduler.models import host_store, weight_files
-from paellapy.scheduler.models.host_store import HostStore
-from paellapy.scheduler.models.weight_files import WeightFileError
+from paellapy.scheduler.models import weights
+from paellapy.scheduler.models.weights import HostStore, WeightFileError
 
 
 class Host:
@@ -77,7 +76,7 @@ def failing_disk(monkeypatch):
     def fail(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(weight_files.os, "replace", fail)
+    monkeypatch.setattr(weights.os, "replace", fail)
 
 
 @pytest.mark.parametrize("disk", [full_disk, failing_disk])
@@ -140,7 +139,7 @@ def test_a_folder_that_cannot_be_used_is_named_and_nothing_is_lost(store, host, 
 def test_a_header_that_is_no_object_is_refused(tmp_path):
     (tmp_path / "list.safetensors").write_bytes((8).to_bytes(8, "little") + b"[1,2,3] ")
     with pytest.raises(WeightFileError, match=r"list\.safetensors"):
-        weight_files.map_weights(tmp_path / "list.safetensors")
+        weights.map_weights(tmp_path / "list.safetensors")
 
 
 def test_weights_in_demand_take_the_memory_of_weights_that_nobody_wants(store, host):
@@ -171,8 +170,8 @@ def test_many_requests_for_few_bytes_do_not_displace_many_bytes(host, tmp_path):
 
 def test_a_file_is_written_once(store, monkeypatch):
     written = []
-    write = host_store.write_weights
-    monkeypatch.setattr(host_store, "write_weights", lambda path, arrays: (written.append(path), write(path, arrays)))
+    write = weights.write_weights
+    monkeypatch.setattr(weights, "write_weights", lambda path, arrays: (written.append(path), write(path, arrays)))
     store.put("new", 1000, filled(2))
     for name in ("old", "new", "old", "new"):
         assert store.promote(name, lambda each, name=name: float(each == name))
@@ -225,7 +224,7 @@ def dropped(store):
 @pytest.mark.parametrize("meanwhile", [taken_by_a_new_model, copied_to_the_gpu, dropped])
 def test_while_a_file_is_written_anything_may_happen(host, tmp_path, monkeypatch, meanwhile):
     host.limit_bytes = 1000
-    store, write = HostStore(1000, host.allocate, tmp_path), host_store.write_weights
+    store, write = HostStore(1000, host.allocate, tmp_path), weights.write_weights
     store.put("old", 600, filled(1))
     store.in_use = lambda name: True
     store.put("new", 700, filled(2))
@@ -236,7 +235,7 @@ def test_while_a_file_is_written_anything_may_happen(host, tmp_path, monkeypatch
         meanwhile(store)
         write(path, arrays)
 
-    monkeypatch.setattr(host_store, "write_weights", slowly)
+    monkeypatch.setattr(weights, "write_weights", slowly)
     done = store.promote("new", lambda name: float(name == "new"))
     assert done == (meanwhile is dropped)
     assert store.where("new") == ("host" if done else "disk")

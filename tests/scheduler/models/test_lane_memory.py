@@ -11,7 +11,7 @@ from hypothesis import strategies as some
 
 from paellapy.scheduler.backends.virtual_memory import VirtualMemory
 from paellapy.scheduler.core.errors import CaptureError, MemoryPlanError
-from paellapy.scheduler.models.lane_memory import ALIGN, Bump, Lane, MemoryPlan, aligned, plan_lane
+from paellapy.scheduler.models.memory import ALIGN, Bump, Lane, MemoryPlan, aligned, plan_lane
 from paellapy.scheduler.models.model import Model, TensorSpec
 
 

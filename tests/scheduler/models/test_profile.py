@@ -16,9 +16,9 @@ from paellapy.scheduler.backends.virtual import VirtualBackend
 from paellapy.scheduler.core.profiles import SegmentProfile
 from paellapy.scheduler.core.state import Limits
 from paellapy.scheduler.core.tuning import Tuning
-from paellapy.scheduler.engine.loader import Loader
+from paellapy.scheduler.engine.loading import Loader
 from paellapy.scheduler.models import profile as profiles
-from paellapy.scheduler.models.lane_memory import MemoryPlan
+from paellapy.scheduler.models.memory import MemoryPlan
 from paellapy.scheduler.models.profile import ProgramProfile, model_profile, segment_profile
 from paellapy.scheduler.models.program import Node
 

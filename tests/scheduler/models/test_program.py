@@ -10,7 +10,7 @@ from engine_models import mlp_model, mlp_reference, random_inputs, scale, scale_
 import paellapy as pp
 from paellapy.scheduler.backends.virtual import VirtualBackend
 from paellapy.scheduler.core.errors import CaptureError
-from paellapy.scheduler.models.lane_memory import Lane, plan_lane
+from paellapy.scheduler.models.memory import Lane, plan_lane
 from paellapy.scheduler.models.model import Model, TensorSpec
 
 SPECS = {"inputs": {"x": TensorSpec((64,))}, "outputs": {"y": TensorSpec((64,))}}

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from paellapy.scheduler.core.errors import CaptureError
-from paellapy.scheduler.models.program import Node
-from paellapy.scheduler.models.segments import cut, plan_slices, slices, topological
+from paellapy.scheduler.models.program import Node, cut, plan_slices, slices, topological
 
 times = some.lists(some.floats(1, 1e6), min_size=1, max_size=60)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paellapy.scheduler.models.torch_graphs import begin_capture
+from paellapy.scheduler.models.torch_capture import begin_capture
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 

@@ -384,7 +384,7 @@ def test_counting_operations_leaves_pytorchs_compiler_alone():
     """Its import takes longer than everything else about a small model."""
     code = (
         "import sys, torch\n"
-        "from paellapy.scheduler.models.torch_ops import count_operations\n"
+        "from paellapy.scheduler.models.torch_cpu import count_operations\n"
         "x = torch.ones(4)\n"
         "assert len(count_operations(torch, lambda: x + 1, [x.untyped_storage().data_ptr()])) == 1\n"
         "assert 'torch._dynamo' not in sys.modules\n"

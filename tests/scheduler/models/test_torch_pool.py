@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from paellapy.scheduler.models import torch_pool
-from paellapy.scheduler.models.torch_pool import TorchPool
+from paellapy.scheduler.models import torch_capture
+from paellapy.scheduler.models.torch_capture import TorchPool
 
 
 @pytest.fixture
@@ -60,8 +60,8 @@ def test_a_pool_of_a_lost_gpu_is_kept(torch, monkeypatch, status, kept):
     torch.cuda.MemPool.use_count = lambda self: 1
     torch.cuda.MemPool.__del__ = lambda self: deleted.append(self)
     torch.cuda.empty_cache = lambda: emptied.append(True)
-    monkeypatch.setattr(torch_pool, "driver", lambda: SimpleNamespace(cuMemGetInfo=lambda: (status, 0, 0)))
-    monkeypatch.setattr(torch_pool, "_in_use", [])
+    monkeypatch.setattr(torch_capture, "driver", lambda: SimpleNamespace(cuMemGetInfo=lambda: (status, 0, 0)))
+    monkeypatch.setattr(torch_capture, "_in_use", [])
     pool = TorchPool(0)
     pool.free()
     assert (len(deleted), len(emptied)) == ((0, 0) if kept else (1, 1))
@@ -82,7 +82,7 @@ def test_a_first_graph_keeps_the_pool_until_it_is_freed(torch, monkeypatch):
         def capture_end(self):
             begun.append("end")
 
-    monkeypatch.setattr(torch_pool, "begin_capture", lambda graph, pool: begun.append((graph, pool)))
+    monkeypatch.setattr(torch_capture, "begin_capture", lambda graph, pool: begun.append((graph, pool)))
     torch.cuda.MemPool.use_count = lambda self: 1
     torch.cuda.CUDAGraph, torch.zeros, torch.cuda.empty_cache = Graph, lambda *a, **k: None, lambda: None
     pool, graphs = TorchPool(0), [object(), object()]
@@ -100,7 +100,7 @@ def test_a_capture_that_cannot_begin_leaves_no_recording_on(torch, monkeypatch):
     def refuse(graph, pool):
         raise RuntimeError("no")
 
-    monkeypatch.setattr(torch_pool, "begin_capture", refuse)
+    monkeypatch.setattr(torch_capture, "begin_capture", refuse)
     torch._C = SimpleNamespace(_cuda_endAllocateToPool=lambda index, pool: ended.append((index, pool)))
     torch.cuda.CUDAGraph = lambda keep_graph: None
     with pytest.raises(RuntimeError, match="no"):

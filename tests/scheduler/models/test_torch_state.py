@@ -14,14 +14,14 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from paellapy.scheduler.core.errors import ModelError  # noqa: E402
 from paellapy.scheduler.models.model import Model  # noqa: E402
-from paellapy.scheduler.models.torch_state import (  # noqa: E402
+from paellapy.scheduler.models.torch_state import (  # noqa: E402  # noqa: E402
     check_complete,
+    find_touched,
     generators_of,
     settings_of,
     state_behind,
     tensors_of,
 )
-from paellapy.scheduler.models.torch_touched import find_touched  # noqa: E402
 
 
 class Trainer:

@@ -13,8 +13,10 @@ from paellapy.scheduler.core.errors import ModelError
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from paellapy.scheduler.models.torch_touched import find_touched  # noqa: E402
-from paellapy.scheduler.models.torch_watch import watching  # noqa: E402
+from paellapy.scheduler.models.torch_state import (  # noqa: E402
+    find_touched,
+    watching,
+)
 
 
 @pytest.fixture(scope="module")

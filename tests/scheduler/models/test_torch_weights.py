@@ -9,9 +9,9 @@ import pytest
 
 import paellapy as pp
 from paellapy.scheduler.core.errors import ModelError
-from paellapy.scheduler.models import torch_weights, weight_files
+from paellapy.scheduler.models import torch_tensors, weights
 from paellapy.scheduler.models.torch_tensors import as_array
-from paellapy.scheduler.models.weight_files import WeightFileError, write_weights
+from paellapy.scheduler.models.weights import WeightFileError, write_weights
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -95,13 +95,13 @@ def test_the_module_of_the_caller_is_not_changed(file):
 
 def test_the_file_is_read_once_and_straight_into_the_host_store(file, monkeypatch):
     opened = []
-    real = weight_files.map_weights
+    real = weights.map_weights
 
     def counted(path, private=False):
         opened.append((path, real(path, private)))
         return opened[-1][1]
 
-    for module in (torch_weights, weight_files):
+    for module in (torch_tensors, weights):
         monkeypatch.setattr(module, "map_weights", counted)
     model = pp.Model.from_torch(on_meta(), EXAMPLE, name="net", weights=file, batch=(1,), lanes=1)
     file.unlink()  # no one opens it again

@@ -7,7 +7,7 @@ from itertools import combinations, product
 from hypothesis import given
 from hypothesis import strategies as some
 
-from paellapy.scheduler.models.weight_range import in_order
+from paellapy.scheduler.models.weights import in_order
 
 ends = some.integers(0, 6)
 

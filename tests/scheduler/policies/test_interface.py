@@ -11,13 +11,11 @@ from core_bench import Bench, profile
 
 import paellapy as pp
 from paellapy.scheduler.core.job import READS_PARAMS, READS_SEGMENT, READS_SHARES, READS_TOP
-from paellapy.scheduler.core.params import give_params
-from paellapy.scheduler.core.profiles import ModelProfile, ProfileError, SegmentProfile
+from paellapy.scheduler.core.profiles import ModelProfile, ProfileError, SegmentProfile, give_params
 from paellapy.scheduler.policies.attach import attach_functions, attach_policy
 from paellapy.scheduler.policies.policy import Policy, PolicyError, find_policy, policy
 from paellapy.scheduler.sim.simulate import simulate
-from paellapy.scheduler.sim.trace_workload import TraceWorkload
-from paellapy.scheduler.sim.workload import ClosedLoop, Poisson
+from paellapy.scheduler.sim.workload import ClosedLoop, Poisson, TraceWorkload
 
 
 def fifo(job: Any) -> float:
@@ -235,7 +233,7 @@ def never_from_then_on(job: Any, own: Any) -> bool:
 def test_a_simulation_that_a_policy_never_ends_says_so(
     options: dict[str, Any], fidelity: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paellapy.scheduler.sim.blocks.MOST_IN_VAIN", 1000)  # its steps take longer
+    monkeypatch.setattr("paellapy.scheduler.sim.block_model.MOST_IN_VAIN", 1000)  # its steps take longer
     made = policy(may_idle=True, **options)(fifo)
     with pytest.raises(PolicyError, match=r"leaves 1 requests waiting for ever"):
         simulate(profile("m", segments=2), ClosedLoop("m", duration=0.01), made, fidelity=fidelity)

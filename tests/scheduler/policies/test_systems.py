@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from paellapy.instrument.device.parts import part
+from paellapy.instrument.gpu_model.parts import part
 from paellapy.scheduler.core.codes import OK
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.policies import policy as policies
 from paellapy.scheduler.sim.results import Results
 from paellapy.scheduler.sim.simulate import simulate
-from paellapy.scheduler.sim.trace_workload import TraceWorkload
-from paellapy.scheduler.sim.workload import ClosedLoop, Poisson, Workload
+from paellapy.scheduler.sim.workload import ClosedLoop, Poisson, TraceWorkload, Workload
 
 H200 = part("h200")
 WARPS = H200.sms * H200.sm.warps

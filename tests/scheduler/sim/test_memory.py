@@ -9,8 +9,7 @@ from paellapy.instrument.errors import ArgumentError
 from paellapy.scheduler.core.profiles import ModelProfile, ProfileError, SegmentProfile, load_profiles, save_profiles
 from paellapy.scheduler.policies.policy import policy
 from paellapy.scheduler.sim.simulate import simulate
-from paellapy.scheduler.sim.trace_workload import TraceWorkload
-from paellapy.scheduler.sim.workload import Poisson
+from paellapy.scheduler.sim.workload import Poisson, TraceWorkload
 
 GB = 1_000_000_000
 

@@ -16,20 +16,18 @@ from hypothesis import strategies as st_
 from paellapy.instrument.errors import PaellaError
 from paellapy.instrument.jit_cache import fingerprint
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.demand import TOGETHER, busy_alone, usual_demand
-from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
+from paellapy.scheduler.core.profiles import TOGETHER, ModelProfile, SegmentProfile, busy_alone, usual_demand
 from paellapy.scheduler.core.step import step
 from paellapy.scheduler.core.tuning import Tuning
-from paellapy.scheduler.sim.fluid import run_fluid
-from paellapy.scheduler.sim.mix import ALONE_US, MIX, mix_profiles
-from paellapy.scheduler.sim.options import Fidelity
-from paellapy.scheduler.sim.simulate import simulate
-from paellapy.scheduler.sim.trace_workload import TraceWorkload
+from paellapy.scheduler.sim.recorded_profiles import ALONE_US, MIX, mix_profiles
+from paellapy.scheduler.sim.segment_model import run_fluid
+from paellapy.scheduler.sim.simulate import Fidelity, simulate
 from paellapy.scheduler.sim.workload import (
     Background,
     ClosedLoop,
     Lognormal,
     Poisson,
+    TraceWorkload,
     Workload,
     WorkloadError,
 )
@@ -364,7 +362,7 @@ def test_a_program_that_always_wants_the_gpu_leaves_others_their_turns(demand: f
 
 
 def test_programs_that_want_the_gpu_independently_fill_it_little_by_little() -> None:
-    """As Paella's CNNs do on an H200: see `paellapy.scheduler.sim.fluid_rates`."""
+    """As Paella's CNNs do on an H200: see `paellapy.scheduler.sim.segment_model`."""
     rates = {}
     for clients in (1, 2, 6, 24):
         demand = 0.18 / (1 - 0.82**8)

@@ -10,14 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paellapy.instrument.errors import ArgumentError
-from paellapy.scheduler.core.clients import client_numbers
 from paellapy.scheduler.core.codes import OK
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
-from paellapy.scheduler.core.tenants import Tenant
+from paellapy.scheduler.core.shares import Tenant, client_numbers
 from paellapy.scheduler.policies.policy import policy
 from paellapy.scheduler.sim.simulate import simulate
-from paellapy.scheduler.sim.trace_workload import TraceWorkload
-from paellapy.scheduler.sim.workload import ClosedLoop, Poisson
+from paellapy.scheduler.sim.workload import ClosedLoop, Poisson, TraceWorkload
 
 SHARES = {"alice": 1.0, "bob": 3.0, "carol": 6.0}
 

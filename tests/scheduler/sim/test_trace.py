@@ -9,7 +9,7 @@ import paellapy as pp
 from paellapy import demo
 from paellapy.instrument.errors import ArgumentError
 from paellapy.scheduler.engine.trace import EngineTrace
-from paellapy.scheduler.sim.mix import mix_profiles
+from paellapy.scheduler.sim.recorded_profiles import mix_profiles
 from paellapy.scheduler.sim.results import Results
 
 LOAD = pp.Poisson(30_000, {"mlp": 2, "cnn": 1}, duration=0.001)

@@ -10,8 +10,7 @@ import pytest
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.sim.simulate import simulate
-from paellapy.scheduler.sim.trace_workload import TraceWorkload
-from paellapy.scheduler.sim.workload import WorkloadError
+from paellapy.scheduler.sim.workload import TraceWorkload, WorkloadError
 
 
 def net(name: str = "net") -> ModelProfile:

@@ -21,11 +21,11 @@ from rich.console import Console
 from serving_server import echo_model, running
 from typer.testing import CliRunner
 
-from paellapy import bench_report
-from paellapy.bench_report import table
+from paellapy import cli_bench
 from paellapy.cli import app
+from paellapy.cli_bench import table
+from paellapy.cli_scripts import OutputError
 from paellapy.instrument.errors import PaellaError
-from paellapy.output_path import OutputError
 from paellapy.serving.bench.client import BenchError, Endpoint, Pool
 from paellapy.serving.bench.load import (
     PAUSE_S,
@@ -88,8 +88,8 @@ def test_the_load_that_nobody_asked_for_is_one_the_server_takes(monkeypatch, cap
         refused = 50 if load.concurrency > 2 else 0
         return {"all": {"answered": 100, "refused": refused}}
 
-    monkeypatch.setattr(bench_report, "run_bench", run)
-    found = bench_report.bearable("http://127.0.0.1:1", Load(concurrency=8), Console(), 1)
+    monkeypatch.setattr(cli_bench, "run_bench", run)
+    found = cli_bench.bearable("http://127.0.0.1:1", Load(concurrency=8), Console(), 1)
     assert found.concurrency == 2
     assert "trying 4" in capsys.readouterr().out
 
@@ -302,8 +302,8 @@ def ended(monkeypatch):
             loads.append(load)
             return summarize(target, load, [({"one": outcome}, 1.0, late_s)])
 
-        monkeypatch.setattr(bench_report, "run", run)
-        monkeypatch.setattr(bench_report, "bearable", lambda target, load, console, clients: load)
+        monkeypatch.setattr(cli_bench, "run", run)
+        monkeypatch.setattr(cli_bench, "bearable", lambda target, load, console, clients: load)
         return loads
 
     return set_up
@@ -484,7 +484,7 @@ def test_a_server_that_speaks_another_protocol_is_told(body, models, said):
 
 
 def test_a_server_that_never_answers_ends_the_run(monkeypatch):
-    monkeypatch.setattr("paellapy.serving.bench.http.ANSWER_S", 0.1)
+    monkeypatch.setattr("paellapy.serving.bench.targets.ANSWER_S", 0.1)
     with answering(None) as url, pytest.raises(BenchError, match="does not answer within"):
         run_bench(url, Load(concurrency=1, duration_s=0.1, warmup_s=0.0))
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as some
 from raw_client import Client
 from serving_server import running
 
-from paellapy.serving.fast_path import buffers
-from paellapy.serving.fast_path.buffers import Body, write
+from paellapy.serving.fast_path import connection
+from paellapy.serving.fast_path.connection import Body, write
 
 LARGE = 50_000  # floats
 
@@ -56,8 +56,8 @@ def test_tensors_arrive_and_leave_whole_however_the_bytes_are_cut(server, models
     stream = b"".join(post(m, x) for m, x in zip(models, arrays, strict=True))
     edges = sorted({0, len(stream), *(cut % (len(stream) + 1) for cut in cuts)})
     with pytest.MonkeyPatch.context() as patch, Client(server) as client:
-        patch.setattr(buffers, "FIRST_BYTES", first)
-        patch.setattr(buffers, "COPIED_BYTES", copied)
+        patch.setattr(connection, "FIRST_BYTES", first)
+        patch.setattr(connection, "COPIED_BYTES", copied)
 
         def send() -> None:  # beside reading: what is pipelined may be more than the sockets hold
             for low, high in pairwise(edges):
@@ -87,7 +87,7 @@ def test_clients_that_send_at_once_get_their_own_answers(server):
 def test_a_body_is_what_was_added(pieces, first, in_place):
     whole = b"".join(pieces)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buffers, "FIRST_BYTES", first)
+        patch.setattr(connection, "FIRST_BYTES", first)
         body = Body(len(whole))
         for piece in pieces:
             while in_place and piece:
@@ -101,7 +101,7 @@ def test_a_body_is_what_was_added(pieces, first, in_place):
 
 
 def test_a_length_alone_takes_no_memory():
-    assert len(Body(1 << 40).all()) == buffers.FIRST_BYTES
+    assert len(Body(1 << 40).all()) == connection.FIRST_BYTES
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])

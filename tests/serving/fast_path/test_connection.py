@@ -16,7 +16,8 @@ from raw_client import Client
 from serving_server import infer_body, running
 
 from paellapy.scheduler.core.errors import QueueFullError, UnknownModelError
-from paellapy.scheduler.engine import door, submitting
+from paellapy.scheduler.engine import callbacks
+from paellapy.scheduler.engine import requests as submitting
 from paellapy.serving.fast_path import connection, inference
 
 
@@ -197,7 +198,7 @@ def test_a_body_that_says_it_is_too_large_is_not_waited_for(server, path, more):
 @pytest.mark.parametrize("known", [False, True])  # whether the request's JSON is: its inputs then stay bytes
 @pytest.mark.parametrize("more", [(), ("traceparent: none",)])
 def test_a_request_that_an_unload_overtakes_is_to_be_sent_again(server, monkeypatch, more, known):
-    place, name = (door, "submit_bytes") if known else (server.engine, "_submit")
+    place, name = (callbacks, "submit_bytes") if known else (server.engine, "_submit")
     submit = getattr(place, name)
 
     def unloaded(*request):

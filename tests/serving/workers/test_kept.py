@@ -12,7 +12,7 @@ from engine_models import scale_model
 import paellapy as pp
 from paellapy.scheduler.core.errors import EngineFailedError
 from paellapy.serving.registry import Registry, entry_of
-from paellapy.serving.workers.kept import Kept
+from paellapy.serving.workers.engine_host import Kept
 
 
 def registry_with(engine, *names):
@@ -60,7 +60,7 @@ def test_a_wish_is_kept_after_the_engine_has_failed(tmp_path):
 
 SHARED = """
 import os, sys
-from paellapy.serving.warm import import_device
+from paellapy.serving.loading import import_device
 import_device("cuda")
 before = set(sys.modules)
 pid = os.fork()

@@ -19,12 +19,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving_processes import HERE, children, processes, wait_for_end
 from serving_server import ask, infer_body
 
-from paellapy.guest import Guest
+from paellapy.cli_scripts import Guest
 from paellapy.scheduler.core import step
 from paellapy.scheduler.core.state import Limits
 from paellapy.scheduler.engine.engine import Engine
-from paellapy.scheduler.engine.fronts import Fronts
-from paellapy.serving.dashboard_events import MAX_VIEWERS
+from paellapy.scheduler.engine.remote import Fronts
+from paellapy.serving.dashboard_routes import MAX_VIEWERS
 
 pytestmark = pytest.mark.xdist_group("workers")  # one server for most of them
 

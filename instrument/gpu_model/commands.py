@@ -1,0 +1,286 @@
+"""Kernels of a program on the SM model: checked once, launched often."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from paellapy.instrument.device.base import MOST_EPOCHS
+from paellapy.instrument.errors import LaunchError
+from paellapy.instrument.gpu_model import tables as lay
+from paellapy.instrument.gpu_model.blocks import attach_within
+from paellapy.instrument.gpu_model.costs import BlockCost, cost_table
+from paellapy.instrument.gpu_model.occupancy import footprint, occupancy
+from paellapy.instrument.gpu_model.parts import Part
+from paellapy.instrument.gpu_model.tables import doubled, more_commands
+
+
+@dataclass(frozen=True, slots=True)
+class Under:
+    """The flag that a launch reads when its blocks start. They run only while the flag's word is below `epoch`.
+
+    `blocks` are the numbers of the launch's blocks in their grid, in order of start.
+    """
+
+    flag: int
+    epoch: int
+    blocks: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One launch without its stream and time. Its blocks take `cost` at shared rates, or exactly `duration_ns`."""
+
+    n_blocks: int
+    threads: int
+    registers: int = 32
+    shared_bytes: int = 0
+    cost: BlockCost | None = None
+    duration_ns: ArrayLike | None = None
+    latency_ns: float | None = None
+    cluster: int = 1
+    kernel: int = 0
+    first: int = 0  # number of the first block, for a slice of a larger grid
+    under: Under | None = None  # set if its blocks may be kept from running
+
+
+@dataclass(slots=True)
+class Program:
+    """Kernels checked once, to be launched often as one graph: see `SmModel.program`."""
+
+    commands: NDArray[Any]  # COMMAND
+    costs: NDArray[np.float64]
+    n_blocks: int
+    clusters: bool  # whether blocks of a kernel run in clusters
+    epoch: int = field(default=-1)  # epoch of the cost table that the commands refer to
+
+
+class Commands(NamedTuple):
+    """Commands of one piece of work in the layout of the core's tables. A tuple, because compiled code takes it."""
+
+    rows: NDArray[Any]  # COMMAND
+    kernels: NDArray[np.int64]  # indices of the kernels among them
+    graphs: NDArray[np.int64]  # the graph of each of these, counted from 0
+
+
+@dataclass(slots=True)
+class Placed:
+    """Commands that were submitted to a stream once, and may be submitted again."""
+
+    commands: Commands
+    stream: int
+    epoch: int
+
+
+def checked_program(
+    kernels: Sequence[Kernel], footprints: Sequence[tuple[int, int, int, int]], window: int, overhead_ns: float
+) -> Program:
+    """The program of kernels whose blocks take these warps, threads, registers and shared bytes."""
+    commands = np.zeros(len(kernels), lay.COMMAND)
+    costs = []
+    row = 0
+    for k, (each, takes) in enumerate(zip(kernels, footprints, strict=True)):
+        warps, threads, registers, shared = takes
+        table = cost_table(each.n_blocks, each.cost, each.duration_ns)
+        latency = overhead_ns if each.latency_ns is None else each.latency_ns
+        commands[k] = lay.command(
+            kind=lay.LAUNCH, blocks=each.n_blocks, warps=warps, threads=threads, registers=registers, shared=shared,
+            cluster=each.cluster, cost=row, cost_stride=len(table) > 1, kernel=each.kernel, first=each.first,
+            report=k == len(kernels) - 1, window=window, latency_ns=latency,
+        )  # fmt: skip
+        costs.append(table)
+        row += len(table)
+    if not kernels:
+        raise LaunchError("a program without kernels: give it at least one")
+    if any(each.under is not None for each in kernels):
+        raise LaunchError("the kernels of a program cannot run under a flag: launch them one by one with `launch`")
+    clusters = any(each.cluster > 1 for each in kernels)
+    return Program(commands, np.concatenate(costs), sum(each.n_blocks for each in kernels), clusters)
+
+
+def placed_commands(commands: NDArray[Any], epoch: int) -> Placed:
+    """Commands on one stream (COMMAND), whose costs are in the table of this epoch."""
+    kernels = np.flatnonzero(commands["kind"] == lay.LAUNCH)
+    _, graphs = np.unique(commands["graph"][kernels], return_inverse=True)
+    return Placed(Commands(commands, kernels, graphs), int(commands["stream"][0]), epoch)
+
+
+# Flags of the SM model: words that launches read, and the blocks that did not run because of them.
+
+
+class Flags:
+    """The flags made so far, and the rows of the state's block numbers that are in use."""
+
+    def __init__(self) -> None:
+        self._made = 0
+        self._rows = 0
+        self._launches = 0  # launches whose remaining blocks were not taken yet
+
+    def make(self, s: lay.State) -> tuple[lay.State, int]:
+        """A new flag, at 0: no launch is preempted."""
+        self._made += 1
+        if self._made == len(s.flag):
+            s = s._replace(flag=doubled(s.flag))
+        s.flag[self._made] = 0
+        return s, self._made
+
+    def check(self, flag: int) -> int:
+        if not 1 <= flag <= self._made:
+            raise LaunchError(f"no flag {flag}: {self._made} exist; make one with `flag()`")
+        return flag
+
+    def keep(self, s: lay.State, kernel: Kernel) -> tuple[lay.State, int]:
+        """Reserves room for the numbers of a launch's blocks and of those that do not run; returns its place."""
+        under = kernel.under
+        assert under is not None
+        self.check(under.flag)
+        if kernel.cluster > 1:
+            raise LaunchError(
+                "a launch with clusters cannot be preempted, because the blocks of a cluster run together: use "
+                "cluster=1"
+            )
+        if not 1 <= under.epoch <= MOST_EPOCHS:
+            raise LaunchError(f"epoch={under.epoch}: a launch's epoch must be from 1 to {MOST_EPOCHS}")
+        if under.blocks.shape != (kernel.n_blocks,):
+            raise LaunchError(
+                f"{len(under.blocks)} numbers were given for {kernel.n_blocks} blocks: give one per block"
+            )
+        row = self._rows
+        while row + 2 * kernel.n_blocks > len(s.ids):
+            s = s._replace(ids=doubled(s.ids))
+        s.ids[row : row + kernel.n_blocks] = under.blocks
+        self._rows += 2 * kernel.n_blocks
+        self._launches += 1
+        return s, row
+
+    def left(self, s: lay.State, i: int) -> NDArray[np.int64]:
+        """The numbers of the blocks that did not run so far, of the launch in row `i`."""
+        if not s.command["flag"][i]:
+            raise LaunchError("the launch has no remaining blocks to take: it has no flag, or they were taken already")
+        row = s.command["ids"][i] + s.command["blocks"][i]
+        return s.ids[row : row + s.command["left"][i]].copy()
+
+    def release(self, s: lay.State, i: int) -> None:
+        """Frees the room of the launch in row `i`, which is over."""
+        s.command["flag"][i] = 0
+        self._launches -= 1
+        if self._launches == 0:
+            self._rows = 0
+
+
+# Windows of the SM model: the SMs that a launch may use, and the blocks that fit there.
+
+
+class Windows:
+    """The windows made so far, and the sizes of blocks that were checked in them."""
+
+    def __init__(self, part: Part) -> None:
+        self._part = part
+        self._made: dict[tuple[int, int], int] = {}
+        self._footprints: dict[tuple[int, int, int, int, int], tuple[int, int, int, int]] = {}
+
+    def make(self, s: lay.State, first: int, n: int) -> tuple[lay.State, int]:
+        """The number of the window of `n` SMs from `first` on."""
+        sms = self._part.sms
+        if not (0 <= first < sms and 1 <= n <= sms):
+            raise LaunchError(f"a window of {n} SMs from SM {first} on: choose 1 to {sms} of SMs 0 to {sms - 1}")
+        if (first, n) not in self._made:
+            number = len(self._made) + 1
+            if number == len(s.window):
+                s = s._replace(window=doubled(s.window))
+            s.window[number] = (first, n, 0)
+            self._made[first, n] = number
+            attach_within(s)
+        return s, self._made[first, n]
+
+    def check_program(self, s: lay.State, program: Program) -> None:
+        """Checks a program that may come from another model of the same part."""
+        self.check(int(program.commands["window"][0]))
+        if program.clusters and not s.gpu["place_within"][0]:
+            attach_within(s)
+
+    def check(self, window: int) -> None:
+        if not 0 <= window <= len(self._made):
+            raise LaunchError(f"no window {window}: {len(self._made)} exist; create one with `window(first, n)`")
+
+    def footprint(self, s: lay.State, kernel: Kernel, window: int) -> tuple[int, int, int, int]:
+        """Warps of a block, and the threads, registers and shared bytes that it takes from its SM."""
+        n_blocks, cluster = kernel.n_blocks, kernel.cluster
+        threads, registers, shared = kernel.threads, kernel.registers, kernel.shared_bytes
+        key = (threads, registers, shared, cluster, window)
+        if key not in self._footprints:
+            occupancy(self._part, threads, registers, shared, cluster)  # refuses a block that fits in no SM or no GPC
+            self.check(window)
+            if window > 0 and cluster > 1:
+                self._check_cluster(s, threads, registers, shared, cluster, window)
+            if cluster > 1:
+                attach_within(s)
+            block = footprint(self._part.sm, threads, registers, shared)
+            self._footprints[key] = (block.warps, block.threads, block.registers, block.shared_bytes)
+        if n_blocks < 1 or n_blocks % cluster:
+            raise LaunchError(
+                f"a grid of {n_blocks} blocks in clusters of {cluster}: the blocks must be a positive multiple of the "
+                "cluster"
+            )
+        return self._footprints[key]
+
+    def _check_cluster(
+        self, s: lay.State, threads: int, registers: int, shared: int, cluster: int, window: int
+    ) -> None:
+        """Refuses a cluster that no GPC's part of the window could hold, since it would wait for ever."""
+        each = occupancy(self._part.sm, threads, registers, shared).blocks_per_sm
+        sms = _most_in_a_gpc(s, window)
+        if sms * each < cluster:
+            raise LaunchError(
+                f"a cluster of {cluster} blocks fits in no GPC's part of window {window}: at most {sms} of its SMs are "
+                f"in one GPC, with {each} such blocks each; choose a larger window or a smaller cluster"
+            )
+
+
+def _most_in_a_gpc(s: lay.State, window: int) -> int:
+    """The largest number of the window's SMs that are in one GPC."""
+    first, n = s.window[window, lay.W_FIRST], s.window[window, lay.W_SMS]
+    sms = (first + np.arange(n)) % len(s.free)
+    return int(np.bincount(np.searchsorted(s.gpc, sms, side="right")).max())
+
+
+# Rows of the SM model's commands: handles are given out in order, and commands that are over may be forgotten.
+
+
+class CommandRows:
+    """The handles given out so far. A state that needs more room is replaced by a larger one."""
+
+    def __init__(self, history: int | None) -> None:
+        """`history`: number of commands already reported that are kept; None keeps all."""
+        self._history = history
+        self.base = 0  # handles below are forgotten
+        self.next = 0
+
+    def row(self, s: lay.State, handle: int) -> int:
+        if not self.base <= handle < self.next:
+            raise LaunchError(f"no command {handle}: the model knows {self.base} to {self.next - 1}")
+        return handle & (len(s.command) - 1)
+
+    def reserve(self, s: lay.State, n: int = 1) -> tuple[lay.State, int]:
+        """The first of n new handles; the core sees their commands at its next call."""
+        handle = self.next
+        if handle + n - self.base > len(s.command):
+            s = self._make_room(s, handle, n)
+        self.next = handle + n
+        s.gpu["next"][0] = self.next
+        return s, handle
+
+    def _make_room(self, s: lay.State, handle: int, n: int) -> lay.State:
+        status = s.command["status"]
+        mask = len(status) - 1
+        if self._history is not None:
+            while self.base < handle - self._history and status[self.base & mask] == lay.REPORTED:
+                self.base += 1
+        # half, so that the next enlargement is that far away
+        while handle + n - self.base > len(s.command) // 2:
+            s = more_commands(s, self.base, handle)
+        return s

@@ -1,0 +1,235 @@
+"""The front door: a router on a socket. Inference takes the fast path; aiohttp handles everything else."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+
+from paellapy.cluster.aggregate import (
+    ROUTER,
+    check_key,
+    check_key_once,
+    cluster_status,
+    merged_index,
+    merged_metrics,
+    merged_statistics,
+)
+from paellapy.cluster.forward import Forward
+from paellapy.cluster.router import Router, digest_of
+from paellapy.serving import routes
+from paellapy.serving.access import open_to_all
+from paellapy.serving.bodies import read_body
+from paellapy.serving.errors import RequestError, error_answer, short
+from paellapy.serving.fast_path.connection import Client, FastConnection, Head, Heads, read_buffer
+from paellapy.serving.inference import Pieces
+from paellapy.serving.listening import Connections, Site, listen, stop_listening, url_of
+from paellapy.serving.logs import request_id
+from paellapy.serving.middleware import MISMATCHES, end_early, json_response, mismatch, sign
+from paellapy.serving.protocol import BESIDE_BYTES
+from paellapy.serving.registry import VERSION
+from paellapy.serving.routes import Protocol
+
+HEADER_TIMEOUT_S, SEND_TIMEOUT_S, KEEPALIVE_S = 20.0, 30.0, 75.0  # as a server has them
+
+# Headers of one connection only, or set again by the next sender.
+_HOP = frozenset(
+    ("connection", "keep-alive", "transfer-encoding", "content-length", "expect", "te", "trailer", "upgrade")
+)
+
+
+class RouterWay:
+    """State that all connections of a router share."""
+
+    def __init__(self, router: Router) -> None:
+        o = router.options
+        self._router = router
+        self.heads = Heads(o.client_header, o.max_body_bytes)
+        self.buffer = read_buffer()
+        self.body_timeout_s, self.most_unsent_bytes = o.body_timeout_s, o.max_held_bytes
+
+    def is_doubtful(self, head: Head, raw: bytes) -> bool:
+        router = self._router
+        unknown = router.options.key is not None and digest_of(raw) not in router.keys
+        return unknown or head.length > router.most_bytes(head.model)
+
+    def begin(self, client: Client, head: Head, raw: bytes) -> Forward:
+        work = Forward(self._router, head.model, raw)
+        work.head, work.client = head, client
+        return work
+
+
+class _Runner(web.AppRunner):
+    """Makes connections with the fast path."""
+
+    __slots__ = ("_way",)
+
+    def __init__(self, app: web.Application, way: RouterWay, **more: Any) -> None:
+        super().__init__(app, **more)
+        self._way = way
+
+    async def _make_server(self) -> Connections:
+        made = await super()._make_server()
+        limits = {"header_timeout_s": HEADER_TIMEOUT_S, "send_timeout_s": SEND_TIMEOUT_S, "log_rejected": False}
+        return Connections(
+            partial(FastConnection, way=self._way),
+            made.request_handler,
+            request_factory=made.request_factory,
+            handler_cancellation=made.handler_cancellation,
+            loop=made._loop,
+            most_unsent_bytes=self._way.most_unsent_bytes,
+            **{**made._kwargs, **limits},
+        )
+
+
+async def forwarded(request: web.Request) -> web.Response:
+    """Forwards a whole request that cannot take the fast path."""
+    router, model = request.app[ROUTER], request.match_info["model"]
+    answer: asyncio.Future[Pieces] = asyncio.get_running_loop().create_future()
+
+    def told(parts: Pieces) -> None:
+        if not answer.done():
+            answer.set_result(parts)
+
+    work = Forward(router, model, b"", told)
+    try:
+        work.look()
+        await check_key_once(request)
+        most = router.most_bytes(model) if request.method == "POST" else BESIDE_BYTES
+        body = await read_body(request, most, router.options.body_timeout_s, work.claim)
+        work.raw = _header(request, len(body))
+        work.start(body)
+        del body  # the request has a copy
+        parts = await answer
+    except BaseException:
+        work.leave()
+        raise
+    first, *headers = bytes(parts[0]).decode("latin-1").removesuffix("\r\n\r\n").split("\r\n")
+    response = web.Response(status=int(first.split(" ", 2)[1]), body=b"".join(parts[1:]))
+    for each in headers:
+        name, _, value = each.partition(":")
+        if name.lower() not in _HOP and name.lower() != "date":
+            response.headers[name] = value.strip()
+    return response
+
+
+def _header(request: web.Request, length: int) -> bytes:
+    """The header to send on."""
+    # An answer to HEAD has a length and no body: the engine is asked for both, and aiohttp sends the head alone.
+    method = "GET" if request.method == "HEAD" else request.method
+    lines = [f"{method} {request.raw_path} HTTP/1.1"]
+    lines += [f"{name}: {value}" for name, value in request.headers.items() if name.lower() not in _HOP]
+    lines.append(f"Content-Length: {length}")
+    return "".join(f"{line}\r\n" for line in [*lines, ""]).encode("utf-8", "surrogateescape")
+
+
+async def server(request: web.Request) -> web.Response:
+    return json_response(routes.server_metadata())
+
+
+@open_to_all
+async def live(request: web.Request) -> web.Response:
+    return json_response({"live": True})
+
+
+@open_to_all
+async def ready(request: web.Request) -> web.Response:
+    router = request.app[ROUTER]
+    if router.ready:
+        return json_response({"ready": True})
+    why = {"missing": router.missing(), "unheard": router.unheard()}
+    # Where clients need keys, the names are for those who have one: /v2/cluster says the same.
+    return json_response({"ready": False, **({} if router.options.key else why)}, 503)
+
+
+async def model_ready(request: web.Request) -> web.Response:
+    router, name = request.app[ROUTER], request.match_info["model"]
+    await check_key(request)
+    router.check_model(name)
+    if (version := request.match_info.get("version", VERSION)) != VERSION:
+        raise RequestError(f"model {name!r} has no version {short(version)}, only {VERSION}", status=404)
+    is_ready = any(name in view.offers() for view in router.views.values() if view.up) and not router.draining
+    return json_response({"name": name, "ready": is_ready}, 200 if is_ready else 503)
+
+
+async def placed(request: web.Request) -> web.Response:
+    said = "the cluster's plan decides which engine has which model: change it with `paellapy cluster`"
+    raise RequestError(said, status=403)
+
+
+async def status(request: web.Request) -> web.Response:
+    await check_key(request)
+    return json_response(cluster_status(request.app[ROUTER]))
+
+
+@web.middleware
+async def errors(request: web.Request, handler: Any) -> web.StreamResponse:
+    """Answers every error as `{"error": "…"}`, like a server."""
+    number = request_id(request.headers.get("X-Request-Id"))
+    try:
+        response: web.StreamResponse = await handler(request)
+    except web.HTTPException as e:
+        if e.status < 400:
+            raise
+        kept = {"Allow": e.headers["Allow"]} if "Allow" in e.headers else {}
+        response = json_response({"error": e.reason}, e.status, kept)
+    except MISMATCHES:
+        response = mismatch()
+    except Exception as e:
+        found = error_answer(e, number, request.path)
+        headers = {} if found.retry_after_s is None else {"Retry-After": str(found.retry_after_s)}
+        response = end_early(e, request, json_response({"error": found.said}, found.status, headers))
+    response.headers.setdefault("X-Request-Id", number)
+    if request.app[ROUTER].draining:
+        response.force_close()
+    return response
+
+
+def router_app(router: Router) -> web.Application:
+    app = web.Application(middlewares=[errors], client_max_size=router.options.max_body_bytes)
+    app[ROUTER] = router
+    app.on_response_prepare.append(sign)
+    Protocol(
+        server=server, live=live, ready=ready, infer=forwarded, model=forwarded, model_ready=model_ready,
+        config=forwarded, stats=merged_statistics, index=merged_index, load=placed, unload=placed,
+    ).add_to(app)  # fmt: skip
+    app.router.add_get("/v2/cluster", status)
+    app.router.add_get("/metrics", merged_metrics)
+    return app
+
+
+class FrontDoor:
+    """A router that listens. `listening` is a socket that listens already, on a port shared with other routers."""
+
+    def __init__(self, router: Router, listening: socket.socket | None = None) -> None:
+        self.router, self._listening = router, listening
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+
+    async def start(self) -> None:
+        o = self.router.options
+        self._runner = _Runner(
+            router_app(self.router), RouterWay(self.router), access_log=None, auto_decompress=False,
+            handler_cancellation=True, shutdown_timeout=o.drain_s, keepalive_timeout=KEEPALIVE_S,
+        )  # fmt: skip
+        await self._runner.setup()
+        try:
+            sockets = listen(o.host, o.port) if self._listening is None else [self._listening]
+        except BaseException:
+            await self._runner.cleanup()
+            raise
+        for each in sockets:
+            await Site(self._runner, each, None, handshake_s=HEADER_TIMEOUT_S).start()
+        self.url = url_of(self._runner.addresses[0], tls=False)
+
+    async def stop(self) -> None:
+        """Stops listening, then finishes the requests in flight."""
+        self.router.draining = True
+        if self._runner is not None:
+            await stop_listening(self._runner)
+            await self._runner.cleanup()
+            self._runner = None
+        await self.router.close()

@@ -1,0 +1,290 @@
+"""How many jobs share the GPU, and which jobs stand back where sharing would slow a short job.
+
+Jobs share the GPU until their total demand reaches `demand_limit` GPUs: a burst ends soonest for most jobs if few share
+the GPU. A persistent queue is different: then total throughput matters more than the speed of each job, and throughput
+still grows with the number of jobs, as long as each leaves most of the GPU idle. On the H200, 6, 12 and 24 small jobs
+at once reached 0.72, 0.94 and 1.01 of the throughput of 48. So the limit grows while a queue persists, for jobs of the
+largest batch size: a batch that is not full gains more by waiting.
+
+In such a crowd a short job would be as slow as without a scheduler. So jobs that take several times as long, and rank
+behind it, stand back between their segments, the worst rank first, down to the limit without a queue. The exception is
+a load with a short job most of the time: holding back the others all the time would only cost throughput.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from paellapy.instrument.jit import part
+from paellapy.scheduler.core.atomics import store_at
+from paellapy.scheduler.core.codes import CHOICES, NEVER, NONE, OF_WINDOWS, QUEUES, READY_WAIT
+from paellapy.scheduler.core.state import State
+from paellapy.scheduler.core.weights import all_here
+
+# SM windows in the core: where many jobs share the GPU, each launch is confined to some of its SMs.
+#
+# Kernels of small batches leave most of the GPU idle and still slow each other, less so on different SMs. Confined to
+# windows, they meet fewer others. Windows overlap, a lane has several to choose from, and every launch goes to the
+# emptiest one: with fixed windows, jobs would wait for each other in some while there is room in others. While few jobs
+# share the GPU, each has all of it.
+#
+# A window has its own streams, and a launch starts sooner on one of these. A job keeps its stream while any of its
+# launches is in flight, so it changes windows then only if another one is much emptier.
+
+
+_ZERO = np.uint64(0)
+
+
+@part
+def fill_window(s: State, window: int, change: int) -> None:
+    """Adds or removes a job in a window, and so in the windows that share SMs with it."""
+    for other in range(s.core[0].windows):
+        s.window_load[other] += change * s.overlap[window, other]
+
+
+@part
+def leave_window(s: State, lane: int) -> None:
+    a = s.lane[lane]
+    if a.window >= 0:
+        fill_window(s, a.window, -1)
+        a.window = NONE
+
+
+@part
+def can_be_confined(s: State, lane: int) -> bool:
+    return bool(s.core[0].windows > 0 and s.confined[lane, s.lane[lane].size, s.confined.shape[2] - 1, 0] != _ZERO)
+
+
+@part
+def choose_handle(s: State, lane: int, segment: int, wide: Any, sms: float) -> Any:
+    """The handle of a lane's next launch: `wide`, or the same launch in the emptiest of the lane's windows.
+
+    Where the hardware decides, every launch has all SMs. `sms`: the part of the SMs that the policy wants; 0: it does
+    not say.
+    """
+    core = s.core[0]
+    leave_window(s, lane)
+    a = s.lane[lane]
+    at = s.confined.shape[2] - 1 if a.whole else segment
+    roomy = core.flight <= s.tuning[0].roomy_jobs if sms == 0.0 else sms >= 1.0
+    if core.whole_always or roomy or s.lane_window[lane, 0] < 0:
+        return wide
+    best = 0
+    least = np.inf
+    for k in range(CHOICES):
+        window = s.lane_window[lane, k]
+        if window >= 0:
+            load = float(s.window_load[window])
+            if a.stream_at >= OF_WINDOWS and (a.stream_at - OF_WINDOWS) // QUEUES == window:
+                load -= s.tuning[0].staying_jobs * s.overlap[window, window]
+            if load < least:
+                best, least = k, load
+    handle = s.confined[lane, a.size, at, best]
+    if handle == _ZERO:
+        return wide
+    a.window = s.lane_window[lane, best]
+    fill_window(s, a.window, 1)
+    core.confined_launches += 1
+    return handle
+
+
+@part
+def watch_queue(s: State, now: int) -> None:
+    """Averages the number of waiting jobs, and how often lanes stood back, over about `queue_memory_ns`."""
+    part = min(1.0, (now - s.core[0].last_ns) / s.tuning[0].queue_memory_ns)
+    s.core[0].waiting_jobs += part * (s.core[0].ready + s.core[0].queued_jobs - s.core[0].waiting_jobs)
+    s.core[0].short_often += part * ((1.0 if s.core[0].standing_back > 0 else 0.0) - s.core[0].short_often)
+
+
+@part
+def has_room(s: State, lane: int) -> bool:
+    """Whether a lane may be active beside the active lanes, by their total demand."""
+    m = s.lane[lane].model
+    tuning = s.tuning[0]
+    demand = s.size[m, s.lane[lane].size].demand
+    limit, most, growth = s.core[0].demand_limit, tuning.most_demand, 0.0
+    full = s.lane[lane].taken == s.size[m, s.model[m].n_sizes - 1].batch
+    if can_be_confined(s, lane):
+        most = tuning.most_confined_demand
+        if full:
+            limit *= tuning.confined_factor
+    if full:
+        growth = min(s.core[0].waiting_jobs / tuning.long_queue_jobs, tuning.most_growth) * max(0.0, 1.0 - demand)
+    return bool(s.core[0].demand + demand <= min(max(most, limit), limit * (1.0 + growth)))
+
+
+@part
+def is_crowded(s: State) -> bool:
+    return bool(s.core[0].demand > s.tuning[0].crowd_factor * s.core[0].demand_limit)
+
+
+@part
+def is_quiet(s: State, lane: int) -> bool:
+    """Whether a lane is alone on the GPU; or short, and one of the few that have all SMs before further jobs go to
+    windows. Such a lane is launched in one piece: every segment costs time, and no waiting job would gain by holding it
+    back.
+    """
+    core = s.core[0]
+    if core.ready > 0 or core.queued > 0 or core.barred > 0:
+        return False
+    if core.active == 1 and core.flight == 0:
+        return True
+    few = s.core[0].active <= s.tuning[0].roomy_jobs
+    short = s.lane[lane].segments <= s.tuning[0].short_job_segments
+    return bool(few and short and can_be_confined(s, lane))
+
+
+@part
+def in_one_piece(s: State, lane: int) -> bool:
+    """Whether a queue persists and the job is short. Then jobs take turns anyway, and each segment costs the GPU a node
+    and the host a launch. Not in a crowd that may have to stand back.
+    """
+    if s.core[0].waiting_jobs < s.tuning[0].steady_queue_jobs or s.lane[lane].segments > s.tuning[0].short_job_segments:
+        return False
+    return bool(s.core[0].short_often >= s.tuning[0].often_share or not is_crowded(s))
+
+
+@part
+def look_ahead(s: State) -> int:
+    """Segments of one job on the GPU at a time: one in a crowd, where there is always other work and launched segments
+    cannot stand back. Where no job stands back, one would only make the host launch the next segment late.
+    """
+    return 1 if is_crowded(s) and s.core[0].short_often < s.tuning[0].often_share else int(s.core[0].look_ahead)
+
+
+@part
+def length_ns(s: State, lane: int) -> float:
+    a = s.lane[lane]
+    return float(s.size[a.model, a.size].total_ns)
+
+
+@part
+def find_shortest(s: State) -> int:
+    """The shortest active lane of a crowd; NONE if there is no crowd."""
+    found = NONE
+    if is_crowded(s):
+        for k in range(s.core[0].active):
+            if found < 0 or length_ns(s, s.active[k]) < length_ns(s, found):
+                found = s.active[k]
+    return int(found)
+
+
+@part
+def gives_way(s: State, lane: int, shortest: int) -> bool:
+    """Whether a lane may have to stand back for the shortest."""
+    if shortest < 0 or length_ns(s, lane) < s.tuning[0].much_longer * length_ns(s, shortest):
+        return False
+    return bool(s.lane[lane].rank > s.lane[shortest].rank)
+
+
+@part
+def choose_who_stands_back(s: State) -> None:
+    """Marks the active lanes that launch nothing for now: of the lanes that give way to the shortest, all but the best
+    ones that fit under the limit without a queue.
+    """
+    core = s.core[0]
+    if core.standing_back == 0 and not is_crowded(s):
+        return
+    shortest = find_shortest(s)
+    core.standing_back = 0
+    room = core.demand_limit
+    for k in range(core.active):
+        a = s.lane[s.active[k]]
+        a.back = 1 if gives_way(s, s.active[k], shortest) else 0
+        core.standing_back += a.back
+        if a.back == 0:
+            room -= a.demand
+    while core.standing_back > 0:
+        best = NONE
+        for k in range(core.active):
+            lane = s.active[k]
+            if s.lane[lane].back > 0 and (best < 0 or s.lane[lane].rank < s.lane[best].rank):
+                best = lane
+        room -= s.lane[best].demand
+        if room < 0.0:
+            break
+        s.lane[best].back = 0
+        core.standing_back -= 1
+
+
+@part
+def stands_back(s: State, lane: int) -> bool:
+    return bool(s.lane[lane].back > 0 and s.core[0].short_often < s.tuning[0].often_share)
+
+
+# Gates in the core: launches of other processes wait while there are jobs of higher priority than theirs.
+#
+# A gate is closed until a certain time, which the core extends while such jobs exist. So the gate opens by itself if
+# the core ends. A job that can launch nothing, because its inputs or its weights are missing, closes gates only for a
+# while: a front end may take a slot and never write it, and weights may wait for memory that never becomes free.
+
+
+LEASE_NS = 20_000_000  # a closed gate opens this long after the core's last update
+# The core's loop stays awake this many times as long while there are gates, because a loop that must wake up closes
+# them late. At 250 requests a second on an H200, up to 9 of the 22 slowest requests beside a script found it asleep.
+LINGERS = 5
+# From the arrival of a lane's latest request. Inputs are usually written within a millisecond. 100 ms is a guess; the
+# optimum was not measured.
+WAITS_NS = 100_000_000
+
+
+@part
+def shut(s: State, k: int, now: int) -> None:
+    """Closes a gate, or keeps it closed."""
+    g = s.gate[k]
+    if g.closed_until_ns < now + LEASE_NS // 2:
+        if g.closed_until_ns == 0:
+            g.closed_since_ns = now
+            g.closes += 1
+        g.closed_until_ns = now + LEASE_NS
+        store_at(g.word, np.uint64(g.closed_until_ns))
+
+
+@part
+def close_gates(s: State, priority: int, now: int) -> None:
+    """Closes the gates of lower priority for a request that has come. The other processes' last kernels can then end
+    while the request's inputs are written.
+    """
+    if s.core[0].gates == 0:
+        return
+    for k in range(s.gate.shape[0]):
+        if s.gate[k].word != _ZERO and priority > s.gate[k].priority:
+            shut(s, k, now)
+
+
+@part
+def closes_gates(s: State, lane: int, now: int) -> bool:
+    """Whether gates are closed for this lane: its segments can be, or soon may be, on the GPU."""
+    a = s.lane[lane]
+    if now < a.latest_ns + WAITS_NS or a.flight_at >= 0:
+        return True
+    return bool(a.state != READY_WAIT and all_here(s, a.model))
+
+
+@part
+def watch_gates(s: State, now: int) -> None:
+    """Closes and opens the gates of other processes."""
+    if s.core[0].gates == 0:
+        return
+    top = -NEVER
+    for k in range(s.core[0].active):
+        if closes_gates(s, s.active[k], now):
+            top = max(top, s.lane[s.active[k]].priority)
+    for k in range(s.core[0].ready):
+        if closes_gates(s, s.ready[k], now):
+            top = max(top, s.lane[s.ready[k]].priority)
+    for k in range(s.core[0].held):
+        if s.lane[s.held[k]].state == READY_WAIT and closes_gates(s, s.held[k], now):
+            top = max(top, s.lane[s.held[k]].priority)
+    for k in range(s.gate.shape[0]):
+        g = s.gate[k]
+        if g.word == _ZERO:
+            continue
+        if top > g.priority:
+            shut(s, k, now)
+        elif g.closed_until_ns != 0:
+            g.closed_ns += now - g.closed_since_ns
+            g.closed_until_ns = 0
+            store_at(g.word, _ZERO)

@@ -1,0 +1,129 @@
+"""Requests that leave before they are done: cancelled, too late, or given up with their front end or weights."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paellapy.instrument.jit import compiled, part
+from paellapy.scheduler.core.atomics import and_at, load_at, or_at, store_at
+from paellapy.scheduler.core.codes import (
+    ASIDE,
+    BARRED,
+    CANCELLED,
+    EXPIRED,
+    FREE,
+    NONE,
+    PASSED,
+    RESERVED_MASK,
+    RESERVED_SHIFT,
+    RUNNING,
+    UNUSED,
+)
+from paellapy.scheduler.core.heaps import queue_remove
+from paellapy.scheduler.core.lanes import count_queued, look_again, put, touch, wait_for_copy
+from paellapy.scheduler.core.lanes import mark_model_dirty as ask
+from paellapy.scheduler.core.requests import complete, undue
+from paellapy.scheduler.core.rings import address, bit_at, bit_of, front_of
+from paellapy.scheduler.core.state import State
+from paellapy.scheduler.core.throttle import unbar
+
+
+@part
+def take_out(s: State, row: int, status: int, now: int) -> None:
+    """Cancels or expires a request in any state."""
+    r = s.request[row]
+    m = r.model
+    lane = r.lane
+    if r.state == ASIDE:
+        queue_remove(s, s.client[r.client], row)
+        s.client[r.client].aside -= 1
+        s.model[m].aside -= 1
+        ask(s, m)
+    elif r.state == BARRED:
+        unbar(s, row)
+        ask(s, m)
+    elif lane < 0:
+        if r.state == PASSED:
+            s.kept[r.client, m].passed -= 1
+        queue_remove(s, s.model[m], row)
+        count_queued(s, m, -1)
+        ask(s, m)
+    else:
+        wait_for_copy(s, row)
+        s.slot[lane, r.slot] = NONE
+        s.lane[lane].live -= 1
+        look_again(s, lane)
+        touch(s, lane)
+    complete(s, row, status, now)
+
+
+@part
+def expire(s: State, now: int) -> None:
+    """Removes requests that were cancelled or are too late."""
+    core = s.core[0]
+    while True:
+        status = EXPIRED
+        if core.leaving > 0:
+            core.leaving -= 1
+            row = s.leaving[core.leaving]
+            status = CANCELLED
+            if s.request[row].leaving == 0:  # it got another answer in the meantime
+                continue
+        elif core.due > 0 and s.request[s.due[0]].deadline_ns <= now:
+            row = s.due[0]
+        else:
+            break
+        lane = s.request[row].lane
+        if (
+            status == EXPIRED
+            and lane >= 0
+            and s.lane[lane].state == RUNNING
+            and s.lane[lane].issued == s.lane[lane].segments
+        ):
+            undue(s, row)  # all of it is on the GPU: it is late, but dropping it would save nothing
+        else:
+            take_out(s, row, status, now)
+
+
+# Takes back everything that a dead front end had: requests, slots, holds, rings. Other front ends are not affected.
+
+
+_MASK = np.uint64(RESERVED_MASK)
+_SHIFT = np.uint64(RESERVED_SHIFT)
+_ALL = np.uint64((1 << 64) - 1)
+_ZERO = np.uint64(0)
+_ONE = np.uint64(1)
+
+
+@compiled
+def reclaim(s: State, front: int, now: int) -> int:
+    """Call between two steps, once the process is gone. Renews its rows and rings; returns its number of requests.
+
+    Messages that it had published and the core had not read are dropped. A slot that it reserved and never wrote counts
+    as written: the batch runs, and the outputs of that slot are never read.
+    """
+    n = 0
+    for row in range(s.request.shape[0]):
+        if s.request[row].front == front and s.request[row].state != UNUSED:
+            take_out(s, row, CANCELLED, now)
+            n += 1
+    for lane in range(s.lane.shape[0]):
+        if s.lane[lane].model < 0 or s.lane[lane].state == FREE:
+            continue
+        reserved = np.int64((load_at(address(s.lane_word, lane)) >> _SHIFT) & _MASK)
+        for k in range(reserved):
+            if front_of(s.lane_word, s.slot_front, lane, k) != front:
+                continue
+            if s.lane_known[lane, k >> 6] & bit_of(k) == _ZERO:
+                put(s, lane, k, -1)
+                touch(s, lane)
+            or_at(bit_at(s.lane_ready, lane, k), bit_of(k))
+            and_at(bit_at(s.lane_hold, lane, k), _ALL ^ bit_of(k))
+    for k in range(s.ring.shape[1]):
+        store_at(address(s.ring[front], k), _ZERO)
+    for k in range(s.submit.shape[1]):
+        s.submit[front, k].sequence = np.uint64(k)
+    s.wake_fd[front, 1] = 0
+    store_at(address(s.wake, front), _ONE)
+    s.core[0].changed = 1
+    return n

@@ -1,0 +1,407 @@
+"""Turns: code that was not captured gets the GPU when the core grants it, and gives it back when the core wants it.
+
+    with engine.turn("script", priority=-1) as turn:
+        for batch in work:
+            compute(batch)
+            turn.give_way()  # lets other work go first if it is waiting
+
+To the core a turn is a job of one segment that begins when it is granted and ends when it is given back: policies rank,
+admit and charge it like any other. A turn that has been wanted back for `give_back_ms` ends in any case.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, Self
+
+import numpy as np
+
+from paellapy.scheduler.backends.base import Backend, Launches, LoadedModel
+from paellapy.scheduler.core.errors import ModelError
+from paellapy.scheduler.core.profiles import SegmentProfile
+from paellapy.scheduler.core.state import State
+from paellapy.scheduler.engine.requests import Requester, Slot
+from paellapy.scheduler.models.memory import Lane, MemoryPlan, plan_lane
+from paellapy.scheduler.models.model import Model
+from paellapy.scheduler.models.profile import ProgramProfile
+from paellapy.scheduler.models.program import Program
+from paellapy.scheduler.models.tensors import Arrays, TensorSpec
+
+# Turns as a model of the core: its only segment signals that a turn is granted, and no work on the GPU ends it.
+
+
+_USUAL_NS = 1e6  # assumed duration of a turn until one has been measured
+
+
+class Host(Protocol):
+    """The parts of the engine that turns use."""
+
+    state: State
+    memory: MemoryPlan
+
+    @property
+    def backend(self) -> Backend: ...
+    def open_turns(self, loaded: LoadedModel) -> None: ...
+    def outside(self, whose: str) -> AbstractContextManager[None]: ...
+    def count_outside(self) -> None: ...
+
+
+def _never(weights: Arrays, inputs: Arrays, outputs: Arrays) -> None:
+    raise AssertionError("the core never runs the code of a turn; its owner does")
+
+
+def load_turns(host: Host, name: str, priority: int, share: float) -> LoadedModel:
+    """Loads a model whose only segment signals that a turn is granted; no work on the GPU ends it."""
+    nothing = {"nothing": TensorSpec((1,), np.uint8)}
+    model = Model(name, _never, inputs=nothing, outputs=nothing, batch=(1,), lanes=1, priority=priority, share=share)
+    plan = plan_lane(model, 0, 1)
+    reservation = host.memory.reserve(name, 0, plan.device_bytes, 1)
+    lane = Lane(0, model, plan, host.backend.lane_memory(plan))
+    handle = host.backend.grant(int(lane.draining.ctypes.data))
+    segment = SegmentProfile(_USUAL_NS, blocks=1, warps=1, registers=0)
+    profile = ProgramProfile(1, ((0, 1),), (segment,), _USUAL_NS, {}, True)
+    launches = Launches(Program(model, 0, 1, [], True, None), ((0, 1),), [handle], 0, [lane])
+    loaded = LoadedModel(model, {}, reservation, [lane], [profile], [[launches]])
+    host.open_turns(loaded)
+    row = loaded.lane_rows[0]
+    host.state.whole["handle"][row, 0] = handle  # the program has one segment, so the whole program is the same launch
+    host.state.whole["word"][row, 0] = host.state.launch["word"][row, 0, 0]
+    return loaded
+
+
+_WATCH_S = 0.0005  # how often turns are checked while there are any
+_SOON_S, _LATE_S = 20e-6, 500e-6  # how often a waiting turn is polled: at first, and later on
+
+
+class _Busy:
+    """Whose turn it is, of all turns of one name: a thread's or a task's."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._lock = name, threading.Lock()
+        self._holder: object = None
+
+    def acquire(self, blocking: bool = True) -> bool:
+        me = _me()
+        if self._holder == me:
+            raise ModelError(
+                f"turn {self._name!r} is held here already, so a second one would wait for ever: use the first, or "
+                "another name"
+            )
+        if not self._lock.acquire(blocking):
+            return False
+        self._holder = me
+        return True
+
+    def hand_over(self) -> None:
+        """The holder gave up: another thread releases the name when the turn has ended."""
+        self._holder = None
+
+    def release(self) -> None:
+        self._holder = None
+        self._lock.release()
+
+
+def _me() -> object:
+    """The task that runs here, or else the thread."""
+    try:
+        return asyncio.current_task() or threading.get_ident()
+    except RuntimeError:  # no event loop runs
+        return threading.get_ident()
+
+
+class Turns:
+    """All turns of one engine, and the thread that takes overdue turns back."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._lock = threading.Lock()
+        self._names: dict[str, LoadedModel] = {}
+        self._busy: dict[str, _Busy] = {}
+        self._held: list[Turn] = []
+        self._wake, self._ended = threading.Event(), False
+        self._thread: threading.Thread | None = None
+
+    def find(self, name: str, priority: int, share: float) -> tuple[LoadedModel, _Busy]:
+        with self._lock:
+            if name not in self._names:
+                self._names[name] = load_turns(self._host, name, priority, share)
+                self._busy[name] = _Busy(name)
+            model = self._names[name].model
+            if (model.priority, model.share) != (priority, share):
+                raise ModelError(
+                    f"turns named {name!r} have priority {model.priority} and share {model.share}: give turns "
+                    "with other values another name"
+                )
+            return self._names[name], self._busy[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    @property
+    def held(self) -> list[str]:
+        """Names of turns that their owners have: also of those that were taken back while their code went on."""
+        return [turn.name for turn in list(self._held)]
+
+    @property
+    def astray(self) -> int:
+        """The number of turns that were taken back while their code went on."""
+        return sum(turn.over for turn in list(self._held))
+
+    def count_astray(self) -> None:
+        self._host.count_outside()
+
+    def outside(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return self._host.outside(f"turn {name!r}")
+
+    def watch(self, turn: Turn) -> None:
+        with self._lock:
+            self._held.append(turn)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._watch, name="paellapy-turns", daemon=True)
+                self._thread.start()
+        self._wake.set()
+
+    def forget(self, turn: Turn) -> None:
+        with self._lock, contextlib.suppress(ValueError):
+            self._held.remove(turn)
+
+    def end(self) -> None:
+        """Ends every turn, because the engine closes."""
+        self._ended = True
+        self._wake.set()
+        for turn in list(self._held):
+            turn.take_back()
+
+    def _watch(self) -> None:
+        while not self._ended:
+            self._wake.wait()
+            for turn in list(self._held):
+                turn.look()
+            if self._held:
+                time.sleep(_WATCH_S)
+            else:
+                self._wake.clear()
+                if self._held:
+                    self._wake.set()
+
+    def stats(self) -> dict[str, Any]:
+        held = set(self.held)
+        return {
+            name: {
+                "kind": "turns",
+                "state": "running" if name in held else "waiting",
+                "steps": int(self._host.state.outcome[loaded.row, 0]),
+                "priority": loaded.model.priority,
+                "share": loaded.model.share,
+            }
+            for name, loaded in self._names.copy().items()
+        }
+
+
+class Turn:
+    """Repeated leases on the GPU for one owner: a context manager, also for asyncio."""
+
+    def __init__(self, engine: Requester, turns: Turns, name: str, priority: int, share: float, give_back_ms: float):
+        if not give_back_ms > 0:
+            raise ModelError(f"turn {name!r}: give_back_ms={give_back_ms}; the time must be above 0")
+        self.name, self._engine, self._turns, self._give_back_s = name, engine, turns, give_back_ms * 1e-3
+        self._loaded, self._busy = turns.find(name, priority, share)
+        self._lane = self._loaded.lanes[0]
+        self._ended = _Ended()
+        self._taking = threading.Lock()
+        self._since_s = 0.0  # when it was first wanted back
+        self._inside = False  # between the begin and the end of `with`
+        self.over = False  # it was taken back: other work is on the GPU now
+
+    # -- for its owner
+
+    def wanted(self) -> bool:
+        """Whether work of higher priority exists, or work of the same priority waits."""
+        state, own = self._engine.state, self._loaded.model.priority
+        core = state.core[0]
+        mine = self._loaded.lane_rows[0]
+        active = state.active[: int(core["active"])]
+        ready = state.ready[: int(core["ready"])]
+        rank = state.lane["priority"]
+        outside = state.barred[: int(core["barred"])] & 0xFFFF_FFFF  # models of requests without a lane
+        others = state.model["priority"][outside[outside != self._loaded.row]]
+        return bool(
+            (rank[active] > own).any() or (rank[ready[ready != mine]] >= own).any() or (others >= own).any()
+        )
+
+    def give_way(self) -> bool:
+        """If the turn is wanted, gives it back and waits for the next one. Returns whether it did."""
+        if not self._to_give():
+            return False
+        self._release()
+        self._acquire()
+        return True
+
+    async def give_way_async(self) -> bool:
+        """As `give_way`, in an asyncio task."""
+        if not self._to_give():
+            return False
+        await _in_thread(self._release)
+        await self._acquire_async()
+        return True
+
+    def _to_give(self) -> bool:
+        if not self._inside:
+            raise ModelError(f"turn {self.name!r} is not held: call give_way() inside `with engine.turn(…)`")
+        return self.over or self.wanted()
+
+    def __enter__(self) -> Self:
+        self._busy.acquire()
+        self._acquire()
+        self._inside = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._inside:  # otherwise `give_way` was interrupted, and has given up the turn
+            self._leave()
+
+    async def __aenter__(self) -> Self:
+        while not self._busy.acquire(blocking=False):
+            await asyncio.sleep(_LATE_S)
+        await self._acquire_async()
+        self._inside = True
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._inside:
+            await _in_thread(self._leave)
+
+    # -- the lease
+
+    def _ask(self) -> None:
+        try:
+            self._engine._check_open()
+            self._lane.draining[0] = 0
+            self.over, self._since_s = False, 0.0
+            self._ended = _Ended()
+            Slot(self._engine, self._loaded, None, None, None).begin_for(self._ended)
+        except BaseException:
+            self._inside = False
+            self._busy.release()
+            raise
+
+    def _acquire(self) -> None:
+        """Waits for the turn. If that fails, the name is free again at once, or when the turn asked for has ended."""
+        self._ask()
+        try:
+            since = time.monotonic()
+            while not self._granted():
+                time.sleep(_SOON_S if time.monotonic() - since < 1e-3 else _LATE_S)
+        except BaseException:
+            self._give_up()
+            raise
+        self._turns.watch(self)
+
+    async def _acquire_async(self) -> None:
+        self._ask()
+        try:
+            while not self._granted():
+                await asyncio.sleep(_LATE_S)
+        except BaseException:
+            self._give_up()
+            raise
+        self._turns.watch(self)
+
+    def _granted(self) -> bool:
+        if self._lane.draining[0]:
+            return True
+        self._engine._check_open()
+        self._engine._front.drain()  # the turn's lane may wait until the end of the last turn is read
+        return False
+
+    def _give_up(self) -> None:
+        """Stops waiting for the turn: it ends as soon as it is granted. Until then its name stays busy, because a
+        second turn in the same lane would take this one's grant for its own.
+        """
+        self._inside = False
+        self._busy.hand_over()
+
+        def end() -> None:
+            try:
+                while not self._lane.draining[0] and not self._ended.is_set() and not self._engine.over:
+                    self._engine._front.drain()
+                    time.sleep(_LATE_S)
+                self._end()
+            finally:
+                self._busy.release()
+
+        threading.Thread(target=end, name="paellapy-turn-end", daemon=True).start()
+
+    def _leave(self) -> None:
+        self._inside = False
+        try:
+            self._release()
+        finally:
+            self._busy.release()
+
+    def _release(self) -> None:
+        try:
+            with self._turns.outside(self.name):
+                self._turns.forget(self)
+                _wait_for_work()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        """Ends the turn, and waits until the core knows."""
+        self.take_back()
+        while not self._ended.is_set() and not self._engine.over:
+            self._engine._front.drain()
+            time.sleep(_SOON_S)
+
+    def take_back(self) -> None:
+        """Ends the turn, so that the core continues; callable from any thread."""
+        with self._taking:
+            if not self.over:
+                self.over = True
+                self._turns.count_astray()
+                self._lane.words[0] = 1
+                self._engine._front.nudge()
+
+    def look(self) -> None:
+        """Takes the turn back if it has been wanted for too long; called by the thread that watches turns."""
+        if self.over:
+            return
+        now = time.monotonic()
+        if not self.wanted():
+            self._since_s = 0.0
+        elif not self._since_s:
+            self._since_s = now
+        elif now - self._since_s > self._give_back_s:
+            self.take_back()
+
+
+class _Ended(threading.Event):
+    """The core's answer to a turn, set when the turn has ended in any way."""
+
+    def __call__(self, entry: Any) -> None:
+        self.set()
+
+    def answer(self, result: Any) -> None:
+        self.set()
+
+
+async def _in_thread(function: Callable[[], None]) -> None:
+    """Runs the function in a thread, to its end also if this task is cancelled meanwhile."""
+    await asyncio.shield(asyncio.to_thread(function))
+
+
+def _wait_for_work() -> None:
+    """Waits for the work that the turn's code launched, because it is part of the turn."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
+    cupy: Any = sys.modules.get("cupy")
+    if cupy is not None:
+        cupy.cuda.get_current_stream().synchronize()

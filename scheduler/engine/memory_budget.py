@@ -1,0 +1,213 @@
+"""The budget of GPU memory: parts taken permanently, for lanes and for loads, while weights come and go in the rest."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from paellapy.scheduler.backends.base import Backend
+from paellapy.scheduler.core import codes
+from paellapy.scheduler.core.errors import MemoryPlanError
+from paellapy.scheduler.core.residency import keep_berth, needed_bytes, open_berth
+from paellapy.scheduler.core.state import State
+from paellapy.scheduler.models.memory import Berth, Berths, Need, readable_bytes
+from paellapy.scheduler.models.model import Model
+
+LOOK_S = 0.0005
+ORDER_S = 600.0  # longest wait for models in use that are to be evicted
+SHARED = ""  # the owner's name for berths, which belong to no single model
+
+
+@dataclass(slots=True)
+class Placing:
+    """The weights of a model that is being loaded. `keep`: see codes.STAYS."""
+
+    name: str
+    nbytes: int
+    priority: int
+    keep: int
+
+
+class Budget:
+    """`in_loop` runs a function between two steps of the core and waits; `check` raises if the engine has ended."""
+
+    def __init__(
+        self, state: State, nbytes: int, in_loop: Callable[[Callable[[], None]], None], check: Callable[[], None]
+    ) -> None:
+        self._state, self.nbytes, self._in_loop, self._check = state, nbytes, in_loop, check
+        self.taken: dict[str, int] = {}  # bytes that models hold permanently: lanes, and weights while they are loaded
+        self.lost_bytes = 0  # of unloaded models whose memory could not be freed
+        self.placing: Placing | None = None
+        self.why_stuck: Callable[[], str] = str  # says why the latest eviction failed
+
+    def place(self, name: str, nbytes: int, priority: int, keep: int, what: str) -> None:
+        """Takes memory for the weights of a model that is being loaded; a second call takes more for the same model."""
+        before = 0 if self.placing is None else self.placing.nbytes
+        self.placing = Placing(name, before + nbytes, priority, keep)
+        self._check_fit(0, f"{what} of {readable_bytes(nbytes)}")
+        self._take(name, nbytes, priority, what)
+
+    def keep_placed(self) -> None:
+        """The model that is being loaded stays on the GPU, whatever its user said; MemoryPlanError if that is too much.
+        """
+        if self.placing is not None:
+            self.placing.keep = codes.STAYS
+            self._check_fit(0, f"weights of model {self.placing.name!r}, which must stay on the GPU because the model "
+                               "changes them,")  # fmt: skip
+
+    def claim(self, name: str, nbytes: int, priority: int, what: str) -> None:
+        """Takes memory out of the budget permanently, evicting models if needed; MemoryPlanError if that fails."""
+        self._check_fit(nbytes, f"{what} of {readable_bytes(nbytes)}")
+        self._take(name, nbytes, priority, what)
+
+    def _check_fit(self, more: int, what: str) -> None:
+        needed = self.needed_bytes()
+        if needed + more > self.nbytes:
+            raise MemoryPlanError(
+                f"{what} do not fit: of the engine's {readable_bytes(self.nbytes)} lanes take "
+                f"{readable_bytes(self.lane_bytes)}, and the weights that must be there at once "
+                f"{readable_bytes(needed - self.lane_bytes)}: weights that stay on the GPU, weights of higher priority "
+                "than another model's, and the largest of the others. Unload a model, use fewer lanes or smaller "
+                "batches, or give the engine more memory_bytes."
+            )
+
+    def _take(self, name: str, nbytes: int, priority: int, what: str) -> None:
+        r = self._state.residency[0]
+
+        def ask() -> None:
+            r["load_priority"], r["load_since_ns"], r["load_granted"], r["load_bytes"] = priority, 0.0, 0, nbytes
+            r["look"] = 1
+
+        def take() -> None:
+            r["budget_bytes"] -= nbytes
+            r["held_bytes"] -= nbytes
+            r["load_bytes"] = r["load_granted"] = 0
+
+        def drop() -> None:
+            if r["load_granted"] <= 0:  # otherwise the core granted the memory at the last moment
+                r["load_bytes"] = r["load_granted"] = 0
+                r["look"] = 1
+
+        self._in_loop(ask)
+        end = time.monotonic() + ORDER_S
+        while not r["load_granted"] and time.monotonic() < end:
+            self._check()
+            time.sleep(LOOK_S)
+        if r["load_granted"] <= 0:
+            why = self.why_stuck() if r["load_granted"] else (
+                f"models in use hold it since {ORDER_S:.0f} s. Load the model while they have fewer requests, give it "
+                "their priority, unload one of them, or give the engine more memory_bytes."
+            )  # fmt: skip
+            self._in_loop(drop)
+            if not r["load_granted"]:
+                raise MemoryPlanError(f"{what} of {readable_bytes(nbytes)} get no memory: {why}")
+        self._in_loop(take)
+        self.taken[name] = self.taken.get(name, 0) + nbytes
+
+    def give(self, name: str, nbytes: int | None = None) -> None:
+        """Returns bytes to the budget; without a number, all bytes of the model."""
+        back = self.taken.get(name, 0) if nbytes is None else nbytes
+
+        def put() -> None:
+            self._state.residency["budget_bytes"][0] += back
+            self._state.residency["look"][0] = 1
+
+        self._in_loop(put)
+        self.taken[name] = self.taken.get(name, 0) - back
+        if not self.taken[name]:
+            del self.taken[name]
+
+    def needed_bytes(self) -> int:
+        """The least memory with which every model can run: lanes, and the weights that must be there at once."""
+        w, m, new = self._state.weights, self._state.model, self.placing
+        there = m["state"] != codes.ABSENT
+        found = list(zip(*(column[there].tolist() for column in (m["priority"], w["bytes"], w["keep"])), strict=True))
+        if new is not None:
+            found.append((new.priority, new.nbytes, new.keep))
+        taken = sum(nbytes for name, nbytes in self.taken.items() if new is None or name != new.name)
+        return needed_bytes(found) + taken + self.lost_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Memory that neither lanes nor weights hold."""
+        r = self._state.residency[0]
+        return int(r["budget_bytes"] - r["held_bytes"])
+
+    @property
+    def lane_bytes(self) -> int:
+        return self.taken.get(SHARED, 0)
+
+
+# The berths of an engine: which ones a model's lanes share, and memory in which to capture while the lanes serve.
+
+
+LANES = 2  # default number of lanes: in shared memory, more lanes would only wait
+BERTH_SHARE = 0.25  # fraction of the budget up to which further berths are made although existing ones could be shared
+APART_SHARE = 0.35  # the same, if models of different priority would share them
+
+
+class LaneBerths(Berths):
+    """`in_loop` runs a function between two steps of the core and waits; `check` raises if the engine has ended."""
+
+    def __init__(
+        self, backend: Backend, state: State, budget: Budget, in_loop: Callable[[Callable[[], None]], None],
+        check: Callable[[], None],
+    ) -> None:  # fmt: skip
+        super().__init__(
+            backend.berth,
+            lambda nbytes: budget.claim(SHARED, nbytes, codes.NEVER, f"lanes of model {self._loading!r}"),
+            lambda nbytes: budget.give(SHARED, nbytes),
+        )
+        self._state, self._budget, self._in_loop, self._check = state, budget, in_loop, check
+        self._loading = ""  # name of the model that gets lanes
+
+    def lanes_for(self, model: Model, nbytes: int, foreign_bytes: int, wanted: int) -> list[Berth]:
+        """The berths in which the model's lanes run, taking turns with lanes of other models."""
+        self._loading = model.name
+        count = model.lanes or min(wanted, LANES)
+        most = max(wanted, count)
+        own = 1 if model.stateful else count  # only one lane of a stateful model runs at a time
+        need = Need(model.name, nbytes, foreign_bytes, own, model.priority)
+        return count // own * self.choose(need, most, self._can_spare)
+
+    def _can_spare(self, more: int, apart: bool) -> bool:
+        share = APART_SHARE if apart else BERTH_SHARE
+        within = self.held_bytes + more <= share * self._budget.nbytes
+        return within and self._budget.needed_bytes() + more <= self._budget.nbytes
+
+    @contextlib.contextmanager
+    def kept(self, berths: Sequence[Berth]) -> Iterator[None]:
+        """Keeps lanes out of these berths, because loading a model writes to them."""
+        numbers = sorted({each.index for each in berths})
+
+        def change(what: Callable[[State, int], None]) -> None:
+            for each in numbers:
+                what(self._state, each)
+
+        self._in_loop(lambda: change(keep_berth))
+        try:
+            while self._state.berth[numbers].any():
+                self._check()
+                time.sleep(LOOK_S)
+            yield
+        finally:
+            self._in_loop(lambda: change(open_berth))
+
+    @contextlib.contextmanager
+    def beside(self, model: Model, berth: Berth) -> Iterator[Berth]:
+        """Memory like that of a lane in service, to capture in: a berth apart if it is free, otherwise the lane's own
+        berth, which no lane gets meanwhile. No weights leave for it.
+        """
+        self._loading = model.name
+        free = self._budget.free_bytes >= berth.total_bytes and self._can_spare(berth.total_bytes, False)
+        made = self.make_apart(berth.nbytes, berth.foreign_bytes) if free else None
+        if made is None:
+            with self.kept([berth]):
+                yield berth
+            return
+        try:
+            yield made
+        finally:
+            self.free_apart(made)

@@ -1,0 +1,281 @@
+"""Compiled operations of a front end on the shared tables: claim a slot, post, mark ready, ring, take.
+
+`core.rings` describes the protocol. Passing a table set or an array to compiled code takes longer than these functions
+together. So a front end passes the address of its *line*: one row with the state's address and the other values that
+these functions need.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paellapy.instrument.jit import brief, part
+from paellapy.scheduler.core import codes
+from paellapy.scheduler.core.atomics import call_write, load_at
+from paellapy.scheduler.core.errors import QueueFullError
+from paellapy.scheduler.core.rings import (
+    ANYTHING,
+    Message,
+    SharedBlock,
+    address,
+    ask,
+    claim_slot,
+    clear_hold,
+    publish,
+    publish_all,
+    set_ready,
+    take_into,
+    wakes,
+)
+from paellapy.scheduler.core.shares import find_client
+from paellapy.scheduler.core.state import State, state_at
+from paellapy.scheduler.core.tables import COMPLETION
+
+LINE = np.dtype(
+    [
+        ("one", "u8"),  # the value that is written to the bell, read from this address
+        ("state", "u8"),  # address of the state
+        ("front", "i8"),
+        ("bell_fd", "i8"),
+        ("write", "u8"),  # address of libc's write()
+    ],
+    align=True,
+)
+_OFFSETS: Any = LINE.fields
+_STATE, _FRONT, _BELL_FD, _WRITE = (np.uint64(_OFFSETS[name][1]) for name in ("state", "front", "bell_fd", "write"))
+COMPLETION_WORDS = COMPLETION.itemsize // 8
+_WORD = np.uint64(8)
+
+# Indices of the columns that front ends read, in a completion given as a list of numbers.
+(E_REQUEST, E_MODEL, E_LANE, E_SLOT, E_STATUS, E_ERROR, E_ARRIVAL_NS, E_FINISH_NS) = (
+    (COMPLETION.names or ()).index(name)
+    for name in ("request", "model", "lane", "slot", "status", "error", "arrival_ns", "finish_ns")
+)
+
+
+class Line:
+    """The line of one front end. It is valid for as long as it and the state are kept."""
+
+    def __init__(self, state: State, front: int, bell_fd: int) -> None:
+        write = ctypes.cast(ctypes.CDLL(None).write, ctypes.c_void_p).value or 0
+        self._row = np.array([(1, state.address, front, bell_fd, write)], LINE)
+        self.address = int(self._row.ctypes.data)
+
+
+@part
+def field(line: int, offset: Any) -> Any:
+    """A field of the line at this address."""
+    return load_at(np.uint64(line) + offset)
+
+
+@part
+def front_of(line: int) -> Any:
+    return np.int64(field(line, _FRONT))
+
+
+@part
+def wake_core(line: int, for_request: bool) -> None:
+    if wakes(state_at(field(line, _STATE)).bell.ctypes.data, for_request):
+        call_write(field(line, _WRITE), np.int32(field(line, _BELL_FD)), np.uint64(line), _WORD)
+
+
+@brief
+def claim(line: int, model: int, client: int) -> int:
+    """Claims a slot of the lane open to front ends: lane · SLOTS + slot, or STAGED. A claimed slot must be posted."""
+    return int(claim_slot(state_at(field(line, _STATE)), front_of(line), model, client))
+
+
+@brief
+def post(line: int, message: int) -> bool:
+    """Posts a message to the core and wakes it; False when the ring is full. The inputs of a claimed slot come later.
+    """
+    there = publish(state_at(field(line, _STATE)), front_of(line), message)
+    wake_core(line, True)
+    return bool(there)
+
+
+@brief
+def post_all(line: int, messages: int, n: int) -> bool:
+    """As `post`, for n messages that lie one behind the other: the core takes all of them in one step."""
+    there = publish_all(state_at(field(line, _STATE)), front_of(line), messages, n)
+    wake_core(line, True)
+    return bool(there)
+
+
+@brief
+def post_written(line: int, message: int, lane: int, slot: int) -> bool:
+    """As `post`, for a slot whose inputs are already written."""
+    s = state_at(field(line, _STATE))
+    there = publish(s, front_of(line), message)
+    if there:
+        set_ready(s, lane, slot)
+    wake_core(line, True)
+    return bool(there)
+
+
+@brief
+def ready(line: int, lane: int, slot: int) -> None:
+    """Marks the inputs of a claimed slot as written."""
+    set_ready(state_at(field(line, _STATE)), lane, slot)
+    wake_core(line, True)
+
+
+@brief
+def ring_read(line: int) -> None:
+    """Wakes the core, after outputs were released, if a request waits for their lane."""
+    wake_core(line, False)
+
+
+@brief
+def release(line: int, lane: int, slot: int) -> None:
+    """Marks the outputs of a completed request as read. Call `ring_read` once all completions taken are released."""
+    clear_hold(state_at(field(line, _STATE)), lane, slot)
+
+
+@brief
+def take(line: int, into: NDArray[np.int64]) -> int:
+    """Takes completions, at most len(into), and returns their number. One consumer at a time, which goes on until this
+    returns 0: only then the next completion wakes it. Completions that come while it answers others cost the core no
+    system call.
+    """
+    s = state_at(field(line, _STATE))
+    front = front_of(line)
+    n = take_into(s, front, into.ctypes.data, into.shape[0])
+    if n == 0:
+        ask(address(s.wake, front), ANYTHING)
+        n = take_into(s, front, into.ctypes.data, into.shape[0])
+    return int(n)
+
+
+@brief
+def take_early(line: int, into: NDArray[np.int64]) -> int:
+    """As `take`, before the consumer is woken: it is, or will be, woken for these completions or for earlier ones."""
+    return int(take_into(state_at(field(line, _STATE)), front_of(line), into.ctypes.data, into.shape[0]))
+
+
+def warm_up(state: State) -> None:
+    """Loads every function of this module, on tables that nothing else uses."""
+    made = Line(state, 0, 0)  # the bell is not armed, so its descriptor is not used
+    line = made.address
+    message = Message(kind=codes.CANCEL)
+    claim(line, 0, 0)
+    post(line, message.address)
+    post_all(line, message.address, 1)
+    post_written(line, message.address, 0, 0)
+    ready(line, 0, 0)
+    release(line, 0, 0)
+    ring_read(line)
+    take(line, np.zeros((1, COMPLETION_WORDS), np.int64))
+    take_early(line, np.zeros((1, COMPLETION_WORDS), np.int64))
+    find_client(state.client_key, state.client, 1)
+
+
+# Stages: memory for inputs that have no slot yet, from which the core copies them once the model has free slots.
+#
+# Blocks of memory are used again, because a new one takes longer than the rest of a short request's submission.
+
+
+_KEPT_BYTES = 1 << 20  # free blocks of one size that are kept
+_LEAST_BYTES = 64  # smallest block of a shared stage
+
+Block = tuple[NDArray[np.uint8], int]  # memory, and its address
+
+
+class Stage(ABC):
+    """Memory that the core can read."""
+
+    @abstractmethod
+    def take(self, nbytes: int) -> tuple[NDArray[np.uint8], int, Any]:
+        """Memory to write to, its address for the core, and a token for `give`."""
+
+    @abstractmethod
+    def give(self, taken: Any) -> None:
+        """Frees the memory: the core has read it, or never will."""
+
+
+class OwnStage(Stage):
+    """Memory of the core's own process. Any thread may take and give: every change is one operation on a list."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Block]] = {}
+
+    def take(self, nbytes: int) -> tuple[NDArray[np.uint8], int, Any]:
+        known = self._free.get(nbytes)
+        try:
+            block = known.pop() if known else _new(nbytes)
+        except IndexError:  # another thread took the last one
+            block = _new(nbytes)
+        return block[0], block[1], block
+
+    def give(self, taken: Block) -> None:
+        nbytes = len(taken[0])
+        known = self._free.setdefault(nbytes, [])
+        if len(known) * nbytes < _KEPT_BYTES:
+            known.append(taken)
+
+
+def _new(nbytes: int) -> Block:
+    memory = np.empty(nbytes, np.uint8)
+    return memory, int(memory.ctypes.data)
+
+
+class SharedStage(Stage):
+    """Memory of this front end that the engine's process can read, in blocks whose sizes are powers of two.
+
+    A free block keeps its size, because the next request is likely to need the same. Only when none fits are blocks
+    split, or merged with their neighbours: otherwise a flood of one model's requests would leave none for the others.
+    """
+
+    def __init__(self, block: SharedBlock, engines_address: int) -> None:
+        self._memory, self._address = block.array, engines_address
+        self._free: dict[int, list[int]] = {}  # places of free blocks, by size; each is a multiple of its size
+        at = 0
+        while (left := len(self._memory) - at) >= _LEAST_BYTES:
+            size = 1 << (left.bit_length() - 1)
+            self._free[size] = [at]
+            at += size
+
+    def take(self, nbytes: int) -> tuple[NDArray[np.uint8], int, Any]:
+        size = max(_LEAST_BYTES, 1 << (nbytes - 1).bit_length())
+        known = self._free.get(size)
+        at = known.pop() if known else self._split(size)
+        return self._memory[at : at + nbytes], self._address + at, (at, size)
+
+    def give(self, taken: Any) -> None:
+        at, size = taken
+        self._free.setdefault(size, []).append(at)
+
+    def _split(self, size: int) -> int:
+        """Takes a block out of a larger one."""
+        larger = self._next(size)
+        if larger == 0 and sum(each * len(places) for each, places in self._free.items()) >= size:
+            self._merge()
+            larger = self._next(size)
+        if larger == 0:
+            raise QueueFullError(f"all {len(self._memory) >> 20} MiB for waiting inputs are in use; try again later")
+        at = self._free[larger].pop()
+        while larger > size:
+            larger //= 2
+            self._free.setdefault(larger, []).append(at + larger)
+        return at
+
+    def _next(self, size: int) -> int:
+        """The smallest size of which a block is free, from `size` on; 0 if there is none."""
+        return min((each for each, places in self._free.items() if places and each >= size), default=0)
+
+    def _merge(self) -> None:
+        """Makes larger blocks of free neighbours: the two halves of a larger block."""
+        size = _LEAST_BYTES
+        while size < len(self._memory):
+            free = set(self._free.get(size, ()))
+            whole = [at for at in free if at % (2 * size) == 0 and at + size in free]
+            if whole:
+                self._free.setdefault(2 * size, []).extend(whole)
+                halves = {*whole, *(at + size for at in whole)}
+                self._free[size] = [at for at in self._free[size] if at not in halves]
+            size *= 2

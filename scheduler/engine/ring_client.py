@@ -1,0 +1,525 @@
+"""A front end of the core: requests enter through its submission ring, results leave through its completion ring.
+
+The core is in this process, or in another one that shares its tables. Any thread may submit. A completion wakes every
+waiter: an asyncio loop through its reader on the front end's eventfd, a thread through an eventfd of its own. The first
+one to wake empties the ring for all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import importlib
+import itertools
+import os
+import select
+import signal
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from types import FrameType
+from typing import Any, Protocol
+
+import numpy as np
+
+from paellapy.scheduler.core import codes
+from paellapy.scheduler.core.codes import SUBMIT
+from paellapy.scheduler.core.errors import EngineClosedError, InputError, QueueFullError, TooManyRequestsError
+from paellapy.scheduler.core.rings import SLOTS, Bell, Message
+from paellapy.scheduler.core.shares import client_key, find_client
+from paellapy.scheduler.core.state import Limits, State, front_rows
+from paellapy.scheduler.core.tables import COMPLETION, SUBMISSION
+from paellapy.scheduler.engine import ring_calls as calls
+from paellapy.scheduler.engine.ring_calls import E_LANE, E_MODEL, E_REQUEST, E_SLOT, E_STATUS, OwnStage, Stage
+from paellapy.scheduler.models.memory import Lane
+from paellapy.scheduler.models.model import Model
+
+# Messages of requests to the core: one for each thread, filled in for every request, and copied when it is posted.
+
+
+_KINDS = [SUBMISSION[name].kind for name in SUBMISSION.names or ()]
+# One call fills in a whole message, in a third of the time that as many assignments take.
+_fill = struct.Struct("=" + "".join("Q" if kind == "u" else "q" for kind in _KINDS)).pack_into
+
+
+# What a message says of a request besides its place: client, priority, arrival_ns, deadline_ns. Making a named tuple
+# takes as long as ten calls.
+Terms = tuple[int, int, int, int]
+
+
+class Request(Protocol):
+    """The parts of a pending request that its message has."""
+
+    row: int
+    serial: int
+
+    @property
+    def loaded(self) -> Any: ...
+
+
+class Messages(threading.local):
+    """The message of each thread."""
+
+    def __init__(self) -> None:
+        self._memory = np.zeros(1, SUBMISSION)
+        self._one = self._memory.view(np.uint8).data, int(self._memory.ctypes.data)
+
+    def fill(self, request: Request, lane: int, slot: int, source: int, terms: Terms) -> int:
+        """Fills in this thread's message, and returns its address."""
+        memory, address = self._one
+        loaded = request.loaded
+        client, priority, arrival_ns, deadline_ns = terms
+        _fill(memory, 0, 0, SUBMIT, request.row, request.serial, 0, loaded.row, lane, slot, client, priority,
+              arrival_ns, deadline_ns, source, loaded.generation)  # fmt: skip
+        return address
+
+
+# Request rows of one front end, divided among its clients: however many one of them wants, others find a free row.
+
+# A client with requests gets another row only while it has fewer than 8 for each free row but the last. So one client
+# gets about 8 of 9 rows, and k clients about 8 of 8 k + 1 each: the more of them flood the engine, the less each has.
+PER_FREE = 8
+
+
+class Rows:
+    """Free rows, and the rows of each client. Any thread may take and give: every change is one operation on a deque
+    or a set.
+    """
+
+    def __init__(self, state: State, rows: Iterable[int]) -> None:
+        self._state = state
+        self._free = deque(rows)
+        self.total = len(self._free)
+        self._of: list[set[int]] = [set() for _ in range(len(state.client))]
+
+    def take(self, client: int) -> int:
+        """A free row for a request of the client of this number."""
+        mine = self._of[client]
+        n = len(mine)
+        if n and n >= PER_FREE * (len(self._free) - 1) and (client or self._has_names()):
+            raise self._refusal(client, n)
+        try:
+            row = self._free.popleft()
+        except IndexError:
+            raise self._full() from None
+        mine.add(row)
+        return row
+
+    def give(self, client: int, row: int) -> None:
+        self._of[client].discard(row)
+        self._free.append(row)
+
+    def _has_names(self) -> bool:
+        """Whether any client has a name. If none has, the clients without one need not leave rows free."""
+        return bool(self._state.client_key.any())
+
+    def _full(self) -> QueueFullError:
+        return QueueFullError(f"the engine already holds {self.total} requests, its maximum; try again later")
+
+    def _refusal(self, client: int, n: int) -> QueueFullError:
+        clients = sum(map(bool, self._of))
+        if client == 0:
+            return QueueFullError(
+                f"clients without a name already have {n} of the engine's {self.total} requests, and the others are "
+                "kept for clients with a name; try again later, or name the client"
+            )
+        if n * (clients + 1) <= self.total:  # it has less than an equal part: there are many clients
+            return self._full()
+        return TooManyRequestsError(
+            f"this client already has {n} of the engine's {self.total} requests, and the others are kept for other "
+            "clients; wait for answers before you send more"
+        )
+
+
+# Waiters: objects on which threads sleep until their own request or event is done.
+
+
+class Waiter:
+    """An object that a thread sleeps on until its own request or event is done."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.done = False
+        self._thread = threading.get_ident()
+        weakref.finalize(self, os.close, self.fd)
+
+    def set(self) -> None:
+        self.done = True
+        if threading.get_ident() != self._thread:
+            os.eventfd_write(self.fd, 1)
+
+    def clear(self) -> None:
+        self.done = False
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.fd)
+
+
+_local = threading.local()
+
+
+def thread_waiter() -> Waiter:
+    """This thread's waiter. It is created once, because its eventfd takes a file descriptor."""
+    waiter: Waiter | None = getattr(_local, "waiter", None)
+    if waiter is None:
+        waiter = _local.waiter = Waiter()
+    waiter.clear()
+    return waiter
+
+
+# Ctrl-C waits while a request is submitted or answered: half of either would hold a lane of its model for ever.
+
+# The functions behind those of `signal`, which take a twentieth of their time: every request passes here.
+_signal: Any = importlib.import_module("_signal")
+_get, _set, _raises = _signal.getsignal, _signal.signal, signal.default_int_handler
+_SIGINT = int(signal.SIGINT)
+_main = threading.main_thread()
+
+
+class Uninterrupted:
+    """A block in which SIGINT does not raise KeyboardInterrupt. If the signal came, the end of the block raises it.
+
+    Python calls handlers in the main thread only. In another thread this does nothing, nor where the handler is not
+    Python's own: those of event loops raise nothing.
+    """
+
+    __slots__ = ("_came", "_set")
+
+    def __enter__(self) -> None:
+        self._came = False
+        self._set = threading.get_ident() == _main.ident and _get(_SIGINT) is _raises  # neither is it so when nested
+        if self._set:
+            _set(_SIGINT, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._came = True
+
+    def __exit__(self, *_: object) -> None:
+        if self._set:
+            _set(_SIGINT, _raises)
+            if self._came:
+                raise KeyboardInterrupt
+
+
+_DRAIN = 256  # completions read at once
+# A request that finds no open lane has completions read once this many are pending. Fewer would cost throughput and
+# make batches small; so fewer are read only where nothing is batched, or once a request has waited for this long.
+_MANY, _STARVED_NS = 16, 500_000
+_REMEMBERED_CLIENTS = 4096
+
+ENGINE_CLOSED = "the engine is closed; create a new one to submit requests"
+
+Entry = list[int]  # a completion: see front_calls.E_…
+Finish = Callable[[Entry], None]
+
+
+class Loaded(Protocol):
+    """The parts of a loaded model that a front end uses."""
+
+    @property
+    def model(self) -> Model: ...
+    @property
+    def row(self) -> int: ...
+    @property
+    def generation(self) -> int: ...
+    @property
+    def lane_of(self) -> dict[int, Lane]: ...
+
+
+class Pending:
+    """One request that has not completed. `finish(entry)` is called once, in the thread that reads the completions."""
+
+    __slots__ = ("client", "finish", "keep", "loaded", "row", "serial")
+
+    def __init__(self, loaded: Loaded, finish: Finish) -> None:
+        self.loaded, self.finish = loaded, finish
+        self.row = self.serial = self.client = -1
+        self.keep: Any = None  # keeps staged inputs alive
+
+
+Staged = tuple[Pending, int, Any]  # a request, the address of its inputs for the core, and the token of their memory
+
+
+class FrontEnd:
+    """Owns request rows, and reads a completion ring."""
+
+    def __init__(
+        self, state: State, limits: Limits, front: int, bell: Bell, wake_fd: int, stage: Stage | None = None
+    ) -> None:
+        self.state, self.front, self.bell, self.wake_fd, self.stage = state, front, bell, wake_fd, stage or OwnStage()
+        self._held_line = calls.Line(state, front, bell.fd)
+        self._line = self._held_line.address
+        self._messages = Messages()
+        self._ring: Any = state.ring[front].data  # reading a memoryview costs a fraction of indexing an array
+        rows = front_rows(limits, front)
+        self._rows, self._first_row = Rows(state, rows), rows.start
+        self._pending: dict[int, Pending] = {}
+        self._serials = itertools.count(1)
+        self._clients: dict[Hashable, tuple[int, int]] = {}
+        self._draining = threading.Lock()
+        self._numbers = np.zeros((_DRAIN, calls.COMPLETION_WORDS), np.int64)
+        self._entries = self._numbers.view(COMPLETION).reshape(_DRAIN)
+        self._closed_models: dict[int, Callable[[], None]] = {}
+        self._loops: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
+        self.watchers: list[Callable[[Any], None]] = []  # called with every completion of this front end: traces
+        self.counters: list[Callable[[Any], None]] = []  # the same, with many completions at a time (COMPLETION)
+        self._failed: Exception | None = None  # an error raised while a completion was answered, not yet reported
+        self._starved_ns = 0  # when a request found no open lane, if no completion was read since; else 0
+        self.closed = False  # the core is gone: nothing may be posted any more
+        self.ending = False  # the engine closes, and waits only for requests that have a row
+
+    # -- in
+
+    def client_number(self, client: Hashable) -> int:
+        """The client's number in the core. Numbers are limited, so clients that come later may share one."""
+        try:
+            known = self._clients.get(client)
+        except TypeError:
+            raise InputError(
+                f"client={client!r}: a client is named by a string, a number or a tuple of these"
+            ) from None
+        if known is not None and self.state.client_key[known[0]] == known[1]:
+            return known[0]
+        key = client_key(client)
+        number = find_client(self.state.client_key, self.state.client, key)
+        if len(self._clients) >= _REMEMBERED_CLIENTS:
+            self._clients.clear()
+        self._clients[client] = (number, key)
+        return number
+
+    def is_client(self, number: int, client: Hashable) -> bool:
+        """Whether the number belongs to this client alone."""
+        return int(self.state.client_key[number]) == client_key(client)
+
+    def take_row(self, pending: Pending, client: int) -> None:
+        """Raises a QueueFullError if all rows are in use, or the client has its part of them; an EngineClosedError
+        while the engine closes.
+        """
+        pending.row = self._rows.take(client)
+        pending.client = client
+        pending.serial = next(self._serials)
+        self._pending[pending.row] = pending
+        if self.ending:  # looked at after the row is taken: `close` sees the row, or the request sees `ending`
+            self.give_back(pending)
+            raise EngineClosedError(ENGINE_CLOSED)
+
+    def claim(self, loaded: Loaded, client: int) -> tuple[int, int] | None:
+        """Claims a slot whose inputs can be written at once. None: the inputs must be staged."""
+        found = calls.claim(self._line, loaded.row, client)
+        if found >= 0 and not self._starved_ns:
+            return divmod(found, SLOTS)
+        now = time.monotonic_ns()
+        self._starved_ns = self._starved_ns or now
+        size = loaded.model.max_batch
+        at_once = size == 1 or now - self._starved_ns >= _STARVED_NS
+        if self._read_now(1 if at_once else min(_MANY, len(loaded.lane_of) * size)):
+            if found < 0:
+                found = calls.claim(self._line, loaded.row, client)
+            self._starved_ns = now if found < 0 else 0
+        return None if found < 0 else divmod(found, SLOTS)
+
+    def post_claimed(
+        self, pending: Pending, lane: int, slot: int, client: int, priority: int, arrival_ns: int, deadline_ns: int
+    ) -> None:
+        """Puts the request into the queue, where it may expire; its lane waits for `ready`."""
+        self._post(self._messages.fill(pending, lane, slot, 0, (client, priority, arrival_ns, deadline_ns)))
+
+    def post_written(
+        self, pending: Pending, lane: int, slot: int, client: int, priority: int, arrival_ns: int, deadline_ns: int
+    ) -> None:
+        """`post_claimed` and `ready` in one call."""
+        message = self._messages.fill(pending, lane, slot, 0, (client, priority, arrival_ns, deadline_ns))
+        while not calls.post_written(self._line, message, lane, slot):
+            self._yield()
+
+    def ready(self, lane: int, slot: int) -> None:
+        """Marks the inputs of a claimed slot as written."""
+        if not self.closed:
+            calls.ready(self._line, lane, slot)
+
+    def post_staged(
+        self, staged: Sequence[Staged], client: int, priority: int, arrival_ns: int, deadline_ns: int
+    ) -> None:
+        """Posts requests with staged inputs, which the core copies once the model has free slots. The core takes them
+        in one step, so an idle engine does not run the first of them alone.
+        """
+        terms = client, priority, arrival_ns, deadline_ns
+        if len(staged) == 1:
+            pending, source, keep = staged[0]
+            pending.keep = keep
+            self._post(self._messages.fill(pending, codes.NONE, codes.NONE, source, terms))
+            return
+        run = np.empty(len(staged), SUBMISSION)
+        for k, (pending, source, keep) in enumerate(staged):
+            pending.keep = keep
+            message = self._messages.fill(pending, codes.NONE, codes.NONE, source, terms)
+            ctypes.memmove(run.ctypes.data + k * SUBMISSION.itemsize, message, SUBMISSION.itemsize)
+        while not calls.post_all(self._line, run.ctypes.data, len(staged)):
+            self._yield()
+
+    def cancel(self, pending: Pending) -> None:
+        """Asks the core to drop a request. The request still gets a completion."""
+        if not self.closed:
+            self._send(Message(kind=codes.CANCEL, request=pending.row, serial=pending.serial))
+
+    def nudge(self) -> None:
+        """Posts a message without effect, a cancellation of no request, to see whether the core reads it."""
+        self._send(Message(kind=codes.CANCEL, request=self._first_row))
+
+    def command(self, kind: int, model: int = codes.NONE) -> None:
+        """Posts one of OPEN_MODEL, CLOSE_MODEL, DRAIN and FAIL."""
+        self._send(Message(kind=kind, request=codes.NONE, model=model))
+
+    def on_model_closed(self, model: int, then: Callable[[], None]) -> None:
+        self._closed_models[model] = then
+
+    def _send(self, message: Message) -> None:
+        self._post(message.address)
+
+    def _post(self, message: int) -> None:
+        # The ring holds twice as many entries as there are requests. A full ring means that the core is about to read
+        # it.
+        while not calls.post(self._line, message):
+            self._yield()
+
+    def _yield(self) -> None:
+        if self.closed:
+            raise QueueFullError("the engine's process has ended; try again later")
+        os.sched_yield()
+
+    # -- out
+
+    def drain(self) -> int:
+        """Answers all completions in the ring and returns their number."""
+        with self._draining:
+            total = 0
+            try:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self.wake_fd)
+                while not self.closed and (n := calls.take(self._line, self._numbers)):
+                    total += n
+                    self._answer(n)
+            except BaseException:  # such as KeyboardInterrupt: nobody would be woken for the rest
+                os.eventfd_write(self.wake_fd, 1)
+                raise
+            self._starved_ns = 0
+            failed, self._failed = self._failed, None
+            if failed is not None:
+                raise failed
+            return total
+
+    def _read_now(self, many: int) -> bool:
+        """Answers completions if at least `many` are pending, when a request, or one before it, found no open lane.
+
+        Unread answers may hold all lanes of a model: an event loop with many connections reads completions only after
+        it has served the connections, and the GPU is idle meanwhile. Nothing is done while a completion is being
+        answered, because its answer may have made this call.
+        """
+        ring = self._ring
+        if ring[codes.DONE_TAIL, 0] - ring[codes.DONE_HEAD, 0] < many or not self._draining.acquire(blocking=False):
+            return False
+        try:
+            n = 0 if self.closed else calls.take_early(self._line, self._numbers)
+            self._answer(n)
+        except Exception as e:
+            self._failed = e
+        finally:
+            self._draining.release()
+        if self._failed is not None:  # unrelated to the caller's request: the next call of `drain` raises it
+            os.eventfd_write(self.wake_fd, 1)
+        return n > 0
+
+    def _answer(self, n: int) -> None:
+        entries = self._entries[:n]
+        for counter in self.counters:
+            counter(entries)
+        for watcher in self.watchers:
+            for each in entries:
+                watcher(each)
+        for entry in self._numbers[:n].tolist():
+            row = entry[E_REQUEST]
+            if row < 0:
+                self._closed_models.pop(entry[E_MODEL])()
+                continue
+            pending = self._pending.pop(row)
+            try:
+                pending.finish(entry)
+            except Exception as e:  # an error in one answer must not keep the lane or the later answers waiting
+                self._failed = e
+            if entry[E_STATUS] == codes.OK:
+                calls.release(self._line, entry[E_LANE], entry[E_SLOT])
+            if pending.keep is not None:
+                self.stage.give(pending.keep)
+                pending.keep = None
+            self._rows.give(pending.client, row)
+        calls.ring_read(self._line)
+
+    def abandon(self) -> list[Pending]:
+        """For a core whose process is gone: the requests whose answers will never come."""
+        with self._draining:
+            self.closed = True
+            left = list(self._pending.values())
+            self._pending.clear()
+        return left
+
+    @property
+    def answering(self) -> threading.Lock:
+        """The lock held while completions are answered: its holder knows that no answer is in progress."""
+        return self._draining
+
+    def give_back(self, pending: Pending) -> None:
+        """Frees the row of a request that was never posted."""
+        if self._pending.pop(pending.row, None) is not None:
+            self._rows.give(pending.client, pending.row)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._pending)
+
+    def pending(self) -> list[Pending]:
+        """The requests that wait for their completion."""
+        return list(self._pending.values())
+
+    # -- waiting
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Lets completions wake this asyncio loop from now on."""
+        if loop not in self._loops:
+            self._loops.add(loop)
+            loop.add_reader(self.wake_fd, self.drain)
+
+    def detach_all(self) -> None:
+        for loop in list(self._loops):
+            if not loop.is_closed():
+                if _running_here(loop):
+                    loop.remove_reader(self.wake_fd)
+                else:
+                    with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                        loop.call_soon_threadsafe(loop.remove_reader, self.wake_fd)
+        self._loops.clear()
+
+    def wait(self, waiter: Waiter, timeout_s: float | None = None) -> bool:
+        """Blocks this thread until the waiter is set, answering completions meanwhile; False after the timeout."""
+        poll = select.poll()
+        poll.register(self.wake_fd, select.POLLIN)
+        poll.register(waiter.fd, select.POLLIN)
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        while not waiter.done:
+            left = None if end is None else max(0.0, end - time.monotonic())
+            if left == 0.0:
+                return False
+            poll.poll(None if left is None else left * 1e3 + 1)
+            with Uninterrupted():
+                self.drain()
+        waiter.clear()
+        return True
+
+
+def _running_here(loop: asyncio.AbstractEventLoop) -> bool:
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False

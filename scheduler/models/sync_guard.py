@@ -1,0 +1,190 @@
+"""Refuses operations that wait for a real GPU, with the line of the user's code that waits.
+
+PyTorch can report these operations, but only in the whole process: errors would also come in threads that have nothing
+to do with the model. So PyTorch is asked for warnings, which become errors in this thread and are ignored in others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from paellapy.scheduler.core.errors import CaptureError
+from paellapy.scheduler.models.capture import users_line, users_line_of
+
+WAITS = "called a synchronizing CUDA operation"  # PyTorch's words
+_AFTER_S = 10.0  # an operation that began before the end warns when it is over
+_lock = threading.Lock()  # guards the following two, and the list of filters against our own threads
+_refusing: dict[int, int] = {}  # threads in which waits are errors now, and how often each began
+_modes: list[Any] = []  # PyTorch's mode before the first of these threads, once per thread that needs the change
+
+
+class _Matcher:
+    """Stands in a filter of warnings where a pattern usually does: matches in one thread, or in all that may wait."""
+
+    def __init__(self, here: bool) -> None:
+        self._thread, self._here, self.until_s = threading.get_ident(), here, math.inf
+
+    def match(self, text: str) -> bool:
+        thread = threading.get_ident()
+        right = thread == self._thread if self._here else thread != self._thread and thread not in _refusing
+        return right and WAITS in text and time.monotonic() < self.until_s
+
+
+@contextlib.contextmanager
+def errors_in_this_thread() -> Iterator[None]:
+    """Raises PyTorch's warnings of waits in this thread only. They are ignored in others, also shortly afterwards."""
+    mine, others = _Matcher(True), _Matcher(False)
+    thread = threading.get_ident()
+    with _lock:
+        _refusing[thread] = _refusing.get(thread, 0) + 1
+        _remove_old()
+        warnings.filters[:0] = [  # type: ignore[index]
+            ("error", mine, UserWarning, None, 0), ("ignore", others, UserWarning, None, 0)
+        ]  # fmt: skip
+        _filters_changed()
+    try:
+        yield
+    finally:
+        with _lock:
+            mine.until_s, others.until_s = 0.0, time.monotonic() + _AFTER_S
+            _refusing[thread] -= 1
+            if not _refusing[thread]:
+                del _refusing[thread]
+            _remove_old()
+
+
+def _remove_old() -> None:
+    """Other threads may have copied the list and put it back later, with filters that were removed meanwhile."""
+    old = [e for e in warnings.filters if isinstance(e[1], _Matcher) and e[1].until_s < time.monotonic()]
+    for each in old:
+        with contextlib.suppress(ValueError):
+            warnings.filters.remove(each)  # type: ignore[attr-defined]
+    _filters_changed()
+
+
+def _filters_changed() -> None:
+    """Lets Python look at its filters again, by adding a filter that matches nothing."""
+    warnings.filterwarnings("default", r"(?!)", append=True)
+
+
+@contextlib.contextmanager
+def _warnings_of_waits(cuda: Any) -> Iterator[None]:
+    """Makes PyTorch warn of waits. Its mode is of the whole process: the last thread to leave restores it."""
+    with _lock:
+        _modes.append(_modes[0] if _modes else cuda.get_sync_debug_mode())
+        if len(_modes) == 1:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # PyTorch warns once that it does not detect every wait
+                cuda.set_sync_debug_mode("warn")
+    try:
+        yield
+    finally:
+        with _lock:
+            before = _modes.pop()
+            if not _modes:
+                cuda.set_sync_debug_mode(before)
+
+
+@contextlib.contextmanager
+def refusing_to_wait() -> Iterator[None]:
+    """Makes operations that would wait for the GPU raise an error with their line, which CUDA would not report."""
+    torch: Any = sys.modules["torch"]
+    with errors_in_this_thread(), _warnings_of_waits(torch.cuda):
+        try:
+            yield
+        except (RuntimeError, UserWarning) as e:
+            if WAITS in str(e):
+                raise CaptureError(
+                    f"waits for the GPU at {users_line_of(e)} (.item(), .cpu(), a condition on data, a tensor made "
+                    "from Python numbers); a captured module only launches: keep these values on the GPU, or compute "
+                    "them before"
+                ) from e
+            raise
+
+
+# Refuses operations that would wait for a GPU, where PyTorch computes on the CPU in its place.
+#
+# A real GPU refuses them while a module is captured (`gpu_waits.py`). The CPU never waits, so this module
+# checks the calls themselves: those that bring the model's data to the host, or whose shape depends on the data. Other
+# tensors, which would be on the host beside a GPU too, may be read.
+
+
+_TO_HOST = ("cpu", "numpy", "tolist", "__array__")
+_DECIDES = (
+    "_local_scalar_dense", "allclose", "equal", "nonzero", "masked_select", "_unique", "_unique2", "unique_dim",
+    "unique_consecutive", "bincount",
+)  # fmt: skip
+
+
+class Waits:
+    """Checks every operation of one run, in order; `memory` has the addresses of inputs and weights."""
+
+    def __init__(self, torch: Any, memory: Iterable[int]) -> None:
+        self._torch = torch
+        self._device = set(memory)  # addresses of data that would be on a GPU
+
+    def before(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Raises if the operation waits for the GPU."""
+        if self._waits(func.overloadpacket.__name__, args, kwargs):
+            self.refuse(args, kwargs)
+
+    def after(self, args: Any, kwargs: Any, out: Any) -> None:
+        """Records results made from the model's data as GPU data; other results may reuse memory of such data."""
+        change = self._device.update if self._on_device(args, kwargs) else self._device.difference_update
+        change(map(_address, self._tensors(out)))
+
+    def refuse(self, *values: Any) -> None:
+        """Raises if one of the values is on the GPU."""
+        if self._on_device(*values):
+            raise CaptureError(
+                f"waits for the GPU at {users_line()} (.item(), .cpu(), a condition on data, a shape that depends on "
+                "it); a captured module only launches: keep these values on the GPU, or compute them before"
+            )
+
+    @contextlib.contextmanager
+    def refusing_copies(self) -> Iterator[None]:
+        """Makes `.cpu()` and similar methods raise. On the CPU they do nothing, so only the call can be detected."""
+        from torch.overrides import TorchFunctionMode
+
+        named, refuse = {getattr(self._torch.Tensor, name) for name in _TO_HOST}, self.refuse
+
+        class Watch(TorchFunctionMode):  # type: ignore[misc]
+            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if func in named:
+                    refuse(args)
+                return func(*args, **(kwargs or {}))
+
+        with Watch():
+            yield
+
+    def _waits(self, name: str, args: Any, kwargs: Any) -> bool:
+        if name in _DECIDES:
+            return True
+        if name == "repeat_interleave":
+            return kwargs.get("output_size") is None
+        masked = name in ("index", "index_put", "index_put_") and any(
+            each is not None and each.dtype in (self._torch.bool, self._torch.uint8) for each in args[1]
+        )
+        # assigning one value is a masked fill, whose shape does not depend on the data
+        return masked and (name == "index" or args[2].numel() != 1)
+
+    def _on_device(self, *values: Any) -> bool:
+        return any(_address(each) in self._device for each in self._tensors(values))
+
+    def _tensors(self, value: Any) -> list[Any]:
+        if isinstance(value, dict):
+            return self._tensors(list(value.values()))
+        if isinstance(value, tuple | list):
+            return [leaf for each in value for leaf in self._tensors(each)]
+        return [value] if isinstance(value, self._torch.Tensor) else []
+
+
+def _address(tensor: Any) -> int:
+    return int(tensor.untyped_storage().data_ptr())

@@ -1,0 +1,200 @@
+"""Datatypes of the protocol and their names in NumPy."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_dtypes
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from paellapy.scheduler.core.errors import ModelError
+from paellapy.scheduler.models.model import Model
+from paellapy.serving.errors import RequestError, short
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    "UINT8": np.dtype(np.uint8),
+    "UINT16": np.dtype(np.uint16),
+    "UINT32": np.dtype(np.uint32),
+    "UINT64": np.dtype(np.uint64),
+    "INT8": np.dtype(np.int8),
+    "INT16": np.dtype(np.int16),
+    "INT32": np.dtype(np.int32),
+    "INT64": np.dtype(np.int64),
+    "FP16": np.dtype(np.float16),
+    "FP32": np.dtype(np.float32),
+    "FP64": np.dtype(np.float64),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def datatype(dtype: np.dtype[Any]) -> str:
+    """The protocol's name of a NumPy type.
+
+    >>> datatype(np.dtype("float16"))
+    'FP16'
+    """
+    return NAMES[dtype]
+
+
+def check_datatype(name: str, wanted: np.dtype[Any], where: str) -> None:
+    """Raises RequestError unless the request's datatype is the model's."""
+    if DTYPES.get(name) == wanted:
+        return
+    if name == "BYTES":
+        raise RequestError(f"{where} is {datatype(wanted)}; BYTES is not supported for it")
+    if name not in DTYPES:
+        raise RequestError(f"{where}: the datatype {name!r} does not exist; send {datatype(wanted)}")
+    raise RequestError(f"{where} has the datatype {datatype(wanted)}, not {name}")
+
+
+def check_servable(model: Model) -> None:
+    """Raises ModelError unless the protocol has a name for the type of every tensor."""
+    for kind, specs in (("input", model.inputs), ("output", model.outputs)):
+        for key, spec in specs.items():
+            if spec.dtype not in NAMES:
+                raise ModelError(
+                    f"model {model.name!r}, {kind} {key!r} has the type {spec.dtype.name}, which the protocol cannot "
+                    f"carry: use one of {', '.join(DTYPES)}"
+                )
+
+
+# JSON numbers of a request to arrays: flat or nested, counted before they are read, and long lists in pieces.
+#
+# Reading JSON holds the interpreter. Megabytes of text are therefore read piece by piece in a thread: between two
+# pieces the event loop can run.
+
+
+MAX_RANK = 64  # NumPy's limit on dimensions
+# Errors of the decoder: its own class does not cover invalid UTF-8 or unlimited nesting.
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+PIECE_BYTES = 1 << 15  # takes a few tenths of a millisecond
+
+_decode_any = msgspec.json.Decoder().decode
+_encode = msgspec.json.Encoder().encode
+_LISTS: dict[str, Callable[[Any], list[Any]]] = {
+    "b": msgspec.json.Decoder(list[bool]).decode,
+    "i": msgspec.json.Decoder(list[int]).decode,
+    "u": msgspec.json.Decoder(list[int]).decode,
+    "f": msgspec.json.Decoder(list[float]).decode,
+}
+_SPACE = b" \t\r\n"
+_NOT_STRUCTURE = bytes(set(range(256)) - set(b"[],"))
+
+
+def numbers(data: msgspec.Raw | bytes, dtype: np.dtype[Any], shape: tuple[int, ...], where: str) -> NDArray[Any]:
+    """An array of this shape from a JSON list, flat or nested: the protocol allows both.
+
+    >>> numbers(b"[[1, 2], [3, 4]]", np.dtype(np.int8), (2, 2), "x").tolist()
+    [[1, 2], [3, 4]]
+    """
+    text = bytes(data)
+    count = math.prod(shape)
+    commas = _count(text, b",")
+    # n numbers have n - 1 commas between them, however they are nested; a longer list is not read.
+    if commas + 1 > count and text.startswith(b"["):
+        raise RequestError(f"{where} has {commas + 1} values; its shape needs {short(count)}")
+    kind = dtype.kind if dtype.kind in _LISTS else "f"  # bfloat16 has another kind
+    try:
+        if len(text) > PIECE_BYTES and (inner := _inside(text, shape)) is not None:
+            found = np.empty(count, dtype)
+            at = 0
+            for piece in _pieces(inner):
+                values = _LISTS[kind](piece)
+                found[at : at + len(values)] = _array(values, dtype, kind)
+                at += len(values)
+            if at != count:
+                raise RequestError(f"{where} has {at} values; its shape needs {short(count)}")
+        else:
+            found = _array(_flat(text, kind, count, where), dtype, kind)
+        return found.reshape(shape)
+    except msgspec.ValidationError as e:
+        raise RequestError(f"{where}: {e}") from None
+    except NOT_JSON as e:
+        raise RequestError(f"{where}: its data is not a JSON list of numbers: {e}") from None
+    except (OverflowError, FloatingPointError):
+        raise RequestError(f"{where}: a number is outside the range of {datatype(dtype)}") from None
+
+
+def number_bytes(text: bytes, dtype: np.dtype[Any], count: int) -> bytes | None:
+    """The bytes of `numbers`, for a short flat list of floats; None: it is another list, or has an error."""
+    if dtype.char not in "efd" or len(text) > PIECE_BYTES or text.count(b",") + 1 > count:
+        return None
+    try:
+        values = _LISTS["f"](text)
+        return struct.pack(f"={count}{dtype.char}", *values)
+    except (*NOT_JSON, OverflowError, struct.error):  # struct.error: there are fewer
+        return None
+
+
+def _array(values: list[Any], dtype: np.dtype[Any], kind: str) -> NDArray[Any]:
+    if dtype.char in "efd":  # NumPy, and "@", would silently turn a number outside the range into infinity
+        return np.frombuffer(struct.pack(f"={len(values)}{dtype.char}", *values), dtype)
+    if kind == "f":
+        with np.errstate(over="raise"):
+            return np.array(values, np.float64).astype(dtype)
+    return np.array(values, dtype)
+
+
+def _flat(text: bytes, kind: str, count: int, where: str) -> list[Any]:
+    try:
+        values = _LISTS[kind](text)
+    except msgspec.ValidationError:
+        nested = _decode_any(text)
+        if not isinstance(nested, list):
+            raise
+        values = _LISTS[kind](_encode(_flatten(nested, where)))
+    if len(values) != count:
+        raise RequestError(f"{where} has {len(values)} values; its shape needs {short(count)}")
+    return values
+
+
+def _flatten(nested: list[Any], where: str) -> list[Any]:
+    flat: list[Any] = nested
+    for _ in range(MAX_RANK):
+        if not any(isinstance(each, list) for each in flat):
+            return flat
+        if not all(isinstance(each, list) for each in flat) or len({len(each) for each in flat}) > 1:
+            raise RequestError(f"{where}: the lists in its data differ in length or depth")
+        flat = [value for each in flat for value in each]
+    raise RequestError(f"{where}: its data is nested deeper than its shape")
+
+
+def _inside(text: bytes, shape: tuple[int, ...]) -> bytes | None:
+    """The comma-separated numbers of a list that is flat, or nested like the shape; None: it is neither.
+
+    A string or an object among the numbers is found later, when its piece is read.
+    """
+    if b'"' in text or b"{" in text:
+        return None
+    trimmed = text.strip(_SPACE)
+    if trimmed.startswith(b"[") and trimmed.find(b"[", 1) < 0 and trimmed.find(b"]") + 1 == len(trimmed):
+        return trimmed[1:-1]
+    structure = text.translate(None, _NOT_STRUCTURE)
+    nested = b""
+    for n in reversed(shape):
+        nested = b"[" + b",".join([nested] * n) + b"]"
+    return text.translate(None, b"[]") if structure == nested else None
+
+
+def _count(text: bytes, character: bytes) -> int:
+    """`text.count`, which is slow for characters that are everywhere in a long text."""
+    if len(text) < PIECE_BYTES:
+        return text.count(character)
+    return int(np.count_nonzero(np.frombuffer(text, np.uint8) == ord(character)))
+
+
+def _pieces(inner: bytes) -> Iterator[bytes]:
+    """Lists with a part of the numbers each."""
+    at = 0
+    while at < len(inner):
+        end = inner.find(b",", at + PIECE_BYTES)
+        end = len(inner) if end < 0 else end
+        yield b"[" + inner[at:end] + b"]"
+        at = end + 1
