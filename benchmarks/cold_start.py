@@ -58,11 +58,11 @@ with pp.Engine("virtual:h200") as engine:
 """
 _SERVE = """
 import json, signal, socket, subprocess, sys, time, urllib.request
-from paellapy import demo, serve_demo
+from paellapy import cli_serve, demo
 with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]
-body = serve_demo.digit_request(demo.held_out()[0][0]).encode()
+body = cli_serve.digit_request(demo.held_out()[0][0]).encode()
 began = time.perf_counter()
 command = [sys.executable, "-c", "from paellapy.cli import main; main()", "serve", "--port", str(port)]
 server = subprocess.Popen(command, stdout=subprocess.DEVNULL)

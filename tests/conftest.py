@@ -93,10 +93,10 @@ def forked() -> Iterator[Forked]:
         # Machine code that nearly all cases need is read from disk once.
         from paellapy.scheduler.core import step
         from paellapy.scheduler.core.state import new_state
-        from paellapy.scheduler.engine import front_calls
+        from paellapy.scheduler.engine import ring_calls
         unused = new_state()
         step.attach_loop(unused)
-        front_calls.warm_up(unused)
+        ring_calls.warm_up(unused)
         for name in ("paella", "srpt"):
             find_policy(name)
     """

@@ -151,7 +151,7 @@ def test_a_lost_gpu_is_told_and_ends_the_server(tmp_path):
 def imported():
     head = """
         import sys
-        from paellapy import serve_demo, serve_ready
+        from paellapy import cli_serve
         from paellapy.cli import main
         from paellapy.scheduler.policies.policy import find_policy
         find_policy("paella")

@@ -12,30 +12,30 @@ import pytest
 CODE = """
 import gc, os, time
 import numpy as np
-from paellapy.instrument.device import gate
+from paellapy.instrument.device import launch_hook
 from paellapy.instrument.device.launch_hook import Cells
 
-words = np.zeros(gate.WORDS, np.uint64)
-words[gate.SHARE] = gate.SHARE_UNIT
+words = np.zeros(launch_hook.WORDS, np.uint64)
+words[launch_hook.SHARE] = launch_hook.SHARE_UNIT
 cell = np.array([words.ctypes.data], np.uint64)
 cells = Cells(int(cell.ctypes.data), "libc.so", ["getpriority"])
 before = os.getpriority(os.PRIO_PROCESS, 0)
 assert cells.look() > 0, "no cell has its address"
 assert cells.look() == 0, "each is changed once"
 assert os.getpriority(os.PRIO_PROCESS, 0) == before
-assert words[gate.LAUNCHES] == 1 and words[gate.WAITS] == 0
-words[gate.CLOSED_UNTIL_NS] = time.monotonic_ns() + 30_000_000
+assert words[launch_hook.LAUNCHES] == 1 and words[launch_hook.WAITS] == 0
+words[launch_hook.CLOSED_UNTIL_NS] = time.monotonic_ns() + 30_000_000
 assert os.getpriority(os.PRIO_PROCESS, 0) == before
-assert words[gate.WAITS] == 1 and words[gate.WAITED_NS] > 1_000_000
-other = np.zeros(gate.WORDS, np.uint64)
-other[gate.SHARE] = gate.SHARE_UNIT
+assert words[launch_hook.WAITS] == 1 and words[launch_hook.WAITED_NS] > 1_000_000
+other = np.zeros(launch_hook.WORDS, np.uint64)
+other[launch_hook.SHARE] = launch_hook.SHARE_UNIT
 cell[0] = other.ctypes.data
 assert os.getpriority(os.PRIO_PROCESS, 0) == before
-assert other[gate.LAUNCHES] == 1 and words[gate.LAUNCHES] == 2
+assert other[launch_hook.LAUNCHES] == 1 and words[launch_hook.LAUNCHES] == 2
 assert Cells(int(cell.ctypes.data), "libnot.so").look() == 0
 del cells
 gc.collect()
-assert os.getpriority(os.PRIO_PROCESS, 0) == before and other[gate.LAUNCHES] == 2, "the code outlives the object"
+assert os.getpriority(os.PRIO_PROCESS, 0) == before and other[launch_hook.LAUNCHES] == 2, "the code outlives the object"
 print("done")
 """
 
@@ -72,11 +72,11 @@ LATE = """
 import ctypes
 import time
 import numpy as np
-from paellapy.instrument.device import gate
+from paellapy.instrument.device import launch_hook
 from paellapy.instrument.device.launch_hook import Cells
 
-words = np.zeros(gate.WORDS, np.uint64)
-words[gate.SHARE] = gate.SHARE_UNIT
+words = np.zeros(launch_hook.WORDS, np.uint64)
+words[launch_hook.SHARE] = launch_hook.SHARE_UNIT
 cell = np.array([words.ctypes.data], np.uint64)
 cells = Cells(int(cell.ctypes.data))
 runtime = ctypes.CDLL("libruntime.so")
@@ -85,11 +85,11 @@ driver = ctypes.CDLL("libcuda.so.1")
 assert cells.look() == 0, "nobody has asked for it"
 runtime.use()
 assert cells.look() == 1
-assert runtime.run(77) == 77 and words[gate.LAUNCHES] == 1
+assert runtime.run(77) == 77 and words[launch_hook.LAUNCHES] == 1
 assert ctypes.c_int.in_dll(driver, "launches").value == 1
 queries = ctypes.c_int.in_dll(driver, "queries")
 assert queries.value == 0, "nothing says that there is a bound"
-words[gate.IN_FLIGHT], words[gate.ALIVE_UNTIL_NS] = 4, 1
+words[launch_hook.IN_FLIGHT], words[launch_hook.ALIVE_UNTIL_NS] = 4, 1
 for _ in range(8):
     assert runtime.run(5) == 5
 assert queries.value == 6, "every fourth, until the stream is done"
@@ -101,7 +101,7 @@ ctypes.c_int.in_dll(driver, "capturing").value = 0
 ctypes.c_uint64.in_dll(driver, "until").value = time.monotonic_ns() + 50_000_000
 ctypes.c_uint64.in_dll(driver, "gate").value = words.ctypes.data
 while queries.value == 6:
-    assert runtime.run(5) == 5 and words[gate.WAITS] == (queries.value > 6)
+    assert runtime.run(5) == 5 and words[launch_hook.WAITS] == (queries.value > 6)
 print("done")
 """
 

@@ -226,11 +226,11 @@ def test_a_script_sees_itself_as_under_python(engine, tmp_path):
 
 FORKS = """
 import os, sys, threading
-from paellapy.instrument.device import gate
+from paellapy.instrument.device import launch_hook
 from paellapy.scheduler.core.errors import EngineClosedError
 child = os.fork()
 if child == 0:
-    gate.hold()  # as a launch on the virtual GPU
+    launch_hook.hold()  # as a launch on the virtual GPU
     print(sorted(each.name for each in threading.enumerate() if each.name == "paellapy-gate"), flush=True)
     os._exit(0)
 os.waitpid(child, 0)
