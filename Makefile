@@ -36,6 +36,7 @@ $(SERVE_STAMP): pyproject.toml
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports
 
 types: $(STAMP)
 	MYPY_NUM_WORKERS=auto $(BIN)/mypy

@@ -28,6 +28,8 @@ SM_LINE = np.dtype(
 
 WARP_SHIFT = 32
 
+MOST_EPOCHS = 2**32 - 1  # the word of a flag has 32 bits
+
 # A launch's message to the kernel: passed by value as the last kernel parameter, or by pointer where a foreign launcher
 # packs the parameters. `magic` distinguishes our descriptors from other scratch buffers.
 DESCRIPTOR = np.dtype(

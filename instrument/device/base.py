@@ -19,12 +19,11 @@ from paellapy.instrument.gpu_model.parts import SmLimits
 from paellapy.instrument.ptx.compiled import Compiled, Draft, Source
 from paellapy.instrument.ptx.descriptor import PassConfig
 from paellapy.instrument.ptx.ranges import Ranges, Sites
-from paellapy.instrument.records import RANGE_HEAD, RANGE_RECORD, WHOLE_BLOCK, Records
+from paellapy.instrument.records import MOST_EPOCHS, RANGE_HEAD, RANGE_RECORD, WHOLE_BLOCK, Records
 
 # Preemption on every device: a flag that launches look at, and a run of some blocks under it.
 
 
-MOST_EPOCHS = 2**32 - 1  # a flag is a word of 32 bits
 
 
 class Flag(ABC):

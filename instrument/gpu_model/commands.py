@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from paellapy.instrument.device.base import MOST_EPOCHS
 from paellapy.instrument.errors import LaunchError
 from paellapy.instrument.gpu_model import tables as lay
 from paellapy.instrument.gpu_model.blocks import attach_within
@@ -17,6 +16,7 @@ from paellapy.instrument.gpu_model.costs import BlockCost, cost_table
 from paellapy.instrument.gpu_model.occupancy import footprint, occupancy
 from paellapy.instrument.gpu_model.parts import Part
 from paellapy.instrument.gpu_model.tables import doubled, more_commands
+from paellapy.instrument.records import MOST_EPOCHS
 
 
 @dataclass(frozen=True, slots=True)

@@ -521,7 +521,7 @@ class Hosting(Loading):
 
     guests: Guests
 
-    def background(
+    def background(  # noqa: PLR0913  the options of an engine
         self,
         step: Callable[..., Any],
         *,
@@ -744,7 +744,7 @@ _TRACED = (
 class Engine(Observed):
     """Runs models on one device under a policy. Thread-safe; `close()`, or leaving `with`, finishes requests first."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the options of a job
         self,
         device: str | Device | None = None,
         policy: str | Policy = "paella",

@@ -39,7 +39,7 @@ class Model:
 
     quantum_us: float | None = None  # approximate duration of a segment; None: the engine's quantum
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the options of a model
         self,
         name: str,
         fn: ModelFunction,
@@ -116,7 +116,7 @@ class Model:
             raise ModelError(f"model {self.name!r}: capture={capture!r}; it must be 'ahead' or 'on_demand'")
         self.capture = capture
 
-    def changed(
+    def changed(  # noqa: PLR0913  the options of a model
         self,
         *,
         name: str | None = None,
@@ -147,7 +147,7 @@ class Model:
         return made
 
     @classmethod
-    def from_torch(
+    def from_torch(  # noqa: PLR0913  the options of a module
         cls,
         module: Callable[..., Any],
         example_inputs: Any,

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sm_timing import EXACT, H200
 
-from paellapy.instrument.device.base import MOST_EPOCHS
 from paellapy.instrument.errors import LaunchError
 from paellapy.instrument.gpu_model.commands import Kernel, Under
 from paellapy.instrument.gpu_model.costs import BlockCost
 from paellapy.instrument.gpu_model.model import SmModel
+from paellapy.instrument.records import MOST_EPOCHS
 
 SMALL = dataclasses.replace(H200, gpc_sms=(2, 2), concurrent_grids=8)
 
