@@ -23,7 +23,7 @@ from paellapy.instrument.traces.trace import DeviceFacts
 from paellapy.viz import data
 
 ROUNDS = 5
-FILES = {"to_html": "html", "save_figure": "png", "to_perfetto": "pftrace", "to_chrome": "json"}
+FILES = {"to_html": "html", "save_figure": "png", "to_perfetto": "json"}
 
 
 def waves(blocks: int, n_sm: int = 132, per_sm: int = 8, kernels: int = 3) -> pp.Trace:

@@ -252,5 +252,5 @@ pp.viz.compare_picture(
 # 1. Put `"fifo"`, `"serial"` and `"edf"` in place of `"paella"`. Which requests are late under each?
 # 2. `demo.rush(longs=24, shorts=40)` is a longer one. When does `paella` begin to let a `long` starve?
 # 3. Give `long` twice the layers (`paellapy/demo/models.py`). Who notices under `streams`, who under `paella`?
-# 4. `t.to_perfetto("rush.pftrace")` and open it in ui.perfetto.dev: follow one `short` from its arrival to its
+# 4. `t.to_perfetto("rush.json")` and open it in ui.perfetto.dev: follow one `short` from its arrival to its
 #    blocks.

@@ -30,8 +30,7 @@ _add_methods(
         "save_figure": "paellapy.viz.static:save_figure",
         "picture": "paellapy.viz.report:picture",
         "plot_ranges": "paellapy.viz.figures:plot_ranges",
-        "to_perfetto": "paellapy.viz.exporters:to_perfetto",
-        "to_chrome": "paellapy.viz.exporters:to_chrome",
+        "to_perfetto": "paellapy.viz.perfetto:to_perfetto",
         "to_html": "paellapy.viz.report:to_html",
     },
 )

@@ -148,7 +148,7 @@ def _torch() -> str:
 
 
 def _viz() -> str:
-    missing = [name for name in ("plotly", "matplotlib", "perfetto") if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("plotly", "matplotlib") if importlib.util.find_spec(name) is None]
     if missing:
         raise ImportError(f"{', '.join(missing)} not installed")
     return "t.plot(), t.save_figure(path), t.to_perfetto(path)"

@@ -17,7 +17,7 @@ import paellapy as pp
 from paellapy.cli import app
 from paellapy.serving.config import load_config
 
-NEEDED = ("torch", "plotly", "matplotlib", "perfetto", "anywidget")
+NEEDED = ("torch", "plotly", "matplotlib", "anywidget")
 RUN = ("simulate", "doctor", "version")  # other commands serve, or need a server: their options are looked up
 GROUPS = ("cluster",)  # commands with commands of their own
 OTHERS = {"cluster", "profiles"}  # settings that are not a server's

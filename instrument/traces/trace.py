@@ -196,7 +196,6 @@ class Trace:
     save_figure = Above()
     picture = Above()
     to_perfetto = Above()
-    to_chrome = Above()
     to_html = Above()
 
     def __init__(

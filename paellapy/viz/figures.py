@@ -8,7 +8,7 @@ from typing import Any, Unpack
 from paellapy.instrument.errors import TraceError
 from paellapy.instrument.traces.explain import Explanation
 from paellapy.instrument.traces.trace import Trace
-from paellapy.viz import data, exporters
+from paellapy.viz import data, perfetto
 from paellapy.viz.data import Parts, Picture, TimeAxis
 from paellapy.viz.palette import WARNING, Look, Theme, colours, look, need
 from paellapy.viz.requests import has_requests, requests_view
@@ -208,7 +208,7 @@ def plot_explanation(found: Explanation) -> Any:
 # `t.plot_ranges()`: the ranges of kernels, with a lane for each block resident at a time, or for each warp.
 
 
-_RANGES_VIEW_FEW_SMS, _FIGURE_LANES = 2, 40
+_FEW_RANGE_SMS, _FIGURE_LANES = 2, 40
 
 
 def plot_ranges(trace: Trace, sms: Sequence[int] | None = None) -> Any:
@@ -237,14 +237,14 @@ def plot_ranges(trace: Trace, sms: Sequence[int] | None = None) -> Any:
     return figure
 
 
-def shown_slices(trace: Trace, sms: Sequence[int] | None) -> list[exporters.RangeSlice]:
+def shown_slices(trace: Trace, sms: Sequence[int] | None) -> list[perfetto.RangeSlice]:
     """The ranges on these SMs, or on the first two that have any."""
-    slices = exporters.range_slices(trace)
+    slices = perfetto.range_slices(trace)
     if not slices:
         raise TraceError('this trace has no ranges: mark some in the kernel with `with pp.range("load"):`')
     if sms is None:
-        sms = sorted({s.place // exporters.LANES_PER_SM for s in slices})[:_RANGES_VIEW_FEW_SMS]
-    shown = [s for s in slices if s.place // exporters.LANES_PER_SM in sms]
+        sms = sorted({s.place // perfetto.LANES_PER_SM for s in slices})[:_FEW_RANGE_SMS]
+    shown = [s for s in slices if s.place // perfetto.LANES_PER_SM in sms]
     if not shown:
         raise TraceError(f"this trace has no ranges on SMs {list(sms)}: choose others, or leave out sms")
     return shown
@@ -256,5 +256,5 @@ def depth_of(trace: Trace, number: int) -> int:
 
 
 def lane_name(place: int, warp: int) -> str:
-    sm, lane = divmod(place, exporters.LANES_PER_SM)
+    sm, lane = divmod(place, perfetto.LANES_PER_SM)
     return f"SM {sm}, lane {lane}" + ("" if warp < 0 else f", warp {warp}")

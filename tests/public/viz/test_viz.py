@@ -425,7 +425,6 @@ def test_requests_without_blocks_and_an_engine_s_empty_trace(tmp_path: Path) -> 
     assert "no blocks were recorded" in {a.text for a in empty.plot().layout.annotations}
     for trace in (only, empty):
         trace.to_perfetto(tmp_path / "x")
-        trace.to_chrome(tmp_path / "y")
         assert trace.save_figure(tmp_path / "x.png").stat().st_size > 1000
 
 
@@ -463,21 +462,19 @@ def test_one_block(duration: int, tmp_path: Path) -> None:
 
 
 def test_without_plotly_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for module in [m for m in sys.modules if m.partition(".")[0] in ("plotly", "matplotlib", "perfetto")]:
+    for module in [m for m in sys.modules if m.partition(".")[0] in ("plotly", "matplotlib")]:
         monkeypatch.delitem(sys.modules, module)
-    for library in ("plotly", "matplotlib", "perfetto"):
+    for library in ("plotly", "matplotlib"):
         monkeypatch.setitem(sys.modules, library, None)
     trace = make(MIX)
     with pytest.raises(pp.MissingExtraError, match=r"needs plotly: pip install 'paellapy\[viz\]'"):
         trace.plot()
     with pytest.raises(ImportError, match=r"needs matplotlib: pip install 'paellapy\[viz\]'"):
         trace.save_figure(tmp_path / "x.png")
-    with pytest.raises(pp.PaellaError, match=r"needs perfetto: pip install 'paellapy\[viz\]'"):
-        trace.to_perfetto(tmp_path / "x")
 
 
 def test_importing_paellapy_does_not_import_what_pictures_need() -> None:
-    code = "import sys, paellapy; print([m for m in ('plotly', 'matplotlib', 'perfetto') if m in sys.modules])"
+    code = "import sys, paellapy; print([m for m in ('plotly', 'matplotlib') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
