@@ -58,11 +58,13 @@ with pp.Engine("virtual:h200") as engine:
 """
 _SERVE = """
 import json, signal, socket, subprocess, sys, time, urllib.request
-from paellapy import cli_serve, demo
+from paellapy import demo
 with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]
-body = cli_serve.digit_request(demo.held_out()[0][0]).encode()
+image = {"name": "image", "shape": [1, 8, 8], "datatype": "FP32", "data": demo.held_out()[0][0].ravel().tolist()}
+scores = {"name": "scores", "parameters": {"classification": 1}}
+body = json.dumps({"inputs": [image], "outputs": [scores]}).encode()
 began = time.perf_counter()
 command = [sys.executable, "-c", "from paellapy.cli import main; main()", "serve", "--port", str(port)]
 server = subprocess.Popen(command, stdout=subprocess.DEVNULL)

@@ -31,7 +31,7 @@ from browser import Browser
 from common import commit
 
 from paellapy import demo
-from paellapy.cli_serve import digit_request
+from paellapy.cli.serve import digit_request
 from paellapy.demo.models import WIDTH, rivals
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.models.model import Model

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from paellapy.cli_scripts import Guest
+from paellapy.cli.guest import Guest
 from paellapy.instrument.device import launch_hook
 from paellapy.instrument.device.driver import NOT_READY
 from paellapy.instrument.device.launch_hook import _I32, _I64, _Gate, _number

@@ -25,7 +25,7 @@ from common import RESULTS, need_gpu, save
 from guest import Script
 
 import paellapy as pp
-from paellapy.cli_scripts import _LAST_S
+from paellapy.cli.guest import LAST_PAUSE_S
 from paellapy.instrument.device import launch_hook
 from paellapy.instrument.device.launch_hook import Cells
 
@@ -152,7 +152,7 @@ def in_one_process(step: Callable[[], Any], args: argparse.Namespace) -> dict[st
         "ms": ms, "gated_speed": round(float(np.median(each)), 4),
         "gated_speed_95": [round(float(np.percentile(chance, p)), 4) for p in (2.5, 97.5)],
         "search_ms": round(search_ms, 2), "search_wall_ms": round(1e3 * float(np.median(searches)), 2),
-        "search_part": round(search_ms / (1e3 * _LAST_S), 4),
+        "search_part": round(search_ms / (1e3 * LAST_PAUSE_S), 4),
     }  # fmt: skip
 
 

@@ -112,10 +112,9 @@ def named_models(which: str, batch: Sequence[int] | None, device: str) -> tuple[
         return mix_profiles(sizes), dict(MIX)
     if which == "demo":
         from paellapy import demo
-        from paellapy.cli_serve import TARGETS_MS
 
-        models = [demo.load(name, batch=sizes, target_ms=TARGETS_MS[name]) for name in demo.names()]
-        return profiles_of(models, device), dict.fromkeys(demo.names(), 1.0)
+        models = [demo.load(name, batch=sizes, target_ms=target_ms) for name, target_ms in demo.TARGETS_MS.items()]
+        return profiles_of(models, device), dict.fromkeys(demo.TARGETS_MS, 1.0)
     path = Path(which)
     if not path.is_file():
         raise ArgumentError(f"there are no models {which!r}: give demo, mix, or a JSON file of profiles")

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from paellapy.demo.models import held_out, load, load_weights, names, rivals, rush
+from paellapy.demo.models import TARGETS_MS, held_out, load, load_weights, names, rivals, rush
 
-__all__ = ["held_out", "load", "load_weights", "names", "rivals", "rush"]
+__all__ = ["TARGETS_MS", "held_out", "load", "load_weights", "names", "rivals", "rush"]

@@ -12,7 +12,7 @@ from raw_client import Client
 from router_server import INFER, body, check, routing
 from serving_server import ask, running
 
-from paellapy.cli_cluster import route
+from paellapy.cli.cluster import route
 from paellapy.cluster import router as router_module
 from paellapy.cluster.cluster_file import ClusterSettings
 from paellapy.cluster.forward import timeout_s

@@ -13,7 +13,7 @@ from engine_models import scale_model
 from router_server import INFER, body, check
 from serving_server import ask, running
 
-from paellapy.cli_cluster import _named, route
+from paellapy.cli.cluster import named_engines, route
 from paellapy.cluster.actors import RouterActor
 from paellapy.cluster.processes import Routers
 from paellapy.cluster.router import RouterOptions
@@ -86,6 +86,6 @@ def test_the_command_refuses_what_no_router_can_hold(held_mb):
 
 
 def test_engines_have_names():
-    assert _named(["http://x:1", "b=http://x:2"]) == {"engine-0": "http://x:1", "b": "http://x:2"}
+    assert named_engines(["http://x:1", "b=http://x:2"]) == {"engine-0": "http://x:1", "b": "http://x:2"}
     with pytest.raises(ArgumentError, match="two engines are named"):
-        _named(["b=http://x:1", "b=http://x:2"])
+        named_engines(["b=http://x:1", "b=http://x:2"])

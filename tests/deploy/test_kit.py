@@ -24,7 +24,7 @@ from serving_server import ask, running
 from typer.testing import CliRunner
 
 from paellapy.cli import app
-from paellapy.cli_cluster import _named
+from paellapy.cli.cluster import named_engines
 from paellapy.serving.config import load_config
 
 DEPLOY = TESTS.parent / "deploy"
@@ -191,7 +191,7 @@ def test_containers_run_commands_that_there_are(tmp_path):
         for option in (each.partition("=")[0] for each in arguments if each.startswith("--")):
             assert option in said
         if words[0] == "cluster":
-            assert len(_named(words[2:])) == VALUES["maxEngines"]
+            assert len(named_engines(words[2:])) == VALUES["maxEngines"]
     file = tmp_path / "paellapy.toml"
     file.write_text(manifests()[0]["data"]["paellapy.toml"])
     assert len(load_config(file, ["server.grace_s=5"])[0].models) == 1

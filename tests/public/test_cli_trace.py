@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from viz_traces import MIX, make
 
 from paellapy import cli
-from paellapy.cli_scripts import OutputError
+from paellapy.cli.scripts import OutputError
 from paellapy.instrument.traces.trace import Trace
 from paellapy.instrument.versions import versions
 

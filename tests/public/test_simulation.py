@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 import paellapy as pp
-from paellapy import cli, cli_serve, demo
-from paellapy.cli_scripts import OutputError
+from paellapy import cli, demo
+from paellapy.cli.scripts import OutputError
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile, save_profiles
 from paellapy.simulation import named_models, profiles_of
 
@@ -148,7 +148,7 @@ def test_a_model_nobody_asks_for_has_no_figures(profiles_file: str, tmp_path: Pa
 
 def test_the_demo_has_the_targets_it_is_served_with() -> None:
     profiles, _ = named_models("demo", None, "virtual:h200")
-    assert {each.name: each.target_ms for each in profiles} == cli_serve.TARGETS_MS
+    assert {each.name: each.target_ms for each in profiles} == demo.TARGETS_MS
     assert all(each.batch == (1,) for each in profiles)
 
 

@@ -20,7 +20,8 @@ from forked import Forked
 from places import TESTS
 from serving_server import infer_body, read_until, running, serving
 
-from paellapy import cli_serve, demo
+from paellapy import demo
+from paellapy.cli.serve import picture
 from paellapy.serving.logs import log
 
 pytestmark = pytest.mark.xdist_group("serve")  # one process that some are forked from
@@ -151,8 +152,9 @@ def test_a_lost_gpu_is_told_and_ends_the_server(tmp_path):
 def imported():
     head = """
         import sys
-        from paellapy import cli_serve
+        from paellapy import demo
         from paellapy.cli import main
+        from paellapy.serving import api
         from paellapy.scheduler.policies.policy import find_policy
         find_policy("paella")
     """
@@ -335,4 +337,4 @@ def test_whoever_waits_for_what_is_compiled_before_the_models_hears_of_it(monkey
 
 
 def test_the_picture_of_a_digit_is_eight_lines():
-    assert len(cli_serve.picture(IMAGES[0]).splitlines()) == 8
+    assert len(picture(IMAGES[0]).splitlines()) == 8

@@ -17,7 +17,7 @@ from places import TESTS
 from waiting import wait_until
 
 import paellapy as pp
-from paellapy.cli_scripts import Guest
+from paellapy.cli.guest import Guest
 from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.core.rings import SharedBlock
 from paellapy.scheduler.engine.guests import _LINES, Greeting, GreetingError, knock
@@ -57,7 +57,7 @@ def engine(served):
 def still_serves(engine) -> None:
     """Requests are answered, and a guest can come, be seen and leave: both threads are alive."""
     assert np.array_equal(engine.infer_sync("scale", {"x": X})["y"], 2 * X)
-    line = Guest("later", engine=str(engine.guests.path))._connect()
+    line = Guest("later", engine=str(engine.guests.path)).connect()
     wait_until(lambda: engine.state.core["gates"][0] == 1)
     assert "later" in engine.stats()["jobs"]
     line.close()
@@ -97,7 +97,7 @@ def test_a_message_that_is_no_greeting_is_refused(engine, message):
 
 
 def test_a_guest_that_goes_on_talking_is_not_heard(engine):
-    line = Guest("talker", engine=str(engine.guests.path))._connect()
+    line = Guest("talker", engine=str(engine.guests.path)).connect()
     for _ in range(50):
         line.send(b'{"priority": Infinity}')
     line.close()
@@ -126,7 +126,7 @@ def _accepts(engine) -> bool:
 
 def test_a_guest_can_neither_shrink_nor_grow_nor_seal_its_block(engine):
     own = Guest("cutter", engine=str(engine.guests.path))
-    line = own._connect()
+    line = own.connect()
     assert own._block is not None
     for size in (0, mmap.PAGESIZE // 2, 2 * mmap.PAGESIZE):
         with pytest.raises(OSError) as caught:
@@ -140,7 +140,7 @@ def test_a_guest_can_neither_shrink_nor_grow_nor_seal_its_block(engine):
 
 def test_a_guest_that_writes_all_over_its_block_harms_only_itself(engine):
     own, other = (Guest(name, engine=str(engine.guests.path)) for name in ("writer", "other"))
-    lines = [own._connect(), other._connect()]
+    lines = [own.connect(), other.connect()]
     wait_until(lambda: engine.state.core["gates"][0] == 2)
     before = other.words.copy()
     for value in (255, 0, 127):

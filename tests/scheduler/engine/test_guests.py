@@ -17,7 +17,7 @@ from places import TESTS
 from waiting import wait_until
 
 import paellapy as pp
-from paellapy.cli_scripts import Guest
+from paellapy.cli.guest import Guest
 from paellapy.instrument.device import launch_hook
 from paellapy.scheduler.core.errors import EngineClosedError
 from paellapy.scheduler.engine.guests import NoEngineError, knock
@@ -88,7 +88,7 @@ def test_an_engine_that_closes_under_load_answers_what_it_took_and_lets_its_gues
     engine, ended = pp.Engine("virtual:h200", policy="priority"), []
     engine.load(scale_model())
     own = Guest("here", priority=-1)
-    line = own._connect()
+    line = own.connect()
     wait_until(lambda: engine.state.core["gates"][0] == 1)
 
     def ask() -> None:
@@ -112,7 +112,7 @@ def test_an_engine_that_closes_under_load_answers_what_it_took_and_lets_its_gues
 
 def test_a_gate_closes_for_higher_priority_and_opens_after_it(engine):
     own = Guest("here", priority=-1)
-    line = own._connect()
+    line = own.connect()
     wait_until(lambda: engine.state.core["gates"][0] == 1)
     assert not launch_hook.closed_at(own.words, time.monotonic_ns())
     engine.infer_sync("scale", {"x": X})
@@ -127,11 +127,11 @@ def test_a_gate_closes_for_higher_priority_and_opens_after_it(engine):
 
 def test_two_guests_of_one_name_are_told_apart_and_more_than_fit_are_refused(engine):
     lines = [Guest("g", share=0.5) for _ in range(2)]
-    held = [each._connect() for each in lines]
+    held = [each.connect() for each in lines]
     assert [each.name for each in lines] == ["g", "g-2"]
-    held += [Guest("g")._connect() for _ in range(14)]
+    held += [Guest("g").connect() for _ in range(14)]
     with pytest.raises(NoEngineError, match="16 guests"):
-        Guest("g")._connect()
+        Guest("g").connect()
     for line in held:
         line.close()
     wait_until(lambda: engine.state.core["gates"][0] == 0)
@@ -139,7 +139,7 @@ def test_two_guests_of_one_name_are_told_apart_and_more_than_fit_are_refused(eng
 
 
 def test_a_guest_with_the_name_of_a_turn_is_seen_beside_it(engine):
-    with Guest("train")._connect(), engine.turn("train"):
+    with Guest("train").connect(), engine.turn("train"):
         kinds = {name: each["kind"] for name, each in engine.stats()["jobs"].items()}
         assert kinds == {"train": "turns", f"train-{os.getpid()}": "process"}
 

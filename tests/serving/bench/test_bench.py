@@ -21,10 +21,10 @@ from rich.console import Console
 from serving_server import echo_model, running
 from typer.testing import CliRunner
 
-from paellapy import cli_bench
 from paellapy.cli import app
-from paellapy.cli_bench import table
-from paellapy.cli_scripts import OutputError
+from paellapy.cli import bench as command
+from paellapy.cli.bench import table
+from paellapy.cli.scripts import OutputError
 from paellapy.instrument.errors import PaellaError
 from paellapy.serving.bench.client import BenchError, Endpoint, Pool
 from paellapy.serving.bench.load import (
@@ -88,8 +88,8 @@ def test_the_load_that_nobody_asked_for_is_one_the_server_takes(monkeypatch, cap
         refused = 50 if load.concurrency > 2 else 0
         return {"all": {"answered": 100, "refused": refused}}
 
-    monkeypatch.setattr(cli_bench, "run_bench", run)
-    found = cli_bench.bearable("http://127.0.0.1:1", Load(concurrency=8), Console(), 1)
+    monkeypatch.setattr("paellapy.serving.bench.run.run_bench", run)
+    found = command.bearable("http://127.0.0.1:1", Load(concurrency=8), Console(), 1)
     assert found.concurrency == 2
     assert "trying 4" in capsys.readouterr().out
 
@@ -302,8 +302,8 @@ def ended(monkeypatch):
             loads.append(load)
             return summarize(target, load, [({"one": outcome}, 1.0, late_s)])
 
-        monkeypatch.setattr(cli_bench, "run", run)
-        monkeypatch.setattr(cli_bench, "bearable", lambda target, load, console, clients: load)
+        monkeypatch.setattr(command, "run", run)
+        monkeypatch.setattr(command, "bearable", lambda target, load, console, clients: load)
         return loads
 
     return set_up

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving_processes import HERE, children, processes, wait_for_end
 from serving_server import ask, infer_body
 
-from paellapy.cli_scripts import Guest
+from paellapy.cli.guest import Guest
 from paellapy.scheduler.core import step
 from paellapy.scheduler.core.state import Limits
 from paellapy.scheduler.engine.engine import Engine
@@ -155,7 +155,7 @@ def test_what_is_told_of_processes_and_the_machine_is_told_by_one(server):
 
 def test_every_worker_tells_of_work_beside_requests(server):
     (engine,) = server.pids("engine")
-    with Guest("beside", engine=str(engine))._connect():
+    with Guest("beside", engine=str(engine)).connect():
         assert {metric(server, "paellapy_job_running", job="beside", kind="process") for _ in range(10)} == {1.0}
     server.wait_until(lambda: metric(server, "paellapy_job_running", job="beside") == 0)
 

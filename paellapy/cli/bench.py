@@ -7,19 +7,23 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
-from paellapy.scheduler.engine.engine import Engine
-from paellapy.scheduler.sim.results import number_table
-from paellapy.serving.bench.load import Load
-from paellapy.serving.bench.run import run_bench
+from paellapy.cli.scripts import check_output
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from paellapy.scheduler.engine.engine import Engine
+    from paellapy.serving.bench.load import Load
 
 DEFAULT_CONCURRENCY = 8
+TRIAL_S, MOST_REFUSED = 1.0, 0.02
+LATE_MS = 10.0  # a timer and a turn of the event loop take less, even on a busy machine
 
 
 def bench(
@@ -64,7 +68,6 @@ def bench(
     json_file: Annotated[Path | None, typer.Option("--json", help="JSON file for all results")] = None,
 ) -> None:
     """Put load on a v2 server or an engine and show latency percentiles, refusals and errors."""
-    from paellapy.cli_scripts import check_output
     from paellapy.serving.bench.load import ARRIVALS, BenchError, Load, read_trace
 
     if (url is None) == (engine is None):
@@ -120,14 +123,14 @@ def bench(
 @contextlib.contextmanager
 def _engine(device: str, config: Path | None, policy: str | None, console: Console) -> Iterator[Engine]:
     """An engine with the models of a configuration."""
-    from paellapy import cli_serve
+    from paellapy.cli.serve import demo_settings
     from paellapy.serving.build import build_engine, build_entries
     from paellapy.serving.config import load_config
     from paellapy.serving.registry import Registry
 
     named = {"device": device, "policy": policy}
     overrides = [f"{key}={value}" for key, value in named.items() if value is not None]
-    settings, source = load_config(config, overrides, None if config else cli_serve.settings())
+    settings, source = load_config(config, overrides, None if config else demo_settings())
     entries = build_entries(settings, source)
     with build_engine(settings, source) as found:
         registry = Registry(found, entries)
@@ -137,15 +140,10 @@ def _engine(device: str, config: Path | None, policy: str | None, console: Conso
         yield found
 
 
-# `paellapy bench` on the terminal: a progress bar while it runs, a table when it is done.
-
-
-TRIAL_S, MOST_REFUSED = 1.0, 0.02
-LATE_MS = 10.0  # a timer and a turn of the event loop take less, even on a busy machine
-
-
 def run(target: str | Engine, load: Load, console: Console, clients: int = 1) -> dict[str, Any]:
     """Runs the load under a progress bar."""
+    from paellapy.serving.bench.run import run_bench
+
     counts = TextColumn("{task.fields[counts]}")
     columns = (TextColumn("{task.description}"), BarColumn(), counts, TimeRemainingColumn())
     # Without a terminal, rich would print an empty line in place of the bar.
@@ -161,6 +159,8 @@ def run(target: str | Engine, load: Load, console: Console, clients: int = 1) ->
 
 def bearable(target: str | Engine, load: Load, console: Console, clients: int) -> Load:
     """Finds by short trials how many clients the target takes almost without refusals, if no number was given."""
+    from paellapy.serving.bench.run import run_bench
+
     assert load.concurrency is not None
     while load.concurrency > clients:
         trial = run_bench(target, replace(load, warmup_s=TRIAL_S / 2, duration_s=TRIAL_S), None, clients)["all"]
@@ -174,6 +174,8 @@ def bearable(target: str | Engine, load: Load, console: Console, clients: int) -
 
 def table(result: dict[str, Any]) -> Table:
     """One row per model, and a row for all models if there are several."""
+    from paellapy.scheduler.sim.results import number_table
+
     load = result["load"]
     if load["trace"]:
         how = f"{load['trace']} requests of a trace, latency from intended arrival"

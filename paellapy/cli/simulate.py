@@ -1,4 +1,4 @@
-"""`paellapy simulate`: compares policies on one workload, in simulated time."""
+"""`paellapy simulate` compares policies on one workload; `paellapy tune` chooses batch sizes and GPUs for models."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
+from paellapy.cli.scripts import check_output, check_picture
 from paellapy.instrument.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -42,7 +43,6 @@ def simulate(
     plot: Annotated[Path | None, typer.Option(help="picture file (.png, .svg, .pdf) of all policies' results")] = None,
 ) -> None:
     """Compare scheduling policies on simulated requests, without a GPU: latency, slowdown, targets, throughput."""
-    from paellapy.cli_scripts import check_picture
     from paellapy.scheduler.policies.policy import find_policy
     from paellapy.simulation import arrivals as workload_of
     from paellapy.simulation import caveat, named_models
@@ -87,9 +87,6 @@ def batch_sizes(batch: str | None) -> list[int] | None:
         raise ArgumentError(f"--batch is {batch!r}: give whole numbers, as in 1,2,4,8") from None
 
 
-# `paellapy tune`: chooses batch sizes and placement of models together, by simulated runs.
-
-
 def tune(
     models: Annotated[str, typer.Argument(help="mix (eight CNNs measured on an H200), demo, or a JSON file")] = "mix",
     rate: Annotated[float, typer.Option(help="requests per second of all models together")] = 8000.0,
@@ -103,7 +100,6 @@ def tune(
     out: Annotated[Path | None, typer.Option(help="JSON file to write the result to")] = None,
 ) -> None:
     """Choose batch sizes and GPUs for models by at most 50 simulations, without a GPU."""
-    from paellapy.cli_scripts import check_output
     from paellapy.scheduler.policies.policy import find_policy
     from paellapy.scheduler.sim.tune import tune as search
     from paellapy.simulation import named_models

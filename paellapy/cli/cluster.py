@@ -15,7 +15,7 @@ from paellapy.instrument.errors import ArgumentError
 app = typer.Typer(no_args_is_help=True, help="Many GPUs behind one address: routers in front of engines.")
 
 
-def _named(engines: list[str]) -> dict[str, str]:
+def named_engines(engines: list[str]) -> dict[str, str]:
     """Engines by name, from `NAME=URL`; a URL alone is named by its position."""
     found: dict[str, str] = {}
     for k, each in enumerate(engines):
@@ -51,7 +51,7 @@ def route(
     options = RouterOptions(
         host=host, port=port, every_ms=every_ms, hold_s=hold_s, key=key, max_held_bytes=round(held_mb * 1e6)
     )  # fmt: skip
-    run_routers(_named(engines), options, routers, lambda url: typer.echo(f"routing at {url}"))
+    run_routers(named_engines(engines), options, routers, lambda url: typer.echo(f"routing at {url}"))
 
 
 @app.command()
