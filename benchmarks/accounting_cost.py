@@ -61,7 +61,7 @@ CUTS = {
     a.gpu_from_ns = core.gpu_clock_ns
     return float(ns)
 """: "    return 0.0\n",
-    "    s.core[0].gpu_demand -= s.lane[lane].gpu_demand\n": "    pass\n",
+    "    s.core[0].gpu_demand -= s.instance[instance].gpu_demand\n": "    pass\n",
 }
 
 
@@ -92,7 +92,7 @@ def decisions() -> Callable[[], float]:
 
     s = waiting(MODELS, WAITING, POLICY)
     taken, message = np.zeros(64, tables.COMPLETION), np.zeros(1, tables.SUBMISSION)
-    message["kind"], message["lane"], message["slot"] = codes.SUBMIT, codes.NONE, codes.NONE
+    message["kind"], message["instance"], message["slot"] = codes.SUBMIT, codes.NONE, codes.NONE
     now = 10**10
 
     def once() -> float:

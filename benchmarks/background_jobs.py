@@ -108,13 +108,13 @@ def _wait(where: str) -> None:
 
 def served(small: bool) -> pp.Model:
     if small:
-        return pp.Model.from_torch(small_net(), torch.zeros(1, 3, 16, 16), name="served", batch=(1,), lanes=4)
+        return pp.Model.from_torch(small_net(), torch.zeros(1, 3, 16, 16), name="served", batch=(1,), instances=4)
     from torchvision.models import resnet50
 
     torch.manual_seed(0)
     net = resnet50().eval().cuda()
     return pp.Model.from_torch(net, torch.zeros(1, 3, 224, 224), name="served", dtype=torch.float16,
-                               channels_last=True, batch=(1,), lanes=4)  # fmt: skip
+                               channels_last=True, batch=(1,), instances=4)  # fmt: skip
 
 
 class Load:

@@ -36,7 +36,7 @@ from paellapy.scheduler.core.state import monotonic_ns
 
 compiled = numba.njit(nogil=True, error_model="numpy")
 
-HP_LANES = 4
+HP_INSTANCES = 4
 RATE = 250.0
 SMS = (16, 32, 64)
 QUANTUM_US = 80.0
@@ -52,15 +52,15 @@ def drive(
 
     `graphs[c, 0 or 1, k]` is segment k of chain c on all or on some SMs; scratch[2 + c] counts those that are done.
     """
-    n, lanes, chains, m = at_ns.shape[0], hp.shape[0], graphs.shape[0], graphs.shape[2]
-    which = np.full(lanes, -1)
+    n, instances, chains, m = at_ns.shape[0], hp.shape[0], graphs.shape[0], graphs.shape[2]
+    which = np.full(instances, -1)
     head, tail = np.zeros(chains, np.int64), np.zeros(chains, np.int64)
     start = monotonic_ns(clock, scratch)
     sent = done = 0
     while True:
         now = monotonic_ns(clock, scratch) - start
         busy = 0
-        for k in range(lanes):
+        for k in range(instances):
             if which[k] >= 0 and load_at(hp_words[k]) != np.uint64(0):
                 store_at(hp_words[k], np.uint64(0))
                 latency[which[k]] = now - at_ns[which[k]]
@@ -136,11 +136,11 @@ class Bench:
         libc = ctypes.CDLL(None)
         self._clock = np.uint64(ctypes.cast(libc.clock_gettime, ctypes.c_void_p).value or 0)
         self._launch = np.uint64(ctypes.cast(library().cuGraphLaunch, ctypes.c_void_p).value or 0)
-        self.hp_streams = [CudaStream(device, 1) for _ in range(HP_LANES)]
+        self.hp_streams = [CudaStream(device, 1) for _ in range(HP_INSTANCES)]
         self.streams = [CudaStream(device, 0) for _ in range(2)]
-        self._hp = [Captured(Kind("resnet50"), 1, 1) for _ in range(HP_LANES)]
+        self._hp = [Captured(Kind("resnet50"), 1, 1) for _ in range(HP_INSTANCES)]
         self._be = [Captured(beside, batch, 0) for _ in range(2)]
-        self.hp_words = np.array([self._word() for _ in range(HP_LANES)], np.uint64)
+        self.hp_words = np.array([self._word() for _ in range(HP_INSTANCES)], np.uint64)
         self.hp = self._whole([each.graph for each in self._hp])
         n = len(self._be[0].graph.nodes)
         self.whole = [instantiate(each.graph.handle) for each in self._be]

@@ -108,10 +108,10 @@ class Bound(Kind):
     def image(self) -> tuple[int, ...]:
         return (1,)
 
-    def model(self, batch: tuple[int, ...], lanes: int, priority: int, device: str) -> pp.Model:
+    def model(self, batch: tuple[int, ...], instances: int, priority: int, device: str) -> pp.Model:
         half = torch.float16
         return pp.Model.from_torch(
-            self.build(device), torch.zeros(1, 1), name=self.name, dtype=half, batch=batch, lanes=lanes,
+            self.build(device), torch.zeros(1, 1), name=self.name, dtype=half, batch=batch, instances=instances,
             priority=priority,
         )  # fmt: skip
 

@@ -112,9 +112,11 @@ def drive(s: st.State, taken: tables.Table, message: tables.Table, steps: int, n
     for k in range(steps):
         s.core[0].out = 0
         if s.core[0].flight > 0:
-            lane = s.flight[k % s.core[0].flight]
-            a = s.lane[lane]
-            store_at(s.whole[lane, a.size].word if a.whole else s.launch[lane, a.size, a.done].word, np.uint64(1))
+            instance = s.flight[k % s.core[0].flight]
+            a = s.instance[instance]
+            store_at(
+                s.whole[instance, a.size].word if a.whole else s.launch[instance, a.size, a.done].word, np.uint64(1)
+            )
         now += 1000
         step(s, now)
         for i in range(take_into(s, 0, taken.ctypes.data, taken.shape[0])):
@@ -129,12 +131,14 @@ def drive(s: st.State, taken: tables.Table, message: tables.Table, steps: int, n
 def waiting(models: int, requests: int, policy: str) -> st.State:
     """A core in which this number of requests waits, for models of many lengths."""
     s = st.new_state(
-        st.Limits(models=models, lanes=models, lanes_per_model=1, sizes=1, batch=1, segments=4, requests=requests)
+        st.Limits(
+            models=models, instances=models, instances_per_model=1, sizes=1, batch=1, segments=4, requests=requests
+        )
     )
     set_capacity(s, Capacity.of((h200 := part("h200")).sms, h200.sm))
     attach_policy(s, find_policy(policy))
     random = np.random.default_rng(0)
-    first, _ = install(s, ModelProfile("m0", {1: [SegmentProfile(50e3)] * 4}, lanes=1, target_ms=20))
+    first, _ = install(s, ModelProfile("m0", {1: [SegmentProfile(50e3)] * 4}, instances=1, target_ms=20))
     # The rest like it, each with its own times: written at once, a hundred thousand `install`s would take minutes.
     scale = random.lognormal(0, 1, models)
     s.model[:] = s.model[first]
@@ -143,7 +147,7 @@ def waiting(models: int, requests: int, policy: str) -> st.State:
     s.size["total_ns"] *= scale[:, None]
     for name in ("time_ns", "tail_ns"):
         s.segment[name] *= scale[:, None, None]
-    s.lane["model"] = s.model_lane[:, 0] = np.arange(models)
+    s.instance["model"] = s.model_instance[:, 0] = np.arange(models)
     segments = s.word.shape[1]
     words = s.word.ctypes.data + 8 * np.arange(s.word.size).reshape(models, segments)
     s.launch["word"] = words[:, None, :-1]
@@ -171,7 +175,7 @@ def waiting(models: int, requests: int, policy: str) -> st.State:
 def decision_cost(quiet: Quiet, models: int, requests: int, policy: str) -> dict[str, Any]:
     s = waiting(models, requests, policy)
     taken, message = np.zeros(64, tables.COMPLETION), np.zeros(1, tables.SUBMISSION)
-    message["kind"], message["lane"], message["slot"] = codes.SUBMIT, codes.NONE, codes.NONE
+    message["kind"], message["instance"], message["slot"] = codes.SUBMIT, codes.NONE, codes.NONE
     clock = itertools.count(10**10, 10**9)
     drive(s, taken, message, STEPS, next(clock))
 

@@ -90,7 +90,7 @@ class Kind:
     tokens: int
     target_ms: float
 
-    def model(self, layers: int, batch: tuple[int, ...], lanes: int | None, name: str | None = None) -> Model:
+    def model(self, layers: int, batch: tuple[int, ...], instances: int | None, name: str | None = None) -> Model:
         width, tokens = self.width, self.tokens
 
         def fn(weights: Any, inputs: Any, outputs: Any) -> None:
@@ -101,9 +101,7 @@ class Kind:
             source = inputs["x"]
             for k in range(layers):
                 target, w = buffers[k % 2], weights[f"w{k % 2}"]
-                layer[(rows // tile, width // 64)](
-                    source, inputs["x"], w, target, rows, N=width, BM=tile, BN=64, BK=64
-                )
+                layer[(rows // tile, width // 64)](source, inputs["x"], w, target, rows, N=width, BM=tile, BN=64, BK=64)
                 source = target
             head[(count,)](source, outputs["y"], tokens, N=width, B=OUTPUT)
 
@@ -116,7 +114,7 @@ class Kind:
             outputs={"y": TensorSpec((OUTPUT,))},
             weights=weights,
             batch=batch,
-            lanes=lanes,
+            instances=instances,
             target_ms=4 * self.target_ms,
         )
 
@@ -169,13 +167,13 @@ class Bench:
         kinds: tuple[Kind, ...],
         layers: list[int],
         batch: tuple[int, ...],
-        lanes: int,
+        instances: int,
         active: int | None,
         quantum_us: float = 100.0,
         memory_bytes: int | None = None,
     ) -> None:
         self.engine = Engine(device, max_active=active, quantum_us=quantum_us, memory_bytes=memory_bytes)
-        self.models = [kind.model(n, batch, lanes) for kind, n in zip(kinds, layers, strict=True)]
+        self.models = [kind.model(n, batch, instances) for kind, n in zip(kinds, layers, strict=True)]
         for model in self.models:
             self.engine.load(model)
         self.inputs = [kind.inputs() for kind in kinds]
@@ -253,7 +251,7 @@ def streams_alone(args: argparse.Namespace) -> None:
     """What `streams` does, in a process that has CUDA's own number of queues."""
     kinds, _, n_sat, seconds = sizes(args.quick)
     layers = choose_layers(args.device, kinds)
-    bench = Bench(args.device, kinds, layers, (1,), args.lanes, 8)
+    bench = Bench(args.device, kinds, layers, (1,), args.instances, 8)
     bench.saturate("streams", max(20, n_sat // 10), 64, 99)  # warm
     found = [bench.saturate("streams", n_sat, 64, seed).steady_throughput for seed in range(args.seeds)]
     rows = mixed(bench, "streams", float(np.median(found)), seconds, args.seeds, "streams")
@@ -279,7 +277,7 @@ def measure(args: argparse.Namespace, progress: Progress, found: dict[str, Any])
         streams = json.loads(path.read_text())
     layers, base = streams["layers"], float(np.median(streams["saturation"]))
     step("loading, batch 1")
-    plain = Bench(args.device, kinds, layers, (1,), args.lanes, args.active)
+    plain = Bench(args.device, kinds, layers, (1,), args.instances, args.active)
     step("light load")
     found["models"] = {
         k.name: {"layers": n, "width": k.width, "tokens": k.tokens, "alone_us": t / 1e3, "share": s}
@@ -305,7 +303,7 @@ def measure(args: argparse.Namespace, progress: Progress, found: dict[str, Any])
         found["active"][active] = [plain.saturate(fixed, n_sat, 64, seed).steady_throughput for seed in seeds[:2]]
         step(f"saturation with {active} jobs at once")
     plain.engine.close()
-    batched = Bench(args.device, kinds, layers, (1, 2, 4, 8), max(2, args.lanes // 2), args.active)
+    batched = Bench(args.device, kinds, layers, (1, 2, 4, 8), max(2, args.instances // 2), args.active)
     step("saturation with batches")
     batched.saturate("srpt", max(20, n_sat // 10), 256, 99)
     found["batched"], found["batched_mixed"] = {}, []
@@ -396,7 +394,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--active", type=int, help="batches of all models that share the GPU (default: by demand)")
     parser.add_argument("--streams", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--lanes", type=int, default=16, help="batches of one model that may be in flight")
+    parser.add_argument("--instances", type=int, default=16, help="batches of one model that may be in flight")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     if args.streams:

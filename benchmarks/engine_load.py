@@ -18,7 +18,7 @@ from paellapy.instrument.jit_cache import EntryCache
 from paellapy.scheduler.core import codes, rings, tables
 from paellapy.scheduler.core.admission import ASKED, LET_IN, leaves, lets_in, new_allowances, reader
 from paellapy.scheduler.core.atomics import call_launch, call_write, copy_bytes, load_at, store_at
-from paellapy.scheduler.core.lanes import copy_inputs
+from paellapy.scheduler.core.instances import copy_inputs
 from paellapy.scheduler.core.rings import wakes
 from paellapy.scheduler.core.state import front_rows, read_clock
 from paellapy.scheduler.engine.engine import Engine
@@ -99,20 +99,20 @@ def drive(
                     status[i], finish[i] = codes.QUEUE_FULL, arrival[i]
                     done += 1
                     continue
-            # As a server does it: straight into a slot of the lane that is open, if one is.
+            # As a server does it: straight into a slot of the instance that is open, if one is.
             at = rings.claim_slot(s, front, rows[m], client[m])
-            lane = slot = codes.NONE
+            instance = slot = codes.NONE
             if at >= 0:
-                lane, slot = at // rings.SLOTS, at % rings.SLOTS
+                instance, slot = at // rings.SLOTS, at % rings.SLOTS
             c = message[0]
-            c.request, c.serial, c.model, c.lane, c.slot = row, i + 1, rows[m], lane, slot
+            c.request, c.serial, c.model, c.instance, c.slot = row, i + 1, rows[m], instance, slot
             c.client, c.priority, c.arrival_ns, c.deadline_ns = client[m], priority[m], arrival[i], due
             c.source = source[m, which[i]]
             while not rings.publish(s, front, message.ctypes.data):
                 ring_bell(word, bell, s.call[0].write, scratch[4:])
             if at >= 0:
-                copy_inputs(s, source[m, which[i]], lane, slot, rows[m])
-                rings.set_ready(s, lane, slot)
+                copy_inputs(s, source[m, which[i]], instance, slot, rows[m])
+                rings.set_ready(s, instance, slot)
             owner[row] = i
             n_free -= 1
             posted = True
@@ -125,9 +125,9 @@ def drive(
             finish[i], size[i], status[i] = entry.finish_ns, entry.batch, entry.status
             if entry.status == codes.OK:
                 n_bytes = out_bytes[model[i]]
-                where = out_address[entry.lane] + np.uint64(entry.slot * n_bytes)
+                where = out_address[entry.instance] + np.uint64(entry.slot * n_bytes)
                 copy_bytes(results[i : i + 1].ctypes.data, where, np.uint64(n_bytes))
-                rings.clear_hold(s, entry.lane, entry.slot)
+                rings.clear_hold(s, entry.instance, entry.slot)
             if allowance.shape[0] > 0 and deadline_ns[model[i]] > 0:
                 leaves(s, allowance, model[i], arrival[i], finish[i], float(deadline_ns[model[i]]), entry.status)
             free[n_free] = row
@@ -146,19 +146,19 @@ def drive(
 
 
 @compiled
-def launch_alone(s: Any, lanes: Any, size: int, source: Any, think_ns: int, times: Any, scratch: Any) -> None:
-    """One launch of a lane's whole graph, seen complete by spinning on its word: nothing can be quicker.
+def launch_alone(s: Any, instances: Any, size: int, source: Any, think_ns: int, times: Any, scratch: Any) -> None:
+    """One launch of an instance's whole graph, seen complete by spinning on its word: nothing can be quicker.
 
-    With `source` the inputs are first copied to where the graph reads them, as for every request. Several lanes take
-    turns, as they do in an engine where requests overlap.
+    With `source` the inputs are first copied to where the graph reads them, as for every request. Several instances
+    take turns, as they do in an engine where requests overlap.
     """
     for k in range(times.shape[0]):
-        lane = lanes[k % lanes.shape[0]]
-        w = s.whole[lane, size]
+        instance = instances[k % instances.shape[0]]
+        w = s.whole[instance, size]
         begin = read_clock(s, scratch)
         if source.shape[0] > 0:
-            copy_inputs(s, source[k % source.shape[0]], lane, 0, s.lane[lane].model)
-        if call_launch(s.call[0].graph_launch, w.handle, s.stream[s.lane[lane].pool, 0]) != 0:
+            copy_inputs(s, source[k % source.shape[0]], instance, 0, s.instance[instance].model)
+        if call_launch(s.call[0].graph_launch, w.handle, s.stream[s.instance[instance].pool, 0]) != 0:
             times[k] = -1
             return
         while load_at(w.word) == np.uint64(0):
@@ -231,10 +231,10 @@ class Generator:
         self._source = np.zeros((len(inputs), max(len(each) for each in inputs)), np.uint64)
         for m, each in enumerate(inputs):
             self._source[m, : len(each)] = [row.ctypes.data for row in each]
-        self._out_address = np.zeros(len(state.lane), np.uint64)
+        self._out_address = np.zeros(len(state.instance), np.uint64)
         for loaded in self.loaded:
-            for lane, row in zip(loaded.lanes, loaded.lane_rows, strict=True):
-                self._out_address[row] = next(iter(lane.outputs.values())).ctypes.data
+            for instance, row in zip(loaded.instances, loaded.instance_rows, strict=True):
+                self._out_address[row] = next(iter(instance.outputs.values())).ctypes.data
         specs = [next(iter(loaded.model.outputs.values())) for loaded in self.loaded]
         self._out_bytes = np.array([spec.nbytes for spec in specs], np.int64)
         self._scratch = np.zeros(8, np.int64)
@@ -274,9 +274,7 @@ class Generator:
         self._scratch[6:] = 0
         if admission and loops:
             raise ValueError("closed loops ask again when they are answered: admission is for the others")
-        allowance = new_allowances(
-            (each.model.max_batch for each in self.loaded if admission), self.engine.tuning
-        )
+        allowance = new_allowances((each.model.max_batch for each in self.loaded if admission), self.engine.tuning)
         pauses, message = np.zeros(2, np.int64), np.zeros(1, tables.SUBMISSION)
         message["kind"] = codes.SUBMIT
         state.core["longest_launch_ns"][0] = state.core["longest_copy_ns"][0] = 0.0
@@ -303,19 +301,18 @@ class Generator:
         )  # fmt: skip
 
     def alone_ns(
-        self, model: int, size: int, repeats: int, copied: bool, lanes: int = 1, think_ns: int = 0
+        self, model: int, size: int, repeats: int, copied: bool, instances: int = 1, think_ns: int = 0
     ) -> NDArray[np.int64]:
         """Times of single whole launches, without the engine; `copied`: with the copy of the inputs before each.
 
-        Of the lane that the engine would take next: on another, elsewhere in memory, the same takes a bit more or less.
+        Of the instance that the engine would take next: on another, elsewhere in memory, the same takes a bit more or
+        less.
         """
         times = np.zeros(repeats, np.int64)
         source = self._source[model, : len(self.inputs[model]) if copied else 0]
-        rows = list(self.loaded[model].lane_rows)
+        rows = list(self.loaded[model].instance_rows)
         opened = int(self.engine.state.model["filling"][self._rows[model]])
         first = rows.index(opened) if opened in rows else 0
-        rows = np.array((rows[first:] + rows[:first])[:lanes], np.int64)
+        rows = np.array((rows[first:] + rows[:first])[:instances], np.int64)
         launch_alone(self.engine.state, rows, size, source, think_ns, times, self._scratch)
         return times
-
-

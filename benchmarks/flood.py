@@ -3,7 +3,7 @@
     python benchmarks/flood.py [--out DIR]
 
 squeezenet1_1 gets 500 requests per second at random times; 64 clients ask for densenet121 without pause, through 32
-lanes.
+instances.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     known = {each.name: each for each in load_profiles(RESULTS / "paper_profiles_plain.json")}
-    models = [known[SHORT], replace(known[LONG], lanes=32)]
+    models = [known[SHORT], replace(known[LONG], instances=32)]
     load = Poisson(500, SHORT, duration=1.0) + ClosedLoop(LONG, clients=64, duration=1.0)
     table = Table(box=None)
     for column in ("", f"{SHORT} p50, ms", "p99", f"{LONG}/s"):

@@ -62,8 +62,8 @@ class Probed(Script):
 def runs_of(rows: Any, offset: int) -> list[Any]:
     """Complete runs of the model: their stamps on the host's clock, from the ring's rows."""
     found: list[Any] = []
-    for lane in np.unique(rows[:, 2]):
-        part = rows[rows[:, 2] == lane]
+    for instance in np.unique(rows[:, 2]):
+        part = rows[rows[:, 2] == instance]
         part = part[np.argsort(part[:, 0], kind="stable")]
         sites = (part[:, 1] - 33) // 2
         for at in np.flatnonzero(sites == 0):

@@ -21,7 +21,7 @@ from paellapy.instrument.device import launch_hook
 from paellapy.instrument.device.driver import check, driver
 from paellapy.scheduler.core import codes, rings, tables
 from paellapy.scheduler.core.atomics import call_launch, copy_bytes, load_at, store_at
-from paellapy.scheduler.core.lanes import copy_inputs
+from paellapy.scheduler.core.instances import copy_inputs
 from paellapy.scheduler.core.state import front_rows, read_clock
 
 SITES = 7  # stamps of a request
@@ -30,22 +30,22 @@ LEASE_NS = 20_000_000
 _ZERO = np.uint64(0)
 compiled = numba.njit(nogil=True, error_model="numpy")
 
-ring: Any = None  # on the GPU: rows of time, site, lane
+ring: Any = None  # on the GPU: rows of time, site, instance
 count: Any = None
 
 
 @triton.jit
-def stamp_kernel(ring, count, lane, site, MASK: tl.constexpr):
+def stamp_kernel(ring, count, instance, site, MASK: tl.constexpr):
     i = tl.atomic_add(count, 1) & MASK
     tl.store(ring + 3 * i, globaltimer())
     tl.store(ring + 3 * i + 1, site.to(tl.int64))
-    tl.store(ring + 3 * i + 2, lane.to(tl.int64))
+    tl.store(ring + 3 * i + 2, instance.to(tl.int64))
 
 
-def stamp(site: int, lane: int) -> None:
+def stamp(site: int, instance: int) -> None:
     if ring is not None:
         # The numbers are kept from being 1 or multiples of 16, for which Triton would compile further kernels.
-        stamp_kernel[(1,)](ring, count, lane | 1, 2 * site + 33, RING - 1, num_warps=1)
+        stamp_kernel[(1,)](ring, count, instance | 1, 2 * site + 33, RING - 1, num_warps=1)
 
 
 class Stamped(torch.nn.Module):
@@ -56,15 +56,15 @@ class Stamped(torch.nn.Module):
         self.net = net
 
     def forward(self, x: Any) -> Any:
-        net, lane = self.net, x.data_ptr()
-        stamp(0, lane)
+        net, instance = self.net, x.data_ptr()
+        stamp(0, instance)
         x = net.maxpool(net.relu(net.bn1(net.conv1(x))))
-        stamp(1, lane)
+        stamp(1, instance)
         for k, layer in enumerate((net.layer1, net.layer2, net.layer3, net.layer4)):
             x = layer(x)
-            stamp(2 + k, lane)
+            stamp(2 + k, instance)
         x = net.fc(torch.flatten(net.avgpool(x), 1))
-        stamp(6, lane)
+        stamp(6, instance)
         return x
 
 
@@ -76,7 +76,7 @@ def stamped() -> pp.Model:
     count = torch.zeros(1, dtype=torch.int64, device="cuda")
     torch.manual_seed(0)
     return pp.Model.from_torch(Stamped(resnet50().eval().cuda()), torch.zeros(1, 3, 224, 224), name="served",
-                               dtype=torch.float16, channels_last=True, batch=(1,), lanes=4)  # fmt: skip
+                               dtype=torch.float16, channels_last=True, batch=(1,), instances=4)  # fmt: skip
 
 
 def gpu_minus_host_ns() -> int:
@@ -133,7 +133,7 @@ class Keeper:
 @compiled
 def drive(
     s, front, n, at_ns, which, row, source, priority, out_address, out_bytes, owner, free, buffer, results, arrival,
-    posted, finish, lanes, status, word, bell, scratch, message, gate_at, ack_at, early, ack_limit_ns, linger_ns,
+    posted, finish, instances, status, word, bell, scratch, message, gate_at, ack_at, early, ack_limit_ns, linger_ns,
     keep_graph, keep_stream, keep_flag, keep_closed, changes,
 ):  # fmt: skip
     """Sends request i at at_ns[i] and waits for all; notes when the gate closed and opened (`changes`)."""
@@ -186,19 +186,19 @@ def drive(
                     store_at(keep_flag, _ZERO)
                     call_launch(s.call[0].graph_launch, keep_graph, keep_stream)
                 at = rings.claim_slot(s, front, row, 0)
-                lane = slot = codes.NONE
+                instance = slot = codes.NONE
                 if at >= 0:
-                    lane, slot = at // rings.SLOTS, at % rings.SLOTS
+                    instance, slot = at // rings.SLOTS, at % rings.SLOTS
                 r = free[n_free - 1]
                 c = message[0]
-                c.request, c.serial, c.model, c.lane, c.slot = r, i + 1, row, lane, slot
+                c.request, c.serial, c.model, c.instance, c.slot = r, i + 1, row, instance, slot
                 c.client, c.priority, c.arrival_ns, c.deadline_ns = 0, priority, arrival[i], codes.NEVER
                 c.source = source[which[i]]
                 while not rings.publish(s, front, message.ctypes.data):
                     ring_bell(word, bell, s.call[0].write, scratch[4:])
                 if at >= 0:
-                    copy_inputs(s, source[which[i]], lane, slot, row)
-                    rings.set_ready(s, lane, slot)
+                    copy_inputs(s, source[which[i]], instance, slot, row)
+                    rings.set_ready(s, instance, slot)
                 posted[i] = read_clock(s, scratch)
                 owner[r] = i
                 n_free -= 1
@@ -208,11 +208,11 @@ def drive(
             entry = buffer[j]
             r = entry.request
             i = owner[r]
-            finish[i], lanes[i], status[i] = entry.finish_ns, entry.lane, entry.status
+            finish[i], instances[i], status[i] = entry.finish_ns, entry.instance, entry.status
             if entry.status == codes.OK:
-                where = out_address[entry.lane] + np.uint64(entry.slot * out_bytes)
+                where = out_address[entry.instance] + np.uint64(entry.slot * out_bytes)
                 copy_bytes(results[i : i + 1].ctypes.data, where, np.uint64(out_bytes))
-                rings.clear_hold(s, entry.lane, entry.slot)
+                rings.clear_hold(s, entry.instance, entry.slot)
             free[n_free] = r
             n_free += 1
             done += 1
@@ -255,7 +255,7 @@ class Client:
         n = max(20, int(RATE * seconds))
         which = rng.integers(0, self.load.INPUTS, n)
         at_ns = poisson(rng, RATE, n)
-        arrival, posted, finish, lanes, status = (np.zeros(n, np.int64) for _ in range(5))
+        arrival, posted, finish, instances, status = (np.zeros(n, np.int64) for _ in range(5))
         results = np.zeros((n, int(of._out_bytes[0])), np.uint8)
         changes = np.zeros((8 * n, 2), np.int64)
         keep = self.keeper if way.keep else None
@@ -267,7 +267,7 @@ class Client:
         found = drive(
             state, 1, n, at_ns, which, int(of._rows[0]), of._source[0], 1, of._out_address, int(of._out_bytes[0]),
             np.zeros(len(state.request), np.int64), np.array(front_rows(self.engine.limits, 1)),
-            np.zeros(256, tables.COMPLETION), results, arrival, posted, finish, lanes, status, bell.word, bell.fd,
+            np.zeros(256, tables.COMPLETION), results, arrival, posted, finish, instances, status, bell.word, bell.fd,
             self._scratch, self._message, np.uint64(gate_at), np.uint64(ack_at or self._no_gate.ctypes.data),
             way.early, way.ack_us * 1000, way.linger_us * 1000, np.uint64(keep.graph if keep else 0),
             np.uint64(keep.stream if keep else 0), np.uint64(keep.flag if keep else 0), way.closed, changes,
@@ -283,7 +283,7 @@ class Client:
         differs = np.abs(got - wanted).reshape(n, -1).max(axis=1)
         wrong = int((~(differs <= 0.02 * np.abs(wanted).max())).sum())
         made = {key: int(state.core[key][0]) - n for key, n in before.items()}
-        return {"arrival": arrival, "posted": posted, "finish": finish, "lane": lanes, "changes": changes[:found],
+        return {"arrival": arrival, "posted": posted, "finish": finish, "instance": instances, "changes": changes[:found],
                 "wrong": wrong, **made}  # fmt: skip
 
 

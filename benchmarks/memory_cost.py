@@ -44,20 +44,20 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--quick", action="store_true", help="use two small models and few requests")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--lanes", type=int, default=16, help="batches of one model that may be in flight")
+    parser.add_argument("--instances", type=int, default=16, help="batches of one model that may be in flight")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     kinds, _, n_saturate, _ = sizes(args.quick)
     layers = choose_layers(args.device, kinds)
     rows: dict[str, dict[str, list[float]]] = defaultdict(lambda: {way: [] for way in WAYS})
     counts = {"checked": 0, "wrong": 0, "evicted": 0}
-    first = Bench(args.device, kinds, layers, (1,), args.lanes, None)  # the first engine of a process is slower
+    first = Bench(args.device, kinds, layers, (1,), args.instances, None)  # the first engine of a process is slower
     with first.engine:
         base = first.saturate(POLICY, n_saturate, 64, 1).steady_throughput
     for k in track(range(args.rounds), description="rounds"):
         for way in sorted(WAYS, reverse=bool(k % 2)):
             memory_bytes = WAYS[way]
-            bench = Bench(args.device, kinds, layers, (1,), args.lanes, None, memory_bytes=memory_bytes)
+            bench = Bench(args.device, kinds, layers, (1,), args.instances, None, memory_bytes=memory_bytes)
             with bench.engine as engine:
                 for name, value in measured(bench, base, args).items():
                     rows[name][way].append(value)

@@ -54,7 +54,7 @@ def chain(name: str, seed: int, layers: int) -> tuple[pp.Model, list[Any]]:
             source = target
 
     specs = {"inputs": {"x": pp.TensorSpec((WIDTH,))}, "outputs": {"y": pp.TensorSpec((WIDTH,))}}
-    return pp.Model(name, fn, weights=weights, batch=(1,), lanes=1, **specs), made
+    return pp.Model(name, fn, weights=weights, batch=(1,), instances=1, **specs), made
 
 
 def call(source: Any, weight: Any, bias: Any, target: Any) -> None:
@@ -112,7 +112,7 @@ def held(engine: pp.Engine) -> dict[str, int]:
 
 def launches(engine: pp.Engine) -> int:
     """Segments and whole programs that can be launched: on a GPU, executable graphs."""
-    made = [each for loaded in engine.loaded_rows().values() for lane in loaded.launches for each in lane]
+    made = [each for loaded in engine.loaded_rows().values() for instance in loaded.launches for each in instance]
     return sum(len(each.handles) + 1 for each in made)
 
 
@@ -193,7 +193,7 @@ def main() -> None:
     args = parser.parse_args()
     virtual = args.device.startswith("virtual")
     page = 2 * LAYER_BYTES if virtual else 2 << 20  # a real GPU maps 2 MiB at least
-    room = FIT * max(page, 6 * LAYER_BYTES) + ((1 << 17) if virtual else (2 << 20))  # and lanes
+    room = FIT * max(page, 6 * LAYER_BYTES) + ((1 << 17) if virtual else (2 << 20))  # and instances
     tuning = {"chunk_bytes": page}
     device = pp.Device(args.device)
     tally = None if virtual else Tally()

@@ -35,7 +35,7 @@ HERE = Path(__file__).parents[1]
 PHASES = {
     "upload": "upload",
     "rehearse_all": "rehearse",
-    "lane_memory": "memory",
+    "instance_memory": "memory",
     "capture": "capture",
     "node_times_ns": "measure",
     "segment_times_ns": "measure",

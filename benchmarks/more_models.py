@@ -83,8 +83,8 @@ class Run:
         self.budget = int(self.zoo.total_bytes * args.share)
 
     def engine(self, policy: str, room: float = 1.0) -> pp.Engine:
-        lanes = args_lanes(self.args.device)
-        memory = int(self.budget * room) + lanes
+        instances = args_instances(self.args.device)
+        memory = int(self.budget * room) + instances
         return pp.Engine(self.args.device, policy=policy, memory_bytes=memory, limits=Limits(fronts=2))
 
     def ask(self, engine: pp.Engine, name: str) -> bool:
@@ -118,7 +118,7 @@ class Run:
             self.zoo.answer(name)  # before anybody measures
         since = time.perf_counter()
         for name in self.names:
-            engine.load(self.zoo.model(name, lanes=1, **about))
+            engine.load(self.zoo.model(name, instances=1, **about))
         return engine, {"models": len(self.names), "weights_bytes": self.zoo.total_bytes, "budget_bytes": self.budget,
                         "load_s": time.perf_counter() - since, "memory": brief(engine.memory())}  # fmt: skip
 
@@ -166,7 +166,7 @@ class Run:
         for name in stay:
             engine.unload(name)
         for name in stay:
-            engine.load(self.zoo.model(name, lanes=2, resident=True, priority=1))
+            engine.load(self.zoo.model(name, instances=2, resident=True, priority=1))
         engine.set_policy("priority")
         client = Generator(engine, stay, [self.zoo.example.numpy()] * 2, front=1)
         seconds, evicted = self.args.seconds / ROUNDS, engine.memory()["evicted"]
@@ -284,16 +284,18 @@ def serve_one(line: Any, k: int, device: str, half: bool) -> None:
 def timeline(engine: pp.Engine, name: str) -> dict[str, Any]:
     """Of the model's latest request, in ms from the order to bring its weights: segments, and what each needs."""
     (row, loaded), *_ = [item for item in engine.loaded_rows().items() if item[1].model.name == name]
-    s, lane = engine.state, loaded.lane_rows[0]
+    s, instance = engine.state, loaded.instance_rows[0]
     n, w = int(s.size["segments"][row, 0]), s.weights[row]
-    ms = (s.segment_ns[lane, :n].astype(np.float64) - float(w["ordered_ns"])) * 1e-6
+    ms = (s.segment_ns[instance, :n].astype(np.float64) - float(w["ordered_ns"])) * 1e-6
     return {"all_there_ms": (float(w["came_ns"]) - float(w["ordered_ns"])) * 1e-6,
             "needs_chunks": s.segment["chunks"][row, 0, :n].tolist(),
             "segments_ms": [[round(float(each), 3) for each in pair] for pair in ms]}  # fmt: skip
 
 
-def args_lanes(device: str) -> int:
-    """Room for lanes beside the weights: forty models took 646 MB on an H200. With more, weights would get the rest."""
+def args_instances(device: str) -> int:
+    """Room for instances beside the weights: forty models took 646 MB on an H200. With more, weights would get the
+    rest.
+    """
     return 4 << 20 if device.startswith("virtual") else 646_000_000
 
 

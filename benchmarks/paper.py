@@ -176,9 +176,9 @@ def light(o: Options) -> Iterator[Point]:
         one = loaded.offer("paella", at, model, which, outstanding=1, think_ns=THINK_NS)
         times = {"engine_us": one.latency_ns}
         if loaded.engine.device.name.startswith("cuda"):
-            # Two lanes in turn, as where requests overlap: what changing between their memory costs.
-            for name, copied, lanes in (("graph_us", True, 1), ("launch_us", False, 1), ("turns_us", True, 2)):
-                times[name] = loaded.generator.alone_ns(m, 0, n, copied, lanes, THINK_NS)
+            # Two instances in turn, as where requests overlap: what changing between their memory costs.
+            for name, copied, instances in (("graph_us", True, 1), ("launch_us", False, 1), ("turns_us", True, 2)):
+                times[name] = loaded.generator.alone_ns(m, 0, n, copied, instances, THINK_NS)
         else:
             times |= dict.fromkeys(("graph_us", "launch_us", "turns_us"), loaded.alone_ns[m : m + 1].repeat(n))
         us = {name: float(np.median(each[n // 4 :])) / 1e3 for name, each in times.items()}
@@ -217,7 +217,7 @@ def best_effort(o: Options) -> Iterator[Point]:
     beside = (Kind("tiny4", items=4),) if o.tiny else (Kind("resnet50", items=64), Kind("vgg19", items=32))
     setup = Setup((1,), 4)
     fine = Setup((1,), 4, quantum_us=70.0)
-    two_ahead = replace(find_policy("priority"), look_ahead=2)
+    two_ahead = replace(find_policy("priority"), max_in_flight=2)
     systems: dict[str, tuple[Setup, str | Policy, tuple[int, int], int]] = {
         "alone": (setup, "streams", (0, 0), 0),
         "streams": (setup, "streams", (0, 0), 1),
@@ -230,9 +230,7 @@ def best_effort(o: Options) -> Iterator[Point]:
         "gate, 70 µs, two segments ahead": (fine, two_ahead, (1, 0), 1),
         "gate, 70 µs, two segments ahead, two best-effort jobs": (fine, two_ahead, (1, 0), 2),
     }
-    for seed, be, (name, (how, policy, priorities, loops)) in itertools.product(
-        o.seeds, beside, systems.items()
-    ):
+    for seed, be, (name, (how, policy, priorities, loops)) in itertools.product(o.seeds, beside, systems.items()):
 
         def run(loaded: Loaded, p: str | Policy = policy, s: int = seed, k: int = loops) -> dict[str, Any]:
             rng = np.random.default_rng(s)

@@ -88,17 +88,24 @@ class Kind:
         shape = (VARIANTS, *self.shape)
         return rng.integers(0, 30522, shape) if self.words else rng.standard_normal(shape).astype(np.float16)
 
-    def model(self, batch: tuple[int, ...], lanes: int, priority: int, device: str) -> pp.Model:
+    def model(self, batch: tuple[int, ...], instances: int, priority: int, device: str) -> pp.Model:
         # Built where it will run: it is tried once on its example, which takes minutes for large batches on a CPU.
         example = torch.zeros((1, *self.shape), dtype=torch.int64 if self.words else torch.float32)
         half = torch.float16
         net = self.build(device)
         if self.words:
             return pp.Model.from_torch(
-                net.to(half), example, name=self.name, batch=batch, lanes=lanes, priority=priority
+                net.to(half), example, name=self.name, batch=batch, instances=instances, priority=priority
             )
         return pp.Model.from_torch(
-            net, example, name=self.label, dtype=half, channels_last=True, batch=batch, lanes=lanes, priority=priority
+            net,
+            example,
+            name=self.label,
+            dtype=half,
+            channels_last=True,
+            batch=batch,
+            instances=instances,
+            priority=priority,
         )
 
     @property

@@ -32,7 +32,7 @@ from rich.progress import track
 import paellapy as pp
 from paellapy.instrument.queues import VARIABLE as QUEUES
 
-LANES = 12
+INSTANCES = 12
 SETTLE_S = 0.5  # between the last process being ready and the first request
 
 
@@ -40,7 +40,7 @@ def child(args: argparse.Namespace) -> None:
     """One model: says when it is ready, then answers each line of work with its latencies."""
     kind = (TINY if args.tiny else FIG11)[args.child]
     keep_to(args.cpus, args.child)
-    loaded = Loaded(args.device, (kind,), Setup((1,), LANES))
+    loaded = Loaded(args.device, (kind,), Setup((1,), INSTANCES))
     warm = np.zeros(40, np.int64)
     loaded.offer("streams", warm, warm, warm)
     print(json.dumps({"alone_ns": float(loaded.alone_ns[0])}), flush=True)

@@ -132,7 +132,7 @@ def light_text(points: dict[str, Any]) -> str:
         ]
         for m, v in points["light"].items()
     ]  # fmt: skip
-    head = ["model", "one graph launch, µs", "with the copy of its inputs", "two lanes in turn", "through the engine",
+    head = ["model", "one graph launch, µs", "with the copy of its inputs", "two instances in turn", "through the engine",
             "÷ copy and launch, median of rounds"]  # fmt: skip
     return table(head, rows)
 
@@ -262,9 +262,7 @@ def tables(path: Path) -> dict[str, str]:
         "runs": runs_text(measured) or "All points are of one run.",
     }
     found |= {
-        name: make(points)
-        for name, (kind, make) in TABLES.items()
-        if any(key.split("|")[0] == kind for key in points)
+        name: make(points) for name, (kind, make) in TABLES.items() if any(key.split("|")[0] == kind for key in points)
     }
     twin = path.with_name("paper_twin.json")
     return found | ({"twin": twin_text(twin), "twin-beyond": twin_beyond_text(twin)} if twin.exists() else {})

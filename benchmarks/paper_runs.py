@@ -27,23 +27,23 @@ class Setup:
     """How an engine is set up; systems that differ in policy only share one."""
 
     batch: tuple[int, ...]
-    lanes: int
+    instances: int
     active: int | None = 8
     quantum_us: float = 100.0
     segments: int = 256
     queues: int = 32  # hardware queues of the process (CUDA_DEVICE_MAX_CONNECTIONS)
     windows: int = 0  # of SMs
-    by_share: bool = False  # as many lanes in all, more for models that are asked for more often
+    by_share: bool = False  # as many instances in all, more for models that are asked for more often
 
-    def lanes_of(self, share: NDArray[np.float64]) -> list[int]:
+    def instances_of(self, share: NDArray[np.float64]) -> list[int]:
         if not self.by_share:
-            return [self.lanes] * len(share)
-        spare = (self.lanes - LEAST_LANES) * len(share)
-        return [LEAST_LANES + round(spare * each) for each in share.tolist()]
+            return [self.instances] * len(share)
+        spare = (self.instances - LEAST_INSTANCES) * len(share)
+        return [LEAST_INSTANCES + round(spare * each) for each in share.tolist()]
 
 
 TUNING = Tuning.for_part("h200")
-LEAST_LANES = 2
+LEAST_INSTANCES = 2
 PACE_MODELS, PACE_LAUNCHES = 5, 9  # 25 ms for those of figure 11
 # A stream per job with whole graphs; a dynamic batcher has one instance of each model, which takes what is queued.
 PLAIN = Setup((1,), 12)
@@ -109,15 +109,19 @@ class Loaded:
         self.kinds, self.setup = kinds, setup
         limits = Limits(segments=setup.segments)
         self.engine = Engine(
-            device, max_active=setup.active, quantum_us=setup.quantum_us, limits=limits, sm_windows=setup.windows,
+            device,
+            max_active=setup.active,
+            quantum_us=setup.quantum_us,
+            limits=limits,
+            sm_partitions=setup.windows,
             segment_shares=shares,
         )
         self.priorities = list(priorities or [0] * len(kinds))
         where = "cuda" if device.startswith("cuda") else "cpu"
         share = np.array([kind.share for kind in kinds])
         self.share = share / share.sum() if share.sum() else np.full(len(kinds), 1 / len(kinds))
-        for kind, priority, lanes in zip(kinds, self.priorities, setup.lanes_of(self.share), strict=True):
-            self.engine.load(kind.model(setup.batch, lanes, priority, where))
+        for kind, priority, instances in zip(kinds, self.priorities, setup.instances_of(self.share), strict=True):
+            self.engine.load(kind.model(setup.batch, instances, priority, where))
         names = [kind.label for kind in kinds]
         self.alone_ns = np.array([self.engine.profile(name)[0].whole_ns for name in names])
         self.inputs = [kind.inputs() for kind in kinds]
@@ -162,7 +166,7 @@ class Loaded:
         self.engine.set_policy(policy)
         state = self.engine.state
         if isinstance(active, float):
-            state.core["max_active"][0], state.core["demand_limit"][0] = len(state.lane), active
+            state.core["max_active"][0], state.core["demand_limit"][0] = len(state.instance), active
         elif active is not None:
             state.core["max_active"][0], state.core["demand_limit"][0] = active, np.inf
         before = self._counts()
@@ -227,7 +231,9 @@ class Loaded:
         for loaded in self.generator.loaded:
             name = loaded.model.name
             found.append(
-                model_profile(loaded.model, self.engine.profile(name), len(loaded.lanes), self.engine.limits.requests)
+                model_profile(
+                    loaded.model, self.engine.profile(name), len(loaded.instances), self.engine.limits.requests
+                )
             )
         return found
 

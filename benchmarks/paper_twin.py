@@ -47,7 +47,7 @@ def simulated(
     limit = {by: system.active} if system.active else {}
     windows = system.setup.windows
     result = simulate(
-        profiles, TraceWorkload(rows), system.policy, queues=system.setup.queues, sm_windows=windows, **limit
+        profiles, TraceWorkload(rows), system.policy, queues=system.setup.queues, sm_partitions=windows, **limit
     )
     done = result.jobs[result.jobs["status"] == OK]
     alone = np.array([alone_ns[each.name] for each in profiles])  # by what slowdowns were measured too
@@ -84,7 +84,7 @@ def main() -> None:
         for name in SETUPS
         if (folder / f"paper_profiles_{name}.json").exists()
     }
-    if "batcher" in profiles and "batched" in profiles:  # what fills the GPU is not seen with one lane each
+    if "batcher" in profiles and "batched" in profiles:  # what fills the GPU is not seen with one instance each
         seen = {each.name: each for each in profiles["batched"]}
         profiles["batcher"] = [
             replace(each, demand=seen[each.name].demand, together=seen[each.name].together)

@@ -51,7 +51,9 @@ def policies() -> list[tuple[dict[str, Any], Any]]:
                 if pieces and ahead != 2 and active != ACTIVE[0]:
                     continue
                 what = {"order": order, "active": active, "pieces": pieces, "ahead": ahead}
-                found.append((what, policy(name="varied", active=active, look_ahead=ahead, whole=not pieces)(function)))
+                found.append(
+                    (what, policy(name="varied", active=active, max_in_flight=ahead, whole=not pieces)(function))
+                )
     return found
 
 
@@ -66,7 +68,7 @@ def one_process(args: argparse.Namespace) -> None:
     with Progress(transient=True) as progress:
         task = progress.add_task("runs", total=len(quanta) * len(policies()) * args.seeds)
         for quantum in quanta:
-            bench = Bench(args.device, kinds, layers, (1,), args.lanes, 8, quantum)
+            bench = Bench(args.device, kinds, layers, (1,), args.instances, 8, quantum)
             bench.saturate("streams", n // 4, 64, 99)
             for what, each in policies():
                 if quantum != quanta[0] and not what["pieces"]:
@@ -92,7 +94,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--lanes", type=int, default=16)
+    parser.add_argument("--instances", type=int, default=16)
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--queues", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--write", type=Path, default=None, help=argparse.SUPPRESS)

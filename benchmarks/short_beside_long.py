@@ -3,7 +3,7 @@
     python benchmarks/short_beside_long.py
 
 The short model (4 segments, 0.1 ms) gets 500 requests per second at random times. Sixty-four clients ask for the long
-one (80 segments, 4 ms) without pause, through 32 lanes; each of its batches fills a quarter of the GPU. Also writes
+one (80 segments, 4 ms) without pause, through 32 instances; each of its batches fills a quarter of the GPU. Also writes
 docs/short_beside_long.png.
 """
 
@@ -34,8 +34,8 @@ def models(long_segments: int = 80) -> list[ModelProfile]:
     def segment(us: float, blocks: int, kernels: int) -> SegmentProfile:
         return SegmentProfile(us * 1e3, blocks, blocks * block["warps"], blocks * block["registers"], 0, kernels)
 
-    short = ModelProfile("short", {1: [segment(25, 66, 5)] * 4}, target_ms=1.0, lanes=8, priority=1)
-    long = ModelProfile("long", {1: [segment(50, 264, 5)] * long_segments}, target_ms=200.0, lanes=32)
+    short = ModelProfile("short", {1: [segment(25, 66, 5)] * 4}, target_ms=1.0, instances=8, priority=1)
+    long = ModelProfile("long", {1: [segment(50, 264, 5)] * long_segments}, target_ms=200.0, instances=32)
     return [short, long]
 
 

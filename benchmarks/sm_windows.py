@@ -1,13 +1,13 @@
 """The effect of confining jobs to windows of SMs while many share the GPU: without the engine.
 
-    python benchmarks/sm_windows.py [--seconds 0.5] [--seeds 3] [--out DIR]
+    python benchmarks/sm_partitions.py [--seconds 0.5] [--seeds 3] [--out DIR]
 
 Paella's mix of eight CNNs runs at batch 1 as whole graphs, first come first served, up to 24 at once: on all SMs, or
-with the kernels of each graph inside a window of some SMs (a green context). Either a lane has one window, and a free
-lane with the emptiest window is taken (`lane`); or a lane has several windows, and the emptiest is taken (`window`); or
-all lanes of a model share one window (`model`). The fill of a window is the number of jobs in it, or (`aware`) also
-those in windows that share SMs with it. It measures throughput with 96 requests always waiting, and slowdowns in
-bursts. CUDA only.
+with the kernels of each graph inside a window of some SMs (a green context). Either an instance has one window, and a
+free instance with the emptiest window is taken (`instance`); or an instance has several windows, and the emptiest is
+taken (`window`); or all instances of a model share one window (`model`). The fill of a window is the number of jobs in
+it, or (`aware`) also those in windows that share SMs with it. It measures throughput with 96 requests always waiting,
+and slowdowns in bursts. CUDA only.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from paellapy.scheduler.core.state import monotonic_ns
 REFUSED, LOST = -1, -2
 compiled = numba.njit(nogil=True, error_model="numpy")
 
-LANES = (10, 10, 8, 6, 6, 6, 6, 4)
+INSTANCES = (10, 10, 8, 6, 6, 6, 6, 4)
 STREAMS = 32
 MOST = 24
 OUTSTANDING = 96
 REQUESTS = 4000
 LONGEST_NS = 20_000_000_000  # a run that takes longer has lost something
-_WORD_BYTES = 64  # a cache line for each lane's word
+_WORD_BYTES = 64  # a cache line for each instance's word
 SHARE_OF_REQUESTS = np.array([kind.share for kind in FIG11]) / sum(kind.share for kind in FIG11)
 
 
@@ -55,7 +55,7 @@ class How:
     name: str
     count: int = 0
     sms: int = 0
-    by: str = "lane"
+    by: str = "instance"
     choices: int = 1
     aware: bool = False
     roomy: int = 0
@@ -63,7 +63,7 @@ class How:
 
 SYSTEMS = (
     How("all SMs"),
-    How("8 windows of 48, by lane", 8, 48),
+    How("8 windows of 48, by instance", 8, 48),
     How("8 windows of 48, one of 2", 8, 48, "window", 2),
     How("8 windows of 48, one of 2, aware", 8, 48, "window", 2, aware=True),
     How("8 windows of 48, one of 4, aware", 8, 48, "window", 4, aware=True),
@@ -71,10 +71,10 @@ SYSTEMS = (
     How("8 windows of 48, one of 8, aware", 8, 48, "window", 8, aware=True),
     How("8 windows of 48, one of 8, aware, few have all", 8, 48, "window", 8, aware=True, roomy=4),
     How("8 windows of 48, by model", 8, 48, "model"),
-    How("8 windows of 32, by lane", 8, 32),
-    How("8 windows of 64, by lane", 8, 64),
-    How("4 windows of 32, by lane", 4, 32),
-    How("2 windows of 64, by lane", 2, 64),
+    How("8 windows of 32, by instance", 8, 32),
+    How("8 windows of 64, by instance", 8, 64),
+    How("4 windows of 32, by instance", 4, 32),
+    How("2 windows of 64, by instance", 2, 64),
     How("all SMs, again"),
 )
 
@@ -89,13 +89,13 @@ def fullness(jobs: Any, overlap: Any, window: int) -> float:
 
 @compiled
 def drive(
-    clock: int, launch: int, at: Any, model: Any, graphs: Any, lanes: Any, windows: Any, overlap: Any, words: Any,
-    streams: Any, most: int, roomy: int, any_lane: bool, outstanding: int, latency: Any, scratch: Any,
+    clock: int, launch: int, at: Any, model: Any, graphs: Any, instances: Any, windows: Any, overlap: Any, words: Any,
+    streams: Any, most: int, roomy: int, any_instance: bool, outstanding: int, latency: Any, scratch: Any,
 ) -> int:  # fmt: skip
     """Serves requests at their times, or `outstanding` at once; how long it took, or REFUSED or LOST.
 
-    `graphs[m, l]` are a lane's on all SMs, then in each of its windows, `windows[m, l]`. `any_lane`: the first that is
-    free; else one whose first window is the emptiest.
+    `graphs[m, l]` are an instance's on all SMs, then in each of its windows, `windows[m, l]`. `any_instance`: the first
+    that is free; else one whose first window is the emptiest.
     """
     n = at.shape[0]
     request = np.full(words.shape, -1)
@@ -112,15 +112,15 @@ def drive(
         if now > LONGEST_NS:
             return LOST
         for m in range(words.shape[0]):
-            for lane in range(lanes[m]):
-                r = request[m, lane]
-                if r >= 0 and load_at(words[m, lane]) != np.uint64(0):
-                    store_at(words[m, lane], np.uint64(0))
+            for instance in range(instances[m]):
+                r = request[m, instance]
+                if r >= 0 and load_at(words[m, instance]) != np.uint64(0):
+                    store_at(words[m, instance], np.uint64(0))
                     latency[r] = now - begin[r]
-                    request[m, lane] = -1
-                    used[on[m, lane]] = 0
-                    if where[m, lane] >= 0:
-                        jobs[where[m, lane]] -= 1
+                    request[m, instance] = -1
+                    used[on[m, instance]] = 0
+                    if where[m, instance] >= 0:
+                        jobs[where[m, instance]] -= 1
                     active -= 1
                     done += 1
         while arrived < n and (arrived - done < outstanding if outstanding > 0 else at[arrived] <= now):
@@ -135,11 +135,11 @@ def drive(
             m = model[r]
             best = -1
             least = 0.0
-            for lane in range(lanes[m]):
-                if request[m, lane] < 0:
-                    full = fullness(jobs, overlap, windows[m, lane, 0])
-                    if best < 0 or (not any_lane and full < least):
-                        best, least = lane, full
+            for instance in range(instances[m]):
+                if request[m, instance] < 0:
+                    full = fullness(jobs, overlap, windows[m, instance, 0])
+                    if best < 0 or (not any_instance and full < least):
+                        best, least = instance, full
             if best < 0:
                 continue
             to = 0
@@ -167,24 +167,24 @@ def drive(
 class Bench:
     def __init__(self) -> None:
         self.device = need_gpu("windows of SMs are green contexts")
-        every = track(zip(FIG11, LANES, strict=True), "capturing", len(FIG11), transient=True)
+        every = track(zip(FIG11, INSTANCES, strict=True), "capturing", len(FIG11), transient=True)
         self.graphs: list[list[CapturedGraph]] = []
         self._keep: list[Any] = []
-        for kind, lanes in every:  # with the same weights on all of them
+        for kind, instances in every:  # with the same weights on all of them
             net = half_net(kind)
-            graphs, keep = zip(*(capture(net, kind, 1) for _ in range(lanes)), strict=True)
+            graphs, keep = zip(*(capture(net, kind, 1) for _ in range(instances)), strict=True)
             self.graphs.append(list(graphs))
             self._keep.append(keep)
-        self._pinned = self.device._allocate_pinned(_WORD_BYTES * sum(LANES))
+        self._pinned = self.device._allocate_pinned(_WORD_BYTES * sum(INSTANCES))
         self._streams = [CudaStream(self.device, 0) for _ in range(STREAMS)]
         self.streams = np.array([each.handle for each in self._streams], np.uint64)
-        shape = (len(FIG11), max(LANES))
+        shape = (len(FIG11), max(INSTANCES))
         self.words, self.wide = np.zeros(shape, np.uint64), np.zeros(shape, np.uint64)
-        for k, (m, lane) in enumerate(self._each()):
-            self.words[m, lane] = self._pinned.ctypes.data + _WORD_BYTES * k
-            graph = self.graphs[m][lane]
-            self.wide[m, lane] = segment(graph, 0, len(graph.nodes), int(self.words[m, lane]))
-        launch_once([int(self.wide[m, lane]) for m, lane in self._each()], self._streams[0].handle)
+        for k, (m, instance) in enumerate(self._each()):
+            self.words[m, instance] = self._pinned.ctypes.data + _WORD_BYTES * k
+            graph = self.graphs[m][instance]
+            self.wide[m, instance] = segment(graph, 0, len(graph.nodes), int(self.words[m, instance]))
+        launch_once([int(self.wide[m, instance]) for m, instance in self._each()], self._streams[0].handle)
         for each in self._streams:  # a stream's first work takes longer
             check(driver().cuGraphLaunch(int(self.wide[0, 0]), each.handle), "opening a stream")
             each.synchronize()
@@ -197,7 +197,7 @@ class Bench:
         self.alone_ns = self.alone(SYSTEMS[0])
 
     def _each(self) -> list[tuple[int, int]]:
-        return [(m, lane) for m, n in enumerate(LANES) for lane in range(n)]
+        return [(m, instance) for m, n in enumerate(INSTANCES) for instance in range(n)]
 
     def _windows(self, how: How) -> CudaWindows:
         key = (how.count, how.sms)
@@ -206,29 +206,29 @@ class Bench:
             self._made[key] = CudaWindows(self.device, how.count, (how.sms - 0.5) / self.device.sm_count)
         return self._made[key]
 
-    def _inside(self, how: How, m: int, lane: int, window: int) -> int:
-        """A lane's graph in a window."""
-        key = (how.count, how.sms, m, lane, window)
+    def _inside(self, how: How, m: int, instance: int, window: int) -> int:
+        """An instance's graph in a window."""
+        key = (how.count, how.sms, m, instance, window)
         if key not in self._confined:
-            graph = self.graphs[m][lane]
-            with segment_graph(graph, 0, len(graph.nodes), int(self.words[m, lane])) as made:
+            graph = self.graphs[m][instance]
+            with segment_graph(graph, 0, len(graph.nodes), int(self.words[m, instance])) as made:
                 (self._confined[key],) = self._windows(how).confined(made, [window], end_inside=False)
             launch_once([self._confined[key]], self._streams[0].handle)
             self._pinned[:] = 0
         return self._confined[key]
 
     def confined(self, how: How) -> tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.float64]]:
-        """Graphs of every lane on all SMs and in its windows, which these are, and how much windows share."""
+        """Graphs of every instance on all SMs and in its windows, which these are, and how much windows share."""
         graphs = np.stack([self.wide] * (1 + how.choices), -1)
         windows = np.zeros((*self.wide.shape, how.choices), np.int64)
         overlap = np.eye(max(1, how.count))
         if how.aware:
             overlap = np.array([[len(a & b) / how.sms for b in self._windows(how).sms] for a in self._windows(how).sms])
-        for m, lane in self._each() if how.count else []:
-            home = m if how.by == "model" else m + lane
+        for m, instance in self._each() if how.count else []:
+            home = m if how.by == "model" else m + instance
             for k in range(how.choices):
-                windows[m, lane, k] = (home + k * how.count // how.choices) % how.count
-                graphs[m, lane, 1 + k] = self._inside(how, m, lane, int(windows[m, lane, k]))
+                windows[m, instance, k] = (home + k * how.count // how.choices) % how.count
+                graphs[m, instance, 1 + k] = self._inside(how, m, instance, int(windows[m, instance, k]))
         return graphs, windows, overlap
 
     def run(
@@ -237,7 +237,7 @@ class Bench:
         latency, scratch = np.zeros(len(model), np.int64), np.zeros(8, np.int64)
         graphs, windows, overlap = self.confined(how)
         took = drive(
-            self._clock, self._launch, at, model, graphs, np.array(LANES), windows, overlap, self.words, self.streams,
+            self._clock, self._launch, at, model, graphs, np.array(INSTANCES), windows, overlap, self.words, self.streams,
             most, how.roomy, how.by == "window", outstanding, latency, scratch,
         )  # fmt: skip
         if took < 0:
@@ -284,7 +284,7 @@ def main() -> None:
     for how in track(chosen, "systems", transient=True):
         rows.append(bench.measure(how, rates, args.seeds, args.seconds))
         print(how.name, f"{rows[-1]['saturation']:,.0f}/s", flush=True)
-        path = save("sm_windows", rows, bench.device, args.out)  # each is kept as soon as it is measured
+        path = save("sm_partitions", rows, bench.device, args.out)  # each is kept as soon as it is measured
     table = Table(title="Eight CNNs at batch 1, by what their kernels are confined to", box=None)
     for column in ("confined to", "alone ×", "saturation/s", *(f"p50, p99 at {r}/s" for r in rates)):
         table.add_column(column, justify="left" if column == "confined to" else "right")

@@ -36,7 +36,7 @@ def model(
     each = SegmentProfile(
         us * 1e3, blocks=max(1, warps // 2), warps=warps, registers=0, compute=compute, memory=memory, kernels=4
     )
-    return ModelProfile(name, {1: [each] * segments}, lanes=2, **more)
+    return ModelProfile(name, {1: [each] * segments}, instances=2, **more)
 
 
 def loop(name: str) -> Workload:
@@ -83,7 +83,7 @@ def by_tenant() -> dict[str, float]:
     shares = {"a": 1.0, "b": 3.0, "c": 6.0}
     # So many of each that some of its requests always wait; so long that those of the end hardly count.
     a, b, c = (ClosedLoop("net", clients=6, duration=3 * SECONDS, client=name) for name in shares)
-    net = replace(model("net"), lanes=6)
+    net = replace(model("net"), instances=6)
     run = simulate([net], a + b + c, "fair", tenants={name: {"share": share} for name, share in shares.items()})
     return {name: round(run.gpu_share(name), 3) for name in shares}
 

@@ -100,12 +100,14 @@ def pairs(loaded: Loaded, o: Options) -> Iterator[tuple[str, Callable[[], Any]]]
         for high, low in ((0, 3), (0, 2), (1, 2), (1, 3), (0, 4)):  # the first two of high priority
             rate = 20.0 if o.tiny else 0.5e9 / float(loaded.alone_ns[high])
             pair = f"{names[high]}+{names[low]}"
-            yield f"{pair}|alone|{seed}", lambda s=seed, r=rate, h=high: beside(
-                loaded, "priority", s, r, seconds, [h], []
+            yield (
+                f"{pair}|alone|{seed}",
+                lambda s=seed, r=rate, h=high: beside(loaded, "priority", s, r, seconds, [h], []),
             )
             for policy in ("priority", "orion"):
-                yield f"{pair}|{policy}|{seed}", lambda p=policy, s=seed, r=rate, h=high, b=low: beside(
-                    loaded, p, s, r, seconds, [h], [b]
+                yield (
+                    f"{pair}|{policy}|{seed}",
+                    lambda p=policy, s=seed, r=rate, h=high, b=low: beside(loaded, p, s, r, seconds, [h], [b]),
                 )
             yield f"{pair}|both loops|{seed}", lambda h=high, b=low: loops(loaded, "streams", [h, b], seconds)
         for m, name in enumerate(names):
@@ -127,8 +129,9 @@ def disb(loaded: Loaded, o: Options) -> Iterator[tuple[str, Callable[[], Any]]]:
             given = (seed, rate, seconds, high)
             yield f"{name}|alone|{seed}", lambda g=given, k=kind: beside(loaded, "priority", *g, [], k)
             for policy in ("reef", "priority"):
-                yield f"{name}|{policy}|{seed}", lambda g=given, k=kind, p=policy, b=beside_it: beside(
-                    loaded, p, *g, b, k
+                yield (
+                    f"{name}|{policy}|{seed}",
+                    lambda g=given, k=kind, p=policy, b=beside_it: beside(loaded, p, *g, b, k),
                 )
 
 
@@ -149,10 +152,10 @@ def groups(o: Options) -> dict[str, Group]:
     low = [Kind(n, items=8) for n in ("resnet152", "densenet201", "vgg19", "inception_v3")]
     return {
         "limits": Group("limits", (Kind("resnet50"), Kind("resnet18"), Kind("mobilenet_v2")), (0, 0, 1), limits),
-        "pairs": Group("pairs", bound, (1, 1, 0, 0, 0), pairs, lanes=2),
+        "pairs": Group("pairs", bound, (1, 1, 0, 0, 0), pairs, instances=2),
         "high": Group("high", (Kind("resnet50"), Kind("resnet50", items=64), Kind("vgg19", items=32)), (1, 0, 0),
-                      high_beside, lanes=4, quantum_us=70.0),
-        "disb": Group("disb", (*order, *low), (1,) * 5 + (0,) * 4, disb, lanes=2, quantum_us=30.0),
+                      high_beside, instances=4, quantum_us=70.0),
+        "disb": Group("disb", (*order, *low), (1,) * 5 + (0,) * 4, disb, instances=2, quantum_us=30.0),
         "order": order_group(tiny=False),
     }  # fmt: skip
 
@@ -169,7 +172,7 @@ def measure(args: argparse.Namespace) -> None:
         if args.only and name not in args.only.split(","):
             continue
         since = time.monotonic()
-        setup = Setup((1,), group.lanes, active=None, quantum_us=group.quantum_us)
+        setup = Setup((1,), group.instances, active=None, quantum_us=group.quantum_us)
         loaded = Loaded(args.device, group.kinds, setup, group.priorities, shares=name == "pairs")
         print(f"{name}: loaded in {time.monotonic() - since:.1f} s", flush=True)
         save_profiles(folder / f"{NAME}_profiles_{name}.json", loaded.profiles())

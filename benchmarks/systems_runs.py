@@ -33,7 +33,7 @@ class Group:
     kinds: tuple[Kind, ...]
     priorities: tuple[int, ...]
     points: Callable[[Loaded, Options], Iterator[tuple[str, Callable[[], Any]]]]
-    lanes: int = 3
+    instances: int = 3
     quantum_us: float = 100.0
 
 

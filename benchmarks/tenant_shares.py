@@ -33,7 +33,7 @@ from paellapy.serving.bench.run import run_bench
 
 SHARES = {"a": 1.0, "b": 3.0, "c": 6.0}
 CLIENTS = 48  # of each tenant: even the largest share leaves some of its own waiting
-LANES = 4
+INSTANCES = 4
 POLICY = "fair"
 
 
@@ -42,7 +42,7 @@ def model(device: str) -> pp.Model:
     if device.startswith("cuda"):
         from bound_models import Bound
 
-        return Bound("compute_bound").model((1,), LANES, 0, "cuda")
+        return Bound("compute_bound").model((1,), INSTANCES, 0, "cuda")
     return demo.load("cnn", batch=(1,))
 
 

@@ -25,7 +25,13 @@ from torch_graphs import capture, half_net
 
 from paellapy.instrument.device.cuda_memory import CudaStream
 from paellapy.instrument.device.driver import check, driver
-from paellapy.scheduler.backends.cuda_graphs import CapturedGraph, CudaWindows, instantiate, launch_once, segment_graph
+from paellapy.scheduler.backends.cuda_graphs import (
+    CapturedGraph,
+    CudaPartitions,
+    instantiate,
+    launch_once,
+    segment_graph,
+)
 from paellapy.scheduler.core.tuning import Tuning
 
 WINDOWS = 8
@@ -38,7 +44,7 @@ TOGETHER = (*WAYS[:1], "in windows", "in windows, from their own streams", "in o
 
 
 def make(
-    graph: CapturedGraph, bounds: list[tuple[int, int]], word: int, stream: int, windows: CudaWindows, n: int
+    graph: CapturedGraph, bounds: list[tuple[int, int]], word: int, stream: int, windows: CudaPartitions, n: int
 ) -> list[list[int]]:
     """Executable graphs of every part: on all SMs, and in each of the first n windows."""
     made: list[list[int]] = []
@@ -91,7 +97,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     device = need_gpu("windows of SMs are green contexts")
-    windows = CudaWindows(device, WINDOWS, Tuning.for_device(device).window_share)
+    windows = CudaPartitions(device, WINDOWS, Tuning.for_device(device).partition_share)
     pinned = device._allocate_pinned(64)
     word = int(pinned.ctypes.data)
     stream = CudaStream(device, 0)
@@ -124,14 +130,14 @@ def main() -> None:
     print("in each window:", ", ".join(f"{w['sms']} SMs {w['alone_us']:.1f} µs" for w in results["windows"]))
     # Every job has graphs of its own: one that runs waits for itself. Their memory is the same, and nobody reads it.
     most = range(max(AT_ONCE))
-    lanes = [make(graph, [(0, len(graph.nodes))], word, stream.handle, windows, WINDOWS) for _ in most]
+    instances = [make(graph, [(0, len(graph.nodes))], word, stream.handle, windows, WINDOWS) for _ in most]
     spread, single = [windows.stream(j % WINDOWS, 0) for j in most], [windows.stream(0, 0) for _ in most]
     ways = [
-        [(lanes[j][0][0], streams[j].handle) for j in most],
-        [(lanes[j][1 + j % WINDOWS][0], streams[j].handle) for j in most],
-        [(lanes[j][1 + j % WINDOWS][0], spread[j].handle) for j in most],
-        [(lanes[j][1][0], streams[j].handle) for j in most],
-        [(lanes[j][1][0], single[j].handle) for j in most],
+        [(instances[j][0][0], streams[j].handle) for j in most],
+        [(instances[j][1 + j % WINDOWS][0], streams[j].handle) for j in most],
+        [(instances[j][1 + j % WINDOWS][0], spread[j].handle) for j in most],
+        [(instances[j][1][0], streams[j].handle) for j in most],
+        [(instances[j][1][0], single[j].handle) for j in most],
     ]
     together = Table(title=f"{MODELS[0].label} at once, graphs a second", box=None)
     for column in ("where", *map(str, AT_ONCE)):

@@ -1,6 +1,6 @@
 """Makes the drawings of docs/concepts.md: boxes and arrows as SVG, on a ground of their own for any theme.
 
-    python docs/make_drawings.py
+python docs/make_drawings.py
 """
 
 from __future__ import annotations
@@ -75,17 +75,17 @@ def reports() -> Drawing:
 
 
 def segments() -> Drawing:
-    d = Drawing(720, 346, "Lanes and segments")
+    d = Drawing(720, 346, "Instances and segments")
     d.text(20, 30, "requests", SOFT)
     for k in range(3):
         d.box(20, 40 + 34 * k, 90, 26, f"request {k + 1}", "#fff")
         d.arrow((110, 53 + 34 * k), (150, 53 + 34 * k))
     d.box(150, 34, 120, 104, "", PALE)
-    d.text(210, 28, "lane: buffers of one batch", SOFT, "middle", 12)
+    d.text(210, 28, "instance: buffers of one batch", SOFT, "middle", 12)
     for k in range(3):
         d.box(160, 40 + 34 * k, 100, 26, f"slot {k + 1}", "#fff")
     d.arrow((270, 86), (310, 86))
-    d.text(480, 58, "job: the lane, once it is closed; its program in segments", SOFT, "middle", 12)
+    d.text(480, 58, "job: the instance, once it is closed; its program in segments", SOFT, "middle", 12)
     for k in range(5):
         d.box(312 + 72 * k, 70, 66, 34, f"seg. {k + 1}", BLUE if k < 2 else "#fff", "#fff" if k < 2 else INK)
     d.text(312, 124, "done or running", BLUE, size=12)
@@ -113,9 +113,7 @@ def windows() -> Drawing:
         x = 20 + 15.4 * sm
         d.parts.append(f'<rect x="{x:.1f}" y="42" width="13" height="18" rx="2" fill="{PALE}" stroke="{SOFT}"/>')
     for k, colour in enumerate((BLUE, ORANGE, GREEN)):
-        d.parts.append(
-            f'<rect x="{20 + 200 * k}" y="{68 + 9 * k}" width="{277}" height="6" rx="3" fill="{colour}"/>'
-        )
+        d.parts.append(f'<rect x="{20 + 200 * k}" y="{68 + 9 * k}" width="{277}" height="6" rx="3" fill="{colour}"/>')
     d.text(20, 130, "hardware queues: CUDA deals launches out in turn; a long graph holds up those behind it", SOFT)
     for q in range(4):
         y = 142 + 20 * q

@@ -167,7 +167,7 @@ def memory() -> str:
     size = f"{load['models']}, {load['weights_bytes'] / 1e9:.1f} GB"
     rows = [
         ["models, their weights", size],
-        ["memory for weights; with lanes; ÷ all weights",
+        ["memory for weights; with instances; ÷ all weights",
          f"{load['budget_bytes'] / 1e9:.1f} GB; {whole / 1e9:.1f} GB; "
          f"{load['budget_bytes'] / load['weights_bytes']:.2f}, {whole / load['weights_bytes']:.2f}"],
         [f"reload, part of the link's {found['link']['gbps']:.0f} GB/s (aim ≥ 0.85), median", f"{cold['of_link']:.2f}"],

@@ -56,7 +56,7 @@ def windows() -> str:
     rows = [
         [each["name"], f"{np.mean(each['alone']):.2f}", f"{each['saturation']:,.0f}/s",
          f"{np.median(each['p99_4000']):.2f}", f"{np.median(each['p99_5000']):.2f}"]
-        for each in stored("sm_windows")
+        for each in stored("sm_partitions")
     ]  # fmt: skip
     return table(["confined to", "time alone ×", "saturation", "p99 slowdown at 4000/s", "at 5000/s"], rows)
 

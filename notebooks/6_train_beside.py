@@ -32,6 +32,7 @@ def batches(n):
         x = torch.randn(64, 8)
         yield x, x.sum(1, keepdim=True)
 
+
 # %% [markdown]
 # ## A job
 #
@@ -42,7 +43,11 @@ def batches(n):
 losses = []
 with pp.Engine("virtual:h200", policy="priority") as engine:
     job = engine.background(
-        step, name="train", state=[net, optimizer], data=batches(400), every=1,
+        step,
+        name="train",
+        state=[net, optimizer],
+        data=batches(400),
+        every=1,
         callback=lambda job: losses.append(float(job.outputs["output"])),
     )
     job.join()
@@ -103,7 +108,7 @@ from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile  # noq
 
 models = [
     ModelProfile("net", {1: [SegmentProfile(100e3, blocks=200, warps=1600)] * 9}),
-    ModelProfile("train", {1: [SegmentProfile(100e3, blocks=2000, warps=8000)] * 30}, lanes=1),
+    ModelProfile("train", {1: [SegmentProfile(100e3, blocks=2000, warps=8000)] * 30}, instances=1),
 ]
 ask = pp.Poisson(250, "net", duration=1.0, priority=1)
 alone = pp.simulate(models, ask, "priority").model("net").p99_ms

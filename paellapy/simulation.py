@@ -34,9 +34,9 @@ def simulate(
     Models are first captured and profiled on the virtual device. `trace=True` places every block of every kernel and
     gives the result a `trace` like that of `engine.trace()`.
 
-    `options`: `fidelity="segments"` (fast) or `"blocks"` (places every block); `seed`; `active` and `look_ahead`,
+    `options`: `fidelity="segments"` (fast) or `"blocks"` (places every block); `seed`; `active` and `max_in_flight`,
     which override the policy's; `demand`, the total demand in GPUs up to which jobs are admitted; `queues`, the number
-    of hardware queues; `admission=True`, to refuse requests that would be late; `sm_windows`; `tenants`, by name;
+    of hardware queues; `admission=True`, to refuse requests that would be late; `sm_partitions`; `tenants`, by name;
     `memory_bytes` and `pcie_gbps`, for weights that come and go; `host_launch_ns`, the host's time for a launch;
     `tuning`. `scheduler/sim/simulate.py` describes each.
 
@@ -84,8 +84,8 @@ def _traced(
 
 
 def _profile(engine: Engine, model: Model) -> ModelProfile:
-    lanes = model.lanes or engine.max_active or engine.tuning.default_active
-    return model_profile(model, engine.profile(model.name), lanes, engine.limits.requests)
+    instances = model.instances or engine.max_active or engine.tuning.default_active
+    return model_profile(model, engine.profile(model.name), instances, engine.limits.requests)
 
 
 def profiles_of(models: Sequence[Model | ModelProfile], device: str = "virtual:h200") -> list[ModelProfile]:

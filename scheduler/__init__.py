@@ -1,4 +1,4 @@
-"""The dispatcher: programs, lanes, segments and policies."""
+"""The dispatcher: programs, instances, segments and policies."""
 
 # Under a second name every module would exist twice, with other classes and other state.
 if __name__ != "paellapy.scheduler":

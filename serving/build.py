@@ -33,10 +33,10 @@ def build_policy(config: Config, source: Source) -> Policy:
 
 
 def build_engine(config: Config, source: Source, policy: Policy | None = None) -> Engine:
-    """Makes the engine, without models. With workers, it has one front end for each besides its own."""
+    """Makes the engine, without models. With workers, it has one producer for each besides its own."""
     policy = policy or build_policy(config, source)
     workers = config.server.workers
-    limits = Limits(requests=config.max_queue + (OWN_ROWS if workers else 0), fronts=workers + 1)
+    limits = Limits(requests=config.max_queue + (OWN_ROWS if workers else 0), producers=workers + 1)
     try:
         engine = Engine(
             config.device,
@@ -45,11 +45,11 @@ def build_engine(config: Config, source: Source, policy: Policy | None = None) -
             config.quantum_us,
             config.max_active,
             host_bytes=config.host_bytes,
-            sm_windows=config.sm_windows,
+            sm_partitions=config.sm_partitions,
             limits=limits,
         )
     except PaellaError as e:
-        settings = ("sm_windows", "host_bytes", "quantum_us", "memory_bytes", "max_active")
+        settings = ("sm_partitions", "host_bytes", "quantum_us", "memory_bytes", "max_active")
         named = next((key for key in settings if key in str(e)), "device")
         raise source.error((named,), str(e)) from e
     for name, each in config.tenants.items():
@@ -126,7 +126,7 @@ def make_model(config: ModelConfig, folder: Path) -> Model:
         target_ms=config.target_ms,
         priority=config.priority,
         share=config.share,
-        lanes=config.lanes,
+        instances=config.instances,
         params=config.params,
         resident=config.resident,
         capture=config.capture,

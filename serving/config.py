@@ -105,7 +105,7 @@ class ModelConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     target_ms: Positive | None = None
     priority: int | None = None
     share: Positive | None = None
-    lanes: Count | None = None
+    instances: Count | None = None
     params: dict[str, float] | None = None  # parameters for policies, as in params = {request = 0.3, limit = 0.6}
     resident: bool | Literal["auto"] | None = None  # whether its weights stay on the GPU when not all models fit
     capture: Literal["ahead", "on_demand"] | None = None  # when batch sizes are captured
@@ -163,7 +163,7 @@ class Config(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     policy: Text = "paella"
     quantum_us: Annotated[float, Meta(ge=1, le=MOST)] | None = None  # None: the engine's default
     max_active: Count | None = None  # jobs that may run at once; None: from the models' demand
-    sm_windows: Annotated[int, Meta(ge=0)] = 0  # windows of SMs that confine launches when many batches run
+    sm_partitions: Annotated[int, Meta(ge=0)] = 0  # SM partitions that confine launches when many batches run
     memory_bytes: Count | None = None  # budget on the GPU; if set, models that do not fit may be loaded too
     host_bytes: Annotated[int, Meta(ge=0)] | None = None  # host memory for weights off the GPU; None: half of it
     max_queue: Annotated[int, Meta(ge=1, le=1 << 20)] = 8192  # items waiting or running; further ones are refused

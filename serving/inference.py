@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.errors import DeadlineError, EngineAwayError, SuspectError, UnknownModelError
 from paellapy.scheduler.engine.callbacks import ByteCall, Call
-from paellapy.scheduler.models.memory import Lane
+from paellapy.scheduler.models.memory import Instance
 from paellapy.scheduler.models.model import Model
 from paellapy.serving.access import infers
 from paellapy.serving.admission import Ticket
@@ -133,13 +133,13 @@ class Inference(ABC):
 
     # -- the engine's answer
 
-    def done_in(self, lane: Lane, slot: int) -> None:
+    def done_in(self, instance: Instance, slot: int) -> None:
         known = known_answer(self._request)
         if known is None:
-            self.done({key: array[slot : slot + 1] for key, array in lane.outputs.items()})
+            self.done({key: array[slot : slot + 1] for key, array in instance.outputs.items()})
             return
         try:
-            outputs = lane.slot_bytes(slot)[1]
+            outputs = instance.slot_bytes(slot)[1]
             pieces: Pieces = [known, *[outputs[each.name] for each in self._request.outputs]]
         except Exception as e:
             self.fail(e)

@@ -40,9 +40,9 @@ _MODULES = {
 
 def warm_up(policy: Policy) -> None:
     """Compiles with tables of its own. Forked processes inherit the compiled code and answer at once."""
-    state = new_state(Limits(models=1, lanes=1, requests=2, clients=2))
+    state = new_state(Limits(models=1, instances=1, requests=2, clients=2))
     attach_policy(state, policy)
-    install(state, ModelProfile("warm-up", {1: [SegmentProfile(1.0)]}, lanes=1))
+    install(state, ModelProfile("warm-up", {1: [SegmentProfile(1.0)]}, instances=1))
     admission.ask(state, admission.new_allowances([1], Tuning.of_row(state.tuning[0])), np.zeros(1, admission.ASKED))
     attach_loop(state)
     ring_calls.warm_up(state)

@@ -147,7 +147,7 @@ class ServiceCollector(Collector):
         for name, text, value in (
             ("paellapy_launches", "Launches on the GPU", stats["launches"]),
             ("paellapy_whole_launches", "Launches of a whole program", stats["whole_launches"]),
-            ("paellapy_confined_launches", "Launches confined to a window of SMs", stats["confined_launches"]),
+            ("paellapy_confined_launches", "Launches confined to an SM partition", stats["confined_launches"]),
             ("paellapy_segments", "Segments completed", stats["segments"]),
             ("paellapy_preemptions", "Times a job gave way to another", stats["preemptions"]),
         ):
@@ -164,7 +164,7 @@ class ServiceCollector(Collector):
         if not isinstance(service.engine, Engine):
             return  # each worker has its own allowances, and any worker may be asked
         sizes = GaugeMetricFamily(
-            "paellapy_admission_window", "Requests of the model that may be in flight", labels=_LABELS
+            "paellapy_admission_limit", "Requests of the model that may be in flight", labels=_LABELS
         )
         for name, allowance in list(service.admission.allowances.items()):
             sizes.add_metric((name, VERSION), allowance.size)

@@ -68,7 +68,7 @@ def model_config(model: Model, engine: Engine | RemoteEngine) -> dict[str, Any]:
         ]
         for key, specs in (("input", model.inputs), ("output", model.outputs))
     }
-    lanes = engine.stats()["models"].get(model.name, {}).get("lanes", 0)
+    instances = engine.stats()["models"].get(model.name, {}).get("instances", 0)
     own = {"priority": model.priority, "share": model.share, "target_ms": model.target_ms, "policy": engine.policy}
     return {
         "name": model.name,
@@ -77,7 +77,7 @@ def model_config(model: Model, engine: Engine | RemoteEngine) -> dict[str, Any]:
         "version_policy": {"latest": {"num_versions": 1}},
         "max_batch_size": model.max_batch,
         **tensors,
-        "instance_group": [{"name": model.name, "kind": "KIND_GPU", "count": lanes}],
+        "instance_group": [{"name": model.name, "kind": "KIND_GPU", "count": instances}],
         "dynamic_batching": {
             "preferred_batch_size": list(model.batch),
             "max_queue_delay_microseconds": 0,

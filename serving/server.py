@@ -107,7 +107,7 @@ class Heartbeat:
 
 GONE = "it was removed from the configuration"
 PATIENCE_S = 120.0
-FIXED = ("device", "quantum_us", "max_active", "sm_windows", "memory_bytes", "host_bytes", "max_queue", "server",
+FIXED = ("device", "quantum_us", "max_active", "sm_partitions", "memory_bytes", "host_bytes", "max_queue", "server",
          "tenants")  # fmt: skip
 
 

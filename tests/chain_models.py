@@ -17,7 +17,7 @@ WEIGHTS = N * N * 4 * LAYERS
 SMALL = {"chunk_bytes": 2 * N * N * 4}  # two layers
 
 
-def chain(name, seed, weights=None, batch=(1,), lanes=1, **options):
+def chain(name, seed, weights=None, batch=(1,), instances=1, **options):
     """x · W1 · W2 …: a kernel and a tensor for each layer."""
     draw = np.random.default_rng(seed)
     made = {f"w{k}": (draw.standard_normal((N, N)) / 8).astype(np.float32) for k in range(LAYERS)}
@@ -31,7 +31,7 @@ def chain(name, seed, weights=None, batch=(1,), lanes=1, **options):
             source = target
 
     specs = {"inputs": {"x": pp.TensorSpec((N,))}, "outputs": {"y": pp.TensorSpec((N,))}}
-    return pp.Model(name, fn, weights=weights or made, batch=batch, lanes=lanes, **specs, **options), made
+    return pp.Model(name, fn, weights=weights or made, batch=batch, instances=instances, **specs, **options), made
 
 
 def expected(made, x):
@@ -47,11 +47,11 @@ def ask(server, name, made, seed=0):
 
 
 def room_for(device, weights):
-    """Memory for the weights of this number of models and one lane."""
+    """Memory for the weights of this number of models and one instance."""
     with pp.Engine(device, memory_bytes=1 << 30, quantum_us=2, tuning=SMALL) as server:
         server.load(chain("probe", 0)[0])
         account = server.memory()
-        return weights * account["weights_bytes"] + account["lanes_bytes"] + 256
+        return weights * account["weights_bytes"] + account["instances_bytes"] + 256
 
 
 def settle(server, name, state):

@@ -1,4 +1,4 @@
-"""The core with a front end and a GPU driven by hand: tests decide what happens when."""
+"""The core with a producer and a GPU driven by hand: tests decide what happens when."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paellapy.scheduler.policies.attach import attach_policy
 from paellapy.scheduler.policies.policy import Policy, find_policy
 
 LIMITS = st.Limits(
-    models=4, lanes=16, lanes_per_model=4, sizes=3, batch=8, segments=8, requests=48, clients=4, inputs=2
+    models=4, instances=16, instances_per_model=4, sizes=3, batch=8, segments=8, requests=48, clients=4, inputs=2
 )
 
 
@@ -42,13 +42,13 @@ class Bench:
     one_by_one: bool = False  # the host computes each launch
     now: int = 0
     serial: int = 0
-    launched: dict[int, deque[Any]] = field(default_factory=lambda: defaultdict(deque))  # lane → not yet completed
-    history: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # lane → segments of this life
+    launched: dict[int, deque[Any]] = field(default_factory=lambda: defaultdict(deque))  # instance → not yet completed
+    history: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # instance → segments of this life
     done: dict[int, Any] = field(default_factory=dict)  # serial → completion
     closed: list[int] = field(default_factory=list)
     rows: dict[int, int] = field(default_factory=dict)  # serial → row, while in use
-    unready: list[tuple[int, int]] = field(default_factory=list)  # lanes and slots still to be written
-    unread: list[tuple[int, int]] = field(default_factory=list)  # lanes and slots whose output is still to be read
+    unready: list[tuple[int, int]] = field(default_factory=list)  # instances and slots still to be written
+    unread: list[tuple[int, int]] = field(default_factory=list)  # instances and slots whose output is still to be read
 
     def __post_init__(self) -> None:
         self.state = st.new_state(self.limits)
@@ -58,7 +58,7 @@ class Bench:
         set_capacity(self.state, Capacity.of((h200 := part("h200")).sms, h200.sm))
         self.state.core["hold"][0], self.state.core["one_by_one"][0] = self.hold, self.one_by_one
         self.state.core["demand_limit"][0] = self.demand
-        self.started = np.zeros((self.limits.lanes, self.limits.segments), np.uint64)
+        self.started = np.zeros((self.limits.instances, self.limits.segments), np.uint64)
         words = self.started.ctypes.data + 8 * np.arange(self.started.size).reshape(self.started.shape)
         if self.reports:
             self.state.launch["draining"] = words[:, None, :]
@@ -74,26 +74,26 @@ class Bench:
         row = self.free.pop()
         s = self.state
         claimed = rings.claim(s, 0, model, client) if direct else rings.STAGED
-        lane, slot = (codes.NONE, codes.NONE) if claimed == rings.STAGED else divmod(claimed, rings.SLOTS)
+        instance, slot = (codes.NONE, codes.NONE) if claimed == rings.STAGED else divmod(claimed, rings.SLOTS)
         message = rings.Message(
-            kind=codes.SUBMIT, request=row, serial=self.serial, tag=1000 + self.serial, model=model, lane=lane,
+            kind=codes.SUBMIT, request=row, serial=self.serial, tag=1000 + self.serial, model=model, instance=instance,
             slot=slot, client=client, priority=priority, arrival_ns=self.now, deadline_ns=deadline, source=source,
         )  # fmt: skip
         assert rings.post(s, 0, message.address)
         self.rows[self.serial] = row
-        if lane >= 0:
-            self.unready.append((lane, slot))
+        if instance >= 0:
+            self.unready.append((instance, slot))
             if ready:
                 self.write()
         return self.serial
 
     def write(self) -> None:
-        """A front end finishes writing one slot."""
+        """A producer finishes writing one slot."""
         if self.unready:
             rings.mark_ready(self.state, *self.unready.pop(0))
 
     def read(self) -> None:
-        """A front end has read one output."""
+        """A producer has read one output."""
         if self.unread:
             rings.release(self.state, *self.unread.pop(0))
 
@@ -111,16 +111,16 @@ class Bench:
         if self.one_by_one and not s.core["whole_always"][0]:
             assert s.core["out"][0] <= 1, "a launch was chosen before the one ahead was computed"
         for entry in s.out[: s.core["out"][0]]:
-            lane, segment = int(entry["lane"]), int(entry["segment"])
-            assert s.lane["state"][lane] == codes.RUNNING or s.core["mode"][0] == codes.FAIL_MODE
-            life = self.history[lane]
+            instance, segment = int(entry["instance"]), int(entry["segment"])
+            assert s.instance["state"][instance] == codes.RUNNING or s.core["mode"][0] == codes.FAIL_MODE
+            life = self.history[instance]
             if segment in (0, codes.WHOLE):
-                assert not self.launched[lane], "a lane was started while it runs"
+                assert not self.launched[instance], "an instance was started while it runs"
                 life.clear()
             else:
                 assert life[-1] == segment - 1, "segments were reordered"
             life.append(segment)
-            self.launched[lane].append(int(entry["word"]))
+            self.launched[instance].append(int(entry["word"]))
         s.core["out"][0] = 0
         check_integrity(s)
         return self.take()
@@ -140,7 +140,7 @@ class Bench:
                 self.done[serial] = entry
                 self.free.append(int(entry["request"]))
                 if self.hold and entry["status"] == codes.OK:
-                    self.unread.append((int(entry["lane"]), int(entry["slot"])))
+                    self.unread.append((int(entry["instance"]), int(entry["slot"])))
                 finished.append(serial)
         return finished
 
@@ -149,18 +149,18 @@ class Bench:
 
     @property
     def running(self) -> list[int]:
-        return [lane for lane, words in self.launched.items() if words]
+        return [instance for instance, words in self.launched.items() if words]
 
-    def drain(self, lane: int) -> None:
-        """Marks all blocks of the lane's newest segment as placed on the SMs."""
-        self.started[lane, max(0, int(self.state.lane["issued"][lane]) - 1)] = 1
+    def drain(self, instance: int) -> None:
+        """Marks all blocks of the instance's newest segment as placed on the SMs."""
+        self.started[instance, max(0, int(self.state.instance["issued"][instance]) - 1)] = 1
 
-    def finish_segment(self, lane: int) -> None:
-        """The GPU completes a lane's oldest launch."""
-        ctypes.c_uint64.from_address(self.launched[lane].popleft()).value = 1
+    def finish_segment(self, instance: int) -> None:
+        """The GPU completes an instance's oldest launch."""
+        ctypes.c_uint64.from_address(self.launched[instance].popleft()).value = 1
 
     def run_dry(self, limit: int = 5000, ns: int = 1000) -> None:
-        """Lets front ends and the GPU work until nothing is left."""
+        """Lets producers and the GPU work until nothing is left."""
         for _ in range(limit):
             if not self.rows and not self.running and not self.unread and not self.unready:
                 self.step()
@@ -169,7 +169,7 @@ class Bench:
                 self.write()
             while self.unread:
                 self.read()
-            for lane in self.running:
-                self.finish_segment(lane)
+            for instance in self.running:
+                self.finish_segment(instance)
             self.step(ns)
         raise AssertionError(f"still waiting for {sorted(self.rows)}")

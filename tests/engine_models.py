@@ -158,7 +158,7 @@ def lookup_model(name: str = "lookup", rows: int = 16, **options: Any) -> Model:
 def lose_the_gpu_on_faults(monkeypatch: Any = None) -> None:
     """Makes a fault on the virtual GPU end the engine, as on a real GPU."""
 
-    def isolate(self: Faults, k: int, size: int, lane: Any, program: Any, cause: Exception) -> None:
+    def isolate(self: Faults, k: int, size: int, instance: Any, program: Any, cause: Exception) -> None:
         raise cause
 
     if monkeypatch is None:

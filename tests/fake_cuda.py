@@ -50,11 +50,11 @@ class FakeCuda:
     """`driver()` and `library()` in one. `fails` is the result of graph launches; launches that are `silent` never
     complete.
 
-    `by_kernel`: nodes name a CUkernel, as after a launch by the runtime. `windows` are green contexts, as lists of the
-    groups of SMs in each; `confined` counts the kernels that ran in each context; `window_streams` maps each of their
-    streams to its context. `at_home` counts graphs that ended in the window of their stream; `ended_inside` counts, by
-    number of nodes, graphs that ended in any window; `launched` lists every launched graph. After `sends` kernels, none
-    can be sent to a window. `groups_only`: SMs outside a group are not accepted into a window.
+    `by_kernel`: nodes name a CUkernel, as after a launch by the runtime. `partitions` are green contexts, as lists of
+    the groups of SMs in each; `confined` counts the kernels that ran in each context; `partition_streams` maps each of
+    their streams to its context. `at_home` counts graphs that ended in the partition of their stream; `ended_inside`
+    counts, by number of nodes, graphs that ended in any partition; `launched` lists every launched graph. After `sends`
+    kernels, none can be sent to a partition. `groups_only`: SMs outside a group are not accepted into a partition.
     """
 
     def __init__(self) -> None:
@@ -65,9 +65,9 @@ class FakeCuda:
         self.streams: dict[int, Stream] = {}
         self.fails, self.silent, self.by_kernel, self.groups_only = 0, False, False, False
         self.sent, self.sends = 0, math.inf
-        self.windows: dict[int, list[int]] = {}
+        self.partitions: dict[int, list[int]] = {}
         self.confined: Counter[int] = Counter()
-        self.window_streams: dict[int, int] = {}
+        self.partition_streams: dict[int, int] = {}
         self.at_home = 0
         self.ended_inside: Counter[int] = Counter()
         self.launched: set[int] = set()
@@ -137,7 +137,7 @@ class FakeCuda:
         if not self.fails and not self.silent:
             self.launched.add(executable)
             ends = [node.facts.get("context", 0) for node in self.executables[executable] if node.kind == "word"]
-            self.at_home += ends == [self.window_streams.get(stream)]
+            self.at_home += ends == [self.partition_streams.get(stream)]
             self.ended_inside[len(self.executables[executable])] += ends != [0]
             for node in self.executables[executable]:
                 self._run(node)
@@ -268,7 +268,7 @@ class FakeCuda:
         return _OK, real.CUstream(handle)
 
     def cuStreamDestroy(self, stream):
-        self.window_streams.pop(int(stream), None)
+        self.partition_streams.pop(int(stream), None)
         self.made.discard(int(stream))
         return (_OK,)
 
@@ -408,20 +408,20 @@ class FakeCuda:
 
     def cuGreenCtxCreate(self, description, device, flags):
         handle = next(_ids)
-        self.windows[handle] = self._described
+        self.partitions[handle] = self._described
         return _OK, real.CUgreenCtx(handle)
 
     def cuCtxFromGreenCtx(self, context):
         return _OK, real.CUcontext(int(context))
 
     def cuGreenCtxDestroy(self, context):
-        assert int(context) not in self.window_streams.values(), "streams go first"
-        del self.windows[int(context)]
+        assert int(context) not in self.partition_streams.values(), "streams go first"
+        del self.partitions[int(context)]
         return (_OK,)
 
     def cuGreenCtxStreamCreate(self, context, flags, priority):
         made = self.cuStreamCreateWithPriority(flags, priority)
-        self.window_streams[int(made[1])] = int(context)
+        self.partition_streams[int(made[1])] = int(context)
         return made
 
     def cuGraphMemcpyNodeGetParams(self, node):

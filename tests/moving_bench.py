@@ -59,8 +59,8 @@ class MovingBench(Bench):
         return finished
 
     def uses(self, m: int) -> bool:
-        lanes = [lane for lane in self.running if self.state.lane["model"][lane] == m]
-        return bool(lanes)
+        instances = [instance for instance in self.running if self.state.instance["model"][instance] == m]
+        return bool(instances)
 
     def take_orders(self, used: dict[int, bool]) -> None:
         s, unfreed = self.state, False
@@ -111,8 +111,8 @@ class MovingBench(Bench):
                 return
             while self.unready:
                 self.write()
-            for lane in self.running:
-                self.finish_segment(lane)
+            for instance in self.running:
+                self.finish_segment(instance)
             self.chunk()
             self.step(CHUNK)
         raise AssertionError(f"still waiting for {sorted(self.rows)}")

@@ -19,7 +19,7 @@ SMALL = ("BOOL", "UINT8", "UINT16", "INT8", "INT16", "FP16", "BF16")
 
 def pair() -> list[Model]:
     """A model that doubles x; and one that returns x after many kernels, one request at a time."""
-    return [scale_model(batch=(1, 4)), scale_model("long", factor=1.0, steps=300, batch=(1,), lanes=1)]
+    return [scale_model(batch=(1, 4)), scale_model("long", factor=1.0, steps=300, batch=(1,), instances=1)]
 
 
 def losing_the_gpu() -> list[Model]:

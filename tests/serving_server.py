@@ -48,7 +48,9 @@ class Running:
         return len(self.server._runner.server.connections)
 
     def hold(self, model: str) -> Slot:
-        """Reserves a slot of the model, so that its lane waits. Right after an answer the lane may not be free yet."""
+        """Reserves a slot of the model, so that its instance waits. Right after an answer the instance may not be free
+        yet.
+        """
         while True:
             slot = self.engine.reserve(model)
             if slot._place is not None:

@@ -429,9 +429,9 @@ def pool_serve(s: State, r: int, sm: int) -> None:
         end_block(s, slot)
 
 
-# Placement: the SM for a grid's next block, in its window, in its cluster's GPC, in order of priority. Compiled.
+# Placement: the SM for a grid's next block, in its partition, in its cluster's GPC, in order of priority. Compiled.
 #
-# Few models use windows or clusters, so placement in them is compiled for the first launch that needs it.
+# Few models use partitions or clusters, so placement in them is compiled for the first launch that needs it.
 
 
 @part
@@ -482,13 +482,14 @@ def place_one(s: State, handle: int) -> bool:
 
 @part
 def place_confined(s: State, handle: int) -> bool:
-    """Places the grid's next block on the SM of its window with the most room, the lowest on a tie as in the tree."""
+    """Places the grid's next block on the SM of its partition with the most room, the lowest on a tie as in the tree.
+    """
     command = s.command[handle & (s.command.shape[0] - 1)]
     threads, registers, shared = command.threads, command.registers, command.shared
-    first = s.window[command.window, W_FIRST]
+    first = s.partition[command.partition, W_FIRST]
     chosen = -1
     least = INF
-    for k in range(first, first + s.window[command.window, W_SMS]):
+    for k in range(first, first + s.partition[command.partition, W_SMS]):
         sm = k if k < s.free.shape[0] else k - s.free.shape[0]
         rank = load(s, sm, threads, registers, shared)
         if rank < least or (rank == least and sm < chosen):
@@ -502,11 +503,11 @@ def place_confined(s: State, handle: int) -> bool:
 
 
 @part
-def in_window(s: State, window: int, sm: int) -> bool:
-    after = sm - s.window[window, W_FIRST]
+def in_partition(s: State, partition: int, sm: int) -> bool:
+    after = sm - s.partition[partition, W_FIRST]
     if after < 0:
         after += s.free.shape[0]
-    inside: bool = after < s.window[window, W_SMS]
+    inside: bool = after < s.partition[partition, W_SMS]
     return inside
 
 
@@ -523,17 +524,18 @@ def room(s: State, sm: int, threads: int, registers: int, shared: int) -> int:
 
 @part
 def place_cluster(s: State, handle: int) -> bool:
-    """Places the blocks of the grid's next cluster at once, inside the GPC with the most room for them in its window.
+    """Places the blocks of the grid's next cluster at once, inside the GPC with the most room for them in its
+    partition.
     """
     command = s.command[handle & (s.command.shape[0] - 1)]
     threads, registers, shared = command.threads, command.registers, command.shared
-    window = command.window
+    partition = command.partition
     most = command.cluster - 1
     best = -1
     for gpc in range(s.gpc.shape[0] - 1):
         fit = 0
         for sm in range(s.gpc[gpc], s.gpc[gpc + 1]):
-            if in_window(s, window, sm):
+            if in_partition(s, partition, sm):
                 fit += room(s, sm, threads, registers, shared)
         if fit > most:
             most = fit
@@ -545,7 +547,7 @@ def place_cluster(s: State, handle: int) -> bool:
         least = INF
         for sm in range(s.gpc[best], s.gpc[best + 1]):
             rank = load(s, sm, threads, registers, shared)
-            if rank < least and in_window(s, window, sm):
+            if rank < least and in_partition(s, partition, sm):
                 least = rank
                 chosen = sm
         start_block(s, handle, chosen)
@@ -555,14 +557,14 @@ def place_cluster(s: State, handle: int) -> bool:
 
 @reachable
 def place_within(s: State, handle: int) -> int:
-    """Places the grid's next cluster, or its next block in its window; returns whether there was room."""
+    """Places the grid's next cluster, or its next block in its partition; returns whether there was room."""
     clusters = s.command[handle & (s.command.shape[0] - 1)].cluster > 1
     placed = place_cluster(s, handle) if clusters else place_confined(s, handle)
     return 1 if placed else 0
 
 
 def attach_within(s: State) -> None:
-    """Lets the model place clusters, and blocks in windows. Call before the first such launch on this state."""
+    """Lets the model place clusters, and blocks in partitions. Call before the first such launch on this state."""
     s.gpu["place_within"][0] = address_of(place_within, State.numba_type, types.int64)
 
 
@@ -570,7 +572,8 @@ def attach_within(s: State) -> None:
 def place(s: State) -> None:
     """Places blocks: of the first waiting grid until it has no more or does not fit; with backfill, then of the next.
 
-    Without backfill, a grid that does not fit in its window delays that window only: a context has its own front end.
+    Without backfill, a grid that does not fit in its partition delays that partition only: a context has its own front
+    end.
     """
     gpu = s.gpu[0]
     gpu.passes += 1
@@ -578,22 +581,22 @@ def place(s: State) -> None:
     while k < gpu.waiting:
         handle = s.waiting[k]
         command = s.command[handle & (s.command.shape[0] - 1)]
-        window = command.window
-        if window > 0 and s.window[window, W_HELD] == gpu.passes:
+        partition = command.partition
+        if partition > 0 and s.partition[partition, W_HELD] == gpu.passes:
             k += 1
             continue
         if command.blocked_at == gpu.freed:  # nothing was freed since it did not fit
             placed = False
-        elif command.cluster > 1 or window > 0:
+        elif command.cluster > 1 or partition > 0:
             placed = call_with(gpu.place_within, s, handle) > 0
         else:
             placed = place_one(s, handle)
         if not placed:
             command.blocked_at = gpu.freed
             if gpu.backfill == 0:
-                if window == 0:
+                if partition == 0:
                     break
-                s.window[window, W_HELD] = gpu.passes
+                s.partition[partition, W_HELD] = gpu.passes
             k += 1
             continue
         if command.placed == command.blocks:

@@ -77,7 +77,7 @@ class Placed:
 
 
 def checked_program(
-    kernels: Sequence[Kernel], footprints: Sequence[tuple[int, int, int, int]], window: int, overhead_ns: float
+    kernels: Sequence[Kernel], footprints: Sequence[tuple[int, int, int, int]], partition: int, overhead_ns: float
 ) -> Program:
     """The program of kernels whose blocks take these warps, threads, registers and shared bytes."""
     commands = np.zeros(len(kernels), lay.COMMAND)
@@ -90,7 +90,7 @@ def checked_program(
         commands[k] = lay.command(
             kind=lay.LAUNCH, blocks=each.n_blocks, warps=warps, threads=threads, registers=registers, shared=shared,
             cluster=each.cluster, cost=row, cost_stride=len(table) > 1, kernel=each.kernel, first=each.first,
-            report=k == len(kernels) - 1, window=window, latency_ns=latency,
+            report=k == len(kernels) - 1, partition=partition, latency_ns=latency,
         )  # fmt: skip
         costs.append(table)
         row += len(table)
@@ -172,11 +172,11 @@ class Flags:
             self._rows = 0
 
 
-# Windows of the SM model: the SMs that a launch may use, and the blocks that fit there.
+# Partitions of the SM model: the SMs that a launch may use, and the blocks that fit there.
 
 
-class Windows:
-    """The windows made so far, and the sizes of blocks that were checked in them."""
+class Partitions:
+    """The partitions made so far, and the sizes of blocks that were checked in them."""
 
     def __init__(self, part: Part) -> None:
         self._part = part
@@ -184,39 +184,41 @@ class Windows:
         self._footprints: dict[tuple[int, int, int, int, int], tuple[int, int, int, int]] = {}
 
     def make(self, s: lay.State, first: int, n: int) -> tuple[lay.State, int]:
-        """The number of the window of `n` SMs from `first` on."""
+        """The number of the partition of `n` SMs from `first` on."""
         sms = self._part.sms
         if not (0 <= first < sms and 1 <= n <= sms):
-            raise LaunchError(f"a window of {n} SMs from SM {first} on: choose 1 to {sms} of SMs 0 to {sms - 1}")
+            raise LaunchError(f"a partition of {n} SMs from SM {first} on: choose 1 to {sms} of SMs 0 to {sms - 1}")
         if (first, n) not in self._made:
             number = len(self._made) + 1
-            if number == len(s.window):
-                s = s._replace(window=doubled(s.window))
-            s.window[number] = (first, n, 0)
+            if number == len(s.partition):
+                s = s._replace(partition=doubled(s.partition))
+            s.partition[number] = (first, n, 0)
             self._made[first, n] = number
             attach_within(s)
         return s, self._made[first, n]
 
     def check_program(self, s: lay.State, program: Program) -> None:
         """Checks a program that may come from another model of the same part."""
-        self.check(int(program.commands["window"][0]))
+        self.check(int(program.commands["partition"][0]))
         if program.clusters and not s.gpu["place_within"][0]:
             attach_within(s)
 
-    def check(self, window: int) -> None:
-        if not 0 <= window <= len(self._made):
-            raise LaunchError(f"no window {window}: {len(self._made)} exist; create one with `window(first, n)`")
+    def check(self, partition: int) -> None:
+        if not 0 <= partition <= len(self._made):
+            raise LaunchError(
+                f"no partition {partition}: {len(self._made)} exist; create one with `partition(first, n)`"
+            )
 
-    def footprint(self, s: lay.State, kernel: Kernel, window: int) -> tuple[int, int, int, int]:
+    def footprint(self, s: lay.State, kernel: Kernel, partition: int) -> tuple[int, int, int, int]:
         """Warps of a block, and the threads, registers and shared bytes that it takes from its SM."""
         n_blocks, cluster = kernel.n_blocks, kernel.cluster
         threads, registers, shared = kernel.threads, kernel.registers, kernel.shared_bytes
-        key = (threads, registers, shared, cluster, window)
+        key = (threads, registers, shared, cluster, partition)
         if key not in self._footprints:
             occupancy(self._part, threads, registers, shared, cluster)  # refuses a block that fits in no SM or no GPC
-            self.check(window)
-            if window > 0 and cluster > 1:
-                self._check_cluster(s, threads, registers, shared, cluster, window)
+            self.check(partition)
+            if partition > 0 and cluster > 1:
+                self._check_cluster(s, threads, registers, shared, cluster, partition)
             if cluster > 1:
                 attach_within(s)
             block = footprint(self._part.sm, threads, registers, shared)
@@ -229,21 +231,21 @@ class Windows:
         return self._footprints[key]
 
     def _check_cluster(
-        self, s: lay.State, threads: int, registers: int, shared: int, cluster: int, window: int
+        self, s: lay.State, threads: int, registers: int, shared: int, cluster: int, partition: int
     ) -> None:
-        """Refuses a cluster that no GPC's part of the window could hold, since it would wait for ever."""
+        """Refuses a cluster that no GPC's part of the partition could hold, since it would wait for ever."""
         each = occupancy(self._part.sm, threads, registers, shared).blocks_per_sm
-        sms = _most_in_a_gpc(s, window)
+        sms = _most_in_a_gpc(s, partition)
         if sms * each < cluster:
             raise LaunchError(
-                f"a cluster of {cluster} blocks fits in no GPC's part of window {window}: at most {sms} of its SMs are "
-                f"in one GPC, with {each} such blocks each; choose a larger window or a smaller cluster"
+                f"a cluster of {cluster} blocks fits in no GPC's part of partition {partition}: at most {sms} of "
+                f"its SMs lie in one GPC, with {each} such blocks each; choose a larger partition or a smaller cluster"
             )
 
 
-def _most_in_a_gpc(s: lay.State, window: int) -> int:
-    """The largest number of the window's SMs that are in one GPC."""
-    first, n = s.window[window, lay.W_FIRST], s.window[window, lay.W_SMS]
+def _most_in_a_gpc(s: lay.State, partition: int) -> int:
+    """The largest number of the partition's SMs that are in one GPC."""
+    first, n = s.partition[partition, lay.W_FIRST], s.partition[partition, lay.W_SMS]
     sms = (first + np.arange(n)) % len(s.free)
     return int(np.bincount(np.searchsorted(s.gpc, sms, side="right")).max())
 

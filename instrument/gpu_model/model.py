@@ -36,9 +36,9 @@ from paellapy.instrument.gpu_model.commands import (
     Commands,
     Flags,
     Kernel,
+    Partitions,
     Placed,
     Program,
-    Windows,
     checked_program,
     placed_commands,
 )
@@ -346,7 +346,7 @@ class SmModel(SmResults):
         self._graphs = 0
         self._costs = Costs()
         self._flags = Flags()
-        self._windows = Windows(part)
+        self._partitions = Partitions(part)
 
     # --- submitting ------------------------------------------------------------------------------------------------
 
@@ -361,13 +361,14 @@ class SmModel(SmResults):
         self._s.stream[number, lay.S_QUEUE] = number % self._connections if self._connections else number
         return number
 
-    def window(self, first: int, n: int) -> int:
-        """Creates a window of `n` SMs from `first` on, wrapping around; launches in it run there, like green contexts.
+    def partition(self, first: int, n: int) -> int:
+        """Creates a partition of `n` SMs from `first` on, wrapping around; launches in it run there, like green
+        contexts.
 
-        Windows may overlap. A grid that waits for room in a window delays only later grids of the same window; a grid
-        without a window that does not fit delays all.
+        Partitions may overlap. A grid that waits for room in a partition delays only later grids of the same partition;
+        a grid without a partition that does not fit delays all.
         """
-        self._s, number = self._windows.make(self._s, first, n)
+        self._s, number = self._partitions.make(self._s, first, n)
         return number
 
     def flag(self) -> int:
@@ -405,7 +406,7 @@ class SmModel(SmResults):
         stream: int,
         kernel: Kernel,
         *,
-        window: int = 0,
+        partition: int = 0,
         graph: int = 0,
         launch_id: int | None = None,
         trace: bool = True,
@@ -414,11 +415,11 @@ class SmModel(SmResults):
     ) -> int:
         """Puts a kernel on a stream; returns its handle.
 
-        `launch_id` defaults to the handle. With `report=False` the end is not among `completed()`. `window` confines
+        `launch_id` defaults to the handle. With `report=False` the end is not among `completed()`. `partition` confines
         its blocks to some SMs; 0 means all.
         """
         at = self._check(stream, submit_ns)
-        warps, whole, allocated, shared = self._windows.footprint(self._s, kernel, window)
+        warps, whole, allocated, shared = self._partitions.footprint(self._s, kernel, partition)
         n_blocks, base = kernel.n_blocks, self._commands.base
         self._s, row, stride = self._costs.of_launch(self._s, base, n_blocks, kernel.cost, kernel.duration_ns)
         flag, epoch, ids = 0, 0, -1
@@ -435,17 +436,17 @@ class SmModel(SmResults):
             kind=lay.LAUNCH, stream=stream, priority=self._priorities[stream], status=lay.QUEUED, blocks=n_blocks,
             warps=warps, threads=whole, registers=allocated, shared=shared, cluster=kernel.cluster, cost=row,
             cost_stride=stride, trace=trace_row, launch=number, kernel=kernel.kernel, first=kernel.first, graph=graph,
-            report=report, window=window, flag=flag, epoch=epoch, ids=ids, submit_ns=at, latency_ns=latency,
+            report=report, partition=partition, flag=flag, epoch=epoch, ids=ids, submit_ns=at, latency_ns=latency,
         )  # fmt: skip
         return handle
 
-    def program(self, kernels: Sequence[Kernel], window: int = 0) -> Program:
+    def program(self, kernels: Sequence[Kernel], partition: int = 0) -> Program:
         """Checks a segment's kernels once; `launch_program` then costs the same for any number of kernels.
 
-        `window` confines the blocks of all of them, at every launch of the program.
+        `partition` confines the blocks of all of them, at every launch of the program.
         """
-        footprints = [self._windows.footprint(self._s, each, window) for each in kernels]
-        return checked_program(kernels, footprints, window, self.timing.block_overhead_ns)
+        footprints = [self._partitions.footprint(self._s, each, partition) for each in kernels]
+        return checked_program(kernels, footprints, partition, self.timing.block_overhead_ns)
 
     def launch_program(
         self,
@@ -461,7 +462,7 @@ class SmModel(SmResults):
         Its kernels have the handles before that one, and `launch_id` counts up from the given one (default: handles).
         """
         at = self._check(stream, submit_ns)
-        self._windows.check_program(self._s, program)
+        self._partitions.check_program(self._s, program)
         n = len(program.commands)
         if program.epoch != self._costs.epoch:
             self._s, row = self._costs.keep(self._s, self._commands.base, program.costs)

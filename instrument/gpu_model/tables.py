@@ -58,7 +58,7 @@ GPU = np.dtype(
         ("fp_threads", "i8"),  # the footprint for which the placement tree is valid
         ("fp_registers", "i8"),
         ("fp_shared", "i8"),
-        ("place_within", "u8"),  # address of `place_within`; 0 before the first window or cluster
+        ("place_within", "u8"),  # address of `place_within`; 0 before the first partition or cluster
     ],
     align=True,
 )
@@ -91,7 +91,7 @@ COMMAND = np.dtype(
         ("done_link", "i8"),  # handle of the next finished command
         ("blocked_at", "i8"),  # value of `freed` when it fitted nowhere
         ("engine", "i8"),  # copy engine
-        ("window", "i8"),
+        ("partition", "i8"),
         ("flag", "i8"),  # 0: none
         ("epoch", "i8"),
         ("ids", "i8"),  # first row in State.ids
@@ -116,6 +116,7 @@ def command(**facts: float) -> tuple[float, ...]:
     """A row of COMMAND, to be assigned at once, which is five times as fast as field by field."""
     return tuple({**_NEW, **facts}.values())
 
+
 # State.cost: a block's work, or its duration where that is >= 0
 DURATION, WAIT_NS = 3, 4
 COST_COLUMNS = 5
@@ -130,8 +131,8 @@ F_THREADS, F_REGISTERS, F_SHARED, F_BLOCKS = range(4)
 B_COMMAND, B_BLOCK, B_PENDING = range(3)
 ENDS_BY_TIMER, NOT_RUN = -1, -2  # instead of a number of pending pools
 
-# State.window: the first SM and the number of SMs, wrapping around (window 0: all), and the last PASS of `place` that
-# found no room there
+# State.partition: the first SM and the number of SMs, wrapping around (partition 0: all), and the last PASS of `place`
+# that found no room there
 W_FIRST, W_SMS, W_HELD = range(3)
 
 # State.use: for one SM, since the model was created
@@ -166,8 +167,8 @@ class State(TableSet):
     timed_id: Ints = table(np.int64, "timers")
     free: Ints = table(np.int64, "sms", 4)  # per SM
     gpc: Ints = table(np.int64, "gpcs")  # first SM of each GPC, and the total number of SMs
-    # ranges of SMs; a command's window confines its blocks to one
-    window: Ints = table(np.int64, "windows", 3)
+    # ranges of SMs; a command's partition confines its blocks to one
+    partition: Ints = table(np.int64, "partitions", 3)
     flag: Ints = table(np.int64, "flags")  # words that launches read when a block starts; 0 is unused
     # of a launch under a flag: the numbers of its blocks, then room for the numbers of LEFT blocks that did not run
     ids: Ints = table(np.int64, "ids")
@@ -205,8 +206,8 @@ def new_state(part: Part, timing: Timing, seed: int, backfill: bool, lines: NDAr
         raise LaunchError(f"lines must be an array of {n} SM_LINE, one for each SM of the {part.title}")
     queue = np.zeros((streams, 6), np.int64)
     queue[:, [Q_HEAD, Q_TAIL]] = -1
-    window = np.zeros((64, 3), np.int64)
-    window[0, W_SMS] = n
+    partition = np.zeros((64, 3), np.int64)
+    partition[0, W_SMS] = n
     return State(
         gpu=gpu,
         command=np.zeros(1024, COMMAND),
@@ -224,7 +225,7 @@ def new_state(part: Part, timing: Timing, seed: int, backfill: bool, lines: NDAr
         timed_id=np.zeros(slots + 2 * streams, np.int64),
         free=np.tile(np.array([sm.threads, sm.registers, sm.shared_bytes, sm.blocks], np.int64), (n, 1)),
         gpc=np.concatenate([[0], np.cumsum(part.gpc_sms)]).astype(np.int64),
-        window=window,
+        partition=partition,
         flag=np.zeros(64, np.int64),
         ids=np.zeros(1024, np.int64),
         # The top of the stack is taken first: slot 0 of an SM before its others.
@@ -259,7 +260,8 @@ def doubled(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def more_streams(s: State) -> State:
-    """Doubles the streams and queues. Timers of streams have the numbers after those of queues, so they are renumbered.
+    """Doubles the streams and queues. Timers of streams have the numbers after those of queues, so they are
+    renumbered.
     """
     old = len(s.queue)
     count = int(s.gpu["todo"][0])

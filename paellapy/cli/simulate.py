@@ -36,8 +36,8 @@ def simulate(
     device: Annotated[str, typer.Option(help="virtual GPU to simulate")] = "virtual:h200",
     fidelity: Annotated[str, typer.Option(help="segments (fast), or blocks (places every block)")] = "segments",
     admission: Annotated[bool, typer.Option(help="refuse requests that would be late, as a server does")] = False,
-    sm_windows: Annotated[
-        int, typer.Option(help="windows of SMs, for policies with `place` and profiles with a measured demand; 0: none")
+    sm_partitions: Annotated[
+        int, typer.Option(help="SM partitions, for policies with `place` and profiles with a measured demand; 0: none")
     ] = 0,
     seed: Annotated[int, typer.Option(help="random seed of the arrivals")] = 0,
     plot: Annotated[Path | None, typer.Option(help="picture file (.png, .svg, .pdf) of all policies' results")] = None,
@@ -57,7 +57,12 @@ def simulate(
         profiles, shares = named_models(models, batch_sizes(batch), device)
     workload = workload_of(arrivals, rate, shares, seconds, sigma)
     about = caveat(models, device)
-    options: dict[str, Any] = {"fidelity": fidelity, "seed": seed, "admission": admission, "sm_windows": sm_windows}
+    options: dict[str, Any] = {
+        "fidelity": fidelity,
+        "seed": seed,
+        "admission": admission,
+        "sm_partitions": sm_partitions,
+    }
     results = []
     # Without a terminal, rich would print an empty line in place of the bar.
     for each in track(policies, "simulating", console=console, transient=True, disable=not console.is_interactive):

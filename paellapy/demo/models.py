@@ -276,5 +276,5 @@ def _model(name: str, kind: _Kind, weights: Arrays) -> Model:
         weights=own,
         batch=(1,),
         target_ms=kind.target_ms,
-        lanes=16,
+        instances=16,
     )

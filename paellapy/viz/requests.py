@@ -99,11 +99,11 @@ def requests(trace: Trace, most: int | None = None) -> Requests | None:
 
 def _segments_of(jobs: Records, segments: Records) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Pairs of a job and a segment of its lane that started while it ran, within the error of the two clocks."""
-    of_lane = {int(lane): np.flatnonzero(segments["lane"] == lane) for lane in np.unique(segments["lane"])}
+    of_lane = {int(lane): np.flatnonzero(segments["instance"] == lane) for lane in np.unique(segments["instance"])}
     first_ns, last_ns = _windows(jobs)
     found: list[tuple[int, int]] = []
     for i in np.flatnonzero(jobs["start_ns"] >= 0).tolist():
-        mine = of_lane.get(int(jobs["lane"][i]))
+        mine = of_lane.get(int(jobs["instance"][i]))
         if mine is not None:
             first, last = np.searchsorted(segments["start_ns"][mine], (first_ns[i], last_ns[i]))
             found += [(i, int(s)) for s in mine[first:last]]
@@ -116,8 +116,8 @@ def _windows(jobs: Records) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     both sides, but at most half of the way to the lane's next job.
     """
     first, last = jobs["start_ns"] - APART_NS, jobs["end_ns"] + 1 + APART_NS
-    for lane in np.unique(jobs["lane"]):
-        mine = np.flatnonzero((jobs["lane"] == lane) & (jobs["start_ns"] >= 0))
+    for lane in np.unique(jobs["instance"]):
+        mine = np.flatnonzero((jobs["instance"] == lane) & (jobs["start_ns"] >= 0))
         starts, run = np.unique(jobs["start_ns"][mine], return_inverse=True)  # a batch is one run
         ends = starts.copy()
         np.maximum.at(ends, run, jobs["end_ns"][mine])

@@ -1,4 +1,5 @@
-"""The interface between the engine and a device: memory for lanes, capture of programs, segment launches, a loop."""
+"""The interface between the engine and a device: memory for instances, capture of programs, segment launches, a loop.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from paellapy.scheduler.core.errors import CaptureError
 from paellapy.scheduler.core.rings import Bell
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.models.capture import Counting, ModelCapture, call_model, capturing
-from paellapy.scheduler.models.memory import Lane, LanePlan, Memory, Reservation
+from paellapy.scheduler.models.memory import Instance, InstancePlan, Memory, Reservation
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.profile import ProgramProfile
 from paellapy.scheduler.models.program import Cuts, Marks, Program
@@ -43,7 +44,7 @@ class Launches:
     whole: int
     keep: list[Any] = field(default_factory=list)
     notified: frozenset[int] = frozenset()  # segments that report when all blocks of their last kernel are on the SMs
-    # the same launches in each of the lane's windows
+    # the same launches in each of the instance's partitions
     confined: list[tuple[list[int], int]] = field(default_factory=list)
 
 
@@ -54,29 +55,29 @@ class LoadedModel:
     model: Model
     weights: Arrays
     reservation: Reservation
-    lanes: list[Lane]
+    instances: list[Instance]
     profiles: list[ProgramProfile]  # one per captured batch size, ascending
-    launches: list[list[Launches]] = field(default_factory=list)  # [lane][captured batch size]
+    launches: list[list[Launches]] = field(default_factory=list)  # [instance][captured batch size]
     row: int = -1
     generation: int = 0  # generation of the row
-    lane_of: dict[int, Lane] = field(default_factory=dict)  # lanes by their numbers in the core
+    instance_of: dict[int, Instance] = field(default_factory=dict)  # instances by their numbers in the core
     load_s: dict[str, float] = field(default_factory=dict)  # seconds spent loading it, by phase
     range: WeightRange | None = None  # of weights that come and go
     # by batch size: lower bounds, where `needs` has upper bounds
     least_needs: list[list[tuple[int, ...]]] = field(default_factory=list)
     steps: dict[int, Steps] = field(default_factory=dict)  # by batch size whose needs were tried out
     later: dict[int, str] = field(default_factory=dict)  # batch sizes not captured yet; the error of a failed capture
-    spare: Lane | None = None  # memory to capture and measure these sizes in, because the lanes are in service
+    spare: Instance | None = None  # memory to capture and measure these sizes in, because the instances are in service
     stays: bool = False  # the model changes its weights, so they cannot leave the GPU
 
     @property
-    def lane_rows(self) -> list[int]:
-        return list(self.lane_of)
+    def instance_rows(self) -> list[int]:
+        return list(self.instance_of)
 
 
 def write_handles(state: State, row: int, size: int, launches: Launches) -> None:
     """Writes the handles that the core launches. They are aligned words, each read at the next launch: they may change
-    while a lane runs, if both variants use the same buffers and completion words.
+    while an instance runs, if both variants use the same buffers and completion words.
     """
     for k, handle in enumerate(launches.handles):
         state.launch["handle"][row, size, k] = handle
@@ -95,11 +96,11 @@ def write_handles(state: State, row: int, size: int, launches: Launches) -> None
 class TracedPiece:
     """A segment in a trace, with its launch ids; each replay may have ids of its own."""
 
-    lane: int
+    instance: int
     size: int
     segment: int
     launches: tuple[int, ...]
-    replayed: bool  # whether every run of the lane has the same ids
+    replayed: bool  # whether every run of the instance has the same ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +140,12 @@ class Backend(ABC):
         """The facts on which measured times depend besides the program: the part, its driver or its timing model."""
 
     @abstractmethod
-    def lane_memory(self, plan: LanePlan, berth: Any = None) -> Memory:
-        """Memory for a lane: its own on the device, or that of a berth."""
+    def instance_memory(self, plan: InstancePlan, arena: Any = None) -> Memory:
+        """Memory for an instance: its own on the device, or that of an arena."""
 
     @abstractmethod
-    def berth(self, nbytes: int) -> Any:
-        """Device memory that lanes share, with `free()`."""
+    def arena(self, nbytes: int) -> Any:
+        """Device memory that instances share, with `free()`."""
 
     @abstractmethod
     def upload(self, model: Model) -> Arrays:
@@ -152,17 +153,19 @@ class Backend(ABC):
 
     @abstractmethod
     def capture(
-        self, lane: Lane, weights: Arrays, batch: int, cuts: Cuts, marks: Marks | None = None,
+        self, instance: Instance, weights: Arrays, batch: int, cuts: Cuts, marks: Marks | None = None,
         like: Program | None = None,
     ) -> Program:  # fmt: skip
         """Runs the model's function once and records its launches, between the copies of inputs and outputs.
 
-        Kernels in `marks` report when all their blocks are on the SMs. `like` is the same program in another lane:
+        Kernels in `marks` report when all their blocks are on the SMs. `like` is the same program in another instance:
         where the launches are the same, its nodes need not be described again.
         """
 
-    def captured_again(self, program: Program, of: Lane, lane: Lane, marks: Marks) -> Program | None:
-        """The program of one lane for another lane, with marks, if no run of the function is needed; None if one is."""
+    def captured_again(self, program: Program, of: Instance, instance: Instance, marks: Marks) -> Program | None:
+        """The program of one instance for another instance, with marks, if no run of the function is needed; None if
+        one is.
+        """
         return None
 
     @abstractmethod
@@ -174,16 +177,16 @@ class Backend(ABC):
         """For each node: blocks of its kernel that the GPU holds at once; 0 for other nodes."""
 
     @abstractmethod
-    def cut(self, program: Program, bounds: Bounds, lane: Lane, confine: bool = False) -> Launches:
-        """Makes the segments launchable. Segment k writes to the lane's word k, the whole program to its last word.
+    def cut(self, program: Program, bounds: Bounds, instance: Instance, confine: bool = False) -> Launches:
+        """Makes the segments launchable. Segment k writes to the instance's word k, the whole program to its last word.
 
-        `confine`: also make launches inside the lane's windows, as far as the kernels allow it.
+        `confine`: also make launches inside the instance's partitions, as far as the kernels allow it.
         """
 
     def launch_first(self, launches: Launches, wholes: bool, wait: bool = True) -> None:
         """Launches every segment and the whole program once, on devices where a first launch takes longer.
 
-        The lane is not in service yet. `wait`: until each launch has ended; otherwise `await_first` must follow.
+        The instance is not in service yet. `wait`: until each launch has ended; otherwise `await_first` must follow.
         """
         return
 
@@ -193,14 +196,15 @@ class Backend(ABC):
 
     @abstractmethod
     def segment_times_ns(self, launches: Launches, repeats: int, alone: bool) -> tuple[list[float], float, float]:
-        """The time of each segment, of the whole program, and of the whole program inside a window (0: not confined).
+        """The time of each segment, of the whole program, and of the whole program inside a partition (0: not
+        confined).
 
         `alone`: nothing else runs meanwhile.
         """
 
     @abstractmethod
-    def saturated_ns(self, lanes: Sequence[Launches], rounds: int) -> float:
-        """Time per run when all lanes launch their whole programs repeatedly and at once, each on all SMs."""
+    def saturated_ns(self, instances: Sequence[Launches], rounds: int) -> float:
+        """Time per run when all instances launch their whole programs repeatedly and at once, each on all SMs."""
 
     @abstractmethod
     def grant(self, word: int) -> int:
@@ -269,12 +273,12 @@ class Backend(ABC):
 
     @abstractmethod
     def run_segment(self, launches: Launches, k: int) -> None:
-        """Runs a segment to its end. The lane is not in service yet."""
+        """Runs a segment to its end. The instance is not in service yet."""
 
     # -- common to all
 
     def rehearse_all(self, model: Model, weights: Arrays, sizes: Sequence[int]) -> tuple[int, int]:
-        """Runs each batch size once; returns a lane's scratch memory, and the memory of other libraries."""
+        """Runs each batch size once; returns an instance's scratch memory, and the memory of other libraries."""
         return max(self.rehearse(model, weights, batch) for batch in sizes), 0
 
     def rehearse(self, model: Model, weights: Arrays, batch: int, ran: tuple[Arrays, Arrays] | None = None) -> int:
@@ -309,8 +313,8 @@ class Backend(ABC):
         return None
 
     @abstractmethod
-    def open_windows(self, count: int, share: float) -> list[set[int]]:
-        """Creates this many windows, each with this share of the SMs, evenly spread; returns the SMs of each.
+    def open_partitions(self, count: int, share: float) -> list[set[int]]:
+        """Creates this many partitions, each with this share of the SMs, evenly spread; returns the SMs of each.
 
         Must be called before any model is loaded.
         """
@@ -318,14 +322,14 @@ class Backend(ABC):
     # whether the loop computes in Python, and so competes with other threads for the interpreter
     computes_in_python = False
     shares_are_free = False  # whether `segment_shares` is known without a measurement
-    windows = 0  # number of windows of SMs; 0: none
-    window_share = 0.0  # fraction of the SMs in each window
+    partitions = 0  # number of SM partitions; 0: none
+    partition_share = 0.0  # fraction of the SMs in each partition
     foreign_kernels = False  # whether kernels other than ours can be captured
     sleeps_in_read = False  # whether the loop sleeps by reading the bell's descriptor
     tracing = False  # whether the blocks of all launches are being recorded
-    shared_slots = False  # whether other processes map the lanes' host memory
+    shared_slots = False  # whether other processes map the instances' host memory
 
-    # Called with lane, slot and error, in the loop's thread, when a model failed on the values in one slot.
+    # Called with instance, slot and error, in the loop's thread, when a model failed on the values in one slot.
     on_fault: Callable[[int, int, BaseException], None]
 
     def counting(self, capture: ModelCapture) -> contextlib.AbstractContextManager[None]:

@@ -38,7 +38,7 @@ from paellapy.scheduler.backends.base import (
 from paellapy.scheduler.backends.contention_probe import Hogs, part_without_place
 from paellapy.scheduler.backends.cuda_capture import capture_program, cupy_in_arena, foreign_program
 from paellapy.scheduler.backends.cuda_graphs import (
-    CudaWindows,
+    CudaPartitions,
     await_stream,
     cut,
     instantiate,
@@ -49,7 +49,7 @@ from paellapy.scheduler.backends.cuda_graphs import (
     word_graph,
 )
 from paellapy.scheduler.backends.cuda_memory import (
-    CudaBerth,
+    CudaArena,
     CudaMemory,
     CudaPages,
     CudaWeights,
@@ -60,14 +60,14 @@ from paellapy.scheduler.backends.cuda_timing import CudaTrace, Gate, node_times_
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import call_write, load_at, store_at
 from paellapy.scheduler.core.codes import FAIL_MODE
-from paellapy.scheduler.core.lanes import Copier, reading_matters
+from paellapy.scheduler.core.instances import Copier, reading_matters
 from paellapy.scheduler.core.rings import Bell, arm
 from paellapy.scheduler.core.state import State, read_clock
-from paellapy.scheduler.core.step import run, wake_fronts
+from paellapy.scheduler.core.step import run, wake_producers
 from paellapy.scheduler.core.tables import Words
 from paellapy.scheduler.models import torch_capture
 from paellapy.scheduler.models.capture import ModelCapture
-from paellapy.scheduler.models.memory import Lane, LanePlan
+from paellapy.scheduler.models.memory import Instance, InstancePlan
 from paellapy.scheduler.models.model import ForeignGraph, Model
 from paellapy.scheduler.models.program import Cuts, Marks, Program
 from paellapy.scheduler.models.tensors import Arrays, Capturable
@@ -102,7 +102,7 @@ def serve(
             return BROKEN
         arm(armed.ctypes.data, reading_matters(s))
         happened = call_with(s.call[0].step, s, read_clock(s, scratch))
-        wake_fronts(s, scratch)
+        wake_producers(s, scratch)
         # A live request may expire, so the loop sleeps only if there is none.
         if happened == 0 and core.live == 0 and core.flight == 0 and load_at(stop.ctypes.data) == _ZERO:
             # read() has the same signature
@@ -219,8 +219,8 @@ class CudaStreams:
             self._captures[priority] = CudaStream(self._device, priority)
         return self._captures[priority]
 
-    def pool(self, priority: int, windows: CudaWindows | None) -> list[CudaStream]:
-        """The streams for launches of a priority: on all SMs, then in each window.
+    def pool(self, priority: int, partitions: CudaPartitions | None) -> list[CudaStream]:
+        """The streams for launches of a priority: on all SMs, then in each partition.
 
         Each is used once when it is created, because a stream's first work takes longer.
         """
@@ -228,18 +228,18 @@ class CudaStreams:
         if level not in self.pools:
             streams: list[CudaStream] = []
             try:
-                for _ in range(codes.OF_WINDOWS):
+                for _ in range(codes.OF_PARTITIONS):
                     streams.append(CudaStream(self._device, priority))
-                if windows is not None:
-                    for window in range(len(windows.sms)):
+                if partitions is not None:
+                    for partition in range(len(partitions.sms)):
                         for _ in range(codes.QUEUES):
-                            streams.append(windows.stream(window, priority))
-                for k in (*range(codes.QUEUES), *range(codes.OF_WINDOWS, len(streams))):
+                            streams.append(partitions.stream(partition, priority))
+                for k in (*range(codes.QUEUES), *range(codes.OF_PARTITIONS, len(streams))):
                     opened = driver().cuMemsetD8Async(self._scratch_array.ptr, 0, 1, streams[k].handle)
                     check(opened, "opening a stream")
                     streams[k].synchronize()
             except BaseException:
-                # streams of a window must go before the window does, even if the error keeps references
+                # streams of a partition must go before the partition does, even if the error keeps references
                 streams.clear()
                 raise
             self.pools[level] = streams
@@ -321,8 +321,8 @@ def run_steps(device: CudaDevice, steps: Sequence[Step]) -> None:
             lock.release()
 
 
-def lane_pool(device: CudaDevice, model: Capturable) -> TorchPool:
-    """The pool of a lane. Lanes of a model that changes its weights run one at a time, and share a pool."""
+def instance_pool(device: CudaDevice, model: Capturable) -> TorchPool:
+    """The pool of an instance. Instances of a model that changes its weights run one at a time, and share a pool."""
     if not model.stateful:
         return TorchPool(device.index)
     if model.source.pool is None:
@@ -337,7 +337,7 @@ def has_threads(model: Capturable) -> bool:
 
 
 def rehearse_in_threads(backend: Backend, model: Model, weights: Arrays, sizes: Sequence[int]) -> int:
-    """All sizes run for the first time at once. One by one, in the order of a lane, they then show the memory they
+    """All sizes run for the first time at once. One by one, in the order of an instance, they then show the memory they
     need. A size that failed beside others is tried again alone, and raises its error then.
     """
     ran = side_by_side(sizes, lambda batch: backend.first_run(model, weights, batch))
@@ -359,7 +359,7 @@ class CudaBackend(Backend):
         self._streams = CudaStreams(device)
         self._trace: CudaTrace | None = None
         self._trial: TorchPool | None = None  # set while a model is rehearsed
-        self._windows: CudaWindows | None = None
+        self._partitions: CudaPartitions | None = None
         self._hogs: Hogs | None = None  # created when the shares of segments are first measured
         self._closed = False
         self._pages: CudaPages | None = None  # memory pages of weights that come and go
@@ -370,14 +370,14 @@ class CudaBackend(Backend):
 
     def fingerprint(self) -> str:
         version = check(driver().cuDriverGetVersion(), "reading the driver's version")
-        return f"{self.device.title} cuda {version} windows {self.windows} of {self.window_share}"
+        return f"{self.device.title} cuda {version} partitions {self.partitions} of {self.partition_share}"
 
-    def lane_memory(self, plan: LanePlan, berth: Any = None) -> CudaMemory:
-        return CudaMemory(self.device, plan, self.shared_slots, berth)
+    def instance_memory(self, plan: InstancePlan, arena: Any = None) -> CudaMemory:
+        return CudaMemory(self.device, plan, self.shared_slots, arena)
 
-    def berth(self, nbytes: int) -> CudaBerth:
+    def arena(self, nbytes: int) -> CudaArena:
         self.device.activate()
-        return CudaBerth(self.device, nbytes)
+        return CudaArena(self.device, nbytes)
 
     def upload(self, model: Model) -> Arrays:
         self.device.activate()
@@ -427,27 +427,27 @@ class CudaBackend(Backend):
             self._trial = None
 
     def capture(
-        self, lane: Lane, weights: Arrays, batch: int, cuts: Cuts, marks: Marks | None = None,
+        self, instance: Instance, weights: Arrays, batch: int, cuts: Cuts, marks: Marks | None = None,
         like: Program | None = None,
     ) -> Program:  # fmt: skip
-        return self.capture_traced(lane, weights, batch, cuts, marks, like)[0]
+        return self.capture_traced(instance, weights, batch, cuts, marks, like)[0]
 
     def capture_traced(
-        self, lane: Lane, weights: Arrays, batch: int, cuts: Cuts, marks: Marks | None = None,
+        self, instance: Instance, weights: Arrays, batch: int, cuts: Cuts, marks: Marks | None = None,
         like: Program | None = None,
     ) -> tuple[Program, list[int]]:  # fmt: skip
         """Also returns, for each node, the id of its blocks in the running trace."""
         self.device.activate()
-        if isinstance(lane.model.source, ForeignGraph):
-            program = foreign_program(self.device, lane, lane.model.source)
+        if isinstance(instance.model.source, ForeignGraph):
+            program = foreign_program(self.device, instance, instance.model.source)
             return program, [0] * len(program.nodes)
-        memory = lane.memory
+        memory = instance.memory
         assert isinstance(memory, CudaMemory)
-        if memory.torch_pool is None and torch_in_use(lane.model.uses_torch):
-            memory.torch_pool = lane_pool(self.device, lane.model)
-        stream = self._streams.to_capture_on(lane.model.priority)
-        given = (self.device, stream, lane, weights, batch, cuts, marks or {}, like)
-        if has_threads(lane.model):
+        if memory.torch_pool is None and torch_in_use(instance.model.uses_torch):
+            memory.torch_pool = instance_pool(self.device, instance.model)
+        stream = self._streams.to_capture_on(instance.model.priority)
+        given = (self.device, stream, instance, weights, batch, cuts, marks or {}, like)
+        if has_threads(instance.model):
             return in_thread_of(batch, capture_program, *given)
         return capture_program(*given)
 
@@ -467,24 +467,24 @@ class CudaBackend(Backend):
         device = self.device
         return [n.wave_blocks(device.limits, device.sm_count) if n.kind == "kernel" else 0 for n in program.nodes]
 
-    def open_windows(self, count: int, share: float) -> list[set[int]]:
-        self.windows, self.window_share = count, share
+    def open_partitions(self, count: int, share: float) -> list[set[int]]:
+        self.partitions, self.partition_share = count, share
         if not count:
             return []
         self.device.activate()
         try:
-            self._windows = CudaWindows(self.device, count, share)
+            self._partitions = CudaPartitions(self.device, count, share)
         # RuntimeError and AttributeError come from older drivers and bindings
         except (PaellaError, RuntimeError, AttributeError) as e:
             raise LaunchError(
-                f"windows of SMs need green contexts, which this GPU or its driver does not support ({e}): use CUDA "
-                "12.5 or later, or sm_windows=0"
+                f"SM partitions need green contexts, which this GPU or its driver does not support ({e}): use CUDA "
+                "12.5 or later, or sm_partitions=0"
             ) from e
-        return self._windows.sms
+        return self._partitions.sms
 
-    def cut(self, program: Program, bounds: Bounds, lane: Lane, confine: bool = False) -> Launches:
+    def cut(self, program: Program, bounds: Bounds, instance: Instance, confine: bool = False) -> Launches:
         self.device.activate()
-        return cut(program, bounds, lane, self._windows if confine else None)
+        return cut(program, bounds, instance, self._partitions if confine else None)
 
     def launch_first(self, launches: Launches, wholes: bool, wait: bool = True) -> None:
         launch_first(launches, wholes, self._streams.to_capture_on(launches.program.model.priority).handle, wait)
@@ -496,10 +496,10 @@ class CudaBackend(Backend):
         stream = self._streams.to_capture_on(launches.program.model.priority).handle
         return segment_times_ns(launches, repeats, alone, stream, self._gate)
 
-    def saturated_ns(self, lanes: Sequence[Launches], rounds: int) -> float:
+    def saturated_ns(self, instances: Sequence[Launches], rounds: int) -> float:
         self.device.activate()
-        streams = self._streams.pool(lanes[0].program.model.priority, self._windows)[: len(lanes)]
-        return saturated_ns(lanes, rounds, [each.handle for each in streams])
+        streams = self._streams.pool(instances[0].program.model.priority, self._partitions)[: len(instances)]
+        return saturated_ns(instances, rounds, [each.handle for each in streams])
 
     def grant(self, word: int) -> int:
         self.device.activate()
@@ -529,7 +529,7 @@ class CudaBackend(Backend):
 
     def pool(self, state: State, priority: int) -> int:
         self.device.activate()
-        streams = self._streams.pool(priority, self._windows)
+        streams = self._streams.pool(priority, self._partitions)
         row = self._streams.row(priority)
         state.stream[row, : len(streams)] = [each.handle for each in streams]
         return row
@@ -545,8 +545,8 @@ class CudaBackend(Backend):
         self._threads.call(function)
 
     def abandon(self, loaded: LoadedModel) -> None:
-        for lane in loaded.lanes if loaded.spare is None else (*loaded.lanes, loaded.spare):
-            pool = lane.memory.torch_pool if isinstance(lane.memory, CudaMemory) else None
+        for instance in loaded.instances if loaded.spare is None else (*loaded.instances, loaded.spare):
+            pool = instance.memory.torch_pool if isinstance(instance.memory, CudaMemory) else None
             if pool is not None:
                 pool.keep()
 
@@ -573,13 +573,13 @@ class CudaBackend(Backend):
         if self._pages is not None:
             self._pages.close()
         self._closed = True
-        self._close_windows()
+        self._close_partitions()
 
-    def _close_windows(self) -> None:
-        """Closes the windows after the last graph that runs in one; an open trace may still hold such graphs."""
-        if self._closed and self._trace is None and self._windows is not None:
-            self._windows.close()
-            self._windows = None
+    def _close_partitions(self) -> None:
+        """Closes the partitions after the last graph that runs in one; an open trace may still hold such graphs."""
+        if self._closed and self._trace is None and self._partitions is not None:
+            self._partitions.close()
+            self._partitions = None
 
     # -- traces
 
@@ -592,8 +592,8 @@ class CudaBackend(Backend):
         current, self._trace, self.tracing = self._trace, None, False
         assert current is not None
         with device_lock(self.device):
-            found = current.finish({row for loaded in models for row in loaded.lane_rows})
-        self._close_windows()
+            found = current.finish({row for loaded in models for row in loaded.instance_rows})
+        self._close_partitions()
         return found
 
     def to_trace_ns(self, host_ns: int) -> int:

@@ -21,15 +21,15 @@ from paellapy.instrument.errors import InstrumentError, LaunchError
 from paellapy.instrument.traces.session import Session
 from paellapy.scheduler.backends.cuda_graphs import CapturedGraph, add_edge, describe, read_graph
 from paellapy.scheduler.core.errors import CaptureError
-from paellapy.scheduler.models.capture import LaneCapture, call_model, capturing, code_digest
-from paellapy.scheduler.models.memory import Lane
+from paellapy.scheduler.models.capture import InstanceCapture, call_model, capturing, code_digest
+from paellapy.scheduler.models.memory import Instance
 from paellapy.scheduler.models.model import ForeignGraph
 from paellapy.scheduler.models.program import Cuts, Marks, Node, Part, Program
 from paellapy.scheduler.models.tensors import Arrays, Capturable
-from paellapy.scheduler.models.torch_capture import Draws, LaneDraws, TorchPool
+from paellapy.scheduler.models.torch_capture import Draws, InstanceDraws, TorchPool
 from paellapy.scheduler.models.torch_module import TorchModule
 
-# CuPy inside a capture: its calls go to our stream, and its memory comes from the lane's arena.
+# CuPy inside a capture: its calls go to our stream, and its memory comes from the instance's arena.
 
 
 @contextlib.contextmanager
@@ -176,11 +176,11 @@ def notifying_variant(launcher: CudaLauncher) -> Launcher | None:
     return _notifying[launcher]
 
 
-class GraphCapture(LaneCapture):
+class GraphCapture(InstanceCapture):
     """Sends our launches to the capturing stream, and records which graph node each became."""
 
-    def __init__(self, lane: Lane, cuts: Cuts, marks: Marks, device: CudaDevice) -> None:
-        super().__init__(lane, cuts)
+    def __init__(self, instance: Instance, cuts: Cuts, marks: Marks, device: CudaDevice) -> None:
+        super().__init__(instance, cuts)
         self.device, self._marks = device, marks
         self.marked: Marks = {}  # marks that could be made
         self.nodes: dict[int, tuple[int, Part | None, Any, int]] = {}  # node → launch number, part, code, trace id
@@ -223,7 +223,7 @@ class GraphCapture(LaneCapture):
             yield launcher
             return
         self.marked[number, part] = segment
-        self.notify_word = int(self.lane.draining[segment:].ctypes.data)
+        self.notify_word = int(self.instance.draining[segment:].ctypes.data)
         try:
             yield found
         finally:
@@ -252,7 +252,7 @@ class GraphCapture(LaneCapture):
         )  # fmt: skip
 
 
-def _drawing(model: Capturable, draws: LaneDraws | None) -> contextlib.AbstractContextManager[None]:
+def _drawing(model: Capturable, draws: InstanceDraws | None) -> contextlib.AbstractContextManager[None]:
     """The context that provides random numbers while the model is captured."""
     if model.stateful:
         found: contextlib.AbstractContextManager[None] = model.source.draws.recording()
@@ -263,7 +263,7 @@ def _drawing(model: Capturable, draws: LaneDraws | None) -> contextlib.AbstractC
 def capture_program(
     device: CudaDevice,
     stream: CudaStream,
-    lane: Lane,
+    instance: Instance,
     weights: Arrays,
     batch: int,
     cuts: Cuts,
@@ -273,12 +273,12 @@ def capture_program(
     """The model's function as a CUDA graph between the copies of inputs and outputs; the nodes' trace ids."""
     cu = driver()
     device.activate()
-    model = lane.model
-    capture = GraphCapture(lane, cuts, marks, device)
-    inputs, outputs = lane.device_inputs(batch), lane.device_outputs(batch)
-    handle, pool = stream.handle, lane.memory.torch_pool  # type: ignore[attr-defined]
+    model = instance.model
+    capture = GraphCapture(instance, cuts, marks, device)
+    inputs, outputs = instance.device_inputs(batch), instance.device_outputs(batch)
+    handle, pool = stream.handle, instance.memory.torch_pool  # type: ignore[attr-defined]
     drawn = model.source.drawn.get(batch, 0) if isinstance(model.source, TorchModule) else 0
-    draws = lane.memory.draws(lane.index) if drawn else None  # type: ignore[attr-defined]
+    draws = instance.memory.draws(instance.index) if drawn else None  # type: ignore[attr-defined]
     with (
         without_collection(),  # CUDA does not allow it to free streams and memory inside a capture
         _drawing(model, draws),
@@ -290,13 +290,13 @@ def capture_program(
         recorder.begin()
         try:
             for name, array in inputs.items():
-                source = lane.inputs[name].ctypes.data
+                source = instance.inputs[name].ctypes.data
                 check(cu.cuMemcpyHtoDAsync(array.ptr, source, array.nbytes, handle), "capturing a copy")
             call_model(model, weights, inputs, outputs, batch, "while it was captured")
             if draws is not None:
                 draws.move_on(drawn)
             for name, array in outputs.items():
-                target = lane.outputs[name].ctypes.data
+                target = instance.outputs[name].ctypes.data
                 check(cu.cuMemcpyDtoHAsync(target, array.ptr, array.nbytes, handle), "capturing a copy")
         except BaseException:
             recorder.abandon()
@@ -310,16 +310,16 @@ def capture_program(
             ) from e
         captured = read_graph(graph)
         captured.owner, recorder.owner = recorder.owner, None
-        return _program(captured, capture, lane, batch, like)
+        return _program(captured, capture, instance, batch, like)
 
 
 def _program(
-    captured: CapturedGraph, capture: GraphCapture, lane: Lane, batch: int, like: Program | None
+    captured: CapturedGraph, capture: GraphCapture, instance: Instance, batch: int, like: Program | None
 ) -> tuple[Program, list[int]]:
     known = like.nodes if like is not None and _same_shape(captured, like) else [None] * len(captured.nodes)
     try:
-        # Describing a node takes longer than capturing it. Our own launches may differ from lane to lane, in a variant
-        # that reports; those of libraries do not.
+        # Describing a node takes longer than capturing it. Our own launches may differ from instance to instance, in a
+        # variant that reports; those of libraries do not.
         described = [
             capture.describe(node) if seen is None or int(node) in capture.nodes else (seen, 0)
             for node, seen in zip(captured.nodes, known, strict=True)
@@ -328,20 +328,20 @@ def _program(
         captured.destroy()
         raise
     nodes = [node for node, _ in described]
-    program = Program(lane.model, lane.index, batch, nodes, captured.chain, captured, marks=capture.marked)
+    program = Program(instance.model, instance.index, batch, nodes, captured.chain, captured, marks=capture.marked)
     return program, [traced for _, traced in described]
 
 
 def _same_shape(captured: CapturedGraph, like: Program) -> bool:
-    """Whether a graph has as many nodes as that of another lane, with the same edges."""
+    """Whether a graph has as many nodes as that of another instance, with the same edges."""
     return like.body is not None and len(captured.nodes) == len(like.nodes) and captured.edges == like.body.edges
 
 
 # A graph that was captured elsewhere, as a program: its clone between the copies of inputs and outputs.
 
 
-def foreign_program(device: CudaDevice, lane: Lane, foreign: ForeignGraph) -> Program:
-    """The graph with a lane's copies around it, node by node."""
+def foreign_program(device: CudaDevice, instance: Instance, foreign: ForeignGraph) -> Program:
+    """The graph with an instance's copies around it, node by node."""
     device.activate()
     cu = driver()
     clone = check(cu.cuGraphClone(cu.CUgraph(foreign.handle)), "cloning a graph")
@@ -353,19 +353,19 @@ def foreign_program(device: CudaDevice, lane: Lane, foreign: ForeignGraph) -> Pr
         leaves = [node for k, node in enumerate(inner.nodes) if k not in after]
         last: list[Any] = []
         for key, place in foreign.inputs.items():
-            last = [_copy(cu, clone, last, place.address, lane.inputs[key].ctypes.data, place.spec.nbytes, True)]
+            last = [_copy(cu, clone, last, place.address, instance.inputs[key].ctypes.data, place.spec.nbytes, True)]
         for root in roots:
             for node in last:
                 add_edge(cu, clone, node, root)
         last = leaves
         for key, place in foreign.outputs.items():
-            last = [_copy(cu, clone, last, lane.outputs[key].ctypes.data, place.address, place.spec.nbytes, False)]
+            last = [_copy(cu, clone, last, instance.outputs[key].ctypes.data, place.address, place.spec.nbytes, False)]
         whole = read_graph(clone)
-        nodes = [describe(device, node, lane.model.name) for node in whole.nodes]
+        nodes = [describe(device, node, instance.model.name) for node in whole.nodes]
     except BaseException:
         cu.cuGraphDestroy(clone)
         raise
-    return Program(lane.model, lane.index, 1, nodes, whole.chain, whole)
+    return Program(instance.model, instance.index, 1, nodes, whole.chain, whole)
 
 
 def _copy(cu: Any, graph: Any, after: list[Any], target: int, source: int, nbytes: int, to_gpu: bool) -> Any:

@@ -24,7 +24,7 @@ from paellapy.instrument.device.driver import check, driver, fail, library
 from paellapy.instrument.errors import LaunchError
 from paellapy.scheduler.backends.base import Bounds, Launches
 from paellapy.scheduler.core.errors import CaptureError
-from paellapy.scheduler.models.memory import Lane
+from paellapy.scheduler.models.memory import Instance
 from paellapy.scheduler.models.program import Node, NodeKind, Program, topological
 from paellapy.scheduler.models.weights import WeightRange
 
@@ -81,7 +81,7 @@ def describe(device: CudaDevice, node: Any, model: str) -> Node:
     if kind in (types.CU_GRAPH_NODE_TYPE_MEM_ALLOC, types.CU_GRAPH_NODE_TYPE_MEM_FREE):
         raise CaptureError(
             f"model {model!r} allocates GPU memory on its stream (cudaMallocAsync) while it is captured; use pp.empty, "
-            "or CuPy's arrays, which come from the lane's arena"
+            "or CuPy's arrays, which come from the instance's arena"
         )
     return Node("other", kind.name.removeprefix("CU_GRAPH_NODE_TYPE_").lower())
 
@@ -393,19 +393,19 @@ def node_ends(nodes: list[Any], weights: WeightRange) -> list[tuple[int, int]]:
     return ends
 
 
-# SM windows on CUDA: green contexts with some of the SMs each, and captured graphs whose kernels stay inside one.
+# SM partitions on CUDA: green contexts with some of the SMs each, and captured graphs whose kernels stay inside one.
 #
-# Neighbouring windows share SMs, so that free SMs are always covered by some window.
+# Neighbouring partitions share SMs, so that free SMs are always covered by some partition.
 
 # SMs per group of which green contexts consist, from compute capability 9 on; earlier GPUs have smaller groups
 _GROUP_SMS = 8
 
 
-class CudaWindows:
-    """A number of windows with the fraction `share` of the GPU's SMs, evenly spread over the groups of SMs.
+class CudaPartitions:
+    """A number of partitions with the fraction `share` of the GPU's SMs, evenly spread over the groups of SMs.
 
-    `sms` has the SMs of each window, as numbers that identify SMs across windows. If there are more windows than
-    groups, some windows are equal and share a context.
+    `sms` has the SMs of each partition, as numbers that identify SMs across partitions. If there are more partitions
+    than groups, some partitions are equal and share a context.
     """
 
     def __init__(self, device: CudaDevice, count: int, share: float) -> None:
@@ -415,12 +415,12 @@ class CudaWindows:
         every = check(cu.cuDeviceGetDevResource(device.index, kind), "reading the GPU's SMs")
         most = device.sm_count // _GROUP_SMS
         if most < 2:
-            raise LaunchError(f"a GPU with {device.sm_count} SMs is too small for windows of SMs: use sm_windows=0")
+            raise LaunchError(f"a GPU with {device.sm_count} SMs is too small for SM partitions: use sm_partitions=0")
         found, n, rest = check(cu.cuDevSmResourceSplitByCount(most, every, 0, _GROUP_SMS), "splitting the SMs")
         groups = list(found)[: int(n)]
         self._allowed: set[tuple[int, int]] = set()  # kernels, and the shared memory that they may use
         self._green: list[Any] = []
-        self._windows: list[tuple[Any, Any]] = []  # the green context of each window, and its ordinary context
+        self._partitions: list[tuple[Any, Any]] = []  # the green context of each partition, and its ordinary context
         self.sms: list[set[int]] = []
         try:
             if rest.type == kind and rest.sm.smCount:  # an H200 has 15 groups, and 12 SMs that form no group
@@ -443,23 +443,23 @@ class CudaWindows:
         for first, each in zip(starts, chosen, strict=True):
             if first not in made:
                 made[first] = self._create([groups[k] for k in each])
-            self._windows.append(made[first])
+            self._partitions.append(made[first])
 
     def _create(self, groups: list[Any]) -> tuple[Any, Any]:
         cu = driver()
-        described = check(cu.cuDevResourceGenerateDesc(groups, len(groups)), "describing a window of SMs")
+        described = check(cu.cuDevResourceGenerateDesc(groups, len(groups)), "describing an SM partition")
         flags = int(cu.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM)
-        green = check(cu.cuGreenCtxCreate(described, self._device.index, flags), "creating a window of SMs")
+        green = check(cu.cuGreenCtxCreate(described, self._device.index, flags), "creating an SM partition")
         self._green.append(green)
         CudaStream(self._device, 0, green)  # fails early with drivers that have such contexts but no streams in them
-        return green, check(cu.cuCtxFromGreenCtx(green), "creating a window of SMs")
+        return green, check(cu.cuCtxFromGreenCtx(green), "creating an SM partition")
 
-    def stream(self, window: int, priority: int) -> CudaStream:
-        """A stream of a window: graphs that run in the window start sooner on it than on a stream of all SMs."""
-        return CudaStream(self._device, priority, self._windows[window][0])
+    def stream(self, partition: int, priority: int) -> CudaStream:
+        """A stream of a partition: graphs that run in the partition start sooner on it than on a stream of all SMs."""
+        return CudaStream(self._device, priority, self._partitions[partition][0])
 
-    def confined(self, graph: SegmentGraph, windows: Sequence[int], end_inside: bool) -> list[int]:
-        """Executable copies of this graph whose kernels stay inside each of these windows; empty if they cannot.
+    def confined(self, graph: SegmentGraph, partitions: Sequence[int], end_inside: bool) -> list[int]:
+        """Executable copies of this graph whose kernels stay inside each of these partitions; empty if they cannot.
 
         `end_inside`: the completion word is also written inside, so that later work on the same stream starts sooner.
         Long graphs should end outside: many long graphs that end inside slow each other, which lowered the total
@@ -478,20 +478,20 @@ class CudaWindows:
                     movable.append((node, int(params.kern)))
         made: list[int] = []
         try:
-            for window in windows if movable else ():
-                context = self._windows[window][1]
+            for partition in partitions if movable else ():
+                context = self._partitions[partition][1]
                 for node, kernel in movable:
                     # Read again: the arguments lie in memory of the node, which moves with every change.
                     params = check(cu.cuGraphKernelNodeGetParams(node), "reading a kernel's node")
                     params.func, params.kern, params.ctx = cu.CUfunction(0), cu.CUkernel(kernel), context
-                    check(cu.cuGraphKernelNodeSetParams(node, params), "sending a kernel to a window of SMs")
+                    check(cu.cuGraphKernelNodeSetParams(node, params), "sending a kernel to an SM partition")
                 if end_inside:
                     graph.end_in(context)
                 made.append(instantiate(graph.handle))
         except BaseException as e:
             for handle in made:
                 cu.cuGraphExecDestroy(handle)
-            if isinstance(e, LaunchError):  # for example, a grid that needs more SMs at once than a window has
+            if isinstance(e, LaunchError):  # for example, a grid that needs more SMs at once than a partition has
                 return []
             raise
         return made
@@ -514,26 +514,26 @@ class CudaWindows:
         for green in self._green:
             driver().cuGreenCtxDestroy(green)
         self._green.clear()
-        self._windows.clear()
+        self._partitions.clear()
 
 
 # Launches on a real GPU: executable graphs of a program's segments, made, launched once beforehand, and destroyed.
 
 
-def cut(program: Program, bounds: Bounds, lane: Lane, sm_windows: CudaWindows | None) -> Launches:
-    """Makes the segments launchable, on all SMs and inside the lane's windows if windows are given."""
-    words = int(lane.words.ctypes.data)
-    windows = lane.windows if sm_windows is not None else ()
-    made: list[list[int]] = []  # for each segment and the whole program: on all SMs, then in each window
+def cut(program: Program, bounds: Bounds, instance: Instance, sm_partitions: CudaPartitions | None) -> Launches:
+    """Makes the segments launchable, on all SMs and inside the instance's partitions if partitions are given."""
+    words = int(instance.words.ctypes.data)
+    partitions = instance.partitions if sm_partitions is not None else ()
+    made: list[list[int]] = []  # for each segment and the whole program: on all SMs, then in each partition
     try:
-        with contextlib.closing(_graphs(program, bounds, words, lane.plan.n_words, bool(windows))) as graphs:
+        with contextlib.closing(_graphs(program, bounds, words, instance.plan.n_words, bool(partitions))) as graphs:
             for graph in graphs:
                 made.append([instantiate(graph.handle)])
-                if windows:
-                    assert sm_windows is not None
-                    # Inside the window if more of the program follows; outside if this is the whole program.
+                if partitions:
+                    assert sm_partitions is not None
+                    # Inside the partition if more of the program follows; outside if this is the whole program.
                     inside = len(graph.nodes) < len(program.nodes)
-                    made[-1] += sm_windows.confined(graph, windows, end_inside=inside)
+                    made[-1] += sm_partitions.confined(graph, partitions, end_inside=inside)
     except BaseException:
         _destroy(handle for each in made for handle in each)
         raise
@@ -543,10 +543,9 @@ def cut(program: Program, bounds: Bounds, lane: Lane, sm_windows: CudaWindows | 
     *handles, whole = (each[0] for each in made)
     # A segment without kernels that can be confined is launched on all SMs.
     confined = [
-        ([each[1 + k] if len(each) > 1 else 0 for each in made[:-1]], made[-1][1 + k])
-        for k in range(len(made[-1]) - 1)
+        ([each[1 + k] if len(each) > 1 else 0 for each in made[:-1]], made[-1][1 + k]) for k in range(len(made[-1]) - 1)
     ]
-    return Launches(program, bounds, handles, whole, [lane], frozenset(program.marks.values()), confined)
+    return Launches(program, bounds, handles, whole, [instance], frozenset(program.marks.values()), confined)
 
 
 def _graphs(

@@ -1,4 +1,5 @@
-"""Memory of lanes on a real GPU: a block on the GPU, a pinned block on the host, and berths that lanes share."""
+"""Memory of instances on a real GPU: a block on the GPU, a pinned block on the host, and arenas that instances share.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +19,15 @@ from paellapy.instrument.errors import LaunchError, PaellaError
 from paellapy.scheduler.backends.cuda_graphs import words_of
 from paellapy.scheduler.core.errors import MemoryPlanError
 from paellapy.scheduler.core.rings import SharedBlock
-from paellapy.scheduler.models.memory import LanePlan, Memory, readable_bytes
-from paellapy.scheduler.models.torch_capture import LaneDraws, TorchPool
+from paellapy.scheduler.models.memory import InstancePlan, Memory, readable_bytes
+from paellapy.scheduler.models.torch_capture import InstanceDraws, TorchPool
 from paellapy.scheduler.models.weights import COPY_BYTES, Bytes, Layout, WeightRange
 
 _PORTABLE_MAPPED = 3  # portable and mapped, for both cuMemHostAlloc and cuMemHostRegister
 
 
-class CudaBerth:
-    """Device memory in which one lane runs at a time: our own block, and PyTorch's pool if it is used."""
+class CudaArena:
+    """Device memory in which one instance runs at a time: our own block, and PyTorch's pool if it is used."""
 
     def __init__(self, device: CudaDevice, nbytes: int) -> None:
         self._device = device
@@ -46,25 +47,25 @@ class CudaBerth:
 
 
 class CudaMemory(Memory):
-    """A lane's block on the GPU and its pinned block on the host.
+    """An instance's block on the GPU and its pinned block on the host.
 
     `shared`: other processes map the host block too. The driver cannot share memory that it allocates itself, so shared
     memory is created first and then pinned.
     """
 
     def __init__(
-        self, device: CudaDevice, plan: LanePlan, shared: bool = False, berth: CudaBerth | None = None
+        self, device: CudaDevice, plan: InstancePlan, shared: bool = False, arena: CudaArena | None = None
     ) -> None:
         self._device = device
-        device.activate()  # lanes are also made in threads that have not used the GPU
-        self._berth = CudaBerth(device, plan.device_bytes) if berth is None else berth
-        self._ptr, self._own = self._berth.ptr, berth is None
-        self._draws: LaneDraws | None = None
+        device.activate()  # instances are also made in threads that have not used the GPU
+        self._arena = CudaArena(device, plan.device_bytes) if arena is None else arena
+        self._ptr, self._own = self._arena.ptr, arena is None
+        self._draws: InstanceDraws | None = None
         try:
             self._pinned = self._share(plan.host_bytes) if shared else self._allocate(plan.host_bytes)
         except PaellaError:
             if self._own:
-                self._berth.free()
+                self._arena.free()
             raise
         self.host = np.ctypeslib.as_array((ctypes.c_uint8 * plan.host_bytes).from_address(self._pinned))
         self.host[:] = 0
@@ -78,14 +79,12 @@ class CudaMemory(Memory):
         same = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
         if not int(check(cu.cuDeviceGetAttribute(same, self._device.index), "reading the GPU's attributes")):
             raise LaunchError(
-                "this GPU maps registered host memory at other addresses than the host, so its lanes cannot be shared "
-                "with other processes: serve without workers"
+                "this GPU maps registered host memory at other addresses than the host, so its instances cannot be "
+                "shared with other processes: serve without workers"
             )
         self.block = SharedBlock(nbytes)
         # Whole pages, because the block consists of them.
-        check(
-            cu.cuMemHostRegister(self.block.address, self.block.nbytes, _PORTABLE_MAPPED), "pinning shared memory"
-        )
+        check(cu.cuMemHostRegister(self.block.address, self.block.nbytes, _PORTABLE_MAPPED), "pinning shared memory")
         return self.block.address
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> CudaArray:
@@ -95,27 +94,27 @@ class CudaMemory(Memory):
         if self._pinned:
             self._device.activate()
             if self._own:
-                self._berth.free()
+                self._arena.free()
             if self.block is None:
                 driver().cuMemFreeHost(self._pinned)
             else:
                 driver().cuMemHostUnregister(self._pinned)
             self._pinned, self.host, self.block = 0, np.empty(0, np.uint8), None
 
-    def draws(self, number: int) -> LaneDraws:
-        """Random numbers of this lane, which has this number in its model."""
+    def draws(self, number: int) -> InstanceDraws:
+        """Random numbers of this instance, which has this number in its model."""
         if self._draws is None:
             torch: Any = sys.modules["torch"]
-            self._draws = LaneDraws(torch, self._device.index, number, words_of)
+            self._draws = InstanceDraws(torch, self._device.index, number, words_of)
         return self._draws
 
     @property
     def torch_pool(self) -> TorchPool | None:
-        return self._berth.torch_pool
+        return self._arena.torch_pool
 
     @torch_pool.setter
     def torch_pool(self, pool: TorchPool) -> None:
-        self._berth.torch_pool = pool
+        self._arena.torch_pool = pool
 
 
 def free_and_whole_bytes(device: Any) -> tuple[int, int]:

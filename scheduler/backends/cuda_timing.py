@@ -17,7 +17,7 @@ from paellapy.scheduler.backends.base import Backend, Launches, LoadedModel, Tra
 from paellapy.scheduler.backends.cuda_graphs import CapturedGraph, add_edges, clones_of, handles_of, instantiate
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.models.memory import Lane
+from paellapy.scheduler.models.memory import Instance
 from paellapy.scheduler.models.profile import ProgramProfile
 from paellapy.scheduler.models.program import Cuts, Program
 from paellapy.scheduler.models.tensors import Arrays
@@ -158,7 +158,7 @@ def settled(times_ns: Sequence[float]) -> bool:
 def segment_times_ns(
     launches: Launches, repeats: int, alone: bool, stream: int, gate: Gate
 ) -> tuple[list[float], float, float]:
-    """The time of each segment, of the whole program, and of the whole program inside a window (0: not confined)."""
+    """The time of each segment, of the whole program, and of the whole program inside a partition (0: not confined)."""
     behind = gate if len(launches.program.nodes) <= _GATED_NODES else None
     least = _RUNS if alone else _RUNS_BESIDE
     cut = settled_times_ns(launches.handles, repeats, stream, behind, least)
@@ -171,20 +171,20 @@ def segment_times_ns(
     return [float(t) for t in times], wide, narrow[0] if narrow else 0.0
 
 
-def saturated_ns(lanes: Sequence[Launches], rounds: int, streams: Sequence[int]) -> float:
-    """Time per run when all lanes launch their whole programs repeatedly and at once, each on its stream."""
-    _crowd_ns(lanes, 1, streams)  # warms up
+def saturated_ns(instances: Sequence[Launches], rounds: int, streams: Sequence[int]) -> float:
+    """Time per run when all instances launch their whole programs repeatedly and at once, each on its stream."""
+    _crowd_ns(instances, 1, streams)  # warms up
     times: list[float] = []
     while len(times) < _CROWDED_RUNS and not (len(times) > 1 and settled(times)):
-        times.append(_crowd_ns(lanes, rounds, streams))
-    return min(times) / (rounds * len(lanes))  # a run whose launch the host delayed took too long
+        times.append(_crowd_ns(instances, rounds, streams))
+    return min(times) / (rounds * len(instances))  # a run whose launch the host delayed took too long
 
 
-def _crowd_ns(lanes: Sequence[Launches], rounds: int, streams: Sequence[int]) -> float:
+def _crowd_ns(instances: Sequence[Launches], rounds: int, streams: Sequence[int]) -> float:
     cu = driver()
     began = time.perf_counter_ns()
     for _ in range(rounds):
-        for each, stream in zip(lanes, streams, strict=False):
+        for each, stream in zip(instances, streams, strict=False):
             check(cu.cuGraphLaunch(each.whole, stream), "timing a graph")
     for stream in streams:
         check(cu.cuStreamSynchronize(stream), "timing graphs that run at once")
@@ -207,16 +207,16 @@ class Gate:
         self._word[0] = 1
 
 
-# Blocks of an engine's trace on a real GPU: the lanes' graphs are captured again, with kernels that record.
+# Blocks of an engine's trace on a real GPU: the instances' graphs are captured again, with kernels that record.
 
 # also returns the trace ids of the nodes
-CaptureTraced = Callable[[Lane, Arrays, int, Cuts], tuple[Program, list[int]]]
+CaptureTraced = Callable[[Instance, Arrays, int, Cuts], tuple[Program, list[int]]]
 
 
 class CudaTrace:
-    """Every lane's graphs, captured again with kernels that record. They replace the others while the trace runs.
+    """Every instance's graphs, captured again with kernels that record. They replace the others while the trace runs.
 
-    Lanes are in service, so these graphs cannot be launched beforehand: the first launch of each in a trace takes
+    Instances are in service, so these graphs cannot be launched beforehand: the first launch of each in a trace takes
     longer.
     """
 
@@ -236,24 +236,26 @@ class CudaTrace:
         self._plain: list[tuple[int, int, Launches]] = []
         try:
             for loaded in models:
-                for lane, row, sizes in zip(loaded.lanes, loaded.lane_rows, loaded.launches, strict=True):
+                for instance, row, sizes in zip(loaded.instances, loaded.instance_rows, loaded.launches, strict=True):
                     for profile, launches in zip(loaded.profiles, sizes, strict=True):
-                        self._swap_in(loaded, lane, row, profile, launches)
+                        self._swap_in(loaded, instance, row, profile, launches)
         except BaseException:
-            self._swap_out({row for loaded in models for row in loaded.lane_rows})
+            self._swap_out({row for loaded in models for row in loaded.instance_rows})
             self._inner.__exit__(None)
             self._release()
             raise
 
-    def _swap_in(self, loaded: LoadedModel, lane: Lane, row: int, profile: ProgramProfile, plain: Launches) -> None:
+    def _swap_in(
+        self, loaded: LoadedModel, instance: Instance, row: int, profile: ProgramProfile, plain: Launches
+    ) -> None:
         backend, size = self._backend, loaded.model.batch.index(profile.batch)
-        program, ids = self._capture_traced(lane, loaded.weights, profile.batch, profile.cuts)
+        program, ids = self._capture_traced(instance, loaded.weights, profile.batch, profile.cuts)
         # First of all the pieces: their events are forgotten with them, also where a graph cannot be made.
         for k, (first, end) in [*enumerate(plain.bounds), (codes.WHOLE, (0, len(ids)))]:
             launches = tuple(i for i in ids[first:end] if i)
             self._pieces.append(TracedPiece(row, size, k, launches, replayed=True))
         try:
-            traced = backend.cut(program, plain.bounds, lane, confine=bool(plain.confined))
+            traced = backend.cut(program, plain.bounds, instance, confine=bool(plain.confined))
         finally:
             backend.discard(program)
         self._traced.append(traced)
@@ -261,7 +263,7 @@ class CudaTrace:
         write_handles(self._state, row, size, traced)
 
     def _swap_out(self, rows: set[int]) -> None:
-        """Restores the original graphs. `rows`: lanes that still exist."""
+        """Restores the original graphs. `rows`: instances that still exist."""
         for row, size, plain in self._plain:
             if row in rows:
                 write_handles(self._state, row, size, plain)

@@ -35,7 +35,7 @@ from paellapy.scheduler.backends.virtual_memory import VirtualMemory, VirtualWei
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.rings import Bell
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.models.memory import Lane, LanePlan
+from paellapy.scheduler.models.memory import Instance, InstancePlan
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.program import Cuts, Marks, Program
 from paellapy.scheduler.models.tensors import Arrays
@@ -44,7 +44,9 @@ from paellapy.scheduler.models.weights import COPY_BYTES, Layout, WeightRange
 # Times on the virtual GPU: of nodes, of segments, and of programs that run at once, each on an SM model of its own.
 
 
-StepsOf = Callable[[Program, int, int, int], list[Step]]  # of a program's nodes from one to before another, in a window
+StepsOf = Callable[
+    [Program, int, int, int], list[Step]
+]  # of a program's nodes from one to before another, in a partition
 
 
 def node_times_ns(model: SmModel, program: Program, costs: Sequence[BlockCost | None]) -> list[float]:
@@ -65,12 +67,12 @@ def node_times_ns(model: SmModel, program: Program, costs: Sequence[BlockCost | 
 
 
 def segment_times_ns(
-    model: SmModel, launches: Launches, steps: StepsOf, window: int
+    model: SmModel, launches: Launches, steps: StepsOf, partition: int
 ) -> tuple[list[float], float, float]:
-    """The time of each segment, of the whole program, and of the whole program inside a window (0: not confined)."""
+    """The time of each segment, of the whole program, and of the whole program inside a partition (0: not confined)."""
     times = []
     whole = (0, len(launches.program.nodes))
-    confined = [(*whole, window)] if window else []
+    confined = [(*whole, partition)] if partition else []
     for first, end, number in [*((a, b, 0) for a, b in (*launches.bounds, whole)), *confined]:
         piece = Piece(launches.program.body[first:end], steps(launches.program, first, end, number))
         stream = model.stream()
@@ -83,16 +85,16 @@ def segment_times_ns(
     return times[:n], times[n], times[n + 1] if confined else 0.0
 
 
-def saturated_ns(model: SmModel, lanes: Sequence[Launches], rounds: int, steps: StepsOf) -> float:
-    """Time per run when all lanes launch their whole programs repeatedly and at once, each on all SMs."""
-    program = lanes[0].program
+def saturated_ns(model: SmModel, instances: Sequence[Launches], rounds: int, steps: StepsOf) -> float:
+    """Time per run when all instances launch their whole programs repeatedly and at once, each on all SMs."""
+    program = instances[0].program
     piece = Piece(program.body, steps(program, 0, len(program.nodes), 0))
-    streams = [model.stream() for _ in lanes]
+    streams = [model.stream() for _ in instances]
     for _ in range(rounds):
         for stream in streams:
             piece.place(model, stream, 0.0)
     model.run()
-    return float(model.now_ns) / (rounds * len(lanes))
+    return float(model.now_ns) / (rounds * len(instances))
 
 
 _LEVELS = 5  # stream priorities above the default; there are none below
@@ -109,8 +111,8 @@ class VirtualBackend(Backend):
         self.sm = SmModel(device.part, timing=device.model.timing, history=_HISTORY)
         self._costs = ProgramCosts()
         self.launches = VirtualLaunches(self.sm, self._costs)
-        self._ranges: list[tuple[int, int]] = []  # first SM and number of SMs of each window
-        self._windows: list[int] = []  # their numbers in the SM model
+        self._ranges: list[tuple[int, int]] = []  # first SM and number of SMs of each partition
+        self._partitions: list[int] = []  # their numbers in the SM model
         self._pools: dict[int, int] = {}  # rows of streams, by priority
         self._thread = VirtualThread(self.sm, self.launches)
         self._weight_stream: int | None = None
@@ -119,28 +121,28 @@ class VirtualBackend(Backend):
         return int(self.device.part.memory_bytes * 0.9)
 
     def fingerprint(self) -> str:
-        how = f"windows {self.windows} of {self.window_share}"
+        how = f"partitions {self.partitions} of {self.partition_share}"
         return f"{self.device.title} {self.device.part!r} {self.sm.timing!r} {self.device.costs.factors!r} {how}"
 
-    def open_windows(self, count: int, share: float) -> list[set[int]]:
-        self.windows, self.window_share, sms = count, share, self.device.sm_count
+    def open_partitions(self, count: int, share: float) -> list[set[int]]:
+        self.partitions, self.partition_share, sms = count, share, self.device.sm_count
         self._ranges = [(round(k * sms / count), math.ceil(share * sms)) for k in range(count)]
-        self._windows = self._add_windows(self.sm)
+        self._partitions = self._add_partitions(self.sm)
         return [{(first + k) % sms for k in range(n)} for first, n in self._ranges]
 
-    def _add_windows(self, model: SmModel) -> list[int]:
-        return [model.window(first, n) for first, n in self._ranges]
+    def _add_partitions(self, model: SmModel) -> list[int]:
+        return [model.partition(first, n) for first, n in self._ranges]
 
     def _new_model(self) -> SmModel:
         """A separate SM model for measurements."""
         model = SmModel(self.device.part, timing=self.sm.timing)
-        self._add_windows(model)
+        self._add_partitions(model)
         return model
 
-    def lane_memory(self, plan: LanePlan, berth: Any = None) -> VirtualMemory:
-        return VirtualMemory(plan.device_bytes, plan.host_bytes, self.shared_slots, berth)
+    def instance_memory(self, plan: InstancePlan, arena: Any = None) -> VirtualMemory:
+        return VirtualMemory(plan.device_bytes, plan.host_bytes, self.shared_slots, arena)
 
-    def berth(self, nbytes: int) -> VirtualMemory:
+    def arena(self, nbytes: int) -> VirtualMemory:
         return VirtualMemory(nbytes, 0)
 
     def upload(self, model: Model) -> Arrays:
@@ -173,13 +175,13 @@ class VirtualBackend(Backend):
     # -- programs
 
     def capture(
-        self, lane: Lane, weights: Arrays, batch: int, cuts: Cuts, marks: Marks | None = None,
+        self, instance: Instance, weights: Arrays, batch: int, cuts: Cuts, marks: Marks | None = None,
         like: Program | None = None,
     ) -> Program:  # fmt: skip
-        return record(self.device, lane, weights, batch, cuts, marks or {})
+        return record(self.device, instance, weights, batch, cuts, marks or {})
 
-    def captured_again(self, program: Program, of: Lane, lane: Lane, marks: Marks) -> Program | None:
-        return moved(program, of, lane, marks)
+    def captured_again(self, program: Program, of: Instance, instance: Instance, marks: Marks) -> Program | None:
+        return moved(program, of, instance, marks)
 
     def rehearse_all(self, model: Model, weights: Arrays, sizes: Sequence[int]) -> tuple[int, int]:
         self._costs.rehearsed.clear()
@@ -201,18 +203,18 @@ class VirtualBackend(Backend):
         device = self.device
         return [n.wave_blocks(device.limits, device.sm_count) if n.kind == "kernel" else 0 for n in program.nodes]
 
-    def cut(self, program: Program, bounds: Bounds, lane: Lane, confine: bool = False) -> Launches:
-        windows = [self._windows[k] for k in lane.windows] if confine else []
+    def cut(self, program: Program, bounds: Bounds, instance: Instance, confine: bool = False) -> Launches:
+        partitions = [self._partitions[k] for k in instance.partitions] if confine else []
         with self._thread.pause():
-            return self.launches.cut(program, bounds, lane, windows)
+            return self.launches.cut(program, bounds, instance, partitions)
 
     def segment_times_ns(self, launches: Launches, repeats: int, alone: bool) -> tuple[list[float], float, float]:
         # The model is exact, so one run on a separate SM model is enough.
-        window = self._windows[0] if launches.confined else 0
-        return segment_times_ns(self._new_model(), launches, self.launches.steps, window)
+        partition = self._partitions[0] if launches.confined else 0
+        return segment_times_ns(self._new_model(), launches, self.launches.steps, partition)
 
-    def saturated_ns(self, lanes: Sequence[Launches], rounds: int) -> float:
-        return saturated_ns(self._new_model(), lanes, rounds, self.launches.steps)
+    def saturated_ns(self, instances: Sequence[Launches], rounds: int) -> float:
+        return saturated_ns(self._new_model(), instances, rounds, self.launches.steps)
 
     def grant(self, word: int) -> int:
         with self._thread.pause():
@@ -232,7 +234,7 @@ class VirtualBackend(Backend):
         if level not in self._pools:
             row = len(self._pools)
             with self._thread.pause():
-                n = codes.OF_WINDOWS + codes.QUEUES * int(state.core["windows"][0])
+                n = codes.OF_PARTITIONS + codes.QUEUES * int(state.core["partitions"][0])
                 state.stream[row, :n] = [self.sm.stream(level) for _ in range(n)]
             self._pools[level] = row
         return self._pools[level]

@@ -19,7 +19,7 @@ from paellapy.instrument.records import Records
 from paellapy.instrument.traces.session import Session
 from paellapy.scheduler.backends.base import Bounds, Launches, TracedBlocks, TracedPiece
 from paellapy.scheduler.models.capture import Recorded
-from paellapy.scheduler.models.memory import Lane
+from paellapy.scheduler.models.memory import Instance
 from paellapy.scheduler.models.program import Program
 
 # Pieces of recorded programs on the virtual GPU: computation, commands for the SM model, and traces.
@@ -52,7 +52,7 @@ class Piece:
     def run(self) -> None:
         """Computes the data, with floating-point warnings off.
 
-        The arrays belong to the lane and do not change, so preparations are made only once.
+        The arrays belong to the instance and do not change, so preparations are made only once.
         """
         if self._runs < _PREPARE_AFTER:
             for item in self.items:
@@ -108,8 +108,8 @@ class PieceTracer:
                 (int(launch), 0, warps, node.registers, 0, node.shared_bytes, (gx * node.cluster, gy, gz),
                  item.first * node.cluster, node.blocks, submit_ns, stream),
             )  # fmt: skip
-        lane, size, segment = order
-        self.pieces.append(TracedPiece(lane, size, segment, tuple(int(i) for i in ids), replayed=False))
+        instance, size, segment = order
+        self.pieces.append(TracedPiece(instance, size, segment, tuple(int(i) for i in ids), replayed=False))
         return int(ids[0])
 
     def finish(self, blocks: Records) -> TracedBlocks:
@@ -178,29 +178,33 @@ class VirtualLaunches:
         self._next = 1
         self.pieces: dict[int, Piece] = {}
         self.grants: dict[int, ctypes.c_uint64] = {}
-        self.lanes: dict[int, Lane] = {}  # the lane of each piece
+        self.instances: dict[int, Instance] = {}  # the instance of each piece
 
-    def cut(self, program: Program, bounds: Bounds, lane: Lane, windows: Sequence[int]) -> Launches:
-        """Makes the segments launchable, on all SMs and in each of these windows of the SM model."""
-        (handles, whole), *confined = (self._made(program, bounds, window, lane) for window in (0, *windows))
+    def cut(self, program: Program, bounds: Bounds, instance: Instance, partitions: Sequence[int]) -> Launches:
+        """Makes the segments launchable, on all SMs and in each of these partitions of the SM model."""
+        (handles, whole), *confined = (
+            self._made(program, bounds, partition, instance) for partition in (0, *partitions)
+        )
         return Launches(program, bounds, handles, whole, [], frozenset(program.marks.values()), confined)
 
-    def _made(self, program: Program, bounds: Bounds, window: int, lane: Lane) -> tuple[list[int], int]:
-        handles = [self._piece(program, first, end, window, lane) for first, end in bounds]
-        return handles, handles[0] if len(bounds) == 1 else self._piece(program, 0, len(program.nodes), window, lane)
+    def _made(self, program: Program, bounds: Bounds, partition: int, instance: Instance) -> tuple[list[int], int]:
+        handles = [self._piece(program, first, end, partition, instance) for first, end in bounds]
+        return handles, handles[0] if len(bounds) == 1 else self._piece(
+            program, 0, len(program.nodes), partition, instance
+        )
 
-    def _piece(self, program: Program, first: int, end: int, window: int, lane: Lane) -> int:
-        if window and not any(node.kind == "kernel" for node in program.nodes[first:end]):
+    def _piece(self, program: Program, first: int, end: int, partition: int, instance: Instance) -> int:
+        if partition and not any(node.kind == "kernel" for node in program.nodes[first:end]):
             return 0  # no kernel can be confined
-        key = (program.content(), first, end, window)
+        key = (program.content(), first, end, partition)
         if key not in self._programs:
-            self._programs[key] = self.steps(program, first, end, window)
+            self._programs[key] = self.steps(program, first, end, partition)
         handle, self._next = self._next, self._next + 1
         self.pieces[handle] = Piece(program.body[first:end], self._programs[key])
-        self.lanes[handle] = lane
+        self.instances[handle] = instance
         return handle
 
-    def steps(self, program: Program, first: int, end: int, window: int) -> list[Step]:
+    def steps(self, program: Program, first: int, end: int, partition: int) -> list[Step]:
         """The SM model's programs and copies for the nodes from `first` to before `end`."""
         steps: list[Step] = []
         kernels: list[Kernel] = []
@@ -214,11 +218,11 @@ class VirtualLaunches:
                 )  # fmt: skip
                 continue
             if kernels:
-                steps.append(self._sm.program(kernels, window))
+                steps.append(self._sm.program(kernels, partition))
                 kernels = []
             steps.append((node.kind, node.nbytes))
         if kernels:
-            steps.append(self._sm.program(kernels, window))
+            steps.append(self._sm.program(kernels, partition))
         return steps
 
     def grant(self, word: int) -> int:
@@ -232,4 +236,4 @@ class VirtualLaunches:
             for handle in (*handles, whole):
                 self.pieces.pop(handle, None)
                 self.grants.pop(handle, None)
-                self.lanes.pop(handle, None)
+                self.instances.pop(handle, None)

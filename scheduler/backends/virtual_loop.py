@@ -31,13 +31,13 @@ from paellapy.scheduler.backends.base import RETRY_S, broken_loop
 from paellapy.scheduler.backends.virtual_launches import PieceTracer, VirtualLaunches
 from paellapy.scheduler.core.atomics import call_back, call_ppoll, call_run, call_write, load_at, store_at, usable_cpus
 from paellapy.scheduler.core.codes import NEVER, WHOLE
-from paellapy.scheduler.core.lanes import reading_matters
+from paellapy.scheduler.core.instances import reading_matters
 from paellapy.scheduler.core.rings import Bell, arm
 from paellapy.scheduler.core.state import State, read_clock
-from paellapy.scheduler.core.step import wake_fronts
+from paellapy.scheduler.core.step import wake_producers
 from paellapy.scheduler.core.tables import Table, Words
 from paellapy.scheduler.models.capture import Recorded
-from paellapy.scheduler.models.memory import Lane
+from paellapy.scheduler.models.memory import Instance
 
 SPIN_NS = 40_000  # shorter waits are spent awake: waking up takes about as long
 POLLIN = 1 << 32  # of a struct pollfd, behind the descriptor
@@ -59,7 +59,7 @@ LOOP = np.dtype(  # [1]
     align=True,
 )
 # A launch to carry out; `draining` is the address of a word, or 0.
-ORDER = np.dtype([(name, "i8") for name in ("lane", "size", "segment", "word", "handle", "stream", "draining")])
+ORDER = np.dtype([(name, "i8") for name in ("instance", "size", "segment", "word", "handle", "stream", "draining")])
 AWAITED = np.dtype([("handle", "i8"), ("word", "u8")])  # a launch or a kernel, and the word to set for it
 
 
@@ -92,9 +92,9 @@ def note_orders(s: State, w: Loop) -> None:
     core = s.core[0]
     for k in range(core.out):
         out, order = s.out[k], w.orders[k]
-        a = s.lane[out.lane]
-        to = s.whole[out.lane, out.size] if out.segment == WHOLE else s.launch[out.lane, out.size, out.segment]
-        order.lane, order.size, order.segment = out.lane, out.size, out.segment
+        a = s.instance[out.instance]
+        to = s.whole[out.instance, out.size] if out.segment == WHOLE else s.launch[out.instance, out.size, out.segment]
+        order.instance, order.size, order.segment = out.instance, out.size, out.segment
         order.word, order.handle = np.int64(out.word), np.int64(out.handle)
         order.stream, order.draining = np.int64(s.stream[a.pool, a.stream_at]), np.int64(to.draining)
     w.loop[0].orders = core.out
@@ -181,7 +181,7 @@ def serve(s: State, sm: SmState, w: Loop) -> None:
         tell_of_drained(sm, w)
         tell_of_completed(sm, w)
         happened = call_with(s.call[0].step, s, now)
-        wake_fronts(s, w.scratch)
+        wake_producers(s, w.scratch)
         asked = load_at(w.stop.ctypes.data) != _ZERO
         if core.out > 0 or asked:
             store_at(bell, _ZERO)
@@ -218,41 +218,41 @@ def serve(s: State, sm: SmState, w: Loop) -> None:
 # computed separately; the failing ones are marked in the core's tables, and the others are answered.
 
 
-OnFault = Callable[[int, int, BaseException], None]  # lane, slot, cause
+OnFault = Callable[[int, int, BaseException], None]  # instance, slot, cause
 
 
 class Faults:
-    """Lanes in which a segment has failed. Only the loop's thread uses this object."""
+    """Instances in which a segment has failed. Only the loop's thread uses this object."""
 
     def __init__(self, state: State, told: OnFault) -> None:
         self._state, self._told = state, told
-        self._settled: set[int] = set()  # lanes whose answers are computed: their other segments compute nothing
+        self._settled: set[int] = set()  # instances whose answers are computed: their other segments compute nothing
 
-    def skips(self, lane: int, segment: int) -> bool:
+    def skips(self, instance: int, segment: int) -> bool:
         """Whether a segment (WHOLE or 0: the first of a run) should not be computed."""
         if not self._settled:
             return False
         if segment <= 0:
-            self._settled.discard(lane)
-        return lane in self._settled
+            self._settled.discard(instance)
+        return instance in self._settled
 
-    def isolate(self, k: int, size: int, lane: Lane, program: Sequence[Recorded], cause: Exception) -> None:
-        """Computes every request of lane `k` separately, and marks those that fail.
+    def isolate(self, k: int, size: int, instance: Instance, program: Sequence[Recorded], cause: Exception) -> None:
+        """Computes every request of instance `k` separately, and marks those that fail.
 
         Every slot is given the inputs of the one request, because the contents of another slot may have caused the
         failure. A model that overwrites its inputs is computed from the overwritten ones.
         """
         state = self._state
-        taken = int(state.lane["taken"][k])
-        batch = int(state.size["batch"][state.lane["model"][k], size])
+        taken = int(state.instance["taken"][k])
+        batch = int(state.size["batch"][state.instance["model"][k], size])
         live = [slot for slot in range(taken) if state.slot[k, slot] >= 0]
-        inputs = {key: array[:batch].copy() for key, array in lane.inputs.items()}
-        outputs = {key: array[:batch].copy() for key, array in lane.outputs.items()}
+        inputs = {key: array[:batch].copy() for key, array in instance.inputs.items()}
+        outputs = {key: array[:batch].copy() for key, array in instance.outputs.items()}
         found: dict[int, Exception] = {live[0]: cause} if len(live) == batch == 1 else {}
         for slot in live:
             if slot in found:
                 continue
-            for key, array in lane.inputs.items():
+            for key, array in instance.inputs.items():
                 array[:batch] = inputs[key][slot]
             try:
                 for item in program:
@@ -260,18 +260,18 @@ class Faults:
             except Exception as e:
                 found[slot] = e
             else:
-                for key, array in lane.outputs.items():
+                for key, array in instance.outputs.items():
                     outputs[key][slot] = array[slot]
         good = next((slot for slot in live if slot not in found), None)
-        for key, array in lane.inputs.items():  # the next batch may not fill every slot
+        for key, array in instance.inputs.items():  # the next batch may not fill every slot
             array[:batch] = 0 if good is None else inputs[key][good]
-        for key, array in lane.outputs.items():
+        for key, array in instance.outputs.items():
             array[:batch] = outputs[key]
-        state.lane_fault[k] = 0
+        state.instance_fault[k] = 0
         for slot, error in found.items():
-            state.lane_fault[k, slot >> 6] |= np.uint64(1) << np.uint64(slot & 63)
+            state.instance_fault[k, slot >> 6] |= np.uint64(1) << np.uint64(slot & 63)
             self._told(k, slot, error)
-        state.lane["faulty"][k] = 1
+        state.instance["faulty"][k] = 1
         self._settled.add(k)
 
 
@@ -300,12 +300,10 @@ class VirtualThread:
         self._stopping = False
         self._thread: threading.Thread | None = None
 
-    def start(
-        self, state: State, bell: Bell, failed: Callable[[BaseException], None], on_fault: OnFault
-    ) -> None:
+    def start(self, state: State, bell: Bell, failed: Callable[[BaseException], None], on_fault: OnFault) -> None:
         self._state, self._bell, self._failed = state, bell, failed
-        # Windows of SMs are for jobs that run at once, so an engine with windows launches as on a real GPU.
-        state.core["one_by_one"][0] = state.core["windows"][0] == 0
+        # SM partitions are for jobs that run at once, so an engine with partitions launches as on a real GPU.
+        state.core["one_by_one"][0] = state.core["partitions"][0] == 0
         self._faults = Faults(state, on_fault)
         self.offset_ns = time.monotonic_ns() - self.sm.now_ns
         self._shared = new_loop(len(state.out))._replace(stop=self._stop_word)
@@ -348,7 +346,7 @@ class VirtualThread:
     def _loop(self) -> None:
         while not self._stopping:
             try:
-                # The loop computes many small products beside the front ends. With one BLAS thread it served 2300 to
+                # The loop computes many small products beside the producers. With one BLAS thread it served 2300 to
                 # 3800 requests a second; with several BLAS threads, 400 (32 clients of mlp and cnn, two cores).
                 with threadpool_limits(1, "blas"), np.errstate(all="ignore"):
                     self._serve()
@@ -397,7 +395,7 @@ class VirtualThread:
         return int(self.sm.state is not self._serving)
 
     def _carry_out(
-        self, lane: int, size: int, segment: int, word: int, handle: int, stream: int, draining: int
+        self, instance: int, size: int, segment: int, word: int, handle: int, stream: int, draining: int
     ) -> None:
         granted = self._launches.grants.get(handle)
         if granted is not None:
@@ -409,14 +407,14 @@ class VirtualThread:
         if tracer is None:
             placed = piece.place_again(self.sm, stream, submit)
         else:
-            first = tracer.note((lane, size, segment), piece, int(submit), stream)
+            first = tracer.note((instance, size, segment), piece, int(submit), stream)
             placed = piece.place(self.sm, stream, submit, first)
-        if not self._faults.skips(lane, segment):
+        if not self._faults.skips(instance, segment):
             try:
                 piece.run()
             except Exception as e:
-                whole = self._launches.pieces[int(self._state.whole["handle"][lane, size])]
-                self._faults.isolate(lane, size, self._launches.lanes[handle], whole.items, e)
+                whole = self._launches.pieces[int(self._state.whole["handle"][instance, size])]
+                self._faults.isolate(instance, size, self._launches.instances[handle], whole.items, e)
         # Not before: a launch that makes the GPU fail never ends.
         self.set_when("flight", placed.last, word)
         if draining:

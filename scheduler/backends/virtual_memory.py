@@ -11,7 +11,7 @@ import numpy as np
 from paellapy.instrument.device.virtual import VirtualArray, VirtualDevice
 from paellapy.scheduler.core.rings import SharedBlock
 from paellapy.scheduler.models.capture import GuardedArray, Recorded, Recording, call_model, capturing
-from paellapy.scheduler.models.memory import ALIGN, Lane, Memory
+from paellapy.scheduler.models.memory import ALIGN, Instance, Memory
 from paellapy.scheduler.models.program import Cuts, Marks, Program
 from paellapy.scheduler.models.tensors import Arrays
 from paellapy.scheduler.models.weights import Bytes, Layout, WeightRange
@@ -21,10 +21,10 @@ class VirtualMemory(Memory):
     """NumPy memory, aligned like a GPU's."""
 
     def __init__(
-        self, device_bytes: int, host_bytes: int, shared: bool = False, berth: VirtualMemory | None = None
+        self, device_bytes: int, host_bytes: int, shared: bool = False, arena: VirtualMemory | None = None
     ) -> None:
-        """`berth`: the berth whose device memory it uses."""
-        self._device: Any = aligned_zeros(device_bytes) if berth is None else berth._device[:device_bytes]
+        """`arena`: the arena whose device memory it uses."""
+        self._device: Any = aligned_zeros(device_bytes) if arena is None else arena._device[:device_bytes]
         self.block = SharedBlock(host_bytes) if shared else None
         self.host = aligned_zeros(host_bytes) if self.block is None else self.block.array[:host_bytes]
 
@@ -52,7 +52,7 @@ class VirtualMemory(Memory):
             return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
         if value is None or isinstance(value, int | float | complex | str | bytes | np.generic):
             return value
-        raise TypeError(f"a {type(value).__name__} may contain arrays that cannot be moved to another lane")
+        raise TypeError(f"a {type(value).__name__} may contain arrays that cannot be moved to another instance")
 
     def free(self) -> None:
         self._device = self.host = np.empty(0, np.uint8)
@@ -136,27 +136,28 @@ def _arrays(value: Any) -> Iterator[Any]:
             yield from _arrays(each)
 
 
-# Capture on the virtual GPU: launches are recorded with their arrays, and the record of one lane serves the others.
+# Capture on the virtual GPU: launches are recorded with their arrays, and the record of one instance serves the others.
 
 
-def record(device: VirtualDevice, lane: Lane, weights: Arrays, batch: int, cuts: Cuts, marks: Marks) -> Program:
+def record(device: VirtualDevice, instance: Instance, weights: Arrays, batch: int, cuts: Cuts, marks: Marks) -> Program:
     """Runs the model's function once and records its launches, between the copies of inputs and outputs."""
-    model = lane.model
-    recording = Recording(lane, cuts)
-    inputs, outputs = lane.device_inputs(batch), lane.device_outputs(batch)
+    model = instance.model
+    recording = Recording(instance, cuts)
+    inputs, outputs = instance.device_inputs(batch), instance.device_outputs(batch)
     for name, array in inputs.items():
-        recording.copy("h2d", array.view(np.ndarray), lane.inputs[name][:batch])
+        recording.copy("h2d", array.view(np.ndarray), instance.inputs[name][:batch])
     with capturing(device, recording):
         call_model(model, _guarded(weights), _guarded(inputs), _guarded(outputs), batch, "while it was captured")
     for name, array in outputs.items():
-        recording.copy("d2h", lane.outputs[name][:batch], array.view(np.ndarray))
+        recording.copy("d2h", instance.outputs[name][:batch], array.view(np.ndarray))
     nodes = [item.node for item in recording.items]
-    return Program(model, lane.index, batch, nodes, True, recording.items, marks=marks)
+    return Program(model, instance.index, batch, nodes, True, recording.items, marks=marks)
 
 
-def moved(program: Program, of: Lane, lane: Lane, marks: Marks) -> Program | None:
-    """The recorded launches with the other lane's arrays, if all can be found. Marks do not change the recording."""
-    here, there = of.memory, lane.memory
+def moved(program: Program, of: Instance, instance: Instance, marks: Marks) -> Program | None:
+    """The recorded launches with the other instance's arrays, if all can be found. Marks do not change the recording.
+    """
+    here, there = of.memory, instance.memory
     assert isinstance(here, VirtualMemory)
     assert isinstance(there, VirtualMemory)
     if any(item.compute is not None for item in program.body):  # the arrays that it computes on cannot be seen
@@ -169,7 +170,7 @@ def moved(program: Program, of: Lane, lane: Lane, marks: Marks) -> Program | Non
         body = program.body if here is there else [item.moved(move) for item in program.body]
     except TypeError:
         return None
-    return program.for_lane(lane.index, body, marks)
+    return program.for_instance(instance.index, body, marks)
 
 
 def _guarded(arrays: Arrays) -> Arrays:

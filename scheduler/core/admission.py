@@ -21,9 +21,9 @@ import numpy as np
 from paellapy.instrument.jit import compiled, part
 from paellapy.scheduler.core.atomics import call_asking, load_at
 from paellapy.scheduler.core.codes import EXPIRED, FILLING, HELD, NEVER, OK, RESERVED_MASK, RESERVED_SHIFT
+from paellapy.scheduler.core.instances import size_for
 from paellapy.scheduler.core.job import READS_SEGMENT
-from paellapy.scheduler.core.lanes import size_for
-from paellapy.scheduler.core.requests import fill_job, fill_lane_job, fill_segment, fill_terms
+from paellapy.scheduler.core.requests import fill_instance_job, fill_job, fill_segment, fill_terms
 from paellapy.scheduler.core.rings import address
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.tables import Table
@@ -57,16 +57,16 @@ def rank_new(s: State, m: int, size: int, batch: int, now: int) -> float:
 def predict(s: State, m: int, priority: int, deadline: int, now: int) -> float:
     core = s.core[0]
     model = s.model[m]
-    lane = model.filling
+    instance = model.filling
     joins, queued_before = 1, 0.0
     slots = s.size[m, model.n_sizes - 1].batch
-    if lane < 0:
+    if instance < 0:
         queued_before = model.queued / slots
     else:
-        # Front ends may have taken slots that the core does not know yet.
-        reserved = np.int64((load_at(address(s.lane_word, lane)) >> _RESERVED_SHIFT) & _RESERVED_MASK)
-        joins = max(s.lane[lane].taken, reserved) + 1
-        if joins > slots:  # the lane is full: it goes first, with the requests queued behind it
+        # Producers may have taken slots that the core does not know yet.
+        reserved = np.int64((load_at(address(s.instance_word, instance)) >> _RESERVED_SHIFT) & _RESERVED_MASK)
+        joins = max(s.instance[instance].taken, reserved) + 1
+        if joins > slots:  # the instance is full: it goes first, with the requests queued behind it
             joins, queued_before = 1, 1.0 + model.queued / slots
     k = size_for(s, m, joins)
     alone = s.size[m, k].total_ns
@@ -74,11 +74,11 @@ def predict(s: State, m: int, priority: int, deadline: int, now: int) -> float:
     mine = rank_new(s, m, k, joins, now)
     ahead = queued_before * s.size[m, model.n_sizes - 1].total_ns
     demand, idle, beside = s.size[m, k].demand, 1.0 - s.size[m, k].demand, 0
-    for other in range(s.lane.shape[0]):
-        a = s.lane[other]
-        if a.model < 0 or a.state == HELD or other == lane or (a.live == 0 and a.active_at < 0):
+    for other in range(s.instance.shape[0]):
+        a = s.instance[other]
+        if a.model < 0 or a.state == HELD or other == instance or (a.live == 0 and a.active_at < 0):
             continue
-        fill_lane_job(s, other, now)
+        fill_instance_job(s, other, now)
         left = s.job[0].remaining_ns
         if a.live > 0 and (a.model == m or rank_filled(s, 0) <= mine):
             ahead += left
@@ -236,9 +236,9 @@ def note_latency(allowance: Any, m: int, entered: int, now: int, limit: float, n
     shortest = min(w.shortest_ns, limit)
     if took > shortest + tuning.late_share * margin * (limit - shortest):
         if entered >= w.since_ns:  # likewise
-            w.size, w.since_ns = max(1.0, w.size * tuning.window_decrease), now
+            w.size, w.since_ns = max(1.0, w.size * tuning.limit_decrease), now
     elif number * 2 >= w.size:  # only a well-used allowance shows whether it could be larger
-        w.size = min(tuning.largest_window, w.size + 1.0 / w.size)
+        w.size = min(tuning.largest_limit, w.size + 1.0 / w.size)
 
 
 @part
@@ -262,9 +262,7 @@ def ask(s: State, allowance: Table, asked: Table) -> int:
 
 
 @part
-def leaves(
-    s: State, allowance: Table, m: int, entered: int, finish: int, limit: float, status: int
-) -> None:
+def leaves(s: State, allowance: Table, m: int, entered: int, finish: int, limit: float, status: int) -> None:
     """Ends an admitted request. A cancelled or failed request does not change the allowance."""
     if status == OK:
         note_latency(allowance, m, entered, finish, limit, allowance[m].in_flight, s.tuning[0])

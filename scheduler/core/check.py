@@ -22,7 +22,7 @@ from paellapy.scheduler.core.codes import (
     LEAVING,
     NEVER,
     NONE,
-    OF_WINDOWS,
+    OF_PARTITIONS,
     PASSED,
     QUEUED,
     QUEUES,
@@ -41,7 +41,7 @@ def check_integrity(s: State) -> None:
     for count in ("touched", "asking", "leaving"):
         require(s.core[count][0] == 0, "a noted change was not settled", count)
     _check_queues(s)
-    _check_lanes(s)
+    _check_instances(s)
     _check_sets(s)
     _check_streams(s)
     _check_occupancy(s)
@@ -60,17 +60,19 @@ def _check_weights(s: State) -> None:
     for name, stage in (("coming", COMING), ("leaving", LEAVING)):
         require((w["stage"] == stage).sum() == r[name], "moves are miscounted", name)
     require(not w["marked"].any(), "a model stays marked")
-    for lane in np.flatnonzero(s.lane["flight_at"] >= 0):
-        m, k = s.lane["model"][lane], s.lane["issued"][lane] - 1
-        last = w["chunks"][m] if s.lane["whole"][lane] else s.segment["chunks"][m, s.lane["size"][lane], k]
+    for instance in np.flatnonzero(s.instance["flight_at"] >= 0):
+        m, k = s.instance["model"][instance], s.instance["issued"][instance] - 1
+        last = (
+            w["chunks"][m] if s.instance["whole"][instance] else s.segment["chunks"][m, s.instance["size"][instance], k]
+        )
         there = w["stage"][m] == HERE or (w["stage"][m] == COMING and w["arrived"][m] >= last)
-        require(there, "a lane runs without its weights", lane)
+        require(there, "an instance runs without its weights", instance)
 
 
 def check_at_rest(s: State, within_s: float = 30.0) -> None:
     """As `check_integrity`, for a core whose loop runs on another thread, once it is at rest.
 
-    A request is answered before its lane is free again, so a state read in between is in the middle of a step, not
+    A request is answered before its instance is free again, so a state read in between is in the middle of a step, not
     broken. Without work the loop rests, and an error that persists then is a real one.
     """
     end = time.monotonic() + within_s
@@ -88,7 +90,7 @@ def _check_queues(s: State) -> None:
     r = s.request
     is_queued = (r["state"] == QUEUED) | (r["state"] == PASSED)
     seen: Counter[int] = Counter()
-    for m in np.flatnonzero(s.model["n_lanes"]):
+    for m in np.flatnonzero(s.model["n_instances"]):
         rows = walk(r, int(s.model["root"][m])) + follow(r, int(s.model["first"][m]), int(s.model["last"][m]))
         require(len(rows) == s.model["queued"][m], "a model miscounts its queue", m)
         right = is_queued[rows].all() and (r["model"][rows] == m).all()
@@ -96,12 +98,12 @@ def _check_queues(s: State) -> None:
         seen.update(rows)
         room = int(s.model["free_n"][m]) + (s.model["filling"][m] >= 0)
         if rows and s.core["mode"][0] != FAIL_MODE and s.model["filling"][m] >= 0:
-            lane = s.model["filling"][m]
-            reserved = (int(s.lane_word[lane, 0]) >> RESERVED_SHIFT) & RESERVED_MASK
+            instance = s.model["filling"][m]
+            reserved = (int(s.instance_word[instance, 0]) >> RESERVED_SHIFT) & RESERVED_MASK
             slots = s.size["batch"][m, s.model["n_sizes"][m] - 1]
             require(reserved == slots, "requests are queued beside free slots", m)
         elif rows and s.core["mode"][0] != FAIL_MODE:
-            require(room == 0, "requests are queued beside a free lane", m)
+            require(room == 0, "requests are queued beside a free instance", m)
     seen.update(check_aside(s))
     seen.update(check_barred(s))
     slotted = s.slot[s.slot >= 0]
@@ -125,129 +127,135 @@ def _check_queues(s: State) -> None:
         require(r["deadline_ns"][due[(i - 1) // 2]] <= r["deadline_ns"][due[i]], "deadlines are out of order", i)
     waiting = used[(r["deadline_ns"][used] < NEVER) & (r["due_at"][used] < 0)]
     for row in waiting:  # only a request that is entirely on the GPU may be past its deadline
-        lane = s.lane[r["lane"][row]]
-        require(lane["state"] == RUNNING and lane["issued"] == lane["segments"], "a deadline is forgotten", row)
+        instance = s.instance[r["instance"][row]]
+        require(
+            instance["state"] == RUNNING and instance["issued"] == instance["segments"], "a deadline is forgotten", row
+        )
     shares = s.flow["share"][s.flow["live"] > 0].sum()
     counted = s.core["shares"][0]
     require(abs(shares - counted) <= 1e-5 * counted + 1e-8, "fair shares do not add up", shares, counted)
 
 
 def _check_streams(s: State) -> None:
-    held = s.lane["stream_at"][s.flight[: s.core["flight"][0]]]
-    require((held >= 0).all(), "a lane is in flight without a stream")
-    queues = np.where(held >= OF_WINDOWS, (held - OF_WINDOWS) % QUEUES, held)
+    held = s.instance["stream_at"][s.flight[: s.core["flight"][0]]]
+    require((held >= 0).all(), "an instance is in flight without a stream")
+    queues = np.where(held >= OF_PARTITIONS, (held - OF_PARTITIONS) % QUEUES, held)
     found = np.bincount(queues, minlength=len(s.stream_jobs))
     require((found == s.stream_jobs).all(), "the jobs on a stream are miscounted")
-    require((s.lane["stream_at"] >= 0).sum() == s.core["flight"][0], "a lane holds a stream and is not in flight")
-    confined = np.flatnonzero(s.lane["window"] >= 0)
-    require((s.lane["flight_at"][confined] >= 0).all(), "a lane is in a window and not in flight")
-    found = s.overlap[s.lane["window"][confined]].sum(axis=0)
-    require((found == s.window_load).all(), "the load of the windows is miscounted")
+    require(
+        (s.instance["stream_at"] >= 0).sum() == s.core["flight"][0], "an instance holds a stream and is not in flight"
+    )
+    confined = np.flatnonzero(s.instance["partition"] >= 0)
+    require((s.instance["flight_at"][confined] >= 0).all(), "an instance is in a partition and not in flight")
+    found = s.overlap[s.instance["partition"][confined]].sum(axis=0)
+    require((found == s.partition_load).all(), "the load of the partitions is miscounted")
 
 
-def _check_free_lanes(s: State, ids: Any) -> None:
-    lanes = s.lane[ids]
-    require((s.slot[ids] < 0).all() and (lanes["live"] == 0).all(), "a free lane holds a request")
-    require((s.lane_word[ids, 0] & np.uint64(CLOSED) != 0).all(), "a free lane is open")
-    require((s.model["filling"][lanes["model"]] != ids).all(), "a free lane fills")
-    require((lanes["done"] <= lanes["issued"]).all(), "segments of a free lane are out of order")
+def _check_free_instances(s: State, ids: Any) -> None:
+    instances = s.instance[ids]
+    require((s.slot[ids] < 0).all() and (instances["live"] == 0).all(), "a free instance holds a request")
+    require((s.instance_word[ids, 0] & np.uint64(CLOSED) != 0).all(), "a free instance is open")
+    require((s.model["filling"][instances["model"]] != ids).all(), "a free instance fills")
+    require((instances["done"] <= instances["issued"]).all(), "segments of a free instance are out of order")
     for place in ("ready_at", "active_at", "flight_at"):
-        require((lanes[place] == NONE).all(), "a free lane is listed", place)
-    for m in np.flatnonzero(s.model["n_lanes"]):
-        of_model = s.model_lane[m, : s.model["n_lanes"][m]]
-        free = s.free_lane[m, : s.model["free_n"][m]]
+        require((instances[place] == NONE).all(), "a free instance is listed", place)
+    for m in np.flatnonzero(s.model["n_instances"]):
+        of_model = s.model_instance[m, : s.model["n_instances"][m]]
+        free = s.free_instance[m, : s.model["free_n"][m]]
         if s.model["state"][m] != ABSENT:
-            expected = sorted(of_model[s.lane["state"][of_model] == FREE].tolist())
-            require(sorted(free.tolist()) == expected, "a free lane is lost or doubled", m)
+            expected = sorted(of_model[s.instance["state"][of_model] == FREE].tolist())
+            require(sorted(free.tolist()) == expected, "a free instance is lost or doubled", m)
 
 
-def _fits(sizes: Any, lane: Any) -> bool:
-    """Whether the lane runs at the smallest size for its requests, or at the smallest there was when it started."""
-    best = np.flatnonzero(sizes["batch"] >= lane["taken"])[0]
-    right = lane["size"] == best or (lane["size"] > best and sizes["capture"][best] != LATER)
-    return bool(right and sizes["segments"][lane["size"]] > 0)
+def _fits(sizes: Any, instance: Any) -> bool:
+    """Whether the instance runs at the smallest size for its requests, or at the smallest there was when it started."""
+    best = np.flatnonzero(sizes["batch"] >= instance["taken"])[0]
+    right = instance["size"] == best or (instance["size"] > best and sizes["capture"][best] != LATER)
+    return bool(right and sizes["segments"][instance["size"]] > 0)
 
 
-def _check_lanes(s: State) -> None:
-    free = np.flatnonzero((s.lane["model"] >= 0) & (s.lane["state"] == FREE))
-    _check_free_lanes(s, free)
-    ids = np.flatnonzero((s.lane["model"] >= 0) & (s.lane["state"] != FREE))
+def _check_instances(s: State) -> None:
+    free = np.flatnonzero((s.instance["model"] >= 0) & (s.instance["state"] == FREE))
+    _check_free_instances(s, free)
+    ids = np.flatnonzero((s.instance["model"] >= 0) & (s.instance["state"] != FREE))
     slots = s.slot[ids]
-    words, filling, managed = s.lane_word[:, 0].tolist(), s.model["filling"].tolist(), s.residency["managed"][0]
-    ready_of, known_of = (np.bitwise_count(each).sum(axis=1).tolist() for each in (s.lane_ready, s.lane_known))
+    words, filling, managed = s.instance_word[:, 0].tolist(), s.model["filling"].tolist(), s.residency["managed"][0]
+    ready_of, known_of = (np.bitwise_count(each).sum(axis=1).tolist() for each in (s.instance_ready, s.instance_known))
     # Plain numbers: reading a field of a record costs a hundred times as much, and tests check after every step.
-    for lane, row, slot in zip(ids.tolist(), s.lane[ids].tolist(), slots, strict=True):
-        a = dict(zip(s.lane.dtype.names or (), row, strict=True))
+    for instance, row, slot in zip(ids.tolist(), s.instance[ids].tolist(), slots, strict=True):
+        a = dict(zip(s.instance.dtype.names or (), row, strict=True))
         m = a["model"]
         rows = slot[slot >= 0]
-        word = words[lane]
-        reserved, ready = (word >> RESERVED_SHIFT) & RESERVED_MASK, ready_of[lane]
-        require(len(rows) == a["live"], "a lane miscounts its requests", lane)
-        require((ready <= reserved and a["taken"] <= reserved) or a["state"] == HELD, "a lane overflows", lane)
-        require(known_of[lane] == a["taken"], "a lane knows other slots than it counts", lane)
-        require(bool(word & CLOSED) or a["state"] == FILLING, "a lane is open and not filling", lane)
-        require((filling[m] == lane) == (a["state"] == FILLING), "two lanes of a model fill", lane)
-        require(a["done"] <= a["issued"] <= max(a["segments"], a["issued"]), "segments are out of order", lane)
+        word = words[instance]
+        reserved, ready = (word >> RESERVED_SHIFT) & RESERVED_MASK, ready_of[instance]
+        require(len(rows) == a["live"], "an instance miscounts its requests", instance)
+        require((ready <= reserved and a["taken"] <= reserved) or a["state"] == HELD, "an instance overflows", instance)
+        require(known_of[instance] == a["taken"], "an instance knows other slots than it counts", instance)
+        require(bool(word & CLOSED) or a["state"] == FILLING, "an instance is open and not filling", instance)
+        require((filling[m] == instance) == (a["state"] == FILLING), "two instances of a model fill", instance)
+        require(a["done"] <= a["issued"] <= max(a["segments"], a["issued"]), "segments are out of order", instance)
         if len(rows):
             facts = s.request[rows]
-            right = (facts["lane"] == lane).all() and (facts["model"] == m).all()
-            require(right, "a slot holds a request of another lane or model", lane)
-            require(a["arrival_ns"] == facts["arrival_ns"].min(), "a lane forgot its oldest request", lane)
-            require(a["deadline_ns"] == facts["deadline_ns"].min(), "a lane forgot a deadline", lane)
-            require(a["priority"] == facts["priority"].max(), "a lane forgot a priority", lane)
+            right = (facts["instance"] == instance).all() and (facts["model"] == m).all()
+            require(right, "a slot holds a request of another instance or model", instance)
+            require(a["arrival_ns"] == facts["arrival_ns"].min(), "an instance forgot its oldest request", instance)
+            require(a["deadline_ns"] == facts["deadline_ns"].min(), "an instance forgot a deadline", instance)
+            require(a["priority"] == facts["priority"].max(), "an instance forgot a priority", instance)
         absent = managed and (s.weights["stage"][m] != HERE or s.weights["stop"][m])  # all weights, or some
-        berth = a["berth"]
-        taken = berth >= 0 and s.berth[berth] != lane + 1 and (s.berth[berth] or s.berth_kept[berth])
-        if a["state"] == RUNNING and a["berth"] >= 0:
-            require(s.berth[a["berth"]] == lane + 1, "two lanes run in one berth", lane)
+        arena = a["arena"]
+        taken = arena >= 0 and s.arena[arena] != instance + 1 and (s.arena[arena] or s.arena_kept[arena])
+        if a["state"] == RUNNING and a["arena"] >= 0:
+            require(s.arena[a["arena"]] == instance + 1, "two instances run in one arena", instance)
         if a["state"] == RUNNING:
-            require(a["taken"] == reserved == ready, "a lane runs without all its inputs", lane)
-            require(a["done"] < a["segments"], "a lane is done and not ended", lane)
-            require(_fits(s.size[m, : s.model["n_sizes"][m]], a), "a lane runs at the wrong size", lane)
+            require(a["taken"] == reserved == ready, "an instance runs without all its inputs", instance)
+            require(a["done"] < a["segments"], "an instance is done and not ended", instance)
+            require(_fits(s.size[m, : s.model["n_sizes"][m]], a), "an instance runs at the wrong size", instance)
             ahead = a["issued"] - a["done"]
-            most = s.core["look_ahead"][0]
-            require(ahead <= max(most, 1) + (most == 1), "a lane runs too far ahead", lane)
+            most = s.core["max_in_flight"][0]
+            require(ahead <= max(most, 1) + (most == 1), "an instance runs too far ahead", instance)
             standing = a["active_at"] >= 0 and a["back"] and s.core["flight"][0] > 0  # for a short job
             later = s.core["one_by_one"][0] and s.core["changed"][0]  # the host comes to it after other launches
             forgotten = not (ahead > 0 or a["ready_at"] >= 0 or standing or ((absent or later) and a["active_at"] >= 0))
-            require(not forgotten, "a lane with work is neither waiting nor active", lane)
+            require(not forgotten, "an instance with work is neither waiting nor active", instance)
         if a["state"] in (HELD, READY_WAIT):
             places = (a["ready_at"], a["active_at"], a["flight_at"])
-            require(places == (NONE, NONE, NONE), "a lane that does not run is listed", lane)
+            require(places == (NONE, NONE, NONE), "an instance that does not run is listed", instance)
         if a["state"] == FILLING:
             listed = a["ready_at"] >= 0
             right = listed == (a["live"] > 0) or ((absent or taken) and not listed)
-            require(right, "a filling lane is not in the heap, or should not be", lane)
+            require(right, "a filling instance is not in the heap, or should not be", instance)
 
 
 def _check_sets(s: State) -> None:
     for name, ids in (("ready", s.ready), ("active", s.active), ("flight", s.flight)):
         members, column = ids[: s.core[name][0]], f"{name}_at"
-        require((s.lane[column][members] == np.arange(len(members))).all(), f"{name} has lost a lane")
-        require((s.lane[column] >= 0).sum() == len(members), f"a lane claims a place in {name}")
+        require((s.instance[column][members] == np.arange(len(members))).all(), f"{name} has lost an instance")
+        require((s.instance[column] >= 0).sum() == len(members), f"an instance claims a place in {name}")
     ready = s.ready[: s.core["ready"][0]]
     for i in range(1, len(ready)):
         require(
-            s.lane["rank"][ready[(i - 1) // 2]] <= s.lane["rank"][ready[i]], "the heap of lanes is out of order", i
+            s.instance["rank"][ready[(i - 1) // 2]] <= s.instance["rank"][ready[i]],
+            "the heap of instances is out of order",
+            i,
         )
     held = s.held[: s.core["held"][0]]
-    waiting = np.flatnonzero((s.lane["state"] == HELD) | (s.lane["state"] == READY_WAIT))
-    require(sorted(held.tolist()) == waiting.tolist(), "a held lane is lost or doubled")
-    require(s.core["active"][0] <= s.core["max_active"][0], "too many lanes are active")
-    demand = s.lane["demand"][s.active[: s.core["active"][0]]].sum()
+    waiting = np.flatnonzero((s.instance["state"] == HELD) | (s.instance["state"] == READY_WAIT))
+    require(sorted(held.tolist()) == waiting.tolist(), "a held instance is lost or doubled")
+    require(s.core["active"][0] <= s.core["max_active"][0], "too many instances are active")
+    demand = s.instance["demand"][s.active[: s.core["active"][0]]].sum()
     counted = s.core["demand"][0]
-    require(abs(demand - counted) <= 1e-6 * (1 + demand), "the demand of active lanes is miscounted", demand)
-    flight = np.flatnonzero((s.lane["state"] == RUNNING) & (s.lane["issued"] > s.lane["done"]))
-    require(sorted(s.flight[: s.core["flight"][0]].tolist()) == flight.tolist(), "a lane in flight is not listed")
-    both = (s.lane["ready_at"] >= 0) & (s.lane["active_at"] >= 0)
-    require(not both.any(), "a lane is active and waits")
+    require(abs(demand - counted) <= 1e-6 * (1 + demand), "the demand of active instances is miscounted", demand)
+    flight = np.flatnonzero((s.instance["state"] == RUNNING) & (s.instance["issued"] > s.instance["done"]))
+    require(sorted(s.flight[: s.core["flight"][0]].tolist()) == flight.tolist(), "an instance in flight is not listed")
+    both = (s.instance["ready_at"] >= 0) & (s.instance["active_at"] >= 0)
+    require(not both.any(), "an instance is active and waits")
 
 
 def _check_occupancy(s: State) -> None:
     """Checks that resident and pending resources are the sums over the segments in flight."""
     sums = {kind: np.zeros(5) for kind in ("resident", "pending")}
-    for lane in s.flight[: s.core["flight"][0]]:
-        a = s.lane[lane]
+    for instance in s.flight[: s.core["flight"][0]]:
+        a = s.instance[instance]
         for k in range(a["done"], a["issued"]):
             f = s.segment[a["model"], a["size"], 0 if a["whole"] else k]
             issue = f["kernels"] / max(f["time_ns"], 1.0) * 1e9

@@ -1,4 +1,4 @@
-"""Checks of queues: each is in order, and requests outside of lanes are in the queue of their client."""
+"""Checks of queues: each is in order, and requests outside of instances are in the queue of their client."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ def check_aside(s: State) -> list[int]:
 
 
 def check_barred(s: State) -> list[int]:
-    """The requests that `admit` keeps out of lanes, after a check that each is in its queue, and counted."""
+    """The requests that `admit` keeps out of instances, after a check that each is in its queue, and counted."""
     r, core = s.request, s.core[0]
-    require(core["refused"] == 0, "a refused lane was not looked at")
+    require(core["refused"] == 0, "a refused instance was not looked at")
     found_in = [(int(each) >> 32, int(each) & 0xFFFF_FFFF) for each in s.barred[: core["barred"]]]
     listed = zip(*(each.tolist() for each in np.nonzero(s.kept["listed"])), strict=True)
     require(sorted(found_in) == sorted(listed), "clients that are kept out are miscounted")

@@ -1,8 +1,9 @@
-"""Choosing in the core: the lanes that may launch now, by the policy's ranks.
+"""Choosing in the core: the instances that may launch now, by the policy's ranks.
 
-Lanes that may launch are *active*, at most `core.max_active` of them; the others wait in a heap by rank. A better lane
-replaces the worst active one that still has segments to launch; segments that are already launched keep running. Ranks
-may depend on the time and on other jobs: the heap's top is ranked afresh whenever it is read, and other lanes in turn.
+Instances that may launch are *active*, at most `core.max_active` of them; the others wait in a heap by rank. A better
+instance replaces the worst active one that still has segments to launch; segments that are already launched keep
+running. Ranks may depend on the time and on other jobs: the heap's top is ranked afresh whenever it is read, and other
+instances in turn.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ from paellapy.instrument.jit import part
 from paellapy.instrument.jit_call import call_with
 from paellapy.scheduler.core.codes import FILLING, NONE
 from paellapy.scheduler.core.concurrency import choose_who_stands_back, find_shortest, gives_way, has_room, stands_back
-from paellapy.scheduler.core.lanes import (
-    close_lane,
+from paellapy.scheduler.core.instances import (
+    close_instance,
     deactivate,
     make_ready,
     set_running,
     settle,
-    take_berth,
+    take_arena,
     touch,
     unready,
 )
-from paellapy.scheduler.core.lanes import mark_model_dirty as ask
+from paellapy.scheduler.core.instances import mark_model_dirty as ask
 from paellapy.scheduler.core.launch import feed, host_has_work, may_launch, measure, one_by_one
-from paellapy.scheduler.core.requests import fill_lane_job, rank_lane
+from paellapy.scheduler.core.requests import fill_instance_job, rank_instance
 from paellapy.scheduler.core.shares import over_limit
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.throttle import lets_go, look_at_top, note_refused, takes_anything
@@ -37,7 +38,7 @@ AGAIN = -2
 
 @part
 def refresh(s: State, n: int, now: int) -> None:
-    """Ranks the heap's top and n other lanes afresh, so that a rank that depends on the time does not get old."""
+    """Ranks the heap's top and n other instances afresh, so that a rank that depends on the time does not get old."""
     core = s.core[0]
     if core.timeless:
         return
@@ -48,29 +49,31 @@ def refresh(s: State, n: int, now: int) -> None:
             if core.refresh_at >= core.ready:
                 core.refresh_at = 0
             i = core.refresh_at
-        lane = s.ready[i]
-        rank = rank_lane(s, lane, now)
-        if rank != s.lane[lane].rank:  # most ranks have not changed, and then the lane's place in the heap is right
-            make_ready(s, lane, rank)
+        instance = s.ready[i]
+        rank = rank_instance(s, instance, now)
+        if (
+            rank != s.instance[instance].rank
+        ):  # most ranks have not changed, and then the instance's place in the heap is right
+            make_ready(s, instance, rank)
 
 
 @part
-def activate(s: State, lane: int) -> bool:
-    """Starts the lane's turn; False if it must wait for its inputs."""
+def activate(s: State, instance: int) -> bool:
+    """Starts the instance's turn; False if it must wait for its inputs."""
     core = s.core[0]
-    a = s.lane[lane]
-    unready(s, lane)
+    a = s.instance[instance]
+    unready(s, instance)
     core.decisions += 1
     if a.state == FILLING:
-        complete = close_lane(s, lane)
-        take_berth(s, lane, lane)
+        complete = close_instance(s, instance)
+        take_arena(s, instance, instance)
         ask(s, a.model)
         if s.residency[0].managed > 0:
             s.weights[a.model].served += 1
         if not complete:
             return False
-        set_running(s, lane)
-    s.active[core.active] = lane
+        set_running(s, instance)
+    s.active[core.active] = instance
     a.active_at = core.active
     core.active += 1
     a.back = 0
@@ -81,52 +84,52 @@ def activate(s: State, lane: int) -> bool:
 
 @part
 def worst(s: State, now: int) -> int:
-    """The active lane of the highest last known rank, among lanes with segments left to launch."""
+    """The active instance of the highest last known rank, among instances with segments left to launch."""
     core = s.core[0]
     found = NONE
     for k in range(core.active):
-        lane = s.active[k]
-        a = s.lane[lane]
-        if a.issued < a.segments and (found < 0 or a.rank > s.lane[found].rank):
-            found = lane
+        instance = s.active[k]
+        a = s.instance[instance]
+        if a.issued < a.segments and (found < 0 or a.rank > s.instance[found].rank):
+            found = instance
     if found >= 0 and not core.timeless:
-        s.lane[found].rank = rank_lane(s, found, now)
+        s.instance[found].rank = rank_instance(s, found, now)
     return found
 
 
 @part
-def admitted(s: State, lane: int, now: int) -> bool:
-    """Whether the policy, and the client's limit, let the lane launch now."""
-    if over_limit(s, lane, now):
+def admitted(s: State, instance: int, now: int) -> bool:
+    """Whether the policy, and the client's limit, let the instance launch now."""
+    if over_limit(s, instance, now):
         return False
-    others = s.core[0].active - (1 if s.lane[lane].active_at >= 0 else 0)
+    others = s.core[0].active - (1 if s.instance[instance].active_at >= 0 else 0)
     if s.call[0].admit == _ZERO or takes_anything(s, others):
         return True
     measure(s)
     look_at_top(s)
-    fill_lane_job(s, lane, now)
+    fill_instance_job(s, instance, now)
     if lets_go(s, now):
         return True
-    note_refused(s, lane)
+    note_refused(s, instance)
     return False
 
 
 @part
-def best_admitted(s: State, lane: int, full: bool, most: float, now: int) -> int:
-    """The best waiting lane that is admitted, asked in order of rank; NONE if there is none. If the active set is full,
-    only ranks below `most` count.
+def best_admitted(s: State, instance: int, full: bool, most: float, now: int) -> int:
+    """The best waiting instance that is admitted, asked in order of rank; NONE if there is none. If the active set is
+    full, only ranks below `most` count.
     """
-    if admitted(s, lane, now):
-        return lane
-    # The children of a refused lane in the heap come next, so each lane that is read is also asked.
+    if admitted(s, instance, now):
+        return instance
+    # The children of a refused instance in the heap come next, so each instance that is read is also asked.
     n = push_behind(s, 0, 0)
     while n > 0:
         at = s.next_at[0]
-        lane = int(s.ready[at])
-        if full and s.lane[lane].rank >= most:
+        instance = int(s.ready[at])
+        if full and s.instance[instance].rank >= most:
             return NONE
-        if (full or s.core[0].active == 0 or has_room(s, lane)) and admitted(s, lane, now):
-            return lane
+        if (full or s.core[0].active == 0 or has_room(s, instance)) and admitted(s, instance, now):
+            return instance
         heap_pop(s.next_rank, s.next_at, 0, n)
         n = push_behind(s, at, n - 1)
     return NONE
@@ -134,17 +137,19 @@ def best_admitted(s: State, lane: int, full: bool, most: float, now: int) -> int
 
 @part
 def push_behind(s: State, at: int, n: int) -> int:
-    """Adds the children of a place in the heap of waiting lanes to the scratch heap of n places; returns its new size.
+    """Adds the children of a place in the heap of waiting instances to the scratch heap of n places; returns its new
+    size.
     """
     for k in range(2 * at + 1, min(2 * at + 3, s.core[0].ready)):
-        heap_push(s.next_rank, s.next_at, 0, n, s.lane[s.ready[k]].rank, k)
+        heap_push(s.next_rank, s.next_at, 0, n, s.instance[s.ready[k]].rank, k)
         n += 1
     return n
 
 
 @part
 def settle_all(s: State, now: int) -> None:
-    """Puts lanes that have changed, and requests that were kept out of lanes and now may enter, into the heap."""
+    """Puts instances that have changed, and requests that were kept out of instances and now may enter, into the heap.
+    """
     settle(s, now)
     if s.core[0].barred > 0:
         call_with(s.call[0].look_at_barred, s, now)
@@ -153,8 +158,8 @@ def settle_all(s: State, now: int) -> None:
 
 @part
 def next_turn(s: State, n: int, swaps: int, now: int) -> int:
-    """The lane whose turn comes next, with a place made for it in the active set; NONE if no change is needed; AGAIN if
-    requests of other clients may take the lanes of refused ones.
+    """The instance whose turn comes next, with a place made for it in the active set; NONE if no change is needed;
+    AGAIN if requests of other clients may take the instances of refused ones.
     """
     core = s.core[0]
     settle_all(s, now)
@@ -165,73 +170,74 @@ def next_turn(s: State, n: int, swaps: int, now: int) -> int:
     if full and (core.whole_always or core.preemptions >= swaps):
         return NONE
     refresh(s, n, now)
-    lane = int(s.ready[0])
+    instance = int(s.ready[0])
     if not full and core.active > 0:
-        full = not has_room(s, lane)
+        full = not has_room(s, instance)
         if full and (core.whole_always or core.preemptions >= swaps):
             return NONE
     other = NONE
     most = np.inf
     if full:
         other = worst(s, now)
-        if other < 0 or s.lane[lane].rank >= s.lane[other].rank:
+        if other < 0 or s.instance[instance].rank >= s.instance[other].rank:
             return NONE
-        most = s.lane[other].rank
-    lane = best_admitted(s, lane, full, most, now)
-    if core.refused > 0 and call_with(s.call[0].give_up_refused, s, now) > 0 and lane < 0:
-        return AGAIN  # each time, a request of a refused client is kept out of lanes until the next round
-    if lane < 0 or (one_by_one(s) and best_active(s, s.lane[lane].rank, now) >= 0):
+        most = s.instance[other].rank
+    instance = best_admitted(s, instance, full, most, now)
+    if core.refused > 0 and call_with(s.call[0].give_up_refused, s, now) > 0 and instance < 0:
+        return AGAIN  # each time, a request of a refused client is kept out of instances until the next round
+    if instance < 0 or (one_by_one(s) and best_active(s, s.instance[instance].rank, now) >= 0):
         return NONE
     if other >= 0:
         deactivate(s, other)
         touch(s, other)
         core.preemptions += 1
-    return lane
+    return instance
 
 
 @part
-def goes_on(s: State, lane: int, now: int) -> bool:
-    """Whether an active lane stays: a policy with `admit`, or a limit, may stop it between segments."""
-    a = s.lane[lane]
+def goes_on(s: State, instance: int, now: int) -> bool:
+    """Whether an active instance stays: a policy with `admit`, or a limit, may stop it between segments."""
+    a = s.instance[instance]
     asked = s.call[0].admit != _ZERO or s.core[0].limited > 0
-    if not asked or a.issued == 0 or a.issued >= a.segments or admitted(s, lane, now):
+    if not asked or a.issued == 0 or a.issued >= a.segments or admitted(s, instance, now):
         return True
-    deactivate(s, lane)
-    make_ready(s, lane, a.rank)
+    deactivate(s, instance)
+    make_ready(s, instance, a.rank)
     return False
 
 
 @part
 def best_active(s: State, most: float, now: int) -> int:
-    """The active lane of the lowest rank, at most `most`, that has a segment to launch now; NONE if there is none."""
+    """The active instance of the lowest rank, at most `most`, that has a segment to launch now; NONE if there is none.
+    """
     core = s.core[0]
     found = NONE
     for k in range(core.active):
-        lane = s.active[k]
-        if may_launch(s, lane) and not stands_back(s, lane):
+        instance = s.active[k]
+        if may_launch(s, instance) and not stands_back(s, instance):
             if not core.timeless:
-                s.lane[lane].rank = rank_lane(s, lane, now)
-            if s.lane[lane].rank <= most and (found < 0 or s.lane[lane].rank < s.lane[found].rank):
-                found = lane
+                s.instance[instance].rank = rank_instance(s, instance, now)
+            if s.instance[instance].rank <= most and (found < 0 or s.instance[instance].rank < s.instance[found].rank):
+                found = instance
     return int(found)
 
 
 @part
 def goes_before_new(s: State, n: int, now: int) -> int:
-    """The best active lane, if no waiting lane ranks better; else NONE."""
+    """The best active instance, if no waiting instance ranks better; else NONE."""
     settle_all(s, now)
     if s.core[0].ready == 0:
         return best_active(s, np.inf, now)
     refresh(s, n, now)
-    return best_active(s, s.lane[s.ready[0]].rank, now)
+    return best_active(s, s.instance[s.ready[0]].rank, now)
 
 
 @part
 def choose(s: State, now: int) -> bool:
-    """Fills the active set with the best waiting lanes and launches their segments; False if the backend fails.
+    """Fills the active set with the best waiting instances and launches their segments; False if the backend fails.
 
     Where the host computes the launches, several at once would delay each other and all later requests. There the best
-    lane launches one segment, and the choice goes on (`core.changed`) when the host has computed it.
+    instance launches one segment, and the choice goes on (`core.changed`) when the host has computed it.
     """
     core = s.core[0]
     n = core.refresh
@@ -240,38 +246,38 @@ def choose(s: State, now: int) -> bool:
     k = NONE
     core.ask_at_ns = np.inf
     core.rounds += 1
-    if one_by_one(s):  # a round may end before it comes to the lanes that stand back
+    if one_by_one(s):  # a round may end before it comes to the instances that stand back
         choose_who_stands_back(s)
     while k < core.active:
-        lane = NONE
+        instance = NONE
         if host_has_work(s):
             core.changed = 1
             return True
         if one_by_one(s):
-            lane = goes_before_new(s, n, now) if k < 0 else best_active(s, np.inf, now)
-        # First new lanes, each fed at once, so that the next one is judged by the remaining room.
-        if lane < 0 and k < 0:
-            lane = next_turn(s, n, swaps, now)
-            if lane == AGAIN:
+            instance = goes_before_new(s, n, now) if k < 0 else best_active(s, np.inf, now)
+        # First new instances, each fed at once, so that the next one is judged by the remaining room.
+        if instance < 0 and k < 0:
+            instance = next_turn(s, n, swaps, now)
+            if instance == AGAIN:
                 continue
-            if lane < 0:
+            if instance < 0:
                 k = 0
                 choose_who_stands_back(s)
                 continue
             n = 0
-            if not activate(s, lane) or gives_way(s, lane, find_shortest(s)):
+            if not activate(s, instance) or gives_way(s, instance, find_shortest(s)):
                 continue
         else:
-            lane = s.active[k] if lane < 0 else lane
-            if not goes_on(s, lane, now):  # another lane may have its turn, or have stood back for it
+            instance = s.active[k] if instance < 0 else instance
+            if not goes_on(s, instance, now):  # another instance may have its turn, or have stood back for it
                 stops -= 1
                 k = NONE if stops >= 0 else 0
                 choose_who_stands_back(s)
                 continue
             k += 1
-            if stands_back(s, lane):
+            if stands_back(s, instance):
                 continue
-        if not feed(s, lane, now):
+        if not feed(s, instance, now):
             return False
     core.changed = 0
     core.room_at_ns = min(core.room_at_ns, core.ask_at_ns)

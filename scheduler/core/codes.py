@@ -7,21 +7,22 @@ from typing import Any
 
 NEVER = 1 << 62  # a time that never comes: no deadline, no target
 NONE = -1  # no row
-OWN_ROWS = 64  # request rows of the engine's own process, where other processes have front ends
+OWN_ROWS = 64  # request rows of the engine's own process, where other processes have producers
 RECENT = 4096  # latencies kept per model: a power of two
 TENANT_NAME = 64  # bytes of a tenant's name
 TAP_SIZE = 1 << 14  # completions kept for watchers of requests from other processes
 
 ABSENT, OPEN, CLOSING = range(3)  # model.state; a CLOSING model finishes accepted requests and refuses new ones
 
-# lane.state. FREE: unused. FILLING: front ends and the core put requests into it. READY_WAIT: its turn came and it is
-# closed, but a front end is still writing inputs. RUNNING: its segments are, or will be, on the GPU. HELD: done, its
+# instance.state. FREE: unused. FILLING: producers and the core put requests into it. READY_WAIT: its turn came and it
+# is closed, but a producer is still writing inputs. RUNNING: its segments are, or will be, on the GPU. HELD: done, its
 # outputs are being read.
 FREE, FILLING, READY_WAIT, RUNNING, HELD = range(5)
 
-# request.state. UNUSED: the row belongs to a front end. QUEUED: without a slot. SLOTTED: in a lane. ASIDE: held back by
-# its client's limit. BARRED: held back by `admit`, which looks at the client. PASSED: QUEUED, after `admit` has let it
-# pass. A request that is cancelled or expires leaves its slot empty (NONE); its lane runs for the other requests.
+# request.state. UNUSED: the row belongs to a producer. QUEUED: without a slot. SLOTTED: in an instance. ASIDE: held
+# back by its client's limit. BARRED: held back by `admit`, which looks at the client. PASSED: QUEUED, after `admit` has
+# let it pass. A request that is cancelled or expires leaves its slot empty (NONE); its instance runs for the other
+# requests.
 UNUSED, QUEUED, SLOTTED, ASIDE, BARRED, PASSED = range(6)
 
 # done.status
@@ -38,22 +39,22 @@ VIRTUAL, CUDA = range(2)  # core.backend
 
 RUN_MODE, DRAIN_MODE, FAIL_MODE = range(3)  # core.mode
 
-# Windows of SMs: the maximum, and the number from which a lane can choose
-WINDOWS, CHOICES = 64, 4
-LEAST_WINDOWS = 3  # fewer would leave some SMs in no window
+# SM partitions: the maximum, and the number from which an instance can choose
+PARTITIONS, CHOICES = 64, 4
+LEAST_PARTITIONS = 3  # fewer would leave some SMs in no partition
 
 # State.stream: pools of streams, one for each priority of models on the GPU. The first QUEUES of a pool are handed out
-# to jobs, as many as the GPU has hardware queues; the next ones belong to lanes, one each; then each window of SMs has
-# QUEUES more.
+# to jobs, as many as the GPU has hardware queues; the next ones belong to instances, one each; then each SM partition
+# has QUEUES more.
 POOLS, QUEUES, OWN_STREAMS = 8, 32, 128
-OF_WINDOWS = QUEUES + OWN_STREAMS
-POOL_STREAMS = OF_WINDOWS + WINDOWS * QUEUES
+OF_PARTITIONS = QUEUES + OWN_STREAMS
+POOL_STREAMS = OF_PARTITIONS + PARTITIONS * QUEUES
 
 # size.capture: of a size that is not captured yet. WANTED: a batch would have run at it. GIVEN_UP: its capture failed.
 LATER, WANTED, GIVEN_UP = range(3)
 
 # weights.stage. OUT: on the host or on disk. COMING: arriving chunk by chunk, in the order in which programs need them.
-# HERE: on the GPU. LEAVING: no lane uses them, and their memory is about to be reused.
+# HERE: on the GPU. LEAVING: no instance uses them, and their memory is about to be reused.
 OUT, COMING, HERE, LEAVING = range(4)
 AUTO, STAYS, GOES = range(3)  # weights.keep: on demand; always on the GPU; only while requests wait or run
 BRING, EVICT = range(2)  # move.kind
@@ -66,17 +67,17 @@ COPY_TAIL, COPY_HEAD, COPY_BELL = range(3)
 # State.ring: heads and tails, each on its own cache line (row, column 0)
 SUBMIT_TAIL, SUBMIT_HEAD, DONE_TAIL, DONE_HEAD = range(4)
 
-# State.lane_word: closed | generation | reserved slots | the front end that reserved the last slot
-FRONT_MASK = 0xFFFF
+# State.instance_word: closed | generation | reserved slots | the producer that reserved the last slot
+PRODUCER_MASK = 0xFFFF
 RESERVED_MASK = 0xFFFF
 RESERVED_SHIFT = 16
 RESERVED_ONE = 1 << RESERVED_SHIFT
 GENERATION_SHIFT = 32
 GENERATION_MASK = 0x7FFF_FFFF
 CLOSED = 1 << 63
-# State.slot_front: generation << GENERATION_SHIFT | front end
+# State.slot_producer: generation << GENERATION_SHIFT | producer
 
-MASK_WORDS = 8  # words of a lane's bit masks: one cache line
+MASK_WORDS = 8  # words of an instance's bit masks: one cache line
 MOST_SLOTS = 64 * MASK_WORDS
 
 GATES = 16  # gates of other processes

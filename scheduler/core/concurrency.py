@@ -19,94 +19,97 @@ import numpy as np
 
 from paellapy.instrument.jit import part
 from paellapy.scheduler.core.atomics import store_at
-from paellapy.scheduler.core.codes import CHOICES, NEVER, NONE, OF_WINDOWS, QUEUES, READY_WAIT
+from paellapy.scheduler.core.codes import CHOICES, NEVER, NONE, OF_PARTITIONS, QUEUES, READY_WAIT
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.weights import all_here
 
-# SM windows in the core: where many jobs share the GPU, each launch is confined to some of its SMs.
+# SM partitions in the core: where many jobs share the GPU, each launch is confined to some of its SMs.
 #
 # Kernels of small batches leave most of the GPU idle and still slow each other, less so on different SMs. Confined to
-# windows, they meet fewer others. Windows overlap, a lane has several to choose from, and every launch goes to the
-# emptiest one: with fixed windows, jobs would wait for each other in some while there is room in others. While few jobs
-# share the GPU, each has all of it.
+# partitions, they meet fewer others. Partitions overlap, an instance has several to choose from, and every launch goes
+# to the emptiest one: with fixed partitions, jobs would wait for each other in some while there is room in others.
+# While few jobs share the GPU, each has all of it.
 #
-# A window has its own streams, and a launch starts sooner on one of these. A job keeps its stream while any of its
-# launches is in flight, so it changes windows then only if another one is much emptier.
+# A partition has its own streams, and a launch starts sooner on one of these. A job keeps its stream while any of its
+# launches is in flight, so it changes partitions then only if another one is much emptier.
 
 
 _ZERO = np.uint64(0)
 
 
 @part
-def fill_window(s: State, window: int, change: int) -> None:
-    """Adds or removes a job in a window, and so in the windows that share SMs with it."""
-    for other in range(s.core[0].windows):
-        s.window_load[other] += change * s.overlap[window, other]
+def fill_partition(s: State, partition: int, change: int) -> None:
+    """Adds or removes a job in a partition, and so in the partitions that share SMs with it."""
+    for other in range(s.core[0].partitions):
+        s.partition_load[other] += change * s.overlap[partition, other]
 
 
 @part
-def leave_window(s: State, lane: int) -> None:
-    a = s.lane[lane]
-    if a.window >= 0:
-        fill_window(s, a.window, -1)
-        a.window = NONE
+def leave_partition(s: State, instance: int) -> None:
+    a = s.instance[instance]
+    if a.partition >= 0:
+        fill_partition(s, a.partition, -1)
+        a.partition = NONE
 
 
 @part
-def can_be_confined(s: State, lane: int) -> bool:
-    return bool(s.core[0].windows > 0 and s.confined[lane, s.lane[lane].size, s.confined.shape[2] - 1, 0] != _ZERO)
+def can_be_confined(s: State, instance: int) -> bool:
+    return bool(
+        s.core[0].partitions > 0
+        and s.confined[instance, s.instance[instance].size, s.confined.shape[2] - 1, 0] != _ZERO
+    )
 
 
 @part
-def choose_handle(s: State, lane: int, segment: int, wide: Any, sms: float) -> Any:
-    """The handle of a lane's next launch: `wide`, or the same launch in the emptiest of the lane's windows.
+def choose_handle(s: State, instance: int, segment: int, wide: Any, sms: float) -> Any:
+    """The handle of an instance's next launch: `wide`, or the same launch in the emptiest of the instance's partitions.
 
     Where the hardware decides, every launch has all SMs. `sms`: the part of the SMs that the policy wants; 0: it does
     not say.
     """
     core = s.core[0]
-    leave_window(s, lane)
-    a = s.lane[lane]
+    leave_partition(s, instance)
+    a = s.instance[instance]
     at = s.confined.shape[2] - 1 if a.whole else segment
     roomy = core.flight <= s.tuning[0].roomy_jobs if sms == 0.0 else sms >= 1.0
-    if core.whole_always or roomy or s.lane_window[lane, 0] < 0:
+    if core.whole_always or roomy or s.instance_partition[instance, 0] < 0:
         return wide
     best = 0
     least = np.inf
     for k in range(CHOICES):
-        window = s.lane_window[lane, k]
-        if window >= 0:
-            load = float(s.window_load[window])
-            if a.stream_at >= OF_WINDOWS and (a.stream_at - OF_WINDOWS) // QUEUES == window:
-                load -= s.tuning[0].staying_jobs * s.overlap[window, window]
+        partition = s.instance_partition[instance, k]
+        if partition >= 0:
+            load = float(s.partition_load[partition])
+            if a.stream_at >= OF_PARTITIONS and (a.stream_at - OF_PARTITIONS) // QUEUES == partition:
+                load -= s.tuning[0].staying_jobs * s.overlap[partition, partition]
             if load < least:
                 best, least = k, load
-    handle = s.confined[lane, a.size, at, best]
+    handle = s.confined[instance, a.size, at, best]
     if handle == _ZERO:
         return wide
-    a.window = s.lane_window[lane, best]
-    fill_window(s, a.window, 1)
+    a.partition = s.instance_partition[instance, best]
+    fill_partition(s, a.partition, 1)
     core.confined_launches += 1
     return handle
 
 
 @part
 def watch_queue(s: State, now: int) -> None:
-    """Averages the number of waiting jobs, and how often lanes stood back, over about `queue_memory_ns`."""
+    """Averages the number of waiting jobs, and how often instances stood back, over about `queue_memory_ns`."""
     part = min(1.0, (now - s.core[0].last_ns) / s.tuning[0].queue_memory_ns)
     s.core[0].waiting_jobs += part * (s.core[0].ready + s.core[0].queued_jobs - s.core[0].waiting_jobs)
     s.core[0].short_often += part * ((1.0 if s.core[0].standing_back > 0 else 0.0) - s.core[0].short_often)
 
 
 @part
-def has_room(s: State, lane: int) -> bool:
-    """Whether a lane may be active beside the active lanes, by their total demand."""
-    m = s.lane[lane].model
+def has_room(s: State, instance: int) -> bool:
+    """Whether an instance may be active beside the active instances, by their total demand."""
+    m = s.instance[instance].model
     tuning = s.tuning[0]
-    demand = s.size[m, s.lane[lane].size].demand
+    demand = s.size[m, s.instance[instance].size].demand
     limit, most, growth = s.core[0].demand_limit, tuning.most_demand, 0.0
-    full = s.lane[lane].taken == s.size[m, s.model[m].n_sizes - 1].batch
-    if can_be_confined(s, lane):
+    full = s.instance[instance].taken == s.size[m, s.model[m].n_sizes - 1].batch
+    if can_be_confined(s, instance):
         most = tuning.most_confined_demand
         if full:
             limit *= tuning.confined_factor
@@ -121,10 +124,10 @@ def is_crowded(s: State) -> bool:
 
 
 @part
-def is_quiet(s: State, lane: int) -> bool:
-    """Whether a lane is alone on the GPU; or short, and one of the few that have all SMs before further jobs go to
-    windows. Such a lane is launched in one piece: every segment costs time, and no waiting job would gain by holding it
-    back.
+def is_quiet(s: State, instance: int) -> bool:
+    """Whether an instance is alone on the GPU; or short, and one of the few that have all SMs before further jobs go to
+    partitions. Such an instance is launched in one piece: every segment costs time, and no waiting job would gain by
+    holding it back.
     """
     core = s.core[0]
     if core.ready > 0 or core.queued > 0 or core.barred > 0:
@@ -132,37 +135,40 @@ def is_quiet(s: State, lane: int) -> bool:
     if core.active == 1 and core.flight == 0:
         return True
     few = s.core[0].active <= s.tuning[0].roomy_jobs
-    short = s.lane[lane].segments <= s.tuning[0].short_job_segments
-    return bool(few and short and can_be_confined(s, lane))
+    short = s.instance[instance].segments <= s.tuning[0].short_job_segments
+    return bool(few and short and can_be_confined(s, instance))
 
 
 @part
-def in_one_piece(s: State, lane: int) -> bool:
+def in_one_piece(s: State, instance: int) -> bool:
     """Whether a queue persists and the job is short. Then jobs take turns anyway, and each segment costs the GPU a node
     and the host a launch. Not in a crowd that may have to stand back.
     """
-    if s.core[0].waiting_jobs < s.tuning[0].steady_queue_jobs or s.lane[lane].segments > s.tuning[0].short_job_segments:
+    if (
+        s.core[0].waiting_jobs < s.tuning[0].steady_queue_jobs
+        or s.instance[instance].segments > s.tuning[0].short_job_segments
+    ):
         return False
     return bool(s.core[0].short_often >= s.tuning[0].often_share or not is_crowded(s))
 
 
 @part
-def look_ahead(s: State) -> int:
+def max_in_flight(s: State) -> int:
     """Segments of one job on the GPU at a time: one in a crowd, where there is always other work and launched segments
     cannot stand back. Where no job stands back, one would only make the host launch the next segment late.
     """
-    return 1 if is_crowded(s) and s.core[0].short_often < s.tuning[0].often_share else int(s.core[0].look_ahead)
+    return 1 if is_crowded(s) and s.core[0].short_often < s.tuning[0].often_share else int(s.core[0].max_in_flight)
 
 
 @part
-def length_ns(s: State, lane: int) -> float:
-    a = s.lane[lane]
+def length_ns(s: State, instance: int) -> float:
+    a = s.instance[instance]
     return float(s.size[a.model, a.size].total_ns)
 
 
 @part
 def find_shortest(s: State) -> int:
-    """The shortest active lane of a crowd; NONE if there is no crowd."""
+    """The shortest active instance of a crowd; NONE if there is no crowd."""
     found = NONE
     if is_crowded(s):
         for k in range(s.core[0].active):
@@ -172,17 +178,17 @@ def find_shortest(s: State) -> int:
 
 
 @part
-def gives_way(s: State, lane: int, shortest: int) -> bool:
-    """Whether a lane may have to stand back for the shortest."""
-    if shortest < 0 or length_ns(s, lane) < s.tuning[0].much_longer * length_ns(s, shortest):
+def gives_way(s: State, instance: int, shortest: int) -> bool:
+    """Whether an instance may have to stand back for the shortest."""
+    if shortest < 0 or length_ns(s, instance) < s.tuning[0].much_longer * length_ns(s, shortest):
         return False
-    return bool(s.lane[lane].rank > s.lane[shortest].rank)
+    return bool(s.instance[instance].rank > s.instance[shortest].rank)
 
 
 @part
 def choose_who_stands_back(s: State) -> None:
-    """Marks the active lanes that launch nothing for now: of the lanes that give way to the shortest, all but the best
-    ones that fit under the limit without a queue.
+    """Marks the active instances that launch nothing for now: of the instances that give way to the shortest, all but
+    the best ones that fit under the limit without a queue.
     """
     core = s.core[0]
     if core.standing_back == 0 and not is_crowded(s):
@@ -191,7 +197,7 @@ def choose_who_stands_back(s: State) -> None:
     core.standing_back = 0
     room = core.demand_limit
     for k in range(core.active):
-        a = s.lane[s.active[k]]
+        a = s.instance[s.active[k]]
         a.back = 1 if gives_way(s, s.active[k], shortest) else 0
         core.standing_back += a.back
         if a.back == 0:
@@ -199,34 +205,34 @@ def choose_who_stands_back(s: State) -> None:
     while core.standing_back > 0:
         best = NONE
         for k in range(core.active):
-            lane = s.active[k]
-            if s.lane[lane].back > 0 and (best < 0 or s.lane[lane].rank < s.lane[best].rank):
-                best = lane
-        room -= s.lane[best].demand
+            instance = s.active[k]
+            if s.instance[instance].back > 0 and (best < 0 or s.instance[instance].rank < s.instance[best].rank):
+                best = instance
+        room -= s.instance[best].demand
         if room < 0.0:
             break
-        s.lane[best].back = 0
+        s.instance[best].back = 0
         core.standing_back -= 1
 
 
 @part
-def stands_back(s: State, lane: int) -> bool:
-    return bool(s.lane[lane].back > 0 and s.core[0].short_often < s.tuning[0].often_share)
+def stands_back(s: State, instance: int) -> bool:
+    return bool(s.instance[instance].back > 0 and s.core[0].short_often < s.tuning[0].often_share)
 
 
 # Gates in the core: launches of other processes wait while there are jobs of higher priority than theirs.
 #
 # A gate is closed until a certain time, which the core extends while such jobs exist. So the gate opens by itself if
 # the core ends. A job that can launch nothing, because its inputs or its weights are missing, closes gates only for a
-# while: a front end may take a slot and never write it, and weights may wait for memory that never becomes free.
+# while: a producer may take a slot and never write it, and weights may wait for memory that never becomes free.
 
 
 LEASE_NS = 20_000_000  # a closed gate opens this long after the core's last update
 # The core's loop stays awake this many times as long while there are gates, because a loop that must wake up closes
 # them late. At 250 requests a second on an H200, up to 9 of the 22 slowest requests beside a script found it asleep.
 LINGERS = 5
-# From the arrival of a lane's latest request. Inputs are usually written within a millisecond. 100 ms is a guess; the
-# optimum was not measured.
+# From the arrival of an instance's latest request. Inputs are usually written within a millisecond. 100 ms is a guess;
+# the optimum was not measured.
 WAITS_NS = 100_000_000
 
 
@@ -255,9 +261,9 @@ def close_gates(s: State, priority: int, now: int) -> None:
 
 
 @part
-def closes_gates(s: State, lane: int, now: int) -> bool:
-    """Whether gates are closed for this lane: its segments can be, or soon may be, on the GPU."""
-    a = s.lane[lane]
+def closes_gates(s: State, instance: int, now: int) -> bool:
+    """Whether gates are closed for this instance: its segments can be, or soon may be, on the GPU."""
+    a = s.instance[instance]
     if now < a.latest_ns + WAITS_NS or a.flight_at >= 0:
         return True
     return bool(a.state != READY_WAIT and all_here(s, a.model))
@@ -271,13 +277,13 @@ def watch_gates(s: State, now: int) -> None:
     top = -NEVER
     for k in range(s.core[0].active):
         if closes_gates(s, s.active[k], now):
-            top = max(top, s.lane[s.active[k]].priority)
+            top = max(top, s.instance[s.active[k]].priority)
     for k in range(s.core[0].ready):
         if closes_gates(s, s.ready[k], now):
-            top = max(top, s.lane[s.ready[k]].priority)
+            top = max(top, s.instance[s.ready[k]].priority)
     for k in range(s.core[0].held):
-        if s.lane[s.held[k]].state == READY_WAIT and closes_gates(s, s.held[k], now):
-            top = max(top, s.lane[s.held[k]].priority)
+        if s.instance[s.held[k]].state == READY_WAIT and closes_gates(s, s.held[k], now):
+            top = max(top, s.instance[s.held[k]].priority)
     for k in range(s.gate.shape[0]):
         g = s.gate[k]
         if g.word == _ZERO:

@@ -1,4 +1,4 @@
-"""Requests that leave before they are done: cancelled, too late, or given up with their front end or weights."""
+"""Requests that leave before they are done: cancelled, too late, or given up with their producer or weights."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from paellapy.scheduler.core.codes import (
     UNUSED,
 )
 from paellapy.scheduler.core.heaps import queue_remove
-from paellapy.scheduler.core.lanes import count_queued, look_again, put, touch, wait_for_copy
-from paellapy.scheduler.core.lanes import mark_model_dirty as ask
+from paellapy.scheduler.core.instances import count_queued, look_again, put, touch, wait_for_copy
+from paellapy.scheduler.core.instances import mark_model_dirty as ask
 from paellapy.scheduler.core.requests import complete, undue
-from paellapy.scheduler.core.rings import address, bit_at, bit_of, front_of
+from paellapy.scheduler.core.rings import address, bit_at, bit_of, producer_of
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.throttle import unbar
 
@@ -33,7 +33,7 @@ def take_out(s: State, row: int, status: int, now: int) -> None:
     """Cancels or expires a request in any state."""
     r = s.request[row]
     m = r.model
-    lane = r.lane
+    instance = r.instance
     if r.state == ASIDE:
         queue_remove(s, s.client[r.client], row)
         s.client[r.client].aside -= 1
@@ -42,7 +42,7 @@ def take_out(s: State, row: int, status: int, now: int) -> None:
     elif r.state == BARRED:
         unbar(s, row)
         ask(s, m)
-    elif lane < 0:
+    elif instance < 0:
         if r.state == PASSED:
             s.kept[r.client, m].passed -= 1
         queue_remove(s, s.model[m], row)
@@ -50,10 +50,10 @@ def take_out(s: State, row: int, status: int, now: int) -> None:
         ask(s, m)
     else:
         wait_for_copy(s, row)
-        s.slot[lane, r.slot] = NONE
-        s.lane[lane].live -= 1
-        look_again(s, lane)
-        touch(s, lane)
+        s.slot[instance, r.slot] = NONE
+        s.instance[instance].live -= 1
+        look_again(s, instance)
+        touch(s, instance)
     complete(s, row, status, now)
 
 
@@ -73,19 +73,19 @@ def expire(s: State, now: int) -> None:
             row = s.due[0]
         else:
             break
-        lane = s.request[row].lane
+        instance = s.request[row].instance
         if (
             status == EXPIRED
-            and lane >= 0
-            and s.lane[lane].state == RUNNING
-            and s.lane[lane].issued == s.lane[lane].segments
+            and instance >= 0
+            and s.instance[instance].state == RUNNING
+            and s.instance[instance].issued == s.instance[instance].segments
         ):
             undue(s, row)  # all of it is on the GPU: it is late, but dropping it would save nothing
         else:
             take_out(s, row, status, now)
 
 
-# Takes back everything that a dead front end had: requests, slots, holds, rings. Other front ends are not affected.
+# Takes back everything that a dead producer had: requests, slots, holds, rings. Other producers are not affected.
 
 
 _MASK = np.uint64(RESERVED_MASK)
@@ -96,7 +96,7 @@ _ONE = np.uint64(1)
 
 
 @compiled
-def reclaim(s: State, front: int, now: int) -> int:
+def reclaim(s: State, producer: int, now: int) -> int:
     """Call between two steps, once the process is gone. Renews its rows and rings; returns its number of requests.
 
     Messages that it had published and the core had not read are dropped. A slot that it reserved and never wrote counts
@@ -104,26 +104,26 @@ def reclaim(s: State, front: int, now: int) -> int:
     """
     n = 0
     for row in range(s.request.shape[0]):
-        if s.request[row].front == front and s.request[row].state != UNUSED:
+        if s.request[row].producer == producer and s.request[row].state != UNUSED:
             take_out(s, row, CANCELLED, now)
             n += 1
-    for lane in range(s.lane.shape[0]):
-        if s.lane[lane].model < 0 or s.lane[lane].state == FREE:
+    for instance in range(s.instance.shape[0]):
+        if s.instance[instance].model < 0 or s.instance[instance].state == FREE:
             continue
-        reserved = np.int64((load_at(address(s.lane_word, lane)) >> _SHIFT) & _MASK)
+        reserved = np.int64((load_at(address(s.instance_word, instance)) >> _SHIFT) & _MASK)
         for k in range(reserved):
-            if front_of(s.lane_word, s.slot_front, lane, k) != front:
+            if producer_of(s.instance_word, s.slot_producer, instance, k) != producer:
                 continue
-            if s.lane_known[lane, k >> 6] & bit_of(k) == _ZERO:
-                put(s, lane, k, -1)
-                touch(s, lane)
-            or_at(bit_at(s.lane_ready, lane, k), bit_of(k))
-            and_at(bit_at(s.lane_hold, lane, k), _ALL ^ bit_of(k))
+            if s.instance_known[instance, k >> 6] & bit_of(k) == _ZERO:
+                put(s, instance, k, -1)
+                touch(s, instance)
+            or_at(bit_at(s.instance_ready, instance, k), bit_of(k))
+            and_at(bit_at(s.instance_hold, instance, k), _ALL ^ bit_of(k))
     for k in range(s.ring.shape[1]):
-        store_at(address(s.ring[front], k), _ZERO)
+        store_at(address(s.ring[producer], k), _ZERO)
     for k in range(s.submit.shape[1]):
-        s.submit[front, k].sequence = np.uint64(k)
-    s.wake_fd[front, 1] = 0
-    store_at(address(s.wake, front), _ONE)
+        s.submit[producer, k].sequence = np.uint64(k)
+    s.wake_fd[producer, 1] = 0
+    store_at(address(s.wake, producer), _ONE)
     s.core[0].changed = 1
     return n

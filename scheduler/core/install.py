@@ -40,32 +40,33 @@ def _check_limits(state: State, profile: ModelProfile) -> None:
             f"{profile.name}: batch sizes {profile.batch} exceed the limit of {limit}: give larger Limits"
         )
     longest = max(len(each) for each in profile.sizes.values())
-    if longest > segments or profile.lanes > state.model_lane.shape[1]:
-        limit = f"{segments} segments and {state.model_lane.shape[1]} lanes"
+    if longest > segments or profile.instances > state.model_instance.shape[1]:
+        limit = f"{segments} segments and {state.model_instance.shape[1]} instances"
         raise ProfileError(
-            f"{profile.name}: {longest} segments or {profile.lanes} lanes exceed {limit}: give larger Limits"
+            f"{profile.name}: {longest} segments or {profile.instances} instances exceed {limit}: give larger Limits"
         )
 
 
 def install(state: State, profile: ModelProfile, batch: Sequence[int] = ()) -> tuple[int, list[int]]:
-    """Fills a free model row and free lanes from a profile; returns their numbers. `open_model` then lets requests in.
-    `batch` also names sizes that `install_size` adds later; the smallest and the largest must be in the profile.
+    """Fills a free model row and free instances from a profile; returns their numbers. `open_model` then lets requests
+    in. `batch` also names sizes that `install_size` adds later; the smallest and the largest must be in the profile.
 
-    Completion words are the state's own. A backend that writes to other words sets `launch` and `whole` of the lanes,
-    their inputs, and `n_inputs`, before it opens the model.
+    Completion words are the state's own. A backend that writes to other words sets `launch` and `whole` of the
+    instances, their inputs, and `n_inputs`, before it opens the model.
     """
     _check_limits(state, profile)
-    rows = np.flatnonzero((state.model["state"] == ABSENT) & (state.model["n_lanes"] == 0))
-    lanes = np.flatnonzero(state.lane["model"] == NONE)[: profile.lanes]
-    if not len(rows) or len(lanes) < profile.lanes:
+    rows = np.flatnonzero((state.model["state"] == ABSENT) & (state.model["n_instances"] == 0))
+    instances = np.flatnonzero(state.instance["model"] == NONE)[: profile.instances]
+    if not len(rows) or len(instances) < profile.instances:
         raise ProfileError(
-            f"{profile.name} needs 1 row and {profile.lanes} lanes; {len(rows)} and {len(lanes)} are free: raise Limits"
+            f"{profile.name} needs 1 row and {profile.instances} instances, but {len(rows)} and {len(instances)} "
+            "are free: raise Limits"
         )
     m = int(rows[0])
     row = state.model[m]
     row["priority"], row["share"], row["target_ns"] = profile.priority, profile.share, profile.target_ns
     sizes = sorted({*profile.batch, *batch})
-    row["queue_limit"], row["n_sizes"], row["n_lanes"] = profile.queue_limit, len(sizes), len(lanes)
+    row["queue_limit"], row["n_sizes"], row["n_instances"] = profile.queue_limit, len(sizes), len(instances)
     row["n_inputs"] = 0
     row["generation"] += 1
     state.outcome[m] = 0
@@ -76,18 +77,18 @@ def install(state: State, profile: ModelProfile, batch: Sequence[int] = ()) -> t
         if each in profile.sizes:
             install_size(state, m, profile, each)
     _install_weights(state, m, profile, int(state.tuning["chunk_bytes"][0]))
-    state.model_lane[m, : len(lanes)] = lanes
-    state.lane["model"][lanes] = m
+    state.model_instance[m, : len(instances)] = instances
+    state.instance["model"][instances] = m
     n_words = state.segment.shape[2] + 1
-    words = state.word.ctypes.data + 8 * (np.arange(n_words) + n_words * lanes[:, None])
-    state.launch["word"][lanes] = words[:, None, :-1]
-    state.whole["word"][lanes] = words[:, -1:]
-    state.lane_window[lanes] = NONE
-    state.lane["berth"][lanes] = NONE
-    if state.core["windows"][0]:
-        state.confined[lanes] = 0
-    state.word[lanes] = 0
-    return m, [int(lane) for lane in lanes]
+    words = state.word.ctypes.data + 8 * (np.arange(n_words) + n_words * instances[:, None])
+    state.launch["word"][instances] = words[:, None, :-1]
+    state.whole["word"][instances] = words[:, -1:]
+    state.instance_partition[instances] = NONE
+    state.instance["arena"][instances] = NONE
+    if state.core["partitions"][0]:
+        state.confined[instances] = 0
+    state.word[instances] = 0
+    return m, [int(instance) for instance in instances]
 
 
 def install_size(state: State, m: int, profile: ModelProfile, batch: int) -> None:
@@ -146,8 +147,8 @@ def remove(state: State, model: int) -> None:
         state.residency["held_bytes"][0] -= weights["bytes"] if weights["stage"] == HERE else 0
         state.residency["look"][0] = 1
     state.weights[model] = np.zeros((), state.weights.dtype)
-    state.lane["model"][state.model_lane[model, : state.model["n_lanes"][model]]] = NONE
-    state.model["n_lanes"][model] = 0
+    state.instance["model"][state.model_instance[model, : state.model["n_instances"][model]]] = NONE
+    state.model["n_instances"][model] = 0
 
 
 def tell(state: State, kind: int, model: int = 0, *, request: int = 0, serial: int = 0, tag: int = 0) -> None:

@@ -45,7 +45,7 @@ class TopFacts(Protocol):
 
 
 class Job(Protocol):
-    """The requests of one lane, or one request for `order`: numbers, times in ns."""
+    """The requests of one instance, or one request for `order`: numbers, times in ns."""
 
     now_ns: float
     arrival_ns: float  # of its oldest request
@@ -74,8 +74,8 @@ class Job(Protocol):
 class Gpu(Protocol):
     """The work on the GPU: sums over launched segments, and the GPU's capacity.
 
-    `resident`: each lane's oldest launched segment; `pending`: the segments queued behind it. `issue` is in kernels per
-    second.
+    `resident`: each instance's oldest launched segment; `pending`: the segments queued behind it. `issue` is in kernels
+    per second.
     """
 
     now_ns: float

@@ -1,4 +1,4 @@
-"""Launching in the core: a lane's next segments go onto the GPU, and the resources that they hold are counted."""
+"""Launching in the core: an instance's next segments go onto the GPU, and the resources that they hold are counted."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import numpy as np
 
 from paellapy.instrument.jit import part
 from paellapy.scheduler.core.atomics import call_asking, call_launch, load_at, store_at
-from paellapy.scheduler.core.codes import NONE, OF_WINDOWS, OWN_STREAMS, QUEUES, VIRTUAL, WHOLE
-from paellapy.scheduler.core.concurrency import choose_handle, in_one_piece, is_quiet, leave_window, look_ahead
-from paellapy.scheduler.core.requests import fill_lane_job
+from paellapy.scheduler.core.codes import NONE, OF_PARTITIONS, OWN_STREAMS, QUEUES, VIRTUAL, WHOLE
+from paellapy.scheduler.core.concurrency import choose_handle, in_one_piece, is_quiet, leave_partition, max_in_flight
+from paellapy.scheduler.core.requests import fill_instance_job
 from paellapy.scheduler.core.shares import enter_gpu
 from paellapy.scheduler.core.state import State, read_clock
 from paellapy.scheduler.core.weights import all_here, has_weights
@@ -21,59 +21,59 @@ from paellapy.scheduler.core.weights import all_here, has_weights
 
 
 @part
-def began_ns(s: State, lane: int, segment: int) -> int:
+def began_ns(s: State, instance: int, segment: int) -> int:
     """When the segment began on the GPU: after its launch and the end of the segment before it."""
-    launched = s.segment_ns[lane, segment, 0]
-    return int(launched if segment == 0 else max(launched, s.segment_ns[lane, segment - 1, 1]))
+    launched = s.segment_ns[instance, segment, 0]
+    return int(launched if segment == 0 else max(launched, s.segment_ns[instance, segment - 1, 1]))
 
 
 @part
-def ends_soon_at(s: State, lane: int) -> float:
+def ends_soon_at(s: State, instance: int) -> float:
     """When the oldest segment in flight is about to end. An integer, so that simulated time reaches it exactly."""
-    a = s.lane[lane]
+    a = s.instance[instance]
     tuning = s.tuning[0]
     k = a.done
     stretch = 1.0
     if k > 0:
-        took = s.segment_ns[lane, k - 1, 1] - began_ns(s, lane, k - 1)
+        took = s.segment_ns[instance, k - 1, 1] - began_ns(s, instance, k - 1)
         stretch = min(max(took / max(s.segment[a.model, a.size, k - 1].time_ns, 1.0), 1.0), tuning.most_stretch)
-    return began_ns(s, lane, k) + float(int(stretch * s.segment[a.model, a.size, k].time_ns - tuning.just_ahead_ns))
+    return began_ns(s, instance, k) + float(int(stretch * s.segment[a.model, a.size, k].time_ns - tuning.just_ahead_ns))
 
 
 @part
-def may_go_on(s: State, lane: int) -> bool:
-    """Whether a lane in flight has a next segment that could be launched before the current one is done."""
-    a = s.lane[lane]
-    one_ahead = s.core[0].look_ahead == 1 and a.issued - a.done == 1
+def may_go_on(s: State, instance: int) -> bool:
+    """Whether an instance in flight has a next segment that could be launched before the current one is done."""
+    a = s.instance[instance]
+    one_ahead = s.core[0].max_in_flight == 1 and a.issued - a.done == 1
     return bool(one_ahead and not a.draining and not a.whole and a.issued < a.segments)
 
 
 @part
-def note_room(s: State, lane: int) -> None:
+def note_room(s: State, instance: int) -> None:
     """Records when the next segment may be launched, so that a simulation or a sleeping loop returns at that time."""
     core = s.core[0]
-    a = s.lane[lane]
-    if may_go_on(s, lane) and not s.launch[lane, a.size, a.done].draining:
-        core.room_at_ns = min(core.room_at_ns, ends_soon_at(s, lane))
+    a = s.instance[instance]
+    if may_go_on(s, instance) and not s.launch[instance, a.size, a.done].draining:
+        core.room_at_ns = min(core.room_at_ns, ends_soon_at(s, instance))
 
 
 @part
-def leaves_room(s: State, lane: int, now: int) -> bool:
-    """Whether it is time for the next segment of a lane in flight."""
-    a = s.lane[lane]
-    if not may_go_on(s, lane):
+def leaves_room(s: State, instance: int, now: int) -> bool:
+    """Whether it is time for the next segment of an instance in flight."""
+    a = s.instance[instance]
+    if not may_go_on(s, instance):
         return False
-    word = s.launch[lane, a.size, a.done].draining
-    return bool(load_at(word)) if word else ends_soon_at(s, lane) <= now
+    word = s.launch[instance, a.size, a.done].draining
+    return bool(load_at(word)) if word else ends_soon_at(s, instance) <= now
 
 
 _ZERO = np.uint64(0)
 
 
 @part
-def account(s: State, lane: int, segment: int, resident: float, pending: float) -> None:
+def account(s: State, instance: int, segment: int, resident: float, pending: float) -> None:
     """Adds a segment's footprint, times these factors, to the resident and the pending resources."""
-    a = s.lane[lane]
+    a = s.instance[instance]
     m, size = a.model, a.size
     gpu = s.gpu[0]
     if a.whole:
@@ -111,14 +111,14 @@ def measure(s: State) -> None:
 
 
 @part
-def take_stream(s: State, lane: int) -> None:
-    """Gives the lane a stream that no other job in flight uses, if possible, because jobs on one stream wait for each
-    other. The stream belongs to the job's window, or to all SMs. A job keeps its stream while any of its launches is in
-    flight. Where the hardware decides (`core.whole_always`), every lane has its own stream, as in programs without a
-    scheduler.
+def take_stream(s: State, instance: int) -> None:
+    """Gives the instance a stream that no other job in flight uses, if possible, because jobs on one stream wait for
+    each other. The stream belongs to the job's partition, or to all SMs. A job keeps its stream while any of its
+    launches is in flight. Where the hardware decides (`core.whole_always`), every instance has its own stream, as in
+    programs without a scheduler.
     """
-    a = s.lane[lane]
-    at = QUEUES + lane % OWN_STREAMS
+    a = s.instance[instance]
+    at = QUEUES + instance % OWN_STREAMS
     if not s.core[0].whole_always:
         at = 0
         for k in range(QUEUES):
@@ -127,65 +127,65 @@ def take_stream(s: State, lane: int) -> None:
             if s.stream_jobs[at] == 0:
                 break
     s.stream_jobs[at] += 1
-    window = a.window
-    a.stream_at = at if window < 0 else OF_WINDOWS + window * QUEUES + at
+    partition = a.partition
+    a.stream_at = at if partition < 0 else OF_PARTITIONS + partition * QUEUES + at
 
 
 @part
 def queue_of(stream: int) -> int:
     """The index under which the jobs on a stream are counted."""
-    return (stream - OF_WINDOWS) % QUEUES if stream >= OF_WINDOWS else stream
+    return (stream - OF_PARTITIONS) % QUEUES if stream >= OF_PARTITIONS else stream
 
 
 @part
-def leave_stream(s: State, lane: int) -> None:
-    a = s.lane[lane]
+def leave_stream(s: State, instance: int) -> None:
+    a = s.instance[instance]
     s.stream_jobs[queue_of(a.stream_at)] -= 1
     a.stream_at = NONE
-    leave_window(s, lane)
+    leave_partition(s, instance)
 
 
 @part
-def wanted_sms(s: State, lane: int, now: int) -> float:
-    """The part of the SMs that the policy wants for the lane's next launch; 0: the policy does not say."""
+def wanted_sms(s: State, instance: int, now: int) -> float:
+    """The part of the SMs that the policy wants for the instance's next launch; 0: the policy does not say."""
     if s.call[0].place == _ZERO:
         return 0.0
-    fill_lane_job(s, lane, now)
+    fill_instance_job(s, instance, now)
     sms = call_asking(s.call[0].place, s.job.ctypes.data, s.call[0].place_2, s.call[0].place_3)
     return float(sms) if sms > 0.0 else 1.0
 
 
 @part
-def launch(s: State, lane: int, now: int) -> bool:
-    """Launches the lane's next segment, or the whole program; False when the backend refuses."""
+def launch(s: State, instance: int, now: int) -> bool:
+    """Launches the instance's next segment, or the whole program; False when the backend refuses."""
     core = s.core[0]
-    a = s.lane[lane]
+    a = s.instance[instance]
     k = a.issued
     if a.issued == a.done:
-        enter_gpu(s, lane, now)
-        s.flight[core.flight] = lane
+        enter_gpu(s, instance, now)
+        s.flight[core.flight] = instance
         a.flight_at = core.flight
         core.flight += 1
-        account(s, lane, k, 1.0, 0.0)
+        account(s, instance, k, 1.0, 0.0)
     else:
-        account(s, lane, k, 0.0, 1.0)
+        account(s, instance, k, 0.0, 1.0)
     began = max(now, a.latest_ns)  # some requests may have arrived after the clock was read
     if k == 0:
         a.started_ns = began
     a.issued = k + 1
     a.draining = 0
-    s.segment_ns[lane, k, 0] = began
-    if not a.whole and s.launch[lane, a.size, k].draining != _ZERO:
-        store_at(s.launch[lane, a.size, k].draining, _ZERO)
+    s.segment_ns[instance, k, 0] = began
+    if not a.whole and s.launch[instance, a.size, k].draining != _ZERO:
+        store_at(s.launch[instance, a.size, k].draining, _ZERO)
     core.launches += 1
     core.whole_launches += a.whole
-    what = s.whole[lane, a.size] if a.whole else s.launch[lane, a.size, k]
-    handle = choose_handle(s, lane, k, what.handle, wanted_sms(s, lane, now))
+    what = s.whole[instance, a.size] if a.whole else s.launch[instance, a.size, k]
+    handle = choose_handle(s, instance, k, what.handle, wanted_sms(s, instance, now))
     if a.stream_at < 0:
-        take_stream(s, lane)
+        take_stream(s, instance)
     if core.backend == VIRTUAL:
         out = s.out[core.out]
-        out.lane, out.size, out.segment = lane, a.size, WHOLE if a.whole else k
+        out.instance, out.size, out.segment = instance, a.size, WHOLE if a.whole else k
         out.word, out.handle = what.word, handle
         core.out += 1
         return True
@@ -213,27 +213,29 @@ def host_has_work(s: State) -> bool:
 
 
 @part
-def may_launch(s: State, lane: int) -> bool:
-    """Whether a segment of an active lane is left, and may be launched now."""
-    a = s.lane[lane]
-    return bool(a.issued < a.segments and a.issued - a.done < look_ahead(s) + a.draining and has_weights(s, lane))
+def may_launch(s: State, instance: int) -> bool:
+    """Whether a segment of an active instance is left, and may be launched now."""
+    a = s.instance[instance]
+    return bool(
+        a.issued < a.segments and a.issued - a.done < max_in_flight(s) + a.draining and has_weights(s, instance)
+    )
 
 
 @part
-def feed(s: State, lane: int, now: int) -> bool:
-    """Launches as many segments of an active lane as it may have ahead; at most one where the host computes it."""
+def feed(s: State, instance: int, now: int) -> bool:
+    """Launches as many segments of an active instance as it may have ahead; at most one where the host computes it."""
     core = s.core[0]
-    a = s.lane[lane]
+    a = s.instance[instance]
     if a.issued == 0:
         # A program in one piece could not be held back for jobs of higher priority, which may come at any moment.
         first = a.priority >= core.top_priority
-        alone = core.whole_idle == 1 and is_quiet(s, lane)
+        alone = core.whole_idle == 1 and is_quiet(s, instance)
         unequalled = core.top_whole == 1 and core.least_priority < core.top_priority
-        if core.whole_always or (first and (alone or unequalled or in_one_piece(s, lane)) and all_here(s, a.model)):
+        if core.whole_always or (first and (alone or unequalled or in_one_piece(s, instance)) and all_here(s, a.model)):
             a.whole = 1
             a.segments = 1
-    while may_launch(s, lane) and not host_has_work(s):
-        if not launch(s, lane, now):
+    while may_launch(s, instance) and not host_has_work(s):
+        if not launch(s, instance, now):
             return False
-    note_room(s, lane)
+    note_room(s, instance)
     return True

@@ -120,7 +120,7 @@ class ModelProfile:
     target_ms: float | None = None
     priority: int = 0
     share: float = 1.0
-    lanes: int = 4
+    instances: int = 4
     queue_limit: int = 1 << 20
     # Part of the GPU that a batch of each size keeps busy, if it was measured; otherwise it is estimated from the
     # segments.
@@ -140,9 +140,9 @@ class ModelProfile:
             raise ProfileError(
                 f"{self.name}: `sizes` needs at least one batch size from 1 up, each with at least one segment"
             )
-        if not (self.share > 0 and math.isfinite(self.share)) or self.lanes < 1 or self.queue_limit < 0:
+        if not (self.share > 0 and math.isfinite(self.share)) or self.instances < 1 or self.queue_limit < 0:
             raise ProfileError(
-                f"{self.name}: share={self.share} and lanes={self.lanes} must be above 0, "
+                f"{self.name}: share={self.share} and instances={self.instances} must be above 0, "
                 f"queue_limit={self.queue_limit} at least 0"
             )
         if self.input_bytes < 0:
@@ -212,7 +212,7 @@ def load_profiles(path: str | Path) -> list[ModelProfile]:
 # falls with n. To be comparable, demands are given for TOGETHER runs at once.
 
 
-TOGETHER = 8  # runs at once for measuring a demand, if there are as many lanes
+TOGETHER = 8  # runs at once for measuring a demand, if there are as many instances
 MOST_BUSY = 0.995  # at 1 no other program would ever run
 
 

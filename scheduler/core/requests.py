@@ -28,7 +28,7 @@ from paellapy.scheduler.core.weights import missing_bytes, ready_ns
 
 @part
 def count(s: State, entry: Any) -> None:
-    """Counts a completion for the statistics, whichever front end the request came from."""
+    """Counts a completion for the statistics, whichever producer the request came from."""
     m = entry.model
     if m < 0 or m >= s.outcome.shape[0]:
         return
@@ -51,14 +51,14 @@ def undue(s: State, row: int) -> None:
 
 @part
 def post_done(s: State, row: int, model: int, status: int, now: int) -> None:
-    """Posts one completion to the front end, which then owns the row again. A row of NONE concerns the model."""
+    """Posts one completion to the producer, which then owns the row again. A row of NONE concerns the model."""
     core = s.core[0]
-    front = s.request[row].front if row >= 0 else 0
-    tail = s.ring[front, DONE_TAIL, 0]
-    entry = s.done[front, np.int64(tail) & (s.done.shape[1] - 1)]
+    producer = s.request[row].producer if row >= 0 else 0
+    tail = s.ring[producer, DONE_TAIL, 0]
+    entry = s.done[producer, np.int64(tail) & (s.done.shape[1] - 1)]
     entry.request, entry.model, entry.status, entry.finish_ns = row, model, status, now
     entry.error = core.error
-    entry.lane, entry.slot, entry.batch, entry.size, entry.started_ns = NONE, NONE, 0, NONE, NEVER
+    entry.instance, entry.slot, entry.batch, entry.size, entry.started_ns = NONE, NONE, 0, NONE, NEVER
     entry.client, entry.priority, entry.arrival_ns, entry.deadline_ns = NONE, 0, now, NEVER
     entry.serial = entry.tag = np.uint64(0)
     entry.first = core.first
@@ -66,19 +66,24 @@ def post_done(s: State, row: int, model: int, status: int, now: int) -> None:
     if row >= 0:
         r = s.request[row]
         entry.serial, entry.tag, entry.client, entry.priority = r.serial, r.tag, r.client, r.priority
-        entry.arrival_ns, entry.deadline_ns, entry.lane, entry.slot = r.arrival_ns, r.deadline_ns, r.lane, r.slot
-        if r.lane >= 0:
-            entry.batch = s.lane[r.lane].taken
-            entry.size = s.lane[r.lane].size
-            entry.started_ns = s.lane[r.lane].started_ns
+        entry.arrival_ns, entry.deadline_ns, entry.instance, entry.slot = (
+            r.arrival_ns,
+            r.deadline_ns,
+            r.instance,
+            r.slot,
+        )
+        if r.instance >= 0:
+            entry.batch = s.instance[r.instance].taken
+            entry.size = s.instance[r.instance].size
+            entry.started_ns = s.instance[r.instance].started_ns
         r.state = UNUSED
-        r.lane = r.slot = NONE
+        r.instance = r.slot = NONE
         r.leaving = 0
         count(s, entry)
         if core.tapped > 0:
             s.tap[core.tap_tail & (s.tap.shape[0] - 1)] = entry
             core.tap_tail += 1
-    store_at(address(s.ring[front], DONE_TAIL), tail + np.uint64(1))
+    store_at(address(s.ring[producer], DONE_TAIL), tail + np.uint64(1))
     if status == OK:
         core.done_ok += 1
 
@@ -140,7 +145,7 @@ def fill_job(s: State, k: int, m: int, client: int, now: int) -> None:
 
 @part
 def fill_terms(s: State, k: int, m: int, arrival: int, deadline: int, priority: int, client_start: float) -> None:
-    """Fills scratch row k with the facts that lanes and requests have in common."""
+    """Fills scratch row k with the facts that instances and requests have in common."""
     job = s.job[k]
     job.arrival_ns = arrival
     job.deadline_ns = deadline if deadline < NEVER else arrival + s.model[m].target_ns
@@ -157,9 +162,9 @@ def fill_segment(s: State, facts: Any, m: int, size: int, segment: int) -> None:
 
 
 @part
-def fill_lane_job(s: State, lane: int, now: int) -> None:
-    """Fills scratch row 0 with the lane's current facts."""
-    a = s.lane[lane]
+def fill_instance_job(s: State, instance: int, now: int) -> None:
+    """Fills scratch row 0 with the instance's current facts."""
+    a = s.instance[instance]
     m = a.model
     fill_job(s, 0, m, a.client, now)
     fill_terms(s, 0, m, a.arrival_ns, a.deadline_ns, a.priority, a.client_start_ns)
@@ -187,6 +192,6 @@ def checked_rank(s: State, function: int, k: int, second: int, third: int) -> fl
 
 
 @part
-def rank_lane(s: State, lane: int, now: int) -> float:
-    fill_lane_job(s, lane, now)
+def rank_instance(s: State, instance: int, now: int) -> float:
+    fill_instance_job(s, instance, now)
     return checked_rank(s, s.call[0].rank, 0, s.call[0].rank_2, s.call[0].rank_3)

@@ -4,8 +4,8 @@ The core decides, and one mover carries out its orders in sequence (`State.move`
 weights that need its memory are brought, so the GPU never holds more than the budget. Weights in use, or about to be
 used, are never evicted; nor are weights for a model of lower priority. Among the others, the weights with the lowest
 value per byte leave: by recent demand, the time to bring them back and priority, unless the policy has its own
-`victim`. For memory that is taken permanently, as lanes are, lower priorities leave first. A model that has waited for
-several times its reload time also gets memory from busy models: these finish their running jobs, and start no more.
+`victim`. For memory that is taken permanently, as instances are, lower priorities leave first. A model that has waited
+for several times its reload time also gets memory from busy models: these finish their running jobs, and start no more.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from paellapy.scheduler.core.codes import (
     UNUSED,
 )
 from paellapy.scheduler.core.expire import take_out
-from paellapy.scheduler.core.lanes import touch
-from paellapy.scheduler.core.requests import rank_lane
+from paellapy.scheduler.core.instances import touch
+from paellapy.scheduler.core.requests import rank_instance
 from paellapy.scheduler.core.rings import address
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.weights import copy_ns, in_use, recent_demand, start_ns, wanting
@@ -91,16 +91,16 @@ def evict(s: State, m: int) -> None:
     r.leaving += 1
     w.stage = LEAVING
     w.arrived = w.stop = w.unwanted = w.marked = 0
-    touch_lanes(s, m)
+    touch_instances(s, m)
     order(s, EVICT, m)
 
 
 @part
-def touch_lanes(s: State, m: int) -> None:
-    """Marks the model's lanes, since some may now compete or no longer compete."""
-    for k in range(s.model[m].n_lanes):
-        if s.lane[s.model_lane[m, k]].state == FILLING:
-            touch(s, s.model_lane[m, k])
+def touch_instances(s: State, m: int) -> None:
+    """Marks the model's instances, since some may now compete or no longer compete."""
+    for k in range(s.model[m].n_instances):
+        if s.instance[s.model_instance[m, k]].state == FILLING:
+            touch(s, s.model_instance[m, k])
 
 
 # --- eviction -------------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def stop_some(s: State, short: int, priority: int, now: int) -> None:
         if m < 0:
             return
         s.weights[m].stop = 1
-        touch_lanes(s, m)
+        touch_instances(s, m)
         short -= s.weights[m].bytes
 
 
@@ -233,15 +233,15 @@ def most_wanted(s: State, now: int) -> int:
     for m in range(s.model.shape[0]):
         if s.model[m].state == ABSENT or s.weights[m].stage != OUT:
             continue
-        lane = s.model[m].filling
+        instance = s.model[m].filling
         rank = np.inf
         if wanting(s, m) == 0:
             if s.weights[m].asked == 0:
                 continue
             if now >= s.weights[m].ordered_ns + patience_ns(s, m):
                 rank = -np.inf
-        elif lane >= 0 and s.lane[lane].live > 0:
-            rank = rank_lane(s, lane, now)
+        elif instance >= 0 and s.instance[instance].live > 0:
+            rank = rank_instance(s, instance, now)
         first = found < 0 or rank < least
         if first or (rank == least and wanting(s, m) > 0 and wanting(s, found) == 0):
             found, least = m, rank
@@ -251,9 +251,9 @@ def most_wanted(s: State, now: int) -> int:
 @part
 def waits_since(s: State, m: int) -> float:
     """Since when the model's oldest request waits, or since when it was prefetched; NEVER if neither."""
-    lane = s.model[m].filling
-    if lane >= 0 and s.lane[lane].live > 0:
-        return float(s.lane[lane].arrival_ns)
+    instance = s.model[m].filling
+    if instance >= 0 and s.instance[instance].live > 0:
+        return float(s.instance[instance].arrival_ns)
     return float(s.weights[m].ordered_ns if wanting(s, m) == 0 and s.weights[m].asked else NEVER)
 
 
@@ -285,7 +285,7 @@ def send_away(s: State) -> bool:
         w = s.weights[m]
         if w.stage == HERE and w.unwanted > 0 and w.stop == 0:
             w.stop = 1
-            touch_lanes(s, m)
+            touch_instances(s, m)
         goes = w.unwanted > 0 or (w.keep == GOES and w.asked == 0 and s.model[m].live == 0)
         if s.model[m].state != ABSENT and w.stage == HERE and goes:
             if in_use(s, m) or w.held > 0:
@@ -325,12 +325,13 @@ def start_again(s: State) -> None:
     for m in range(s.model.shape[0]):
         if s.weights[m].stop > 0 and s.weights[m].unwanted == 0:
             s.weights[m].stop = 0
-            touch_lanes(s, m)
+            touch_instances(s, m)
 
 
 @reachable
 def order_moves(s: State, now: int) -> int:
-    """Orders the next moves, once it is known who waits for weights; returns whether lanes must be settled again."""
+    """Orders the next moves, once it is known who waits for weights; returns whether instances must be settled again.
+    """
     if s.residency[0].managed == 0 or s.residency[0].look == 0 or s.core[0].mode == FAIL_MODE:
         return 0
     choose_moves(s, now)
@@ -383,7 +384,7 @@ def put_back(s: State, m: int) -> None:
     w.stage, w.unwanted = HERE, 0
     if w.keep == GOES:
         w.asked = 1  # it stays until its memory is needed, or until it is ordered to leave
-    touch_lanes(s, m)
+    touch_instances(s, m)
     r.stuck_before = np.int64(load_at(address(s.move_ring, MOVE_TAIL)))
     store_at(address(s.moved, m), _MOVES_ZERO)
 
@@ -409,22 +410,24 @@ def look_at_chunks(s: State, m: int, now: int) -> None:
         w.brought += 1
         w.reload_ns += now - w.ordered_ns
         r.look = 1
-        touch_lanes(s, m)
+        touch_instances(s, m)
         return
-    for k in range(s.model[m].n_lanes):
-        lane = s.model_lane[m, k]
-        a = s.lane[lane]
+    for k in range(s.model[m].n_instances):
+        instance = s.model_instance[m, k]
+        a = s.instance[instance]
         if a.state == FILLING and a.live > 0 and a.ready_at < 0 and s.core[0].whole_always == 0:
             at = start_ns(s, m, a.size, now)
             if at <= now:
-                touch(s, lane)
+                touch(s, instance)
             else:
                 s.core[0].room_at_ns = min(s.core[0].room_at_ns, at)
 
 
 @reachable
 def look_at_moves(s: State, now: int) -> int:
-    """Handles the moves since the last step: lanes may start, and other weights may come. Returns whether some may."""
+    """Handles the moves since the last step: instances may start, and other weights may come. Returns whether some
+    may.
+    """
     r = s.residency[0]
     if r.managed == 0 or s.core[0].mode == FAIL_MODE:
         return 0
@@ -519,24 +522,30 @@ def hit_rate(state: State) -> float:
     return hits / (hits + misses) if hits + misses else 1.0
 
 
-def keep_berth(state: State, berth: int) -> None:
-    """Reserves the berth: no lane gets it from now on (`State.berth` may still name one). Call between two steps."""
-    state.berth_kept[berth] = 1
-    _touch_lanes(state, berth)
+def keep_arena(state: State, arena: int) -> None:
+    """Reserves the arena: no instance gets it from now on (`State.arena` may still name one). Call between two steps.
+    """
+    state.arena_kept[arena] = 1
+    _touch_instances(state, arena)
 
 
-def open_berth(state: State, berth: int) -> None:
-    """Opens the berth to lanes again. Call between two steps."""
-    state.berth_kept[berth] = 0
-    _touch_lanes(state, berth)
+def open_arena(state: State, arena: int) -> None:
+    """Opens the arena to instances again. Call between two steps."""
+    state.arena_kept[arena] = 0
+    _touch_instances(state, arena)
 
 
-def _touch_lanes(state: State, berth: int) -> None:
-    """Marks the lanes of the berth, to be settled before the next decision."""
-    lane, core = state.lane, state.core
-    waits = (lane["berth"] == berth) & (lane["state"] == FILLING) & (lane["live"] > 0) & (lane["touched"] == 0)
+def _touch_instances(state: State, arena: int) -> None:
+    """Marks the instances of the arena, to be settled before the next decision."""
+    instance, core = state.instance, state.core
+    waits = (
+        (instance["arena"] == arena)
+        & (instance["state"] == FILLING)
+        & (instance["live"] > 0)
+        & (instance["touched"] == 0)
+    )
     for row in np.flatnonzero(waits):
-        lane["touched"][row] = 1
+        instance["touched"][row] = 1
         state.touched[core["touched"][0]] = row
         core["touched"][0] += 1
     core["changed"][0] = 1

@@ -1,8 +1,8 @@
-"""The two rings between a front end and the core, and the lanes' shared words: all functions that front ends call.
+"""The two rings between a producer and the core, and the instances' shared words: all functions that producers call.
 
 Submission rings are bounded, with many producers (threads of one process) and one consumer; a cell's sequence number
 shows whose turn it is (Vyukov). Completion rings have one producer and one consumer, and never fill up, because they
-have a cell for every request row. Every front end has its own rings, so one that dies while it writes an entry blocks
+have a cell for every request row. Every producer has its own rings, so one that dies while it writes an entry blocks
 no other.
 """
 
@@ -24,11 +24,11 @@ from paellapy.scheduler.core.codes import (
     CLOSED,
     DONE_HEAD,
     DONE_TAIL,
-    FRONT_MASK,
     GENERATION_MASK,
     GENERATION_SHIFT,
     NEVER,
     NONE,
+    PRODUCER_MASK,
     RESERVED_MASK,
     RESERVED_ONE,
     RESERVED_SHIFT,
@@ -40,7 +40,7 @@ from paellapy.scheduler.core.tables import COMPLETION, SUBMISSION, Table, Words,
 # Sleeping and waking: an eventfd with a flag beside it, so that ringing a loop that is awake needs no system call.
 
 # Values of the word beside a bell: the loop is awake; it sleeps, and everything wakes it; it sleeps, and everything
-# wakes it except outputs that were read, because no request waits for their lanes.
+# wakes it except outputs that were read, because no request waits for their instances.
 AWAKE, ANYTHING, REQUESTS = np.uint64(0), np.uint64(1), np.uint64(2)
 
 
@@ -91,14 +91,14 @@ class Bell:
 
 
 STAGED = -1
-SLOTS = 1 << 16  # largest number of slots of a lane: `claim` returns lane · SLOTS + slot
+SLOTS = 1 << 16  # largest number of slots of an instance: `claim` returns instance · SLOTS + slot
 
 # Numba turns a u64 plus an int into a float, so every number combined with a word is a u64.
 ONE = np.uint64(1)
 _ALL = np.uint64((1 << 64) - 1)
 _CLOSED = np.uint64(CLOSED)
 _MASK = np.uint64(RESERVED_MASK)
-_FRONT_MASK = np.uint64(FRONT_MASK)
+_PRODUCER_MASK = np.uint64(PRODUCER_MASK)
 _GENERATION_MASK = np.uint64(GENERATION_MASK)
 _GENERATION_SHIFT = np.uint64(GENERATION_SHIFT)
 _HALF_WAY = np.uint64(GENERATION_MASK // 2)
@@ -123,7 +123,7 @@ class Message(ctypes.Structure):
     serial: int
     tag: int
     model: int
-    lane: int
+    instance: int
     slot: int
     client: int
     priority: int
@@ -134,7 +134,7 @@ class Message(ctypes.Structure):
 
     def __init__(self, **values: int) -> None:
         """Defaults: no slot, no deadline, otherwise zero."""
-        super().__init__(**{"lane": NONE, "slot": NONE, "deadline_ns": NEVER, **values})
+        super().__init__(**{"instance": NONE, "slot": NONE, "deadline_ns": NEVER, **values})
         self.address = ctypes.addressof(self)
 
 
@@ -146,9 +146,9 @@ def address(words: Words, row: int) -> int:
 
 
 @part
-def bit_at(masks: Words, lane: int, slot: int) -> int:
+def bit_at(masks: Words, instance: int, slot: int) -> int:
     """The address of the word that has the slot's bit."""
-    found: int = masks[lane, slot >> 6 :].ctypes.data
+    found: int = masks[instance, slot >> 6 :].ctypes.data
     return found
 
 
@@ -158,41 +158,46 @@ def bit_of(slot: int) -> Any:
 
 
 @part
-def note_front(where: Any, word: Any) -> None:
-    """Records which front end reserved the last slot of the word, before the next reservation overwrites its number.
+def note_producer(where: Any, word: Any) -> None:
+    """Records which producer reserved the last slot of the word, before the next reservation overwrites its number.
 
-    The next front end to reserve does this, so one that dies right after reserving is recorded all the same. A front
-    end that was delayed until the lane was opened anew has an older generation, and does not overwrite a newer record.
+    The next producer to reserve does this, so one that dies right after reserving is recorded all the same. A producer
+    end that was delayed until the instance was opened anew has an older generation, and does not overwrite a newer
+    record.
     """
     generation = (word >> _GENERATION_SHIFT) & _GENERATION_MASK
     while True:
         noted = load_at(where)
         if (generation - (noted >> _GENERATION_SHIFT) - ONE) & _GENERATION_MASK > _HALF_WAY:
             return
-        if exchange_at(where, noted, (generation << _GENERATION_SHIFT) | (word & _FRONT_MASK)):
+        if exchange_at(where, noted, (generation << _GENERATION_SHIFT) | (word & _PRODUCER_MASK)):
             return
 
 
 @part
-def front_of(lane_word: Words, slot_front: Words, lane: int, slot: int) -> int:
-    """The front end that reserved the slot, for a lane that is open, running or held."""
-    word = load_at(address(lane_word, lane))
+def producer_of(instance_word: Words, slot_producer: Words, instance: int, slot: int) -> int:
+    """The producer that reserved the slot, for an instance that is open, running or held."""
+    word = load_at(address(instance_word, instance))
     if np.int64((word >> _RESERVED_SHIFT) & _MASK) - 1 == slot:
-        return int(np.int64(word & _FRONT_MASK))
-    return int(np.int64(load_at(slot_front[lane, slot:].ctypes.data) & _FRONT_MASK))
+        return int(np.int64(word & _PRODUCER_MASK))
+    return int(np.int64(load_at(slot_producer[instance, slot:].ctypes.data) & _PRODUCER_MASK))
 
 
 @part
-def reserve(lane_word: Words, slot_front: Words, lane: int, slots: int, front: int) -> int:
-    """The next slot of an open lane, or NONE."""
-    return int(reserve_at(np.uint64(address(lane_word, lane)), np.uint64(address(slot_front, lane)), slots, front))
+def reserve(instance_word: Words, slot_producer: Words, instance: int, slots: int, producer: int) -> int:
+    """The next slot of an open instance, or NONE."""
+    return int(
+        reserve_at(
+            np.uint64(address(instance_word, instance)), np.uint64(address(slot_producer, instance)), slots, producer
+        )
+    )
 
 
 @part
-def reserve_at(where: Any, notes: Any, slots: Any, front: Any) -> int:
-    """`reserve`, by the addresses of the lane's word and of its row of `slot_front`.
+def reserve_at(where: Any, notes: Any, slots: Any, producer: Any) -> int:
+    """`reserve`, by the addresses of the instance's word and of its row of `slot_producer`.
 
-    One exchange both takes the slot and records its front end.
+    One exchange both takes the slot and records its producer.
     """
     while True:
         word = load_at(where)
@@ -200,39 +205,40 @@ def reserve_at(where: Any, notes: Any, slots: Any, front: Any) -> int:
         if word >= _CLOSED or taken >= slots:
             return NONE
         if taken > 0:
-            note_front(notes + np.uint64(8 * (taken - 1)), word)
-        if exchange_at(where, word, ((word & ~_FRONT_MASK) | np.uint64(front)) + _RESERVED_ONE):
+            note_producer(notes + np.uint64(8 * (taken - 1)), word)
+        if exchange_at(where, word, ((word & ~_PRODUCER_MASK) | np.uint64(producer)) + _RESERVED_ONE):
             return int(taken)
 
 
 @part
-def claim_slot(s: State, front: int, model: int, client: int) -> int:
-    """A slot of the lane that is open to front ends: lane · SLOTS + slot, or STAGED. Requests that the core may keep
-    out of lanes are always staged: those of a client with a limit, and all where `admit` looks at the client. The
-    client is recorded at once: if the front end dies before it posts the request, this client is charged for the slot.
+def claim_slot(s: State, producer: int, model: int, client: int) -> int:
+    """A slot of the instance that is open to producers: instance · SLOTS + slot, or STAGED. Requests that the core may
+    keep out of instances are always staged: those of a client with a limit, and all where `admit` looks at the client.
+    The client is recorded at once: if the producer dies before it posts the request, this client is charged for the
+    slot.
     """
     if s.client[client].limit > 0.0 or s.core[0].by_client:
         return STAGED
     opened = load_at(address(s.filling, model))
     if opened == _ZERO:
         return STAGED
-    lane = int(np.int64(opened & _LOW)) - 1
-    slot = reserve(s.lane_word, s.slot_front, lane, int(np.int64(opened >> _HALF)), front)
+    instance = int(np.int64(opened & _LOW)) - 1
+    slot = reserve(s.instance_word, s.slot_producer, instance, int(np.int64(opened >> _HALF)), producer)
     if slot < 0:
         return STAGED
-    s.slot_client[lane, slot] = client
-    return lane * SLOTS + slot
+    s.slot_client[instance, slot] = client
+    return instance * SLOTS + slot
 
 
 @part
-def publish(s: State, front: int, message: int) -> bool:
-    """Copies a message, a SUBMISSION at an address, into the front end's ring; False if the ring is full."""
-    tail = s.ring[front, SUBMIT_TAIL:].ctypes.data
+def publish(s: State, producer: int, message: int) -> bool:
+    """Copies a message, a SUBMISSION at an address, into the producer's ring; False if the ring is full."""
+    tail = s.ring[producer, SUBMIT_TAIL:].ctypes.data
     mask = np.uint64(s.submit.shape[1] - 1)
     while True:
         position = load_at(tail)
         at = np.int64(position & mask)
-        cell = np.uint64(s.submit[front, at:].ctypes.data)
+        cell = np.uint64(s.submit[producer, at:].ctypes.data)
         turn = load_at(cell)
         if turn == position:
             if exchange_at(tail, position, position + ONE):
@@ -245,18 +251,18 @@ def publish(s: State, front: int, message: int) -> bool:
 
 
 @part
-def publish_all(s: State, front: int, messages: int, n: int) -> bool:
+def publish_all(s: State, producer: int, messages: int, n: int) -> bool:
     """Copies n messages, which lie one behind the other; False if the ring has no room for all of them now.
 
     The first becomes visible last, so the core takes all of them in one step.
     """
-    tail = s.ring[front, SUBMIT_TAIL:].ctypes.data
+    tail = s.ring[producer, SUBMIT_TAIL:].ctypes.data
     mask = np.uint64(s.submit.shape[1] - 1)
     last = np.uint64(n - 1)
     while True:
         position = load_at(tail)
         at = np.int64((position + last) & mask)
-        turn = load_at(s.submit[front, at:].ctypes.data)
+        turn = load_at(s.submit[producer, at:].ctypes.data)
         if turn == position + last:  # the core takes messages in order, so the cells before it are free too
             if exchange_at(tail, position, position + np.uint64(n)):
                 break
@@ -264,7 +270,7 @@ def publish_all(s: State, front: int, messages: int, n: int) -> bool:
             return False
     for k in range(n - 1, -1, -1):
         at = np.int64((position + np.uint64(k)) & mask)
-        cell = np.uint64(s.submit[front, at:].ctypes.data)
+        cell = np.uint64(s.submit[producer, at:].ctypes.data)
         source = np.uint64(messages) + np.uint64(k) * (_MESSAGE_BYTES + _WORD)
         copy_bytes(cell + _WORD, source + _WORD, _MESSAGE_BYTES)
         store_at(cell, position + np.uint64(k) + ONE)
@@ -272,69 +278,69 @@ def publish_all(s: State, front: int, messages: int, n: int) -> bool:
 
 
 @part
-def set_ready(s: State, lane: int, slot: int) -> None:
-    or_at(bit_at(s.lane_ready, lane, slot), bit_of(slot))
+def set_ready(s: State, instance: int, slot: int) -> None:
+    or_at(bit_at(s.instance_ready, instance, slot), bit_of(slot))
 
 
 @part
-def clear_hold(s: State, lane: int, slot: int) -> None:
-    and_at(bit_at(s.lane_hold, lane, slot), _ALL ^ bit_of(slot))
+def clear_hold(s: State, instance: int, slot: int) -> None:
+    and_at(bit_at(s.instance_hold, instance, slot), _ALL ^ bit_of(slot))
 
 
 @part
-def take_into(s: State, front: int, into: int, most: int) -> int:
-    """Moves at most `most` completions of a front end's ring to an address; returns their number. One consumer."""
-    head = load_at(s.ring[front, DONE_HEAD:].ctypes.data)
-    n = min(int(np.int64(load_at(s.ring[front, DONE_TAIL:].ctypes.data) - head)), most)
+def take_into(s: State, producer: int, into: int, most: int) -> int:
+    """Moves at most `most` completions of a producer's ring to an address; returns their number. One consumer."""
+    head = load_at(s.ring[producer, DONE_HEAD:].ctypes.data)
+    n = min(int(np.int64(load_at(s.ring[producer, DONE_TAIL:].ctypes.data) - head)), most)
     mask = np.int64(s.done.shape[1] - 1)
     for k in range(n):
-        cell = s.done[front, (np.int64(head) + k) & mask :].ctypes.data
+        cell = s.done[producer, (np.int64(head) + k) & mask :].ctypes.data
         copy_bytes(np.uint64(into) + np.uint64(k) * _COMPLETION_BYTES, cell, _COMPLETION_BYTES)
-    store_at(s.ring[front, DONE_HEAD:].ctypes.data, head + np.uint64(n))
+    store_at(s.ring[producer, DONE_HEAD:].ctypes.data, head + np.uint64(n))
     return n
 
 
-# Functions for a front end in the core's process; `engine.front_calls` has faster versions of them.
+# Functions for a producer in the core's process; `engine.producer_calls` has faster versions of them.
 
 
 @compiled
-def claim(s: State, front: int, model: int, client: int = 0) -> int:
-    """A slot to write inputs into: lane · SLOTS + slot, or STAGED. A claimed slot must be posted."""
-    return int(claim_slot(s, front, model, client))
+def claim(s: State, producer: int, model: int, client: int = 0) -> int:
+    """A slot to write inputs into: instance · SLOTS + slot, or STAGED. A claimed slot must be posted."""
+    return int(claim_slot(s, producer, model, client))
 
 
 @compiled
-def post(s: State, front: int, message: int) -> bool:
+def post(s: State, producer: int, message: int) -> bool:
     """Posts a `Message`, by its address, to the core, from any thread; False if the ring is full.
 
     Without a slot, the core copies the inputs from `source`, which must stay until the completion. With a slot, write
-    the inputs there at once, then call `mark_ready`; the lane waits for it.
+    the inputs there at once, then call `mark_ready`; the instance waits for it.
     """
-    return bool(publish(s, front, message))
+    return bool(publish(s, producer, message))
 
 
 @compiled
-def mark_ready(s: State, lane: int, slot: int) -> None:
+def mark_ready(s: State, instance: int, slot: int) -> None:
     """Marks the inputs of a claimed slot as written."""
-    set_ready(s, lane, slot)
+    set_ready(s, instance, slot)
 
 
 @compiled
-def release(s: State, lane: int, slot: int) -> None:
+def release(s: State, instance: int, slot: int) -> None:
     """Marks the outputs of a completed request as read."""
-    clear_hold(s, lane, slot)
+    clear_hold(s, instance, slot)
 
 
 @compiled
-def ask_to_be_woken(s: State, front: int) -> None:
-    """The next completion is to write to the front end's eventfd. Look at the ring after this, and then sleep."""
-    ask(address(s.wake, front), ANYTHING)
+def ask_to_be_woken(s: State, producer: int) -> None:
+    """The next completion is to write to the producer's eventfd. Look at the ring after this, and then sleep."""
+    ask(address(s.wake, producer), ANYTHING)
 
 
 @compiled
-def take_done(s: State, front: int, into: Table) -> int:
+def take_done(s: State, producer: int, into: Table) -> int:
     """Moves at most len(into) completions out of the ring; returns their number. One consumer at a time."""
-    return int(take_into(s, front, into.ctypes.data, into.shape[0]))
+    return int(take_into(s, producer, into.ctypes.data, into.shape[0]))
 
 
 # Memory shared by several processes: anonymous, and passed between them as a file descriptor.

@@ -71,13 +71,13 @@ def leave(s: State, m: int, c: int) -> None:
 
 
 @part
-def charge(s: State, lane: int, time_ns: float, gpu_ns: float, began_ns: int) -> None:
+def charge(s: State, instance: int, time_ns: float, gpu_ns: float, began_ns: int) -> None:
     """Charges a completed segment: its model, and the clients of its slots in equal parts, are charged its time alone
     and its part of the GPU's time. A client with a limit may continue once its time alone is within the limit's
     fraction of the elapsed time.
     """
     core = s.core[0]
-    a = s.lane[lane]
+    a = s.instance[instance]
     m = a.model
     core.served_ns += time_ns
     s.model[m].used_ns += time_ns
@@ -86,7 +86,7 @@ def charge(s: State, lane: int, time_ns: float, gpu_ns: float, began_ns: int) ->
         core.virtual_ns += time_ns / core.shares
     each, each_gpu = time_ns / a.taken, gpu_ns / a.taken
     for k in range(a.taken):
-        c = s.slot_client[lane, k]
+        c = s.slot_client[instance, k]
         client = s.client[c]
         client.used_ns += each
         client.gpu_ns += each_gpu
@@ -100,15 +100,17 @@ def charge(s: State, lane: int, time_ns: float, gpu_ns: float, began_ns: int) ->
 
 
 @part
-def over_limit(s: State, lane: int, now: int) -> bool:
-    """Whether all clients of a lane's requests have used up their limits; if so, notes when the first may continue."""
+def over_limit(s: State, instance: int, now: int) -> bool:
+    """Whether all clients of an instance's requests have used up their limits; if so, notes when the first may
+    continue.
+    """
     core = s.core[0]
     if core.limited == 0:
         return False
     first_ns = np.inf
-    for k in range(s.lane[lane].taken):
-        if s.slot[lane, k] >= 0:
-            client = s.client[s.slot_client[lane, k]]
+    for k in range(s.instance[instance].taken):
+        if s.slot[instance, k] >= 0:
+            client = s.client[s.slot_client[instance, k]]
             if client.limit <= 0.0 or client.may_ns <= now:
                 return False
             first_ns = min(first_ns, client.may_ns)
@@ -133,10 +135,10 @@ def pass_time(s: State, now: int) -> None:
 
 
 @part
-def enter_gpu(s: State, lane: int, now: int) -> None:
-    """Call this before the lane is counted among those in flight."""
+def enter_gpu(s: State, instance: int, now: int) -> None:
+    """Call this before the instance is counted among those in flight."""
     core = s.core[0]
-    a = s.lane[lane]
+    a = s.instance[instance]
     pass_time(s, now)
     if core.flight == 0:
         core.gpu_clock_ns = core.gpu_demand = 0.0
@@ -146,10 +148,10 @@ def enter_gpu(s: State, lane: int, now: int) -> None:
 
 
 @part
-def part_of_time(s: State, lane: int, now: int) -> float:
-    """The lane's part of the GPU's time since the last call, or since it came onto the GPU."""
+def part_of_time(s: State, instance: int, now: int) -> float:
+    """The instance's part of the GPU's time since the last call, or since it came onto the GPU."""
     core = s.core[0]
-    a = s.lane[lane]
+    a = s.instance[instance]
     pass_time(s, now)
     ns = a.gpu_demand * (core.gpu_clock_ns - a.gpu_from_ns)
     a.gpu_from_ns = core.gpu_clock_ns
@@ -157,8 +159,8 @@ def part_of_time(s: State, lane: int, now: int) -> float:
 
 
 @part
-def leave_gpu(s: State, lane: int) -> None:
-    s.core[0].gpu_demand -= s.lane[lane].gpu_demand
+def leave_gpu(s: State, instance: int) -> None:
+    s.core[0].gpu_demand -= s.instance[instance].gpu_demand
 
 
 # Tenants: clients with a name, a share of the GPU and a limit. Their rows in the core's tables.
@@ -252,7 +254,7 @@ def tenants_stats(state: State) -> dict[str, dict[str, Any]]:
 
 def tenant_stats(state: State, number: int) -> dict[str, Any]:
     """Counts so far. `number`: `job.tenant` in policies; `held_back`: requests that its limit or `admit` keeps out of
-    lanes; `gpu_ms`: its part of the GPU's busy time; `alone_ms`: the time of its work alone.
+    instances; `gpu_ms`: its part of the GPU's busy time; `alone_ms`: the time of its work alone.
     """
     client = state.client[number]
     return {
@@ -298,7 +300,7 @@ def client_numbers(names: Iterable[Hashable], clients: int) -> dict[Hashable, in
 
 @compiled
 def find_client(keys: Words, clients: Any, key: int) -> int:
-    """The number of a client, which all front ends derive from a hash of its name; 0 stands for no particular client.
+    """The number of a client, which all producers derive from a hash of its name; 0 stands for no particular client.
 
     When all numbers are in use, a new client takes the number of a client without requests, or shares a number.
     """

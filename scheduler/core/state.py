@@ -1,28 +1,29 @@
-"""The dispatcher's whole state: flat NumPy tables that front ends, the compiled core and the loops share.
+"""The dispatcher's whole state: flat NumPy tables that producers, the compiled core and the loops share.
 
-Nothing here is a Python object, so the tables can live in shared memory, where front ends of other processes find them
+Nothing here is a Python object, so the tables can live in shared memory, where producers of other processes find them
 (`over`). The following parties use them:
 
 * **the installer** (the engine, or `models.install`) fills a model's rows while the model is ABSENT, then posts
   OPEN_MODEL on the submission ring; from then on only the core writes to them;
-* **front ends** own request rows (`front_rows`): they take a free row, post SUBMIT or CANCEL on their own submission
+* **producers** own request rows (`producer_rows`): they take a free row, post SUBMIT or CANCEL on their own submission
   ring, and get the row back with its one entry in their own completion ring. They may also reserve a slot of the
-  model's filling lane and write inputs straight into it. Front end 0 is the engine's own process;
+  model's filling instance and write inputs straight into it. Producer 0 is the engine's own process;
 * **the copier** (`copier.Copier`), where there is one, copies long inputs into slots for the core;
 * **the mover** (`engine.mover`), where weights come and go, carries out the core's orders on `move`;
 * **the core** (`step.step`) owns everything else.
 
 Some words are written by one party while another reads them, and are therefore accessed only through `atomics`:
-`lane_word`, `lane_ready`, `lane_hold`, `slot_front`, `filling`, `wake`, `copy_ring`, `move_ring`, `moved`, the rings'
-heads, tails and sequence numbers, and the words that launches and copies of weights write. A front end may die between
-any two of its instructions. The owner of a reserved slot follows from one word; writing and reading are recorded in
-bits that can be set on a front end's behalf; and `reclaim.reclaim` takes back everything it had.
+`instance_word`, `instance_ready`, `instance_hold`, `slot_producer`, `filling`, `wake`, `copy_ring`, `move_ring`,
+`moved`, the rings' heads, tails and sequence numbers, and the words that launches and copies of weights write. A
+producer may die between any two of its instructions. The owner of a reserved slot follows from one word; writing and
+reading are recorded in bits that can be set on a producer's behalf; and `reclaim.reclaim` takes back everything it had.
 
 A request takes one of two ways. The direct one: `claim` a slot → `post` the request → write the inputs → `mark_ready`.
-The staged one, when no lane is open: `post` with lane −1 and the address of the inputs (items of all inputs one after
-the other); the core copies them into a slot once there is one, or has the copier do it. In both cases the lane then
-gets its turn, closes, is launched in segments, and one DONE entry per request appears in `done`. Where `core.hold` is
-set, the lane's output slots stay untouched until every bit of its `lane_hold` has been cleared with `release`.
+The staged one, when no instance is open: `post` with instance −1 and the address of the inputs (items of all inputs one
+after the other); the core copies them into a slot once there is one, or has the copier do it. In both cases the
+instance then gets its turn, closes, is launched in segments, and one DONE entry per request appears in `done`. Where
+`core.hold` is set, the instance's output slots stay untouched until every bit of its `instance_hold` has been cleared
+with `release`.
 """
 
 from __future__ import annotations
@@ -41,20 +42,20 @@ from paellapy.scheduler.core.atomics import call_clock
 from paellapy.scheduler.core.codes import (
     CHOICES,
     CLOSED,
-    FRONT_MASK,
     GATES,
     MASK_WORDS,
     MOST_SLOTS,
     NONE,
-    OF_WINDOWS,
+    OF_PARTITIONS,
     OWN_ROWS,
+    PARTITIONS,
     POOL_STREAMS,
     POOLS,
+    PRODUCER_MASK,
     RECENT,
     STATUS,
     TAP_SIZE,
     TENANT_NAME,
-    WINDOWS,
 )
 from paellapy.scheduler.core.job import DONE, GPU, JOB, OWN_NAMES, OWN_PER_MODEL, OWNER, PARAM, PARAMS, PER_MODEL
 from paellapy.scheduler.core.tables import (
@@ -65,8 +66,8 @@ from paellapy.scheduler.core.tables import (
     CORE,
     FLOW,
     GATE,
+    INSTANCE,
     KEPT,
-    LANE,
     LAUNCH,
     MODEL,
     MOVE,
@@ -92,15 +93,15 @@ class Limits:
     """The sizes of the tables. Memory is used only where it is written."""
 
     models: int = 64
-    lanes: int = 512  # of all models together
-    lanes_per_model: int = 32
+    instances: int = 512  # of all models together
+    instances_per_model: int = 32
     sizes: int = 8  # captured batch sizes per model
     batch: int = 64  # largest batch
     segments: int = 256  # per program
     requests: int = 8192  # accepted or waiting for their completion to be read
     clients: int = 256  # fair shares are kept per client number, modulo this
     inputs: int = 8  # per model
-    fronts: int = 1  # front ends: this process, and processes beside it that share the tables' memory
+    producers: int = 1  # producers: this process, and processes beside it that share the tables' memory
 
     @property
     def launches(self) -> int:
@@ -109,10 +110,10 @@ class Limits:
 
     @property
     def out_cells(self) -> int:
-        return self.lanes * self.launches
+        return self.instances * self.launches
 
     # Capacities of rings are powers of two. A completion ring never overflows: it has a cell for every request row of
-    # its front end, and for every model.
+    # its producer, and for every model.
 
     @property
     def submit_cells(self) -> int:
@@ -132,11 +133,11 @@ class Limits:
 
     @property
     def tap_cells(self) -> int:
-        return TAP_SIZE if self.fronts > 1 else 1
+        return TAP_SIZE if self.producers > 1 else 1
 
     @property
     def _most_rows(self) -> int:
-        return max(len(front_rows(self, front)) for front in range(self.fronts))
+        return max(len(producer_rows(self, producer)) for producer in range(self.producers))
 
 
 @table_set
@@ -150,70 +151,84 @@ class State(TableSet):
     model: Table = table(MODEL, "models")
     size: Table = table(SIZE, "models", "sizes")
     segment: Table = table(SEGMENT, "models", "sizes", "segments")
-    model_lane: Ints = table(INT, "models", "lanes_per_model")  # lanes of a model, by the installer
-    free_lane: Ints = table(INT, "models", "lanes_per_model")  # stack
+    model_instance: Ints = table(INT, "models", "instances_per_model")  # instances of a model, by the installer
+    free_instance: Ints = table(INT, "models", "instances_per_model")  # stack
     input_bytes: Ints = table(INT, "models", "inputs")  # of one item, by the installer
-    # column 0: the lane open to front ends + 1, with its slots << 32; 0: none. Atomic
+    # column 0: the instance open to producers + 1, with its slots << 32; 0: none. Atomic
     filling: Words = table(WORD, "models", 8)
-    lane: Table = table(LANE, "lanes")
-    lane_word: Words = table(WORD, "lanes", 8)  # column 0: see CLOSED … FRONT_MASK. Atomic
-    lane_ready: Words = table(WORD, "lanes", MASK_WORDS)  # a bit for every slot whose inputs are written. Atomic
-    lane_hold: Words = table(WORD, "lanes", MASK_WORDS)  # a bit for every slot whose outputs are not read yet. Atomic
-    lane_known: Words = table(WORD, "lanes", MASK_WORDS)  # a bit for every slot the core has heard of
-    # a bit for every slot on whose values the model failed; set by the backend, where the lane is `faulty`
-    lane_fault: Words = table(WORD, "lanes", MASK_WORDS)
-    slot: Ints = table(INT, "lanes", "batch")  # request row, or NONE: empty, or its request is completed
-    slot_front: Words = table(WORD, "lanes", "batch")  # who reserved it; of the last slot, lane_word says it. Atomic
-    slot_client: Ints = table(INT, "lanes", "batch")  # the client that is charged for it; first by the front end
+    instance: Table = table(INSTANCE, "instances")
+    instance_word: Words = table(WORD, "instances", 8)  # column 0: see CLOSED … PRODUCER_MASK. Atomic
+    instance_ready: Words = table(
+        WORD, "instances", MASK_WORDS
+    )  # a bit for every slot whose inputs are written. Atomic
+    instance_hold: Words = table(
+        WORD, "instances", MASK_WORDS
+    )  # a bit for every slot whose outputs are not read yet. Atomic
+    instance_known: Words = table(WORD, "instances", MASK_WORDS)  # a bit for every slot the core has heard of
+    # a bit for every slot on whose values the model failed; set by the backend, where the instance is `faulty`
+    instance_fault: Words = table(WORD, "instances", MASK_WORDS)
+    slot: Ints = table(INT, "instances", "batch")  # request row, or NONE: empty, or its request is completed
+    slot_producer: Words = table(
+        WORD, "instances", "batch"
+    )  # who reserved it; of the last slot, instance_word says it. Atomic
+    slot_client: Ints = table(INT, "instances", "batch")  # the client that is charged for it; first by the producer
     # address of slot 0, by the installer; slot k is k · input_bytes further
-    input_address: Words = table(WORD, "lanes", "inputs")
-    launch: Table = table(LAUNCH, "lanes", "sizes", "segments")  # by the installer
-    whole: Table = table(LAUNCH, "lanes", "sizes")  # by the installer
+    input_address: Words = table(WORD, "instances", "inputs")
+    launch: Table = table(LAUNCH, "instances", "sizes", "segments")  # by the installer
+    whole: Table = table(LAUNCH, "instances", "sizes")  # by the installer
     stream: Words = table(WORD, POOLS, POOL_STREAMS)  # streams for the backend's launches, by the installer
-    stream_jobs: Ints = table(INT, OF_WINDOWS)  # lanes in flight on each stream, over all pools and windows: by queue
-    # handles of the same launches in each of the lane's windows, the whole program last; 0: none
-    confined: Words = table(WORD, "lanes", "sizes", "launches", CHOICES)
-    lane_window: Ints = table(INT, "lanes", CHOICES)  # the numbers of these windows, by the installer; NONE: no more
-    overlap: Ints = table(INT, WINDOWS, WINDOWS)  # SMs that two windows share, by the installer
-    window_load: Ints = table(INT, WINDOWS)  # for each confined lane in flight, the SMs that its window shares
-    # launch and end of each segment of the lane's latest run; segment 0 stands for a whole program
-    segment_ns: Ints = table(INT, "lanes", "segments", 2)
+    stream_jobs: Ints = table(
+        INT, OF_PARTITIONS
+    )  # instances in flight on each stream, over all pools and partitions: by queue
+    # handles of the same launches in each of the instance's partitions, the whole program last; 0: none
+    confined: Words = table(WORD, "instances", "sizes", "launches", CHOICES)
+    instance_partition: Ints = table(
+        INT, "instances", CHOICES
+    )  # the numbers of these partitions, by the installer; NONE: no more
+    overlap: Ints = table(INT, PARTITIONS, PARTITIONS)  # SMs that two partitions share, by the installer
+    partition_load: Ints = table(
+        INT, PARTITIONS
+    )  # for each confined instance in flight, the SMs that its partition shares
+    # launch and end of each segment of the instance's latest run; segment 0 stands for a whole program
+    segment_ns: Ints = table(INT, "instances", "segments", 2)
     # completion words for backends that have no pinned memory of their own
-    word: Words = table(WORD, "lanes", "launches")
+    word: Words = table(WORD, "instances", "launches")
     request: Table = table(REQUEST, "requests")
     client: Table = table(CLIENT, "clients")
     flow: Table = table(FLOW, "clients", "models")
     kept: Table = table(KEPT, "clients", "models")
     tenant_name: NDArray[np.uint8] = table(np.uint8, "clients", TENANT_NAME)  # UTF-8, then zeros
-    ready: Ints = table(INT, "lanes")  # heap of lanes that wait for their turn, least rank first
-    next_rank: Floats = table(np.float64, "lanes")  # scratch heap: which places of `ready` come next by rank
-    next_at: Ints = table(INT, "lanes")
-    active: Ints = table(INT, "lanes")  # lanes whose turn it is
-    flight: Ints = table(INT, "lanes")  # lanes with launched, uncompleted segments
-    held: Ints = table(INT, "lanes")  # lanes that wait for a front end: HELD and READY_WAIT
-    touched: Ints = table(INT, "lanes")  # lanes to be settled within this step
-    asking: Ints = table(INT, "models")  # models that may want a lane opened, or closed for good, within this step
+    ready: Ints = table(INT, "instances")  # heap of instances that wait for their turn, least rank first
+    next_rank: Floats = table(np.float64, "instances")  # scratch heap: which places of `ready` come next by rank
+    next_at: Ints = table(INT, "instances")
+    active: Ints = table(INT, "instances")  # instances whose turn it is
+    flight: Ints = table(INT, "instances")  # instances with launched, uncompleted segments
+    held: Ints = table(INT, "instances")  # instances that wait for a producer: HELD and READY_WAIT
+    touched: Ints = table(INT, "instances")  # instances to be settled within this step
+    asking: Ints = table(INT, "models")  # models that may want an instance opened, or closed for good, within this step
     leaving: Ints = table(INT, "requests")  # requests cancelled within this step
     waiting: Ints = table(INT, "clients")  # clients with requests set aside
     barred: Ints = table(INT, "requests")  # client << 32 | model of requests that are BARRED
-    refused: Ints = table(INT, "lanes")  # lanes that `admit` refused while a turn was chosen, before their first launch
+    refused: Ints = table(
+        INT, "instances"
+    )  # instances that `admit` refused while a turn was chosen, before their first launch
     due: Ints = table(INT, "requests")  # heap of requests with a deadline, earliest first
-    submit: Table = table(SUBMISSION, "fronts", "submit_cells")  # SUBMISSION rings, capacity a power of two
+    submit: Table = table(SUBMISSION, "producers", "submit_cells")  # SUBMISSION rings, capacity a power of two
     # COMPLETION rings, capacity a power of two, at least rows + M: they never overflow
-    done: Table = table(COMPLETION, "fronts", "done_cells")
-    ring: Words = table(WORD, "fronts", 4, 8)  # heads and tails. Atomic
+    done: Table = table(COMPLETION, "producers", "done_cells")
+    ring: Words = table(WORD, "producers", 4, 8)  # heads and tails. Atomic
     copy: Table = table(COPY, "copy_cells")  # COPY ring, with a cell for every request row: it never overflows
     copy_ring: Words = table(WORD, 3, 8)  # Atomic
-    # column 0: 1 if the front end wants to be woken by the next completion. Atomic
-    wake: Words = table(WORD, "fronts", 8)
-    # eventfd of each front end, or -1; and the tail for which it was last woken
-    wake_fd: Ints = table(INT, "fronts", 2)
+    # column 0: 1 if the producer wants to be woken by the next completion. Atomic
+    wake: Words = table(WORD, "producers", 8)
+    # eventfd of each producer, or -1; and the tail for which it was last woken
+    wake_fd: Ints = table(INT, "producers", 2)
     bell: Words = table(WORD, 8)  # column 0: the core's loop sleeps, or is about to. Atomic
     client_key: Words = table(WORD, "clients")  # owner of each client number: a hash of the name; 0: none. Atomic
     # requests by outcome; the last column is the sum of the batch sizes of OK requests
     outcome: Ints = table(INT, "models", len(STATUS) + 1)
     recent_ns: Ints = table(INT, "models", RECENT, 2)  # latency and wait of the latest OK requests
-    tap: Table = table(COMPLETION, "tap_cells")  # the latest completions of all front ends, while core.tapped
+    tap: Table = table(COMPLETION, "tap_cells")  # the latest completions of all producers, while core.tapped
     out: Table = table(OUT, "out_cells")
     job: Table = table(JOB, 2)  # the core's scratch; readers have their own
     done_segment: Table = table(DONE, 1)  # also scratch
@@ -226,8 +241,8 @@ class State(TableSet):
     param: Floats = table(np.float64, "models", PARAMS)  # their values for each model
     gate: Table = table(GATE, GATES)  # written by the engine, while core.gates; then by the core
     clock: Ints = table(INT, 8)  # scratch of the core's thread
-    berth: Ints = table(INT, "lanes")  # the lane that has it, + 1; 0: none
-    berth_kept: Ints = table(INT, "lanes")  # 1: no lane gets it, since a model that runs there is being loaded
+    arena: Ints = table(INT, "instances")  # the instance that has it, + 1; 0: none
+    arena_kept: Ints = table(INT, "instances")  # 1: no instance gets it, since a model that runs there is being loaded
     residency: Table = table(RESIDENCY, 1)
     weights: Table = table(WEIGHTS, "models")
     owner: Table = table(OWNER, 1)  # scratch: a model as `victim` sees it
@@ -243,17 +258,17 @@ def _power_of_two(n: int) -> int:
     return 1 << max(1, n - 1).bit_length()
 
 
-def front_rows(limits: Limits, front: int) -> range:
-    """The request rows of a front end. If there are others, the engine's own process needs only a few.
+def producer_rows(limits: Limits, producer: int) -> range:
+    """The request rows of a producer. If there are others, the engine's own process needs only a few.
 
-    >>> [len(front_rows(Limits(requests=1000, fronts=3), k)) for k in range(3)]
+    >>> [len(producer_rows(Limits(requests=1000, producers=3), k)) for k in range(3)]
     [64, 468, 468]
     """
-    if limits.fronts == 1:
+    if limits.producers == 1:
         return range(limits.requests)
-    own = min(OWN_ROWS, limits.requests // limits.fronts)
-    each = (limits.requests - own) // (limits.fronts - 1)
-    return range(own) if front == 0 else range(own + (front - 1) * each, own + front * each)
+    own = min(OWN_ROWS, limits.requests // limits.producers)
+    each = (limits.requests - own) // (limits.producers - 1)
+    return range(own) if producer == 0 else range(own + (producer - 1) * each, own + producer * each)
 
 
 def _shapes(limits: Limits) -> Iterator[tuple[str, tuple[int, ...], np.dtype[Any]]]:
@@ -286,27 +301,29 @@ def over(limits: Limits, memory: NDArray[np.uint8]) -> State:
 def new_state(limits: Limits | None = None, memory: NDArray[np.uint8] | None = None) -> State:
     """Empty tables; `install.install` adds models, `policies.attach` the policy. `memory` must be zeroed.
 
-    >>> new_state(Limits(models=2, lanes=4)).lane.shape
+    >>> new_state(Limits(models=2, instances=4)).instance.shape
     (4,)
     """
     n = limits or Limits()
-    if n.batch > MOST_SLOTS or n.fronts > FRONT_MASK:
-        raise ValueError(f"batch={n.batch} must be at most {MOST_SLOTS}, and fronts={n.fronts} at most {FRONT_MASK}")
+    if n.batch > MOST_SLOTS or n.producers > PRODUCER_MASK:
+        raise ValueError(
+            f"batch={n.batch} must be at most {MOST_SLOTS}, and producers={n.producers} at most {PRODUCER_MASK}"
+        )
     if memory is None:
         raw = np.zeros(state_bytes(n) + 64, np.uint8)  # uses memory only where it is written
         memory = raw[-raw.ctypes.data % 64 :][: state_bytes(n)]
     state = over(n, memory)
-    for name in ("model_lane", "free_lane", "slot", "ready", "active", "flight", "held", "touched", "asking", "leaving",
-                 "waiting", "due"):  # fmt: skip
+    for name in ("model_instance", "free_instance", "slot", "ready", "active", "flight", "held", "touched", "asking",
+                 "leaving", "waiting", "due"):  # fmt: skip
         getattr(state, name)[...] = NONE
-    state.lane_word[...] = CLOSED
+    state.instance_word[...] = CLOSED
     state.submit["sequence"] = np.arange(state.submit.shape[1], dtype=np.uint64)
     state.wake[:, 0] = 1
     state.wake_fd[:, 0] = -1
-    for column in ("model", "ready_at", "active_at", "flight_at", "stream_at", "window", "berth"):
-        state.lane[column] = NONE
-    state.lane_window[...] = NONE
-    for column in ("lane", "slot", "left", "right", "up", "due_at"):
+    for column in ("model", "ready_at", "active_at", "flight_at", "stream_at", "partition", "arena"):
+        state.instance[column] = NONE
+    state.instance_partition[...] = NONE
+    for column in ("instance", "slot", "left", "right", "up", "due_at"):
         state.request[column] = NONE
     for column in ("root", "first", "last"):
         state.model[column] = state.client[column] = NONE
@@ -314,7 +331,7 @@ def new_state(limits: Limits | None = None, memory: NDArray[np.uint8] | None = N
     state.client["share"] = 1.0
     state.tuning[:] = Tuning.for_part(MEASURED_ON).row()
     core = state.core[0]
-    core["max_active"], core["look_ahead"], core["whole_idle"], core["refresh"] = 8, 2, 1, 3
+    core["max_active"], core["max_in_flight"], core["whole_idle"], core["refresh"] = 8, 2, 1, 3
     core["copier_fd"], core["gain"], core["demand_limit"] = NONE, 1.0, np.inf
     state.residency["mover_fd"] = NONE
     return state

@@ -21,7 +21,7 @@ from paellapy.scheduler.core.choose import choose, settle_all
 from paellapy.scheduler.core.codes import DONE_TAIL, FAIL_MODE, NONE
 from paellapy.scheduler.core.concurrency import LINGERS, watch_gates, watch_queue
 from paellapy.scheduler.core.expire import expire, reclaim
-from paellapy.scheduler.core.lanes import look_at_held, touch
+from paellapy.scheduler.core.instances import look_at_held, touch
 from paellapy.scheduler.core.launch import (
     account,
     began_ns,
@@ -31,7 +31,7 @@ from paellapy.scheduler.core.launch import (
     measure,
     note_room,
 )
-from paellapy.scheduler.core.requests import fill_lane_job, fill_segment
+from paellapy.scheduler.core.requests import fill_instance_job, fill_segment
 from paellapy.scheduler.core.rings import address, wakes
 from paellapy.scheduler.core.shares import charge, leave_gpu, part_of_time
 from paellapy.scheduler.core.state import State, read_clock
@@ -44,16 +44,16 @@ from paellapy.scheduler.core.weights import moves_under_way
 
 
 @part
-def tell_done(s: State, lane: int, segment: int, now: int) -> None:
+def tell_done(s: State, instance: int, segment: int, now: int) -> None:
     """Calls a policy's `done` with the job's current state and the segment's duration."""
-    a = s.lane[lane]
+    a = s.instance[instance]
     fact = s.done_segment[0]
     fill_segment(s, fact, a.model, a.size, segment)
     if a.whole:
         fact.ns = s.size[a.model, a.size].total_ns
-    fact.took_ns = now - began_ns(s, lane, segment)
+    fact.took_ns = now - began_ns(s, instance, segment)
     fact.number = segment
-    fill_lane_job(s, lane, now)
+    fill_instance_job(s, instance, now)
     call_telling(s.call[0].done, s.call[0].done_1, s.call[0].done_2, s.call[0].done_3)
     s.core[0].changed = 1
 
@@ -78,50 +78,50 @@ def tick(s: State, now: int) -> None:
 
 
 @part
-def segment_done(s: State, lane: int, now: int) -> None:
+def segment_done(s: State, instance: int, now: int) -> None:
     core = s.core[0]
-    a = s.lane[lane]
+    a = s.instance[instance]
     m = a.model
-    s.segment_ns[lane, a.done, 1] = now
-    account(s, lane, a.done, -1.0, 0.0)
+    s.segment_ns[instance, a.done, 1] = now
+    account(s, instance, a.done, -1.0, 0.0)
     alone_ns = s.size[m, a.size].total_ns if a.whole else s.segment[m, a.size, a.done].time_ns
-    charge(s, lane, alone_ns, part_of_time(s, lane, now), began_ns(s, lane, a.done))
+    charge(s, instance, alone_ns, part_of_time(s, instance, now), began_ns(s, instance, a.done))
     a.done += 1
     core.segments_done += 1
     if s.call[0].done != _ZERO:
-        tell_done(s, lane, a.done - 1, now)
-    touch(s, lane)
+        tell_done(s, instance, a.done - 1, now)
+    touch(s, instance)
     if a.issued > a.done:
-        account(s, lane, a.done, 1.0, -1.0)
+        account(s, instance, a.done, 1.0, -1.0)
         return
-    leave_stream(s, lane)
-    leave_gpu(s, lane)
+    leave_stream(s, instance)
+    leave_gpu(s, instance)
     core.flight -= 1
     last = s.flight[core.flight]
     s.flight[a.flight_at] = last
-    s.lane[last].flight_at = a.flight_at
+    s.instance[last].flight_at = a.flight_at
     a.flight_at = NONE
 
 
 @part
 def poll(s: State, now: int) -> None:
-    """Reads the completion words of the lanes in flight: each lane's oldest launch."""
+    """Reads the completion words of the instances in flight: each instance's oldest launch."""
     core = s.core[0]
     core.room_at_ns = core.ask_at_ns if core.ready + core.barred > 0 else np.inf
     k = 0
     while k < core.flight:
-        lane = s.flight[k]
-        a = s.lane[lane]
-        word = s.whole[lane, a.size].word if a.whole else s.launch[lane, a.size, a.done].word
+        instance = s.flight[k]
+        a = s.instance[instance]
+        word = s.whole[instance, a.size].word if a.whole else s.launch[instance, a.size, a.done].word
         if load_at(word) == _ZERO:
-            if leaves_room(s, lane, now):
+            if leaves_room(s, instance, now):
                 a.draining = core.changed = 1
             else:
-                note_room(s, lane)
+                note_room(s, instance)
             k += 1
-        else:  # look at k again: the lane may have more completions, or another lane may have moved there
+        else:  # look at k again: the instance may have more completions, or another instance may have moved there
             store_at(word, _ZERO)
-            segment_done(s, lane, now)
+            segment_done(s, instance, now)
 
 
 __all__ = ["attach_loop", "attach_step", "predict_finish", "reclaim", "run", "step"]
@@ -174,25 +174,25 @@ def step(s: State, now: int) -> int:
             again = core.waiting > 0  # requests of the same clients may be done
         if moves and call_with(s.residency[0].order_moves, s, now) > 0:
             again = True
-    if host_has_work(s):  # requests come while the host computes: lanes must be open for them
+    if host_has_work(s):  # requests come while the host computes: instances must be open for them
         settle_all(s, now)
     watch_gates(s, now)
     return int(news + core.launches + core.segments_done - before)
 
 
 @part
-def wake_fronts(s: State, scratch: NDArray[np.int64]) -> None:
-    """Writes to the eventfd of every front end that has new completions and asked to be woken: once per asking.
+def wake_producers(s: State, scratch: NDArray[np.int64]) -> None:
+    """Writes to the eventfd of every producer that has new completions and asked to be woken: once per asking.
 
-    A front end first asks and then looks; the core first posts and then checks who asked. So no wake-up is lost.
+    A producer first asks and then looks; the core first posts and then checks who asked. So no wake-up is lost.
     """
-    for front in range(s.wake_fd.shape[0]):
-        tail = np.int64(s.ring[front, DONE_TAIL, 0])
-        if tail != s.wake_fd[front, 1]:
-            s.wake_fd[front, 1] = tail
-            if wakes(address(s.wake, front), False) and s.wake_fd[front, 0] >= 0:
+    for producer in range(s.wake_fd.shape[0]):
+        tail = np.int64(s.ring[producer, DONE_TAIL, 0])
+        if tail != s.wake_fd[producer, 1]:
+            s.wake_fd[producer, 1] = tail
+            if wakes(address(s.wake, producer), False) and s.wake_fd[producer, 0] >= 0:
                 scratch[2] = 1
-                call_write(s.call[0].write, np.int32(s.wake_fd[front, 0]), scratch[2:].ctypes.data, np.uint64(8))
+                call_write(s.call[0].write, np.int32(s.wake_fd[producer, 0]), scratch[2:].ctypes.data, np.uint64(8))
 
 
 @compiled
@@ -200,8 +200,8 @@ def run(s: State, stop: Words, linger_ns: int, scratch: NDArray[np.int64]) -> in
     """Steps in real time (CLOCK_MONOTONIC) until `stop[0]` is set, or nothing was done for `linger_ns`; 0 if idle.
 
     While there are gates of other processes, it waits longer for work (`gates.LINGERS`).
-    Wakes front ends whenever completions were posted. `scratch` is 4 int64 of the caller's. Before the caller sleeps on
-    an eventfd of its own, it announces this to front ends and calls `run` once more; otherwise a wake-up could be lost.
+    Wakes producers whenever completions were posted. `scratch` is 4 int64 of the caller's. Before the caller sleeps on
+    an eventfd of its own, it announces this to producers and calls `run` once more; otherwise a wake-up could be lost.
     """
     core = s.core[0]
     last = read_clock(s, scratch)
@@ -211,7 +211,7 @@ def run(s: State, stop: Words, linger_ns: int, scratch: NDArray[np.int64]) -> in
             last = now
         elif now - last >= (linger_ns if core.gates == 0 else LINGERS * linger_ns):
             return 0
-        wake_fronts(s, scratch)
+        wake_producers(s, scratch)
     return 1
 
 

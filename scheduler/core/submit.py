@@ -1,4 +1,4 @@
-"""Messages from front ends to the core: submissions, cancellations, opening and closing models, draining."""
+"""Messages from producers to the core: submissions, cancellations, opening and closing models, draining."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from paellapy.scheduler.core.codes import (
 )
 from paellapy.scheduler.core.concurrency import close_gates
 from paellapy.scheduler.core.heaps import heap_add, queue_add
+from paellapy.scheduler.core.instances import close_instance, count_queued, free_instance, put, touch, wait_for_copy
+from paellapy.scheduler.core.instances import mark_model_dirty as ask
 from paellapy.scheduler.core.job import PER_MODEL, READS_SEGMENT
-from paellapy.scheduler.core.lanes import close_lane, count_queued, free_lane, put, touch, wait_for_copy
-from paellapy.scheduler.core.lanes import mark_model_dirty as ask
 from paellapy.scheduler.core.requests import checked_rank, complete, fill_job, fill_segment, fill_terms, post_done
 from paellapy.scheduler.core.rings import address
 from paellapy.scheduler.core.shares import enter
@@ -67,12 +67,12 @@ def verdict(s: State, cell: Any, now: int) -> int:
         return NO_MODEL  # it was meant for the model that had the row before
     if cell.deadline_ns <= now:
         return EXPIRED
-    if cell.lane >= 0:
+    if cell.instance >= 0:
         return OK
     slots = s.size[m, s.model[m].n_sizes - 1].batch
     room = s.model[m].free_n * slots
     if s.model[m].filling >= 0:
-        room += slots - s.lane[s.model[m].filling].taken
+        room += slots - s.instance[s.model[m].filling].taken
     without_slot = s.model[m].queued - room
     c = s.request[cell.request].client
     if core.limited > 0 and s.client[c].limit > 0.0:
@@ -111,27 +111,27 @@ def enqueue(s: State, row: int, now: int) -> None:
 
 
 @part
-def submitted(s: State, front: int, cell: Any, now: int) -> None:
+def submitted(s: State, producer: int, cell: Any, now: int) -> None:
     core = s.core[0]
     row = cell.request
     r = s.request[row]
-    r.front = front
+    r.producer = producer
     r.serial, r.tag, r.model, r.source = cell.serial, cell.tag, cell.model, cell.source
     r.client = cell.client if 0 <= cell.client < s.client.shape[0] else cell.client % s.client.shape[0]
     r.priority, r.arrival_ns, r.deadline_ns = cell.priority, cell.arrival_ns, cell.deadline_ns
-    r.lane = r.slot = r.due_at = NONE
+    r.instance = r.slot = r.due_at = NONE
     r.leaving = 0
     r.let_ns = 0.0
     r.sequence = core.sequence
     core.sequence += 1
-    lane = cell.lane
+    instance = cell.instance
     status = verdict(s, cell, now)
     if status != OK:
         post_done(s, row, cell.model, status, now)
-        if lane >= 0:
-            put(s, lane, cell.slot, NONE)
-            s.slot_client[lane, cell.slot] = r.client  # it is charged for the place that it took
-            touch(s, lane)
+        if instance >= 0:
+            put(s, instance, cell.slot, NONE)
+            s.slot_client[instance, cell.slot] = r.client  # it is charged for the place that it took
+            touch(s, instance)
         return
     close_gates(s, r.priority, now)
     c = s.client[r.client]
@@ -142,11 +142,11 @@ def submitted(s: State, front: int, cell: Any, now: int) -> None:
     if r.deadline_ns < NEVER:
         heap_add(s.due, core.due, s.request["due_at"], s.request["deadline_ns"], s.request["sequence"], row)
         core.due += 1
-    if lane < 0:
+    if instance < 0:
         enqueue(s, row, now)
         return
-    put(s, lane, cell.slot, row)
-    touch(s, lane)
+    put(s, instance, cell.slot, row)
+    touch(s, instance)
 
 
 # Rarely used, and therefore called instead of inlined: the step stays small.
@@ -154,7 +154,8 @@ def submitted(s: State, front: int, cell: Any, now: int) -> None:
 
 @part
 def look_for_top(s: State) -> None:
-    """Finds the highest and the lowest priority of open models. Only programs of the highest are launched in one piece.
+    """Finds the highest and the lowest priority of open models. Only programs of the highest are launched in one
+    piece.
     """
     core = s.core[0]
     core.top_priority, core.least_priority = -NEVER, NEVER
@@ -173,12 +174,12 @@ def opened(s: State, m: int) -> None:
     model.used_ns = model.gpu_ns = 0.0
     for c in range(s.flow.shape[0]):
         s.flow[c, m].virtual_ns = 0.0
-    model.free_n = model.n_lanes
+    model.free_n = model.n_instances
     model.warm = 0
     for k in range(s.core[0].own_names):
         s.own[s.core[0].own_at + k * PER_MODEL + m] = s.own_first[k]
-    for k in range(model.n_lanes):
-        s.free_lane[m, k] = s.model_lane[m, model.n_lanes - 1 - k]
+    for k in range(model.n_instances):
+        s.free_instance[m, k] = s.model_instance[m, model.n_instances - 1 - k]
     look_for_top(s)
     ask(s, m)
 
@@ -201,7 +202,7 @@ def was_on_gpu(s: State, row: int) -> bool:
     r = s.request[row]
     if r.state != SLOTTED:
         return False
-    a = s.lane[r.lane]
+    a = s.instance[r.instance]
     return bool(a.state == RUNNING and a.issued > a.done)
 
 
@@ -212,8 +213,8 @@ def fail_all(s: State, now: int) -> None:
     core.mode, core.lost_ns, core.suspects = FAIL_MODE, max(now, 1), core.outside
     for row in range(s.request.shape[0]):
         core.suspects += was_on_gpu(s, row)
-    for lane in range(s.lane.shape[0]):
-        a = s.lane[lane]
+    for instance in range(s.instance.shape[0]):
+        a = s.instance[instance]
         if a.model >= 0 and a.state == RUNNING and a.issued > a.done:
             s.model[a.model].lost = 1
     for row in range(s.request.shape[0]):
@@ -223,7 +224,7 @@ def fail_all(s: State, now: int) -> None:
             suspected = was_on_gpu(s, row)
             if s.request[row].state == SLOTTED:
                 wait_for_copy(s, row)
-                s.slot[s.request[row].lane, s.request[row].slot] = NONE
+                s.slot[s.request[row].instance, s.request[row].slot] = NONE
             complete(s, row, SUSPECTED if suspected else FAILED, now)
     for m in range(s.model.shape[0]):
         s.model[m].root = s.model[m].first = s.model[m].last = NONE
@@ -238,15 +239,15 @@ def fail_all(s: State, now: int) -> None:
     core.queued = core.waiting = core.ready = core.active = core.flight = core.out = 0
     core.demand = core.queued_jobs = 0.0
     s.stream_jobs[...] = 0
-    s.berth[...] = 0
-    s.window_load[...] = 0
-    for lane in range(s.lane.shape[0]):
-        a = s.lane[lane]
+    s.arena[...] = 0
+    s.partition_load[...] = 0
+    for instance in range(s.instance.shape[0]):
+        a = s.instance[instance]
         if a.model >= 0:
             a.live = 0
-            a.ready_at = a.active_at = a.flight_at = a.stream_at = a.window = NONE
-            if a.state == RUNNING or (a.state == FILLING and close_lane(s, lane)):
-                free_lane(s, lane)
+            a.ready_at = a.active_at = a.flight_at = a.stream_at = a.partition = NONE
+            if a.state == RUNNING or (a.state == FILLING and close_instance(s, instance)):
+                free_instance(s, instance)
     gpu = s.gpu[0]
     gpu.resident_blocks = gpu.resident_warps = gpu.resident_registers = gpu.resident_shared_bytes = 0.0
     gpu.pending_blocks = gpu.pending_warps = gpu.pending_registers = gpu.pending_shared_bytes = 0.0
@@ -254,20 +255,20 @@ def fail_all(s: State, now: int) -> None:
 
 
 @part
-def next_front(s: State) -> int:
-    """A front end with published messages, in round-robin order; or NONE."""
+def next_producer(s: State) -> int:
+    """A producer with published messages, in round-robin order; or NONE."""
     core = s.core[0]
     mask = np.uint64(s.submit.shape[1] - 1)
-    fronts = s.submit.shape[0]
-    for k in range(fronts):
-        front = core.turn + k
-        if front >= fronts:  # much faster than a remainder
-            front -= fronts
-        head = s.ring[front, SUBMIT_HEAD, 0]
+    producers = s.submit.shape[0]
+    for k in range(producers):
+        producer = core.turn + k
+        if producer >= producers:  # much faster than a remainder
+            producer -= producers
+        head = s.ring[producer, SUBMIT_HEAD, 0]
         at = np.int64(head & mask)
-        if load_at(s.submit[front, at : at + 1].ctypes.data) == head + _ONE:
-            core.turn = front + 1 if front + 1 < fronts else 0
-            return int(front)
+        if load_at(s.submit[producer, at : at + 1].ctypes.data) == head + _ONE:
+            core.turn = producer + 1 if producer + 1 < producers else 0
+            return int(producer)
     return NONE
 
 
@@ -278,15 +279,15 @@ def take_submissions(s: State, now: int) -> int:
     n = 0
     mask = np.uint64(s.submit.shape[1] - 1)
     while n < SUBMISSIONS_PER_STEP:
-        front = next_front(s)
-        if front < 0:
+        producer = next_producer(s)
+        if producer < 0:
             break
-        head = s.ring[front, SUBMIT_HEAD, 0]
+        head = s.ring[producer, SUBMIT_HEAD, 0]
         at = np.int64(head & mask)
-        where = s.submit[front, at : at + 1].ctypes.data
-        cell = s.submit[front, at]
+        where = s.submit[producer, at : at + 1].ctypes.data
+        cell = s.submit[producer, at]
         if cell.kind == SUBMIT:
-            submitted(s, front, cell, now)
+            submitted(s, producer, cell, now)
         elif cell.kind == CANCEL:
             r = s.request[cell.request]
             if r.serial == cell.serial and r.state != UNUSED and r.leaving == 0:
@@ -302,6 +303,6 @@ def take_submissions(s: State, now: int) -> int:
         elif cell.kind == FAIL and core.mode != FAIL_MODE:
             core.error, core.mode = np.int64(cell.tag), FAIL_MODE
         store_at(where, head + mask + _ONE)
-        s.ring[front, SUBMIT_HEAD, 0] = head + _ONE
+        s.ring[producer, SUBMIT_HEAD, 0] = head + _ONE
         n += 1
     return n

@@ -1,4 +1,4 @@
-"""The core's tables, row by row: the layouts that the compiled core, front ends and loops share."""
+"""The core's tables, row by row: the layouts that the compiled core, producers and loops share."""
 
 from __future__ import annotations
 
@@ -37,23 +37,26 @@ CORE = np.dtype(
         ("backend", "i8"),  # VIRTUAL or CUDA
         ("max_active", "i8"),  # most active jobs
         ("demand_limit", "f8"),  # largest total demand of active jobs, in GPUs
-        ("look_ahead", "i8"),  # segments of one job on the GPU at a time
+        ("max_in_flight", "i8"),  # segments of one job on the GPU at a time
         ("whole_always", "i8"),  # 1: the hardware decides, programs are launched in one piece
         # 1: programs of the highest priority are launched in one piece, where there are lower ones
         ("top_whole", "i8"),
         ("whole_idle", "i8"),  # 1: a program alone on the GPU is launched in one piece
-        ("hold", "i8"),  # 1: lanes wait until their outputs are read
+        ("hold", "i8"),  # 1: instances wait until their outputs are read
         ("one_by_one", "i8"),  # 1: the host computes each launch; the next is chosen when that is done
-        ("refresh", "i8"),  # waiting lanes that are ranked afresh with each decision
+        ("refresh", "i8"),  # waiting instances that are ranked afresh with each decision
         ("timeless", "i8"),  # 1: a job's rank changes only with the job
         ("may_idle", "i8"),  # 1: `admit` also decides for an idle GPU
-        ("by_client", "i8"),  # 1: `admit` looks at the client, so refused jobs that have not started leave their lanes
+        (
+            "by_client",
+            "i8",
+        ),  # 1: `admit` looks at the client, so refused jobs that have not started leave their instances
         ("tick_ns", "f8"),  # between two calls of `tick`
         ("facts", "i8"),  # READS_SEGMENT …
         ("limited", "i8"),  # clients that have a limit
         ("own_at", "i8"),  # index in `own` of the first number that is kept per model
         ("own_names", "i8"),  # how many such numbers there are
-        ("windows", "i8"),  # number of windows of SMs
+        ("partitions", "i8"),  # number of SM partitions
         ("copier_fd", "i8"),  # eventfd that wakes the copier; NONE: there is none
         ("tapped", "i8"),  # 1: completions are also written to `tap`
         ("gates", "i8"),  # number of gates of other processes
@@ -81,19 +84,19 @@ CORE = np.dtype(
         ("refused", "i8"),
         ("kept_out", "i8"),  # requests that are BARRED
         ("changed", "i8"),  # 1: there is something to decide
-        ("refresh_at", "i8"),  # index in `ready` of the lane that was ranked afresh last
+        ("refresh_at", "i8"),  # index in `ready` of the instance that was ranked afresh last
         ("first", "i8"),  # 1: the next completion is the first of its batch
-        ("turn", "i8"),  # front end whose submissions are read next
+        ("turn", "i8"),  # producer whose submissions are read next
         ("tap_tail", "i8"),
         ("top_priority", "i8"),  # highest priority of an open model
         ("least_priority", "i8"),  # lowest priority of an open model
-        ("standing_back", "i8"),  # active lanes that launch nothing, to let a short job go first
+        ("standing_back", "i8"),  # active instances that launch nothing, to let a short job go first
         ("demand", "f8"),  # total demand of active jobs
         ("waiting_jobs", "f8"),  # average of the last period
-        ("short_often", "f8"),  # fraction of the time in which some lanes had to stand back for a short job
+        ("short_often", "f8"),  # fraction of the time in which some instances had to stand back for a short job
         ("room_at_ns", "f8"),  # when there is something to do even without an event
         ("tick_at_ns", "f8"),  # time of the next call of `tick`; 0: there is no work
-        ("ask_at_ns", "f8"),  # when a refused lane may go, as far as that depends on the time
+        ("ask_at_ns", "f8"),  # when a refused instance may go, as far as that depends on the time
         # fair queueing, over flows and over clients
         ("virtual_ns", "f8"),
         ("shares", "f8"),
@@ -108,7 +111,7 @@ CORE = np.dtype(
         ("gpu_ns", "f8"),  # time in which our work was on it
         ("gpu_at_ns", "i8"),  # time up to which that is counted
         ("gpu_clock_ns", "f8"),
-        ("gpu_demand", "f8"),  # total demand of lanes in flight
+        ("gpu_demand", "f8"),  # total demand of instances in flight
         # counters
         ("steps", "i8"),
         ("decisions", "i8"),
@@ -173,13 +176,13 @@ MODEL = np.dtype(
         ("queue_limit", "i8"),  # further requests without a slot are refused
         ("generation", "u8"),  # of the row: messages meant for the row's previous model are refused
         ("n_sizes", "i8"),
-        ("n_lanes", "i8"),
+        ("n_instances", "i8"),
         ("n_inputs", "i8"),
         ("trial_ns", "f8"),  # latency of a full batch when the model was loaded; 0: not measured
         # written by the core
-        ("free_n", "i8"),  # lanes on the stack free_lane[m]
+        ("free_n", "i8"),  # instances on the stack free_instance[m]
         ("filling", "i8"),  # the core's own copy of State.filling[m]
-        ("warm", "i8"),  # 1: the lane on top of the stack has run since the filling one was opened
+        ("warm", "i8"),  # 1: the instance on top of the stack has run since the filling one was opened
         ("root", "i8"),  # heap of queued requests that arrived out of order
         ("first", "i8"),  # list of the requests that arrived in order: each behind the one before
         ("last", "i8"),
@@ -214,7 +217,7 @@ SEGMENT = np.dtype(  # [model, size, segment]
         ("warps", "i8"),
         ("registers", "i8"),
         ("shared_bytes", "i8"),
-        ("kernels", "i8"),  # kernels issued by the front end of the GPU
+        ("kernels", "i8"),  # kernels issued by the producer of the GPU
         ("compute", "f8"),  # fraction of the GPU's capacity; 0: not known
         ("memory", "f8"),
         ("copy_bytes", "f8"),  # bytes of the inputs, before the first segment
@@ -224,9 +227,9 @@ SEGMENT = np.dtype(  # [model, size, segment]
     align=True,
 )
 
-LANE = np.dtype(
+INSTANCE = np.dtype(
     [
-        ("model", "i8"),  # written by the installer; NONE: no lane
+        ("model", "i8"),  # written by the installer; NONE: no instance
         ("state", "i8"),
         ("size", "i8"),  # index into the model's sizes, once closed; before, the size that would fit
         ("taken", "i8"),  # slots for which the core knows the requests
@@ -236,7 +239,7 @@ LANE = np.dtype(
         ("done", "i8"),
         ("draining", "i8"),  # 1: its newest segment is about to leave room, or to end
         ("whole", "i8"),
-        ("faulty", "i8"),  # 1: some of its slots are in State.lane_fault; set by the backend, in the loop
+        ("faulty", "i8"),  # 1: some of its slots are in State.instance_fault; set by the backend, in the loop
         ("rank", "f8"),
         ("demand", "f8"),  # its part of core.demand while it is active
         ("gpu_demand", "f8"),  # its part of core.gpu_demand while it is in flight
@@ -256,28 +259,28 @@ LANE = np.dtype(
         ("touched", "i8"),  # 1: listed in State.touched
         ("pool", "i8"),  # pool of streams; by the installer
         ("stream_at", "i8"),  # the stream it has while it is in flight
-        ("berth", "i8"),  # shared memory in which lanes of several models run one at a time; NONE: its own
-        ("window", "i8"),  # window of SMs of its latest launch while in flight; NONE: all SMs
+        ("arena", "i8"),  # shared memory in which instances of several models run one at a time; NONE: its own
+        ("partition", "i8"),  # SM partition of its latest launch while in flight; NONE: all SMs
     ],
     align=True,
 )
 
-# [lane, size, segment] and, for the whole program as one launch, [lane, size]. `handle` is launched by the backend (a
-# CUDA graph exec). When it is done, it writes a number other than 0 to the u64 at `word`, which the core reads and
-# clears. Segments of one lane complete in order. `draining` is the address of a word that is set once all blocks of a
-# segment's last kernel are on the SMs; 0: there is no such word.
+# [instance, size, segment] and, for the whole program as one launch, [instance, size]. `handle` is launched by the
+# backend (a CUDA graph exec). When it is done, it writes a number other than 0 to the u64 at `word`, which the core
+# reads and clears. Segments of one instance complete in order. `draining` is the address of a word that is set once all
+# blocks of a segment's last kernel are on the SMs; 0: there is no such word.
 LAUNCH = np.dtype([("handle", "u8"), ("word", "u8"), ("draining", "u8")], align=True)
 
 # Inputs that the copier is to copy into a slot.
-COPY = np.dtype([("source", "u8"), ("lane", "i8"), ("slot", "i8"), ("model", "i8"), ("at_ns", "i8")], align=True)
+COPY = np.dtype([("source", "u8"), ("instance", "i8"), ("slot", "i8"), ("model", "i8"), ("at_ns", "i8")], align=True)
 
 REQUEST = np.dtype(
     [
-        ("serial", "u8"),  # the front end's unique number, so that a late CANCEL cannot hit the row's next request
-        ("tag", "u8"),  # the front end's own number, returned unchanged
+        ("serial", "u8"),  # the producer's unique number, so that a late CANCEL cannot hit the row's next request
+        ("tag", "u8"),  # the producer's own number, returned unchanged
         ("state", "i8"),
         ("model", "i8"),
-        ("lane", "i8"),
+        ("instance", "i8"),
         ("slot", "i8"),
         ("client", "i8"),
         ("priority", "i8"),
@@ -293,7 +296,7 @@ REQUEST = np.dtype(
         ("height", "i8"),  # 0: in the list
         ("due_at", "i8"),  # index in the deadline heap, or NONE
         ("leaving", "i8"),  # 1: listed in State.leaving
-        ("front", "i8"),  # its front end
+        ("producer", "i8"),  # its producer
         ("let_ns", "f8"),  # its part of client.let_ns; 0: it was not set aside
     ],
     align=True,
@@ -307,14 +310,14 @@ SUBMISSION = np.dtype(  # every field is a word: see `rings.Message`
         ("serial", "u8"),
         ("tag", "u8"),
         ("model", "i8"),
-        ("lane", "i8"),  # lane whose slot the front end reserved; NONE: staged
+        ("instance", "i8"),  # instance whose slot the producer reserved; NONE: staged
         ("slot", "i8"),
         ("client", "i8"),
         ("priority", "i8"),
         ("arrival_ns", "i8"),
         ("deadline_ns", "i8"),
         ("source", "u8"),
-        ("generation", "u8"),  # of the model's row as the front end knows it; 0: any
+        ("generation", "u8"),  # of the model's row as the producer knows it; 0: any
     ],
     align=True,
 )
@@ -325,7 +328,7 @@ COMPLETION = np.dtype(
         ("serial", "u8"),
         ("tag", "u8"),
         ("model", "i8"),
-        ("lane", "i8"),  # place of the outputs; NONE: it never had a slot
+        ("instance", "i8"),  # place of the outputs; NONE: it never had a slot
         ("slot", "i8"),
         ("batch", "i8"),  # requests that ran together
         ("size", "i8"),  # index of the captured size they ran at
@@ -343,10 +346,10 @@ COMPLETION = np.dtype(
 )
 
 # Launches of VIRTUAL backends: the loop runs entries 0 … core.out − 1 and sets core.out to 0.
-OUT = np.dtype([("lane", "i8"), ("size", "i8"), ("segment", "i8"), ("word", "u8"), ("handle", "u8")], align=True)
+OUT = np.dtype([("instance", "i8"), ("size", "i8"), ("segment", "i8"), ("word", "u8"), ("handle", "u8")], align=True)
 
 
-# Tables of clients: their shares and limits, and their requests that wait outside of lanes.
+# Tables of clients: their shares and limits, and their requests that wait outside of instances.
 
 
 CLIENT = np.dtype(

@@ -1,8 +1,8 @@
-"""Requests set aside: a client that has used up its limit keeps its requests out of lanes until it may go on.
+"""Requests set aside: a client that has used up its limit keeps its requests out of instances until it may go on.
 
-A lane holds requests of several clients, and runs as one. If such a request had a slot, the others in its lane would
-wait with it. So requests of a client with a limit first come into a queue of the client's own, and are let in, a batch
-at a time, once the work that the client already has in lanes fits its limit.
+An instance holds requests of several clients, and runs as one. If such a request had a slot, the others in its instance
+would wait with it. So requests of a client with a limit first come into a queue of the client's own, and are let in, a
+batch at a time, once the work that the client already has in instances fits its limit.
 """
 
 from __future__ import annotations
@@ -14,9 +14,17 @@ from paellapy.instrument.jit import address_of, part, reachable
 from paellapy.scheduler.core.atomics import call_asking
 from paellapy.scheduler.core.codes import ASIDE, BARRED, FILLING, NEVER, NONE, PASSED, QUEUED
 from paellapy.scheduler.core.heaps import queue_add, queue_first, queue_remove
+from paellapy.scheduler.core.instances import (
+    all_in,
+    close_instance,
+    count_queued,
+    free_instance,
+    size_for,
+    take_arena,
+    unready,
+)
+from paellapy.scheduler.core.instances import mark_model_dirty as ask
 from paellapy.scheduler.core.job import READS_SEGMENT, READS_TOP
-from paellapy.scheduler.core.lanes import all_in, close_lane, count_queued, free_lane, size_for, take_berth, unready
-from paellapy.scheduler.core.lanes import mark_model_dirty as ask
 from paellapy.scheduler.core.launch import measure
 from paellapy.scheduler.core.requests import checked_rank, fill_job, fill_segment, fill_terms
 from paellapy.scheduler.core.shares import LIMIT_KEPT_NS
@@ -30,20 +38,20 @@ def look_at_top(s: State) -> None:
     """Finds the highest priority among active jobs, and, for policies that read it, their resources on the GPU."""
     top = -NEVER
     for k in range(s.core[0].active):
-        top = max(top, s.lane[s.active[k]].priority)
+        top = max(top, s.instance[s.active[k]].priority)
     gpu = s.gpu[0]
     gpu.active_priority = top
     if s.core[0].facts & READS_TOP:
         of_top = gpu.top
         of_top.ns = of_top.blocks = of_top.compute = of_top.memory = gpu.lower_ns = 0.0
         for k in range(s.core[0].flight):
-            lane = s.flight[k]
-            a = s.lane[lane]
+            instance = s.flight[k]
+            a = s.instance[instance]
             ns = 0.0
             for j in range(a.done, a.issued):
                 ns += s.segment[a.model, a.size, j].time_ns
             if a.whole:  # the expected remainder
-                ns = max(0.0, s.size[a.model, a.size].total_ns - (s.gpu[0].now_ns - s.segment_ns[lane, 0, 0]))
+                ns = max(0.0, s.size[a.model, a.size].total_ns - (s.gpu[0].now_ns - s.segment_ns[instance, 0, 0]))
             if a.priority >= top:
                 f = s.segment[a.model, a.size, a.done]
                 of_top.ns += ns
@@ -78,13 +86,13 @@ def lets_go(s: State, now: int) -> bool:
     return False
 
 
-# Requests that `admit` keeps out of lanes, where it looks at the client.
+# Requests that `admit` keeps out of instances, where it looks at the client.
 #
-# A lane holds requests of several clients, and runs as one job. If `admit` refused the job because of one client, the
-# others would wait with it. So under a policy whose `admit` reads a fact of the client, requests first come into a
+# An instance holds requests of several clients, and runs as one job. If `admit` refused the job because of one client,
+# the others would wait with it. So under a policy whose `admit` reads a fact of the client, requests first come into a
 # queue of their client and model. `admit` is asked about the next batch of each such queue, and lets it pass into the
-# model's queue. A job that is refused before its first launch gives up its lane: its requests go back to the clients'
-# queues, and are staged, so that their inputs can be copied again.
+# model's queue. A job that is refused before its first launch gives up its instance: its requests go back to the
+# clients' queues, and are staged, so that their inputs can be copied again.
 #
 # Few policies look at the client, so the functions that ask about these queues are compiled for the first one that
 # does.
@@ -200,59 +208,59 @@ def look_at_barred(s: State, now: int) -> int:
 
 
 @part
-def note_refused(s: State, lane: int) -> None:
-    """Marks a refused lane, to be given up if it has launched nothing."""
+def note_refused(s: State, instance: int) -> None:
+    """Marks a refused instance, to be given up if it has launched nothing."""
     core = s.core[0]
-    if core.by_client and s.lane[lane].issued == 0:
-        s.refused[core.refused] = lane
+    if core.by_client and s.instance[instance].issued == 0:
+        s.refused[core.refused] = instance
         core.refused += 1
 
 
 @part
-def is_staged(s: State, lane: int) -> bool:
-    """Whether the inputs of all requests in the lane can be copied again. Not if they were written to their slots,
+def is_staged(s: State, instance: int) -> bool:
+    """Whether the inputs of all requests in the instance can be copied again. Not if they were written to their slots,
     before the policy was changed.
     """
-    if s.model[s.lane[lane].model].n_inputs > 0:
-        for k in range(s.lane[lane].taken):
-            if s.slot[lane, k] >= 0 and s.request[s.slot[lane, k]].source == _ZERO:
+    if s.model[s.instance[instance].model].n_inputs > 0:
+        for k in range(s.instance[instance].taken):
+            if s.slot[instance, k] >= 0 and s.request[s.slot[instance, k]].source == _ZERO:
                 return False
-    return all_in(s, lane)
+    return all_in(s, instance)
 
 
 @part
-def give_up(s: State, lane: int) -> None:
-    """Frees the lane of a refused job; its requests wait for `admit` again."""
-    a = s.lane[lane]
+def give_up(s: State, instance: int) -> None:
+    """Frees the instance of a refused job; its requests wait for `admit` again."""
+    a = s.instance[instance]
     m = a.model
-    unready(s, lane)
+    unready(s, instance)
     s.kept[a.client, m].refused_at = s.core[0].rounds
     if a.state == FILLING:
         ask(s, m)
-        if not close_lane(s, lane):  # a front end has just taken a slot, before the policy was changed
+        if not close_instance(s, instance):  # a producer has just taken a slot, before the policy was changed
             return
     else:
-        take_berth(s, lane, NONE)
+        take_arena(s, instance, NONE)
     for k in range(a.taken):
-        row = s.slot[lane, k]
-        s.slot[lane, k] = NONE
+        row = s.slot[instance, k]
+        s.slot[instance, k] = NONE
         if row >= 0:
-            s.request[row].lane = s.request[row].slot = NONE
+            s.request[row].instance = s.request[row].slot = NONE
             bar(s, row)
-    free_lane(s, lane)
+    free_instance(s, instance)
     ask(s, m)
 
 
 @reachable
 def give_up_refused(s: State, now: int) -> int:
-    """Gives up the lanes that were refused; returns the number of lanes given up."""
+    """Gives up the instances that were refused; returns the number of instances given up."""
     core = s.core[0]
     found = 0
     while core.refused > 0:
         core.refused -= 1
-        lane = s.refused[core.refused]
-        if is_staged(s, lane):
-            give_up(s, lane)
+        instance = s.refused[core.refused]
+        if is_staged(s, instance):
+            give_up(s, instance)
             found += 1
     return found
 
@@ -281,7 +289,7 @@ def set_aside(s: State, row: int) -> None:
 
 @part
 def may_come_ns(s: State, c: int, now: int) -> float:
-    """The time at which the work that a client has in lanes fits its limit."""
+    """The time at which the work that a client has in instances fits its limit."""
     client = s.client[c]
     if client.limit <= 0.0:
         return float(now)
@@ -290,13 +298,14 @@ def may_come_ns(s: State, c: int, now: int) -> float:
 
 @part
 def places_beside(s: State, c: int, m: int) -> int:
-    """The free places of the model's filling lane, if the client already has a request there: others may join it."""
-    lane = s.model[m].filling
-    if lane < 0:
+    """The free places of the model's filling instance, if the client already has a request there: others may join it.
+    """
+    instance = s.model[m].filling
+    if instance < 0:
         return 0
-    for k in range(s.lane[lane].taken):
-        if s.slot[lane, k] >= 0 and s.slot_client[lane, k] == c:
-            return int(s.size[m, s.model[m].n_sizes - 1].batch - s.lane[lane].taken - s.model[m].queued)
+    for k in range(s.instance[instance].taken):
+        if s.slot[instance, k] >= 0 and s.slot_client[instance, k] == c:
+            return int(s.size[m, s.model[m].n_sizes - 1].batch - s.instance[instance].taken - s.model[m].queued)
     return 0
 
 

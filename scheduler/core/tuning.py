@@ -58,8 +58,8 @@ class Tuning:
     long_queue_jobs: float = _number("waiting jobs at which the limit may double")
     most_growth: float = _number("largest growth of the limit while a queue persists")
     most_demand: float = _number("largest total demand, in GPUs, for any length of the queue")
-    most_confined_demand: float = _number("largest total demand, in GPUs, of jobs in windows of SMs")
-    confined_factor: float = _number("factor on the limit for full batches in windows of SMs")
+    most_confined_demand: float = _number("largest total demand, in GPUs, of jobs in SM partitions")
+    confined_factor: float = _number("factor on the limit for full batches in SM partitions")
     steady_queue_jobs: float = _number("waiting jobs above which short jobs are launched in one piece")
     short_job_segments: int = _number("largest number of segments of a short job", whole=True)
     crowd_factor: float = _number("multiple of the limit above which active jobs are a crowd")
@@ -67,12 +67,12 @@ class Tuning:
     often_share: float = _number("fraction of time with a short job above which no job stands back")
     default_active: int = _number("jobs at once if neither the policy nor demand limits them", whole=True)
     gain_window_ns: float = _number("time over which the gain of sharing is averaged before it counts")
-    # -- windows of SMs
+    # -- SM partitions
     roomy_jobs: int = _number("largest number of jobs in flight that all have all SMs", whole=True)
-    staying_jobs: float = _number("difference in jobs between windows below which a job does not move")
-    window_share: float = _number("fraction of the SMs in a window")
-    most_window_stretch: float = _number("slowdown in a window above which a model keeps all SMs")
-    windows_quantum_us: float = _number("length of a segment in an engine with windows")
+    staying_jobs: float = _number("difference in jobs between partitions below which a job does not move")
+    partition_share: float = _number("fraction of the SMs in a partition")
+    most_partition_stretch: float = _number("slowdown in a partition above which a model keeps all SMs")
+    partitions_quantum_us: float = _number("length of a segment in an engine with partitions")
     # -- segments
     quantum_us: float = _number("length of a segment")
     slice_quanta: float = _number("length of a kernel, in quanta, above which it is sliced")
@@ -81,8 +81,8 @@ class Tuning:
     long_copy_bytes: int = _number("size of inputs above which the copier copies them", whole=True)
     # -- admission
     late_share: float = _number("latency, between the shortest (0) and the limit (1), above which an allowance shrinks")
-    window_decrease: float = _number("factor by which an allowance shrinks")
-    largest_window: float = _number("largest number of a model's requests in flight")
+    limit_decrease: float = _number("factor by which an allowance shrinks")
+    largest_limit: float = _number("largest number of a model's requests in flight")
     less_margin: float = _number("fraction of the margin that one late request removes")
     more_margin: float = _number("fraction of the margin that one request in time restores")
     first_margin: float = _number("margin before any prediction was compared with its outcome")
@@ -107,11 +107,11 @@ class Tuning:
     demand_memory_ns: float = _number("time after which a request counts for 1/e of a new one, where weights compete")
     patience: float = _number("wait, in reload times, after which a model also gets memory from busy models")
     # -- simulated time
-    hand_over_ns: float = _number("time from a lane's end until its outputs are read and it is open again")
-    copy_gbps: float = _number("rate of copying waiting inputs into a lane")
+    hand_over_ns: float = _number("time from an instance's end until its outputs are read and it is open again")
+    copy_gbps: float = _number("rate of copying waiting inputs into an instance")
     host_launch_ns: float = _number("time that a graph launch takes on the host")
     segment_gap_ns: float = _number("time between two segments of a job")
-    apart_share: float = _number("reduction of the mutual slowdown by windows, for each job beyond roomy_jobs")
+    apart_share: float = _number("reduction of the mutual slowdown by partitions, for each job beyond roomy_jobs")
     deep_kernels: float = _number("number of kernels in a graph above which other graphs in its hardware queue wait")
     priority_share: float = _number("influence of stream priorities, from 0 (none) to 1 (they alone decide)")
 
@@ -162,9 +162,9 @@ class Tuning:
             for each in _fields()
         ]
 
-    def segment_us(self, windows: int) -> float:
-        """The length of a segment in an engine with this many windows of SMs."""
-        return self.windows_quantum_us if windows else self.quantum_us
+    def segment_us(self, partitions: int) -> float:
+        """The length of a segment in an engine with this many SM partitions."""
+        return self.partitions_quantum_us if partitions else self.quantum_us
 
     @staticmethod
     def of_row(row: Any) -> Tuning:

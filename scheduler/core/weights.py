@@ -1,8 +1,9 @@
-"""Weights that come and go, as lanes see them: whether they are on the GPU, and when they will be.
+"""Weights that come and go, as instances see them: whether they are on the GPU, and when they will be.
 
 A program may start before all of its weights have arrived: chunks come in the order in which programs need them, and
-each segment has the number of chunks it needs. A lane gets its turn when the remaining chunks will arrive about when
-its segments need them. Much earlier, the lane would keep others from the GPU; later, it would waste the arrival time.
+each segment has the number of chunks it needs. An instance gets its turn when the remaining chunks will arrive about
+when its segments need them. Much earlier, the instance would keep others from the GPU; later, it would waste the
+arrival time.
 """
 
 from __future__ import annotations
@@ -74,11 +75,11 @@ def start_ns(s: State, m: int, size: int, now: float) -> float:
 
 
 @part
-def may_start(s: State, lane: int, now: int) -> bool:
-    """Whether the weights are there, or arrive soon enough for the lane to run without waiting."""
+def may_start(s: State, instance: int, now: int) -> bool:
+    """Whether the weights are there, or arrive soon enough for the instance to run without waiting."""
     if s.residency[0].managed == 0:
         return True
-    a = s.lane[lane]
+    a = s.instance[instance]
     w = s.weights[a.model]
     if w.stage == HERE:
         return bool(w.stop == 0)
@@ -89,11 +90,11 @@ def may_start(s: State, lane: int, now: int) -> bool:
 
 
 @part
-def has_weights(s: State, lane: int) -> bool:
-    """Whether the weights for the lane's next launch are on the GPU."""
+def has_weights(s: State, instance: int) -> bool:
+    """Whether the weights for the instance's next launch are on the GPU."""
     if s.residency[0].managed == 0:
         return True
-    a = s.lane[lane]
+    a = s.instance[instance]
     w = s.weights[a.model]
     if w.stage == COMING and not a.whole:
         return bool(s.segment[a.model, a.size, a.issued].chunks <= w.arrived)
@@ -107,17 +108,17 @@ def all_here(s: State, m: int) -> bool:
 
 
 @part
-def berth_is_free(s: State, lane: int) -> bool:
-    """Whether no other lane runs in the lane's berth."""
-    b = s.lane[lane].berth
-    return bool(b < 0 or s.berth[b] == lane + 1 or (s.berth[b] == 0 and s.berth_kept[b] == 0))
+def arena_is_free(s: State, instance: int) -> bool:
+    """Whether no other instance runs in the instance's arena."""
+    b = s.instance[instance].arena
+    return bool(b < 0 or s.arena[b] == instance + 1 or (s.arena[b] == 0 and s.arena_kept[b] == 0))
 
 
 @part
 def in_use(s: State, m: int) -> bool:
     """Whether a job of the model runs, or is about to."""
-    for k in range(s.model[m].n_lanes):
-        state = s.lane[s.model_lane[m, k]].state
+    for k in range(s.model[m].n_instances):
+        state = s.instance[s.model_instance[m, k]].state
         if state in (READY_WAIT, RUNNING):
             return True
     return False

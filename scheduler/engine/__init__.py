@@ -1,1 +1,1 @@
-"""The engine: models on one GPU, with their loading, requests, front ends, statistics, traces and monitoring."""
+"""The engine: models on one GPU, with their loading, requests, producers, statistics, traces and monitoring."""

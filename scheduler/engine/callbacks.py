@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.errors import EngineFailedError, SuspectError
 from paellapy.scheduler.engine.requests import Outputs, Requester, submit, submit_bytes
-from paellapy.scheduler.engine.ring_calls import E_LANE, E_MODEL, E_SLOT, E_STATUS
-from paellapy.scheduler.engine.ring_client import Entry, FrontEnd, Loaded, Pending
-from paellapy.scheduler.models.memory import Lane
+from paellapy.scheduler.engine.ring_calls import E_INSTANCE, E_MODEL, E_SLOT, E_STATUS
+from paellapy.scheduler.engine.ring_client import Entry, Loaded, Pending, RingClient
+from paellapy.scheduler.models.memory import Instance
 from paellapy.scheduler.models.model import Model
 
 
@@ -34,7 +34,7 @@ class Caller(Protocol):
 class ByteCaller(Protocol):
     """The receiver of an answer to a request of bytes."""
 
-    def done_in(self, lane: Lane, slot: int) -> None:
+    def done_in(self, instance: Instance, slot: int) -> None:
         """The request succeeded: its outputs are in this slot. The slot is the engine's again when this returns."""
 
     def failed(self, error: Exception) -> None: ...
@@ -45,14 +45,14 @@ class Door:
 
     def __init__(self, engine: Requester) -> None:
         self._engine = engine
-        self._attached: tuple[FrontEnd, asyncio.AbstractEventLoop] | None = None
+        self._attached: tuple[RingClient, asyncio.AbstractEventLoop] | None = None
 
     def is_limited(self, client: Hashable) -> bool:
         """Whether the client is a tenant with a limit, which may hold its requests back for as long as it takes."""
         state = self._engine.state
         if client is None or not state.core["limited"][0]:
             return False
-        return bool(state.client["limit"][self._engine._front.client_number(client)] > 0.0)
+        return bool(state.client["limit"][self._engine._producer.client_number(client)] > 0.0)
 
     def submit(
         self,
@@ -70,10 +70,10 @@ class Door:
         """
         engine = self._engine
         loaded = engine._find(name)
-        front = engine._front
-        front.attach(asyncio.get_running_loop())
+        producer = engine._producer
+        producer.attach(asyncio.get_running_loop())
         model = loaded.model
-        call = Call(engine, front, model, items, caller)
+        call = Call(engine, producer, model, items, caller)
         if items == 1:
             first = {key: inputs[key][0] for key in model.inputs}
             call.pending.append(engine._submit(loaded, first, deadline_ms, priority, client, call))
@@ -82,7 +82,7 @@ class Door:
         finishes = [_Item(call, k) for k in range(items)]
         try:
             terms = engine._terms(loaded, deadline_ms, priority, client)
-            call.pending += submit(front, loaded, each, terms, finishes)
+            call.pending += submit(producer, loaded, each, terms, finishes)
         except Exception:
             if call.over:  # an item has failed already, so the caller has its answer
                 return call
@@ -90,9 +90,8 @@ class Door:
             raise
         if call.failed:  # before the others could be withdrawn
             for pending in call.pending:
-                front.cancel(pending)
+                producer.cancel(pending)
         return call
-
 
     def submit_bytes(
         self,
@@ -109,12 +108,12 @@ class Door:
         """
         engine = self._engine
         loaded = engine._find(name)
-        front = engine._front
-        if self._attached is None or self._attached[0] is not front or self._attached[1] is not loop:
-            front.attach(loop)
-            self._attached = front, loop
-        call = ByteCall(engine, front, loaded, caller)
-        submit_bytes(front, call, pieces, engine._terms(loaded, deadline_ms, priority, client))
+        producer = engine._producer
+        if self._attached is None or self._attached[0] is not producer or self._attached[1] is not loop:
+            producer.attach(loop)
+            self._attached = producer, loop
+        call = ByteCall(engine, producer, loaded, caller)
+        submit_bytes(producer, call, pieces, engine._terms(loaded, deadline_ms, priority, client))
         return call
 
 
@@ -123,7 +122,7 @@ class Pulse:
 
     def __init__(self, engine: Requester) -> None:
         self._engine = engine
-        self._front: FrontEnd | None = None
+        self._producer: RingClient | None = None
         self._posted = 0
 
     def beats(self) -> bool:
@@ -132,24 +131,24 @@ class Pulse:
         True also where there is no engine (requests are then refused with that reason), and before the core's first
         step: the core may still be compiling, which is no reason to end it.
         """
-        front = self._engine._front
-        if front.closed or not front.state.core["steps"][0]:
+        producer = self._engine._producer
+        if producer.closed or not producer.state.core["steps"][0]:
             return True
-        ring = front.state.ring[front.front]
-        if front is self._front and int(ring[codes.SUBMIT_HEAD, 0]) < self._posted:
+        ring = producer.state.ring[producer.producer]
+        if producer is self._producer and int(ring[codes.SUBMIT_HEAD, 0]) < self._posted:
             return False
-        front.nudge()
-        self._front, self._posted = front, int(ring[codes.SUBMIT_TAIL, 0])
+        producer.nudge()
+        self._producer, self._posted = producer, int(ring[codes.SUBMIT_TAIL, 0])
         return True
 
 
 class Call:
     """A request that has not been answered. `over`: the caller has its answer, or has withdrawn the request."""
 
-    __slots__ = ("_caller", "_engine", "_front", "_items", "_left", "_lost", "_model", "_results", "over", "pending")
+    __slots__ = ("_caller", "_engine", "_items", "_left", "_lost", "_model", "_producer", "_results", "over", "pending")
 
-    def __init__(self, engine: Requester, front: FrontEnd, model: Model, items: int, caller: Caller) -> None:
-        self._engine, self._front, self._model, self._caller = engine, front, model, caller
+    def __init__(self, engine: Requester, producer: RingClient, model: Model, items: int, caller: Caller) -> None:
+        self._engine, self._producer, self._model, self._caller = engine, producer, model, caller
         self._items = self._left = items
         self._results: Outputs | None = None
         self._lost: dict[int, EngineFailedError] = {}  # by item: those that ended because the GPU failed
@@ -161,7 +160,7 @@ class Call:
         if not self.over:
             self.over = True
             for each in self.pending:
-                self._front.cancel(each)
+                self._producer.cancel(each)
 
     @property
     def failed(self) -> bool:
@@ -177,7 +176,7 @@ class Call:
         loaded = self._engine._row(entry[E_MODEL])
         assert loaded is not None
         slot = entry[E_SLOT]
-        outputs = loaded.lane_of[entry[E_LANE]].outputs
+        outputs = loaded.instance_of[entry[E_INSTANCE]].outputs
         self.over = True
         self._caller.done({key: array[slot : slot + 1] for key, array in outputs.items()})
 
@@ -226,10 +225,10 @@ def _of_all(lost: dict[int, EngineFailedError]) -> EngineFailedError:
 class ByteCall(Pending):
     """A request of bytes that has not been answered: as `Call`, and its pending request too."""
 
-    __slots__ = ("_caller", "_engine", "_front", "over")
+    __slots__ = ("_caller", "_engine", "_producer", "over")
 
-    def __init__(self, engine: Requester, front: FrontEnd, loaded: Loaded, caller: ByteCaller) -> None:
-        self._engine, self._front, self._caller = engine, front, caller
+    def __init__(self, engine: Requester, producer: RingClient, loaded: Loaded, caller: ByteCaller) -> None:
+        self._engine, self._producer, self._caller = engine, producer, caller
         self.loaded, self.keep, self.over = loaded, None, False
 
     def finish(self, entry: Entry) -> None:
@@ -243,7 +242,7 @@ class ByteCall(Pending):
         loaded = self._engine._row(entry[E_MODEL])
         assert loaded is not None
         self.over = True
-        self._caller.done_in(loaded.lane_of[entry[E_LANE]], entry[E_SLOT])
+        self._caller.done_in(loaded.instance_of[entry[E_INSTANCE]], entry[E_SLOT])
 
     def answer(self, error: Exception) -> None:
         """Fails the request: it failed, or the engine's process is gone."""
@@ -255,7 +254,7 @@ class ByteCall(Pending):
         """Withdraws the request if it has not run. The caller is told nothing more."""
         if not self.over:
             self.over = True
-            self._front.cancel(self)
+            self._producer.cancel(self)
 
 
 class _Item:

@@ -46,9 +46,9 @@ from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.engine.guests import Guests
 from paellapy.scheduler.engine.jobs import Feed, Job, Reports, check_memory
 from paellapy.scheduler.engine.lease import Turn, Turns
-from paellapy.scheduler.engine.loading import LaterSizes, Loader, LoadTimes, install, install_windows, shown
+from paellapy.scheduler.engine.loading import LaterSizes, Loader, LoadTimes, install, install_partitions, shown
 from paellapy.scheduler.engine.requests import Requester, Slot, find_model, submit
-from paellapy.scheduler.engine.ring_client import ENGINE_CLOSED, FrontEnd, Waiter, thread_waiter
+from paellapy.scheduler.engine.ring_client import ENGINE_CLOSED, RingClient, Waiter, thread_waiter
 from paellapy.scheduler.engine.stats import Tap, core_stats, loaded_stats
 from paellapy.scheduler.engine.trace import trace_engine
 from paellapy.scheduler.engine.weight_cache import Residents
@@ -71,9 +71,9 @@ class Faults:
         self.latest: dict[tuple[int, int], BaseException] = {}
         self.told: Callable[[str, BaseException], None] | None = None
 
-    def __call__(self, lane: int, slot: int, error: BaseException) -> None:
-        self.latest[lane, slot] = error
-        loaded = self._engine.loaded_rows().get(int(self._engine.state.lane["model"][lane]))
+    def __call__(self, instance: int, slot: int, error: BaseException) -> None:
+        self.latest[instance, slot] = error
+        loaded = self._engine.loaded_rows().get(int(self._engine.state.instance["model"][instance]))
         if self.told is not None and loaded is not None:
             self.told(loaded.model.name, error)
 
@@ -139,7 +139,7 @@ class Guarded(Requester):
         """Called by the loop when the device is lost: tells every waiting caller why."""
         if self._failure is None:
             self._note_failure(cause)
-            self._front.command(codes.FAIL)
+            self._producer.command(codes.FAIL)
 
     def _note_failure(self, cause: BaseException) -> None:
         self._culprits = self._on_gpu()
@@ -175,8 +175,8 @@ class Guarded(Requester):
     def _on_gpu(self) -> str:
         """The names of models, jobs and turns whose work is launched and not done: one of them caused the GPU's fault.
         """
-        lanes = self.state.flight[: int(self.state.core["flight"][0])]
-        rows = sorted({int(self.state.lane["model"][lane]) for lane in lanes})
+        instances = self.state.flight[: int(self.state.core["flight"][0])]
+        rows = sorted({int(self.state.instance["model"][instance]) for instance in instances})
         if self.state.core["lost_ns"][0]:  # the core met the failure first, and has ended all flights
             rows = np.flatnonzero(self.state.model["lost"]).tolist()
         flying = [self._named(self._by_row[row].model.name) for row in rows if row in self._by_row]
@@ -197,8 +197,8 @@ class Guarded(Requester):
             self._note_failure(self._backend.failure(status))
         return self._failed_error()
 
-    def _faulted(self, name: str, lane: int, slot: int) -> RequestFailedError:
-        cause = self._faults.latest.pop((lane, slot), None)
+    def _faulted(self, name: str, instance: int, slot: int) -> RequestFailedError:
+        cause = self._faults.latest.pop((instance, slot), None)
         error = RequestFailedError(f"model {name!r} failed on the values of this request: {cause}")
         error.__cause__ = cause
         return error
@@ -248,8 +248,8 @@ class Governed(Guarded):
         """
         self._check_open()
         (tenant,) = checked_tenants({name: {"share": share, "limit": limit}}).values()
-        number = self._front.client_number(name)
-        if not self._front.is_client(number, name):
+        number = self._producer.client_number(name)
+        if not self._producer.is_client(number, name):
             raise ModelError(
                 f"no room for tenant {name!r}: all {len(self.state.client) - 1} client numbers are in use; give the "
                 "engine larger limits"
@@ -263,7 +263,7 @@ class Governed(Guarded):
 
     def _is_idle(self) -> bool:
         """Whether no request is there, of any process."""
-        return self._front.waiting == 0 and not self.state.core["live"][0]
+        return self._producer.waiting == 0 and not self.state.core["live"][0]
 
     def _between_steps(self, change: Callable[[], None]) -> None:
         """Runs a change in the loop's thread, and waits until it is done."""
@@ -292,7 +292,7 @@ class Governed(Guarded):
         found = find_policy(policy)
         attach_policy(self.state, found)
         if found.active is None:
-            most = len(self.state.lane)
+            most = len(self.state.instance)
             self.state.core["max_active"][0] = most if self.max_active is None else min(self.max_active, most)
             self.state.core["demand_limit"][0] = self.tuning.demand_limit if self.max_active is None else math.inf
         return found
@@ -330,13 +330,13 @@ class Loading(Governed):
         with self._loading:
             if model.name in self._models or model.name in self._jobs or model.name in self._turns:
                 raise ModelError(f"a model or a job named {model.name!r} is loaded already; unload it first")
-            free = int(np.count_nonzero(self.state.lane["model"] == codes.NONE))
-            wanted = min(self.max_active or self.tuning.default_active, self.limits.lanes_per_model, free)
-            if free < (model.lanes or 1) or len(self._by_row) >= len(self.state.model):
+            free = int(np.count_nonzero(self.state.instance["model"] == codes.NONE))
+            wanted = min(self.max_active or self.tuning.default_active, self.limits.instances_per_model, free)
+            if free < (model.instances or 1) or len(self._by_row) >= len(self.state.model):
                 raise ModelError(
                     f"no room for model {model.name!r}: {len(self._by_row)} of {len(self.state.model)} models and all "
-                    f"but {free} of {len(self.state.lane)} lanes are in use; unload a model, or raise the engine's "
-                    "limits"
+                    f"but {free} of {len(self.state.instance)} instances are in use; unload a model, or raise the "
+                    "engine's limits"
                 )
             reads = bool(self._policy.facts & READS_SHARES)
             self._loader.measure_shares = reads if self._segment_shares is None else self._segment_shares
@@ -349,7 +349,7 @@ class Loading(Governed):
                         self._residents.add(loaded)
             loaded.load_s = times.seconds
             self._by_row[loaded.row] = loaded
-            self._front.command(codes.OPEN_MODEL, loaded.row)
+            self._producer.command(codes.OPEN_MODEL, loaded.row)
             self._later.add(loaded)
             return loaded
 
@@ -362,9 +362,9 @@ class Loading(Governed):
 
     def _close_model(self, loaded: LoadedModel) -> None:
         waiter = Waiter()
-        self._front.on_model_closed(loaded.row, waiter.set)
-        self._front.command(codes.CLOSE_MODEL, loaded.row)
-        self._front.wait(waiter)
+        self._producer.on_model_closed(loaded.row, waiter.set)
+        self._producer.command(codes.CLOSE_MODEL, loaded.row)
+        self._producer.wait(waiter)
         if self._residents is None:
             remove(self.state, loaded.row)
         else:
@@ -416,8 +416,8 @@ class Loading(Governed):
                 waiter.set()
 
         began = time.monotonic_ns()
-        submit(self._front, loaded, [inputs] * batch, self._terms(loaded, None, None, None), [finish] * batch)
-        self._front.wait(waiter)
+        submit(self._producer, loaded, [inputs] * batch, self._terms(loaded, None, None, None), [finish] * batch)
+        self._producer.wait(waiter)
         took = (time.monotonic_ns() - began) * model.max_batch / batch
         self.state.model["trial_ns"][loaded.row] = took
         return took
@@ -439,7 +439,7 @@ class Loading(Governed):
     def model_profile(self, name: str) -> ModelProfile:
         """The facts about a model that simulations need: `pp.simulate([engine.model_profile("mlp")], …)`."""
         loaded = self._find(name)
-        return model_profile(loaded.model, loaded.profiles, len(loaded.lanes), self.limits.requests)
+        return model_profile(loaded.model, loaded.profiles, len(loaded.instances), self.limits.requests)
 
     def _find(self, name: str) -> LoadedModel:
         self._check_open()
@@ -453,7 +453,7 @@ class Loading(Governed):
 
 
 def check_settings(
-    quantum_us: float, max_active: int | None, memory_bytes: int | None, host_bytes: int | None, sm_windows: int
+    quantum_us: float, max_active: int | None, memory_bytes: int | None, host_bytes: int | None, sm_partitions: int
 ) -> None:
     check_quantum(quantum_us)
     if max_active is not None and (not _is_number(max_active) or max_active < 1):
@@ -471,10 +471,12 @@ def check_settings(
         raise ModelError(
             f"host_bytes={host_bytes}: the number of bytes must be at least 0, and memory_bytes must be given with it"
         )
-    if not _is_number(sm_windows) or (sm_windows != 0 and not codes.LEAST_WINDOWS <= sm_windows <= codes.WINDOWS):
+    if not _is_number(sm_partitions) or (
+        sm_partitions != 0 and not codes.LEAST_PARTITIONS <= sm_partitions <= codes.PARTITIONS
+    ):
         raise ModelError(
-            f"sm_windows={shortened(sm_windows)}: the number must be 0, for none, or {codes.LEAST_WINDOWS} to "
-            f"{codes.WINDOWS}"
+            f"sm_partitions={shortened(sm_partitions)}: the number must be 0, for none, or {codes.LEAST_PARTITIONS} to "
+            f"{codes.PARTITIONS}"
         )
 
 
@@ -625,7 +627,7 @@ class Hosting(Loading):
         """Opens the turns of one name in the core."""
         install(self.state, loaded, self._backend.pool(self.state, loaded.model.priority))
         self._by_row[loaded.row] = loaded
-        self._front.command(codes.OPEN_MODEL, loaded.row)
+        self._producer.command(codes.OPEN_MODEL, loaded.row)
 
     @property
     def jobs(self) -> dict[str, Job]:
@@ -644,7 +646,7 @@ class Hosting(Loading):
         job = self._jobs.get(name)
         if job is None or job.loaded is None:
             raise UnknownModelError(f"no job named {name!r} runs; running: {', '.join(self._jobs) or 'none'}")
-        return model_profile(job.loaded.model, job.loaded.profiles, len(job.loaded.lanes), self.limits.requests)
+        return model_profile(job.loaded.model, job.loaded.profiles, len(job.loaded.instances), self.limits.requests)
 
     def job_stats(self) -> dict[str, dict[str, Any]]:
         """Statistics of the work beside requests, by name: background jobs, turns, and guests."""
@@ -698,8 +700,8 @@ class Observed(Hosting):
         """
         if self._tap is not None:
             return self._tap.watch(watcher)
-        self._front.watchers.append(watcher)
-        return lambda: self._front.watchers.remove(watcher)
+        self._producer.watchers.append(watcher)
+        return lambda: self._producer.watchers.remove(watcher)
 
     @property
     def uptime_s(self) -> float:
@@ -719,7 +721,7 @@ class Observed(Hosting):
     def end_trace(self, note: Callable[[Any], None]) -> tuple[TracedBlocks, Callable[[Any], Any]]:
         with self._loading:
             recorded = self._backend.end_trace(list(self._by_row.values()))
-            self._front.drain()
+            self._producer.drain()
             if self._tap is not None:
                 self._tap.look()
             self._unwatch()
@@ -731,8 +733,8 @@ class Observed(Hosting):
 
     def count(self, counter: Callable[[Any], None]) -> Callable[[], None]:
         """As `watch`, for the requests of this process only, several completions at a time (tables.COMPLETION)."""
-        self._front.counters.append(counter)
-        return lambda: self._front.counters.remove(counter)
+        self._producer.counters.append(counter)
+        return lambda: self._producer.counters.remove(counter)
 
 
 _TRACED = (
@@ -753,25 +755,25 @@ class Engine(Observed):
         max_active: int | None = None,
         *,
         host_bytes: int | None = None,
-        sm_windows: int = 0,
+        sm_partitions: int = 0,
         segment_shares: bool | None = None,
         limits: Limits | None = None,
         tuning: Tuning | Mapping[str, float] | None = None,
     ) -> None:
         """Without a device: the current one, as for kernels (`with pp.Device(…):`, else the GPU if there is one).
 
-        `memory_bytes`: GPU memory that weights and lanes may use. None: most of the GPU's memory, and a model that does
-        not fit is refused. With a number, more models can be loaded than fit: weights are moved to and from the GPU on
-        demand. Weights that are not on the GPU are kept in host memory up to `host_bytes` (None: half of host memory),
-        and in files beyond that.
+        `memory_bytes`: GPU memory that weights and instances may use. None: most of the GPU's memory, and a model that
+        does not fit is refused. With a number, more models can be loaded than fit: weights are moved to and from the
+        GPU on demand. Weights that are not on the GPU are kept in host memory up to `host_bytes` (None: half of host
+        memory), and in files beyond that.
 
-        `quantum_us`: approximate duration of a segment; None: 100, or 150 with windows of SMs.
+        `quantum_us`: approximate duration of a segment; None: 100, or 150 with SM partitions.
 
         `max_active`: number of batches that may share the GPU at once. None: batches are added until their measured
         demand reaches two to three GPUs, and more are added while a queue persists.
 
-        `sm_windows`: number of windows of SMs, 8 for instance. While many batches share the GPU, each launch is
-        confined to one window unless that would slow it much. Kernels of PyTorch's libraries can be
+        `sm_partitions`: number of SM partitions, 8 for instance. While many batches share the GPU, each launch is
+        confined to one partition unless that would slow it much. Kernels of PyTorch's libraries can be
         confined; kernels that paellapy loads itself run on all SMs of a real GPU.
 
         `segment_shares`: measure, when a model is loaded, the share of the GPU's bandwidth and tensor units that each
@@ -783,8 +785,8 @@ class Engine(Observed):
         policy = find_policy(policy)  # a wrong name is reported before anything is created
         self.device = Device.open(device) if isinstance(device, str) else device or Device.current()
         self.tuning = Tuning.for_device(self.device, tuning)
-        quantum_us = self.tuning.segment_us(sm_windows) if quantum_us is None else quantum_us
-        check_settings(quantum_us, max_active, memory_bytes, host_bytes, sm_windows)
+        quantum_us = self.tuning.segment_us(sm_partitions) if quantum_us is None else quantum_us
+        check_settings(quantum_us, max_active, memory_bytes, host_bytes, sm_partitions)
         self.limits, self.max_active = limits or Limits(), max_active
         self._failure: BaseException | None = None
         self._closed = self._closing = self._elsewhere = self._loop_ended = False
@@ -792,12 +794,12 @@ class Engine(Observed):
         self._backend = open_backend(self.device)
         if self.device.session is not None and isinstance(self.device, VirtualDevice):
             warnings.warn(_TRACED, stacklevel=2)
-        self._backend.shared_slots = self.limits.fronts > 1
-        self.shared_state = SharedBlock(state_bytes(self.limits)) if self.limits.fronts > 1 else None
+        self._backend.shared_slots = self.limits.producers > 1
+        self.shared_state = SharedBlock(state_bytes(self.limits)) if self.limits.producers > 1 else None
         self.state = new_state(self.limits, None if self.shared_state is None else self.shared_state.array)
         self.state.tuning[:] = self.tuning.row()
         set_capacity(self.state, Capacity.of(self.device.sm_count, self.device.limits))
-        install_windows(self.state, self._backend.open_windows(sm_windows, self.tuning.window_share))
+        install_partitions(self.state, self._backend.open_partitions(sm_partitions, self.tuning.partition_share))
         self.state.core["hold"][0] = 1
         self._policy = self._attach(policy)
         self.memory = MemoryPlan(memory_bytes or self._backend.default_memory_bytes())
@@ -808,8 +810,8 @@ class Engine(Observed):
         self._jobs: dict[str, Job] = {}
         self._by_row: dict[int, LoadedModel] = {}
         self.bell = Bell(self.state.bell, self._backend.sleeps_in_read)
-        self._front = FrontEnd(self.state, self.limits, 0, self.bell, self._open_wake_fd())
-        self._tap = Tap(self.state) if self.limits.fronts > 1 else None
+        self._producer = RingClient(self.state, self.limits, 0, self.bell, self._open_wake_fd())
+        self._tap = Tap(self.state) if self.limits.producers > 1 else None
         self._unwatch, self._turns, self._outside = self._check_open, Turns(self), list[str]()
         self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()
         self._since, self._segment_shares = time.monotonic(), segment_shares
@@ -823,7 +825,7 @@ class Engine(Observed):
         budget = self.memory.budget_bytes
         residents = Residents(self._backend, self.state, budget, host, self._between_steps, self._check_open)
         self.memory.weights_on_gpu = lambda: int(self.state.residency["held_bytes"][0])
-        self.memory.lanes_held = lambda: residents.berths.held_bytes
+        self.memory.instances_held = lambda: residents.arenas.held_bytes
         self.memory.account = residents.account
         residents.start(lambda: os.eventfd_write(self.bell.fd, 1))
         return residents
@@ -851,24 +853,24 @@ class Engine(Observed):
             return
         try:
             self._end_other_work()
-            self._closing = self._front.ending = True
+            self._closing = self._producer.ending = True
         finally:
             self._begins_to_close.release()
         for slot in list(self._slots):
-            slot.cancel()  # these slots cannot be written any more, and their lanes would wait for ever
+            slot.cancel()  # these slots cannot be written any more, and their instances would wait for ever
         with self._loading:
             if self._failure is None:
-                self._front.command(codes.DRAIN)
+                self._producer.command(codes.DRAIN)
             waiter = Waiter()
-            while self._front.waiting:
-                self._front.wait(waiter, 0.05)
+            while self._producer.waiting:
+                self._producer.wait(waiter, 0.05)
             self._backend.stop()
             self._loop_ended = True
             self.guests.free()
             if self._residents is not None:
                 self._residents.close()
             self.bell.close()  # the mover has rung it until now
-            self._front.detach_all()
+            self._producer.detach_all()
             # A lost GPU cannot free anything: our calls fail, and PyTorch's raise a RuntimeError.
             unfreed = (PaellaError, RuntimeError) if self._failure else ()
             for loaded in list(self._by_row.values()):
@@ -906,7 +908,7 @@ class Engine(Observed):
 
     def __repr__(self) -> str:
         what = "failed" if self._failure else "closed" if self._closed else self.policy
-        return f"<Engine on {self.device.name}: {what}, {len(self._models)} models, {self._front.waiting} requests>"
+        return f"<Engine on {self.device.name}: {what}, {len(self._models)} models, {self._producer.waiting} requests>"
 
     def _repr_html_(self) -> str:
         """HTML for notebooks, with one row per model."""

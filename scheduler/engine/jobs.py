@@ -6,8 +6,8 @@
     job.join()
 
 A job is a model whose requests are submitted by the job's own thread; policies treat it like any other model. It has
-two lanes that take turns (core: `lane.berth`), so the next step is ready when one ends. An error in the step, its data
-or its callback ends only that job.
+two instances that take turns (core: `instance.arena`), so the next step is ready when one ends. An error in the step,
+its data or its callback ends only that job.
 """
 
 from __future__ import annotations
@@ -221,7 +221,8 @@ class Job:
 
     @property
     def steps_per_s(self) -> float:
-        """Steps per second over the latest steps; 0 during a pause. For a job that is over: over its life, less pauses.
+        """Steps per second over the latest steps; 0 during a pause. For a job that is over: over its life, less
+        pauses.
         """
         if self.state in ("ended", "failed"):
             return (self.steps - 1) / self._running_s if self._running_s > 0 else 0.0
@@ -353,7 +354,8 @@ class Job:
         if self.feed is not None and batch is None:
             return None
         assert self._loaded is not None
-        # Steps must run in order. A step that took a slot in an open lane could overtake the step submitted before it.
+        # Steps must run in order. A step that took a slot in an open instance could overtake the step submitted before
+        # it.
         slot = Slot(self._engine, self._loaded, None, None, None, in_turn=True)
         if batch is not None:
             try:
@@ -385,11 +387,11 @@ class Job:
         self.step.check_settings()
 
 
-def check_memory(step: TorchStep, lane_bytes: int, memory_bytes: int | None) -> None:
+def check_memory(step: TorchStep, instance_bytes: int, memory_bytes: int | None) -> None:
     """Raises `MemoryPlanError` if the job's state and one step together need more than `memory_bytes`."""
-    total = step.state_bytes + lane_bytes
+    total = step.state_bytes + instance_bytes
     if memory_bytes is not None and total > memory_bytes:
         raise MemoryPlanError(
-            f"job {step.name!r} needs {total:,} bytes ({step.state_bytes:,} for its state, {lane_bytes:,} for a step); "
-            f"memory_bytes={memory_bytes:,} is too small: raise it or use smaller batches"
+            f"job {step.name!r} needs {total:,} bytes ({step.state_bytes:,} state, {instance_bytes:,} for a step)"
+            f"; memory_bytes={memory_bytes:,} is too small: raise it or use smaller batches"
         )

@@ -27,7 +27,7 @@ from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.core.profiles import SegmentProfile
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.engine.requests import Requester, Slot
-from paellapy.scheduler.models.memory import Lane, MemoryPlan, plan_lane
+from paellapy.scheduler.models.memory import Instance, MemoryPlan, plan_instance
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.profile import ProgramProfile
 from paellapy.scheduler.models.program import Program
@@ -59,17 +59,19 @@ def _never(weights: Arrays, inputs: Arrays, outputs: Arrays) -> None:
 def load_turns(host: Host, name: str, priority: int, share: float) -> LoadedModel:
     """Loads a model whose only segment signals that a turn is granted; no work on the GPU ends it."""
     nothing = {"nothing": TensorSpec((1,), np.uint8)}
-    model = Model(name, _never, inputs=nothing, outputs=nothing, batch=(1,), lanes=1, priority=priority, share=share)
-    plan = plan_lane(model, 0, 1)
+    model = Model(
+        name, _never, inputs=nothing, outputs=nothing, batch=(1,), instances=1, priority=priority, share=share
+    )
+    plan = plan_instance(model, 0, 1)
     reservation = host.memory.reserve(name, 0, plan.device_bytes, 1)
-    lane = Lane(0, model, plan, host.backend.lane_memory(plan))
-    handle = host.backend.grant(int(lane.draining.ctypes.data))
+    instance = Instance(0, model, plan, host.backend.instance_memory(plan))
+    handle = host.backend.grant(int(instance.draining.ctypes.data))
     segment = SegmentProfile(_USUAL_NS, blocks=1, warps=1, registers=0)
     profile = ProgramProfile(1, ((0, 1),), (segment,), _USUAL_NS, {}, True)
-    launches = Launches(Program(model, 0, 1, [], True, None), ((0, 1),), [handle], 0, [lane])
-    loaded = LoadedModel(model, {}, reservation, [lane], [profile], [[launches]])
+    launches = Launches(Program(model, 0, 1, [], True, None), ((0, 1),), [handle], 0, [instance])
+    loaded = LoadedModel(model, {}, reservation, [instance], [profile], [[launches]])
     host.open_turns(loaded)
-    row = loaded.lane_rows[0]
+    row = loaded.instance_rows[0]
     host.state.whole["handle"][row, 0] = handle  # the program has one segment, so the whole program is the same launch
     host.state.whole["word"][row, 0] = host.state.launch["word"][row, 0, 0]
     return loaded
@@ -212,7 +214,7 @@ class Turn:
             raise ModelError(f"turn {name!r}: give_back_ms={give_back_ms}; the time must be above 0")
         self.name, self._engine, self._turns, self._give_back_s = name, engine, turns, give_back_ms * 1e-3
         self._loaded, self._busy = turns.find(name, priority, share)
-        self._lane = self._loaded.lanes[0]
+        self._instance = self._loaded.instances[0]
         self._ended = _Ended()
         self._taking = threading.Lock()
         self._since_s = 0.0  # when it was first wanted back
@@ -225,15 +227,13 @@ class Turn:
         """Whether work of higher priority exists, or work of the same priority waits."""
         state, own = self._engine.state, self._loaded.model.priority
         core = state.core[0]
-        mine = self._loaded.lane_rows[0]
+        mine = self._loaded.instance_rows[0]
         active = state.active[: int(core["active"])]
         ready = state.ready[: int(core["ready"])]
-        rank = state.lane["priority"]
-        outside = state.barred[: int(core["barred"])] & 0xFFFF_FFFF  # models of requests without a lane
+        rank = state.instance["priority"]
+        outside = state.barred[: int(core["barred"])] & 0xFFFF_FFFF  # models of requests without an instance
         others = state.model["priority"][outside[outside != self._loaded.row]]
-        return bool(
-            (rank[active] > own).any() or (rank[ready[ready != mine]] >= own).any() or (others >= own).any()
-        )
+        return bool((rank[active] > own).any() or (rank[ready[ready != mine]] >= own).any() or (others >= own).any())
 
     def give_way(self) -> bool:
         """If the turn is wanted, gives it back and waits for the next one. Returns whether it did."""
@@ -282,7 +282,7 @@ class Turn:
     def _ask(self) -> None:
         try:
             self._engine._check_open()
-            self._lane.draining[0] = 0
+            self._instance.draining[0] = 0
             self.over, self._since_s = False, 0.0
             self._ended = _Ended()
             Slot(self._engine, self._loaded, None, None, None).begin_for(self._ended)
@@ -314,23 +314,23 @@ class Turn:
         self._turns.watch(self)
 
     def _granted(self) -> bool:
-        if self._lane.draining[0]:
+        if self._instance.draining[0]:
             return True
         self._engine._check_open()
-        self._engine._front.drain()  # the turn's lane may wait until the end of the last turn is read
+        self._engine._producer.drain()  # the turn's instance may wait until the end of the last turn is read
         return False
 
     def _give_up(self) -> None:
         """Stops waiting for the turn: it ends as soon as it is granted. Until then its name stays busy, because a
-        second turn in the same lane would take this one's grant for its own.
+        second turn in the same instance would take this one's grant for its own.
         """
         self._inside = False
         self._busy.hand_over()
 
         def end() -> None:
             try:
-                while not self._lane.draining[0] and not self._ended.is_set() and not self._engine.over:
-                    self._engine._front.drain()
+                while not self._instance.draining[0] and not self._ended.is_set() and not self._engine.over:
+                    self._engine._producer.drain()
                     time.sleep(_LATE_S)
                 self._end()
             finally:
@@ -357,7 +357,7 @@ class Turn:
         """Ends the turn, and waits until the core knows."""
         self.take_back()
         while not self._ended.is_set() and not self._engine.over:
-            self._engine._front.drain()
+            self._engine._producer.drain()
             time.sleep(_SOON_S)
 
     def take_back(self) -> None:
@@ -366,8 +366,8 @@ class Turn:
             if not self.over:
                 self.over = True
                 self._turns.count_astray()
-                self._lane.words[0] = 1
-                self._engine._front.nudge()
+                self._instance.words[0] = 1
+                self._engine._producer.nudge()
 
     def look(self) -> None:
         """Takes the turn back if it has been wanted for too long; called by the thread that watches turns."""

@@ -23,7 +23,7 @@ from paellapy.scheduler.core.state import Limits, State
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.engine.weight_cache import Residents
 from paellapy.scheduler.models import profile as profiles
-from paellapy.scheduler.models.memory import Berth, Lane, LanePlan, MemoryPlan, Reservation, plan_lane
+from paellapy.scheduler.models.memory import Arena, Instance, InstancePlan, MemoryPlan, Reservation, plan_instance
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.profile import ProgramProfile, model_profile
 from paellapy.scheduler.models.program import Cuts, Marks, Program, cut, last_kernels, plan_slices
@@ -123,12 +123,12 @@ def _watch(times: LoadTimes, ended: threading.Event) -> None:
             line.update(f"loading {times.model}: {times.doing}, {time.perf_counter() - began:.0f} s")
 
 
-# Prepares one batch size of a model: captures its program, measures it, cuts it into segments, for every lane.
+# Prepares one batch size of a model: captures its program, measures it, cuts it into segments, for every instance.
 
 
 _REPEATS = 15
 _BRIEF_NS = 10e6  # a program that takes longer in one piece is not run merely to warm up its first launch
-_ROUNDS = 3  # rounds of TOGETHER lanes at once, to measure the throughput of a full GPU
+_ROUNDS = 3  # rounds of TOGETHER instances at once, to measure the throughput of a full GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +143,10 @@ class Rules:
 
 
 class Preparation:
-    """One batch size of a model while it is prepared for all lanes. `alone`: nothing else runs on the GPU.
+    """One batch size of a model while it is prepared for all instances. `alone`: nothing else runs on the GPU.
 
-    If the lanes are in service, the program is tried out in a spare lane, and only captured for the others: nothing may
-    be launched in their memory.
+    If the instances are in service, the program is tried out in a spare instance, and only captured for the others:
+    nothing may be launched in their memory.
     """
 
     def __init__(self, rules: Rules, loaded: LoadedModel, batch: int, times: LoadTimes, alone: bool) -> None:
@@ -156,7 +156,7 @@ class Preparation:
         self._quantum_ns = rules.quantum_ns if own_us is None else own_us * 1e3
         self._in_service = batch in loaded.later
         self._captured = contextlib.ExitStack()  # discards what was captured
-        self._first = loaded.lanes[0]
+        self._first = loaded.instances[0]
         if self._in_service:
             assert loaded.spare is not None
             self._first = loaded.spare
@@ -191,15 +191,17 @@ class Preparation:
         if loaded.range is not None:
             known = self._with_needs(known, sliced, loaded.range)
         marks = last_kernels(sliced.nodes, known.bounds)
-        confined = known.stretch_in_window <= self._rules.tuning.most_window_stretch
-        for lane in loaded.lanes:
-            program = sliced if lane is self._first and not marks else self._again(sliced, lane, known.cuts, marks)
+        confined = known.stretch_in_partition <= self._rules.tuning.most_partition_stretch
+        for instance in loaded.instances:
+            program = (
+                sliced if instance is self._first and not marks else self._again(sliced, instance, known.cuts, marks)
+            )
             with self._times.phase("cut"):
-                made.append(backend.cut(program, known.bounds, lane, confined))
+                made.append(backend.cut(program, known.bounds, instance, confined))
             if not self._in_service:
                 with self._times.phase("first launches"):
-                    # The first lane shows errors of a launch where they arise. On an idle GPU, the launches of later
-                    # lanes run while the host captures the next.
+                    # The first instance shows errors of a launch where they arise. On an idle GPU, the launches of
+                    # later instances run while the host captures the next.
                     wait = len(made) == 1 or not alone
                     backend.launch_first(made[-1], known.whole_ns < _BRIEF_NS, wait)
             if len(made) > 1:  # the first is still read
@@ -207,7 +209,7 @@ class Preparation:
         with self._times.phase("first launches"):
             backend.await_first(loaded.model)
         crowd = made[: 1 if loaded.model.stateful else TOGETHER]
-        # a measurement with fewer lanes overestimates the demand of a larger crowd
+        # a measurement with fewer instances overestimates the demand of a larger crowd
         if alone and not self._in_service and known.together < len(crowd) > 1:
             with self._times.phase("measure"):
                 demand = backend.saturated_ns(crowd, _ROUNDS) / known.whole_ns
@@ -247,18 +249,20 @@ class Preparation:
         )
         return replace(known, segments=segments, shares=True)
 
-    def _capture(self, lane: Lane, cuts: Cuts, marks: Marks | None = None, like: Program | None = None) -> Program:
+    def _capture(
+        self, instance: Instance, cuts: Cuts, marks: Marks | None = None, like: Program | None = None
+    ) -> Program:
         with self._times.phase("capture"):
-            program = self._backend.capture(lane, self._loaded.weights, self._batch, cuts, marks, like)
+            program = self._backend.capture(instance, self._loaded.weights, self._batch, cuts, marks, like)
         self._captured.callback(self._backend.discard, program)
         return program
 
-    def _again(self, program: Program, lane: Lane, cuts: Cuts, marks: Marks) -> Program:
-        """The program of the first lane, made for another lane."""
+    def _again(self, program: Program, instance: Instance, cuts: Cuts, marks: Marks) -> Program:
+        """The program of the first instance, made for another instance."""
         with self._times.phase("capture"):
-            found = self._backend.captured_again(program, self._first, lane, marks)
+            found = self._backend.captured_again(program, self._first, instance, marks)
         if found is None:
-            return self._capture(lane, cuts, marks, program)
+            return self._capture(instance, cuts, marks, program)
         self._captured.callback(self._backend.discard, found)
         return found
 
@@ -273,10 +277,10 @@ class Preparation:
             times = self._node_times_ns(program)
         bounds = self._bounds(times)
         with self._times.phase("cut"):
-            launches = backend.cut(program, bounds, self._first, confine=backend.windows > 0)
+            launches = backend.cut(program, bounds, self._first, confine=backend.partitions > 0)
         try:
             with self._times.phase("measure"):
-                segment_ns, whole_ns, window_ns = backend.segment_times_ns(launches, _REPEATS, self._alone)
+                segment_ns, whole_ns, partition_ns = backend.segment_times_ns(launches, _REPEATS, self._alone)
         finally:
             backend.release(launches)
         waves, limits = backend.wave_blocks(program), backend.device.limits
@@ -284,7 +288,9 @@ class Preparation:
             profiles.segment_profile(program.nodes[a:b], waves[a:b], t, limits)
             for (a, b), t in zip(bounds, segment_ns, strict=True)
         )
-        return ProgramProfile(self._batch, tuple(bounds), segments, whole_ns, cuts, program.chain, window_ns=window_ns)
+        return ProgramProfile(
+            self._batch, tuple(bounds), segments, whole_ns, cuts, program.chain, partition_ns=partition_ns
+        )
 
     def _node_times_ns(self, program: Program) -> list[float]:
         with self._times.phase("measure"):
@@ -338,13 +344,13 @@ class Loader:
         self.tuning, self.quantum_ns = tuning, quantum_ns
         self._loads = 0
 
-    def load(self, model: Model, lanes_wanted: int, alone: bool, times: LoadTimes | None = None) -> LoadedModel:
+    def load(self, model: Model, instances_wanted: int, alone: bool, times: LoadTimes | None = None) -> LoadedModel:
         """`alone`: nothing else runs on the GPU, so timings are undisturbed. `times` receives phase durations."""
         self._check(model)
         with device_lock(self.backend.device), model.preserved():
-            return self._load(model, lanes_wanted, alone, times or LoadTimes(model.name))
+            return self._load(model, instances_wanted, alone, times or LoadTimes(model.name))
 
-    def _load(self, model: Model, lanes_wanted: int, alone: bool, times: LoadTimes) -> LoadedModel:
+    def _load(self, model: Model, instances_wanted: int, alone: bool, times: LoadTimes) -> LoadedModel:
         backend = self.backend
         weights_bytes = model.weights_bytes
         # Reserve weights first: a model whose weights alone do not fit is refused before any of them is copied.
@@ -352,28 +358,28 @@ class Loader:
         later = model.later_batch
         spare = bool(later) and self.residents is None
         sizes = [batch for batch in model.batch if batch not in later]
-        lanes: list[Lane] = []
+        instances: list[Instance] = []
         made: list[list[Launches]] = []
         found: WeightRange | None = None
         try:
             weights, found, (scratch, foreign) = self._rehearsed(model, sizes, times)
             weights_bytes = weights_bytes if found is None else found.held_bytes
-            plan = plan_lane(model, scratch, self.limits.segments)
+            plan = plan_instance(model, scratch, self.limits.segments)
             self.memory.release(model.name)
-            reservation, berths = self._reserve(model, weights_bytes, plan, foreign, lanes_wanted, spare)
+            reservation, arenas = self._reserve(model, weights_bytes, plan, foreign, instances_wanted, spare)
             with times.phase("memory"):
-                for k, berth in enumerate(berths):
-                    memory = backend.lane_memory(plan, None if berth is None else berth.memory)
-                    lanes.append(Lane(k, model, plan, memory, self._windows(k)))
-                    lanes[-1].berth = berth
+                for k, arena in enumerate(arenas):
+                    memory = backend.instance_memory(plan, None if arena is None else arena.memory)
+                    instances.append(Instance(k, model, plan, memory, self._partitions(k)))
+                    instances[-1].arena = arena
                     for key, spec in model.ranges.items():  # a batch that is not full runs with the slots' old contents
-                        lanes[-1].inputs[key][...] = spec.neutral
+                        instances[-1].inputs[key][...] = spec.neutral
             self._loads += 1
-            served = lanes[:-1] if spare else lanes
+            served = instances[:-1] if spare else instances
             made += ([] for _ in served)
             loaded = LoadedModel(model, weights, reservation, served, [], made, range=found)
-            loaded.later, loaded.spare = dict.fromkeys(later, ""), lanes[-1] if spare else None
-            with self._to_itself(berths):
+            loaded.later, loaded.spare = dict.fromkeys(later, ""), instances[-1] if spare else None
+            with self._to_itself(arenas):
                 for batch in sizes:
                     Preparation(self._rules(), loaded, batch, times, alone).make()
                 if self.residents is not None:
@@ -381,7 +387,7 @@ class Loader:
                         self.residents.settle(loaded)
         except BaseException:
             self.memory.release(model.name)
-            self._free(lanes, made)
+            self._free(instances, made)
             self._forget(model, found)
             raise
         return loaded
@@ -417,10 +423,10 @@ class Loader:
         if self.residents is not None:
             self.residents.forget(model.name, found)
 
-    def _to_itself(self, berths: Sequence[Berth | None]) -> contextlib.AbstractContextManager[None]:
-        """Keeps other models out of shared lane memory while this model runs to be measured."""
-        shared = [each for each in berths if each is not None]
-        return contextlib.nullcontext() if self.residents is None else self.residents.berths.kept(shared)
+    def _to_itself(self, arenas: Sequence[Arena | None]) -> contextlib.AbstractContextManager[None]:
+        """Keeps other models out of shared instance memory while this model runs to be measured."""
+        shared = [each for each in arenas if each is not None]
+        return contextlib.nullcontext() if self.residents is None else self.residents.arenas.kept(shared)
 
     def _rules(self) -> Rules:
         return Rules(self.backend, self.limits, self.tuning, self.quantum_ns, self.measure_shares)
@@ -434,15 +440,15 @@ class Loader:
 
     @contextlib.contextmanager
     def _with_spare(self, loaded: LoadedModel) -> Iterator[None]:
-        """Gives the model a spare lane, where memory is too short to keep one for every model."""
+        """Gives the model a spare instance, where memory is too short to keep one for every model."""
         if self.residents is None:
             yield
             return
-        like = loaded.lanes[0]
-        assert like.berth is not None
-        with self.residents.berths.beside(loaded.model, like.berth) as berth:
-            memory = self.backend.lane_memory(like.plan, berth.memory)
-            loaded.spare = Lane(len(loaded.lanes), loaded.model, like.plan, memory, like.windows)
+        like = loaded.instances[0]
+        assert like.arena is not None
+        with self.residents.arenas.beside(loaded.model, like.arena) as arena:
+            memory = self.backend.instance_memory(like.plan, arena.memory)
+            loaded.spare = Instance(len(loaded.instances), loaded.model, like.plan, memory, like.partitions)
             try:
                 for key, spec in loaded.model.ranges.items():
                     loaded.spare.inputs[key][...] = spec.neutral
@@ -456,23 +462,23 @@ class Loader:
         if loaded.spare is not None:
             loaded.spare.memory.free()
             loaded.spare = None
-            loaded.reservation = replace(loaded.reservation, lanes=len(loaded.lanes))
+            loaded.reservation = replace(loaded.reservation, instances=len(loaded.instances))
             self.memory.note(loaded.model.name, loaded.reservation)
 
     def _reserve(
-        self, model: Model, weights_bytes: int, plan: LanePlan, foreign: int, wanted: int, spare: bool
-    ) -> tuple[Reservation, Sequence[Berth | None]]:
-        """Reserves memory for lanes: their own, or shared with lanes of other models where weights come and go.
+        self, model: Model, weights_bytes: int, plan: InstancePlan, foreign: int, wanted: int, spare: bool
+    ) -> tuple[Reservation, Sequence[Arena | None]]:
+        """Reserves memory for instances: their own, or shared with instances of other models where weights come and go.
         `spare`: and for one more, to capture in while the others serve.
         """
-        # Lanes that take turns share the memory that other libraries allocate.
-        lane_bytes = plan.device_bytes + (-(-foreign // (model.lanes or 1)) if model.stateful else foreign)
+        # Instances that take turns share the memory that other libraries allocate.
+        instance_bytes = plan.device_bytes + (-(-foreign // (model.instances or 1)) if model.stateful else foreign)
         if self.residents is None:
-            least, most = (model.lanes or 1) + spare, (model.lanes or wanted) + spare
-            reservation = self.memory.reserve(model.name, weights_bytes, lane_bytes, most, least)
-            return reservation, [None] * reservation.lanes
-        berths = self.residents.berths.lanes_for(model, plan.device_bytes, foreign, wanted)
-        return self.memory.note(model.name, Reservation(weights_bytes, lane_bytes, len(berths))), berths
+            least, most = (model.instances or 1) + spare, (model.instances or wanted) + spare
+            reservation = self.memory.reserve(model.name, weights_bytes, instance_bytes, most, least)
+            return reservation, [None] * reservation.instances
+        arenas = self.residents.arenas.instances_for(model, plan.device_bytes, foreign, wanted)
+        return self.memory.note(model.name, Reservation(weights_bytes, instance_bytes, len(arenas))), arenas
 
     def _check(self, model: Model) -> None:
         n = self.limits
@@ -480,55 +486,55 @@ class Loader:
             ("batch sizes", len(model.batch), n.sizes),
             ("requests in its largest batch", model.max_batch, n.batch),
             ("inputs", len(model.inputs), n.inputs),
-            ("lanes", model.lanes or 1, n.lanes_per_model),
+            ("instances", model.instances or 1, n.instances_per_model),
         ):
             if count > limit:
                 raise ModelError(f"model {model.name!r} has {count} {what}; the engine takes up to {limit}")
 
-    def _windows(self, lane: int) -> tuple[int, ...]:
-        """A selection of windows spread over the GPU, different for each lane and each model."""
-        n = self.backend.windows
+    def _partitions(self, instance: int) -> tuple[int, ...]:
+        """A selection of partitions spread over the GPU, different for each instance and each model."""
+        n = self.backend.partitions
         choices = min(n, CHOICES)
-        return tuple((self._loads + lane + k * n // choices) % n for k in range(choices))
+        return tuple((self._loads + instance + k * n // choices) % n for k in range(choices))
 
     def unload(self, loaded: LoadedModel) -> None:
         """Frees everything of the model, which must have no launch in flight."""
-        self._free(loaded.lanes, loaded.launches)
+        self._free(loaded.instances, loaded.launches)
         if loaded.spare is not None:
             loaded.spare.memory.free()
         loaded.weights.clear()
         self.memory.release(loaded.model.name)
         self._forget(loaded.model, loaded.range)
 
-    def _free(self, lanes: list[Lane], made: list[list[Launches]]) -> None:
-        """Frees the launches first, because they write to the lanes' memory."""
+    def _free(self, instances: list[Instance], made: list[list[Launches]]) -> None:
+        """Frees the launches first, because they write to the instances' memory."""
         for each in made:
             for launches in each:
                 self.backend.release(launches)
-        for lane in lanes:
-            lane.memory.free()
+        for instance in instances:
+            instance.memory.free()
 
 
-# Writes a loaded model and the windows of SMs into the core's tables.
+# Writes a loaded model and the SM partitions into the core's tables.
 
 
 def install(state: State, loaded: LoadedModel, pool: int) -> None:
     """Fills the model's rows, so that it only remains to open it. Its launches use the streams of this pool."""
     model = loaded.model
-    profile = model_profile(model, loaded.profiles, len(loaded.lanes), len(state.request))
+    profile = model_profile(model, loaded.profiles, len(loaded.instances), len(state.request))
     loaded.row, rows = core_install.install(state, profile, model.batch)
     loaded.generation = int(state.model["generation"][loaded.row])
-    loaded.lane_of = dict(zip(rows, loaded.lanes, strict=True))
-    if model.stateful:  # only one of its lanes runs at a time, as if the lanes shared memory
-        state.lane["berth"][rows] = rows[0]
+    loaded.instance_of = dict(zip(rows, loaded.instances, strict=True))
+    if model.stateful:  # only one of its instances runs at a time, as if the instances shared memory
+        state.instance["arena"][rows] = rows[0]
     state.model["n_inputs"][loaded.row] = len(model.inputs)
     for k, spec in enumerate(model.inputs.values()):
         state.input_bytes[loaded.row, k] = spec.nbytes
-    for lane, row in zip(loaded.lanes, loaded.lane_rows, strict=True):
-        lane.words[:] = lane.draining[:] = 0
-        state.lane["pool"][row] = pool
-        state.lane_window[row, : len(lane.windows)] = lane.windows
-        for k, array in enumerate(lane.inputs.values()):
+    for instance, row in zip(loaded.instances, loaded.instance_rows, strict=True):
+        instance.words[:] = instance.draining[:] = 0
+        state.instance["pool"][row] = pool
+        state.instance_partition[row, : len(instance.partitions)] = instance.partitions
+        for k, array in enumerate(instance.inputs.values()):
             state.input_address[row, k] = array.ctypes.data
     for each in loaded.profiles:
         _write_launches(state, loaded, each.batch)
@@ -537,7 +543,7 @@ def install(state: State, loaded: LoadedModel, pool: int) -> None:
 def install_size(state: State, loaded: LoadedModel, batch: int) -> None:
     """Adds a batch size to a model that serves; call it between two steps of the core."""
     _write_launches(state, loaded, batch)
-    profile = model_profile(loaded.model, loaded.profiles, len(loaded.lanes), len(state.request))
+    profile = model_profile(loaded.model, loaded.profiles, len(loaded.instances), len(state.request))
     core_install.install_size(state, loaded.row, profile, batch)
 
 
@@ -545,8 +551,8 @@ def _write_launches(state: State, loaded: LoadedModel, batch: int) -> None:
     """Writes the launches of one batch size, and the words by which the core learns of their end."""
     size = loaded.model.batch.index(batch)
     at = [each.batch for each in loaded.profiles].index(batch)
-    for lane, row, made in zip(loaded.lanes, loaded.lane_rows, loaded.launches, strict=True):
-        launches, words, draining = made[at], lane.words, lane.draining
+    for instance, row, made in zip(loaded.instances, loaded.instance_rows, loaded.launches, strict=True):
+        launches, words, draining = made[at], instance.words, instance.draining
         segments = state.launch[row, size, : len(launches.handles)]
         for i in range(len(launches.handles)):
             segments["word"][i] = words.ctypes.data + 8 * i
@@ -556,10 +562,10 @@ def _write_launches(state: State, loaded: LoadedModel, batch: int) -> None:
         write_handles(state, row, size, launches)
 
 
-def install_windows(state: State, windows: Sequence[Collection[int]]) -> None:
-    """Writes the SMs of each window. Where two windows share SMs, a job in one also fills the other."""
-    n = state.core["windows"][0] = len(windows)
-    state.overlap[:n, :n] = [[len(set(a) & set(b)) for b in windows] for a in windows]
+def install_partitions(state: State, partitions: Sequence[Collection[int]]) -> None:
+    """Writes the SMs of each partition. Where two partitions share SMs, a job in one also fills the other."""
+    n = state.core["partitions"][0] = len(partitions)
+    state.overlap[:n, :n] = [[len(set(a) & set(b)) for b in partitions] for a in partitions]
 
 
 # Captures batch sizes of models that serve: each when a batch first wanted it, in a thread of its own.

@@ -1,4 +1,6 @@
-"""The budget of GPU memory: parts taken permanently, for lanes and for loads, while weights come and go in the rest."""
+"""The budget of GPU memory: parts taken permanently, for instances and for loads, while weights come and go in the
+rest.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,14 @@ from dataclasses import dataclass
 from paellapy.scheduler.backends.base import Backend
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.errors import MemoryPlanError
-from paellapy.scheduler.core.residency import keep_berth, needed_bytes, open_berth
+from paellapy.scheduler.core.residency import keep_arena, needed_bytes, open_arena
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.models.memory import Berth, Berths, Need, readable_bytes
+from paellapy.scheduler.models.memory import Arena, Arenas, Need, readable_bytes
 from paellapy.scheduler.models.model import Model
 
 LOOK_S = 0.0005
 ORDER_S = 600.0  # longest wait for models in use that are to be evicted
-SHARED = ""  # the owner's name for berths, which belong to no single model
+SHARED = ""  # the owner's name for arenas, which belong to no single model
 
 
 @dataclass(slots=True)
@@ -37,7 +39,9 @@ class Budget:
         self, state: State, nbytes: int, in_loop: Callable[[Callable[[], None]], None], check: Callable[[], None]
     ) -> None:
         self._state, self.nbytes, self._in_loop, self._check = state, nbytes, in_loop, check
-        self.taken: dict[str, int] = {}  # bytes that models hold permanently: lanes, and weights while they are loaded
+        self.taken: dict[
+            str, int
+        ] = {}  # bytes that models hold permanently: instances, and weights while they are loaded
         self.lost_bytes = 0  # of unloaded models whose memory could not be freed
         self.placing: Placing | None = None
         self.why_stuck: Callable[[], str] = str  # says why the latest eviction failed
@@ -50,7 +54,8 @@ class Budget:
         self._take(name, nbytes, priority, what)
 
     def keep_placed(self) -> None:
-        """The model that is being loaded stays on the GPU, whatever its user said; MemoryPlanError if that is too much.
+        """The model that is being loaded stays on the GPU, whatever its user said; MemoryPlanError if that is too
+        much.
         """
         if self.placing is not None:
             self.placing.keep = codes.STAYS
@@ -66,11 +71,11 @@ class Budget:
         needed = self.needed_bytes()
         if needed + more > self.nbytes:
             raise MemoryPlanError(
-                f"{what} do not fit: of the engine's {readable_bytes(self.nbytes)} lanes take "
-                f"{readable_bytes(self.lane_bytes)}, and the weights that must be there at once "
-                f"{readable_bytes(needed - self.lane_bytes)}: weights that stay on the GPU, weights of higher priority "
-                "than another model's, and the largest of the others. Unload a model, use fewer lanes or smaller "
-                "batches, or give the engine more memory_bytes."
+                f"{what} do not fit: of the engine's {readable_bytes(self.nbytes)} instances take "
+                f"{readable_bytes(self.instance_bytes)}, and the weights that must be there at once "
+                f"{readable_bytes(needed - self.instance_bytes)}: weights that stay on the GPU, weights of higher "
+                "priority than another model's, and the largest of the others. Unload a model, use fewer instances or "
+                "smaller batches, or give the engine more memory_bytes."
             )
 
     def _take(self, name: str, nbytes: int, priority: int, what: str) -> None:
@@ -120,7 +125,7 @@ class Budget:
             del self.taken[name]
 
     def needed_bytes(self) -> int:
-        """The least memory with which every model can run: lanes, and the weights that must be there at once."""
+        """The least memory with which every model can run: instances, and the weights that must be there at once."""
         w, m, new = self._state.weights, self._state.model, self.placing
         there = m["state"] != codes.ABSENT
         found = list(zip(*(column[there].tolist() for column in (m["priority"], w["bytes"], w["keep"])), strict=True))
@@ -131,24 +136,25 @@ class Budget:
 
     @property
     def free_bytes(self) -> int:
-        """Memory that neither lanes nor weights hold."""
+        """Memory that neither instances nor weights hold."""
         r = self._state.residency[0]
         return int(r["budget_bytes"] - r["held_bytes"])
 
     @property
-    def lane_bytes(self) -> int:
+    def instance_bytes(self) -> int:
         return self.taken.get(SHARED, 0)
 
 
-# The berths of an engine: which ones a model's lanes share, and memory in which to capture while the lanes serve.
+# The arenas of an engine: which ones a model's instances share, and memory in which to capture while the instances
+# serve.
 
 
-LANES = 2  # default number of lanes: in shared memory, more lanes would only wait
-BERTH_SHARE = 0.25  # fraction of the budget up to which further berths are made although existing ones could be shared
+INSTANCES = 2  # default number of instances: in shared memory, more instances would only wait
+ARENA_SHARE = 0.25  # fraction of the budget up to which further arenas are made although existing ones could be shared
 APART_SHARE = 0.35  # the same, if models of different priority would share them
 
 
-class LaneBerths(Berths):
+class InstanceArenas(Arenas):
     """`in_loop` runs a function between two steps of the core and waits; `check` raises if the engine has ended."""
 
     def __init__(
@@ -156,56 +162,56 @@ class LaneBerths(Berths):
         check: Callable[[], None],
     ) -> None:  # fmt: skip
         super().__init__(
-            backend.berth,
-            lambda nbytes: budget.claim(SHARED, nbytes, codes.NEVER, f"lanes of model {self._loading!r}"),
+            backend.arena,
+            lambda nbytes: budget.claim(SHARED, nbytes, codes.NEVER, f"instances of model {self._loading!r}"),
             lambda nbytes: budget.give(SHARED, nbytes),
         )
         self._state, self._budget, self._in_loop, self._check = state, budget, in_loop, check
-        self._loading = ""  # name of the model that gets lanes
+        self._loading = ""  # name of the model that gets instances
 
-    def lanes_for(self, model: Model, nbytes: int, foreign_bytes: int, wanted: int) -> list[Berth]:
-        """The berths in which the model's lanes run, taking turns with lanes of other models."""
+    def instances_for(self, model: Model, nbytes: int, foreign_bytes: int, wanted: int) -> list[Arena]:
+        """The arenas in which the model's instances run, taking turns with instances of other models."""
         self._loading = model.name
-        count = model.lanes or min(wanted, LANES)
+        count = model.instances or min(wanted, INSTANCES)
         most = max(wanted, count)
-        own = 1 if model.stateful else count  # only one lane of a stateful model runs at a time
+        own = 1 if model.stateful else count  # only one instance of a stateful model runs at a time
         need = Need(model.name, nbytes, foreign_bytes, own, model.priority)
         return count // own * self.choose(need, most, self._can_spare)
 
     def _can_spare(self, more: int, apart: bool) -> bool:
-        share = APART_SHARE if apart else BERTH_SHARE
+        share = APART_SHARE if apart else ARENA_SHARE
         within = self.held_bytes + more <= share * self._budget.nbytes
         return within and self._budget.needed_bytes() + more <= self._budget.nbytes
 
     @contextlib.contextmanager
-    def kept(self, berths: Sequence[Berth]) -> Iterator[None]:
-        """Keeps lanes out of these berths, because loading a model writes to them."""
-        numbers = sorted({each.index for each in berths})
+    def kept(self, arenas: Sequence[Arena]) -> Iterator[None]:
+        """Keeps instances out of these arenas, because loading a model writes to them."""
+        numbers = sorted({each.index for each in arenas})
 
         def change(what: Callable[[State, int], None]) -> None:
             for each in numbers:
                 what(self._state, each)
 
-        self._in_loop(lambda: change(keep_berth))
+        self._in_loop(lambda: change(keep_arena))
         try:
-            while self._state.berth[numbers].any():
+            while self._state.arena[numbers].any():
                 self._check()
                 time.sleep(LOOK_S)
             yield
         finally:
-            self._in_loop(lambda: change(open_berth))
+            self._in_loop(lambda: change(open_arena))
 
     @contextlib.contextmanager
-    def beside(self, model: Model, berth: Berth) -> Iterator[Berth]:
-        """Memory like that of a lane in service, to capture in: a berth apart if it is free, otherwise the lane's own
-        berth, which no lane gets meanwhile. No weights leave for it.
+    def beside(self, model: Model, arena: Arena) -> Iterator[Arena]:
+        """Memory like that of an instance in service, to capture in: an arena apart if it is free, otherwise the
+        instance's own arena, which no instance gets meanwhile. No weights leave for it.
         """
         self._loading = model.name
-        free = self._budget.free_bytes >= berth.total_bytes and self._can_spare(berth.total_bytes, False)
-        made = self.make_apart(berth.nbytes, berth.foreign_bytes) if free else None
+        free = self._budget.free_bytes >= arena.total_bytes and self._can_spare(arena.total_bytes, False)
+        made = self.make_apart(arena.nbytes, arena.foreign_bytes) if free else None
         if made is None:
-            with self.kept([berth]):
-                yield berth
+            with self.kept([arena]):
+                yield arena
             return
         try:
             yield made

@@ -110,8 +110,8 @@ def model_facts(
     latency_ms.sort()
     answered = len(latency_ms)
     rate_s = min(RATE_S, window_s)
-    lanes = state.lane[loaded.lane_rows]
-    running = int(lanes["live"][(lanes["state"] == codes.RUNNING) & (lanes["issued"] > 0)].sum())
+    instances = state.instance[loaded.instance_rows]
+    running = int(instances["live"][(instances["state"] == codes.RUNNING) & (instances["issued"] > 0)].sum())
     live = max(int(state.model["live"][row]), running)
     expired = int(np.count_nonzero(mine & (recent.status == codes.EXPIRED)))
     judged = answered + expired
@@ -142,8 +142,7 @@ def model_facts(
 
 
 def _weights(state: State, row: int) -> dict[str, Any] | None:
-    """Where the model's weights are, and how many bytes of them are on the GPU; None where all weights stay there.
-    """
+    """Where the model's weights are, and how many bytes of them are on the GPU; None where all weights stay there."""
     if not state.residency["managed"][0]:
         return None
     w = state.weights[row].copy()
@@ -193,8 +192,8 @@ class SlowRequest(NamedTuple):
     @property
     def batch(self) -> tuple[int, int]:
         """A key that is equal for requests that ran together."""
-        lane, started = int(self.entry["lane"]), int(self.entry["started_ns"])
-        return (lane, started) if self.entry["status"] == codes.OK else (codes.NONE, int(self.entry["serial"]))
+        instance, started = int(self.entry["instance"]), int(self.entry["started_ns"])
+        return (instance, started) if self.entry["status"] == codes.OK else (codes.NONE, int(self.entry["serial"]))
 
     def describe(self, now_ns: int, name: str, target_ms: float | None) -> dict[str, Any]:
         """The request as JSON, with times in milliseconds since its arrival."""
@@ -223,7 +222,7 @@ class SlowRequest(NamedTuple):
 
 
 class SlowRequests:
-    """Collects slow requests. `note` is called for every completion, one at a time, before its lane is reused."""
+    """Collects slow requests. `note` is called for every completion, one at a time, before its instance is reused."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -248,12 +247,12 @@ class SlowRequests:
             self._prune(finish_ns)
 
     def _segments(self, entry: Any) -> tuple[NDArray[np.int64], bool]:
-        """When each segment of the request's lane ran."""
-        lane = int(entry["lane"])
-        if entry["status"] != codes.OK or lane < 0:
+        """When each segment of the request's instance ran."""
+        instance = int(entry["instance"])
+        if entry["status"] != codes.OK or instance < 0:
             return np.zeros((0, 2), np.int64), False
-        times, whole = segment_times(self._state, lane)
-        if not len(times) or times[0, 0] != entry["started_ns"]:  # the lane already runs another batch
+        times, whole = segment_times(self._state, instance)
+        if not len(times) or times[0, 0] != entry["started_ns"]:  # the instance already runs another batch
             return np.zeros((0, 2), np.int64), False
         return times, whole
 
@@ -333,6 +332,7 @@ ALONE_TIMES = 4.0
 _REQUEST, _STATUS, _MODEL, _ARRIVAL, _DEADLINE, _FINISH = map(
     (tables.COMPLETION.names or ()).index, ("request", "status", "model", "arrival_ns", "deadline_ns", "finish_ns")
 )
+
 
 class Monitor:
     """Observes one engine for one kind of viewer. `snapshot` may be called from any thread."""

@@ -28,9 +28,9 @@ from paellapy.scheduler.core.state import Limits, State, new_state, over
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.requests import Requester, Slot, find_model
 from paellapy.scheduler.engine.ring_calls import SharedStage
-from paellapy.scheduler.engine.ring_client import FrontEnd
+from paellapy.scheduler.engine.ring_client import RingClient
 from paellapy.scheduler.engine.stats import core_stats, live_stats, model_stats
-from paellapy.scheduler.models.memory import Lane, LanePlan, Memory
+from paellapy.scheduler.models.memory import Instance, InstancePlan, Memory
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.policies.attach import attach_functions
 from paellapy.scheduler.policies.policy import Policy
@@ -39,7 +39,7 @@ AWAY = "the engine's process has ended and is being started again; try again in 
 
 
 class MappedMemory(Memory):
-    """A lane's host memory, mapped into another process."""
+    """An instance's host memory, mapped into another process."""
 
     def __init__(self, block: SharedBlock) -> None:
         self.block, self.host = block, block.array
@@ -58,23 +58,28 @@ class RemoteModel:
     model: Model
     row: int
     generation: int
-    lane_of: dict[int, Lane]
+    instance_of: dict[int, Instance]
     memory_bytes: int = 0
 
     @staticmethod
     def over(
-        model: Model, row: int, generation: int, plan: LanePlan, lanes: Mapping[int, SharedBlock], memory_bytes: int
+        model: Model,
+        row: int,
+        generation: int,
+        plan: InstancePlan,
+        instances: Mapping[int, SharedBlock],
+        memory_bytes: int,
     ) -> RemoteModel:
-        mapped = {number: Lane(k, model, plan, MappedMemory(b)) for k, (number, b) in enumerate(lanes.items())}
+        mapped = {number: Instance(k, model, plan, MappedMemory(b)) for k, (number, b) in enumerate(instances.items())}
         return RemoteModel(model, row, generation, mapped, memory_bytes)
 
 
 @dataclass(slots=True)
 class Link:
-    """The resources that the engine's process passes to one of its front ends."""
+    """The resources that the engine's process passes to one of its producers."""
 
     limits: Limits
-    front: int
+    producer: int
     state: SharedBlock
     bell_fd: int
     wake_fd: int
@@ -90,14 +95,14 @@ class RemoteEngine(Requester):
     """An engine for a process that only submits requests."""
 
     def __init__(self) -> None:
-        self.limits = Limits(models=1, lanes=1, requests=1, segments=1)
+        self.limits = Limits(models=1, instances=1, requests=1, segments=1)
         self.state = _placeholder(self.limits)
         self.link: Link | None = None
         self.failure: BaseException | None = None
         self.policy = ""
         self.facts: dict[str, Any] = {"memory": {"budget_bytes": 0, "held_bytes": 0}}
-        self._front = FrontEnd(self.state, self.limits, 0, Bell(self.state.bell), -1)
-        self._front.closed = True
+        self._producer = RingClient(self.state, self.limits, 0, Bell(self.state.bell), -1)
+        self._producer.closed = True
         self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()
         self._models: dict[str, RemoteModel] = {}
         self._by_row: dict[int, RemoteModel] = {}
@@ -115,10 +120,10 @@ class RemoteEngine(Requester):
         self.state = shared._replace(call=np.zeros_like(shared.call), job=np.zeros(2, JOB))
         self.limits = link.limits
         bell = Bell(self.state.bell, fd=link.bell_fd)
-        self._front = FrontEnd(
-            self.state, link.limits, link.front, bell, link.wake_fd, SharedStage(link.stage, link.stage_address)
+        self._producer = RingClient(
+            self.state, link.limits, link.producer, bell, link.wake_fd, SharedStage(link.stage, link.stage_address)
         )
-        self._front.watchers, self._front.counters = self._watchers, self._counters
+        self._producer.watchers, self._producer.counters = self._watchers, self._counters
         self.set_policy(link.policy)
         self.link, self.facts = link, link.facts or self.facts
 
@@ -129,18 +134,18 @@ class RemoteEngine(Requester):
 
     def set_models(self, models: Mapping[str, RemoteModel]) -> None:
         """Sets the loaded models. A model that is being unloaded is kept until its outstanding answers have arrived."""
-        answering = {each.loaded.row for each in self._front.pending()}
+        answering = {each.loaded.row for each in self._producer.pending()}
         kept = {row: each for row, each in self._by_row.items() if row in answering}
         self._models = dict(models)
         self._by_row = kept | {each.row: each for each in models.values()}
 
     def lose(self) -> None:
         """Disconnects from a process that is gone: tells every waiting caller, and drops its memory."""
-        front, self.link = self._front, None
+        producer, self.link = self._producer, None
         with contextlib.suppress(Exception):  # an error of one caller; the others still get their answers
-            front.drain()  # answers that the process posted before it ended, such as the cause of a GPU failure
-        left = front.abandon()
-        front.detach_all()
+            producer.drain()  # answers that the process posted before it ended, such as the cause of a GPU failure
+        left = producer.abandon()
+        producer.detach_all()
         self._models, self._by_row = {}, {}
         for pending in left:
             answer = getattr(pending, "answer", None) or getattr(pending.finish, "answer", None)
@@ -166,7 +171,7 @@ class RemoteEngine(Requester):
         return lambda: self._counters.remove(counter)
 
     def stats(self) -> dict[str, Any]:
-        """Counts from the core's shared tables: of all front ends together."""
+        """Counts from the core's shared tables: of all producers together."""
         return {
             "device": self.link.title if self.link else "",
             "policy": self.policy,
@@ -177,7 +182,7 @@ class RemoteEngine(Requester):
                 name: {
                     **model_stats(self.state, each.row),
                     **live_stats(self.state, each.row),
-                    "lanes": len(each.lane_of),
+                    "instances": len(each.instance_of),
                     "memory_bytes": each.memory_bytes,
                 }
                 for name, each in self._models.items()
@@ -217,14 +222,14 @@ def _placeholder(limits: Limits) -> State:
     return state
 
 
-# Front ends of other processes, seen from the engine: the resources each is given, and their recovery when it ends.
+# Producers of other processes, seen from the engine: the resources each is given, and their recovery when it ends.
 
 
-STAGE_BYTES = 256 << 20  # staged inputs per front end; pages use memory only once they are written
+STAGE_BYTES = 256 << 20  # staged inputs per producer; pages use memory only once they are written
 
 
-class Fronts:
-    """The front ends with numbers from 1, of an engine whose limits allow more than one front end."""
+class Producers:
+    """The producers with numbers from 1, of an engine whose limits allow more than one producer."""
 
     def __init__(self, engine: Engine) -> None:
         assert engine.shared_state is not None, "the engine was made for one process"
@@ -233,34 +238,34 @@ class Fronts:
         self._stage: dict[int, SharedBlock] = {}
 
     def warm_up(self) -> None:
-        """Compiles the functions needed when a front end dies, since the core would stand still while they compile."""
+        """Compiles the functions needed when a producer dies, since the core would stand still while they compile."""
         compile_for(step.reclaim, self._engine.state, 1, time.monotonic_ns())
 
-    def attach(self, front: int) -> tuple[int, SharedBlock]:
-        """Gives a front end its resources: the eventfd that announces completions, and memory for staged inputs."""
-        if not 1 <= front < self._engine.limits.fronts:
-            raise ModelError(f"front end {front}: this engine has front ends 1 to {self._engine.limits.fronts - 1}")
-        if front in self._wake_fd:
-            raise ModelError(f"front end {front} is attached already; detach it first")
+    def attach(self, producer: int) -> tuple[int, SharedBlock]:
+        """Gives a producer its resources: the eventfd that announces completions, and memory for staged inputs."""
+        if not 1 <= producer < self._engine.limits.producers:
+            raise ModelError(f"producer {producer}: this engine has producers 1 to {self._engine.limits.producers - 1}")
+        if producer in self._wake_fd:
+            raise ModelError(f"producer {producer} is attached already; detach it first")
         fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._wake_fd[front] = fd
-        self._engine.state.wake_fd[front, 0] = fd
-        if front not in self._stage:
-            self._stage[front] = SharedBlock(STAGE_BYTES)
-        return fd, self._stage[front]
+        self._wake_fd[producer] = fd
+        self._engine.state.wake_fd[producer, 0] = fd
+        if producer not in self._stage:
+            self._stage[producer] = SharedBlock(STAGE_BYTES)
+        return fd, self._stage[producer]
 
-    def detach(self, front: int) -> int:
-        """Takes back everything that a front end had, once its process is gone. Returns the number of its requests."""
+    def detach(self, producer: int) -> int:
+        """Takes back everything that a producer had, once its process is gone. Returns the number of its requests."""
         state, found, done = self._engine.state, [0], threading.Event()
 
         def take_back() -> None:
-            state.wake_fd[front, 0] = -1
-            found[0] = step.reclaim(state, front, time.monotonic_ns())
+            state.wake_fd[producer, 0] = -1
+            found[0] = step.reclaim(state, producer, time.monotonic_ns())
             done.set()
 
         self._engine.call_in_loop(take_back)
         while not done.wait(0.1):
             if self._engine.closed:
                 break
-        os.close(self._wake_fd.pop(front))
+        os.close(self._wake_fd.pop(producer))
         return found[0]

@@ -31,12 +31,20 @@ from paellapy.scheduler.core.errors import (
 )
 from paellapy.scheduler.core.residency import want_weights
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.engine.ring_calls import E_ARRIVAL_NS, E_ERROR, E_FINISH_NS, E_LANE, E_MODEL, E_SLOT, E_STATUS
+from paellapy.scheduler.engine.ring_calls import (
+    E_ARRIVAL_NS,
+    E_ERROR,
+    E_FINISH_NS,
+    E_INSTANCE,
+    E_MODEL,
+    E_SLOT,
+    E_STATUS,
+)
 from paellapy.scheduler.engine.ring_client import (
     Entry,
-    FrontEnd,
     Loaded,
     Pending,
+    RingClient,
     Staged,
     Terms,
     Uninterrupted,
@@ -154,7 +162,7 @@ Outputs = dict[str, NDArray[Any]]
 class Answering(ABC):
     """The part of an engine that reads completions."""
 
-    _front: FrontEnd
+    _producer: RingClient
     state: State
 
     @abstractmethod
@@ -172,26 +180,26 @@ class Answering(ABC):
     def _suspected(self, loaded: Loaded | None, entry: Entry) -> Exception:
         """The error for a request that was on the GPU when it failed. Its inputs are still in its slot."""
         failed = self._failed(entry[E_ERROR])
-        lane = None if loaded is None else loaded.lane_of.get(entry[E_LANE])
-        if loaded is None or lane is None:
+        instance = None if loaded is None else loaded.instance_of.get(entry[E_INSTANCE])
+        if loaded is None or instance is None:
             return failed
-        inputs = {key: array[entry[E_SLOT]] for key, array in lane.inputs.items()}
+        inputs = {key: array[entry[E_SLOT]] for key, array in instance.inputs.items()}
         core = self.state.core[0]
         others, failure = int(core["suspects"]) - 1, int(core["lost_ns"])
         error = SuspectError(str(failed), (digest_of(loaded.model.name, inputs),), others, failure)
         error.__cause__ = failed.__cause__
         return error
 
-    def _faulted(self, name: str, lane: int, slot: int) -> RequestFailedError:
+    def _faulted(self, name: str, instance: int, slot: int) -> RequestFailedError:
         """The error for a request on whose values the model failed."""
         return RequestFailedError(f"model {name!r} failed on the values of this request; the engine's log says why")
 
     def _block(self, pending: Pending, answer: SyncAnswer, waiter: Waiter) -> Outputs:
         try:
-            self._front.wait(waiter)
+            self._producer.wait(waiter)
         except BaseException:  # for example KeyboardInterrupt
             answer.leave()
-            self._front.cancel(pending)
+            self._producer.cancel(pending)
             raise
         return answer.result()
 
@@ -202,7 +210,7 @@ class Answering(ABC):
         if status == codes.OK:
             assert loaded is not None
             slot = entry[E_SLOT]
-            return {key: array[slot].copy() for key, array in loaded.lane_of[entry[E_LANE]].outputs.items()}
+            return {key: array[slot].copy() for key, array in loaded.instance_of[entry[E_INSTANCE]].outputs.items()}
         name = "?" if loaded is None else loaded.model.name
         if status == codes.EXPIRED:
             late_ms = (entry[E_FINISH_NS] - entry[E_ARRIVAL_NS]) * 1e-6
@@ -212,7 +220,7 @@ class Answering(ABC):
         if status == codes.SUSPECTED:
             return self._suspected(loaded, entry)
         if status == codes.FAULTED:
-            return self._faulted(name, entry[E_LANE], entry[E_SLOT])
+            return self._faulted(name, entry[E_INSTANCE], entry[E_SLOT])
         if status == codes.QUEUE_FULL:
             return QueueFullError(f"model {name!r} has reached its limit of waiting requests; try again later")
         if status == codes.NO_MODEL:
@@ -231,7 +239,7 @@ class AsyncAnswer:
         self.engine, self.future, self.loop = engine, future, loop
 
     def __call__(self, entry: Entry) -> None:
-        self.answer(self.engine._result(entry))  # read the result now: the lane is released after this call
+        self.answer(self.engine._result(entry))  # read the result now: the instance is released after this call
 
     def answer(self, result: Outputs | Exception) -> None:
         if _this_loop() is self.loop:
@@ -284,12 +292,12 @@ def _set(future: asyncio.Future[Outputs], result: Outputs | Exception) -> None:
 # Submitting requests: each gets a row and a slot, or staged memory for its inputs, and is posted to the core.
 
 
-Place = tuple[int, int]  # lane and slot
+Place = tuple[int, int]  # instance and slot
 _SHORT_BYTES = 4096  # of shorter arrays, one more copy takes less time than two views
 
 
 def submit(
-    front: FrontEnd,
+    producer: RingClient,
     loaded: Loaded,
     items: Sequence[Mapping[str, NDArray[Any]]],
     terms: Terms,
@@ -299,99 +307,103 @@ def submit(
     slot before the first is posted, and those without a slot are posted together. On an error, no item runs.
     """
     if len(finishes) == 1:
-        return [submit_one(front, loaded, items[0], terms, finishes[0])]
+        return [submit_one(producer, loaded, items[0], terms, finishes[0])]
     pending: list[Pending] = []
     try:
         for finish in finishes:
             pending.append(Pending(loaded, finish))
-            front.take_row(pending[-1], terms[0])
+            producer.take_row(pending[-1], terms[0])
     except (QueueFullError, EngineClosedError):
         for each in pending[:-1]:
-            front.give_back(each)
+            producer.give_back(each)
         raise
-    claims = [front.claim(loaded, terms[0]) for _ in pending]
+    claims = [producer.claim(loaded, terms[0]) for _ in pending]
     staged: list[Staged] = []
     written, posted = 0, False
     try:
         for each, claimed, inputs in zip(pending, claims, items, strict=True):
             if claimed is None:
-                staged.append(_stage(front, each, inputs))
+                staged.append(_stage(producer, each, inputs))
         if staged:
             posted = True
-            front.post_staged(staged, *terms)
+            producer.post_staged(staged, *terms)
         for written, (each, claimed, inputs) in enumerate(zip(pending, claims, items, strict=True)):  # noqa: B007
             if claimed is not None:
-                write(front, each, claimed, inputs, terms)
+                write(producer, each, claimed, inputs, terms)
     except Exception:
-        _withdraw(front, pending, claims, [] if posted else staged, written, terms, posted)
+        _withdraw(producer, pending, claims, [] if posted else staged, written, terms, posted)
         raise
     return pending
 
 
 def submit_one(
-    front: FrontEnd, loaded: Loaded, inputs: Mapping[str, NDArray[Any]], terms: Terms, finish: Callable[[Entry], None]
+    producer: RingClient,
+    loaded: Loaded,
+    inputs: Mapping[str, NDArray[Any]],
+    terms: Terms,
+    finish: Callable[[Entry], None],
 ) -> Pending:
     """As `submit`, for one item: most requests have no more, and need no lists."""
     pending = Pending(loaded, finish)
-    front.take_row(pending, terms[0])
-    claimed = front.claim(loaded, terms[0])
+    producer.take_row(pending, terms[0])
+    claimed = producer.claim(loaded, terms[0])
     staged: list[Staged] = []
     try:
         if claimed is None:
-            staged.append(_stage(front, pending, inputs))
-            front.post_staged(staged, *terms)
+            staged.append(_stage(producer, pending, inputs))
+            producer.post_staged(staged, *terms)
         else:
-            write(front, pending, claimed, inputs, terms)
+            write(producer, pending, claimed, inputs, terms)
     except Exception:
-        _withdraw(front, [pending], [claimed], [], 0, terms, bool(staged))
+        _withdraw(producer, [pending], [claimed], [], 0, terms, bool(staged))
         raise
     return pending
 
 
-def submit_bytes(front: FrontEnd, pending: Pending, pieces: Sequence[memoryview], terms: Terms) -> None:
+def submit_bytes(producer: RingClient, pending: Pending, pieces: Sequence[memoryview], terms: Terms) -> None:
     """As `submit_one`, for inputs that are bytes, in the model's order and of its sizes."""
-    front.take_row(pending, terms[0])
-    claimed = front.claim(pending.loaded, terms[0])
+    producer.take_row(pending, terms[0])
+    claimed = producer.claim(pending.loaded, terms[0])
     staged: list[Staged] = []
     try:
         if claimed is None:
-            staged.append(_stage_bytes(front, pending, pieces))
-            front.post_staged(staged, *terms)
+            staged.append(_stage_bytes(producer, pending, pieces))
+            producer.post_staged(staged, *terms)
             return
-        lane = pending.loaded.lane_of.get(claimed[0])
-        if lane is not None:  # as in `write`
-            for slot, piece in zip(lane.slot_bytes(claimed[1])[0], pieces, strict=True):
+        instance = pending.loaded.instance_of.get(claimed[0])
+        if instance is not None:  # as in `write`
+            for slot, piece in zip(instance.slot_bytes(claimed[1])[0], pieces, strict=True):
                 slot[:] = piece
-        front.post_written(pending, *claimed, *terms)
+        producer.post_written(pending, *claimed, *terms)
     except Exception:
-        _withdraw(front, [pending], [claimed], [], 0, terms, bool(staged))
+        _withdraw(producer, [pending], [claimed], [], 0, terms, bool(staged))
         raise
 
 
 def _withdraw(
-    front: FrontEnd, pending: Sequence[Pending], claims: Sequence[Place | None], staged: Sequence[Staged],
+    producer: RingClient, pending: Sequence[Pending], claims: Sequence[Place | None], staged: Sequence[Staged],
     written: int, terms: Terms, posted: bool,
 ) -> None:  # fmt: skip
     """Withdraws items. Before the item `written`, claimed slots are posted; the others are posted now, because their
-    lane waits for them. If items without a slot were `posted`, their completions free rows and staged memory.
+    instance waits for them. If items without a slot were `posted`, their completions free rows and staged memory.
     """
     for _, _, keep in staged:
-        front.stage.give(keep)
+        producer.stage.give(keep)
     for k, (each, claimed) in enumerate(zip(pending, claims, strict=True)):
         if claimed is None and not posted:
-            front.give_back(each)
+            producer.give_back(each)
             continue
         if claimed is not None and k >= written:
-            front.post_written(each, *claimed, *terms)
-        front.cancel(each)
+            producer.post_written(each, *claimed, *terms)
+        producer.cancel(each)
 
 
-def _stage(front: FrontEnd, pending: Pending, inputs: Mapping[str, NDArray[Any]]) -> Staged:
+def _stage(producer: RingClient, pending: Pending, inputs: Mapping[str, NDArray[Any]]) -> Staged:
     """Copies the inputs to memory from which the core takes them later."""
     size = 0
     for array in inputs.values():
         size += array.nbytes
-    staged, source, keep = front.stage.take(size)
+    staged, source, keep = producer.stage.take(size)
     memory, at = staged.data, 0
     for array in inputs.values():
         end = at + array.nbytes
@@ -403,8 +415,8 @@ def _stage(front: FrontEnd, pending: Pending, inputs: Mapping[str, NDArray[Any]]
     return pending, source, keep
 
 
-def _stage_bytes(front: FrontEnd, pending: Pending, pieces: Sequence[memoryview]) -> Staged:
-    staged, source, keep = front.stage.take(sum(map(len, pieces)))
+def _stage_bytes(producer: RingClient, pending: Pending, pieces: Sequence[memoryview]) -> Staged:
+    staged, source, keep = producer.stage.take(sum(map(len, pieces)))
     memory, at = staged.data, 0
     for piece in pieces:
         memory[at : at + len(piece)] = piece
@@ -413,16 +425,16 @@ def _stage_bytes(front: FrontEnd, pending: Pending, pieces: Sequence[memoryview]
 
 
 def write(
-    front: FrontEnd, pending: Pending, claimed: Place, inputs: Mapping[str, NDArray[Any]], terms: Terms
+    producer: RingClient, pending: Pending, claimed: Place, inputs: Mapping[str, NDArray[Any]], terms: Terms
 ) -> None:
     """Writes the inputs to the claimed slot, and posts the request."""
-    lane = pending.loaded.lane_of.get(claimed[0])
-    if lane is not None:
-        # If the lane is not this model's, its row holds another model by now, and the core refuses the request.
-        slots = lane.inputs
+    instance = pending.loaded.instance_of.get(claimed[0])
+    if instance is not None:
+        # If the instance is not this model's, its row holds another model by now, and the core refuses the request.
+        slots = instance.inputs
         for key, array in inputs.items():
             slots[key][claimed[1]] = array
-    front.post_written(pending, *claimed, *terms)
+    producer.post_written(pending, *claimed, *terms)
 
 
 # Slots: memory for one request's inputs, reserved, written in place by the caller, and submitted.
@@ -453,7 +465,7 @@ class Reserving(Answering):
         priority: int | None = None,
         client: Hashable = None,
     ) -> Slot:
-        """Reserves memory for one request's inputs, to be written in place: without a copy if a lane is open.
+        """Reserves memory for one request's inputs, to be written in place: without a copy if an instance is open.
 
         Write and submit without delay: the batch that the slot belongs to waits for it.
         """
@@ -462,7 +474,7 @@ class Reserving(Answering):
     def _terms(self, loaded: Loaded, deadline_ms: float | None, priority: int | None, client: Hashable) -> Terms:
         """Raises for a deadline, a priority or a client that is refused: before anything is taken."""
         arrival_ns, deadline_ns = request_times(deadline_ms)
-        number = 0 if client is None else self._front.client_number(client)
+        number = 0 if client is None else self._producer.client_number(client)
         rank = loaded.model.priority if priority is None else request_rank(priority)
         return number, rank, arrival_ns, deadline_ns
 
@@ -474,28 +486,28 @@ class Slot:
         self, engine: Reserving, loaded: Loaded, deadline_ms: float | None, priority: int | None, client: Hashable,
         in_turn: bool = False,
     ) -> None:  # fmt: skip
-        """`in_turn`: place the request behind all earlier requests of the model. In an open lane, it could overtake a
-        request that the core has not read yet.
+        """`in_turn`: place the request behind all earlier requests of the model. In an open instance, it could overtake
+        a request that the core has not read yet.
         """
         self._loaded, self._terms = loaded, engine._terms(loaded, deadline_ms, priority, client)
-        self._engine, self._front = engine, engine._front
+        self._engine, self._producer = engine, engine._producer
         with Uninterrupted():
             self._take(in_turn)
 
     def _take(self, in_turn: bool) -> None:
-        """Takes a row, and a slot of a lane or staged memory."""
+        """Takes a row, and a slot of an instance or staged memory."""
         model = self._loaded.model
         # Not a method of the slot: the pending request must not keep a forgotten slot alive.
         self._early = _Early()
         self._pending = Pending(self._loaded, self._early)
-        self._front.take_row(self._pending, self._terms[0])
+        self._producer.take_row(self._pending, self._terms[0])
         self._open = True
         self._engine._slots.add(self)
-        self._place = None if in_turn else self._front.claim(self._loaded, self._terms[0])
+        self._place = None if in_turn else self._producer.claim(self._loaded, self._terms[0])
         if self._place is not None:
-            lane, slot = self._place
-            self._front.post_claimed(self._pending, lane, slot, *self._terms)
-            ours = self._loaded.lane_of.get(lane)
+            instance, slot = self._place
+            self._producer.post_claimed(self._pending, instance, slot, *self._terms)
+            ours = self._loaded.instance_of.get(instance)
             if ours is not None:
                 self.inputs = {key: ours.inputs[key][slot, ...] for key in model.inputs}
             else:  # the row holds another model by now, and the core refuses the request
@@ -503,10 +515,10 @@ class Slot:
         else:
             nbytes = sum(spec.nbytes for spec in model.inputs.values())
             try:
-                staged, self._source, self._keep = self._front.stage.take(nbytes)
+                staged, self._source, self._keep = self._producer.stage.take(nbytes)
             except QueueFullError:
                 self._open = False
-                self._front.give_back(self._pending)
+                self._producer.give_back(self._pending)
                 raise
             self.inputs, at = {}, 0
             for key, spec in model.inputs.items():
@@ -517,13 +529,13 @@ class Slot:
         """Runs the request, once its inputs are written."""
         loop = asyncio.get_running_loop()
         if self._open:
-            self._front.attach(loop)
+            self._producer.attach(loop)
         future: asyncio.Future[Outputs] = loop.create_future()
         self._go(AsyncAnswer(self._engine, future, loop))
         try:
             return await future
         except asyncio.CancelledError:
-            self._front.cancel(self._pending)
+            self._producer.cancel(self._pending)
             raise
 
     def submit_sync(self) -> Outputs:
@@ -545,7 +557,7 @@ class Slot:
             self.begin_for(answer)
         except KeyboardInterrupt:  # came meanwhile
             answer.leave()
-            self._front.cancel(self._pending)
+            self._producer.cancel(self._pending)
             raise
         return lambda: self._engine._block(self._pending, answer, waiter)
 
@@ -558,11 +570,11 @@ class Slot:
     def _cancel(self) -> None:
         self._open = False
         if self._place is not None:
-            self._front.cancel(self._pending)
-            self._front.ready(*self._place)
+            self._producer.cancel(self._pending)
+            self._producer.ready(*self._place)
         else:
-            self._front.give_back(self._pending)
-            self._front.stage.give(self._keep)
+            self._producer.give_back(self._pending)
+            self._producer.stage.give(self._keep)
 
     def _go(self, finish: Callable[[Entry], None]) -> None:
         with Uninterrupted():
@@ -579,21 +591,21 @@ class Slot:
             self._cancel()
             raise
         self._open = False
-        with self._front.answering:
+        with self._producer.answering:
             early, self._pending.finish = self._early.entry, finish
-            gone = self._front.closed
+            gone = self._producer.closed
         if gone and early is None:
             raise EngineAwayError("the engine's process ended before the request was submitted; try again")
         if self._place is not None:
-            self._front.ready(*self._place)
+            self._producer.ready(*self._place)
         elif early is None:
             try:
                 self._engine._check_open()
             except BaseException:  # the engine would wait for a request that was never posted
-                self._front.give_back(self._pending)
-                self._front.stage.give(self._keep)
+                self._producer.give_back(self._pending)
+                self._producer.stage.give(self._keep)
                 raise
-            self._front.post_staged([(self._pending, self._source, self._keep)], *self._terms)
+            self._producer.post_staged([(self._pending, self._source, self._keep)], *self._terms)
         if early is not None:
             finish(early)
 
@@ -642,7 +654,7 @@ class Requester(Reserving):
     def want_weights(self, row: int) -> None:
         """Has a model's weights brought for its next requests, if they are not on the GPU. Returns at once."""
         if want_weights(self.state, row):
-            self._front.nudge()  # the core's loop may be asleep
+            self._producer.nudge()  # the core's loop may be asleep
 
     async def _run(
         self,
@@ -654,14 +666,14 @@ class Requester(Reserving):
     ) -> Outputs:
         """Runs one item whose inputs are in the model's order."""
         loop = asyncio.get_running_loop()
-        front = self._front
-        front.attach(loop)
+        producer = self._producer
+        producer.attach(loop)
         future: asyncio.Future[Outputs] = loop.create_future()
         pending = self._submit(loaded, inputs, deadline_ms, priority, client, AsyncAnswer(self, future, loop))
         try:
             return await future
         except asyncio.CancelledError:
-            front.cancel(pending)
+            producer.cancel(pending)
             raise
 
     def infer_sync(
@@ -684,7 +696,7 @@ class Requester(Reserving):
         except KeyboardInterrupt:  # came meanwhile
             answer.leave()
             if pending is not None:
-                self._front.cancel(pending)
+                self._producer.cancel(pending)
             raise
         return self._block(pending, answer, waiter)
 
@@ -698,7 +710,7 @@ class Requester(Reserving):
         finish: Callable[[Entry], None],
     ) -> Pending:
         terms = self._terms(loaded, deadline_ms, priority, client)
-        return submit_one(self._front, loaded, inputs, terms, finish)
+        return submit_one(self._producer, loaded, inputs, terms, finish)
 
     def occupancy(self) -> GpuUse:
         """The GPU's occupancy by the engine's launches: each resource, and where the jobs are."""

@@ -1,7 +1,7 @@
-"""Compiled operations of a front end on the shared tables: claim a slot, post, mark ready, ring, take.
+"""Compiled operations of a producer on the shared tables: claim a slot, post, mark ready, ring, take.
 
 `core.rings` describes the protocol. Passing a table set or an array to compiled code takes longer than these functions
-together. So a front end passes the address of its *line*: one row with the state's address and the other values that
+together. So a producer passes the address of its *line*: one row with the state's address and the other values that
 these functions need.
 """
 
@@ -40,30 +40,32 @@ LINE = np.dtype(
     [
         ("one", "u8"),  # the value that is written to the bell, read from this address
         ("state", "u8"),  # address of the state
-        ("front", "i8"),
+        ("producer", "i8"),
         ("bell_fd", "i8"),
         ("write", "u8"),  # address of libc's write()
     ],
     align=True,
 )
 _OFFSETS: Any = LINE.fields
-_STATE, _FRONT, _BELL_FD, _WRITE = (np.uint64(_OFFSETS[name][1]) for name in ("state", "front", "bell_fd", "write"))
+_STATE, _PRODUCER, _BELL_FD, _WRITE = (
+    np.uint64(_OFFSETS[name][1]) for name in ("state", "producer", "bell_fd", "write")
+)
 COMPLETION_WORDS = COMPLETION.itemsize // 8
 _WORD = np.uint64(8)
 
-# Indices of the columns that front ends read, in a completion given as a list of numbers.
-(E_REQUEST, E_MODEL, E_LANE, E_SLOT, E_STATUS, E_ERROR, E_ARRIVAL_NS, E_FINISH_NS) = (
+# Indices of the columns that producers read, in a completion given as a list of numbers.
+(E_REQUEST, E_MODEL, E_INSTANCE, E_SLOT, E_STATUS, E_ERROR, E_ARRIVAL_NS, E_FINISH_NS) = (
     (COMPLETION.names or ()).index(name)
-    for name in ("request", "model", "lane", "slot", "status", "error", "arrival_ns", "finish_ns")
+    for name in ("request", "model", "instance", "slot", "status", "error", "arrival_ns", "finish_ns")
 )
 
 
 class Line:
-    """The line of one front end. It is valid for as long as it and the state are kept."""
+    """The line of one producer. It is valid for as long as it and the state are kept."""
 
-    def __init__(self, state: State, front: int, bell_fd: int) -> None:
+    def __init__(self, state: State, producer: int, bell_fd: int) -> None:
         write = ctypes.cast(ctypes.CDLL(None).write, ctypes.c_void_p).value or 0
-        self._row = np.array([(1, state.address, front, bell_fd, write)], LINE)
+        self._row = np.array([(1, state.address, producer, bell_fd, write)], LINE)
         self.address = int(self._row.ctypes.data)
 
 
@@ -74,8 +76,8 @@ def field(line: int, offset: Any) -> Any:
 
 
 @part
-def front_of(line: int) -> Any:
-    return np.int64(field(line, _FRONT))
+def producer_of(line: int) -> Any:
+    return np.int64(field(line, _PRODUCER))
 
 
 @part
@@ -86,15 +88,17 @@ def wake_core(line: int, for_request: bool) -> None:
 
 @brief
 def claim(line: int, model: int, client: int) -> int:
-    """Claims a slot of the lane open to front ends: lane · SLOTS + slot, or STAGED. A claimed slot must be posted."""
-    return int(claim_slot(state_at(field(line, _STATE)), front_of(line), model, client))
+    """Claims a slot of the instance open to producers: instance · SLOTS + slot, or STAGED. A claimed slot must be
+    posted.
+    """
+    return int(claim_slot(state_at(field(line, _STATE)), producer_of(line), model, client))
 
 
 @brief
 def post(line: int, message: int) -> bool:
     """Posts a message to the core and wakes it; False when the ring is full. The inputs of a claimed slot come later.
     """
-    there = publish(state_at(field(line, _STATE)), front_of(line), message)
+    there = publish(state_at(field(line, _STATE)), producer_of(line), message)
     wake_core(line, True)
     return bool(there)
 
@@ -102,39 +106,39 @@ def post(line: int, message: int) -> bool:
 @brief
 def post_all(line: int, messages: int, n: int) -> bool:
     """As `post`, for n messages that lie one behind the other: the core takes all of them in one step."""
-    there = publish_all(state_at(field(line, _STATE)), front_of(line), messages, n)
+    there = publish_all(state_at(field(line, _STATE)), producer_of(line), messages, n)
     wake_core(line, True)
     return bool(there)
 
 
 @brief
-def post_written(line: int, message: int, lane: int, slot: int) -> bool:
+def post_written(line: int, message: int, instance: int, slot: int) -> bool:
     """As `post`, for a slot whose inputs are already written."""
     s = state_at(field(line, _STATE))
-    there = publish(s, front_of(line), message)
+    there = publish(s, producer_of(line), message)
     if there:
-        set_ready(s, lane, slot)
+        set_ready(s, instance, slot)
     wake_core(line, True)
     return bool(there)
 
 
 @brief
-def ready(line: int, lane: int, slot: int) -> None:
+def ready(line: int, instance: int, slot: int) -> None:
     """Marks the inputs of a claimed slot as written."""
-    set_ready(state_at(field(line, _STATE)), lane, slot)
+    set_ready(state_at(field(line, _STATE)), instance, slot)
     wake_core(line, True)
 
 
 @brief
 def ring_read(line: int) -> None:
-    """Wakes the core, after outputs were released, if a request waits for their lane."""
+    """Wakes the core, after outputs were released, if a request waits for their instance."""
     wake_core(line, False)
 
 
 @brief
-def release(line: int, lane: int, slot: int) -> None:
+def release(line: int, instance: int, slot: int) -> None:
     """Marks the outputs of a completed request as read. Call `ring_read` once all completions taken are released."""
-    clear_hold(state_at(field(line, _STATE)), lane, slot)
+    clear_hold(state_at(field(line, _STATE)), instance, slot)
 
 
 @brief
@@ -144,18 +148,18 @@ def take(line: int, into: NDArray[np.int64]) -> int:
     system call.
     """
     s = state_at(field(line, _STATE))
-    front = front_of(line)
-    n = take_into(s, front, into.ctypes.data, into.shape[0])
+    producer = producer_of(line)
+    n = take_into(s, producer, into.ctypes.data, into.shape[0])
     if n == 0:
-        ask(address(s.wake, front), ANYTHING)
-        n = take_into(s, front, into.ctypes.data, into.shape[0])
+        ask(address(s.wake, producer), ANYTHING)
+        n = take_into(s, producer, into.ctypes.data, into.shape[0])
     return int(n)
 
 
 @brief
 def take_early(line: int, into: NDArray[np.int64]) -> int:
     """As `take`, before the consumer is woken: it is, or will be, woken for these completions or for earlier ones."""
-    return int(take_into(state_at(field(line, _STATE)), front_of(line), into.ctypes.data, into.shape[0]))
+    return int(take_into(state_at(field(line, _STATE)), producer_of(line), into.ctypes.data, into.shape[0]))
 
 
 def warm_up(state: State) -> None:
@@ -225,7 +229,7 @@ def _new(nbytes: int) -> Block:
 
 
 class SharedStage(Stage):
-    """Memory of this front end that the engine's process can read, in blocks whose sizes are powers of two.
+    """Memory of this producer that the engine's process can read, in blocks whose sizes are powers of two.
 
     A free block keeps its size, because the next request is likely to need the same. Only when none fits are blocks
     split, or merged with their neighbours: otherwise a flood of one model's requests would leave none for the others.

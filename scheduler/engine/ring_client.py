@@ -1,7 +1,7 @@
-"""A front end of the core: requests enter through its submission ring, results leave through its completion ring.
+"""A producer of the core: requests enter through its submission ring, results leave through its completion ring.
 
 The core is in this process, or in another one that shares its tables. Any thread may submit. A completion wakes every
-waiter: an asyncio loop through its reader on the front end's eventfd, a thread through an eventfd of its own. The first
+waiter: an asyncio loop through its reader on the producer's eventfd, a thread through an eventfd of its own. The first
 one to wake empties the ring for all.
 """
 
@@ -31,11 +31,11 @@ from paellapy.scheduler.core.codes import SUBMIT
 from paellapy.scheduler.core.errors import EngineClosedError, InputError, QueueFullError, TooManyRequestsError
 from paellapy.scheduler.core.rings import SLOTS, Bell, Message
 from paellapy.scheduler.core.shares import client_key, find_client
-from paellapy.scheduler.core.state import Limits, State, front_rows
+from paellapy.scheduler.core.state import Limits, State, producer_rows
 from paellapy.scheduler.core.tables import COMPLETION, SUBMISSION
 from paellapy.scheduler.engine import ring_calls as calls
-from paellapy.scheduler.engine.ring_calls import E_LANE, E_MODEL, E_REQUEST, E_SLOT, E_STATUS, OwnStage, Stage
-from paellapy.scheduler.models.memory import Lane
+from paellapy.scheduler.engine.ring_calls import E_INSTANCE, E_MODEL, E_REQUEST, E_SLOT, E_STATUS, OwnStage, Stage
+from paellapy.scheduler.models.memory import Instance
 from paellapy.scheduler.models.model import Model
 
 # Messages of requests to the core: one for each thread, filled in for every request, and copied when it is posted.
@@ -68,17 +68,17 @@ class Messages(threading.local):
         self._memory = np.zeros(1, SUBMISSION)
         self._one = self._memory.view(np.uint8).data, int(self._memory.ctypes.data)
 
-    def fill(self, request: Request, lane: int, slot: int, source: int, terms: Terms) -> int:
+    def fill(self, request: Request, instance: int, slot: int, source: int, terms: Terms) -> int:
         """Fills in this thread's message, and returns its address."""
         memory, address = self._one
         loaded = request.loaded
         client, priority, arrival_ns, deadline_ns = terms
-        _fill(memory, 0, 0, SUBMIT, request.row, request.serial, 0, loaded.row, lane, slot, client, priority,
+        _fill(memory, 0, 0, SUBMIT, request.row, request.serial, 0, loaded.row, instance, slot, client, priority,
               arrival_ns, deadline_ns, source, loaded.generation)  # fmt: skip
         return address
 
 
-# Request rows of one front end, divided among its clients: however many one of them wants, others find a free row.
+# Request rows of one producer, divided among its clients: however many one of them wants, others find a free row.
 
 # A client with requests gets another row only while it has fewer than 8 for each free row but the last. So one client
 # gets about 8 of 9 rows, and k clients about 8 of 8 k + 1 each: the more of them flood the engine, the less each has.
@@ -170,7 +170,7 @@ def thread_waiter() -> Waiter:
     return waiter
 
 
-# Ctrl-C waits while a request is submitted or answered: half of either would hold a lane of its model for ever.
+# Ctrl-C waits while a request is submitted or answered: half of either would hold an instance of its model for ever.
 
 # The functions behind those of `signal`, which take a twentieth of their time: every request passes here.
 _signal: Any = importlib.import_module("_signal")
@@ -205,19 +205,19 @@ class Uninterrupted:
 
 
 _DRAIN = 256  # completions read at once
-# A request that finds no open lane has completions read once this many are pending. Fewer would cost throughput and
+# A request that finds no open instance has completions read once this many are pending. Fewer would cost throughput and
 # make batches small; so fewer are read only where nothing is batched, or once a request has waited for this long.
 _MANY, _STARVED_NS = 16, 500_000
 _REMEMBERED_CLIENTS = 4096
 
 ENGINE_CLOSED = "the engine is closed; create a new one to submit requests"
 
-Entry = list[int]  # a completion: see front_calls.E_…
+Entry = list[int]  # a completion: see producer_calls.E_…
 Finish = Callable[[Entry], None]
 
 
 class Loaded(Protocol):
-    """The parts of a loaded model that a front end uses."""
+    """The parts of a loaded model that a producer uses."""
 
     @property
     def model(self) -> Model: ...
@@ -226,7 +226,7 @@ class Loaded(Protocol):
     @property
     def generation(self) -> int: ...
     @property
-    def lane_of(self) -> dict[int, Lane]: ...
+    def instance_of(self) -> dict[int, Instance]: ...
 
 
 class Pending:
@@ -243,18 +243,24 @@ class Pending:
 Staged = tuple[Pending, int, Any]  # a request, the address of its inputs for the core, and the token of their memory
 
 
-class FrontEnd:
+class RingClient:
     """Owns request rows, and reads a completion ring."""
 
     def __init__(
-        self, state: State, limits: Limits, front: int, bell: Bell, wake_fd: int, stage: Stage | None = None
+        self, state: State, limits: Limits, producer: int, bell: Bell, wake_fd: int, stage: Stage | None = None
     ) -> None:
-        self.state, self.front, self.bell, self.wake_fd, self.stage = state, front, bell, wake_fd, stage or OwnStage()
-        self._held_line = calls.Line(state, front, bell.fd)
+        self.state, self.producer, self.bell, self.wake_fd, self.stage = (
+            state,
+            producer,
+            bell,
+            wake_fd,
+            stage or OwnStage(),
+        )
+        self._held_line = calls.Line(state, producer, bell.fd)
         self._line = self._held_line.address
         self._messages = Messages()
-        self._ring: Any = state.ring[front].data  # reading a memoryview costs a fraction of indexing an array
-        rows = front_rows(limits, front)
+        self._ring: Any = state.ring[producer].data  # reading a memoryview costs a fraction of indexing an array
+        rows = producer_rows(limits, producer)
         self._rows, self._first_row = Rows(state, rows), rows.start
         self._pending: dict[int, Pending] = {}
         self._serials = itertools.count(1)
@@ -264,10 +270,10 @@ class FrontEnd:
         self._entries = self._numbers.view(COMPLETION).reshape(_DRAIN)
         self._closed_models: dict[int, Callable[[], None]] = {}
         self._loops: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
-        self.watchers: list[Callable[[Any], None]] = []  # called with every completion of this front end: traces
+        self.watchers: list[Callable[[Any], None]] = []  # called with every completion of this producer: traces
         self.counters: list[Callable[[Any], None]] = []  # the same, with many completions at a time (COMPLETION)
         self._failed: Exception | None = None  # an error raised while a completion was answered, not yet reported
-        self._starved_ns = 0  # when a request found no open lane, if no completion was read since; else 0
+        self._starved_ns = 0  # when a request found no open instance, if no completion was read since; else 0
         self.closed = False  # the core is gone: nothing may be posted any more
         self.ending = False  # the engine closes, and waits only for requests that have a row
 
@@ -315,30 +321,30 @@ class FrontEnd:
         self._starved_ns = self._starved_ns or now
         size = loaded.model.max_batch
         at_once = size == 1 or now - self._starved_ns >= _STARVED_NS
-        if self._read_now(1 if at_once else min(_MANY, len(loaded.lane_of) * size)):
+        if self._read_now(1 if at_once else min(_MANY, len(loaded.instance_of) * size)):
             if found < 0:
                 found = calls.claim(self._line, loaded.row, client)
             self._starved_ns = now if found < 0 else 0
         return None if found < 0 else divmod(found, SLOTS)
 
     def post_claimed(
-        self, pending: Pending, lane: int, slot: int, client: int, priority: int, arrival_ns: int, deadline_ns: int
+        self, pending: Pending, instance: int, slot: int, client: int, priority: int, arrival_ns: int, deadline_ns: int
     ) -> None:
-        """Puts the request into the queue, where it may expire; its lane waits for `ready`."""
-        self._post(self._messages.fill(pending, lane, slot, 0, (client, priority, arrival_ns, deadline_ns)))
+        """Puts the request into the queue, where it may expire; its instance waits for `ready`."""
+        self._post(self._messages.fill(pending, instance, slot, 0, (client, priority, arrival_ns, deadline_ns)))
 
     def post_written(
-        self, pending: Pending, lane: int, slot: int, client: int, priority: int, arrival_ns: int, deadline_ns: int
+        self, pending: Pending, instance: int, slot: int, client: int, priority: int, arrival_ns: int, deadline_ns: int
     ) -> None:
         """`post_claimed` and `ready` in one call."""
-        message = self._messages.fill(pending, lane, slot, 0, (client, priority, arrival_ns, deadline_ns))
-        while not calls.post_written(self._line, message, lane, slot):
+        message = self._messages.fill(pending, instance, slot, 0, (client, priority, arrival_ns, deadline_ns))
+        while not calls.post_written(self._line, message, instance, slot):
             self._yield()
 
-    def ready(self, lane: int, slot: int) -> None:
+    def ready(self, instance: int, slot: int) -> None:
         """Marks the inputs of a claimed slot as written."""
         if not self.closed:
-            calls.ready(self._line, lane, slot)
+            calls.ready(self._line, instance, slot)
 
     def post_staged(
         self, staged: Sequence[Staged], client: int, priority: int, arrival_ns: int, deadline_ns: int
@@ -412,10 +418,10 @@ class FrontEnd:
             return total
 
     def _read_now(self, many: int) -> bool:
-        """Answers completions if at least `many` are pending, when a request, or one before it, found no open lane.
+        """Answers completions if at least `many` are pending, when a request, or one before it, found no open instance.
 
-        Unread answers may hold all lanes of a model: an event loop with many connections reads completions only after
-        it has served the connections, and the GPU is idle meanwhile. Nothing is done while a completion is being
+        Unread answers may hold all instances of a model: an event loop with many connections reads completions only
+        after it has served the connections, and the GPU is idle meanwhile. Nothing is done while a completion is being
         answered, because its answer may have made this call.
         """
         ring = self._ring
@@ -447,10 +453,10 @@ class FrontEnd:
             pending = self._pending.pop(row)
             try:
                 pending.finish(entry)
-            except Exception as e:  # an error in one answer must not keep the lane or the later answers waiting
+            except Exception as e:  # an error in one answer must not keep the instance or the later answers waiting
                 self._failed = e
             if entry[E_STATUS] == codes.OK:
-                calls.release(self._line, entry[E_LANE], entry[E_SLOT])
+                calls.release(self._line, entry[E_INSTANCE], entry[E_SLOT])
             if pending.keep is not None:
                 self.stage.give(pending.keep)
                 pending.keep = None

@@ -15,7 +15,7 @@ from paellapy.scheduler.core.state import State
 
 
 def model_stats(state: State, row: int) -> dict[str, Any]:
-    """One model's counts over all front ends. Latencies are of the latest requests."""
+    """One model's counts over all producers. Latencies are of the latest requests."""
     outcomes = state.outcome[row]
     done = int(outcomes[codes.OK])
     found: dict[str, Any] = {
@@ -47,7 +47,7 @@ def core_stats(state: State) -> dict[str, Any]:
         # the longest time until the copier had inputs in their slot
         "longest_copy_ms": float(core["longest_copy_ns"]) * 1e-6,
         "whole_launches": int(core["whole_launches"]),
-        "confined_launches": int(core["confined_launches"]),  # launches confined to a window of SMs
+        "confined_launches": int(core["confined_launches"]),  # launches confined to an SM partition
         "segments": int(core["segments_done"]),
         "decisions": int(core["decisions"]),
         "preemptions": int(core["preemptions"]),
@@ -72,11 +72,11 @@ def sizes_state(state: State, row: int) -> dict[str, list[int]]:
 
 
 def loaded_stats(state: State, loaded: LoadedModel) -> dict[str, Any]:
-    """Counts of a model in this process's engine, and the lanes and memory it holds."""
+    """Counts of a model in this process's engine, and the instances and memory it holds."""
     return {
         **model_stats(state, loaded.row),
         **live_stats(state, loaded.row),
-        "lanes": len(loaded.lanes),
+        "instances": len(loaded.instances),
         "memory_bytes": loaded.reservation.total_bytes,
         "load_s": dict(loaded.load_s),
         "sizes": sizes_state(state, loaded.row),
@@ -144,7 +144,7 @@ def occupancy(state: State) -> GpuUse:
     )
 
 
-# Observes the requests of all front ends from the core's own process; the core records them only while observed.
+# Observes the requests of all producers from the core's own process; the core records them only while observed.
 
 
 LOOK_S = 0.01  # completions are seen at most this late

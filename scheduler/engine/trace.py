@@ -26,7 +26,7 @@ JOB_RECORD = np.dtype(
     [
         ("request", "<u8"),
         ("model", "<u2"),  # index into `models`
-        ("lane", "<i2"),  # -1: it never had one
+        ("instance", "<i2"),  # -1: it never had one
         ("slot", "<i2"),
         ("batch", "<u2"),  # requests that ran together
         ("status", "<u2"),  # paellapy.scheduler.core.codes.STATUS
@@ -43,7 +43,7 @@ JOB_RECORD = np.dtype(
 SEGMENT_RECORD = np.dtype(
     [
         ("model", "<u2"),
-        ("lane", "<i2"),
+        ("instance", "<i2"),
         ("batch", "<u2"),  # captured size it ran at
         ("segment", "<i2"),  # -1: the whole program as one launch
         ("blocks", "<u4"),
@@ -53,7 +53,7 @@ SEGMENT_RECORD = np.dtype(
 )
 
 # The model of a launch: one row for each of `launches` that a model made.
-OWNER = np.dtype([("launch", "<u4"), ("model", "<u2"), ("lane", "<i2")])
+OWNER = np.dtype([("launch", "<u4"), ("model", "<u2"), ("instance", "<i2")])
 
 
 class EngineTrace(Trace, kind="engine"):
@@ -148,19 +148,19 @@ def _frozen(rows: Records) -> Records:
 class HostRun(NamedTuple):
     """One batch as the host saw it: the start of each segment (its launch, or its predecessor's end), and its end."""
 
-    lane: int
+    instance: int
     size: int
     whole: bool
     times: NDArray[np.int64]  # [segments, 2], ns on the host's monotonic clock
 
 
-def segment_times(state: st.State, lane: int) -> tuple[NDArray[np.int64], bool]:
-    """Start and end of each segment of the lane's latest run, and whether the program was launched as one piece.
+def segment_times(state: st.State, instance: int) -> tuple[NDArray[np.int64], bool]:
+    """Start and end of each segment of the instance's latest run, and whether the program was launched as one piece.
 
-    A segment launched behind another starts when that one ends. Call this before the lane may be reused.
+    A segment launched behind another starts when that one ends. Call this before the instance may be reused.
     """
-    row = state.lane[lane]
-    times = state.segment_ns[lane, : int(row["segments"])].copy()
+    row = state.instance[instance]
+    times = state.segment_ns[instance, : int(row["segments"])].copy()
     times[1:, 0] = np.maximum(times[1:, 0], times[:-1, 1])
     return times, bool(row["whole"])
 
@@ -199,9 +199,9 @@ class trace_engine:
         recorded, to_trace_ns = self._engine.end_trace(self._note)
         loaded = self._engine.loaded_rows()
         models = {row: each.model for row, each in loaded.items()}
-        lanes = {lane: row for row, each in loaded.items() for lane in each.lane_rows}
+        instances = {instance: row for row, each in loaded.items() for instance in each.instance_rows}
         whole = bool(self._engine.state.core["whole_always"][0])
-        engine = TracedEngine(models, lanes, to_trace_ns, self._engine.policy, whole)
+        engine = TracedEngine(models, instances, to_trace_ns, self._engine.policy, whole)
         fill_engine_trace(self.result, recorded, self._entries, engine, list(self._runs.values()))
 
     def _note(self, entry: Any) -> None:
@@ -209,10 +209,10 @@ class trace_engine:
             return
         self._entries.append(entry.copy())
         if entry["status"] == codes.OK:
-            lane, started = int(entry["lane"]), int(entry["started_ns"])
-            if (lane, started) not in self._runs:
-                times, whole = segment_times(self._engine.state, lane)
-                self._runs[lane, started] = HostRun(lane, int(entry["size"]), whole, times)
+            instance, started = int(entry["instance"]), int(entry["started_ns"])
+            if (instance, started) not in self._runs:
+                times, whole = segment_times(self._engine.state, instance)
+                self._runs[instance, started] = HostRun(instance, int(entry["size"]), whole, times)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +220,7 @@ class TracedEngine:
     """The source of a trace: an engine or a simulation."""
 
     models: Mapping[int, Any]  # by the core's rows, with `name`, `batch` and `target_ms`
-    lanes: Mapping[int, int]  # the model's row of each lane
+    instances: Mapping[int, int]  # the model's row of each instance
     to_trace_ns: Callable[[int], int]  # converts a time of the core to the clock of the blocks
     policy: str
     whole: bool  # the policy always launches programs in one piece
@@ -235,25 +235,40 @@ def fill_engine_trace(
     runs: Sequence[HostRun] = (),
 ) -> None:
     """Fills a trace from a backend's recording and the core's completions."""
-    models, lanes, to_trace_ns = engine.models, engine.lanes, engine.to_trace_ns
+    models, instances, to_trace_ns = engine.models, engine.instances, engine.to_trace_ns
     trace.fill(recorded.blocks, recorded.launches, recorded.kernels, trace.device, recorded.dropped,
                recorded.unfinished)  # fmt: skip
     trace.ranges, trace.count_work = recorded.ranges, recorded.count_work
     number = {row: k for k, row in enumerate(models)}
     jobs = _jobs(entries, models, number, to_trace_ns)
-    pieces = [p for p in recorded.pieces if p.lane in lanes]
+    pieces = [p for p in recorded.pieces if p.instance in instances]
     segments = [
-        (number[lanes[p.lane]], p.lane, models[lanes[p.lane]].batch[p.size], p.segment, n, start, end)
+        (
+            number[instances[p.instance]],
+            p.instance,
+            models[instances[p.instance]].batch[p.size],
+            p.segment,
+            n,
+            start,
+            end,
+        )
         for p, n, start, end in _segments(trace.blocks, jobs, _launched(pieces, engine.whole))
     ]
     segments += [
-        (number[lanes[run.lane]], run.lane, models[lanes[run.lane]].batch[run.size], k, 0, *map(to_trace_ns, times))
+        (
+            number[instances[run.instance]],
+            run.instance,
+            models[instances[run.instance]].batch[run.size],
+            k,
+            0,
+            *map(to_trace_ns, times),
+        )
         for run in runs
-        if run.lane in lanes
+        if run.instance in instances
         for k, times in _unseen(run, pieces)
     ]
     listed = set(trace.launches["launch"].tolist())
-    owned = {i: (number[lanes[p.lane]], p.lane) for p in pieces for i in p.launches if i in listed}
+    owned = {i: (number[instances[p.instance]], p.instance) for p in pieces for i in p.launches if i in listed}
     owners = np.array([(launch, *who) for launch, who in owned.items()], OWNER)
     names = [model.name for model in models.values()]
     trace.know(jobs, np.array(segments, SEGMENT_RECORD), owners, names, engine.policy, engine.simulated)
@@ -261,7 +276,7 @@ def fill_engine_trace(
 
 def _unseen(run: HostRun, pieces: list[TracedPiece]) -> list[tuple[int, tuple[int, int]]]:
     """Segments of the run whose kernels report no blocks, such as those of cuDNN and cuBLAS."""
-    seen = {p.segment for p in pieces if (p.lane, p.size) == (run.lane, run.size) and p.launches}
+    seen = {p.segment for p in pieces if (p.instance, p.size) == (run.instance, run.size) and p.launches}
     if run.whole:
         return [] if seen else [(codes.WHOLE, (int(run.times[0, 0]), int(run.times[0, 1])))]
     return [(k, (int(start), int(end))) for k, (start, end) in enumerate(run.times) if k not in seen]
@@ -280,7 +295,7 @@ def _jobs(
         if due >= codes.NEVER and target_ms is not None:
             due = arrival + int(target_ms * 1e6)
         rows.append(
-            (e["serial"], number[row], e["lane"], e["slot"], e["batch"], e["status"], e["client"], e["priority"],
+            (e["serial"], number[row], e["instance"], e["slot"], e["batch"], e["status"], e["client"], e["priority"],
              to_trace_ns(arrival), -1 if started >= codes.NEVER else to_trace_ns(started),
              to_trace_ns(int(e["finish_ns"])), -1 if due >= codes.NEVER else to_trace_ns(due))
         )  # fmt: skip
@@ -292,25 +307,25 @@ def _launched(pieces: list[TracedPiece], whole: bool) -> list[TracedPiece]:
     cannot be told apart, so the pieces that the policy launches are taken. A program that ran in one piece because it
     was alone is shown as its segments.
     """
-    cut = {(p.lane, p.size) for p in pieces if p.segment != codes.WHOLE}
+    cut = {(p.instance, p.size) for p in pieces if p.segment != codes.WHOLE}
     return [
         p for p in pieces
-        if not p.replayed or (p.lane, p.size) not in cut or (p.segment == codes.WHOLE) == whole
+        if not p.replayed or (p.instance, p.size) not in cut or (p.segment == codes.WHOLE) == whole
     ]  # fmt: skip
 
 
 def _segments(blocks: Records, jobs: Records, pieces: list[TracedPiece]) -> list[tuple[TracedPiece, int, int, int]]:
-    """When each piece ran. Replays share launch ids; the requests that ran in the lane tell them apart."""
+    """When each piece ran. Replays share launch ids; the requests that ran in the instance tell them apart."""
     order = np.argsort(blocks["launch"], kind="stable")
     ids = blocks["launch"][order]
-    runs = {int(lane): _run_spans(jobs[jobs["lane"] == lane]) for lane in np.unique(jobs["lane"])}
+    runs = {int(instance): _run_spans(jobs[jobs["instance"] == instance]) for instance in np.unique(jobs["instance"])}
     found = []
     for piece in pieces:
         parts = [order[slice(*np.searchsorted(ids, (i, i + 1)))] for i in piece.launches]
         mine = blocks[np.concatenate(parts)] if parts else blocks[:0]
         if not len(mine):
             continue
-        windows = runs.get(piece.lane, []) if piece.replayed else [(int(mine["start_ns"].min()), 1 << 62)]
+        windows = runs.get(piece.instance, []) if piece.replayed else [(int(mine["start_ns"].min()), 1 << 62)]
         for low, high in windows:
             inside = mine[(mine["start_ns"] >= low) & (mine["start_ns"] <= high)]
             if len(inside):
@@ -319,7 +334,8 @@ def _segments(blocks: Records, jobs: Records, pieces: list[TracedPiece]) -> list
 
 
 def _run_spans(jobs: Records) -> list[tuple[int, int]]:
-    """When a lane ran which requests. Host and GPU clocks differ by some µs, so spans reach half way to the next."""
+    """When an instance ran which requests. Host and GPU clocks differ by some µs, so spans reach half way to the next.
+    """
     launched = jobs[jobs["start_ns"] >= 0]
     spans = sorted({(int(job["start_ns"]), int(job["end_ns"])) for job in launched})
     middles = [(end + start) // 2 for (_, end), (start, _) in pairwise(spans)]

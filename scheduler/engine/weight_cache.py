@@ -26,8 +26,8 @@ from paellapy.scheduler.core.errors import MemoryPlanError, ModelError, WeightsE
 from paellapy.scheduler.core.install import remove
 from paellapy.scheduler.core.residency import KEEP, demand_worth, hit_rate, manage, weights_state
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.engine.memory_budget import LOOK_S, ORDER_S, Budget, LaneBerths
-from paellapy.scheduler.models.memory import Lane
+from paellapy.scheduler.engine.memory_budget import LOOK_S, ORDER_S, Budget, InstanceArenas
+from paellapy.scheduler.models.memory import Instance
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.profile import ProgramProfile
 from paellapy.scheduler.models.tensors import Arrays, TensorSpec
@@ -246,10 +246,12 @@ _MOST_TESTS = 48  # of lowered needs: each copies the weights to the GPU once or
 
 
 class Trials:
-    """Test runs of one program on a lane that is not in service yet."""
+    """Test runs of one program on an instance that is not in service yet."""
 
-    def __init__(self, backend: Backend, weights: WeightRange, source: Any, lane: Lane, launches: Launches) -> None:
-        self._backend, self._weights, self._source, self._lane = backend, weights, source, lane
+    def __init__(
+        self, backend: Backend, weights: WeightRange, source: Any, instance: Instance, launches: Launches
+    ) -> None:
+        self._backend, self._weights, self._source, self._instance = backend, weights, source, instance
         self._launches = launches
         self._fill_inputs()
         self._expected = self._run(None)
@@ -274,8 +276,8 @@ class Trials:
     def _fill_inputs(self) -> None:
         """Writes random values like a request's: with zeros as inputs, weights might make no difference."""
         draw = np.random.default_rng(0)
-        for name, array in self._lane.inputs.items():
-            values = _drawn(draw, self._lane.model.inputs[name], array.shape)
+        for name, array in self._instance.inputs.items():
+            values = _drawn(draw, self._instance.model.inputs[name], array.shape)
             if values is not None:
                 array[...] = values.astype(array.dtype)
 
@@ -291,7 +293,7 @@ class Trials:
                 self._weights.write(self._source, there, needs[k])
                 there = needs[k]
             self._backend.run_segment(self._launches, k)
-        return [array.copy() for array in self._lane.outputs.values()]
+        return [array.copy() for array in self._instance.outputs.values()]
 
 
 def _drawn(draw: np.random.Generator, spec: TensorSpec, shape: tuple[int, ...]) -> NDArray[Any] | None:
@@ -322,7 +324,8 @@ def guesses(least: Sequence[Needs], most: Needs) -> list[Needs]:
 def lowered(
     smallest: Needs, found: Needs, runs_with: Callable[[Needs], bool], chunk: int, most: int = _MOST_TESTS
 ) -> Needs:
-    """Needs between the smallest ones and those that were found to suffice, lowered segment by segment from the front.
+    """Needs between the smallest ones and those that were found to suffice, lowered segment by segment from the
+    producer.
 
     More weights than needed never harm, so both the segments that can do with the smallest needs and the need of the
     first segment that cannot are found by bisection.
@@ -396,7 +399,7 @@ class Residents:
         self.budget = Budget(state, budget_bytes, in_loop, check)
         self._noting = threading.Lock()
         self._promoter = Promoter(self._promote)
-        self.berths = LaneBerths(backend, state, self.budget, in_loop, check)
+        self.arenas = InstanceArenas(backend, state, self.budget, in_loop, check)
         manage(state, budget_bytes)
 
     def start(self, ring: Callable[[], None]) -> None:
@@ -487,7 +490,7 @@ class Residents:
     def forget(self, name: str, found: WeightRange | None) -> None:
         """Frees everything of a model that is not, or no longer, in the core."""
         self.budget.placing = None
-        self.berths.leave(name)
+        self.arenas.leave(name)
         try:
             if found is not None:
                 found.free()
@@ -519,7 +522,7 @@ class Residents:
             return
         for k in range(len(loaded.profiles)):
             profile = loaded.profiles[k]
-            trials = Trials(self.backend, found, source, loaded.lanes[0], loaded.launches[0][k])
+            trials = Trials(self.backend, found, source, loaded.instances[0], loaded.launches[0][k])
             loaded.profiles[k] = profile.with_needs(trials.tried(loaded.least_needs[k], profile.needs))
 
     def add(self, loaded: LoadedModel) -> None:
@@ -527,7 +530,7 @@ class Residents:
         found, row = loaded.range, loaded.row
         w, r = self.state.weights[row], self.state.residency[0]
         if found is None:
-            self._rows_of_berths(loaded)
+            self._rows_of_arenas(loaded)
             return
 
         def hand_over() -> None:
@@ -539,7 +542,7 @@ class Residents:
             r["budget_bytes"] += found.held_bytes
             r["held_bytes"] += found.held_bytes
 
-        self._rows_of_berths(loaded)
+        self._rows_of_arenas(loaded)
         self._rows[row] = loaded
         self._in_loop(hand_over)
         self._note_places()
@@ -571,9 +574,9 @@ class Residents:
         w = self.state.weights[loaded.row]
         return loaded.range is None or bool(w["held"] and w["stage"] == codes.HERE)
 
-    def _rows_of_berths(self, loaded: LoadedModel) -> None:
-        for lane, row in zip(loaded.lanes, loaded.lane_rows, strict=True):
-            self.state.lane["berth"][row] = codes.NONE if lane.berth is None else lane.berth.index
+    def _rows_of_arenas(self, loaded: LoadedModel) -> None:
+        for instance, row in zip(loaded.instances, loaded.instance_rows, strict=True):
+            self.state.instance["arena"][row] = codes.NONE if instance.arena is None else instance.arena.index
 
     def take_out(self, loaded: LoadedModel) -> None:
         """Takes the weights of a closed model out of the core. They may be moving at that moment."""

@@ -20,7 +20,7 @@ from paellapy.instrument.device.virtual import VirtualArray
 from paellapy.instrument.errors import PaellaError
 from paellapy.instrument.gpu_model.costs import BlockCost
 from paellapy.scheduler.core.errors import CaptureError
-from paellapy.scheduler.models.memory import Bump, Lane, aligned
+from paellapy.scheduler.models.memory import Bump, Instance, aligned
 from paellapy.scheduler.models.program import Cuts, Node, Part
 from paellapy.scheduler.models.tensors import Arrays, Capturable
 
@@ -58,9 +58,7 @@ def _users_frame(stack: traceback.StackSummary) -> str:
 # Arrays in a captured function: they allow kernels and views, and refuse to be computed with on the host.
 
 
-REMEDY = (
-    "a captured function only launches kernels: pass constants as weights, and read results from the outputs"
-)
+REMEDY = "a captured function only launches kernels: pass constants as weights, and read results from the outputs"
 
 
 class GuardedArray(VirtualArray):
@@ -162,7 +160,7 @@ class ModelCapture(Capture):
 
 
 class Counting(ModelCapture):
-    """Counts the scratch memory that a run asks for: the size of a lane's arena.
+    """Counts the scratch memory that a run asks for: the size of an instance's arena.
 
     `computes`: launches run at once, for libraries that would notice if they did not.
     """
@@ -196,17 +194,17 @@ class Counting(ModelCapture):
             return launcher(grid, values, block, shared_bytes, part)
 
 
-class LaneCapture(ModelCapture):
-    """A capture into a lane, whose arena provides the scratch memory."""
+class InstanceCapture(ModelCapture):
+    """A capture into an instance, whose arena provides the scratch memory."""
 
-    def __init__(self, lane: Lane, cuts: Cuts) -> None:
-        super().__init__(lane.model)
-        self.lane, self.cuts = lane, cuts
-        self._bump = Bump(lane.plan.scratch_bytes)
+    def __init__(self, instance: Instance, cuts: Cuts) -> None:
+        super().__init__(instance.model)
+        self.instance, self.cuts = instance, cuts
+        self._bump = Bump(instance.plan.scratch_bytes)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         try:
-            return self.lane.scratch(self._bump, shape, dtype)
+            return self.instance.scratch(self._bump, shape, dtype)
         except CaptureError as e:
             raise CaptureError(f"model {self.model.name!r} at {users_line()} {e}") from None
 
@@ -222,7 +220,7 @@ def code_digest(compiled: Any) -> str:
     return _text_digest(compiled.ptx)
 
 
-@lru_cache(1024)  # a program launches the same few kernels again and again, on every lane
+@lru_cache(1024)  # a program launches the same few kernels again and again, on every instance
 def _text_digest(text: str) -> str:
     return cache.digest(text)[:16]
 
@@ -311,11 +309,11 @@ def _same_memory(a: Any, b: Any) -> bool:
     return bool(a.__array_interface__["data"][0] == b.__array_interface__["data"][0])
 
 
-class Recording(LaneCapture):
+class Recording(InstanceCapture):
     """The virtual GPU's capture, which records launches in a list."""
 
-    def __init__(self, lane: Lane, cuts: Cuts) -> None:
-        super().__init__(lane, cuts)
+    def __init__(self, instance: Instance, cuts: Cuts) -> None:
+        super().__init__(instance, cuts)
         self.items: list[Recorded] = []
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:

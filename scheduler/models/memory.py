@@ -1,9 +1,10 @@
-"""Lanes and the plan of the GPU's memory, after Salus: weights are counted once, batch memory is counted per lane.
+"""Instances and the plan of the GPU's memory, after Salus: weights are counted once, batch memory is counted per
+instance.
 
-    weights of every model  +  lanes of every model x (inputs, outputs, scratch)  <=  memory given to the engine
+    weights of every model  +  instances of every model x (inputs, outputs, scratch)  <=  memory given to the engine
 
-A lane holds one batch in flight: pinned host slots that callers write into, and one block of device memory. All batch
-sizes of a lane share that block, since only one of them runs at a time.
+An instance holds one batch in flight: pinned host slots that callers write into, and one block of device memory. All
+batch sizes of an instance share that block, since only one of them runs at a time.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from paellapy.scheduler.core.errors import CaptureError, MemoryPlanError
 from paellapy.scheduler.core.rings import SharedBlock
 from paellapy.scheduler.models.tensors import Capturable, TensorSpec
 
-# Berths: memory in which lanes of several models take turns.
+# Arenas: memory in which instances of several models take turns.
 #
 # A batch in flight needs memory beside the weights: inputs, outputs, scratch. That memory is free again when the batch
-# is done, so lanes of models that do not run at the same time share it. The memory in use is then bounded by the
-# weights of all models and the largest lanes. Berth sizes are powers of two; a lane takes the least used berth that is
-# large enough.
+# is done, so instances of models that do not run at the same time share it. The memory in use is then bounded by the
+# weights of all models and the largest instances. Arena sizes are powers of two; an instance takes the least used arena
+# that is large enough.
 #
-# Models of different priority share a berth only if memory is short: a lane that has started keeps its berth while it
-# waits for weights, and nothing can take the berth from it.
+# Models of different priority share an arena only if memory is short: an instance that has started keeps its arena
+# while it waits for weights, and nothing can take the arena from it.
 
 
 def rounded(nbytes: int) -> int:
@@ -42,8 +43,8 @@ def rounded(nbytes: int) -> int:
 
 
 @dataclass(slots=True, eq=False)
-class Berth:
-    """`memory` is the device's own. `foreign_bytes`: memory of other libraries' allocators for its lanes."""
+class Arena:
+    """`memory` is the device's own. `foreign_bytes`: memory of other libraries' allocators for its instances."""
 
     index: int
     nbytes: int
@@ -58,7 +59,7 @@ class Berth:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """A model's need for berths: `count` of them, each with this many bytes."""
+    """A model's need for arenas: `count` of them, each with this many bytes."""
 
     name: str
     nbytes: int
@@ -67,20 +68,21 @@ class Need:
     priority: int = 0
 
 
-class Berths:
+class Arenas:
     """`make(nbytes)` allocates device memory with a method `free()`; `claim(nbytes)` counts it, and may refuse."""
 
     def __init__(self, make: Callable[[int], Any], claim: Callable[[int], None], give: Callable[[int], None]) -> None:
         self._make, self._claim, self._give = make, claim, give
-        self._all: dict[int, Berth] = {}
-        self._apart: list[Berth] = []  # berths that no lane shares; they have no number
+        self._all: dict[int, Arena] = {}
+        self._apart: list[Arena] = []  # arenas that no instance shares; they have no number
 
     @property
     def held_bytes(self) -> int:
         return sum(each.total_bytes for each in (*self._all.values(), *self._apart))
 
-    def choose(self, need: Need, most: int, spare: Callable[[int, bool], bool]) -> list[Berth]:
-        """Berths for a model's lanes. New ones are made, up to `most` of this size, while their bytes can be spared.
+    def choose(self, need: Need, most: int, spare: Callable[[int, bool], bool]) -> list[Arena]:
+        """Arenas for a model's instances. New ones are made, up to `most` of this size, while their bytes can be
+        spared.
 
         `spare(nbytes, apart)`: whether they can; `apart`: to keep models of different priority apart.
         """
@@ -90,7 +92,7 @@ class Berths:
             self.leave(need.name)
             raise
 
-    def _one(self, need: Need, most: int, spare: Callable[[int, bool], bool]) -> Berth:
+    def _one(self, need: Need, most: int, spare: Callable[[int, bool], bool]) -> Arena:
         size = rounded(need.nbytes)
         more = size + need.foreign_bytes
         large = [each for each in self._all.values() if each.nbytes >= size]
@@ -103,7 +105,7 @@ class Berths:
             new = not fitting or spare(more, True)
         if new and self._claimed(more, may_fail=bool(fitting)):
             index = next(k for k in range(len(self._all) + 1) if k not in self._all)
-            chosen = self._all[index] = Berth(index, size, self._make(size), need.foreign_bytes)
+            chosen = self._all[index] = Arena(index, size, self._make(size), need.foreign_bytes)
         else:
             chosen = min(fitting, key=lambda each: (len(each.users), each.nbytes))
             if need.foreign_bytes > chosen.foreign_bytes:
@@ -115,38 +117,38 @@ class Berths:
     def _claimed(self, nbytes: int, may_fail: bool) -> bool:
         try:
             self._claim(nbytes)
-        except MemoryPlanError:  # there is a berth to share
+        except MemoryPlanError:  # there is an arena to share
             if not may_fail:
                 raise
             return False
         return True
 
-    def make_apart(self, nbytes: int, foreign_bytes: int) -> Berth | None:
-        """A berth that no lane shares; None if the memory is refused."""
+    def make_apart(self, nbytes: int, foreign_bytes: int) -> Arena | None:
+        """An arena that no instance shares; None if the memory is refused."""
         more = nbytes + foreign_bytes
         if not self._claimed(more, may_fail=True):
             return None
         try:
-            made = Berth(-1, nbytes, self._make(nbytes), foreign_bytes)
+            made = Arena(-1, nbytes, self._make(nbytes), foreign_bytes)
         except BaseException:
             self._give(more)
             raise
         self._apart.append(made)
         return made
 
-    def free_apart(self, berth: Berth) -> None:
-        self._apart.remove(berth)
-        berth.memory.free()
-        self._give(berth.total_bytes)
+    def free_apart(self, arena: Arena) -> None:
+        self._apart.remove(arena)
+        arena.memory.free()
+        self._give(arena.total_bytes)
 
     def leave(self, name: str) -> None:
-        """Removes a model that has no lanes any more, and frees berths that no model uses."""
-        for berth in list(self._all.values()):
-            berth.users.pop(name, None)
-            if not berth.users:
-                del self._all[berth.index]
-                berth.memory.free()
-                self._give(berth.total_bytes)
+        """Removes a model that has no instances any more, and frees arenas that no model uses."""
+        for arena in list(self._all.values()):
+            arena.users.pop(name, None)
+            if not arena.users:
+                del self._all[arena.index]
+                arena.memory.free()
+                self._give(arena.total_bytes)
 
 
 # Numbers of bytes as readable text.
@@ -212,8 +214,8 @@ class Memory(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class LanePlan:
-    """Where a lane's tensors lie: offsets into its device block and into its pinned block."""
+class InstancePlan:
+    """Where an instance's tensors lie: offsets into its device block and into its pinned block."""
 
     device: dict[str, int]
     host: dict[str, int]
@@ -228,7 +230,7 @@ class LanePlan:
         return self.scratch + self.scratch_bytes
 
 
-def plan_lane(model: Capturable, scratch_bytes: int, segments: int) -> LanePlan:
+def plan_instance(model: Capturable, scratch_bytes: int, segments: int) -> InstancePlan:
     """Places inputs, outputs, then scratch; every tensor has room for the largest batch.
 
     Behind the pinned tensors lie a completion word for each of up to `segments` segments, one for the whole program,
@@ -240,7 +242,7 @@ def plan_lane(model: Capturable, scratch_bytes: int, segments: int) -> LanePlan:
         for bump, table in zip((device, host), offsets, strict=True):
             table[key] = bump.take(spec.nbytes * model.max_batch)
     words = host.take(8 * (2 * segments + 1))
-    return LanePlan(offsets[0], offsets[1], device.used, scratch_bytes, words, segments + 1, host.used)
+    return InstancePlan(offsets[0], offsets[1], device.used, scratch_bytes, words, segments + 1, host.used)
 
 
 def tensors(model: Capturable) -> list[tuple[str, TensorSpec]]:
@@ -248,15 +250,15 @@ def tensors(model: Capturable) -> list[tuple[str, TensorSpec]]:
     return [(f"in:{k}", s) for k, s in model.inputs.items()] + [(f"out:{k}", s) for k, s in model.outputs.items()]
 
 
-class Lane:
+class Instance:
     """The buffers of one batch in flight."""
 
     def __init__(
-        self, index: int, model: Capturable, plan: LanePlan, memory: Memory, windows: tuple[int, ...] = ()
+        self, index: int, model: Capturable, plan: InstancePlan, memory: Memory, partitions: tuple[int, ...] = ()
     ) -> None:
         self.index, self.model, self.plan, self.memory = index, model, plan, memory
-        self.windows = windows  # windows of SMs, to one of which the lane may be confined
-        self.berth: Berth | None = None  # the berth that it shares with other models' lanes
+        self.partitions = partitions  # SM partitions, to one of which the instance may be confined
+        self.arena: Arena | None = None  # the arena that it shares with other models' instances
         self.inputs = {k: self._host_view(f"in:{k}", s) for k, s in model.inputs.items()}
         self.outputs = {k: self._host_view(f"out:{k}", s) for k, s in model.outputs.items()}
         self._slot_bytes: dict[int, tuple[list[memoryview], dict[str, memoryview]]] = {}
@@ -298,7 +300,7 @@ class Lane:
         return self.memory.tensor(self.plan.device[key], self.plan.host[key], (batch, *spec.shape), spec.dtype)
 
     def scratch(self, bump: Bump, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        """An array in the lane's arena."""
+        """An array in the instance's arena."""
         nbytes = math.prod(shape) * dtype.itemsize
         return self.memory.array(self.plan.scratch + bump.take(nbytes), shape, dtype)
 
@@ -310,12 +312,12 @@ def _bytes(array: NDArray[Any]) -> memoryview:
 @dataclass(frozen=True, slots=True)
 class Reservation:
     weights_bytes: int
-    lane_bytes: int
-    lanes: int
+    instance_bytes: int
+    instances: int
 
     @property
     def total_bytes(self) -> int:
-        return self.weights_bytes + self.lane_bytes * self.lanes
+        return self.weights_bytes + self.instance_bytes * self.instances
 
 
 class MemoryPlan:
@@ -326,19 +328,19 @@ class MemoryPlan:
         self._held: dict[str, Reservation] = {}
         # Set where weights come and go: the bytes of weights on the GPU, and the state of each model's weights.
         self.weights_on_gpu: Callable[[], int] | None = None
-        self.lanes_held: Callable[[], int] | None = None
+        self.instances_held: Callable[[], int] | None = None
         self.account: Callable[[], dict[str, Any]] = dict
 
     @property
     def held_bytes(self) -> int:
-        return self.lanes_bytes + self.weights_bytes
+        return self.instances_bytes + self.weights_bytes
 
     @property
-    def lanes_bytes(self) -> int:
-        """Inputs, outputs and scratch of all lanes."""
-        if self.lanes_held is not None:
-            return self.lanes_held()
-        return sum(r.lane_bytes * r.lanes for r in self._held.values())
+    def instances_bytes(self) -> int:
+        """Inputs, outputs and scratch of all instances."""
+        if self.instances_held is not None:
+            return self.instances_held()
+        return sum(r.instance_bytes * r.instances for r in self._held.values())
 
     def note(self, name: str, reservation: Reservation) -> Reservation:
         """Records a model's memory that was counted elsewhere."""
@@ -351,9 +353,9 @@ class MemoryPlan:
         return self.weights_on_gpu() if self.weights_on_gpu else sum(r.weights_bytes for r in self._held.values())
 
     def __call__(self) -> dict[str, Any]:
-        """The account: the engine's budget, the bytes of lanes and weights, and the state of each model."""
+        """The account: the engine's budget, the bytes of instances and weights, and the state of each model."""
         models = {
-            name: {"weights_bytes": r.weights_bytes, "lanes": r.lanes, "lane_bytes": r.lane_bytes}
+            name: {"weights_bytes": r.weights_bytes, "instances": r.instances, "instance_bytes": r.instance_bytes}
             for name, r in self.reservations.items()
         }
         about = self.account()
@@ -361,7 +363,7 @@ class MemoryPlan:
             models.setdefault(name, {}).update(more)
         return {
             "budget_bytes": self.budget_bytes,
-            "lanes_bytes": self.lanes_bytes,
+            "instances_bytes": self.instances_bytes,
             "weights_bytes": self.weights_bytes,
             "free_bytes": self.budget_bytes - self.held_bytes,
             **about,
@@ -372,21 +374,21 @@ class MemoryPlan:
     def reservations(self) -> dict[str, Reservation]:
         return dict(self._held)
 
-    def reserve(self, name: str, weights_bytes: int, lane_bytes: int, wanted: int, least: int = 1) -> Reservation:
-        """Reserves memory for the weights and `least` to `wanted` lanes; MemoryPlanError if they do not fit."""
+    def reserve(self, name: str, weights_bytes: int, instance_bytes: int, wanted: int, least: int = 1) -> Reservation:
+        """Reserves memory for the weights and `least` to `wanted` instances; MemoryPlanError if they do not fit."""
         # Weights that can be evicted do not count here: the core chooses which ones leave.
-        free = self.budget_bytes - (self.lanes_bytes if self.weights_on_gpu else self.held_bytes)
-        lanes = min(wanted, max(0, free - weights_bytes) // max(1, lane_bytes)) if weights_bytes <= free else 0
-        if lanes < least:
-            needed = weights_bytes + least * lane_bytes
+        free = self.budget_bytes - (self.instances_bytes if self.weights_on_gpu else self.held_bytes)
+        instances = min(wanted, max(0, free - weights_bytes) // max(1, instance_bytes)) if weights_bytes <= free else 0
+        if instances < least:
+            needed = weights_bytes + least * instance_bytes
             raise MemoryPlanError(
                 f"model {name!r} does not fit: weights {readable_bytes(weights_bytes)} + {least} "
-                f"lane{'s' * (least > 1)} of {readable_bytes(lane_bytes)} = {readable_bytes(needed)}, "
+                f"instance{'s' * (least > 1)} of {readable_bytes(instance_bytes)} = {readable_bytes(needed)}, "
                 f"but {readable_bytes(free)} of the engine's {readable_bytes(self.budget_bytes)} are free"
                 f"{self._others()}. "
-                "Unload a model, use fewer lanes or smaller batches, or give the engine more memory_bytes."
+                "Unload a model, use fewer instances or smaller batches, or give the engine more memory_bytes."
             )
-        self._held[name] = Reservation(weights_bytes, lane_bytes, lanes)
+        self._held[name] = Reservation(weights_bytes, instance_bytes, instances)
         return self._held[name]
 
     def release(self, name: str) -> None:

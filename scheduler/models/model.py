@@ -29,8 +29,8 @@ class Model:
     """A model to be served: `fn(weights, inputs, outputs)` launches kernels over three dicts of device arrays.
 
     Inputs and outputs have the batch as their leading axis. The function is captured once per batch size, and on a real
-    GPU once per lane, so it must not wait for the GPU, copy to the host or branch on data; `pp.empty` inside it takes
-    scratch memory from the lane.
+    GPU once per instance, so it must not wait for the GPU, copy to the host or branch on data; `pp.empty` inside it
+    takes scratch memory from the instance.
 
     >>> def double(weights, inputs, outputs):
     ...     scale[(1,)](inputs["x"], outputs["y"], 2.0, N=64)
@@ -51,14 +51,14 @@ class Model:
         target_ms: float | None = None,
         priority: int = 0,
         share: float = 1.0,
-        lanes: int | None = None,
+        instances: int | None = None,
         params: Mapping[str, float] | None = None,
         resident: bool | str = "auto",
         capture: str = "ahead",
     ) -> None:
         """`target_ms` is the target latency of requests without a deadline; models with larger `priority` go first.
 
-        `share` is the model's share of the GPU's time under a fair policy, relative to other models. `lanes` is the
+        `share` is the model's share of the GPU's time under a fair policy, relative to other models. `instances` is the
         number of batches that may be in flight at once; the default is as many as the engine runs, or as fit its
         memory. `params` are numbers for policies, by name: `params={"request": 0.3, "limit": 0.6}` under the policy
         `token`.
@@ -69,7 +69,7 @@ class Model:
         `capture` says when batch sizes are captured: "ahead", all while the model is loaded, or "on_demand", only the
         smallest and the largest; each other size follows, while the model serves, when a batch first wants it.
         """
-        self._settle(name, batch, target_ms, priority, share, lanes, params or {})
+        self._settle(name, batch, target_ms, priority, share, instances, params or {})
         self._set_resident(resident)
         self._set_capture(capture)
         if isinstance(weights, str | Path):
@@ -86,8 +86,8 @@ class Model:
         self.source = None if isinstance(weights, Mapping) else weights
 
     def _settle(
-        self, name: str, batch: Sequence[int], target_ms: float | None, priority: int, share: float, lanes: int | None,
-        params: Mapping[str, float],
+        self, name: str, batch: Sequence[int], target_ms: float | None, priority: int, share: float,
+        instances: int | None, params: Mapping[str, float],
     ) -> None:  # fmt: skip
         if not isinstance(name, str) or not name:
             raise ModelError(f"model name {name!r}: the name must be a non-empty string")
@@ -95,12 +95,12 @@ class Model:
             raise ModelError(f"model {name!r}: target_ms={target_ms}; the target must be finite and above 0")
         if not 0 < share < math.inf:
             raise ModelError(f"model {name!r}: share={share}; the share must be finite and above 0")
-        if lanes is not None and (not isinstance(lanes, int) or lanes < 1):
+        if instances is not None and (not isinstance(instances, int) or instances < 1):
             raise ModelError(
-                f"model {name!r}: lanes={lanes!r}; the number of lanes must be an integer of at least 1, or None"
+                f"model {name!r}: instances={instances!r} must be an integer of at least 1, or None"
             )
         self.name, self.batch = name, _batch(name, batch)
-        self.target_ms, self.share, self.lanes = target_ms, float(share), lanes
+        self.target_ms, self.share, self.instances = target_ms, float(share), instances
         try:
             self.priority, self.params = checked_priority(priority), checked_params(params)
         except ValueError as e:
@@ -124,7 +124,7 @@ class Model:
         target_ms: float | None = None,
         priority: int | None = None,
         share: float | None = None,
-        lanes: int | None = None,
+        instances: int | None = None,
         params: Mapping[str, float] | None = None,
         resident: bool | str | None = None,
         capture: str | None = None,
@@ -139,7 +139,7 @@ class Model:
             self.target_ms if target_ms is None else target_ms,
             self.priority if priority is None else priority,
             self.share if share is None else share,
-            self.lanes if lanes is None else lanes,
+            self.instances if instances is None else instances,
             self.params if params is None else params,
         )
         made._set_resident(self.resident if resident is None else resident)
@@ -191,17 +191,17 @@ class Model:
 
         `graph` is a `torch.cuda.CUDAGraph(keep_graph=True)` or the handle of a `CUgraph`. `inputs` and `outputs` name
         the GPU arrays that it reads and writes; the inputs of a request have the shapes of these arrays. The model has
-        one lane and batches of one, since the graph has one set of arrays. Loading runs the graph several times.
+        one instance and batches of one, since the graph has one set of arrays. Loading runs the graph several times.
 
             pp.Model.from_graph(graph, inputs={"x": x}, outputs={"y": y}, name="net")
         """
 
-        for key in ("batch", "lanes", "weights"):
+        for key in ("batch", "instances", "weights"):
             if key in about:
                 raise ModelError(f"model {name!r}: {key}={about[key]!r}; a graph decides this itself: leave {key} out")
         made = ForeignGraph(name, graph, inputs, outputs)
         specs = [{key: place.spec for key, place in each.items()} for each in (made.inputs, made.outputs)]
-        return cls(name, made.run, inputs=specs[0], outputs=specs[1], weights=made, batch=(1,), lanes=1, **about)
+        return cls(name, made.run, inputs=specs[0], outputs=specs[1], weights=made, batch=(1,), instances=1, **about)
 
     @property
     def uses_torch(self) -> bool:
@@ -210,7 +210,7 @@ class Model:
 
     @property
     def stateful(self) -> bool:
-        """Whether the model's function changes the weights; if so, only one of its lanes runs at a time."""
+        """Whether the model's function changes the weights; if so, only one of its instances runs at a time."""
         return self.source is not None and self.source.stateful
 
     @property
@@ -227,11 +227,11 @@ class Model:
 
     @property
     def weights_bytes(self) -> int:
-        """Memory of the weights, which all lanes share."""
+        """Memory of the weights, which all instances share."""
         return sum(array.nbytes for array in self.weights.values()) if self.source is None else self.source.nbytes
 
     def place(self, device: Device) -> Arrays:
-        """The weights in the device's memory, shared by all lanes and batch sizes."""
+        """The weights in the device's memory, shared by all instances and batch sizes."""
         if self.source is not None:
             return self.source.place(self.name, device)
         check_mapped(self.weights.values())
@@ -289,7 +289,7 @@ def _batch(model: str, given: Sequence[int]) -> tuple[int, ...]:
 
 # Models made from graphs that were captured elsewhere: by PyTorch, by CuPy, or through the driver.
 #
-# A graph reads and writes the addresses with which it was captured. So such a model has one lane and takes whole
+# A graph reads and writes the addresses with which it was captured. So such a model has one instance and takes whole
 # tensors; it copies a request's inputs to the graph's input addresses, and the outputs from its output addresses.
 
 

@@ -29,8 +29,8 @@ class ProgramProfile:
     cuts: Cuts  # kernels that are launched in slices
     chain: bool
     demand: float = 0.0  # part of the GPU that the program keeps busy: time at saturation ÷ time alone; 0: not measured
-    together: int = 0  # number of lanes that ran at once for `demand`
-    window_ns: float = 0.0  # the whole program inside one window of SMs; 0: it cannot be confined
+    together: int = 0  # number of instances that ran at once for `demand`
+    partition_ns: float = 0.0  # the whole program inside one SM partition; 0: it cannot be confined
     shares: bool = False  # whether the segments' `compute` and `memory` were measured
     # For each segment: how many bytes, from the start of the weights, it and the segments before it need. Not stored:
     # the number depends on where this model has its weights.
@@ -40,9 +40,9 @@ class ProgramProfile:
         return replace(self, needs=tuple(needs))
 
     @property
-    def stretch_in_window(self) -> float:
-        """Time inside a window of SMs ÷ time on the whole GPU; infinite if the program cannot be confined."""
-        return self.window_ns / self.whole_ns if self.window_ns > 0.0 else math.inf
+    def stretch_in_partition(self) -> float:
+        """Time inside an SM partition ÷ time on the whole GPU; infinite if the program cannot be confined."""
+        return self.partition_ns / self.whole_ns if self.partition_ns > 0.0 else math.inf
 
     @property
     def segmented_ns(self) -> float:
@@ -67,7 +67,7 @@ def segment_profile(nodes: Sequence[Node], waves: Sequence[int], time_ns: float,
     )
 
 
-def model_profile(model: Model, programs: Sequence[ProgramProfile], lanes: int, queue_limit: int) -> ModelProfile:
+def model_profile(model: Model, programs: Sequence[ProgramProfile], instances: int, queue_limit: int) -> ModelProfile:
     """The facts about a loaded model that the core and simulations need."""
     return ModelProfile(
         model.name,
@@ -75,7 +75,7 @@ def model_profile(model: Model, programs: Sequence[ProgramProfile], lanes: int, 
         target_ms=model.target_ms,
         priority=model.priority,
         share=model.share,
-        lanes=lanes,
+        instances=instances,
         queue_limit=queue_limit,
         demand={each.batch: each.demand for each in programs if each.demand},
         together={each.batch: each.together for each in programs if each.together},
@@ -114,7 +114,7 @@ def load(where: str) -> ProgramProfile | None:
             chain=found["chain"],
             demand=found["demand"],
             together=found["together"],
-            window_ns=found["window_ns"],
+            partition_ns=found["partition_ns"],
             shares=found.get("shares", False),
         )
     except (ValueError, KeyError, TypeError):

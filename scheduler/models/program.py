@@ -1,4 +1,4 @@
-"""A program: the nodes that one lane's captured function launches, in a form that is the same for every device."""
+"""A program: the nodes that one instance's captured function launches, in a form that is the same for every device."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class Node:
 
 @dataclass(slots=True)
 class Program:
-    """One lane's captured work at one batch size. `body` is device-specific: a CUDA graph or a list of launches."""
+    """One instance's captured work at one batch size. `body` is device-specific: a CUDA graph or a list of launches."""
 
     model: Capturable
-    lane: int
+    instance: int
     batch: int
     nodes: list[Node]  # in an order that respects every dependency
     chain: bool  # whether each node depends on the node before it and on no other
@@ -56,14 +56,14 @@ class Program:
     _content: str = field(default="", init=False, repr=False)
 
     def content(self) -> str:
-        """A digest of the program's work, equal for all lanes."""
+        """A digest of the program's work, equal for all instances."""
         if not self._content:
             self._content = content_digest(self.nodes)
         return self._content
 
-    def for_lane(self, lane: int, body: Any, marks: Marks) -> Program:
-        """The same nodes in another lane's memory."""
-        made = Program(self.model, lane, self.batch, self.nodes, self.chain, body, marks=marks)
+    def for_instance(self, instance: int, body: Any, marks: Marks) -> Program:
+        """The same nodes in another instance's memory."""
+        made = Program(self.model, instance, self.batch, self.nodes, self.chain, body, marks=marks)
         made._content = self.content()
         return made
 

@@ -1,4 +1,5 @@
-"""The tensors of a model's function, their shapes and types, and the parts of a model that captures and lanes use."""
+"""The tensors of a model's function, their shapes and types, and the parts of a model that captures and instances use.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +103,7 @@ class TensorSpec:
 
 
 class Capturable(Protocol):
-    """The parts of a model that captures, lanes and programs use; implemented by `Model`."""
+    """The parts of a model that captures, instances and programs use; implemented by `Model`."""
 
     name: str
     batch: tuple[int, ...]
@@ -131,10 +132,12 @@ class Weights(Protocol):
     @property
     def keeps_state(self) -> bool:
         """Whether runs of the function may change anything that later runs see."""
+
     @property
     def nbytes(self) -> int: ...
     def place(self, model: str, device: Device) -> Arrays:
         """The weights that the model's function is given; `model` is the name for error messages."""
+
     def preserved(self) -> AbstractContextManager[None]:
         """A context in which runs of the function leave the weights unchanged."""
 

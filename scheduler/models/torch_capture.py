@@ -1,9 +1,9 @@
-"""PyTorch under our captures: on our stream, with memory from a pool that belongs to the lane.
+"""PyTorch under our captures: on our stream, with memory from a pool that belongs to the instance.
 
-Memory that a captured graph writes to must stay in place, and must not be shared with another lane that may run at the
-same time. So every lane has its own pool of PyTorch's allocator; its batch sizes share the pool, since only one of them
-runs at a time. cuBLAS keeps a workspace per stream, which is dropped before and after each capture; otherwise all lanes
-would share one.
+Memory that a captured graph writes to must stay in place, and must not be shared with another instance that may run at
+the same time. So every instance has its own pool of PyTorch's allocator; its batch sizes share the pool, since only one
+of them runs at a time. cuBLAS keeps a workspace per stream, which is dropped before and after each capture; otherwise
+all instances would share one.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _NO_CONTEXT = (0, 3, 4, 201)  # the driver's status if nothing failed, or if thi
 
 
 class TorchPool:
-    """One lane's memory in PyTorch's allocator."""
+    """One instance's memory in PyTorch's allocator."""
 
     def __init__(self, index: int) -> None:
         torch: Any = sys.modules["torch"]
@@ -166,7 +166,7 @@ def _is_lost() -> bool:
 # words, as PyTorch does. The graph of a served model runs without the host, and advances the offset itself.
 
 
-_GOLDEN = 0x9E3779B97F4A7C15  # multiplier that keeps the seeds of lanes far apart
+_GOLDEN = 0x9E3779B97F4A7C15  # multiplier that keeps the seeds of instances far apart
 _MARK = 1 << 20  # a distinctive offset by which its word is found
 
 WordsOf = Callable[[Any], list[int]]  # the 8-byte numbers in the launch arguments of a graph's kernels, in order
@@ -224,8 +224,8 @@ class _Words:
 
 
 class _Own:
-    """A state of PyTorch's default generator that belongs to one job or lane. Two that run at once use different words,
-    and captures by other code do not write to them.
+    """A state of PyTorch's default generator that belongs to one job or instance. Two that run at once use different
+    words, and captures by other code do not write to them.
     """
 
     def __init__(self, torch: Any, index: int) -> None:
@@ -286,8 +286,8 @@ class Draws:
                 generator.set_offset(generator.get_offset() + drawn)
 
 
-class LaneDraws:
-    """The random numbers of one lane of a served model, from a seed of its own."""
+class InstanceDraws:
+    """The random numbers of one instance of a served model, from a seed of its own."""
 
     def __init__(self, torch: Any, index: int, number: int, words_of: WordsOf) -> None:
         self._own = _Own(torch, index)

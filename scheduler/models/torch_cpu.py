@@ -126,7 +126,7 @@ def record_or_run(
         run()
         return
     batch = len(next(iter(plain_in.values())))
-    if batch not in operations:  # the operations are the same for every lane
+    if batch not in operations:  # the operations are the same for every instance
         weights = [*call.parameters(), *call.buffers()] if isinstance(call, torch.nn.Module) else []
         memory = [array.ctypes.data for array in plain_in.values()] + [t.untyped_storage().data_ptr() for t in weights]
         operations[batch] = count_operations(torch, run, memory)

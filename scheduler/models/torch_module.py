@@ -78,9 +78,7 @@ def named_results(results: Any) -> dict[str, Any]:
     return found
 
 
-def named_inputs(
-    torch: Any, title: str, example: Any, names: Sequence[str] | None
-) -> tuple[dict[str, Any], bool]:
+def named_inputs(torch: Any, title: str, example: Any, names: Sequence[str] | None) -> tuple[dict[str, Any], bool]:
     if isinstance(example, Mapping):
         given, keywords = dict(example), True
     else:
@@ -274,7 +272,7 @@ class TorchModule:
         return sum(isinstance(part, needs_torch().nn.modules.conv._ConvNd) for part in parts)
 
     def place(self, model: str, device: Device) -> Arrays:
-        """The module on the device, shared by all lanes and batch sizes."""
+        """The module on the device, shared by all instances and batch sizes."""
         torch = needs_torch()
         where = f"cuda:{device.index}" if device.name.startswith("cuda") else "cpu"  # type: ignore[attr-defined]
         if where != "cpu" and not torch.cuda.is_available():

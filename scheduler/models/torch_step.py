@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from paellapy.instrument.device.base import Device
 from paellapy.scheduler.core.errors import ModelError
-from paellapy.scheduler.models.capture import Counting, LaneCapture, Recording
+from paellapy.scheduler.models.capture import Counting, InstanceCapture, Recording
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.sync_guard import refusing_to_wait
 from paellapy.scheduler.models.tensors import Arrays, TensorSpec
@@ -33,9 +33,9 @@ from paellapy.scheduler.models.torch_state import (
 )
 from paellapy.scheduler.models.torch_tensors import as_array, as_tensor, needs_torch, numpy_dtype
 
-LANES = 2  # while one runs, the data of the next step are written to the other
+INSTANCES = 2  # while one runs, the data of the next step are written to the other
 _NUMBER_BYTES = 8  # memory up to this size is a single number, such as a count of steps, and may be on the host
-_NOTHING = {"nothing": TensorSpec((1,), np.uint8)}  # lanes need at least one input and one output
+_NOTHING = {"nothing": TensorSpec((1,), np.uint8)}  # instances need at least one input and one output
 
 
 def _spec(torch: Any, tensor: Any) -> TensorSpec:
@@ -136,7 +136,7 @@ class TorchStep:
             )
         check_complete(self.torch, name, step, list(state))
         check_capturable(self.torch, name, list(state))
-        self.pool: TorchPool | None = None  # shared by all lanes, because only one of them runs at a time
+        self.pool: TorchPool | None = None  # shared by all instances, because only one of them runs at a time
         self.draws: Draws | None = None
         self._operations: list[Operation] | None = None
         # The first step runs here, outside a capture, so that PyTorch can create its lazy state. Its autograd graph is
@@ -199,7 +199,7 @@ class TorchStep:
         outputs = {key: _spec(self.torch, t) for key, t in self._results.items()}
         inputs = _NOTHING if self._batch is None else self._batch.specs
         made = Model(self.name, self.run, inputs=inputs, outputs=outputs or _NOTHING, weights=self, batch=(1,),
-                     lanes=LANES, **about)  # fmt: skip
+                     instances=INSTANCES, **about)  # fmt: skip
         made.quantum_us = quantum_us
         return made
 
@@ -263,7 +263,7 @@ class TorchStep:
             elif isinstance(capture, Counting):
                 capture.launches += 1
             return
-        if isinstance(capture, LaneCapture):
+        if isinstance(capture, InstanceCapture):
             self._into(inputs, outputs)
             return
         assert self.draws is not None

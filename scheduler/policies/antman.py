@@ -22,6 +22,6 @@ def done(job: Job, segment: DoneSegment, own: Own) -> None:
 
 
 @policy(name="antman", admit=admit, done=done, per_model={"rests_ns": 1.0}, params={"performance": 1.0},
-        may_idle=True, look_ahead=1)  # fmt: skip
+        may_idle=True, max_in_flight=1)  # fmt: skip
 def rank(job: Job) -> float:
     return job.arrival_ns - STEP * job.priority

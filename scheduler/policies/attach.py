@@ -19,10 +19,10 @@ def attach_policy(state: State, policy: Policy) -> None:
             f"policy {policy.name} keeps per_model numbers for at most {PER_MODEL} models, and the engine has room for "
             f"{len(state.model)}: give the engine smaller limits"
         )
-    if policy.place is not None and not state.core["windows"][0]:
+    if policy.place is not None and not state.core["partitions"][0]:
         raise PolicyError(
-            f"policy {policy.name} has a `place`, but there are no windows of SMs: ask for some with "
-            "Engine(sm_windows=8), simulate(…, sm_windows=8) or `paellapy simulate --sm-windows 8`"
+            f"policy {policy.name} has a `place`, but there are no SM partitions: ask for some with "
+            "Engine(sm_partitions=8), simulate(…, sm_partitions=8) or `paellapy simulate --sm-partitions 8`"
         )
     if policy.admits_by_client:
         attach_barred(state)
@@ -35,9 +35,9 @@ def attach_policy(state: State, policy: Policy) -> None:
     want_params(state, policy.layout.params)
     core = state.core[0]
     core["own_at"], core["own_names"] = len(policy.layout.state), len(policy.layout.per_model)
-    core["max_active"] = min(policy.active or int(state.tuning["default_active"][0]), len(state.lane))
+    core["max_active"] = min(policy.active or int(state.tuning["default_active"][0]), len(state.instance))
     core["demand_limit"] = np.inf
-    core["look_ahead"] = policy.look_ahead
+    core["max_in_flight"] = policy.max_in_flight
     core["whole_always"], core["top_whole"] = policy.whole, policy.top_whole
     core["timeless"] = policy.timeless
     core["may_idle"], core["by_client"] = policy.may_idle, policy.admits_by_client

@@ -12,7 +12,7 @@ from paellapy.scheduler.policies.policy import policy
 HOPELESS = 2.0**56
 
 
-@policy(name="lax", look_ahead=1)
+@policy(name="lax", max_in_flight=1)
 def rank(job: Job) -> float:
     if job.deadline_ns >= NEVER:
         return 2.0 * HOPELESS + job.arrival_ns

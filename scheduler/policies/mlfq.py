@@ -15,7 +15,7 @@ AGEING_NS = 100e6
 STEP = 2.0**56
 
 
-@policy(name="mlfq", active=2, look_ahead=1)
+@policy(name="mlfq", active=2, max_in_flight=1)
 def rank(job: Job) -> float:
     had = max((job.total_ns - job.remaining_ns) / FIRST_NS, 0.25)
     queue = math.ceil(math.log2(had) / 2.0) - math.floor((job.now_ns - job.arrival_ns) / AGEING_NS)

@@ -23,7 +23,7 @@ def tick(own: Own) -> None:
     own.online, own.used_ns = 0.7 * own.online + 0.3 * min(own.used_ns / 10e6, 1.0), 0.0
 
 
-@policy(name="muxflow", admit=admit, done=done, tick=tick, tick_us=10_000, may_idle=True, look_ahead=1, top_whole=True,
-        state={"top": -1e9, "next_ns": 1.0, "online": 0.5, "used_ns": 0.0})  # fmt: skip
+@policy(name="muxflow", admit=admit, done=done, tick=tick, tick_us=10_000, may_idle=True, max_in_flight=1,
+        top_whole=True, state={"top": -1e9, "next_ns": 1.0, "online": 0.5, "used_ns": 0.0})  # fmt: skip
 def rank(job: Job) -> float:
     return job.arrival_ns - 2.0**56 * job.priority

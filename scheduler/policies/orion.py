@@ -23,6 +23,6 @@ def admit(job: Job, gpu: Gpu) -> bool:
     return unlike and together <= 1.0 and gpu.top.blocks + job.segment.blocks <= gpu.capacity_blocks
 
 
-@policy(name="orion", admit=admit, look_ahead=1)
+@policy(name="orion", admit=admit, max_in_flight=1)
 def rank(job: Job) -> float:
     return job.arrival_ns - STEP * job.priority

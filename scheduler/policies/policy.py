@@ -61,7 +61,7 @@ class Policy:
     done: Tell | None
     victim: Rank | None
     active: int | None  # None: the engine decides
-    look_ahead: int
+    max_in_flight: int
     whole: bool
     top_whole: bool
     may_idle: bool
@@ -70,7 +70,7 @@ class Policy:
     functions: Mapping[str, Compiled] = field(repr=False)  # by role
 
     def __post_init__(self) -> None:
-        for name, value in (("active", self.active), ("look_ahead", self.look_ahead)):
+        for name, value in (("active", self.active), ("max_in_flight", self.max_in_flight)):
             if value is None:
                 continue
             if not isinstance(value, int | np.integer) or isinstance(value, bool) or value > _MOST:
@@ -139,7 +139,7 @@ class PolicyOptions(TypedDict, total=False):
     params: Mapping[str, float]
     tick_us: float | None
     active: int | None
-    look_ahead: int
+    max_in_flight: int
     whole: bool
     top_whole: bool
     may_idle: bool
@@ -161,7 +161,7 @@ class _Options:
     params: Mapping[str, float] = field(default_factory=dict)
     tick_us: float | None = None
     active: int | None = None
-    look_ahead: int = 2
+    max_in_flight: int = 2
     whole: bool = False
     top_whole: bool = False
     may_idle: bool = False
@@ -179,10 +179,10 @@ def policy(rank: Rank | None = None, /, **options: Unpack[PolicyOptions]) -> Pol
     the default for models without them. `tick_us`: the time between two calls of `tick`. `may_idle`: `admit` also
     decides for an idle GPU; otherwise an idle GPU takes the best job without asking `admit`.
 
-    `active`: number of jobs that may launch at a time; by default the engine decides. `look_ahead`: number of segments
-    that a job may have on the GPU; if 1, the next segment is launched just before the current one ends. `whole`: always
-    launch programs in one piece. `top_whole`: launch programs of the highest priority in one piece, where models of
-    lower priority are loaded.
+    `active`: number of jobs that may launch at a time; by default the engine decides. `max_in_flight`: number of
+    segments that a job may have on the GPU; if 1, the next segment is launched just before the current one ends.
+    `whole`: always launch programs in one piece. `top_whole`: launch programs of the highest priority in one piece,
+    where models of lower priority are loaded.
 
     >>> @policy(active=4)
     ... def oldest(job):
@@ -225,7 +225,7 @@ def _make(rank: Rank, given: _Options) -> Policy:
             check(role, wanted[role], compiled, layout)
     made = Policy(
         title, rank, given.admit, given.order, given.place, given.tick, given.done, given.victim, given.active,
-        given.look_ahead,
+        given.max_in_flight,
         given.whole, given.top_whole, given.may_idle, given.tick_us or 0.0, layout, functions,
     )  # fmt: skip
     if not ours and made.may_idle and made.tick is None:

@@ -15,6 +15,6 @@ def admit(job: Job, gpu: Gpu) -> bool:
     return job.priority >= gpu.active_priority
 
 
-@policy(name="priority", admit=admit, look_ahead=1, top_whole=True)
+@policy(name="priority", admit=admit, max_in_flight=1, top_whole=True)
 def rank(job: Job) -> float:
     return job.arrival_ns - STEP * job.priority

@@ -24,7 +24,7 @@ def done(job: Job, segment: DoneSegment, own: Own) -> None:
     own.full_ns[m] = max(own.full_ns[m], began_ns) + segment.ns / max(share + own.extra[m], 1e-3)
 
 
-@policy(name="quota", admit=admit, done=done, params={"share": 1.0}, may_idle=True, look_ahead=1,
+@policy(name="quota", admit=admit, done=done, params={"share": 1.0}, may_idle=True, max_in_flight=1,
         per_model={"full_ns": 1.0, "used_ns": 0.0, "since_ns": 0.0, "extra": 0.0})  # fmt: skip
 def rank(job: Job) -> float:
     return job.arrival_ns

@@ -23,6 +23,6 @@ def admit(job: Job, gpu: Gpu, own: Own) -> bool:
     return not follows or gpu.now_ns > own.real_time_ns + QUIET_NS
 
 
-@policy(name="reef", admit=admit, may_idle=True, state={"real_time_ns": -1e18}, look_ahead=1, top_whole=True)
+@policy(name="reef", admit=admit, may_idle=True, state={"real_time_ns": -1e18}, max_in_flight=1, top_whole=True)
 def rank(job: Job) -> float:
     return job.arrival_ns - STEP * job.priority

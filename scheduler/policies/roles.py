@@ -83,15 +83,12 @@ class Layout:
             for name, value in given.items():
                 if not isinstance(name, str) or not name.isidentifier():
                     raise PolicyError(
-                        f"policy {policy}: {what} has the name {name!r}; names must be plain, like those of "
-                        "variables"
+                        f"policy {policy}: {what} has the name {name!r}; names must be plain, like those of variables"
                     )
                 if not is_finite_number(value):
                     raise PolicyError(f"policy {policy}: {what}[{name!r}] is {value!r}; it must be a finite number")
         if twice := set(self.state) & set(self.per_model):
-            raise PolicyError(
-                f"policy {policy}: {min(twice)!r} is in state and in per_model; rename one of them"
-            )
+            raise PolicyError(f"policy {policy}: {min(twice)!r} is in state and in per_model; rename one of them")
 
     @property
     def own(self) -> np.dtype[Any]:
@@ -141,7 +138,7 @@ class Compiled:
 
 def Where(sms: float = 1.0) -> float:
     """The place of a segment, for a policy's `place`. If `sms`, a fraction of the GPU, is below 1, the segment runs in
-    a window of SMs; otherwise on all SMs. All windows of an engine have the same size (`Engine(sm_windows=8)`).
+    an SM partition; otherwise on all SMs. All partitions of an engine have the same size (`Engine(sm_partitions=8)`).
 
     >>> Where(sms=0.25)
     0.25

@@ -1,6 +1,6 @@
 """Shortest remaining processing time first: the lowest mean latency. Long jobs may starve; `paella` bounds that.
 
-A batch answers several requests at once, so its time counts per request (Smith's rule). Ranked by time alone, lanes
+A batch answers several requests at once, so its time counts per request (Smith's rule). Ranked by time alone, instances
 with few requests would always leave before full ones, and batches would never form.
 """
 

@@ -23,7 +23,7 @@ def done(job: Job, segment: DoneSegment, own: Own) -> None:
         own.top, own.quiet_ns = job.priority, job.now_ns + IDLE_NS
 
 
-@policy(name="tally", admit=admit, done=done, state={"top": -1e9, "quiet_ns": 1.0}, may_idle=True, look_ahead=1,
+@policy(name="tally", admit=admit, done=done, state={"top": -1e9, "quiet_ns": 1.0}, may_idle=True, max_in_flight=1,
         top_whole=True)  # fmt: skip
 def rank(job: Job) -> float:
     return job.arrival_ns - STEP * job.priority

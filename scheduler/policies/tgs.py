@@ -24,7 +24,16 @@ def tick(gpu: Gpu, own: Own) -> None:
     own.next_ns = gpu.now_ns + 5e6 if own.ticks == 0.0 and speed > 0.0 else min(own.next_ns, gpu.now_ns + 5e6)
 
 
-@policy(name="tgs", admit=admit, done=done, tick=tick, tick_us=5000, may_idle=True, look_ahead=1, top_whole=True,
-        state={"rate": 0.05, "top": -1e9, "next_ns": 1, "best": 1, "speed": 1, "alone_ns": 0, "took_ns": 0, "ticks": 0})
+@policy(
+    name="tgs",
+    admit=admit,
+    done=done,
+    tick=tick,
+    tick_us=5000,
+    may_idle=True,
+    max_in_flight=1,
+    top_whole=True,
+    state={"rate": 0.05, "top": -1e9, "next_ns": 1, "best": 1, "speed": 1, "alone_ns": 0, "took_ns": 0, "ticks": 0},
+)
 def rank(job: Job) -> float:
     return job.arrival_ns - 2.0**56 * job.priority

@@ -59,9 +59,7 @@ def kernels_of(segment: SegmentProfile, timing: Timing, part: Part) -> list[Kern
 class BlocksGpu:
     """The SM model as the GPU of a simulation. The load, the records and the request rows are those of `Fluid`."""
 
-    def __init__(
-        self, part: Part, models: Sequence[ModelProfile], f: fluid.Fluid, state: st.State, seed: int
-    ) -> None:
+    def __init__(self, part: Part, models: Sequence[ModelProfile], f: fluid.Fluid, state: st.State, seed: int) -> None:
         timing = Timing.for_part(part)
         self.f = f
         self.s = state
@@ -70,7 +68,7 @@ class BlocksGpu:
         self.sim = SmModel(
             part, seed, timing=timing, history=1 << 14, false_dependencies=queues > 0, connections=queues or None
         )
-        self._streams = [self.sim.stream() for _ in range(codes.OF_WINDOWS)]
+        self._streams = [self.sim.stream() for _ in range(codes.OF_PARTITIONS)]
         self.segments: dict[tuple[int, int, int], Program] = {}
         for m, model in enumerate(models):
             for k, program in enumerate(model.sizes.values()):
@@ -112,17 +110,17 @@ class BlocksGpu:
     def _launch(self) -> None:
         s = self.s
         for out in s.out[: s.core["out"][0]]:
-            lane = int(out["lane"])
-            self.words[self._start(lane, out)] = int(out["word"])
+            instance = int(out["instance"])
+            self.words[self._start(instance, out)] = int(out["word"])
         s.core["out"][0] = 0
 
-    def _start(self, lane: int, out: Any) -> int:
-        """Puts the core's launch on the lane's stream; returns the handle of its last command."""
-        program = self.segments[int(self.s.lane["model"][lane]), int(out["size"]), int(out["segment"])]
-        return self.sim.launch_program(self.stream_of(lane), program, trace=False)
+    def _start(self, instance: int, out: Any) -> int:
+        """Puts the core's launch on the instance's stream; returns the handle of its last command."""
+        program = self.segments[int(self.s.instance["model"][instance]), int(out["size"]), int(out["segment"])]
+        return self.sim.launch_program(self.stream_of(instance), program, trace=False)
 
-    def stream_of(self, lane: int) -> int:
-        return self._streams[int(self.s.lane["stream_at"][lane])]
+    def stream_of(self, instance: int) -> int:
+        return self._streams[int(self.s.instance["stream_at"][instance])]
 
     def _collect(self) -> None:
         while n := record_batch(self.f, self.s):
@@ -188,12 +186,12 @@ class TracedGpu(BlocksGpu):
         self._tracer = PieceTracer(own.device)
         self._entries: list[Any] = []
 
-    def _start(self, lane: int, out: Any) -> int:
-        piece = self._own.pieces[int(self.s.lane["model"][lane]), int(out["size"]), int(out["segment"])]
+    def _start(self, instance: int, out: Any) -> int:
+        piece = self._own.pieces[int(self.s.instance["model"][instance]), int(out["size"]), int(out["segment"])]
         now = self.sim.now_ns
-        order = (lane, int(out["size"]), int(out["segment"]))
-        first_id = self._tracer.note(order, piece, int(now), self.stream_of(lane))
-        return piece.place(self.sim, self.stream_of(lane), now, first_id).last
+        order = (instance, int(out["size"]), int(out["segment"]))
+        first_id = self._tracer.note(order, piece, int(now), self.stream_of(instance))
+        return piece.place(self.sim, self.stream_of(instance), now, first_id).last
 
     def _ended(self, entry: Any) -> None:
         self._entries.append(entry.copy())
@@ -205,8 +203,8 @@ class TracedGpu(BlocksGpu):
         found = EngineTrace(np.zeros(0, BLOCK), np.zeros(0, LAUNCH), (), facts)
         recorded = self._tracer.finish(self.sim.blocks())
         models = dict(enumerate(self._models))
-        lanes = {lane: int(row) for lane, row in enumerate(self.s.lane["model"]) if row != codes.NONE}
+        instances = {instance: int(row) for instance, row in enumerate(self.s.instance["model"]) if row != codes.NONE}
         whole = bool(self.s.core["whole_always"][0])
-        simulation = TracedEngine(models, lanes, int, policy, whole, simulated=True)
+        simulation = TracedEngine(models, instances, int, policy, whole, simulated=True)
         fill_engine_trace(found, recorded, self._entries, simulation)
         return found

@@ -73,7 +73,7 @@ def _curve(name: str, batch: int) -> tuple[float, float]:
 
 
 def mix_profiles(
-    batch: Sequence[int] = (1,), *, lanes: int = 16, target: float | None = 4.0, names: Sequence[str] = tuple(MIX)
+    batch: Sequence[int] = (1,), *, instances: int = 16, target: float | None = 4.0, names: Sequence[str] = tuple(MIX)
 ) -> list[ModelProfile]:
     """The models at these batch sizes (of 1, 2, 4, 8, 16, 32), with a target of `target` times their time alone.
 
@@ -102,7 +102,9 @@ def mix_profiles(
                 for n in each
             ]
         aim = None if target is None else target * us1 / 1e3
-        profiles.append(ModelProfile(name, sizes, target_ms=aim, lanes=lanes, about="fp16, measured on an H200"))
+        profiles.append(
+            ModelProfile(name, sizes, target_ms=aim, instances=instances, about="fp16, measured on an H200")
+        )
     return profiles
 
 

@@ -1,7 +1,7 @@
 """Simulated time at the level of segments: a compiled fluid model of the GPU, with the dispatcher core in its loop.
 
-Each lane's oldest launched segment progresses at a rate up to 1 (its time alone), computed by `fluid_rates`. The host
-is modelled too: the core launches one graph after the other, and makes no decisions during a launch.
+Each instance's oldest launched segment progresses at a rate up to 1 (its time alone), computed by `fluid_rates`. The
+host is modelled too: the core launches one graph after the other, and makes no decisions during a launch.
 """
 
 from __future__ import annotations
@@ -116,15 +116,15 @@ def copy_chunks(f: Fluid, s: State) -> None:
 # Stream priorities matter little between chains of kernels: when a kernel of high priority ends, its successor is not
 # there yet, so the waiting kernel of low priority takes its place, and its blocks are not removed.
 #
-# Jobs that are confined to windows of SMs compete less, and the less the more jobs there are. This rule has one number,
-# fitted to one sweep on the H200 in which 24 jobs reached 1.19 times the throughput without windows. Its validity for
-# more jobs is not known, and no more are let in.
+# Jobs that are confined to SM partitions compete less, and the less the more jobs there are. This rule has one number,
+# fitted to one sweep on the H200 in which 24 jobs reached 1.19 times the throughput without partitions. Its validity
+# for more jobs is not known, and no more are let in.
 #
 # If the number of hardware queues is given, launches wait in them. `benchmarks/stream_queues.py` shows the behaviour of
 # an H200: CUDA assigns graphs to queues one after the other, regardless of their streams. A graph waits behind another
 # graph of the same queue, but not behind its last kernels, since a queue looks some way ahead: graphs of 100 kernels
-# wait for each other, graphs of 2 kernels do not. The modelled look-ahead is the largest that this benchmark allows. A
-# larger one would fit the sweep of Paella's CNNs better, so the model is not exact; and because it was fitted to one
+# wait for each other, graphs of 2 kernels do not. The modelled max-in-flight is the largest that this benchmark allows.
+# A larger one would fit the sweep of Paella's CNNs better, so the model is not exact; and because it was fitted to one
 # sweep, it cannot predict that sweep. Later segments of a job are assumed to stay in the job's queue; this was not
 # measured.
 
@@ -149,33 +149,35 @@ def least_ns(f: Fluid) -> float:
 
 
 @part
-def holds_ns(f: Fluid, s: State, lane: int) -> float:
-    """The part of a lane's launched work, as time alone, for which other lanes of its queue wait."""
-    a = s.lane[lane]
+def holds_ns(f: Fluid, s: State, instance: int) -> float:
+    """The part of an instance's launched work, as time alone, for which other instances of its queue wait."""
+    a = s.instance[instance]
     m, size = a.model, a.size
-    return float(f.left[lane] - s.tuning[0].deep_kernels * f.work[m, size, f.work.shape[2] - 1] / f.kernels[m, size])
+    return float(
+        f.left[instance] - s.tuning[0].deep_kernels * f.work[m, size, f.work.shape[2] - 1] / f.kernels[m, size]
+    )
 
 
 @part
-def is_before(f: Fluid, other: int, lane: int) -> bool:
-    """Whether another lane was assigned to the same queue earlier."""
-    apart = f.order[lane] - f.order[other]
+def is_before(f: Fluid, other: int, instance: int) -> bool:
+    """Whether another instance was assigned to the same queue earlier."""
+    apart = f.order[instance] - f.order[other]
     return bool(apart > 0 and apart % f.sim[0].queues == 0)
 
 
 @part
 def line_up(f: Fluid, s: State) -> None:
-    """Determines which lanes wait in a hardware queue."""
+    """Determines which instances wait in a hardware queue."""
     sim = f.sim[0]
     if sim.queues == 0:
         return
-    for lane in f.run[: sim.running]:
-        f.waits[lane] = 0
+    for instance in f.run[: sim.running]:
+        f.waits[instance] = 0
     for other in f.run[: sim.running]:
         if holds_ns(f, s, other) > least_ns(f):
-            for lane in f.run[: sim.running]:
-                if is_before(f, other, lane):
-                    f.waits[lane] = 1
+            for instance in f.run[: sim.running]:
+                if is_before(f, other, instance):
+                    f.waits[instance] = 1
 
 
 @part
@@ -184,23 +186,23 @@ def next_in_queue(f: Fluid, s: State) -> float:
     sim = f.sim[0]
     found = np.inf
     if sim.queues > 0:
-        for lane in f.run[: sim.running]:
-            holds = holds_ns(f, s, lane)
-            if f.rate[lane] > 0.0 and holds > least_ns(f):
-                found = min(found, holds / f.rate[lane])
+        for instance in f.run[: sim.running]:
+            holds = holds_ns(f, s, instance)
+            if f.rate[instance] > 0.0 and holds > least_ns(f):
+                found = min(found, holds / f.rate[instance])
     return float(found)
 
 
 @part
-def runs(f: Fluid, lane: int) -> bool:
-    return bool(f.delay[lane] <= 0.0 and f.waits[lane] == 0)
+def runs(f: Fluid, instance: int) -> bool:
+    return bool(f.delay[instance] <= 0.0 and f.waits[instance] == 0)
 
 
 @part
-def used(f: Fluid, s: State, lane: int, what: int) -> float:
-    """The fraction of a resource that a lane's running segment takes at rate 1."""
-    segment = f.work.shape[2] - 1 if f.segment[lane] == WHOLE else f.segment[lane]
-    return float(f.use[s.lane[lane].model, s.lane[lane].size, segment, what])
+def used(f: Fluid, s: State, instance: int, what: int) -> float:
+    """The fraction of a resource that an instance's running segment takes at rate 1."""
+    segment = f.work.shape[2] - 1 if f.segment[instance] == WHOLE else f.segment[instance]
+    return float(f.use[s.instance[instance].model, s.instance[instance].size, segment, what])
 
 
 @part
@@ -210,18 +212,18 @@ def share(f: Fluid, s: State) -> None:
     line_up(f, s)
     slots = memory = issue = compute = 0.0
     for k in range(sim.running):
-        lane = f.run[k]
-        if runs(f, lane):
-            slots += used(f, s, lane, SLOTS)
-            memory += used(f, s, lane, MEMORY)
-            issue += used(f, s, lane, ISSUE)
-            compute += used(f, s, lane, COMPUTE)
+        instance = f.run[k]
+        if runs(f, instance):
+            slots += used(f, s, instance, SLOTS)
+            memory += used(f, s, instance, MEMORY)
+            issue += used(f, s, instance, ISSUE)
+            compute += used(f, s, instance, COMPUTE)
     common = 1.0 / max(1.0, slots, memory, compute)
     level = 1.0 if issue * common <= 1.0 else issue_level(f, s, common)
     for k in range(sim.running):
-        lane = f.run[k]
-        want = used(f, s, lane, ISSUE) * common
-        f.rate[lane] = 0.0 if not runs(f, lane) else common if want <= level else common * level / want
+        instance = f.run[k]
+        want = used(f, s, instance, ISSUE) * common
+        f.rate[instance] = 0.0 if not runs(f, instance) else common if want <= level else common * level / want
     share_measured(f, s)
     prefer(f, s)
 
@@ -229,13 +231,13 @@ def share(f: Fluid, s: State) -> None:
 @part
 def prefer(f: Fluid, s: State) -> None:
     """Applies stream priorities: blocks of higher priority are placed first, but running blocks are not removed. So
-    each lane's rate lies between the rate under strict priorities and the rate without priorities.
+    each instance's rate lies between the rate under strict priorities and the rate without priorities.
     """
     sim = f.sim[0]
     top, least = NO_PRIORITY, -NO_PRIORITY
     for k in range(sim.running):
         if runs(f, f.run[k]):
-            priority = s.model[s.lane[f.run[k]].model].priority
+            priority = s.model[s.instance[f.run[k]].model].priority
             top, least = max(top, priority), min(least, priority)
     if top <= least:
         return
@@ -243,44 +245,45 @@ def prefer(f: Fluid, s: State) -> None:
     while top > NO_PRIORITY:  # from the highest downwards
         slots, wants, before, below = 0.0, 0.0, idle, NO_PRIORITY
         for k in range(sim.running):
-            lane = f.run[k]
-            priority = s.model[s.lane[lane].model].priority
-            if runs(f, lane) and priority == top:
-                busy = f.busy[s.lane[lane].model, s.lane[lane].size]
-                slots += used(f, s, lane, SLOTS)
+            instance = f.run[k]
+            priority = s.model[s.instance[instance].model].priority
+            if runs(f, instance) and priority == top:
+                busy = f.busy[s.instance[instance].model, s.instance[instance].size]
+                slots += used(f, s, instance, SLOTS)
                 idle *= 1.0 - busy
                 wants += weight(busy)
-            elif runs(f, lane) and priority < top:
+            elif runs(f, instance) and priority < top:
                 below = max(below, priority)
         for k in range(sim.running):
-            lane = f.run[k]
-            if runs(f, lane) and s.model[s.lane[lane].model].priority == top:
-                busy = f.busy[s.lane[lane].model, s.lane[lane].size]
-                f.strict[lane] = min(1.0, left / max(slots, 1e-9))
+            instance = f.run[k]
+            if runs(f, instance) and s.model[s.instance[instance].model].priority == top:
+                busy = f.busy[s.instance[instance].model, s.instance[instance].size]
+                f.strict[instance] = min(1.0, left / max(slots, 1e-9))
                 if busy > 0.0:
-                    f.strict[lane] = min(1.0, weight(busy) / wants * (before - idle) / busy)
+                    f.strict[instance] = min(1.0, weight(busy) / wants * (before - idle) / busy)
         left = max(0.0, left - slots)
         top = below
     part = s.tuning[0].priority_share
     for k in range(sim.running):
-        lane = f.run[k]
-        if runs(f, lane):
-            f.rate[lane] += part * (f.strict[lane] - f.rate[lane])
+        instance = f.run[k]
+        if runs(f, instance):
+            f.rate[instance] += part * (f.strict[instance] - f.rate[instance])
 
 
 @part
 def issue_level(f: Fluid, s: State, common: float) -> float:
-    """The max-min level: lanes above it share the capacity that the others leave. Waiting lanes have no part."""
+    """The max-min level: instances above it share the capacity that the others leave. Waiting instances have no part.
+    """
     last = f.work.shape[2] - 1
     level = 0.0
-    while True:  # upwards, from below every fair part: each round but the last settles at least one lane
+    while True:  # upwards, from below every fair part: each round but the last settles at least one instance
         below = 0.0
         above = 0
         for k in range(f.sim[0].running):
-            lane = f.run[k]
-            if runs(f, lane):
-                seg = last if f.segment[lane] == WHOLE else f.segment[lane]
-                want = f.use[s.lane[lane].model, s.lane[lane].size, seg, ISSUE] * common
+            instance = f.run[k]
+            if runs(f, instance):
+                seg = last if f.segment[instance] == WHOLE else f.segment[instance]
+                want = f.use[s.instance[instance].model, s.instance[instance].size, seg, ISSUE] * common
                 if want > level:
                     above += 1
                 else:
@@ -302,35 +305,35 @@ def share_measured(f: Fluid, s: State) -> None:
     wants = 0.0
     last = f.work.shape[2] - 1
     apart = 1.0
-    if core.windows > 0 and not core.whole_always:  # where the hardware decides, no job is confined
+    if core.partitions > 0 and not core.whole_always:  # where the hardware decides, no job is confined
         apart += s.tuning[0].apart_share * max(0, sim.running - s.tuning[0].roomy_jobs)
     for k in range(sim.running):
-        lane = f.run[k]
-        if runs(f, lane):
-            m, size = s.lane[lane].model, s.lane[lane].size
+        instance = f.run[k]
+        if runs(f, instance):
+            m, size = s.instance[instance].model, s.instance[instance].size
             busy = f.busy[m, size] / apart
             if busy == 0.0:
-                seg = last if f.segment[lane] == WHOLE else f.segment[lane]
+                seg = last if f.segment[instance] == WHOLE else f.segment[instance]
                 use = f.use[m, size, seg]
                 busy = min(max(use[SLOTS], use[MEMORY], use[ISSUE]), MOST_BUSY)
             idle *= 1.0 - busy
             wants += weight(busy)
     memory = compute = 0.0
     for k in range(sim.running):
-        lane = f.run[k]
-        busy = f.busy[s.lane[lane].model, s.lane[lane].size] / apart
-        if runs(f, lane) and busy > 0.0:
-            f.rate[lane] = min(1.0, weight(busy) / wants * (1.0 - idle) / busy)
-        memory += used(f, s, lane, MEMORY) * f.rate[lane]
-        compute += used(f, s, lane, COMPUTE) * f.rate[lane]
+        instance = f.run[k]
+        busy = f.busy[s.instance[instance].model, s.instance[instance].size] / apart
+        if runs(f, instance) and busy > 0.0:
+            f.rate[instance] = min(1.0, weight(busy) / wants * (1.0 - idle) / busy)
+        memory += used(f, s, instance, MEMORY) * f.rate[instance]
+        compute += used(f, s, instance, COMPUTE) * f.rate[instance]
     if max(memory, compute) <= 1.0:
         return
-    for k in range(sim.running):  # lanes with a large part of an oversubscribed resource
-        lane = f.run[k]
-        if runs(f, lane) and f.busy[s.lane[lane].model, s.lane[lane].size] > 0.0:
-            slower = 1.0 + min(1.0, 2.0 * used(f, s, lane, MEMORY)) * (max(1.0, memory) - 1.0)
-            slower = max(slower, 1.0 + min(1.0, 2.0 * used(f, s, lane, COMPUTE)) * (max(1.0, compute) - 1.0))
-            f.rate[lane] /= slower
+    for k in range(sim.running):  # instances with a large part of an oversubscribed resource
+        instance = f.run[k]
+        if runs(f, instance) and f.busy[s.instance[instance].model, s.instance[instance].size] > 0.0:
+            slower = 1.0 + min(1.0, 2.0 * used(f, s, instance, MEMORY)) * (max(1.0, memory) - 1.0)
+            slower = max(slower, 1.0 + min(1.0, 2.0 * used(f, s, instance, COMPUTE)) * (max(1.0, compute) - 1.0))
+            f.rate[instance] /= slower
 
 
 DONE, MORE_RECORDS = range(2)  # results of `run_fluid`
@@ -340,13 +343,13 @@ MOST_IN_VAIN = 1 << 18
 
 
 @part
-def start(f: Fluid, s: State, lane: int, segment: int, delay: float) -> None:
-    a = s.lane[lane]
+def start(f: Fluid, s: State, instance: int, segment: int, delay: float) -> None:
+    a = s.instance[instance]
     m, size = a.model, a.size
-    f.segment[lane] = segment
+    f.segment[instance] = segment
     k = f.work.shape[2] - 1 if segment == WHOLE else segment
-    f.left[lane] = f.work[m, size, k]
-    f.delay[lane] = delay
+    f.left[instance] = f.work[m, size, k]
+    f.delay[instance] = delay
 
 
 @part
@@ -356,10 +359,10 @@ def note(f: Fluid, s: State, ns: float) -> None:
     use = (0.0, 0.0, 0.0)
     last = f.work.shape[2] - 1
     for k in range(sim.running):
-        lane = f.run[k]
-        seg = last if f.segment[lane] == WHOLE else f.segment[lane]
-        u = f.use[s.lane[lane].model, s.lane[lane].size, seg]
-        r = f.rate[lane]
+        instance = f.run[k]
+        seg = last if f.segment[instance] == WHOLE else f.segment[instance]
+        u = f.use[s.instance[instance].model, s.instance[instance].size, seg]
+        r = f.rate[instance]
         use = (use[0] + u[0] * r, use[1] + u[1] * r, use[2] + u[2] * r)
     # Where the demand of a whole program was measured, the shares of its segments are estimates, and may sum to more
     # than 1.
@@ -372,11 +375,11 @@ def next_event(f: Fluid) -> float:
     sim = f.sim[0]
     at = np.inf
     for k in range(sim.running):
-        lane = f.run[k]
-        if f.delay[lane] > 0.0:
-            at = min(at, f.delay[lane])
-        elif f.rate[lane] > 0.0:
-            at = min(at, f.left[lane] / f.rate[lane])
+        instance = f.run[k]
+        if f.delay[instance] > 0.0:
+            at = min(at, f.delay[instance])
+        elif f.rate[instance] > 0.0:
+            at = min(at, f.left[instance] / f.rate[instance])
     return float(min(at + sim.now_ns, next_load(f), sim.chunk_at_ns))
 
 
@@ -390,59 +393,59 @@ def progress(f: Fluid, s: State, until: float) -> None:
     copy_chunks(f, s)
     k = 0
     while k < sim.running:
-        lane = f.run[k]
-        if f.delay[lane] > 0.0:
-            f.delay[lane] = max(0.0, f.delay[lane] - ns)
-            if f.delay[lane] < least_ns(f):
-                f.delay[lane] = 0.0
+        instance = f.run[k]
+        if f.delay[instance] > 0.0:
+            f.delay[instance] = max(0.0, f.delay[instance] - ns)
+            if f.delay[instance] < least_ns(f):
+                f.delay[instance] = 0.0
             k += 1
             continue
-        f.left[lane] -= ns * f.rate[lane]
-        if f.left[lane] > least_ns(f):
+        f.left[instance] -= ns * f.rate[instance]
+        if f.left[instance] > least_ns(f):
             k += 1
             continue
         sim.events += 1
         sim.news = 1
-        size = s.lane[lane].size
-        if f.segment[lane] == WHOLE:
-            store_at(s.whole[lane, size].word, np.uint64(1))
+        size = s.instance[instance].size
+        if f.segment[instance] == WHOLE:
+            store_at(s.whole[instance, size].word, np.uint64(1))
         else:
-            store_at(s.launch[lane, size, f.segment[lane]].word, np.uint64(1))
-        if f.behind[lane] > 0:
-            f.behind[lane] -= 1
-            # Between two graphs of a stream the lane uses no resources, so others may.
-            start(f, s, lane, f.segment[lane] + 1, sim.segment_gap_ns)
+            store_at(s.launch[instance, size, f.segment[instance]].word, np.uint64(1))
+        if f.behind[instance] > 0:
+            f.behind[instance] -= 1
+            # Between two graphs of a stream the instance uses no resources, so others may.
+            start(f, s, instance, f.segment[instance] + 1, sim.segment_gap_ns)
             k += 1
         else:
-            f.idle[lane] = 1
+            f.idle[instance] = 1
             sim.running -= 1
             f.run[k] = f.run[sim.running]
 
 
 @part
-def note_opened(f: Fluid, s: State, lane: int) -> None:
-    a = s.lane[lane]
-    if f.generation[lane] != a.generation:
-        f.generation[lane] = a.generation
-        f.opened[lane] = f.sim[0].now_ns
+def note_opened(f: Fluid, s: State, instance: int) -> None:
+    a = s.instance[instance]
+    if f.generation[instance] != a.generation:
+        f.generation[instance] = a.generation
+        f.opened[instance] = f.sim[0].now_ns
 
 
 @part
-def hand_over(f: Fluid, s: State, lane: int) -> float:
-    """How long a lane's first launch waits for the inputs of requests that came before the lane was opened. These are
-    copied from then on, one after the other; inputs of later requests were copied on arrival.
+def hand_over(f: Fluid, s: State, instance: int) -> float:
+    """How long an instance's first launch waits for the inputs of requests that came before the instance was opened.
+    These are copied from then on, one after the other; inputs of later requests were copied on arrival.
     """
-    a = s.lane[lane]
-    note_opened(f, s, lane)
+    a = s.instance[instance]
+    note_opened(f, s, instance)
     copy = f.copy[a.model]
     if copy == 0.0:
         return 0.0
     ns = 0.0
     for k in range(a.taken):
-        row = s.slot[lane, k]
-        if row >= 0 and s.request[row].arrival_ns < f.opened[lane]:
+        row = s.slot[instance, k]
+        if row >= 0 and s.request[row].arrival_ns < f.opened[instance]:
             ns += copy
-    return max(0.0, f.opened[lane] + s.tuning[0].hand_over_ns + ns - f.sim[0].now_ns) if ns > 0.0 else 0.0
+    return max(0.0, f.opened[instance] + s.tuning[0].hand_over_ns + ns - f.sim[0].now_ns) if ns > 0.0 else 0.0
 
 
 @part
@@ -453,23 +456,24 @@ def launch(f: Fluid, s: State) -> None:
     sim.core_free_ns = max(sim.core_free_ns, sim.now_ns)
     for k in range(core.out):
         out = s.out[k]
-        lane = out.lane
+        instance = out.instance
         sim.core_free_ns += sim.launch_ns
         first = out.segment <= 0
         if first:
-            f.idle[lane] = 1
-        if not first and f.idle[lane] == 0:
-            f.behind[lane] += 1
+            f.idle[instance] = 1
+        if not first and f.idle[instance] == 0:
+            f.behind[instance] += 1
             continue
-        # A program's time alone includes the latency of its first launch; a lane that ran out of work pays it again.
+        # A program's time alone includes the latency of its first launch; an instance that ran out of work pays it
+        # again.
         delay = sim.core_free_ns - sim.now_ns - sim.launch_ns
-        delay += hand_over(f, s, lane) if first else sim.resume_ns
-        f.idle[lane] = 0
-        f.order[lane] = sim.launched
+        delay += hand_over(f, s, instance) if first else sim.resume_ns
+        f.idle[instance] = 0
+        f.order[instance] = sim.launched
         sim.launched += 1
-        f.run[sim.running] = lane
+        f.run[sim.running] = instance
         sim.running += 1
-        start(f, s, lane, out.segment, delay)
+        start(f, s, instance, out.segment, delay)
     core.out = 0
 
 

@@ -1,8 +1,8 @@
 """`simulate`: a workload on a simulated GPU, under the same core and policies as on a real one. Timing only.
 
-    from paellapy.scheduler.sim.recorded_profiles import MIX, mix_profiles
-    result = simulate(mix_profiles(), Lognormal(4000, MIX, duration=2), "srpt")
-    print(result); result.plot()
+from paellapy.scheduler.sim.recorded_profiles import MIX, mix_profiles
+result = simulate(mix_profiles(), Lognormal(4000, MIX, duration=2), "srpt")
+print(result); result.plot()
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from paellapy.scheduler.sim.workload import Workload, WorkloadError
 
 Fidelity = Literal["segments", "blocks"]
 FIDELITIES: tuple[Fidelity, ...] = ("segments", "blocks")
-_NUMBERS = {"demand", "sm_windows", "host_launch_ns", "memory_bytes", "pcie_gbps"}
+_NUMBERS = {"demand", "sm_partitions", "host_launch_ns", "memory_bytes", "pcie_gbps"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class SimulationOptions:
     """Options of `simulate`.
 
     `fidelity="segments"`: segments share the GPU like a fluid, a million events per second. `"blocks"`: every block of
-    every kernel is placed on its SM, about a thousand times slower. `active` and `look_ahead` override the policy's
+    every kernel is placed on its SM, about a thousand times slower. `active` and `max_in_flight` override the policy's
     settings; `demand` admits any number of jobs up to a total demand of that many GPUs. If neither they nor the policy
     limit the jobs, the limit is the engine's, provided that the models' demand was measured.
 
@@ -60,10 +60,10 @@ class SimulationOptions:
     they wait behind long graphs; without it, no launch waits. With fidelity "blocks", streams are assigned to the
     queues, and only under the policy `streams`. `admission`: requests that would miss their deadline, or their model's
     target, are refused on arrival ("queue full"), as in a server; only for open loads and fidelity "segments".
-    `sm_windows`: jobs are confined to windows of SMs, as with `Engine(sm_windows=8)`, by a rule fitted to one sweep of
-    eight windows on an H200; only for fidelity "segments" and models with a demand measured without windows. `tuning`:
-    the scheduler's tuning numbers by name, for experiments; the others are the part's own. `tenants`: shares and limits
-    of clients that the workload names, such as {"alice": Tenant(share=3, limit=0.5)}.
+    `sm_partitions`: jobs are confined to SM partitions, as with `Engine(sm_partitions=8)`, by a rule fitted to one
+    sweep of eight partitions on an H200; only for fidelity "segments" and models with a demand measured without
+    partitions. `tuning`: the scheduler's tuning numbers by name, for experiments; the others are the part's own.
+    `tenants`: shares and limits of clients that the workload names, such as {"alice": Tenant(share=3, limit=0.5)}.
 
     `memory_bytes`: budget for weights on the GPU. Other weights arrive over a link of `pcie_gbps` on demand, and some
     leave for them; models then need `weight_bytes`. At the start, the first models given are on the GPU, as far as they
@@ -73,11 +73,11 @@ class SimulationOptions:
     fidelity: Fidelity = "segments"
     seed: int = 0
     active: int | None = None
-    look_ahead: int | None = None
+    max_in_flight: int | None = None
     demand: float | None = None
     queues: int | None = None
     admission: bool = False
-    sm_windows: int = 0
+    sm_partitions: int = 0
     host_launch_ns: float | None = None
     memory_bytes: int | None = None
     pcie_gbps: float | None = None
@@ -111,9 +111,9 @@ class SimulationOptions:
             raise ArgumentError(
                 f"tenants={self.tenants!r}: it must be a dict by name, as in tenants={{'alice': pp.Tenant(share=3)}}"
             )
-        least, most = codes.LEAST_WINDOWS, codes.WINDOWS
-        if self.sm_windows != 0 and not least <= self.sm_windows <= most:
-            raise ArgumentError(f"sm_windows={self.sm_windows}: it must be 0, for none, or {least} to {most}")
+        least, most = codes.LEAST_PARTITIONS, codes.PARTITIONS
+        if self.sm_partitions != 0 and not least <= self.sm_partitions <= most:
+            raise ArgumentError(f"sm_partitions={self.sm_partitions}: it must be 0, for none, or {least} to {most}")
 
     def tuning_for(self, gpu: Part) -> Tuning:
         """The part's tuning numbers, with those that are set for this run."""
@@ -126,7 +126,7 @@ class SimulationOptions:
         found = find_policy(given)
         if self.active is not None:
             found = replace(found, active=self.active)
-        return found if self.look_ahead is None else replace(found, look_ahead=self.look_ahead)
+        return found if self.max_in_flight is None else replace(found, max_in_flight=self.max_in_flight)
 
 
 def check_names(function: str, given: Iterable[str], options: type[Any]) -> None:
@@ -160,7 +160,8 @@ def simulated_part(device: str) -> Part:
 
 
 def resources(state: State, models: Sequence[ModelProfile], gpu: Part, timing: Timing) -> Programs:
-    """For each segment, the share of each resource it takes alone, and its time; the last row is for the whole program.
+    """For each segment, the share of each resource it takes alone, and its time; the last row is for the whole
+    program.
     """
     n, sizes, segments = state.segment.shape
     use = np.zeros((n, sizes, segments + 1, 4))
@@ -177,7 +178,7 @@ def resources(state: State, models: Sequence[ModelProfile], gpu: Part, timing: T
                 work[m, k, i] = each.time_ns
             total = math.fsum(work[m, k, : len(program)])
             if batch in model.demand:  # measured, not estimated: the whole program keeps this part of the GPU busy
-                guess = (use[m, k, : len(program), :ISSUE + 1].max(axis=1) * work[m, k, : len(program)]).sum() / total
+                guess = (use[m, k, : len(program), : ISSUE + 1].max(axis=1) * work[m, k, : len(program)]).sum() / total
                 busy[m, k] = busy_alone(model.demand[batch], model.together.get(batch, TOGETHER))
                 use[m, k, : len(program), : ISSUE + 1] *= busy[m, k] / max(guess, 1e-9)
                 # Bandwidth and arithmetic were measured separately, where they are known.
@@ -245,8 +246,8 @@ def simulate(
 ) -> Results:
     """Runs the workload to its end in simulated time.
 
-    `options` are the fields of `SimulationOptions`: `fidelity`, `seed`, `active`, `look_ahead`, `demand`, `queues`,
-    `admission`, `sm_windows`, `host_launch_ns`, `tuning`, `tenants`, `memory_bytes`, `pcie_gbps`. With fidelity
+    `options` are the fields of `SimulationOptions`: `fidelity`, `seed`, `active`, `max_in_flight`, `demand`, `queues`,
+    `admission`, `sm_partitions`, `host_launch_ns`, `tuning`, `tenants`, `memory_bytes`, `pcie_gbps`. With fidelity
     "blocks" and the models' own `kernels`, the result has a `trace`.
 
     >>> from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
@@ -371,10 +372,10 @@ def _check(asked: SimulationOptions, models: Sequence[ModelProfile], clients: Ta
             "admission needs an open-loop workload (Poisson, Lognormal, TraceWorkload) and fidelity='segments': choose "
             "these, or leave admission out"
         )
-    if asked.sm_windows and (asked.fidelity != "segments" or not all(each.demand for each in models)):
+    if asked.sm_partitions and (asked.fidelity != "segments" or not all(each.demand for each in models)):
         raise ArgumentError(
-            "sm_windows needs fidelity='segments' and profiles with a measured demand, as engine.model_profile(name) "
-            "returns them: choose these, or leave sm_windows out"
+            "sm_partitions needs fidelity='segments' and profiles with a measured demand, as engine.model_profile() "
+            "returns them: choose these, or leave sm_partitions out"
         )
 
 
@@ -401,8 +402,8 @@ def new_core(models: Sequence[ModelProfile], requests: int, clients: int = 256) 
     return st.new_state(
         st.Limits(
             models=len(models),
-            lanes=sum(each.lanes for each in models),
-            lanes_per_model=max(each.lanes for each in models),
+            instances=sum(each.instances for each in models),
+            instances_per_model=max(each.instances for each in models),
             sizes=max(len(each.sizes) for each in models),
             batch=max(max(each.batch) for each in models),
             segments=max(len(program) for program in programs),
@@ -419,7 +420,7 @@ def prepare(
     state: st.State, models: Sequence[ModelProfile], policy: Policy, gpu: Part, asked: SimulationOptions
 ) -> None:
     """The core as in an engine: with the GPU's capacity, the policy, and the models open."""
-    state.core["windows"][0] = asked.sm_windows
+    state.core["partitions"][0] = asked.sm_partitions
     state.tuning[:] = asked.tuning_for(gpu).row()
     timing = Timing.for_part(gpu)
     set_capacity(state, Capacity.of(gpu.sms, gpu.sm, timing, gpu.bandwidth_gbps * timing.bandwidth_efficiency))
@@ -429,12 +430,12 @@ def prepare(
     if demand is None and policy.active is None and all(each.demand for each in models):
         demand = float(state.tuning["demand_limit"][0])
     if demand is not None:
-        state.core["max_active"][0], state.core["demand_limit"][0] = len(state.lane), demand
+        state.core["max_active"][0], state.core["demand_limit"][0] = len(state.instance), demand
     for each in models:
         open_model(state, install(state, each)[0])
     if asked.memory_bytes is not None:
         manage_weights(state, models, asked.memory_bytes)
-    if asked.sm_windows:
+    if asked.sm_partitions:
         state.confined[:, :, -1, 0] = 1  # any program can be confined
 
 

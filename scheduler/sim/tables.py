@@ -29,9 +29,9 @@ SIM = np.dtype(  # [1]
         ("horizon_ns", "f8"),  # closed-loop clients send requests until then
         ("launch_ns", "f8"),  # the host's time for each launch
         ("segment_gap_ns", "f8"),  # between two graphs of a stream
-        ("resume_ns", "f8"),  # latency of a launch, for a lane that ran out of work
+        ("resume_ns", "f8"),  # latency of a launch, for an instance that ran out of work
         ("bin_ns", "f8"),
-        ("running", "i8"),  # number of lanes in Fluid.run
+        ("running", "i8"),  # number of instances in Fluid.run
         ("next_arrival", "i8"),
         ("records", "i8"),
         ("free", "i8"),  # number of request rows in Fluid.free
@@ -100,20 +100,20 @@ class Fluid(TableSet):
     work: Floats = table(np.float64, "models", "sizes", "launches")  # time alone
     # fraction of its time for which a program wants the GPU, if measured; otherwise 0
     busy: Floats = table(np.float64, "models", "sizes")
-    copy: Floats = table(np.float64, "models")  # time to copy a request's inputs into a lane
+    copy: Floats = table(np.float64, "models")  # time to copy a request's inputs into an instance
     kernels: Floats = table(np.float64, "models", "sizes")  # number of kernels of a whole program
-    run: Ints = table(np.int64, "lanes")  # lanes with launched work
-    segment: Ints = table(np.int64, "lanes")  # the running segment, or WHOLE
-    behind: Ints = table(np.int64, "lanes")  # launches queued behind it
-    left: Floats = table(np.float64, "lanes")  # remaining work
-    delay: Floats = table(np.float64, "lanes")  # until the launch reaches the GPU
-    rate: Floats = table(np.float64, "lanes")
-    strict: Floats = table(np.float64, "lanes")  # the same under strict priorities
-    order: Ints = table(np.int64, "lanes")  # number of its launch, in order
-    waits: Ints = table(np.int64, "lanes")  # 1: it waits for others in its hardware queue
-    idle: Ints = table(np.int64, "lanes")  # 1: the lane has started and has run out of work
-    opened: Floats = table(np.float64, "lanes")  # when it last began to take requests
-    generation: Ints = table(np.int64, "lanes")  # the lane's generation at that time
+    run: Ints = table(np.int64, "instances")  # instances with launched work
+    segment: Ints = table(np.int64, "instances")  # the running segment, or WHOLE
+    behind: Ints = table(np.int64, "instances")  # launches queued behind it
+    left: Floats = table(np.float64, "instances")  # remaining work
+    delay: Floats = table(np.float64, "instances")  # until the launch reaches the GPU
+    rate: Floats = table(np.float64, "instances")
+    strict: Floats = table(np.float64, "instances")  # the same under strict priorities
+    order: Ints = table(np.int64, "instances")  # number of its launch, in order
+    waits: Ints = table(np.int64, "instances")  # 1: it waits for others in its hardware queue
+    idle: Ints = table(np.int64, "instances")  # 1: the instance has started and has run out of work
+    opened: Floats = table(np.float64, "instances")  # when it last began to take requests
+    generation: Ints = table(np.int64, "instances")  # the instance's generation at that time
     arrivals: Table = table(ARRIVAL, "arrivals")  # by time
     clients: Table = table(LOOP_CLIENT, "clients")  # each has one request at a time
     timer: Floats = table(np.float64, "timers")  # heap of the times at which closed-loop clients return
@@ -133,13 +133,13 @@ class Fluid(TableSet):
 
 def new_fluid(state: State, program: Programs, arrivals: Table, clients: Table, bins: int) -> Fluid:
     """An idle GPU with a load. The caller sets times and rows; `bins` must be even."""
-    lanes, rows = len(state.lane), len(state.request)
+    instances, rows = len(state.instance), len(state.request)
     ints = np.int64
     sim = np.zeros(1, SIM)
     sim["news"] = 1  # the models are not opened yet
     sim["actual_ns"] = sim["predicted_ns"] = 1.0
     message = np.zeros(1, SUBMISSION)
-    message["kind"], message["lane"], message["slot"] = SUBMIT, NONE, NONE
+    message["kind"], message["instance"], message["slot"] = SUBMIT, NONE, NONE
     sim["chunk_at_ns"] = np.inf
     chunk_word = np.zeros((len(state.model), max(1, int(state.weights["chunks"].max()))), np.uint64)
     state.weights["word"] = [row.ctypes.data for row in chunk_word]
@@ -150,18 +150,18 @@ def new_fluid(state: State, program: Programs, arrivals: Table, clients: Table, 
         busy=program.busy,
         copy=program.copy,
         kernels=program.kernels,
-        run=np.zeros(lanes, ints),
-        segment=np.zeros(lanes, ints),
-        behind=np.zeros(lanes, ints),
-        left=np.zeros(lanes),
-        delay=np.zeros(lanes),
-        rate=np.zeros(lanes),
-        strict=np.zeros(lanes),
-        order=np.zeros(lanes, ints),
-        waits=np.zeros(lanes, ints),
-        idle=np.ones(lanes, ints),
-        opened=np.zeros(lanes),
-        generation=np.zeros(lanes, ints),
+        run=np.zeros(instances, ints),
+        segment=np.zeros(instances, ints),
+        behind=np.zeros(instances, ints),
+        left=np.zeros(instances),
+        delay=np.zeros(instances),
+        rate=np.zeros(instances),
+        strict=np.zeros(instances),
+        order=np.zeros(instances, ints),
+        waits=np.zeros(instances, ints),
+        idle=np.ones(instances, ints),
+        opened=np.zeros(instances),
+        generation=np.zeros(instances, ints),
         arrivals=arrivals,
         clients=clients,
         timer=np.zeros(len(clients) + 1),

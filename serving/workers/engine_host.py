@@ -18,7 +18,7 @@ import msgspec
 
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.backends.base import LoadedModel
-from paellapy.scheduler.engine.remote import Fronts
+from paellapy.scheduler.engine.remote import Producers
 from paellapy.scheduler.policies.policy import PolicyError
 from paellapy.serving.logs import log
 from paellapy.serving.registry import READY, Entry, Registry
@@ -89,7 +89,7 @@ _REST_S = 2.0
 
 
 def describe_model(entry: Entry, loaded: LoadedModel) -> dict[str, Any]:
-    """All facts that a worker needs to write inputs and read outputs. The lanes' memory is sent separately."""
+    """All facts that a worker needs to write inputs and read outputs. The instances' memory is sent separately."""
     model = loaded.model
     return {
         "inputs": [[key, list(s.shape), datatype(s.dtype), s.low, s.high] for key, s in model.inputs.items()],
@@ -100,8 +100,8 @@ def describe_model(entry: Entry, loaded: LoadedModel) -> dict[str, Any]:
         "share": model.share,
         "row": loaded.row,
         "generation": loaded.generation,
-        "lanes": list(loaded.lane_of),
-        "plan": asdict(loaded.lanes[0].plan),
+        "instances": list(loaded.instance_of),
+        "plan": asdict(loaded.instances[0].plan),
         "memory_bytes": loaded.reservation.total_bytes,
     }
 
@@ -111,7 +111,7 @@ class _Worker:
 
     def __init__(self) -> None:
         self.channel: Channel | None = None
-        self.front = 0
+        self.producer = 0
         self.knows: set[tuple[int, int]] = set()  # rows and generations whose memory it has
 
 
@@ -121,7 +121,7 @@ class EngineHost:
     def __init__(self, registry: Registry, path: Path, kept: Kept) -> None:
         self._kept = kept
         self._registry, self._engine, self._path = registry, registry.engine, path
-        self._fronts = Fronts(self._engine)
+        self._producers = Producers(self._engine)
         self._calls = Calls(registry)
         self._workers: set[_Worker] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -152,7 +152,7 @@ class EngineHost:
 
     def warm_up(self) -> None:
         """Compiles the code that runs when a worker ends."""
-        self._fronts.warm_up()
+        self._producers.warm_up()
 
     def settle(self) -> None:
         """Notes that every model of the start is loaded, or could not be."""
@@ -221,9 +221,9 @@ class EngineHost:
     def _hello(self, worker: _Worker, call: Message) -> None:
         channel = worker.channel
         assert channel is not None
-        front = int(call.data["front"])
-        wake_fd, stage = self._fronts.attach(front)
-        worker.front = front
+        producer = int(call.data["producer"])
+        wake_fd, stage = self._producers.attach(producer)
+        worker.producer = producer
         engine = self._engine
         channel.answer(
             call,
@@ -234,7 +234,7 @@ class EngineHost:
                 "title": engine.device.title,
                 "pid": os.getpid(),
             },
-            [self._fronts.state.fd, engine.bell.fd, wake_fd, stage.fd],
+            [self._producers.state.fd, engine.bell.fd, wake_fd, stage.fd],
         )
         self._tell(worker)
 
@@ -242,10 +242,10 @@ class EngineHost:
         self._keep(self._take_back(worker))
 
     async def _take_back(self, worker: _Worker) -> None:
-        if worker.front:
-            had = await asyncio.to_thread(self._fronts.detach, worker.front)
+        if worker.producer:
+            had = await asyncio.to_thread(self._producers.detach, worker.producer)
             if had:
-                log.warning("a worker is gone", extra={"fields": {"worker": worker.front, "requests": had}})
+                log.warning("a worker is gone", extra={"fields": {"worker": worker.producer, "requests": had}})
         self._workers.discard(worker)
         self._gone.set()
 
@@ -256,11 +256,11 @@ class EngineHost:
 
     def _tell_all(self) -> None:
         for worker in list(self._workers):
-            if worker.front and worker.channel is not None and not worker.channel.closed:
+            if worker.producer and worker.channel is not None and not worker.channel.closed:
                 self._tell(worker)
 
     def _tell(self, worker: _Worker) -> None:
-        """Sends the registry's present state. The first message about a lane also carries its memory."""
+        """Sends the registry's present state. The first message about an instance also carries its memory."""
         loaded = self._engine.loaded_rows()
         entries, descriptors = [], list[int]()
         known: set[tuple[int, int]] = set()
@@ -272,7 +272,7 @@ class EngineHost:
             if entry.state == READY and ours is not None and ours.model is entry.model:
                 found["model"] = describe_model(entry, ours)
                 key = (ours.row, ours.generation)
-                blocks = [lane.memory.block for lane in ours.lane_of.values()]
+                blocks = [instance.memory.block for instance in ours.instance_of.values()]
                 if key not in worker.knows and len(descriptors) + len(blocks) > MOST_DESCRIPTORS:
                     found["state"], found["reason"] = "LOADING", ""  # ready with the next message
                     del found["model"]

@@ -16,7 +16,7 @@ from paellapy.scheduler.core.rings import SharedBlock
 from paellapy.scheduler.core.state import Limits
 from paellapy.scheduler.core.step import predict_finish
 from paellapy.scheduler.engine.remote import AWAY, Link, RemoteEngine, RemoteModel
-from paellapy.scheduler.models.memory import LanePlan
+from paellapy.scheduler.models.memory import InstancePlan
 from paellapy.scheduler.models.model import Model, TensorSpec
 from paellapy.scheduler.policies.policy import Policy
 from paellapy.serving.logs import log
@@ -113,21 +113,21 @@ def _model(name: str, told: dict[str, Any], descriptors: list[int]) -> RemoteMod
         target_ms=told["target_ms"],
         priority=told["priority"],
         share=told["share"],
-        lanes=len(told["lanes"]),
+        instances=len(told["instances"]),
     )
     blocks = [SharedBlock.of(fd) for fd in descriptors]
     for block in blocks:
         block.close_descriptor()
-    lanes = dict(zip(told["lanes"], blocks, strict=True))
-    plan = LanePlan(**told["plan"])
-    return RemoteModel.over(model, told["row"], told["generation"], plan, lanes, told["memory_bytes"])
+    instances = dict(zip(told["instances"], blocks, strict=True))
+    plan = InstancePlan(**told["plan"])
+    return RemoteModel.over(model, told["row"], told["generation"], plan, instances, told["memory_bytes"])
 
 
 class EngineLink:
     """Keeps a worker connected to the engine's process, across restarts."""
 
-    def __init__(self, path: Path, front: int, policies: Callable[[str], Policy]) -> None:
-        self._path, self._front, self._policies = path, front, policies
+    def __init__(self, path: Path, producer: int, policies: Callable[[str], Policy]) -> None:
+        self._path, self._producer, self._policies = path, producer, policies
         self.engine = RemoteEngine()
         self.registry = RemoteRegistry(self.engine, self.call)
         self._channel: Channel | None = None
@@ -187,7 +187,7 @@ class EngineLink:
                 self._told(each, fds)
 
         channel = self._channel = Channel(connection, message, self._lost)
-        data, fds = await channel.call(HELLO, {"front": self._front})
+        data, fds = await channel.call(HELLO, {"producer": self._producer})
         if channel.closed:
             for fd in fds:
                 os.close(fd)
@@ -195,7 +195,7 @@ class EngineLink:
         state, bell_fd, wake_fd, stage = fds
         link = Link(
             Limits(**data["limits"]),
-            self._front,
+            self._producer,
             SharedBlock.of(state),
             bell_fd,
             wake_fd,

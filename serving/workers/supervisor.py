@@ -389,9 +389,9 @@ def serve_workers(config: Config, source: Source, models: Sequence[Model], annou
 
 @dataclass(frozen=True, slots=True)
 class _Worker:
-    """One worker. `front` is its number, from 1."""
+    """One worker. `producer` is its number, from 1."""
 
-    front: int
+    producer: int
     config: Config
     source: Source
     keys: Mapping[str, Key]
@@ -405,7 +405,7 @@ class _Worker:
 
     def main(self, tell: Tell) -> int:
         options = self.config.server
-        configure(options.log_format, options.log_level, process=f"worker {self.front}")
+        configure(options.log_format, options.log_level, process=f"worker {self.producer}")
         keep_memory()
         share_interpreter()
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
@@ -413,7 +413,7 @@ class _Worker:
         return 0
 
     async def _main(self, tell: Tell) -> None:
-        link = EngineLink(self.path, self.front, self.policies)
+        link = EngineLink(self.path, self.producer, self.policies)
         server = _WorkerServer(link, self, lambda: tell(HUNG, str(link.pid)))
         linked = asyncio.create_task(link.run())
         try:
@@ -429,12 +429,12 @@ class _WorkerServer(Server):
     def __init__(self, link: EngineLink, worker: _Worker, give_up: Callable[[], None]) -> None:
         """`give_up` asks the supervisor for a new engine."""
         o = worker.config.server
-        counters = Counters(link.registry, worker.table, worker.front - 1)
+        counters = Counters(link.registry, worker.table, worker.producer - 1)
         service = Service(
             link.registry, o.admission, o.max_body_bytes, o.body_timeout_s, counters, link.call, worker.since,
             Suspects(worker.suspects),
         )  # fmt: skip
-        own = worker.shares[worker.front - 1]
+        own = worker.shares[worker.producer - 1]
         super().__init__(link.registry, o, worker.keys, worker.tls, service=service, listening=own)
         self._link, self._give_up, self._worker, self.source = link, give_up, worker, worker.source
         self._virtual = worker.config.device.startswith("virtual")

@@ -84,7 +84,7 @@ class Loads:
 
     def __init__(self, folder, engines):
         heavy = [SegmentProfile(400e3)]
-        profiles = [ModelProfile(name, {1: heavy}, target_ms=4.0, lanes=4) for name in ("m", "n")]
+        profiles = [ModelProfile(name, {1: heavy}, target_ms=4.0, instances=4) for name in ("m", "n")]
         save_profiles(folder / "profiles.json", profiles)
         file = cluster(
             ["m", "n"], folder, replan_s=10.0, profiles="profiles.json", gpu_gb=1.0, memory_gb={"m": 1, "n": 1}

@@ -13,7 +13,7 @@ from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 
 NAMES = "abcd"
 PROFILES = [
-    ModelProfile(name, {1: [SegmentProfile(100e3 * (k + 1))]}, target_ms=1.0 * (k + 1), lanes=4)
+    ModelProfile(name, {1: [SegmentProfile(100e3 * (k + 1))]}, target_ms=1.0 * (k + 1), instances=4)
     for k, name in enumerate(NAMES)
 ]
 

@@ -25,7 +25,7 @@ WAYS = pytest.mark.parametrize("more", ["", "traceparent: none\r\n"], ids=["fast
 
 @pytest.fixture(scope="module")
 def engine():
-    with running([scale_model(batch=(1, 4)), scale_model("wide", n=N, batch=(1,), lanes=1)]) as found:
+    with running([scale_model(batch=(1, 4)), scale_model("wide", n=N, batch=(1,), instances=1)]) as found:
         yield found
 
 

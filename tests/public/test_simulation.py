@@ -119,7 +119,7 @@ def test_admission_says_where_there_is_nothing_to_hold(profiles_file: str, tmp_p
     assert "no model has a target" not in CliRunner().invoke(cli.app, words).output
 
 
-def test_a_policy_with_a_place_runs_with_windows(
+def test_a_policy_with_a_place_runs_with_partitions(
     profiles_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -128,11 +128,11 @@ def test_a_policy_with_a_place_runs_with_windows(
     Path("policy_with_place.py").write_text(code)
     words = ["simulate", "-p", "policy_with_place:placed", "--seconds", "0.05", "--rate", "1000"]
     without = CliRunner().invoke(cli.app, [*words, profiles_file])
-    assert "--sm-windows" in str(without.exception)
-    undemanding = CliRunner().invoke(cli.app, [*words, profiles_file, "--sm-windows", "8"])
-    assert "sm_windows needs" in str(undemanding.exception)
-    save_profiles(Path("windows.json"), [ModelProfile("net", {1: [SegmentProfile(5e4)] * 4}, demand={1: 0.2})])
-    ran = CliRunner().invoke(cli.app, [*words, "windows.json", "--sm-windows", "8"])
+    assert "--sm-partitions" in str(without.exception)
+    undemanding = CliRunner().invoke(cli.app, [*words, profiles_file, "--sm-partitions", "8"])
+    assert "sm_partitions needs" in str(undemanding.exception)
+    save_profiles(Path("partitions.json"), [ModelProfile("net", {1: [SegmentProfile(5e4)] * 4}, demand={1: 0.2})])
+    ran = CliRunner().invoke(cli.app, [*words, "partitions.json", "--sm-partitions", "8"])
     assert ran.exit_code == 0, ran.output
     assert "placed on virtual:h200" in ran.output
 

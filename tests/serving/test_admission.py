@@ -220,7 +220,7 @@ def test_a_model_loaded_anew_has_an_allowance_of_its_own(engine):
 
 def test_under_overload_the_surplus_is_refused_and_it_recovers():
     """150 at once are more than a allowance takes."""
-    model = scale_model("slow", steps=200, batch=(1,), lanes=1, target_ms=10.0)
+    model = scale_model("slow", steps=200, batch=(1,), instances=1, target_ms=10.0)
     body = infer_body("x", np.ones((1, 64), np.float32))
 
     async def one(session, url):

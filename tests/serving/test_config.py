@@ -66,14 +66,14 @@ def test_what_a_file_says_is_what_there_is(write, monkeypatch):
         assert engine.limits.requests == 100
 
 
-def test_an_engine_has_the_windows_of_sms_its_file_asks_for(write):
-    with build_engine(*load_config(write(GOOD.replace("max_queue = 100", "sm_windows = 4")))) as engine:
-        assert engine.state.core["windows"][0] == 4
+def test_an_engine_has_the_partitions_of_sms_its_file_asks_for(write):
+    with build_engine(*load_config(write(GOOD.replace("max_queue = 100", "sm_partitions = 4")))) as engine:
+        assert engine.state.core["partitions"][0] == 4
 
 
-def test_a_number_of_windows_that_cannot_be_is_named_with_its_line(write):
-    path = write(GOOD.replace("max_queue = 100", "sm_windows = 2"))
-    with pytest.raises(ConfigError, match=r"paella.toml:3: sm_windows: .*0, for none, or 3 to 64"):
+def test_a_number_of_partitions_that_cannot_be_is_named_with_its_line(write):
+    path = write(GOOD.replace("max_queue = 100", "sm_partitions = 2"))
+    with pytest.raises(ConfigError, match=r"paella.toml:3: sm_partitions: .*0, for none, or 3 to 64"):
         build_engine(*load_config(path))
 
 
@@ -84,7 +84,7 @@ def test_a_number_of_windows_that_cannot_be_is_named_with_its_line(write):
         (('port = 0', 'port = 70000'), 6, "server.port"),
         (('port = 0', 'prot = 0'), 6, "server.prot: "),
         (('policy = "edf"', 'polity = "edf"'), 2, "polity: "),
-        (('max_queue = 100', 'sm_windows = -1'), 3, "sm_windows"),
+        (('max_queue = 100', 'sm_partitions = -1'), 3, "sm_partitions"),
         (('device = "virtual:t4"', 'device = virtual'), 1, "not TOML"),
         (('target_ms = 20', 'target_ms = -1'), 16, r"models\[0\].target_ms"),
         (('batch = [1, 2]', 'batch = [1, 0]'), 17, r"models\[0\].batch"),
@@ -115,7 +115,7 @@ def test_a_wrong_value_is_found_on_its_line(write, change, line, said):
     assert f"paella.toml:{line}:" in str(caught.value)
 
 
-@pytest.mark.parametrize("line", ['alice = "secret', 'alice = \'secret"', 'alice = """\nsecret', 'alice : "secret"'])
+@pytest.mark.parametrize("line", ['alice = "secret', "alice = 'secret\"", 'alice = """\nsecret', 'alice : "secret"'])
 def test_a_line_that_is_no_toml_shows_no_key(write, line):
     with pytest.raises(ConfigError, match="not TOML") as caught:
         load_config(write(GOOD.replace('alice = "secret"', line).replace('bob = "env:BOBS_KEY"\n', "")))

@@ -157,7 +157,7 @@ def test_events_show_what_the_engine_does(server):
 
 
 def test_viewers_share_snapshots_and_without_any_nothing_is_computed(server):
-    hub, watchers = server.server.app[HUB], server.engine._front.watchers
+    hub, watchers = server.server.app[HUB], server.engine._producer.watchers
     server.wait_until(lambda: hub.viewers == 0)
     idle = len(watchers)
     with Viewer(server) as one, Viewer(server) as other:

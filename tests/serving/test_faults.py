@@ -58,7 +58,7 @@ def check_serves(server, model="scale"):
 
 @pytest.fixture(scope="module")
 def server():
-    models = [scale_model(batch=(1, 4)), scale_model("single", batch=(1,), lanes=1)]
+    models = [scale_model(batch=(1, 4)), scale_model("single", batch=(1,), instances=1)]
     with running(models) as found:
         yield found
 
@@ -74,7 +74,8 @@ def impatient():
 
 
 def test_clients_that_leave_while_they_wait_free_their_work(server):
-    """Everything behind a held lane waits; those whose clients leave are gone from the engine before it is let go."""
+    """Everything behind a held instance waits; those whose clients leave are gone from the engine before it is let go.
+    """
     held = server.hold("single")
     connections = [connect(server) for _ in range(30)]
     for connection in connections:

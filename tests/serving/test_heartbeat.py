@@ -94,8 +94,8 @@ def test_an_engine_that_works_has_a_pulse_and_one_that_stands_still_has_none():
         assert pulse.beats()
         engine.infer_sync("scale", {"x": np.ones(64, np.float32)})  # posted after it, and so read after it
         assert pulse.beats()
-        front = engine._front
-        pulse._front, pulse._posted = front, pulse._posted + 1000  # as if the core had read nothing since
+        producer = engine._producer
+        pulse._producer, pulse._posted = producer, pulse._posted + 1000  # as if the core had read nothing since
         assert not pulse.beats()
 
 
@@ -104,6 +104,6 @@ def test_an_engine_whose_core_is_still_compiled_is_not_silent():
         closed = False
         state = SimpleNamespace(core={"steps": [0]}, ring=None)
 
-    engine = SimpleNamespace(_front=Starting())
+    engine = SimpleNamespace(_producer=Starting())
     pulse = Pulse(engine)
     assert all(pulse.beats() for _ in range(5))

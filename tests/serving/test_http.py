@@ -42,7 +42,7 @@ def broken():
 def server():
     models = [
         scale_model(batch=(1, 4)),
-        scale_model("long", steps=300, batch=(1,), lanes=1),
+        scale_model("long", steps=300, batch=(1,), instances=1),
         Entry("broken", broken, wanted=False),
     ]
     with running(models, max_body_bytes=100_000) as found:
@@ -394,7 +394,7 @@ def test_a_lost_gpu_is_a_503_and_not_ready(monkeypatch):
 
 
 def test_a_full_queue_is_a_503():
-    slow = scale_model("long", steps=300, batch=(1,), lanes=1)
+    slow = scale_model("long", steps=300, batch=(1,), instances=1)
 
     async def one(session, url):
         async with session.post(f"{url}/v2/models/long/infer", data=RIGHT) as answer:
@@ -415,7 +415,7 @@ def test_a_full_queue_is_a_503():
 
 @pytest.mark.parametrize("more", [{}, {"Connection": "close"}])  # the fast path, and aiohttp's
 def test_a_client_that_floods_the_server_gets_429_and_others_are_served(more):
-    slow = scale_model("long", steps=300, batch=(1,), lanes=1)
+    slow = scale_model("long", steps=300, batch=(1,), instances=1)
 
     async def one(session, url, name):
         headers = {"X-Client-Id": name, **more}

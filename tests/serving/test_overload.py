@@ -27,7 +27,7 @@ log_format = "json"
 factory = "paellapy.demo:load"
 arguments = {{ name = "cnn", batch = [1] }}
 target_ms = 40
-lanes = 1
+instances = 1
 """
 
 

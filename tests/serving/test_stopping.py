@@ -124,7 +124,7 @@ def test_an_answer_that_is_being_sent_is_sent_to_its_end(stops, more):
 
 def test_a_limit_of_zero_is_no_endless_wait():
     """aiohttp takes a time limit of 0 as none."""
-    with running([scale_model(batch=(1,), lanes=1)], drain_s=0.0) as server, Client(server) as client:
+    with running([scale_model(batch=(1,), instances=1)], drain_s=0.0) as server, Client(server) as client:
         held = server.hold("scale")
         client.send(head("traceparent: none\r\n") + BODY)
         server.wait_until(lambda: server.service.in_flight == 1)

@@ -75,7 +75,7 @@ def test_who_waits_over_http_is_served_by_shares(server) -> None:
         answers = [
             clients.submit(ask, server, "POST", INFER, BODY, {"X-Client-Id": name}) for name in "abc" for _ in range(12)
         ]
-        while engine._front.waiting < len(answers):
+        while engine._producer.waiting < len(answers):
             assert not any(each.done() for each in answers)
             time.sleep(0.01)
         released.set()
@@ -83,7 +83,7 @@ def test_who_waits_over_http_is_served_by_shares(server) -> None:
     unwatch()
     had = Counter(order[:20])
     for name, share in {"a": 0.1, "b": 0.3, "c": 0.6}.items():
-        assert had[engine._front.client_number(name)] == pytest.approx(20 * share, abs=2)
+        assert had[engine._producer.client_number(name)] == pytest.approx(20 * share, abs=2)
 
 
 def test_nobody_is_refused_for_requests_that_a_limit_holds_back() -> None:

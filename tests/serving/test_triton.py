@@ -171,7 +171,8 @@ def test_nothing_but_the_configured_models_is_loaded(client):
 
 
 def test_priority_one_goes_first_and_a_large_one_after_those_without():
-    """While a slot of the model's only lane is held, requests queue; then they run in the order of their priority."""
+    """While a slot of the model's only instance is held, requests queue; then they run in the order of their priority.
+    """
     finished = []
 
     async def main(server, held):
@@ -186,7 +187,7 @@ def test_priority_one_goes_first_and_a_large_one_after_those_without():
             held.cancel()
             return [(await task).as_numpy("y")[0] for task in tasks]
 
-    with running([scale_model("one", batch=(1,), lanes=1)], policy="priority") as server:
+    with running([scale_model("one", batch=(1,), instances=1)], policy="priority") as server:
         held = server.hold("one")
         server.engine.watch(lambda entry: finished.append(int(entry["priority"])))
         assert asyncio.run(main(server, held)) == [2.0] * 4

@@ -29,7 +29,7 @@ def test_requests_are_answered_right_and_nothing_is_left_behind(run):
     run("""
         with Engine("cuda", quantum_us=20) as engine:
             engine.load(scale_model("six", 2.0, steps=6, batch=(1, 2, 4)))
-            engine.load(scale_model("wide", 3.0, n=1 << 20, batch=(1,), lanes=2))
+            engine.load(scale_model("wide", 3.0, n=1 << 20, batch=(1,), instances=2))
             assert engine.profile("six")[0].bounds[-1][1] == 8  # six kernels and two copies
             assert engine.profile("six")[0].chain
             rng = np.random.default_rng(0)
@@ -110,7 +110,7 @@ def test_clones_of_nodes_are_found_whatever_the_order_in_which_a_driver_lists_th
         fake.cuGraphGetNodes, fake.cuGraphNodeFindInClone = turned, counted
         with Engine("cuda", quantum_us=20) as engine:
             engine._backend.node_times_ns = lambda program: [2e4] * len(program.nodes)
-            engine.load(scale_model("many", 1.5, steps=40, batch=(1,), lanes=1))
+            engine.load(scale_model("many", 1.5, steps=40, batch=(1,), instances=1))
             bounds = engine.profile("many")[0].bounds
             assert len(bounds) == 42
             for policy in ("srpt", "streams"):
@@ -121,15 +121,15 @@ def test_clones_of_nodes_are_found_whatever_the_order_in_which_a_driver_lists_th
     """)
 
 
-def test_nodes_that_are_not_our_launches_are_described_for_the_first_lane_only(run):
+def test_nodes_that_are_not_our_launches_are_described_for_the_first_instance_only(run):
     run("""
         copies, read = [], fake.cuGraphMemcpyNodeGetParams
         fake.cuGraphMemcpyNodeGetParams = lambda node: (copies.append(node), read(node))[1]
         with Engine("cuda", quantum_us=20) as engine:
             engine._backend.node_times_ns = lambda program: [5e4] * len(program.nodes)
-            engine.load(scale_model("six", 2.0, steps=6, batch=(1, 2), lanes=4))
+            engine.load(scale_model("six", 2.0, steps=6, batch=(1, 2), instances=4))
             assert len(copies) == 2 * 2  # an input and an output for each size
-            programs = [each.program for lane in engine._models["six"].launches for each in lane]
+            programs = [each.program for instance in engine._models["six"].launches for each in instance]
             for size in (0, 1):
                 for each in programs[size::2]:
                     alike = [(node.kind, node.name, node.blocks, node.launch) for node in each.nodes]
@@ -140,7 +140,7 @@ def test_nodes_that_are_not_our_launches_are_described_for_the_first_lane_only(r
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_on_an_idle_gpu_only_the_first_lane_waits_for_its_first_launches(run, alone):
+def test_on_an_idle_gpu_only_the_first_instance_waits_for_its_first_launches(run, alone):
     run(f"""
         with Engine("cuda", quantum_us=20) as engine:
             backend, seen = engine._backend, []
@@ -148,7 +148,7 @@ def test_on_an_idle_gpu_only_the_first_lane_waits_for_its_first_launches(run, al
             backend.launch_first = lambda launches, wholes, wait: (seen.append(wait), launch(launches, wholes, wait))
             backend.await_first = lambda model: (seen.append("all"), ended(model))
             engine._is_idle = lambda: {alone}
-            engine.load(scale_model("six", 2.0, steps=6, batch=(1, 2), lanes=3))
+            engine.load(scale_model("six", 2.0, steps=6, batch=(1, 2), instances=3))
             assert seen == [True, not {alone}, not {alone}, "all"] * 2, seen
             assert (engine.infer_sync("six", ONES)["y"] == 64).all()
     """)
@@ -159,7 +159,7 @@ def test_a_long_kernel_is_captured_in_slices(run):
         from paellapy.scheduler.backends.cuda import CudaBackend
         CudaBackend.node_times_ns = lambda self, program: [2e5] * len(program.nodes)
         with Engine("cuda", quantum_us=50) as engine:
-            engine.load(scale_model("wide", 3.0, n=1 << 20, batch=(1,), lanes=2))
+            engine.load(scale_model("wide", 3.0, n=1 << 20, batch=(1,), instances=2))
             assert len(engine.profile("wide")[0].cuts[0]) == 4
             assert len(engine.profile("wide")[0].bounds) == 6  # four slices and the two copies
             x = {"x": np.arange(1 << 20, dtype=np.float32)}
@@ -177,34 +177,34 @@ def test_the_last_kernel_of_a_segment_tells(run, report):
         kernel = pp.kernel(scale.jit, report={report!r})
         with Engine("cuda", quantum_us=50) as engine:
             engine._backend.node_times_ns = lambda program: [5e4] * len(program.nodes)
-            engine.load(scale_model("six", 2.0, steps=6, batch=(1, 2), lanes=2, kernel=kernel))
+            engine.load(scale_model("six", 2.0, steps=6, batch=(1, 2), instances=2, kernel=kernel))
             loaded = next(iter(engine.loaded_rows().values()))
             segments = len(engine.profile("six")[0].bounds)
             assert segments == 8  # one each for six kernels and two copies
             for sizes in loaded.launches:
                 assert all(each.notified == set(range(1, 7)) for each in sizes)
-            engine.set_policy(replace(find_policy("srpt"), look_ahead=1))
+            engine.set_policy(replace(find_policy("srpt"), max_in_flight=1))
             for answer in many(engine, ["six"], 50):
                 assert (answer["y"] == 64).all()
-            told = [lane.draining[:segments].astype(bool).tolist() for lane in loaded.lanes]
+            told = [instance.draining[:segments].astype(bool).tolist() for instance in loaded.instances]
             assert told == [[0 < k < 7 for k in range(segments)]] * 2, told
     """)
 
 
-def test_a_crowd_is_confined_to_windows_and_what_is_made_for_it_goes_with_the_engine(run):
+def test_a_crowd_is_confined_to_partitions_and_what_is_made_for_it_goes_with_the_engine(run):
     run("""
         fake.by_kernel = True
-        with Engine("cuda", "srpt", quantum_us=20, max_active=12, sm_windows=8) as engine:
+        with Engine("cuda", "srpt", quantum_us=20, max_active=12, sm_partitions=8) as engine:
             times = lambda launches, *how: ([1e4] * len(launches.bounds), 1e5, 1.1e5)
             engine._backend.segment_times_ns = times
-            engine.load(scale_model("six", 2.0, steps=6, batch=(1,), lanes=12))
-            assert engine.profile("six")[0].window_ns > 0
-            assert len(fake.windows) == 8
-            assert {len(each) for each in fake.windows.values()} == {6}  # groups of eight SMs
-            assert len({tuple(each) for each in fake.windows.values()}) == 8
-            windows = engine._backend._windows.sms
-            assert set().union(*windows) == set(range(132))
-            assert {len(each) for each in windows} == {48, 52}  # with the SMs that make up no group
+            engine.load(scale_model("six", 2.0, steps=6, batch=(1,), instances=12))
+            assert engine.profile("six")[0].partition_ns > 0
+            assert len(fake.partitions) == 8
+            assert {len(each) for each in fake.partitions.values()} == {6}  # groups of eight SMs
+            assert len({tuple(each) for each in fake.partitions.values()}) == 8
+            partitions = engine._backend._partitions.sms
+            assert set().union(*partitions) == set(range(132))
+            assert {len(each) for each in partitions} == {48, 52}  # with the SMs that make up no group
             fake.confined.clear()
             fake.ended_inside.clear()
             assert (engine.infer_sync("six", ONES)["y"] == 64).all()
@@ -214,13 +214,13 @@ def test_a_crowd_is_confined_to_windows_and_what_is_made_for_it_goes_with_the_en
             assert engine.stats()["confined_launches"] > 0
             assert len(fake.confined) > 4
             segments = sum(fake.ended_inside.values())
-            assert fake.at_home > segments / 2 > 0  # on streams of their windows
+            assert fake.at_home > segments / 2 > 0  # on streams of their partitions
             assert 8 + 1 in fake.ended_inside and not fake.ended_inside[8 + 1]  # whole programs end outside
             with engine.trace() as t:
                 for answer in many(engine, ["six"], 20):
                     assert (answer["y"] == 64).all()
             assert len(t.jobs) == 20
-        assert not fake.graphs and not fake.executables and not fake.windows and not fake.window_streams
+        assert not fake.graphs and not fake.executables and not fake.partitions and not fake.partition_streams
     """)
 
 
@@ -228,13 +228,13 @@ def test_a_crowd_is_confined_to_windows_and_what_is_made_for_it_goes_with_the_en
 def test_graphs_are_launched_before_requests_come_long_ones_in_segments(run, whole_ns, wholes):
     run(f"""
         fake.by_kernel = True
-        with Engine("cuda", "srpt", quantum_us=20, sm_windows=8) as engine:
+        with Engine("cuda", "srpt", quantum_us=20, sm_partitions=8) as engine:
             engine._backend.segment_times_ns = lambda launches, *how: (
                 [{whole_ns} / len(launches.bounds)] * len(launches.bounds), {whole_ns}, 1.1 * {whole_ns}
             )
-            engine._backend.saturated_ns = lambda lanes, rounds: {whole_ns}
-            engine.load(scale_model("six", 2.0, steps=6, batch=(1, 2), lanes=3))
-            made = [each for lane in engine._models["six"].launches for each in lane]
+            engine._backend.saturated_ns = lambda instances, rounds: {whole_ns}
+            engine.load(scale_model("six", 2.0, steps=6, batch=(1, 2), instances=3))
+            made = [each for instance in engine._models["six"].launches for each in instance]
             assert len(made) == 6 and all(each.confined for each in made)
             parts = {{h for each in made for some, _ in ((each.handles, 0), *each.confined) for h in some if h}}
             pieces = {{w for each in made for _, w in ((0, each.whole), *each.confined)}}
@@ -249,7 +249,7 @@ def test_graphs_are_launched_before_requests_come_long_ones_in_segments(run, who
 def test_a_first_launch_that_fails_is_a_load_that_fails_and_nothing_is_left_of_it(run):
     run("""
         with Engine("cuda", quantum_us=20) as engine:
-            engine.load(scale_model("other", 3.0, batch=(1,), lanes=2))
+            engine.load(scale_model("other", 3.0, batch=(1,), instances=2))
             before = len(fake.executables), len(fake.graphs)
             launch, backend = engine._backend.launch_first, engine._backend
 
@@ -262,29 +262,29 @@ def test_a_first_launch_that_fails_is_a_load_that_fails_and_nothing_is_left_of_i
 
             backend.launch_first = refused
             try:
-                engine.load(scale_model("six", 2.0, steps=6, batch=(1, 2), lanes=3))
+                engine.load(scale_model("six", 2.0, steps=6, batch=(1, 2), instances=3))
                 raise SystemExit("loaded")
             except pp.LaunchError as e:
                 assert "launching a graph for the first time" in str(e)
             assert (len(fake.executables), len(fake.graphs)) == before
             backend.launch_first = launch
-            engine.load(scale_model("six", 2.0, steps=6, batch=(1, 2), lanes=3))
+            engine.load(scale_model("six", 2.0, steps=6, batch=(1, 2), instances=3))
             assert (engine.infer_sync("six", ONES)["y"] == 64).all()
             assert (engine.infer_sync("other", ONES)["y"] == 3).all()
     """)
 
 
-def test_windows_have_streams_for_every_priority(run):
+def test_partitions_have_streams_for_every_priority(run):
     run("""
         fake.by_kernel = True
-        with Engine("cuda", "srpt", quantum_us=20, max_active=12, sm_windows=8) as engine:
+        with Engine("cuda", "srpt", quantum_us=20, max_active=12, sm_partitions=8) as engine:
             engine._backend.segment_times_ns = lambda launches, *how: ([1e4] * len(launches.bounds), 1e5, 1.1e5)
             for name, priority in (("low", 0), ("high", 1)):
-                engine.load(scale_model(name, 2.0, steps=6, batch=(1,), lanes=8, priority=priority))
+                engine.load(scale_model(name, 2.0, steps=6, batch=(1,), instances=8, priority=priority))
             for answer in many(engine, ["low", "high"], 200):
                 assert (answer["y"] == 64).all()
             assert fake.at_home > 0
-        assert not fake.windows and not fake.window_streams
+        assert not fake.partitions and not fake.partition_streams
     """)
 
 
@@ -298,65 +298,65 @@ def test_a_load_that_fails_for_want_of_a_stream_leaves_none_and_the_next_has_the
             return (fake.CUresult.CUDA_ERROR_OUT_OF_MEMORY, None) if left[0] == 0 else create(*args)
 
         fake.cuGreenCtxStreamCreate = fails
-        with Engine("cuda", "srpt", quantum_us=20, max_active=12, sm_windows=8) as engine:
+        with Engine("cuda", "srpt", quantum_us=20, max_active=12, sm_partitions=8) as engine:
             engine._backend.segment_times_ns = lambda launches, *how: ([1e4] * len(launches.bounds), 1e5, 1.1e5)
-            model = scale_model("six", 2.0, steps=6, batch=(1,), lanes=12)
+            model = scale_model("six", 2.0, steps=6, batch=(1,), instances=12)
             try:
                 engine.load(model)
             except pp.PaellaError as e:
                 assert "creating a stream" in str(e), e
             else:
                 raise AssertionError("loaded")
-            assert not fake.window_streams
+            assert not fake.partition_streams
             engine.load(model)
             for answer in many(engine, ["six"], 200):
                 assert (answer["y"] == 64).all()
             assert engine.stats()["confined_launches"] > 0
-        assert not fake.windows and not fake.window_streams
+        assert not fake.partitions and not fake.partition_streams
     """)
 
 
-def test_windows_are_of_groups_alone_where_the_driver_takes_nothing_beside_them(run):
+def test_partitions_are_of_groups_alone_where_the_driver_takes_nothing_beside_them(run):
     run("""
         fake.by_kernel = fake.groups_only = True
-        with Engine("cuda", sm_windows=8) as engine:
-            assert len(fake.windows) == 8
-            windows = engine._backend._windows.sms
-            assert set().union(*windows) == set(range(120))
-            assert {len(each) for each in windows} == {48}
-        assert not fake.windows
+        with Engine("cuda", sm_partitions=8) as engine:
+            assert len(fake.partitions) == 8
+            partitions = engine._backend._partitions.sms
+            assert set().union(*partitions) == set(range(120))
+            assert {len(each) for each in partitions} == {48}
+        assert not fake.partitions
     """)
 
 
-def test_no_window_is_left_where_an_engine_does_not_come_about(run):
+def test_no_partition_is_left_where_an_engine_does_not_come_about(run):
     run("""
         create = fake.cuGreenCtxCreate
 
         def interrupted(*given):
-            if len(fake.windows) == 3:
+            if len(fake.partitions) == 3:
                 raise KeyboardInterrupt
             return create(*given)
 
         for wrong, how in ((PolicyError, {"policy": "srtp"}), (KeyboardInterrupt, {})):
             fake.cuGreenCtxCreate = create if how else interrupted
             try:
-                Engine("cuda", sm_windows=8, **how)
+                Engine("cuda", sm_partitions=8, **how)
             except wrong:
                 pass
             else:
                 raise AssertionError(wrong)
-            assert not fake.windows
+            assert not fake.partitions
     """)
 
 
 def test_what_was_made_goes_also_where_a_load_or_a_trace_fails(run):
     run("""
         fake.by_kernel = True
-        engine = Engine("cuda", "srpt", quantum_us=20, sm_windows=8)
+        engine = Engine("cuda", "srpt", quantum_us=20, sm_partitions=8)
         backend = engine._backend
         times = lambda launches, *how: ([1e4] * len(launches.bounds), 1e5, 1.1e5)
         backend.segment_times_ns = times
-        model = scale_model("six", 2.0, steps=6, batch=(1, 2), lanes=4)
+        model = scale_model("six", 2.0, steps=6, batch=(1, 2), instances=4)
         measured, cut = [], backend.cut
 
         def fails_at_the_second_size(launches, *how):
@@ -397,16 +397,16 @@ def test_what_was_made_goes_also_where_a_load_or_a_trace_fails(run):
         backend.cut = cut
         with engine.trace():
             engine.close()
-            assert fake.windows  # graphs that the trace made are in them
-        assert not fake.graphs and not fake.executables and not fake.windows
+            assert fake.partitions  # graphs that the trace made are in them
+        assert not fake.graphs and not fake.executables and not fake.partitions
     """)
 
 
 def test_kernels_that_belong_to_a_context_stay_on_all_sms(run):
     run("""
-        with Engine("cuda", "srpt", quantum_us=20, sm_windows=8) as engine:
-            engine.load(scale_model("six", 2.0, steps=6, batch=(1,), lanes=12))
-            assert engine.profile("six")[0].window_ns == 0
+        with Engine("cuda", "srpt", quantum_us=20, sm_partitions=8) as engine:
+            engine.load(scale_model("six", 2.0, steps=6, batch=(1,), instances=12))
+            assert engine.profile("six")[0].partition_ns == 0
             for answer in many(engine, ["six"], 50):
                 assert (answer["y"] == 64).all()
             assert engine.stats()["confined_launches"] == 0
@@ -417,14 +417,14 @@ def test_kernels_that_belong_to_a_context_stay_on_all_sms(run):
 def test_a_program_of_which_the_driver_refuses_to_confine_a_kernel_stays_on_all_sms(run, sends):
     run(f"""
         fake.by_kernel, fake.sends = True, {sends}
-        with Engine("cuda", "srpt", quantum_us=20, sm_windows=8) as engine:
+        with Engine("cuda", "srpt", quantum_us=20, sm_partitions=8) as engine:
             engine._backend.segment_times_ns = lambda launches, *how: ([1e4] * len(launches.bounds), 1e5, 0.0)
-            engine.load(scale_model("six", 2.0, steps=6, batch=(1,), lanes=12))
-            assert engine.profile("six")[0].window_ns == 0
+            engine.load(scale_model("six", 2.0, steps=6, batch=(1,), instances=12))
+            assert engine.profile("six")[0].partition_ns == 0
             for answer in many(engine, ["six"], 50):
                 assert (answer["y"] == 64).all()
             assert engine.stats()["confined_launches"] == 0
-        assert not fake.graphs and not fake.executables and not fake.windows
+        assert not fake.graphs and not fake.executables and not fake.partitions
     """)
 
 
@@ -432,9 +432,9 @@ def test_a_driver_without_green_contexts_says_what_to_do(run):
     run("""
         fake.cuDeviceGetDevResource = lambda device, kind: (fake.CUresult.CUDA_ERROR_NOT_SUPPORTED, None)
         try:
-            Engine("cuda", sm_windows=8)
+            Engine("cuda", sm_partitions=8)
         except pp.LaunchError as e:
-            assert "sm_windows=0" in str(e), e
+            assert "sm_partitions=0" in str(e), e
         else:
             raise AssertionError("no error")
         Engine("cuda").close()
@@ -551,11 +551,11 @@ def test_nothing_is_collected_inside_a_capture(run):
     """)
 
 
-def test_long_inputs_that_wait_for_a_lane_are_copied_beside_the_core(run):
+def test_long_inputs_that_wait_for_a_instance_are_copied_beside_the_core(run):
     run("""
         from paellapy.scheduler.core.check import check_at_rest
         with Engine("cuda") as engine:
-            engine.load(scale_model("long", 3.0, n=1 << 14, batch=(1, 2), lanes=1))
+            engine.load(scale_model("long", 3.0, n=1 << 14, batch=(1, 2), instances=1))
 
             async def main():
                 rng = np.random.default_rng(0)

@@ -23,7 +23,7 @@ LOADS = """
         with Engine("cuda", quantum_us=20) as engine:
             seen = []
             for _ in range(4):
-                engine.load(scale_model("six", 2.0, steps=6, batch=(1, 2, 4), lanes=2))
+                engine.load(scale_model("six", 2.0, steps=6, batch=(1, 2, 4), instances=2))
                 engine.infer_sync("six", {"x": np.ones(64, np.float32)})
                 there = tally.live()
                 engine.unload("six")
@@ -65,7 +65,7 @@ LATER = """
         engine._backend.node_times_ns = lambda program: [5e4] * len(program.nodes)  # so that all cuts are alike
         seen = []
         for _ in range(3):
-            engine.load(scale_model("six", 2.0, steps=6, batch=(1, 2, 4, 8), lanes=2, capture="on_demand"))
+            engine.load(scale_model("six", 2.0, steps=6, batch=(1, 2, 4, 8), instances=2, capture="on_demand"))
             assert captured() == [1, 8]
             end = time.monotonic() + 60
             while captured() != [1, 2, 4, 8]:
@@ -77,7 +77,7 @@ LATER = """
             there = tally.live()["executable graphs"]["count"]
             engine.unload("six")
             seen.append(tally.live())
-        engine.load(scale_model("six", 2.0, steps=6, batch=(1, 2, 4, 8), lanes=2))
+        engine.load(scale_model("six", 2.0, steps=6, batch=(1, 2, 4, 8), instances=2))
         assert tally.live()["executable graphs"]["count"] == there  # as many as of a model captured ahead
         assert seen[1] == seen[2], seen
         assert tally.failed == {}

@@ -1,4 +1,4 @@
-"""Programs of the virtual GPU: what one lane recorded serves the others."""
+"""Programs of the virtual GPU: what one instance recorded serves the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import paellapy as pp
 from paellapy import demo
 from paellapy.scheduler.backends.virtual import VirtualBackend
 from paellapy.scheduler.backends.virtual_memory import VirtualMemory
-from paellapy.scheduler.models.memory import Lane, plan_lane
+from paellapy.scheduler.models.memory import Instance, plan_instance
 
 Pair = namedtuple("Pair", "a b")
 
@@ -27,12 +27,12 @@ def described(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("model", [mlp_model(batch=(1, 4)), demo.load("cnn", batch=(2,))], ids=lambda m: m.name)
-def test_a_program_moved_to_another_lane_is_what_a_capture_there_records(model):
+def test_a_program_moved_to_another_instance_is_what_a_capture_there_records(model):
     backend = VirtualBackend(pp.Device("virtual:h200"))
     weights = backend.upload(model)
     scratch, _ = backend.rehearse_all(model, weights, model.batch)
-    plan = plan_lane(model, scratch, 8)
-    first, other = (Lane(k, model, plan, backend.lane_memory(plan)) for k in range(2))
+    plan = plan_instance(model, scratch, 8)
+    first, other = (Instance(k, model, plan, backend.instance_memory(plan)) for k in range(2))
     for batch in model.batch:
         recorded = backend.capture(first, weights, batch, {})
         moved, captured = backend.captured_again(recorded, first, other, {}), backend.capture(other, weights, batch, {})

@@ -7,7 +7,7 @@ import numpy as np
 import paellapy as pp
 from paellapy import demo
 from paellapy.scheduler.backends.virtual import VirtualBackend
-from paellapy.scheduler.models.memory import Lane, plan_lane
+from paellapy.scheduler.models.memory import Instance, plan_instance
 
 
 def test_costs_seen_in_the_rehearsal_are_those_of_the_program():
@@ -19,8 +19,8 @@ def test_costs_seen_in_the_rehearsal_are_those_of_the_program():
         scratch, _ = backend.rehearse_all(model, weights, model.batch)
         if not rehearsed:
             backend._costs.rehearsed.clear()
-        plan = plan_lane(model, scratch, 8)
-        program = backend.capture(Lane(0, model, plan, backend.lane_memory(plan)), weights, 2, {})
+        plan = plan_instance(model, scratch, 8)
+        program = backend.capture(Instance(0, model, plan, backend.instance_memory(plan)), weights, 2, {})
         assert (backend._costs.seen(program) is not None) == rehearsed
         costs.append(backend._costs.of(program))
     for a, b in zip(*costs, strict=True):

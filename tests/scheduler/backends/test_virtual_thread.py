@@ -96,13 +96,13 @@ def test_a_short_request_is_computed_before_long_ones_that_came_earlier(monkeypa
     begun, go, order = [threading.Event() for _ in range(2)], [threading.Event() for _ in range(2)], []
     compute = VirtualThread._carry_out
 
-    def carry_out(self, lane, *more):
+    def carry_out(self, instance, *more):
         k = len(order)
-        order.append(names[int(self._state.lane["model"][lane])])
+        order.append(names[int(self._state.instance["model"][instance])])
         if k < 2:
             begun[k].set()
             assert go[k].wait(60)
-        compute(self, lane, *more)
+        compute(self, instance, *more)
 
     async def main():
         longs = [asyncio.ensure_future(engine.infer("long", X))]
@@ -117,7 +117,7 @@ def test_a_short_request_is_computed_before_long_ones_that_came_earlier(monkeypa
         await asyncio.gather(short, *longs)
 
     with Engine("virtual:h200", policy="srpt") as engine:
-        engine.load(scale_model("long", steps=40, batch=(1,), lanes=4))
+        engine.load(scale_model("long", steps=40, batch=(1,), instances=4))
         engine.load(scale_model("short", batch=(1,)))
         names = {row: loaded.model.name for row, loaded in engine.loaded_rows().items()}
         monkeypatch.setattr(VirtualThread, "_carry_out", carry_out)
@@ -125,7 +125,7 @@ def test_a_short_request_is_computed_before_long_ones_that_came_earlier(monkeypa
     assert order[:3] == ["long", "long", "short"]
 
 
-@pytest.mark.parametrize(("windows", "one_by_one"), [(0, 1), (8, 0)])
-def test_jobs_share_the_virtual_gpu_only_where_windows_keep_them_apart(windows, one_by_one):
-    with Engine("virtual:h200", sm_windows=windows) as engine:
+@pytest.mark.parametrize(("partitions", "one_by_one"), [(0, 1), (8, 0)])
+def test_jobs_share_the_virtual_gpu_only_where_partitions_keep_them_apart(partitions, one_by_one):
+    with Engine("virtual:h200", sm_partitions=partitions) as engine:
         assert engine.state.core["one_by_one"][0] == one_by_one

@@ -47,7 +47,9 @@ def test_a_servers_allowance_is_a_row_of_the_table(events, slots):
                 assert table[name][0] == getattr(allowance, name), name
 
 
-NET = ModelProfile("net", {1: [SegmentProfile(50e3)] * 10}, target_ms=2.0, lanes=16, demand={1: 0.3}, together={1: 8})
+NET = ModelProfile(
+    "net", {1: [SegmentProfile(50e3)] * 10}, target_ms=2.0, instances=16, demand={1: 0.3}, together={1: 8}
+)
 
 
 def test_in_simulated_time_what_would_be_late_is_refused_and_the_rest_is_in_time():
@@ -65,7 +67,7 @@ def test_in_simulated_time_what_would_be_late_is_refused_and_the_rest_is_in_time
 
 def test_deadlines_are_kept_as_targets_are():
     """What expires is late, and makes room for fewer."""
-    free = ModelProfile("net", NET.sizes, lanes=16, demand=NET.demand, together=NET.together)
+    free = ModelProfile("net", NET.sizes, instances=16, demand=NET.demand, together=NET.together)
     rng = np.random.default_rng(0)
     times = np.cumsum(rng.lognormal(np.log(1 / 12000) - 1.125, 1.5, 12000))
     rows = tuple((float(t), "net", 2.0, None, 0) for t in times)
@@ -103,8 +105,8 @@ def test_a_window_shrinks_where_nothing_has_ever_been_in_time():
     assert allowance.reach_ns(20.0 * MS, 15.0 * MS, 32, 0) == pytest.approx((15 + TUNING.least_margin * 5) * MS)
 
 
-def test_a_full_lane_that_waits_is_work_ahead():
-    bench = Bench([profile(batch=(1, 2), lanes=4)], policy="fifo")
+def test_a_full_instance_that_waits_is_work_ahead():
+    bench = Bench([profile(batch=(1, 2), instances=4)], policy="fifo")
     bench.state.core["max_active"][0] = 1
     predicted = []
     for _ in range(7):
@@ -117,7 +119,7 @@ def test_a_full_lane_that_waits_is_work_ahead():
 
 @pytest.mark.parametrize(("sizes", "whole"), [((1,), 150_000), ((1, 2, 4), 300_000)])
 def test_who_joins_those_that_the_core_has_not_heard_of_yet_is_predicted_their_batch(sizes, whole):
-    bench = Bench([profile(batch=sizes, lanes=4)], policy="fifo")
+    bench = Bench([profile(batch=sizes, instances=4)], policy="fifo")
     bench.step()
     predicted = []
     for _ in range(sizes[-1] + 1):
@@ -125,7 +127,7 @@ def test_who_joins_those_that_the_core_has_not_heard_of_yet_is_predicted_their_b
         bench.submit(0, direct=True)
     assert predicted == sorted(predicted)
     assert predicted[0] < predicted[-2] or sizes == (1,)
-    assert predicted[-1] == bench.now + whole + predicted[0] - bench.now  # behind a full lane
+    assert predicted[-1] == bench.now + whole + predicted[0] - bench.now  # behind a full instance
     bench.step()
     bench.run_dry()
 
@@ -133,14 +135,16 @@ def test_who_joins_those_that_the_core_has_not_heard_of_yet_is_predicted_their_b
 def test_nothing_is_refused_where_all_can_be_in_time_or_nothing_is_asked():
     load = Poisson(300, "net", duration=1.0)
     assert set(simulate([NET], load, admission=True).statuses()) == {"ok"}
-    lazy = ModelProfile("net", NET.sizes, lanes=16, demand=NET.demand, together=NET.together)
+    lazy = ModelProfile("net", NET.sizes, instances=16, demand=NET.demand, together=NET.together)
     assert set(simulate([lazy], Poisson(8000, "net", duration=0.2), admission=True).statuses()) == {"ok"}
 
 
 def test_a_crowd_beside_it_makes_a_request_take_longer():
     """Whatever the policy puts first: what is on the GPU already stays there."""
     for policy in policy_names():
-        bench = Bench([profile(lanes=1, demand={1: 0.9}), profile("other", lanes=4, demand={1: 0.9})], policy=policy)
+        bench = Bench(
+            [profile(instances=1, demand={1: 0.9}), profile("other", instances=4, demand={1: 0.9})], policy=policy
+        )
         bench.state.core["max_active"][0] = 16
         alone = step.predict_finish(bench.state, 0, bench.now)
         for _ in range(4):
@@ -168,7 +172,7 @@ def test_a_model_of_which_little_is_asked_is_not_refused_for_ever_beside_one_tha
     """Its first requests would be in time, though not by as much as a margin wants that begins low."""
     step = [SegmentProfile(100e3)] * 10
     often, seldom = (
-        ModelProfile(name, {1: step}, target_ms=target, lanes=16, demand={1: 0.9}, together={1: 8})
+        ModelProfile(name, {1: step}, target_ms=target, instances=16, demand={1: 0.9}, together={1: 8})
         for name, target in (("often", 20.0), ("seldom", 11.0))
     )
     rng = np.random.default_rng(0)

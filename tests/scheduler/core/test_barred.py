@@ -1,4 +1,4 @@
-"""Jobs that `admit` holds back because of their client keep no lane before they have started."""
+"""Jobs that `admit` holds back because of their client keep no instance before they have started."""
 
 from __future__ import annotations
 
@@ -38,29 +38,29 @@ holding = policy(name="holding", admit=not_client_1, may_idle=True)(oldest)
 working = policy(name="working", admit=not_client_1)(oldest)
 
 
-def clients_in_lanes(bench: Bench) -> set[int]:
+def clients_in_instances(bench: Bench) -> set[int]:
     rows = bench.state.slot[bench.state.slot >= 0]
     return set(bench.state.request["client"][rows].tolist())
 
 
 def finish(bench: Bench, ns: int = 1000) -> list[int]:
     """All launches complete; returns the requests that are done."""
-    for lane in bench.running:
-        bench.finish_segment(lane)
+    for instance in bench.running:
+        bench.finish_segment(instance)
     return bench.step(ns)
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_others_pass_the_jobs_of_a_client_that_is_held_back(lanes):
-    bench = Bench([profile(segments=1, batch=(1, 4), lanes=lanes)], policy=holding)
+@pytest.mark.parametrize("instances", [1, 2])
+def test_others_pass_the_jobs_of_a_client_that_is_held_back(instances):
+    bench = Bench([profile(segments=1, batch=(1, 4), instances=instances)], policy=holding)
     held = [bench.submit(client=1, direct=True) for _ in range(20)]
     bench.step()
     for client in (2, 3, 2):
         other = bench.submit(client=client, direct=True)
         bench.step()
-        assert clients_in_lanes(bench) == {client}
+        assert clients_in_instances(bench) == {client}
         assert finish(bench) == [other]
-    assert not clients_in_lanes(bench)
+    assert not clients_in_instances(bench)
     assert bench.state.core["room_at_ns"][0] == LATER_NS
     bench.step(int(LATER_NS))
     bench.run_dry()
@@ -69,19 +69,19 @@ def test_others_pass_the_jobs_of_a_client_that_is_held_back(lanes):
 
 
 def test_a_batch_holds_no_request_of_a_client_that_is_held_back():
-    bench = Bench([profile(segments=1, batch=(1, 4), lanes=1)], policy=holding)
+    bench = Bench([profile(segments=1, batch=(1, 4), instances=1)], policy=holding)
     for client in (1, 2, 1, 2):
         bench.submit(client=client)
     bench.step()
-    assert clients_in_lanes(bench) == {2}
+    assert clients_in_instances(bench) == {2}
     assert len(finish(bench)) == 2
     bench.step(int(LATER_NS))
     bench.run_dry()
 
 
-def test_a_job_that_is_refused_when_its_turn_comes_gives_its_lane_up():
+def test_a_job_that_is_refused_when_its_turn_comes_gives_its_instance_up():
     made = policy(admit=client_1_alone)(lambda job: job.tenant)  # client 1 comes first
-    bench = Bench([profile("m", segments=2, batch=(1, 4), lanes=1), profile("other", lanes=2)], policy=made)
+    bench = Bench([profile("m", segments=2, batch=(1, 4), instances=1), profile("other", instances=2)], policy=made)
     bench.state.core["max_active"][0] = 1
     bench.submit(1, client=3)
     bench.step()
@@ -89,7 +89,7 @@ def test_a_job_that_is_refused_when_its_turn_comes_gives_its_lane_up():
     held = [bench.submit(client=1) for _ in range(2)]  # admitted only once nothing is active
     other = bench.submit(client=2)
     bench.step()
-    assert clients_in_lanes(bench) == {2, 3}
+    assert clients_in_instances(bench) == {2, 3}
     assert tenant_stats(bench.state, 1)["held_back"] == 2
     finish(bench)
     bench.run_dry()
@@ -103,10 +103,10 @@ def test_requests_that_passed_go_back_if_their_job_is_refused_after_all():
         return LATER_NS if job.tenant == 1 and own.asked > 1 else 1.0
 
     made = policy(name="once", admit=once, state={"asked": 0.0}, may_idle=True)(oldest)
-    bench = Bench([profile(segments=1, batch=(1, 4), lanes=1)], policy=made)
+    bench = Bench([profile(segments=1, batch=(1, 4), instances=1)], policy=made)
     held = [bench.submit(client=1) for _ in range(3)]
-    bench.step()  # `admit` lets the batch pass into a lane, and refuses it there
-    assert not clients_in_lanes(bench)
+    bench.step()  # `admit` lets the batch pass into an instance, and refuses it there
+    assert not clients_in_instances(bench)
     assert bench.state.core["room_at_ns"][0] == LATER_NS
     other = bench.submit(client=2)
     bench.step()
@@ -128,7 +128,7 @@ def test_a_client_that_is_held_back_for_one_model_runs_another():
 
 def test_an_idle_gpu_takes_the_best_job_of_all_clients():
     made = policy(admit=not_client_1)(lambda job: job.priority)
-    bench = Bench([profile(segments=1, lanes=1)], policy=made)
+    bench = Bench([profile(segments=1, instances=1)], policy=made)
     last = bench.submit(client=1, priority=2)
     first = bench.submit(client=1, priority=1)
     bench.step()
@@ -136,17 +136,17 @@ def test_an_idle_gpu_takes_the_best_job_of_all_clients():
     assert finish(bench) == [last]
 
 
-def test_staged_inputs_come_back_into_the_lane():
-    bench = Bench([profile(segments=1, batch=(1, 4), lanes=1)], policy="fifo")
+def test_staged_inputs_come_back_into_the_instance():
+    bench = Bench([profile(segments=1, batch=(1, 4), instances=1)], policy="fifo")
     s = bench.state
     s.model["n_inputs"][0], s.input_bytes[0, 0] = 1, 8
     slots = np.zeros((4, 1))
-    s.input_address[s.model_lane[0, 0], 0] = slots.ctypes.data
+    s.input_address[s.model_instance[0, 0], 0] = slots.ctypes.data
     inputs = [np.array([float(k + 1)]) for k in range(3)]
     written = bench.submit(client=1, direct=True)  # into a slot, before the policy is changed
     attach_policy(s, holding)
     bench.step()
-    assert clients_in_lanes(bench) == {1}  # its inputs are nowhere else
+    assert clients_in_instances(bench) == {1}  # its inputs are nowhere else
     bench.cancel(written)
     held = [bench.submit(client=1, source=each.ctypes.data) for each in inputs]
     other = bench.submit(client=2, source=np.array([9.0]).ctypes.data)
@@ -159,7 +159,7 @@ def test_staged_inputs_come_back_into_the_lane():
 
 
 def test_a_limit_and_admit_hold_back_together():
-    bench = Bench([profile(segments=1, ns=1e6, batch=(1, 4), lanes=1)], policy=holding)
+    bench = Bench([profile(segments=1, ns=1e6, batch=(1, 4), instances=1)], policy=holding)
     give_tenant(bench.state, 1, "alice", Tenant(limit=0.1))
     held = [bench.submit(client=1) for _ in range(9)]
     bench.step()
@@ -170,7 +170,7 @@ def test_a_limit_and_admit_hold_back_together():
 
 
 def test_a_model_closes_once_a_request_that_is_held_back_is_cancelled():
-    bench = Bench([profile(segments=1, lanes=1)], policy=holding)
+    bench = Bench([profile(segments=1, instances=1)], policy=holding)
     held = bench.submit(client=1)
     bench.step()
     bench.tell(codes.CLOSE_MODEL, 0)
@@ -182,7 +182,7 @@ def test_a_model_closes_once_a_request_that_is_held_back_is_cancelled():
 
 
 def test_the_queue_of_a_client_that_is_held_back_refuses_only_that_client():
-    bench = Bench([profile(segments=1, lanes=1, queue_limit=2)], policy=holding)
+    bench = Bench([profile(segments=1, instances=1, queue_limit=2)], policy=holding)
     held = [bench.submit(client=1) for _ in range(6)]
     bench.step()
     refused = [each for each in held if each in bench.done]
@@ -194,7 +194,7 @@ def test_the_queue_of_a_client_that_is_held_back_refuses_only_that_client():
 
 
 @pytest.mark.parametrize("name", policy_names())
-def test_no_policy_of_the_package_keeps_requests_out_of_lanes(name):
+def test_no_policy_of_the_package_keeps_requests_out_of_instances(name):
     bench = Bench([profile()], policy=name)
     assert not bench.state.core["by_client"][0]
     bench.submit(direct=True)
@@ -214,10 +214,12 @@ scripts = st.lists(
 
 
 @settings(max_examples=100, deadline=None)
-@given(script=scripts, batch=st.sampled_from([(1,), (1, 4)]), lanes=st.integers(1, 2), may_idle=st.booleans())
-def test_a_client_that_is_held_back_has_a_lane_only_on_an_idle_gpu_and_delays_nobody(script, batch, lanes, may_idle):
+@given(script=scripts, batch=st.sampled_from([(1,), (1, 4)]), instances=st.integers(1, 2), may_idle=st.booleans())
+def test_a_client_that_is_held_back_has_a_instance_only_on_an_idle_gpu_and_delays_nobody(
+    script, batch, instances, may_idle
+):
     made = holding if may_idle else working
-    bench = Bench([profile(name, segments=2, batch=batch, lanes=lanes) for name in "ab"], policy=made)
+    bench = Bench([profile(name, segments=2, batch=batch, instances=instances) for name in "ab"], policy=made)
     held = set()
     for action, first, client in script:
         if action == "submit" and bench.free:
@@ -230,13 +232,13 @@ def test_a_client_that_is_held_back_has_a_lane_only_on_an_idle_gpu_and_delays_no
             bench.cancel(first)
         bench.step(10)
         s = bench.state
-        for lane in np.flatnonzero((s.slot >= 0).any(axis=1)):
-            rows = s.slot[lane][s.slot[lane] >= 0]
+        for instance in np.flatnonzero((s.slot >= 0).any(axis=1)):
+            rows = s.slot[instance][s.slot[instance] >= 0]
             clients = set(s.request["client"][rows].tolist())
             if may_idle:
                 assert 1 not in clients
             elif 1 in clients:  # the idle GPU has taken them
-                assert s.lane["started_ns"][lane] < codes.NEVER
+                assert s.instance["started_ns"][instance] < codes.NEVER
     for _ in range(400):  # all others are served, before the time of the client that is held back
         if set(bench.rows) <= held:
             break
@@ -271,9 +273,11 @@ changes = st.lists(
 
 
 @settings(max_examples=50, deadline=None)
-@given(script=changes, batch=st.sampled_from([(1,), (1, 4)]), lanes=st.integers(1, 2), first=st.sampled_from(POLICIES))
-def test_no_request_is_lost_when_the_policy_changes_while_requests_wait(script, batch, lanes, first):
-    bench = Bench([profile(name, segments=2, batch=batch, lanes=lanes) for name in "ab"], policy=first)
+@given(
+    script=changes, batch=st.sampled_from([(1,), (1, 4)]), instances=st.integers(1, 2), first=st.sampled_from(POLICIES)
+)
+def test_no_request_is_lost_when_the_policy_changes_while_requests_wait(script, batch, instances, first):
+    bench = Bench([profile(name, segments=2, batch=batch, instances=instances) for name in "ab"], policy=first)
     for action, *facts in script:
         if action == "submit" and bench.free:
             model, client, left_ns, direct = facts

@@ -14,7 +14,7 @@ from paellapy.scheduler.core.atomics import usable_cpus
 from paellapy.scheduler.core.check import check_at_rest
 from paellapy.scheduler.core.codes import COPY_BELL
 from paellapy.scheduler.core.errors import DeadlineError
-from paellapy.scheduler.core.lanes import Copier
+from paellapy.scheduler.core.instances import Copier
 from paellapy.scheduler.core.rings import Bell
 from paellapy.scheduler.core.state import new_state
 from paellapy.scheduler.core.tuning import Tuning
@@ -27,8 +27,8 @@ N = Tuning.for_part("h200").long_copy_bytes // 4 + 3
 def engine(request):
     with Engine("virtual:h200") as found:
         copier = Copier(found.state, found.bell, awake=request.param)
-        found.load(scale_model("long", 3.0, n=N, batch=(1, 2, 4), lanes=2))
-        found.load(scale_model("short", 5.0, n=8, batch=(1,), lanes=1))
+        found.load(scale_model("long", 3.0, n=N, batch=(1, 2, 4), instances=2))
+        found.load(scale_model("short", 5.0, n=8, batch=(1,), instances=1))
         yield found
         copier.close()
 

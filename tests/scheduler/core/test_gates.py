@@ -15,7 +15,7 @@ from paellapy.scheduler.core.concurrency import LEASE_NS, LINGERS, WAITS_NS
 
 @pytest.fixture
 def bench() -> Bench:
-    return Bench([profile(segments=5, lanes=2)], "priority", now=1)
+    return Bench([profile(segments=5, instances=2)], "priority", now=1)
 
 
 def add_gate(bench: Bench, row: int, priority: int) -> np.ndarray:
@@ -57,7 +57,7 @@ def test_a_slot_that_is_never_written_holds_other_processes_only_for_a_while(ben
     word = add_gate(bench, 0, -1)
     serial = bench.submit(direct=True, ready=False)
     bench.step(1000)
-    assert codes.READY_WAIT in bench.state.lane["state"]
+    assert codes.READY_WAIT in bench.state.instance["state"]
     bench.step(WAITS_NS)
     assert word[0] == 0
     bench.write()  # late, but it is a request as any other
@@ -89,9 +89,9 @@ def test_a_program_whose_next_weights_do_not_come_holds_other_processes_only_for
     bench.step(1000)
     bench.chunk()
     bench.step(1000)
-    (lane,) = bench.running
+    (instance,) = bench.running
     assert word[0] > bench.now
-    bench.finish_segment(lane)
+    bench.finish_segment(instance)
     bench.step(1000)
     assert not bench.running
     assert word[0] > bench.now

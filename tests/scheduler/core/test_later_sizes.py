@@ -11,7 +11,9 @@ from paellapy.scheduler.core.admission import predict_finish
 from paellapy.scheduler.core.install import install, install_size, open_model
 from paellapy.scheduler.core.state import Limits
 
-LIMITS = Limits(models=4, lanes=16, lanes_per_model=4, sizes=4, batch=8, segments=8, requests=48, clients=4, inputs=2)
+LIMITS = Limits(
+    models=4, instances=16, instances_per_model=4, sizes=4, batch=8, segments=8, requests=48, clients=4, inputs=2
+)
 BATCH = (1, 2, 4, 8)
 
 
@@ -28,8 +30,8 @@ def run(bench: Bench, n: int) -> int:
     for _ in range(n):
         bench.submit()
     bench.step()
-    (lane,) = np.flatnonzero(bench.state.lane["state"] == codes.RUNNING)
-    found = int(bench.state.size["batch"][0, bench.state.lane["size"][lane]])
+    (instance,) = np.flatnonzero(bench.state.instance["state"] == codes.RUNNING)
+    found = int(bench.state.size["batch"][0, bench.state.instance["size"][instance]])
     bench.run_dry()
     return found
 
@@ -51,7 +53,7 @@ def test_batches_run_at_the_sizes_that_are_there_and_name_the_one_they_want():
     assert size["capture"][1] == codes.GIVEN_UP
 
 
-def test_a_lane_that_runs_keeps_its_size_when_a_better_one_comes():
+def test_a_instance_that_runs_keeps_its_size_when_a_better_one_comes():
     bench, model = bench_without_the_sizes_between()
     for _ in range(3):
         bench.submit()

@@ -23,11 +23,11 @@ TUNING = Tuning.for_part("h200")
 
 
 def models_of(bench):
-    return [int(bench.state.lane["model"][lane]) for lane in bench.running]
+    return [int(bench.state.instance["model"][instance]) for instance in bench.running]
 
 
 def test_a_short_request_waits_for_one_launch_only():
-    long, short = profile("long", ns=1e6, lanes=4), profile("short", segments=1, ns=1e4, lanes=2)
+    long, short = profile("long", ns=1e6, instances=4), profile("short", segments=1, ns=1e4, instances=2)
     bench = Bench([long, short], policy="srpt", one_by_one=True)
     for _ in range(3):
         bench.submit(0)
@@ -43,7 +43,7 @@ def test_a_short_request_waits_for_one_launch_only():
 
 
 def test_all_segments_of_a_short_job_come_before_those_of_a_long_one_that_has_begun():
-    long, short = profile("long", segments=3, ns=1e6, lanes=2), profile("short", ns=1e4, lanes=2)
+    long, short = profile("long", segments=3, ns=1e6, instances=2), profile("short", ns=1e4, instances=2)
     bench = Bench([long, short], policy="srpt", one_by_one=True)
     bench.submit(0)
     bench.submit(0)
@@ -51,8 +51,8 @@ def test_all_segments_of_a_short_job_come_before_those_of_a_long_one_that_has_be
     order = models_of(bench)
     bench.submit(1)
     while bench.rows:
-        for lane in bench.running:
-            bench.finish_segment(lane)
+        for instance in bench.running:
+            bench.finish_segment(instance)
         bench.step(1)
         order += models_of(bench)
     assert order[:4] == [0, 1, 1, 1]
@@ -68,7 +68,11 @@ def is_ordinary(job):
 
 
 def test_a_job_that_has_begun_goes_before_younger_ones_though_an_older_one_is_refused():
-    held, long, short = profile("held", lanes=1), profile("long", segments=3, lanes=1), profile("short", 1, lanes=4)
+    held, long, short = (
+        profile("held", instances=1),
+        profile("long", segments=3, instances=1),
+        profile("short", 1, instances=4),
+    )
     policy = make_policy(admit=is_ordinary, may_idle=True)(oldest)
     bench = Bench([held, long, short], policy=policy, one_by_one=True)
     for model in range(3):
@@ -78,30 +82,30 @@ def test_a_job_that_has_begun_goes_before_younger_ones_though_an_older_one_is_re
     for _ in range(12):
         bench.step(1)
         order += models_of(bench)
-        for lane in bench.running:
-            bench.finish_segment(lane)
+        for instance in bench.running:
+            bench.finish_segment(instance)
         bench.submit(2)
     assert 0 not in order
     assert order[:3] == [1, 1, 1]
 
 
 def test_a_batch_stays_open_while_the_host_computes():
-    bench = Bench([profile(segments=1, batch=(1, 8), lanes=4)], policy="fifo", one_by_one=True)
+    bench = Bench([profile(segments=1, batch=(1, 8), instances=4)], policy="fifo", one_by_one=True)
     bench.submit()
     bench.step()
     first = bench.running[0]
     serials = [bench.submit() for _ in range(5)]
     bench.finish_segment(first)
     bench.step()
-    (lane,) = bench.running
-    assert bench.state.lane["taken"][lane] == 5
-    bench.finish_segment(lane)
+    (instance,) = bench.running
+    assert bench.state.instance["taken"][instance] == 5
+    bench.finish_segment(instance)
     bench.step()
     assert all(bench.done[serial]["batch"] == 5 for serial in serials)
 
 
 def test_where_the_hardware_decides_all_is_launched_at_once():
-    bench = Bench([profile(lanes=4)], policy="streams", one_by_one=True)
+    bench = Bench([profile(instances=4)], policy="streams", one_by_one=True)
     for _ in range(4):
         bench.submit()
     bench.step()
@@ -126,12 +130,12 @@ class Host:
     def __init__(self, one_by_one: bool, admits: bool, policy: str = "paella") -> None:
         made = [
             ModelProfile(
-                f"m{m}", {b: [SegmentProfile(ns)] for b in SIZES}, target_ms=TARGET_NS[m] / MS, lanes=8,
+                f"m{m}", {b: [SegmentProfile(ns)] for b in SIZES}, target_ms=TARGET_NS[m] / MS, instances=8,
                 demand=dict.fromkeys(SIZES, 0.2),
             )
             for m, ns in enumerate(GPU_NS)
         ]  # fmt: skip
-        limits = replace(LIMITS, lanes=32, lanes_per_model=8, sizes=4, requests=1 << 14)
+        limits = replace(LIMITS, instances=32, instances_per_model=8, sizes=4, requests=1 << 14)
         self.bench = Bench(made, policy=policy, limits=limits, demand=TUNING.demand_limit, one_by_one=one_by_one)
         self.state, self.now = self.bench.state, 10**9
         self.rng = np.random.default_rng(0)
@@ -162,8 +166,8 @@ class Host:
             self.bench.free += into["request"][:n].tolist()
         launches = s.out[: s.core["out"][0]].tolist()
         s.core["out"][0] = 0
-        for lane, size, _, word, _ in launches:
-            m = int(s.lane["model"][lane])
+        for instance, size, _, word, _ in launches:
+            m = int(s.instance["model"][instance])
             heapq.heappush(self.ends, (self.now + GPU_NS[m], word))
             self.now += int(HOST_NS[m][size] * self.rng.uniform(0.8, 1.2))
         return done, bool(done or launches or events)

@@ -1,4 +1,4 @@
-"""A front end may die between any two of its instructions: the core takes back what it had, and others never notice."""
+"""A producer may die between any two of its instructions: the core takes back what it had, and others never notice."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from paellapy.scheduler.core.rings import SLOTS, STAGED, Message
 from paellapy.scheduler.core.shares import client_key, client_numbers, find_client
 from paellapy.scheduler.engine import ring_calls
 
-FRONTS = st.Limits(**{**{name: getattr(LIMITS, name) for name in LIMITS.__dataclass_fields__}, "fronts": 3})
-STEPS = ("claim", "post", "write", "run", "read")  # what a front end does, in order
+PRODUCERS = st.Limits(**{**{name: getattr(LIMITS, name) for name in LIMITS.__dataclass_fields__}, "producers": 3})
+STEPS = ("claim", "post", "write", "run", "read")  # what a producer does, in order
 
 
-class Front:
-    """A front end of another process, one instruction at a time."""
+class Producer:
+    """A producer of another process, one instruction at a time."""
 
-    def __init__(self, bench: Bench, front: int) -> None:
-        self.bench, self.front = bench, front
-        self.held = ring_calls.Line(bench.state, front, 0)  # nobody arms the bell
+    def __init__(self, bench: Bench, producer: int) -> None:
+        self.bench, self.producer = bench, producer
+        self.held = ring_calls.Line(bench.state, producer, 0)  # nobody arms the bell
         self.line = self.held.address
-        self.rows = list(st.front_rows(FRONTS, front))
+        self.rows = list(st.producer_rows(PRODUCERS, producer))
         self.serial = 0
         self.taken = np.zeros((64, ring_calls.COMPLETION_WORDS), np.int64)
         self.done: list[list[int]] = []
@@ -37,9 +37,10 @@ class Front:
 
     def post(self, place: tuple[int, int] | None, model: int = 0, generation: int = 0, client: int = 0) -> int:
         self.serial += 1
-        lane, slot = place or (codes.NONE, codes.NONE)
-        message = Message(kind=codes.SUBMIT, request=self.rows.pop(), serial=self.serial, model=model, lane=lane,
-                          slot=slot, generation=generation, arrival_ns=self.bench.now, client=client)  # fmt: skip
+        instance, slot = place or (codes.NONE, codes.NONE)
+        message = Message(
+            kind=codes.SUBMIT, request=self.rows.pop(), serial=self.serial, model=model, instance=instance,
+            slot=slot, generation=generation, arrival_ns=self.bench.now, client=client)  # fmt: skip
         assert ring_calls.post(self.line, message.address)
         return self.serial
 
@@ -52,7 +53,7 @@ class Front:
         return found
 
     def read(self, entry: list[int]) -> None:
-        ring_calls.release(self.line, entry[ring_calls.E_LANE], entry[ring_calls.E_SLOT])
+        ring_calls.release(self.line, entry[ring_calls.E_INSTANCE], entry[ring_calls.E_SLOT])
 
     def submit(self, upto: str = "write", model: int = 0) -> None:
         """Submits one request, up to a given step."""
@@ -64,36 +65,36 @@ class Front:
             ring_calls.ready(self.line, *place)
 
 
-def finish_all(bench: Bench, *fronts: Front) -> None:
-    """All living front ends finish their requests."""
+def finish_all(bench: Bench, *producers: Producer) -> None:
+    """All living producers finish their requests."""
     for _ in range(100):
-        lanes = bench.running
-        for lane in lanes:
-            bench.finish_segment(lane)
+        instances = bench.running
+        for instance in instances:
+            bench.finish_segment(instance)
         bench.step(1000)
-        taken = [(front, entry) for front in fronts for entry in front.take()]
-        for front, entry in taken:
+        taken = [(producer, entry) for producer in producers for entry in producer.take()]
+        for producer, entry in taken:
             if entry[ring_calls.E_STATUS] == codes.OK:
-                front.read(entry)
-        if not lanes and not taken and not bench.state.core["live"][0]:
+                producer.read(entry)
+        if not instances and not taken and not bench.state.core["live"][0]:
             break
     bench.step()
 
 
 @pytest.fixture
 def bench() -> Bench:
-    return Bench([profile(batch=(1, 4), lanes=2)], limits=FRONTS, hold=True)
+    return Bench([profile(batch=(1, 4), instances=2)], limits=PRODUCERS, hold=True)
 
 
 @pytest.mark.parametrize("upto", STEPS)
-def test_what_a_front_end_had_when_it_died_holds_nobody_up(bench, upto):
-    dying, other = Front(bench, 1), Front(bench, 2)
+def test_what_a_producer_had_when_it_died_holds_nobody_up(bench, upto):
+    dying, other = Producer(bench, 1), Producer(bench, 2)
     dying.submit(upto)
     other.submit()
     if upto in ("run", "read"):
         bench.step()
-        for lane in bench.running:
-            bench.finish_segment(lane)
+        for instance in bench.running:
+            bench.finish_segment(instance)
         bench.step()
     if upto == "read":
         dying.take()  # and never reads the outputs
@@ -105,7 +106,7 @@ def test_what_a_front_end_had_when_it_died_holds_nobody_up(bench, upto):
     assert bench.state.core["live"][0] == 0
     assert bench.state.model["free_n"][0] + (bench.state.model["filling"][0] >= 0) == 2
     check_integrity(bench.state)
-    again = Front(bench, 1)  # the process that takes its place starts with all rows
+    again = Producer(bench, 1)  # the process that takes its place starts with all rows
     for _ in range(6):
         again.submit()
     finish_all(bench, again, other)
@@ -113,7 +114,7 @@ def test_what_a_front_end_had_when_it_died_holds_nobody_up(bench, upto):
 
 
 def test_published_but_unread_submissions_of_the_dead_are_forgotten(bench):
-    dying, other = Front(bench, 1), Front(bench, 2)
+    dying, other = Producer(bench, 1), Producer(bench, 2)
     for _ in range(5):
         dying.submit()
     step.reclaim(bench.state, 1, bench.now)
@@ -124,19 +125,19 @@ def test_published_but_unread_submissions_of_the_dead_are_forgotten(bench):
     check_integrity(bench.state)
 
 
-def fill_every_slot_once(bench: Bench, front: Front, client: int) -> None:
+def fill_every_slot_once(bench: Bench, producer: Producer, client: int) -> None:
     for _ in range(2):
         for _ in range(4):
-            place = front.claim(client=client)
-            front.post(place, client=client)
+            place = producer.claim(client=client)
+            producer.post(place, client=client)
             if place is not None:
-                ring_calls.ready(front.line, *place)
-        finish_all(bench, front)
+                ring_calls.ready(producer.line, *place)
+        finish_all(bench, producer)
 
 
 @pytest.mark.parametrize("posted", [False, True])
 def test_a_slot_of_the_dead_is_charged_to_the_client_that_took_it(bench, posted):
-    dying, other = Front(bench, 1), Front(bench, 2)
+    dying, other = Producer(bench, 1), Producer(bench, 2)
     fill_every_slot_once(bench, other, client=3)
     before = bench.state.client["used_ns"].tolist()
     place = dying.claim(client=2)
@@ -151,43 +152,43 @@ def test_a_slot_of_the_dead_is_charged_to_the_client_that_took_it(bench, posted)
     assert used.sum() == pytest.approx(bench.state.model["used_ns"].sum())
 
 
-def test_a_front_end_that_dies_before_it_names_a_client_charges_no_earlier_one(bench):
-    other = Front(bench, 2)
+def test_a_producer_that_dies_before_it_names_a_client_charges_no_earlier_one(bench):
+    other = Producer(bench, 2)
     fill_every_slot_once(bench, other, client=3)
     assert not bench.state.slot_client.any()
 
 
-def test_completions_come_to_the_front_end_that_asked(bench):
-    first, second = Front(bench, 1), Front(bench, 2)
-    for front, n in ((first, 3), (second, 2)):
+def test_completions_come_to_the_producer_that_asked(bench):
+    first, second = Producer(bench, 1), Producer(bench, 2)
+    for producer, n in ((first, 3), (second, 2)):
         for _ in range(n):
-            front.submit()
+            producer.submit()
     finish_all(bench, first, second)
     assert (len(first.done), len(second.done)) == (3, 2)
     assert not bench.done
 
 
 def test_each_batch_has_one_first_entry(bench):
-    first, second = Front(bench, 1), Front(bench, 2)
-    for front in (first, second, first):
-        front.submit()
+    first, second = Producer(bench, 1), Producer(bench, 2)
+    for producer in (first, second, first):
+        producer.submit()
     finish_all(bench, first, second)
     column = (tables.COMPLETION.names or ()).index("first")
-    assert sum(entry[column] for front in (first, second) for entry in front.done) == 1
+    assert sum(entry[column] for producer in (first, second) for entry in producer.done) == 1
 
 
 def test_a_request_for_the_model_that_had_the_row_before_is_refused(bench):
-    front = Front(bench, 1)
-    place = front.claim()
+    producer = Producer(bench, 1)
+    place = producer.claim()
     assert place is not None
-    front.post(place, generation=99)
-    ring_calls.ready(front.line, *place)
-    finish_all(bench, front)
-    assert [entry[ring_calls.E_STATUS] for entry in front.done] == [codes.NO_MODEL]
+    producer.post(place, generation=99)
+    ring_calls.ready(producer.line, *place)
+    finish_all(bench, producer)
+    assert [entry[ring_calls.E_STATUS] for entry in producer.done] == [codes.NO_MODEL]
     assert bench.state.core["live"][0] == 0
 
 
-def test_a_client_has_one_number_for_all_front_ends(bench):
+def test_a_client_has_one_number_for_all_producers(bench):
     s = bench.state  # four clients: nobody, and three numbers
     found = [find_client(s.client_key, s.client, key) for key in (11, 22, 33, 22, 11)]
     assert sorted(set(found)) == [1, 2, 3]
@@ -198,7 +199,7 @@ def test_a_client_has_one_number_for_all_front_ends(bench):
 @given(some.lists(some.text(max_size=8) | some.integers(), max_size=12), some.integers(13, 40))
 @settings(max_examples=30)
 def test_a_clients_number_follows_from_its_name_and_the_earlier_names(names, clients):
-    s = st.new_state(st.Limits(models=1, lanes=1, requests=4, clients=clients))
+    s = st.new_state(st.Limits(models=1, instances=1, requests=4, clients=clients))
     found = [find_client(s.client_key, s.client, client_key(name)) for name in names]
     numbers = client_numbers(map(str, names), clients)
     assert found == [numbers[str(name)] for name in names]
@@ -211,38 +212,38 @@ actions = some.lists(
 
 @given(actions)
 @settings(max_examples=150)
-def test_whenever_a_front_end_dies_the_core_stays_whole(script):
-    bench = Bench([profile(batch=(1, 4), lanes=2)], limits=FRONTS, hold=True)
-    fronts = {k: Front(bench, k) for k in (1, 2)}
+def test_whenever_a_producer_dies_the_core_stays_whole(script):
+    bench = Bench([profile(batch=(1, 4), instances=2)], limits=PRODUCERS, hold=True)
+    producers = {k: Producer(bench, k) for k in (1, 2)}
     unread: dict[int, list[list[int]]] = {1: [], 2: []}
     unwritten: dict[int, list[tuple[int, int]]] = {1: [], 2: []}
     for who, action in script:
-        front = fronts[who]
+        producer = producers[who]
         if action == "die":
             step.reclaim(bench.state, who, bench.now)
-            fronts[who], unread[who], unwritten[who] = Front(bench, who), [], []
+            producers[who], unread[who], unwritten[who] = Producer(bench, who), [], []
             bench.step()
-        elif action in ("claim", "post", "write", "run", "read") and front.rows:
-            place = front.claim()
-            front.post(place)
+        elif action in ("claim", "post", "write", "run", "read") and producer.rows:
+            place = producer.claim()
+            producer.post(place)
             if place is not None and action in ("claim", "post"):
                 unwritten[who].append(place)
             elif place is not None:
-                ring_calls.ready(front.line, *place)
+                ring_calls.ready(producer.line, *place)
         elif action == "step":
             bench.step(1000)
         elif action == "finish":
-            for lane in bench.running:
-                bench.finish_segment(lane)
+            for instance in bench.running:
+                bench.finish_segment(instance)
             bench.step(1000)
         elif action == "take":
-            unread[who] += [entry for entry in front.take() if entry[ring_calls.E_STATUS] == codes.OK]
-    for who, front in fronts.items():
+            unread[who] += [entry for entry in producer.take() if entry[ring_calls.E_STATUS] == codes.OK]
+    for who, producer in producers.items():
         for place in unwritten[who]:
-            ring_calls.ready(front.line, *place)
+            ring_calls.ready(producer.line, *place)
         for entry in unread[who]:
-            front.read(entry)
-    finish_all(bench, *fronts.values())
+            producer.read(entry)
+    finish_all(bench, *producers.values())
     assert bench.state.core["live"][0] == 0
-    for who, front in fronts.items():
-        assert sorted(front.rows) == list(st.front_rows(FRONTS, who))
+    for who, producer in producers.items():
+        assert sorted(producer.rows) == list(st.producer_rows(PRODUCERS, who))

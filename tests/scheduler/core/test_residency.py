@@ -43,8 +43,8 @@ def test_segments_start_as_soon_as_their_own_weights_are_there():
         bench.chunk()
         for _ in range(3):
             bench.step(CHUNK)
-            for lane in bench.running:
-                bench.finish_segment(lane)
+            for instance in bench.running:
+                bench.finish_segment(instance)
         seen.append(int(bench.state.core["segments_done"][0]))
     bench.settle()
     # It starts when the rest will come no later than it is needed: segments take half as long as a chunk here.
@@ -61,8 +61,8 @@ def test_with_a_lead_a_program_starts_with_its_first_weights_and_waits_for_the_o
     for k in range(1, 4):
         bench.chunk()
         bench.step(10)
-        for lane in bench.running:
-            bench.finish_segment(lane)
+        for instance in bench.running:
+            bench.finish_segment(instance)
         bench.step(10)
         assert bench.state.core["segments_done"][0] == k
     bench.settle()
@@ -94,8 +94,8 @@ def test_one_that_is_used_all_the_time_gives_way_to_one_that_waits_for_long():
     waiting = bench.submit(1)
     for _ in range(200):
         bench.submit(0)
-        for lane in bench.running:
-            bench.finish_segment(lane)
+        for instance in bench.running:
+            bench.finish_segment(instance)
         bench.chunk()
         bench.step(CHUNK)
         if waiting in bench.done:
@@ -180,8 +180,8 @@ def test_requests_that_a_limit_holds_back_keep_no_memory_from_others():
     for _ in range(3):
         other = bench.submit(1)
         for _ in range(40):
-            for lane in bench.running:
-                bench.finish_segment(lane)
+            for instance in bench.running:
+                bench.finish_segment(instance)
             bench.chunk()
             bench.step(CHUNK)
         assert bench.status(other) == codes.OK
@@ -254,8 +254,8 @@ def test_without_a_budget_nothing_is_looked_at():
     serial = bench.submit(0)
     bench.step()
     for _ in range(3):
-        for lane in bench.running:
-            bench.finish_segment(lane)
+        for instance in bench.running:
+            bench.finish_segment(instance)
         bench.step(1)
     assert bench.status(serial) == codes.OK
 

@@ -21,7 +21,7 @@ from paellapy.scheduler.core.install import estimate, install, remove
 from paellapy.scheduler.core.profiles import ModelProfile, ProfileError, SegmentProfile, load_profiles, save_profiles
 from paellapy.scheduler.core.shares import Tenant, give_tenant
 from paellapy.scheduler.core.tuning import Tuning
-from paellapy.scheduler.engine.loading import install_windows
+from paellapy.scheduler.engine.loading import install_partitions
 from paellapy.scheduler.engine.stats import occupancy
 from paellapy.scheduler.policies.attach import attach_policy
 from paellapy.scheduler.policies.policy import Policy, find_policy, policy, policy_names
@@ -43,7 +43,7 @@ def test_a_lone_request_is_one_launch() -> None:
 
 
 def test_beside_another_job_a_program_goes_in_segments_two_ahead() -> None:
-    bench = Bench([profile(segments=5, lanes=2)])
+    bench = Bench([profile(segments=5, instances=2)])
     bench.submit()
     bench.step()
     bench.submit()
@@ -57,11 +57,11 @@ def test_beside_another_job_a_program_goes_in_segments_two_ahead() -> None:
 
 def test_staged_inputs_are_copied_into_the_slot() -> None:
     bench = Bench([])
-    m, lanes = install(bench.state, profile(batch=(1, 2), lanes=1))
+    m, instances = install(bench.state, profile(batch=(1, 2), instances=1))
     first, second = np.zeros((2, 3), np.uint8), np.zeros((2, 2), np.int16)
     bench.state.model["n_inputs"][m] = 2
     bench.state.input_bytes[m, :2] = (3, 4)
-    bench.state.input_address[lanes[0], :2] = (first.ctypes.data, second.ctypes.data)
+    bench.state.input_address[instances[0], :2] = (first.ctypes.data, second.ctypes.data)
     bench.tell(codes.OPEN_MODEL, m)
     bench.step()
     staged = np.arange(1, 8, dtype=np.uint8)
@@ -72,13 +72,13 @@ def test_staged_inputs_are_copied_into_the_slot() -> None:
     np.testing.assert_array_equal(second[1].view(np.uint8), staged[3:])
 
 
-def test_a_lane_waits_for_inputs_that_are_still_being_written() -> None:
-    bench = Bench([profile(batch=(1, 4), lanes=2)])
+def test_a_instance_waits_for_inputs_that_are_still_being_written() -> None:
+    bench = Bench([profile(batch=(1, 4), instances=2)])
     first = bench.submit(direct=True, ready=False)
     bench.step()
     assert not bench.running
-    assert codes.READY_WAIT in bench.state.lane["state"]
-    other = bench.submit()  # goes on in another lane meanwhile
+    assert codes.READY_WAIT in bench.state.instance["state"]
+    other = bench.submit()  # goes on in another instance meanwhile
     bench.step()
     assert len(bench.running) == 1
     bench.write()
@@ -89,7 +89,7 @@ def test_a_lane_waits_for_inputs_that_are_still_being_written() -> None:
 
 
 def test_outputs_are_held_until_they_are_read() -> None:
-    bench = Bench([profile(lanes=1)], hold=True)
+    bench = Bench([profile(instances=1)], hold=True)
     first, second = bench.submit(), bench.submit()
     bench.step()
     bench.finish_segment(0)
@@ -99,7 +99,7 @@ def test_outputs_are_held_until_they_are_read() -> None:
         bench.step()
     assert first in bench.done
     assert second not in bench.done
-    assert bench.state.lane["state"][0] == codes.HELD
+    assert bench.state.instance["state"][0] == codes.HELD
     bench.read()
     bench.step()
     assert bench.running == [0]
@@ -108,16 +108,16 @@ def test_outputs_are_held_until_they_are_read() -> None:
 
 def test_nothing_begins_before_it_has_come() -> None:
     """A request may come after the core has read the clock, and before it looks for requests."""
-    bench = Bench([profile(batch=(1, 2), lanes=1)])
+    bench = Bench([profile(batch=(1, 2), instances=1)])
     first = bench.submit()
     bench.now += 5000
     second = bench.submit()
     bench.now -= 3000
     bench.step()
-    lane = bench.running[0]
+    instance = bench.running[0]
     bench.step(10_000)
     bench.run_dry()
-    began = int(bench.state.segment_ns[lane, 0, 0])
+    began = int(bench.state.segment_ns[instance, 0, 0])
     assert [int(bench.done[each]["batch"]) for each in (first, second)] == [2, 2]
     assert [int(bench.done[each]["started_ns"]) for each in (first, second)] == [began, began]
     assert began == bench.done[second]["arrival_ns"] > bench.done[first]["arrival_ns"]
@@ -127,7 +127,7 @@ def test_nothing_begins_before_it_has_come() -> None:
 
 
 def test_batches_form_while_the_gpu_is_busy_and_leave_in_the_smallest_size_that_fits() -> None:
-    bench = Bench([profile(batch=(1, 2, 8), lanes=2)], policy="serial")
+    bench = Bench([profile(batch=(1, 2, 8), instances=2)], policy="serial")
     first = bench.submit()
     bench.step()
     more = [bench.submit() for _ in range(3)]
@@ -140,8 +140,8 @@ def test_batches_form_while_the_gpu_is_busy_and_leave_in_the_smallest_size_that_
     assert bench.done[more[0]]["size"] == 2
 
 
-def test_a_direct_reservation_and_the_core_share_one_lane() -> None:
-    bench = Bench([profile(batch=(8,), lanes=1)])
+def test_a_direct_reservation_and_the_core_share_one_instance() -> None:
+    bench = Bench([profile(batch=(8,), instances=1)])
     serials = [bench.submit(direct=k % 2 == 0) for k in range(8)]
     bench.step()
     bench.run_dry()
@@ -152,8 +152,8 @@ def test_a_direct_reservation_and_the_core_share_one_lane() -> None:
 # --- ends -----------------------------------------------------------------------------------------------------------
 
 
-def test_cancelled_while_queued_in_a_lane_and_between_segments() -> None:
-    bench = Bench([profile(segments=6, lanes=1), profile("other", segments=6, lanes=1)])
+def test_cancelled_while_queued_in_a_instance_and_between_segments() -> None:
+    bench = Bench([profile(segments=6, instances=1), profile("other", segments=6, instances=1)])
     bench.submit(1)
     running = bench.submit()
     bench.step()
@@ -161,16 +161,16 @@ def test_cancelled_while_queued_in_a_lane_and_between_segments() -> None:
     bench.step()
     bench.cancel(queued)
     assert bench.step() == [queued]
-    lane = int(np.flatnonzero(bench.state.lane["model"] == 0)[0])
-    assert bench.history[lane] == [0, 1]
+    instance = int(np.flatnonzero(bench.state.instance["model"] == 0)[0])
+    assert bench.history[instance] == [0, 1]
     bench.cancel(running)
     assert bench.step() == [running]
-    bench.finish_segment(lane)
+    bench.finish_segment(instance)
     bench.step()
-    bench.finish_segment(lane)
+    bench.finish_segment(instance)
     bench.step()
-    assert bench.history[lane] == [0, 1]  # the rest was never launched
-    assert bench.state.lane["state"][lane] != codes.RUNNING
+    assert bench.history[instance] == [0, 1]  # the rest was never launched
+    assert bench.state.instance["state"][instance] != codes.RUNNING
     assert {bench.status(queued), bench.status(running)} == {codes.CANCELLED}
     bench.run_dry()
 
@@ -189,7 +189,7 @@ def test_a_late_cancel_does_not_hit_the_next_request_of_the_row() -> None:
 
 
 def test_deadlines_expire_in_the_queue_and_between_segments_but_not_on_the_gpu() -> None:
-    bench = Bench([profile(segments=4, lanes=1), profile("other", lanes=1)])
+    bench = Bench([profile(segments=4, instances=1), profile("other", instances=1)])
     bench.submit(1)
     between = bench.submit(deadline=500)
     bench.step()
@@ -208,7 +208,7 @@ def test_deadlines_expire_in_the_queue_and_between_segments_but_not_on_the_gpu()
 
 
 def test_a_full_queue_refuses() -> None:
-    bench = Bench([profile(lanes=1, queue_limit=2)])
+    bench = Bench([profile(instances=1, queue_limit=2)])
     serials = [bench.submit() for _ in range(5)]
     assert bench.step() == serials[3:]  # one runs, two wait
     bench.run_dry()
@@ -216,7 +216,7 @@ def test_a_full_queue_refuses() -> None:
 
 
 def test_drain_finishes_what_was_accepted_and_refuses_the_rest() -> None:
-    bench = Bench([profile(lanes=2)])
+    bench = Bench([profile(instances=2)])
     accepted = [bench.submit() for _ in range(5)]
     bench.tell(codes.DRAIN)
     late = [bench.submit(), bench.submit(direct=True)]
@@ -233,7 +233,7 @@ def test_an_unknown_model_is_refused() -> None:
 
 
 def test_a_failure_answers_everybody_and_refuses_from_then_on() -> None:
-    bench = Bench([profile(lanes=2), profile("b", lanes=1)])
+    bench = Bench([profile(instances=2), profile("b", instances=1)])
     serials = [bench.submit(k % 2) for k in range(6)]
     bench.step()
     bench.tell(codes.FAIL, tag=719)
@@ -256,7 +256,7 @@ def test_a_launch_that_the_backend_refuses_fails_the_engine() -> None:
         calls.append((graph, stream))
         return 0 if len(calls) < 2 else 700
 
-    bench = Bench([profile(lanes=2)])
+    bench = Bench([profile(instances=2)])
     bench.state.call["graph_launch"][0] = ctypes.cast(launch, ctypes.c_void_p).value
     bench.state.core["backend"][0] = codes.CUDA
     step.attach_loop(bench.state)
@@ -277,7 +277,7 @@ def test_a_launch_that_the_backend_refuses_fails_the_engine() -> None:
 
 
 def test_what_has_ended_when_the_failure_is_noticed_is_not_suspected() -> None:
-    bench = Bench([profile(lanes=2, segments=1)])
+    bench = Bench([profile(instances=2, segments=1)])
     serials = bench.submit(), bench.submit()
     bench.step()
     assert len(bench.running) == 2
@@ -300,7 +300,7 @@ def test_work_from_outside_is_suspected_beside_requests() -> None:
 
 
 def test_models_come_and_go_while_others_run() -> None:
-    bench = Bench([profile(lanes=2), profile("b", lanes=2)])
+    bench = Bench([profile(instances=2), profile("b", instances=2)])
     first = [bench.submit(0), bench.submit(0), bench.submit(0)]
     bench.step()
     bench.tell(codes.CLOSE_MODEL, 0)
@@ -314,7 +314,7 @@ def test_models_come_and_go_while_others_run() -> None:
     assert {bench.status(each) for each in [*first, other]} == {codes.OK}
     assert bench.closed == [0]
     remove(bench.state, 0)
-    m, _ = install(bench.state, profile("c", lanes=3))
+    m, _ = install(bench.state, profile("c", instances=3))
     bench.tell(codes.OPEN_MODEL, m)
     again = bench.submit(m)
     bench.run_dry()
@@ -348,8 +348,8 @@ class RealTime:
         self.launched: list[int] = []
 
         @ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_uint64, ctypes.c_uint64)
-        def launch(word: int, lane: int) -> int:
-            self.launched.append(lane)
+        def launch(word: int, instance: int) -> int:
+            self.launched.append(instance)
             ctypes.c_uint64.from_address(word).value = 1
             return 0
 
@@ -368,7 +368,7 @@ class RealTime:
 
 
 def test_the_loop_runs_until_idle_and_rings_the_bell() -> None:
-    real = RealTime([profile(lanes=2)])
+    real = RealTime([profile(instances=2)])
     assert real.run(0) == 0
     serials = [real.bench.submit() for _ in range(5)]
     assert real.run(1000) == 0
@@ -380,20 +380,27 @@ def test_the_loop_runs_until_idle_and_rings_the_bell() -> None:
 
 
 def test_many_threads_submit_while_the_core_runs() -> None:
-    real = RealTime([profile("a", lanes=3, batch=(1, 8)), profile("b", lanes=2)])
+    real = RealTime([profile("a", instances=3, batch=(1, 8)), profile("b", instances=2)])
     s = real.state
     each, threads = 200, 4
 
-    def front_end(k: int) -> None:
+    def producer(k: int) -> None:
         for i in range(each):
             row = serial = k * each + i
             model, claimed = i % 2, rings.STAGED
             if i % 3 > 0:
                 claimed = rings.claim(s, 0, model)
             place = None if claimed == rings.STAGED else divmod(claimed, rings.SLOTS)
-            lane, slot = place or (codes.NONE, codes.NONE)
+            instance, slot = place or (codes.NONE, codes.NONE)
             message = rings.Message(
-                kind=codes.SUBMIT, request=row, serial=serial, model=model, lane=lane, slot=slot, client=k, arrival_ns=i
+                kind=codes.SUBMIT,
+                request=row,
+                serial=serial,
+                model=model,
+                instance=instance,
+                slot=slot,
+                client=k,
+                arrival_ns=i,
             )
             assert rings.post(s, 0, message.address)
             if place is not None:
@@ -402,8 +409,8 @@ def test_many_threads_submit_while_the_core_runs() -> None:
     step.step(s, 0)
     loop = threading.Thread(target=real.run, args=(10**15,))
     loop.start()
-    front_ends = [threading.Thread(target=front_end, args=(k,)) for k in range(threads)]
-    for thread in front_ends:
+    producers = [threading.Thread(target=producer, args=(k,)) for k in range(threads)]
+    for thread in producers:
         thread.start()
     into = np.zeros(64, tables.COMPLETION)
     serials: list[int] = []
@@ -417,7 +424,7 @@ def test_many_threads_submit_while_the_core_runs() -> None:
         asked = not n
         if asked:
             rings.ask_to_be_woken(s, 0)
-    for thread in front_ends:
+    for thread in producers:
         thread.join()
     real.stop[0] = 1
     loop.join()
@@ -431,33 +438,35 @@ def test_many_threads_submit_while_the_core_runs() -> None:
 
 
 def test_a_better_job_takes_the_place_of_a_worse_one_between_segments() -> None:
-    long, short = profile("long", segments=8, ns=1e6, lanes=2), profile("short", segments=2, ns=1e4, lanes=1)
+    long, short = profile("long", segments=8, ns=1e6, instances=2), profile("short", segments=2, ns=1e4, instances=1)
     bench = Bench([long, short], policy="srpt")
     bench.state.core["max_active"][0] = 1
     bench.submit(0)
     bench.submit(0)
     bench.step()
-    (lane,) = bench.running
+    (instance,) = bench.running
     quick = bench.submit(1)
     bench.step()
     assert len(bench.running) == 2  # what was launched runs on
-    bench.finish_segment(lane)
-    bench.finish_segment(lane)
+    bench.finish_segment(instance)
+    bench.finish_segment(instance)
     bench.step()
-    assert bench.running == [lane_of(bench, 1)]
+    assert bench.running == [instance_of(bench, 1)]
     while quick not in bench.done:
-        bench.finish_segment(lane_of(bench, 1))
+        bench.finish_segment(instance_of(bench, 1))
         bench.step()
-    assert bench.running == [lane]
+    assert bench.running == [instance]
     bench.run_dry()
 
 
-def lane_of(bench: Bench, model: int) -> int:
-    return int(np.flatnonzero((bench.state.lane["model"] == model) & (bench.state.lane["state"] == codes.RUNNING))[0])
+def instance_of(bench: Bench, model: int) -> int:
+    return int(
+        np.flatnonzero((bench.state.instance["model"] == model) & (bench.state.instance["state"] == codes.RUNNING))[0]
+    )
 
 
 def test_occupancy_follows_what_is_launched() -> None:
-    bench = Bench([profile(segments=3, lanes=2)])
+    bench = Bench([profile(segments=3, instances=2)])
     assert occupancy(bench.state).share == 0.0
     bench.submit()
     bench.step()
@@ -474,7 +483,7 @@ def test_occupancy_follows_what_is_launched() -> None:
 
 
 def test_predictions_grow_with_the_work_ahead() -> None:
-    bench = Bench([profile(segments=4, ns=100e3, lanes=2), profile("short", ns=1e3, lanes=1)], policy="fifo")
+    bench = Bench([profile(segments=4, ns=100e3, instances=2), profile("short", ns=1e3, instances=1)], policy="fifo")
     assert step.predict_finish(bench.state, 0, bench.now) == 400_000
     predicted = []
     for _ in range(6):
@@ -483,7 +492,9 @@ def test_predictions_grow_with_the_work_ahead() -> None:
         predicted.append(step.predict_finish(bench.state, 0, bench.now))
     assert predicted == sorted(predicted)
     assert predicted[-1] > 2 * 400_000
-    shortest_first = Bench([profile(segments=4, ns=100e3, lanes=2), profile("short", ns=1e3, lanes=1)], policy="srpt")
+    shortest_first = Bench(
+        [profile(segments=4, ns=100e3, instances=2), profile("short", ns=1e3, instances=1)], policy="srpt"
+    )
     for _ in range(6):
         shortest_first.submit(0)
         shortest_first.step()
@@ -496,87 +507,87 @@ WHOLE = [("priority", 1, True), ("priority", 0, False), ("orion", 1, False)]
 
 @pytest.mark.parametrize(("policy", "high", "whole"), WHOLE)
 def test_high_priority_goes_in_one_piece_beside_lower_ones(policy: str, high: int, whole: bool) -> None:
-    bench = Bench([profile("low", segments=4, lanes=2), profile("high", lanes=2, priority=high)], policy=policy)
+    bench = Bench([profile("low", segments=4, instances=2), profile("high", instances=2, priority=high)], policy=policy)
     bench.submit(0)
     bench.submit(0)
     bench.step()
     serial = bench.submit(1, priority=high)
     bench.step()
-    (lane,) = [each for each in bench.running if bench.state.lane["model"][each] == 1]
-    assert bool(bench.state.lane["whole"][lane]) is whole
+    (instance,) = [each for each in bench.running if bench.state.instance["model"][each] == 1]
+    assert bool(bench.state.instance["whole"][instance]) is whole
     bench.run_dry()
     assert bench.done[serial]["status"] == codes.OK
 
 
 def test_one_segment_at_a_time_the_next_is_sent_when_the_last_block_has_started() -> None:
-    bench = Bench([profile(segments=4, lanes=2)], policy=careful)
+    bench = Bench([profile(segments=4, instances=2)], policy=careful)
     bench.submit()
     bench.submit()
     bench.step()
-    lane = next(each for each in bench.running if not bench.state.lane["whole"][each])
-    assert len(bench.launched[lane]) == 1
+    instance = next(each for each in bench.running if not bench.state.instance["whole"][each])
+    assert len(bench.launched[instance]) == 1
     bench.step()
-    assert len(bench.launched[lane]) == 1
-    bench.drain(lane)
+    assert len(bench.launched[instance]) == 1
+    bench.drain(instance)
     bench.step()
-    assert bench.history[lane] == [0, 1]
+    assert bench.history[instance] == [0, 1]
     bench.step()
-    assert bench.history[lane] == [0, 1], "the second has not started"
-    bench.drain(lane)  # the second's word counts only once the first is done
+    assert bench.history[instance] == [0, 1], "the second has not started"
+    bench.drain(instance)  # the second's word counts only once the first is done
     bench.step()
-    assert bench.history[lane] == [0, 1]
-    bench.finish_segment(lane)
+    assert bench.history[instance] == [0, 1]
+    bench.finish_segment(instance)
     bench.step()
-    assert bench.history[lane] == [0, 1, 2]
+    assert bench.history[instance] == [0, 1, 2]
     bench.run_dry()
 
 
 def test_where_kernels_do_not_report_the_next_is_sent_just_before_the_end_that_is_predicted() -> None:
-    bench = Bench([profile(segments=5, lanes=2, ns=100e3)], policy=careful, reports=False)
+    bench = Bench([profile(segments=5, instances=2, ns=100e3)], policy=careful, reports=False)
     bench.submit()
     bench.submit()
     bench.step()
-    lane = next(each for each in bench.running if not bench.state.lane["whole"][each])
+    instance = next(each for each in bench.running if not bench.state.instance["whole"][each])
     soon = int(100e3 - TUNING.just_ahead_ns)
     assert bench.state.core["room_at_ns"][0] == soon
     bench.step(soon - 1)
-    assert bench.history[lane] == [0]
+    assert bench.history[instance] == [0]
     bench.step(1)
-    assert bench.history[lane] == [0, 1]
+    assert bench.history[instance] == [0, 1]
     assert bench.state.core["room_at_ns"][0] == np.inf
     bench.step(150_000 - soon)
-    bench.finish_segment(lane)
+    bench.finish_segment(instance)
     bench.step()  # the first took half as long again as alone: so the second will
     assert bench.state.core["room_at_ns"][0] == 300_000 - TUNING.just_ahead_ns
     bench.step(140_000 - int(TUNING.just_ahead_ns))
-    assert bench.history[lane] == [0, 1]
+    assert bench.history[instance] == [0, 1]
     bench.step(10_000)
-    assert bench.history[lane] == [0, 1, 2]
+    assert bench.history[instance] == [0, 1, 2]
     bench.step(10_000_000)
-    bench.finish_segment(lane)
+    bench.finish_segment(instance)
     bench.step()  # it stood still, which says nothing of the next
     assert bench.state.core["room_at_ns"][0] == bench.now + TUNING.most_stretch * 100e3 - TUNING.just_ahead_ns
     bench.run_dry()
 
 
 def test_a_better_job_goes_before_the_next_segment_of_one_that_drains() -> None:
-    long, short = profile(segments=8, lanes=1, ns=1e6), profile("short", lanes=1, ns=1e3)
+    long, short = profile(segments=8, instances=1, ns=1e6), profile("short", instances=1, ns=1e3)
     bench = Bench([long, short], policy=replace(careful, active=1))
     bench.submit(0)
     bench.submit(0)
     bench.step()
-    (lane,) = bench.running
+    (instance,) = bench.running
     bench.submit(1)
-    bench.drain(lane)
+    bench.drain(instance)
     bench.step()
-    assert bench.history[lane] == [0]
-    assert bench.history[lane_of(bench, 1)] == [0]
+    assert bench.history[instance] == [0]
+    assert bench.history[instance_of(bench, 1)] == [0]
     bench.run_dry()
 
 
 @pytest.mark.parametrize(("limit", "together"), [(0.0, 1), (1.0, 2), (1.3, 3), (np.inf, 4)])
 def test_jobs_share_the_gpu_until_their_demand_fills_it(limit: float, together: int) -> None:
-    bench = Bench([profile(segments=4, lanes=4, demand={1: 0.4})], policy="fifo", demand=limit)
+    bench = Bench([profile(segments=4, instances=4, demand={1: 0.4})], policy="fifo", demand=limit)
     for _ in range(4):
         bench.submit()
         bench.step()
@@ -584,10 +595,10 @@ def test_jobs_share_the_gpu_until_their_demand_fills_it(limit: float, together: 
     bench.run_dry()
 
 
-def test_more_jobs_share_the_gpu_where_each_keeps_to_a_window_of_it() -> None:
-    bench = Bench([profile(segments=4, lanes=4, demand={1: 0.4})], policy="fifo", demand=1.0)
-    install_windows(bench.state, [set(range(44 * k, 44 * k + 44)) for k in range(3)])
-    for handle, together in ((0, 2), (1, 3)):  # what cannot be confined shares the GPU as without windows
+def test_more_jobs_share_the_gpu_where_each_keeps_to_a_partition_of_it() -> None:
+    bench = Bench([profile(segments=4, instances=4, demand={1: 0.4})], policy="fifo", demand=1.0)
+    install_partitions(bench.state, [set(range(44 * k, 44 * k + 44)) for k in range(3)])
+    for handle, together in ((0, 2), (1, 3)):  # what cannot be confined shares the GPU as without partitions
         bench.state.confined[:, :, -1, 0] = handle
         for _ in range(4):
             bench.submit()
@@ -597,24 +608,24 @@ def test_more_jobs_share_the_gpu_where_each_keeps_to_a_window_of_it() -> None:
 
 
 @pytest.mark.parametrize("hold", [False, True])
-def test_one_request_at_a_time_stays_on_one_lane(hold: bool) -> None:
-    bench = Bench([profile(segments=2, lanes=3)], hold=hold)
-    lanes = set()
+def test_one_request_at_a_time_stays_on_one_instance(hold: bool) -> None:
+    bench = Bench([profile(segments=2, instances=3)], hold=hold)
+    instances = set()
     for _ in range(5):
         bench.submit(direct=True)
         bench.step()
-        lanes.add(lane_of(bench, 0))
+        instances.add(instance_of(bench, 0))
         bench.run_dry()
         bench.step()
-    assert len(lanes) == 1
+    assert len(instances) == 1
 
 
-def test_a_slot_reserved_just_before_its_lane_gives_way_is_served() -> None:
-    bench = Bench([profile(segments=2, lanes=3)])
+def test_a_slot_reserved_just_before_its_instance_gives_way_is_served() -> None:
+    bench = Bench([profile(segments=2, instances=3)])
     bench.submit(direct=True)
     bench.step()
-    first = lane_of(bench, 0)
-    serial = bench.submit(direct=True, ready=False)  # has a slot of the other lane, and has not written it
+    first = instance_of(bench, 0)
+    serial = bench.submit(direct=True, ready=False)  # has a slot of the other instance, and has not written it
     bench.finish_segment(first)
     bench.step()
     third = bench.submit(direct=True)
@@ -624,8 +635,8 @@ def test_a_slot_reserved_just_before_its_lane_gives_way_is_served() -> None:
 
 
 def test_more_jobs_share_the_gpu_where_a_queue_stays() -> None:
-    limits = replace(LIMITS, lanes=64, lanes_per_model=60, requests=80)
-    models = [profile(segments=2, lanes=60, demand={1: 0.1})]
+    limits = replace(LIMITS, instances=64, instances_per_model=60, requests=80)
+    models = [profile(segments=2, instances=60, demand={1: 0.1})]
     bench = Bench(models, policy=replace(find_policy("fifo"), active=60), demand=0.2, limits=limits)
     for _ in range(60):
         bench.submit()
@@ -645,8 +656,8 @@ def test_more_jobs_share_the_gpu_where_a_queue_stays() -> None:
 
 
 def test_where_a_queue_stays_short_jobs_go_in_one_piece_and_long_ones_do_not() -> None:
-    limits = replace(LIMITS, lanes=80, lanes_per_model=40, requests=80, segments=20)
-    models = [profile("short", segments=2, lanes=40), profile("long", segments=20, lanes=2)]
+    limits = replace(LIMITS, instances=80, instances_per_model=40, requests=80, segments=20)
+    models = [profile("short", segments=2, instances=40), profile("long", segments=20, instances=2)]
     bench = Bench(models, policy=replace(find_policy("fifo"), active=2), limits=limits)
     for k in range(40):
         bench.submit(1 if k in (2, 3) else 0)
@@ -655,22 +666,22 @@ def test_where_a_queue_stays_short_jobs_go_in_one_piece_and_long_ones_do_not() -
     for _ in range(60):
         bench.step(1_000_000)
     for _ in range(30):
-        for lane in bench.running:
-            bench.finish_segment(lane)
+        for instance in bench.running:
+            bench.finish_segment(instance)
         bench.step()
     launched: dict[int, set[int]] = {0: set(), 1: set()}
-    for lane, launches in bench.history.items():
-        launched[int(bench.state.lane["model"][lane])] |= set(launches)
+    for instance, launches in bench.history.items():
+        launched[int(bench.state.instance["model"][instance])] |= set(launches)
     assert launched == {0: {codes.WHOLE}, 1: set(range(20))}
     bench.run_dry()
 
 
 def crowd_of_long_jobs(policy: str = "srpt", deadline: int = codes.NEVER) -> Bench:
     """Fifteen jobs of twenty segments share the GPU, where five would without a queue: demand 0.1 each, limit 0.5."""
-    limits = replace(LIMITS, lanes=80, lanes_per_model=60, requests=160, segments=20)
+    limits = replace(LIMITS, instances=80, instances_per_model=60, requests=160, segments=20)
     each = {"demand": {1: 0.1}}
-    models = [profile("short", segments=2, lanes=8, **each), profile("long", segments=20, lanes=60, **each)]
-    models.append(profile("other", segments=20, lanes=2, **each))
+    models = [profile("short", segments=2, instances=8, **each), profile("long", segments=20, instances=60, **each)]
+    models.append(profile("other", segments=20, instances=2, **each))
     bench = Bench(models, policy=replace(find_policy(policy), active=60), demand=0.5, limits=limits)
     for _ in range(60):
         bench.submit(1, deadline=deadline)
@@ -686,11 +697,11 @@ def test_in_a_crowd_long_jobs_stand_back_for_a_short_one() -> None:
     bench = crowd_of_long_jobs()
     bench.submit(0)
     bench.step()
-    short = lane_of(bench, 0)
+    short = instance_of(bench, 0)
     assert bench.history[short] == [0]  # one segment ahead is enough in a crowd
     for _ in range(3):
-        for lane in [lane for lane in bench.running if lane != short]:
-            bench.finish_segment(lane)
+        for instance in [instance for instance in bench.running if instance != short]:
+            bench.finish_segment(instance)
         bench.step()
     assert len(bench.running) == 5  # what they would be without a queue: 0.5, the short one among them
     bench.finish_segment(short)
@@ -708,21 +719,24 @@ def test_who_is_first_by_the_policy_does_not_stand_back() -> None:
     bench.step()
     bench.submit(2, deadline=bench.now + 3_000_000)
     bench.step()
-    lane = lane_of(bench, 2)
-    assert bench.history[lane] == [0]
+    instance = instance_of(bench, 2)
+    assert bench.history[instance] == [0]
     for k in range(1, 6):
         for each in bench.running:
-            if each != lane_of(bench, 0):
+            if each != instance_of(bench, 0):
                 bench.finish_segment(each)
         bench.step()
-        assert bench.history[lane] == list(range(k + 1))
+        assert bench.history[instance] == list(range(k + 1))
     bench.run_dry()
 
 
 def test_nobody_stands_back_for_a_job_that_the_policy_has_stopped() -> None:
-    limits = replace(LIMITS, lanes=80, lanes_per_model=60, requests=160, segments=20)
+    limits = replace(LIMITS, instances=80, instances_per_model=60, requests=160, segments=20)
     each = {"demand": {1: 0.1}}
-    models = [profile("low", segments=2, lanes=60, **each), profile("high", segments=20, lanes=8, priority=1, **each)]
+    models = [
+        profile("low", segments=2, instances=60, **each),
+        profile("high", segments=20, instances=8, priority=1, **each),
+    ]
     bench = Bench(models, policy=replace(find_policy("priority"), active=60), demand=0.5, limits=limits)
     for _ in range(60):
         bench.submit(0)
@@ -730,11 +744,11 @@ def test_nobody_stands_back_for_a_job_that_the_policy_has_stopped() -> None:
         bench.step(1_000_000)
     bench.finish_segment(bench.running[0])
     bench.step()
-    for lane in bench.running:
-        bench.finish_segment(lane)
+    for instance in bench.running:
+        bench.finish_segment(instance)
     bench.submit(1, priority=1)
     bench.step()
-    assert bench.history[lane_of(bench, 1)]
+    assert bench.history[instance_of(bench, 1)]
     bench.run_dry()
 
 
@@ -742,19 +756,22 @@ def test_where_short_jobs_are_the_load_nobody_stands_back_for_them() -> None:
     bench = crowd_of_long_jobs()
     bench.submit(0)
     bench.step()
-    short = lane_of(bench, 0)
+    short = instance_of(bench, 0)
     for k in range(60):  # there is one to stand back for all the time
-        for lane in [lane for lane in bench.running if lane != short and k % 4 == 0]:
-            bench.finish_segment(lane)
+        for instance in [instance for instance in bench.running if instance != short and k % 4 == 0]:
+            bench.finish_segment(instance)
         bench.step(1_000_000)
     assert len(bench.running) > 5
     bench.run_dry()
 
 
 def test_a_batch_that_is_not_full_waits_rather_than_crowd_the_gpu() -> None:
-    limits = replace(LIMITS, lanes=64, lanes_per_model=30, requests=160)
+    limits = replace(LIMITS, instances=64, instances_per_model=30, requests=160)
     sizes = {1: 0.1, 4: 0.1}
-    models = [profile("plain", lanes=30, demand={1: 0.1}), profile("batches", batch=(1, 4), lanes=30, demand=sizes)]
+    models = [
+        profile("plain", instances=30, demand={1: 0.1}),
+        profile("batches", batch=(1, 4), instances=30, demand=sizes),
+    ]
     bench = Bench(models, policy=replace(find_policy("fifo"), active=60), demand=0.2, limits=limits)
     for _ in range(40):
         bench.submit(0)
@@ -762,21 +779,21 @@ def test_a_batch_that_is_not_full_waits_rather_than_crowd_the_gpu() -> None:
         bench.step(1_000_000)
     bench.submit(1)  # the only one of its model: three slots are free
     for _ in range(200):
-        for lane in bench.running:
-            bench.finish_segment(lane)
+        for instance in bench.running:
+            bench.finish_segment(instance)
         bench.step(1_000)
-        running = bench.state.lane["model"][bench.running]
+        running = bench.state.instance["model"][bench.running]
         if (running == 1).any():
             assert len(running) <= 2 or bench.state.core["waiting_jobs"][0] < 1
     bench.run_dry()
 
 
-@pytest.mark.parametrize(("windows", "most"), [(0, TUNING.most_demand), (8, TUNING.most_confined_demand)])
-def test_no_queue_lets_in_more_jobs_than_hardware_queues_or_windows_can_take(windows: int, most: float) -> None:
-    limits = replace(LIMITS, lanes=64, lanes_per_model=60, requests=80)
+@pytest.mark.parametrize(("partitions", "most"), [(0, TUNING.most_demand), (8, TUNING.most_confined_demand)])
+def test_no_queue_lets_in_more_jobs_than_hardware_queues_or_partitions_can_take(partitions: int, most: float) -> None:
+    limits = replace(LIMITS, instances=64, instances_per_model=60, requests=80)
     policy = replace(find_policy("fifo"), active=60)
-    bench = Bench([profile(segments=2, lanes=60, demand={1: 0.4})], policy=policy, demand=4.0, limits=limits)
-    bench.state.core["windows"][0] = windows
+    bench = Bench([profile(segments=2, instances=60, demand={1: 0.4})], policy=policy, demand=4.0, limits=limits)
+    bench.state.core["partitions"][0] = partitions
     bench.state.confined[...] = 1
     for _ in range(60):
         bench.submit()
@@ -790,8 +807,8 @@ def test_no_queue_lets_in_more_jobs_than_hardware_queues_or_windows_can_take(win
 
 
 def test_a_queue_does_not_crowd_the_gpu_with_jobs_that_fill_it() -> None:
-    limits = replace(LIMITS, lanes=64, lanes_per_model=60, requests=80)
-    bench = Bench([profile(segments=2, lanes=60, demand={1: 1.0})], policy="fifo", demand=2.0, limits=limits)
+    limits = replace(LIMITS, instances=64, instances_per_model=60, requests=80)
+    bench = Bench([profile(segments=2, instances=60, demand={1: 1.0})], policy="fifo", demand=2.0, limits=limits)
     for _ in range(60):
         bench.submit()
     for _ in range(40):
@@ -803,47 +820,50 @@ def test_a_queue_does_not_crowd_the_gpu_with_jobs_that_fill_it() -> None:
 
 
 def test_beside_a_higher_priority_an_idle_gpu_is_not_given_away_in_one_piece() -> None:
-    bench = Bench([profile("high", priority=1, lanes=2), profile("low", lanes=2)], policy="priority")
+    bench = Bench([profile("high", priority=1, instances=2), profile("low", instances=2)], policy="priority")
     bench.submit(1)
     bench.step()
-    assert bench.history[lane_of(bench, 1)] == [0]
+    assert bench.history[instance_of(bench, 1)] == [0]
     bench.run_dry()
     bench.submit(0, priority=1)
     bench.step()
-    assert bench.history[lane_of(bench, 0)] == [codes.WHOLE]
+    assert bench.history[instance_of(bench, 0)] == [codes.WHOLE]
     bench.run_dry()
     bench.tell(codes.CLOSE_MODEL, 0)
     bench.step()
     bench.submit(1)
     bench.step()
-    assert bench.history[lane_of(bench, 1)] == [codes.WHOLE]  # nobody is above it any more
+    assert bench.history[instance_of(bench, 1)] == [codes.WHOLE]  # nobody is above it any more
 
 
 def test_jobs_in_flight_have_streams_of_their_own() -> None:
-    bench = Bench([profile(lanes=4), profile("b", lanes=4), profile("c", lanes=4)], policy="srpt")
+    bench = Bench([profile(instances=4), profile("b", instances=4), profile("c", instances=4)], policy="srpt")
     bench.state.core["max_active"][0] = 16
     for k in range(12):
         bench.submit(k % 3)
     bench.step()
     flight = bench.state.flight[: bench.state.core["flight"][0]]
-    assert sorted(bench.state.lane["stream_at"][flight]) == list(range(12))
+    assert sorted(bench.state.instance["stream_at"][flight]) == list(range(12))
     bench.run_dry()
     assert not bench.state.stream_jobs.any()
 
 
-def test_where_the_hardware_decides_every_lane_has_its_own_stream() -> None:
-    bench = Bench([profile(lanes=4), profile("b", lanes=4)], policy="streams")
+def test_where_the_hardware_decides_every_instance_has_its_own_stream() -> None:
+    bench = Bench([profile(instances=4), profile("b", instances=4)], policy="streams")
     for _ in range(3):
         for k in range(8):
             bench.submit(k % 2)
         bench.step()
         flight = bench.state.flight[: bench.state.core["flight"][0]]
-        assert (bench.state.lane["stream_at"][flight] == codes.QUEUES + flight).all()
+        assert (bench.state.instance["stream_at"][flight] == codes.QUEUES + flight).all()
         bench.run_dry()
 
 
 def test_a_better_job_takes_the_place_of_a_worse_one_where_demand_is_the_limit() -> None:
-    long, short = profile(segments=8, lanes=1, ns=1e6, demand={1: 0.9}), profile("s", lanes=1, ns=1e3, demand={1: 0.9})
+    long, short = (
+        profile(segments=8, instances=1, ns=1e6, demand={1: 0.9}),
+        profile("s", instances=1, ns=1e3, demand={1: 0.9}),
+    )
     bench = Bench([long, short], policy="srpt", demand=1.0)
     bench.submit(0)
     bench.submit(0)
@@ -891,7 +911,7 @@ def test_profiles_survive_a_file(tmp_path: object) -> None:
         lambda: profile().alone_ns(2),
         lambda: install(st.new_state(LIMITS), profile(segments=9)),
         lambda: install(st.new_state(LIMITS), profile(batch=(1, 16))),
-        lambda: install(st.new_state(LIMITS), profile(lanes=5)),
+        lambda: install(st.new_state(LIMITS), profile(instances=5)),
     ],
 )
 def test_a_wrong_profile_is_refused(make: object) -> None:
@@ -900,7 +920,7 @@ def test_a_wrong_profile_is_refused(make: object) -> None:
 
 
 def test_the_integrity_check_sees_a_lost_request() -> None:
-    bench = Bench([profile(lanes=1)])
+    bench = Bench([profile(instances=1)])
     bench.submit()
     bench.submit()
     bench.step()
@@ -912,13 +932,19 @@ def test_the_integrity_check_sees_a_lost_request() -> None:
 # --- at random ------------------------------------------------------------------------------------------------------
 
 profiles = st_.builds(
-    lambda segments, batch, lanes, ns, target, priority, limit, demand: profile(
-        segments=segments, batch=batch, lanes=lanes, ns=ns, target_ms=target, priority=priority, queue_limit=limit,
+    lambda segments, batch, instances, ns, target, priority, limit, demand: profile(
+        segments=segments,
+        batch=batch,
+        instances=instances,
+        ns=ns,
+        target_ms=target,
+        priority=priority,
+        queue_limit=limit,
         demand=demand,
     ),
     segments=st_.integers(1, 6),
     batch=st_.sampled_from([(1,), (1, 2), (2, 8), (1, 4, 8)]),
-    lanes=st_.integers(1, 4),
+    instances=st_.integers(1, 4),
     ns=st_.sampled_from([1e3, 5e4, 1e6]),
     target=st_.sampled_from([None, 0.5, 10.0]),
     priority=st_.integers(0, 2),
@@ -949,7 +975,7 @@ actions = st_.lists(
 )
 
 
-careful = replace(find_policy("srpt"), name="careful", look_ahead=1)
+careful = replace(find_policy("srpt"), name="careful", max_in_flight=1)
 
 
 def moody(job: Any, gpu: Any, own: Any) -> float:
@@ -1058,8 +1084,8 @@ def test_in_a_crowd_too_each_request_completes_exactly_once(
     bench = crowd_of_long_jobs(name)
     two = [(entry[0], cast(int, entry[1]) % 2, *entry[2:]) if entry[0] == "submit" else entry for entry in script]
     submitted = 60 + play(bench, two)
-    for lane in bench.running[::2]:
-        bench.finish_segment(lane)
+    for instance in bench.running[::2]:
+        bench.finish_segment(instance)
     bench.step(50_000_000)
     if end == "drain":
         bench.tell(codes.DRAIN)
@@ -1089,8 +1115,8 @@ def test_the_gpu_is_never_idle_while_somebody_waits(
 @given(long_segments=st_.integers(2, 8), shorts=st_.integers(1, 3))
 def test_nothing_starves_under_paella(long_segments: int, shorts: int) -> None:
     """A flood of short jobs that never ends, on a GPU that takes one job at a time, and one long job."""
-    long = profile("long", segments=long_segments, ns=2e6, lanes=1)
-    bench = Bench([profile("short", segments=1, ns=1e6, lanes=2), long], policy="paella")
+    long = profile("long", segments=long_segments, ns=2e6, instances=1)
+    bench = Bench([profile("short", segments=1, ns=1e6, instances=2), long], policy="paella")
     bench.state.core["max_active"][0] = 1
     flood = [bench.submit(0, client=k) for k in range(shorts + 2)]
     bench.step()
@@ -1098,8 +1124,8 @@ def test_nothing_starves_under_paella(long_segments: int, shorts: int) -> None:
     served = 0
     while waiting not in bench.done:
         assert served < 20 + 4 * long_segments, "the long job starves"
-        for lane in bench.running:
-            bench.finish_segment(lane)
+        for instance in bench.running:
+            bench.finish_segment(instance)
         for serial in bench.step(1_000_000):
             if serial != waiting:
                 served += 1
@@ -1107,20 +1133,20 @@ def test_nothing_starves_under_paella(long_segments: int, shorts: int) -> None:
     bench.run_dry()
 
 
-def test_requests_of_a_tenant_at_its_limit_stay_out_of_lanes() -> None:
-    bench = Bench([profile(segments=1, ns=1e6, lanes=2, batch=(1, 4))], policy="fifo")
+def test_requests_of_a_tenant_at_its_limit_stay_out_of_instances() -> None:
+    bench = Bench([profile(segments=1, ns=1e6, instances=2, batch=(1, 4))], policy="fifo")
     give_tenant(bench.state, 1, "alice", Tenant(limit=0.1))
     first = [bench.submit(client=1, direct=True) for _ in range(12)]
     bench.step()
-    assert [len(found) for found in slots_of(bench, 1)] == [4]  # a batch, in one lane
-    for lane in bench.running:
-        bench.finish_segment(lane)
+    assert [len(found) for found in slots_of(bench, 1)] == [4]  # a batch, in one instance
+    for instance in bench.running:
+        bench.finish_segment(instance)
     assert len(bench.step(1_000_000)) == 4
     assert not slots_of(bench, 1)
     other = bench.submit(client=2, direct=True)
     bench.step()
-    for lane in bench.running:
-        bench.finish_segment(lane)
+    for instance in bench.running:
+        bench.finish_segment(instance)
     assert bench.step() == [other]
     bench.cancel(first[-1])
     bench.step()
@@ -1131,7 +1157,7 @@ def test_requests_of_a_tenant_at_its_limit_stay_out_of_lanes() -> None:
 
 
 def test_a_model_closes_once_its_last_held_back_request_is_cancelled() -> None:
-    bench = Bench([profile(segments=1, ns=1e6, lanes=1)], policy="fifo")
+    bench = Bench([profile(segments=1, ns=1e6, instances=1)], policy="fifo")
     give_tenant(bench.state, 1, "alice", Tenant(limit=0.001))
     bench.submit(client=1)
     held = bench.submit(client=1)
@@ -1148,7 +1174,7 @@ def test_a_model_closes_once_its_last_held_back_request_is_cancelled() -> None:
 
 
 def test_a_short_queue_counts_only_held_back_requests_without_a_free_slot() -> None:
-    bench = Bench([profile(segments=1, ns=1e6, lanes=2, queue_limit=0)], policy="fifo")
+    bench = Bench([profile(segments=1, ns=1e6, instances=2, queue_limit=0)], policy="fifo")
     give_tenant(bench.state, 1, "alice", Tenant(limit=0.1))
     first = [bench.submit(client=1) for _ in range(3)]
     bench.step()
@@ -1158,7 +1184,7 @@ def test_a_short_queue_counts_only_held_back_requests_without_a_free_slot() -> N
 
 
 def test_a_slot_taken_in_vain_is_charged_to_no_earlier_client() -> None:
-    bench = Bench([profile(batch=(1, 4), lanes=1)], policy="fifo")
+    bench = Bench([profile(batch=(1, 4), instances=1)], policy="fifo")
     for _ in range(2):
         bench.submit(client=1, direct=True)
     bench.run_dry()
@@ -1173,7 +1199,7 @@ def test_a_slot_taken_in_vain_is_charged_to_no_earlier_client() -> None:
 
 
 def test_requests_that_are_let_in_count_at_a_size_that_is_captured() -> None:
-    bench = Bench([profile(segments=1, ns=1e6, lanes=2, batch=(1, 2, 4))], policy="fifo")
+    bench = Bench([profile(segments=1, ns=1e6, instances=2, batch=(1, 2, 4))], policy="fifo")
     later = bench.state.size[0, 1]
     later["segments"], later["total_ns"], later["capture"] = 0, 0.0, codes.LATER
     give_tenant(bench.state, 1, "alice", Tenant(limit=0.1))
@@ -1185,23 +1211,25 @@ def test_requests_that_are_let_in_count_at_a_size_that_is_captured() -> None:
 
 
 def slots_of(bench: Bench, client: int) -> list[list[int]]:
-    """The requests of a client in each lane that has any."""
+    """The requests of a client in each instance that has any."""
     s = bench.state
-    rows = [[row for row in s.slot[lane] if row >= 0 and s.request["client"][row] == client] for lane in range(2)]
+    rows = [
+        [row for row in s.slot[instance] if row >= 0 and s.request["client"][row] == client] for instance in range(2)
+    ]
     return [each for each in rows if each]
 
 
 def test_fair_shares_follow_the_weights_under_a_zero_threshold() -> None:
     from paellapy.scheduler.policies.paella import with_threshold
 
-    models = [profile("a", segments=1, ns=1e6, lanes=2, share=3.0), profile("b", segments=1, ns=1e6, lanes=2)]
+    models = [profile("a", segments=1, ns=1e6, instances=2, share=3.0), profile("b", segments=1, ns=1e6, instances=2)]
     bench = Bench(models, policy=with_threshold(0.0))
     bench.state.core["max_active"][0] = 1
     for k in range(8):
         bench.submit(k % 2)
     for _ in range(200):
-        for lane in bench.running:
-            bench.finish_segment(lane)
+        for instance in bench.running:
+            bench.finish_segment(instance)
         for serial in bench.step(1_000_000):
             bench.submit(int(bench.done[serial]["model"]))
     used = bench.state.model["used_ns"]

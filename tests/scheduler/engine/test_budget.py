@@ -14,8 +14,9 @@ from paellapy.scheduler.core.errors import MemoryPlanError, ModelError, UnknownM
 from paellapy.scheduler.engine.memory_budget import Budget
 
 
-def test_a_model_that_stays_takes_no_lanes_that_the_others_need(device):
-    """Lanes of the model that stays, in memory of their own, would leave too little for the weights of the others."""
+def test_a_model_that_stays_takes_no_instances_that_the_others_need(device):
+    """Instances of the model that stays, in memory of their own, would leave too little for the weights of the others.
+    """
     with pp.Engine(device, memory_bytes=room_for(device, 2), quantum_us=2, tuning=SMALL) as server:
         made = dict([chain("one", 1), chain("stays", 3, resident=True), chain("two", 2)])
         for model in made:
@@ -52,8 +53,8 @@ def test_models_of_higher_priority_that_leave_by_themselves_need_no_room_of_thei
                 ask(server, model.name, weights, seed)
 
 
-def test_lanes_of_a_model_of_low_priority_take_no_memory_from_a_higher_one():
-    device = "virtual:h200"  # weights have pages of their own on a GPU, and lanes as small as these displace none
+def test_instances_of_a_model_of_low_priority_take_no_memory_from_a_higher_one():
+    device = "virtual:h200"  # weights have pages of their own on a GPU, and instances as small as these displace none
     with pp.Engine(device, memory_bytes=room_for(device, 4), quantum_us=2, tuning=SMALL) as server:
         made = {name: chain(name, k, priority=int(name == "high")) for k, name in enumerate(("high", "low", "other"))}
         for model, _ in made.values():
@@ -76,7 +77,7 @@ def test_a_model_that_turns_out_to_stay_is_refused_where_the_others_would_not_fi
         one, weights = chain("one", 1)
         server.load(one)
         with pytest.raises(MemoryPlanError, match="'counter'"):
-            server.load(pp.Model("counter", fn, weights={"state": large}, batch=(1,), lanes=1, **specs))
+            server.load(pp.Model("counter", fn, weights={"state": large}, batch=(1,), instances=1, **specs))
         ask(server, "one", weights)
         assert list(server.models) == ["one"]
 

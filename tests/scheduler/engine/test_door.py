@@ -95,30 +95,30 @@ def test_items_that_find_no_memory_end_all_and_hold_nothing(engine, monkeypatch)
         raise QueueFullError("no memory for inputs; try again later")
 
     with monkeypatch.context() as without:
-        without.setattr(engine._front.stage, "take", none)
+        without.setattr(engine._producer.stage, "take", none)
         with pytest.raises(QueueFullError):
             asyncio.run(submit(engine, 40))
-        without.setattr(engine._front, "claim", lambda loaded, client: None)
+        without.setattr(engine._producer, "claim", lambda loaded, client: None)
         with pytest.raises(QueueFullError):
             asyncio.run(submit(engine, 1))
         with pytest.raises(QueueFullError):
             engine.reserve("scale")
     asyncio.run(submit(engine, 4))
-    assert engine._front.waiting == 0
+    assert engine._producer.waiting == 0
     check_at_rest(engine.state)
 
 
-def test_items_that_find_no_open_lane_are_one_batch_too(engine, monkeypatch):
-    # as while a model's only lane is being read
-    monkeypatch.setattr(engine._front, "claim", lambda loaded, client: None)
+def test_items_that_find_no_open_instance_are_one_batch_too(engine, monkeypatch):
+    # as while a model's only instance is being read
+    monkeypatch.setattr(engine._producer, "claim", lambda loaded, client: None)
     for _ in range(5):
         asyncio.run(submit(engine, 4))
     assert engine.stats()["models"]["scale"]["mean_batch"] == 4
 
 
-def test_items_of_a_model_with_one_lane_are_one_batch():
+def test_items_of_a_model_with_one_instance_are_one_batch():
     with pp.Engine("virtual:h200") as engine:
-        engine.load(scale_model(batch=(1, 2, 4), lanes=1))
+        engine.load(scale_model(batch=(1, 2, 4), instances=1))
 
         async def several() -> None:
             for _ in range(20):
@@ -139,9 +139,9 @@ class AskedInBytes:
     def __init__(self) -> None:
         self.answer = asyncio.get_running_loop().create_future()
 
-    def done_in(self, lane, slot) -> None:
+    def done_in(self, instance, slot) -> None:
         if not self.answer.done():
-            self.answer.set_result(b"".join(lane.slot_bytes(slot)[1].values()))
+            self.answer.set_result(b"".join(instance.slot_bytes(slot)[1].values()))
 
     def failed(self, error: Exception) -> None:
         self.answer.set_exception(error)
@@ -156,7 +156,7 @@ def submit_bytes(door, value, deadline_ms=None):
 def test_requests_of_bytes_are_answered_from_slots_and_from_memory_for_inputs_without_one(engine):
     async def ask():
         door = Door(engine)
-        with held_core(engine):  # so that the later ones find no open lane
+        with held_core(engine):  # so that the later ones find no open instance
             asked = [submit_bytes(door, k)[0] for k in range(40)]
         return [await asyncio.wait_for(each.answer, 60) for each in asked]
 
@@ -178,7 +178,7 @@ def test_a_request_of_bytes_is_told_once_of_its_failure_and_of_nothing_after_it_
         for each, error in ((late, DeadlineError), (lost, EngineAwayError)):
             with pytest.raises(error):
                 await asyncio.wait_for(each.answer, 60)
-        while engine._front.waiting:
+        while engine._producer.waiting:
             await asyncio.sleep(1e-3)
         assert not left.answer.done()
 
@@ -189,7 +189,7 @@ def test_a_request_of_bytes_is_told_once_of_its_failure_and_of_nothing_after_it_
 def test_requests_of_bytes_are_told_that_their_engine_is_lost():
     async def lose():
         engine, asked = RemoteEngine(), AskedInBytes()
-        engine._front._pending[0] = ByteCall(engine, engine._front, None, asked)
+        engine._producer._pending[0] = ByteCall(engine, engine._producer, None, asked)
         engine.lose()
         with pytest.raises(EngineAwayError):
             await asyncio.wait_for(asked.answer, 60)
@@ -198,7 +198,7 @@ def test_requests_of_bytes_are_told_that_their_engine_is_lost():
 
 
 @pytest.mark.parametrize("other", [False, True])
-def test_answers_that_an_event_loop_has_not_read_keep_no_request_from_its_lane(other):
+def test_answers_that_an_event_loop_has_not_read_keep_no_request_from_its_instance(other):
     """All in one turn of the event loop, which therefore reads no completion by itself."""
     x = np.arange(64, dtype=np.float32).reshape(1, 64)
 
@@ -220,7 +220,7 @@ def test_answers_that_an_event_loop_has_not_read_keep_no_request_from_its_lane(o
             submit_to("scale", asked[k])
         assert completed(first)
         with held_core(engine):
-            for k in range(first, 5):  # the fifth finds no open lane
+            for k in range(first, 5):  # the fifth finds no open instance
                 submit_to("scale", asked[k])
         if other:  # nothing could be read when the fifth came: a later request lets it in
             assert completed(4)
@@ -229,7 +229,7 @@ def test_answers_that_an_event_loop_has_not_read_keep_no_request_from_its_lane(o
         await asyncio.wait_for(asyncio.gather(*(each.answer for each in asked[: 6 if other else 5])), 60)
 
     with pp.Engine("virtual:h200") as engine:
-        engine.load(scale_model(lanes=4, batch=(1,)))
-        engine.load(scale_model("other", lanes=4, batch=(1,)))
+        engine.load(scale_model(instances=4, batch=(1,)))
+        engine.load(scale_model("other", instances=4, batch=(1,)))
         asyncio.run(ask(engine))
         check_at_rest(engine.state)

@@ -242,7 +242,7 @@ def test_a_slot_that_comes_too_late_keeps_no_engine_open(monkeypatch):
         patch.setattr(engine, "_check_open", closed)
         with pytest.raises(EngineClosedError):
             slot.submit_sync()
-    assert engine._front.waiting == 0
+    assert engine._producer.waiting == 0
     engine.close()
 
 
@@ -254,7 +254,7 @@ def test_a_slot_is_written_in_place(loaded):
         slot.submit_sync()
 
 
-def test_slots_beyond_the_open_lane_are_staged(loaded):
+def test_slots_beyond_the_open_instance_are_staged(loaded):
     slots = [loaded.reserve("short") for _ in range(40)]
     assert any(slot._place is None for slot in slots)
     assert any(slot._place is not None for slot in slots)
@@ -288,7 +288,7 @@ def test_a_slot_that_expires_says_so_when_it_is_submitted(loaded):
 @pytest.mark.parametrize(
     "wrong",
     [{"memory_bytes": -1}, {"max_active": 0}, {"max_active": "2"}, {"quantum_us": 0}, {"quantum_us": "100"},
-     {"quantum_us": math.nan}, {"sm_windows": 2}, {"sm_windows": None}],
+     {"quantum_us": math.nan}, {"sm_partitions": 2}, {"sm_partitions": None}],
 )  # fmt: skip
 def test_settings_that_cannot_be_are_refused(wrong):
     with pytest.raises(ModelError, match=f"{next(iter(wrong))}="):
@@ -323,9 +323,7 @@ def test_cancelling_the_task_frees_its_request(loaded):
     cancelled = loaded.stats()["models"]["long"]["cancelled"]
 
     async def main():
-        tasks = [
-            asyncio.create_task(loaded.infer("long", random_inputs(KINDS["long"][0], rng))) for _ in range(100)
-        ]
+        tasks = [asyncio.create_task(loaded.infer("long", random_inputs(KINDS["long"][0], rng))) for _ in range(100)]
         await asyncio.sleep(0)
         for task in tasks[10:]:
             task.cancel()
@@ -342,8 +340,8 @@ def test_cancelling_the_task_frees_its_request(loaded):
 
 def settle(engine):
     """Reads completions until none is outstanding."""
-    while engine._front.waiting:
-        engine._front.drain()
+    while engine._producer.waiting:
+        engine._producer.drain()
 
 
 def test_a_timeout_around_infer_takes_the_request_back(loaded):
@@ -358,7 +356,7 @@ def test_a_timeout_around_infer_takes_the_request_back(loaded):
 
 
 def test_a_deadline_that_passes_in_the_queue_is_an_error(engine):
-    engine.load(scale_model("slow", steps=200, batch=(1,), lanes=1))
+    engine.load(scale_model("slow", steps=200, batch=(1,), instances=1))
     x = {"x": np.ones(64, np.float32)}
 
     async def main():
@@ -484,7 +482,7 @@ def test_a_client_that_floods_the_engine_leaves_room_for_others(engine_with_few_
 @pytest.fixture
 def engine_with_few_rows():
     with Engine(DEVICE, limits=Limits(requests=16)) as engine:
-        engine.load(scale_model(batch=(1,), lanes=2))
+        engine.load(scale_model(batch=(1,), instances=2))
         yield engine
 
 
@@ -500,10 +498,10 @@ def test_a_model_that_does_not_fit_is_refused_with_the_figures():
         assert list(engine.models) == ["small"]
 
 
-def test_fewer_lanes_than_wanted_where_memory_is_short():
+def test_fewer_instances_than_wanted_where_memory_is_short():
     with Engine(DEVICE, memory_bytes=20 * 1024) as engine:
         engine.load(scale_model(batch=(1, 2, 4, 8)))
-        assert 1 <= engine.stats()["models"]["scale"]["lanes"] < 8
+        assert 1 <= engine.stats()["models"]["scale"]["instances"] < 8
         assert engine.stats()["memory"]["held_bytes"] <= 20 * 1024
 
 
@@ -527,7 +525,7 @@ def test_a_model_that_cannot_be_captured_leaves_the_engine_as_it_was(engine):
     [
         ({"batch": tuple(range(1, 20))}, "batch sizes"),
         ({"batch": (1, 500)}, "largest batch"),
-        ({"lanes": 1000}, "lanes"),
+        ({"instances": 1000}, "instances"),
     ],
 )
 def test_a_model_beyond_the_engines_limits_is_refused(engine, what, said):
@@ -571,9 +569,9 @@ def test_segments_of_a_job_run_in_order_and_short_jobs_pass(engine):
     assert len(finished) == 16
     last_short = max(k for k, (name, _) in enumerate(finished) if name == "short")
     assert any(name == "long" for name, _ in finished[last_short:])
-    for lane in np.unique(t.segments["lane"]):
-        mine = t.segments[t.segments["lane"] == lane]
-        for job in t.jobs[t.jobs["lane"] == lane]:
+    for instance in np.unique(t.segments["instance"]):
+        mine = t.segments[t.segments["instance"] == instance]
+        for job in t.jobs[t.jobs["instance"] == instance]:
             inside = mine[(mine["start_ns"] >= job["start_ns"]) & (mine["end_ns"] <= job["end_ns"])]
             numbers = inside["segment"].tolist()
             assert numbers == ([-1] if numbers == [-1] else list(range(len(numbers))))
@@ -696,7 +694,7 @@ def test_an_idle_engine_sleeps(loaded):
 
 @pytest.mark.parametrize("together", [1, 5])
 def test_a_bad_value_fails_its_own_request_and_no_other(engine, together):
-    engine.load(lookup_model(batch=(1, 8), lanes=1))
+    engine.load(lookup_model(batch=(1, 8), instances=1))
     engine.load(scale_model(batch=(1,)))
     told = []
     engine.on_fault(lambda name, error: told.append((name, type(error))))
@@ -723,9 +721,9 @@ def test_a_bad_value_fails_its_own_request_and_no_other(engine, together):
     check_at_rest(engine.state)
 
 
-def test_what_a_bad_value_left_in_a_lane_harms_nobody(engine):
+def test_what_a_bad_value_left_in_a_instance_harms_nobody(engine):
     """A batch of three runs in the program for eight: the other slots hold what was in them last."""
-    engine.load(lookup_model(batch=(8,), lanes=1))
+    engine.load(lookup_model(batch=(8,), instances=1))
 
     async def main(*values):
         inputs = [{"i": np.array([v], np.int64)} for v in values]
@@ -743,7 +741,7 @@ def test_a_fault_answers_everybody_and_nothing_hangs(monkeypatch):
     lose_the_gpu_on_faults(monkeypatch)
     engine = Engine(DEVICE)
     engine.load(faulty_model())
-    engine.load(scale_model(steps=30, batch=(1,), lanes=1))
+    engine.load(scale_model(steps=30, batch=(1,), instances=1))
     good, bad = {"x": -np.ones(64, np.float32)}, {"x": np.ones(64, np.float32)}
     np.testing.assert_array_equal(engine.infer_sync("faulty", good)["y"], good["x"])
 
@@ -838,7 +836,7 @@ def test_a_trace_has_requests_segments_and_blocks_on_one_clock(loaded):
     assert len(t.segments) >= 12
     assert t.segments["blocks"].sum() == len(t.blocks)
     for segment in t.segments:
-        jobs = t.jobs[(t.jobs["lane"] == segment["lane"]) & (t.jobs["start_ns"] <= segment["start_ns"])]
+        jobs = t.jobs[(t.jobs["instance"] == segment["instance"]) & (t.jobs["start_ns"] <= segment["start_ns"])]
         assert (jobs["end_ns"] >= segment["end_ns"]).any()
     assert t.occupancy().resident.max() > 0
     assert str(t.summary())
@@ -862,7 +860,7 @@ def test_one_segment_at_a_time(engine, told):
     assert segments > 2
     if not told:
         engine.state.launch["draining"] = 0
-    engine.set_policy(replace(find_policy("srpt"), name="careful", look_ahead=1))
+    engine.set_policy(replace(find_policy("srpt"), name="careful", max_in_flight=1))
     rng = np.random.default_rng(0)
 
     async def main():
@@ -873,14 +871,14 @@ def test_one_segment_at_a_time(engine, told):
 
     asyncio.run(main())
     check_at_rest(engine.state)
-    assert any(lane.draining[: segments - 1].all() for lane in loaded.lanes) or not told
-    assert not any(lane.draining[segments - 1] for lane in loaded.lanes)  # nothing follows the last
+    assert any(instance.draining[: segments - 1].all() for instance in loaded.instances) or not told
+    assert not any(instance.draining[segments - 1] for instance in loaded.instances)  # nothing follows the last
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_outputs_read_while_the_core_sleeps_free_their_lane_for_the_next_request(engine, lanes):
-    """The core is not woken for every answer that has been read, only where somebody waits for the lane."""
-    engine.load(scale_model(batch=(1,), lanes=lanes))
+@pytest.mark.parametrize("instances", [1, 2])
+def test_outputs_read_while_the_core_sleeps_free_their_instance_for_the_next_request(engine, instances):
+    """The core is not woken for every answer that has been read, only where somebody waits for the instance."""
+    engine.load(scale_model(batch=(1,), instances=instances))
     x = {"x": np.arange(64, dtype=np.float32)}
     for _ in range(200):
         np.testing.assert_array_equal(engine.infer_sync("scale", x)["y"], 2 * x["x"])
@@ -891,7 +889,7 @@ def test_outputs_read_while_the_core_sleeps_free_their_lane_for_the_next_request
         return await asyncio.gather(*(engine.infer("scale", x) for _ in range(50)))
 
     assert all((found["y"] == 2 * x["x"]).all() for found in asyncio.run(several()))
-    engine.unload("scale")  # waits for the lanes whose outputs were read last
+    engine.unload("scale")  # waits for the instances whose outputs were read last
     check_at_rest(engine.state)
 
 
@@ -909,19 +907,19 @@ def until_completed(engine, n):
     """Waits while nobody reads answers, as when an event loop is busy."""
     end = time.monotonic() + 30
     while engine.stats()["models"]["scale"]["completed"] < n:
-        assert time.monotonic() < end, "a request waits for a lane that nothing but an unread answer holds"
+        assert time.monotonic() < end, "a request waits for an instance that nothing but an unread answer holds"
         os.sched_yield()
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 3])
-def test_a_request_that_finds_no_lane_open_reads_the_answers_that_hold_them(engine, lanes):
-    engine.load(scale_model(batch=(1,), lanes=lanes))
+@pytest.mark.parametrize("instances", [1, 2, 3])
+def test_a_request_that_finds_no_instance_open_reads_the_answers_that_hold_them(engine, instances):
+    engine.load(scale_model(batch=(1,), instances=instances))
     x, answers = {"x": np.arange(64, dtype=np.float32)}, []
     for n in range(1, 21):
         engine._submit(engine._find("scale"), x, None, None, None, lambda entry: answers.append(engine._result(entry)))
         until_completed(engine, n)
-        assert len(answers) >= n - lanes
-    engine._front.drain()
+        assert len(answers) >= n - instances
+    engine._producer.drain()
     assert len(answers) == 20
     assert all((found["y"] == 2 * x["x"]).all() for found in answers)
     engine.unload("scale")
@@ -929,7 +927,7 @@ def test_a_request_that_finds_no_lane_open_reads_the_answers_that_hold_them(engi
 
 
 def test_an_answer_that_fails_is_told_by_who_reads_next_and_not_by_a_request_beside_it(engine):
-    engine.load(scale_model(batch=(1,), lanes=1))
+    engine.load(scale_model(batch=(1,), instances=1))
     x = {"x": np.arange(64, dtype=np.float32)}
 
     def fails(entry):

@@ -95,7 +95,7 @@ def test_a_served_module_that_draws_random_numbers_draws_new_ones_each_time():
     torch.manual_seed(3)
     before = torch.cuda.get_rng_state()
     with pp.Engine("cuda") as engine:
-        model = pp.Model.from_torch(Noisy().cuda(), torch.zeros(1, 8), name="noisy", batch=(1, 2), lanes=2)
+        model = pp.Model.from_torch(Noisy().cuda(), torch.zeros(1, 8), name="noisy", batch=(1, 2), instances=2)
         engine.load(model)
         assert torch.equal(torch.cuda.get_rng_state(), before)
         x = {"input": np.ones(8, np.float32)}

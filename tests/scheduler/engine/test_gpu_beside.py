@@ -302,7 +302,7 @@ def test_a_table_behind_a_mask_is_waited_for():
     module, draw = Late().eval(), np.random.default_rng(0)
     with pp.Engine("cuda", memory_bytes=1 << 28, quantum_us=2, tuning={"chunk_bytes": 2 * MIB}) as server:
         example = (torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 8, dtype=torch.bool))
-        server.load(pp.Model.from_torch(module, example, name="late", batch=(1,), lanes=1))
+        server.load(pp.Model.from_torch(module, example, name="late", batch=(1,), instances=1))
         for _ in range(5):
             ids, mask = draw.integers(0, 200_000, 8), draw.integers(0, 2, 8).astype(bool)
             server.evict("late")

@@ -156,8 +156,8 @@ def test_a_slot_is_written_in_place(loaded):
 def test_a_long_kernel_is_sliced_and_still_right():
     n = 1 << 24
     with Engine("cuda", quantum_us=5, policy="srpt") as engine:
-        engine.load(scale_model("wide", 3.0, n=n, batch=(1,), lanes=2))
-        engine.load(scale_model("other", 2.0, batch=(1,), lanes=2))
+        engine.load(scale_model("wide", 3.0, n=n, batch=(1,), instances=2))
+        engine.load(scale_model("other", 2.0, batch=(1,), instances=2))
         assert len(engine.profile("wide")[0].cuts[0]) > 1
         x = {"x": np.random.default_rng(0).standard_normal(n).astype(np.float32)}
 
@@ -361,8 +361,8 @@ def test_cancelled_requests_free_their_slots(loaded):
         assert sum(isinstance(each, asyncio.CancelledError) for each in found) == 280
 
     asyncio.run(main())
-    while loaded._front.waiting:
-        loaded._front.drain()
+    while loaded._producer.waiting:
+        loaded._producer.drain()
     assert loaded.stats()["live"] == 0
     check_at_rest(loaded.state)
 
@@ -395,7 +395,7 @@ def test_a_fault_answers_everybody_and_nothing_hangs():
 
         engine = Engine("cuda")
         engine.load(faulty_model())
-        engine.load(scale_model(steps=30, batch=(1,), lanes=1))
+        engine.load(scale_model(steps=30, batch=(1,), instances=1))
         good, bad = {"x": -np.ones(64, np.float32)}, {"x": np.ones(64, np.float32)}
         assert (engine.infer_sync("faulty", good)["y"] == -1).all()
 
@@ -435,14 +435,14 @@ def test_the_next_segment_is_sent_before_this_one_ends(engine, report, told):
     engine.load(model)
     if not told:
         engine.state.launch["draining"] = 0
-    engine.set_policy(replace(find_policy("srpt"), name="careful", look_ahead=1))
-    lanes = next(iter(engine.loaded_rows().values())).lanes
+    engine.set_policy(replace(find_policy("srpt"), name="careful", max_in_flight=1))
+    instances = next(iter(engine.loaded_rows().values())).instances
     state, ahead = engine.state, []
 
     def note(entry):
-        lane = state.lane[int(entry["lane"])]
-        if not lane["whole"] and lane["segments"] > 2:
-            times = state.segment_ns[int(entry["lane"]), : int(lane["segments"])]
+        instance = state.instance[int(entry["instance"])]
+        if not instance["whole"] and instance["segments"] > 2:
+            times = state.segment_ns[int(entry["instance"]), : int(instance["segments"])]
             ahead.append(bool((times[1:, 0] < times[:-1, 1]).any()))
 
     stop = engine.watch(note)
@@ -456,6 +456,6 @@ def test_the_next_segment_is_sent_before_this_one_ends(engine, report, told):
 
     asyncio.run(main())
     stop()
-    assert any(lane.draining.any() for lane in lanes) or not told
+    assert any(instance.draining.any() for instance in instances) or not told
     assert any(ahead)
     check_at_rest(state)

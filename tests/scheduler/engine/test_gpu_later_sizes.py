@@ -35,12 +35,12 @@ def until_all_are_there(engine, name: str, one) -> None:
         asyncio.run(group(n))
 
 
-@pytest.mark.parametrize("lanes", [1, 3])
-def test_kernels_answer_right_before_and_after_their_sizes_come(lanes):
+@pytest.mark.parametrize("instances", [1, 3])
+def test_kernels_answer_right_before_and_after_their_sizes_come(instances):
     rng = np.random.default_rng(1)
     with pp.Engine("cuda", quantum_us=20) as engine:
         engine.load(scale_model("other", steps=8))
-        model = scale_model(steps=6, batch=BATCH, lanes=lanes, capture="on_demand")
+        model = scale_model(steps=6, batch=BATCH, instances=instances, capture="on_demand")
         reference = scale_reference(steps=6)
         engine.load(model)
         assert captured(engine, "scale") == [1, 8]

@@ -72,7 +72,7 @@ def test_every_size_comes_when_a_batch_first_wants_it(engine):
 
 
 def test_in_the_end_the_core_knows_what_it_knows_of_a_model_captured_ahead(engine):
-    options = {"steps": 4, "batch": BATCH, "lanes": 2}  # several segments, the ends of some are reported
+    options = {"steps": 4, "batch": BATCH, "instances": 2}  # several segments, the ends of some are reported
     engine.load(scale_model(**options, capture="on_demand"))
     for items in (2, 3):
         ask(engine, items, times=16)
@@ -90,7 +90,7 @@ def test_in_the_end_the_core_knows_what_it_knows_of_a_model_captured_ahead(engin
 
 def test_requests_of_all_go_on_while_sizes_come(engine):
     engine.load(scale_model("other", batch=(1, 2)))
-    engine.load(scale_model(batch=(1, 2, 3, 4, 8), lanes=1, capture="on_demand"))
+    engine.load(scale_model(batch=(1, 2, 3, 4, 8), instances=1, capture="on_demand"))
     stop, failed, asked = threading.Event(), [], [0, 0]
 
     def client(k: int, name: str) -> None:

@@ -29,16 +29,16 @@ def _nothing_measured(tmp_path, monkeypatch):
 
 
 @functools.cache
-def room(device, models, lanes):
-    """Memory for the weights of this number of models, and for this number of lanes."""
+def room(device, models, instances):
+    """Memory for the weights of this number of models, and for this number of instances."""
     with pp.Engine(device, memory_bytes=1 << 30, quantum_us=2, tuning=SMALL) as server:
-        server.load(chain("probe", 0, batch=BATCH, lanes=lanes)[0])
+        server.load(chain("probe", 0, batch=BATCH, instances=instances)[0])
         account = server.memory()
-        return models * account["weights_bytes"] + account["lanes_bytes"] + 256
+        return models * account["weights_bytes"] + account["instances_bytes"] + 256
 
 
-def engine(device, models, lanes=1, **options):
-    options.setdefault("memory_bytes", room(device, models, lanes))
+def engine(device, models, instances=1, **options):
+    options.setdefault("memory_bytes", room(device, models, instances))
     return pp.Engine(device, **{"quantum_us": 2, "tuning": SMALL, **options})
 
 
@@ -80,10 +80,10 @@ def until_captured(server, name, made):
     wait_until(captured)
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_sizes_come_and_answer_rightly_after_evictions(device, lanes):
-    with engine(device, 1, lanes) as server:
-        model, made = chain("m", 1, lanes=lanes, **LATER)
+@pytest.mark.parametrize("instances", [1, 2])
+def test_sizes_come_and_answer_rightly_after_evictions(device, instances):
+    with engine(device, 1, instances) as server:
+        model, made = chain("m", 1, instances=instances, **LATER)
         server.load(model)
         assert sizes(server, "m") == {"captured": [1, 8], "later": [2, 4], "failed": []}
         until_captured(server, "m", made)
@@ -102,11 +102,11 @@ def test_sizes_come_and_answer_rightly_after_evictions(device, lanes):
 def test_segments_of_later_sizes_wait_for_their_weights(alike):
     """A later size has the needs of a size that was tried out if it runs the same kernels; else it needs all."""
     with engine("virtual:h200", 3, tuning={"chunk_bytes": N * N * 4}) as server:
-        model, made = chain("later", 1, lanes=1, **LATER)
+        model, made = chain("later", 1, instances=1, **LATER)
         if not alike:  # one more kernel at sizes 2 and 4
             model.fn = with_another(model.fn)
         server.load(model)
-        server.load(chain("ahead", 1, lanes=1, batch=BATCH)[0])
+        server.load(chain("ahead", 1, instances=1, batch=BATCH)[0])
         until_captured(server, "later", made)
         rows = [server._find(name).row for name in ("later", "ahead")]
         later, ahead = (server.state.segment["chunks"][row] for row in rows)
@@ -135,7 +135,7 @@ def with_another(fn):
 
 def test_weights_that_are_away_are_not_brought_for_a_capture():
     with engine("virtual:h200", 3) as server:
-        model, made = chain("m", 1, lanes=1, **LATER)
+        model, made = chain("m", 1, instances=1, **LATER)
         server.load(model)
         with server._loading:  # no capture begins
             ask(server, "m", made, 4)
@@ -157,7 +157,7 @@ def test_weights_stay_while_a_size_is_captured(monkeypatch, resident):
     with engine("virtual:h200", 1) as server:
         made = {}
         for k, name in enumerate(("m", "other")):
-            model, made[name] = chain(name, k, lanes=1, resident=resident, **LATER)
+            model, made[name] = chain(name, k, instances=1, resident=resident, **LATER)
             server.load(model)
         began, go, add_size = threading.Event(), threading.Event(), server._loader.add_size
 
@@ -187,14 +187,14 @@ def test_weights_stay_while_a_size_is_captured(monkeypatch, resident):
 def test_a_load_does_not_wait_for_weights_that_are_held():
     """The memory that a load waits for is let go by the thread that captures, which in turn waits for the load."""
     with engine("virtual:h200", 1) as server:
-        model, made = chain("m", 1, lanes=1, **LATER)
+        model, made = chain("m", 1, instances=1, **LATER)
         server.load(model)
         row = server._find("m").row
         with server._loading:
             ask(server, "m", made, 2)
             server._residents.hold([server._find("m")])
             assert server.state.weights["held"][row] == 1
-            server.load(chain("new", 2, lanes=1)[0])
+            server.load(chain("new", 2, instances=1)[0])
         assert server.weights_state("m") in ("host", "resident")
         until_captured(server, "m", made)
 
@@ -202,32 +202,32 @@ def test_a_load_does_not_wait_for_weights_that_are_held():
 @pytest.mark.parametrize("plenty", [True, False])
 def test_a_capture_has_memory_apart_if_it_is_free(plenty):
     with engine("virtual:h200", 1, **({"memory_bytes": 1 << 30} if plenty else {})) as server:
-        model, made = chain("m", 1, lanes=1, **LATER)
+        model, made = chain("m", 1, instances=1, **LATER)
         server.load(model)
-        held, own = server.memory.lanes_bytes, server._find("m").lanes[0].berth
-        with server._residents.berths.beside(model, own) as berth:
-            assert (berth is not own) == plenty
-            assert server.memory.lanes_bytes == held + (berth.total_bytes if plenty else 0)
-            assert server.state.berth_kept[own.index] == (not plenty)
+        held, own = server.memory.instances_bytes, server._find("m").instances[0].arena
+        with server._residents.arenas.beside(model, own) as arena:
+            assert (arena is not own) == plenty
+            assert server.memory.instances_bytes == held + (arena.total_bytes if plenty else 0)
+            assert server.state.arena_kept[own.index] == (not plenty)
             if plenty:
                 ask(server, "m", made, 1)
-        assert server.memory.lanes_bytes == held
+        assert server.memory.instances_bytes == held
         ask(server, "m", made, 1)
 
 
 def test_models_come_and_go_while_their_sizes_come(device):
     """Evictions, prefetches and reloads at random beside batches: right answers, and bytes as before."""
     with engine(device, 2, 2) as server:
-        made = {f"m{k}": chain(f"m{k}", k, lanes=1 + k % 2, **LATER) for k in range(4)}
+        made = {f"m{k}": chain(f"m{k}", k, instances=1 + k % 2, **LATER) for k in range(4)}
         for model, _ in made.values():
             server.load(model)
-        before = server.memory.lanes_bytes
+        before = server.memory.instances_bytes
 
         def some_came():
             wait_until(lambda: any(len(sizes(server, name)["captured"]) > 2 for name in ("m0", "m1", "m2")))
 
         come_and_go(server, made, 8, 10, some_came)  # some of the clients' requests form batches
-        wait_until(lambda: server.memory.lanes_bytes == before)
+        wait_until(lambda: server.memory.instances_bytes == before)
         check_integrity(server.state)
         for name, (_, weights) in made.items():
             assert sizes(server, name)["failed"] == []
@@ -245,7 +245,7 @@ def test_an_engine_is_closed_while_weights_are_held():
     with engine("virtual:h200", 1) as server:
         made = {}
         for k in range(2):
-            model, made[f"m{k}"] = chain(f"m{k}", k, lanes=1, **LATER)
+            model, made[f"m{k}"] = chain(f"m{k}", k, instances=1, **LATER)
             server.load(model)
         ask(server, "m0", made["m0"], 3)
         ask(server, "m1", made["m1"], 3)
@@ -259,7 +259,7 @@ def test_a_pytorch_module_gets_its_sizes(device):
     with torch.no_grad():
         right = net(x).numpy()
     with pp.Engine(device, memory_bytes=1 << 30, tuning=SMALL) as server:
-        server.load(pp.Model.from_torch(net, torch.zeros(1, N), name="net", lanes=2, **LATER))
+        server.load(pp.Model.from_torch(net, torch.zeros(1, N), name="net", instances=2, **LATER))
 
         async def some(n):
             return await asyncio.gather(*(server.infer("net", {"input": each.numpy()}) for each in x[:n]))

@@ -45,7 +45,7 @@ def test_phases_inside_others_count_once(tree):
 
 def test_a_loaded_model_says_what_its_loading_took(caplog):
     with pp.Engine("virtual:h200") as engine, caplog.at_level(logging.INFO, "paellapy.load"):
-        engine.load(mlp_model(batch=(1, 2), lanes=2))
+        engine.load(mlp_model(batch=(1, 2), instances=2))
         took = engine.stats()["models"]["mlp"]["load_s"]
     assert {"upload", "rehearse", "memory", "capture", "cut", "install"} <= set(took) <= set(PHASES)
     assert all(seconds >= 0 for seconds in took.values())

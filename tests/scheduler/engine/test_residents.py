@@ -35,7 +35,7 @@ def test_more_models_than_fit_answer_rightly(device):
         account = server.memory()
         assert account["evicted"] > 5
         assert account["failed"] == 0
-        assert account["lanes_bytes"] + account["weights_bytes"] <= account["budget_bytes"]
+        assert account["instances_bytes"] + account["weights_bytes"] <= account["budget_bytes"]
         assert sum(each["state"] == "resident" for each in account["models"].values()) <= 3
         check_at_rest(server.state)
 
@@ -62,9 +62,9 @@ def test_a_model_of_high_priority_does_not_wait_for_the_memory_of_another(device
     with pp.Engine(device, memory_bytes=room_for(device, 12), quantum_us=2, tuning=SMALL) as server:
         for k, priority in enumerate((0, 0, 1, 0, 1)):
             server.load(chain(f"m{k}", k, priority=priority)[0])
-        berths = server._residents.berths._all.values()
-        assert all(len({*each.users.values()}) == 1 for each in berths)
-        assert any({*each.users.values()} == {1} for each in berths)
+        arenas = server._residents.arenas._all.values()
+        assert all(len({*each.users.values()}) == 1 for each in arenas)
+        assert any({*each.users.values()} == {1} for each in arenas)
 
 
 def test_by_hand_and_as_seen(device):
@@ -237,10 +237,10 @@ def test_models_come_and_go_while_requests_arrive(device):
         made = {f"m{k}": chain(f"m{k}", k) for k in range(5)}
         for model, _ in made.values():
             server.load(model)
-        before = server.memory.lanes_bytes
+        before = server.memory.instances_bytes
         come_and_go(server, made, 3, rounds)
         check_at_rest(server.state)
-        assert server.memory.lanes_bytes == before
+        assert server.memory.instances_bytes == before
         for name in made:
             server.unload(name)
         assert server.memory.held_bytes == 0
@@ -257,8 +257,8 @@ def test_while_a_model_is_loaded_nobody_else_runs_in_its_memory(device):
         backend, run = server.backend, server.backend.run_segment
 
         def watched(launches, k):
-            berths = server._residents.berths._all.values()
-            alone.append(all(server.state.berth[each.index] == 0 for each in berths if "late" in each.users))
+            arenas = server._residents.arenas._all.values()
+            alone.append(all(server.state.arena[each.index] == 0 for each in arenas if "late" in each.users))
             run(launches, k)
 
         def client(name, weights):
@@ -319,7 +319,7 @@ def test_a_model_that_changes_its_weights_stays(device):
         scale[(1,)](weights["state"], outputs["y"], 1.0, N, B=128)
 
     specs = {"inputs": {"x": pp.TensorSpec((N,))}, "outputs": {"y": pp.TensorSpec((N,))}}
-    kind = {"weights": {"state": np.ones(N, np.float32)}, "batch": (1,), "lanes": 1}
+    kind = {"weights": {"state": np.ones(N, np.float32)}, "batch": (1,), "instances": 1}
     with pp.Engine(device, memory_bytes=1 << 28) as server:
         server.load(pp.Model("counter", fn, **specs, **kind))
         with pytest.raises(ModelError, match="resident=True"):
@@ -369,7 +369,7 @@ def test_tied_weights_of_a_module_are_there_once(device):
     torch.manual_seed(0)
     module = Tied().eval()
     with pp.Engine(device, memory_bytes=1 << 30) as server:
-        server.load(pp.Model.from_torch(module, torch.zeros(1, 64), name="tied", batch=(1,), lanes=1))
+        server.load(pp.Model.from_torch(module, torch.zeros(1, 64), name="tied", batch=(1,), instances=1))
         assert len(server._residents._rows[0].range.layout.offsets) == 6  # five of layers, and the buffer
         x = torch.randn(1, 64)
         for _ in range(2):
@@ -412,7 +412,9 @@ def test_a_module_s_weights_come_in_the_order_in_which_it_runs(device):
     with pp.Engine(device, memory_bytes=1 << 30, quantum_us=2, tuning=SMALL) as server:
         for turned in (False, True):
             torch.manual_seed(0)
-            server.load(pp.Model.from_torch(Net(turned), torch.zeros(1, N), name=f"net{turned}", batch=(1,), lanes=1))
+            server.load(
+                pp.Model.from_torch(Net(turned), torch.zeros(1, N), name=f"net{turned}", batch=(1,), instances=1)
+            )
         plain, turned = ([each.needs for each in server.profile(f"net{turned}")] for turned in (False, True))
         assert turned == plain
         assert plain[0][0] < plain[0][-1]

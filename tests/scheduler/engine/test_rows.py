@@ -14,7 +14,7 @@ CLIENTS = 12
 
 
 def rows_of(total: int, named: bool = True) -> Rows:
-    state = st.new_state(st.Limits(models=1, lanes=1, requests=total, clients=CLIENTS))
+    state = st.new_state(st.Limits(models=1, instances=1, requests=total, clients=CLIENTS))
     state.client_key[1] = named
     return Rows(state, range(total))
 

@@ -100,7 +100,7 @@ def test_blocks_of_all_sizes_never_overlap_and_all_memory_comes_back(script):
 
 
 @pytest.mark.parametrize("n", [64, 4096])
-def test_inputs_that_find_no_open_lane_arrive_unchanged(n):
+def test_inputs_that_find_no_open_instance_arrive_unchanged(n):
     """Short and long ones, whole arrays and every second element of others, in memory that is new and used again."""
 
     async def ask(engine) -> None:
@@ -109,12 +109,12 @@ def test_inputs_that_find_no_open_lane_arrive_unchanged(n):
             with held_core(engine):
                 tasks = [asyncio.create_task(engine.infer("scale", {"x": x})) for x in inputs]
                 await asyncio.sleep(0)
-                assert engine._front.waiting == len(inputs)
+                assert engine._producer.waiting == len(inputs)
             found = await asyncio.wait_for(asyncio.gather(*tasks), 60)
             for x, each in zip(inputs, found, strict=True):
                 np.testing.assert_array_equal(each["y"], 2 * x)
 
     with pp.Engine("virtual:h200") as engine:
-        engine.load(scale_model(lanes=2, batch=(1, 2), n=n))
+        engine.load(scale_model(instances=2, batch=(1, 2), n=n))
         asyncio.run(ask(engine))
         check_at_rest(engine.state)

@@ -13,8 +13,8 @@ from paellapy.scheduler.engine.ring_calls import OwnStage
 TERMS = (0, 0, 0, 0)
 
 
-class Front:
-    """A front end whose core answers staged requests at once; the second item of a request claims a slot."""
+class Producer:
+    """A producer whose core answers staged requests at once; the second item of a request claims a slot."""
 
     def __init__(self):
         self.stage, self.given, self.freed, self.cancelled = OwnStage(), [], [], []
@@ -42,23 +42,23 @@ class Front:
 
 
 def test_staged_items_that_were_answered_are_not_freed_again():
-    front = Front()
-    lane = SimpleNamespace(inputs={"x": np.zeros((1, 4), np.float32)})
-    loaded = SimpleNamespace(lane_of={0: lane})
+    producer = Producer()
+    instance = SimpleNamespace(inputs={"x": np.zeros((1, 4), np.float32)})
+    loaded = SimpleNamespace(instance_of={0: instance})
     items = [{"x": np.ones(4, np.float32)}, {"x": np.ones(3, np.float32)}]  # the second one does not fit its slot
     with pytest.raises(ValueError, match="shape"):
-        submit(front, loaded, items, TERMS, [print, print])
-    assert len(front.given) == 1
-    assert not front.freed
-    assert len(front.cancelled) == 2
+        submit(producer, loaded, items, TERMS, [print, print])
+    assert len(producer.given) == 1
+    assert not producer.freed
+    assert len(producer.cancelled) == 2
 
 
 def test_items_that_were_not_posted_are_freed():
-    front = Front()
-    front.claims = [None, None]
+    producer = Producer()
+    producer.claims = [None, None]
     items = [{"x": np.ones(4, np.float32)}, {"x": None}]
     with pytest.raises(AttributeError):
-        submit(front, SimpleNamespace(lane_of={}), items, TERMS, [print, print])
-    assert len(front.given) == 1
-    assert len(front.freed) == 2
-    assert not front.cancelled
+        submit(producer, SimpleNamespace(instance_of={}), items, TERMS, [print, print])
+    assert len(producer.given) == 1
+    assert len(producer.freed) == 2
+    assert not producer.cancelled

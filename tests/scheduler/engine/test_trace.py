@@ -151,9 +151,9 @@ def model(name: str, target_ms: float | None = None) -> Model:
     return Model(name, lambda *_: None, inputs=spec, outputs=spec, batch=(1, 2), target_ms=target_ms)
 
 
-def completion(serial: int, row: int, lane: int, arrival: int, start: int, end: int, due: int = NEVER) -> Any:
+def completion(serial: int, row: int, instance: int, arrival: int, start: int, end: int, due: int = NEVER) -> Any:
     entry = np.zeros(1, COMPLETION)[0]
-    entry["serial"], entry["model"], entry["lane"], entry["arrival_ns"] = serial, row, lane, arrival
+    entry["serial"], entry["model"], entry["instance"], entry["arrival_ns"] = serial, row, instance, arrival
     entry["started_ns"], entry["finish_ns"], entry["deadline_ns"] = start, end, due
     return entry
 

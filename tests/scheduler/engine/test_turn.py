@@ -155,7 +155,7 @@ def test_a_turn_that_is_given_up_is_not_the_next_one_s(policy):
                         pass
         async with engine.turn("script", give_back_ms=60_000) as turn:
             await asyncio.sleep(0.01)
-            assert turn._lane.draining[0]  # granted, and not ended by those that gave up
+            assert turn._instance.draining[0]  # granted, and not ended by those that gave up
             assert not turn.over
 
     with pp.Engine("virtual:h200", policy=policy) as engine:

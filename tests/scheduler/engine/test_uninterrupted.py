@@ -27,7 +27,7 @@ def handler():
 @pytest.fixture
 def engine():
     with pp.Engine("virtual:h200") as found:
-        found.load(scale_model(lanes=1, batch=(1,)))
+        found.load(scale_model(instances=1, batch=(1,)))
         yield found
 
 
@@ -51,7 +51,7 @@ def reserved(engine):
 
 
 def ask_until_interrupted(ask, engine):
-    """A request that finds no open lane is staged, which takes other functions."""
+    """A request that finds no open instance is staged, which takes other functions."""
     while True:
         ask(engine)
 
@@ -70,15 +70,15 @@ def asked(engine):
     ],
 )
 def test_a_call_that_is_interrupted_anywhere_harms_no_later_one(engine, monkeypatch, ask, where):
-    front = engine._front
+    producer = engine._producer
     with monkeypatch.context() as patch:
-        patch.setattr(front, where, interrupting(getattr(front, where)))
+        patch.setattr(producer, where, interrupting(getattr(producer, where)))
         with pytest.raises(KeyboardInterrupt):
             ask_until_interrupted(ask, engine)
     for k in range(3):
         np.testing.assert_array_equal(engine.infer_sync("scale", {"x": X + k})["y"], 2 * (X + k))
         np.testing.assert_array_equal(reserved(engine)["y"], 2 * X)
-    wait_until(lambda: front.drain() == 0 and front.waiting == 0)
+    wait_until(lambda: producer.drain() == 0 and producer.waiting == 0)
     check_at_rest(engine.state)
 
 

@@ -22,7 +22,7 @@ ARRAYS = {"inputs": {"x": OnGpu()}, "outputs": {"y": OnGpu()}}
 
 @pytest.mark.parametrize("change", [
     {"inputs": [OnGpu()]}, {"outputs": OnGpu()}, {"inputs": {}}, {"inputs": {"x": np.zeros(4)}},
-    {"inputs": {"x": OnGpu(strides=(8,))}}, {"lanes": 4}, {"batch": (1, 2)},
+    {"inputs": {"x": OnGpu(strides=(8,))}}, {"instances": 4}, {"batch": (1, 2)},
 ])  # fmt: skip
 def test_what_cannot_be_the_model_of_a_graph_is_refused(change):
     ((key, _),) = change.items()

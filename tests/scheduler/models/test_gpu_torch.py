@@ -1,4 +1,6 @@
-"""PyTorch modules captured on a real GPU: cuDNN, cuBLAS and Triton kernels in lanes that share nothing but weights."""
+"""PyTorch modules captured on a real GPU: cuDNN, cuBLAS and Triton kernels in instances that share nothing but
+weights.
+"""
 
 from __future__ import annotations
 
@@ -118,24 +120,26 @@ def test_an_engine_loads_models_whatever_the_number_of_pools_before(engine):
     del pools
     net, x = Net(7), images(2)
     for k in range(5):
-        engine.load(pp.Model.from_torch(net, torch.zeros(1, 3, 64, 64), name=f"m{k}", batch=(1,), lanes=2))
+        engine.load(pp.Model.from_torch(net, torch.zeros(1, 3, 64, 64), name=f"m{k}", batch=(1,), instances=2))
         gc.collect()
         found = engine.infer_sync(f"m{k}", {"input": x[0]})["output"]
         np.testing.assert_allclose(found, reference(net, x)[0], rtol=1e-2, atol=1e-4)
 
 
-@pytest.mark.alone  # whether windows are used depends on their measured times
-def test_a_crowd_is_confined_to_windows_of_sms_and_answers_the_same():
-    # Beside other processes a window may be measured to be far too slow, and would not be used.
-    tuning = {"most_window_stretch": 1000.0}
+@pytest.mark.alone  # whether partitions are used depends on their measured times
+def test_a_crowd_is_confined_to_partitions_of_sms_and_answers_the_same():
+    # Beside other processes a partition may be measured to be far too slow, and would not be used.
+    tuning = {"most_partition_stretch": 1000.0}
     net, x = Net(6), images(300)
     expected = reference(net, x)
-    with pp.Engine("cuda", "srpt", quantum_us=20, sm_windows=8, tuning=tuning) as engine:
+    with pp.Engine("cuda", "srpt", quantum_us=20, sm_partitions=8, tuning=tuning) as engine:
         engine.load(
-            pp.Model.from_torch(net, torch.zeros(1, 3, 64, 64), name="crowd", channels_last=True, batch=(1,), lanes=12)
+            pp.Model.from_torch(
+                net, torch.zeros(1, 3, 64, 64), name="crowd", channels_last=True, batch=(1,), instances=12
+            )
         )
         profile = engine.profile("crowd")[0]
-        assert profile.window_ns > 0
+        assert profile.partition_ns > 0
 
         async def main():
             return await asyncio.gather(*(engine.infer("crowd", {"input": each}) for each in x))
@@ -192,14 +196,14 @@ def test_a_graph_that_forks_and_joins(engine):
         np.testing.assert_allclose(found["output"], wanted, rtol=1e-2, atol=1e-3)
 
 
-def test_weights_are_there_once_and_lanes_memory_is_counted(engine):
+def test_weights_are_there_once_and_instances_memory_is_counted(engine):
     net = Net(7, 64)
-    model = pp.Model.from_torch(net, torch.zeros(1, 3, 64, 64), name="net", batch=(1, 8), lanes=4)
+    model = pp.Model.from_torch(net, torch.zeros(1, 3, 64, 64), name="net", batch=(1, 8), instances=4)
     engine.load(model)
     held = engine.memory.reservations["net"]
-    assert held.lanes == 4
+    assert held.instances == 4
     assert held.weights_bytes == model.weights_bytes
-    assert held.lane_bytes > 8 * 64 * 32 * 32 * 4  # at least one activation of the largest batch
+    assert held.instance_bytes > 8 * 64 * 32 * 32 * 4  # at least one activation of the largest batch
 
 
 def test_unloading_gives_the_memory_back(engine):
@@ -210,7 +214,7 @@ def test_unloading_gives_the_memory_back(engine):
         return torch.cuda.memory_reserved()
 
     net = Net(8, 64)
-    model = pp.Model.from_torch(net, torch.zeros(1, 3, 64, 64), name="net", batch=(1, 8), lanes=4)
+    model = pp.Model.from_torch(net, torch.zeros(1, 3, 64, 64), name="net", batch=(1, 8), instances=4)
     engine.load(model)
     engine.infer_sync("net", {"input": images(1)[0]})
     assert not next(net.parameters()).is_cuda  # the caller's module stays where it was
@@ -300,18 +304,18 @@ def test_sizes_planned_at_once_in_their_threads_give_the_bits_of_sizes_planned_o
     sizes, programs = (1, 2, 4, 8), {}
 
     def answers(name: str) -> dict[int, list[np.ndarray]]:
-        model = pp.Model.from_torch(net, torch.zeros(1, 3, 64, 64), name=name, batch=sizes, lanes=3)
+        model = pp.Model.from_torch(net, torch.zeros(1, 3, 64, 64), name=name, batch=sizes, instances=3)
         assert model.source.plans_convolutions == (name != "one by one")
         engine.load(model)
         loaded = engine._models[name]
-        programs[name] = [[each.program.content() for each in lane] for lane in loaded.launches]
+        programs[name] = [[each.program.content() for each in instance] for instance in loaded.launches]
         found = {}
         for k, batch in enumerate(sizes):
-            for lane, launches in zip(loaded.lanes, loaded.launches, strict=True):
-                lane.inputs["input"][:batch] = x[:batch]
+            for instance, launches in zip(loaded.instances, loaded.launches, strict=True):
+                instance.inputs["input"][:batch] = x[:batch]
                 for segment in range(len(launches[k].handles)):
                     engine._backend.run_segment(launches[k], segment)
-                found.setdefault(batch, []).append(lane.outputs["output"][:batch].copy())
+                found.setdefault(batch, []).append(instance.outputs["output"][:batch].copy())
         return found
 
     at_once, again = answers("at once"), answers("again")
@@ -323,12 +327,12 @@ def test_sizes_planned_at_once_in_their_threads_give_the_bits_of_sizes_planned_o
         for each in (*at_once[batch], *again[batch], *one_by_one[batch]):
             np.testing.assert_array_equal(each, one_by_one[batch][0])
     assert programs["at once"] == programs["again"] == programs["one by one"]
-    assert len({tuple(lane) for lane in programs["at once"]}) == 1
+    assert len({tuple(instance) for instance in programs["at once"]}) == 1
 
 
 def test_a_network_with_threads_is_traced_and_loaded_again(engine):
     net, x = of_torch(12), images(3)
-    model = model_of(net, name="net", batch=(1, 2, 4), lanes=2)
+    model = model_of(net, name="net", batch=(1, 2, 4), instances=2)
     assert model.source.plans_convolutions
     for _ in range(2):
         engine.load(model)

@@ -66,7 +66,7 @@ def test_weights_are_kept_contiguous():
         ({"target_ms": 0}, "target"),
         ({"target_ms": float("nan")}, "target"),
         ({"share": 0}, "share"),
-        ({"lanes": 0}, "lanes"),
+        ({"instances": 0}, "instances"),
     ],
 )
 def test_each_mistake_is_named(changes, said):
@@ -87,13 +87,13 @@ def test_a_model_is_changed_in_part_and_stays_what_it_is():
 
     first = Special("a", print, inputs={"x": TensorSpec(4)}, outputs={"y": TensorSpec(4)}, batch=(1, 2), share=2.0)
     first.fn = first.run
-    second = first.changed(name="b", batch=(4,), lanes=3)
+    second = first.changed(name="b", batch=(4,), instances=3)
     assert isinstance(second, Special)
-    assert (second.name, second.batch, second.lanes, second.share) == ("b", (4,), 3, 2.0)
-    assert (first.name, first.batch, first.lanes) == ("a", (1, 2), None)
+    assert (second.name, second.batch, second.instances, second.share) == ("b", (4,), 3, 2.0)
+    assert (first.name, first.batch, first.instances) == ("a", (1, 2), None)
     assert (first.fn({}, {}, {}), second.fn({}, {}, {})) == ("a", "b")
-    with pytest.raises(ModelError, match="lanes=0"):
-        first.changed(lanes=0)
+    with pytest.raises(ModelError, match="instances=0"):
+        first.changed(instances=0)
 
 
 def test_a_range_is_checked_and_shown():

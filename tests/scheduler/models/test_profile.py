@@ -38,10 +38,10 @@ class Counted(VirtualBackend):
         return super().node_times_ns(program)
 
 
-def load(model, quantum_us=50.0, lanes=1):
+def load(model, quantum_us=50.0, instances=1):
     backend = Counted(pp.Device("virtual:h200"))
     loader = Loader(backend, MemoryPlan(1 << 33), Limits(), Tuning.for_device(backend.device), quantum_us * 1e3)
-    return loader.load(model, lanes, alone=True), backend
+    return loader.load(model, instances, alone=True), backend
 
 
 def test_a_second_load_finds_the_times_on_disk():
@@ -59,8 +59,8 @@ def test_another_program_or_quantum_is_measured_anew():
     assert load(scale_model(steps=3, batch=(1,)))[1].measured == 0
 
 
-def test_what_a_model_demands_is_measured_again_with_more_lanes_and_not_with_fewer():
-    seen = [load(mlp_model(batch=(1,)), lanes=lanes)[0].profiles[0] for lanes in (1, 2, 8, 3)]
+def test_what_a_model_demands_is_measured_again_with_more_instances_and_not_with_fewer():
+    seen = [load(mlp_model(batch=(1,)), instances=instances)[0].profiles[0] for instances in (1, 2, 8, 3)]
     assert [each.together for each in seen] == [0, 2, 8, 8]
     assert seen[0].demand == 0.0
     assert seen[2].demand <= seen[1].demand
@@ -110,12 +110,12 @@ def test_copies_alone_are_a_segment_too():
     assert (found.time_ns, found.blocks, found.kernels) == (2e4, 1, 1)
 
 
-def test_simulations_get_times_lanes_and_targets():
+def test_simulations_get_times_instances_and_targets():
     loaded, _ = load(mlp_model(batch=(1, 2), target_ms=3.0, priority=2, share=0.5))
-    found = model_profile(loaded.model, loaded.profiles, lanes=4, queue_limit=100)
+    found = model_profile(loaded.model, loaded.profiles, instances=4, queue_limit=100)
     assert found.batch == (1, 2)
     assert found.alone_ns(1) == loaded.profiles[0].segmented_ns
-    assert (found.target_ms, found.priority, found.share, found.lanes) == (3.0, 2, 0.5, 4)
+    assert (found.target_ms, found.priority, found.share, found.instances) == (3.0, 2, 0.5, 4)
 
 
 @pytest.fixture

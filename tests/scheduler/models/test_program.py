@@ -10,7 +10,7 @@ from engine_models import mlp_model, mlp_reference, random_inputs, scale, scale_
 import paellapy as pp
 from paellapy.scheduler.backends.virtual import VirtualBackend
 from paellapy.scheduler.core.errors import CaptureError
-from paellapy.scheduler.models.memory import Lane, plan_lane
+from paellapy.scheduler.models.memory import Instance, plan_instance
 from paellapy.scheduler.models.model import Model, TensorSpec
 
 SPECS = {"inputs": {"x": TensorSpec((64,))}, "outputs": {"y": TensorSpec((64,))}}
@@ -21,17 +21,17 @@ def backend():
     return VirtualBackend(pp.Device("virtual:h200"))
 
 
-def lanes_of(backend, model, n=1):
+def instances_of(backend, model, n=1):
     weights = backend.upload(model)
     scratch = max(backend.rehearse(model, weights, batch) for batch in model.batch)
-    plan = plan_lane(model, scratch, segments=8)
-    return weights, [Lane(k, model, plan, backend.lane_memory(plan)) for k in range(n)]
+    plan = plan_instance(model, scratch, segments=8)
+    return weights, [Instance(k, model, plan, backend.instance_memory(plan)) for k in range(n)]
 
 
 def test_a_program_is_copies_in_kernels_copies_out(backend):
     model = mlp_model(layers=1)
-    weights, (lane,) = lanes_of(backend, model)
-    program = backend.capture(lane, weights, 2, {})
+    weights, (instance,) = instances_of(backend, model)
+    program = backend.capture(instance, weights, 2, {})
     assert [node.kind for node in program.nodes] == ["h2d", "kernel", "kernel", "kernel", "d2h"]
     assert [node.name for node in program.nodes[1:4]] == ["gemm", "gemm", "softmax"]
     assert [node.launch for node in program.nodes] == [-1, 0, 1, 2, -1]
@@ -42,22 +42,22 @@ def test_a_program_is_copies_in_kernels_copies_out(backend):
 
 def test_replaying_computes_what_the_model_computes(backend):
     model = mlp_model()
-    weights, (lane,) = lanes_of(backend, model)
-    program = backend.capture(lane, weights, 4, {})
+    weights, (instance,) = instances_of(backend, model)
+    program = backend.capture(instance, weights, 4, {})
     rng, reference = np.random.default_rng(1), mlp_reference()
     for _ in range(3):
         given = [random_inputs(model, rng) for _ in range(4)]
         for slot, inputs in enumerate(given):
-            lane.inputs["x"][slot] = inputs["x"]
+            instance.inputs["x"][slot] = inputs["x"]
         for item in program.body:
             item.run()
         for slot, inputs in enumerate(given):
-            np.testing.assert_allclose(lane.outputs["p"][slot], reference(inputs)["p"], rtol=1e-4, atol=1e-6)
+            np.testing.assert_allclose(instance.outputs["p"][slot], reference(inputs)["p"], rtol=1e-4, atol=1e-6)
 
 
-def test_lanes_hold_the_same_program_over_other_memory(backend):
+def test_instances_hold_the_same_program_over_other_memory(backend):
     model = scale_model(steps=3)
-    weights, (one, other) = lanes_of(backend, model, 2)
+    weights, (one, other) = instances_of(backend, model, 2)
     first, second = backend.capture(one, weights, 1, {}), backend.capture(other, weights, 1, {})
     assert first.content() == second.content()
     assert first.content() != backend.capture(one, weights, 2, {}).content()
@@ -69,28 +69,28 @@ def test_lanes_hold_the_same_program_over_other_memory(backend):
     assert (other.outputs["y"][0] == 80).all()
 
 
-def test_scratch_memory_is_the_lanes(backend):
+def test_scratch_memory_is_the_instances(backend):
     model = scale_model(steps=4)
-    _, (lane,) = lanes_of(backend, model)
-    assert lane.plan.scratch_bytes == 3 * 8 * 64 * 4
+    _, (instance,) = instances_of(backend, model)
+    assert instance.plan.scratch_bytes == 3 * 8 * 64 * 4
 
 
 def test_a_launch_is_cut_where_the_plan_says(backend):
     model = scale_model(steps=2, n=1024, batch=(1,))
-    weights, (lane,) = lanes_of(backend, model)
-    program = backend.capture(lane, weights, 1, {1: ((0, 3), (3, 5))})
+    weights, (instance,) = instances_of(backend, model)
+    program = backend.capture(instance, weights, 1, {1: ((0, 3), (3, 5))})
     assert [node.part for node in program.nodes] == [None, None, (0, 3), (3, 5), None]
     assert [node.blocks for node in program.nodes] == [0, 8, 3, 5, 0]
-    lane.inputs["x"][0] = np.arange(1024)
+    instance.inputs["x"][0] = np.arange(1024)
     for item in program.body:
         item.run()
-    np.testing.assert_array_equal(lane.outputs["y"][0], 4 * np.arange(1024, dtype=np.float32))
+    np.testing.assert_array_equal(instance.outputs["y"][0], 4 * np.arange(1024, dtype=np.float32))
 
 
 def capture(backend, fn, **specs):
     model = Model("culprit", fn, batch=(1,), **{**SPECS, **specs})
-    weights, (lane,) = lanes_of(backend, model)
-    return backend.capture(lane, weights, 1, {})
+    weights, (instance,) = instances_of(backend, model)
+    return backend.capture(instance, weights, 1, {})
 
 
 def launch(inputs, outputs):

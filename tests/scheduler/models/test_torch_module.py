@@ -137,15 +137,13 @@ def test_channels_last_changes_the_layout_and_not_the_answer(engine):
     x = images(1)
     with torch.no_grad():
         expected = net(torch.from_numpy(x)).numpy()
-    engine.load(
-        pp.Model.from_torch(net, torch.zeros(1, 3, 16, 16), name="net", channels_last=True, batch=(1,))
-    )
+    engine.load(pp.Model.from_torch(net, torch.zeros(1, 3, 16, 16), name="net", channels_last=True, batch=(1,)))
     np.testing.assert_allclose(engine.infer_sync("net", {"input": x[0]})["output"], expected[0], rtol=1e-4, atol=1e-5)
 
 
-def test_the_weights_count_once_whatever_the_number_of_lanes(engine):
+def test_the_weights_count_once_whatever_the_number_of_instances(engine):
     net = SmallNet()
-    model = pp.Model.from_torch(net, torch.zeros(1, 3, 16, 16), name="net", batch=(1, 2), lanes=3)
+    model = pp.Model.from_torch(net, torch.zeros(1, 3, 16, 16), name="net", batch=(1, 2), instances=3)
     engine.load(model)
     parameters = sum(t.numel() * t.element_size() for t in [*net.parameters(), *net.buffers()])
     assert engine.memory.reservations["net"].weights_bytes == parameters == model.weights_bytes
@@ -356,8 +354,8 @@ def test_kernels_that_do_not_report_are_traced_at_segment_grain(engine, monkeypa
     assert len(t.jobs) == 7
     assert len(t.segments[t.segments["segment"] == -1]) >= 1  # the first was alone: one launch
     for job in t.jobs:
-        of_lane = t.segments[t.segments["lane"] == job["lane"]]
-        mine = of_lane[(of_lane["start_ns"] >= job["start_ns"]) & (of_lane["end_ns"] <= job["end_ns"])]
+        of_instance = t.segments[t.segments["instance"] == job["instance"]]
+        mine = of_instance[(of_instance["start_ns"] >= job["start_ns"]) & (of_instance["end_ns"] <= job["end_ns"])]
         assert len(mine) in (1, len(engine.profile("deep")[0].segments))
         assert (mine["start_ns"][1:] >= mine["end_ns"][:-1]).all()
 

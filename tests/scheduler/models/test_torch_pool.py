@@ -1,4 +1,4 @@
-"""PyTorch's pools as lanes use them, where there is no GPU: what is asked of PyTorch, and what is not."""
+"""PyTorch's pools as instances use them, where there is no GPU: what is asked of PyTorch, and what is not."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_a_file_gives_the_answers_of_load_state_dict(file, trained, make, option
     loaded = Net(seed=1)
     loaded.load_state_dict(trained.state_dict())
     right, found = (
-        pp.Model.from_torch(module, EXAMPLE, name="net", dtype=dtype, batch=(1,), lanes=1, **about)
+        pp.Model.from_torch(module, EXAMPLE, name="net", dtype=dtype, batch=(1,), instances=1, **about)
         for module, about in ((loaded, {}), (make(), {"weights": file}))
     )
     x = torch.randn(3, 16).to(getattr(torch, dtype or "float32"))
@@ -103,7 +103,7 @@ def test_the_file_is_read_once_and_straight_into_the_host_store(file, monkeypatc
 
     for module in (torch_tensors, weights):
         monkeypatch.setattr(module, "map_weights", counted)
-    model = pp.Model.from_torch(on_meta(), EXAMPLE, name="net", weights=file, batch=(1,), lanes=1)
+    model = pp.Model.from_torch(on_meta(), EXAMPLE, name="net", weights=file, batch=(1,), instances=1)
     file.unlink()  # no one opens it again
     ((_, arrays),) = opened
     parts = model.weight_parts()
@@ -122,7 +122,7 @@ def test_a_shared_tensor_is_there_once_under_any_of_its_names(trained, tmp_path,
     both = write(tmp_path / "both.safetensors", trained)
     x = torch.randn(2, 16)
     for each in (path, both):
-        model = pp.Model.from_torch(on_meta(), EXAMPLE, name="net", weights=each, batch=(1,), lanes=1)
+        model = pp.Model.from_torch(on_meta(), EXAMPLE, name="net", weights=each, batch=(1,), instances=1)
         assert len(model.weight_parts()) == 8
         np.testing.assert_allclose(answers(model, x), trained(x).detach().numpy(), rtol=1e-5, atol=1e-5)
 

@@ -619,9 +619,7 @@ def returns_otherwise(job: Any) -> float:
     return found
 
 
-@pytest.mark.parametrize(
-    "function", [sets_in_both_cases, sets_in_every_turn, sets_before_it_breaks, returns_otherwise]
-)
+@pytest.mark.parametrize("function", [sets_in_both_cases, sets_in_every_turn, sets_before_it_breaks, returns_otherwise])
 def test_a_variable_with_a_value_on_every_path_may_be_read(function: Callable[..., Any]) -> None:
     assert policy(function).name == function.__name__
 
@@ -645,7 +643,7 @@ def test_arguments_of_another_kind_are_told_apart_from_wrong_names(function: Cal
     [
         {"whole": "no"},
         {"may_idle": 1},
-        {"look_ahead": 10**30},
+        {"max_in_flight": 10**30},
         {"active": True},
         {"state": {"x": 10**400}},
         {"state": {"x": np.complex64(1)}},

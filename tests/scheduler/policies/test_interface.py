@@ -37,14 +37,14 @@ def own(bench: Bench, made: Policy) -> Any:
 
 
 def two_models(made: Policy) -> Bench:
-    return Bench([profile("a", lanes=1), profile("b", lanes=1)], policy=made)
+    return Bench([profile("a", instances=1), profile("b", instances=1)], policy=made)
 
 
 def test_a_job_that_is_not_admitted_does_not_block_those_behind_it() -> None:
     bench = two_models(policy(admit=not_model_0, may_idle=True)(fifo))
     held, other = bench.submit(0), bench.submit(1)
     bench.step()
-    assert [int(bench.state.lane["model"][lane]) for lane in bench.running] == [1]
+    assert [int(bench.state.instance["model"][instance]) for instance in bench.running] == [1]
     while other not in bench.done:
         bench.finish_segment(bench.running[0])
         bench.step(1000)
@@ -97,8 +97,8 @@ def test_done_and_tick_are_told_and_keep_numbers() -> None:
     bench.submit(1)
     bench.step(2000)
     assert bench.state.core["room_at_ns"][0] == 12_000.0
-    for lane in list(bench.running):
-        bench.finish_segment(lane)
+    for instance in list(bench.running):
+        bench.finish_segment(instance)
     bench.step(3000)
     kept = own(bench, made)
     assert kept["ticks"] == 0.0
@@ -113,7 +113,7 @@ def test_done_and_tick_are_told_and_keep_numbers() -> None:
     ticks = kept["ticks"]
     bench.step(1_000_000)
     assert kept["ticks"] == ticks  # there is no work
-    attach_functions(bench.state, made)  # as front ends of other processes do
+    attach_functions(bench.state, made)  # as producers of other processes do
     assert kept["ticks"] == ticks
     attach_policy(bench.state, made)
     assert kept["ticks"] == 0.0
@@ -124,13 +124,13 @@ def test_parameters_are_read_by_name_with_a_value_for_models_without() -> None:
         return -float(job.params.weight)
 
     made = policy(params={"other": 3.0, "weight": 1.0}, active=1)(by_weight)
-    models = [profile("light", lanes=1), profile("heavy", lanes=1, params={"weight": 5, "unread": 2})]
+    models = [profile("light", instances=1), profile("heavy", instances=1, params={"weight": 5, "unread": 2})]
     bench = Bench(models, policy=made)
     assert bench.state.param[:2, :2].tolist() == [[3.0, 1.0], [3.0, 5.0]]
     bench.submit(0)
     heavy = bench.submit(1)
     bench.step()
-    assert [int(bench.state.lane["model"][lane]) for lane in bench.running] == [1]
+    assert [int(bench.state.instance["model"][instance]) for instance in bench.running] == [1]
     give_params(bench.state, 1, {})
     assert bench.state.param[1, 1] == 1.0
     bench.run_dry()
@@ -178,8 +178,8 @@ def test_what_top_priority_has_on_the_gpu_is_seen() -> None:
             own.top_ns, own.top_blocks, own.next_ns = gpu.top.ns, gpu.top.blocks, job.segment.ns
         return bool(job.priority >= gpu.active_priority)
 
-    made = policy(admit=beside, state={"top_ns": 0.0, "top_blocks": 0.0, "next_ns": 0.0}, look_ahead=1)(fifo)
-    bench = Bench([profile("low", lanes=1, ns=30e3), profile("high", lanes=1, segments=4)], policy=made)
+    made = policy(admit=beside, state={"top_ns": 0.0, "top_blocks": 0.0, "next_ns": 0.0}, max_in_flight=1)(fifo)
+    bench = Bench([profile("low", instances=1, ns=30e3), profile("high", instances=1, segments=4)], policy=made)
     bench.submit(1, priority=5)
     bench.submit(0)
     bench.step()
@@ -260,30 +260,33 @@ def small(job: Any) -> float:
     return float(pp.Where(sms=0.25 if job.priority == 0 else 1.0))
 
 
-def with_windows(made: Policy) -> Bench:
-    bench = Bench([profile("low", lanes=2), profile("high", lanes=2, priority=1)])
-    bench.state.core["windows"][0] = 4
-    bench.state.lane_window[:, 0] = np.arange(len(bench.state.lane)) % 4
+def with_partitions(made: Policy) -> Bench:
+    bench = Bench([profile("low", instances=2), profile("high", instances=2, priority=1)])
+    bench.state.core["partitions"][0] = 4
+    bench.state.instance_partition[:, 0] = np.arange(len(bench.state.instance)) % 4
     bench.state.overlap[:4, :4] = np.eye(4)
     bench.state.confined[...] = 77
     attach_policy(bench.state, made)
     return bench
 
 
-def test_place_sends_jobs_to_windows_of_sms() -> None:
-    bench = with_windows(policy(place=small)(fifo))
+def test_place_sends_jobs_to_partitions_of_sms() -> None:
+    bench = with_partitions(policy(place=small)(fifo))
     low, high = bench.submit(0), bench.submit(1, priority=1)
     bench.step()
-    windows = {int(bench.state.lane["model"][lane]): int(bench.state.lane["window"][lane]) for lane in bench.running}
-    assert windows[0] >= 0
-    assert windows[1] == -1
+    partitions = {
+        int(bench.state.instance["model"][instance]): int(bench.state.instance["partition"][instance])
+        for instance in bench.running
+    }
+    assert partitions[0] >= 0
+    assert partitions[1] == -1
     assert bench.state.core["confined_launches"][0] >= 1
     bench.run_dry()
     assert {low, high} <= set(bench.done)
 
 
-def test_a_policy_that_places_needs_windows() -> None:
-    with pytest.raises(PolicyError, match=r"has a `place`.*sm_windows=8"):
+def test_a_policy_that_places_needs_partitions() -> None:
+    with pytest.raises(PolicyError, match=r"has a `place`.*sm_partitions=8"):
         attach_policy(Bench([profile("a")]).state, policy(place=small)(fifo))
 
 

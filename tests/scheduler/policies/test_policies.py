@@ -92,7 +92,11 @@ def test_only_policies_that_look_at_moving_facts_are_ranked_again() -> None:
 
 
 def test_best_effort_pauses_between_segments_while_a_higher_priority_runs() -> None:
-    models = [profile("low", segments=6, lanes=1), profile("other", segments=6, lanes=1), profile("high", lanes=1)]
+    models = [
+        profile("low", segments=6, instances=1),
+        profile("other", segments=6, instances=1),
+        profile("high", instances=1),
+    ]
     bench = Bench(models, policy="priority")
     bench.submit(0)
     bench.submit(1)
@@ -101,20 +105,20 @@ def test_best_effort_pauses_between_segments_while_a_higher_priority_runs() -> N
     assert len(low) == 2
     urgent = bench.submit(2, priority=5)
     bench.step()
-    for lane in low:
-        bench.finish_segment(lane)
+    for instance in low:
+        bench.finish_segment(instance)
     bench.step()
-    assert all(bench.history[lane] == [0] for lane in low)  # the one that ran; no second
+    assert all(bench.history[instance] == [0] for instance in low)  # the one that ran; no second
     while urgent not in bench.done:
-        high = next(lane for lane in bench.running if lane not in low)
+        high = next(instance for instance in bench.running if instance not in low)
         bench.finish_segment(high)
         bench.step()
-    assert all(len(bench.history[lane]) > 1 for lane in low)
+    assert all(len(bench.history[instance]) > 1 for instance in low)
     bench.run_dry()
 
 
 def test_clients_of_one_model_take_turns_under_paella() -> None:
-    bench = Bench([profile("m", segments=1, ns=1e6, lanes=1)], policy="paella")
+    bench = Bench([profile("m", segments=1, ns=1e6, instances=1)], policy="paella")
     flood = [bench.submit(client=0) for _ in range(10)]
     single = bench.submit(client=1)
     bench.step()
@@ -130,14 +134,14 @@ def test_clients_of_one_model_take_turns_under_paella() -> None:
 
 
 def test_a_function_becomes_a_policy() -> None:
-    @policy(active=3, look_ahead=1)
+    @policy(active=3, max_in_flight=1)
     def youngest(job: Any) -> float:
         return -job.arrival_ns + math.sqrt(job.batch)
 
-    assert (youngest.name, youngest.active, youngest.look_ahead, youngest.whole) == ("youngest", 3, 1, False)
+    assert (youngest.name, youngest.active, youngest.max_in_flight, youngest.whole) == ("youngest", 3, 1, False)
     assert find_policy(youngest) is youngest
     assert youngest(job(arrival_ns=5.0, batch=4)) == -3.0
-    bench = Bench([profile(lanes=2)], policy=youngest)
+    bench = Bench([profile(instances=2)], policy=youngest)
     bench.submit()
     bench.run_dry()
 
@@ -305,7 +309,7 @@ def test_a_policy_that_costs_too_much_is_refused(monkeypatch: pytest.MonkeyPatch
     ("make", "message"),
     [
         (lambda: policy(active=0)(lambda job: job.batch), "active=0.*at least 1"),
-        (lambda: policy(look_ahead=0)(lambda job: job.batch), "look_ahead=0.*at least 1"),
+        (lambda: policy(max_in_flight=0)(lambda job: job.batch), "max_in_flight=0.*at least 1"),
         (lambda: policy(active=1.5)(lambda job: job.batch), "active=1.5.*integer"),  # type: ignore[call-overload]
         (lambda: find_policy("nonesuch"), "no policy named 'nonesuch'"),
     ],
@@ -353,7 +357,7 @@ def test_a_bad_rank_at_run_time_goes_last_and_is_counted() -> None:
     def root(job: Any) -> float:
         return math.sqrt(job.priority + 1000.0)
 
-    bench = Bench([profile("a", lanes=1), profile("b", lanes=1)], policy=policy(active=1)(root))
+    bench = Bench([profile("a", instances=1), profile("b", instances=1)], policy=policy(active=1)(root))
     bench.submit(0)
     bench.step()
     bad, good = bench.submit(0, priority=-5000), bench.submit(1)

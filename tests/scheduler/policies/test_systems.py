@@ -31,7 +31,7 @@ def model(
     each = SegmentProfile(
         us * 1e3, blocks=max(1, warps // 2), warps=warps, registers=0, compute=compute, memory=memory, kernels=4
     )
-    return ModelProfile(name, {1: [each] * segments}, **{"lanes": 2, **more})
+    return ModelProfile(name, {1: [each] * segments}, **{"instances": 2, **more})
 
 
 def gpu_share(run: Results, name: str, seconds: float = 0.6) -> float:
@@ -138,7 +138,7 @@ def test_reef_pads_with_what_fits_and_ends_sooner() -> None:
 
 @pytest.mark.parametrize(("later_s", "bound"), [(0.0103, True), (0.0703, False)])
 def test_reef_bounds_what_is_in_flight_until_no_real_time_came_for_50_ms(later_s: float, bound: bool) -> None:
-    high, low = model("high", segments=1, part=0.5, us=50.0, priority=1), model("low", segments=1000, lanes=4)
+    high, low = model("high", segments=1, part=0.5, us=50.0, priority=1), model("low", segments=1000, instances=4)
     requests = [(0.0, "high", None, 1, 0), *[(1e-3, "low", None, 0, 0)] * 4, (later_s, "high", None, 1, 0)]
     waits = {}
     for each in ("priority", "reef"):

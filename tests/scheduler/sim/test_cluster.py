@@ -14,8 +14,8 @@ from paellapy.scheduler.sim.cluster import ROUTINGS, Failure, Straggler, simulat
 from paellapy.scheduler.sim.simulate import simulate
 from paellapy.scheduler.sim.workload import ClosedLoop, Lognormal, Poisson, WorkloadError
 
-SHORT = ModelProfile("short", {1: [SegmentProfile(100e3)] * 2}, target_ms=1.0, lanes=4)
-LONG = ModelProfile("long", {1: [SegmentProfile(500e3)] * 4}, target_ms=10.0, lanes=4)
+SHORT = ModelProfile("short", {1: [SegmentProfile(100e3)] * 2}, target_ms=1.0, instances=4)
+LONG = ModelProfile("long", {1: [SegmentProfile(500e3)] * 4}, target_ms=10.0, instances=4)
 BOTH = [SHORT, LONG]
 
 
@@ -27,9 +27,7 @@ def test_one_gpu_of_a_cluster_is_a_gpu():
     assert sorted(found.requests["finish_ns"]) == sorted(alone.jobs["finish_ns"])
 
 
-@given(
-    st.sampled_from(ROUTINGS), st.integers(1, 5), st.integers(1, 3), st.integers(0, 3), st.booleans(), st.booleans()
-)
+@given(st.sampled_from(ROUTINGS), st.integers(1, 5), st.integers(1, 3), st.integers(0, 3), st.booleans(), st.booleans())
 @settings(max_examples=15)
 def test_every_request_is_answered_once(router, gpus, routers, seed, fails, slow):
     failures = [Failure(gpus - 1, 0.01, 0.02)] if fails else []

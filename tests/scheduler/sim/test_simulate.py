@@ -148,7 +148,7 @@ def test_the_same_seed_gives_the_same_run(policy: str, fidelity: Fidelity) -> No
 
 def test_a_saturated_gpu_does_what_its_slots_allow() -> None:
     """Each job fills a quarter of the GPU for 0.2 ms: four at a time, 20,000 a second, whoever waits."""
-    model = net(blocks=264, lanes=16)
+    model = net(blocks=264, instances=16)
     result = simulate([model], ClosedLoop("net", clients=32, duration=0.2), "streams", host_launch_ns=0)
     assert result.all.throughput == pytest.approx(20_000, rel=0.03)
     assert result.occupancy[5:-5, 0].mean() == pytest.approx(1.0, abs=0.02)
@@ -180,13 +180,13 @@ def test_batches_raise_throughput() -> None:
 
 
 def test_deadlines_expire_and_queues_overflow() -> None:
-    models = [net(lanes=1, queue_limit=10, target_ms=1)]
+    models = [net(instances=1, queue_limit=10, target_ms=1)]
     result = simulate(models, Poisson(20_000, "net", duration=0.05, deadline_ms=2), "edf")
     statuses = result.statuses()
     assert set(statuses) == {"ok", "expired", "queue full"} or set(statuses) == {"ok", "queue full"}
     assert sum(statuses.values()) == len(result.jobs) == result.all.submitted
     assert result.all.within_target < 0.5
-    late = simulate([net(lanes=1, target_ms=1)], Poisson(20_000, "net", duration=0.05, deadline_ms=2), "edf")
+    late = simulate([net(instances=1, target_ms=1)], Poisson(20_000, "net", duration=0.05, deadline_ms=2), "edf")
     assert late.statuses()["expired"] > 0
 
 
@@ -243,7 +243,7 @@ def test_occupancy_covers_the_whole_run_however_long_it_goes_on(fidelity: Fideli
 
 def test_parts_of_the_gpu_stay_parts_where_demand_was_measured() -> None:
     segments = [SegmentProfile(100e3, blocks=1, warps=64), SegmentProfile(100e3, blocks=2000, warps=4000)]
-    measured = ModelProfile("net", {1: segments}, lanes=8, demand={1: 1.0})
+    measured = ModelProfile("net", {1: segments}, instances=8, demand={1: 1.0})
     result = simulate([measured], ClosedLoop("net", clients=8, duration=0.05), "srpt")
     assert result.occupancy[:, :3].max() < 1.0 + 1e-9
 
@@ -265,7 +265,7 @@ def test_an_empty_run_has_figures_that_say_so() -> None:
         lambda: simulate([net()], Poisson(1, "net"), active=0),
         lambda: simulate([net()], Poisson(1, "net"), active=-1),
         lambda: simulate([net()], Poisson(1, "net"), active=1.5),  # type: ignore[arg-type]
-        lambda: simulate([net()], Poisson(1, "net"), look_ahead=0),
+        lambda: simulate([net()], Poisson(1, "net"), max_in_flight=0),
         lambda: simulate([net()], Poisson(1, "net"), demand=-1),
         lambda: simulate([net()], Poisson(1, "net"), demand=float("nan")),
         lambda: simulate([net()], Poisson(1, "net"), queues=0),
@@ -308,8 +308,8 @@ def test_a_short_model_stays_short_beside_a_flood_of_long_ones(fidelity: Fidelit
         pytest.skip("one seed suffices where every block is simulated")
     segments, seconds = (80, 0.5) if fidelity == "segments" else (20, 0.05)
     models = [
-        net("short", us=25, target_ms=1, lanes=8),
-        net("long", segments=segments, blocks=264, target_ms=200, lanes=32),
+        net("short", us=25, target_ms=1, instances=8),
+        net("long", segments=segments, blocks=264, target_ms=200, instances=32),
     ]
     load: Workload = Poisson(500, "short", duration=seconds) + ClosedLoop("long", clients=64, duration=seconds)
     p99, rate = {}, {}
@@ -339,7 +339,7 @@ def test_what_eight_demand_is_never_more_than_what_fewer_do(demand: float, toget
 
 @pytest.mark.parametrize("demand", [0.2, 0.5, 1.0])
 def test_a_measured_demand_comes_out_where_as_many_run_at_once(demand: float) -> None:
-    net = ModelProfile("net", {1: [SegmentProfile(100e3, warps=64, kernels=10)] * 5}, lanes=8, demand={1: demand})
+    net = ModelProfile("net", {1: [SegmentProfile(100e3, warps=64, kernels=10)] * 5}, instances=8, demand={1: demand})
     result = simulate([net], ClosedLoop("net", clients=8, duration=0.2), "streams")
     assert result.all.throughput == pytest.approx(1 / (demand * 500e-6), rel=0.1)
 
@@ -366,7 +366,7 @@ def test_programs_that_want_the_gpu_independently_fill_it_little_by_little() -> 
     rates = {}
     for clients in (1, 2, 6, 24):
         demand = 0.18 / (1 - 0.82**8)
-        net = ModelProfile("net", {1: [SegmentProfile(100e3)] * 5}, lanes=24, demand={1: demand}, together={1: 8})
+        net = ModelProfile("net", {1: [SegmentProfile(100e3)] * 5}, instances=24, demand={1: demand}, together={1: 8})
         result = simulate([net], ClosedLoop("net", clients=clients, duration=0.5), "streams", host_launch_ns=0.0)
         rates[clients] = result.all.throughput * 500e-6
     assert rates == pytest.approx({n: (1 - 0.82**n) / 0.18 for n in rates}, rel=0.03)
@@ -376,7 +376,7 @@ def last_ns(kernels: int, queues: int | None, policy: str = "streams", segments:
     """End time of the last of six jobs of 100 ms that arrive together."""
     cut = [SegmentProfile(100e6 / segments, blocks=1, warps=1, registers=32, kernels=kernels // segments)] * segments
     load = TraceWorkload(tuple((1e-6, "net", None, None, 0) for _ in range(6)))
-    jobs = simulate([ModelProfile("net", {1: cut}, lanes=6)], load, policy, queues=queues, host_launch_ns=0.0).jobs
+    jobs = simulate([ModelProfile("net", {1: cut}, instances=6)], load, policy, queues=queues, host_launch_ns=0.0).jobs
     return float(np.max(jobs["finish_ns"]))
 
 
@@ -401,7 +401,9 @@ def test_segments_of_few_kernels_do_not_hold_up_a_hardware_queue() -> None:
 def test_queues_of_short_kernels_end_late_in_simulated_time_too(policy: str, since: int) -> None:
     """There the last digit that a clock in nanoseconds has is worth something."""
     nets = [
-        ModelProfile(f"net{n}", {1: [SegmentProfile(100.0 * n, blocks=1, warps=1, registers=32, kernels=n)]}, lanes=4)
+        ModelProfile(
+            f"net{n}", {1: [SegmentProfile(100.0 * n, blocks=1, warps=1, registers=32, kernels=n)]}, instances=4
+        )
         for n in (150, 300, 700)
     ]
     load = TraceWorkload(tuple((since + k * 1e-5, f"net{(150, 300, 700)[k % 3]}", None, None, 0) for k in range(3000)))
@@ -414,7 +416,7 @@ def test_more_hardware_queues_never_take_longer(kernels: int, queues: int, more:
 
 
 def test_streams_share_hardware_queues_where_every_block_is_placed_too() -> None:
-    net = ModelProfile("net", {1: [SegmentProfile(100e3, blocks=1, warps=1, registers=32, kernels=4)]}, lanes=6)
+    net = ModelProfile("net", {1: [SegmentProfile(100e3, blocks=1, warps=1, registers=32, kernels=4)]}, instances=6)
     load = TraceWorkload(tuple((1e-6, "net", None, None, 0) for _ in range(6)))
 
     def seconds(queues: int | None, policy: str = "streams") -> float:
@@ -427,7 +429,7 @@ def test_streams_share_hardware_queues_where_every_block_is_placed_too() -> None
 
 def test_who_waits_in_a_hardware_queue_takes_nothing_from_those_who_run() -> None:
     """Kernel issue is full with four: more queues never do less."""
-    net = ModelProfile("net", {1: [SegmentProfile(100e3, blocks=1, warps=1, registers=32, kernels=50)]}, lanes=32)
+    net = ModelProfile("net", {1: [SegmentProfile(100e3, blocks=1, warps=1, registers=32, kernels=50)]}, instances=32)
     load = TraceWorkload(tuple((1e-6, "net", None, None, 0) for _ in range(32)))
     last = [simulate([net], load, "streams", queues=n, host_launch_ns=0.0).seconds for n in (1, 2, 4, 8, None)]
     assert all(later <= sooner * 1.001 for sooner, later in pairwise(last)), last
@@ -435,17 +437,17 @@ def test_who_waits_in_a_hardware_queue_takes_nothing_from_those_who_run() -> Non
 
 def test_kernel_issue_that_some_leave_is_used_by_the_others() -> None:
     """One that issues little beside three that would each issue all the time: what it leaves is theirs."""
-    little = ModelProfile("little", {1: [SegmentProfile(100e6, kernels=1)]}, lanes=1)
-    much = ModelProfile("much", {1: [SegmentProfile(1e6, kernels=100_000)]}, lanes=3)
+    little = ModelProfile("little", {1: [SegmentProfile(100e6, kernels=1)]}, instances=1)
+    much = ModelProfile("much", {1: [SegmentProfile(1e6, kernels=100_000)]}, instances=3)
     load = TraceWorkload(tuple((1e-6, name, None, None, 0) for name in ("little", "much", "much", "much")))
     jobs = simulate([little, much], load, "streams", host_launch_ns=0.0).jobs
     assert jobs["finish_ns"][jobs["model"] == 1].max() == pytest.approx(3e6, rel=0.01)
     assert jobs["finish_ns"][jobs["model"] == 0].max() == pytest.approx(100e6, rel=0.01)
 
 
-def test_inputs_that_waited_for_a_lane_are_copied_once_it_is_free() -> None:
+def test_inputs_that_waited_for_a_instance_are_copied_once_it_is_free() -> None:
     def finished(input_bytes: int, second: float) -> tuple[int, ...]:
-        net = ModelProfile("net", {1: [SegmentProfile(200e3)], 4: [SegmentProfile(300e3)]}, lanes=1)
+        net = ModelProfile("net", {1: [SegmentProfile(200e3)], 4: [SegmentProfile(300e3)]}, instances=1)
         load = TraceWorkload(tuple((t, "net", None, None, 0) for t in (1e-6, second, second)))
         jobs = simulate(replace(net, input_bytes=input_bytes), load, "streams").jobs
         return tuple(jobs["finish_ns"])
@@ -454,14 +456,14 @@ def test_inputs_that_waited_for_a_lane_are_copied_once_it_is_free() -> None:
     copies = TUNING.hand_over_ns + 2 * 80_000 / TUNING.copy_gbps
     assert inputs[0] == nothing[0]
     assert inputs[1] == inputs[2] == pytest.approx(nothing[1] + copies, abs=10)
-    assert finished(0, 1e-3) == finished(80_000, 1e-3)  # a free lane: they were copied when they came
+    assert finished(0, 1e-3) == finished(80_000, 1e-3)  # a free instance: they were copied when they came
 
 
-def test_inputs_are_copied_while_a_lane_waits_for_its_turn() -> None:
-    """One job at a time, and a lane that is open meanwhile: copies cost nothing, as long as they take less."""
+def test_inputs_are_copied_while_a_instance_waits_for_its_turn() -> None:
+    """One job at a time, and an instance that is open meanwhile: copies cost nothing, as long as they take less."""
 
     def finished(input_bytes: int) -> list[int]:
-        net = ModelProfile("net", {1: [SegmentProfile(200e3)]}, lanes=2, input_bytes=input_bytes)
+        net = ModelProfile("net", {1: [SegmentProfile(200e3)]}, instances=2, input_bytes=input_bytes)
         load = TraceWorkload(tuple((1e-6, "net", None, None, 0) for _ in range(5)))
         return sorted(simulate(net, load, "serial").jobs["finish_ns"].tolist())
 
@@ -474,29 +476,29 @@ def test_inputs_are_copied_while_a_lane_waits_for_its_turn() -> None:
 @pytest.mark.parametrize("fidelity", ["segments", "blocks"])
 def test_one_segment_at_a_time_loses_next_to_nothing(fidelity: Fidelity) -> None:
     """The next is sent before the GPU runs dry, although nothing else happens at that time."""
-    net = ModelProfile("net", {1: [SegmentProfile(100e3, blocks=132, warps=1056)] * 10}, lanes=2)
+    net = ModelProfile("net", {1: [SegmentProfile(100e3, blocks=132, warps=1056)] * 10}, instances=2)
     first = replace(net, name="first", priority=1)  # whom a job in one piece could not make way for
     load = TraceWorkload(((1e-6, "net", None, None, 0),))
-    one, two = (simulate([net, first], load, look_ahead=ahead, fidelity=fidelity).seconds for ahead in (1, 2))
+    one, two = (simulate([net, first], load, max_in_flight=ahead, fidelity=fidelity).seconds for ahead in (1, 2))
     assert one == pytest.approx(two, rel=0.002)
 
 
-def test_windows_of_sms_let_a_crowd_do_more_and_change_little_for_few() -> None:
-    net = ModelProfile("net", {1: [SegmentProfile(50e3)] * 10}, lanes=32, demand={1: 0.23}, together={1: 8})
+def test_partitions_of_sms_let_a_crowd_do_more_and_change_little_for_few() -> None:
+    net = ModelProfile("net", {1: [SegmentProfile(50e3)] * 10}, instances=32, demand={1: 0.23}, together={1: 8})
 
-    def served(clients: int, windows: int) -> int:
+    def served(clients: int, partitions: int) -> int:
         load = ClosedLoop("net", clients, duration=0.1)
-        return simulate(net, load, "fifo", active=32, sm_windows=windows).all.completed
+        return simulate(net, load, "fifo", active=32, sm_partitions=partitions).all.completed
 
-    few, many = ([served(clients, windows) for windows in (0, 8)] for clients in (4, 24))
+    few, many = ([served(clients, partitions) for partitions in (0, 8)] for clients in (4, 24))
     assert few[0] <= few[1] <= 1.02 * few[0]  # few go in one piece, which saves the gaps
     assert 1.15 < many[1] / many[0] < 1.25  # what the rule was made for
 
 
-def test_windows_of_sms_are_not_for_streams_where_the_hardware_decides() -> None:
-    net = ModelProfile("net", {1: [SegmentProfile(50e3)] * 10}, lanes=32, demand={1: 0.23}, together={1: 8})
+def test_partitions_of_sms_are_not_for_streams_where_the_hardware_decides() -> None:
+    net = ModelProfile("net", {1: [SegmentProfile(50e3)] * 10}, instances=32, demand={1: 0.23}, together={1: 8})
     load = ClosedLoop("net", 24, duration=0.1)
-    without, asked = (simulate(net, load, "streams", sm_windows=windows) for windows in (0, 8))
+    without, asked = (simulate(net, load, "streams", sm_partitions=partitions) for partitions in (0, 8))
     assert np.array_equal(without.jobs, asked.jobs)
 
 
@@ -507,7 +509,7 @@ def test_windows_of_sms_are_not_for_streams_where_the_hardware_decides() -> None
         (run_fluid, "sim.fluid_rates.MOST_BUSY"),
         (run_fluid, "sim.load.NEVER"),
         (step, "core.asking.NEVER"),
-        (step, "core.windows.CHOICES"),
+        (step, "core.partitions.CHOICES"),
     ],
     ids=lambda each: each if isinstance(each, str) else each.__name__,
 )
@@ -520,25 +522,25 @@ def test_simulations_are_compiled_anew_after_an_edit_of_any_part(
 
 
 @pytest.mark.parametrize(("fidelity", "demand"), [("blocks", {1: 0.3}), ("segments", {})])
-def test_windows_are_simulated_where_demand_was_measured_and_for_segments(
+def test_partitions_are_simulated_where_demand_was_measured_and_for_segments(
     fidelity: Fidelity, demand: dict[int, float]
 ) -> None:
     net = ModelProfile("net", {1: [SegmentProfile(50e3)]}, demand=demand)
-    with pytest.raises(PaellaError, match="sm_windows needs"):
-        simulate(net, Poisson(10, "net"), sm_windows=8, fidelity=fidelity)
+    with pytest.raises(PaellaError, match="sm_partitions needs"):
+        simulate(net, Poisson(10, "net"), sm_partitions=8, fidelity=fidelity)
 
 
 @pytest.mark.parametrize("wrong", [True, 2, -1, 65])
-def test_windows_are_a_number_of_them_as_for_an_engine(wrong: int) -> None:
+def test_partitions_are_a_number_of_them_as_for_an_engine(wrong: int) -> None:
     net = ModelProfile("net", {1: [SegmentProfile(50e3)]}, demand={1: 0.3})
     with pytest.raises(PaellaError, match="0, for none, or 3 to 64"):
-        simulate(net, Poisson(10, "net"), sm_windows=wrong)
+        simulate(net, Poisson(10, "net"), sm_partitions=wrong)
 
 
 def test_a_background_job_takes_what_requests_leave_and_no_more() -> None:
     models = [
         ModelProfile("net", {1: [SegmentProfile(100e3, blocks=200)] * 9}),
-        ModelProfile("train", {1: [SegmentProfile(100e3, blocks=2000, warps=8000)] * 30}, lanes=1),
+        ModelProfile("train", {1: [SegmentProfile(100e3, blocks=2000, warps=8000)] * 30}, instances=1),
     ]
     ask = Poisson(250, "net", duration=0.5, priority=1)
     alone = simulate(models, ask, "priority").model("net")

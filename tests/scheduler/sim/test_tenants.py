@@ -21,7 +21,7 @@ SHARES = {"alice": 1.0, "bob": 3.0, "carol": 6.0}
 
 
 def net(name: str = "net", us: float = 100.0, segments: int = 4, **more: Any) -> ModelProfile:
-    return ModelProfile(name, {1: [SegmentProfile(us * 1e3, blocks=400, warps=3000)] * segments}, lanes=6, **more)
+    return ModelProfile(name, {1: [SegmentProfile(us * 1e3, blocks=400, warps=3000)] * segments}, instances=6, **more)
 
 
 def loops(*names: str, model: str | None = None, seconds: float = 0.4) -> Any:
@@ -62,7 +62,7 @@ def test_limits_of_tenants_hold_under_every_policy(policy: str, limit: float, co
 @pytest.mark.parametrize("policy", ["fair", "fifo", "paella", "streams"])
 def test_a_tenant_at_its_limit_does_not_delay_others_of_the_same_model(policy: str) -> None:
     batches = {n: [SegmentProfile((60 + 40 * n) * 1e3, blocks=400, warps=3000)] * 4 for n in (1, 2, 4, 8)}
-    model = ModelProfile("net", batches, lanes=3)
+    model = ModelProfile("net", batches, instances=3)
     light = Poisson(200, "net", duration=0.5, client="light")
     heavy = ClosedLoop("net", clients=40, duration=0.5, client="heavy")
     alone = simulate([model], light, policy).tenant("light")
@@ -85,7 +85,7 @@ def test_a_tenant_that_admit_holds_back_does_not_delay_others_of_the_same_model(
     def patient(job: Any) -> float:
         return job.arrival_ns
 
-    model = ModelProfile("net", {n: [SegmentProfile(1e5, blocks=400, warps=3000)] * 4 for n in (1, 8)}, lanes=2)
+    model = ModelProfile("net", {n: [SegmentProfile(1e5, blocks=400, warps=3000)] * 4 for n in (1, 8)}, instances=2)
     light = Poisson(200, "net", duration=0.35, client="light")
     heavy = ClosedLoop("net", clients=40, duration=0.5, client="heavy")
     run = simulate([model], light + heavy, patient, tenants={"heavy": {}})

@@ -49,7 +49,7 @@ def test_every_block_belongs_to_a_launch_of_a_model_and_to_a_segment(results: di
     assert (t.model_of_launch() >= 0).all()
     assert set(t.kernels) >= {"linear", "classify", "conv3x3"}
     for segment in t.segments:
-        jobs = t.jobs[(t.jobs["lane"] == segment["lane"]) & (t.jobs["start_ns"] <= segment["start_ns"])]
+        jobs = t.jobs[(t.jobs["instance"] == segment["instance"]) & (t.jobs["start_ns"] <= segment["start_ns"])]
         assert (jobs["end_ns"] >= segment["end_ns"]).any()
 
 

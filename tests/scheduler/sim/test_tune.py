@@ -18,7 +18,7 @@ def net(name: str, us: float, growth: float = 1.2, part: float = 0.9) -> ModelPr
     sizes = {}
     for k, batch in enumerate((1, 2, 4, 8)):
         sizes[batch] = [SegmentProfile(us * 1e3 * growth**k, blocks=int(4000 * part), warps=int(8000 * part))] * 3
-    return ModelProfile(name, sizes, lanes=4)
+    return ModelProfile(name, sizes, instances=4)
 
 
 def test_models_under_load_get_larger_batches() -> None:

@@ -222,7 +222,7 @@ def test_a_request_that_an_unload_overtakes_is_to_be_sent_again(server, monkeypa
                 status, headers, body = client.answer()
         assert (status, headers["retry-after"]) == (503, "2")
         assert "unloaded before" in json.loads(body)["error"]
-    server.wait_until(lambda: not server.engine._front.waiting)
+    server.wait_until(lambda: not server.engine._producer.waiting)
 
 
 def is_refused(client, items):
@@ -234,9 +234,9 @@ def is_refused(client, items):
 def test_items_beside_one_that_has_failed_are_withdrawn(server, monkeypatch):
     written, write = [], submitting.write
 
-    def second_fails(front, pending, *rest):
+    def second_fails(producer, pending, *rest):
         written.append(pending)
-        write(front, pending, *rest)
+        write(producer, pending, *rest)
         if len(written) == 2:
             pending.finish.answer(QueueFullError("no room"))
 
@@ -245,7 +245,7 @@ def test_items_beside_one_that_has_failed_are_withdrawn(server, monkeypatch):
         is_refused(client, items=4)
         client.send(post(2.0, 2, items=4))
         check(client.answer(), 2.0, 2, items=4)
-    server.wait_until(lambda: not server.engine._front.waiting)
+    server.wait_until(lambda: not server.engine._producer.waiting)
 
 
 def test_a_request_whose_items_fail_twice_counts_once(server, monkeypatch):
@@ -253,18 +253,18 @@ def test_a_request_whose_items_fail_twice_counts_once(server, monkeypatch):
     counts = server.service.counters.of("scale")
     before = counts.refused["queue_full"]
 
-    def second_fails_and_cannot_be_written(front, pending, *rest):
+    def second_fails_and_cannot_be_written(producer, pending, *rest):
         if written:
             pending.finish.answer(QueueFullError("no room"))
             raise QueueFullError("no room here either")
         written.append(pending)
-        write(front, pending, *rest)
+        write(producer, pending, *rest)
 
     monkeypatch.setattr(submitting, "write", second_fails_and_cannot_be_written)
     with Client(server) as client:
         is_refused(client, items=3)
     assert counts.refused["queue_full"] == before + 1
-    server.wait_until(lambda: not server.engine._front.waiting)
+    server.wait_until(lambda: not server.engine._producer.waiting)
 
 
 # -- requests for other protocols

@@ -23,7 +23,7 @@ from paellapy.cli.guest import Guest
 from paellapy.scheduler.core import step
 from paellapy.scheduler.core.state import Limits
 from paellapy.scheduler.engine.engine import Engine
-from paellapy.scheduler.engine.remote import Fronts
+from paellapy.scheduler.engine.remote import Producers
 from paellapy.serving.dashboard_routes import MAX_VIEWERS
 
 pytestmark = pytest.mark.xdist_group("workers")  # one server for most of them
@@ -269,13 +269,13 @@ def test_the_policy_is_switched_in_the_other_process(server):
 
 
 def test_nothing_is_compiled_when_a_worker_dies():
-    with Engine("virtual:h200", limits=Limits(fronts=2)) as engine:
-        fronts = Fronts(engine)
-        fronts.warm_up()
+    with Engine("virtual:h200", limits=Limits(producers=2)) as engine:
+        producers = Producers(engine)
+        producers.warm_up()
         compiled = list(step.reclaim.signatures)
         assert compiled
-        fronts.attach(1)
-        assert fronts.detach(1) == 0
+        producers.attach(1)
+        assert producers.detach(1) == 0
         assert step.reclaim.signatures == compiled
 
 
@@ -297,7 +297,7 @@ def test_a_worker_that_is_killed_under_load_is_replaced_and_others_never_notice(
     assert all("SIGKILL" in line["how"] for line in ended)
 
 
-def test_a_worker_killed_with_requests_in_its_only_lane_gives_it_back(server):
+def test_a_worker_killed_with_requests_in_its_only_instance_gives_it_back(server):
     async def kill(load):
         await load.answered(5)
         server.kill("work2")

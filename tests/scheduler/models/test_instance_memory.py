@@ -1,4 +1,4 @@
-"""Lanes: where tensors lie, and who gets how much of the memory."""
+"""Instances: where tensors lie, and who gets how much of the memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as some
 
 from paellapy.scheduler.backends.virtual_memory import VirtualMemory
 from paellapy.scheduler.core.errors import CaptureError, MemoryPlanError
-from paellapy.scheduler.models.memory import ALIGN, Bump, Lane, MemoryPlan, aligned, plan_lane
+from paellapy.scheduler.models.memory import ALIGN, Bump, Instance, MemoryPlan, aligned, plan_instance
 from paellapy.scheduler.models.model import Model, TensorSpec
 
 
@@ -25,9 +25,9 @@ def model(**options):
     )
 
 
-def lane(scratch_bytes=1000, **options):
-    plan = plan_lane(model(**options), scratch_bytes, segments=4)
-    return Lane(0, model(**options), plan, VirtualMemory(plan.device_bytes, plan.host_bytes))
+def instance(scratch_bytes=1000, **options):
+    plan = plan_instance(model(**options), scratch_bytes, segments=4)
+    return Instance(0, model(**options), plan, VirtualMemory(plan.device_bytes, plan.host_bytes))
 
 
 @given(some.lists(some.integers(0, 5000)))
@@ -50,7 +50,7 @@ def test_a_bump_with_a_capacity_says_what_was_planned():
 
 
 def test_inputs_and_outputs_of_one_name_are_different_memory():
-    found = lane(batch=(1, 3))
+    found = instance(batch=(1, 3))
     found.inputs["x"][:] = 1
     found.outputs["x"][:] = 2
     assert (found.inputs["x"] == 1).all()
@@ -59,15 +59,15 @@ def test_inputs_and_outputs_of_one_name_are_different_memory():
 
 
 def test_all_batch_sizes_share_the_same_device_memory():
-    found = lane(batch=(1, 3))
+    found = instance(batch=(1, 3))
     small, large = found.device_inputs(1)["ids"], found.device_inputs(3)["ids"]
     assert small.shape == (1, 7)
     assert small.ctypes.data == large.ctypes.data
     assert small.ctypes.data % ALIGN == 0
 
 
-def test_no_two_tensors_of_a_lane_overlap():
-    found = lane()
+def test_no_two_tensors_of_a_instance_overlap():
+    found = instance()
     arrays = [*found.device_inputs(8).values(), *found.device_outputs(8).values()]
     arrays.append(found.scratch(Bump(1024), (250,), np.dtype(np.float32)))
     spans = sorted((a.ctypes.data, a.ctypes.data + a.nbytes) for a in arrays)
@@ -75,7 +75,7 @@ def test_no_two_tensors_of_a_lane_overlap():
 
 
 def test_completion_words_lie_beside_the_slots():
-    found = lane()
+    found = instance()
     assert len(found.words) == 5
     assert found.words.ctypes.data % 8 == 0
     found.words[:] = 7
@@ -88,20 +88,20 @@ def test_completion_words_lie_beside_the_slots():
 )
 def test_what_is_held_never_exceeds_the_budget(budget, models):
     plan = MemoryPlan(budget)
-    for k, (weights, lane_bytes, wanted) in enumerate(models):
+    for k, (weights, instance_bytes, wanted) in enumerate(models):
         try:
-            got = plan.reserve(f"m{k}", weights, lane_bytes, wanted)
+            got = plan.reserve(f"m{k}", weights, instance_bytes, wanted)
         except MemoryPlanError:
             continue
-        assert 1 <= got.lanes <= wanted
+        assert 1 <= got.instances <= wanted
     assert plan.held_bytes <= budget
     for k in range(len(models)):
         plan.release(f"m{k}")
     assert plan.held_bytes == 0
 
 
-def test_fewer_lanes_are_given_where_not_all_fit():
-    assert MemoryPlan(1000).reserve("m", 400, 200, wanted=8).lanes == 3
+def test_fewer_instances_are_given_where_not_all_fit():
+    assert MemoryPlan(1000).reserve("m", 400, 200, wanted=8).instances == 3
 
 
 def test_a_refusal_has_the_figures():
@@ -109,6 +109,6 @@ def test_a_refusal_has_the_figures():
     plan.reserve("other", 4 << 20, 1 << 20, 1)
     with pytest.raises(MemoryPlanError) as caught:
         plan.reserve("large", 3 << 20, 2 << 20, wanted=4, least=2)
-    for figure in ("3.0 MiB", "2 lanes of 2.0 MiB", "7.0 MiB", "5.0 MiB", "10.0 MiB", "other: 5.0 MiB"):
+    for figure in ("3.0 MiB", "2 instances of 2.0 MiB", "7.0 MiB", "5.0 MiB", "10.0 MiB", "other: 5.0 MiB"):
         assert figure in str(caught.value)
     assert list(plan.reservations) == ["other"]

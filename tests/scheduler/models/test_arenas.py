@@ -1,4 +1,4 @@
-"""Berths: lanes of models take turns in the same memory, and unused memory is given back."""
+"""Arenas: instances of models take turns in the same memory, and unused memory is given back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from paellapy.scheduler.core.errors import MemoryPlanError
-from paellapy.scheduler.models.memory import Berths, Need
+from paellapy.scheduler.models.memory import Arenas, Need
 
 
 class Memory:
@@ -15,7 +15,7 @@ class Memory:
 
     def __init__(self, limit):
         self.limit, self.claimed, self.blocks = limit, 0, 0
-        self.berths = Berths(self.make, self.claim, self.give)
+        self.arenas = Arenas(self.make, self.claim, self.give)
 
     def make(self, nbytes):
         self.blocks += 1
@@ -34,19 +34,19 @@ class Memory:
 
     def choose(self, name, nbytes, count=1, foreign=0, spare=False, priority=0, apart=True):
         need = Need(name, nbytes, foreign, count, priority)
-        return self.berths.choose(need, 4, lambda more, for_priority: apart if for_priority else spare)
+        return self.arenas.choose(need, 4, lambda more, for_priority: apart if for_priority else spare)
 
 
-def test_models_share_a_berth_that_is_large_enough():
+def test_models_share_a_arena_that_is_large_enough():
     memory = Memory(1 << 20)
     (large,) = memory.choose("a", 10_000)
     (shared,) = memory.choose("b", 5_000)
     assert shared is large
     assert {*large.users} == {"a", "b"}
-    assert memory.claimed == memory.berths.held_bytes == 16384
+    assert memory.claimed == memory.arenas.held_bytes == 16384
 
 
-def test_lanes_of_one_model_have_berths_of_their_own():
+def test_instances_of_one_model_have_arenas_of_their_own():
     memory = Memory(1 << 20)
     found = memory.choose("a", 4096, count=3)
     assert len({each.index for each in found}) == 3
@@ -54,7 +54,7 @@ def test_lanes_of_one_model_have_berths_of_their_own():
     assert {each.index for each in again} == {each.index for each in found}
 
 
-def test_further_berths_are_made_while_memory_can_be_spared():
+def test_further_arenas_are_made_while_memory_can_be_spared():
     memory = Memory(1 << 20)
     memory.choose("a", 4096)
     (own,) = memory.choose("b", 4096, spare=True)
@@ -62,7 +62,7 @@ def test_further_berths_are_made_while_memory_can_be_spared():
     assert memory.blocks == 2
 
 
-def test_models_of_different_priority_have_berths_apart():
+def test_models_of_different_priority_have_arenas_apart():
     memory = Memory(1 << 20)
     first, second = memory.choose("low", 4096, count=2)
     high = memory.choose("high", 4096, count=2, priority=1)
@@ -73,16 +73,16 @@ def test_models_of_different_priority_have_berths_apart():
     assert all({*each.users.values()} == {1} for each in high)
 
 
-def test_models_of_different_priority_share_a_berth_if_memory_is_short():
+def test_models_of_different_priority_share_a_arena_if_memory_is_short():
     memory = Memory(1 << 20)
     (low,) = memory.choose("low", 4096)
     (high,) = memory.choose("high", 4096, priority=1, apart=False)
     assert high is low
-    memory.berths.leave("low")
+    memory.arenas.leave("low")
     assert memory.choose("again", 4096, priority=1) == [high]
 
 
-def test_a_berth_is_shared_if_there_is_no_memory_for_another_after_all():
+def test_a_arena_is_shared_if_there_is_no_memory_for_another_after_all():
     memory = Memory(4096)
     (low,) = memory.choose("low", 4096)
     (high,) = memory.choose("high", 4096, priority=1)
@@ -90,24 +90,24 @@ def test_a_berth_is_shared_if_there_is_no_memory_for_another_after_all():
     assert memory.claimed == 4096
 
 
-def test_a_berth_grows_by_the_memory_that_a_library_needs():
+def test_a_arena_grows_by_the_memory_that_a_library_needs():
     memory = Memory(1 << 20)
     memory.choose("a", 4096, foreign=100)
     memory.choose("b", 4096, foreign=300)
-    assert memory.claimed == memory.berths.held_bytes == 4096 + 300
+    assert memory.claimed == memory.arenas.held_bytes == 4096 + 300
 
 
-def test_berths_go_with_their_last_model_and_their_numbers_are_used_again():
+def test_arenas_go_with_their_last_model_and_their_numbers_are_used_again():
     memory = Memory(1 << 20)
     first = memory.choose("a", 4096, count=2)
     memory.choose("b", 4096)
-    memory.berths.leave("a")
+    memory.arenas.leave("a")
     assert memory.blocks == 1
     (again,) = memory.choose("c", 8192)
     assert again.index in {each.index for each in first}
     for name in "bc":
-        memory.berths.leave(name)
-    assert (memory.blocks, memory.claimed, memory.berths.held_bytes) == (0, 0, 0)
+        memory.arenas.leave(name)
+    assert (memory.blocks, memory.claimed, memory.arenas.held_bytes) == (0, 0, 0)
 
 
 def test_a_model_that_does_not_fit_leaves_nothing_behind():

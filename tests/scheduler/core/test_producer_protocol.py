@@ -1,7 +1,7 @@
-"""The protocol between front ends and the core: any order of their steps, a death between any two, real threads.
+"""The protocol between producers and the core: any order of their steps, a death between any two, real threads.
 
-The state machine has two front ends, each of whose requests is at one step: slot claimed, posted, written, answered,
-read. After every step the core's tables are consistent; a request of a living front end is answered once, with its own
+The state machine has two producers, each of whose requests is at one step: slot claimed, posted, written, answered,
+read. After every step the core's tables are consistent; a request of a living producer is answered once, with its own
 slot; and at the end everything is free.
 """
 
@@ -24,18 +24,18 @@ from paellapy.scheduler.core.check import check_integrity
 from paellapy.scheduler.core.rings import SLOTS, STAGED, Message
 from paellapy.scheduler.engine import ring_calls as calls
 
-FRONTS = st.Limits(**{**{name: getattr(LIMITS, name) for name in LIMITS.__dataclass_fields__}, "fronts": 3})
+PRODUCERS = st.Limits(**{**{name: getattr(LIMITS, name) for name in LIMITS.__dataclass_fields__}, "producers": 3})
 WHO = some.sampled_from((1, 2))
 
 
-class Front:
+class Producer:
     """A process that submits requests, one instruction at a time. `holder` stands for a slot's inputs."""
 
     def __init__(self, bench: Bench, number: int, holder: dict[tuple[int, int], int]) -> None:
         self.bench, self.number, self.holder = bench, number, holder
         self.held = calls.Line(bench.state, number, 0)
         self.line = self.held.address
-        self.rows = list(st.front_rows(FRONTS, number))
+        self.rows = list(st.producer_rows(PRODUCERS, number))
         self.serial = number << 20
         self.claimed: list[tuple[int, int]] = []
         self.unwritten: list[tuple[tuple[int, int], int]] = []
@@ -55,10 +55,10 @@ class Front:
         place = self.claimed.pop(0) if self.claimed else None
         self.serial += 1
         row = self.rows.pop()
-        lane, slot = place or (codes.NONE, codes.NONE)
+        instance, slot = place or (codes.NONE, codes.NONE)
         self.posted[self.serial] = row, place
         message = Message(
-            kind=codes.SUBMIT, request=row, serial=self.serial, lane=lane, slot=slot, arrival_ns=self.bench.now
+            kind=codes.SUBMIT, request=row, serial=self.serial, instance=instance, slot=slot, arrival_ns=self.bench.now
         )
         if place is not None:
             self.holder[place] = self.serial
@@ -89,7 +89,7 @@ class Front:
             assert self.ended[serial] == 1
             self.rows.append(row)
             if entry[calls.E_STATUS] == codes.OK:
-                where = entry[calls.E_LANE], entry[calls.E_SLOT]
+                where = entry[calls.E_INSTANCE], entry[calls.E_SLOT]
                 if place is not None:
                     assert place == where
                     assert self.holder[where] == serial, "its slot was given to another before its answer was read"
@@ -109,41 +109,41 @@ class Front:
 class Protocol(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.bench = Bench([profile(batch=(1, 4), lanes=2)], limits=FRONTS, hold=True)
+        self.bench = Bench([profile(batch=(1, 4), instances=2)], limits=PRODUCERS, hold=True)
         self.holder: dict[tuple[int, int], int] = {}
-        self.fronts = {k: Front(self.bench, k, self.holder) for k in (1, 2)}
+        self.producers = {k: Producer(self.bench, k, self.holder) for k in (1, 2)}
         self.failed = False
 
     @rule(who=WHO)
     def claim(self, who: int) -> None:
-        front = self.fronts[who]
-        if len(front.rows) > len(front.claimed):
-            front.claim()
+        producer = self.producers[who]
+        if len(producer.rows) > len(producer.claimed):
+            producer.claim()
 
     @rule(who=WHO, written=some.booleans())
     def post(self, who: int, written: bool) -> None:
-        if self.fronts[who].rows:
-            self.fronts[who].post(written)
+        if self.producers[who].rows:
+            self.producers[who].post(written)
 
     @rule(who=WHO)
     def write(self, who: int) -> None:
-        if self.fronts[who].unwritten:
-            self.fronts[who].write()
+        if self.producers[who].unwritten:
+            self.producers[who].write()
 
     @rule(who=WHO, which=some.integers(0, 7))
     def cancel(self, who: int, which: int) -> None:
-        front = self.fronts[who]
-        if front.posted:
-            front.cancel(sorted(front.posted)[which % len(front.posted)])
+        producer = self.producers[who]
+        if producer.posted:
+            producer.cancel(sorted(producer.posted)[which % len(producer.posted)])
 
     @rule(who=WHO)
     def take(self, who: int) -> None:
-        self.fronts[who].take()
+        self.producers[who].take()
 
     @rule(who=WHO)
     def read(self, who: int) -> None:
-        if self.fronts[who].unread:
-            self.fronts[who].read()
+        if self.producers[who].unread:
+            self.producers[who].read()
 
     @rule()
     def step(self) -> None:
@@ -151,26 +151,26 @@ class Protocol(RuleBasedStateMachine):
 
     @rule()
     def finish(self) -> None:
-        for lane in self.bench.running:
-            self.bench.finish_segment(lane)
+        for instance in self.bench.running:
+            self.bench.finish_segment(instance)
         self.bench.step(1000)
 
     @rule(slot=some.integers(0, 3))
     def fault(self, slot: int) -> None:
         """The backend marks a slot whose values made the model fail."""
-        for lane in self.bench.running:
-            self.bench.state.lane_fault[lane] = 0
-            self.bench.state.lane_fault[lane, 0] = np.uint64(1 << slot)
-            self.bench.state.lane["faulty"][lane] = 1
+        for instance in self.bench.running:
+            self.bench.state.instance_fault[instance] = 0
+            self.bench.state.instance_fault[instance, 0] = np.uint64(1 << slot)
+            self.bench.state.instance["faulty"][instance] = 1
 
     @rule(who=WHO, publishing=some.booleans())
     def die(self, who: int, publishing: bool) -> None:
         """Dies, whatever the state of its requests; then another process takes its place."""
         if publishing:
-            self.fronts[who].die_publishing()
+            self.producers[who].die_publishing()
             self.bench.step(1000)
         step.reclaim(self.bench.state, who, self.bench.now)
-        self.fronts[who] = Front(self.bench, who, self.holder)
+        self.producers[who] = Producer(self.bench, who, self.holder)
         self.bench.step()
 
     @precondition(lambda self: not self.failed)
@@ -187,28 +187,28 @@ class Protocol(RuleBasedStateMachine):
         check_integrity(self.bench.state)
 
     def teardown(self) -> None:
-        """All living front ends finish, and nothing is left."""
-        for front in self.fronts.values():
-            while front.claimed and front.rows:
-                front.post(True)
-            while front.unwritten:
-                front.write()
+        """All living producers finish, and nothing is left."""
+        for producer in self.producers.values():
+            while producer.claimed and producer.rows:
+                producer.post(True)
+            while producer.unwritten:
+                producer.write()
         for _ in range(60):
-            for lane in self.bench.running:
-                self.bench.finish_segment(lane)
+            for instance in self.bench.running:
+                self.bench.finish_segment(instance)
             self.bench.step(1000)
-            for front in self.fronts.values():
-                front.take()
-                while front.unread:
-                    front.read()
+            for producer in self.producers.values():
+                producer.take()
+                while producer.unread:
+                    producer.read()
         state = self.bench.state
         assert state.core["live"][0] == 0
         assert self.failed or state.model["free_n"][0] + (state.model["filling"][0] >= 0) == 2
-        for who, front in self.fronts.items():
-            assert not front.posted
-            assert sorted(front.rows) == list(st.front_rows(FRONTS, who))
+        for who, producer in self.producers.items():
+            assert not producer.posted
+            assert sorted(producer.rows) == list(st.producer_rows(PRODUCERS, who))
             lost = {codes.FAILED, codes.SUSPECTED} if self.failed else set()
-            assert set(front.statuses) <= {codes.OK, codes.CANCELLED, codes.FAULTED} | lost
+            assert set(producer.statuses) <= {codes.OK, codes.CANCELLED, codes.FAULTED} | lost
 
 
 Protocol.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
@@ -216,36 +216,36 @@ test_any_order_of_steps_and_deaths = Protocol.TestCase
 
 
 def test_real_threads_that_stop_anywhere_and_die():
-    """Four lives of each of two front ends, each a thread with pauses between any two of its steps; one core."""
-    bench, holder = Bench([profile(batch=(1, 4), lanes=2)], limits=FRONTS, hold=True), {}
+    """Four lives of each of two producers, each a thread with pauses between any two of its steps; one core."""
+    bench, holder = Bench([profile(batch=(1, 4), instances=2)], limits=PRODUCERS, hold=True), {}
     over, dead, problems = threading.Event(), {}, []
     finished: Counter[int] = Counter()
 
     def live(number: int, life: int) -> None:
-        front, rng = Front(bench, number, holder), random.Random(100 * number + life)
+        producer, rng = Producer(bench, number, holder), random.Random(100 * number + life)
         last = life == 3
         wanted = 150 if last else rng.randrange(20, 120)
         began = 0
         try:
-            while began < wanted or (last and front.posted):
+            while began < wanted or (last and producer.posted):
                 for act in ("claim", "post", "write", "take", "read"):
                     if rng.random() < 0.2:
                         time.sleep(rng.random() * 2e-4)  # between any two of its steps
-                    if act == "claim" and began < wanted and len(front.rows) > len(front.claimed):
-                        front.claim()
-                    elif act == "post" and began < wanted and front.rows:
+                    if act == "claim" and began < wanted and len(producer.rows) > len(producer.claimed):
+                        producer.claim()
+                    elif act == "post" and began < wanted and producer.rows:
                         began += 1
-                        front.post(rng.random() < 0.5)
-                    elif act == "write" and front.unwritten:
-                        front.write()
+                        producer.post(rng.random() < 0.5)
+                    elif act == "write" and producer.unwritten:
+                        producer.write()
                     elif act == "take":
-                        front.take()
-                    elif act == "read" and front.unread:
-                        front.read()
+                        producer.take()
+                    elif act == "read" and producer.unread:
+                        producer.read()
             if last:
-                while front.unread:
-                    front.read()
-                finished[number] = sum(front.ended.values())
+                while producer.unread:
+                    producer.read()
+                finished[number] = sum(producer.ended.values())
         except BaseException as e:
             problems.append(e)
         dead[number] = life
@@ -268,9 +268,9 @@ def test_real_threads_that_stop_anywhere_and_die():
             if life < 3:
                 step.reclaim(bench.state, number, bench.now)
                 del dead[number]
-        for lane in bench.running:
+        for instance in bench.running:
             if rng.random() < 0.7:
-                bench.finish_segment(lane)
+                bench.finish_segment(instance)
         bench.step(1000)
     over.set()
     for each in threads:
@@ -291,22 +291,22 @@ def messages(n: int, **values: int) -> np.ndarray:
 def test_requests_posted_together_are_one_batch():
     bench = Bench([profile(batch=(1, 8))])
     held = calls.Line(bench.state, 0, 0)
-    front = held.address
-    assert calls.post_all(front, messages(5, kind=codes.SUBMIT).ctypes.data, 5)
+    producer = held.address
+    assert calls.post_all(producer, messages(5, kind=codes.SUBMIT).ctypes.data, 5)
     bench.step()
-    assert bench.state.lane["taken"].tolist().count(5) == 1
+    assert bench.state.instance["taken"].tolist().count(5) == 1
     assert [len(each) for each in bench.launched.values()] == [1]
 
 
 def test_messages_posted_together_fit_all_or_none_and_go_around_the_ring():
     bench = Bench([profile()])
     state, held = bench.state, calls.Line(bench.state, 0, 0)
-    front = held.address
+    producer = held.address
     capacity = state.submit.shape[1]
     some_messages = messages(capacity, kind=codes.CANCEL)  # of requests that do not exist: without effect
     for n in (capacity - 3, 7, capacity, 1, capacity):  # the second run crosses the ring's end
-        assert calls.post_all(front, some_messages.ctypes.data, n)
-        assert not calls.post_all(front, some_messages.ctypes.data, capacity - n + 1)
+        assert calls.post_all(producer, some_messages.ctypes.data, n)
+        assert not calls.post_all(producer, some_messages.ctypes.data, capacity - n + 1)
         assert int(state.ring[0, codes.SUBMIT_TAIL, 0] - state.ring[0, codes.SUBMIT_HEAD, 0]) == n
         bench.step()
         assert state.ring[0, codes.SUBMIT_TAIL, 0] == state.ring[0, codes.SUBMIT_HEAD, 0]

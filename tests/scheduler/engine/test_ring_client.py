@@ -1,4 +1,4 @@
-"""A front end reads completions, and the core wakes it as seldom as possible."""
+"""A producer reads completions, and the core wakes it as seldom as possible."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ X = np.arange(64, dtype=np.float32)
 @pytest.fixture
 def engine():
     with pp.Engine("virtual:h200") as found:
-        found.load(scale_model(lanes=2, batch=(1,)))
+        found.load(scale_model(instances=2, batch=(1,)))
         found.infer_sync("scale", {"x": X})
-        while found._front.drain():
+        while found._producer.drain():
             pass
         yield found
 
@@ -30,7 +30,7 @@ class Caller:
     """Submits requests, which nobody reads before the test does."""
 
     def __init__(self, engine) -> None:
-        self.engine, self.front = engine, engine._front
+        self.engine, self.producer = engine, engine._producer
         self.answered: list[int] = []
         self._row = engine._find("scale").row
 
@@ -51,7 +51,7 @@ class Caller:
     def wake_ups(self) -> int:
         """Wake-ups since the last call."""
         try:
-            return os.eventfd_read(self.front.wake_fd)
+            return os.eventfd_read(self.producer.wake_fd)
         except BlockingIOError:
             return 0
 
@@ -59,12 +59,12 @@ class Caller:
 def test_answers_that_are_read_early_need_no_further_wake_up(engine):
     caller = Caller(engine)
     assert caller.wake_ups() == 0
-    for k in range(8):  # from the third on, unread answers hold both lanes until a request reads them
+    for k in range(8):  # from the third on, unread answers hold both instances until a request reads them
         caller.submit(k)
         caller.wait(k + 2)
     assert len(caller.answered) >= 4
     assert caller.wake_ups() == 1
-    caller.front.drain()
+    caller.producer.drain()
     assert sorted(caller.answered) == list(range(8))
     check_at_rest(engine.state)
 
@@ -78,13 +78,13 @@ def test_completions_that_come_while_others_are_answered_wake_nobody(engine):
 
     caller.submit(0, submit_another)
     caller.wait(2)
-    assert caller.front.drain() == 2
+    assert caller.producer.drain() == 2
     assert caller.answered == [0, 1]
     assert caller.wake_ups() == 0
     caller.submit(2)
     caller.wait(4)
-    assert caller.wake_ups() == 1  # the ring was empty, so the front end asked again
-    assert caller.front.drain() == 1
+    assert caller.wake_ups() == 1  # the ring was empty, so the producer asked again
+    assert caller.producer.drain() == 1
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -100,12 +100,12 @@ def test_an_answer_that_fails_keeps_no_other_answer_waiting(engine, early):
     caller.submit(0, fail)
     caller.wait(2)
     if early:
-        assert caller.front._read_now(1)
+        assert caller.producer._read_now(1)
         caller.submit(1)
         caller.wait(3)
         assert caller.wake_ups() > 0
     with pytest.raises(ValueError, match="of the caller's own"):
-        caller.front.drain()
+        caller.producer.drain()
     assert caller.answered == [0, 1]
     engine.infer_sync("scale", {"x": X})
     check_at_rest(engine.state)
@@ -122,8 +122,8 @@ def test_an_interrupted_reader_is_woken_again(engine):
     caller.submit(0, interrupt)
     caller.wait(2)
     with pytest.raises(KeyboardInterrupt):
-        caller.front.drain()
+        caller.producer.drain()
     assert caller.answered == [0]
     assert caller.wake_ups() > 0
-    assert caller.front.drain() == 1
+    assert caller.producer.drain() == 1
     assert caller.answered == [0, 1]

@@ -1,4 +1,4 @@
-"""Kernels confined to a window of SMs: where their blocks run, and whom a full window holds up."""
+"""Kernels confined to an SM partition: where their blocks run, and whom a full partition holds up."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ from paellapy.instrument.gpu_model.model import SmModel
 from paellapy.instrument.gpu_model.occupancy import footprint
 from paellapy.instrument.gpu_model.parts import KIB
 
-# Eight SMs in three uneven GPCs, so that windows cut through them; two blocks of 1024 threads fill an SM.
+# Eight SMs in three uneven GPCs, so that partitions cut through them; two blocks of 1024 threads fill an SM.
 SMALL = dataclasses.replace(H200, gpc_sms=(3, 2, 3), concurrent_grids=8)
 SMS = SMALL.sms
 LIMITS = np.array([SMALL.sm.threads, SMALL.sm.registers, SMALL.sm.shared_bytes, SMALL.sm.blocks])
@@ -31,12 +31,12 @@ class Launch:
     shared: int
     duration: int
     submit: int
-    window: tuple[int, int] | None  # first SM and number of SMs
+    partition: tuple[int, int] | None  # first SM and number of SMs
     cluster: int
 
     @property
     def sms(self) -> list[int]:
-        return sms_of(*(self.window or ALL))
+        return sms_of(*(self.partition or ALL))
 
     @property
     def need(self) -> np.ndarray:
@@ -63,7 +63,7 @@ launches = st.builds(
     duration=st.integers(1, 50),
     submit=st.integers(0, 100),
     # A few that often meet (disjoint, overlapping, around the end), or any.
-    window=st.none() | st.sampled_from([(0, 4), (4, 4), (3, 2), (6, 4)]) | ranges,
+    partition=st.none() | st.sampled_from([(0, 4), (4, 4), (3, 2), (6, 4)]) | ranges,
     cluster=st.sampled_from([1, 1, 1, 2, 4]),
 ).filter(holds_its_cluster)
 scripts = st.lists(launches, min_size=1, max_size=12).map(lambda script: sorted(script, key=lambda each: each.submit))
@@ -77,8 +77,8 @@ def play(script: list[Launch], priority: list[int], *, work: bool = False, backf
     for each in script:
         how = {"cost": BlockCost(bytes=each.duration * 100)} if work else {"duration_ns": each.duration}
         kernel = Kernel(each.n_blocks, each.threads, 32, each.shared, cluster=each.cluster, **how)
-        window = sim.window(*each.window) if each.window else 0
-        sim.launch(each.stream, kernel, submit_ns=each.submit, window=window)
+        partition = sim.partition(*each.partition) if each.partition else 0
+        sim.launch(each.stream, kernel, submit_ns=each.submit, partition=partition)
     sim.run()
     sim.check_integrity()
     return sim
@@ -130,7 +130,7 @@ def schedule(script: list[Launch], priority: list[int], backfill: bool) -> list[
         held = set()
         for k in list(waiting):
             each = script[k]
-            if each.window in held:
+            if each.partition in held:
                 continue
             while unplaced[k] and (chosen := choose(each, free)):
                 for sm in chosen:
@@ -139,10 +139,10 @@ def schedule(script: list[Launch], priority: list[int], backfill: bool) -> list[
                     unplaced[k] -= 1
             if not unplaced[k]:
                 waiting.remove(k)
-            elif not backfill and each.window is None:
+            elif not backfill and each.partition is None:
                 break
             elif not backfill:
-                held.add(each.window)
+                held.add(each.partition)
         times = [row[4] for row in running]
         times += [script[ks[0]].submit for s, ks in queued.items() if ks and s not in busy]
         if not times:
@@ -163,7 +163,9 @@ def test_every_block_goes_where_the_rules_say(script: list[Launch], priority: li
 
 @settings(max_examples=60, deadline=None)
 @given(scripts, priorities, st.booleans())
-def test_blocks_stay_in_their_window_and_no_sm_is_overfull(script: list[Launch], priority: list[int], backfill: bool):
+def test_blocks_stay_in_their_partition_and_no_sm_is_overfull(
+    script: list[Launch], priority: list[int], backfill: bool
+):
     blocks = play(script, priority, work=True, backfill=backfill).blocks()
     for k, each in enumerate(script):
         mine = blocks[blocks["launch"] == k]
@@ -177,29 +179,32 @@ def test_blocks_stay_in_their_window_and_no_sm_is_overfull(script: list[Launch],
 
 
 @pytest.mark.parametrize("first", range(SMS))
-def test_a_window_goes_around_the_end(first: int):
+def test_a_partition_goes_around_the_end(first: int):
     sim = SmModel(SMALL, timing=EXACT)
-    sim.launch(sim.stream(), Kernel(6, 1024, duration_ns=10), window=sim.window(first, 3))
+    sim.launch(sim.stream(), Kernel(6, 1024, duration_ns=10), partition=sim.partition(first, 3))
     sim.run()
     assert sorted(sim.blocks()["sm"].tolist()) == sorted([*sms_of(first, 3)] * 2)
 
 
 @settings(max_examples=30, deadline=None)
 @given(launches, st.integers(0, SMS - 1), st.booleans())
-def test_a_window_of_all_sms_is_like_none(launch: Launch, first: int, work: bool):
-    free = dataclasses.replace(launch, window=None)
-    around = dataclasses.replace(launch, window=(first, SMS))
+def test_a_partition_of_all_sms_is_like_none(launch: Launch, first: int, work: bool):
+    free = dataclasses.replace(launch, partition=None)
+    around = dataclasses.replace(launch, partition=(first, SMS))
     runs = [play([each], [0] * 5, work=work) for each in (free, around)]
     assert runs[0].blocks().tobytes() == runs[1].blocks().tobytes()
 
 
 @pytest.mark.parametrize("cluster", [1, 2])
-@pytest.mark.parametrize(("n_blocks", "window", "start"), [(14, (0, 4), 2), (30, (0, 8), 100)])
-def test_unconfined_blocks_see_what_others_took(cluster: int, n_blocks: int, window: tuple[int, int], start: int):
+@pytest.mark.parametrize(("n_blocks", "partition", "start"), [(14, (0, 4), 2), (30, (0, 8), 100)])
+def test_unconfined_blocks_see_what_others_took(cluster: int, n_blocks: int, partition: tuple[int, int], start: int):
     sim = SmModel(SMALL, timing=EXACT)
     sim.launch(sim.stream(), Kernel(1, 1024, duration_ns=100))  # the placement tree is for this footprint from now on
     sim.launch(
-        sim.stream(), Kernel(n_blocks, 512, cluster=cluster, duration_ns=99), window=sim.window(*window), submit_ns=1
+        sim.stream(),
+        Kernel(n_blocks, 512, cluster=cluster, duration_ns=99),
+        partition=sim.partition(*partition),
+        submit_ns=1,
     )
     k = sim.launch(sim.stream(), Kernel(8, 1024, duration_ns=10), submit_ns=2)
     sim.run()
@@ -209,9 +214,11 @@ def test_unconfined_blocks_see_what_others_took(cluster: int, n_blocks: int, win
         assert set(sim.blocks()[-8:]["sm"].tolist()) == {4, 5, 6, 7}
 
 
-def test_a_cluster_stays_in_its_gpcs_part_of_the_window():
+def test_a_cluster_stays_in_its_gpcs_part_of_the_partition():
     sim = SmModel(SMALL, timing=EXACT)
-    sim.launch(sim.stream(), Kernel(24, 1024, cluster=2, duration_ns=10), window=sim.window(7, 3))  # SMs 7, 0 and 1
+    sim.launch(
+        sim.stream(), Kernel(24, 1024, cluster=2, duration_ns=10), partition=sim.partition(7, 3)
+    )  # SMs 7, 0 and 1
     sim.run()
     sim.check_integrity()
     clusters = sim.blocks().reshape(-1, 2)
@@ -220,21 +227,22 @@ def test_a_cluster_stays_in_its_gpcs_part_of_the_window():
     assert sim.now_ns == 40
 
 
-# --- whom a full window holds up -------------------------------------------------------------------------------------
+# --- whom a full partition holds up
+# -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("work", [False, True])
-def test_disjoint_windows_do_not_delay_each_other(work: bool):
+def test_disjoint_partitions_do_not_delay_each_other(work: bool):
     # Flops have no limit but each SM's own, unlike bytes.
     how = {"cost": BlockCost(flops=1e5)} if work else {"duration_ns": 100}
 
-    def ends(windows: list[tuple[int, int]]) -> dict[tuple[int, int], list[float]]:
+    def ends(partitions: list[tuple[int, int]]) -> dict[tuple[int, int], list[float]]:
         sim = SmModel(SMALL, timing=EXACT)
-        streams = [sim.stream() for _ in windows]
-        handles: dict[tuple[int, int], list[int]] = {each: [] for each in windows}
+        streams = [sim.stream() for _ in partitions]
+        handles: dict[tuple[int, int], list[int]] = {each: [] for each in partitions}
         for n_blocks in (20, 3, 50):
-            for stream, each in zip(streams, windows, strict=True):
-                handles[each].append(sim.launch(stream, Kernel(n_blocks, 1024, **how), window=sim.window(*each)))
+            for stream, each in zip(streams, partitions, strict=True):
+                handles[each].append(sim.launch(stream, Kernel(n_blocks, 1024, **how), partition=sim.partition(*each)))
         sim.run()
         return {each: [sim.finish_ns(handle) for handle in found] for each, found in handles.items()}
 
@@ -242,20 +250,23 @@ def test_disjoint_windows_do_not_delay_each_other(work: bool):
     assert ends([left, right]) == ends([left]) | ends([right])
 
 
-def started(window: tuple[int, int] | None, *, backfill: bool = False) -> float:
+def started(partition: tuple[int, int] | None, *, backfill: bool = False) -> float:
     """Start time of a small grid behind one that waits for room in the left half, while the right half is empty."""
     sim = SmModel(SMALL, timing=EXACT, backfill=backfill)
-    left = sim.window(0, 4)
-    sim.launch(sim.stream(), Kernel(7, 1024, duration_ns=100), window=left)
-    sim.launch(sim.stream(), Kernel(1, 1024, 32, 227 * KIB, duration_ns=100), window=left, submit_ns=1)
+    left = sim.partition(0, 4)
+    sim.launch(sim.stream(), Kernel(7, 1024, duration_ns=100), partition=left)
+    sim.launch(sim.stream(), Kernel(1, 1024, 32, 227 * KIB, duration_ns=100), partition=left, submit_ns=1)
     k = sim.launch(
-        sim.stream(), Kernel(1, 32, duration_ns=10), window=sim.window(*window) if window else 0, submit_ns=2
+        sim.stream(),
+        Kernel(1, 32, duration_ns=10),
+        partition=sim.partition(*partition) if partition else 0,
+        submit_ns=2,
     )
     sim.run()
     return sim.start_ns(k)
 
 
-def test_a_blocked_grid_holds_up_its_own_window_only():
+def test_a_blocked_grid_holds_up_its_own_partition_only():
     assert started((0, 4)) == 100
     assert started((4, 4)) == 2
     assert started((3, 4)) == 2  # overlapping is not the same
@@ -263,21 +274,21 @@ def test_a_blocked_grid_holds_up_its_own_window_only():
     assert started((0, 4), backfill=True) == 2
 
 
-def test_a_blocked_unconfined_grid_holds_up_all_windows():
+def test_a_blocked_unconfined_grid_holds_up_all_partitions():
     sim = SmModel(SMALL, timing=EXACT)
     sim.launch(sim.stream(), Kernel(8, 32, duration_ns=100))
     sim.launch(sim.stream(), Kernel(1, 1024, 32, 227 * KIB, duration_ns=100), submit_ns=1)  # wants an SM to itself
-    k = sim.launch(sim.stream(), Kernel(1, 32, duration_ns=10), window=sim.window(4, 4), submit_ns=2)
+    k = sim.launch(sim.stream(), Kernel(1, 32, duration_ns=10), partition=sim.partition(4, 4), submit_ns=2)
     sim.run()
     assert sim.start_ns(k) == 100
 
 
-def test_an_urgent_grid_goes_ahead_in_a_blocked_window():
+def test_an_urgent_grid_goes_ahead_in_a_blocked_partition():
     sim = SmModel(SMALL, timing=EXACT)
-    left = sim.window(0, 1)
-    sim.launch(sim.stream(), Kernel(1, 1024, duration_ns=100), window=left)
-    sim.launch(sim.stream(), Kernel(1, 1024, 32, 227 * KIB, duration_ns=100), window=left, submit_ns=1)
-    k = sim.launch(sim.stream(priority=1), Kernel(1, 32, duration_ns=10), window=left, submit_ns=2)
+    left = sim.partition(0, 1)
+    sim.launch(sim.stream(), Kernel(1, 1024, duration_ns=100), partition=left)
+    sim.launch(sim.stream(), Kernel(1, 1024, 32, 227 * KIB, duration_ns=100), partition=left, submit_ns=1)
+    k = sim.launch(sim.stream(priority=1), Kernel(1, 32, duration_ns=10), partition=left, submit_ns=2)
     sim.run()
     assert sim.start_ns(k) == 2
 
@@ -285,10 +296,10 @@ def test_an_urgent_grid_goes_ahead_in_a_blocked_window():
 # --- programs ------------------------------------------------------------------------------------------------------
 
 
-def test_a_program_keeps_its_window_however_it_is_launched():
+def test_a_program_keeps_its_partition_however_it_is_launched():
     sim = SmModel(SMALL, timing=EXACT)
-    window = sim.window(5, 2)
-    program = sim.program([Kernel(9, 256, duration_ns=10), Kernel(8, 1024, cluster=4, duration_ns=20)], window)
+    partition = sim.partition(5, 2)
+    program = sim.program([Kernel(9, 256, duration_ns=10), Kernel(8, 1024, cluster=4, duration_ns=20)], partition)
     s = sim.stream()
     last = sim.launch_program(s, program)
     placed = sim.placed(last - 1, last)
@@ -305,9 +316,9 @@ def test_a_program_keeps_its_window_however_it_is_launched():
 
 def test_other_commands_are_not_confined_by_the_rows_they_reuse():
     sim = SmModel(SMALL, timing=EXACT, history=1)
-    s, window = sim.stream(), sim.window(0, 1)
+    s, partition = sim.stream(), sim.partition(0, 1)
     for _ in range(3000):
-        sim.launch(s, Kernel(1, 32, duration_ns=1), window=window, trace=False)
+        sim.launch(s, Kernel(1, 32, duration_ns=1), partition=partition, trace=False)
         sim.copy(s, 64, "h2d")
         sim.run()
         sim.completed()
@@ -317,13 +328,13 @@ def test_other_commands_are_not_confined_by_the_rows_they_reuse():
     assert sim.blocks()["sm"].tolist() == [*range(SMS)]
 
 
-def test_there_is_room_for_every_window_and_each_has_one_number():
+def test_there_is_room_for_every_partition_and_each_has_one_number():
     sim = SmModel(H200, timing=EXACT)
     spans = [(first, n) for first in range(0, 132, 11) for n in range(1, 133, 10)]
-    numbers = [sim.window(*each) for each in spans]
+    numbers = [sim.partition(*each) for each in spans]
     assert numbers == [*range(1, len(spans) + 1)]
-    assert [sim.window(*each) for each in spans] == numbers
-    sim.launch(sim.stream(), Kernel(2, 1024, duration_ns=1), window=sim.window(121, 1))
+    assert [sim.partition(*each) for each in spans] == numbers
+    sim.launch(sim.stream(), Kernel(2, 1024, duration_ns=1), partition=sim.partition(121, 1))
     sim.run()
     assert sim.blocks()["sm"].tolist() == [121, 121]
 
@@ -335,40 +346,42 @@ def test_what_cannot_be_is_refused():
     sim = SmModel(SMALL, timing=EXACT)
     s = sim.stream()
     for first, n in ((0, 0), (0, 9), (-1, 2), (8, 1)):
-        with pytest.raises(LaunchError, match=f"a window of {n} SMs from SM {first} on: choose 1 to 8 of SMs 0 to 7"):
-            sim.window(first, n)
-    window = sim.window(2, 2)  # one SM of each of two GPCs
+        with pytest.raises(
+            LaunchError, match=f"a partition of {n} SMs from SM {first} on: choose 1 to 8 of SMs 0 to 7"
+        ):
+            sim.partition(first, n)
+    partition = sim.partition(2, 2)  # one SM of each of two GPCs
     for unknown in (-1, 2):
-        with pytest.raises(LaunchError, match=f"no window {unknown}: 1 exist"):
-            sim.launch(s, Kernel(1, 32, duration_ns=1), window=unknown)
-        with pytest.raises(LaunchError, match=f"no window {unknown}"):
+        with pytest.raises(LaunchError, match=f"no partition {unknown}: 1 exist"):
+            sim.launch(s, Kernel(1, 32, duration_ns=1), partition=unknown)
+        with pytest.raises(LaunchError, match=f"no partition {unknown}"):
             sim.program([Kernel(1, 32, duration_ns=1)], unknown)
-    with pytest.raises(LaunchError, match=r"a cluster of 4 blocks .* window 1: .* choose a larger"):
-        sim.launch(s, Kernel(4, 1024, cluster=4, duration_ns=1), window=window)
-    with pytest.raises(LaunchError, match="GPC's part of window 1"):
-        sim.program([Kernel(4, 1024, cluster=4, duration_ns=1)], window)
-    sim.launch(s, Kernel(4, 1024, cluster=2, duration_ns=1), window=window)
+    with pytest.raises(LaunchError, match=r"a cluster of 4 blocks .* partition 1: .* choose a larger"):
+        sim.launch(s, Kernel(4, 1024, cluster=4, duration_ns=1), partition=partition)
+    with pytest.raises(LaunchError, match="GPC's part of partition 1"):
+        sim.program([Kernel(4, 1024, cluster=4, duration_ns=1)], partition)
+    sim.launch(s, Kernel(4, 1024, cluster=2, duration_ns=1), partition=partition)
     sim.run()
-    confined = sim.program([Kernel(1, 32, duration_ns=1)], window)
+    confined = sim.program([Kernel(1, 32, duration_ns=1)], partition)
     other = SmModel(SMALL, timing=EXACT)
-    with pytest.raises(LaunchError, match="no window 1: 0 exist"):
+    with pytest.raises(LaunchError, match="no partition 1: 0 exist"):
         other.launch_program(other.stream(), confined)
 
 
-def test_placement_in_windows_and_clusters_is_reached_only_where_there_are_some():
-    plain, windows, clusters = (SmModel(H200, timing=EXACT) for _ in range(3))
+def test_placement_in_partitions_and_clusters_is_reached_only_where_there_are_some():
+    plain, partitions, clusters = (SmModel(H200, timing=EXACT) for _ in range(3))
     plain.launch(plain.stream(), Kernel(4, 128, duration_ns=10.0))
-    windows.window(0, 8)
+    partitions.partition(0, 8)
     clusters.launch(clusters.stream(), Kernel(4, 128, duration_ns=10.0, cluster=2))
-    assert [bool(model._s.gpu["place_within"][0]) for model in (plain, windows, clusters)] == [False, True, True]
+    assert [bool(model._s.gpu["place_within"][0]) for model in (plain, partitions, clusters)] == [False, True, True]
 
 
 @pytest.mark.parametrize(("n", "cluster"), [(8, 1), (0, 2), (16, 2)])
-def test_a_program_of_another_model_is_placed_in_its_window_and_clusters(n: int, cluster: int):
+def test_a_program_of_another_model_is_placed_in_its_partition_and_clusters(n: int, cluster: int):
     """An engine measures a program on a model of its own before it launches the program."""
     made, other = SmModel(H200, timing=EXACT), SmModel(H200, timing=EXACT)
-    windows = [model.window(0, n) if n else 0 for model in (made, other)]
-    program = made.program([Kernel(4, 128, duration_ns=10.0, cluster=cluster)], windows[0])
+    partitions = [model.partition(0, n) if n else 0 for model in (made, other)]
+    program = made.program([Kernel(4, 128, duration_ns=10.0, cluster=cluster)], partitions[0])
     last = other.launch_program(other.stream(), program)
     other.run()
     assert other.finish_ns(last) > 0
