@@ -505,11 +505,11 @@ def test_partitions_of_sms_are_not_for_streams_where_the_hardware_decides() -> N
 @pytest.mark.parametrize(
     ("entry", "part"),
     [
-        (run_fluid, "sim.fluid.WHOLE"),
-        (run_fluid, "sim.fluid_rates.MOST_BUSY"),
-        (run_fluid, "sim.load.NEVER"),
-        (step, "core.asking.NEVER"),
-        (step, "core.partitions.CHOICES"),
+        (run_fluid, "sim.segment_model.WHOLE"),
+        (run_fluid, "sim.segment_model.MOST_BUSY"),
+        (run_fluid, "sim.tables.NEVER"),
+        (step, "core.throttle.NEVER"),
+        (step, "core.concurrency.CHOICES"),
     ],
     ids=lambda each: each if isinstance(each, str) else each.__name__,
 )
