@@ -283,8 +283,8 @@ class Client:
         differs = np.abs(got - wanted).reshape(n, -1).max(axis=1)
         wrong = int((~(differs <= 0.02 * np.abs(wanted).max())).sum())
         made = {key: int(state.core[key][0]) - n for key, n in before.items()}
-        return {"arrival": arrival, "posted": posted, "finish": finish, "instance": instances, "changes": changes[:found],
-                "wrong": wrong, **made}  # fmt: skip
+        return {"arrival": arrival, "posted": posted, "finish": finish, "instance": instances,
+                "changes": changes[:found], "wrong": wrong, **made}  # fmt: skip
 
 
 def words_of(address: int) -> Any:

@@ -132,8 +132,8 @@ def light_text(points: dict[str, Any]) -> str:
         ]
         for m, v in points["light"].items()
     ]  # fmt: skip
-    head = ["model", "one graph launch, µs", "with the copy of its inputs", "two instances in turn", "through the engine",
-            "÷ copy and launch, median of rounds"]  # fmt: skip
+    head = ["model", "one graph launch, µs", "with the copy of its inputs", "two instances in turn",
+            "through the engine", "÷ copy and launch, median of rounds"]  # fmt: skip
     return table(head, rows)
 
 

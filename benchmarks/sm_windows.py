@@ -237,8 +237,8 @@ class Bench:
         latency, scratch = np.zeros(len(model), np.int64), np.zeros(8, np.int64)
         graphs, windows, overlap = self.confined(how)
         took = drive(
-            self._clock, self._launch, at, model, graphs, np.array(INSTANCES), windows, overlap, self.words, self.streams,
-            most, how.roomy, how.by == "window", outstanding, latency, scratch,
+            self._clock, self._launch, at, model, graphs, np.array(INSTANCES), windows, overlap, self.words,
+            self.streams, most, how.roomy, how.by == "window", outstanding, latency, scratch,
         )  # fmt: skip
         if took < 0:
             raise SystemExit("a graph could not be launched" if took == REFUSED else "a graph never came to its end")
