@@ -28,10 +28,10 @@ _add_methods(
     {
         "explore": "paellapy.viz.widgets:explore",
         "save_figure": "paellapy.viz.static:save_figure",
-        "picture": "paellapy.viz.report:picture",
+        "picture": "paellapy.viz.static:picture",
         "plot_ranges": "paellapy.viz.figures:plot_ranges",
         "to_perfetto": "paellapy.viz.perfetto:to_perfetto",
-        "to_html": "paellapy.viz.report:to_html",
+        "to_html": "paellapy.viz.figures:to_html",
     },
 )
 _add_methods("Explanation", {"plot": "paellapy.viz.figures:plot_explanation"})

@@ -1,26 +1,46 @@
-"""The data of the pictures as arrays; both drawing libraries and the tests read only these."""
+"""The data of the pictures as arrays: both drawing libraries, the exporter and the tests read only these."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.errors import TraceError
-from paellapy.instrument.records import Records
-from paellapy.instrument.traces.summary import allowed_by, readable_time, time_means, times_launched
+from paellapy.instrument.records import WHOLE_BLOCK, Records
+from paellapy.instrument.traces.summary import allowed_by, block_rows, readable_time, time_means, times_launched
 from paellapy.instrument.traces.trace import Occupancy2D, Trace
+from paellapy.scheduler.core.codes import OK
 from paellapy.scheduler.engine.trace import EngineTrace
-from paellapy.viz.palette import OKABE_ITO
+from paellapy.viz.palette import OKABE_ITO, OTHERS, further_colours
 
 By = Literal["kernel", "launch", "stream", "model"] | Mapping[str, str]
 Moment = int | Sequence[int | None] | None  # a time on the clock of all traces, or one for each
 
 BINS = 600  # about one for every two pixels of a screen
+EXACT_BLOCKS = 5000  # up to this number every block is drawn; more rectangles make a browser slow
+# Lanes of a binned Gantt chart: two for each SM of an H200; more lanes than pixels would give a moiré pattern
+ROWS = 264
+CELLS = 1_200_000  # of all groups of a binned Gantt chart: 5 MB in a page
+LANES_PER_SM = 1 << 8  # more than the blocks that any SM holds
+
+# A Gantt chart's two axis titles
+OF_BLOCKS, OF_SHARES = "SM, one lane per block", "SM, faint: few blocks"
+
+MOST_REQUESTS = 1500  # drawn: each has a bar for its wait, one for its run, and one for each segment
+REQUEST_LANES = 24  # lanes are reserved up to the deadlines unless that takes more lanes than this
+APART_NS = 100_000  # largest difference between the host's clock (jobs) and the GPU's (segments)
+_FAR = 1 << 62
+QUEUED, LAUNCHED, SEGMENTS, LATE = "queued", "launched", "segments", "late"
+STRENGTH = {QUEUED: 0.25, LAUNCHED: 0.55, SEGMENTS: 1.0}  # opacity of a model's colour
+# Parts of a lane; lateness is drawn along its lower edge
+HEIGHT = {QUEUED: 0.8, LAUNCHED: 0.8, SEGMENTS: 0.8, LATE: 0.4}
+
+_FEW_RANGE_SMS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +263,7 @@ def _labels(trace: Trace, by: By) -> list[str]:
     raise TraceError(f"by is {by!r}: give 'kernel', 'launch', 'stream', 'model' or a mapping of kernel names")
 
 
-# -- the views
+# -- heat maps and residency
 
 
 def heat(picture: Picture) -> Occupancy2D:
@@ -294,14 +314,7 @@ def _plural(n: int, noun: str) -> str:
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
-# The data of Gantt charts: each block in a lane on its SM, or shares of groups where there are too many blocks.
-
-
-EXACT_BLOCKS = 5000  # up to this number every block is drawn; more rectangles make a browser slow
-OF_BLOCKS, OF_SHARES = "SM, one lane per block", "SM, faint: few blocks"  # a Gantt chart's two axis titles
-# Lanes of a binned Gantt chart: two for each SM of an H200; more lanes than pixels would give a moiré pattern
-ROWS = 264
-CELLS = 1_200_000  # of all groups of a binned Gantt chart: 5 MB in a page
+# -- Gantt charts: each block in a lane on its SM, or shares of groups where there are too many blocks
 
 
 def lanes(rows: Sequence[int] | NDArray[Any], start_ns: NDArray[np.int64], end_ns: NDArray[np.int64]) -> NDArray[Any]:
@@ -384,3 +397,227 @@ def cells(picture: Picture, chart: Gantt, most_rows: int | None = None) -> Cells
     share = np.take_along_axis(shares, most[None], axis=0)[0]
     # Differences of large sums leave rounding errors where nothing ran.
     return Cells(np.where(share > 1e-9, most, -1), share, edges, depth)
+
+
+# -- requests of an engine's trace: their wait, their segments, their end, deadlines and missed deadlines
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Requests:
+    """Requests of an engine's trace. Each request in flight at a time has a lane of its own."""
+
+    jobs: Records  # of paellapy.scheduler.engine.trace.JOB_RECORD, in order of arrival
+    segments: Records  # of SEGMENT_RECORD
+    models: tuple[str, ...]
+    lane: NDArray[np.int64]  # of each job
+    job_of: NDArray[np.int64]  # pairs: this job …
+    segment_of: NDArray[np.int64]  # … ran in this segment, with the others of its batch
+    due: NDArray[np.int64]  # jobs whose deadline is marked: no other job is in their lane by then
+    left_out: int  # number of the quickest requests, omitted if there are too many
+
+    @property
+    def launch_ns(self) -> NDArray[np.int64]:
+        """When each request stopped waiting. A launch has the time at which the core's step began, so a request may
+        have arrived after it; a request that was never launched waited to its end.
+        """
+        ran = self.jobs["start_ns"] >= 0
+        until = np.where(ran, self.jobs["start_ns"], self.jobs["end_ns"])
+        launched: NDArray[np.int64] = np.maximum(until, self.jobs["arrival_ns"])
+        return launched
+
+    @property
+    def asked(self) -> set[str]:
+        """Models of the requests."""
+        return {self.models[m] for m in np.unique(self.jobs["model"])}
+
+    @property
+    def late(self) -> NDArray[np.bool_]:
+        found: NDArray[np.bool_] = (self.jobs["deadline_ns"] >= 0) & (self.jobs["end_ns"] > self.jobs["deadline_ns"])
+        return found
+
+    @property
+    def unanswered(self) -> NDArray[np.bool_]:
+        """Requests that expired, were cancelled, refused, …"""
+        found: NDArray[np.bool_] = self.jobs["status"] != OK
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestBars:
+    """The bars of one kind: `what` is QUEUED, LAUNCHED, SEGMENTS or LATE."""
+
+    what: str
+    job: NDArray[np.int64]
+    start_ns: NDArray[np.int64]
+    end_ns: NDArray[np.int64]
+    segment: NDArray[np.int64] | None = None
+
+    def of(self, chosen: NDArray[np.bool_]) -> RequestBars:
+        segment = None if self.segment is None else self.segment[chosen]
+        return RequestBars(self.what, self.job[chosen], self.start_ns[chosen], self.end_ns[chosen], segment)
+
+    def middle(self, seen: Requests) -> NDArray[np.float64]:
+        """Vertical centres. Lateness lies at the lower edge of a lane."""
+        lane = seen.lane[self.job].astype(np.float64)
+        return lane + (0.4 - HEIGHT[LATE] / 2) if self.what == LATE else lane
+
+
+def has_requests(trace: Trace) -> bool:
+    return isinstance(trace, EngineTrace) and len(trace.jobs) > 0
+
+
+def requests_of(trace: Trace, most: int | None = None) -> Requests | None:
+    """The requests of an `EngineTrace`, at most the slowest `most`; None for other traces."""
+    if not isinstance(trace, EngineTrace) or not len(trace.jobs):
+        return None
+    jobs, segments = trace.jobs, trace.segments
+    if most is not None and len(jobs) > most:
+        slowest = np.argsort(jobs["arrival_ns"] - jobs["end_ns"], kind="stable")[:most]
+        jobs = jobs[np.sort(slowest)]
+    job_of, segment_of = _segments_of(jobs, segments)
+    lane, due = _request_lanes(jobs)
+    return Requests(jobs, segments, trace.models, lane, job_of, segment_of, due, len(trace.jobs) - len(jobs))
+
+
+def _segments_of(jobs: Records, segments: Records) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Pairs of a job and a segment of its instance that started while it ran, within the error of the two clocks."""
+    column = segments["instance"]
+    of_instance = {int(k): np.flatnonzero(column == k) for k in np.unique(column)}
+    first_ns, last_ns = _windows(jobs)
+    found: list[tuple[int, int]] = []
+    for i in np.flatnonzero(jobs["start_ns"] >= 0).tolist():
+        mine = of_instance.get(int(jobs["instance"][i]))
+        if mine is not None:
+            first, last = np.searchsorted(segments["start_ns"][mine], (first_ns[i], last_ns[i]))
+            found += [(i, int(s)) for s in mine[first:last]]
+    job_of, segment_of = np.array(found, np.int64).reshape(-1, 2).T
+    return job_of, segment_of
+
+
+def _windows(jobs: Records) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The period in which a segment that starts in a job's instance belongs to the job: `APART_NS` longer than its run
+    on both sides, but at most half of the way to the instance's next job.
+    """
+    first, last = jobs["start_ns"] - APART_NS, jobs["end_ns"] + 1 + APART_NS
+    for instance in np.unique(jobs["instance"]):
+        mine = np.flatnonzero((jobs["instance"] == instance) & (jobs["start_ns"] >= 0))
+        starts, run = np.unique(jobs["start_ns"][mine], return_inverse=True)  # a batch is one run
+        ends = starts.copy()
+        np.maximum.at(ends, run, jobs["end_ns"][mine])
+        middles = (starts[1:] + ends[:-1] + 1) // 2
+        edges = np.concatenate([[-_FAR], middles, [_FAR]])
+        first[mine] = np.maximum(first[mine], edges[run])
+        last[mine] = np.minimum(last[mine], edges[run + 1])
+    return first, last
+
+
+def _request_lanes(jobs: Records) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Each job's lane, and the jobs whose deadline can be marked there without covering another job's bar."""
+    everybody = np.zeros(len(jobs), np.int64)
+    with_deadline = jobs["deadline_ns"] >= 0
+    until = np.where(with_deadline, np.maximum(jobs["end_ns"], jobs["deadline_ns"]), jobs["end_ns"])
+    roomy = lanes(everybody, jobs["arrival_ns"], until)
+    if roomy.max() < REQUEST_LANES:
+        return roomy, np.flatnonzero(with_deadline)
+    tight = lanes(everybody, jobs["arrival_ns"], jobs["end_ns"])
+    order = np.lexsort((jobs["arrival_ns"], tight))
+    following = np.full(len(jobs), np.iinfo(np.int64).max)
+    same = tight[order[1:]] == tight[order[:-1]]
+    following[order[:-1][same]] = jobs["arrival_ns"][order[1:][same]]
+    return tight, np.flatnonzero(with_deadline & (jobs["deadline_ns"] <= following))
+
+
+def request_bars(seen: Requests) -> Iterator[RequestBars]:
+    """The bars of requests; later ones are drawn over earlier ones."""
+    jobs, launch = seen.jobs, seen.launch_ns
+    everybody = np.arange(len(jobs))
+    yield RequestBars(QUEUED, everybody, jobs["arrival_ns"], launch)
+    ran = np.flatnonzero(jobs["start_ns"] >= 0)
+    yield RequestBars(LAUNCHED, ran, launch[ran], jobs["end_ns"][ran])
+    s = seen.segments[seen.segment_of]
+    yield RequestBars(SEGMENTS, seen.job_of, s["start_ns"], s["end_ns"], seen.segment_of)
+    late = np.flatnonzero(seen.late)
+    since = np.maximum(jobs["deadline_ns"][late], jobs["arrival_ns"][late])
+    yield RequestBars(LATE, late, since, jobs["end_ns"][late])
+
+
+def ends_early(seen: Requests) -> NDArray[np.int64]:
+    """Jobs that end before their marked deadline: a line connects the two."""
+    found: NDArray[np.int64] = seen.due[seen.jobs["deadline_ns"][seen.due] > seen.jobs["end_ns"][seen.due]]
+    return found
+
+
+def colour_of_models(seen: Requests, colour: Mapping[str, str], by_model: bool) -> dict[str, str]:
+    """The blocks' colours if these stand for models; else colours that no block has."""
+    if by_model:
+        return {name: colour.get(name, OTHERS) for name in seen.models}
+    return further_colours(seen.models, colour.values())
+
+
+def requests_title(seen: Requests, new_line: str) -> str:
+    if not seen.left_out:
+        return "requests"
+    return f"requests{new_line}(slowest {len(seen.jobs):,} of {len(seen.jobs) + seen.left_out:,})"
+
+
+# -- ranges of kernels
+
+
+def block_lanes(trace: Trace) -> NDArray[np.int64]:
+    """For each of `trace.blocks`, its lane on its SM."""
+    return lanes(trace.blocks["sm"], trace.blocks["start_ns"], trace.blocks["end_ns"])
+
+
+class RangeSlice(NamedTuple):
+    """A range on the time line: in its block's lane or, for a single warp, below it."""
+
+    name: str
+    place: int  # SM and lane in one number, as the other tools' files need it
+    warp: int | None
+    block: int
+    launch: int
+    start_ns: int
+    end_ns: int
+
+    @property
+    def lane(self) -> tuple[int, int]:
+        """Its place, and its warp or -1: the order of lanes in a picture."""
+        return self.place, -1 if self.warp is None else self.warp
+
+
+def range_slices(trace: Trace) -> list[RangeSlice]:
+    """Ranges, outer ones before those inside them."""
+    records = trace.ranges.records
+    records = records[np.lexsort((records["depth"], records["start_ns"]))]
+    if not len(records):
+        return []
+    lane = block_lanes(trace)[block_rows(records, trace.blocks)]
+    place = (records["sm"].astype(np.int64) * LANES_PER_SM + lane).tolist()
+    columns = (records[name].tolist() for name in ("range", "warp", "block", "launch", "start_ns", "end_ns"))
+    return [
+        RangeSlice(trace.ranges.names[r], at, None if warp == WHOLE_BLOCK else warp, block, launch, start, end)
+        for at, r, warp, block, launch, start, end in zip(place, *columns, strict=True)
+    ]
+
+
+def shown_slices(trace: Trace, sms: Sequence[int] | None) -> list[RangeSlice]:
+    """The ranges on these SMs, or on the first two that have any."""
+    slices = range_slices(trace)
+    if not slices:
+        raise TraceError('this trace has no ranges: mark some in the kernel with `with pp.range("load"):`')
+    if sms is None:
+        sms = sorted({s.place // LANES_PER_SM for s in slices})[:_FEW_RANGE_SMS]
+    shown = [s for s in slices if s.place // LANES_PER_SM in sms]
+    if not shown:
+        raise TraceError(f"this trace has no ranges on SMs {list(sms)}: choose others, or leave out sms")
+    return shown
+
+
+def depth_of(trace: Trace, number: int) -> int:
+    depth = trace.ranges.records["depth"][trace.ranges.records["range"] == number]
+    return int(depth.min(initial=3)) if len(depth) else 0
+
+
+def lane_name(place: int, warp: int) -> str:
+    sm, lane = divmod(place, LANES_PER_SM)
+    return f"SM {sm}, lane {lane}" + ("" if warp < 0 else f", warp {warp}")

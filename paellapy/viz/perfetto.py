@@ -10,18 +10,15 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.records import WHOLE_BLOCK, Records
-from paellapy.instrument.traces.summary import block_rows, runs
+from paellapy.instrument.records import Records
+from paellapy.instrument.traces.summary import runs
 from paellapy.instrument.traces.trace import Trace
-from paellapy.viz.data import lanes
-from paellapy.viz.requests import requests
-
-LANES_PER_SM = 1 << 8  # more than the blocks that any SM holds
+from paellapy.viz.data import LANES_PER_SM, block_lanes, lanes, range_slices, requests_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,11 +39,6 @@ class Counter:
 
     time_ns: NDArray[np.int64]
     value: NDArray[np.float64]
-
-
-def block_lanes(trace: Trace) -> NDArray[np.int64]:
-    """For each of `trace.blocks`, its lane on its SM."""
-    return lanes(trace.blocks["sm"], trace.blocks["start_ns"], trace.blocks["end_ns"])
 
 
 def launch_slices(trace: Trace) -> LaunchSlices:
@@ -99,7 +91,7 @@ class Span:
 
 def request_spans(trace: Trace) -> list[Span]:
     """Every request of an engine's trace, and inside it its wait and its segments, outer slices first."""
-    seen = requests(trace)
+    seen = requests_of(trace)
     if seen is None:
         return []
     segments_of: dict[int, list[int]] = {}
@@ -134,7 +126,7 @@ class Mark:
 
 def deadline_marks(trace: Trace) -> list[Mark]:
     """Deadlines of requests, as far as no other request is in their lane by then; missed ones are named so."""
-    seen = requests(trace)
+    seen = requests_of(trace)
     if seen is None:
         return []
     late = seen.late
@@ -144,13 +136,13 @@ def deadline_marks(trace: Trace) -> list[Mark]:
 
 def queue_depth(trace: Trace) -> Counter | None:
     """Requests that have arrived and are not yet launched."""
-    seen = requests(trace)
+    seen = requests_of(trace)
     return None if seen is None else _present(seen.jobs["arrival_ns"], seen.launch_ns, _each(seen.jobs))
 
 
 def requests_running(trace: Trace) -> Counter | None:
     """Requests that are launched and have not ended."""
-    seen = requests(trace)
+    seen = requests_of(trace)
     if seen is None:
         return None
     ran = seen.jobs["start_ns"] >= 0
@@ -159,38 +151,6 @@ def requests_running(trace: Trace) -> Counter | None:
 
 def _each(rows: Records) -> NDArray[np.int64]:
     return np.ones(len(rows), np.int64)
-
-
-class RangeSlice(NamedTuple):
-    """A range on the time line: in its block's lane or, for a single warp, below it."""
-
-    name: str
-    place: int  # SM and lane in one number, as the other tools' files need it
-    warp: int | None
-    block: int
-    launch: int
-    start_ns: int
-    end_ns: int
-
-    @property
-    def lane(self) -> tuple[int, int]:
-        """Its place, and its warp or -1: the order of lanes in a picture."""
-        return self.place, -1 if self.warp is None else self.warp
-
-
-def range_slices(trace: Trace) -> list[RangeSlice]:
-    """Ranges, outer ones before those inside them."""
-    records = trace.ranges.records
-    records = records[np.lexsort((records["depth"], records["start_ns"]))]
-    if not len(records):
-        return []
-    lane = block_lanes(trace)[block_rows(records, trace.blocks)]
-    place = (records["sm"].astype(np.int64) * LANES_PER_SM + lane).tolist()
-    columns = (records[name].tolist() for name in ("range", "warp", "block", "launch", "start_ns", "end_ns"))
-    return [
-        RangeSlice(trace.ranges.names[r], at, None if warp == WHOLE_BLOCK else warp, block, launch, start, end)
-        for at, r, warp, block, launch, start, end in zip(place, *columns, strict=True)
-    ]
 
 
 # "Processes" of the format, in the order in which a viewer shows them; their "threads" are lanes.

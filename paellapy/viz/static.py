@@ -1,7 +1,8 @@
-"""The same pictures as PNG, SVG or PDF, for papers (matplotlib); no browser or display is needed."""
+"""Pictures as PNG, SVG or PDF, for papers and notebooks (matplotlib); no browser or display is needed."""
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -16,268 +17,21 @@ from paellapy.instrument.traces.trace import Trace
 from paellapy.scheduler.core.codes import OK
 from paellapy.scheduler.sim.results import Results
 from paellapy.viz import data
-from paellapy.viz import requests as rq
 from paellapy.viz.data import Part, Parts, Picture, short
-from paellapy.viz.figures import depth_of, lane_name, shown_slices
 from paellapy.viz.palette import OKABE_ITO, SCALE, WARNING, Look, Theme, colours, further_colours, look, need, paler
 
-# The ranges of kernels in pictures for papers (matplotlib): the view "ranges" of `save_figure`.
+ViewName = Literal["all", "heatmap", "gantt", "residency", "requests", "ranges"]
 
-
-_HEIGHTS = (0.8, 0.55, 0.3)  # of a range, of one inside it, and of all further inside
-_MOST_LABELS = 48
-
-
-def check_ranges(pictures: Sequence[Picture]) -> None:
-    if len(pictures) > 1:
-        raise TraceError("the view 'ranges' shows one trace: save a figure of each")
-    shown_slices(pictures[0].trace, None)
-
-
-def ranges_view(picture: Picture, ax: Any, sms: tuple[int, int] | None) -> None:
-    """A lane for each block resident at a time, or for each warp, on the first SMs that have ranges, or on `sms`."""
-    trace = picture.trace
-    slices = shown_slices(trace, None if sms is None else range(sms[0], sms[1] + 1))
-    lanes = {lane: i for i, lane in enumerate(sorted({s.lane for s in slices}))}
-    tone = range_colours([picture])
-    height = {name: _HEIGHTS[min(depth_of(trace, i), 2)] for i, name in enumerate(trace.ranges.names)}
-    start, end = (np.array([getattr(s, at) for s in slices], np.int64) for at in ("start_ns", "end_ns"))
-    for name in trace.ranges.names:
-        mine = np.array([s.name == name for s in slices], np.bool_)
-        middle = np.array([lanes[s.lane] for s in slices if s.name == name], np.float64)
-        boxes(picture, ax, start[mine], end[mine], middle, height[name], [tone[name]] * len(middle))
-    shown = list(lanes)[:: -(-len(lanes) // _MOST_LABELS)]
-    ax.set_yticks([lanes[lane] for lane in shown], [lane_name(*lane) for lane in shown])
-    ax.set(ylabel="ranges", ylim=(len(lanes) - 0.5, -0.5))
-
-
-def range_colours(pictures: Sequence[Picture]) -> dict[str, str]:
-    """Other colours than those of the kernels in other views."""
-    named = [name for p in pictures for name in p.trace.ranges.names]
-    return further_colours(named, colours(name for p in pictures for name in p.groups.names).values())
-
-
-def boxes(
-    picture: Picture,
-    ax: Any,
-    start_ns: NDArray[np.int64],
-    end_ns: NDArray[np.int64],
-    middle: NDArray[np.float64],
-    height: float,
-    paint: list[str],
-) -> None:
-    """Bars over time, each in its own colour."""
-    collections = need("matplotlib.collections", "a picture")
-    left, right = picture.axis.of(start_ns), picture.axis.of(end_ns)
-    low, high = middle - height / 2, middle + height / 2
-    corners = np.stack([left, low, right, low, right, high, left, high], axis=1).reshape(-1, 4, 2)
-    shapes = collections.PolyCollection(corners, facecolors=paint, linewidths=0)
-    shapes.set_snap(False)  # lanes thinner than a pixel become paler, instead of a whole pixel or none
-    ax.add_collection(shapes)
-
-
-# The views of pictures for papers (matplotlib): heat map, Gantt chart, residency and requests.
-
-
-DPI = 160
-
-
-def heatmap_view(picture: Picture, ax: Any, colour: dict[str, str], style: Look) -> None:
-    seen = data.heat(picture)
-    image = ax.imshow(
-        seen.resident, cmap=SCALE, vmin=0, vmax=1, aspect="auto", interpolation="none", extent=_extent(picture)
-    )
-    if ax.get_subplotspec().is_last_col():
-        ax.figure.colorbar(image, ax=ax, label="resident warps", format=_percent(), pad=0.01)
-    ax.set_ylabel("SM")
-    _sm_ticks(ax)
-
-
-def gantt_view(picture: Picture, ax: Any, colour: dict[str, str], style: Look) -> None:
-    chart = data.gantt(picture)
-    names = picture.groups.names
-    pixels = _height(ax)
-    bottom, top = ax.get_ylim()  # the SMs shown
-    if len(chart.blocks) <= data.EXACT_BLOCKS and chart.depth * (bottom - top) <= pixels / 2:
-        _bars(picture, ax, colour, chart, style.ground)
-        ax.set_ylabel(data.OF_BLOCKS)
-    else:  # blocks thinner than pixels, drawn one by one, would give a moiré pattern
-        cells = data.cells(picture, chart, min(data.ROWS, int(pixels / 2)))
-        paint = np.zeros((*cells.group.shape, 4))
-        for g, name in enumerate(names):
-            paint[cells.group == g] = need("matplotlib.colors", "a Gantt chart").to_rgba(colour[name])
-        paint[..., 3] *= 0.25 + 0.75 * np.clip(cells.share, 0, 1)
-        # Lanes narrower than pixels blend, instead of some of them vanishing.
-        ax.imshow(paint, aspect="auto", interpolation="antialiased", extent=_extent(picture))
-        ax.set_ylabel(data.OF_SHARES)
-    _sm_ticks(ax)
-    ax.set_ylim(bottom, top)
-
-
-def _height(ax: Any) -> float:
-    """Approximate height in pixels, before the layout is computed."""
-    height: float = ax.get_position().height * ax.figure.get_size_inches()[1] * DPI
-    return height
-
-
-def _bars(picture: Picture, ax: Any, colour: dict[str, str], chart: data.Gantt, ground: str) -> None:
-    b = chart.blocks
-    of_group = np.array([[colour[name], paler(colour[name], ground)] for name in picture.groups.names]).reshape(-1, 2)
-    paint = of_group[picture.groups.of_block, chart.second().astype(int)]
-    boxes(picture, ax, b["start_ns"], b["end_ns"], chart.middle(), chart.height(), paint.tolist())
-
-
-def requests_view(picture: Picture, ax: Any, colour: dict[str, str], style: Look) -> None:
-    seen = rq.requests(picture.whole, rq.MOST)
-    if seen is None:
-        return
-    of_model = rq.colour_of_models(seen, colour, picture.by_model)
-    paint = np.array([of_model[name] for name in seen.models])
-    for each in rq.bars(seen):
-        lane, height = seen.lane[each.job].astype(float), rq.HEIGHT[each.what]
-        late = each.what == rq.LATE
-        if late:
-            lane = lane + 0.4 - height / 2
-        tones = [WARNING] * len(lane) if late else [
-            paler(tone, style.ground, rq.STRENGTH[each.what]) for tone in paint[seen.jobs["model"][each.job]]
-        ]  # fmt: skip
-        boxes(picture, ax, each.start_ns, each.end_ns, lane, height, tones)
-    lost = np.flatnonzero(seen.unanswered)
-    size = 30 if seen.lane.max() < rq.ROOM else 12
-    spare = rq.spare(seen)
-    ends, due = (picture.axis.of(seen.jobs[at][spare]) for at in ("end_ns", "deadline_ns"))
-    ax.hlines(seen.lane[spare], ends, due, colors=paint[seen.jobs["model"][spare]].tolist(), linewidths=1.0)
-    ax.scatter(picture.axis.of(seen.jobs["deadline_ns"][seen.due]), seen.lane[seen.due], s=size, marker="|",
-               color=style.ink, linewidths=1.2, zorder=3)  # fmt: skip
-    ax.scatter(picture.axis.of(seen.jobs["end_ns"][lost]), seen.lane[lost], s=size, marker="x", color=WARNING, zorder=3)
-    ax.set(ylabel=rq.axis_title(seen, "\n"), yticks=[])
-    below = max([seen.lane.max() + 0.5, *ax.get_ylim()])  # columns share one scale
-    ax.set_ylim(below, -0.5)
-
-
-def residency_view(picture: Picture, ax: Any, colour: dict[str, str], style: Look) -> None:
-    seen = data.residency(picture)
-    edges = picture.axis.of(seen.edges_ns)
-    for g, name in enumerate(picture.groups.names):
-        ax.stairs(seen.resident[g], edges, color=colour[name], linewidth=1.2)
-        ax.stairs(seen.resident[g], edges, color=colour[name], alpha=0.15, fill=True)
-        allowed = picture.groups.theoretical[g]
-        if allowed is not None:
-            ax.plot(data.ran(picture, g), [allowed, allowed], "--", color=colour[name], linewidth=1.2)
-    # Without theoretical limits, the scale ends a little above the data; columns share one scale.
-    needed = 1.05 if any(each is not None for each in picture.groups.theoretical) else 1.2 * _most(seen.resident)
-    before = ax.get_ylim()[1] if not ax.get_subplotspec().is_first_col() else 0.0
-    ax.set(ylabel=data.residency_title(picture, "\n"), ylim=(0, min(1.05, max(needed, before))))
-    ax.yaxis.set_major_formatter(_percent())
-
-
-def _most(values: NDArray[np.float64]) -> float:
-    return float(values.max()) if values.size else 1.0
-
-
-def _extent(picture: Picture) -> tuple[float, float, float, float]:
-    return 0, picture.axis.length, picture.trace.device.n_sm - 0.5, -0.5
-
-
-def _percent() -> Any:
-    return need("matplotlib.ticker", "a picture").FuncFormatter(lambda share, _: f"{100 * share:.3g}%")
-
-
-def _sm_ticks(ax: Any) -> None:
-    ax.yaxis.set_major_locator(need("matplotlib.ticker", "a picture").MaxNLocator("auto", integer=True))
-
-
-VIEWS: dict[str, Callable[[Picture, Any, dict[str, str], Look], None]] = {
-    "heatmap": heatmap_view,
-    "gantt": gantt_view,
-    "residency": residency_view,
-    "requests": requests_view,
-}
-
-
-# Fits text into a matplotlib figure: measures it, breaks it into lines, shortens it.
-
-
+DPI, _NOTEBOOK_DPI = 160, 90
 POINTS = 72  # per inch
 SMALLEST = 6.0  # points: the smallest size that journals accept
-
-
-def font_size(size_inches: tuple[float, float], views: int) -> float:
-    """10 points if there is room, less in a paper's column."""
-    width, height = size_inches
-    return max(SMALLEST, min(10.0, 10 * width / 6, 10 * height / (1.9 * views)))
-
-
-def width_of(text: str, size: float, weight: str = "normal") -> float:
-    """Width in points of the longest line."""
-    fonts, paths = need("matplotlib.font_manager", "a picture"), need("matplotlib.textpath", "a picture")
-    font = fonts.FontProperties(size=size, weight=weight)
-    measure = paths.text_to_path.get_text_width_height_descent
-    return max(float(measure(line, font, ismath=False)[0]) for line in text.split("\n"))
-
-
-def wrapped(text: str, size: float, most: float) -> str:
-    """The text in lines of at most `most` points, broken between words."""
-    lines: list[str] = []
-    for line in text.split("\n"):
-        lines.append("")
-        for word in line.split(" "):
-            longer = f"{lines[-1]} {word}" if lines[-1] else word
-            if lines[-1] and width_of(longer, size) > most:
-                lines.append(word)
-            else:
-                lines[-1] = longer
-    return "\n".join(lines)
-
-
 # Lengths in a legend as multiples of its font size: matplotlib's own, with a narrower handle.
 HANDLE, AFTER_HANDLE, BETWEEN, LINE = 1.6, 0.6, 1.6, 1.5
 
-
-def legend_columns(names: Sequence[str], size: float, most: float) -> int:
-    """The largest number of columns, filled one after another, that fit into `most` points; at least 1."""
-    widths = [width_of(name, size) + (HANDLE + AFTER_HANDLE) * size for name in names]
-    for n in range(len(names), 1, -1):
-        rows, longer = divmod(len(names), n)
-        starts = [c * rows + min(c, longer) for c in range(n + 1)]
-        columns = (max(widths[a:b]) for a, b in pairwise(starts))
-        if sum(columns) + (n - 1) * BETWEEN * size <= most:
-            return n
-    return 1
-
-
-def legend_names(names: Sequence[str], size: float, most: float, high: float) -> tuple[list[str], int]:
-    """The names, shortened until they fit into `most` points of width and `high` points of height but stay distinct;
-    and the number of columns.
-    """
-    shown = [short(name) for name in names]
-    columns = legend_columns(shown, size, most)
-    for letters in (24, 16, 12):
-        shorter = [short(name, letters) for name in names]
-        fits = all(width_of(name, size) + (HANDLE + AFTER_HANDLE) * size <= most for name in shown)
-        fits = fits and -(-len(names) // columns) * LINE * size <= high
-        if fits or len({*shorter}) < len({*shown}):
-            break
-        shown, columns = shorter, legend_columns(shorter, size, most)
-    return shown, columns
-
-
-def fit_labels(figure: Any) -> None:
-    """Breaks or cuts labels of vertical axes that are longer than their axis."""
-    figure.draw_without_rendering()  # computes the layout
-    for ax in figure.axes:
-        label = ax.yaxis.label
-        text, size = label.get_text(), label.get_size()
-        room = ax.get_window_extent().height / figure.dpi * POINTS * 1.1
-        lines = text.count("\n") + 1
-        choices = (text, wrapped(text, size, room), text.split("\n")[0], text.split()[0].rstrip(",") if text else "")
-        for choice in choices:
-            if width_of(choice, size) <= room and choice.count("\n") < max(lines, 2):
-                break
-        label.set_text(choice)
-
-
-ViewName = Literal["all", "heatmap", "gantt", "residency", "requests", "ranges"]
+_DATE = {".svg": "Date", ".pdf": "CreationDate"}
+_RANGE_HEIGHTS = (0.8, 0.55, 0.3)  # of a range, of one inside it, and of all further inside
+_MOST_LABELS = 48  # of lanes of ranges
+_DASHES = ("-", "--", ":", "-.")  # beyond the palette, colours repeat with the next line style
 
 
 def save_figure(
@@ -299,9 +53,8 @@ def save_figure(
     Traceback (most recent call last):
     paellapy.instrument.errors.TraceError: /dev/null.txt: give a file name that ends in .png, .svg or .pdf
     """
-    path = checked(path)
-    picture = data.prepare(trace, **part)
-    return write(draw([picture], view, theme, size_inches, sms=sms), path, dpi)
+    path = _checked(path)
+    return picture(trace, view, theme=theme, size_inches=size_inches, sms=sms, **part).save(path, dpi)
 
 
 def save_comparison(
@@ -320,13 +73,65 @@ def save_comparison(
 
     Clocks differ, so `start_ns` and `end_ns` may be pairs, one time for each trace.
     """
-    path = checked(path)
+    path = _checked(path)
+    return compare_picture(a, b, view, labels=labels, theme=theme, size_inches=size_inches, **parts).save(path, dpi)
+
+
+class Still:
+    """A picture that Jupyter shows as PNG; `save` writes PNG, SVG or PDF. `figure` is matplotlib's."""
+
+    def __init__(self, figure: Any) -> None:
+        self.figure = figure
+
+    def _repr_png_(self) -> bytes:
+        file = io.BytesIO()
+        self.figure.savefig(file, format="png", dpi=_NOTEBOOK_DPI)
+        return file.getvalue()
+
+    def save(self, path: str | os.PathLike[str], dpi: int = DPI) -> Path:
+        path = _checked(path)
+        # Text stays editable, and the same trace gives the same bytes.
+        settings = {"svg.fonttype": "none", "svg.hashsalt": "paellapy"}
+        with need("matplotlib", "save_figure()").rc_context(settings):
+            self.figure.savefig(path, dpi=dpi, metadata={_DATE[path.suffix]: None} if path.suffix in _DATE else None)
+        return path
+
+    def __repr__(self) -> str:
+        width, height = self.figure.get_size_inches()
+        return f"<picture, {width:g} x {height:g} inches>"
+
+
+def picture(
+    trace: Trace,
+    view: ViewName | Sequence[ViewName] = "all",
+    *,
+    theme: Theme = "light",
+    size_inches: tuple[float, float] | None = None,
+    sms: tuple[int, int] | None = None,
+    **part: Unpack[Part],
+) -> Still:
+    """One or more views of a trace as a picture for a notebook. Options as in `save_figure`."""
+    prepared = data.prepare(trace, **part)
+    return Still(draw([prepared], view, theme, size_inches, sms=sms))
+
+
+def compare_picture(
+    a: Trace,
+    b: Trace,
+    view: ViewName | Sequence[ViewName] = "all",
+    *,
+    labels: tuple[str, str] = ("a", "b"),
+    theme: Theme = "light",
+    size_inches: tuple[float, float] | None = None,
+    **parts: Unpack[Parts],
+) -> Still:
+    """Two traces side by side, on axes of one scale, as a picture for a notebook. Options as in `save_comparison`."""
     data.check_labels(labels)
-    pictures = data.prepare_all((a, b), **parts)
-    return write(draw(pictures, view, theme, size_inches, labels), path, dpi)
+    prepared = data.prepare_all((a, b), **parts)
+    return Still(draw(prepared, view, theme, size_inches, labels))
 
 
-def checked(path: str | os.PathLike[str]) -> Path:
+def _checked(path: str | os.PathLike[str]) -> Path:
     """The path, if its extension is supported."""
     path = Path(path)
     if path.suffix not in (".png", ".svg", ".pdf"):
@@ -334,15 +139,7 @@ def checked(path: str | os.PathLike[str]) -> Path:
     return path
 
 
-def write(figure: Any, path: Path, dpi: int) -> Path:
-    # Text stays editable, and the same trace gives the same bytes.
-    settings = {"svg.fonttype": "none", "svg.hashsalt": "paellapy"}
-    with need("matplotlib", "save_figure()").rc_context(settings):
-        figure.savefig(path, dpi=dpi, metadata=None if path.suffix == ".png" else {_DATE[path.suffix]: None})
-    return path
-
-
-_DATE = {".svg": "Date", ".pdf": "CreationDate"}
+# -- the figure around the views
 
 
 def draw(
@@ -395,7 +192,7 @@ def _chosen(pictures: Sequence[Picture], view: ViewName | Sequence[ViewName]) ->
         raise TraceError(f"there is no view {unknown[0]!r}: choose from all, {', '.join(VIEWS)}, ranges")
     if "ranges" in wanted:
         check_ranges(pictures)
-    there = [rq.has_requests(p.whole) for p in pictures]
+    there = [data.has_requests(p.whole) for p in pictures]
     if "requests" in wanted and not all(there):
         raise TraceError("this trace has no requests: record them with `with engine.trace() as t:`")
     if "all" in wanted:
@@ -450,13 +247,13 @@ def _handles(pictures: Sequence[Picture], chosen: Sequence[str], colour: dict[st
     if "requests" in chosen:
         found = []
         for p in pictures:
-            if (seen := rq.requests(p.whole, rq.MOST)) is not None:
+            if (seen := data.requests_of(p.whole, data.MOST_REQUESTS)) is not None:
                 found.append(seen)
-                of_model = rq.colour_of_models(seen, colour, p.by_model)
+                of_model = data.colour_of_models(seen, colour, p.by_model)
                 shown |= {name: tone for name, tone in of_model.items() if name in seen.asked}
         grey = "#808080"
-        marks += [patches.Patch(color=paler(grey, style.ground, rq.STRENGTH[what]), label=label) for what, label in
-                 ((rq.QUEUED, "queued"), (rq.LAUNCHED, "launched"), (rq.SEGMENTS, "on the GPU"))]  # fmt: skip
+        marks += [patches.Patch(color=paler(grey, style.ground, data.STRENGTH[what]), label=label) for what, label in
+                 ((data.QUEUED, "queued"), (data.LAUNCHED, "launched"), (data.SEGMENTS, "on the GPU"))]  # fmt: skip
         dot: dict[str, Any] = {"linestyle": "none", "markersize": 8}
         if any(len(each.due) for each in found):
             marks.append(lines.Line2D([], [], marker="|", color=style.ink, label="deadline", **dot))
@@ -469,10 +266,241 @@ def _handles(pictures: Sequence[Picture], chosen: Sequence[str], colour: dict[st
     return [*(patches.Patch(color=tone, label=name) for name, tone in shown.items()), *marks]
 
 
-# `r.plot()`: latencies of each model of a run, and the use of the GPU over time (matplotlib).
+# -- the views
 
 
-_DASHES = ("-", "--", ":", "-.")  # beyond the palette, colours repeat with the next line style
+def boxes(
+    picture: Picture,
+    ax: Any,
+    start_ns: NDArray[np.int64],
+    end_ns: NDArray[np.int64],
+    middle: NDArray[np.float64],
+    height: float,
+    paint: list[str],
+) -> None:
+    """Bars over time, each in its own colour."""
+    collections = need("matplotlib.collections", "a picture")
+    left, right = picture.axis.of(start_ns), picture.axis.of(end_ns)
+    low, high = middle - height / 2, middle + height / 2
+    corners = np.stack([left, low, right, low, right, high, left, high], axis=1).reshape(-1, 4, 2)
+    shapes = collections.PolyCollection(corners, facecolors=paint, linewidths=0)
+    shapes.set_snap(False)  # lanes thinner than a pixel become paler, instead of a whole pixel or none
+    ax.add_collection(shapes)
+
+
+def heatmap_view(picture: Picture, ax: Any, colour: dict[str, str], style: Look) -> None:
+    seen = data.heat(picture)
+    image = ax.imshow(
+        seen.resident, cmap=SCALE, vmin=0, vmax=1, aspect="auto", interpolation="none", extent=_extent(picture)
+    )
+    if ax.get_subplotspec().is_last_col():
+        ax.figure.colorbar(image, ax=ax, label="resident warps", format=_percent(), pad=0.01)
+    ax.set_ylabel("SM")
+    _sm_ticks(ax)
+
+
+def gantt_view(picture: Picture, ax: Any, colour: dict[str, str], style: Look) -> None:
+    chart = data.gantt(picture)
+    names = picture.groups.names
+    pixels = _height(ax)
+    bottom, top = ax.get_ylim()  # the SMs shown
+    if len(chart.blocks) <= data.EXACT_BLOCKS and chart.depth * (bottom - top) <= pixels / 2:
+        _bars(picture, ax, colour, chart, style.ground)
+        ax.set_ylabel(data.OF_BLOCKS)
+    else:  # blocks thinner than pixels, drawn one by one, would give a moiré pattern
+        cells = data.cells(picture, chart, min(data.ROWS, int(pixels / 2)))
+        paint = np.zeros((*cells.group.shape, 4))
+        for g, name in enumerate(names):
+            paint[cells.group == g] = need("matplotlib.colors", "a Gantt chart").to_rgba(colour[name])
+        paint[..., 3] *= 0.25 + 0.75 * np.clip(cells.share, 0, 1)
+        # Lanes narrower than pixels blend, instead of some of them vanishing.
+        ax.imshow(paint, aspect="auto", interpolation="antialiased", extent=_extent(picture))
+        ax.set_ylabel(data.OF_SHARES)
+    _sm_ticks(ax)
+    ax.set_ylim(bottom, top)
+
+
+def _height(ax: Any) -> float:
+    """Approximate height in pixels, before the layout is computed."""
+    height: float = ax.get_position().height * ax.figure.get_size_inches()[1] * DPI
+    return height
+
+
+def _bars(picture: Picture, ax: Any, colour: dict[str, str], chart: data.Gantt, ground: str) -> None:
+    b = chart.blocks
+    of_group = np.array([[colour[name], paler(colour[name], ground)] for name in picture.groups.names]).reshape(-1, 2)
+    paint = of_group[picture.groups.of_block, chart.second().astype(int)]
+    boxes(picture, ax, b["start_ns"], b["end_ns"], chart.middle(), chart.height(), paint.tolist())
+
+
+def requests_view(picture: Picture, ax: Any, colour: dict[str, str], style: Look) -> None:
+    seen = data.requests_of(picture.whole, data.MOST_REQUESTS)
+    if seen is None:
+        return
+    of_model = data.colour_of_models(seen, colour, picture.by_model)
+    paint = np.array([of_model[name] for name in seen.models])
+    for each in data.request_bars(seen):
+        tones = [WARNING] * len(each.job) if each.what == data.LATE else [
+            paler(tone, style.ground, data.STRENGTH[each.what]) for tone in paint[seen.jobs["model"][each.job]]
+        ]  # fmt: skip
+        boxes(picture, ax, each.start_ns, each.end_ns, each.middle(seen), data.HEIGHT[each.what], tones)
+    lost = np.flatnonzero(seen.unanswered)
+    size = 30 if seen.lane.max() < data.REQUEST_LANES else 12
+    spare = data.ends_early(seen)
+    ends, due = (picture.axis.of(seen.jobs[at][spare]) for at in ("end_ns", "deadline_ns"))
+    ax.hlines(seen.lane[spare], ends, due, colors=paint[seen.jobs["model"][spare]].tolist(), linewidths=1.0)
+    ax.scatter(picture.axis.of(seen.jobs["deadline_ns"][seen.due]), seen.lane[seen.due], s=size, marker="|",
+               color=style.ink, linewidths=1.2, zorder=3)  # fmt: skip
+    ax.scatter(picture.axis.of(seen.jobs["end_ns"][lost]), seen.lane[lost], s=size, marker="x", color=WARNING, zorder=3)
+    ax.set(ylabel=data.requests_title(seen, "\n"), yticks=[])
+    below = max([seen.lane.max() + 0.5, *ax.get_ylim()])  # columns share one scale
+    ax.set_ylim(below, -0.5)
+
+
+def residency_view(picture: Picture, ax: Any, colour: dict[str, str], style: Look) -> None:
+    seen = data.residency(picture)
+    edges = picture.axis.of(seen.edges_ns)
+    for g, name in enumerate(picture.groups.names):
+        ax.stairs(seen.resident[g], edges, color=colour[name], linewidth=1.2)
+        ax.stairs(seen.resident[g], edges, color=colour[name], alpha=0.15, fill=True)
+        allowed = picture.groups.theoretical[g]
+        if allowed is not None:
+            ax.plot(data.ran(picture, g), [allowed, allowed], "--", color=colour[name], linewidth=1.2)
+    # Without theoretical limits, the scale ends a little above the data; columns share one scale.
+    needed = 1.05 if any(each is not None for each in picture.groups.theoretical) else 1.2 * _most(seen.resident)
+    before = ax.get_ylim()[1] if not ax.get_subplotspec().is_first_col() else 0.0
+    ax.set(ylabel=data.residency_title(picture, "\n"), ylim=(0, min(1.05, max(needed, before))))
+    ax.yaxis.set_major_formatter(_percent())
+
+
+def _most(values: NDArray[np.float64]) -> float:
+    return float(values.max()) if values.size else 1.0
+
+
+def _extent(picture: Picture) -> tuple[float, float, float, float]:
+    return 0, picture.axis.length, picture.trace.device.n_sm - 0.5, -0.5
+
+
+def _percent() -> Any:
+    return need("matplotlib.ticker", "a picture").FuncFormatter(lambda share, _: f"{100 * share:.3g}%")
+
+
+def _sm_ticks(ax: Any) -> None:
+    ax.yaxis.set_major_locator(need("matplotlib.ticker", "a picture").MaxNLocator("auto", integer=True))
+
+
+VIEWS: dict[str, Callable[[Picture, Any, dict[str, str], Look], None]] = {
+    "heatmap": heatmap_view,
+    "gantt": gantt_view,
+    "residency": residency_view,
+    "requests": requests_view,
+}
+
+
+def check_ranges(pictures: Sequence[Picture]) -> None:
+    if len(pictures) > 1:
+        raise TraceError("the view 'ranges' shows one trace: save a figure of each")
+    data.shown_slices(pictures[0].trace, None)
+
+
+def ranges_view(picture: Picture, ax: Any, sms: tuple[int, int] | None) -> None:
+    """A lane for each block resident at a time, or for each warp, on the first SMs that have ranges, or on `sms`."""
+    trace = picture.trace
+    slices = data.shown_slices(trace, None if sms is None else range(sms[0], sms[1] + 1))
+    lanes = {lane: i for i, lane in enumerate(sorted({s.lane for s in slices}))}
+    tone = range_colours([picture])
+    height = {name: _RANGE_HEIGHTS[min(data.depth_of(trace, i), 2)] for i, name in enumerate(trace.ranges.names)}
+    start, end = (np.array([getattr(s, at) for s in slices], np.int64) for at in ("start_ns", "end_ns"))
+    for name in trace.ranges.names:
+        mine = np.array([s.name == name for s in slices], np.bool_)
+        middle = np.array([lanes[s.lane] for s in slices if s.name == name], np.float64)
+        boxes(picture, ax, start[mine], end[mine], middle, height[name], [tone[name]] * len(middle))
+    shown = list(lanes)[:: -(-len(lanes) // _MOST_LABELS)]
+    ax.set_yticks([lanes[lane] for lane in shown], [data.lane_name(*lane) for lane in shown])
+    ax.set(ylabel="ranges", ylim=(len(lanes) - 0.5, -0.5))
+
+
+def range_colours(pictures: Sequence[Picture]) -> dict[str, str]:
+    """Other colours than those of the kernels in other views."""
+    named = [name for p in pictures for name in p.trace.ranges.names]
+    return further_colours(named, colours(name for p in pictures for name in p.groups.names).values())
+
+
+# -- text in a figure: it is measured, broken into lines, shortened
+
+
+def font_size(size_inches: tuple[float, float], views: int) -> float:
+    """10 points if there is room, less in a paper's column."""
+    width, height = size_inches
+    return max(SMALLEST, min(10.0, 10 * width / 6, 10 * height / (1.9 * views)))
+
+
+def width_of(text: str, size: float, weight: str = "normal") -> float:
+    """Width in points of the longest line."""
+    fonts, paths = need("matplotlib.font_manager", "a picture"), need("matplotlib.textpath", "a picture")
+    font = fonts.FontProperties(size=size, weight=weight)
+    measure = paths.text_to_path.get_text_width_height_descent
+    return max(float(measure(line, font, ismath=False)[0]) for line in text.split("\n"))
+
+
+def wrapped(text: str, size: float, most: float) -> str:
+    """The text in lines of at most `most` points, broken between words."""
+    lines: list[str] = []
+    for line in text.split("\n"):
+        lines.append("")
+        for word in line.split(" "):
+            longer = f"{lines[-1]} {word}" if lines[-1] else word
+            if lines[-1] and width_of(longer, size) > most:
+                lines.append(word)
+            else:
+                lines[-1] = longer
+    return "\n".join(lines)
+
+
+def legend_columns(names: Sequence[str], size: float, most: float) -> int:
+    """The largest number of columns, filled one after another, that fit into `most` points; at least 1."""
+    widths = [width_of(name, size) + (HANDLE + AFTER_HANDLE) * size for name in names]
+    for n in range(len(names), 1, -1):
+        rows, longer = divmod(len(names), n)
+        starts = [c * rows + min(c, longer) for c in range(n + 1)]
+        columns = (max(widths[a:b]) for a, b in pairwise(starts))
+        if sum(columns) + (n - 1) * BETWEEN * size <= most:
+            return n
+    return 1
+
+
+def legend_names(names: Sequence[str], size: float, most: float, high: float) -> tuple[list[str], int]:
+    """The names, shortened until they fit into `most` points of width and `high` points of height but stay distinct;
+    and the number of columns.
+    """
+    shown = [short(name) for name in names]
+    columns = legend_columns(shown, size, most)
+    for letters in (24, 16, 12):
+        shorter = [short(name, letters) for name in names]
+        fits = all(width_of(name, size) + (HANDLE + AFTER_HANDLE) * size <= most for name in shown)
+        fits = fits and -(-len(names) // columns) * LINE * size <= high
+        if fits or len({*shorter}) < len({*shown}):
+            break
+        shown, columns = shorter, legend_columns(shorter, size, most)
+    return shown, columns
+
+
+def fit_labels(figure: Any) -> None:
+    """Breaks or cuts labels of vertical axes that are longer than their axis."""
+    figure.draw_without_rendering()  # computes the layout
+    for ax in figure.axes:
+        label = ax.yaxis.label
+        text, size = label.get_text(), label.get_size()
+        room = ax.get_window_extent().height / figure.dpi * POINTS * 1.1
+        lines = text.count("\n") + 1
+        choices = (text, wrapped(text, size, room), text.split("\n")[0], text.split()[0].rstrip(",") if text else "")
+        for choice in choices:
+            if width_of(choice, size) <= room and choice.count("\n") < max(lines, 2):
+                break
+        label.set_text(choice)
+
+
+# -- latencies of each model of a run, and the use of the GPU over time
 
 
 def plot_run(results: Results, axes: Any = None) -> Any:

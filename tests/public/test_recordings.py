@@ -12,7 +12,7 @@ import paellapy as pp
 from paellapy.instrument.errors import TraceError
 from paellapy.instrument.traces.trace import Trace
 from paellapy.scheduler.engine.trace import EngineTrace
-from paellapy.viz.requests import requests
+from paellapy.viz.data import requests_of
 
 
 def test_every_recording_loads_and_is_whole() -> None:
@@ -48,7 +48,7 @@ def test_the_mix_has_the_same_requests_under_both_policies() -> None:
         assert all((t.jobs["status"] == 0).all() and (t.jobs["deadline_ns"] > 0).all() for t in (streams, paella))
         assert len(streams.blocks) == len(paella.blocks), "both compute the same"
         for t in (streams, paella):
-            seen = requests(t)
+            seen = requests_of(t)
             assert seen is not None
             assert set(seen.job_of.tolist()) == set(range(len(t.jobs))), "each has been on the GPU"
             assert sorted(seen.segment_of.tolist()) == list(range(len(t.segments))), "every segment is somebody's"

@@ -22,7 +22,7 @@ from paellapy.instrument.errors import TraceError
 from paellapy.instrument.traces.trace import DeviceFacts, Trace
 from paellapy.scheduler.engine.trace import EngineTrace
 from paellapy.viz import data, palette
-from paellapy.viz.requests import requests
+from paellapy.viz.data import requests_of
 
 pytest.importorskip("plotly", reason="the extra `viz` is not installed")
 
@@ -329,13 +329,13 @@ def test_deadlines_are_marked_and_requests_without_an_answer_crossed_out() -> No
 
 
 def test_a_deadline_has_no_mark_where_another_request_is_in_its_lane(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paellapy.viz.requests.ROOM", 1)
+    monkeypatch.setattr("paellapy.viz.data.REQUEST_LANES", 1)
     jobs = np.repeat(engine_trace().jobs[:1], 2)
     jobs["request"], jobs["arrival_ns"], jobs["end_ns"] = [1, 2], [EPOCH, EPOCH + 10], [EPOCH + 5, EPOCH + 20]
     jobs["start_ns"], jobs["deadline_ns"] = jobs["arrival_ns"], EPOCH + 15
     trace = engine_trace()
     trace.know(jobs, trace.segments, trace.owners, trace.models, "fifo", False)
-    seen = requests(trace)
+    seen = requests_of(trace)
     assert seen is not None
     assert seen.lane.tolist() == [0, 0]
     assert seen.due.tolist() == [1]
@@ -355,7 +355,7 @@ def test_segments_are_their_request_s_though_the_gpu_s_clock_is_ahead_of_the_hos
         segments["start_ns"] = EPOCH + np.array([0, 20_000, 50_000, 88_000]) + apart
         segments["end_ns"] = segments["start_ns"] + 10
         trace.know(jobs, segments, trace.owners, trace.models, "fifo", False)
-        seen = requests(trace)
+        seen = requests_of(trace)
         assert seen is not None
         assert list(zip(seen.job_of.tolist(), seen.segment_of.tolist(), strict=True)) == [
             (0, 0),
@@ -365,7 +365,7 @@ def test_segments_are_their_request_s_though_the_gpu_s_clock_is_ahead_of_the_hos
         ]
     segments["start_ns"][3] = EPOCH + 10_000_000  # of somebody the trace does not know
     trace.know(jobs, segments, trace.owners, trace.models, "fifo", False)
-    seen = requests(trace)
+    seen = requests_of(trace)
     assert seen is not None
     assert seen.segment_of.tolist() == [0, 1, 2]
 
@@ -429,7 +429,7 @@ def test_requests_without_blocks_and_an_engine_s_empty_trace(tmp_path: Path) -> 
 
 
 def test_of_very_many_requests_the_slowest_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paellapy.viz.requests.MOST", 2)
+    monkeypatch.setattr("paellapy.viz.data.MOST_REQUESTS", 2)
     figure = engine_trace().plot_requests()
     assert "slowest 2 of 3" in figure.layout.yaxis.title.text
     assert "resnet" not in {bar.name for bar in figure.data}
