@@ -15,7 +15,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SITE = HERE / "_build" / "html"
-sys.path.insert(0, str(HERE.parent / "benchmarks"))
+sys.path.insert(0, str(HERE.parent / "tests"))
 
 from browser import Browser, Page, find_chromium  # noqa: E402
 

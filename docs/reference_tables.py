@@ -105,7 +105,7 @@ _TYPES = {"Counter": "counter", "Gauge": "gauge", "Histogram": "histogram", "Unk
 def metric_names() -> dict[str, tuple[str, str]]:
     """Name → type and help of every family that serving/ makes, read from its source."""
     found: dict[str, tuple[str, str]] = {}
-    for path in sorted(SERVING.glob("metrics*.py")):
+    for path in sorted(SERVING.rglob("*.py")):
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
             pair = node.args if isinstance(node, ast.Call) else node.elts if isinstance(node, ast.Tuple) else ()

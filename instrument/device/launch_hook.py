@@ -3,7 +3,7 @@
 No library links to the driver's launch functions directly: the runtime, Triton, CuPy and others ask for their addresses
 and keep them in their data. These cells are found by their contents, and get the address of a function that waits first
 and then calls the driver (`gate_code`). The other way without a compiler is a callback of CUPTI's;
-benchmarks/gate_cost.py measures what both add to a launch.
+docs/results_notes.md has what both add to a launch.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def instantiate(graph: Any) -> int:
     """Makes an executable graph. Its first launch moves it to the GPU, and takes longer than later ones.
 
     `cuGraphUpload` is not used: after an upload without a launch, with some graphs every kernel of every graph in the
-    process starts 0.2 µs later (benchmarks/kernel_gaps.py).
+    process starts 0.2 µs later (docs/results_notes.md).
     """
     return int(check(driver().cuGraphInstantiate(graph, 0), "instantiating a graph"))
 

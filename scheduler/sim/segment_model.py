@@ -120,7 +120,7 @@ def copy_chunks(f: Fluid, s: State) -> None:
 # fitted to one sweep on the H200 in which 24 jobs reached 1.19 times the throughput without partitions. Its validity
 # for more jobs is not known, and no more are let in.
 #
-# If the number of hardware queues is given, launches wait in them. `benchmarks/stream_queues.py` shows the behaviour of
+# If the number of hardware queues is given, launches wait in them. docs/results_notes.md has the behaviour of
 # an H200: CUDA assigns graphs to queues one after the other, regardless of their streams. A graph waits behind another
 # graph of the same queue, but not behind its last kernels, since a queue looks some way ahead: graphs of 100 kernels
 # wait for each other, graphs of 2 kernels do not. The modelled max-in-flight is the largest that this benchmark allows.

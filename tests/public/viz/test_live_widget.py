@@ -16,16 +16,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from aiohttp import web
+from browser import Browser, find_chromium
 from engine_models import random_inputs, scale_model
-from places import ROOT
 
 import paellapy as pp
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.viz import widgets
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from browser import Browser, find_chromium
 
 RNG = np.random.default_rng(5)
 

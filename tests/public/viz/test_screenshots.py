@@ -10,7 +10,6 @@ import contextlib
 import http.client
 import json
 import os
-import sys
 import threading
 from pathlib import Path
 
@@ -18,7 +17,6 @@ import numpy as np
 import pytest
 import triton
 from engine_models import gemm, mlp_model, random_inputs, scale, scale_model
-from places import ROOT
 from serving_server import infer_body, running
 
 import paellapy as pp
@@ -26,7 +24,6 @@ from paellapy.scheduler.engine.engine import Engine
 from paellapy.viz import data
 
 pytest.importorskip("plotly", reason="the extra `viz` is not installed")
-sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from browser import Browser, find_chromium
 
