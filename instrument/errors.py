@@ -7,7 +7,15 @@ from typing import Any, TypeVar
 
 
 class PaellaError(Exception):
-    """Base of all errors raised by paellapy."""
+    """Base of all errors raised by paellapy. Facts given by name become attributes: `model`, `field`, `given`, `limit`.
+
+    >>> PaellaError("batch=0: the batch sizes must be integers from 1 up", field="batch", given=0).field
+    'batch'
+    """
+
+    def __init__(self, *args: object, **facts: Any) -> None:
+        super().__init__(*args)
+        self.__dict__.update(facts)
 
 
 class PtxError(PaellaError):
@@ -59,7 +67,7 @@ Ours = TypeVar("Ours", bound=PaellaError)
 def also(ours: Ours, theirs: type[Exception], **facts: Any) -> Ours:
     """The same error, of Triton's class too and with the attributes that it has there."""
     made: Ours = _both(type(ours), theirs)(*ours.args)  # type: ignore[arg-type]
-    made.__dict__.update(facts)
+    made.__dict__.update(ours.__dict__ | facts)
     return made
 
 
@@ -72,8 +80,8 @@ def out_of_resources(message: str, name: str, required: int, limit: int) -> Laun
 
 @functools.cache
 def _both(ours: type[PaellaError], theirs: type[Exception]) -> Any:
-    def reduce(self: PaellaError) -> tuple[type[PaellaError], tuple[Any, ...]]:
-        return ours, self.args  # for pickle, which cannot find a class made at run time
+    def reduce(self: PaellaError) -> tuple[type[PaellaError], tuple[Any, ...], dict[str, Any]]:
+        return ours, self.args, self.__dict__  # for pickle, which cannot find a class made at run time
 
     body = {"__init__": Exception.__init__, "__str__": Exception.__str__, "__reduce__": reduce}
     return type(ours.__name__, (ours, theirs), {**body, "__module__": ours.__module__})
