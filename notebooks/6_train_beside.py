@@ -135,4 +135,4 @@ plt.show()
 #
 # 1. Give the step an optimizer with a learning-rate schedule. What does the job say if the rate is a plain number?
 # 2. Raise an exception in the callback. Which parts of the engine go on?
-# 3. Put a loop of your own into `with engine.turn("script") as turn:` and count how often it has to give way.
+# 3. Put a loop of your own into `with engine.lease("script") as lease:` and count how often it has to give way.

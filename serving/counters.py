@@ -358,10 +358,10 @@ def weight_metrics(engine: Engine) -> Iterator[Metric]:
 
 
 def job_metrics(jobs: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
-    """Metrics of work that runs beside requests: background jobs, turns, other processes."""
+    """Metrics of work that runs beside requests: background jobs, leases, other processes."""
     labels = ("job", "kind")
     running = GaugeMetricFamily("paellapy_job_running", "1: the job runs; 0: paused, held or ended", labels=labels)
-    done = CounterMetricFamily("paellapy_job_steps", "Steps, turns, or launches of another process", labels=labels)
+    done = CounterMetricFamily("paellapy_job_steps", "Steps, leases, or launches of another process", labels=labels)
     waited = CounterMetricFamily("paellapy_job_waited_seconds", "Time that launches waited at a gate", labels=labels)
     for name, facts in jobs.items():
         which = (name, facts["kind"])

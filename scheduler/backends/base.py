@@ -208,8 +208,8 @@ class Backend(ABC):
 
     @abstractmethod
     def grant(self, word: int) -> int:
-        """A handle that the core launches to grant a turn: it only writes 1 to the word at an address. It never
-        completes by itself; the owner of the turn writes the completion word.
+        """A handle that the core launches to grant a lease: it only writes 1 to the word at an address. It never
+        completes by itself; the owner of the lease writes the completion word.
         """
 
     @abstractmethod

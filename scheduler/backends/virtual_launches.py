@@ -1,4 +1,4 @@
-"""Launches on the virtual GPU: pieces of recorded programs, and grants of turns, by handle."""
+"""Launches on the virtual GPU: pieces of recorded programs, and grants of leases, by handle."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ GATES = 16  # gates of other processes
 WHOLE = -1  # out.segment: the whole program
 
 
-# Priorities of models, turns and other processes: integers that the core's tables can hold.
+# Priorities of models, leases and other processes: integers that the core's tables can hold.
 
 
 _LONGEST = 40

@@ -63,7 +63,7 @@ CORE = np.dtype(
         # current state
         ("mode", "i8"),  # RUN_MODE …
         ("error", "i8"),  # the backend's latest error
-        ("outside", "i8"),  # loads, code of jobs, and turns that were taken back: the core did not launch their work
+        ("outside", "i8"),  # loads, code of jobs, and leases that were taken back: the core did not launch their work
         ("suspects", "i8"),  # requests, and work from outside, that were on the GPU when it was lost
         ("lost_ns", "i8"),  # when it was lost; 0: it is there
         ("sequence", "i8"),  # number of the next request

@@ -45,7 +45,7 @@ from paellapy.scheduler.core.throttle import attach_barred
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.engine.guests import Guests
 from paellapy.scheduler.engine.jobs import Feed, Job, Reports, check_memory
-from paellapy.scheduler.engine.lease import Turn, Turns
+from paellapy.scheduler.engine.lease import Lease, Leases
 from paellapy.scheduler.engine.loading import LaterSizes, Loader, LoadTimes, install, install_partitions, shown
 from paellapy.scheduler.engine.requests import Requester, Slot, find_model, submit
 from paellapy.scheduler.engine.ring_client import ENGINE_CLOSED, RingClient, Waiter, thread_waiter
@@ -85,14 +85,14 @@ class Guarded(Requester):
     _residents: Residents | None
     _by_row: dict[int, LoadedModel]
     _jobs: dict[str, Job]
-    _turns: Turns
+    _leases: Leases
     _outside: list[str]  # work on the GPU that the core did not launch: loads, and code of jobs
     _faults: Faults
     _failure: BaseException | None
     _closed: bool
     _closing: bool
     _elsewhere: bool  # the engine belongs to the process from which this one was forked
-    _culprits = ""  # the models, jobs and turns on the GPU when it failed
+    _culprits = ""  # the models, jobs and leases on the GPU when it failed
 
     def loaded_rows(self) -> dict[int, LoadedModel]:
         """Loaded models by their row in the core."""
@@ -105,7 +105,7 @@ class Guarded(Requester):
 
     @property
     def failure_text(self) -> str:
-        """The failure, and the models, jobs and turns whose work was on the GPU: one of them caused it."""
+        """The failure, and the models, jobs and leases whose work was on the GPU: one of them caused it."""
         whose = f" (running at that time: {self._culprits})" if self._culprits else ""
         return f"{self._failure}{whose}"
 
@@ -170,20 +170,20 @@ class Guarded(Requester):
     def count_outside(self) -> None:
         """Tells the core of work on the GPU that it did not launch; not after a failure, which it may meet later."""
         if self._failure is None:
-            self.state.core["outside"][0] = len(self._outside) + self._turns.astray
+            self.state.core["outside"][0] = len(self._outside) + self._leases.astray
 
     def _on_gpu(self) -> str:
-        """The names of models, jobs and turns whose work is launched and not done: one of them caused the GPU's fault.
+        """The names of models, jobs and leases whose work is launched and not done: one of them caused the GPU's fault.
         """
         instances = self.state.flight[: int(self.state.core["flight"][0])]
         rows = sorted({int(self.state.instance["model"][instance]) for instance in instances})
         if self.state.core["lost_ns"][0]:  # the core met the failure first, and has ended all flights
             rows = np.flatnonzero(self.state.model["lost"]).tolist()
         flying = [self._named(self._by_row[row].model.name) for row in rows if row in self._by_row]
-        return ", ".join(dict.fromkeys((*flying, *map(self._named, self._turns.held), *self._outside)))
+        return ", ".join(dict.fromkeys((*flying, *map(self._named, self._leases.held), *self._outside)))
 
     def _named(self, name: str) -> str:
-        kind = "job " if name in self._jobs else "turn " if name in self._turns else ""
+        kind = "job " if name in self._jobs else "lease " if name in self._leases else ""
         return f"{kind}{name!r}"
 
     def _no_weights(self, row: int, name: str) -> Exception:
@@ -328,7 +328,7 @@ class Loading(Governed):
 
     def _load(self, model: Model) -> LoadedModel:
         with self._loading:
-            if model.name in self._models or model.name in self._jobs or model.name in self._turns:
+            if model.name in self._models or model.name in self._jobs or model.name in self._leases:
                 raise ModelError(f"a model or a job named {model.name!r} is loaded already; unload it first")
             free = int(np.count_nonzero(self.state.instance["model"] == codes.NONE))
             wanted = min(self.max_active or self.tuning.default_active, self.limits.instances_per_model, free)
@@ -508,7 +508,7 @@ def open_backend(device: Device) -> Backend:
     return CudaBackend(device)
 
 
-# Work that an engine runs beside requests: background jobs, and turns of code that was not captured.
+# Work that an engine runs beside requests: background jobs, and leases of code that was not captured.
 
 
 def _rank(what: str, priority: int) -> int:
@@ -519,7 +519,7 @@ def _rank(what: str, priority: int) -> int:
 
 
 class Hosting(Loading):
-    """An engine whose background jobs and turns share the GPU with requests."""
+    """An engine whose background jobs and leases share the GPU with requests."""
 
     guests: Guests
 
@@ -600,31 +600,31 @@ class Hosting(Loading):
         job.start(loaded, computes=isinstance(self.device, VirtualDevice))
         return job
 
-    def turn(self, name: str, *, priority: int = -1, share: float = 1.0, give_back_ms: float = 10.0) -> Turn:
-        """`with engine.turn("script"):` around code that was not captured: it runs when the policy grants it.
+    def lease(self, name: str, *, priority: int = -1, share: float = 1.0, give_back_ms: float = 10.0) -> Lease:
+        """`with engine.lease("script"):` around code that was not captured: it runs when the policy grants it.
 
-        `turn.wanted()` says when to give way. Other work waits at most `give_back_ms` for a turn that is wanted back.
-        After that the turn is over, and the launches of its code run beside others.
+        `lease.wanted()` says when to give way. Other work waits at most `give_back_ms` for a lease that is wanted back.
+        After that the lease is over, and the launches of its code run beside others.
         """
         self._check_open()
-        rank = _rank(f"turn {name!r}", priority)
+        rank = _rank(f"lease {name!r}", priority)
         with self._loading:
             if name in self._models or name in self._jobs:
-                raise ModelError(f"a model or a job named {name!r} is loaded already; give the turn another name")
-            if name not in self._turns and len(self._by_row) >= len(self.state.model):
+                raise ModelError(f"a model or a job named {name!r} is loaded already; give the lease another name")
+            if name not in self._leases and len(self._by_row) >= len(self.state.model):
                 raise ModelError(
-                    f"no room for turns named {name!r}: models, jobs and the names of turns take all "
-                    f"{len(self.state.model)} places, and a name keeps its place: give turns an earlier name, unload a "
-                    "model, or raise the engine's limits"
+                    f"no room for leases named {name!r}: models, jobs and the names of leases take all "
+                    f"{len(self.state.model)} places, and a name keeps its place: give leases an earlier name, unload "
+                    "a model, or raise the engine's limits"
                 )
-            return Turn(self, self._turns, name, rank, share, give_back_ms)
+            return Lease(self, self._leases, name, rank, share, give_back_ms)
 
     @property
     def backend(self) -> Backend:
         return self._backend
 
-    def open_turns(self, loaded: LoadedModel) -> None:
-        """Opens the turns of one name in the core."""
+    def open_leases(self, loaded: LoadedModel) -> None:
+        """Opens the leases of one name in the core."""
         install(self.state, loaded, self._backend.pool(self.state, loaded.model.priority))
         self._by_row[loaded.row] = loaded
         self._producer.command(codes.OPEN_MODEL, loaded.row)
@@ -649,8 +649,8 @@ class Hosting(Loading):
         return model_profile(job.loaded.model, job.loaded.profiles, len(job.loaded.instances), self.limits.requests)
 
     def job_stats(self) -> dict[str, dict[str, Any]]:
-        """Statistics of the work beside requests, by name: background jobs, turns, and guests."""
-        own = {**self._turns.stats(), **{name: job.stats() for name, job in self.jobs.items()}}
+        """Statistics of the work beside requests, by name: background jobs, leases, and guests."""
+        own = {**self._leases.stats(), **{name: job.stats() for name, job in self.jobs.items()}}
         # A script often has the name of a job: `train`.
         guests = {f"{name}-{each['pid']}" if name in own else name: each for name, each in self.guests.stats().items()}
         return {**guests, **own}
@@ -679,7 +679,7 @@ class Observed(Hosting):
             "models": {
                 each.model.name: loaded_stats(self.state, each)
                 for each in self.loaded_rows().values()
-                if not each.model.stateful and each.model.name not in self._turns
+                if not each.model.stateful and each.model.name not in self._leases
             },
             "jobs": self.job_stats(),
             "tenants": self.tenants,
@@ -812,7 +812,7 @@ class Engine(Observed):
         self.bell = Bell(self.state.bell, self._backend.sleeps_in_read)
         self._producer = RingClient(self.state, self.limits, 0, self.bell, self._open_wake_fd())
         self._tap = Tap(self.state) if self.limits.producers > 1 else None
-        self._unwatch, self._turns, self._outside = self._check_open, Turns(self), list[str]()
+        self._unwatch, self._leases, self._outside = self._check_open, Leases(self), list[str]()
         self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()
         self._since, self._segment_shares = time.monotonic(), segment_shares
         self._start()
@@ -890,7 +890,7 @@ class Engine(Observed):
             job.stop()
         for job in list(self._jobs.values()):
             job.join()
-        self._turns.end()
+        self._leases.end()
         self.guests.end()
         self._later.close()
 

@@ -1,12 +1,12 @@
-"""Turns: code that was not captured gets the GPU when the core grants it, and gives it back when the core wants it.
+"""Leases: code that was not captured gets the GPU when the core grants it, and gives it back when the core wants it.
 
-    with engine.turn("script", priority=-1) as turn:
+    with engine.lease("script", priority=-1) as lease:
         for batch in work:
             compute(batch)
-            turn.give_way()  # lets other work go first if it is waiting
+            lease.give_way()  # lets other work go first if it is waiting
 
-To the core a turn is a job of one segment that begins when it is granted and ends when it is given back: policies rank,
-admit and charge it like any other. A turn that has been wanted back for `give_back_ms` ends in any case.
+To the core a lease is a job of one segment that begins when it is granted and ends when it is given back: policies
+rank, admit and charge it like any other. A lease that has been wanted back for `give_back_ms` ends in any case.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ from paellapy.scheduler.models.profile import ProgramProfile
 from paellapy.scheduler.models.program import Program
 from paellapy.scheduler.models.tensors import Arrays, TensorSpec
 
-# Turns as a model of the core: its only segment signals that a turn is granted, and no work on the GPU ends it.
+# Leases as a model of the core: its only segment signals that a lease is granted, and no work on the GPU ends it.
 
 
-_USUAL_NS = 1e6  # assumed duration of a turn until one has been measured
+_USUAL_NS = 1e6  # assumed duration of a lease until one has been measured
 
 
 class Host(Protocol):
-    """The parts of the engine that turns use."""
+    """The parts of the engine that leases use."""
 
     state: State
     memory: MemoryPlan
 
     @property
     def backend(self) -> Backend: ...
-    def open_turns(self, loaded: LoadedModel) -> None: ...
+    def open_leases(self, loaded: LoadedModel) -> None: ...
     def outside(self, whose: str) -> AbstractContextManager[None]: ...
     def count_outside(self) -> None: ...
 
 
 def _never(weights: Arrays, inputs: Arrays, outputs: Arrays) -> None:
-    raise AssertionError("the core never runs the code of a turn; its owner does")
+    raise AssertionError("the core never runs the code of a lease; its owner does")
 
 
-def load_turns(host: Host, name: str, priority: int, share: float) -> LoadedModel:
-    """Loads a model whose only segment signals that a turn is granted; no work on the GPU ends it."""
+def load_leases(host: Host, name: str, priority: int, share: float) -> LoadedModel:
+    """Loads a model whose only segment signals that a lease is granted; no work on the GPU ends it."""
     nothing = {"nothing": TensorSpec((1,), np.uint8)}
     model = Model(
         name, _never, inputs=nothing, outputs=nothing, batch=(1,), instances=1, priority=priority, share=share
@@ -70,19 +70,19 @@ def load_turns(host: Host, name: str, priority: int, share: float) -> LoadedMode
     profile = ProgramProfile(1, ((0, 1),), (segment,), _USUAL_NS, {}, True)
     launches = Launches(Program(model, 0, 1, [], True, None), ((0, 1),), [handle], 0, [instance])
     loaded = LoadedModel(model, {}, reservation, [instance], [profile], [[launches]])
-    host.open_turns(loaded)
+    host.open_leases(loaded)
     row = loaded.instance_rows[0]
     host.state.whole["handle"][row, 0] = handle  # the program has one segment, so the whole program is the same launch
     host.state.whole["word"][row, 0] = host.state.launch["word"][row, 0, 0]
     return loaded
 
 
-_WATCH_S = 0.0005  # how often turns are checked while there are any
-_SOON_S, _LATE_S = 20e-6, 500e-6  # how often a waiting turn is polled: at first, and later on
+_WATCH_S = 0.0005  # how often leases are checked while there are any
+_SOON_S, _LATE_S = 20e-6, 500e-6  # how often a waiting lease is polled: at first, and later on
 
 
 class _Busy:
-    """Whose turn it is, of all turns of one name: a thread's or a task's."""
+    """Whose lease it is, of all leases of one name: a thread's or a task's."""
 
     def __init__(self, name: str) -> None:
         self._name, self._lock = name, threading.Lock()
@@ -92,7 +92,7 @@ class _Busy:
         me = _me()
         if self._holder == me:
             raise ModelError(
-                f"turn {self._name!r} is held here already, so a second one would wait for ever: use the first, or "
+                f"lease {self._name!r} is held here already, so a second one would wait for ever: use the first, or "
                 "another name"
             )
         if not self._lock.acquire(blocking):
@@ -101,7 +101,7 @@ class _Busy:
         return True
 
     def hand_over(self) -> None:
-        """The holder gave up: another thread releases the name when the turn has ended."""
+        """The holder gave up: another thread releases the name when the lease has ended."""
         self._holder = None
 
     def release(self) -> None:
@@ -117,27 +117,27 @@ def _me() -> object:
         return threading.get_ident()
 
 
-class Turns:
-    """All turns of one engine, and the thread that takes overdue turns back."""
+class Leases:
+    """All leases of one engine, and the thread that takes overdue leases back."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
         self._lock = threading.Lock()
         self._names: dict[str, LoadedModel] = {}
         self._busy: dict[str, _Busy] = {}
-        self._held: list[Turn] = []
+        self._held: list[Lease] = []
         self._wake, self._ended = threading.Event(), False
         self._thread: threading.Thread | None = None
 
     def find(self, name: str, priority: int, share: float) -> tuple[LoadedModel, _Busy]:
         with self._lock:
             if name not in self._names:
-                self._names[name] = load_turns(self._host, name, priority, share)
+                self._names[name] = load_leases(self._host, name, priority, share)
                 self._busy[name] = _Busy(name)
             model = self._names[name].model
             if (model.priority, model.share) != (priority, share):
                 raise ModelError(
-                    f"turns named {name!r} have priority {model.priority} and share {model.share}: give turns "
+                    f"leases named {name!r} have priority {model.priority} and share {model.share}: give leases "
                     "with other values another name"
                 )
             return self._names[name], self._busy[name]
@@ -147,44 +147,44 @@ class Turns:
 
     @property
     def held(self) -> list[str]:
-        """Names of turns that their owners have: also of those that were taken back while their code went on."""
-        return [turn.name for turn in list(self._held)]
+        """Names of leases that their owners have: also of those that were taken back while their code went on."""
+        return [lease.name for lease in list(self._held)]
 
     @property
     def astray(self) -> int:
-        """The number of turns that were taken back while their code went on."""
-        return sum(turn.over for turn in list(self._held))
+        """The number of leases that were taken back while their code went on."""
+        return sum(lease.over for lease in list(self._held))
 
     def count_astray(self) -> None:
         self._host.count_outside()
 
     def outside(self, name: str) -> contextlib.AbstractContextManager[None]:
-        return self._host.outside(f"turn {name!r}")
+        return self._host.outside(f"lease {name!r}")
 
-    def watch(self, turn: Turn) -> None:
+    def watch(self, lease: Lease) -> None:
         with self._lock:
-            self._held.append(turn)
+            self._held.append(lease)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._watch, name="paellapy-turns", daemon=True)
+                self._thread = threading.Thread(target=self._watch, name="paellapy-leases", daemon=True)
                 self._thread.start()
         self._wake.set()
 
-    def forget(self, turn: Turn) -> None:
+    def forget(self, lease: Lease) -> None:
         with self._lock, contextlib.suppress(ValueError):
-            self._held.remove(turn)
+            self._held.remove(lease)
 
     def end(self) -> None:
-        """Ends every turn, because the engine closes."""
+        """Ends every lease, because the engine closes."""
         self._ended = True
         self._wake.set()
-        for turn in list(self._held):
-            turn.take_back()
+        for lease in list(self._held):
+            lease.take_back()
 
     def _watch(self) -> None:
         while not self._ended:
             self._wake.wait()
-            for turn in list(self._held):
-                turn.look()
+            for lease in list(self._held):
+                lease.look()
             if self._held:
                 time.sleep(_WATCH_S)
             else:
@@ -196,7 +196,7 @@ class Turns:
         held = set(self.held)
         return {
             name: {
-                "kind": "turns",
+                "kind": "leases",
                 "state": "running" if name in held else "waiting",
                 "steps": int(self._host.state.outcome[loaded.row, 0]),
                 "priority": loaded.model.priority,
@@ -206,14 +206,14 @@ class Turns:
         }
 
 
-class Turn:
+class Lease:
     """Repeated leases on the GPU for one owner: a context manager, also for asyncio."""
 
-    def __init__(self, engine: Requester, turns: Turns, name: str, priority: int, share: float, give_back_ms: float):
+    def __init__(self, engine: Requester, leases: Leases, name: str, priority: int, share: float, give_back_ms: float):
         if not give_back_ms > 0:
-            raise ModelError(f"turn {name!r}: give_back_ms={give_back_ms}; the time must be above 0")
-        self.name, self._engine, self._turns, self._give_back_s = name, engine, turns, give_back_ms * 1e-3
-        self._loaded, self._busy = turns.find(name, priority, share)
+            raise ModelError(f"lease {name!r}: give_back_ms={give_back_ms}; the time must be above 0")
+        self.name, self._engine, self._leases, self._give_back_s = name, engine, leases, give_back_ms * 1e-3
+        self._loaded, self._busy = leases.find(name, priority, share)
         self._instance = self._loaded.instances[0]
         self._ended = _Ended()
         self._taking = threading.Lock()
@@ -236,7 +236,7 @@ class Turn:
         return bool((rank[active] > own).any() or (rank[ready[ready != mine]] >= own).any() or (others >= own).any())
 
     def give_way(self) -> bool:
-        """If the turn is wanted, gives it back and waits for the next one. Returns whether it did."""
+        """If the lease is wanted, gives it back and waits for the next one. Returns whether it did."""
         if not self._to_give():
             return False
         self._release()
@@ -253,7 +253,7 @@ class Turn:
 
     def _to_give(self) -> bool:
         if not self._inside:
-            raise ModelError(f"turn {self.name!r} is not held: call give_way() inside `with engine.turn(…)`")
+            raise ModelError(f"lease {self.name!r} is not held: call give_way() inside `with engine.lease(…)`")
         return self.over or self.wanted()
 
     def __enter__(self) -> Self:
@@ -263,7 +263,7 @@ class Turn:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._inside:  # otherwise `give_way` was interrupted, and has given up the turn
+        if self._inside:  # otherwise `give_way` was interrupted, and has given up the lease
             self._leave()
 
     async def __aenter__(self) -> Self:
@@ -292,7 +292,7 @@ class Turn:
             raise
 
     def _acquire(self) -> None:
-        """Waits for the turn. If that fails, the name is free again at once, or when the turn asked for has ended."""
+        """Waits for the lease. If that fails, the name is free again at once, or when the lease asked for has ended."""
         self._ask()
         try:
             since = time.monotonic()
@@ -301,7 +301,7 @@ class Turn:
         except BaseException:
             self._give_up()
             raise
-        self._turns.watch(self)
+        self._leases.watch(self)
 
     async def _acquire_async(self) -> None:
         self._ask()
@@ -311,18 +311,18 @@ class Turn:
         except BaseException:
             self._give_up()
             raise
-        self._turns.watch(self)
+        self._leases.watch(self)
 
     def _granted(self) -> bool:
         if self._instance.draining[0]:
             return True
         self._engine._check_open()
-        self._engine._producer.drain()  # the turn's instance may wait until the end of the last turn is read
+        self._engine._producer.drain()  # the lease's instance may wait until the end of the last lease is read
         return False
 
     def _give_up(self) -> None:
-        """Stops waiting for the turn: it ends as soon as it is granted. Until then its name stays busy, because a
-        second turn in the same instance would take this one's grant for its own.
+        """Stops waiting for the lease: it ends as soon as it is granted. Until then its name stays busy, because a
+        second lease in the same instance would take this one's grant for its own.
         """
         self._inside = False
         self._busy.hand_over()
@@ -336,7 +336,7 @@ class Turn:
             finally:
                 self._busy.release()
 
-        threading.Thread(target=end, name="paellapy-turn-end", daemon=True).start()
+        threading.Thread(target=end, name="paellapy-lease-end", daemon=True).start()
 
     def _leave(self) -> None:
         self._inside = False
@@ -347,30 +347,30 @@ class Turn:
 
     def _release(self) -> None:
         try:
-            with self._turns.outside(self.name):
-                self._turns.forget(self)
+            with self._leases.outside(self.name):
+                self._leases.forget(self)
                 _wait_for_work()
         finally:
             self._end()
 
     def _end(self) -> None:
-        """Ends the turn, and waits until the core knows."""
+        """Ends the lease, and waits until the core knows."""
         self.take_back()
         while not self._ended.is_set() and not self._engine.over:
             self._engine._producer.drain()
             time.sleep(_SOON_S)
 
     def take_back(self) -> None:
-        """Ends the turn, so that the core continues; callable from any thread."""
+        """Ends the lease, so that the core continues; callable from any thread."""
         with self._taking:
             if not self.over:
                 self.over = True
-                self._turns.count_astray()
+                self._leases.count_astray()
                 self._instance.words[0] = 1
                 self._engine._producer.nudge()
 
     def look(self) -> None:
-        """Takes the turn back if it has been wanted for too long; called by the thread that watches turns."""
+        """Takes the lease back if it has been wanted for too long; called by the thread that watches leases."""
         if self.over:
             return
         now = time.monotonic()
@@ -383,7 +383,7 @@ class Turn:
 
 
 class _Ended(threading.Event):
-    """The core's answer to a turn, set when the turn has ended in any way."""
+    """The core's answer to a lease, set when the lease has ended in any way."""
 
     def __call__(self, entry: Any) -> None:
         self.set()
@@ -398,7 +398,7 @@ async def _in_thread(function: Callable[[], None]) -> None:
 
 
 def _wait_for_work() -> None:
-    """Waits for the work that the turn's code launched, because it is part of the turn."""
+    """Waits for the work that the lease's code launched, because it is part of the lease."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.current_stream().synchronize()

@@ -1,8 +1,8 @@
-// Work beside requests: background jobs, turns, other processes. Hidden while there is none.
+// Work beside requests: background jobs, leases, other processes. Hidden while there is none.
 
 import { count, duration, el, say } from "./format.js";
 
-const JOB_KINDS = { background: "background job", turns: "turns", process: "other process" };
+const JOB_KINDS = { background: "background job", leases: "leases", process: "other process" };
 
 export function makeJobsPanel() {
   const body = el("tbody");
@@ -11,7 +11,7 @@ export function makeJobsPanel() {
     el("thead", {}, el("tr", {}, head("job", "pp-text"), head("kind", "pp-text pp-minor"), head("state", "pp-text"),
       head("priority", "pp-minor"), head("share", "pp-minor"), head("done"), head("per s"), head("waited", "pp-minor"))), body);
   const node = el("section", { class: "pp-panel pp-wide", "aria-label": "Jobs beside requests", hidden: true },
-    el("div", { class: "pp-title" }, el("h2", {}, "Beside requests"), el("p", {}, "jobs, turns and other processes")), table);
+    el("div", { class: "pp-title" }, el("h2", {}, "Beside requests"), el("p", {}, "jobs, leases and other processes")), table);
 
   function update(snapshot) {
     const jobs = snapshot.jobs ?? [];

@@ -323,7 +323,7 @@ def test_a_server_goes_on_without_a_model_that_cannot_be_loaded_and_says_why(tmp
 
 def test_the_error_of_a_server_names_whose_work_was_on_the_gpu():
     with Engine("virtual:h200") as engine:
-        with engine.outside("turn 'script'"):
+        with engine.outside("lease 'script'"):
             pass
         assert engine.state.core["outside"][0] == 0
         with engine.outside("job 'train'"):

@@ -613,8 +613,8 @@ def test_turns_are_granted_by_a_graph_and_ended_by_the_host(run):
         with Engine("cuda", policy="serial") as engine:
             engine.load(scale_model())
             for _ in range(3):
-                with engine.turn("script", give_back_ms=5) as turn:
+                with engine.lease("script", give_back_ms=5) as lease:
                     assert (engine.infer_sync("scale", ONES)["y"] == 2).all()
-                    assert turn.over
+                    assert lease.over
         assert not fake.executables
     """)

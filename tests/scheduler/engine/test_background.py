@@ -491,18 +491,18 @@ def test_a_fault_of_the_gpu_names_the_job_and_nothing_hangs():
             engine.background(lambda: x.add_(1.0), name="again", state=[x])
 
 
-def test_a_fault_of_the_gpu_names_the_turn_also_when_it_was_taken_back():
+def test_a_fault_of_the_gpu_names_the_lease_also_when_it_was_taken_back():
     with pp.Engine(DEVICE) as engine:
         engine.load(scale_model())
-        with engine.turn("script") as turn:
-            assert engine._on_gpu() == "turn 'script'"
-            turn.take_back()
-            lose_the_gpu(engine, "turn 'script'")
-        with pytest.raises(EngineFailedError, match="turn 'script'"):
+        with engine.lease("script") as lease:
+            assert engine._on_gpu() == "lease 'script'"
+            lease.take_back()
+            lose_the_gpu(engine, "lease 'script'")
+        with pytest.raises(EngineFailedError, match="lease 'script'"):
             engine.infer_sync("scale", {"x": np.ones(64, np.float32)})
 
 
-@pytest.mark.parametrize("where", ["the first step", "a callback", "a turn", "a load"])
+@pytest.mark.parametrize("where", ["the first step", "a callback", "a lease", "a load"])
 def test_work_outside_of_the_core_that_loses_the_gpu_is_named(monkeypatch, where):
     x = torch.zeros(4)
 
@@ -511,16 +511,16 @@ def test_work_outside_of_the_core_that_loses_the_gpu_is_named(monkeypatch, where
         raise RuntimeError("CUDA error")
 
     with pp.Engine(DEVICE) as engine:
-        whose = {"a turn": "turn 'script'", "a load": "'lost'"}.get(where, "job 'train'")
+        whose = {"a lease": "lease 'script'", "a load": "'lost'"}.get(where, "job 'train'")
         if where == "a callback":
             job = engine.background(lambda: x.add_(1.0), name="train", state=[x], every=1, callback=lose)
             assert job.join(30)
             error = job.error
         else:
             with pytest.raises(pp.PaellaError) as caught:  # noqa: PT012
-                if where == "a turn":
+                if where == "a lease":
                     monkeypatch.setattr(turn_module, "_wait_for_work", lose)
-                    with engine.turn("script"):
+                    with engine.lease("script"):
                         pass
                 elif where == "a load":
                     specs = {"inputs": {"x": pp.TensorSpec((4,))}, "outputs": {"y": pp.TensorSpec((4,))}}

@@ -218,7 +218,7 @@ try:
         spoil()
         engine.background(look_up, name="train", state=[total])
     else:
-        with engine.turn("script"):
+        with engine.lease("script"):
             spoil()
             look_up()
 except Exception as e:
@@ -233,7 +233,7 @@ print("closed")
 """
 
 
-@pytest.mark.parametrize("where", ["a step", "the first step", "a turn"])
+@pytest.mark.parametrize("where", ["a step", "the first step", "a lease"])
 def test_a_fault_on_the_gpu_names_whose_it_was_and_nothing_hangs(where):
     # In a process of its own: a fault takes the CUDA context with it.
     path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
@@ -241,5 +241,5 @@ def test_a_fault_on_the_gpu_names_whose_it_was_and_nothing_hangs(where):
         [sys.executable, "-c", f"WHERE = {where!r}\n{FAULT}"], env={**os.environ, "PYTHONPATH": path},
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
-    whose = "turn 'script'" if where == "a turn" else "job 'train'"
+    whose = "lease 'script'" if where == "a lease" else "job 'train'"
     assert run.stdout.splitlines() == ["failed", f"{whose})", "closed"], run.stderr

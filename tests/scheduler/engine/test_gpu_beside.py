@@ -1,4 +1,4 @@
-"""On a real GPU, beside requests: graphs of others, turns, scripts that fork or outlive the engine, moving weights."""
+"""On a real GPU, beside requests: graphs of others, leases, scripts that fork or outlive the engine, moving weights."""
 
 from __future__ import annotations
 
@@ -77,17 +77,17 @@ def test_the_handle_of_a_graph_is_a_graph():
         assert np.array_equal(engine.infer_sync("net", {"x": X})["y"], 3 * X + 1)
 
 
-def test_work_in_turns_and_requests_are_both_right(engine):
+def test_work_in_leases_and_requests_are_both_right(engine):
     twos, made, stop = 2 * torch.eye(256, device="cuda"), [], threading.Event()
 
     def script() -> None:
-        with engine.turn("script", give_back_ms=5) as turn:
+        with engine.lease("script", give_back_ms=5) as lease:
             while not stop.is_set():
                 product = twos
                 for _ in range(8):
                     product = product @ twos
                 made.append(float(product.trace()))
-                turn.give_way()
+                lease.give_way()
 
     thread = threading.Thread(target=script)
     thread.start()
@@ -99,7 +99,7 @@ def test_work_in_turns_and_requests_are_both_right(engine):
         stop.set()
         thread.join()
     assert set(made) == {256 * 2.0**9}
-    with pytest.raises(ZeroDivisionError), engine.turn("script"):
+    with pytest.raises(ZeroDivisionError), engine.lease("script"):
         _ = [twos.add_(0.0), 1 / 0]
     scales(engine)
 

@@ -173,7 +173,7 @@ def test_the_command_line_refuses_in_one_sentence(option, value):
 
 def test_a_priority_that_the_core_cannot_hold_is_refused(engine):
     uses = (
-        lambda priority: engine.turn("script", priority=priority),
+        lambda priority: engine.lease("script", priority=priority),
         lambda priority: engine.background(lambda: None, state=[], priority=priority),
         lambda priority: scale_model().changed(priority=priority),
     )

@@ -54,7 +54,7 @@ def job(engine):
     return engine.stats()["jobs"].get("guest_script")
 
 
-def test_a_script_is_held_back_killed_in_its_turn_and_never_missed(engine):
+def test_a_script_is_held_back_killed_in_its_lease_and_never_missed(engine):
     with guest("--best-effort") as process:
         wait_until(lambda: (job(engine) or {"launches": 0})["launches"] > 0)
         assert job(engine)["pid"] == process.pid
@@ -118,7 +118,7 @@ def test_a_gate_closes_for_higher_priority_and_opens_after_it(engine):
     engine.infer_sync("scale", {"x": X})
     wait_until(lambda: engine.stats()["jobs"]["here"]["closes"] == 1)
     wait_until(lambda: not own.words[launch_hook.CLOSED_UNTIL_NS])
-    with engine.turn("low", priority=-2):  # not for lower priorities
+    with engine.lease("low", priority=-2):  # not for lower priorities
         time.sleep(0.01)
         assert engine.stats()["jobs"]["here"]["closes"] == 1
     line.close()
@@ -138,10 +138,10 @@ def test_two_guests_of_one_name_are_told_apart_and_more_than_fit_are_refused(eng
     assert engine.stats()["jobs"] == {}
 
 
-def test_a_guest_with_the_name_of_a_turn_is_seen_beside_it(engine):
-    with Guest("train").connect(), engine.turn("train"):
+def test_a_guest_with_the_name_of_a_lease_is_seen_beside_it(engine):
+    with Guest("train").connect(), engine.lease("train"):
         kinds = {name: each["kind"] for name, each in engine.stats()["jobs"].items()}
-        assert kinds == {"train": "turns", f"train-{os.getpid()}": "process"}
+        assert kinds == {"train": "leases", f"train-{os.getpid()}": "process"}
 
 
 def test_a_lease_that_nobody_renews_expires():
