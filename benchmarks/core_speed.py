@@ -33,7 +33,7 @@ from common import save
 from numpy.typing import NDArray
 
 from paellapy.instrument.gpu_model.parts import part
-from paellapy.instrument.jit import compiled
+from paellapy.instrument.numba_ext.link import compiled
 from paellapy.scheduler.core import codes, tables
 from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.atomics import store_at

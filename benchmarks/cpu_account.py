@@ -46,11 +46,11 @@ def begin() -> None:
     builtins.__import__ = _counted(builtins.__import__, IMPORTS)  # lazy imports come through this too
     from numba.core import codegen, compiler
 
-    from paellapy.instrument import jit_library
+    from paellapy.instrument.numba_ext import link
 
-    for library in (codegen.CPUCodeLibrary, jit_library.EntryLibrary):
+    for library in (codegen.CPUCodeLibrary, link.EntryLibrary):
         library.finalize = _counted(library.finalize, LLVM)  # type: ignore[method-assign]
-    for kind in (compiler.CompilerBase, jit_library.EntryCompiler):
+    for kind in (compiler.CompilerBase, link.EntryCompiler):
         kind._compile_core = _counted(kind._compile_core, NUMBA)  # type: ignore[method-assign]
 
 

@@ -14,7 +14,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.jit_cache import EntryCache
+from paellapy.instrument.numba_ext.cache import EntryCache
 from paellapy.scheduler.core import codes, rings, tables
 from paellapy.scheduler.core.admission import ASKED, LET_IN, leaves, lets_in, new_allowances, reader
 from paellapy.scheduler.core.atomics import call_launch, call_write, copy_bytes, load_at, store_at

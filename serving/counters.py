@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from paellapy.instrument.jit import compiled
+from paellapy.instrument.numba_ext.link import compiled
 from paellapy.instrument.traces.session import counts
 from paellapy.scheduler.core.codes import OK
 from paellapy.scheduler.core.tables import Table

@@ -292,7 +292,7 @@ class CudaDevice(Device):
         stream = 0
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
-            stream = torch._C._cuda_getCurrentRawStream(self.index)
+            stream = torch._C._cuda_getCurrentRawStream(self.index)  # noqa: SLF001  PyTorch's own; Triton calls it too
         if not stream:
             cupy = sys.modules.get("cupy")
             if cupy is not None:

@@ -160,7 +160,7 @@ class CudaRun(Run):
         else:
             assert isinstance(blocks, CudaRun)
             self._before, self.part = blocks, (0, blocks.count_left())
-        self._list = self._preemption.new_list(self.part[1], work.stream)
+        self.list = self._preemption.new_list(self.part[1], work.stream)
         self._count = -1
         self._numbers: NDArray[np.int64] | None = None
         self._stream = work.stream
@@ -170,8 +170,8 @@ class CudaRun(Run):
     @property
     def words(self) -> tuple[int, int, int, int]:
         """The list of its blocks (or 0), the list for blocks that do not run, its flag, and this launch's number."""
-        todo = self._before._list.ptr + LEFT_HEAD_BYTES if self._before is not None else 0
-        return todo, self._list.ptr, self._flag.address, self.epoch
+        todo = self._before.list.ptr + LEFT_HEAD_BYTES if self._before is not None else 0
+        return todo, self.list.ptr, self._flag.address, self.epoch
 
     def launched(self) -> None:
         """Called once the kernel is on its stream."""
@@ -188,7 +188,7 @@ class CudaRun(Run):
     def count_left(self) -> int:
         if self._count < 0:
             caught = self._flag.has_caught(self.epoch)
-            self._count = int(self._preemption.read(self._list.ptr, 1)[0]) if caught else 0
+            self._count = int(self._preemption.read(self.list.ptr, 1)[0]) if caught else 0
             if self._before is not None:  # its list is not read any more
                 before, self._before = self._before, None
                 before.release()
@@ -199,12 +199,12 @@ class CudaRun(Run):
     def left(self) -> NDArray[np.int64]:
         if self._numbers is None:
             count = self.count_left()
-            self._numbers = self._preemption.read(self._list.ptr + LEFT_HEAD_BYTES, count).astype(np.int64)
+            self._numbers = self._preemption.read(self.list.ptr + LEFT_HEAD_BYTES, count).astype(np.int64)
         return self._numbers
 
     def release(self) -> None:
         """Releases its list, which no launch uses any more."""
-        self._preemption.keep_list(self._list)
+        self._preemption.keep_list(self.list)
 
     def elapsed_ns(self) -> float:
         assert self._end is not None

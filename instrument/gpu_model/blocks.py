@@ -58,8 +58,7 @@ from paellapy.instrument.gpu_model.tables import (
     WAIT_NS,
     State,
 )
-from paellapy.instrument.jit import address_of, part, reachable
-from paellapy.instrument.jit_call import call_with
+from paellapy.instrument.numba_ext.link import address_of, call_with, part, reachable
 from paellapy.instrument.records import WARP_SHIFT
 
 # Shared rates: memory traffic, fp32 and tensor flops, given to SMs and divided over their blocks. Compiled.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.jit import part
+from paellapy.instrument.numba_ext.link import part
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -65,7 +65,7 @@ from paellapy.instrument.gpu_model.tables import (
     unfinished_launches,
     who_waits,
 )
-from paellapy.instrument.jit import address_of, compiled, part, reachable
+from paellapy.instrument.numba_ext.link import address_of, compiled, part, reachable
 
 # The compiled core of the SM model: the next event, and its time. No Python objects; time is float64 nanoseconds.
 

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from paellapy.instrument.errors import LaunchError
 from paellapy.instrument.gpu_model.heaps import Floats, Ints, new_tree
 from paellapy.instrument.gpu_model.parts import Part, Timing
+from paellapy.instrument.numba_ext.tables import TableSet, table, table_set
 from paellapy.instrument.records import BLOCK, SM_LINE
-from paellapy.instrument.table_set import TableSet, table, table_set
 
 INF = np.inf
 MEMORY, FP32, TENSOR = 0, 1, 2

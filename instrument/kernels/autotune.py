@@ -107,7 +107,7 @@ class Tuner:
 
 def in_trial() -> bool:
     """Whether Triton's own autotuner, above a kernel of ours, tries a configuration at this moment."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(2)  # noqa: SLF001  CPython's own
     while frame is not None and frame.f_globals.get("__name__") == Autotuner.__module__:
         if frame.f_code.co_name == "kernel_call":
             return True

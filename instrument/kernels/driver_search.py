@@ -45,7 +45,7 @@ class _Finder:
 
 
 def _extend(module: Any) -> None:
-    search = module._create_driver
+    search = module._create_driver  # noqa: SLF001  Triton's own
     if getattr(search, "finds_virtual", False):
         return
 
@@ -60,4 +60,4 @@ def _extend(module: Any) -> None:
         return VirtualDriver()
 
     create_driver.finds_virtual = True  # type: ignore[attr-defined]
-    module._create_driver = create_driver
+    module._create_driver = create_driver  # noqa: SLF001  Triton's own

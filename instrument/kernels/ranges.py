@@ -73,7 +73,8 @@ _OURS = (range_begin, range_end, range)
 
 
 def _mark(begins: bool, name: Any, per_warp: Any, semantic: Any) -> None:
-    marker = Marker(begins, bool(core._unwrap_if_constexpr(per_warp)), core._unwrap_if_constexpr(name))
+    plain = core._unwrap_if_constexpr  # noqa: SLF001  Triton's own
+    marker = Marker(begins, bool(plain(per_warp)), plain(name))
     if _marking.on:
         # Triton's inline assembly must have a result. It is not pure, so that it keeps its place among loads and
         # stores.

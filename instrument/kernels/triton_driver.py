@@ -53,7 +53,7 @@ class VirtualDriver(DriverBase):  # type: ignore[misc]
 
     def get_current_stream(self, device: int = 0) -> int:
         """Called by Triton's own launch, which cannot run here."""
-        caller = sys._getframe(1).f_locals.get("self")
+        caller = sys._getframe(1).f_locals.get("self")  # noqa: SLF001  CPython's own
         name = getattr(caller, "__name__", "a kernel")
         raise LaunchError(
             f"kernel {name!r} is not a pp.kernel, and there is no GPU on which Triton could run it: put @pp.kernel "

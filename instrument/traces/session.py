@@ -126,13 +126,13 @@ Made = tuple[Compiled, Sequence[Any]]  # a launch's kernel; and on a real GPU it
 class Session:
     """The launches of one trace while it runs. Ids are never reused, so records of earlier traces are recognised."""
 
-    _next_id = 1
+    next_id = 1
     # Launches inside CUDA graphs, which may be replayed in a later trace.
     _captured: dict[int, tuple[str, tuple[Any, ...], Made]] = {}  # noqa: RUF012
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self.first_id = Session._next_id
+        self.first_id = Session.next_id
         self._kernels: dict[str, int] = {}
         self._rows: list[tuple[Any, ...]] = []
         self.begin_ns = device.clock_ns()
@@ -155,8 +155,8 @@ class Session:
         values: Sequence[Any] = (),
     ) -> int:
         """Records a launch and gives it an id."""
-        launch = self.last = Session._next_id
-        Session._next_id += 1
+        launch = self.last = Session.next_id
+        Session.next_id += 1
         shared = shared_bytes + compiled.code.static_shared_bytes
         warps = -(-threads // 32)
         submit = self.device.host_ns()
@@ -175,8 +175,8 @@ class Session:
 
     def reserve(self, count: int) -> NDArray[np.uint32]:
         """Ids for launches that other code will make."""
-        first = Session._next_id
-        Session._next_id += count
+        first = Session.next_id
+        Session.next_id += count
         return np.arange(first, first + count, dtype=np.uint32)
 
     def add_foreign(self, launch: int, facts: Any) -> None:
@@ -261,7 +261,7 @@ class trace:
                 prepare(device, session)
             device.session = session
         self._session: Session = device.session
-        self._first, self._begin_ns = Session._next_id, device.clock_ns()
+        self._first, self._begin_ns = Session.next_id, device.clock_ns()
         self._watch = Watch()
         self.result = Trace(np.zeros(0, BLOCK), np.zeros(0, LAUNCH), (), self._facts())
         self.result.recording = True

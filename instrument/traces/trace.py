@@ -348,7 +348,7 @@ class Trace:
             "unfinished": self.unfinished,
             "unseen": self.unseen,
         }
-        more, about = self._more()
+        more, about = self.own_tables()
         if self.ranges.names:
             more = {**more, "ranges": self.ranges.records}
             facts |= {"ranges": self.ranges.names, "ranges_lost": self.ranges.lost}
@@ -364,7 +364,7 @@ class Trace:
             given = facts["device"]
             device = DeviceFacts(**given | {"compute_capability": tuple(given["compute_capability"])})
             kernels = [str(name) for name in facts["kernels"]]
-            kind = Trace._kinds.get(facts.get("kind", ""))
+            kind = Trace.kinds.get(facts.get("kind", ""))
             if kind is None:
                 raise TraceError(f"{path} is a trace of kind {facts['kind']!r}: import paellapy first, or upgrade it")
             found = kind(blocks, launches, kernels, device, int(facts["dropped"]), int(facts["unfinished"]))
@@ -374,24 +374,24 @@ class Trace:
                 found.ranges = TracedRanges(records, tuple(map(str, facts["ranges"])), int(facts["ranges_lost"]))
             if "work" in more:
                 found.work = widened(more.pop("work"), WORK)
-            found._take(more, facts)
+            found.take_tables(more, facts)
             return found
 
         return read(Path(path), build)
 
     # Traces with more than blocks, such as an engine's, have their own class, and their own tables in the file.
-    _kinds: ClassVar[dict[str, type[Trace]]] = {}
+    kinds: ClassVar[dict[str, type[Trace]]] = {}
 
     def __init_subclass__(cls, kind: str, **others: Any) -> None:
         super().__init_subclass__(**others)
-        Trace._kinds[kind] = cls
+        Trace.kinds[kind] = cls
 
-    def _more(self) -> tuple[Tables, dict[str, Any]]:
+    def own_tables(self) -> tuple[Tables, dict[str, Any]]:
         """Tables and facts beyond those that every trace has."""
         return {}, {}
 
-    def _take(self, more: Tables, facts: Mapping[str, Any]) -> None:
-        """The inverse of `_more`."""
+    def take_tables(self, more: Tables, facts: Mapping[str, Any]) -> None:
+        """The inverse of `own_tables`."""
 
     def __repr__(self) -> str:
         if self.recording:
@@ -436,7 +436,7 @@ class Trace:
         return np.isin(self.blocks["kernel"], self._indices(kernel))
 
 
-Trace._kinds[""] = Trace
+Trace.kinds[""] = Trace
 
 
 def _frozen(array: Records) -> Records:

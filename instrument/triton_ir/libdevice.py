@@ -214,7 +214,7 @@ _SAME = (
     "exp exp2 expm1 log log2 log10 log1p sqrt cbrt sin cos tan asin acos atan atan2 sinh cosh tanh erf floor ceil "
     "trunc copysign fma"
 )
-_NAMES: dict[str, Function] = {
+FUNCTIONS: dict[str, Function] = {
     **{name: FLOAT[f"math.{name}"][0] for name in _SAME.split()},
     "rsqrt": rsqrt,
     "rcbrt": _wide(lambda x: 1 / np.cbrt(x)),
@@ -324,8 +324,8 @@ def lookup(symbol: str) -> Function | None:
     True
     """
     name = symbol.strip('"').removeprefix("__nv_")
-    if name in _NAMES:
-        return _NAMES[name]
+    if name in FUNCTIONS:
+        return FUNCTIONS[name]
     if m := _CONVERSION.match(name):
         source, target, mode = _TYPES[m[1]], _TYPES[m[2]], m[3]
         if target[0] == "f":
@@ -334,6 +334,6 @@ def lookup(symbol: str) -> Function | None:
     if m := _DIRECTED.match(name):
         return rnd.directed(m[1] or m[2], m[3])
     for pattern in _CANDIDATES:
-        if (m := re.match(pattern, name)) and m[1] in _NAMES:
-            return _NAMES[m[1]]
+        if (m := re.match(pattern, name)) and m[1] in FUNCTIONS:
+            return FUNCTIONS[m[1]]
     return None

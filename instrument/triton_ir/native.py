@@ -9,7 +9,7 @@ import numpy as np
 from numba import njit
 from numba.extending import intrinsic
 
-from paellapy.instrument.jit import loop
+from paellapy.instrument.numba_ext.link import loop
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -245,7 +245,7 @@ _INTEGER: dict[str, Function] = {
     "min": np.minimum, "neg": np.negative, "abs": np.abs, "and": np.bitwise_and, "or": np.bitwise_or,
     "xor": np.bitwise_xor, "not": np.invert, "div": ew.divide, "rem": np.fmod,
     "popc": lambda x: np.bitwise_count(x).astype(np.uint32), "clz": lambda x: ew.leading_zeros(x).astype(np.uint32),
-    "brev": lambda x: libdevice._NAMES["brev"](x.view(f"i{x.dtype.itemsize}")),
+    "brev": lambda x: libdevice.FUNCTIONS["brev"](x.view(f"i{x.dtype.itemsize}")),
 }  # fmt: skip
 _PREDICATE: dict[str, Function] = {
     "and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor, "not": np.logical_not,

@@ -23,8 +23,7 @@ from paellapy.instrument.device.cuda import CudaDevice
 from paellapy.instrument.device.cuda_memory import CudaArray, CudaStream
 from paellapy.instrument.device.driver import NOT_READY, check, driver, fail, library, relaxed_capture
 from paellapy.instrument.errors import LaunchError, PaellaError
-from paellapy.instrument.jit import compiled
-from paellapy.instrument.jit_call import call_with
+from paellapy.instrument.numba_ext.link import call_with, compiled
 from paellapy.scheduler.backends.base import (
     RETRY_S,
     Backend,

@@ -233,7 +233,7 @@ class GraphCapture(InstanceCapture):
         """Records the node just added: the one on which the next operation on the stream depends."""
         info = check(driver().cuStreamGetCaptureInfo(self.device.current_stream()), "reading a capture")
         dependencies = info[3]
-        traced = Session._next_id - 1 if self.device.session is not None else 0
+        traced = Session.next_id - 1 if self.device.session is not None else 0
         self.nodes[int(dependencies[-1])] = (number, part, compiled, traced)
 
     def describe(self, node: Any) -> tuple[Node, int]:

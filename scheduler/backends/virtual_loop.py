@@ -24,9 +24,8 @@ from paellapy.instrument.gpu_model.heaps import Ints
 from paellapy.instrument.gpu_model.model import SmModel, address_of_run, submit_again
 from paellapy.instrument.gpu_model.tables import INF, REPORTED
 from paellapy.instrument.gpu_model.tables import State as SmState
-from paellapy.instrument.jit import compile_for, compiled, part
-from paellapy.instrument.jit_call import call_with
-from paellapy.instrument.table_set import TableSet, table, table_set
+from paellapy.instrument.numba_ext.link import call_with, compile_for, compiled, part
+from paellapy.instrument.numba_ext.tables import TableSet, table, table_set
 from paellapy.scheduler.backends.base import RETRY_S, broken_loop
 from paellapy.scheduler.backends.virtual_launches import PieceTracer, VirtualLaunches
 from paellapy.scheduler.core.atomics import call_back, call_ppoll, call_run, call_write, load_at, store_at, usable_cpus

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from paellapy.instrument.jit import compiled, part
+from paellapy.instrument.numba_ext.link import compiled, part
 from paellapy.scheduler.core.atomics import call_asking, load_at
 from paellapy.scheduler.core.codes import EXPIRED, FILLING, HELD, NEVER, OK, RESERVED_MASK, RESERVED_SHIFT
 from paellapy.scheduler.core.instances import size_for

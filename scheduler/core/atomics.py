@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from paellapy.instrument.jit_call import Generated, call
+from paellapy.instrument.numba_ext.link import Generated, call
 
 _I64 = ir.IntType(64)
 _I32 = ir.IntType(32)

@@ -11,8 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from paellapy.instrument.gpu_model.heaps import heap_pop, heap_push
-from paellapy.instrument.jit import part
-from paellapy.instrument.jit_call import call_with
+from paellapy.instrument.numba_ext.link import call_with, part
 from paellapy.scheduler.core.codes import FILLING, NONE
 from paellapy.scheduler.core.concurrency import choose_who_stands_back, find_shortest, gives_way, has_room, stands_back
 from paellapy.scheduler.core.instances import (

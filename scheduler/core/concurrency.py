@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from paellapy.instrument.jit import part
+from paellapy.instrument.numba_ext.link import part
 from paellapy.scheduler.core.atomics import store_at
 from paellapy.scheduler.core.codes import CHOICES, NEVER, NONE, OF_PARTITIONS, QUEUES, READY_WAIT
 from paellapy.scheduler.core.state import State

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paellapy.instrument.jit import compiled, part
+from paellapy.instrument.numba_ext.link import compiled, part
 from paellapy.scheduler.core.atomics import and_at, load_at, or_at, store_at
 from paellapy.scheduler.core.codes import (
     ASIDE,

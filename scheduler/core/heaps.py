@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paellapy.instrument.jit import part
+from paellapy.instrument.numba_ext.link import part
 from paellapy.scheduler.core.codes import NONE
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.tables import Table

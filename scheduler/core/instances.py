@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.jit import compiled, part
+from paellapy.instrument.numba_ext.link import compiled, part
 from paellapy.scheduler.core.atomics import call_write, copy_bytes, load_at, or_at, store_at, usable_cpus
 from paellapy.scheduler.core.codes import (
     ABSENT,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paellapy.instrument.jit import part
+from paellapy.instrument.numba_ext.link import part
 from paellapy.scheduler.core.atomics import call_asking, call_launch, load_at, store_at
 from paellapy.scheduler.core.codes import NONE, OF_PARTITIONS, OWN_STREAMS, QUEUES, VIRTUAL, WHOLE
 from paellapy.scheduler.core.concurrency import choose_handle, in_one_piece, is_quiet, leave_partition, max_in_flight

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from paellapy.instrument.jit import part
+from paellapy.instrument.numba_ext.link import part
 from paellapy.scheduler.core.atomics import call_asking, store_at
 from paellapy.scheduler.core.codes import DONE_TAIL, NEVER, NONE, OK, UNUSED
 from paellapy.scheduler.core.heaps import heap_remove

@@ -18,7 +18,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from paellapy.instrument.jit import address_of, part, reachable
+from paellapy.instrument.numba_ext.link import address_of, part, reachable
 from paellapy.scheduler.core.atomics import call_asking, call_write, load_at, store_at
 from paellapy.scheduler.core.codes import (
     ABSENT,

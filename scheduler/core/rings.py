@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.jit import compiled, part
+from paellapy.instrument.numba_ext.link import compiled, part
 from paellapy.scheduler.core.atomics import and_at, copy_bytes, exchange_at, fence, load_at, or_at, store_at
 from paellapy.scheduler.core.codes import (
     CLOSED,

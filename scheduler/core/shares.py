@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from paellapy.instrument.errors import ArgumentError
-from paellapy.instrument.jit import compiled, part
+from paellapy.instrument.numba_ext.link import compiled, part
 from paellapy.scheduler.core.atomics import exchange_at, load_at, store_at
 from paellapy.scheduler.core.codes import GOES, TENANT_NAME, UNUSED
 from paellapy.scheduler.core.state import State

@@ -36,8 +36,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.jit import part
-from paellapy.instrument.table_set import TableSet, found_at, table, table_set
+from paellapy.instrument.numba_ext.link import part
+from paellapy.instrument.numba_ext.tables import TableSet, found_at, table, table_set
 from paellapy.scheduler.core.atomics import call_clock
 from paellapy.scheduler.core.codes import (
     CHOICES,

@@ -13,8 +13,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.jit import address_of, compiled, part, reachable
-from paellapy.instrument.jit_call import call_with
+from paellapy.instrument.numba_ext.link import address_of, call_with, compiled, part, reachable
 from paellapy.scheduler.core.admission import predict_finish
 from paellapy.scheduler.core.atomics import call_telling, call_write, load_at, store_at
 from paellapy.scheduler.core.choose import choose, settle_all

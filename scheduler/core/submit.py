@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from paellapy.instrument.jit import part
+from paellapy.instrument.numba_ext.link import part
 from paellapy.scheduler.core.atomics import load_at, store_at
 from paellapy.scheduler.core.codes import (
     CANCEL,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numba import types
 
-from paellapy.instrument.jit import address_of, part, reachable
+from paellapy.instrument.numba_ext.link import address_of, part, reachable
 from paellapy.scheduler.core.atomics import call_asking
 from paellapy.scheduler.core.codes import ASIDE, BARRED, FILLING, NEVER, NONE, PASSED, QUEUED
 from paellapy.scheduler.core.heaps import queue_add, queue_first, queue_remove

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paellapy.instrument.jit import part
+from paellapy.instrument.numba_ext.link import part
 from paellapy.scheduler.core.codes import COMING, HERE, READY_WAIT, RUNNING
 from paellapy.scheduler.core.state import State
 

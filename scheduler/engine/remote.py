@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from paellapy.instrument.jit import compile_for
+from paellapy.instrument.numba_ext.link import compile_for
 from paellapy.scheduler.core import step
 from paellapy.scheduler.core.errors import EngineAwayError, EngineFailedError, ModelError
 from paellapy.scheduler.core.job import GPU, JOB

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.jit import brief, part
+from paellapy.instrument.numba_ext.link import brief, part
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import call_write, load_at
 from paellapy.scheduler.core.errors import QueueFullError

@@ -119,12 +119,12 @@ class EngineTrace(Trace, kind="engine"):
         requests = counted(len(self.jobs), "request")
         return f"{super().__repr__()[:-1]}, {requests}{under}{', simulated time' * self.simulated}>"
 
-    def _more(self) -> tuple[trace.Tables, dict[str, Any]]:
+    def own_tables(self) -> tuple[trace.Tables, dict[str, Any]]:
         tables = {"jobs": self.jobs, "segments": self.segments, "owners": self.owners}
         about = {"models": self.models, "policy": self.policy, "simulated": self.simulated}
         return tables, {"kind": "engine", **about}
 
-    def _take(self, more: trace.Tables, facts: Mapping[str, Any]) -> None:
+    def take_tables(self, more: trace.Tables, facts: Mapping[str, Any]) -> None:
         jobs, segments, owners = (more[name] for name in ("jobs", "segments", "owners"))
         if (jobs.dtype, segments.dtype, owners.dtype) != (JOB_RECORD, SEGMENT_RECORD, OWNER):
             raise TraceError(

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numba import cloudpickle
 
-from paellapy.instrument.jit import compiled
+from paellapy.instrument.numba_ext.link import compiled
 from paellapy.scheduler.core.atomics import call_asking
 from paellapy.scheduler.core.codes import NEVER
 from paellapy.scheduler.core.job import DONE, GPU, JOB, OWNER

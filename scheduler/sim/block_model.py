@@ -13,7 +13,7 @@ from paellapy.instrument.gpu_model.commands import Kernel, Program
 from paellapy.instrument.gpu_model.costs import BlockCost
 from paellapy.instrument.gpu_model.model import SmModel
 from paellapy.instrument.gpu_model.parts import WARP, Part, Timing
-from paellapy.instrument.jit import compiled
+from paellapy.instrument.numba_ext.link import compiled
 from paellapy.instrument.records import BLOCK, LAUNCH, WARP_SHIFT
 from paellapy.instrument.traces.trace import DeviceFacts
 from paellapy.instrument.versions import versions

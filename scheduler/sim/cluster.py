@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from paellapy.instrument.errors import ArgumentError
 from paellapy.instrument.gpu_model.heaps import Floats, Ints, new_tree, tree_first, tree_rebuild, tree_set
-from paellapy.instrument.jit import address_of, compiled, part
-from paellapy.instrument.table_set import TableSet, table, table_set
+from paellapy.instrument.numba_ext.link import address_of, compiled, part
+from paellapy.instrument.numba_ext.tables import TableSet, table, table_set
 from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.atomics import call_advance, usable_cpus
 from paellapy.scheduler.core.codes import NEVER, NONE, OK

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paellapy.instrument.jit import compiled, part, reachable
-from paellapy.instrument.jit_call import call_with
+from paellapy.instrument.numba_ext.link import call_with, compiled, part, reachable
 from paellapy.scheduler.core.admission import predict
 from paellapy.scheduler.core.atomics import load_at, store_at
 from paellapy.scheduler.core.codes import EVICT, GONE, MOVE_TAIL, NEVER, WHOLE

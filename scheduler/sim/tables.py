@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from paellapy.instrument.gpu_model.heaps import Floats, Ints, heap_pop, heap_push
-from paellapy.instrument.jit import compiled, part
-from paellapy.instrument.table_set import TableSet, table, table_set
+from paellapy.instrument.numba_ext.link import compiled, part
+from paellapy.instrument.numba_ext.tables import TableSet, table, table_set
 from paellapy.scheduler.core.admission import ALLOWANCE, ASKED, LET_IN, leaves, lets_in
 from paellapy.scheduler.core.codes import NEVER, NONE, QUEUE_FULL, SUBMIT
 from paellapy.scheduler.core.rings import publish, take_into

@@ -222,7 +222,7 @@ def test_the_folder_of_torch_compile_is_made_before_others_can(tmp_path: Path, m
 
 def test_compiled_functions_in_an_open_folder_are_not_loaded(tmp_path: Path) -> None:
     (tmp_path / "some_entry.py").write_text(
-        "from paellapy.instrument.jit import compiled\n@compiled\ndef twice(x):\n    return 2 * x\n"
+        "from paellapy.instrument.numba_ext.link import compiled\n@compiled\ndef twice(x):\n    return 2 * x\n"
     )
     run = "from some_entry import twice; twice(21); print(sum(twice.stats.cache_hits.values()))"
     stored = tmp_path / "cache"

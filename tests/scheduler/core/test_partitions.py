@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import paellapy as pp
-from paellapy.instrument.jit import compiled
+from paellapy.instrument.numba_ext.link import compiled
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.check import IntegrityError, check_at_rest, check_integrity
 from paellapy.scheduler.core.concurrency import fill_partition

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st_
 
 from paellapy.instrument.errors import PaellaError
-from paellapy.instrument.jit_cache import fingerprint
+from paellapy.instrument.numba_ext.cache import fingerprint
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.profiles import TOGETHER, ModelProfile, SegmentProfile, busy_alone, usual_demand
 from paellapy.scheduler.core.step import step

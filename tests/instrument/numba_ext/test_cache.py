@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from paellapy.instrument.gpu_model import model
-from paellapy.instrument.jit import compiled, loop, reachable
-from paellapy.instrument.jit_cache import fingerprint
+from paellapy.instrument.numba_ext.cache import fingerprint
+from paellapy.instrument.numba_ext.link import compiled, loop, reachable
 from paellapy.scheduler.core.step import step
 from paellapy.scheduler.sim.segment_model import run_fluid
 
 ENTRY = """
 from {root}.constants import FACTOR
-from paellapy.instrument.jit import compiled, part
+from paellapy.instrument.numba_ext.link import compiled, part
 {comment}
 @part
 def scaled(x: int) -> int:
@@ -38,8 +38,8 @@ RUN = "from {root}.entry import entry; print(entry(10), sum(entry.stats.cache_hi
     [
         ("core.submit", "SUBMISSIONS_PER_STEP"),
         ("core.instances", "NEVER"),
-        ("core.slots", "_ZERO"),
-        ("core.launching", "QUEUES"),
+        ("core.launch", "_ZERO"),
+        ("core.choose", "_ZERO"),
     ],
 )
 def test_a_step_knows_the_constants_of_its_parts(module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,10 +54,10 @@ def test_a_step_knows_the_constants_of_its_parts(module: str, name: str, monkeyp
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        ("sim.fluid_rates", "share"),
+        ("sim.segment_model", "share"),
         ("core.admission", "reach_ns"),
         ("core.rings", "publish"),
-        ("core.predict", "predict"),
+        ("core.admission", "predict"),
     ],
 )
 def test_a_simulation_knows_the_code_of_its_parts(module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,13 +72,13 @@ def test_a_simulation_knows_the_code_of_its_parts(module: str, name: str, monkey
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), [("sm_blocks", "WARP_SHIFT"), ("sm_place", "W_SMS"), ("sm_streams", "REPORTED")]
+    ("module", "name"), [("blocks", "WARP_SHIFT"), ("blocks", "W_SMS"), ("model", "REACHED")]
 )
 def test_the_sm_model_knows_the_constants_of_its_parts(
     module: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = fingerprint(model.run.py_func)
-    monkeypatch.setattr(importlib.import_module(f"paellapy.instrument.device.{module}"), name, 12345)
+    monkeypatch.setattr(importlib.import_module(f"paellapy.instrument.gpu_model.{module}"), name, 12345)
     assert before != fingerprint(model.run.py_func)
 
 

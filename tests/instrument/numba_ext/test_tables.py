@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 from numpy.typing import NDArray
 
-from paellapy.instrument.jit import compiled, part
-from paellapy.instrument.table_set import TableSet, table, table_set
+from paellapy.instrument.numba_ext.link import compiled, part
+from paellapy.instrument.numba_ext.tables import TableSet, table, table_set
 
 ROW = np.dtype([("count", "i8"), ("weight", "f8")], align=True)
 

@@ -87,4 +87,6 @@ def _erase() -> None:
     _console().control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)))
 
 
-event.register("numba:compile", Announcer())
+def show() -> None:
+    """Shows the line from now on, whenever this process compiles for long."""
+    event.register("numba:compile", Announcer())

@@ -37,7 +37,7 @@ class EntryCache(FunctionCache):  # type: ignore[misc]
         self._way = way
 
     def _stamp(self) -> None:
-        self._cache_file._source_stamp = " ".join((fingerprint(self._py_func), *self._way))
+        self._cache_file._source_stamp = " ".join((fingerprint(self._py_func), *self._way))  # noqa: SLF001  Numba's own
 
     def _trusted(self) -> bool:
         """Beside the sources the cache is as safe as Python's byte code, which lies in the same folder."""
@@ -83,10 +83,7 @@ def fingerprint(function: FunctionType) -> str:
 @cache
 def _versions() -> tuple[str, ...]:
     """Versions of the compilers, and the sources that configure them, which are not part of the compiled code."""
-    here = Path(__file__).parent
-    names = ("jit.py", "jit_call.py", "jit_library.py", "jit_lowering.py", "jit_passes.py", "jit_range.py",
-             "table_set.py")  # fmt: skip
-    sources = (here / name for name in names)
+    sources = (Path(__file__).with_name(name) for name in ("link.py", "tables.py"))
     return (numba.__version__, llvmlite.__version__, np.__version__, *(each.read_text() for each in sources))
 
 

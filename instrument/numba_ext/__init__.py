@@ -1,0 +1,1 @@
+"""Numba for the hot path: compiled as a whole, linked part by part, cached by the code itself."""
