@@ -145,23 +145,35 @@ class _Constraints(typeinfer.ConstraintNetwork):  # type: ignore[misc]
     """Numba applies all constraints until no type changes. Here one is applied again if its own variables changed."""
 
     def append(self, constraint: Any) -> None:
-        super().append(_AfterChange(constraint))
+        super().append(_Constraint(constraint))
+
+    def propagate(self, inferer: Any) -> Any:
+        known = inferer.typevars
+        whole = self.constraints
+        self.constraints = [each for each in whole if each.changed(known)]
+        try:
+            return super().propagate(inferer)
+        finally:
+            self.constraints = whole
 
 
-class _AfterChange:
+class _Constraint:
+    """One of Numba's constraints, with the types that its variables had after it was last applied."""
+
     def __init__(self, constraint: Any) -> None:
         self.loc = constraint.loc
         self._constraint = constraint
         self._names = set(_names(vars(constraint)))
         self._seen: Any = None
 
-    def __call__(self, inferer: Any) -> None:
-        if self._seen is None or self._seen != self._types(inferer):
-            self._constraint(inferer)
-            self._seen = self._types(inferer)
+    def changed(self, known: Any) -> bool:
+        return self._seen is None or self._seen != self._types(known)
 
-    def _types(self, inferer: Any) -> list[Any]:
-        known = inferer.typevars
+    def __call__(self, inferer: Any) -> None:
+        self._constraint(inferer)
+        self._seen = self._types(inferer.typevars)
+
+    def _types(self, known: Any) -> list[Any]:
         return [known[name].type for name in self._names if name in known]
 
 
