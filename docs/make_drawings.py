@@ -106,9 +106,9 @@ def segments() -> Drawing:
     return d
 
 
-def windows() -> Drawing:
-    d = Drawing(720, 230, "Windows of SMs and hardware queues")
-    d.text(20, 30, "windows: each is a part of the SMs, and neighbours overlap", SOFT)
+def partitions() -> Drawing:
+    d = Drawing(720, 230, "SM partitions and hardware queues")
+    d.text(20, 30, "partitions: each is a part of the SMs, and neighbours overlap", SOFT)
     for sm in range(44):
         x = 20 + 15.4 * sm
         d.parts.append(f'<rect x="{x:.1f}" y="42" width="13" height="18" rx="2" fill="{PALE}" stroke="{SOFT}"/>')
@@ -124,7 +124,7 @@ def windows() -> Drawing:
     return d
 
 
-DRAWINGS: dict[str, Callable[[], Drawing]] = {"reports": reports, "segments": segments, "windows": windows}
+DRAWINGS: dict[str, Callable[[], Drawing]] = {"reports": reports, "segments": segments, "partitions": partitions}
 
 
 def main() -> None:
