@@ -23,7 +23,7 @@ from paellapy.instrument.errors import PaellaError
 from paellapy.serving.bodies import Unsent
 from paellapy.serving.errors import STOPPING, LateBodyError, short
 from paellapy.serving.logs import log
-from paellapy.serving.middleware import SERVICE, json_response
+from paellapy.serving.middleware import json_response
 
 # HTTP connections with time limits on headers and on reading answers, so that slow clients cannot exhaust the server.
 #
@@ -314,17 +314,22 @@ class Connections(Manager):
 
 
 class Runner(web.AppRunner):
-    """An `AppRunner` that takes `header_timeout_s` too and can make another class of connections."""
+    """An `AppRunner` that takes `header_timeout_s` too and can make another class of connections.
 
-    __slots__ = ("_connection",)
+    `most_bytes` is the limit of a body, `most_unsent_bytes` that of all answers which clients have not taken yet.
+    """
 
-    def __init__(self, app: web.Application, connection: Callable[..., Connection] = Connection, **more: Any) -> None:
+    __slots__ = ("_connection", "_most_bytes", "_most_unsent_bytes")
+
+    def __init__(
+        self, app: web.Application, connection: Callable[..., Connection] = Connection,
+        *, most_bytes: int, most_unsent_bytes: int, **more: Any,
+    ) -> None:  # fmt: skip
         super().__init__(app, **more)
-        self._connection = connection
+        self._connection, self._most_bytes, self._most_unsent_bytes = connection, most_bytes, most_unsent_bytes
 
     async def _make_server(self) -> Connections:
         made = await super()._make_server()
-        most_bytes = self.app[SERVICE].max_body_bytes
 
         async def handle(request: Any) -> web.StreamResponse:
             """Drops `Expect` from too large requests: aiohttp would ask the client to send the body before it is
@@ -334,7 +339,7 @@ class Runner(web.AppRunner):
             if expected.lower() != "100-continue":
                 said = f"the expectation {short(expected)} is not known: send Expect: 100-continue, or none"
                 return json_response({"error": said}, 417)
-            if (request.content_length or 0) > most_bytes and "Expect" in request.headers:
+            if (request.content_length or 0) > self._most_bytes and "Expect" in request.headers:
                 kept = CIMultiDict((name, value) for name, value in request.headers.items() if name.lower() != "expect")
                 request.protocol._lingering_time = 0.0  # the client has sent no body, and will not
                 request = request.clone(headers=kept)
@@ -346,7 +351,7 @@ class Runner(web.AppRunner):
             request_factory=made.request_factory,
             handler_cancellation=made.handler_cancellation,
             loop=made._loop,
-            most_unsent_bytes=self.app[SERVICE].held.most_bytes,
+            most_unsent_bytes=self._most_unsent_bytes,
             **made._kwargs,
         )
 

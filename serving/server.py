@@ -340,6 +340,8 @@ class Server:
         self._runner = Runner(
             self.app,
             connection,
+            most_bytes=self.service.max_body_bytes,
+            most_unsent_bytes=self.service.held.most_bytes,
             header_timeout_s=o.header_timeout_s,
             send_timeout_s=o.send_timeout_s,
             log_rejected=o.access_log,

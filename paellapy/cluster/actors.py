@@ -20,10 +20,9 @@ from typing import Any
 
 import msgspec
 
-from paellapy.cluster.cluster_file import EngineTask, given
 from paellapy.cluster.engine_state import Member
 from paellapy.cluster.listener import FrontDoor
-from paellapy.cluster.processes import be_as_important_as_others, end, start
+from paellapy.cluster.processes import EngineTask, be_as_important_as_others, end, start
 from paellapy.cluster.router import Router, RouterOptions
 from paellapy.serving.listening import Shares
 from paellapy.serving.logs import configure, log
@@ -33,7 +32,6 @@ LOOK_S = 0.1
 ASK_S = 0.5  # between two checks that the server answers
 STANDBY_AFTER_S = 8.0  # of a server's life, so that its loading comes first
 STOP_S = 40.0  # a server's own drain takes up to 30
-ENGINE_MODULE = "paellapy.cluster.engine_process"
 
 
 def free_port(host: str) -> int:
@@ -88,8 +86,7 @@ class EngineActor:
 
     def _start(self, waits: bool) -> subprocess.Popen[bytes]:
         task = msgspec.structs.replace(self._task, waits=waits)
-        stdin = subprocess.PIPE if waits else subprocess.DEVNULL
-        return start(ENGINE_MODULE, {**given(task), "PYTHONUNBUFFERED": "1"}, stdin=stdin)
+        return start(task, stdin=subprocess.PIPE if waits else subprocess.DEVNULL)
 
     def _next(self) -> subprocess.Popen[bytes]:
         """The standby if there is one, else a new process."""

@@ -14,7 +14,8 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from paellapy.cluster.engine_state import EngineView
-from paellapy.cluster.router import Router, digest_of
+from paellapy.cluster.headers import digest_of
+from paellapy.cluster.router import Router
 from paellapy.serving.bodies import read_body
 from paellapy.serving.errors import RefusedError, RequestError
 from paellapy.serving.middleware import json_response
@@ -248,7 +249,7 @@ def _engine(router: Router, view: EngineView) -> dict[str, Any]:
         "name": view.name, "url": view.member.url, "up": view.up, "outstanding": view.outstanding, "sent": view.sent,
     }  # fmt: skip
     if found is None:
-        return {**said, "why": router.why_away(view.name), "models": {}}
+        return {**said, "why": view.why, "models": {}}
     models = {
         name: {
             "state": each.state,
@@ -259,7 +260,7 @@ def _engine(router: Router, view: EngineView) -> dict[str, Any]:
         for name, each in found.models.items()
     }
     if not view.up:
-        said["why"] = "draining" if found.draining else router.why_away(view.name)
+        said["why"] = "draining" if found.draining else view.why
     return {
         **said, "draining": found.draining, "live": found.live, "held_bytes": found.held_bytes,
         "budget_bytes": found.budget_bytes, "models": models,

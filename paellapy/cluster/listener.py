@@ -1,4 +1,7 @@
-"""The front door: a router on a socket. Inference takes the fast path; aiohttp handles everything else."""
+"""A router on a socket. Inference takes the fast path; aiohttp handles everything else.
+
+Through aiohttp's server a request takes 3.6 times the router's processor time.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,15 @@ from paellapy.cluster.aggregate import (
     merged_metrics,
     merged_statistics,
 )
-from paellapy.cluster.forward import Forward
-from paellapy.cluster.router import Router, digest_of
+from paellapy.cluster.headers import digest_of
+from paellapy.cluster.router import Forward, Router
 from paellapy.serving import routes
 from paellapy.serving.access import open_to_all
 from paellapy.serving.bodies import read_body
 from paellapy.serving.errors import RequestError, error_answer, short
 from paellapy.serving.fast_path.connection import Client, FastConnection, Head, Heads, read_buffer
 from paellapy.serving.inference import Pieces
-from paellapy.serving.listening import Connections, Site, listen, stop_listening, url_of
+from paellapy.serving.listening import Runner, Site, listen, stop_listening, url_of
 from paellapy.serving.logs import request_id
 from paellapy.serving.middleware import MISMATCHES, end_early, json_response, mismatch, sign
 from paellapy.serving.protocol import BESIDE_BYTES
@@ -49,7 +52,7 @@ class RouterWay:
         self._router = router
         self.heads = Heads(o.client_header, o.max_body_bytes)
         self.buffer = read_buffer()
-        self.body_timeout_s, self.most_unsent_bytes = o.body_timeout_s, o.max_held_bytes
+        self.body_timeout_s = o.body_timeout_s
 
     def is_doubtful(self, head: Head, raw: bytes) -> bool:
         router = self._router
@@ -60,29 +63,6 @@ class RouterWay:
         work = Forward(self._router, head.model, raw)
         work.head, work.client = head, client
         return work
-
-
-class _Runner(web.AppRunner):
-    """Makes connections with the fast path."""
-
-    __slots__ = ("_way",)
-
-    def __init__(self, app: web.Application, way: RouterWay, **more: Any) -> None:
-        super().__init__(app, **more)
-        self._way = way
-
-    async def _make_server(self) -> Connections:
-        made = await super()._make_server()
-        limits = {"header_timeout_s": HEADER_TIMEOUT_S, "send_timeout_s": SEND_TIMEOUT_S, "log_rejected": False}
-        return Connections(
-            partial(FastConnection, way=self._way),
-            made.request_handler,
-            request_factory=made.request_factory,
-            handler_cancellation=made.handler_cancellation,
-            loop=made._loop,
-            most_unsent_bytes=self._way.most_unsent_bytes,
-            **{**made._kwargs, **limits},
-        )
 
 
 async def forwarded(request: web.Request) -> web.Response:
@@ -211,8 +191,10 @@ class FrontDoor:
 
     async def start(self) -> None:
         o = self.router.options
-        self._runner = _Runner(
-            router_app(self.router), RouterWay(self.router), access_log=None, auto_decompress=False,
+        self._runner = Runner(
+            router_app(self.router), partial(FastConnection, way=RouterWay(self.router)),
+            most_bytes=o.max_body_bytes, most_unsent_bytes=o.max_held_bytes, header_timeout_s=HEADER_TIMEOUT_S,
+            send_timeout_s=SEND_TIMEOUT_S, log_rejected=False, access_log=None, auto_decompress=False,
             handler_cancellation=True, shutdown_timeout=o.drain_s, keepalive_timeout=KEEPALIVE_S,
         )  # fmt: skip
         await self._runner.setup()

@@ -1,27 +1,76 @@
-"""Child processes: started with all their facts in the environment, ended with this process, restarted if needed."""
+"""Processes of a cluster: one for each engine and each router, `python -m paellapy.cluster.processes`.
+
+A process gets a task in its environment and ends with the process that started it.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
-from paellapy.cluster.cluster_file import RouterTask, given
+import msgspec
+
 from paellapy.cluster.engine_state import Member
-from paellapy.cluster.router import RouterOptions
+from paellapy.cluster.listener import FrontDoor
+from paellapy.cluster.router import Router, RouterOptions
 from paellapy.instrument.errors import ArgumentError
+from paellapy.serving.api import serve_config
+from paellapy.serving.build import build_policy
+from paellapy.serving.config import Config, Source, load_config
 from paellapy.serving.listening import Shares, url_of
-from paellapy.serving.logs import log
+from paellapy.serving.loading import import_device, warm_up
+from paellapy.serving.logs import configure, log
+from paellapy.serving.preflight import keep_memory, loop_factory
 
+MODULE = "paellapy.cluster.processes"
+VARIABLE = "PAELLAPY_TASK"  # of the environment, which other users cannot read: a task may hold keys
+LOOK_S = 0.2
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+class EngineTask(msgspec.Struct, kw_only=True, tag=True):
+    """`loaded`: models to load at the start; the others wait for a plan. `waits`: a standby, which does nothing visible
+    to others until a line of JSON on its standard input names the models to load.
+    """
+
+    config: dict[str, Any]
+    names: list[str]  # of the models, in the configuration's order
+    loaded: list[str]
+    folder: str
+    host: str
+    port: int
+    waits: bool = False
+
+
+class RouterTask(msgspec.Struct, kw_only=True, tag=True):
+    """`options` are those of `RouterOptions`."""
+
+    engines: dict[str, str]
+    options: dict[str, Any]
+    models: list[str] = []
+    descriptor: int | None = None  # of the socket to listen on
+
+
+Task = EngineTask | RouterTask
+
+
+def taken_task() -> Task:
+    """This process's task; processes that it starts do not see it."""
+    task: Task = msgspec.json.decode(os.environ.pop(VARIABLE), type=Task)
+    return task
 
 
 def _die_with_parent() -> None:
@@ -30,14 +79,12 @@ def _die_with_parent() -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def start(
-    module: str, environment: Mapping[str, str], pass_fds: Sequence[int] = (), stdin: int = subprocess.DEVNULL
-) -> subprocess.Popen[bytes]:
-    """Starts `python -m module`. It ends with us, and has its own session, so that Ctrl-C reaches only us."""
+def start(task: Task, pass_fds: Sequence[int] = (), stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+    """Starts the process of a task. It ends with us, and has its own session, so that Ctrl-C reaches only us."""
     return subprocess.Popen(
-        [sys.executable, "-m", module],
+        [sys.executable, "-m", MODULE],
         pass_fds=list(pass_fds),
-        env={**os.environ, **environment},
+        env={**os.environ, VARIABLE: msgspec.json.encode(task).decode(), "PYTHONUNBUFFERED": "1"},
         stdin=stdin,
         preexec_fn=_die_with_parent,
         start_new_session=True,
@@ -76,15 +123,11 @@ def ends_within(processes: Sequence[subprocess.Popen[bytes]], within_s: float) -
         end(each, max(0.0, until - time.monotonic()))
 
 
-# Router processes that share one port, in front of a fixed list of engines. One that ends is restarted.
-
-
-LOOK_S = 0.2
-MODULE = "paellapy.cluster.router_process"
+# -- routers
 
 
 class Routers:
-    """`number` routers on one port; they do not know of each other."""
+    """`number` router processes on one port, in front of a fixed list of engines; they do not know of each other."""
 
     def __init__(self, engines: Mapping[str, str], options: RouterOptions, number: int = 1) -> None:
         if not engines:
@@ -101,7 +144,7 @@ class Routers:
     def _start(self, k: int) -> subprocess.Popen[bytes]:
         descriptor = self._shares[k].fileno()
         task = RouterTask(engines=self._engines, options=asdict(self._options), descriptor=descriptor)
-        return start(MODULE, given(task), [descriptor])
+        return start(task, [descriptor])
 
     def look(self) -> None:
         """Restarts routers that have ended. Their sockets stay open, so that new connections wait there meanwhile."""
@@ -133,3 +176,59 @@ def run_routers(
             announce(routers.url)
         while not stop.wait(LOOK_S):
             routers.look()
+
+
+# -- the processes themselves
+
+
+def run_engine(task: EngineTask) -> None:
+    """A server. A standby imports its modules and reads compiled code before it is needed; it does not open the GPU."""
+    source = Source(str(Path(task.folder) / "cluster.toml"))
+    config = _config(task)
+    if task.waits:
+        warm_up(build_policy(config, source))
+        import_device(config.device)
+        line = sys.stdin.buffer.readline()
+        if not line:  # its actor no longer needs it
+            return
+        task.loaded = msgspec.json.decode(line, type=list[str])
+        config = _config(task)
+    serve_config(config, source)
+
+
+def _config(task: EngineTask) -> Config:
+    models = [
+        {**each, "name": name, "load": name in task.loaded}
+        for each, name in zip(task.config["models"], task.names, strict=True)
+    ]
+    server = {**task.config.get("server", {}), "host": task.host, "port": task.port, "model_control": True}
+    return load_config(defaults={**task.config, "models": models, "server": server})[0]
+
+
+async def run_router(task: RouterTask) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    listening = None if task.descriptor is None else socket.socket(fileno=task.descriptor)
+    door = FrontDoor(Router(RouterOptions(**task.options), task.models), listening)
+    door.router.set_members(Member(name, url) for name, url in task.engines.items())
+    await door.start()
+    try:
+        await stop.wait()
+    finally:
+        await door.stop()
+
+
+def main() -> None:
+    task = taken_task()
+    if isinstance(task, EngineTask):
+        run_engine(task)
+        return
+    configure("text", "info")
+    keep_memory()
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(run_router(task))
+
+
+if __name__ == "__main__":
+    main()

@@ -6,68 +6,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import itertools
 import math
-import re
-import ssl
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
-from paellapy.cluster.engine_state import EngineView, Listener, Member
-from paellapy.cluster.forward import Counts, Forward, Pool
+from paellapy.cluster.engine_state import EngineView, Exchange, Member, listen
+from paellapy.cluster.headers import AT_MOST_ONCE, KnownKeys, at_most_once, digest_of, timeout_s, with_timeout
 from paellapy.instrument.errors import ArgumentError
 from paellapy.scheduler.core.errors import UnknownModelError
 from paellapy.serving.app import BODY_TIMEOUT_S, CLIENT_HEADER, MAX_BODY_BYTES
 from paellapy.serving.bodies import Held
-from paellapy.serving.errors import RefusedError, short
+from paellapy.serving.errors import RefusedError, error_answer, short
+from paellapy.serving.fast_path.connection import Client, Head
+from paellapy.serving.fast_path.inference import Clock, of_error
+from paellapy.serving.inference import Pieces
 from paellapy.serving.load_report import Outlook
-from paellapy.serving.logs import log
+from paellapy.serving.logs import log, request_id
 from paellapy.serving.protocol import BESIDE_BYTES
-
-# Keys of clients that an engine has accepted a short time ago.
-#
-# Engines know the keys and check every request. A router asks them before it reads a long body, so that clients without
-# a key cannot fill its memory, and it remembers the answer for a while.
-
-
-KEPT_S = 60.0
-MOST_KEYS = 4096
-_KEY = re.compile(rb"\r\n(x-api-key|authorization):[ \t]*([^\r]*)", re.I)
-
-
-def digest_of(head: bytes) -> bytes:
-    """A digest of the key in a request's header.
-
-    >>> digest_of(b"GET / HTTP/1.1\\r\\nX-API-Key: a\\r\\n") == digest_of(b"POST / HTTP/1.1\\r\\nx-api-key: a\\r\\n")
-    True
-    """
-    found: dict[bytes, bytes] = {}
-    for name, value in _KEY.findall(head):
-        found.setdefault(name.lower(), value.rstrip(b" \t"))  # engines read the first one too
-    given = b"\n".join(found.get(name, b"") for name in (b"x-api-key", b"authorization"))
-    return hashlib.sha256(given).digest()
-
-
-class KnownKeys:
-    """Digests of keys, and when they were accepted."""
-
-    def __init__(self) -> None:
-        self._accepted_at: dict[bytes, float] = {}
-
-    def __contains__(self, digest: bytes) -> bool:
-        return time.monotonic() - self._accepted_at.get(digest, float("-inf")) < KEPT_S
-
-    def was_accepted(self, digest: bytes) -> bool:
-        """Whether it was accepted at any time."""
-        return digest in self._accepted_at
-
-    def add(self, digest: bytes) -> None:
-        if len(self._accepted_at) >= MOST_KEYS:
-            self._accepted_at.clear()
-        self._accepted_at[digest] = time.monotonic()
-
 
 HELD_BYTES = 256_000_000
 TICK_S = 0.05
@@ -75,6 +33,9 @@ LAST_TIMES = 4
 MOST_WAITING = 8192
 MOST_ASKING = 16  # questions to all engines at once, whose answers are held in memory
 FIRST_S = 3.0  # a new router waits this long for all engines before it treats unknown models as missing
+MOST_LOSSES = 5  # engines that may die during a request, which may be the cause
+_CLOSE = b"Connection: close\r\n"
+_clock = Clock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +63,195 @@ class RouterOptions:
                 raise ArgumentError(f"{name} is {value:g}: give a finite number above 0")
 
 
+@dataclass(slots=True)
+class Counts:
+    """Counters of a router since it started."""
+
+    requests: int = 0
+    refused: int = 0  # answers 503, 429 and 404 of engines, after which other engines were asked
+    lost: int = 0  # engines that ended, or fell silent, before an answer
+    again: int = 0  # requests sent again after a loss
+    held: int = 0  # requests that had to wait for an engine
+    by_model: dict[str, int] = field(default_factory=dict)
+
+
+class Forward(Exchange):
+    """A request from its arrival to its answer. `answer` is called once, with the parts of a whole HTTP answer.
+
+    It goes to the engine likely to finish it first. It goes to another one when that engine refuses it, and when that
+    engine is lost before its answer is complete: no byte of an answer is passed on before all of it has arrived. With
+    the header `X-At-Most-Once` it goes to another engine only if it cannot have run: the connection was not made, or
+    the model has left the engine (404).
+    """
+
+    __slots__ = (
+        "_answer", "_at_engine", "_deadline_at", "_held_bytes", "_predicted_ms", "_refusal", "_router", "_sent_at",
+        "_timer", "client", "head", "losses", "model", "over", "refused_by", "seen", "started_at", "tried",
+    )  # fmt: skip
+
+    def __init__(
+        self, router: Router, model: str, raw: bytes, answer: Callable[[Pieces], object] | None = None
+    ) -> None:
+        self._router, self.model, self.raw = router, model, raw
+        self._answer = answer
+        self.head: Head
+        self.client: Client | None = None
+        self.body = b""
+        self.tried: set[str] = set()  # engines that have refused or lost it
+        self.refused_by: set[str] = set()
+        self.losses, self.seen = 0, False  # seen: the router has already looked for an engine
+        self.started_at = self._sent_at = time.monotonic()
+        self._predicted_ms = 0.0
+        self._refusal: Pieces | None = None
+        self._deadline_at: float | None = -1.0  # -1: not read yet
+        self._timer: asyncio.TimerHandle | None = None
+        self.over = self._at_engine = False
+        self._held_bytes = 0
+        router.in_flight += 1
+
+    # -- interface to a connection of the fast path
+
+    def look(self) -> None:
+        self._router.check_model(self.model)
+
+    def claim(self, nbytes: int) -> None:
+        """Takes memory for that much of the body; RefusedError if the router holds too much already."""
+        self._router.held.change(self._held_bytes, nbytes)
+        self._held_bytes = nbytes
+
+    def start(self, body: Any, json_length: str | None = None) -> None:
+        try:
+            self.claim(len(body))
+        except RefusedError as e:
+            self.fail(e)
+            return
+        self.body = bytes(body)
+        self._router.dispatch(self)
+
+    def fail(self, error: Exception) -> None:
+        number = request_id(None)
+        answer = of_error(error_answer(error, number, f"/v2/models/{self.model}/infer"), number)
+        self._give(answer.parts(_clock.date(), close=self.client is not None and self.client.closing))
+
+    def leave(self) -> None:
+        """The client has left: the engine goes on, and its answer is dropped."""
+        self._end()
+
+    def settle(self) -> None:
+        pass
+
+    # -- interface to an engine's connection
+
+    def send_to(self, view: EngineView) -> None:
+        self._sent_at = time.monotonic()
+        self._predicted_ms = view.predicted_ms(self.model) or 0.0
+        view.note_sent(self.model)
+        self._at_engine = True
+        view.pool.send(self)
+
+    def answered(self, view: EngineView, head: bytes, body: list[bytes]) -> None:
+        if self._came_back(view):
+            return
+        status = head[9:12]
+        if status == b"200":
+            self._router.accepted(self)
+            view.note_answer(self.model, self._predicted_ms, (time.monotonic() - self._sent_at) * 1e3)
+        elif status in (b"404", b"429") or (status == b"503" and not at_most_once(self.raw)):
+            # 404: the model has just left that engine. 429: the client has its part of that engine's requests. Nothing
+            # has run in either case. 503: it is full, or failed later.
+            self._refusal = self._parts(view, head, body)
+            self.tried.add(view.name)
+            self.refused_by.add(view.name)
+            self._router.counts.refused += 1
+            self._router.dispatch(self)
+            return
+        self._give(self._parts(view, head, body))
+
+    def _parts(self, view: EngineView, head: bytes, body: list[bytes]) -> Pieces:
+        if _CLOSE in head:
+            head = head.replace(_CLOSE, b"")
+        return [head[:-2] + b"X-Engine: %b\r\n\r\n" % view.name.encode(), *body]
+
+    def _came_back(self, view: EngineView) -> bool:
+        """Notes that the engine no longer has it; returns whether it is over."""
+        view.outstanding -= 1
+        self._at_engine = False
+        if self.over:
+            self._let_go()
+        return self.over
+
+    def lost(self, view: EngineView, was_sent: bool) -> None:
+        if self._came_back(view):
+            return
+        self.tried.add(view.name)
+        if was_sent:
+            self.losses += 1
+            self._router.counts.lost += 1
+            once = at_most_once(self.raw)
+            if once or self.losses >= MOST_LOSSES:
+                why = f"it is marked {AT_MOST_ONCE}" if once else f"{self.losses} engines ended with it"
+                said = f"engine {view.name} ended before its answer; the request is not sent again, since {why}"
+                self.fail(RefusedError(said, "engine_away"))
+                return
+        self._router.dispatch(self, again=was_sent)
+
+    # -- waiting, and ending
+
+    def left_s(self) -> float | None:
+        """Seconds until its deadline; None: it has none."""
+        if self._deadline_at is not None and self._deadline_at < 0:
+            limit_s = timeout_s(self.raw, self.body)
+            self._deadline_at = None if limit_s is None else self.started_at + limit_s
+        return None if self._deadline_at is None else self._deadline_at - time.monotonic()
+
+    def shorten(self) -> None:
+        """Shortens its timeout before it is sent again, since an engine counts from the sending."""
+        left_s = self.left_s()
+        if left_s is not None:
+            self.raw, self.body = with_timeout(self.raw, self.body, max(left_s, 1e-6))
+
+    def refuse(self, error: Exception) -> None:
+        """Answers with the last engine's refusal, if there is one, else with the error."""
+        if self._refusal is not None:
+            self._give(self._refusal)
+        else:
+            self.fail(error)
+
+    def wait(self, seconds: float, then: Callable[[], None]) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, then)
+
+    def wake(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _give(self, parts: Pieces) -> None:
+        if self.over:
+            return
+        self._end()
+        if self._answer is not None:
+            self._answer(parts)
+        elif self.client is not None:
+            closing = self.client.closing or self._router.draining
+            if closing and _CLOSE not in (head := bytes(parts[0])):
+                parts[0] = head[:-2] + _CLOSE + b"\r\n"
+            self.client.send(self, parts, closing)
+
+    def _end(self) -> None:
+        if not self.over:
+            self.over = True
+            self.wake()
+            self._router.in_flight -= 1
+            self._router.forget(self)
+            if not self._at_engine:
+                self._let_go()
+
+    def _let_go(self) -> None:
+        """Frees the body, once neither the client nor an engine needs it."""
+        self.body = b""
+        self.claim(0)
+
+
 class Router:
     """Distributes requests over engines, which `set_members` adds and removes.
 
@@ -121,7 +271,6 @@ class Router:
         self.in_flight = 0
         self.draining = False
         self._listeners: dict[str, asyncio.Task[None]] = {}
-        self._reasons: dict[str, Listener] = {}
         self._waiting: dict[Forward, None] = {}  # in the order of their arrival
         self._turn = itertools.count()
         self._ticker: asyncio.Task[None] | None = None
@@ -145,18 +294,14 @@ class Router:
             self._ticker = asyncio.create_task(self._tick())
 
     def _add(self, member: Member) -> None:
-        o, view = self.options, EngineView(member)
-        context = ssl.create_default_context() if member.address[2] else None
-        view.pool = Pool(view, context)
-        self.views[member.name] = view
-        listener = self._reasons[member.name] = Listener(view, self._hear, self._left, o.every_ms, o.key, context)
-        self._listeners[member.name] = asyncio.create_task(listener.run())
+        view = self.views[member.name] = EngineView(member)
+        listening = listen(view, self.hear, self.options.every_ms, self.options.key)
+        self._listeners[member.name] = asyncio.create_task(listening)
 
     def _drop(self, name: str) -> None:
         view = self.views.pop(name)
         view.up = False
         self._listeners.pop(name).cancel()
-        self._reasons.pop(name)
         task = asyncio.create_task(self._see_off(view))
         self._gone.add(task)
         task.add_done_callback(self._gone.discard)
@@ -166,17 +311,13 @@ class Router:
             async with asyncio.timeout(self.options.drain_s):
                 while view.outstanding:
                     await asyncio.sleep(TICK_S)
-        assert view.pool is not None
         await view.pool.close()
 
-    def _hear(self, view: EngineView, outlook: Outlook) -> None:
+    def hear(self, view: EngineView, outlook: Outlook) -> None:
+        """Takes an engine's new outlook."""
         if self.views.get(view.name) is view and view.hear(outlook):
             self.models.update(view.offers())
             self._wake()
-
-    def _left(self, view: EngineView) -> None:
-        """The engine's stream has ended: it gets no more requests, but may still answer earlier ones."""
-        view.up = False
 
     async def _tick(self) -> None:
         """Ticks are counted instead of time: while this process was suspended, lines have waited in its sockets."""
@@ -199,7 +340,6 @@ class Router:
         if view.outlook is not None and not view.outlook.draining:
             view.silent, view.up = True, False
             log.warning("engine silent", extra={"fields": {"engine": view.name, "requests": view.outstanding}})
-            assert view.pool is not None
             view.pool.cut()
 
     # -- requests
@@ -313,15 +453,13 @@ class Router:
         starting = any(view.up and not view.knows_models for view in self.views.values())
         return self.knows_all and not starting and bool(self.models) and not self.missing() and not self.draining
 
-    def why_away(self, name: str) -> str:
-        return self._reasons[name].why
-
     async def close(self) -> None:
-        for task in [*self._listeners.values(), *([self._ticker] if self._ticker else [])]:
+        tasks = [*self._listeners.values(), *([self._ticker] if self._ticker else [])]
+        for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._ticker = None
         for view in self.views.values():
-            assert view.pool is not None
             await view.pool.close()
         for work in list(self._waiting):
             work.refuse(RefusedError("the router is stopping; try again", "closing"))

@@ -5,9 +5,10 @@ import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-from paellapy.cluster.cluster_file import EngineTask, taken
+from paellapy.cluster.processes import EngineTask, taken_task
 
-TASK = taken(EngineTask)
+TASK = taken_task()
+assert isinstance(TASK, EngineTask)
 LATE_S = 0.6
 answers = Path(TASK.folder) / "answers"
 

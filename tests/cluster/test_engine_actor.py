@@ -61,7 +61,7 @@ def test_the_standby_takes_over_with_the_models_that_are_wanted_by_then(tmp_path
 def test_a_server_that_answers_late_is_not_taken_for_a_silent_one(tmp_path, monkeypatch):
     """On a busy machine every answer may take longer than the pause between two questions."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    monkeypatch.setattr("paellapy.cluster.actors.ENGINE_MODULE", "slow_server")
+    monkeypatch.setattr("paellapy.cluster.processes.MODULE", "slow_server")
     hung_s = 4.0
     task = {"config": {}, "names": [], "loaded": [], "folder": str(tmp_path)}
     actor = EngineActor("engine-0", task, "127.0.0.1", hung_s, False)

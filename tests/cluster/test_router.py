@@ -19,8 +19,8 @@ from router_server import INFER, X, asking, body, check, routing
 from serving_server import ask, running
 
 from paellapy.cluster.engine_state import EngineView, Learned, Member
-from paellapy.cluster.forward import Forward, timeout_s, with_timeout
-from paellapy.cluster.router import Router
+from paellapy.cluster.headers import timeout_s, with_timeout
+from paellapy.cluster.router import Forward, Router
 from paellapy.instrument.errors import ArgumentError
 from paellapy.serving.load_report import ModelOutlook, Outlook
 
@@ -201,7 +201,7 @@ def test_draining_is_not_seen_by_clients(engines):
                 leaving.call(leaving.server.stop())
                 n = len(answers)
                 router.wait_until(lambda: len(answers) > n + 50)
-                router.wait_until(lambda: router.router.why_away("leaving").startswith("ended"))
+                router.wait_until(lambda: router.router.views["leaving"].why.startswith("ended"))
         assert {status for status, *_ in answers} == {200}
         assert {engine for _, engine in answers} == {"leaving", "b"}
 
@@ -211,7 +211,7 @@ def test_an_engine_that_does_not_listen_yet_is_starting(engines):
         unused.bind(("127.0.0.1", 0))
         later = f"http://127.0.0.1:{unused.getsockname()[1]}"
         with routing({"later": later, "b": engines["b"].url}) as router:
-            router.wait_until(lambda: router.router.why_away("later").startswith("starting"))
+            router.wait_until(lambda: router.router.views["later"].why.startswith("starting"))
 
 
 class Deaf:
@@ -376,7 +376,7 @@ def test_a_request_goes_back_to_an_engine_that_lost_it_and_is_there_again():
         assert sent == [first, other, first]
         lose(first)
         assert (len(sent), answers) == (3, [])  # it waits
-        router._hear(other, ready)
+        router.hear(other, ready)
         assert sent[3:] == [other]
         work.answered(other, b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n", [b""])
         assert (len(sent), answers[0][0][:12]) == (4, b"HTTP/1.1 503")

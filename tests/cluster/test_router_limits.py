@@ -15,8 +15,8 @@ from serving_server import ask, running
 from paellapy.cli.cluster import route
 from paellapy.cluster import router as router_module
 from paellapy.cluster.cluster_file import ClusterSettings
-from paellapy.cluster.forward import timeout_s
-from paellapy.cluster.router import KEPT_S, RouterOptions
+from paellapy.cluster.headers import KEPT_S, timeout_s
+from paellapy.cluster.router import RouterOptions
 from paellapy.serving.protocol import BESIDE_BYTES, largest_request
 
 N = 1 << 19  # a request of 2 MiB, longer than the first memory of a body
