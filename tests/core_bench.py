@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from core_check import check_integrity
 
 from paellapy.instrument.gpu_model.parts import part
 from paellapy.scheduler.core import codes, rings, step, tables
 from paellapy.scheduler.core import state as st
-from paellapy.scheduler.core.check import check_integrity
 from paellapy.scheduler.core.install import install, open_model, tell
 from paellapy.scheduler.core.profiles import Capacity, ModelProfile, SegmentProfile, set_capacity
 from paellapy.scheduler.policies.attach import attach_policy

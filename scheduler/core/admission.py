@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from paellapy.instrument.numba_ext.link import compiled, part
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import call_asking, load_at
-from paellapy.scheduler.core.codes import EXPIRED, FILLING, HELD, NEVER, OK, RESERVED_MASK, RESERVED_SHIFT
 from paellapy.scheduler.core.instances import size_for
 from paellapy.scheduler.core.job import READS_SEGMENT
 from paellapy.scheduler.core.requests import fill_instance_job, fill_job, fill_segment, fill_terms
@@ -33,7 +33,7 @@ from paellapy.scheduler.core.weights import ready_ns
 # Predicts when a new request would be done, from the core's tables: the basis of admission control.
 
 
-_RESERVED_MASK, _RESERVED_SHIFT = np.uint64(RESERVED_MASK), np.uint64(RESERVED_SHIFT)
+_RESERVED_MASK, _RESERVED_SHIFT = np.uint64(codes.RESERVED_MASK), np.uint64(codes.RESERVED_SHIFT)
 
 
 @part
@@ -75,24 +75,28 @@ def predict(s: State, m: int, priority: int, deadline: int, now: int) -> float:
     ahead = queued_before * s.size[m, model.n_sizes - 1].total_ns
     demand, idle, beside = s.size[m, k].demand, 1.0 - s.size[m, k].demand, 0
     for other in range(s.instance.shape[0]):
-        a = s.instance[other]
-        if a.model < 0 or a.state == HELD or other == instance or (a.live == 0 and a.active_at < 0):
+        inst = s.instance[other]
+        if inst.model < 0 or inst.state == codes.HELD or other == instance or (inst.live == 0 and inst.active_at < 0):
             continue
         fill_instance_job(s, other, now)
         left = s.job[0].remaining_ns
-        if a.live > 0 and (a.model == m or rank_filled(s, 0) <= mine):
+        if inst.live > 0 and (inst.model == m or rank_filled(s, 0) <= mine):
             ahead += left
-            if a.state == FILLING:
-                n = s.model[a.model].n_sizes - 1
-                ahead += s.model[a.model].queued / s.size[a.model, n].batch * s.size[a.model, n].total_ns
-        elif a.active_at >= 0:  # it ranks worse, but runs beside the new job
+            if inst.state == codes.FILLING:
+                n = s.model[inst.model].n_sizes - 1
+                ahead += s.model[inst.model].queued / s.size[inst.model, n].batch * s.size[inst.model, n].total_ns
+        elif inst.active_at >= 0:  # it ranks worse, but runs beside the new job
             ahead += min(left, alone)
-        elif a.issued > a.done:  # its launched segments come first
-            rest = s.segment[a.model, a.size, a.issued].tail_ns if a.issued < a.segments and not a.whole else 0.0
+        elif inst.issued > inst.done:  # its launched segments come first
+            rest = (
+                s.segment[inst.model, inst.size, inst.issued].tail_ns
+                if inst.issued < inst.segments and not inst.whole
+                else 0.0
+            )
             ahead += left - rest
-        if a.active_at >= 0:
-            demand += a.demand
-            idle *= 1.0 - a.demand
+        if inst.active_at >= 0:
+            demand += inst.demand
+            idle *= 1.0 - inst.demand
             beside += 1
     least = alone
     if beside > 0:  # its time grows with the total demand of the jobs beside it
@@ -113,7 +117,9 @@ class Predictor:
     def __init__(self, state: State) -> None:
         self._state, self._reader = state, reader(state)
 
-    def finish(self, state: State, model: int, now: int, priority: int | None = None, deadline_ns: int = NEVER) -> int:
+    def finish(
+        self, state: State, model: int, now: int, priority: int | None = None, deadline_ns: int = codes.NEVER
+    ) -> int:
         """As `predict_finish`; `state` is another one after the engine has grown."""
         if state is not self._state:
             self._state, self._reader = state, reader(state)
@@ -121,7 +127,9 @@ class Predictor:
         return int(predict(self._reader, model, urgency, deadline_ns, now))
 
 
-def predict_finish(state: State, model: int, now: int, priority: int | None = None, deadline_ns: int = NEVER) -> int:
+def predict_finish(
+    state: State, model: int, now: int, priority: int | None = None, deadline_ns: int = codes.NEVER
+) -> int:
     """When a request of the model would be done if it arrived now: after the work that goes before it.
 
     May be called from any thread. It reads tables while the core writes them, so the result is an estimate.
@@ -264,9 +272,9 @@ def ask(s: State, allowance: Table, asked: Table) -> int:
 @part
 def leaves(s: State, allowance: Table, m: int, entered: int, finish: int, limit: float, status: int) -> None:
     """Ends an admitted request. A cancelled or failed request does not change the allowance."""
-    if status == OK:
+    if status == codes.OK:
         note_latency(allowance, m, entered, finish, limit, allowance[m].in_flight, s.tuning[0])
-    elif status == EXPIRED:  # ended at its deadline, so it counts as late
+    elif status == codes.EXPIRED:  # ended at its deadline, so it counts as late
         after = max(finish, entered + int(limit) + 1)
         note_latency(allowance, m, entered, after, limit, allowance[m].in_flight, s.tuning[0])
     allowance[m].in_flight -= 1

@@ -12,7 +12,7 @@ import numpy as np
 
 from paellapy.instrument.gpu_model.heaps import heap_pop, heap_push
 from paellapy.instrument.numba_ext.link import call_with, part
-from paellapy.scheduler.core.codes import FILLING, NONE
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.concurrency import choose_who_stands_back, find_shortest, gives_way, has_room, stands_back
 from paellapy.scheduler.core.instances import (
     close_instance,
@@ -60,24 +60,24 @@ def refresh(s: State, n: int, now: int) -> None:
 def activate(s: State, instance: int) -> bool:
     """Starts the instance's turn; False if it must wait for its inputs."""
     core = s.core[0]
-    a = s.instance[instance]
+    inst = s.instance[instance]
     unready(s, instance)
     core.decisions += 1
-    if a.state == FILLING:
+    if inst.state == codes.FILLING:
         complete = close_instance(s, instance)
         take_arena(s, instance, instance)
-        ask(s, a.model)
+        ask(s, inst.model)
         if s.residency[0].managed > 0:
-            s.weights[a.model].served += 1
+            s.weights[inst.model].served += 1
         if not complete:
             return False
         set_running(s, instance)
     s.active[core.active] = instance
-    a.active_at = core.active
+    inst.active_at = core.active
     core.active += 1
-    a.back = 0
-    a.demand = s.size[a.model, a.size].demand
-    core.demand += a.demand
+    inst.back = 0
+    inst.demand = s.size[inst.model, inst.size].demand
+    core.demand += inst.demand
     return True
 
 
@@ -85,11 +85,11 @@ def activate(s: State, instance: int) -> bool:
 def worst(s: State, now: int) -> int:
     """The active instance of the highest last known rank, among instances with segments left to launch."""
     core = s.core[0]
-    found = NONE
+    found = codes.NONE
     for k in range(core.active):
         instance = s.active[k]
-        a = s.instance[instance]
-        if a.issued < a.segments and (found < 0 or a.rank > s.instance[found].rank):
+        inst = s.instance[instance]
+        if inst.issued < inst.segments and (found < 0 or inst.rank > s.instance[found].rank):
             found = instance
     if found >= 0 and not core.timeless:
         s.instance[found].rank = rank_instance(s, found, now)
@@ -126,12 +126,12 @@ def best_admitted(s: State, instance: int, full: bool, most: float, now: int) ->
         at = s.next_at[0]
         instance = int(s.ready[at])
         if full and s.instance[instance].rank >= most:
-            return NONE
+            return codes.NONE
         if (full or s.core[0].active == 0 or has_room(s, instance)) and admitted(s, instance, now):
             return instance
         heap_pop(s.next_rank, s.next_at, 0, n)
         n = push_behind(s, at, n - 1)
-    return NONE
+    return codes.NONE
 
 
 @part
@@ -163,29 +163,29 @@ def next_turn(s: State, n: int, swaps: int, now: int) -> int:
     core = s.core[0]
     settle_all(s, now)
     if core.ready == 0:
-        return NONE
+        return codes.NONE
     full = core.active >= core.max_active
     # Programs launched in one piece cannot be held back any more.
     if full and (core.whole_always or core.preemptions >= swaps):
-        return NONE
+        return codes.NONE
     refresh(s, n, now)
     instance = int(s.ready[0])
     if not full and core.active > 0:
         full = not has_room(s, instance)
         if full and (core.whole_always or core.preemptions >= swaps):
-            return NONE
-    other = NONE
+            return codes.NONE
+    other = codes.NONE
     most = np.inf
     if full:
         other = worst(s, now)
         if other < 0 or s.instance[instance].rank >= s.instance[other].rank:
-            return NONE
+            return codes.NONE
         most = s.instance[other].rank
     instance = best_admitted(s, instance, full, most, now)
     if core.refused > 0 and call_with(s.call[0].give_up_refused, s, now) > 0 and instance < 0:
         return AGAIN  # each time, a request of a refused client is kept out of instances until the next round
     if instance < 0 or (one_by_one(s) and best_active(s, s.instance[instance].rank, now) >= 0):
-        return NONE
+        return codes.NONE
     if other >= 0:
         deactivate(s, other)
         touch(s, other)
@@ -196,12 +196,12 @@ def next_turn(s: State, n: int, swaps: int, now: int) -> int:
 @part
 def goes_on(s: State, instance: int, now: int) -> bool:
     """Whether an active instance stays: a policy with `admit`, or a limit, may stop it between segments."""
-    a = s.instance[instance]
+    inst = s.instance[instance]
     asked = s.call[0].admit != _ZERO or s.core[0].limited > 0
-    if not asked or a.issued == 0 or a.issued >= a.segments or admitted(s, instance, now):
+    if not asked or inst.issued == 0 or inst.issued >= inst.segments or admitted(s, instance, now):
         return True
     deactivate(s, instance)
-    make_ready(s, instance, a.rank)
+    make_ready(s, instance, inst.rank)
     return False
 
 
@@ -210,7 +210,7 @@ def best_active(s: State, most: float, now: int) -> int:
     """The active instance of the lowest rank, at most `most`, that has a segment to launch now; NONE if there is none.
     """
     core = s.core[0]
-    found = NONE
+    found = codes.NONE
     for k in range(core.active):
         instance = s.active[k]
         if may_launch(s, instance) and not stands_back(s, instance):
@@ -242,13 +242,13 @@ def choose(s: State, now: int) -> bool:
     n = core.refresh
     swaps = core.preemptions + core.max_active
     stops = core.max_active
-    k = NONE
+    k = codes.NONE
     core.ask_at_ns = np.inf
     core.rounds += 1
     if one_by_one(s):  # a round may end before it comes to the instances that stand back
         choose_who_stands_back(s)
     while k < core.active:
-        instance = NONE
+        instance = codes.NONE
         if host_has_work(s):
             core.changed = 1
             return True
@@ -270,7 +270,7 @@ def choose(s: State, now: int) -> bool:
             instance = s.active[k] if instance < 0 else instance
             if not goes_on(s, instance, now):  # another instance may have its turn, or have stood back for it
                 stops -= 1
-                k = NONE if stops >= 0 else 0
+                k = codes.NONE if stops >= 0 else 0
                 choose_who_stands_back(s)
                 continue
             k += 1

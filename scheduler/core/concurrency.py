@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from paellapy.instrument.numba_ext.link import part
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import store_at
-from paellapy.scheduler.core.codes import CHOICES, NEVER, NONE, OF_PARTITIONS, QUEUES, READY_WAIT
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.weights import all_here
 
@@ -46,10 +46,10 @@ def fill_partition(s: State, partition: int, change: int) -> None:
 
 @part
 def leave_partition(s: State, instance: int) -> None:
-    a = s.instance[instance]
-    if a.partition >= 0:
-        fill_partition(s, a.partition, -1)
-        a.partition = NONE
+    inst = s.instance[instance]
+    if inst.partition >= 0:
+        fill_partition(s, inst.partition, -1)
+        inst.partition = codes.NONE
 
 
 @part
@@ -69,26 +69,29 @@ def choose_handle(s: State, instance: int, segment: int, wide: Any, sms: float) 
     """
     core = s.core[0]
     leave_partition(s, instance)
-    a = s.instance[instance]
-    at = s.confined.shape[2] - 1 if a.whole else segment
+    inst = s.instance[instance]
+    at = s.confined.shape[2] - 1 if inst.whole else segment
     roomy = core.flight <= s.tuning[0].roomy_jobs if sms == 0.0 else sms >= 1.0
     if core.whole_always or roomy or s.instance_partition[instance, 0] < 0:
         return wide
     best = 0
     least = np.inf
-    for k in range(CHOICES):
+    for k in range(codes.CHOICES):
         partition = s.instance_partition[instance, k]
         if partition >= 0:
             load = float(s.partition_load[partition])
-            if a.stream_at >= OF_PARTITIONS and (a.stream_at - OF_PARTITIONS) // QUEUES == partition:
+            if (
+                inst.stream_at >= codes.OF_PARTITIONS
+                and (inst.stream_at - codes.OF_PARTITIONS) // codes.QUEUES == partition
+            ):
                 load -= s.tuning[0].staying_jobs * s.overlap[partition, partition]
             if load < least:
                 best, least = k, load
-    handle = s.confined[instance, a.size, at, best]
+    handle = s.confined[instance, inst.size, at, best]
     if handle == _ZERO:
         return wide
-    a.partition = s.instance_partition[instance, best]
-    fill_partition(s, a.partition, 1)
+    inst.partition = s.instance_partition[instance, best]
+    fill_partition(s, inst.partition, 1)
     core.confined_launches += 1
     return handle
 
@@ -162,14 +165,14 @@ def max_in_flight(s: State) -> int:
 
 @part
 def length_ns(s: State, instance: int) -> float:
-    a = s.instance[instance]
-    return float(s.size[a.model, a.size].total_ns)
+    inst = s.instance[instance]
+    return float(s.size[inst.model, inst.size].total_ns)
 
 
 @part
 def find_shortest(s: State) -> int:
     """The shortest active instance of a crowd; NONE if there is no crowd."""
-    found = NONE
+    found = codes.NONE
     if is_crowded(s):
         for k in range(s.core[0].active):
             if found < 0 or length_ns(s, s.active[k]) < length_ns(s, found):
@@ -197,13 +200,13 @@ def choose_who_stands_back(s: State) -> None:
     core.standing_back = 0
     room = core.demand_limit
     for k in range(core.active):
-        a = s.instance[s.active[k]]
-        a.back = 1 if gives_way(s, s.active[k], shortest) else 0
-        core.standing_back += a.back
-        if a.back == 0:
-            room -= a.demand
+        inst = s.instance[s.active[k]]
+        inst.back = 1 if gives_way(s, s.active[k], shortest) else 0
+        core.standing_back += inst.back
+        if inst.back == 0:
+            room -= inst.demand
     while core.standing_back > 0:
-        best = NONE
+        best = codes.NONE
         for k in range(core.active):
             instance = s.active[k]
             if s.instance[instance].back > 0 and (best < 0 or s.instance[instance].rank < s.instance[best].rank):
@@ -239,13 +242,13 @@ WAITS_NS = 100_000_000
 @part
 def shut(s: State, k: int, now: int) -> None:
     """Closes a gate, or keeps it closed."""
-    g = s.gate[k]
-    if g.closed_until_ns < now + LEASE_NS // 2:
-        if g.closed_until_ns == 0:
-            g.closed_since_ns = now
-            g.closes += 1
-        g.closed_until_ns = now + LEASE_NS
-        store_at(g.word, np.uint64(g.closed_until_ns))
+    gate = s.gate[k]
+    if gate.closed_until_ns < now + LEASE_NS // 2:
+        if gate.closed_until_ns == 0:
+            gate.closed_since_ns = now
+            gate.closes += 1
+        gate.closed_until_ns = now + LEASE_NS
+        store_at(gate.word, np.uint64(gate.closed_until_ns))
 
 
 @part
@@ -263,10 +266,10 @@ def close_gates(s: State, priority: int, now: int) -> None:
 @part
 def closes_gates(s: State, instance: int, now: int) -> bool:
     """Whether gates are closed for this instance: its segments can be, or soon may be, on the GPU."""
-    a = s.instance[instance]
-    if now < a.latest_ns + WAITS_NS or a.flight_at >= 0:
+    inst = s.instance[instance]
+    if now < inst.latest_ns + WAITS_NS or inst.flight_at >= 0:
         return True
-    return bool(a.state != READY_WAIT and all_here(s, a.model))
+    return bool(inst.state != codes.READY_WAIT and all_here(s, inst.model))
 
 
 @part
@@ -274,7 +277,7 @@ def watch_gates(s: State, now: int) -> None:
     """Closes and opens the gates of other processes."""
     if s.core[0].gates == 0:
         return
-    top = -NEVER
+    top = -codes.NEVER
     for k in range(s.core[0].active):
         if closes_gates(s, s.active[k], now):
             top = max(top, s.instance[s.active[k]].priority)
@@ -282,15 +285,15 @@ def watch_gates(s: State, now: int) -> None:
         if closes_gates(s, s.ready[k], now):
             top = max(top, s.instance[s.ready[k]].priority)
     for k in range(s.core[0].held):
-        if s.instance[s.held[k]].state == READY_WAIT and closes_gates(s, s.held[k], now):
+        if s.instance[s.held[k]].state == codes.READY_WAIT and closes_gates(s, s.held[k], now):
             top = max(top, s.instance[s.held[k]].priority)
     for k in range(s.gate.shape[0]):
-        g = s.gate[k]
-        if g.word == _ZERO:
+        gate = s.gate[k]
+        if gate.word == _ZERO:
             continue
-        if top > g.priority:
+        if top > gate.priority:
             shut(s, k, now)
-        elif g.closed_until_ns != 0:
-            g.closed_ns += now - g.closed_since_ns
-            g.closed_until_ns = 0
-            store_at(g.word, _ZERO)
+        elif gate.closed_until_ns != 0:
+            gate.closed_ns += now - gate.closed_since_ns
+            gate.closed_until_ns = 0
+            store_at(gate.word, _ZERO)

@@ -5,6 +5,10 @@ from __future__ import annotations
 from paellapy.instrument.errors import PaellaError
 
 
+class LimitsError(PaellaError, ValueError):
+    """A size of the tables is larger than the core can count; `field`, `given`, `limit`."""
+
+
 class ModelError(PaellaError):
     """A model is described wrongly, or its name is taken."""
 

@@ -5,20 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from paellapy.instrument.numba_ext.link import compiled, part
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import and_at, load_at, or_at, store_at
-from paellapy.scheduler.core.codes import (
-    ASIDE,
-    BARRED,
-    CANCELLED,
-    EXPIRED,
-    FREE,
-    NONE,
-    PASSED,
-    RESERVED_MASK,
-    RESERVED_SHIFT,
-    RUNNING,
-    UNUSED,
-)
 from paellapy.scheduler.core.heaps import queue_remove
 from paellapy.scheduler.core.instances import count_queued, look_again, put, touch, wait_for_copy
 from paellapy.scheduler.core.instances import mark_model_dirty as ask
@@ -31,26 +19,26 @@ from paellapy.scheduler.core.throttle import unbar
 @part
 def take_out(s: State, row: int, status: int, now: int) -> None:
     """Cancels or expires a request in any state."""
-    r = s.request[row]
-    m = r.model
-    instance = r.instance
-    if r.state == ASIDE:
-        queue_remove(s, s.client[r.client], row)
-        s.client[r.client].aside -= 1
+    request = s.request[row]
+    m = request.model
+    instance = request.instance
+    if request.state == codes.ASIDE:
+        queue_remove(s, s.client[request.client], row)
+        s.client[request.client].aside -= 1
         s.model[m].aside -= 1
         ask(s, m)
-    elif r.state == BARRED:
+    elif request.state == codes.BARRED:
         unbar(s, row)
         ask(s, m)
     elif instance < 0:
-        if r.state == PASSED:
-            s.kept[r.client, m].passed -= 1
+        if request.state == codes.PASSED:
+            s.kept[request.client, m].passed -= 1
         queue_remove(s, s.model[m], row)
         count_queued(s, m, -1)
         ask(s, m)
     else:
         wait_for_copy(s, row)
-        s.slot[instance, r.slot] = NONE
+        s.slot[instance, request.slot] = codes.NONE
         s.instance[instance].live -= 1
         look_again(s, instance)
         touch(s, instance)
@@ -62,11 +50,11 @@ def expire(s: State, now: int) -> None:
     """Removes requests that were cancelled or are too late."""
     core = s.core[0]
     while True:
-        status = EXPIRED
+        status = codes.EXPIRED
         if core.leaving > 0:
             core.leaving -= 1
             row = s.leaving[core.leaving]
-            status = CANCELLED
+            status = codes.CANCELLED
             if s.request[row].leaving == 0:  # it got another answer in the meantime
                 continue
         elif core.due > 0 and s.request[s.due[0]].deadline_ns <= now:
@@ -75,9 +63,9 @@ def expire(s: State, now: int) -> None:
             break
         instance = s.request[row].instance
         if (
-            status == EXPIRED
+            status == codes.EXPIRED
             and instance >= 0
-            and s.instance[instance].state == RUNNING
+            and s.instance[instance].state == codes.RUNNING
             and s.instance[instance].issued == s.instance[instance].segments
         ):
             undue(s, row)  # all of it is on the GPU: it is late, but dropping it would save nothing
@@ -88,8 +76,8 @@ def expire(s: State, now: int) -> None:
 # Takes back everything that a dead producer had: requests, slots, holds, rings. Other producers are not affected.
 
 
-_MASK = np.uint64(RESERVED_MASK)
-_SHIFT = np.uint64(RESERVED_SHIFT)
+_MASK = np.uint64(codes.RESERVED_MASK)
+_SHIFT = np.uint64(codes.RESERVED_SHIFT)
 _ALL = np.uint64((1 << 64) - 1)
 _ZERO = np.uint64(0)
 _ONE = np.uint64(1)
@@ -104,11 +92,11 @@ def reclaim(s: State, producer: int, now: int) -> int:
     """
     n = 0
     for row in range(s.request.shape[0]):
-        if s.request[row].producer == producer and s.request[row].state != UNUSED:
-            take_out(s, row, CANCELLED, now)
+        if s.request[row].producer == producer and s.request[row].state != codes.UNUSED:
+            take_out(s, row, codes.CANCELLED, now)
             n += 1
     for instance in range(s.instance.shape[0]):
-        if s.instance[instance].model < 0 or s.instance[instance].state == FREE:
+        if s.instance[instance].model < 0 or s.instance[instance].state == codes.FREE:
             continue
         reserved = np.int64((load_at(address(s.instance_word, instance)) >> _SHIFT) & _MASK)
         for k in range(reserved):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from paellapy.instrument.numba_ext.link import part
-from paellapy.scheduler.core.codes import NONE
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.tables import Table
 
@@ -66,7 +66,7 @@ def heap_add(ids: Any, n: int, at: Any, key: Any, tie: Any, member: int) -> None
 def heap_remove(ids: Any, n: int, at: Any, key: Any, tie: Any, member: int) -> None:
     """Removes a member from a heap of n; the caller keeps the count."""
     i = at[member]
-    at[member] = NONE
+    at[member] = codes.NONE
     last = ids[n - 1]
     if last != member:
         ids[i] = last
@@ -125,9 +125,9 @@ def heap_out(r: Table, root: int, row: int) -> int:
     """Removes any row from a leftist heap; returns the new root."""
     up, left, right = r[row].up, r[row].left, r[row].right
     if left >= 0:
-        r[left].up = NONE
+        r[left].up = codes.NONE
     if right >= 0:
-        r[right].up = NONE
+        r[right].up = codes.NONE
     below = queue_merge(r, left, right)
     if up < 0:
         return below
@@ -148,20 +148,20 @@ def heap_out(r: Table, root: int, row: int) -> int:
 @part
 def queue_add(s: State, queue: Any, row: int) -> None:
     """Adds a row to the queue in a row of `State.model` or `State.client`."""
-    r = s.request
-    r[row].left, r[row].right, r[row].up = NONE, NONE, NONE
+    requests = s.request
+    requests[row].left, requests[row].right, requests[row].up = codes.NONE, codes.NONE, codes.NONE
     last = queue.last
-    if last < 0 or not before(r, row, last):
-        r[row].height = 0
-        r[row].left = last
+    if last < 0 or not before(requests, row, last):
+        requests[row].height = 0
+        requests[row].left = last
         if last < 0:
             queue.first = row
         else:
-            r[last].right = row
+            requests[last].right = row
         queue.last = row
     else:
-        r[row].height = 1
-        queue.root = queue_merge(r, queue.root, row)
+        requests[row].height = 1
+        queue.root = queue_merge(requests, queue.root, row)
 
 
 @part
@@ -176,17 +176,17 @@ def queue_first(s: State, queue: Any) -> int:
 @part
 def queue_remove(s: State, queue: Any, row: int) -> None:
     """Removes any row."""
-    r = s.request
-    if r[row].height > 0:
-        queue.root = heap_out(r, queue.root, row)
+    requests = s.request
+    if requests[row].height > 0:
+        queue.root = heap_out(requests, queue.root, row)
     else:
-        left, right = r[row].left, r[row].right
+        left, right = requests[row].left, requests[row].right
         if left < 0:
             queue.first = right
         else:
-            r[left].right = right
+            requests[left].right = right
         if right < 0:
             queue.last = left
         else:
-            r[right].left = left
-    r[row].left, r[row].right, r[row].up = NONE, NONE, NONE
+            requests[right].left = left
+    requests[row].left, requests[row].right, requests[row].up = codes.NONE, codes.NONE, codes.NONE

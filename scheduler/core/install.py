@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paellapy.scheduler.core.codes import ABSENT, COMING, HERE, LATER, LEAVING, NONE, OPEN_MODEL, STAYS
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.profiles import (
     TOGETHER,
     ModelProfile,
@@ -55,8 +55,8 @@ def install(state: State, profile: ModelProfile, batch: Sequence[int] = ()) -> t
     instances, their inputs, and `n_inputs`, before it opens the model.
     """
     _check_limits(state, profile)
-    rows = np.flatnonzero((state.model["state"] == ABSENT) & (state.model["n_instances"] == 0))
-    instances = np.flatnonzero(state.instance["model"] == NONE)[: profile.instances]
+    rows = np.flatnonzero((state.model["state"] == codes.ABSENT) & (state.model["n_instances"] == 0))
+    instances = np.flatnonzero(state.instance["model"] == codes.NONE)[: profile.instances]
     if not len(rows) or len(instances) < profile.instances:
         raise ProfileError(
             f"{profile.name} needs 1 row and {profile.instances} instances, but {len(rows)} and {len(instances)} "
@@ -73,7 +73,7 @@ def install(state: State, profile: ModelProfile, batch: Sequence[int] = ()) -> t
     state.model["trial_ns"][m] = 0.0
     give_params(state, m, profile.params)
     for k, each in enumerate(sizes):
-        state.size[m, k] = (each, 0, LATER, 0.0, 0.0)
+        state.size[m, k] = (each, 0, codes.LATER, 0.0, 0.0)
         if each in profile.sizes:
             install_size(state, m, profile, each)
     _install_weights(state, m, profile, int(state.tuning["chunk_bytes"][0]))
@@ -83,8 +83,8 @@ def install(state: State, profile: ModelProfile, batch: Sequence[int] = ()) -> t
     words = state.word.ctypes.data + 8 * (np.arange(n_words) + n_words * instances[:, None])
     state.launch["word"][instances] = words[:, None, :-1]
     state.whole["word"][instances] = words[:, -1:]
-    state.instance_partition[instances] = NONE
-    state.instance["arena"][instances] = NONE
+    state.instance_partition[instances] = codes.NONE
+    state.instance["arena"][instances] = codes.NONE
     if state.core["partitions"][0]:
         state.confined[instances] = 0
     state.word[instances] = 0
@@ -124,9 +124,9 @@ def _occupancy(state: State, segment: SegmentProfile) -> float:
 def _install_weights(state: State, model: int, profile: ModelProfile, chunk: int) -> None:
     state.weights[model] = np.zeros((), state.weights.dtype)
     weights = state.weights[model]
-    weights["stage"], weights["chunk_bytes"] = HERE, chunk
+    weights["stage"], weights["chunk_bytes"] = codes.HERE, chunk
     if state.residency["managed"][0]:  # until the installer says more, the model has no weights that could leave
-        weights["keep"] = STAYS
+        weights["keep"] = codes.STAYS
         state.segment["chunks"][model] = 0
         return
     weights["bytes"], weights["keep"] = profile.weight_bytes, KEEP[profile.resident]
@@ -138,16 +138,16 @@ def remove(state: State, model: int) -> None:
 
     Where weights come and go, call it between two steps of the core.
     """
-    if state.model["state"][model] != ABSENT:
+    if state.model["state"][model] != codes.ABSENT:
         raise ProfileError(f"model row {model} is in use: post CLOSE_MODEL and wait for MODEL_CLOSED")
     weights = state.weights[model]
     if state.residency["managed"][0]:
-        if weights["stage"] in (COMING, LEAVING):
+        if weights["stage"] in (codes.COMING, codes.LEAVING):
             raise ProfileError(f"the weights of model row {model} are moving: wait until the move is done")
-        state.residency["held_bytes"][0] -= weights["bytes"] if weights["stage"] == HERE else 0
+        state.residency["held_bytes"][0] -= weights["bytes"] if weights["stage"] == codes.HERE else 0
         state.residency["look"][0] = 1
     state.weights[model] = np.zeros((), state.weights.dtype)
-    state.instance["model"][state.model_instance[model, : state.model["n_instances"][model]]] = NONE
+    state.instance["model"][state.model_instance[model, : state.model["n_instances"][model]]] = codes.NONE
     state.model["n_instances"][model] = 0
 
 
@@ -160,4 +160,4 @@ def tell(state: State, kind: int, model: int = 0, *, request: int = 0, serial: i
 
 
 def open_model(state: State, model: int) -> None:
-    tell(state, OPEN_MODEL, model)
+    tell(state, codes.OPEN_MODEL, model)

@@ -15,36 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.numba_ext.link import compiled, part
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import call_write, copy_bytes, load_at, or_at, store_at, usable_cpus
-from paellapy.scheduler.core.codes import (
-    ABSENT,
-    CLOSED,
-    CLOSING,
-    COPY_BELL,
-    COPY_HEAD,
-    COPY_TAIL,
-    FAIL_MODE,
-    FAULTED,
-    FILLING,
-    FREE,
-    GENERATION_MASK,
-    GENERATION_SHIFT,
-    HELD,
-    LATER,
-    MODEL_CLOSED,
-    NEVER,
-    NONE,
-    OK,
-    OPEN,
-    PASSED,
-    READY_WAIT,
-    RESERVED_MASK,
-    RESERVED_SHIFT,
-    RUN_MODE,
-    RUNNING,
-    SLOTTED,
-    WANTED,
-)
 from paellapy.scheduler.core.heaps import heap_down, heap_remove, heap_up, queue_first, queue_remove
 from paellapy.scheduler.core.requests import complete, post_done, rank_instance
 from paellapy.scheduler.core.rings import ANYTHING, ONE, Bell, address, ask, bit_at, bit_of, reserve, wakes
@@ -69,20 +41,20 @@ def size_for(s: State, m: int, n: int) -> int:
 @part
 def fit(s: State, instance: int) -> None:
     """Selects the size at which the instance runs."""
-    a = s.instance[instance]
-    a.size = size_for(s, a.model, a.taken)
+    inst = s.instance[instance]
+    inst.size = size_for(s, inst.model, inst.taken)
 
 
 @part
 def fit_to_run(s: State, instance: int) -> None:
     """As `fit`; also marks the size at which the instance would run if it were captured."""
     fit(s, instance)
-    a = s.instance[instance]
-    k = a.size
-    while k > 0 and s.size[a.model, k - 1].batch >= a.taken:
+    inst = s.instance[instance]
+    k = inst.size
+    while k > 0 and s.size[inst.model, k - 1].batch >= inst.taken:
         k -= 1
-    if k < a.size and s.size[a.model, k].capture == LATER:
-        s.size[a.model, k].capture = WANTED
+    if k < inst.size and s.size[inst.model, k].capture == codes.LATER:
+        s.size[inst.model, k].capture = codes.WANTED
 
 
 @part
@@ -100,45 +72,50 @@ def count_queued(s: State, m: int, n: int) -> None:
 @part
 def put(s: State, instance: int, slot: int, row: int) -> None:
     """Puts the request into this slot and updates the instance's facts. NONE: the slot was reserved in vain."""
-    a = s.instance[instance]
-    a.taken += 1
+    inst = s.instance[instance]
+    inst.taken += 1
     s.instance_known[instance, slot >> 6] |= bit_of(slot)
     s.slot[instance, slot] = row
     fit(s, instance)
     if row < 0:
         return
-    r = s.request[row]
-    r.state, r.instance, r.slot = SLOTTED, instance, slot
-    s.slot_client[instance, slot] = r.client
-    if a.live == 0 or r.arrival_ns < a.arrival_ns:
-        a.client = r.client
-    a.latest_ns = max(a.latest_ns, r.arrival_ns) if a.live > 0 else r.arrival_ns
-    if a.live == 0:
-        a.arrival_ns, a.deadline_ns, a.priority, a.client_start_ns = (
-            r.arrival_ns, r.deadline_ns, r.priority, r.client_start_ns)  # fmt: skip
+    request = s.request[row]
+    request.state, request.instance, request.slot = codes.SLOTTED, instance, slot
+    s.slot_client[instance, slot] = request.client
+    if inst.live == 0 or request.arrival_ns < inst.arrival_ns:
+        inst.client = request.client
+    inst.latest_ns = max(inst.latest_ns, request.arrival_ns) if inst.live > 0 else request.arrival_ns
+    if inst.live == 0:
+        inst.arrival_ns, inst.deadline_ns, inst.priority, inst.client_start_ns = (
+            request.arrival_ns, request.deadline_ns, request.priority, request.client_start_ns)  # fmt: skip
     else:
-        a.arrival_ns = min(a.arrival_ns, r.arrival_ns)
-        a.deadline_ns = min(a.deadline_ns, r.deadline_ns)
-        a.priority = max(a.priority, r.priority)
-        a.client_start_ns = min(a.client_start_ns, r.client_start_ns)
-    a.live += 1
+        inst.arrival_ns = min(inst.arrival_ns, request.arrival_ns)
+        inst.deadline_ns = min(inst.deadline_ns, request.deadline_ns)
+        inst.priority = max(inst.priority, request.priority)
+        inst.client_start_ns = min(inst.client_start_ns, request.client_start_ns)
+    inst.live += 1
 
 
 @part
 def look_again(s: State, instance: int) -> None:
     """Recomputes the instance's facts from the remaining requests, after one has left."""
-    a = s.instance[instance]
-    a.arrival_ns, a.deadline_ns, a.priority, a.client_start_ns = NEVER, NEVER, -NEVER, np.inf
+    inst = s.instance[instance]
+    inst.arrival_ns, inst.deadline_ns, inst.priority, inst.client_start_ns = (
+        codes.NEVER,
+        codes.NEVER,
+        -codes.NEVER,
+        np.inf,
+    )
     for k in range(s.slot.shape[1]):
         row = s.slot[instance, k]
         if row >= 0:
-            r = s.request[row]
-            if r.arrival_ns < a.arrival_ns:
-                a.arrival_ns = r.arrival_ns
-                a.client = r.client
-            a.deadline_ns = min(a.deadline_ns, r.deadline_ns)
-            a.priority = max(a.priority, r.priority)
-            a.client_start_ns = min(a.client_start_ns, r.client_start_ns)
+            request = s.request[row]
+            if request.arrival_ns < inst.arrival_ns:
+                inst.arrival_ns = request.arrival_ns
+                inst.client = request.client
+            inst.deadline_ns = min(inst.deadline_ns, request.deadline_ns)
+            inst.priority = max(inst.priority, request.priority)
+            inst.client_start_ns = min(inst.client_start_ns, request.client_start_ns)
 
 
 @part
@@ -152,12 +129,12 @@ def copy_inputs(s: State, source: Any, instance: int, slot: int, m: int) -> None
 @part
 def hand_to_copier(s: State, source: int, instance: int, slot: int, m: int) -> None:
     """Lets the copier copy the inputs and mark the slot ready, as a producer would; the core continues meanwhile."""
-    tail = load_at(address(s.copy_ring, COPY_TAIL))
+    tail = load_at(address(s.copy_ring, codes.COPY_TAIL))
     cell = s.copy[np.int64(tail) & (s.copy.shape[0] - 1)]
     cell.source, cell.instance, cell.slot, cell.model = source, instance, slot, m
     cell.at_ns = read_clock(s, s.clock) if s.call[0].clock != _ZERO else 0
-    store_at(address(s.copy_ring, COPY_TAIL), tail + ONE)
-    if wakes(address(s.copy_ring, COPY_BELL), False):
+    store_at(address(s.copy_ring, codes.COPY_TAIL), tail + ONE)
+    if wakes(address(s.copy_ring, codes.COPY_BELL), False):
         s.clock[2] = 1
         call_write(s.call[0].write, np.int32(s.core[0].copier_fd), s.clock[2:].ctypes.data, np.uint64(8))
 
@@ -165,26 +142,26 @@ def hand_to_copier(s: State, source: int, instance: int, slot: int, m: int) -> N
 @part
 def wait_for_copy(s: State, row: int) -> None:
     """Waits for a copy in progress before a request is given up, because its inputs may disappear afterwards."""
-    r = s.request[row]
-    if r.instance >= 0 and r.source != _ZERO and s.core[0].copier_fd >= 0:
-        while load_at(bit_at(s.instance_ready, r.instance, r.slot)) & bit_of(r.slot) == _ZERO:
+    request = s.request[row]
+    if request.instance >= 0 and request.source != _ZERO and s.core[0].copier_fd >= 0:
+        while load_at(bit_at(s.instance_ready, request.instance, request.slot)) & bit_of(request.slot) == _ZERO:
             pass
 
 
 @part
 def move_in(s: State, instance: int, row: int) -> bool:
     """Gives a queued request the instance's next slot, and copies its inputs there; False if the instance is full."""
-    r = s.request[row]
+    request = s.request[row]
     m = s.instance[instance].model
     slots = s.size[m, s.model[m].n_sizes - 1].batch
-    slot = reserve(s.instance_word, s.slot_producer, instance, slots, r.producer)
+    slot = reserve(s.instance_word, s.slot_producer, instance, slots, request.producer)
     if slot < 0:
         return False
     queue_remove(s, s.model[m], row)
     count_queued(s, m, -1)
-    if r.state == PASSED:
-        s.kept[r.client, m].passed -= 1
-    source = r.source
+    if request.state == codes.PASSED:
+        s.kept[request.client, m].passed -= 1
+    source = request.source
     n = np.int64(0)
     for k in range(s.model[m].n_inputs):
         n += s.input_bytes[m, k]
@@ -198,10 +175,10 @@ def move_in(s: State, instance: int, row: int) -> bool:
     return True
 
 
-_CLOSED = np.uint64(CLOSED)
-_MASK = np.uint64(RESERVED_MASK)
-_SHIFT = np.uint64(RESERVED_SHIFT)
-_GENERATION_SHIFT = np.uint64(GENERATION_SHIFT)
+_CLOSED = np.uint64(codes.CLOSED)
+_MASK = np.uint64(codes.RESERVED_MASK)
+_SHIFT = np.uint64(codes.RESERVED_SHIFT)
+_GENERATION_SHIFT = np.uint64(codes.GENERATION_SHIFT)
 _ZERO = np.uint64(0)
 _ALL = np.uint64((1 << 64) - 1)
 
@@ -210,9 +187,9 @@ _ALL = np.uint64((1 << 64) - 1)
 def touch(s: State, instance: int) -> None:
     """Marks a changed instance, to be settled before the next decision."""
     core = s.core[0]
-    a = s.instance[instance]
-    if a.touched == 0:
-        a.touched = 1
+    inst = s.instance[instance]
+    if inst.touched == 0:
+        inst.touched = 1
         s.touched[core.touched] = instance
         core.touched += 1
     core.changed = 1
@@ -240,14 +217,14 @@ def mark_model_dirty(s: State, m: int) -> None:
 def make_ready(s: State, instance: int, rank: float) -> None:
     """Lets the instance compete with this rank."""
     core = s.core[0]
-    a = s.instance[instance]
-    a.rank = rank
+    inst = s.instance[instance]
+    inst.rank = rank
     keys, ties, at = s.instance["rank"], s.instance["arrival_ns"], s.instance["ready_at"]
-    if a.ready_at < 0:
+    if inst.ready_at < 0:
         s.ready[core.ready] = instance
-        a.ready_at = core.ready
+        inst.ready_at = core.ready
         core.ready += 1
-    i = heap_up(s.ready, at, keys, ties, a.ready_at)
+    i = heap_up(s.ready, at, keys, ties, inst.ready_at)
     heap_down(s.ready, core.ready, at, keys, ties, i)
 
 
@@ -262,15 +239,15 @@ def unready(s: State, instance: int) -> None:
 @part
 def deactivate(s: State, instance: int) -> None:
     core = s.core[0]
-    a = s.instance[instance]
-    i = a.active_at
+    inst = s.instance[instance]
+    i = inst.active_at
     if i >= 0:
         core.active -= 1
         last = s.active[core.active]
         s.active[i] = last
         s.instance[last].active_at = i
-        a.active_at = NONE
-        core.demand = core.demand - a.demand if core.active > 0 else 0.0
+        inst.active_at = codes.NONE
+        core.demand = core.demand - inst.demand if core.active > 0 else 0.0
 
 
 # --- an instance's life
@@ -284,28 +261,36 @@ def fill_instance(s: State, m: int) -> None:
     instance = model.filling
     if instance < 0:
         idle = model.queued == 0
-        if model.free_n == 0 or s.core[0].mode == FAIL_MODE or model.state == ABSENT:
+        if model.free_n == 0 or s.core[0].mode == codes.FAIL_MODE or model.state == codes.ABSENT:
             return
-        if idle and model.state == CLOSING:
+        if idle and model.state == codes.CLOSING:
             return
         model.free_n -= 1
         instance = s.free_instance[m, model.free_n]
-        a = s.instance[instance]
-        a.state, a.size, a.taken, a.live, a.issued, a.done, a.whole = FILLING, 0, 0, 0, 0, 0, 0
-        a.faulty = 0
-        a.segments = NONE
-        a.started_ns = NEVER
-        a.generation = (a.generation + 1) & GENERATION_MASK
+        inst = s.instance[instance]
+        inst.state, inst.size, inst.taken, inst.live, inst.issued, inst.done, inst.whole = (
+            codes.FILLING,
+            0,
+            0,
+            0,
+            0,
+            0,
+            0,
+        )
+        inst.faulty = 0
+        inst.segments = codes.NONE
+        inst.started_ns = codes.NEVER
+        inst.generation = (inst.generation + 1) & codes.GENERATION_MASK
         model.filling = instance
         model.warm = 0
         for k in range(s.instance_ready.shape[1]):
             s.instance_ready[instance, k] = s.instance_hold[instance, k] = s.instance_known[instance, k] = _ZERO
-        store_at(address(s.instance_word, instance), np.uint64(a.generation) << _GENERATION_SHIFT)
+        store_at(address(s.instance_word, instance), np.uint64(inst.generation) << _GENERATION_SHIFT)
     if model.queued > 0:
         while model.queued > 0 and move_in(s, instance, queue_first(s, model)):
             pass
         touch(s, instance)
-    if model.state != CLOSING:  # after the queue is served: waiting requests go first
+    if model.state != codes.CLOSING:  # after the queue is served: waiting requests go first
         slots = s.size[m, model.n_sizes - 1].batch
         store_at(address(s.filling, m), (np.uint64(slots) << np.uint64(32)) | np.uint64(instance + 1))
 
@@ -342,12 +327,12 @@ def close_instance(s: State, instance: int) -> bool:
     instances.
     """
     core = s.core[0]
-    a = s.instance[instance]
-    m = a.model
+    inst = s.instance[instance]
+    m = inst.model
     store_at(address(s.filling, m), _ZERO)
     or_at(address(s.instance_word, instance), _CLOSED)
-    s.model[m].filling = NONE
-    a.state = READY_WAIT
+    s.model[m].filling = codes.NONE
+    inst.state = codes.READY_WAIT
     if all_in(s, instance):
         return True
     s.held[core.held] = instance
@@ -357,21 +342,21 @@ def close_instance(s: State, instance: int) -> bool:
 
 @part
 def set_running(s: State, instance: int) -> None:
-    a = s.instance[instance]
+    inst = s.instance[instance]
     fit_to_run(s, instance)
-    a.state = RUNNING
-    a.segments = s.size[a.model, a.size].segments
+    inst.state = codes.RUNNING
+    inst.segments = s.size[inst.model, inst.size].segments
 
 
 @part
 def free_instance(s: State, instance: int) -> None:
     """Returns the instance to its model's free instances."""
-    a = s.instance[instance]
-    m = a.model
-    a.state = FREE
-    for k in range(a.taken):
+    inst = s.instance[instance]
+    m = inst.model
+    inst.state = codes.FREE
+    for k in range(inst.taken):
         s.slot_client[instance, k] = 0  # a producer may take a slot and die before it says for whom
-    a.taken = a.live = 0
+    inst.taken = inst.live = 0
     s.free_instance[m, s.model[m].free_n] = instance
     s.model[m].free_n += 1
     s.model[m].warm = 1
@@ -380,15 +365,15 @@ def free_instance(s: State, instance: int) -> None:
 @part
 def take_arena(s: State, instance: int, holder: int) -> None:
     """Gives the arena to the instance, or to none (NONE), and updates which instances of the arena compete."""
-    b = s.instance[instance].arena
-    if b < 0:
+    arena = s.instance[instance].arena
+    if arena < 0:
         return
-    s.arena[b] = holder + 1
+    s.arena[arena] = holder + 1
     for other in range(s.instance.shape[0]):
         if (
-            s.instance[other].arena == b
+            s.instance[other].arena == arena
             and other != instance
-            and s.instance[other].state == FILLING
+            and s.instance[other].state == codes.FILLING
             and s.instance[other].live > 0
         ):
             touch(s, other)
@@ -404,54 +389,54 @@ def is_faulty(s: State, instance: int, slot: int) -> bool:
 def end_instance(s: State, instance: int, now: int) -> None:
     """Answers the requests of an instance whose launches are done. The instance is HELD until all outputs are read."""
     core = s.core[0]
-    a = s.instance[instance]
+    inst = s.instance[instance]
     deactivate(s, instance)
-    take_arena(s, instance, NONE)
-    if core.hold and a.live > 0:
+    take_arena(s, instance, codes.NONE)
+    if core.hold and inst.live > 0:
         # Set before the first completion is visible: from then on, producers clear their bits.
-        for k in range(a.taken):
+        for k in range(inst.taken):
             if s.slot[instance, k] >= 0 and not is_faulty(s, instance, k):
                 s.instance_hold[instance, k >> 6] |= bit_of(k)
-        a.state = HELD
+        inst.state = codes.HELD
         s.held[core.held] = instance
         core.held += 1
     core.first = 1
-    for k in range(a.taken):
+    for k in range(inst.taken):
         row = s.slot[instance, k]
-        s.slot[instance, k] = NONE
+        s.slot[instance, k] = codes.NONE
         if row >= 0:
-            complete(s, row, FAULTED if is_faulty(s, instance, k) else OK, now)
-    a.live = 0
+            complete(s, row, codes.FAULTED if is_faulty(s, instance, k) else codes.OK, now)
+    inst.live = 0
 
 
 @part
 def settle_instance(s: State, instance: int, now: int) -> None:
     """Moves an instance to its proper place: into the heap with its current rank, to its end, or back to be filled."""
-    a = s.instance[instance]
+    inst = s.instance[instance]
     over = False  # whether the instance is no longer needed
     competes = False
-    if a.state == FILLING:
-        competes = a.live > 0 and may_start(s, instance, now) and arena_is_free(s, instance)
-        if a.live == 0 and (a.taken > 0 or s.model[a.model].state == CLOSING):
+    if inst.state == codes.FILLING:
+        competes = inst.live > 0 and may_start(s, instance, now) and arena_is_free(s, instance)
+        if inst.live == 0 and (inst.taken > 0 or s.model[inst.model].state == codes.CLOSING):
             over = close_instance(s, instance)
-            mark_model_dirty(s, a.model)
-    elif a.state == RUNNING:
-        if a.live == 0:
-            a.segments = a.issued  # the remaining segments are not needed
-        if a.done == a.segments:
+            mark_model_dirty(s, inst.model)
+    elif inst.state == codes.RUNNING:
+        if inst.live == 0:
+            inst.segments = inst.issued  # the remaining segments are not needed
+        if inst.done == inst.segments:
             end_instance(s, instance, now)
-            over = a.state != HELD
+            over = inst.state != codes.HELD
         else:
-            competes = a.active_at < 0 and a.issued < a.segments
-    if competes or a.active_at >= 0:
-        a.rank = rank_instance(s, instance, now)
+            competes = inst.active_at < 0 and inst.issued < inst.segments
+    if competes or inst.active_at >= 0:
+        inst.rank = rank_instance(s, instance, now)
     if competes:
-        make_ready(s, instance, a.rank)
+        make_ready(s, instance, inst.rank)
     else:
         unready(s, instance)
     if over:
         free_instance(s, instance)
-        mark_model_dirty(s, a.model)
+        mark_model_dirty(s, inst.model)
 
 
 @part
@@ -461,8 +446,8 @@ def look_at_held(s: State) -> None:
     k = 0
     while k < core.held:
         instance = s.held[k]
-        a = s.instance[instance]
-        if a.state == HELD:
+        inst = s.instance[instance]
+        if inst.state == codes.HELD:
             over = all_read(s, instance)
         else:
             over = all_in(s, instance)
@@ -471,9 +456,9 @@ def look_at_held(s: State) -> None:
             continue
         core.held -= 1
         s.held[k] = s.held[core.held]
-        if a.state == HELD:
+        if inst.state == codes.HELD:
             free_instance(s, instance)
-            mark_model_dirty(s, a.model)
+            mark_model_dirty(s, inst.model)
         else:
             set_running(s, instance)
             touch(s, instance)
@@ -484,11 +469,11 @@ def reading_matters(s: State) -> bool:
     """Whether any request waits for an instance whose outputs are being read. If not, the core may learn of it later.
     """
     core = s.core[0]
-    if core.mode != RUN_MODE:
+    if core.mode != codes.RUN_MODE:
         return bool(core.held > 0)
     for k in range(core.held):
         m = s.model[s.instance[s.held[k]].model]
-        if m.state != OPEN or m.queued > 0 or m.filling < 0:
+        if m.state != codes.OPEN or m.queued > 0 or m.filling < 0:
             return True
     return False
 
@@ -504,7 +489,7 @@ def stay_warm(s: State, m: int) -> None:
     instance = model.filling
     if model.warm == 0 or instance < 0 or s.instance[instance].taken > 0:
         return
-    if model.state != OPEN or core.mode != RUN_MODE or core.whole_always:
+    if model.state != codes.OPEN or core.mode != codes.RUN_MODE or core.whole_always:
         return
     if (load_at(address(s.instance_word, instance)) >> _SHIFT) & _MASK == _ZERO and close_instance(s, instance):
         free_instance(s, instance)
@@ -518,11 +503,11 @@ def settle_model(s: State, m: int, now: int) -> None:
     stay_warm(s, m)
     fill_instance(s, m)
     instance = model.filling
-    if model.state == CLOSING and instance >= 0 and s.instance[instance].live == 0:
+    if model.state == codes.CLOSING and instance >= 0 and s.instance[instance].live == 0:
         touch(s, instance)
-    if model.state == CLOSING and model.live == 0 and model.free_n == model.n_instances:
-        model.state = ABSENT
-        post_done(s, NONE, m, MODEL_CLOSED, now)
+    if model.state == codes.CLOSING and model.live == 0 and model.free_n == model.n_instances:
+        model.state = codes.ABSENT
+        post_done(s, codes.NONE, m, codes.MODEL_CLOSED, now)
 
 
 @part
@@ -563,15 +548,15 @@ def copy_until(
     """
     looks = 0
     while load_at(stop.ctypes.data) == _COPIER_ZERO:
-        head = load_at(address(s.copy_ring, COPY_HEAD))
-        if head != load_at(address(s.copy_ring, COPY_TAIL)):
+        head = load_at(address(s.copy_ring, codes.COPY_HEAD))
+        if head != load_at(address(s.copy_ring, codes.COPY_TAIL)):
             cell = s.copy[np.int64(head) & (s.copy.shape[0] - 1)]
             copy_inputs(s, cell.source, cell.instance, cell.slot, cell.model)
             or_at(bit_at(s.instance_ready, cell.instance, cell.slot), bit_of(cell.slot))
             if cell.at_ns > 0:
                 took = read_clock(s, scratch[2:]) - cell.at_ns
                 s.core[0].longest_copy_ns = max(s.core[0].longest_copy_ns, float(took))
-            store_at(address(s.copy_ring, COPY_HEAD), head + _ONE)
+            store_at(address(s.copy_ring, codes.COPY_HEAD), head + _ONE)
             if wakes(s.bell.ctypes.data, True):
                 scratch[1] = 1
                 call_write(s.call[0].write, np.int32(core), scratch[1:].ctypes.data, np.uint64(8))
@@ -584,10 +569,10 @@ def copy_until(
             looks = 0
             continue
         if looks == _LOOKS:  # announce the sleep, and look once more
-            ask(address(s.copy_ring, COPY_BELL), ANYTHING)
+            ask(address(s.copy_ring, codes.COPY_BELL), ANYTHING)
             continue
         call_write(np.uint64(read), np.int32(bell), scratch.ctypes.data, np.uint64(8))  # read() has the same signature
-        store_at(address(s.copy_ring, COPY_BELL), _COPIER_ZERO)
+        store_at(address(s.copy_ring, codes.COPY_BELL), _COPIER_ZERO)
         looks = 0
 
 
@@ -609,7 +594,7 @@ class Copier:
         copy_until(self._state, self._stop, np.zeros(4, np.int64), self._fd, read, self._bell.fd, self._awake)
 
     def close(self) -> None:
-        self._state.core["copier_fd"][0] = NONE
+        self._state.core["copier_fd"][0] = codes.NONE
         self._stop[0] = 1
         os.eventfd_write(self._fd, 1)
         self._thread.join()

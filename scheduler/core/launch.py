@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from paellapy.instrument.numba_ext.link import part
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import call_asking, call_launch, load_at, store_at
-from paellapy.scheduler.core.codes import NONE, OF_PARTITIONS, OWN_STREAMS, QUEUES, VIRTUAL, WHOLE
 from paellapy.scheduler.core.concurrency import choose_handle, in_one_piece, is_quiet, leave_partition, max_in_flight
 from paellapy.scheduler.core.requests import fill_instance_job
 from paellapy.scheduler.core.shares import enter_gpu
@@ -30,40 +30,42 @@ def began_ns(s: State, instance: int, segment: int) -> int:
 @part
 def ends_soon_at(s: State, instance: int) -> float:
     """When the oldest segment in flight is about to end. An integer, so that simulated time reaches it exactly."""
-    a = s.instance[instance]
+    inst = s.instance[instance]
     tuning = s.tuning[0]
-    k = a.done
+    k = inst.done
     stretch = 1.0
     if k > 0:
         took = s.segment_ns[instance, k - 1, 1] - began_ns(s, instance, k - 1)
-        stretch = min(max(took / max(s.segment[a.model, a.size, k - 1].time_ns, 1.0), 1.0), tuning.most_stretch)
-    return began_ns(s, instance, k) + float(int(stretch * s.segment[a.model, a.size, k].time_ns - tuning.just_ahead_ns))
+        stretch = min(max(took / max(s.segment[inst.model, inst.size, k - 1].time_ns, 1.0), 1.0), tuning.most_stretch)
+    return began_ns(s, instance, k) + float(
+        int(stretch * s.segment[inst.model, inst.size, k].time_ns - tuning.just_ahead_ns)
+    )
 
 
 @part
 def may_go_on(s: State, instance: int) -> bool:
     """Whether an instance in flight has a next segment that could be launched before the current one is done."""
-    a = s.instance[instance]
-    one_ahead = s.core[0].max_in_flight == 1 and a.issued - a.done == 1
-    return bool(one_ahead and not a.draining and not a.whole and a.issued < a.segments)
+    inst = s.instance[instance]
+    one_ahead = s.core[0].max_in_flight == 1 and inst.issued - inst.done == 1
+    return bool(one_ahead and not inst.draining and not inst.whole and inst.issued < inst.segments)
 
 
 @part
 def note_room(s: State, instance: int) -> None:
     """Records when the next segment may be launched, so that a simulation or a sleeping loop returns at that time."""
     core = s.core[0]
-    a = s.instance[instance]
-    if may_go_on(s, instance) and not s.launch[instance, a.size, a.done].draining:
+    inst = s.instance[instance]
+    if may_go_on(s, instance) and not s.launch[instance, inst.size, inst.done].draining:
         core.room_at_ns = min(core.room_at_ns, ends_soon_at(s, instance))
 
 
 @part
 def leaves_room(s: State, instance: int, now: int) -> bool:
     """Whether it is time for the next segment of an instance in flight."""
-    a = s.instance[instance]
+    inst = s.instance[instance]
     if not may_go_on(s, instance):
         return False
-    word = s.launch[instance, a.size, a.done].draining
+    word = s.launch[instance, inst.size, inst.done].draining
     return bool(load_at(word)) if word else ends_soon_at(s, instance) <= now
 
 
@@ -73,10 +75,10 @@ _ZERO = np.uint64(0)
 @part
 def account(s: State, instance: int, segment: int, resident: float, pending: float) -> None:
     """Adds a segment's footprint, times these factors, to the resident and the pending resources."""
-    a = s.instance[instance]
-    m, size = a.model, a.size
+    inst = s.instance[instance]
+    m, size = inst.model, inst.size
     gpu = s.gpu[0]
-    if a.whole:
+    if inst.whole:
         # At any moment one of its kernels runs, so the first segment's footprint stands for all.
         segment = 0
     f = s.segment[m, size, segment]
@@ -117,31 +119,31 @@ def take_stream(s: State, instance: int) -> None:
     launches is in flight. Where the hardware decides (`core.whole_always`), every instance has its own stream, as in
     programs without a scheduler.
     """
-    a = s.instance[instance]
-    at = QUEUES + instance % OWN_STREAMS
+    inst = s.instance[instance]
+    at = codes.QUEUES + instance % codes.OWN_STREAMS
     if not s.core[0].whole_always:
         at = 0
-        for k in range(QUEUES):
+        for k in range(codes.QUEUES):
             if s.stream_jobs[k] < s.stream_jobs[at]:
                 at = k
             if s.stream_jobs[at] == 0:
                 break
     s.stream_jobs[at] += 1
-    partition = a.partition
-    a.stream_at = at if partition < 0 else OF_PARTITIONS + partition * QUEUES + at
+    partition = inst.partition
+    inst.stream_at = at if partition < 0 else codes.OF_PARTITIONS + partition * codes.QUEUES + at
 
 
 @part
 def queue_of(stream: int) -> int:
     """The index under which the jobs on a stream are counted."""
-    return (stream - OF_PARTITIONS) % QUEUES if stream >= OF_PARTITIONS else stream
+    return (stream - codes.OF_PARTITIONS) % codes.QUEUES if stream >= codes.OF_PARTITIONS else stream
 
 
 @part
 def leave_stream(s: State, instance: int) -> None:
-    a = s.instance[instance]
-    s.stream_jobs[queue_of(a.stream_at)] -= 1
-    a.stream_at = NONE
+    inst = s.instance[instance]
+    s.stream_jobs[queue_of(inst.stream_at)] -= 1
+    inst.stream_at = codes.NONE
     leave_partition(s, instance)
 
 
@@ -159,44 +161,44 @@ def wanted_sms(s: State, instance: int, now: int) -> float:
 def launch(s: State, instance: int, now: int) -> bool:
     """Launches the instance's next segment, or the whole program; False when the backend refuses."""
     core = s.core[0]
-    a = s.instance[instance]
-    k = a.issued
-    if a.issued == a.done:
+    inst = s.instance[instance]
+    k = inst.issued
+    if inst.issued == inst.done:
         enter_gpu(s, instance, now)
         s.flight[core.flight] = instance
-        a.flight_at = core.flight
+        inst.flight_at = core.flight
         core.flight += 1
         account(s, instance, k, 1.0, 0.0)
     else:
         account(s, instance, k, 0.0, 1.0)
-    began = max(now, a.latest_ns)  # some requests may have arrived after the clock was read
+    began = max(now, inst.latest_ns)  # some requests may have arrived after the clock was read
     if k == 0:
-        a.started_ns = began
-    a.issued = k + 1
-    a.draining = 0
+        inst.started_ns = began
+    inst.issued = k + 1
+    inst.draining = 0
     s.segment_ns[instance, k, 0] = began
-    if not a.whole and s.launch[instance, a.size, k].draining != _ZERO:
-        store_at(s.launch[instance, a.size, k].draining, _ZERO)
+    if not inst.whole and s.launch[instance, inst.size, k].draining != _ZERO:
+        store_at(s.launch[instance, inst.size, k].draining, _ZERO)
     core.launches += 1
-    core.whole_launches += a.whole
-    what = s.whole[instance, a.size] if a.whole else s.launch[instance, a.size, k]
+    core.whole_launches += inst.whole
+    what = s.whole[instance, inst.size] if inst.whole else s.launch[instance, inst.size, k]
     handle = choose_handle(s, instance, k, what.handle, wanted_sms(s, instance, now))
-    if a.stream_at < 0:
+    if inst.stream_at < 0:
         take_stream(s, instance)
-    if core.backend == VIRTUAL:
+    if core.backend == codes.VIRTUAL:
         out = s.out[core.out]
-        out.instance, out.size, out.segment = instance, a.size, WHOLE if a.whole else k
+        out.instance, out.size, out.segment = instance, inst.size, codes.WHOLE if inst.whole else k
         out.word, out.handle = what.word, handle
         core.out += 1
         return True
     called = read_clock(s, s.clock)
-    error = call_launch(s.call[0].graph_launch, handle, s.stream[a.pool, a.stream_at])
+    error = call_launch(s.call[0].graph_launch, handle, s.stream[inst.pool, inst.stream_at])
     took = read_clock(s, s.clock) - called
     core.launch_ns += took
     core.longest_launch_ns = max(core.longest_launch_ns, float(took))
     if error != 0:
         core.error = error
-        a.issued = k  # it is not on the GPU, and did not make it fail
+        inst.issued = k  # it is not on the GPU, and did not make it fail
     return bool(error == 0)
 
 
@@ -215,9 +217,11 @@ def host_has_work(s: State) -> bool:
 @part
 def may_launch(s: State, instance: int) -> bool:
     """Whether a segment of an active instance is left, and may be launched now."""
-    a = s.instance[instance]
+    inst = s.instance[instance]
     return bool(
-        a.issued < a.segments and a.issued - a.done < max_in_flight(s) + a.draining and has_weights(s, instance)
+        inst.issued < inst.segments
+        and inst.issued - inst.done < max_in_flight(s) + inst.draining
+        and has_weights(s, instance)
     )
 
 
@@ -225,15 +229,17 @@ def may_launch(s: State, instance: int) -> bool:
 def feed(s: State, instance: int, now: int) -> bool:
     """Launches as many segments of an active instance as it may have ahead; at most one where the host computes it."""
     core = s.core[0]
-    a = s.instance[instance]
-    if a.issued == 0:
+    inst = s.instance[instance]
+    if inst.issued == 0:
         # A program in one piece could not be held back for jobs of higher priority, which may come at any moment.
-        first = a.priority >= core.top_priority
+        first = inst.priority >= core.top_priority
         alone = core.whole_idle == 1 and is_quiet(s, instance)
         unequalled = core.top_whole == 1 and core.least_priority < core.top_priority
-        if core.whole_always or (first and (alone or unequalled or in_one_piece(s, instance)) and all_here(s, a.model)):
-            a.whole = 1
-            a.segments = 1
+        if core.whole_always or (
+            first and (alone or unequalled or in_one_piece(s, instance)) and all_here(s, inst.model)
+        ):
+            inst.whole = 1
+            inst.segments = 1
     while may_launch(s, instance) and not host_has_work(s):
         if not launch(s, instance, now):
             return False

@@ -15,7 +15,7 @@ import numpy as np
 
 from paellapy.instrument.errors import PaellaError
 from paellapy.instrument.gpu_model.parts import SmLimits, Timing
-from paellapy.scheduler.core.codes import NEVER
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.job import PARAMS
 from paellapy.scheduler.core.state import State
 
@@ -171,7 +171,7 @@ class ModelProfile:
 
     @property
     def target_ns(self) -> int:
-        return NEVER if self.target_ms is None else int(self.target_ms * 1e6)
+        return codes.NEVER if self.target_ms is None else int(self.target_ms * 1e6)
 
     def alone_ns(self, batch: int = 1) -> float:
         """Time of a batch with the GPU to itself, at the smallest size that holds it."""

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from paellapy.instrument.numba_ext.link import part
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import call_asking, store_at
-from paellapy.scheduler.core.codes import DONE_TAIL, NEVER, NONE, OK, UNUSED
 from paellapy.scheduler.core.heaps import heap_remove
 from paellapy.scheduler.core.job import (
     READS_CLIENT,
@@ -32,8 +32,8 @@ def count(s: State, entry: Any) -> None:
     m = entry.model
     if m < 0 or m >= s.outcome.shape[0]:
         return
-    if entry.status == OK:
-        at = s.outcome[m, OK] & (s.recent_ns.shape[1] - 1)  # a power of two
+    if entry.status == codes.OK:
+        at = s.outcome[m, codes.OK] & (s.recent_ns.shape[1] - 1)  # a power of two
         s.recent_ns[m, at, 0] = entry.finish_ns - entry.arrival_ns
         s.recent_ns[m, at, 1] = entry.started_ns - entry.arrival_ns
         s.outcome[m, s.outcome.shape[1] - 1] += entry.batch
@@ -54,54 +54,65 @@ def post_done(s: State, row: int, model: int, status: int, now: int) -> None:
     """Posts one completion to the producer, which then owns the row again. A row of NONE concerns the model."""
     core = s.core[0]
     producer = s.request[row].producer if row >= 0 else 0
-    tail = s.ring[producer, DONE_TAIL, 0]
+    tail = s.ring[producer, codes.DONE_TAIL, 0]
     entry = s.done[producer, np.int64(tail) & (s.done.shape[1] - 1)]
     entry.request, entry.model, entry.status, entry.finish_ns = row, model, status, now
     entry.error = core.error
-    entry.instance, entry.slot, entry.batch, entry.size, entry.started_ns = NONE, NONE, 0, NONE, NEVER
-    entry.client, entry.priority, entry.arrival_ns, entry.deadline_ns = NONE, 0, now, NEVER
+    entry.instance, entry.slot, entry.batch, entry.size, entry.started_ns = (
+        codes.NONE,
+        codes.NONE,
+        0,
+        codes.NONE,
+        codes.NEVER,
+    )
+    entry.client, entry.priority, entry.arrival_ns, entry.deadline_ns = codes.NONE, 0, now, codes.NEVER
     entry.serial = entry.tag = np.uint64(0)
     entry.first = core.first
     core.first = 0
     if row >= 0:
-        r = s.request[row]
-        entry.serial, entry.tag, entry.client, entry.priority = r.serial, r.tag, r.client, r.priority
-        entry.arrival_ns, entry.deadline_ns, entry.instance, entry.slot = (
-            r.arrival_ns,
-            r.deadline_ns,
-            r.instance,
-            r.slot,
+        request = s.request[row]
+        entry.serial, entry.tag, entry.client, entry.priority = (
+            request.serial,
+            request.tag,
+            request.client,
+            request.priority,
         )
-        if r.instance >= 0:
-            entry.batch = s.instance[r.instance].taken
-            entry.size = s.instance[r.instance].size
-            entry.started_ns = s.instance[r.instance].started_ns
-        r.state = UNUSED
-        r.instance = r.slot = NONE
-        r.leaving = 0
+        entry.arrival_ns, entry.deadline_ns, entry.instance, entry.slot = (
+            request.arrival_ns,
+            request.deadline_ns,
+            request.instance,
+            request.slot,
+        )
+        if request.instance >= 0:
+            entry.batch = s.instance[request.instance].taken
+            entry.size = s.instance[request.instance].size
+            entry.started_ns = s.instance[request.instance].started_ns
+        request.state = codes.UNUSED
+        request.instance = request.slot = codes.NONE
+        request.leaving = 0
         count(s, entry)
         if core.tapped > 0:
             s.tap[core.tap_tail & (s.tap.shape[0] - 1)] = entry
             core.tap_tail += 1
-    store_at(address(s.ring[producer], DONE_TAIL), tail + np.uint64(1))
-    if status == OK:
+    store_at(address(s.ring[producer], codes.DONE_TAIL), tail + np.uint64(1))
+    if status == codes.OK:
         core.done_ok += 1
 
 
 @part
 def complete(s: State, row: int, status: int, now: int) -> None:
     """Ends an accepted request. The caller clears its queue or slot."""
-    r = s.request[row]
+    request = s.request[row]
     undue(s, row)
-    m = r.model
-    if r.let_ns > 0.0:
-        client = s.client[r.client]
+    m = request.model
+    if request.let_ns > 0.0:
+        client = s.client[request.client]
         client.let -= 1
-        client.let_ns = client.let_ns - r.let_ns if client.let > 0 else 0.0
-        r.let_ns = 0.0
-    leave(s, m, r.client)
+        client.let_ns = client.let_ns - request.let_ns if client.let > 0 else 0.0
+        request.let_ns = 0.0
+    leave(s, m, request.client)
     s.model[m].completed += 1
-    s.client[r.client].completed += 1
+    s.client[request.client].completed += 1
     post_done(s, row, m, status, now)
 
 
@@ -148,7 +159,7 @@ def fill_terms(s: State, k: int, m: int, arrival: int, deadline: int, priority: 
     """Fills scratch row k with the facts that instances and requests have in common."""
     job = s.job[k]
     job.arrival_ns = arrival
-    job.deadline_ns = deadline if deadline < NEVER else arrival + s.model[m].target_ns
+    job.deadline_ns = deadline if deadline < codes.NEVER else arrival + s.model[m].target_ns
     job.priority = priority
     job.client_start_ns = client_start
 
@@ -164,21 +175,21 @@ def fill_segment(s: State, facts: Any, m: int, size: int, segment: int) -> None:
 @part
 def fill_instance_job(s: State, instance: int, now: int) -> None:
     """Fills scratch row 0 with the instance's current facts."""
-    a = s.instance[instance]
-    m = a.model
-    fill_job(s, 0, m, a.client, now)
-    fill_terms(s, 0, m, a.arrival_ns, a.deadline_ns, a.priority, a.client_start_ns)
+    inst = s.instance[instance]
+    m = inst.model
+    fill_job(s, 0, m, inst.client, now)
+    fill_terms(s, 0, m, inst.arrival_ns, inst.deadline_ns, inst.priority, inst.client_start_ns)
     job = s.job[0]
-    total = s.size[m, a.size].total_ns
+    total = s.size[m, inst.size].total_ns
     job.total_ns = total
-    if a.whole or a.done >= s.size[m, a.size].segments:
-        job.remaining_ns = total if a.done == 0 else 0.0
+    if inst.whole or inst.done >= s.size[m, inst.size].segments:
+        job.remaining_ns = total if inst.done == 0 else 0.0
     else:
-        job.remaining_ns = s.segment[m, a.size, a.done].tail_ns
-    job.batch = a.taken
-    job.started = a.issued > 0
+        job.remaining_ns = s.segment[m, inst.size, inst.done].tail_ns
+    job.batch = inst.taken
+    job.started = inst.issued > 0
     if s.core[0].facts & READS_SEGMENT:
-        fill_segment(s, job.segment, m, a.size, min(a.issued, s.size[m, a.size].segments - 1))
+        fill_segment(s, job.segment, m, inst.size, min(inst.issued, s.size[m, inst.size].segments - 1))
 
 
 @part

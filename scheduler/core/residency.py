@@ -19,28 +19,8 @@ import numba
 import numpy as np
 
 from paellapy.instrument.numba_ext.link import address_of, part, reachable
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import call_asking, call_write, load_at, store_at
-from paellapy.scheduler.core.codes import (
-    ABSENT,
-    AUTO,
-    BRING,
-    BROKEN,
-    COMING,
-    EVICT,
-    FAIL_MODE,
-    FILLING,
-    GOES,
-    GONE,
-    HERE,
-    LEAVING,
-    MOVE_TAIL,
-    NEVER,
-    NO_WEIGHTS,
-    NONE,
-    OUT,
-    STAYS,
-    UNUSED,
-)
 from paellapy.scheduler.core.expire import take_out
 from paellapy.scheduler.core.instances import touch
 from paellapy.scheduler.core.requests import rank_instance
@@ -59,11 +39,11 @@ MOST_COMING = 2  # models at a time: the next one is mapped while the chunks of 
 @part
 def order(s: State, kind: int, m: int) -> None:
     """Posts an order for the mover, behind all earlier orders."""
-    tail = load_at(address(s.move_ring, MOVE_TAIL))
+    tail = load_at(address(s.move_ring, codes.MOVE_TAIL))
     cell = s.move[np.int64(tail) & (s.move.shape[0] - 1)]
     cell.kind, cell.model = kind, m
     store_at(address(s.moved, m), _ZERO)
-    store_at(address(s.move_ring, MOVE_TAIL), tail + _ONE)
+    store_at(address(s.move_ring, codes.MOVE_TAIL), tail + _ONE)
     if s.residency[0].mover_fd >= 0:
         s.clock[2] = 1
         call_write(s.call[0].write, np.int32(s.residency[0].mover_fd), s.clock[2:].ctypes.data, _WORD)
@@ -71,35 +51,35 @@ def order(s: State, kind: int, m: int) -> None:
 
 @part
 def bring(s: State, m: int, now: int) -> None:
-    r, w = s.residency[0], s.weights[m]
-    r.held_bytes += w.bytes
-    r.coming += 1
-    w.stage = COMING
-    w.arrived = w.served = w.asked = w.stop = 0
-    w.ordered_ns = now
-    w.begin_ns = max(float(now), r.link_free_ns) + s.tuning[0].map_ns
-    r.link_free_ns = w.begin_ns + copy_ns(s, m, w.bytes)
-    for k in range(w.chunks):
-        store_at(w.word + _WORD * np.uint64(k), _ZERO)
-    order(s, BRING, m)
+    residency, weights = s.residency[0], s.weights[m]
+    residency.held_bytes += weights.bytes
+    residency.coming += 1
+    weights.stage = codes.COMING
+    weights.arrived = weights.served = weights.asked = weights.stop = 0
+    weights.ordered_ns = now
+    weights.begin_ns = max(float(now), residency.link_free_ns) + s.tuning[0].map_ns
+    residency.link_free_ns = weights.begin_ns + copy_ns(s, m, weights.bytes)
+    for k in range(weights.chunks):
+        store_at(weights.word + _WORD * np.uint64(k), _ZERO)
+    order(s, codes.BRING, m)
 
 
 @part
 def evict(s: State, m: int) -> None:
-    r, w = s.residency[0], s.weights[m]
-    r.held_bytes -= w.bytes
-    r.leaving += 1
-    w.stage = LEAVING
-    w.arrived = w.stop = w.unwanted = w.marked = 0
+    residency, weights = s.residency[0], s.weights[m]
+    residency.held_bytes -= weights.bytes
+    residency.leaving += 1
+    weights.stage = codes.LEAVING
+    weights.arrived = weights.stop = weights.unwanted = weights.marked = 0
     touch_instances(s, m)
-    order(s, EVICT, m)
+    order(s, codes.EVICT, m)
 
 
 @part
 def touch_instances(s: State, m: int) -> None:
     """Marks the model's instances, since some may now compete or no longer compete."""
     for k in range(s.model[m].n_instances):
-        if s.instance[s.model_instance[m, k]].state == FILLING:
+        if s.instance[s.model_instance[m, k]].state == codes.FILLING:
             touch(s, s.model_instance[m, k])
 
 
@@ -111,10 +91,15 @@ def worth(s: State, m: int, now: int) -> float:
     """The value of keeping a model on the GPU; the model with the lowest value leaves first. Each step of priority
     doubles it.
     """
-    w, seen = s.weights[m], s.owner[0]
-    seen.now_ns, seen.bytes, seen.priority, seen.share = now, w.bytes, s.model[m].priority, s.model[m].share
+    weights, seen = s.weights[m], s.owner[0]
+    seen.now_ns, seen.bytes, seen.priority, seen.share = now, weights.bytes, s.model[m].priority, s.model[m].share
     seen.demand = recent_demand(s, m, now)
-    seen.used_ns, seen.came_ns, seen.reload_ns, seen.model = w.used_ns, w.came_ns, copy_ns(s, m, w.bytes), m
+    seen.used_ns, seen.came_ns, seen.reload_ns, seen.model = (
+        weights.used_ns,
+        weights.came_ns,
+        copy_ns(s, m, weights.bytes),
+        m,
+    )
     if s.call[0].victim == _ZERO:
         step = 2.0 ** max(-STEPS, min(s.model[m].priority, STEPS))
         return float(step * seen.demand * seen.reload_ns / max(seen.bytes, 1.0))
@@ -128,8 +113,8 @@ def worth(s: State, m: int, now: int) -> float:
 @part
 def may_leave(s: State, m: int, priority: int) -> bool:
     """Whether a model may ever leave for one of this priority. One that GOES leaves for any, if it has no requests."""
-    w, goes = s.weights[m], s.weights[m].keep == GOES and wanting(s, m) == 0
-    free = w.stage == HERE and w.keep != STAYS and w.marked == 0 and w.held == 0
+    weights, goes = s.weights[m], s.weights[m].keep == codes.GOES and wanting(s, m) == 0
+    free = weights.stage == codes.HERE and weights.keep != codes.STAYS and weights.marked == 0 and weights.held == 0
     return bool(free and (goes or s.model[m].priority <= priority))
 
 
@@ -147,7 +132,7 @@ def cheapest(s: State, priority: int, at_once: bool, now: int) -> int:
     none may. Models whose weights failed to leave come last. For permanent memory (NEVER) a lower priority comes first.
     Among equals, the least recently used one.
     """
-    found = NONE
+    found = codes.NONE
     lowest = least = stuck = np.inf
     for m in range(s.model.shape[0]):
         if at_once != can_leave_now(s, m, priority):
@@ -157,7 +142,7 @@ def cheapest(s: State, priority: int, at_once: bool, now: int) -> int:
         if not at_once and (not may_leave(s, m, priority) or s.weights[m].stop > 0 or waits):
             continue
         value, failed = worth(s, m, now), float(s.weights[m].stuck)
-        own = float(s.model[m].priority) if priority == NEVER else 0.0
+        own = float(s.model[m].priority) if priority == codes.NEVER else 0.0
         first = failed < stuck or (failed == stuck and own < lowest)
         same = failed == stuck and own == lowest
         if first or (same and value < least):
@@ -188,7 +173,7 @@ def mark(s: State, need: int, priority: int, now: int) -> int:
 def stop_some(s: State, short: int, priority: int, now: int) -> None:
     """Stops busy models from starting jobs, until enough memory will be free once they are done."""
     for m in range(s.model.shape[0]):
-        if s.weights[m].stage == HERE and s.weights[m].stop > 0 and not can_leave_now(s, m, priority):
+        if s.weights[m].stage == codes.HERE and s.weights[m].stop > 0 and not can_leave_now(s, m, priority):
             short -= s.weights[m].bytes
     while short > 0:
         m = cheapest(s, priority, False, now)
@@ -228,10 +213,10 @@ def most_wanted(s: State, now: int) -> int:
     """The model whose requests the policy ranks first, among models whose weights are not on the GPU; NONE if there is
     none. A model without requests that was prefetched comes last, until it has waited for long.
     """
-    found = NONE
+    found = codes.NONE
     least = np.inf
     for m in range(s.model.shape[0]):
-        if s.model[m].state == ABSENT or s.weights[m].stage != OUT:
+        if s.model[m].state == codes.ABSENT or s.weights[m].stage != codes.OUT:
             continue
         instance = s.model[m].filling
         rank = np.inf
@@ -254,7 +239,7 @@ def waits_since(s: State, m: int) -> float:
     instance = s.model[m].filling
     if instance >= 0 and s.instance[instance].live > 0:
         return float(s.instance[instance].arrival_ns)
-    return float(s.weights[m].ordered_ns if wanting(s, m) == 0 and s.weights[m].asked else NEVER)
+    return float(s.weights[m].ordered_ns if wanting(s, m) == 0 and s.weights[m].asked else codes.NEVER)
 
 
 @part
@@ -266,15 +251,15 @@ def patience_ns(s: State, m: int) -> float:
 @part
 def let_load_in(s: State, now: int) -> None:
     """Grants room for the weights of a model that is being loaded, once the models that leave for it have left."""
-    r = s.residency[0]
-    if r.load_bytes == 0 or r.load_granted:
+    residency = s.residency[0]
+    if residency.load_bytes == 0 or residency.load_granted:
         return
-    if r.load_since_ns == 0.0:
-        r.load_since_ns = max(float(now), 1.0)
-    room = make_room(s, r.load_bytes, r.load_priority, r.load_since_ns, 0.0, now)
-    if room and r.leaving == 0:
-        r.held_bytes += r.load_bytes
-        r.load_granted = 1
+    if residency.load_since_ns == 0.0:
+        residency.load_since_ns = max(float(now), 1.0)
+    room = make_room(s, residency.load_bytes, residency.load_priority, residency.load_since_ns, 0.0, now)
+    if room and residency.leaving == 0:
+        residency.held_bytes += residency.load_bytes
+        residency.load_granted = 1
 
 
 @part
@@ -282,13 +267,13 @@ def send_away(s: State) -> bool:
     """Evicts models that were ordered to leave; returns whether some still cannot."""
     left = False
     for m in range(s.model.shape[0]):
-        w = s.weights[m]
-        if w.stage == HERE and w.unwanted > 0 and w.stop == 0:
-            w.stop = 1
+        weights = s.weights[m]
+        if weights.stage == codes.HERE and weights.unwanted > 0 and weights.stop == 0:
+            weights.stop = 1
             touch_instances(s, m)
-        goes = w.unwanted > 0 or (w.keep == GOES and w.asked == 0 and s.model[m].live == 0)
-        if s.model[m].state != ABSENT and w.stage == HERE and goes:
-            if in_use(s, m) or w.held > 0:
+        goes = weights.unwanted > 0 or (weights.keep == codes.GOES and weights.asked == 0 and s.model[m].live == 0)
+        if s.model[m].state != codes.ABSENT and weights.stage == codes.HERE and goes:
+            if in_use(s, m) or weights.held > 0:
                 left = True
             else:
                 evict(s, m)
@@ -298,23 +283,23 @@ def send_away(s: State) -> bool:
 @part
 def choose_moves(s: State, now: int) -> None:
     """Orders all moves that are possible now; `look` stays set while more remain."""
-    r = s.residency[0]
-    r.look = 1 if send_away(s) else 0
+    residency = s.residency[0]
+    residency.look = 1 if send_away(s) else 0
     let_load_in(s, now)
-    if r.load_bytes > 0 and not r.load_granted:
-        r.look = 1
+    if residency.load_bytes > 0 and not residency.load_granted:
+        residency.look = 1
         return
-    while r.coming < MOST_COMING:
+    while residency.coming < MOST_COMING:
         m = most_wanted(s, now)
         if m < 0:
             break
         since, patience = waits_since(s, m), patience_ns(s, m)
         if not make_room(s, s.weights[m].bytes, s.model[m].priority, since, patience, now):
-            r.look = 1
+            residency.look = 1
             return
         bring(s, m, now)
     if most_wanted(s, now) >= 0:
-        r.look = 1
+        residency.look = 1
     else:
         start_again(s)
 
@@ -332,7 +317,7 @@ def start_again(s: State) -> None:
 def order_moves(s: State, now: int) -> int:
     """Orders the next moves, once it is known who waits for weights; returns whether instances must be settled again.
     """
-    if s.residency[0].managed == 0 or s.residency[0].look == 0 or s.core[0].mode == FAIL_MODE:
+    if s.residency[0].managed == 0 or s.residency[0].look == 0 or s.core[0].mode == codes.FAIL_MODE:
         return 0
     choose_moves(s, now)
     return 1 if s.core[0].touched > 0 else 0
@@ -350,22 +335,22 @@ def give_up(s: State, m: int, now: int) -> None:
     s.residency[0].held_bytes -= s.weights[m].bytes
     s.residency[0].coming -= 1
     s.residency[0].failed += 1
-    s.weights[m].stage, s.weights[m].arrived, s.weights[m].unwanted = OUT, 0, 0
+    s.weights[m].stage, s.weights[m].arrived, s.weights[m].unwanted = codes.OUT, 0, 0
     for row in range(s.request.shape[0]):
-        if s.request[row].state != UNUSED and s.request[row].model == m:
-            take_out(s, row, NO_WEIGHTS, now)
+        if s.request[row].state != codes.UNUSED and s.request[row].model == m:
+            take_out(s, row, codes.NO_WEIGHTS, now)
 
 
 @part
 def let_go(s: State, m: int) -> None:
     """Counts weights that have left."""
-    r, w = s.residency[0], s.weights[m]
-    r.leaving -= 1
-    r.evicted += 1
-    r.evicted_bytes += w.bytes
-    r.look = 1
-    w.evicted += 1
-    w.stage, w.unwanted = OUT, 0
+    residency, weights = s.residency[0], s.weights[m]
+    residency.leaving -= 1
+    residency.evicted += 1
+    residency.evicted_bytes += weights.bytes
+    residency.look = 1
+    weights.evicted += 1
+    weights.stage, weights.unwanted = codes.OUT, 0
 
 
 @part
@@ -373,50 +358,53 @@ def put_back(s: State, m: int) -> None:
     """Keeps weights that could not leave. The mover refuses the weights that were ordered to take their place, and a
     load that waits for memory is refused here: otherwise the same eviction would be ordered again and again.
     """
-    r, w = s.residency[0], s.weights[m]
-    r.leaving -= 1
-    r.held_bytes += w.bytes
-    r.failed += 1
-    r.look = 1
-    if r.load_bytes > 0 and r.load_granted == 0:
-        r.load_granted = NONE
-    w.stuck += 1
-    w.stage, w.unwanted = HERE, 0
-    if w.keep == GOES:
-        w.asked = 1  # it stays until its memory is needed, or until it is ordered to leave
+    residency, weights = s.residency[0], s.weights[m]
+    residency.leaving -= 1
+    residency.held_bytes += weights.bytes
+    residency.failed += 1
+    residency.look = 1
+    if residency.load_bytes > 0 and residency.load_granted == 0:
+        residency.load_granted = codes.NONE
+    weights.stuck += 1
+    weights.stage, weights.unwanted = codes.HERE, 0
+    if weights.keep == codes.GOES:
+        weights.asked = 1  # it stays until its memory is needed, or until it is ordered to leave
     touch_instances(s, m)
-    r.stuck_before = np.int64(load_at(address(s.move_ring, MOVE_TAIL)))
+    residency.stuck_before = np.int64(load_at(address(s.move_ring, codes.MOVE_TAIL)))
     store_at(address(s.moved, m), _MOVES_ZERO)
 
 
 @part
 def look_at_chunks(s: State, m: int, now: int) -> None:
     """Notes chunks that have arrived, so that segments may start."""
-    r, w = s.residency[0], s.weights[m]
-    before = w.arrived
-    while w.arrived < w.chunks and load_at(w.word + _MOVES_WORD * np.uint64(w.arrived)) != _MOVES_ZERO:
-        w.arrived += 1
-    if w.arrived > before:
+    residency, weights = s.residency[0], s.weights[m]
+    before = weights.arrived
+    while (
+        weights.arrived < weights.chunks
+        and load_at(weights.word + _MOVES_WORD * np.uint64(weights.arrived)) != _MOVES_ZERO
+    ):
+        weights.arrived += 1
+    if weights.arrived > before:
         s.core[0].changed = 1
-        late = now - copy_ns(s, m, min(w.arrived * w.chunk_bytes, w.bytes)) - w.begin_ns
-        w.begin_ns += late
-        r.link_free_ns += late
-    if w.arrived == w.chunks:
-        w.stage, w.came_ns = HERE, now
-        r.coming -= 1
-        r.brought += 1
-        r.brought_bytes += w.bytes
-        r.reload_ns += now - w.ordered_ns
-        w.brought += 1
-        w.reload_ns += now - w.ordered_ns
-        r.look = 1
+        late = now - copy_ns(s, m, min(weights.arrived * weights.chunk_bytes, weights.bytes)) - weights.begin_ns
+        weights.begin_ns += late
+        residency.link_free_ns += late
+    if weights.arrived == weights.chunks:
+        weights.stage, weights.came_ns = codes.HERE, now
+        residency.coming -= 1
+        residency.brought += 1
+        residency.brought_bytes += weights.bytes
+        residency.reload_ns += now - weights.ordered_ns
+        weights.brought += 1
+        weights.reload_ns += now - weights.ordered_ns
+        residency.look = 1
         touch_instances(s, m)
         return
     for k in range(s.model[m].n_instances):
         instance = s.model_instance[m, k]
-        a = s.instance[instance]
-        if a.state == FILLING and a.live > 0 and a.ready_at < 0 and s.core[0].whole_always == 0:
-            at = start_ns(s, m, a.size, now)
+        inst = s.instance[instance]
+        if inst.state == codes.FILLING and inst.live > 0 and inst.ready_at < 0 and s.core[0].whole_always == 0:
+            at = start_ns(s, m, inst.size, now)
             if at <= now:
                 touch(s, instance)
             else:
@@ -428,31 +416,31 @@ def look_at_moves(s: State, now: int) -> int:
     """Handles the moves since the last step: instances may start, and other weights may come. Returns whether some
     may.
     """
-    r = s.residency[0]
-    if r.managed == 0 or s.core[0].mode == FAIL_MODE:
+    residency = s.residency[0]
+    if residency.managed == 0 or s.core[0].mode == codes.FAIL_MODE:
         return 0
-    if r.coming + r.leaving > 0:
+    if residency.coming + residency.leaving > 0:
         for m in range(s.model.shape[0]):
             stage = s.weights[m].stage
-            if stage == COMING:
-                if load_at(address(s.moved, m)) == np.uint64(BROKEN):
+            if stage == codes.COMING:
+                if load_at(address(s.moved, m)) == np.uint64(codes.BROKEN):
                     give_up(s, m, now)
                 else:
                     look_at_chunks(s, m, now)
-            elif stage == LEAVING:
-                if load_at(address(s.moved, m)) == np.uint64(BROKEN):
+            elif stage == codes.LEAVING:
+                if load_at(address(s.moved, m)) == np.uint64(codes.BROKEN):
                     put_back(s, m)
-                elif load_at(address(s.moved, m)) == np.uint64(GONE):
+                elif load_at(address(s.moved, m)) == np.uint64(codes.GONE):
                     let_go(s, m)
-    if r.coming == 0:
-        r.link_free_ns = min(r.link_free_ns, float(now))
-    return int(r.look)
+    if residency.coming == 0:
+        residency.link_free_ns = min(residency.link_free_ns, float(now))
+    return int(residency.look)
 
 
 # Weights that come and go: switching this on, giving the core orders from outside, and reading its account.
 
 
-KEEP: dict[Any, int] = {"auto": AUTO, True: STAYS, False: GOES}  # by the users' values
+KEEP: dict[Any, int] = {"auto": codes.AUTO, True: codes.STAYS, False: codes.GOES}  # by the users' values
 STAGES = ("host", "loading", "resident", "leaving")  # weights.stage as text
 
 
@@ -481,19 +469,19 @@ def needed_bytes(weights: Iterable[tuple[int, int, int]]) -> int:
     """
     found = [each for each in weights if each[1] > 0]
     most = 0
-    for own in {priority for priority, _, keep in found if keep != STAYS}:
-        above = sum(nbytes for priority, nbytes, keep in found if priority > own and keep == AUTO)
-        most = max(most, above + max(n for priority, n, keep in found if priority == own and keep != STAYS))
-    return sum(nbytes for _, nbytes, keep in found if keep == STAYS) + most
+    for own in {priority for priority, _, keep in found if keep != codes.STAYS}:
+        above = sum(nbytes for priority, nbytes, keep in found if priority > own and keep == codes.AUTO)
+        most = max(most, above + max(n for priority, n, keep in found if priority == own and keep != codes.STAYS))
+    return sum(nbytes for _, nbytes, keep in found if keep == codes.STAYS) + most
 
 
 def weights_state(state: State, row: int) -> str:
     """Where a model's weights are: `resident`, `loading 43 %`, `leaving`, `host` or `disk`."""
-    w = state.weights[row]
-    said = STAGES[int(w["stage"])] if state.residency["managed"][0] else "resident"
+    weights = state.weights[row]
+    said = STAGES[int(weights["stage"])] if state.residency["managed"][0] else "resident"
     if said == "loading":
-        return f"loading {100 * int(w['arrived']) // max(1, int(w['chunks']))} %"
-    return "disk" if said == "host" and w["ns_per_byte"] > 0 else said
+        return f"loading {100 * int(weights['arrived']) // max(1, int(weights['chunks']))} %"
+    return "disk" if said == "host" and weights["ns_per_byte"] > 0 else said
 
 
 def want_weights(state: State, row: int) -> bool:
@@ -501,7 +489,7 @@ def want_weights(state: State, row: int) -> bool:
 
     May be called from any thread; the core's loop may have to be woken.
     """
-    if not state.residency["managed"][0] or state.weights["stage"][row] != OUT:
+    if not state.residency["managed"][0] or state.weights["stage"][row] != codes.OUT:
         return False
     if not state.weights["asked"][row]:
         state.weights["ordered_ns"][row], state.weights["asked"][row] = time.monotonic_ns(), 1
@@ -511,8 +499,8 @@ def want_weights(state: State, row: int) -> bool:
 
 def demand_worth(state: State, row: int) -> float:
     """The value of a model's weights in host memory, per byte: recent requests, doubled for each step of priority."""
-    w, past = state.weights[row], float(state.tuning["demand_memory_ns"][0])
-    recent = float(w["demand"]) * math.exp(-max(0.0, time.monotonic_ns() - float(w["demand_ns"])) / past)
+    weights, past = state.weights[row], float(state.tuning["demand_memory_ns"][0])
+    recent = float(weights["demand"]) * math.exp(-max(0.0, time.monotonic_ns() - float(weights["demand_ns"])) / past)
     return recent * 2.0 ** max(-STEPS, min(int(state.model["priority"][row]), STEPS))
 
 
@@ -540,7 +528,7 @@ def _touch_instances(state: State, arena: int) -> None:
     instance, core = state.instance, state.core
     waits = (
         (instance["arena"] == arena)
-        & (instance["state"] == FILLING)
+        & (instance["state"] == codes.FILLING)
         & (instance["live"] > 0)
         & (instance["touched"] == 0)
     )

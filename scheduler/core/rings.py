@@ -19,21 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.numba_ext.link import compiled, part
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import and_at, copy_bytes, exchange_at, fence, load_at, or_at, store_at
-from paellapy.scheduler.core.codes import (
-    CLOSED,
-    DONE_HEAD,
-    DONE_TAIL,
-    GENERATION_MASK,
-    GENERATION_SHIFT,
-    NEVER,
-    NONE,
-    PRODUCER_MASK,
-    RESERVED_MASK,
-    RESERVED_ONE,
-    RESERVED_SHIFT,
-    SUBMIT_TAIL,
-)
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.tables import COMPLETION, SUBMISSION, Table, Words, struct_fields
 
@@ -96,16 +83,16 @@ SLOTS = 1 << 16  # largest number of slots of an instance: `claim` returns insta
 # Numba turns a u64 plus an int into a float, so every number combined with a word is a u64.
 ONE = np.uint64(1)
 _ALL = np.uint64((1 << 64) - 1)
-_CLOSED = np.uint64(CLOSED)
-_MASK = np.uint64(RESERVED_MASK)
-_PRODUCER_MASK = np.uint64(PRODUCER_MASK)
-_GENERATION_MASK = np.uint64(GENERATION_MASK)
-_GENERATION_SHIFT = np.uint64(GENERATION_SHIFT)
-_HALF_WAY = np.uint64(GENERATION_MASK // 2)
+_CLOSED = np.uint64(codes.CLOSED)
+_MASK = np.uint64(codes.RESERVED_MASK)
+_PRODUCER_MASK = np.uint64(codes.PRODUCER_MASK)
+_GENERATION_MASK = np.uint64(codes.GENERATION_MASK)
+_GENERATION_SHIFT = np.uint64(codes.GENERATION_SHIFT)
+_HALF_WAY = np.uint64(codes.GENERATION_MASK // 2)
 _BITS = np.uint64(63)
 _ZERO = np.uint64(0)
-_RESERVED_ONE = np.uint64(RESERVED_ONE)
-_RESERVED_SHIFT = np.uint64(RESERVED_SHIFT)
+_RESERVED_ONE = np.uint64(codes.RESERVED_ONE)
+_RESERVED_SHIFT = np.uint64(codes.RESERVED_SHIFT)
 _LOW = np.uint64(0xFFFF_FFFF)
 _HALF = np.uint64(32)
 _WORD = np.uint64(8)
@@ -134,7 +121,7 @@ class Message(ctypes.Structure):
 
     def __init__(self, **values: int) -> None:
         """Defaults: no slot, no deadline, otherwise zero."""
-        super().__init__(**{"instance": NONE, "slot": NONE, "deadline_ns": NEVER, **values})
+        super().__init__(**{"instance": codes.NONE, "slot": codes.NONE, "deadline_ns": codes.NEVER, **values})
         self.address = ctypes.addressof(self)
 
 
@@ -203,7 +190,7 @@ def reserve_at(where: Any, notes: Any, slots: Any, producer: Any) -> int:
         word = load_at(where)
         taken = np.int64((word >> _RESERVED_SHIFT) & _MASK)
         if word >= _CLOSED or taken >= slots:
-            return NONE
+            return codes.NONE
         if taken > 0:
             note_producer(notes + np.uint64(8 * (taken - 1)), word)
         if exchange_at(where, word, ((word & ~_PRODUCER_MASK) | np.uint64(producer)) + _RESERVED_ONE):
@@ -233,7 +220,7 @@ def claim_slot(s: State, producer: int, model: int, client: int) -> int:
 @part
 def publish(s: State, producer: int, message: int) -> bool:
     """Copies a message, a SUBMISSION at an address, into the producer's ring; False if the ring is full."""
-    tail = s.ring[producer, SUBMIT_TAIL:].ctypes.data
+    tail = s.ring[producer, codes.SUBMIT_TAIL :].ctypes.data
     mask = np.uint64(s.submit.shape[1] - 1)
     while True:
         position = load_at(tail)
@@ -256,7 +243,7 @@ def publish_all(s: State, producer: int, messages: int, n: int) -> bool:
 
     The first becomes visible last, so the core takes all of them in one step.
     """
-    tail = s.ring[producer, SUBMIT_TAIL:].ctypes.data
+    tail = s.ring[producer, codes.SUBMIT_TAIL :].ctypes.data
     mask = np.uint64(s.submit.shape[1] - 1)
     last = np.uint64(n - 1)
     while True:
@@ -290,13 +277,13 @@ def clear_hold(s: State, instance: int, slot: int) -> None:
 @part
 def take_into(s: State, producer: int, into: int, most: int) -> int:
     """Moves at most `most` completions of a producer's ring to an address; returns their number. One consumer."""
-    head = load_at(s.ring[producer, DONE_HEAD:].ctypes.data)
-    n = min(int(np.int64(load_at(s.ring[producer, DONE_TAIL:].ctypes.data) - head)), most)
+    head = load_at(s.ring[producer, codes.DONE_HEAD :].ctypes.data)
+    n = min(int(np.int64(load_at(s.ring[producer, codes.DONE_TAIL :].ctypes.data) - head)), most)
     mask = np.int64(s.done.shape[1] - 1)
     for k in range(n):
         cell = s.done[producer, (np.int64(head) + k) & mask :].ctypes.data
         copy_bytes(np.uint64(into) + np.uint64(k) * _COMPLETION_BYTES, cell, _COMPLETION_BYTES)
-    store_at(s.ring[producer, DONE_HEAD:].ctypes.data, head + np.uint64(n))
+    store_at(s.ring[producer, codes.DONE_HEAD :].ctypes.data, head + np.uint64(n))
     return n
 
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from paellapy.instrument.errors import ArgumentError
 from paellapy.instrument.numba_ext.link import compiled, part
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import exchange_at, load_at, store_at
-from paellapy.scheduler.core.codes import GOES, TENANT_NAME, UNUSED
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.tables import Words
 
@@ -66,7 +66,7 @@ def leave(s: State, m: int, c: int) -> None:
     if core.live == 0:  # drop rounding errors
         core.shares = 0.0
         core.client_shares = 0.0
-    if s.model[m].live == 0 and s.residency[0].managed > 0 and s.weights[m].keep == GOES:
+    if s.model[m].live == 0 and s.residency[0].managed > 0 and s.weights[m].keep == codes.GOES:
         s.residency[0].look = 1
 
 
@@ -77,15 +77,15 @@ def charge(s: State, instance: int, time_ns: float, gpu_ns: float, began_ns: int
     fraction of the elapsed time.
     """
     core = s.core[0]
-    a = s.instance[instance]
-    m = a.model
+    inst = s.instance[instance]
+    m = inst.model
     core.served_ns += time_ns
     s.model[m].used_ns += time_ns
     s.model[m].gpu_ns += gpu_ns
     if core.shares > 0.0:
         core.virtual_ns += time_ns / core.shares
-    each, each_gpu = time_ns / a.taken, gpu_ns / a.taken
-    for k in range(a.taken):
+    each, each_gpu = time_ns / inst.taken, gpu_ns / inst.taken
+    for k in range(inst.taken):
         c = s.slot_client[instance, k]
         client = s.client[c]
         client.used_ns += each
@@ -138,23 +138,23 @@ def pass_time(s: State, now: int) -> None:
 def enter_gpu(s: State, instance: int, now: int) -> None:
     """Call this before the instance is counted among those in flight."""
     core = s.core[0]
-    a = s.instance[instance]
+    inst = s.instance[instance]
     pass_time(s, now)
     if core.flight == 0:
         core.gpu_clock_ns = core.gpu_demand = 0.0
-    a.gpu_demand = max(a.demand, 1e-3)
-    a.gpu_from_ns = core.gpu_clock_ns
-    core.gpu_demand += a.gpu_demand
+    inst.gpu_demand = max(inst.demand, 1e-3)
+    inst.gpu_from_ns = core.gpu_clock_ns
+    core.gpu_demand += inst.gpu_demand
 
 
 @part
 def part_of_time(s: State, instance: int, now: int) -> float:
     """The instance's part of the GPU's time since the last call, or since it came onto the GPU."""
     core = s.core[0]
-    a = s.instance[instance]
+    inst = s.instance[instance]
     pass_time(s, now)
-    ns = a.gpu_demand * (core.gpu_clock_ns - a.gpu_from_ns)
-    a.gpu_from_ns = core.gpu_clock_ns
+    ns = inst.gpu_demand * (core.gpu_clock_ns - inst.gpu_from_ns)
+    inst.gpu_from_ns = core.gpu_clock_ns
     return float(ns)
 
 
@@ -199,8 +199,10 @@ def checked_tenants(given: Mapping[str, Any]) -> dict[str, Tenant]:
     """
     found = {}
     for name, each in given.items():
-        if not isinstance(name, str) or not 0 < len(name.encode()) <= TENANT_NAME or "\0" in name:
-            raise ArgumentError(f"tenant name {name!r}: it must be a string of 1 to {TENANT_NAME} bytes without NUL")
+        if not isinstance(name, str) or not 0 < len(name.encode()) <= codes.TENANT_NAME or "\0" in name:
+            raise ArgumentError(
+                f"tenant name {name!r}: it must be a string of 1 to {codes.TENANT_NAME} bytes without NUL"
+            )
         if not isinstance(each, Tenant | Mapping) or (isinstance(each, Mapping) and set(each) - {"share", "limit"}):
             raise ArgumentError(
                 f"tenant {name!r} is {each!r}: it must be a pp.Tenant or a mapping with share and limit, such as "
@@ -224,14 +226,14 @@ def give_tenant(state: State, number: int, name: str, tenant: Tenant) -> None:
     client["share"], client["limit"], client["tenant"] = tenant.share, tenant.limit or 0.0, 1
     if not client["limit"]:
         client["may_ns"] = 0.0
-    state.tenant_name[number] = np.frombuffer(name.encode().ljust(TENANT_NAME, b"\0"), np.uint8)
+    state.tenant_name[number] = np.frombuffer(name.encode().ljust(codes.TENANT_NAME, b"\0"), np.uint8)
     core["limited"] = (state.client["limit"] > 0.0).sum()
     core["changed"] = 1
 
 
 def _leave_the_others(state: State, number: int) -> None:
     """Counts the requests of a client that becomes a tenant no longer among those of all other clients."""
-    asked = state.request[(state.request["state"] != UNUSED) & (state.request["client"] == number)]
+    asked = state.request[(state.request["state"] != codes.UNUSED) & (state.request["client"] == number)]
     moved = np.bincount(asked["model"], minlength=len(state.model))
     core, common, own = state.core[0], state.flow[0], state.flow[number]
     for m in np.flatnonzero(moved):

@@ -38,25 +38,9 @@ from numpy.typing import NDArray
 
 from paellapy.instrument.numba_ext.link import part
 from paellapy.instrument.numba_ext.tables import TableSet, found_at, table, table_set
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import call_clock
-from paellapy.scheduler.core.codes import (
-    CHOICES,
-    CLOSED,
-    GATES,
-    MASK_WORDS,
-    MOST_SLOTS,
-    NONE,
-    OF_PARTITIONS,
-    OWN_ROWS,
-    PARTITIONS,
-    POOL_STREAMS,
-    POOLS,
-    PRODUCER_MASK,
-    RECENT,
-    STATUS,
-    TAP_SIZE,
-    TENANT_NAME,
-)
+from paellapy.scheduler.core.errors import LimitsError
 from paellapy.scheduler.core.job import DONE, GPU, JOB, OWN_NAMES, OWN_PER_MODEL, OWNER, PARAM, PARAMS, PER_MODEL
 from paellapy.scheduler.core.tables import (
     CALLS,
@@ -133,7 +117,7 @@ class Limits:
 
     @property
     def tap_cells(self) -> int:
-        return TAP_SIZE if self.producers > 1 else 1
+        return codes.TAP_SIZE if self.producers > 1 else 1
 
     @property
     def _most_rows(self) -> int:
@@ -159,14 +143,14 @@ class State(TableSet):
     instance: Table = table(INSTANCE, "instances")
     instance_word: Words = table(WORD, "instances", 8)  # column 0: see CLOSED … PRODUCER_MASK. Atomic
     instance_ready: Words = table(
-        WORD, "instances", MASK_WORDS
+        WORD, "instances", codes.MASK_WORDS
     )  # a bit for every slot whose inputs are written. Atomic
     instance_hold: Words = table(
-        WORD, "instances", MASK_WORDS
+        WORD, "instances", codes.MASK_WORDS
     )  # a bit for every slot whose outputs are not read yet. Atomic
-    instance_known: Words = table(WORD, "instances", MASK_WORDS)  # a bit for every slot the core has heard of
+    instance_known: Words = table(WORD, "instances", codes.MASK_WORDS)  # a bit for every slot the core has heard of
     # a bit for every slot on whose values the model failed; set by the backend, where the instance is `faulty`
-    instance_fault: Words = table(WORD, "instances", MASK_WORDS)
+    instance_fault: Words = table(WORD, "instances", codes.MASK_WORDS)
     slot: Ints = table(INT, "instances", "batch")  # request row, or NONE: empty, or its request is completed
     slot_producer: Words = table(
         WORD, "instances", "batch"
@@ -176,18 +160,18 @@ class State(TableSet):
     input_address: Words = table(WORD, "instances", "inputs")
     launch: Table = table(LAUNCH, "instances", "sizes", "segments")  # by the installer
     whole: Table = table(LAUNCH, "instances", "sizes")  # by the installer
-    stream: Words = table(WORD, POOLS, POOL_STREAMS)  # streams for the backend's launches, by the installer
+    stream: Words = table(WORD, codes.POOLS, codes.POOL_STREAMS)  # streams for the backend's launches, by the installer
     stream_jobs: Ints = table(
-        INT, OF_PARTITIONS
+        INT, codes.OF_PARTITIONS
     )  # instances in flight on each stream, over all pools and partitions: by queue
     # handles of the same launches in each of the instance's partitions, the whole program last; 0: none
-    confined: Words = table(WORD, "instances", "sizes", "launches", CHOICES)
+    confined: Words = table(WORD, "instances", "sizes", "launches", codes.CHOICES)
     instance_partition: Ints = table(
-        INT, "instances", CHOICES
+        INT, "instances", codes.CHOICES
     )  # the numbers of these partitions, by the installer; NONE: no more
-    overlap: Ints = table(INT, PARTITIONS, PARTITIONS)  # SMs that two partitions share, by the installer
+    overlap: Ints = table(INT, codes.PARTITIONS, codes.PARTITIONS)  # SMs that two partitions share, by the installer
     partition_load: Ints = table(
-        INT, PARTITIONS
+        INT, codes.PARTITIONS
     )  # for each confined instance in flight, the SMs that its partition shares
     # launch and end of each segment of the instance's latest run; segment 0 stands for a whole program
     segment_ns: Ints = table(INT, "instances", "segments", 2)
@@ -197,7 +181,7 @@ class State(TableSet):
     client: Table = table(CLIENT, "clients")
     flow: Table = table(FLOW, "clients", "models")
     kept: Table = table(KEPT, "clients", "models")
-    tenant_name: NDArray[np.uint8] = table(np.uint8, "clients", TENANT_NAME)  # UTF-8, then zeros
+    tenant_name: NDArray[np.uint8] = table(np.uint8, "clients", codes.TENANT_NAME)  # UTF-8, then zeros
     ready: Ints = table(INT, "instances")  # heap of instances that wait for their turn, least rank first
     next_rank: Floats = table(np.float64, "instances")  # scratch heap: which places of `ready` come next by rank
     next_at: Ints = table(INT, "instances")
@@ -226,8 +210,8 @@ class State(TableSet):
     bell: Words = table(WORD, 8)  # column 0: the core's loop sleeps, or is about to. Atomic
     client_key: Words = table(WORD, "clients")  # owner of each client number: a hash of the name; 0: none. Atomic
     # requests by outcome; the last column is the sum of the batch sizes of OK requests
-    outcome: Ints = table(INT, "models", len(STATUS) + 1)
-    recent_ns: Ints = table(INT, "models", RECENT, 2)  # latency and wait of the latest OK requests
+    outcome: Ints = table(INT, "models", len(codes.STATUS) + 1)
+    recent_ns: Ints = table(INT, "models", codes.RECENT, 2)  # latency and wait of the latest OK requests
     tap: Table = table(COMPLETION, "tap_cells")  # the latest completions of all producers, while core.tapped
     out: Table = table(OUT, "out_cells")
     job: Table = table(JOB, 2)  # the core's scratch; readers have their own
@@ -239,7 +223,7 @@ class State(TableSet):
     given: Table = table(PARAM, "models", PARAMS)  # parameters of each model, by the installer
     wanted: Table = table(PARAM, PARAMS)  # parameters that the policy reads, with the defaults for models without them
     param: Floats = table(np.float64, "models", PARAMS)  # their values for each model
-    gate: Table = table(GATE, GATES)  # written by the engine, while core.gates; then by the core
+    gate: Table = table(GATE, codes.GATES)  # written by the engine, while core.gates; then by the core
     clock: Ints = table(INT, 8)  # scratch of the core's thread
     arena: Ints = table(INT, "instances")  # the instance that has it, + 1; 0: none
     arena_kept: Ints = table(INT, "instances")  # 1: no instance gets it, since a model that runs there is being loaded
@@ -266,7 +250,7 @@ def producer_rows(limits: Limits, producer: int) -> range:
     """
     if limits.producers == 1:
         return range(limits.requests)
-    own = min(OWN_ROWS, limits.requests // limits.producers)
+    own = min(codes.OWN_ROWS, limits.requests // limits.producers)
     each = (limits.requests - own) // (limits.producers - 1)
     return range(own) if producer == 0 else range(own + (producer - 1) * each, own + producer * each)
 
@@ -305,35 +289,36 @@ def new_state(limits: Limits | None = None, memory: NDArray[np.uint8] | None = N
     (4,)
     """
     n = limits or Limits()
-    if n.batch > MOST_SLOTS or n.producers > PRODUCER_MASK:
-        raise ValueError(
-            f"batch={n.batch} must be at most {MOST_SLOTS}, and producers={n.producers} at most {PRODUCER_MASK}"
-        )
+    for name, given, most in (
+        ("batch", n.batch, codes.MOST_SLOTS), ("producers", n.producers, codes.PRODUCER_MASK),
+    ):  # fmt: skip
+        if given > most:
+            raise LimitsError(f"{name}={given}: it must be at most {most}", field=name, given=given, limit=most)
     if memory is None:
         raw = np.zeros(state_bytes(n) + 64, np.uint8)  # uses memory only where it is written
         memory = raw[-raw.ctypes.data % 64 :][: state_bytes(n)]
     state = over(n, memory)
     for name in ("model_instance", "free_instance", "slot", "ready", "active", "flight", "held", "touched", "asking",
                  "leaving", "waiting", "due"):  # fmt: skip
-        getattr(state, name)[...] = NONE
-    state.instance_word[...] = CLOSED
+        getattr(state, name)[...] = codes.NONE
+    state.instance_word[...] = codes.CLOSED
     state.submit["sequence"] = np.arange(state.submit.shape[1], dtype=np.uint64)
     state.wake[:, 0] = 1
     state.wake_fd[:, 0] = -1
     for column in ("model", "ready_at", "active_at", "flight_at", "stream_at", "partition", "arena"):
-        state.instance[column] = NONE
-    state.instance_partition[...] = NONE
+        state.instance[column] = codes.NONE
+    state.instance_partition[...] = codes.NONE
     for column in ("instance", "slot", "left", "right", "up", "due_at"):
-        state.request[column] = NONE
+        state.request[column] = codes.NONE
     for column in ("root", "first", "last"):
-        state.model[column] = state.client[column] = NONE
-    state.model["filling"] = NONE
+        state.model[column] = state.client[column] = codes.NONE
+    state.model["filling"] = codes.NONE
     state.client["share"] = 1.0
     state.tuning[:] = Tuning.for_part(MEASURED_ON).row()
     core = state.core[0]
     core["max_active"], core["max_in_flight"], core["whole_idle"], core["refresh"] = 8, 2, 1, 3
-    core["copier_fd"], core["gain"], core["demand_limit"] = NONE, 1.0, np.inf
-    state.residency["mover_fd"] = NONE
+    core["copier_fd"], core["gain"], core["demand_limit"] = codes.NONE, 1.0, np.inf
+    state.residency["mover_fd"] = codes.NONE
     return state
 
 

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.numba_ext.link import address_of, call_with, compiled, part, reachable
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.admission import predict_finish
 from paellapy.scheduler.core.atomics import call_telling, call_write, load_at, store_at
 from paellapy.scheduler.core.choose import choose, settle_all
-from paellapy.scheduler.core.codes import DONE_TAIL, FAIL_MODE, NONE
 from paellapy.scheduler.core.concurrency import LINGERS, watch_gates, watch_queue
 from paellapy.scheduler.core.expire import expire, reclaim
 from paellapy.scheduler.core.instances import look_at_held, touch
@@ -45,11 +45,11 @@ from paellapy.scheduler.core.weights import moves_under_way
 @part
 def tell_done(s: State, instance: int, segment: int, now: int) -> None:
     """Calls a policy's `done` with the job's current state and the segment's duration."""
-    a = s.instance[instance]
+    inst = s.instance[instance]
     fact = s.done_segment[0]
-    fill_segment(s, fact, a.model, a.size, segment)
-    if a.whole:
-        fact.ns = s.size[a.model, a.size].total_ns
+    fill_segment(s, fact, inst.model, inst.size, segment)
+    if inst.whole:
+        fact.ns = s.size[inst.model, inst.size].total_ns
     fact.took_ns = now - began_ns(s, instance, segment)
     fact.number = segment
     fill_instance_job(s, instance, now)
@@ -79,27 +79,27 @@ def tick(s: State, now: int) -> None:
 @part
 def segment_done(s: State, instance: int, now: int) -> None:
     core = s.core[0]
-    a = s.instance[instance]
-    m = a.model
-    s.segment_ns[instance, a.done, 1] = now
-    account(s, instance, a.done, -1.0, 0.0)
-    alone_ns = s.size[m, a.size].total_ns if a.whole else s.segment[m, a.size, a.done].time_ns
-    charge(s, instance, alone_ns, part_of_time(s, instance, now), began_ns(s, instance, a.done))
-    a.done += 1
+    inst = s.instance[instance]
+    m = inst.model
+    s.segment_ns[instance, inst.done, 1] = now
+    account(s, instance, inst.done, -1.0, 0.0)
+    alone_ns = s.size[m, inst.size].total_ns if inst.whole else s.segment[m, inst.size, inst.done].time_ns
+    charge(s, instance, alone_ns, part_of_time(s, instance, now), began_ns(s, instance, inst.done))
+    inst.done += 1
     core.segments_done += 1
     if s.call[0].done != _ZERO:
-        tell_done(s, instance, a.done - 1, now)
+        tell_done(s, instance, inst.done - 1, now)
     touch(s, instance)
-    if a.issued > a.done:
-        account(s, instance, a.done, 1.0, -1.0)
+    if inst.issued > inst.done:
+        account(s, instance, inst.done, 1.0, -1.0)
         return
     leave_stream(s, instance)
     leave_gpu(s, instance)
     core.flight -= 1
     last = s.flight[core.flight]
-    s.flight[a.flight_at] = last
-    s.instance[last].flight_at = a.flight_at
-    a.flight_at = NONE
+    s.flight[inst.flight_at] = last
+    s.instance[last].flight_at = inst.flight_at
+    inst.flight_at = codes.NONE
 
 
 @part
@@ -110,11 +110,11 @@ def poll(s: State, now: int) -> None:
     k = 0
     while k < core.flight:
         instance = s.flight[k]
-        a = s.instance[instance]
-        word = s.whole[instance, a.size].word if a.whole else s.launch[instance, a.size, a.done].word
+        inst = s.instance[instance]
+        word = s.whole[instance, inst.size].word if inst.whole else s.launch[instance, inst.size, inst.done].word
         if load_at(word) == _ZERO:
             if leaves_room(s, instance, now):
-                a.draining = core.changed = 1
+                inst.draining = core.changed = 1
             else:
                 note_room(s, instance)
             k += 1
@@ -153,7 +153,7 @@ def step(s: State, now: int) -> int:
     watch_gain(s, now)
     news = take_submissions(s, now)
     poll(s, now)
-    if core.mode == FAIL_MODE and core.lost_ns == 0:  # now that ended launches are known, which are above suspicion
+    if core.mode == codes.FAIL_MODE and core.lost_ns == 0:  # polled first: requests that have ended are not blamed
         fail_all(s, now)
     look_at_held(s)
     expire(s, now)
@@ -186,7 +186,7 @@ def wake_producers(s: State, scratch: NDArray[np.int64]) -> None:
     A producer first asks and then looks; the core first posts and then checks who asked. So no wake-up is lost.
     """
     for producer in range(s.wake_fd.shape[0]):
-        tail = np.int64(s.ring[producer, DONE_TAIL, 0])
+        tail = np.int64(s.ring[producer, codes.DONE_TAIL, 0])
         if tail != s.wake_fd[producer, 1]:
             s.wake_fd[producer, 1] = tail
             if wakes(address(s.wake, producer), False) and s.wake_fd[producer, 0] >= 0:

@@ -7,36 +7,8 @@ from typing import Any
 import numpy as np
 
 from paellapy.instrument.numba_ext.link import part
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import load_at, store_at
-from paellapy.scheduler.core.codes import (
-    CANCEL,
-    CLOSE_MODEL,
-    CLOSING,
-    DRAIN,
-    DRAIN_MODE,
-    DRAINING,
-    EXPIRED,
-    FAIL,
-    FAIL_MODE,
-    FAILED,
-    FILLING,
-    NEVER,
-    NO_MODEL,
-    NONE,
-    OK,
-    OPEN,
-    OPEN_MODEL,
-    PASSED,
-    QUEUE_FULL,
-    QUEUED,
-    RUN_MODE,
-    RUNNING,
-    SLOTTED,
-    SUBMIT,
-    SUBMIT_HEAD,
-    SUSPECTED,
-    UNUSED,
-)
 from paellapy.scheduler.core.concurrency import close_gates
 from paellapy.scheduler.core.heaps import heap_add, queue_add
 from paellapy.scheduler.core.instances import close_instance, count_queued, free_instance, put, touch, wait_for_copy
@@ -59,16 +31,16 @@ def verdict(s: State, cell: Any, now: int) -> int:
     """OK, or the status with which the request is refused."""
     core = s.core[0]
     m = cell.model
-    if core.mode != RUN_MODE:
-        return FAILED if core.mode == FAIL_MODE else DRAINING
-    if m < 0 or m >= s.model.shape[0] or s.model[m].state != OPEN:
-        return NO_MODEL
+    if core.mode != codes.RUN_MODE:
+        return codes.FAILED if core.mode == codes.FAIL_MODE else codes.DRAINING
+    if m < 0 or m >= s.model.shape[0] or s.model[m].state != codes.OPEN:
+        return codes.NO_MODEL
     if cell.generation != _ZERO and cell.generation != s.model[m].generation:
-        return NO_MODEL  # it was meant for the model that had the row before
+        return codes.NO_MODEL  # it was meant for the model that had the row before
     if cell.deadline_ns <= now:
-        return EXPIRED
+        return codes.EXPIRED
     if cell.instance >= 0:
-        return OK
+        return codes.OK
     slots = s.size[m, s.model[m].n_sizes - 1].batch
     room = s.model[m].free_n * slots
     if s.model[m].filling >= 0:
@@ -79,7 +51,7 @@ def verdict(s: State, cell: Any, now: int) -> int:
         without_slot = s.client[c].aside + (without_slot if may_come_ns(s, c, now) <= now else 0)
     if core.by_client:
         without_slot += s.kept[c, m].n
-    return QUEUE_FULL if without_slot >= s.model[m].queue_limit else OK
+    return codes.QUEUE_FULL if without_slot >= s.model[m].queue_limit else codes.OK
 
 
 @part
@@ -87,24 +59,24 @@ def enqueue(s: State, row: int, now: int) -> None:
     """Puts a request into its model's queue, in the policy's order; into its client's where the client has a limit, or
     where `admit` looks at the client.
     """
-    r = s.request[row]
-    m = r.model
-    fill_job(s, 1, m, r.client, now)
-    fill_terms(s, 1, m, r.arrival_ns, r.deadline_ns, r.priority, r.client_start_ns)
+    request = s.request[row]
+    m = request.model
+    fill_job(s, 1, m, request.client, now)
+    fill_terms(s, 1, m, request.arrival_ns, request.deadline_ns, request.priority, request.client_start_ns)
     job = s.job[1]
     job.total_ns = job.remaining_ns = s.size[m, 0].total_ns
     job.batch = 1.0
     job.started = 0.0
     if s.core[0].facts & READS_SEGMENT:
         fill_segment(s, job.segment, m, 0, 0)
-    r.order = checked_rank(s, s.call[0].order, 1, s.call[0].order_2, s.call[0].order_3)
-    if s.core[0].limited > 0 and s.client[r.client].limit > 0.0:
+    request.order = checked_rank(s, s.call[0].order, 1, s.call[0].order_2, s.call[0].order_3)
+    if s.core[0].limited > 0 and s.client[request.client].limit > 0.0:
         set_aside(s, row)
         return
     if s.core[0].by_client:
         bar(s, row)
         return
-    r.state = QUEUED
+    request.state = codes.QUEUED
     queue_add(s, s.model[m], row)
     count_queued(s, m, 1)
     ask(s, m)
@@ -114,32 +86,32 @@ def enqueue(s: State, row: int, now: int) -> None:
 def submitted(s: State, producer: int, cell: Any, now: int) -> None:
     core = s.core[0]
     row = cell.request
-    r = s.request[row]
-    r.producer = producer
-    r.serial, r.tag, r.model, r.source = cell.serial, cell.tag, cell.model, cell.source
-    r.client = cell.client if 0 <= cell.client < s.client.shape[0] else cell.client % s.client.shape[0]
-    r.priority, r.arrival_ns, r.deadline_ns = cell.priority, cell.arrival_ns, cell.deadline_ns
-    r.instance = r.slot = r.due_at = NONE
-    r.leaving = 0
-    r.let_ns = 0.0
-    r.sequence = core.sequence
+    request = s.request[row]
+    request.producer = producer
+    request.serial, request.tag, request.model, request.source = cell.serial, cell.tag, cell.model, cell.source
+    request.client = cell.client if 0 <= cell.client < s.client.shape[0] else cell.client % s.client.shape[0]
+    request.priority, request.arrival_ns, request.deadline_ns = cell.priority, cell.arrival_ns, cell.deadline_ns
+    request.instance = request.slot = request.due_at = codes.NONE
+    request.leaving = 0
+    request.let_ns = 0.0
+    request.sequence = core.sequence
     core.sequence += 1
     instance = cell.instance
     status = verdict(s, cell, now)
-    if status != OK:
+    if status != codes.OK:
         post_done(s, row, cell.model, status, now)
         if instance >= 0:
-            put(s, instance, cell.slot, NONE)
-            s.slot_client[instance, cell.slot] = r.client  # it is charged for the place that it took
+            put(s, instance, cell.slot, codes.NONE)
+            s.slot_client[instance, cell.slot] = request.client  # it is charged for the place that it took
             touch(s, instance)
         return
-    close_gates(s, r.priority, now)
-    c = s.client[r.client]
-    enter(s, r.model, r.client)
-    note_demand(s, r.model, now)
-    r.client_start_ns = max(core.client_virtual_ns, c.tag_ns)
-    c.tag_ns = r.client_start_ns + s.size[r.model, 0].total_ns / c.share
-    if r.deadline_ns < NEVER:
+    close_gates(s, request.priority, now)
+    c = s.client[request.client]
+    enter(s, request.model, request.client)
+    note_demand(s, request.model, now)
+    request.client_start_ns = max(core.client_virtual_ns, c.tag_ns)
+    c.tag_ns = request.client_start_ns + s.size[request.model, 0].total_ns / c.share
+    if request.deadline_ns < codes.NEVER:
         heap_add(s.due, core.due, s.request["due_at"], s.request["deadline_ns"], s.request["sequence"], row)
         core.due += 1
     if instance < 0:
@@ -158,9 +130,9 @@ def look_for_top(s: State) -> None:
     piece.
     """
     core = s.core[0]
-    core.top_priority, core.least_priority = -NEVER, NEVER
+    core.top_priority, core.least_priority = -codes.NEVER, codes.NEVER
     for m in range(s.model.shape[0]):
-        if s.model[m].state == OPEN:
+        if s.model[m].state == codes.OPEN:
             core.top_priority = max(core.top_priority, s.model[m].priority)
             core.least_priority = min(core.least_priority, s.model[m].priority)
 
@@ -168,8 +140,8 @@ def look_for_top(s: State) -> None:
 @part
 def opened(s: State, m: int) -> None:
     model = s.model[m]
-    model.state = OPEN
-    model.root = model.first = model.last = model.filling = NONE
+    model.state = codes.OPEN
+    model.root = model.first = model.last = model.filling = codes.NONE
     model.queued = model.live = model.aside = model.completed = 0
     model.used_ns = model.gpu_ns = 0.0
     for c in range(s.flow.shape[0]):
@@ -188,9 +160,9 @@ def opened(s: State, m: int) -> None:
 def closed(s: State, m: int) -> None:
     """Refuses new requests for the model; MODEL_CLOSED follows when the accepted ones are done."""
     model = s.model[m]
-    if model.state != OPEN:
+    if model.state != codes.OPEN:
         return
-    model.state = CLOSING
+    model.state = codes.CLOSING
     look_for_top(s)
     store_at(address(s.filling, m), _ZERO)
     ask(s, m)
@@ -199,40 +171,40 @@ def closed(s: State, m: int) -> None:
 @part
 def was_on_gpu(s: State, row: int) -> bool:
     """Whether a launch for the request has not ended."""
-    r = s.request[row]
-    if r.state != SLOTTED:
+    request = s.request[row]
+    if request.state != codes.SLOTTED:
         return False
-    a = s.instance[r.instance]
-    return bool(a.state == RUNNING and a.issued > a.done)
+    inst = s.instance[request.instance]
+    return bool(inst.state == codes.RUNNING and inst.issued > inst.done)
 
 
 @part
 def fail_all(s: State, now: int) -> None:
     """Ends every request after the GPU is lost; nothing is launched again."""
     core = s.core[0]
-    core.mode, core.lost_ns, core.suspects = FAIL_MODE, max(now, 1), core.outside
+    core.mode, core.lost_ns, core.suspects = codes.FAIL_MODE, max(now, 1), core.outside
     for row in range(s.request.shape[0]):
         core.suspects += was_on_gpu(s, row)
     for instance in range(s.instance.shape[0]):
-        a = s.instance[instance]
-        if a.model >= 0 and a.state == RUNNING and a.issued > a.done:
-            s.model[a.model].lost = 1
+        inst = s.instance[instance]
+        if inst.model >= 0 and inst.state == codes.RUNNING and inst.issued > inst.done:
+            s.model[inst.model].lost = 1
     for row in range(s.request.shape[0]):
-        if s.request[row].state != UNUSED:
-            if s.request[row].state == PASSED:
+        if s.request[row].state != codes.UNUSED:
+            if s.request[row].state == codes.PASSED:
                 s.kept[s.request[row].client, s.request[row].model].passed = 0
             suspected = was_on_gpu(s, row)
-            if s.request[row].state == SLOTTED:
+            if s.request[row].state == codes.SLOTTED:
                 wait_for_copy(s, row)
-                s.slot[s.request[row].instance, s.request[row].slot] = NONE
-            complete(s, row, SUSPECTED if suspected else FAILED, now)
+                s.slot[s.request[row].instance, s.request[row].slot] = codes.NONE
+            complete(s, row, codes.SUSPECTED if suspected else codes.FAILED, now)
     for m in range(s.model.shape[0]):
-        s.model[m].root = s.model[m].first = s.model[m].last = NONE
+        s.model[m].root = s.model[m].first = s.model[m].last = codes.NONE
         s.model[m].queued = s.model[m].aside = 0
         ask(s, m)
     for c in range(s.client.shape[0]):
         client = s.client[c]
-        client.root = client.first = client.last = NONE
+        client.root = client.first = client.last = codes.NONE
         client.aside = client.waits = client.let = 0
         client.let_ns = 0.0
     forget_barred(s)
@@ -242,11 +214,11 @@ def fail_all(s: State, now: int) -> None:
     s.arena[...] = 0
     s.partition_load[...] = 0
     for instance in range(s.instance.shape[0]):
-        a = s.instance[instance]
-        if a.model >= 0:
-            a.live = 0
-            a.ready_at = a.active_at = a.flight_at = a.stream_at = a.partition = NONE
-            if a.state == RUNNING or (a.state == FILLING and close_instance(s, instance)):
+        inst = s.instance[instance]
+        if inst.model >= 0:
+            inst.live = 0
+            inst.ready_at = inst.active_at = inst.flight_at = inst.stream_at = inst.partition = codes.NONE
+            if inst.state == codes.RUNNING or (inst.state == codes.FILLING and close_instance(s, instance)):
                 free_instance(s, instance)
     gpu = s.gpu[0]
     gpu.resident_blocks = gpu.resident_warps = gpu.resident_registers = gpu.resident_shared_bytes = 0.0
@@ -264,12 +236,12 @@ def next_producer(s: State) -> int:
         producer = core.turn + k
         if producer >= producers:  # much faster than a remainder
             producer -= producers
-        head = s.ring[producer, SUBMIT_HEAD, 0]
+        head = s.ring[producer, codes.SUBMIT_HEAD, 0]
         at = np.int64(head & mask)
         if load_at(s.submit[producer, at : at + 1].ctypes.data) == head + _ONE:
             core.turn = producer + 1 if producer + 1 < producers else 0
             return int(producer)
-    return NONE
+    return codes.NONE
 
 
 @part
@@ -282,27 +254,27 @@ def take_submissions(s: State, now: int) -> int:
         producer = next_producer(s)
         if producer < 0:
             break
-        head = s.ring[producer, SUBMIT_HEAD, 0]
+        head = s.ring[producer, codes.SUBMIT_HEAD, 0]
         at = np.int64(head & mask)
         where = s.submit[producer, at : at + 1].ctypes.data
         cell = s.submit[producer, at]
-        if cell.kind == SUBMIT:
+        if cell.kind == codes.SUBMIT:
             submitted(s, producer, cell, now)
-        elif cell.kind == CANCEL:
-            r = s.request[cell.request]
-            if r.serial == cell.serial and r.state != UNUSED and r.leaving == 0:
-                r.leaving = 1
+        elif cell.kind == codes.CANCEL:
+            request = s.request[cell.request]
+            if request.serial == cell.serial and request.state != codes.UNUSED and request.leaving == 0:
+                request.leaving = 1
                 s.leaving[core.leaving] = cell.request
                 core.leaving += 1
-        elif cell.kind == OPEN_MODEL:
+        elif cell.kind == codes.OPEN_MODEL:
             opened(s, cell.model)
-        elif cell.kind == CLOSE_MODEL:
+        elif cell.kind == codes.CLOSE_MODEL:
             closed(s, cell.model)
-        elif cell.kind == DRAIN:
-            core.mode = max(core.mode, DRAIN_MODE)
-        elif cell.kind == FAIL and core.mode != FAIL_MODE:
-            core.error, core.mode = np.int64(cell.tag), FAIL_MODE
+        elif cell.kind == codes.DRAIN:
+            core.mode = max(core.mode, codes.DRAIN_MODE)
+        elif cell.kind == codes.FAIL and core.mode != codes.FAIL_MODE:
+            core.error, core.mode = np.int64(cell.tag), codes.FAIL_MODE
         store_at(where, head + mask + _ONE)
-        s.ring[producer, SUBMIT_HEAD, 0] = head + _ONE
+        s.ring[producer, codes.SUBMIT_HEAD, 0] = head + _ONE
         n += 1
     return n

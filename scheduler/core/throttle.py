@@ -11,8 +11,8 @@ import numpy as np
 from numba import types
 
 from paellapy.instrument.numba_ext.link import address_of, part, reachable
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import call_asking
-from paellapy.scheduler.core.codes import ASIDE, BARRED, FILLING, NEVER, NONE, PASSED, QUEUED
 from paellapy.scheduler.core.heaps import queue_add, queue_first, queue_remove
 from paellapy.scheduler.core.instances import (
     all_in,
@@ -36,7 +36,7 @@ from paellapy.scheduler.core.state import State
 @part
 def look_at_top(s: State) -> None:
     """Finds the highest priority among active jobs, and, for policies that read it, their resources on the GPU."""
-    top = -NEVER
+    top = -codes.NEVER
     for k in range(s.core[0].active):
         top = max(top, s.instance[s.active[k]].priority)
     gpu = s.gpu[0]
@@ -46,14 +46,14 @@ def look_at_top(s: State) -> None:
         of_top.ns = of_top.blocks = of_top.compute = of_top.memory = gpu.lower_ns = 0.0
         for k in range(s.core[0].flight):
             instance = s.flight[k]
-            a = s.instance[instance]
+            inst = s.instance[instance]
             ns = 0.0
-            for j in range(a.done, a.issued):
-                ns += s.segment[a.model, a.size, j].time_ns
-            if a.whole:  # the expected remainder
-                ns = max(0.0, s.size[a.model, a.size].total_ns - (s.gpu[0].now_ns - s.segment_ns[instance, 0, 0]))
-            if a.priority >= top:
-                f = s.segment[a.model, a.size, a.done]
+            for j in range(inst.done, inst.issued):
+                ns += s.segment[inst.model, inst.size, j].time_ns
+            if inst.whole:  # the expected remainder
+                ns = max(0.0, s.size[inst.model, inst.size].total_ns - (s.gpu[0].now_ns - s.segment_ns[instance, 0, 0]))
+            if inst.priority >= top:
+                f = s.segment[inst.model, inst.size, inst.done]
                 of_top.ns += ns
                 of_top.blocks += f.blocks
                 of_top.compute += f.compute
@@ -105,14 +105,14 @@ _ZERO = np.uint64(0)
 def bar(s: State, row: int) -> None:
     """Puts a request into the queue of its client and model."""
     core = s.core[0]
-    r = s.request[row]
-    kept = s.kept[r.client, r.model]
+    request = s.request[row]
+    kept = s.kept[request.client, request.model]
     if kept.listed == 0:
         kept.listed = 1
-        kept.root = kept.first = kept.last = NONE
-        s.barred[core.barred] = (r.client << 32) | r.model
+        kept.root = kept.first = kept.last = codes.NONE
+        s.barred[core.barred] = (request.client << 32) | request.model
         core.barred += 1
-    r.state = BARRED
+    request.state = codes.BARRED
     queue_add(s, kept, row)
     kept.n += 1
     core.kept_out += 1
@@ -143,9 +143,9 @@ def fill_next_job(s: State, c: int, m: int, now: int) -> None:
     kept = s.kept[c, m]
     n = min(kept.n, s.size[m, s.model[m].n_sizes - 1].batch)
     size = size_for(s, m, n)
-    r = s.request[queue_first(s, kept)]
+    request = s.request[queue_first(s, kept)]
     fill_job(s, 0, m, c, now)
-    fill_terms(s, 0, m, r.arrival_ns, r.deadline_ns, r.priority, r.client_start_ns)
+    fill_terms(s, 0, m, request.arrival_ns, request.deadline_ns, request.priority, request.client_start_ns)
     job = s.job[0]
     job.total_ns = job.remaining_ns = s.size[m, size].total_ns
     job.batch = n
@@ -162,7 +162,7 @@ def let_pass(s: State, c: int, m: int, most: int) -> None:
     for _ in range(n):
         row = queue_first(s, kept)
         unbar(s, row)
-        s.request[row].state = PASSED
+        s.request[row].state = codes.PASSED
         queue_add(s, s.model[m], row)
     kept.passed += n
     count_queued(s, m, n)
@@ -178,7 +178,7 @@ def look_at_barred(s: State, now: int) -> int:
     measure(s)
     look_at_top(s)
     anything = takes_anything(s, core.active)
-    best = np.int64(NONE)
+    best = np.int64(codes.NONE)
     least = np.inf
     k = 0
     while k < core.barred:
@@ -231,21 +231,21 @@ def is_staged(s: State, instance: int) -> bool:
 @part
 def give_up(s: State, instance: int) -> None:
     """Frees the instance of a refused job; its requests wait for `admit` again."""
-    a = s.instance[instance]
-    m = a.model
+    inst = s.instance[instance]
+    m = inst.model
     unready(s, instance)
-    s.kept[a.client, m].refused_at = s.core[0].rounds
-    if a.state == FILLING:
+    s.kept[inst.client, m].refused_at = s.core[0].rounds
+    if inst.state == codes.FILLING:
         ask(s, m)
         if not close_instance(s, instance):  # a producer has just taken a slot, before the policy was changed
             return
     else:
-        take_arena(s, instance, NONE)
-    for k in range(a.taken):
+        take_arena(s, instance, codes.NONE)
+    for k in range(inst.taken):
         row = s.slot[instance, k]
-        s.slot[instance, k] = NONE
+        s.slot[instance, k] = codes.NONE
         if row >= 0:
-            s.request[row].instance = s.request[row].slot = NONE
+            s.request[row].instance = s.request[row].slot = codes.NONE
             bar(s, row)
     free_instance(s, instance)
     ask(s, m)
@@ -275,15 +275,15 @@ def attach_barred(state: State) -> None:
 def set_aside(s: State, row: int) -> None:
     """Puts a request into its client's queue."""
     core = s.core[0]
-    r = s.request[row]
-    client = s.client[r.client]
-    r.state = ASIDE
+    request = s.request[row]
+    client = s.client[request.client]
+    request.state = codes.ASIDE
     queue_add(s, client, row)
     client.aside += 1
-    s.model[r.model].aside += 1
+    s.model[request.model].aside += 1
     if client.waits == 0:
         client.waits = 1
-        s.waiting[core.waiting] = r.client
+        s.waiting[core.waiting] = request.client
         core.waiting += 1
 
 
@@ -317,20 +317,20 @@ def let_in(s: State, c: int, m: int, most: int) -> None:
     each_ns = max(s.size[m, size_for(s, m, n)].total_ns / n, 1.0)
     while n > 0 and client.aside > 0:
         row = queue_first(s, client)
-        r = s.request[row]
-        if r.model != m:
+        request = s.request[row]
+        if request.model != m:
             break
         queue_remove(s, client, row)
         client.aside -= 1
         s.model[m].aside -= 1
         client.let += 1
         client.let_ns += each_ns
-        r.let_ns = each_ns
+        request.let_ns = each_ns
         n -= 1
         if s.core[0].by_client:
             bar(s, row)
             continue
-        r.state = QUEUED
+        request.state = codes.QUEUED
         queue_add(s, s.model[m], row)
         count_queued(s, m, 1)
     ask(s, m)

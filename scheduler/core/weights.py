@@ -11,32 +11,40 @@ from __future__ import annotations
 import numpy as np
 
 from paellapy.instrument.numba_ext.link import part
-from paellapy.scheduler.core.codes import COMING, HERE, READY_WAIT, RUNNING
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.state import State
 
 
 @part
 def copy_ns(s: State, m: int, nbytes: float) -> float:
     """The time to copy this number of bytes of a model's weights."""
-    w = s.weights[m]
-    return float(nbytes * (w.ns_per_byte if w.ns_per_byte > 0.0 else s.residency[0].ns_per_byte))
+    weights = s.weights[m]
+    return float(nbytes * (weights.ns_per_byte if weights.ns_per_byte > 0.0 else s.residency[0].ns_per_byte))
 
 
 @part
 def missing_bytes(s: State, m: int) -> int:
     """Bytes of a model's weights that are not on the GPU."""
-    w = s.weights[m]
-    if s.residency[0].managed == 0 or w.stage == HERE:
+    weights = s.weights[m]
+    if s.residency[0].managed == 0 or weights.stage == codes.HERE:
         return 0
-    return int(w.bytes - min(w.arrived * w.chunk_bytes, w.bytes) if w.stage == COMING else w.bytes)
+    return int(
+        weights.bytes - min(weights.arrived * weights.chunk_bytes, weights.bytes)
+        if weights.stage == codes.COMING
+        else weights.bytes
+    )
 
 
 @part
 def arrival_ns(s: State, m: int, chunks: int, now: float) -> float:
     """When the first `chunks` of a model's weights are on the GPU, if its copy is in progress or comes next."""
-    w = s.weights[m]
-    begin = w.begin_ns if w.stage == COMING else max(now, s.residency[0].link_free_ns) + s.tuning[0].map_ns
-    return float(max(now, begin + copy_ns(s, m, min(chunks * w.chunk_bytes, w.bytes))))
+    weights = s.weights[m]
+    begin = (
+        weights.begin_ns
+        if weights.stage == codes.COMING
+        else max(now, s.residency[0].link_free_ns) + s.tuning[0].map_ns
+    )
+    return float(max(now, begin + copy_ns(s, m, min(chunks * weights.chunk_bytes, weights.bytes))))
 
 
 @part
@@ -44,11 +52,11 @@ def unhindered_ns(s: State, m: int, size: int, segment: int, now: float, stretch
     """When a program can continue from a segment without waiting for weights; `now` if it can at once. Its segments
     take `stretch` times their time alone, and the first one `lead_ns` more.
     """
-    w = s.weights[m]
+    weights = s.weights[m]
     found = now
-    if s.residency[0].managed == 0 or w.stage == HERE:
+    if s.residency[0].managed == 0 or weights.stage == codes.HERE:
         return float(found)
-    have = w.arrived if w.stage == COMING else 0
+    have = weights.arrived if weights.stage == codes.COMING else 0
     tail = s.segment[m, size, segment].tail_ns
     for k in range(segment, s.size[m, size].segments):
         f = s.segment[m, size, k]
@@ -79,14 +87,14 @@ def may_start(s: State, instance: int, now: int) -> bool:
     """Whether the weights are there, or arrive soon enough for the instance to run without waiting."""
     if s.residency[0].managed == 0:
         return True
-    a = s.instance[instance]
-    w = s.weights[a.model]
-    if w.stage == HERE:
-        return bool(w.stop == 0)
+    inst = s.instance[instance]
+    weights = s.weights[inst.model]
+    if weights.stage == codes.HERE:
+        return bool(weights.stop == 0)
     s.residency[0].look = 1
-    if w.stage != COMING or s.core[0].whole_always:
+    if weights.stage != codes.COMING or s.core[0].whole_always:
         return False
-    return bool(start_ns(s, a.model, a.size, now) <= now)
+    return bool(start_ns(s, inst.model, inst.size, now) <= now)
 
 
 @part
@@ -94,24 +102,24 @@ def has_weights(s: State, instance: int) -> bool:
     """Whether the weights for the instance's next launch are on the GPU."""
     if s.residency[0].managed == 0:
         return True
-    a = s.instance[instance]
-    w = s.weights[a.model]
-    if w.stage == COMING and not a.whole:
-        return bool(s.segment[a.model, a.size, a.issued].chunks <= w.arrived)
-    return bool(w.stage == HERE)
+    inst = s.instance[instance]
+    weights = s.weights[inst.model]
+    if weights.stage == codes.COMING and not inst.whole:
+        return bool(s.segment[inst.model, inst.size, inst.issued].chunks <= weights.arrived)
+    return bool(weights.stage == codes.HERE)
 
 
 @part
 def all_here(s: State, m: int) -> bool:
     """Whether all weights are on the GPU, which a program in one piece needs."""
-    return bool(s.residency[0].managed == 0 or s.weights[m].stage == HERE)
+    return bool(s.residency[0].managed == 0 or s.weights[m].stage == codes.HERE)
 
 
 @part
 def arena_is_free(s: State, instance: int) -> bool:
     """Whether no other instance runs in the instance's arena."""
-    b = s.instance[instance].arena
-    return bool(b < 0 or s.arena[b] == instance + 1 or (s.arena[b] == 0 and s.arena_kept[b] == 0))
+    arena = s.instance[instance].arena
+    return bool(arena < 0 or s.arena[arena] == instance + 1 or (s.arena[arena] == 0 and s.arena_kept[arena] == 0))
 
 
 @part
@@ -119,7 +127,7 @@ def in_use(s: State, m: int) -> bool:
     """Whether a job of the model runs, or is about to."""
     for k in range(s.model[m].n_instances):
         state = s.instance[s.model_instance[m, k]].state
-        if state in (READY_WAIT, RUNNING):
+        if state in (codes.READY_WAIT, codes.RUNNING):
             return True
     return False
 
@@ -127,8 +135,8 @@ def in_use(s: State, m: int) -> bool:
 @part
 def recent_demand(s: State, m: int, now: float) -> float:
     """The number of the model's recent requests, with decreasing weight."""
-    w = s.weights[m]
-    return float(w.demand * np.exp(-max(0.0, now - w.demand_ns) / s.tuning[0].demand_memory_ns))
+    weights = s.weights[m]
+    return float(weights.demand * np.exp(-max(0.0, now - weights.demand_ns) / s.tuning[0].demand_memory_ns))
 
 
 @part
@@ -136,13 +144,13 @@ def note_demand(s: State, m: int, now: int) -> None:
     """Counts an accepted request of the model."""
     if s.residency[0].managed == 0:
         return
-    w = s.weights[m]
-    w.demand = recent_demand(s, m, now) + 1.0
-    w.demand_ns = w.used_ns = now
-    if w.stage == HERE:
-        w.hits += 1
+    weights = s.weights[m]
+    weights.demand = recent_demand(s, m, now) + 1.0
+    weights.demand_ns = weights.used_ns = now
+    if weights.stage == codes.HERE:
+        weights.hits += 1
     else:
-        w.misses += 1
+        weights.misses += 1
 
 
 @part
@@ -154,5 +162,8 @@ def wanting(s: State, m: int) -> int:
 @part
 def moves_under_way(s: State) -> bool:
     """Whether the core has to look again soon, even if no request is live."""
-    r = s.residency[0]
-    return bool(r.managed > 0 and (r.coming + r.leaving > 0 or (r.load_bytes > 0 and r.load_granted == 0)))
+    residency = s.residency[0]
+    return bool(
+        residency.managed > 0
+        and (residency.coming + residency.leaving > 0 or (residency.load_bytes > 0 and residency.load_granted == 0))
+    )

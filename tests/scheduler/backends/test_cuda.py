@@ -553,7 +553,7 @@ def test_nothing_is_collected_inside_a_capture(run):
 
 def test_long_inputs_that_wait_for_a_instance_are_copied_beside_the_core(run):
     run("""
-        from paellapy.scheduler.core.check import check_at_rest
+        from core_check import check_at_rest
         with Engine("cuda") as engine:
             engine.load(scale_model("long", 3.0, n=1 << 14, batch=(1, 2), instances=1))
 

@@ -8,10 +8,10 @@ import time
 
 import numpy as np
 import pytest
+from core_check import check_at_rest
 from engine_models import scale_model
 
 from paellapy.scheduler.core.atomics import usable_cpus
-from paellapy.scheduler.core.check import check_at_rest
 from paellapy.scheduler.core.codes import COPY_BELL
 from paellapy.scheduler.core.errors import DeadlineError
 from paellapy.scheduler.core.instances import Copier

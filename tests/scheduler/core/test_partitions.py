@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from core_bench import LIMITS, Bench, profile
+from core_check import IntegrityError, check_at_rest, check_integrity
 from engine_models import mlp_model, mlp_reference, random_inputs, scale_model, scale_reference
 from hypothesis import given, settings
 from hypothesis import strategies as some
@@ -16,7 +17,6 @@ from hypothesis import strategies as some
 import paellapy as pp
 from paellapy.instrument.numba_ext.link import compiled
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.check import IntegrityError, check_at_rest, check_integrity
 from paellapy.scheduler.core.concurrency import fill_partition
 from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.core.install import install, remove

@@ -14,13 +14,13 @@ from collections import Counter
 
 import numpy as np
 from core_bench import LIMITS, Bench, profile
+from core_check import check_integrity
 from hypothesis import settings
 from hypothesis import strategies as some
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from paellapy.scheduler.core import codes, step
 from paellapy.scheduler.core import state as st
-from paellapy.scheduler.core.check import check_integrity
 from paellapy.scheduler.core.rings import SLOTS, STAGED, Message
 from paellapy.scheduler.engine import ring_calls as calls
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from core_bench import LIMITS, Bench, profile
+from core_check import check_integrity
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from paellapy.scheduler.core import codes, step, tables
 from paellapy.scheduler.core import state as st
-from paellapy.scheduler.core.check import check_integrity
 from paellapy.scheduler.core.rings import SLOTS, STAGED, Message
 from paellapy.scheduler.core.shares import client_key, client_numbers, find_client
 from paellapy.scheduler.engine import ring_calls

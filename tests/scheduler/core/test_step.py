@@ -11,12 +11,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from core_bench import LIMITS, Bench, profile
+from core_check import IntegrityError, check_integrity
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st_
 
 from paellapy.scheduler.core import codes, rings, step, tables
 from paellapy.scheduler.core import state as st
-from paellapy.scheduler.core.check import IntegrityError, check_integrity
 from paellapy.scheduler.core.install import estimate, install, remove
 from paellapy.scheduler.core.profiles import ModelProfile, ProfileError, SegmentProfile, load_profiles, save_profiles
 from paellapy.scheduler.core.shares import Tenant, give_tenant

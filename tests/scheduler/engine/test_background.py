@@ -6,10 +6,10 @@ import threading
 
 import numpy as np
 import pytest
+from core_check import check_at_rest
 
 import paellapy as pp
 from paellapy.instrument.errors import LaunchError
-from paellapy.scheduler.core.check import check_at_rest
 from paellapy.scheduler.core.errors import (
     CaptureError,
     EngineClosedError,

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from core_check import check_at_rest
 from engine_models import scale_model
 from waiting import held_core
 
 import paellapy as pp
-from paellapy.scheduler.core.check import check_at_rest
 from paellapy.scheduler.core.errors import (
     DeadlineError,
     EngineAwayError,

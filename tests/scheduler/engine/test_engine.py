@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from core_check import check_at_rest
 from engine_models import (
     faulty_model,
     lookup_model,
@@ -27,7 +28,6 @@ from waiting import held_core
 import paellapy as pp
 from paellapy.instrument.errors import OutOfBoundsError, PaellaError, TraceError
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.check import check_at_rest
 from paellapy.scheduler.core.errors import (
     CaptureError,
     DeadlineError,

@@ -18,11 +18,11 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default:The AccumulateGrad")]
 
 from chain_models import SMALL, ask, chain, room_for  # noqa: E402
+from core_check import check_at_rest  # noqa: E402
 from engine_models import scale_model  # noqa: E402
 from training import batches, trainee  # noqa: E402
 from waiting import wait_until  # noqa: E402
 
-from paellapy.scheduler.core.check import check_at_rest  # noqa: E402
 from paellapy.scheduler.core.errors import CaptureError, ModelError, WeightsError  # noqa: E402
 
 MIB = 1 << 20

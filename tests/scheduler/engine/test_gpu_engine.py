@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import triton
 import triton.language as tl
+from core_check import check_at_rest
 from engine_models import mlp_model, mlp_reference, random_inputs, scale, scale_model, scale_reference
 from places import TESTS
 
@@ -23,7 +24,6 @@ from paellapy.instrument.device.cuda_memory import CudaEvent
 from paellapy.instrument.device.driver import check as check_status
 from paellapy.instrument.device.driver import driver
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.check import check_at_rest
 from paellapy.scheduler.core.errors import CaptureError, InputError, MemoryPlanError
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.models.model import Model, TensorSpec

@@ -7,10 +7,10 @@ import time
 
 import numpy as np
 import pytest
+from core_check import check_at_rest
 from engine_models import random_inputs, scale_model, scale_reference
 
 import paellapy as pp
-from paellapy.scheduler.core.check import check_at_rest
 
 pytestmark = pytest.mark.gpu
 BATCH = (1, 2, 4, 8)

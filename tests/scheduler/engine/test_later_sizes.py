@@ -7,11 +7,11 @@ import threading
 
 import numpy as np
 import pytest
+from core_check import check_at_rest, check_integrity
 from engine_models import scale_model
 from waiting import wait_until
 
 import paellapy as pp
-from paellapy.scheduler.core.check import check_at_rest, check_integrity
 from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.engine.callbacks import Door
 

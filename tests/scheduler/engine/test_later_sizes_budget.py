@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from chain_models import SMALL, N, chain, come_and_go, expected
 from chain_models import ask as ask_one
+from core_check import check_at_rest, check_integrity
 from engine_models import scale
 from waiting import wait_until
 
 import paellapy as pp
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.check import check_at_rest, check_integrity
 from paellapy.scheduler.engine.callbacks import Door
 
 BATCH = (1, 2, 4, 8)

@@ -8,10 +8,10 @@ import time
 
 import numpy as np
 import pytest
+from core_check import check_at_rest
 from engine_models import scale_model
 
 import paellapy as pp
-from paellapy.scheduler.core.check import check_at_rest
 from paellapy.scheduler.core.errors import EngineClosedError, ModelError
 from paellapy.scheduler.engine.monitor import Monitor
 from paellapy.serving.counters import job_metrics

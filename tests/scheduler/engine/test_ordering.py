@@ -6,9 +6,9 @@ import threading
 
 import pytest
 from chain_models import SMALL, ask, chain, room_for
+from core_check import check_at_rest
 
 import paellapy as pp
-from paellapy.scheduler.core.check import check_at_rest
 from paellapy.scheduler.core.errors import ModelError, UnknownModelError
 from paellapy.scheduler.engine.weight_cache import order_weights
 

@@ -12,12 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from chain_models import SMALL, WEIGHTS, N, ask, chain, come_and_go, room_for, settle
+from core_check import check_at_rest
 from engine_models import scale
 from waiting import wait_until
 
 import paellapy as pp
 from paellapy.scheduler.backends.virtual_memory import VirtualWeights
-from paellapy.scheduler.core.check import check_at_rest
 from paellapy.scheduler.core.errors import MemoryPlanError, ModelError, UnknownModelError, WeightsError
 from paellapy.scheduler.models.weights import WeightFileError, map_weights, write_weights
 

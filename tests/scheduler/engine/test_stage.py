@@ -8,13 +8,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from core_check import check_at_rest
 from engine_models import scale_model
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from waiting import held_core
 
 import paellapy as pp
-from paellapy.scheduler.core.check import check_at_rest
 from paellapy.scheduler.core.errors import QueueFullError
 from paellapy.scheduler.core.rings import SharedBlock
 from paellapy.scheduler.engine.ring_calls import OwnStage, SharedStage, Stage

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from chain_models import SMALL, ask, chain, room_for
+from core_check import check_at_rest
 
 import paellapy as pp
 from paellapy.instrument.errors import PaellaError
-from paellapy.scheduler.core.check import check_at_rest
 from paellapy.scheduler.core.errors import MemoryPlanError, ModelError, WeightsError
 
 DEVICE = "virtual:h200"

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from core_check import check_at_rest
 
 import paellapy as pp
 from paellapy import demo
 from paellapy.instrument.errors import ArgumentError
-from paellapy.scheduler.core.check import check_at_rest
 from paellapy.scheduler.core.shares import client_numbers
 from paellapy.scheduler.engine.monitor import Monitor
 

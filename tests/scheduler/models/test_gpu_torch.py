@@ -11,9 +11,9 @@ import threading
 
 import numpy as np
 import pytest
+from core_check import check_at_rest
 
 import paellapy as pp
-from paellapy.scheduler.core.check import check_at_rest
 from paellapy.scheduler.core.errors import CaptureError, MemoryPlanError
 from paellapy.scheduler.policies.policy import policy_names
 

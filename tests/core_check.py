@@ -1,4 +1,4 @@
-"""Checks all invariants that must hold between two steps of the core. For tests, and for an engine at rest."""
+"""Checks every invariant of the core's tables that must hold between two steps."""
 
 from __future__ import annotations
 
@@ -8,32 +8,107 @@ from typing import Any
 
 import numpy as np
 
-from paellapy.scheduler.core.check_queues import IntegrityError, check_aside, check_barred, follow, require, walk
-from paellapy.scheduler.core.codes import (
-    ABSENT,
-    CLOSED,
-    COMING,
-    FAIL_MODE,
-    FILLING,
-    FREE,
-    HELD,
-    HERE,
-    LATER,
-    LEAVING,
-    NEVER,
-    NONE,
-    OF_PARTITIONS,
-    PASSED,
-    QUEUED,
-    QUEUES,
-    READY_WAIT,
-    RESERVED_MASK,
-    RESERVED_SHIFT,
-    RUNNING,
-    SLOTTED,
-    UNUSED,
-)
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.state import State
+from paellapy.scheduler.core.tables import Table
+
+
+class IntegrityError(PaellaError):
+    """The core's tables contradict each other, which is a bug in the core."""
+
+
+def require(condition: Any, message: str, *facts: object) -> None:
+    if not condition:
+        raise IntegrityError(message + (f": {', '.join(map(str, facts))}" if facts else ""))
+
+
+def walk(r: Table, root: int) -> list[int]:
+    """The rows of a leftist heap, whose shape is checked too."""
+    rows: list[int] = []
+    stack = [(root, codes.NONE)] if root >= 0 else []
+    while stack:
+        row, up = stack.pop()
+        rows.append(row)
+        node = r[row]
+        require(node["up"] == up, "a queued request has lost its parent", row)
+        heights = [0, 0]
+        for side, child in enumerate((int(node["left"]), int(node["right"]))):
+            if child >= 0:
+                keys = [(r[each]["order"], r[each]["sequence"]) for each in (row, child)]
+                require(keys[0] < keys[1], "a queue is out of order", row, child)
+                heights[side] = int(r[child]["height"])
+                stack.append((child, row))
+        require(heights[0] >= heights[1] and node["height"] == heights[1] + 1, "a queue leans the wrong way", row)
+    return rows
+
+
+def follow(r: Table, row: int, last: int) -> list[int]:
+    """The rows of a queue's list."""
+    rows: list[int] = []
+    left = codes.NONE
+    while row >= 0:
+        node = r[row]
+        require(node["height"] == 0 and node["left"] == left, "a queue's list is broken", row)
+        if rows:
+            keys = [(r[each]["order"], r[each]["sequence"]) for each in (left, row)]
+            require(keys[0] < keys[1], "a queue's list is out of order", row)
+        rows.append(row)
+        left, row = row, int(node["right"])
+    require(left == last, "a queue's list has lost its end", last)
+    return rows
+
+
+def check_aside(s: State) -> list[int]:
+    """The requests that are set aside, after a check that each is in its client's queue, and counted."""
+    requests = s.request
+    found: list[int] = []
+    let_in = np.flatnonzero((requests["let_ns"] > 0) & (requests["state"] != codes.UNUSED))
+    require(len(let_in) == s.client["let"].sum(), "requests that were let in are miscounted")
+    for c in np.flatnonzero((s.client["aside"] > 0) | (s.client["let"] > 0) | (s.client["first"] >= 0)):
+        client = s.client[c]
+        rows = walk(requests, int(client["root"])) + follow(requests, int(client["first"]), int(client["last"]))
+        require(len(rows) == client["aside"], "a client miscounts its requests that are set aside", c)
+        right = (requests["state"][rows] == codes.ASIDE).all() and (requests["client"][rows] == c).all()
+        require(right, "a client's queue holds a request of another client or state", c)
+        require(not rows or client["waits"], "a client with requests set aside is not listed", c)
+        found += rows
+        let = requests["let_ns"][let_in[requests["client"][let_in] == c]]
+        require(len(let) == client["let"], "a client miscounts the requests that were let in", c)
+        apart = abs(let.sum() - client["let_ns"])
+        require(apart <= 1e-6 * let.sum() + 1e-3, "the time of requests that were let in does not add up", c)
+    by_model = np.bincount(requests["model"][found], minlength=len(s.model))
+    require((by_model == s.model["aside"]).all(), "a model miscounts its requests that are set aside")
+    waiting = s.waiting[: s.core["waiting"][0]]
+    require(sorted(waiting) == np.flatnonzero(s.client["waits"]).tolist(), "clients that wait are miscounted")
+    return found
+
+
+def check_barred(s: State) -> list[int]:
+    """The requests that `admit` keeps out of instances, after a check that each is in its queue, and counted."""
+    requests, core = s.request, s.core[0]
+    require(core["refused"] == 0, "a refused instance was not looked at")
+    found_in = [(int(each) >> 32, int(each) & 0xFFFF_FFFF) for each in s.barred[: core["barred"]]]
+    listed = zip(*(each.tolist() for each in np.nonzero(s.kept["listed"])), strict=True)
+    require(sorted(found_in) == sorted(listed), "clients that are kept out are miscounted")
+    found: list[int] = []
+    for c, m in found_in:
+        kept = s.kept[c, m]
+        rows = walk(requests, int(kept["root"])) + follow(requests, int(kept["first"]), int(kept["last"]))
+        require(len(rows) == kept["n"], "a client miscounts its requests that are kept out", c, m)
+        right = (
+            (requests["state"][rows] == codes.BARRED).all()
+            and (requests["client"][rows] == c).all()
+            and (requests["model"][rows] == m).all()
+        )
+        require(right, "a queue of a client holds a request of another client, model or state", c, m)
+        found += rows
+    require(len(found) == core["kept_out"], "requests that are kept out are miscounted")
+    passed = np.zeros_like(s.kept["passed"])
+    let = np.flatnonzero(requests["state"] == codes.PASSED)
+    np.add.at(passed, (requests["client"][let], requests["model"][let]), 1)
+    require((passed == s.kept["passed"]).all(), "requests that were let pass are miscounted")
+    return found
 
 
 def check_integrity(s: State) -> None:
@@ -50,22 +125,24 @@ def check_integrity(s: State) -> None:
 
 def _check_weights(s: State) -> None:
     """Checks that every byte of weights on the GPU is counted once, and within the budget."""
-    r, w = s.residency[0], s.weights
-    if not r["managed"]:
+    residency, w = s.residency[0], s.weights
+    if not residency["managed"]:
         return
-    held = int(w["bytes"][(w["stage"] == COMING) | (w["stage"] == HERE)].sum())
-    held += int(r["load_bytes"]) if r["load_granted"] > 0 else 0
-    require(held == r["held_bytes"], "weights are miscounted", held, r["held_bytes"])
-    require(held <= r["budget_bytes"], "the weights on the GPU exceed the budget", held, r["budget_bytes"])
-    for name, stage in (("coming", COMING), ("leaving", LEAVING)):
-        require((w["stage"] == stage).sum() == r[name], "moves are miscounted", name)
+    held = int(w["bytes"][(w["stage"] == codes.COMING) | (w["stage"] == codes.HERE)].sum())
+    held += int(residency["load_bytes"]) if residency["load_granted"] > 0 else 0
+    require(held == residency["held_bytes"], "weights are miscounted", held, residency["held_bytes"])
+    require(
+        held <= residency["budget_bytes"], "the weights on the GPU exceed the budget", held, residency["budget_bytes"]
+    )
+    for name, stage in (("coming", codes.COMING), ("leaving", codes.LEAVING)):
+        require((w["stage"] == stage).sum() == residency[name], "moves are miscounted", name)
     require(not w["marked"].any(), "a model stays marked")
     for instance in np.flatnonzero(s.instance["flight_at"] >= 0):
         m, k = s.instance["model"][instance], s.instance["issued"][instance] - 1
         last = (
             w["chunks"][m] if s.instance["whole"][instance] else s.segment["chunks"][m, s.instance["size"][instance], k]
         )
-        there = w["stage"][m] == HERE or (w["stage"][m] == COMING and w["arrived"][m] >= last)
+        there = w["stage"][m] == codes.HERE or (w["stage"][m] == codes.COMING and w["arrived"][m] >= last)
         require(there, "an instance runs without its weights", instance)
 
 
@@ -87,29 +164,31 @@ def check_at_rest(s: State, within_s: float = 30.0) -> None:
 
 def _check_queues(s: State) -> None:
     """Checks that every accepted request is in exactly one queue or slot, and counted once."""
-    r = s.request
-    is_queued = (r["state"] == QUEUED) | (r["state"] == PASSED)
+    requests = s.request
+    is_queued = (requests["state"] == codes.QUEUED) | (requests["state"] == codes.PASSED)
     seen: Counter[int] = Counter()
     for m in np.flatnonzero(s.model["n_instances"]):
-        rows = walk(r, int(s.model["root"][m])) + follow(r, int(s.model["first"][m]), int(s.model["last"][m]))
+        rows = walk(requests, int(s.model["root"][m])) + follow(
+            requests, int(s.model["first"][m]), int(s.model["last"][m])
+        )
         require(len(rows) == s.model["queued"][m], "a model miscounts its queue", m)
-        right = is_queued[rows].all() and (r["model"][rows] == m).all()
+        right = is_queued[rows].all() and (requests["model"][rows] == m).all()
         require(right, "a queue holds a request of another model or state", m)
         seen.update(rows)
         room = int(s.model["free_n"][m]) + (s.model["filling"][m] >= 0)
-        if rows and s.core["mode"][0] != FAIL_MODE and s.model["filling"][m] >= 0:
+        if rows and s.core["mode"][0] != codes.FAIL_MODE and s.model["filling"][m] >= 0:
             instance = s.model["filling"][m]
-            reserved = (int(s.instance_word[instance, 0]) >> RESERVED_SHIFT) & RESERVED_MASK
+            reserved = (int(s.instance_word[instance, 0]) >> codes.RESERVED_SHIFT) & codes.RESERVED_MASK
             slots = s.size["batch"][m, s.model["n_sizes"][m] - 1]
             require(reserved == slots, "requests are queued beside free slots", m)
-        elif rows and s.core["mode"][0] != FAIL_MODE:
+        elif rows and s.core["mode"][0] != codes.FAIL_MODE:
             require(room == 0, "requests are queued beside a free instance", m)
     seen.update(check_aside(s))
     seen.update(check_barred(s))
     slotted = s.slot[s.slot >= 0]
     seen.update(int(row) for row in slotted)
-    require((r["state"][slotted] == SLOTTED).all(), "a slot holds a request whose state is not SLOTTED")
-    used = np.flatnonzero(r["state"] != UNUSED)
+    require((requests["state"][slotted] == codes.SLOTTED).all(), "a slot holds a request whose state is not SLOTTED")
+    used = np.flatnonzero(requests["state"] != codes.UNUSED)
     require(all(n == 1 for n in seen.values()) and set(seen) == set(used.tolist()), "a request is lost or doubled")
     live = s.core["live"][0]
     require(len(used) == live == s.model["live"].sum() == s.client["live"].sum(), "requests are miscounted")
@@ -121,15 +200,21 @@ def _check_queues(s: State) -> None:
     jobs = (s.model["queued"][busy] / s.size["batch"][busy, s.model["n_sizes"][busy] - 1]).sum()
     require(abs(jobs - s.core["queued_jobs"][0]) < 1e-6, "queued jobs are miscounted")
     due = s.due[: s.core["due"][0]]
-    require((r["due_at"][due] == np.arange(len(due))).all(), "the deadline heap has lost a request")
-    require(((r["due_at"] >= 0).sum()) == len(due), "a request claims a place in the deadline heap")
+    require((requests["due_at"][due] == np.arange(len(due))).all(), "the deadline heap has lost a request")
+    require(((requests["due_at"] >= 0).sum()) == len(due), "a request claims a place in the deadline heap")
     for i in range(1, len(due)):
-        require(r["deadline_ns"][due[(i - 1) // 2]] <= r["deadline_ns"][due[i]], "deadlines are out of order", i)
-    waiting = used[(r["deadline_ns"][used] < NEVER) & (r["due_at"][used] < 0)]
-    for row in waiting:  # only a request that is entirely on the GPU may be past its deadline
-        instance = s.instance[r["instance"][row]]
         require(
-            instance["state"] == RUNNING and instance["issued"] == instance["segments"], "a deadline is forgotten", row
+            requests["deadline_ns"][due[(i - 1) // 2]] <= requests["deadline_ns"][due[i]],
+            "deadlines are out of order",
+            i,
+        )
+    waiting = used[(requests["deadline_ns"][used] < codes.NEVER) & (requests["due_at"][used] < 0)]
+    for row in waiting:  # only a request that is entirely on the GPU may be past its deadline
+        instance = s.instance[requests["instance"][row]]
+        require(
+            instance["state"] == codes.RUNNING and instance["issued"] == instance["segments"],
+            "a deadline is forgotten",
+            row,
         )
     shares = s.flow["share"][s.flow["live"] > 0].sum()
     counted = s.core["shares"][0]
@@ -139,7 +224,7 @@ def _check_queues(s: State) -> None:
 def _check_streams(s: State) -> None:
     held = s.instance["stream_at"][s.flight[: s.core["flight"][0]]]
     require((held >= 0).all(), "an instance is in flight without a stream")
-    queues = np.where(held >= OF_PARTITIONS, (held - OF_PARTITIONS) % QUEUES, held)
+    queues = np.where(held >= codes.OF_PARTITIONS, (held - codes.OF_PARTITIONS) % codes.QUEUES, held)
     found = np.bincount(queues, minlength=len(s.stream_jobs))
     require((found == s.stream_jobs).all(), "the jobs on a stream are miscounted")
     require(
@@ -154,30 +239,30 @@ def _check_streams(s: State) -> None:
 def _check_free_instances(s: State, ids: Any) -> None:
     instances = s.instance[ids]
     require((s.slot[ids] < 0).all() and (instances["live"] == 0).all(), "a free instance holds a request")
-    require((s.instance_word[ids, 0] & np.uint64(CLOSED) != 0).all(), "a free instance is open")
+    require((s.instance_word[ids, 0] & np.uint64(codes.CLOSED) != 0).all(), "a free instance is open")
     require((s.model["filling"][instances["model"]] != ids).all(), "a free instance fills")
     require((instances["done"] <= instances["issued"]).all(), "segments of a free instance are out of order")
     for place in ("ready_at", "active_at", "flight_at"):
-        require((instances[place] == NONE).all(), "a free instance is listed", place)
+        require((instances[place] == codes.NONE).all(), "a free instance is listed", place)
     for m in np.flatnonzero(s.model["n_instances"]):
         of_model = s.model_instance[m, : s.model["n_instances"][m]]
         free = s.free_instance[m, : s.model["free_n"][m]]
-        if s.model["state"][m] != ABSENT:
-            expected = sorted(of_model[s.instance["state"][of_model] == FREE].tolist())
+        if s.model["state"][m] != codes.ABSENT:
+            expected = sorted(of_model[s.instance["state"][of_model] == codes.FREE].tolist())
             require(sorted(free.tolist()) == expected, "a free instance is lost or doubled", m)
 
 
 def _fits(sizes: Any, instance: Any) -> bool:
     """Whether the instance runs at the smallest size for its requests, or at the smallest there was when it started."""
     best = np.flatnonzero(sizes["batch"] >= instance["taken"])[0]
-    right = instance["size"] == best or (instance["size"] > best and sizes["capture"][best] != LATER)
+    right = instance["size"] == best or (instance["size"] > best and sizes["capture"][best] != codes.LATER)
     return bool(right and sizes["segments"][instance["size"]] > 0)
 
 
 def _check_instances(s: State) -> None:
-    free = np.flatnonzero((s.instance["model"] >= 0) & (s.instance["state"] == FREE))
+    free = np.flatnonzero((s.instance["model"] >= 0) & (s.instance["state"] == codes.FREE))
     _check_free_instances(s, free)
-    ids = np.flatnonzero((s.instance["model"] >= 0) & (s.instance["state"] != FREE))
+    ids = np.flatnonzero((s.instance["model"] >= 0) & (s.instance["state"] != codes.FREE))
     slots = s.slot[ids]
     words, filling, managed = s.instance_word[:, 0].tolist(), s.model["filling"].tolist(), s.residency["managed"][0]
     ready_of, known_of = (np.bitwise_count(each).sum(axis=1).tolist() for each in (s.instance_ready, s.instance_known))
@@ -187,12 +272,18 @@ def _check_instances(s: State) -> None:
         m = a["model"]
         rows = slot[slot >= 0]
         word = words[instance]
-        reserved, ready = (word >> RESERVED_SHIFT) & RESERVED_MASK, ready_of[instance]
+        reserved, ready = (word >> codes.RESERVED_SHIFT) & codes.RESERVED_MASK, ready_of[instance]
         require(len(rows) == a["live"], "an instance miscounts its requests", instance)
-        require((ready <= reserved and a["taken"] <= reserved) or a["state"] == HELD, "an instance overflows", instance)
+        require(
+            (ready <= reserved and a["taken"] <= reserved) or a["state"] == codes.HELD,
+            "an instance overflows",
+            instance,
+        )
         require(known_of[instance] == a["taken"], "an instance knows other slots than it counts", instance)
-        require(bool(word & CLOSED) or a["state"] == FILLING, "an instance is open and not filling", instance)
-        require((filling[m] == instance) == (a["state"] == FILLING), "two instances of a model fill", instance)
+        require(
+            bool(word & codes.CLOSED) or a["state"] == codes.FILLING, "an instance is open and not filling", instance
+        )
+        require((filling[m] == instance) == (a["state"] == codes.FILLING), "two instances of a model fill", instance)
         require(a["done"] <= a["issued"] <= max(a["segments"], a["issued"]), "segments are out of order", instance)
         if len(rows):
             facts = s.request[rows]
@@ -201,12 +292,12 @@ def _check_instances(s: State) -> None:
             require(a["arrival_ns"] == facts["arrival_ns"].min(), "an instance forgot its oldest request", instance)
             require(a["deadline_ns"] == facts["deadline_ns"].min(), "an instance forgot a deadline", instance)
             require(a["priority"] == facts["priority"].max(), "an instance forgot a priority", instance)
-        absent = managed and (s.weights["stage"][m] != HERE or s.weights["stop"][m])  # all weights, or some
+        absent = managed and (s.weights["stage"][m] != codes.HERE or s.weights["stop"][m])  # all weights, or some
         arena = a["arena"]
         taken = arena >= 0 and s.arena[arena] != instance + 1 and (s.arena[arena] or s.arena_kept[arena])
-        if a["state"] == RUNNING and a["arena"] >= 0:
+        if a["state"] == codes.RUNNING and a["arena"] >= 0:
             require(s.arena[a["arena"]] == instance + 1, "two instances run in one arena", instance)
-        if a["state"] == RUNNING:
+        if a["state"] == codes.RUNNING:
             require(a["taken"] == reserved == ready, "an instance runs without all its inputs", instance)
             require(a["done"] < a["segments"], "an instance is done and not ended", instance)
             require(_fits(s.size[m, : s.model["n_sizes"][m]], a), "an instance runs at the wrong size", instance)
@@ -217,10 +308,10 @@ def _check_instances(s: State) -> None:
             later = s.core["one_by_one"][0] and s.core["changed"][0]  # the host comes to it after other launches
             forgotten = not (ahead > 0 or a["ready_at"] >= 0 or standing or ((absent or later) and a["active_at"] >= 0))
             require(not forgotten, "an instance with work is neither waiting nor active", instance)
-        if a["state"] in (HELD, READY_WAIT):
+        if a["state"] in (codes.HELD, codes.READY_WAIT):
             places = (a["ready_at"], a["active_at"], a["flight_at"])
-            require(places == (NONE, NONE, NONE), "an instance that does not run is listed", instance)
-        if a["state"] == FILLING:
+            require(places == (codes.NONE, codes.NONE, codes.NONE), "an instance that does not run is listed", instance)
+        if a["state"] == codes.FILLING:
             listed = a["ready_at"] >= 0
             right = listed == (a["live"] > 0) or ((absent or taken) and not listed)
             require(right, "a filling instance is not in the heap, or should not be", instance)
@@ -239,13 +330,13 @@ def _check_sets(s: State) -> None:
             i,
         )
     held = s.held[: s.core["held"][0]]
-    waiting = np.flatnonzero((s.instance["state"] == HELD) | (s.instance["state"] == READY_WAIT))
+    waiting = np.flatnonzero((s.instance["state"] == codes.HELD) | (s.instance["state"] == codes.READY_WAIT))
     require(sorted(held.tolist()) == waiting.tolist(), "a held instance is lost or doubled")
     require(s.core["active"][0] <= s.core["max_active"][0], "too many instances are active")
     demand = s.instance["demand"][s.active[: s.core["active"][0]]].sum()
     counted = s.core["demand"][0]
     require(abs(demand - counted) <= 1e-6 * (1 + demand), "the demand of active instances is miscounted", demand)
-    flight = np.flatnonzero((s.instance["state"] == RUNNING) & (s.instance["issued"] > s.instance["done"]))
+    flight = np.flatnonzero((s.instance["state"] == codes.RUNNING) & (s.instance["issued"] > s.instance["done"]))
     require(sorted(s.flight[: s.core["flight"][0]].tolist()) == flight.tolist(), "an instance in flight is not listed")
     both = (s.instance["ready_at"] >= 0) & (s.instance["active_at"] >= 0)
     require(not both.any(), "an instance is active and waits")
@@ -255,12 +346,12 @@ def _check_occupancy(s: State) -> None:
     """Checks that resident and pending resources are the sums over the segments in flight."""
     sums = {kind: np.zeros(5) for kind in ("resident", "pending")}
     for instance in s.flight[: s.core["flight"][0]]:
-        a = s.instance[instance]
-        for k in range(a["done"], a["issued"]):
-            f = s.segment[a["model"], a["size"], 0 if a["whole"] else k]
+        inst = s.instance[instance]
+        for k in range(inst["done"], inst["issued"]):
+            f = s.segment[inst["model"], inst["size"], 0 if inst["whole"] else k]
             issue = f["kernels"] / max(f["time_ns"], 1.0) * 1e9
             footprint = (f["blocks"], f["warps"], f["registers"], f["shared_bytes"], issue)
-            sums["resident" if k == a["done"] else "pending"] += footprint
+            sums["resident" if k == inst["done"] else "pending"] += footprint
     for kind, expected in sums.items():
         names = [f"{kind}_{what}" for what in ("blocks", "warps", "registers", "shared_bytes", "issue")]
         counted = np.array([s.gpu[name][0] for name in names])
