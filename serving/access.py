@@ -22,6 +22,8 @@ from paellapy.serving.errors import RequestError, short
 
 Role = Literal["infer", "operate"]
 ROLES: tuple[Role, ...] = ("infer", "operate")
+CLIENT = web.RequestKey("client", str)  # name of the client; "": unnamed
+CLIENT_HEADER = "X-Client-Id"  # the default of [server]
 Handler = TypeVar("Handler", bound=Callable[..., object])
 
 
@@ -92,6 +94,10 @@ class Access:
     def __init__(self, keys: Mapping[str, str | Key], hosts: Iterable[str] = (), control: bool = True) -> None:
         self._keys, self._control = Keys(keys), control
         self._hosts = {"localhost", socket.gethostname().lower(), *(each.lower() for each in hosts)}
+
+    @property
+    def has_keys(self) -> bool:
+        return bool(self._keys)
 
     def set_keys(self, keys: Mapping[str, str | Key]) -> None:
         """Replaces the keys. Whether the server requires keys at all does not change."""

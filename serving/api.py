@@ -56,14 +56,15 @@ def serve_config(
     from paellapy.serving.logs import configure
     from paellapy.serving.preflight import check_machine
     from paellapy.serving.registry import Registry, entry_of
-    from paellapy.serving.server import Reloader, Server, noted, run_server, warn_of_neighbours
+    from paellapy.serving.reload import Reloader, noted
+    from paellapy.serving.server import Server, run_server, warn_of_neighbours
 
     configure(config.server.log_format, config.server.log_level)
     if config.server.log_format == "json":
         os.environ.setdefault("PAELLAPY_QUIET", "1")  # progress lines on standard error are not JSON
     check_machine()
     if config.server.workers:
-        from paellapy.serving.workers.supervisor import serve_workers
+        from paellapy.serving.workers.worker import serve_workers
 
         serve_workers(config, source, list(models), announce)
         return

@@ -1,29 +1,34 @@
-"""`create_app`: the aiohttp application over an engine, to run by itself or as a sub-application of another."""
+"""`create_app`: the aiohttp application over an engine, and the middleware around all its handlers.
+
+The middleware gives every request an id and a trace, checks its key, and turns errors into answers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aiohttp import web
 
 from paellapy.scheduler.engine.engine import Engine
-from paellapy.serving.access import Access, Key
+from paellapy.serving.access import CLIENT, CLIENT_HEADER, Access, Key
 from paellapy.serving.admission import Mode
+from paellapy.serving.byte_limits import BODY_TIMEOUT_S, MAX_BODY_BYTES
 from paellapy.serving.dashboard_routes import add_dashboard
+from paellapy.serving.errors import SERVER, error_response, sign
 from paellapy.serving.load_report import add_outlook
+from paellapy.serving.logs import child_span, log, request_id
 from paellapy.serving.metrics import add_metrics
-from paellapy.serving.middleware import SERVICE, outermost, sign
 from paellapy.serving.openapi import add_docs
 from paellapy.serving.registry import Catalogue, registry_of
 from paellapy.serving.routes import add_routes
-from paellapy.serving.service import Service
+from paellapy.serving.service import SERVICE, Service
 
 ACCESS = web.AppKey("access", Access)
-MAX_BODY_BYTES = 64 << 20
-BODY_TIMEOUT_S = 30.0
-CLIENT_HEADER = "X-Client-Id"
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +60,7 @@ def create_app(
     o = replace(options or AppOptions(), **settings)
     access = Access(o.keys, o.hosts, o.model_control)
     app = web.Application(
-        middlewares=[outermost(access, o.client_header, o.access_log)], client_max_size=o.max_body_bytes
+        middlewares=[middleware_of(access, o.client_header, o.access_log)], client_max_size=o.max_body_bytes
     )
     if service is None:
         registry = engine if isinstance(engine, Catalogue) else registry_of(engine)
@@ -74,3 +79,51 @@ def create_app(
 
     app.on_cleanup.append(close)
     return app
+
+
+def middleware_of(access: Access, client_header: str, access_log: bool) -> Any:
+    """Makes the middleware of an application."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        started_ns = time.monotonic_ns()
+        headers = request.headers
+        number = request_id(headers.get("X-Request-Id"))
+        try:
+            request[CLIENT] = access.client(request, client_header)
+            response = await handler(request)
+        except asyncio.CancelledError:
+            if access_log:
+                _log_request(request, number, 499, started_ns)
+            raise
+        except Exception as e:
+            response = error_response(e, request, number)
+        if not response.prepared:  # a stream that has begun has sent its headers
+            response.headers["X-Request-Id"] = number
+            response.headers["Server"] = SERVER
+        if (given := headers.get("traceparent")) and (span := child_span(given)):
+            response.headers["traceparent"] = span
+            if state := headers.get("tracestate"):
+                response.headers["tracestate"] = state
+        if request.app[SERVICE].draining:
+            response.force_close()
+        if access_log:
+            _log_request(request, number, response.status, started_ns)
+        return response
+
+    return middleware
+
+
+def _log_request(request: web.Request, number: str, status: int, started_ns: int) -> None:
+    fields = {
+        "request": number,
+        "method": request.method,
+        "path": request.path,
+        "status": status,
+        "ms": round((time.monotonic_ns() - started_ns) * 1e-6, 3),
+        "client": request.get(CLIENT) or None,
+        "peer": request.remote,
+    }
+    if traceparent := request.headers.get("traceparent"):
+        fields["traceparent"] = traceparent
+    log.info("request", extra={"fields": {key: value for key, value in fields.items() if value is not None}})

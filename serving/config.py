@@ -31,12 +31,11 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec import Meta
 
-from paellapy.serving.access import ROLES, Role
+from paellapy.serving.access import CLIENT_HEADER, ROLES, Role
 from paellapy.serving.admission import Mode
-from paellapy.serving.app import BODY_TIMEOUT_S, CLIENT_HEADER, MAX_BODY_BYTES
+from paellapy.serving.byte_limits import BODY_TIMEOUT_S, HELD_BYTES, MAX_BODY_BYTES
 from paellapy.serving.errors import ConfigError
 from paellapy.serving.logs import Format
-from paellapy.serving.service import HELD_BYTES
 
 # The line of a value in a TOML file, which the standard library's parser does not report.
 

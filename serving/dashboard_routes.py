@@ -17,13 +17,12 @@ from aiohttp import web
 from paellapy.scheduler.engine.monitor import Monitor
 from paellapy.scheduler.policies.policy import PolicyError
 from paellapy.serving.access import open_to_all, operates
-from paellapy.serving.errors import RequestError
+from paellapy.serving.byte_limits import BESIDE_BYTES
+from paellapy.serving.errors import RequestError, json_response
 from paellapy.serving.inference import read
 from paellapy.serving.logs import log
-from paellapy.serving.middleware import SERVICE, json_response
-from paellapy.serving.protocol import BESIDE_BYTES
 from paellapy.serving.registry import READY, UNAVAILABLE, Entry
-from paellapy.serving.service import RemoteMonitor, Service
+from paellapy.serving.service import SERVICE, RemoteMonitor, Service
 from paellapy.serving.tensors import NOT_JSON
 
 # Snapshots for the dashboard's viewers: each tick makes one for all of them, and none while nobody watches.

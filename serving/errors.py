@@ -1,9 +1,15 @@
-"""Errors of the front end, and the HTTP status of each of our errors."""
+"""Errors of the server, the HTTP status of each of our errors, and how an error is answered."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from aiohttp import ClientPayloadError, web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.errors import (
@@ -23,21 +29,39 @@ from paellapy.scheduler.core.errors import (
 )
 from paellapy.serving.logs import log
 
+STOPPING = "the server stops, and the body had not arrived: send the request again on a new connection"
+SERVER = "paellapy"  # without versions, which help attackers more than clients
+LINGER_S = 1.0  # seconds to read on in a refused body: closing at once, its sender would lose the answer
+
+# What aiohttp raises for a body that does not match its headers
+MISMATCHES = (ClientPayloadError, web.RequestPayloadError, HttpProcessingError, ConnectionError)
+
+encode_json = msgspec.json.Encoder().encode
+
 
 class ConfigError(PaellaError):
-    """The configuration is wrong; the message names the file, the line and the allowed values."""
+    """The configuration is wrong; the message names the file, the line and the allowed values. `field` is the setting
+    as in `models[0].batch`, `line` its line in the file.
+    """
 
-
-STOPPING = "the server stops, and the body had not arrived: send the request again on a new connection"
+    def __init__(self, message: str, field: str = "", line: int | None = None) -> None:
+        super().__init__(message)
+        self.field, self.line = field, line
 
 
 class RequestError(PaellaError):
-    """A request that is answered with a status other than 200."""
+    """A request that is answered with a status other than 200.
+
+    `field` names the part of the request that is wrong, `given` is its value, and `limit` what is allowed.
+    """
 
     status = 400
 
-    def __init__(self, message: str, status: int | None = None) -> None:
+    def __init__(
+        self, message: str, status: int | None = None, *, field: str | None = None, limit: Any = None, given: Any = None
+    ) -> None:
         super().__init__(message)
+        self.field, self.limit, self.given = field, limit, given
         if status is not None:
             self.status = status
 
@@ -47,6 +71,9 @@ class TooLargeError(RequestError):
 
     status = 413
 
+    def __init__(self, message: str, *, limit: int, given: int) -> None:
+        super().__init__(message, field="body", limit=limit, given=given)
+
 
 class LateBodyError(RequestError):
     """A body that has not arrived in time; its connection is closed."""
@@ -54,7 +81,7 @@ class LateBodyError(RequestError):
     status = 408
 
     def __init__(self, said: str = "the body did not arrive within the server's body_timeout_s") -> None:
-        super().__init__(said)
+        super().__init__(said, field="body")
 
 
 class RefusedError(RequestError):
@@ -62,8 +89,10 @@ class RefusedError(RequestError):
 
     status = 503
 
-    def __init__(self, message: str, reason: str, retry_after_s: float = 1.0) -> None:
-        super().__init__(message)
+    def __init__(
+        self, message: str, reason: str, retry_after_s: float = 1.0, *, limit: Any = None, given: Any = None
+    ) -> None:
+        super().__init__(message, limit=limit, given=given)
         self.reason, self.retry_after_s = reason, retry_after_s
 
 
@@ -111,6 +140,13 @@ class ErrorAnswer:
     said: str
     retry_after_s: int | None = None
 
+    @property
+    def headers(self) -> dict[str, str]:
+        found = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
+        if self.retry_after_s is not None:
+            found["Retry-After"] = str(self.retry_after_s)
+        return found
+
 
 def error_answer(error: Exception, number: str, path: str) -> ErrorAnswer:
     """The answer to an error. Internal errors are logged; the client gets only the request's number."""
@@ -126,6 +162,51 @@ def error_answer(error: Exception, number: str, path: str) -> ErrorAnswer:
     # The reason may name files and lines of the server, and the failure may be due to another client's request.
     said = "the GPU failed; the server's log says why" if isinstance(error, EngineFailedError) else str(error)
     return ErrorAnswer(status, said, retry_after_s(error) if status in (429, 503) else None)
+
+
+# -- as answers of aiohttp
+
+
+async def sign(request: web.Request, response: web.StreamResponse) -> None:
+    """Puts our name in place of aiohttp's on every answer, streams and aiohttp's own errors included."""
+    response.headers["Server"] = SERVER
+
+
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    known = {"Server": SERVER, **(headers or {})}
+    return web.Response(body=encode_json(value), status=status, headers=known, content_type="application/json")
+
+
+def error_response(error: Exception, request: web.Request, number: str) -> web.StreamResponse:
+    """Answers an error as `{"error": "…"}`. A redirection is raised again."""
+    if isinstance(error, web.HTTPException):
+        if error.status < 400:
+            raise error
+        kept = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
+        return json_response({"error": _http_error(error, request)}, error.status, kept)
+    if isinstance(error, MISMATCHES):
+        response = json_response({"error": "the body does not match its headers"}, 400)
+        response.force_close()  # the start of the next request is unknown
+        return response
+    found = error_answer(error, number, request.path)
+    response = json_response({"error": found.said}, found.status, found.headers)
+    if isinstance(error, LateBodyError | TooLargeError) and not request.content.is_eof():
+        response.force_close()
+        linger(request, LINGER_S if isinstance(error, TooLargeError) else 0.0)
+    return response
+
+
+def linger(request: web.BaseRequest, most_s: float) -> None:
+    """Limits the time in which aiohttp reads on in a body that is refused before its end: 10 s by its own default."""
+    request.protocol._lingering_time = min(request.protocol._lingering_time, most_s)
+
+
+def _http_error(error: web.HTTPException, request: web.Request) -> str:
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        return f"{request.method} is not allowed at this address; use {', '.join(sorted(error.allowed_methods))}"
+    if isinstance(error, web.HTTPNotFound):
+        return f"the address {request.path[:200]!r} does not exist; /docs lists all addresses"
+    return error.reason
 
 
 def short(value: object) -> str:

@@ -22,15 +22,22 @@ from paellapy.scheduler.core.errors import DeadlineError, EngineAwayError, Suspe
 from paellapy.scheduler.engine.callbacks import ByteCall, Call
 from paellapy.scheduler.models.memory import Instance
 from paellapy.scheduler.models.model import Model
-from paellapy.serving.access import infers
+from paellapy.serving.access import CLIENT, infers
 from paellapy.serving.admission import Ticket
-from paellapy.serving.bodies import IN_THREAD_BYTES, answer_coding, body_coding, pack, read_body, unpacked
+from paellapy.serving.byte_limits import (
+    IN_THREAD_BYTES,
+    answer_coding,
+    body_coding,
+    largest_request,
+    pack,
+    read_body,
+    unpacked,
+)
 from paellapy.serving.errors import RefusedError, status_of
 from paellapy.serving.listening import Connection
-from paellapy.serving.middleware import CLIENT, SERVICE
-from paellapy.serving.protocol import Request, decode, encode, known_answer, largest_request
+from paellapy.serving.protocol import Request, decode, encode, known_answer
 from paellapy.serving.registry import VERSION
-from paellapy.serving.service import Service
+from paellapy.serving.service import SERVICE, Service
 
 LONG_BYTES = 1 << 17  # JSON of this size takes a millisecond or more to read
 
@@ -116,8 +123,8 @@ class Inference(ABC):
         if client is None or not service.door.is_limited(client):
             self._ticket = service.admission.enter(model, row, request.priority, deadline_ms)
         service.live.add(self)
-        if service.suspects:
-            self._suspected = service.suspects.check(model, request.arrays(), request.items)
+        if service.quarantine:
+            self._suspected = service.quarantine.check(model, request.arrays(), request.items)
         try:
             if request.tail is not None and request.repeated is not None:
                 pieces = request.repeated.pieces(model.inputs, request.tail)
@@ -161,7 +168,7 @@ class Inference(ABC):
             return
         self._end(in_time_or_late=True)
         if self._suspected:
-            self.service.suspects.acquit(self._suspected)
+            self.service.quarantine.clear(self._suspected)
         self.service.counters.of(self.name).note_answer(time.monotonic_ns() - self.started_ns)
         self.answered(pieces, json_length)
 
@@ -169,7 +176,7 @@ class Inference(ABC):
         if isinstance(error, UnknownModelError):
             error = _met_unload(self.name)
         elif isinstance(error, SuspectError) and not self.over:
-            error = self.service.suspects.judge(error, self._model, self._request.arrays(), self._request.items)
+            error = self.service.quarantine.blame(error, self._model, self._request.arrays(), self._request.items)
         self.fail(error)
 
     # -- the end

@@ -20,10 +20,9 @@ from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from multidict import CIMultiDict
 
 from paellapy.instrument.errors import PaellaError
-from paellapy.serving.bodies import Unsent
-from paellapy.serving.errors import STOPPING, LateBodyError, short
+from paellapy.serving.byte_limits import ResponseBudget
+from paellapy.serving.errors import STOPPING, LateBodyError, json_response, linger, short
 from paellapy.serving.logs import log
-from paellapy.serving.middleware import json_response
 
 # HTTP connections with time limits on headers and on reading answers, so that slow clients cannot exhaust the server.
 #
@@ -66,7 +65,7 @@ def unsent_bytes(transport: asyncio.Transport) -> int:
 class Manager(web.Server):
     """Makes connections, and knows the answers that their clients have not taken yet."""
 
-    unsent: Unsent
+    unsent: ResponseBudget
 
 
 class Connection(web.RequestHandler):
@@ -119,7 +118,7 @@ class Connection(web.RequestHandler):
             self._send_timer.cancel()
         self._send_timer = self._to_client = None
         if isinstance(self._manager, Manager):
-            self._manager.unsent.end(self)
+            self._manager.unsent.end(self.abort)
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -128,7 +127,7 @@ class Connection(web.RequestHandler):
         if self._send_timer is None and self._to_client is not None:
             self._watch_sending(unsent_bytes(self._to_client))
         if isinstance(self._manager, Manager) and self._to_client is not None:
-            self._manager.unsent.begin(self, unsent_bytes(self._to_client))
+            self._manager.unsent.begin(self.abort, unsent_bytes(self._to_client))
 
     def abort(self) -> None:
         if self._to_client is not None:
@@ -137,7 +136,7 @@ class Connection(web.RequestHandler):
     def resume_writing(self) -> None:
         super().resume_writing()
         if isinstance(self._manager, Manager):
-            self._manager.unsent.end(self)
+            self._manager.unsent.end(self.abort)
 
     def _watch_sending(self, unsent: int) -> None:
         self._unsent = unsent
@@ -289,10 +288,10 @@ class Connections(Manager):
     """Makes the connections."""
 
     def __init__(
-        self, connection: Callable[..., Connection], *handler: Any, most_unsent_bytes: int, **options: Any
+        self, connection: Callable[..., Connection], *handler: Any, max_unsent_bytes: int, **options: Any
     ) -> None:
         super().__init__(*handler, **options)
-        self.unsent = Unsent(most_unsent_bytes)
+        self.unsent = ResponseBudget(max_unsent_bytes)
         self._connection = connection
         # Accepted but not open yet, as in a TLS handshake
         self.accepted: weakref.WeakSet[Connection] = weakref.WeakSet()
@@ -316,17 +315,17 @@ class Connections(Manager):
 class Runner(web.AppRunner):
     """An `AppRunner` that takes `header_timeout_s` too and can make another class of connections.
 
-    `most_bytes` is the limit of a body, `most_unsent_bytes` that of all answers which clients have not taken yet.
+    `max_body_bytes` is the limit of a body, `max_unsent_bytes` that of all answers which clients have not taken yet.
     """
 
-    __slots__ = ("_connection", "_most_bytes", "_most_unsent_bytes")
+    __slots__ = ("_connection", "_max_unsent_bytes", "_most_bytes")
 
     def __init__(
         self, app: web.Application, connection: Callable[..., Connection] = Connection,
-        *, most_bytes: int, most_unsent_bytes: int, **more: Any,
+        *, max_body_bytes: int, max_unsent_bytes: int, **more: Any,
     ) -> None:  # fmt: skip
         super().__init__(app, **more)
-        self._connection, self._most_bytes, self._most_unsent_bytes = connection, most_bytes, most_unsent_bytes
+        self._connection, self._max_body_bytes, self._max_unsent_bytes = connection, max_body_bytes, max_unsent_bytes
 
     async def _make_server(self) -> Connections:
         made = await super()._make_server()
@@ -339,9 +338,9 @@ class Runner(web.AppRunner):
             if expected.lower() != "100-continue":
                 said = f"the expectation {short(expected)} is not known: send Expect: 100-continue, or none"
                 return json_response({"error": said}, 417)
-            if (request.content_length or 0) > self._most_bytes and "Expect" in request.headers:
+            if (request.content_length or 0) > self._max_body_bytes and "Expect" in request.headers:
                 kept = CIMultiDict((name, value) for name, value in request.headers.items() if name.lower() != "expect")
-                request.protocol._lingering_time = 0.0  # the client has sent no body, and will not
+                linger(request, 0.0)  # the client has sent no body, and will not
                 request = request.clone(headers=kept)
             return await made.request_handler(request)
 
@@ -351,7 +350,7 @@ class Runner(web.AppRunner):
             request_factory=made.request_factory,
             handler_cancellation=made.handler_cancellation,
             loop=made._loop,
-            most_unsent_bytes=self._most_unsent_bytes,
+            max_unsent_bytes=self._max_unsent_bytes,
             **made._kwargs,
         )
 

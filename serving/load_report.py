@@ -15,11 +15,10 @@ import msgspec
 from aiohttp import web
 
 from paellapy.scheduler.core.admission import Predictor
+from paellapy.serving.byte_limits import largest_request
 from paellapy.serving.errors import RequestError, short
-from paellapy.serving.middleware import SERVICE
-from paellapy.serving.protocol import largest_request
 from paellapy.serving.registry import READY, Entry
-from paellapy.serving.service import Service
+from paellapy.serving.service import SERVICE, Service
 
 BEAT_S = 0.05
 LEAST_MS, MOST_MS = 1.0, 1000.0  # allowed interval between two lines

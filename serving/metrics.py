@@ -31,9 +31,8 @@ from paellapy.serving.counters import (
     triton_metrics,
     weight_metrics,
 )
-from paellapy.serving.middleware import SERVICE
 from paellapy.serving.registry import READY, VERSION
-from paellapy.serving.service import Service
+from paellapy.serving.service import SERVICE, Service
 
 ENGINE_S = 1.0  # seconds to wait for the engine process's part; without it, the page has the rest
 

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from paellapy.instrument.versions import versions
 from paellapy.serving.access import open_to_all
-from paellapy.serving.middleware import json_response
+from paellapy.serving.errors import json_response
 from paellapy.serving.protocol import DEFAULT_LEVEL, RequestBody, ResponseBody
 
 _JSON = "application/json"

@@ -115,8 +115,6 @@ Parameters = dict[str, Any]
 PRIORITY_LEVELS = 1 << 30  # 1 goes first, as in Triton; the engine's own priorities are in reverse order
 DEFAULT_LEVEL = 10  # level of a request without a priority
 MOST_TIMEOUT_US = 10**15  # 31 years: as nanoseconds it still fits into 64 bits
-NUMBER_BYTES = 48  # per number of JSON: up to 24 digits with sign and exponent, a comma, and blanks of a pretty printer
-BESIDE_BYTES = 1 << 16  # allowed besides the numbers: names, parameters, an id
 _UNSUPPORTED = ("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size")
 
 
@@ -167,12 +165,6 @@ class Request(msgspec.Struct, frozen=True):  # creating a Struct takes a fractio
 
 
 _decode = msgspec.json.Decoder(RequestBody).decode
-
-
-def largest_request(model: Model) -> int:
-    """Largest size in bytes of a valid request to the model, in JSON or binary."""
-    values = sum(math.prod(spec.shape) for spec in model.inputs.values())
-    return BESIDE_BYTES + model.max_batch * values * NUMBER_BYTES
 
 
 def decode(model: Model, body: bytes | memoryview, header_length: str | None, as_bytes: bool = False) -> Request:

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
+from aiohttp import web
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.registry import Collector
 
@@ -18,10 +19,11 @@ from paellapy.scheduler.engine.callbacks import Door
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.monitor import Monitor
 from paellapy.scheduler.engine.remote import RemoteEngine
-from paellapy.serving.admission import Admission, Mode, Suspects
-from paellapy.serving.bodies import Held
+from paellapy.serving.admission import Admission, Mode
+from paellapy.serving.byte_limits import HELD_BYTES, RequestBudget
 from paellapy.serving.counters import Counters, CpuMetrics, job_metrics, sm_metrics, triton_metrics, weight_metrics
 from paellapy.serving.logs import log
+from paellapy.serving.quarantine import Quarantine
 from paellapy.serving.registry import READY, Catalogue, Registry
 
 # Functions of the engine's process, called by name: `await service.call("stats")` works in every process.
@@ -152,7 +154,6 @@ class RemoteMonitor:
         return asyncio.run_coroutine_threadsafe(ask(), self._loop).result(_PATIENCE_S)
 
 
-HELD_BYTES = 1_000_000_000  # where held_mb is not set
 Call = Callable[..., Awaitable[Any]]
 
 
@@ -179,16 +180,16 @@ class Service:
         counters: Counters | None = None,
         call: Call | None = None,
         since: float | None = None,
-        suspects: Suspects | None = None,
+        quarantine: Quarantine | None = None,
     ) -> None:
         """`call` reaches the engine if it is in another process; `since` is the server's start, if not now."""
-        self.suspects = Suspects() if suspects is None else suspects  # `or` would replace an empty one, which is false
+        self.quarantine = Quarantine() if quarantine is None else quarantine  # `or` would replace an empty one
         self.registry = registry
         self.max_body_bytes, self.body_timeout_s = max_body_bytes, body_timeout_s
         self.counters = counters or Counters(registry)
         self.admission = Admission(self.engine, admission)
         self.door = Door(self.engine)
-        self.held = Held(HELD_BYTES)
+        self.held = RequestBudget(HELD_BYTES)
         self.draining = False
         self.live: set[Live] = set()  # requests that the engine is working on
         self.silent = self.hung = False  # the engine does not respond, and has been given up: heartbeat.py
@@ -226,3 +227,6 @@ class Service:
 
     def close(self) -> None:
         self.counters.close()
+
+
+SERVICE = web.AppKey("service", Service)

@@ -76,7 +76,7 @@ def reload(config: Annotated[Path, typer.Argument(help="settings file of the run
     """Make a running server read its settings, its models' code and its certificates again."""
     from paellapy.serving.config import load_config
     from paellapy.serving.errors import ConfigError
-    from paellapy.serving.server import ask_to_reload
+    from paellapy.serving.reload import ask_to_reload
 
     load_config(config)  # a wrong file is reported here, and the server is not disturbed
     told = ask_to_reload(config)

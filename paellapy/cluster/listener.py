@@ -25,14 +25,12 @@ from paellapy.cluster.headers import digest_of
 from paellapy.cluster.router import Forward, Router
 from paellapy.serving import routes
 from paellapy.serving.access import open_to_all
-from paellapy.serving.bodies import read_body
-from paellapy.serving.errors import RequestError, error_answer, short
+from paellapy.serving.byte_limits import BESIDE_BYTES, read_body
+from paellapy.serving.errors import RequestError, error_response, json_response, short, sign
 from paellapy.serving.fast_path.connection import Client, FastConnection, Head, Heads, read_buffer
 from paellapy.serving.inference import Pieces
 from paellapy.serving.listening import Runner, Site, listen, stop_listening, url_of
 from paellapy.serving.logs import request_id
-from paellapy.serving.middleware import MISMATCHES, end_early, json_response, mismatch, sign
-from paellapy.serving.protocol import BESIDE_BYTES
 from paellapy.serving.registry import VERSION
 from paellapy.serving.routes import Protocol
 
@@ -151,17 +149,8 @@ async def errors(request: web.Request, handler: Any) -> web.StreamResponse:
     number = request_id(request.headers.get("X-Request-Id"))
     try:
         response: web.StreamResponse = await handler(request)
-    except web.HTTPException as e:
-        if e.status < 400:
-            raise
-        kept = {"Allow": e.headers["Allow"]} if "Allow" in e.headers else {}
-        response = json_response({"error": e.reason}, e.status, kept)
-    except MISMATCHES:
-        response = mismatch()
     except Exception as e:
-        found = error_answer(e, number, request.path)
-        headers = {} if found.retry_after_s is None else {"Retry-After": str(found.retry_after_s)}
-        response = end_early(e, request, json_response({"error": found.said}, found.status, headers))
+        response = error_response(e, request, number)
     response.headers.setdefault("X-Request-Id", number)
     if request.app[ROUTER].draining:
         response.force_close()
@@ -193,7 +182,7 @@ class FrontDoor:
         o = self.router.options
         self._runner = Runner(
             router_app(self.router), partial(FastConnection, way=RouterWay(self.router)),
-            most_bytes=o.max_body_bytes, most_unsent_bytes=o.max_held_bytes, header_timeout_s=HEADER_TIMEOUT_S,
+            max_body_bytes=o.max_body_bytes, max_unsent_bytes=o.max_held_bytes, header_timeout_s=HEADER_TIMEOUT_S,
             send_timeout_s=SEND_TIMEOUT_S, log_rejected=False, access_log=None, auto_decompress=False,
             handler_cancellation=True, shutdown_timeout=o.drain_s, keepalive_timeout=KEEPALIVE_S,
         )  # fmt: skip

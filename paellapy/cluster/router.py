@@ -17,15 +17,14 @@ from paellapy.cluster.engine_state import EngineView, Exchange, Member, listen
 from paellapy.cluster.headers import AT_MOST_ONCE, KnownKeys, at_most_once, digest_of, timeout_s, with_timeout
 from paellapy.instrument.errors import ArgumentError
 from paellapy.scheduler.core.errors import UnknownModelError
-from paellapy.serving.app import BODY_TIMEOUT_S, CLIENT_HEADER, MAX_BODY_BYTES
-from paellapy.serving.bodies import Held
+from paellapy.serving.access import CLIENT_HEADER
+from paellapy.serving.byte_limits import BESIDE_BYTES, BODY_TIMEOUT_S, MAX_BODY_BYTES, RequestBudget
 from paellapy.serving.errors import RefusedError, error_answer, short
 from paellapy.serving.fast_path.connection import Client, Head
 from paellapy.serving.fast_path.inference import Clock, of_error
 from paellapy.serving.inference import Pieces
 from paellapy.serving.load_report import Outlook
 from paellapy.serving.logs import log, request_id
-from paellapy.serving.protocol import BESIDE_BYTES
 
 HELD_BYTES = 256_000_000
 TICK_S = 0.05
@@ -265,7 +264,7 @@ class Router:
         self.models = set(models)
         self.views: dict[str, EngineView] = {}
         self.counts = Counts()
-        self.held = Held(self.options.max_held_bytes)
+        self.held = RequestBudget(self.options.max_held_bytes)
         self.keys = KnownKeys()
         self.asking = asyncio.Semaphore(MOST_ASKING)
         self.in_flight = 0

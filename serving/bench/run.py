@@ -105,6 +105,7 @@ def _receive(pipe: Connection) -> tuple[str, Any]:
 
 def _client(url: str, load: Load, pipe: Connection) -> None:
     """A client process: prepares, reports that, waits for the start, and sends its results."""
+
     def begin() -> float:
         pipe.send(("ready", None))
         moment: float = pipe.recv()

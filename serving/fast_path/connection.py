@@ -17,10 +17,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from paellapy.instrument.errors import PaellaError
+from paellapy.serving.byte_limits import AHEAD_BYTES, BESIDE_BYTES, FAST_HEADER_BYTES, FAST_HEADERS, FIRST_BYTES
 from paellapy.serving.errors import STOPPING, LateBodyError
 from paellapy.serving.inference import HEADER_LENGTH, Pieces
 from paellapy.serving.listening import Connection
-from paellapy.serving.protocol import BESIDE_BYTES
 
 # Buffers of the fast path: from the socket to the decoder, and from slots to the socket.
 #
@@ -29,9 +29,6 @@ from paellapy.serving.protocol import BESIDE_BYTES
 
 
 READ_BYTES = 1 << 20  # per read; the kernel usually holds less for one connection
-# Initial size of a body; a longer one grows as it arrives, so that a large Content-Length alone takes no memory
-FIRST_BYTES = 1 << 20
-AHEAD_BYTES = 1 << 16  # limit of the bytes kept behind a request that is still being answered
 COPIED_BYTES = 1 << 14  # shorter pieces are copied, which is faster than sending them separately
 
 
@@ -156,8 +153,6 @@ def _after(pieces: list[bytes | memoryview], sent: int) -> list[bytes | memoryvi
 
 _LINE = re.compile(rb"POST /v2/models/([A-Za-z0-9_.\-]+)(?:/versions/([A-Za-z0-9_.\-]+))?/infer HTTP/1\.1\r\n")
 _HEADERS = re.compile(rb"(?:[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[ \t]*[\t\x20-\x7e\x80-\xff]*\r\n)+")
-MOST_HEADERS = 100
-LONGEST_HEAD = 4096  # aiohttp reads longer headers
 REMEMBERED_HEADS = 512
 
 # Headers that the fast path does not support.
@@ -203,11 +198,11 @@ class Heads:
 
     def _parse(self, data: bytes) -> Head | None:
         line = _LINE.match(data)
-        if line is None or len(data) > LONGEST_HEAD or not _HEADERS.fullmatch(data, line.end(), len(data) - 2):
+        if line is None or len(data) > FAST_HEADER_BYTES or not _HEADERS.fullmatch(data, line.end(), len(data) - 2):
             return None
         length = json_length = client = number = accepts = None
         lines = data[line.end() : -4].split(b"\r\n")
-        if len(lines) > MOST_HEADERS:
+        if len(lines) > FAST_HEADERS:
             return None
         seen: set[bytes] = set()
         for each in lines:
@@ -355,7 +350,7 @@ class FastConnection(Connection):
             return
         # After a request of its own, aiohttp waits for the next one; its answer is written by then.
         idle = self._request_count == 0 or (self._waiter is not None and not self._waiter.done())
-        start = data if isinstance(data, bytes) else bytes(data[:LONGEST_HEAD])
+        start = data if isinstance(data, bytes) else bytes(data[:FAST_HEADER_BYTES])
         raw, head = self._latest
         if not start.startswith(raw) or not idle or self._messages or not self._keepalive:
             raw, head = self._find_head(start, idle)

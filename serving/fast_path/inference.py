@@ -8,13 +8,11 @@ import time
 from dataclasses import dataclass
 from email.utils import formatdate
 
-from paellapy.serving.bodies import IN_THREAD_BYTES, answer_coding, pack
-from paellapy.serving.errors import ErrorAnswer, error_answer
+from paellapy.serving.byte_limits import IN_THREAD_BYTES, answer_coding, largest_request, pack
+from paellapy.serving.errors import ErrorAnswer, encode_json, error_answer
 from paellapy.serving.fast_path.connection import Client, Head, Heads, read_buffer
 from paellapy.serving.inference import Inference, Pieces
 from paellapy.serving.logs import request_id
-from paellapy.serving.middleware import encode_json
-from paellapy.serving.protocol import largest_request
 from paellapy.serving.service import Service
 
 # Answers of the fast path as bytes: the HTTP header, followed by the pieces of the body.

@@ -22,42 +22,123 @@ import os
 import select
 import signal
 import socket
-import ssl
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from paellapy.instrument.errors import PaellaError
-from paellapy.scheduler.models.model import Model
-from paellapy.serving.access import Key
-from paellapy.serving.admission import Suspects, suspect_table
-from paellapy.serving.build import build_keys, build_policy, build_tls, check_fork
-from paellapy.serving.config import Config, Source
-from paellapy.serving.counters import Counters, Numbers, counter_table
-from paellapy.serving.listening import Shares, url_of
-from paellapy.serving.loading import import_device, warm_up
-from paellapy.serving.logs import configure, log
-from paellapy.serving.preflight import keep_memory, loop_factory, own_folder, share_interpreter
-from paellapy.serving.server import Announce, Server, noted, run, warn_of_neighbours
-from paellapy.serving.service import Service
-from paellapy.serving.workers.channel import (
-    CHANGED,
-    HUNG,
-    LONGEST_PAUSE_S,
-    READY,
-    STOPPING,
-    Process,
-    Tell,
-    become,
-    how_ended,
-)
-from paellapy.serving.workers.engine_link import EngineLink
-from paellapy.serving.workers.engine_process import EngineProcess, Latest, Policies
+from paellapy.scheduler.core.rings import die_with_parent, name_process
+from paellapy.serving.listening import Shares
+from paellapy.serving.logs import log
+
+# Messages of a process: it is ready; it has heard that it must stop; the engine hangs though its process lives; the
+# models have changed, so that a standby is out of date.
+IS_READY, IS_STOPPING, ENGINE_HUNG, MODELS_CHANGED = "ready", "stopping", "hung", "changed"
+_GO = b"go"
+LEAST_LIFE_S = 10.0  # a process that lives shorter is restarted with growing delays
+LONGEST_PAUSE_S = 30.0
+
+
+class Tell:
+    """A process's line to its supervisor: call it to send a message."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self._line = line
+
+    def __call__(self, event: str, text: str = "") -> None:
+        with contextlib.suppress(OSError):
+            self._line.send(msgspec.json.encode((event, text))[: 1 << 15])
+
+    def wait_for_call(self) -> None:
+        """Waits, as a standby, until the supervisor lets it take over."""
+        self._line.recv(len(_GO))
+
+    async def called(self) -> None:
+        """Does the same in an event loop."""
+        loop, came = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._line.fileno(), came.set)
+        try:
+            await came.wait()
+        finally:
+            loop.remove_reader(self._line.fileno())
+
+
+Main = Callable[[Tell], int]  # runs in the process, talks to the supervisor, returns the exit code
+
+
+@dataclass(slots=True)
+class Process:
+    """A process that is kept alive. `main` runs in it."""
+
+    name: str
+    short: str  # name in `ps`
+    main: Main
+    share: int = -1  # index of its socket among those that share the port
+    pid: int = 0
+    pidfd: int = -1
+    status_fd: int = -1
+    began: float = 0.0
+    failures: int = 0
+    start_at: float = 0.0  # time to restart it, if it has ended
+    ready: bool = False
+    stopping: bool = False  # it has heard that it must stop
+    said: str = ""  # its last error
+    started: int = 0  # number of starts
+    unwanted: bool = False  # it is ended on purpose
+    gone: bool = False  # its end of the line is closed: it is ending
+
+    def pause_s(self, lived_s: float) -> float:
+        """Seconds before a restart: none the first time, and more each time, so that failing restarts do not load the
+        machine.
+        """
+        self.failures = 0 if lived_s >= LEAST_LIFE_S else self.failures + 1
+        return 0.0 if self.failures <= 1 else min(LONGEST_PAUSE_S, 0.25 * 2 ** (self.failures - 1))
+
+    def take_over(self, other: Process) -> None:
+        """Makes a standby take the place of this process."""
+        self.pid, self.pidfd, self.status_fd = other.pid, other.pidfd, other.status_fd
+        self.ready, self.said, self.stopping, self.gone = other.ready, "", False, other.gone
+        self.began = time.monotonic()
+        self.started += 1
+        other.pid, other.pidfd, other.status_fd, other.ready = 0, -1, -1, False
+        with contextlib.suppress(OSError):  # it is dead already, which is noticed next
+            os.write(self.status_fd, _GO)
+
+
+def become(process: Process, supervisor: int, status: socket.socket, close: set[int]) -> None:
+    """Runs in the new process, and never returns."""
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it has a handler
+        # A terminal sends it to all processes; the supervisor passes it on
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        die_with_parent(signal.SIGTERM)
+        name_process(f"paellapy-{process.short}")
+        if os.getppid() != supervisor:  # the supervisor died before this process watched it
+            os._exit(1)
+        for fd in close:
+            os.close(fd)
+        tell = Tell(status)
+        try:
+            code = process.main(tell)
+        except PaellaError as e:
+            tell("error", str(e))
+        except Exception as e:
+            log.error("the process failed", exc_info=e, extra={"fields": {"process": process.name}})
+            tell("error", f"{process.name}: {type(e).__name__}: {e}")
+    finally:
+        os._exit(code)
+
+
+def how_ended(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    return f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"
+
 
 STANDBY_AFTER_S = 2.0  # pause after a start or a change, so that starting a standby does not slow loading
 STOP_MARGIN_S = 5.0
@@ -232,14 +313,14 @@ class Supervisor:
                 process.gone = True
                 return
             event, text = msgspec.json.decode(packet, type=tuple[str, str])
-            if event == READY:
+            if event == IS_READY:
                 process.ready = True
                 self._is_ready(process)
-            elif event == CHANGED:
+            elif event == MODELS_CHANGED:
                 self._outdated = True
-            elif event == STOPPING:
+            elif event == IS_STOPPING:
                 process.stopping = True
-            elif event == HUNG:
+            elif event == ENGINE_HUNG:
                 self._end_hung(int(text))
             else:
                 process.said = text
@@ -334,140 +415,3 @@ class Supervisor:
             if each.pid:
                 with contextlib.suppress(OSError):  # a signal handler may find a process that is just being taken away
                     signal.pidfd_send_signal(each.pidfd, number)
-
-
-# The processes of `--workers N`: the engine's, and each worker's.
-
-
-SOCKET = "engine"
-ENGINE_PATIENCE_S = 10.0  # a worker without an engine answers 503 after this time
-
-
-def serve_workers(config: Config, source: Source, models: Sequence[Model], announce: Announce | None = None) -> None:
-    """Runs until SIGTERM or SIGINT."""
-    options = config.server
-    configure(options.log_format, options.log_level)
-    keys, tls = build_keys(config, source), build_tls(config, source)
-    policies = Policies(build_policy(config, source))  # compiled before the fork, so that all processes have it
-    warn_of_neighbours(options, keys)
-    check_fork(config)
-    warm_up(policies.configured)
-    import_device(config.device)
-    shares = Shares(options.host, options.port, options.workers)
-    url = url_of(shares.address, tls is not None)
-    table, suspects, since = counter_table(options.workers), suspect_table(), time.time()
-    with own_folder() as folder:
-        path = folder / SOCKET
-        workers = [
-            Process(
-                f"worker {k}",
-                f"work{k}",
-                _Worker(k, config, source, keys, tls, policies, path, table, suspects, shares, since).main,
-                share=k - 1,
-            )
-            for k in range(1, options.workers + 1)
-        ]
-        latest = Latest(config, source)
-        made_from = EngineProcess(latest, models, policies, path)
-        engine = Process("engine", "engine", made_from.main)
-        standby = None if options.standby == "off" else Process("standby", "spare", made_from.stand_by)
-        drain_s = options.grace_s + options.drain_s
-        supervisor = Supervisor(workers, [engine], shares, drain_s, latest.read_again, standby)
-        log.info("listening", extra={"fields": {"url": url, "workers": options.workers}})
-
-        def ready() -> None:
-            if announce is not None:
-                announce(url)
-
-        with noted(source):
-            supervisor.run(ready)
-    log.info("stopped")
-
-
-# -- a worker
-
-
-@dataclass(frozen=True, slots=True)
-class _Worker:
-    """One worker. `producer` is its number, from 1."""
-
-    producer: int
-    config: Config
-    source: Source
-    keys: Mapping[str, Key]
-    tls: ssl.SSLContext | None
-    policies: Policies
-    path: Path
-    table: Numbers
-    suspects: Any
-    shares: Shares
-    since: float  # start of the server
-
-    def main(self, tell: Tell) -> int:
-        options = self.config.server
-        configure(options.log_format, options.log_level, process=f"worker {self.producer}")
-        keep_memory()
-        share_interpreter()
-        with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            runner.run(self._main(tell))
-        return 0
-
-    async def _main(self, tell: Tell) -> None:
-        link = EngineLink(self.path, self.producer, self.policies)
-        server = _WorkerServer(link, self, lambda: tell(HUNG, str(link.pid)))
-        linked = asyncio.create_task(link.run())
-        try:
-            await run(server, lambda _: tell(READY), aloud=False, heard=lambda: tell(STOPPING))
-        finally:
-            link.close()
-            linked.cancel()
-
-
-class _WorkerServer(Server):
-    """A server whose models another process loads."""
-
-    def __init__(self, link: EngineLink, worker: _Worker, give_up: Callable[[], None]) -> None:
-        """`give_up` asks the supervisor for a new engine."""
-        o = worker.config.server
-        counters = Counters(link.registry, worker.table, worker.producer - 1)
-        service = Service(
-            link.registry, o.admission, o.max_body_bytes, o.body_timeout_s, counters, link.call, worker.since,
-            Suspects(worker.suspects),
-        )  # fmt: skip
-        own = worker.shares[worker.producer - 1]
-        super().__init__(link.registry, o, worker.keys, worker.tls, service=service, listening=own)
-        self._link, self._give_up, self._worker, self.source = link, give_up, worker, worker.source
-        self._virtual = worker.config.device.startswith("virtual")
-
-    def _is_virtual(self) -> bool:
-        link = self._link.engine.link
-        return self._virtual or (link is not None and link.device.startswith("virtual"))
-
-    def give_up(self) -> None:
-        self._give_up()
-
-    async def start(self) -> None:
-        """Listens once the engine is known, or has not come in time; until then connections wait in the
-        kernel's queue.
-        """
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ENGINE_PATIENCE_S):
-                while not self._link.registry.entries:
-                    await self._link.changed()
-        await super().start()
-
-    async def reload(self) -> None:
-        await super().reload()
-        with contextlib.suppress(PaellaError):  # has been logged
-            config, source = self._worker.source.again()
-            self._worker.policies.add(await asyncio.to_thread(build_policy, config, source))
-            self._link.follow_policy()
-
-    async def load(self) -> None:
-        while not self._link.settled and not self.service.draining:
-            await self._link.changed()
-
-    async def stop(self) -> None:
-        self.service.draining = True
-        self._link.poke()
-        await super().stop()

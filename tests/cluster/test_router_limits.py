@@ -17,7 +17,7 @@ from paellapy.cluster import router as router_module
 from paellapy.cluster.cluster_file import ClusterSettings
 from paellapy.cluster.headers import KEPT_S, timeout_s
 from paellapy.cluster.router import RouterOptions
-from paellapy.serving.protocol import BESIDE_BYTES, largest_request
+from paellapy.serving.byte_limits import BESIDE_BYTES, largest_request
 
 N = 1 << 19  # a request of 2 MiB, longer than the first memory of a body
 WAYS = pytest.mark.parametrize("more", ["", "traceparent: none\r\n"], ids=["fast path", "aiohttp"])
@@ -62,7 +62,7 @@ def test_the_bytes_of_all_requests_are_bounded_and_who_finds_no_room_may_try_aga
         assert f"{3 << 20:,} bytes" in json.loads(said)["error"]
         other.send(small(more))  # there is room for it, and the rest of the refused body has been read
         assert other.answer()[0] == 200
-        assert held.nbytes <= held.most_bytes
+        assert held.nbytes <= held.max_bytes
         slow.send(content[-1000:])
         assert slow.answer()[0] == 200
         router.wait_until(lambda: held.nbytes == 0)

@@ -22,10 +22,10 @@ from places import TESTS
 from raw_client import Client
 from serving_server import ask, infer_body, running
 
-from paellapy.serving import bodies, listening, metrics
+from paellapy.serving import byte_limits, listening, metrics
+from paellapy.serving.byte_limits import BESIDE_BYTES, largest_request
 from paellapy.serving.listening import Connection, unsent_bytes
 from paellapy.serving.logs import configure, log
-from paellapy.serving.protocol import BESIDE_BYTES, largest_request
 
 INFER = "/v2/models/scale/infer"
 BODY = json.dumps(infer_body("x", np.ones((1, 64), np.float32))).encode()
@@ -47,13 +47,13 @@ def open_server():
 @pytest.fixture
 def unpacked(monkeypatch):
     """Lengths of decompressed bodies, and the threads that decompressed them."""
-    found, unpack = [], bodies.unpack
+    found, unpack = [], byte_limits.unpack
 
     def noted(body, *more):
         found.append((len(body), threading.current_thread().name))
         return unpack(body, *more)
 
-    monkeypatch.setattr(bodies, "unpack", noted)
+    monkeypatch.setattr(byte_limits, "unpack", noted)
     return found
 
 
@@ -109,11 +109,11 @@ def test_codings_that_are_wrong_are_told_and_the_connection_goes_on(server, codi
 
 
 def test_a_ratio_beyond_all_data_is_refused_though_the_size_is_allowed():
-    zeros = bytes(4 * bodies.FREE_BYTES)
-    with pytest.raises(bodies.TooLargeError, match="more than"):
-        bodies.unpack(gzip.compress(zeros, mtime=0), "gzip", len(zeros))
-    noise = np.random.default_rng(0).bytes(4 * bodies.FREE_BYTES)
-    assert bodies.unpack(gzip.compress(noise, 1, mtime=0), "gzip", len(noise)) == noise
+    zeros = bytes(4 * byte_limits.FREE_BYTES)
+    with pytest.raises(byte_limits.TooLargeError, match="more than"):
+        byte_limits.unpack(gzip.compress(zeros, mtime=0), "gzip", len(zeros))
+    noise = np.random.default_rng(0).bytes(4 * byte_limits.FREE_BYTES)
+    assert byte_limits.unpack(gzip.compress(noise, 1, mtime=0), "gzip", len(noise)) == noise
 
 
 # -- JSON
@@ -251,7 +251,7 @@ def test_of_many_clients_that_do_not_read_the_slowest_are_let_go(more):
     models = [scale_model(batch=(1,)), scale_model("wide", n=1 << 16, batch=(1,))]
     with running(models, send_timeout_s=1e4) as server, contextlib.ExitStack() as opened:
         unsent = server.server._runner.server.unsent
-        unsent.most_bytes = 1
+        unsent.max_bytes = 1
         clients = []
         for _ in range(3):
             connection = opened.enter_context(socket.create_connection(("127.0.0.1", server.port)))

@@ -29,7 +29,8 @@ from paellapy.serving.config import ServerConfig, load_config
 from paellapy.serving.errors import ConfigError
 from paellapy.serving.loading import load_models
 from paellapy.serving.registry import Registry, changed_modules, entry_of, find_factory
-from paellapy.serving.server import Reloader, Server, ask_to_reload, noted
+from paellapy.serving.reload import Reloader, ask_to_reload, noted
+from paellapy.serving.server import Server
 from paellapy.serving.workers.engine_process import EngineProcess, Latest, Policies
 
 TLS = Path(__file__).parents[1] / "tls"

@@ -12,7 +12,7 @@ from engine_models import scale_model
 import paellapy as pp
 from paellapy.scheduler.core.errors import EngineFailedError
 from paellapy.serving.registry import Registry, entry_of
-from paellapy.serving.workers.engine_host import Kept
+from paellapy.serving.workers.engine_process import SavedState
 
 
 def registry_with(engine, *names):
@@ -22,13 +22,13 @@ def registry_with(engine, *names):
 def test_the_next_engine_knows_how_long_batches_took(tmp_path):
     with pp.Engine("virtual:h200") as engine:
         registry = registry_with(engine, "a", "b")
-        registry.changed.append(partial(Kept(tmp_path / "kept").save, registry))
+        registry.changed.append(partial(SavedState(tmp_path / "kept").save, registry))
         registry.load("a")
         took = engine.tried_ns("a")
         assert took > 0
     with pp.Engine("virtual:h200") as engine:
         registry = registry_with(engine, "a", "b")
-        Kept(tmp_path / "kept").restore(registry)
+        SavedState(tmp_path / "kept").restore(registry)
         registry.load("a")
         registry.load("b")
         assert engine.tried_ns("a") == took
@@ -43,7 +43,7 @@ def test_a_wish_is_kept_after_the_engine_has_failed(tmp_path):
     told = []
     with pp.Engine("virtual:h200") as engine:
         registry = registry_with(engine, "a", "b")
-        registry.changed += [partial(Kept(tmp_path / "kept").save, registry), lambda: told.append(1)]
+        registry.changed += [partial(SavedState(tmp_path / "kept").save, registry), lambda: told.append(1)]
         registry.load("a")
         registry.load("b")
         engine._fail(RuntimeError("on purpose"))
@@ -54,7 +54,7 @@ def test_a_wish_is_kept_after_the_engine_has_failed(tmp_path):
         assert engine.tried_ns("nobody") == 0
     with pp.Engine("virtual:h200") as engine:
         registry = registry_with(engine, "a", "b")
-        Kept(tmp_path / "kept").restore(registry)
+        SavedState(tmp_path / "kept").restore(registry)
         assert {name: entry.wanted for name, entry in registry.entries.items()} == {"a": False, "b": True}
 
 
