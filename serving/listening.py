@@ -318,7 +318,7 @@ class Runner(web.AppRunner):
     `max_body_bytes` is the limit of a body, `max_unsent_bytes` that of all answers which clients have not taken yet.
     """
 
-    __slots__ = ("_connection", "_max_unsent_bytes", "_most_bytes")
+    __slots__ = ("_connection", "_max_body_bytes", "_max_unsent_bytes")
 
     def __init__(
         self, app: web.Application, connection: Callable[..., Connection] = Connection,
