@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paellapy.instrument.device import CudaDevice, Device
-from paellapy.instrument.versions import versions
+from paellapy.instrument.env import versions
 
 RESULTS = Path(__file__).parent / "results"
 

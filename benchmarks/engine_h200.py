@@ -36,7 +36,7 @@ from rich.table import Table
 
 import paellapy as pp
 from paellapy.instrument.device import CudaDevice
-from paellapy.instrument.queues import VARIABLE as QUEUES
+from paellapy.instrument.env import CONNECTIONS as QUEUES
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.models.model import Model, TensorSpec
 from paellapy.scheduler.policies.policy import Policy, find_policy

@@ -95,7 +95,7 @@ def cpu_name() -> str:
 
 def facts(device: Any = None) -> dict[str, Any]:
     """The machine and the versions that a result was measured with."""
-    from paellapy.instrument.versions import versions
+    from paellapy.instrument.env import versions
 
     return {
         "device": device.title if device else None, "cpu": cpu_name(), "cores": os.cpu_count(), "versions": versions(),

@@ -31,8 +31,8 @@ from paper_runs import BATCHED, KERNELS, PLAIN, SETUPS, SYSTEMS, Loaded, Setup, 
 from rich.progress import Progress
 
 import paellapy as pp
+from paellapy.instrument.env import CONNECTIONS as QUEUES
 from paellapy.instrument.errors import PaellaError
-from paellapy.instrument.queues import VARIABLE as QUEUES
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.profiles import save_profiles
 from paellapy.scheduler.policies.paella import with_threshold

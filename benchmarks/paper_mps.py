@@ -30,7 +30,7 @@ from paper_runs import Loaded, Setup
 from rich.progress import track
 
 import paellapy as pp
-from paellapy.instrument.queues import VARIABLE as QUEUES
+from paellapy.instrument.env import CONNECTIONS as QUEUES
 
 INSTANCES = 12
 SETTLE_S = 0.5  # between the last process being ready and the first request

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import lazy_loader as _lazy_loader
 
+from paellapy.instrument.env import ask_for_all_queues as _ask_for_all_queues
 from paellapy.instrument.kernels.driver_search import prepare_search as _prepare_search
-from paellapy.instrument.queues import ask_for_all as _ask_for_all
 from paellapy.instrument.traces.late_methods import add_methods as _add_methods
 
-_ask_for_all()
+_ask_for_all_queues()
 _prepare_search()
 _FIGURES = ("plot", "plot_heatmap", "plot_gantt", "plot_residency", "plot_requests")
 _add_methods("Trace", {name: f"paellapy.viz.figures:{name}" for name in _FIGURES})

@@ -14,9 +14,9 @@ from rich.text import Text
 
 from paellapy.instrument.device import Device, devices
 from paellapy.instrument.device.driver import check, driver
+from paellapy.instrument.env import versions
 from paellapy.instrument.errors import PaellaError
 from paellapy.instrument.ptx.assemble import find_ptxas
-from paellapy.instrument.versions import versions
 from paellapy.scheduler.core.tuning import Tuning
 
 

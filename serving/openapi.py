@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from paellapy.instrument.versions import versions
+from paellapy.instrument.env import versions
 from paellapy.serving.access import open_to_all
 from paellapy.serving.errors import json_response
 from paellapy.serving.protocol import DEFAULT_LEVEL, RequestBody, ResponseBody

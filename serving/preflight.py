@@ -46,8 +46,7 @@ def _allow_descriptors() -> None:
 
 
 def _caches() -> Iterator[tuple[Path, str]]:
-    from paellapy.instrument.cache import cache_dir
-    from paellapy.instrument.library_caches import protect_triton
+    from paellapy.instrument.cache import cache_dir, protect_triton
 
     protect_triton()
     yield cache_dir(), "PAELLAPY_CACHE_DIR"

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from paellapy.instrument.versions import versions
+from paellapy.instrument.env import versions
 from paellapy.scheduler.core.residency import weights_state
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.remote import RemoteEngine

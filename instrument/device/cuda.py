@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from paellapy.instrument.arguments import Descriptor
+from paellapy.instrument.cache import protect_triton
 from paellapy.instrument.device.base import MOST_BYTES, Device, EventLayout, Events
 from paellapy.instrument.device.cuda_launch import CudaLauncher, cuda_handlers, encode_tile
 from paellapy.instrument.device.cuda_memory import MOST_URGENT, CudaArray, CudaEvent, CudaStream, free_in
@@ -21,7 +22,6 @@ from paellapy.instrument.device.cuda_preempt import CudaFlag, Preemption
 from paellapy.instrument.device.driver import check, driver, fail, library, relaxed_capture
 from paellapy.instrument.errors import NoDeviceError
 from paellapy.instrument.gpu_model.parts import limits_for_capability
-from paellapy.instrument.library_caches import protect_triton
 from paellapy.instrument.ptx.compiled import Source
 from paellapy.instrument.ptx.descriptor import PassConfig
 from paellapy.instrument.records import RING_RECORD, SM_LINE, Records

@@ -42,9 +42,9 @@ from paellapy.instrument.arguments import (
     param_layout,
     triton_dtype,
 )
+from paellapy.instrument.cache import protect_triton
 from paellapy.instrument.errors import ArgumentError, CompileError, also
 from paellapy.instrument.kernels.ranges import given_with_ranges, has_ranges, marking
-from paellapy.instrument.library_caches import protect_triton
 from paellapy.instrument.ptx.compiled import Draft, Source
 from paellapy.instrument.ptx.descriptor import Exits
 

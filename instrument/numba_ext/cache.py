@@ -23,7 +23,7 @@ import numba
 import numpy as np
 from numba.core.caching import FunctionCache
 
-from paellapy.instrument.private_folders import trusted
+from paellapy.instrument.cache import trusted
 
 _OURS = __name__.partition(".")[0] + "."
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), np.generic, np.dtype)

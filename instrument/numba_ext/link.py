@@ -26,7 +26,7 @@ from numba.core.compiler_machinery import register_pass
 from numba.core.typed_passes import NopythonTypeInference
 from numba.extending import intrinsic
 
-from paellapy.instrument.collection import without_collection
+from paellapy.instrument.env import without_collection
 from paellapy.instrument.numba_ext import progress
 from paellapy.instrument.numba_ext.cache import EntryCache
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.device.base import Device
+from paellapy.instrument.env import versions
 from paellapy.instrument.errors import TraceError
 from paellapy.instrument.ptx.compiled import Compiled
 from paellapy.instrument.ptx.descriptor import PassConfig
@@ -23,7 +24,6 @@ from paellapy.instrument.traces.ring import Mark, decode
 from paellapy.instrument.traces.summary import ranges_of
 from paellapy.instrument.traces.trace import DeviceFacts, Trace
 from paellapy.instrument.traces.work_estimate import Counting
-from paellapy.instrument.versions import versions
 
 # `Watch`: names of the kernels that run while a trace is taken; the trace names the ones that do not report.
 #

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from paellapy.instrument.live_instances import live_instances
+from paellapy.instrument.env import live_instances
 from paellapy.instrument.triton_ir import cost, memory
 from paellapy.instrument.triton_ir import elementwise as ew
 from paellapy.instrument.triton_ir.lower import Lowering, builds

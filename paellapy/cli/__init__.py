@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 
 from paellapy.cli import bench, cluster, scripts, serve, simulate
+from paellapy.instrument.env import versions
 from paellapy.instrument.errors import PaellaError
-from paellapy.instrument.versions import versions
 
 # Arguments after a script's name belong to the script.
 _SCRIPT = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}

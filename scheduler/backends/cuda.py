@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument import queues
+from paellapy.instrument import env
 from paellapy.instrument.device.cuda import CudaDevice
 from paellapy.instrument.device.cuda_memory import CudaArray, CudaStream
 from paellapy.instrument.device.driver import NOT_READY, check, driver, fail, library, relaxed_capture
@@ -350,7 +350,7 @@ class CudaBackend(Backend):
 
     def __init__(self, device: CudaDevice) -> None:
         self.device = device
-        queues.warn_if_few()
+        env.warn_if_few_queues()
         device.activate()
         self._threads = CudaThreads(device)
         self._pinned = device._allocate_pinned(64)

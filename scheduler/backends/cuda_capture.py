@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from paellapy.instrument.collection import without_collection
 from paellapy.instrument.device.base import Launcher
 from paellapy.instrument.device.cuda import CudaDevice
 from paellapy.instrument.device.cuda_launch import CudaLauncher
 from paellapy.instrument.device.cuda_memory import CudaStream
 from paellapy.instrument.device.driver import check, driver
+from paellapy.instrument.env import without_collection
 from paellapy.instrument.errors import InstrumentError, LaunchError
 from paellapy.instrument.traces.session import Session
 from paellapy.scheduler.backends.cuda_graphs import CapturedGraph, add_edge, describe, read_graph

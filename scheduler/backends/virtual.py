@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from paellapy.instrument.collection import without_collection
 from paellapy.instrument.device.virtual import VirtualDevice
+from paellapy.instrument.env import without_collection
 from paellapy.instrument.errors import TraceError
 from paellapy.instrument.gpu_model.commands import Kernel
 from paellapy.instrument.gpu_model.costs import BlockCost

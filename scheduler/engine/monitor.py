@@ -24,9 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.device.base import Device
+from paellapy.instrument.env import versions
 from paellapy.instrument.errors import PaellaError
 from paellapy.instrument.traces.session import Counts, counts
-from paellapy.instrument.versions import versions
 from paellapy.scheduler.core import codes, tables
 from paellapy.scheduler.core.residency import weights_state
 from paellapy.scheduler.core.shares import tenant_numbers, tenant_stats

@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.device.base import Device
+from paellapy.instrument.env import versions
 from paellapy.instrument.errors import TraceError
 from paellapy.instrument.records import BLOCK, LAUNCH, Records
 from paellapy.instrument.traces import trace
 from paellapy.instrument.traces.summary import counted
 from paellapy.instrument.traces.trace import DeviceFacts, Trace
-from paellapy.instrument.versions import versions
 from paellapy.scheduler.backends.base import LoadedModel, TracedBlocks, TracedPiece
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core import state as st

@@ -17,8 +17,8 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from paellapy.instrument.cache import protect_inductor
 from paellapy.instrument.device.base import Device
-from paellapy.instrument.library_caches import protect_inductor
 from paellapy.scheduler.core.errors import CaptureError, ModelError
 from paellapy.scheduler.models import torch_capture
 from paellapy.scheduler.models.capture import Counting

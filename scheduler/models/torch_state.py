@@ -17,7 +17,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from paellapy.instrument.live_instances import live_instances
+from paellapy.instrument.env import live_instances
 from paellapy.scheduler.core.errors import ModelError
 
 GROUPS = "number of parameter groups"

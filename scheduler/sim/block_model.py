@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from paellapy.instrument.device.virtual import VirtualDevice
+from paellapy.instrument.env import versions
 from paellapy.instrument.gpu_model.commands import Kernel, Program
 from paellapy.instrument.gpu_model.costs import BlockCost
 from paellapy.instrument.gpu_model.model import SmModel
@@ -16,7 +17,6 @@ from paellapy.instrument.gpu_model.parts import WARP, Part, Timing
 from paellapy.instrument.numba_ext.link import compiled
 from paellapy.instrument.records import BLOCK, LAUNCH, WARP_SHIFT
 from paellapy.instrument.traces.trace import DeviceFacts
-from paellapy.instrument.versions import versions
 from paellapy.scheduler.backends.virtual import VirtualBackend
 from paellapy.scheduler.backends.virtual_launches import Piece, PieceTracer
 from paellapy.scheduler.core import codes

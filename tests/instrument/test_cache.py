@@ -1,10 +1,14 @@
-"""The cache on disk: it returns what was stored or nothing, and never fails a caller."""
+"""The cache on disk: it returns what was stored or nothing, never fails a caller, and trusts no folder of others."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,6 +20,7 @@ from paellapy.instrument import cache
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PAELLAPY_CACHE_DIR", str(tmp_path / "cache"))
+    cache.trusted.cache_clear()
     return tmp_path / "cache"
 
 
@@ -113,15 +118,139 @@ def test_keys_are_equal_exactly_when_all_parts_are(a: list[str | bytes], b: list
     assert (cache.digest(*a) == cache.digest(*b)) == (as_bytes(a) == as_bytes(b))
 
 
-def test_a_folder_that_others_may_write_is_neither_read_nor_written(tmp_path, monkeypatch):
-    monkeypatch.setenv("PAELLAPY_CACHE_DIR", str(tmp_path / "open"))
-    key = cache.digest("code")
+# --- folders that others can write to -------------------------------------------------------------------------------
+
+OTHER = 4242  # a user and a group that nobody here has
+
+
+def is_trusted(folder: Path) -> bool:
+    cache.trusted.cache_clear()
+    return cache.trusted(folder, "SOME_DIR")
+
+
+def test_a_folder_of_ones_own_is_trusted_and_a_missing_one_is_made(folder: Path) -> None:
+    assert is_trusted(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o755)
+    assert is_trusted(folder)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o757])
+def test_a_folder_that_everybody_may_write_is_not_trusted(folder: Path, mode: int) -> None:
+    folder.mkdir()
+    folder.chmod(mode)
+    with pytest.warns(UserWarning, match="SOME_DIR"):
+        assert not is_trusted(folder)
+    assert not cache.trusted(folder, "SOME_DIR")  # without a second warning
+
+
+@pytest.mark.parametrize(
+    ("mode", "uid", "gid", "trust"),
+    [
+        (0o755, "own", "own", True), (0o775, "own", "own", True), (0o775, "own", OTHER, False),
+        (0o755, "own", OTHER, True), (0o755, OTHER, "own", False), (0o755, 0, 0, True),
+    ],
+)  # fmt: skip
+def test_owner_and_group_count(
+    mode: int, uid: Any, gid: Any, trust: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As another owner's, which only root could arrange; a user's own group has the user's number."""
+    own = 1000
+    seen = SimpleNamespace(st_mode=mode, st_uid=own if uid == "own" else uid, st_gid=own if gid == "own" else gid)
+    monkeypatch.setattr(os, "getuid", lambda: own)
+    monkeypatch.setattr(os, "getgid", lambda: own)
+    for name in ("stat", "lstat"):
+        monkeypatch.setattr(Path, name, lambda self, **_: seen)
+    if trust:
+        assert is_trusted(folder)
+    else:
+        with pytest.warns(UserWarning, match="SOME_DIR"):
+            assert not is_trusted(folder)
+
+
+def test_a_link_of_another_user_is_not_trusted(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.mkdir(mode=0o755)
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    assert is_trusted(link)
+    monkeypatch.setattr(Path, "lstat", lambda self: SimpleNamespace(st_uid=OTHER))
+    with pytest.warns(UserWarning, match="SOME_DIR"):
+        assert not is_trusted(link)
+
+
+def test_a_folder_that_others_may_write_is_neither_read_nor_written(folder: Path) -> None:
+    key, other = cache.digest("code"), cache.digest("other")
     cache.write(key, b"code")
-    assert cache.read(key) == b"code"
-    assert (tmp_path / "open").stat().st_mode & 0o077 == 0
-    (tmp_path / "open").chmod(0o777)
-    with pytest.warns(UserWarning, match="can be written by other"):
+    folder.chmod(0o777)
+    cache.trusted.cache_clear()
+    with pytest.warns(UserWarning, match="PAELLAPY_CACHE_DIR"):
         assert cache.read(key) is None
-    other = cache.digest("other")
     cache.write(other, b"other")
-    assert not (tmp_path / "open" / other[:2] / other).exists()
+    assert not (folder / other[:2] / other).exists()
+
+
+@pytest.mark.parametrize("variable", ["TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"])
+def test_caches_of_libraries_are_moved_to_a_folder_of_ours(
+    variable: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir(mode=0o755)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setenv(variable, str(theirs))
+    cache.protect_inductor()
+    assert os.environ[variable] == str(theirs)
+    theirs.chmod(0o777)
+    cache.trusted.cache_clear()
+    with pytest.warns(UserWarning, match=variable):
+        cache.protect_inductor()
+    moved = Path(os.environ[variable])
+    assert moved.parent == folder
+    assert moved.stat().st_mode & 0o077 == 0
+
+
+def test_without_a_safe_folder_of_ours_a_librarys_cache_lasts_as_long_as_the_process(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.mkdir()
+    folder.chmod(0o777)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
+    with pytest.warns(UserWarning, match="CACHE_DIR") as said:
+        cache.protect_triton()
+    assert ["TRITON_CACHE_DIR" in str(each.message) for each in said] == [True, False]
+    moved = Path(os.environ["TRITON_CACHE_DIR"])
+    assert folder not in moved.parents
+    assert moved.stat().st_mode & 0o077 == 0
+
+
+def test_the_folder_of_torch_compile_is_made_before_others_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    cache.protect_inductor()
+    made = Path(default_cache_dir())
+    assert made.parent == tmp_path
+    assert made.stat().st_mode & 0o077 == 0
+
+
+def test_compiled_functions_in_an_open_folder_are_not_loaded(tmp_path: Path) -> None:
+    (tmp_path / "some_entry.py").write_text(
+        "from paellapy.instrument.numba_ext.link import compiled\n@compiled\ndef twice(x):\n    return 2 * x\n"
+    )
+    run = "from some_entry import twice; twice(21); print(sum(twice.stats.cache_hits.values()))"
+    stored = tmp_path / "cache"
+
+    def hits() -> tuple[str, str]:
+        environment = {**os.environ, "NUMBA_CACHE_DIR": str(stored), "PYTHONDONTWRITEBYTECODE": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+        done = subprocess.run([sys.executable, "-c", run], env=environment, check=True, capture_output=True, text=True)
+        return done.stdout.strip(), done.stderr
+
+    assert hits() == ("0", "")
+    assert hits() == ("1", "")
+    next(stored.rglob("*.nbi")).parent.chmod(0o777)
+    found, said = hits()
+    assert found == "0"
+    assert "NUMBA_CACHE_DIR" in said

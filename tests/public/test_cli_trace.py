@@ -12,8 +12,8 @@ from viz_traces import MIX, make
 
 from paellapy import cli
 from paellapy.cli.scripts import OutputError
+from paellapy.instrument.env import versions
 from paellapy.instrument.traces.trace import Trace
-from paellapy.instrument.versions import versions
 
 pytest.importorskip("plotly", reason="the extra `viz` is not installed")
 

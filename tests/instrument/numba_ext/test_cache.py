@@ -37,7 +37,7 @@ RUN = "from {root}.entry import entry; print(entry(10), sum(entry.stats.cache_hi
     ("module", "name"),
     [
         ("core.submit", "SUBMISSIONS_PER_STEP"),
-        ("core.instances", "NEVER"),
+        ("core.codes", "NONE"),
         ("core.launch", "_ZERO"),
         ("core.choose", "_ZERO"),
     ],

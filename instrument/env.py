@@ -1,0 +1,123 @@
+"""The process that we run in: its share of the GPU's queues, its packages, and Python's garbage collector."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import gc
+import os
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+# --- hardware queues ------------------------------------------------------------------------------------------------
+# Launches of a process share 8 of the GPU's hardware queues by default, and work in a queue waits for a long graph in
+# front of it. CUDA reads the number when a process first uses a GPU; other libraries may do so before an engine does.
+# So the number is set when paellapy is imported, unless the user has already chosen one.
+
+CONNECTIONS, ALL = "CUDA_DEVICE_MAX_CONNECTIONS", 32
+
+_late = False  # whether the GPU was in use before the number was set
+
+
+def ask_for_all_queues() -> None:
+    """Lets this process use every queue, unless a number was already chosen."""
+    global _late
+    if CONNECTIONS not in os.environ:
+        _late = gpu_in_use()
+        os.environ[CONNECTIONS] = str(ALL)
+
+
+def warn_if_few_queues() -> None:
+    """Warns if it was too late to set the number: requests would be slow in bursts for no visible reason."""
+    if _late:
+        warnings.warn(
+            "this process used the GPU before paellapy was imported: its launches share 8 of the GPU's hardware "
+            f"queues and wait for each other there in bursts. Import paellapy first, or set {CONNECTIONS}={ALL} before "
+            "anything uses the GPU",
+            stacklevel=5,  # the caller that creates the engine
+        )
+
+
+def gpu_in_use() -> bool:
+    """Whether any code in this process has a context on a GPU. Loads and starts nothing."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
+    except OSError:
+        return False
+    count, device, flags, active = ctypes.c_int(), ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
+    if cuda.cuDeviceGetCount(ctypes.byref(count)):  # not initialised
+        return False
+    for i in range(count.value):
+        if cuda.cuDeviceGet(ctypes.byref(device), i):
+            continue
+        state = cuda.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active))
+        if not state and active.value:
+            return True
+    return False
+
+
+# --- versions of packages: for traces, benchmark results and `paellapy doctor` ---------------------------------------
+
+_PACKAGES = ("paellapy", "triton", "cupy-cuda12x", "cupy-cuda13x", "cuda-bindings", "numba", "numpy", "torch")
+
+
+@functools.cache
+def _installed() -> tuple[tuple[str, str], ...]:
+    import platform
+    from importlib import metadata  # slow, and `import paellapy` needs neither
+
+    found = [("python", platform.python_version())]
+    for package in _PACKAGES:
+        try:
+            found.append((package, metadata.version(package)))
+        except metadata.PackageNotFoundError:
+            if package == "paellapy":  # run from its source tree without being installed
+                found.append((package, "0+source"))
+    return tuple(found)
+
+
+def versions() -> dict[str, str]:
+    """Package → version, for installed packages; paellapy itself is always included."""
+    return dict(_installed())
+
+
+# --- garbage collector ----------------------------------------------------------------------------------------------
+
+_lock = threading.Lock()
+_pauses: list[bool] = []  # one per thread inside: whether the collector was on before the first
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Lets no garbage collection begin inside, also while other threads leave. Objects without cycles are freed as
+    always.
+    """
+    with _lock:
+        _pauses.append(_pauses[0] if _pauses else gc.isenabled())
+        gc.disable()
+    try:
+        yield
+    finally:
+        with _lock:
+            was = _pauses.pop()
+            if was and not _pauses:
+                gc.enable()
+
+
+def live_instances(kind: type) -> list[Any]:
+    """The objects of this class and of its subclasses, except those that were spared by `gc.freeze`.
+
+    Every object that the collector knows refers to its class, if the class was made in Python. `gc.get_objects` would
+    also return objects that are not finished: CPython cannot finish a tuple that it makes of a generator while another
+    thread holds the tuple.
+    """
+    kinds, waiting = {kind}, [kind]
+    while waiting:
+        below: list[type] = type.__subclasses__(waiting.pop())
+        waiting += [each for each in below if each not in kinds]
+        kinds.update(below)
+    # By its type: an object's own __class__ may be a property with side effects.
+    return [each for each in gc.get_referrers(*kinds) if issubclass(type(each), kind)]
