@@ -41,8 +41,7 @@ from paellapy.scheduler.core.install import install, open_model
 from paellapy.scheduler.core.profiles import Capacity, ModelProfile, SegmentProfile, set_capacity
 from paellapy.scheduler.core.rings import Message, post, publish, take_into
 from paellapy.scheduler.core.step import step
-from paellapy.scheduler.policies.attach import attach_policy
-from paellapy.scheduler.policies.policy import find_policy
+from paellapy.scheduler.policies.policy import attach_policy, find_policy
 from paellapy.scheduler.sim.recorded_profiles import MIX, mix_profiles
 from paellapy.scheduler.sim.simulate import simulate
 from paellapy.scheduler.sim.workload import Lognormal

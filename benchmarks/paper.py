@@ -35,7 +35,7 @@ from paellapy.instrument.env import CONNECTIONS as QUEUES
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.profiles import save_profiles
-from paellapy.scheduler.policies.paella import with_threshold
+from paellapy.scheduler.policies.builtin import paella_with
 from paellapy.scheduler.policies.policy import Policy, find_policy
 
 RATES = (1000, 2000, 2500, 3000, 4000, 5000, 6000, 7000)
@@ -206,7 +206,7 @@ def fig12(o: Options) -> Iterator[Point]:
             rng = np.random.default_rng(s)
             n = max(20, int(rate * o.seconds))
             at = lognormal_gaps(rng, rate, 1.5, n)
-            return loaded.summary(loaded.offer(with_threshold(t), at, *loaded.mix(rng, n)))
+            return loaded.summary(loaded.offer(paella_with(t), at, *loaded.mix(rng, n)))
 
         yield Point(f"fig12|{threshold:g}|{seed}", kinds, PLAIN, (0, 0), run)
 

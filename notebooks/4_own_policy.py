@@ -124,7 +124,7 @@ who_pays(runs)
 #
 # ## Beside the built-in ones
 #
-# They are files of a few lines too, in `scheduler/policies/`; `streams` leaves everything to the hardware. Which
+# They are functions of a few lines too, in `scheduler/policies/`; `streams` leaves everything to the hardware. Which
 # serves this load best?
 
 # %%

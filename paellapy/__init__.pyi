@@ -43,10 +43,10 @@ from .scheduler.core.tuning import Tuning as Tuning
 from .scheduler.engine.engine import Engine as Engine
 from .scheduler.models.model import Model as Model
 from .scheduler.models.model import TensorSpec as TensorSpec
+from .scheduler.policies.compile import Where as Where
 from .scheduler.policies.policy import Policy as Policy
 from .scheduler.policies.policy import policy as policy
 from .scheduler.policies.policy import policy_names as policy_names
-from .scheduler.policies.roles import Where as Where
 from .scheduler.sim.cluster import Failure as Failure
 from .scheduler.sim.cluster import Straggler as Straggler
 from .scheduler.sim.cluster import simulate_cluster as simulate_cluster

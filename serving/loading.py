@@ -22,8 +22,7 @@ from paellapy.scheduler.core.step import attach_loop
 from paellapy.scheduler.core.tables import COMPLETION
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.engine import ring_calls
-from paellapy.scheduler.policies.attach import attach_policy
-from paellapy.scheduler.policies.policy import Policy
+from paellapy.scheduler.policies.policy import Policy, attach_policy
 from paellapy.serving.counters import counter_table, note_items
 from paellapy.serving.logs import log
 from paellapy.serving.registry import Registry

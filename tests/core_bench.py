@@ -15,8 +15,7 @@ from paellapy.scheduler.core import codes, rings, step, tables
 from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.install import install, open_model, tell
 from paellapy.scheduler.core.profiles import Capacity, ModelProfile, SegmentProfile, set_capacity
-from paellapy.scheduler.policies.attach import attach_policy
-from paellapy.scheduler.policies.policy import Policy, find_policy
+from paellapy.scheduler.policies.policy import Policy, attach_policy, find_policy
 
 LIMITS = st.Limits(
     models=4, instances=16, instances_per_model=4, sizes=3, batch=8, segments=8, requests=48, clients=4, inputs=2

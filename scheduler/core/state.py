@@ -283,7 +283,7 @@ def over(limits: Limits, memory: NDArray[np.uint8]) -> State:
 
 
 def new_state(limits: Limits | None = None, memory: NDArray[np.uint8] | None = None) -> State:
-    """Empty tables; `install.install` adds models, `policies.attach` the policy. `memory` must be zeroed.
+    """Empty tables; `install.install` adds models, `attach_policy` the policy. `memory` must be zeroed.
 
     >>> new_state(Limits(models=2, instances=4)).instance.shape
     (4,)

@@ -57,8 +57,7 @@ from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.profile import model_profile
 from paellapy.scheduler.models.torch_step import TorchStep, check_job
 from paellapy.scheduler.models.torch_tensors import needs_torch
-from paellapy.scheduler.policies.attach import attach_policy
-from paellapy.scheduler.policies.policy import Policy, find_policy
+from paellapy.scheduler.policies.policy import Policy, attach_policy, find_policy
 
 # Whether an engine takes requests, and the error that callers get when it does not: closed, failed, or a fault.
 

@@ -10,14 +10,12 @@ Between `start` and `stop` the monitor sees every completion; otherwise it costs
 
 from __future__ import annotations
 
-import importlib.util
+import inspect
 import math
-import re
 import threading
 import time
 from collections import deque
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
@@ -34,7 +32,7 @@ from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.tables import Table
 from paellapy.scheduler.engine.stats import RESOURCES
 from paellapy.scheduler.engine.trace import segment_times
-from paellapy.scheduler.policies.policy import BUILT_IN, Policy, PolicyError, policy_names
+from paellapy.scheduler.policies.policy import Policy, PolicyError, shipped
 
 if TYPE_CHECKING:
     from paellapy.scheduler.backends.base import LoadedModel
@@ -533,11 +531,6 @@ def _listed(values: Any) -> list[float]:
 
 
 def _descriptions() -> dict[str, str]:
-    """The first sentence of each policy's file. The files are read: importing them would compile every policy."""
-    spec = importlib.util.find_spec(BUILT_IN)
-    folder = Path(next(iter(spec.submodule_search_locations or ()))) if spec else Path()
-    found = {}
-    for name in policy_names():
-        said = re.match(r'"""(.*?)(?:"""|\n\n)', (folder / f"{name}.py").read_text(encoding="utf-8"), re.S)
-        found[name] = said[1].replace("\n", " ").replace("`", "") if said else ""
-    return found
+    """The first paragraph of each policy's docstring."""
+    said = {name: inspect.getdoc(each.rank) or "" for name, each in shipped().items()}
+    return {name: text.partition("\n\n")[0].replace("\n", " ").replace("`", "") for name, text in said.items()}

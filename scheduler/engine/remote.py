@@ -32,8 +32,7 @@ from paellapy.scheduler.engine.ring_client import RingClient
 from paellapy.scheduler.engine.stats import core_stats, live_stats, model_stats
 from paellapy.scheduler.models.memory import Instance, InstancePlan, Memory
 from paellapy.scheduler.models.model import Model
-from paellapy.scheduler.policies.attach import attach_functions
-from paellapy.scheduler.policies.policy import Policy
+from paellapy.scheduler.policies.policy import Policy, attach_functions
 
 AWAY = "the engine's process has ended and is being started again; try again in a moment"
 

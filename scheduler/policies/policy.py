@@ -4,152 +4,57 @@
     def shortest_first(job):
         return job.remaining_ns
 
-The job with the lowest rank goes first. A policy may have more functions:
-
-* `admit(job, gpu, own)` says whether a job may launch now: True, False, or a time in ns from which it may. It is called
-  for the waiting jobs in order of rank, and again before each further segment of a job;
-* `order(job, gpu, own)` orders the waiting requests of one model: called once, when a request arrives; the default is
-  `rank`;
-* `place(job, gpu, own)` says on which part of the SMs the next segment goes: pp.Where(sms=0.25);
-* `tick(gpu, own)` is called every `tick_us` while there is work;
-* `done(job, segment, own)` is called after each segment;
-* `victim(model, gpu, own)` rates a model's weights where not all weights fit on the GPU: those with the lowest value
-  leave first. The default is recent demand times the time to bring them back, per byte.
-
-Each function declares only the arguments that it uses. `own` holds the numbers that the policy keeps between calls.
-docs/policies.md lists every field.
+The job with the lowest rank goes first. Further functions of a policy hold jobs back, keep numbers and place segments;
+each declares only the arguments that it uses. docs/policies.md lists the functions, their arguments and the options.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import os
-import pkgutil
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, TypedDict, Unpack, cast, overload
+from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import Any, Concatenate, ParamSpec, Protocol, cast, overload
 
 import numpy as np
 
-from paellapy.scheduler.policies.code import fields_read
-from paellapy.scheduler.policies.compiling import calls_others, compile_function, facts_read, reads_client
-from paellapy.scheduler.policies.roles import ROLES, Admit, Compiled, Layout, PolicyError, Rank, Tell, arguments
+from paellapy.scheduler.core.job import PER_MODEL
+from paellapy.scheduler.core.profiles import want_params
+from paellapy.scheduler.core.state import State
+from paellapy.scheduler.policies.check import check_source
+from paellapy.scheduler.policies.compile import (
+    ROLES,
+    Admit,
+    Compiled,
+    Layout,
+    PolicyError,
+    Rank,
+    Tell,
+    calls_others,
+    compile_function,
+    facts_read,
+    reads,
+)
 
-__all__ = ["Policy", "PolicyError", "Rank", "find_policy", "policy", "policy_names"]
+__all__ = ["Policy", "PolicyError", "Rank", "attach_functions", "attach_policy", "find_policy", "policy",
+           "policy_names", "shipped"]  # fmt: skip
 
-BUILT_IN = "paellapy.scheduler.policies"
+_SHIPPED = ("paellapy.scheduler.policies.builtin", "paellapy.scheduler.policies.papers")
 _MOST = 1 << 30  # jobs or segments at a time: no limit
-# Modules of this folder that are not policies.
-_TOOLS = {
-    "policy", "assigned", "attach", "checks", "code", "compiling", "expressions", "index_ranges", "integers", "replay",
-    "roles", "source", "trees", "words",
-}  # fmt: skip
+_MOVING = ("now_ns", "deficit_ns", "client_deficit_ns", "occupancy", "used_ns", "missing_bytes", "ready_ns")
+_OF_CLIENT = ("client", "tenant", "share", "deficit_ns", "client_deficit_ns", "client_start_ns")
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
     """A policy ready for the core. Call it with a job to get the job's rank."""
 
-    name: str
     rank: Rank
-    admit: Admit | None
-    order: Rank | None
-    place: Rank | None
-    tick: Tell | None
-    done: Tell | None
-    victim: Rank | None
-    active: int | None  # None: the engine decides
-    max_in_flight: int
-    whole: bool
-    top_whole: bool
-    may_idle: bool
-    tick_us: float
-    layout: Layout
-    functions: Mapping[str, Compiled] = field(repr=False)  # by role
-
-    def __post_init__(self) -> None:
-        for name, value in (("active", self.active), ("max_in_flight", self.max_in_flight)):
-            if value is None:
-                continue
-            if not isinstance(value, int | np.integer) or isinstance(value, bool) or value > _MOST:
-                raise PolicyError(
-                    f"policy {self.name}: {name}={value!r}; it must be an integer of at least 1 and at most {_MOST}"
-                )
-            if value < 1:
-                raise PolicyError(f"policy {self.name}: {name}={value}; it must be at least 1")
-        for name in ("whole", "top_whole", "may_idle"):
-            if not isinstance(getattr(self, name), bool):
-                raise PolicyError(f"policy {self.name}: {name}={getattr(self, name)!r}; it must be True or False")
-        if not isinstance(self.name, str):
-            raise PolicyError(f"the name of a policy is {self.name!r}; it must be a string")
-        if self.may_idle and self.admit is None:
-            raise PolicyError(
-                f"policy {self.name}: may_idle=True needs an `admit` function: give one, or leave may_idle out"
-            )
-
-    @property
-    def plain(self) -> dict[str, Any]:
-        """The plain functions by role."""
-        given = {each: getattr(self, each) for each in ROLES}
-        return {role: function for role, function in given.items() if function is not None}
-
-    @property
-    def timeless(self) -> bool:
-        """Whether a job's rank changes only with the job, so that the core need not compute it again."""
-        moving = {"now_ns", "deficit_ns", "client_deficit_ns", "occupancy", "used_ns", "missing_bytes", "ready_ns"}
-        if self.functions["rank"].names != ("job",):
-            return False
-        return moving.isdisjoint(fields_read(self.rank)) and not calls_others(self.rank)
-
-    @property
-    def facts(self) -> int:
-        """The additional facts that the core computes for this policy: READS_SEGMENT …"""
-        return facts_read(self.plain.values())
-
-    @property
-    def admits_by_client(self) -> bool:
-        """Whether `admit` may answer differently for different clients of one model."""
-        return self.admit is not None and (reads_client(self.admit) or calls_others(self.admit))
-
-    @property
-    def cost_ns(self) -> float:
-        """Measured cost of one ranking."""
-        from paellapy.scheduler.policies.checks import call_cost_ns
-
-        return call_cost_ns(self.functions["rank"], self.layout)
-
-    def __call__(self, *job_gpu_own: Any) -> float:
-        return float(self.rank(*job_gpu_own))
-
-
-class PolicyOptions(TypedDict, total=False):
-    """The options of `policy`."""
-
-    name: str | None
-    admit: Admit | None
-    order: Rank | None
-    place: Rank | None
-    tick: Tell | None
-    done: Tell | None
-    victim: Rank | None
-    state: Mapping[str, float]
-    per_model: Mapping[str, float]
-    params: Mapping[str, float]
-    tick_us: float | None
-    active: int | None
-    max_in_flight: int
-    whole: bool
-    top_whole: bool
-    may_idle: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
-    """The same options with defaults."""
-
-    name: str | None = None
+    _: KW_ONLY
+    name: str = ""  # by default the function's
     admit: Admit | None = None
     order: Rank | None = None
     place: Rank | None = None
@@ -160,18 +65,136 @@ class _Options:
     per_model: Mapping[str, float] = field(default_factory=dict)
     params: Mapping[str, float] = field(default_factory=dict)
     tick_us: float | None = None
-    active: int | None = None
+    active: int | None = None  # None: the engine decides
     max_in_flight: int = 2
     whole: bool = False
     top_whole: bool = False
     may_idle: bool = False
+    # Compiled code, by role, function and names of numbers. Copies of a policy with other options share it.
+    _code: dict[Any, Compiled] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rank, Policy):
+            remedy = "use it as it is, or make one from its function, `.rank`"
+            raise PolicyError(f"{self.rank.name} is a policy already: {remedy}", policy=self.rank.name, remedy=remedy)
+        object.__setattr__(self, "name", self.name or str(getattr(self.rank, "__name__", self.rank)))
+        self._check_options()
+        if not all(map(_is_ours, self.plain.values())):  # our own are checked by the tests, and compiled at first use
+            self._make()
+
+    def _check_options(self) -> None:
+        def refuse(option: str, needed: str) -> PolicyError:
+            said = f"policy {self.name}: {option}={getattr(self, option)!r}; {needed}"
+            return PolicyError(said, policy=str(self.name), name=option, remedy=needed)
+
+        if not isinstance(self.name, str):
+            raise refuse("name", "it must be a string")
+        self.layout.check(self.name)
+        for option in ("active", "max_in_flight"):
+            value = getattr(self, option)
+            whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+            if not (whole and 1 <= value <= _MOST) and (option, value) != ("active", None):
+                raise refuse(option, f"it must be an integer of at least 1 and at most {_MOST}")
+        for option in ("whole", "top_whole", "may_idle"):
+            if not isinstance(getattr(self, option), bool):
+                raise refuse(option, "it must be True or False")
+        if self.tick_us is not None and not (isinstance(self.tick_us, int | float) and 1 <= self.tick_us < math.inf):
+            raise refuse("tick_us", "it must be a number of microseconds, at least 1")
+        if (self.tick is None) != (self.tick_us is None):
+            raise refuse("tick_us", "give both tick and tick_us, as in tick=function, tick_us=1000")
+        if self.may_idle and self.admit is None:
+            raise refuse("may_idle", "it needs an `admit` function: give one, or leave may_idle out")
+
+    def _make(self) -> None:
+        """Compiles the functions that are not compiled yet, and tries those that are not ours."""
+        added = []
+        for role, function in self.plain.items():
+            if self._key(role) not in self._code:
+                ours = _is_ours(function)
+                if not ours:
+                    check_source(role, function, self.layout)
+                self._code[self._key(role)] = made = compile_function(role, function, self.layout, cache=ours)
+                added += [] if ours else [made]
+        if added:
+            from paellapy.scheduler.policies.trial import check_idle, try_out  # its imports take time
+
+            for each in added:
+                try_out(each, self.layout)
+            if self.may_idle and self.tick is None:
+                check_idle(self._code[self._key("admit")], self.layout)
+
+    def _key(self, role: str) -> tuple[Any, ...]:
+        return role, getattr(self, role), *self.state, None, *self.per_model, None, *self.params
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.state, self.per_model, self.params)
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The plain functions by role."""
+        given = {each: getattr(self, each) for each in ROLES}
+        return {role: function for role, function in given.items() if function is not None or role == "rank"}
+
+    @property
+    def functions(self) -> dict[str, Compiled]:
+        """The compiled functions by role."""
+        self._make()
+        return {role: self._code[self._key(role)] for role in self.plain}
+
+    @property
+    def timeless(self) -> bool:
+        """Whether a job's rank changes only with the job, so that the core need not compute it again."""
+        moves = reads(self.rank, "gpu", "own", *(f"job.{each}" for each in _MOVING))
+        return not (moves or calls_others(self.rank))
+
+    @property
+    def facts(self) -> int:
+        """The additional facts that the core computes for this policy: READS_SEGMENT …"""
+        return functools.reduce(lambda facts, function: facts | facts_read(function), self.plain.values(), 0)
+
+    @property
+    def admits_by_client(self) -> bool:
+        """Whether `admit` may answer differently for different clients of one model."""
+        of_client = (f"job.{each}" for each in _OF_CLIENT)
+        return self.admit is not None and (reads(self.admit, *of_client) or calls_others(self.admit))
+
+    @property
+    def cost_ns(self) -> float:
+        """Measured cost of one ranking."""
+        from paellapy.scheduler.policies.trial import call_cost_ns
+
+        return call_cost_ns(self.functions["rank"], self.layout)
+
+    def __call__(self, *job_gpu_own: Any) -> float:
+        return float(self.rank(*job_gpu_own))
 
 
-@overload
-def policy(rank: Rank, /) -> Policy: ...
-@overload
-def policy(**options: Unpack[PolicyOptions]) -> Callable[[Rank], Policy]: ...
-def policy(rank: Rank | None = None, /, **options: Unpack[PolicyOptions]) -> Policy | Callable[[Rank], Policy]:
+def _is_ours(function: Any) -> bool:
+    return getattr(function, "__module__", None) in _SHIPPED
+
+
+_Options = ParamSpec("_Options")
+
+
+class _Decorator(Protocol[_Options]):
+    """A decorator that is used as it is, or with options."""
+
+    @overload
+    def __call__(self, rank: Rank, /) -> Policy: ...  # type: ignore[overload-overlap]  # options are given by name
+    @overload
+    def __call__(self, *none: _Options.args, **options: _Options.kwargs) -> Callable[[Rank], Policy]: ...
+
+
+def _with_options_of(
+    made: Callable[Concatenate[Rank, _Options], Policy],
+) -> Callable[[Callable[..., Any]], _Decorator[_Options]]:
+    """Types a decorator: its options are the keyword arguments of the class that it makes."""
+    return lambda decorator: cast(_Decorator[_Options], decorator)
+
+
+@_with_options_of(Policy)
+def policy(rank: Rank | None = None, /, **options: Any) -> Policy | Callable[[Rank], Policy]:
     """Makes a policy from a function: compiles it, and calls it on sample jobs.
 
     `state` and `per_model` declare the numbers that the policy keeps, by name, each with its first value: own.limit,
@@ -190,49 +213,25 @@ def policy(rank: Rank | None = None, /, **options: Unpack[PolicyOptions]) -> Pol
     >>> oldest.name, oldest.active
     ('oldest', 4)
     """
-    unknown = set(options) - {each.name for each in fields(_Options)}
-    if unknown:
-        names = ", ".join(PolicyOptions.__annotations__)
-        raise PolicyError(f"a policy has no option {min(unknown)!r}; the options are {names}")
-    given = _Options(**options)
+    names = [each.name for each in fields(Policy) if each.name not in ("rank", "_code")]
+    if unknown := set(options) - set(names):
+        remedy = f"the options are {', '.join(names)}"
+        raise PolicyError(f"a policy has no option {min(unknown)!r}: {remedy}", name=min(unknown), remedy=remedy)
     if rank is None:
-        return lambda function: _make(function, given)
-    return _make(rank, given)
+        return lambda function: Policy(function, **options)
+    return Policy(rank, **options)
 
 
-def _make(rank: Rank, given: _Options) -> Policy:
-    if isinstance(rank, Policy):
-        raise PolicyError(f"{rank.name} is a policy already: use it as it is, or make one from its function, `.rank`")
-    title = given.name or str(getattr(rank, "__name__", rank))
-    layout = Layout(given.state, given.per_model, given.params)
-    layout.check(title)
-    if (given.tick is None) != (given.tick_us is None):
-        raise PolicyError(f"policy {title}: give both tick and tick_us, as in tick=function, tick_us=1000")
-    if given.tick_us is not None and not (isinstance(given.tick_us, int | float) and 1 <= given.tick_us < math.inf):
-        raise PolicyError(f"policy {title}: tick_us={given.tick_us!r}; it must be a number of microseconds, at least 1")
-    wanted = {"rank": rank} | {role: getattr(given, role) for role in ROLES if role != "rank"}
-    room, _, module = (getattr(rank, "__module__", None) or "").rpartition(".")
-    ours = room == BUILT_IN and module not in _TOOLS
-    functions = {}
-    for role, function in wanted.items():
-        if function is not None:
-            code = compile_function(role, function, layout, cache=ours)
-            functions[role] = Compiled(code, arguments(role, function, layout))
-    if not ours:  # the package's own are checked by the tests, which keeps start-up short
-        from paellapy.scheduler.policies.checks import check
+@functools.cache
+def shipped() -> Mapping[str, Policy]:
+    """The policies that come with the package, by name. They are compiled, or read from disk, when they are used."""
+    values = [value for name in _SHIPPED for value in vars(importlib.import_module(name)).values()]
+    return {each.name: each for each in sorted((p for p in values if isinstance(p, Policy)), key=lambda p: p.name)}
 
-        for role, compiled in functions.items():
-            check(role, wanted[role], compiled, layout)
-    made = Policy(
-        title, rank, given.admit, given.order, given.place, given.tick, given.done, given.victim, given.active,
-        given.max_in_flight,
-        given.whole, given.top_whole, given.may_idle, given.tick_us or 0.0, layout, functions,
-    )  # fmt: skip
-    if not ours and made.may_idle and made.tick is None:
-        from paellapy.scheduler.policies.checks import check_idle
 
-        check_idle(made.admit, functions["admit"], made.layout)
-    return made
+def policy_names() -> list[str]:
+    """The names of the policies that come with the package."""
+    return list(shipped())
 
 
 def find_policy(which: str | Policy | Rank) -> Policy:
@@ -242,47 +241,87 @@ def find_policy(which: str | Policy | Rank) -> Policy:
     >>> find_policy("srpt").name
     'srpt'
     """
-    if isinstance(which, Policy):
-        return which
-    if which is None:
-        raise PolicyError(f"no policy was given: choose one of {', '.join(policy_names())}, or give a function")
-    if not isinstance(which, str):
-        return policy(which)
-    if ":" in which:
-        return imported_policy(which)
-    if which not in policy_names():
-        raise PolicyError(
-            f"no policy named {which!r}: choose one of {', '.join(policy_names())}, or give a function or its name, "
-            '"package.module:function"'
-        )
-    return cast(Policy, importlib.import_module(f"{BUILT_IN}.{which}").rank)
+    if isinstance(which, str):
+        found = _imported(which) if ":" in which else shipped().get(which)
+    else:
+        found = which if isinstance(which, Policy) or which is None else policy(which)
+    if found is None:
+        remedy = f'choose one of {", ".join(policy_names())}, or give a function or its name, "package.module:function"'
+        raise PolicyError(f"no policy named {which!r}: {remedy}", name=str(which), remedy=remedy)
+    found.functions  # noqa: B018 (compiled here, so that a busy engine is not held up)
+    return found
 
 
-def imported_policy(name: str) -> Policy:
-    """The policy "package.module:function". The module may also be in the current folder.
-
-    >>> imported_policy("paellapy.scheduler.policies.srpt:rank").name
-    'srpt'
-    """
+def _imported(name: str) -> Policy:
+    """The policy "package.module:function". The module may also be in the current folder."""
     module, _, attribute = name.partition(":")
     if (folder := os.getcwd()) not in sys.path:
         sys.path.append(folder)
     try:
-        found: Any = importlib.import_module(module)
-        for each in attribute.split("."):
-            found = getattr(found, each)
+        found = functools.reduce(getattr, attribute.split("."), cast(Any, importlib.import_module(module)))
     except PolicyError:
         raise
     except Exception as e:
-        raise PolicyError(
-            f"{name} cannot be imported ({type(e).__name__}: {e}): the name must have the form package.module:function"
-        ) from e
+        remedy = "the name must have the form package.module:function"
+        said = f"{name} cannot be imported ({type(e).__name__}: {e}): {remedy}"
+        raise PolicyError(said, name=name, remedy=remedy) from e
     if isinstance(found, str):
-        raise PolicyError(f"{name} is a text: name a function, or a policy made with pp.policy")
+        remedy = "name a function, or a policy made with pp.policy"
+        raise PolicyError(f"{name} is a text: {remedy}", name=name, remedy=remedy)
     return find_policy(found)
 
 
-def policy_names() -> list[str]:
-    """The policies that come with the package."""
-    package = sys.modules.get(BUILT_IN) or importlib.import_module(BUILT_IN)
-    return sorted(each.name for each in pkgutil.iter_modules(package.__path__) if each.name not in _TOOLS)
+def attach_policy(state: State, policy: Policy) -> None:
+    """Makes this policy decide from the next step on. The caller keeps it alive: the state holds addresses only."""
+    if policy.per_model and len(state.model) > PER_MODEL:
+        raise PolicyError(
+            f"policy {policy.name} keeps per_model numbers for at most {PER_MODEL} models, and the engine has room for "
+            f"{len(state.model)}: give the engine smaller limits",
+            policy=policy.name, name="per_model",
+        )  # fmt: skip
+    if policy.place is not None and not state.core["partitions"][0]:
+        raise PolicyError(
+            f"policy {policy.name} has a `place`, but there are no SM partitions: ask for some with "
+            "Engine(sm_partitions=8), simulate(…, sm_partitions=8) or `paellapy simulate --sm-partitions 8`",
+            policy=policy.name, name="place",
+        )  # fmt: skip
+    if policy.admits_by_client:
+        from paellapy.scheduler.core.throttle import attach_barred  # compiles much, for few policies
+
+        attach_barred(state)
+    attach_functions(state, policy)
+    own = np.frombuffer(policy.layout.new_own().tobytes())
+    state.own[...] = 0.0
+    state.own[: len(own)] = own
+    state.own_first[...] = 0.0
+    state.own_first[: len(policy.per_model)] = list(policy.per_model.values())
+    want_params(state, policy.params)
+    core = state.core[0]
+    core["own_at"], core["own_names"] = len(policy.state), len(policy.per_model)
+    core["max_active"] = min(policy.active or int(state.tuning["default_active"][0]), len(state.instance))
+    core["demand_limit"] = np.inf
+    core["max_in_flight"] = policy.max_in_flight
+    core["whole_always"], core["top_whole"] = policy.whole, policy.top_whole
+    core["timeless"] = policy.timeless
+    core["may_idle"], core["by_client"] = policy.may_idle, policy.admits_by_client
+    core["tick_ns"], core["tick_at_ns"] = (policy.tick_us or 0.0) * 1e3, 0.0
+    core["facts"] = policy.facts
+    core["changed"] = 1
+
+
+def attach_functions(state: State, policy: Policy) -> None:
+    """Writes the addresses, in this process, of the policy's functions and arguments; the core's numbers stay."""
+    where = {
+        "job": state.job.ctypes.data,
+        "gpu": state.gpu.ctypes.data,
+        "segment": state.done_segment.ctypes.data,
+        "model": state.owner.ctypes.data,
+        "own": state.own.ctypes.data,
+    }
+    call, functions = state.call[0], policy.functions
+    for role in ROLES:
+        function = functions.get(role) or (functions["rank"] if role == "order" else None)
+        call[role] = function.address if function else 0
+        for k, name in enumerate(function.names if function else (), 1):
+            if f"{role}_{k}" in (state.call.dtype.names or ()):  # not for `job`, which the caller passes
+                call[f"{role}_{k}"] = where[name]

@@ -30,8 +30,7 @@ from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.step import attach_step
 from paellapy.scheduler.core.tables import Table
 from paellapy.scheduler.core.tuning import Tuning
-from paellapy.scheduler.policies.attach import attach_policy
-from paellapy.scheduler.policies.policy import Policy, PolicyError, Rank, find_policy
+from paellapy.scheduler.policies.policy import Policy, PolicyError, Rank, attach_policy, find_policy
 from paellapy.scheduler.sim import tables as fluid
 from paellapy.scheduler.sim.block_model import BlocksGpu, OwnKernels, TracedGpu
 from paellapy.scheduler.sim.results import Results

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.shares import Tenant, give_tenant, tenant_stats
-from paellapy.scheduler.policies.attach import attach_policy
-from paellapy.scheduler.policies.policy import find_policy, policy, policy_names
+from paellapy.scheduler.policies.policy import attach_policy, find_policy, policy, policy_names
 
 LATER_NS = 1e9
 

@@ -23,8 +23,7 @@ from paellapy.scheduler.core.shares import Tenant, give_tenant
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.engine.loading import install_partitions
 from paellapy.scheduler.engine.stats import occupancy
-from paellapy.scheduler.policies.attach import attach_policy
-from paellapy.scheduler.policies.policy import Policy, find_policy, policy, policy_names
+from paellapy.scheduler.policies.policy import Policy, attach_policy, find_policy, policy, policy_names
 
 TUNING = Tuning.for_part("h200")
 
@@ -1220,10 +1219,10 @@ def slots_of(bench: Bench, client: int) -> list[list[int]]:
 
 
 def test_fair_shares_follow_the_weights_under_a_zero_threshold() -> None:
-    from paellapy.scheduler.policies.paella import with_threshold
+    from paellapy.scheduler.policies.builtin import paella_with
 
     models = [profile("a", segments=1, ns=1e6, instances=2, share=3.0), profile("b", segments=1, ns=1e6, instances=2)]
-    bench = Bench(models, policy=with_threshold(0.0))
+    bench = Bench(models, policy=paella_with(0.0))
     bench.state.core["max_active"][0] = 1
     for k in range(8):
         bench.submit(k % 2)

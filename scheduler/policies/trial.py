@@ -1,4 +1,4 @@
-"""Checks a policy before the core depends on it: calls it on sample jobs, measures its cost, and limits its time."""
+"""Tries a policy before the core depends on it: calls it on sample jobs, measures its cost, and limits its time."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pickle
 import subprocess
 import sys
 import time
+import warnings
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -18,18 +20,25 @@ from numba import cloudpickle
 from paellapy.instrument.numba_ext.link import compiled
 from paellapy.scheduler.core.atomics import call_asking
 from paellapy.scheduler.core.codes import NEVER
-from paellapy.scheduler.core.job import DONE, GPU, JOB, OWNER
+from paellapy.scheduler.core.job import DONE, GPU, JOB, OWNER, PER_MODEL
 from paellapy.scheduler.core.tables import Table
-from paellapy.scheduler.policies.code import with_helpers
-from paellapy.scheduler.policies.compiling import compile_function, may_loop
-from paellapy.scheduler.policies.replay import last_line
-from paellapy.scheduler.policies.roles import ROLES, Compiled, Layout, PolicyError, arguments, place
-from paellapy.scheduler.policies.trees import tree_of
+from paellapy.scheduler.policies.compile import (
+    ROLES,
+    Compiled,
+    Layout,
+    PolicyError,
+    compile_function,
+    fault,
+    may_loop,
+    tree_of,
+    with_helpers,
+)
 
 # A decision ranks about ten jobs; at this cost per call, dispatching would take as long as a launch.
 MAX_CALL_NS = 2000.0
 TIME_LIMIT_S = 20.0
 CALLS = 200
+MOST_LINES = 100_000  # plain Python is slow: a function with long loops is not followed to its end
 _apart = False  # whether this is the process in which another one has a function called
 
 
@@ -47,25 +56,19 @@ def sample_jobs() -> Table:
     jobs["started"] = [0, 0, 1, 1, 0, 0, 1, 0]
     jobs["share"] = [1, 1, 0.1, 10, 1, 1, 1, 1]
     jobs["deficit_ns"] = [0, 1e6, -1e6, 1e9, -1e9, 0, 1, -1]
-    jobs["client"] = np.arange(8)
+    jobs["model"] = jobs["tenant"] = jobs["client"] = [0, 1, 2, 3, 4, 5, 6, PER_MODEL - 1]
     jobs["client_deficit_ns"] = -jobs["deficit_ns"]
     jobs["client_start_ns"] = jobs["arrival_ns"] / 2
     jobs["occupancy"] = [0, 0.1, 0.5, 1, 1.5, 0, 0.9, 20]
     jobs["used_ns"] = [0, 1e3, 1e6, 1e9, 1e12, 0, 1, 5]
     jobs["missing_bytes"] = [0, 0, 1e6, 1e9, 0, 4e9, 0, 1]
     jobs["ready_ns"] = jobs["now_ns"] + jobs["missing_bytes"] / 50
-    jobs["model"] = jobs["tenant"] = np.arange(8)
     jobs["segment"] = [_segment(ns) for ns in (1e3, 3e5, 7e4, 1e6, 1e5, 1e7, 7e4, 1)]
     return jobs
 
 
 def _segment(ns: float) -> tuple[float, ...]:
     return (ns, 132.0, 0.75, 0.5, 0.25, 0.0)
-
-
-def sample_segments() -> Table:
-    """A segment that took as long as alone, and one that took four times as long."""
-    return np.array([(7e4, 0, *_segment(7e4)), (4e6, 3, *_segment(1e6))], DONE)
 
 
 def sample_gpus() -> Table:
@@ -86,31 +89,32 @@ def sample_owners() -> Table:
     owners["demand"] = [0, 1e-9, 1, 100, 1e6, 0, 3, 7]
     owners["used_ns"] = owners["now_ns"] - [0, 1, 1e3, 1e6, 1e9, 1e12, 5e12, 10]
     owners["came_ns"], owners["reload_ns"] = owners["used_ns"] / 2, owners["bytes"] / 50
-    owners["model"] = np.arange(8)
+    owners["model"] = [0, 1, 2, 3, 4, 5, 6, PER_MODEL - 1]
     return owners
 
 
 class Samples:
     """Arguments for test calls: one call per sample job, alternating between the two samples of the other arguments."""
 
+    count = 16
+
     def __init__(self, layout: Layout) -> None:
         self.own: Any = layout.new_own() if layout.own.itemsize else np.zeros(1)
-        self.jobs, self.gpus, self.segments = sample_jobs(), sample_gpus(), sample_segments()
-        self.owners, self._job = sample_owners(), layout.job
+        jobs = sample_jobs()
         for k, value in enumerate(layout.params.values()):
-            self.jobs["params"][f"p{k}"] = value
+            jobs["params"][f"p{k}"] = value
+        # A segment that took as long as alone, and one that took four times as long.
+        segments = np.array([(7e4, 0, *_segment(7e4)), (4e6, 3, *_segment(1e6))], DONE)
+        owners, gpus = sample_owners(), sample_gpus()
+        self.tables = {"job": jobs.view(layout.job), "gpu": gpus, "segment": segments, "model": owners}
 
     def rows(self, names: tuple[str, ...], k: int) -> dict[str, Table]:
         """The arguments of call `k`, one row of each table, with the names of the policy's parameters."""
-        tables = {"job": self.jobs.view(self._job), "gpu": self.gpus, "segment": self.segments, "model": self.owners}
         at = {"job": k % 8, "gpu": k // 8 % 2, "segment": k // 8 % 2, "model": k % 8}
-        return {name: self.own if name == "own" else tables[name][at[name] : at[name] + 1] for name in names}
+        return {name: self.own if name == "own" else self.tables[name][at[name] :][:1] for name in names}
 
     def addresses(self, names: tuple[str, ...], k: int) -> list[int]:
-        """The addresses of the arguments of call `k`; there are `count` calls."""
         return [each.ctypes.data for each in self.rows(names, k).values()]
-
-    count = 16
 
 
 @compiled
@@ -140,98 +144,128 @@ def call_cost_ns(function: Compiled, layout: Layout) -> float:
     return min(costs)
 
 
-def answers(role: str, function: Any, compiled_function: Compiled, layout: Layout, samples: Samples) -> list[float]:
+def answers(function: Compiled, layout: Layout, samples: Samples) -> list[float]:
     """The function's answers for the samples (0 where it returns nothing); errors in the function are raised."""
     raised: list[BaseException] = []
     previous = sys.unraisablehook
     # Compiled code that is called from C cannot raise: Python passes its exceptions to this hook.
     sys.unraisablehook = lambda caught: raised.append(caught.exc_value or RuntimeError(str(caught.err_msg)))
-    names, returns = compiled_function.names, None if ROLES[role].returns == "nothing" else ctypes.c_double
-    call = ctypes.CFUNCTYPE(returns, *[ctypes.c_void_p] * len(names))(compiled_function.address)
+    returns = None if ROLES[function.role].returns == "nothing" else ctypes.c_double
+    call = ctypes.CFUNCTYPE(returns, *[ctypes.c_void_p] * len(function.names))(function.address)
     found: list[float] = []
     try:
         while len(found) < samples.count and not raised:
-            found.append(call(*samples.addresses(names, len(found))) or 0.0)
+            found.append(call(*samples.addresses(function.names, len(found))) or 0.0)
     finally:
         sys.unraisablehook = previous
     if raised:
-        at = _line(function, names, layout, len(found) - 1)
         none = isinstance(raised[0], TypeError) and "got None" in str(raised[0])
-        wrong = "returns None" if none else f"raises {type(raised[0]).__name__} ({raised[0]})"
-        raise PolicyError(
-            f"{place(function)} {wrong}{at} on a sample job: {role} must answer for every job, so return "
-            f"{ROLES[role].returns} on every path, and check values before they are used"
+        raise fault(
+            function.function,
+            "returns None" if none else f"raises {type(raised[0]).__name__} ({raised[0]}) on a sample job",
+            f"return {ROLES[function.role].returns} on every path, and check values before they are used",
+            line=replayed(function, layout, len(found))[0],
         )
     return found
 
 
-def _line(function: Any, names: tuple[str, ...], layout: Layout, k: int) -> str:
-    """The line at which call `k` ended, in words."""
-    samples = Samples(layout)
-    line = last_line(function, [samples.rows(names, each) for each in range(k + 1)])
-    return "" if line is None else f" in line {line}"
+def replayed(function: Compiled, layout: Layout, calls: int) -> tuple[int | None, bool]:
+    """Makes the first calls again in plain Python: the last line that ran in the last call, or in the first call with
+    an index out of range; and whether there was such an index. The line is None if the function cannot be followed.
+    """
+    code, samples = function.function.__code__, Samples(layout)
+    seen, count = 0, 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal seen, count
+        if frame.f_code is not code:
+            return None
+        if event == "line":
+            seen, count = frame.f_lineno, count + 1
+            if count > MOST_LINES:
+                raise TimeoutError
+        return trace
+
+    previous = sys.gettrace()
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        for k in range(calls):
+            rows = samples.rows(function.names, k)
+            seen = 0
+            sys.settrace(trace)
+            try:
+                function.function(*(row.view(np.recarray)[0] for row in rows.values()))
+            except TimeoutError:
+                return None, False
+            except IndexError:
+                return seen or None, True
+            except Exception:  # the failure that is looked for; its line has been seen
+                continue
+            finally:
+                sys.settrace(previous)
+    return seen or None, False
 
 
-def _at(function: Any, written: str | None = None) -> str:
-    """The line where a field is written, or without one the line of the first loop, in words."""
+def _line_of(function: Any, written: str | None = None) -> int | None:
+    """The line where a field of `own` is written, or without one the line of the first loop."""
     for each in ast.walk(tree) if (tree := tree_of(function)) else ():
         if written is None and isinstance(each, ast.For | ast.While):
-            return f" in line {each.lineno}"
+            return each.lineno
         if isinstance(each, ast.Attribute | ast.Subscript) and isinstance(each.ctx, ast.Store):
             target = each.value if isinstance(each, ast.Subscript) else each
             if ast.unparse(target) == written:
-                return f" in line {each.lineno}"
-    return ""
+                return each.lineno
+    return None
 
 
-def _facts(function: Any, job: Any) -> str:
-    """The fields of a sample that the function reads."""
-    read = [name for name in job.dtype.names if not job.dtype[name].names and name in function.__code__.co_names]
-    return f" with {', '.join(f'{name}={job[name]:g}' for name in read)}" if read else ""
-
-
-def _try(role: str, function: Any, compiled_function: Compiled, layout: Layout) -> None:
-    samples = Samples(layout)
-    for k, value in enumerate(answers(role, function, compiled_function, layout, samples)):
+def _try(function: Compiled, layout: Layout) -> None:
+    samples, plain, role = Samples(layout), function.function, function.role
+    for k, value in enumerate(answers(function, layout, samples)):
         if math.isnan(value) or (role not in ("admit", "victim") and math.isinf(value)):
-            what, seen = ("model", samples.owners) if role == "victim" else ("job", samples.jobs)
-            raise PolicyError(
-                f"{place(function)} returns {value}{_line(function, compiled_function.names, layout, k)} for a {what}"
-                f"{_facts(function, seen[k % 8])}: return a finite number, and check divisors for 0"
-            )
+            argument = "model" if role == "victim" else "job"
+            row = samples.rows((argument,), k)[argument][0]
+            read = [name for name in row.dtype.names if not row.dtype[name].names and name in plain.__code__.co_names]
+            facts = ", ".join(f"{name}={row[name]:g}" for name in read)
+            problem = f"returns {value} for a {argument}" + (f" with {facts}" if facts else "")
+            remedy = "return a finite number, and check divisors for 0"
+            raise fault(plain, problem, remedy, line=replayed(function, layout, k + 1)[0], name=facts or None)
         if role == "place" and not 0.0 < value <= 1.0:
-            raise PolicyError(
-                f"{place(function)} returns {value:g}{_line(function, compiled_function.names, layout, k)}: sms is a "
-                "part of the GPU, above 0 and at most 1, as in pp.Where(sms=0.25)"
-            )
+            remedy = "sms is a part of the GPU, above 0 and at most 1, as in pp.Where(sms=0.25)"
+            raise fault(plain, f"returns {value:g}", remedy, line=replayed(function, layout, k + 1)[0])
     for name in layout.own.names or ():
         if not np.isfinite(samples.own[name]).all():
-            raise PolicyError(
-                f"{place(function)} sets own.{name} to a number that is not finite{_at(function, f'own.{name}')}: "
-                "check it for a division by zero"
+            problem, remedy = f"sets own.{name} to a number that is not finite", "check it for a division by zero"
+            raise fault(plain, problem, remedy, line=_line_of(plain, f"own.{name}"), name=name)
+    if function.bounded is not plain:  # compiled code would use the nearest entry
+        line, beyond = replayed(function, layout, samples.count)
+        if beyond:
+            remedy = (
+                f"models have the numbers 0 to {PER_MODEL - 1}: bound the index, as in T[int(x) % len(T)], or keep "
+                "numbers of models in params={…}, as job.params.NAME"
             )
+            raise fault(plain, "has an index that is out of range on a sample job", remedy, line=line)
     if role in ("rank", "order"):
-        cost = call_cost_ns(compiled_function, layout)
+        cost = call_cost_ns(function, layout)
         if cost > MAX_CALL_NS:
-            raise PolicyError(
-                f"{place(function)} takes {cost / 1e3:.1f} µs per call; the limit is {MAX_CALL_NS / 1e3:g} µs, because "
-                f"every decision ranks several jobs: compute from the job's fields, without loops{_at(function)}"
+            raise fault(
+                plain,
+                f"takes {cost / 1e3:.1f} µs per call, above the limit of {MAX_CALL_NS / 1e3:g} µs",
+                "compute from the job's fields, without loops: every decision ranks several jobs",
+                line=_line_of(plain),
             )
 
 
-def check_idle(admit: Any, compiled_function: Compiled, layout: Layout) -> None:
+def check_idle(admit: Compiled, layout: Layout) -> None:
     """Raises PolicyError if a policy that may leave the GPU idle admits no sample job to an idle GPU, now or later."""
-    if _apart:
-        return
-    found = answers("admit", admit, compiled_function, layout, Samples(layout))[:8]
-    if not any(0.0 != each < math.inf for each in found):
-        raise PolicyError(
-            f"{place(admit)} admits none of the sample jobs to an idle GPU at first, so nothing would ever run: "
-            "return True, or a time in ns from which the job may launch; a time of 0 counts as False"
+    if not _apart and not any(0.0 != each < math.inf for each in answers(admit, layout, Samples(layout))[:8]):
+        raise fault(
+            admit.function,
+            "admits none of the sample jobs to an idle GPU at first, so nothing would ever run",
+            "return True, or a time in ns from which the job may launch; a time of 0 counts as False",
         )
 
 
-def check(role: str, function: Any, compiled_function: Compiled, layout: Layout) -> None:
+def try_out(function: Compiled, layout: Layout) -> None:
     """Raises PolicyError unless the function answers every sample job with a number, in time.
 
     A function that might not return is first called in a process of its own, because compiled code cannot be
@@ -239,9 +273,9 @@ def check(role: str, function: Any, compiled_function: Compiled, layout: Layout)
     """
     if _apart:
         return
-    if may_loop(function):
-        _check_apart(role, function, layout)
-    _try(role, function, compiled_function, layout)
+    if may_loop(function.function):
+        _try_apart(function, layout)
+    _try(function, layout)
 
 
 def _by_value(function: Any) -> bytes:
@@ -259,44 +293,35 @@ def _by_value(function: Any) -> bytes:
             cloudpickle.unregister_pickle_by_value(module)
 
 
-def _check_apart(role: str, function: Any, layout: Layout) -> None:
-    code = "from paellapy.scheduler.policies.checks import check_from_stdin; check_from_stdin()"
+def _try_apart(function: Compiled, layout: Layout) -> None:
+    code = "from paellapy.scheduler.policies.trial import try_from_stdin; try_from_stdin()"
+    given, plain = (sys.path, function.role, layout, _by_value(function.bounded)), function.function
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code],
-            input=pickle.dumps((sys.path, role, layout, _by_value(function))),
-            capture_output=True,
-            timeout=TIME_LIMIT_S,
+            [sys.executable, "-c", code], input=pickle.dumps(given), capture_output=True, timeout=TIME_LIMIT_S,
             check=False,
-        )
+        )  # fmt: skip
     except subprocess.TimeoutExpired as e:
-        raise PolicyError(
-            f"{place(function)} did not return within {TIME_LIMIT_S:g} s on a sample job: check its loops"
-            f"{_at(function)}"
-        ) from e
+        problem = f"did not return within {TIME_LIMIT_S:g} s on a sample job"
+        raise fault(plain, problem, "check its loops", line=_line_of(plain)) from e
     if done.returncode != 0:
-        raise PolicyError(
-            f"{place(function)} crashed on a sample job (exit code {done.returncode}): check its loops, and the "
-            f"functions that it calls for recursion. {done.stderr.decode()[-500:]}".rstrip()
-        )
-    problem = json.loads(done.stdout.splitlines()[-1])
-    if problem:
-        raise PolicyError(problem)
+        problem = f"crashed on a sample job (exit code {done.returncode}). {done.stderr.decode()[-500:]}".rstrip()
+        raise fault(plain, problem, "check its loops, and the functions that it calls for recursion")
+    if facts := json.loads(done.stdout.splitlines()[-1]):
+        raise PolicyError(**facts)
 
 
-def check_from_stdin() -> None:
-    """The child process of `check`: prints the problem as JSON, or null."""
+def try_from_stdin() -> None:
+    """The process of its own: prints the error's attributes as JSON, or null."""
     global _apart
     sys.path[:], role, layout, code_of_function = pickle.loads(sys.stdin.buffer.read())
-    _apart = True  # a helper's module may make policies; those are not checked here
+    _apart = True  # a helper's module may make policies; those are not tried here
     function = pickle.loads(code_of_function)
     for each in with_helpers(function):
         each.__module__ = None  # Numba would import the module
-    problem = None
+    facts = None
     try:
-        # The parent process has checked the source already.
-        code = compile_function(role, function, layout, looked_at=True)
-        _try(role, function, Compiled(code, arguments(role, function, layout)), layout)
+        _try(compile_function(role, function, layout), layout)
     except PolicyError as e:
-        problem = str(e)
-    print(json.dumps(problem))
+        facts = {"message": str(e), **vars(e)}
+    print(json.dumps(facts))

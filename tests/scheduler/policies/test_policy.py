@@ -1,7 +1,8 @@
-"""What policies can do beyond ranking: hold jobs back, keep numbers, hear of segments and of time, read parameters."""
+"""Policies in the core: ranking, admission, kept numbers, parameters and places; and the options they are made with."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 from core_bench import Bench, profile
 
 import paellapy as pp
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.job import READS_PARAMS, READS_SEGMENT, READS_SHARES, READS_TOP
 from paellapy.scheduler.core.profiles import ModelProfile, ProfileError, SegmentProfile, give_params
-from paellapy.scheduler.policies.attach import attach_functions, attach_policy
-from paellapy.scheduler.policies.policy import Policy, PolicyError, find_policy, policy
+from paellapy.scheduler.policies.policy import Policy, PolicyError, attach_functions, attach_policy, find_policy, policy
+from paellapy.scheduler.policies.trial import sample_jobs
 from paellapy.scheduler.sim.simulate import simulate
 from paellapy.scheduler.sim.workload import ClosedLoop, Poisson, TraceWorkload
 
@@ -197,7 +199,7 @@ def test_a_simulation_that_a_policy_stalls_says_so() -> None:
         own.had += 1.0
 
     made = policy(admit=seldom, done=done, state={"had": 0.0}, may_idle=True)(fifo)
-    with pytest.raises(PolicyError, match=r"leaves 1 requests waiting for ever.*`tick`"):
+    with pytest.raises(PolicyError, match="1 requests waiting"):
         simulate(profile("m", segments=2), ClosedLoop("m", duration=0.01), made)
 
 
@@ -235,12 +237,8 @@ def test_a_simulation_that_a_policy_never_ends_says_so(
 ) -> None:
     monkeypatch.setattr("paellapy.scheduler.sim.block_model.MOST_IN_VAIN", 1000)  # its steps take longer
     made = policy(may_idle=True, **options)(fifo)
-    with pytest.raises(PolicyError, match=r"leaves 1 requests waiting for ever"):
+    with pytest.raises(PolicyError, match="1 requests waiting"):
         simulate(profile("m", segments=2), ClosedLoop("m", duration=0.01), made, fidelity=fidelity)
-
-
-def test_options_of_a_policy_can_be_replaced() -> None:
-    assert replace(find_policy("token"), active=3).active == 3
 
 
 def test_a_policy_is_found_by_its_module(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,9 +246,10 @@ def test_a_policy_is_found_by_its_module(tmp_path: Any, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [])
     assert find_policy("policies_of_mine:latest").name == "latest"
-    for wrong in ("policies_of_mine:earliest", "no_such_module:rank"):
-        with pytest.raises(PolicyError, match="cannot be imported"):
+    for wrong in ("policies_of_mine:earliest", "no_such_module:rank", "policies_of_mine:__name__", "nonesuch"):
+        with pytest.raises(PolicyError) as caught:
             find_policy(wrong)
+        assert caught.value.name == wrong
 
 
 # -- placing
@@ -274,10 +273,8 @@ def test_place_sends_jobs_to_partitions_of_sms() -> None:
     bench = with_partitions(policy(place=small)(fifo))
     low, high = bench.submit(0), bench.submit(1, priority=1)
     bench.step()
-    partitions = {
-        int(bench.state.instance["model"][instance]): int(bench.state.instance["partition"][instance])
-        for instance in bench.running
-    }
+    rows = bench.state.instance[bench.running]
+    partitions = dict(zip(rows["model"].tolist(), rows["partition"].tolist(), strict=True))
     assert partitions[0] >= 0
     assert partitions[1] == -1
     assert bench.state.core["confined_launches"][0] >= 1
@@ -286,22 +283,9 @@ def test_place_sends_jobs_to_partitions_of_sms() -> None:
 
 
 def test_a_policy_that_places_needs_partitions() -> None:
-    with pytest.raises(PolicyError, match=r"has a `place`.*sm_partitions=8"):
+    with pytest.raises(PolicyError) as caught:
         attach_policy(Bench([profile("a")]).state, policy(place=small)(fifo))
-
-
-def blocks(job: Any) -> float:
-    return float(pp.Where(blocks=64))
-
-
-def stopped(job: Any) -> float:
-    return float(pp.Where(sms=0.5, preempt=True))
-
-
-@pytest.mark.parametrize(("function", "words"), [(blocks, "fixed grids"), (stopped, "runs to its end")])
-def test_what_cannot_be_placed_is_said(function: Any, words: str) -> None:
-    with pytest.raises(PolicyError, match=rf"in line \d+: .*{words}.*give sms= only"):
-        policy(place=function)(fifo)
+    assert caught.value.name == "place"
 
 
 def by_attribute(job: Any) -> float:
@@ -325,20 +309,6 @@ def test_a_fact_is_there_however_it_is_read(function: Any) -> None:
     load = Poisson(2000, ["long", "short"], duration=0.02)
     wanted, found = (simulate(models, load, policy(active=1)(each)) for each in (by_attribute, function))
     assert (found.jobs["finish_ns"] == wanted.jobs["finish_ns"]).all()
-
-
-def test_facts_that_move_or_belong_to_a_client_are_noticed_by_key_and_in_comprehensions() -> None:
-    assert not policy(lambda job: -job["now_ns"]).timeless
-    assert not policy(lambda job: sum([job.used_ns for _ in range(2)])).timeless
-    held = policy(admit=lambda job: job["tenant"] != 5)(by_attribute)
-    assert held.admits_by_client
-    plain = policy(admit=lambda job: job.batch > 1)(by_attribute)
-    assert not plain.admits_by_client
-
-
-def test_what_a_comprehension_calls_is_checked() -> None:
-    with pytest.raises(PolicyError, match="calls `print` in line"):
-        policy(lambda job: sum([job.batch for _ in range(2) if print(job.batch)]))
 
 
 LOOPING = """
@@ -368,8 +338,85 @@ def looping(job):
 """
 
 
-def test_a_module_with_loops_in_its_policies_is_imported_once(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_with_looping_policies_is_imported_once(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "looping_policies.py").write_text(LOOPING)
     monkeypatch.syspath_prepend(tmp_path)
     assert find_policy("looping_policies:looping").name == "looping"
     assert (tmp_path / "imports").read_text().splitlines() == ["imported"]
+
+
+# -- making
+
+
+def test_a_function_becomes_a_policy() -> None:
+    @policy(active=3, max_in_flight=1)
+    def youngest(job: Any) -> float:
+        return -job.arrival_ns + math.sqrt(job.batch)
+
+    assert (youngest.name, youngest.active, youngest.max_in_flight, youngest.whole) == ("youngest", 3, 1, False)
+    assert find_policy(youngest) is youngest
+    row = np.rec.array(sample_jobs()[:1])
+    row.arrival_ns, row.batch = 5.0, 4
+    assert youngest(row[0]) == -3.0
+    assert find_policy(fifo).rank is fifo
+    bench = Bench([profile(instances=2)], policy=youngest)
+    bench.submit()
+    bench.run_dry()
+
+
+def test_a_bad_rank_at_run_time_goes_last_and_is_counted() -> None:
+    def root(job: Any) -> float:
+        return math.sqrt(job.priority + 1000.0)
+
+    bench = Bench([profile("a", instances=1), profile("b", instances=1)], policy=policy(active=1)(root))
+    bench.submit(0)
+    bench.step()
+    bad, good = bench.submit(0, priority=-5000), bench.submit(1)
+    bench.run_dry()
+    assert bench.state.core["bad_ranks"][0] > 0
+    assert {bench.status(bad), bench.status(good)} == {codes.OK}
+
+
+def test_copies_with_other_options_share_compiled_code() -> None:
+    made = policy(fifo)
+    assert replace(made, active=3).functions["rank"] is made.functions["rank"]
+    changed = replace(made, admit=not_model_0, may_idle=True)
+    assert set(changed.functions) == {"rank", "admit"}
+    assert replace(find_policy("token"), active=3).active == 3
+
+
+@pytest.mark.parametrize(
+    ("option", "options"),
+    [
+        ("active", {"active": 0}),
+        ("active", {"active": 1.5}),
+        ("active", {"active": True}),
+        ("max_in_flight", {"max_in_flight": 0}),
+        ("max_in_flight", {"max_in_flight": 10**30}),
+        ("whole", {"whole": "no"}),
+        ("may_idle", {"may_idle": 1}),
+        ("may_idle", {"may_idle": True}),
+        ("name", {"name": 5}),
+        ("tick_us", {"tick_us": 1000}),
+        ("tick_us", {"tick": nothing_changes, "state": {"had": 0.0}}),
+        ("tick_us", {"tick_us": 0.5, "tick": nothing_changes, "state": {"had": 0.0}}),
+        ("state", {"state": {"a b": 0.0}}),
+        ("state", {"state": {"limit": "high"}}),
+        ("state", {"state": {"x": 10**400}}),
+        ("state", {"state": {"x": np.complex64(1)}}),
+        ("per_model", {"state": {"limit": 1.0}, "per_model": {"limit": 1.0}}),
+        ("params", {"params": {f"p{k}": 0.0 for k in range(9)}}),
+        ("activ", {"activ": 3}),
+        ("admit", {"admit": 3}),
+    ],
+)
+def test_faulty_options_are_refused(option: str, options: dict[str, Any]) -> None:
+    with pytest.raises(PolicyError) as caught:
+        policy(**options)(fifo)
+    assert caught.value.name == option
+
+
+@pytest.mark.parametrize("given", [3, find_policy("fifo"), None])
+def test_a_policy_is_made_from_a_plain_function_only(given: Any) -> None:
+    with pytest.raises(PolicyError):
+        policy()(given)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,16 +9,12 @@ import pytest
 from paellapy.instrument.gpu_model.parts import part
 from paellapy.scheduler.core.codes import OK
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
-from paellapy.scheduler.policies import policy as policies
 from paellapy.scheduler.sim.results import Results
 from paellapy.scheduler.sim.simulate import simulate
 from paellapy.scheduler.sim.workload import ClosedLoop, Poisson, TraceWorkload, Workload
 
 H200 = part("h200")
 WARPS = H200.sms * H200.sm.warps
-SYSTEMS = (
-    "antman", "fair", "lax", "mlfq", "muxflow", "orion", "pack", "quota", "reef", "tally", "tgs", "token",
-)  # fmt: skip
 
 
 def model(
@@ -43,12 +38,6 @@ def gpu_share(run: Results, name: str, seconds: float = 0.6) -> float:
 
 def loop(name: str, seconds: float = 0.6) -> Workload:
     return ClosedLoop(name, clients=2, duration=seconds)
-
-
-@pytest.mark.parametrize("name", SYSTEMS)
-def test_each_is_a_file_of_at_most_30_lines(name: str) -> None:
-    text = (Path(policies.__file__).parent / f"{name}.py").read_text()
-    assert len(text.splitlines()) <= 30
 
 
 LIMITS = [("token", "limit"), ("quota", "share"), ("antman", "performance")]

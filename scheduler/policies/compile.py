@@ -1,0 +1,536 @@
+"""The functions of a policy: what each takes and returns, the numbers it reads, and how it is compiled for the core."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import dis
+import inspect
+import linecache
+import math
+import re
+import textwrap
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType
+from typing import Any
+
+import numba
+import numpy as np
+from numba import types
+from numba.core import config
+from numba.core.compiler_lock import global_compiler_lock
+from numba.extending import overload
+
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.core import job as facts
+from paellapy.scheduler.core.profiles import is_finite_number
+
+Rank = Callable[..., float]
+Admit = Callable[..., float]
+Tell = Callable[..., None]
+Tree = ast.FunctionDef | ast.Lambda
+Fields = Mapping[str, Any]  # by name: None for a number, facts.PER_MODEL for one per model, or the fields of a record
+
+
+class PolicyError(PaellaError):
+    """A policy cannot be used.
+
+    `policy` names the policy or its function, `line` is the line of the fault in its file, `name` is the field, option
+    or variable at fault, and `remedy` says what to write instead. Each is None where it does not apply.
+    """
+
+    def __init__(
+        self, message: str, *, policy: str | None = None, line: int | None = None, name: str | None = None,
+        remedy: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(message)
+        self.policy, self.line, self.name, self.remedy = policy, line, name, remedy
+
+
+def fault(
+    function: Any, problem: str, remedy: str | None = None, *, line: int | None = None, name: str | None = None
+) -> PolicyError:
+    """The error for one function of a policy. The message begins with the function, its file and the line."""
+    code = function.__code__
+    said = f"{function.__name__} ({code.co_filename}:{line or code.co_firstlineno}) {problem}"
+    return PolicyError(
+        f"{said}: {remedy}" if remedy else said, policy=function.__name__, line=line, name=name, remedy=remedy
+    )
+
+
+# --- roles -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """The purpose of one function of a policy."""
+
+    takes: tuple[str, ...]  # in this order; the function leaves out arguments that it does not use
+    needs: str  # the argument that it must take; "": none
+    returns: str
+    writes: bool  # whether it may write to `own`
+
+
+ROLES = {
+    "rank": Role(("job", "gpu", "own"), "job", "a number", writes=False),
+    "order": Role(("job", "gpu", "own"), "job", "a number", writes=False),
+    "admit": Role(("job", "gpu", "own"), "job", "True, False, or a time in ns", writes=True),
+    "place": Role(("job", "gpu", "own"), "job", "pp.Where(sms=…)", writes=False),
+    "tick": Role(("gpu", "own"), "", "nothing", writes=True),
+    "done": Role(("job", "segment", "own"), "", "nothing", writes=True),
+    "victim": Role(("model", "gpu", "own"), "model", "a number", writes=False),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A policy's own numbers, and the parameters of models that it reads, each with its first value."""
+
+    state: Mapping[str, float] = field(default_factory=dict)
+    per_model: Mapping[str, float] = field(default_factory=dict)
+    params: Mapping[str, float] = field(default_factory=dict)
+
+    def check(self, policy: str) -> None:
+        """Raises PolicyError for too many numbers, and for names or values of a wrong kind."""
+        for option, most in (("state", facts.OWN_NAMES), ("per_model", facts.OWN_PER_MODEL), ("params", facts.PARAMS)):
+            given = getattr(self, option)
+            problem = None
+            if not isinstance(given, Mapping) or len(given) > most:
+                problem = f"it must be a dict of at most {most} names, each with its first value"
+            elif wrong := [each for each in given if not isinstance(each, str) or not each.isidentifier()]:
+                problem = f"{wrong[0]!r} must be a name like those of variables"
+            elif infinite := [each for each, value in given.items() if not is_finite_number(value)]:
+                problem = f"the value of {infinite[0]!r} must be a finite number"
+            elif option == "per_model" and (twice := set(given) & set(self.state)):
+                problem = f"{min(twice)!r} is in state too, so one of the two must have another name"
+            if problem:
+                raise PolicyError(f"policy {policy}: {option}={given!r}; {problem}", policy=policy, name=option)
+
+    @property
+    def own(self) -> np.dtype[Any]:
+        """The record that functions receive as `own`."""
+        once = [(name, "f8") for name in self.state]
+        return np.dtype([*once, *((name, "f8", (facts.PER_MODEL,)) for name in self.per_model)], align=True)
+
+    def new_own(self) -> np.ndarray[Any, Any]:
+        made = np.zeros(1, self.own)
+        for name, value in {**self.state, **self.per_model}.items():
+            made[name] = value
+        return made
+
+    @property
+    def job(self) -> np.dtype[Any]:
+        """JOB, with names for the parameters."""
+        names = [*self.params, *(f"_{k}" for k in range(facts.PARAMS - len(self.params)))]
+        named = np.dtype({"names": names, "formats": ["f8"] * facts.PARAMS, "itemsize": facts.NO_NAMES.itemsize})
+        columns = [(each, named if each == "params" else facts.JOB[each]) for each in facts.JOB.names or ()]
+        return np.dtype(columns, align=True)
+
+    def kind(self, argument: str) -> np.dtype[Any]:
+        if argument in ("job", "own"):
+            return self.job if argument == "job" else self.own
+        kind: np.dtype[Any] = {"gpu": facts.GPU, "segment": facts.DONE, "model": facts.OWNER}[argument]
+        return kind
+
+    def fields(self, argument: str) -> Fields:
+        found = _fields(self.kind(argument))
+        return {**found, "params": dict.fromkeys(self.params)} if argument == "job" else found
+
+
+def _fields(kind: np.dtype[Any]) -> dict[str, Any]:
+    columns = {name: kind[name] for name in kind.names or ()}
+    return {name: facts.PER_MODEL if each.shape else _fields(each) or None for name, each in columns.items()}
+
+
+def Where(sms: float = 1.0) -> float:
+    """The place of a segment, for a policy's `place`. If `sms`, a fraction of the GPU, is below 1, the segment runs in
+    an SM partition; otherwise on all SMs. All partitions of an engine have the same size (`Engine(sm_partitions=8)`).
+
+    >>> Where(sms=0.25)
+    0.25
+    """
+    return float(sms)
+
+
+def _compiled_where(sms: Any = 1.0) -> Callable[..., float]:
+    def where(sms: Any = 1.0) -> float:
+        return float(sms)
+
+    return where
+
+
+overload(Where)(_compiled_where)
+
+
+def arguments(role: str, function: Any, layout: Layout) -> tuple[str, ...]:
+    """The names of a function's arguments; PolicyError if the function cannot have that role."""
+    takes, needs = ROLES[role].takes, ROLES[role].needs
+    some = f"({', '.join(takes)})"
+    if not inspect.isfunction(function):
+        raise PolicyError(f"{role} is {function!r}: it must be a plain function {role}{some}", name=role)
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise fault(function, f"is a coroutine or a generator: {role} must be a plain `def` that returns")
+    given = inspect.signature(function).parameters
+    names = tuple(given)
+    for name, parameter in given.items():
+        if name not in takes:
+            near = difflib.get_close_matches(name, takes, 1)
+            remedy = f"did you mean `{near[0]}`?" if near else "use a number from outside, or params={…} of the models"
+            if needs and needs not in names and len(names) == 1:
+                remedy = f"name it `{needs}`"
+            raise fault(function, f"has the argument `{name}`, but {role} takes {some}", remedy, name=name)
+        if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
+            remedy = f"make it a plain argument, as in `def {role}({takes[0]})`"
+            raise fault(function, f"has the argument `{name}` behind a * or before a /", remedy, name=name)
+    if (needs and needs not in names) or list(names) != sorted(names, key=takes.index):
+        always = f", `{needs}` always" if needs else ""
+        raise fault(function, f"takes ({', '.join(names)}), but {role} takes {some} in this order{always}", name=needs)
+    if "own" in names and not (layout.state or layout.per_model):
+        remedy = "declare each with its first value, as in @policy(state={'limit': 0.5}, per_model={'used_ns': 0.0})"
+        raise fault(function, "takes `own`, but the policy keeps no numbers", remedy, name="own")
+    return names
+
+
+# --- reading a function ----------------------------------------------------------------------------------------------
+
+
+def tree_of(function: Any) -> Tree | None:
+    """The function's syntax tree, with the lines of its file; None if its source cannot be read."""
+    try:
+        lines, first = inspect.getsourcelines(function)
+        module = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, TypeError, SyntaxError):  # the source of a lambda inside an expression may not parse alone
+        return None
+    ast.increment_lineno(module, max(first, 1) - 1)
+    code = function.__code__
+    wanted = list(code.co_varnames[: code.co_argcount])
+    for each in ast.walk(module):
+        if isinstance(each, ast.FunctionDef | ast.Lambda) and [a.arg for a in each.args.args] == wanted:
+            fields = {inner.attr for inner in ast.walk(each) if isinstance(inner, ast.Attribute)}
+            # There may be two lambdas in one line.
+            if each.name == code.co_name if isinstance(each, ast.FunctionDef) else fields <= set(code.co_names):
+                return each
+    return None
+
+
+def steps(code: CodeType) -> Iterator[tuple[dis.Instruction, int]]:
+    """Instructions with their lines, including those of nested functions."""
+    line = code.co_firstlineno
+    for step in dis.get_instructions(code):
+        line = getattr(step.positions, "lineno", None) or line
+        yield step, line
+        if isinstance(step.argval, CodeType):
+            yield from steps(step.argval)
+
+
+def outside(function: Any) -> dict[str, Any]:
+    """The values of the names, other than builtins, that the function takes from outside, also in comprehensions."""
+    # Python 3.11 compiles a comprehension to a function of its own, which inspect does not look into.
+    read = {step.argval for step, _ in steps(function.__code__) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    found = {name: function.__globals__[name] for name in read if name in function.__globals__}
+    return {**found, **inspect.getclosurevars(function).nonlocals}
+
+
+def with_helpers(function: Any) -> Iterator[Any]:
+    """The function, and the functions compiled by Numba that it calls, each once."""
+    waiting, seen = [function], {function}
+    while waiting:
+        each = waiting.pop()
+        yield each
+        for value in outside(each).values():
+            helper = getattr(value, "py_func", None)
+            if inspect.isfunction(helper) and helper not in seen:
+                seen.add(helper)
+                waiting.append(helper)
+
+
+def calls_others(function: Any) -> bool:
+    """Whether the function refers to any function that is neither a builtin nor from the math module."""
+    known = {value for value in vars(math).values() if callable(value)}
+    return any(callable(value) and value not in known for value in outside(function).values())
+
+
+def may_loop(function: Any) -> bool:
+    """Whether the function could run for ever: it jumps back, or calls a function that is not known to return."""
+    jumps = (each.opname for each, _ in steps(function.__code__))
+    return any(name in ("FOR_ITER", "JUMP_ABSOLUTE") or "BACKWARD" in name for name in jumps) or calls_others(function)
+
+
+def paths_read(function: Any) -> set[str]:
+    """The fields that the function reads of its arguments; the argument itself where it is used as a whole.
+
+    >>> sorted(paths_read(lambda job: job["segment"]["ns"] + job.params.share))
+    ['job.params.share', 'job.segment.ns']
+    """
+    names, found = set(inspect.signature(function).parameters), set()
+    path: list[str] = []
+    for step, _ in steps(function.__code__):
+        value = step.argval[-1] if isinstance(step.argval, tuple) and step.argval else step.argval
+        key = step.opname == "LOAD_CONST" and isinstance(value, str)  # job["batch"]
+        if path and (key or step.opname in ("LOAD_ATTR", "LOAD_METHOD")):
+            path.append(value)
+        elif not (path and (step.opname == "BINARY_SUBSCR" or step.argrepr == "[]")):
+            found.add(".".join(path))
+            path = [value] if step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) and value in names else []
+    return found - {""}
+
+
+def reads(function: Any, *fields: str) -> bool:
+    """Whether the function reads one of these fields, such as "job.share", or all that it belongs to."""
+    return any(
+        path == each or path.startswith(f"{each}.") or each.startswith(f"{path}.")
+        for path in paths_read(function)
+        for each in fields
+    )
+
+
+_FACTS = {
+    facts.READS_SEGMENT: ("job.segment",),
+    facts.READS_TOP: ("gpu.top", "gpu.lower_ns"),
+    facts.READS_PARAMS: ("job.params",),
+    facts.READS_SHARES: tuple(f"{of}.{it}" for of in ("job.segment", "segment", "gpu.top")
+                              for it in ("compute", "memory")),
+    facts.READS_WEIGHTS: ("job.missing_bytes", "job.ready_ns"),
+    facts.READS_DEFICIT: ("job.deficit_ns",),
+    facts.READS_CLIENT: ("job.share", "job.client_deficit_ns"),
+    facts.READS_USE: ("job.occupancy", "job.used_ns"),
+}  # fmt: skip
+
+
+def facts_read(function: Any) -> int:
+    """The facts that the core computes only for policies that read them: facts.READS_SEGMENT …"""
+    return sum(fact for fact, fields in _FACTS.items() if reads(function, *fields))
+
+
+# --- indices ---------------------------------------------------------------------------------------------------------
+
+
+def path_of(node: ast.expr) -> list[Any]:
+    """The path from the root: a name, then names of fields and indices."""
+    found: list[Any] = []
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        step: Any = node.attr if isinstance(node, ast.Attribute) else node.slice
+        is_key = isinstance(step, ast.Constant) and isinstance(step.value, str)
+        found.append(step.value if is_key else step)
+        node = node.value
+    return [node, *reversed(found)]
+
+
+class Indices:
+    """The indices of one function, and the lengths of the tuples that they belong to."""
+
+    def __init__(self, function: Any, tree: Tree) -> None:
+        self.arguments = {each.arg for each in tree.args.args}
+        self._outside = outside(function)
+        values = {each.targets[0]: each.value for each in ast.walk(tree) if isinstance(each, ast.Assign)}
+        self._set: dict[str, list[ast.expr | None]] = {}  # what a variable is set to; None: not known
+        for each in ast.walk(tree):
+            if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
+                self._set.setdefault(each.id, []).append(values.get(each))
+
+    def entries(self, node: ast.expr | None) -> int | None:
+        """The number of entries of a tuple; None if the value may be something else."""
+        if isinstance(node, ast.Tuple):
+            return None if any(isinstance(each, ast.Starred) for each in node.elts) else len(node.elts)
+        if isinstance(node, ast.Name) and node.id in self._set:
+            sizes = {self.entries(each) if isinstance(each, ast.Tuple) else None for each in self._set[node.id]}
+            return sizes.pop() if len(sizes) == 1 else None
+        value = self._value(node)
+        return len(value) if isinstance(value, tuple) else None
+
+    def _value(self, node: ast.expr | None) -> Any:
+        if isinstance(node, ast.Subscript) and isinstance(of := self._value(node.value), tuple):
+            k = constant(node.slice)
+            return of[k] if k is not None and -len(of) <= k < len(of) else None
+        return self._outside.get(node.id) if isinstance(node, ast.Name) and node.id not in self._set else None
+
+    def is_own(self, node: ast.Subscript) -> bool:
+        """Whether this is an entry or a field of an argument: own.used_ns[k], job["batch"]."""
+        root = path_of(node)[0]
+        return isinstance(root, ast.Name) and root.id in self.arguments
+
+    def fits(self, node: ast.Subscript) -> bool | None:
+        """Whether an index is always in range; None if only a run shows it."""
+        own, k = self.is_own(node), constant(node.slice)
+        if isinstance(node.slice, ast.Slice) or (own and not isinstance(path_of(node)[-1], ast.expr)):
+            return True
+        length = facts.PER_MODEL if own else self.entries(node.value)
+        if k is not None and length is not None:
+            return (0 if own else -length) <= k < length
+        return True if own and self._is_model(node.slice) else None
+
+    def _is_model(self, node: ast.expr | None) -> bool:
+        if isinstance(node, ast.Name) and node.id in self._set:
+            return all(self._is_model(each) and not isinstance(each, ast.Name) for each in self._set[node.id])
+        return node is not None and ast.unparse(node) in ("job.model", "model.model")
+
+
+def constant(node: ast.expr) -> int | None:
+    """The value of an integer that is written out."""
+    try:
+        value = ast.literal_eval(node)
+    except (ValueError, TypeError):
+        return None
+    return value if isinstance(value, int) else None
+
+
+class _Bounds(ast.NodeTransformer):
+    """Bounds each index that might be out of range: compiled code must not reach beyond an array, nor raise."""
+
+    def __init__(self, indices: Indices) -> None:
+        self._indices, self.changed = indices, False
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        fits = self._indices.fits(node)
+        self.generic_visit(node)
+        if fits is None:
+            of = ast.unparse(node.value)
+            low, high = f"-__len__({of})", f"__len__({of}) - 1"
+            if self._indices.is_own(node):
+                low, high = "0", str(facts.PER_MODEL - 1)
+            bounded = ast.parse(f"__min__(__max__({ast.unparse(node.slice)}, {low}), {high})", mode="eval").body
+            for each in ast.walk(bounded):
+                ast.copy_location(each, node.slice)
+            node.slice, self.changed = bounded, True
+        return node
+
+
+def bounded(function: Any) -> Any:
+    """The function with bounded indices, own.x[k] as own.x[min(max(k, 0), 255)]; the same function if none needs it."""
+    tree = tree_of(function)
+    if tree is None:
+        return function
+    bounds = _Bounds(Indices(function, tree))
+    tree = bounds.visit(tree)
+    if not bounds.changed:
+        return function
+    code, names = function.__code__, {"__min__": min, "__max__": max, "__len__": len}
+    maker = ast.parse(f"def maker({', '.join(code.co_freevars)}): ...")
+    if isinstance(tree, ast.FunctionDef):
+        tree.decorator_list = []
+    maker.body[0].body = [ast.Expr(tree) if isinstance(tree, ast.Lambda) else tree]  # type: ignore[attr-defined]
+    found = compile(ast.fix_missing_locations(maker), code.co_filename, "exec")
+    for _ in range(2):  # the code of the maker, then of the function
+        found = next(each for each in found.co_consts if isinstance(each, CodeType))
+    cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+    closure = tuple(cells[name] for name in found.co_freevars)
+    made = FunctionType(found, {**function.__globals__, **names}, function.__name__, function.__defaults__, closure)
+    made.__module__ = function.__module__
+    return made
+
+
+# --- compiling -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A function of a policy for the core."""
+
+    role: str
+    function: Any  # as it was written
+    bounded: Any  # as it was compiled
+    names: tuple[str, ...]  # of its arguments
+    code: Any  # keeps the compiled code at its address alive
+
+    @property
+    def address(self) -> int:
+        return int(self.code.address)
+
+
+def compile_function(role: str, function: Any, layout: Layout, cache: bool = False) -> Compiled:
+    """The function as compiled code, which the core calls by its address. `cache` keeps the code on disk."""
+    names = arguments(role, function, layout)
+    returns = types.void if ROLES[role].returns == "nothing" else types.float64
+    signature = returns(*(numba.from_dtype(layout.kind(name)) for name in names))
+    plain = function if cache else bounded(function)
+    make = numba.cfunc(signature, cache=cache, error_model="numpy", nogil=True)
+    if cache:
+        return Compiled(role, function, plain, names, make(plain))
+    failed: Exception | None = None
+    with global_compiler_lock, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        before, config.ALWAYS_WARN_UNINIT_VAR = config.ALWAYS_WARN_UNINIT_VAR, 1
+        try:
+            code = make(plain)
+        except Exception as e:  # not only errors of Numba's own classes
+            failed = e
+        finally:
+            config.ALWAYS_WARN_UNINIT_VAR = before
+    for each in caught:
+        unset, loc = _UNSET.match(str(each.message)), getattr(each.message, "loc", None)
+        if unset is None:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+        elif loc and loc.filename == function.__code__.co_filename and unset[1] in plain.__code__.co_varnames:
+            raise _unset(function, unset[1], loc.line)
+    if failed is not None:
+        raise _explained(failed, role, function, layout, names) from failed
+    return Compiled(role, function, plain, names, code)
+
+
+def _unset(function: Any, name: str, line: int | None) -> PolicyError:
+    problem = f"reads `{name}`, which has no value on some path"
+    return fault(function, problem, f"set it before, as in `{name} = 0.0`", line=line, name=name)
+
+
+_UNSET = re.compile(r"Detected uninitialized variable (\w+)")
+# The name contains the interpreter's instruction: `return_value`, or `return_const` in Python 3.12 and 3.13.
+_RETURNS = re.compile(r"No conversion from (.+?) to \w+ for '\$[\w.]*(?:return_(?:value|const)|load_const)")
+_RETURN_KINDS = re.compile(r"[cC]an'?t unify return type from the following types: (.+?)(?:\n|$)")
+_NO_NAME = re.compile(r"NameError: (?:global )?name '(\w+)' is not defined|Untyped global name '(\w+)'")
+_NO_ATTRIBUTE = re.compile(r"Unknown attribute '(\w+)' of type (.+)")
+_APPLIES = re.compile(r"No implementation of function Function\(<(?:built-in )?function (\w+)")
+_TWO_KINDS = re.compile(r"Cannot unify (.+?) and (.+?) for '")
+_KINDS = {
+    r"none|omitted\(.*": "None",
+    r"Literal\[str\].*|unicode_type": "a text",
+    r"Literal\[bool\].*|bool(ean)?": "True or False",
+    r"(Uni)?Tuple.*": "a tuple",
+    r"(reflected )?list.*": "a list",
+    r"complex.*": "a complex number",
+    r"Record.*": "the job itself",
+    r"[nN]ested[aA]rray.*": "numbers for every model",
+    r"[aA]rray.*": "an array",
+    r"Module.*": "the module",
+    r"Literal\[int\].*|u?int\d+|float\d+": "a number",
+}
+
+
+def _explained(error: Exception, role: str, function: Any, layout: Layout, names: tuple[str, ...]) -> PolicyError:
+    """The error in plain words: Numba's own messages assume knowledge of Numba."""
+    text, line, wanted = str(error), getattr(getattr(error, "loc", None), "line", None), ROLES[role].returns
+    name: str | None = None
+    remedy = f"use numbers, fields of ({', '.join(names)}) and the math module, and return {wanted} on every path"
+    if isinstance(error, KeyError):  # how Numba reports that a record has no such field
+        problem, name = f"reads the field {text}, which does not exist", text.strip("'")
+        remedy = "; ".join(f"the fields of {each} are {', '.join(layout.fields(each))}" for each in names)
+    elif found := re.search(r"Variable '(\w+)' is not defined", text):
+        return _unset(function, found[1], line)
+    elif found := _RETURNS.search(text):
+        problem = f"returns {_in_words(found[1])} where {wanted} is needed"
+    elif found := _TWO_KINDS.search(text):
+        problem = f"sets a variable to {_in_words(found[1])} in one case and to {_in_words(found[2])} in another"
+    elif (found := _APPLIES.search(text)) and found[1] == "getitem":
+        problem, remedy = "has an index that is not an integer", "convert it, as in own.used_ns[int(x)]"
+    elif found:
+        problem = f"applies `{found[1]}` to a value that is not a number, or to too few or too many values"
+    elif found := _RETURN_KINDS.search(text):
+        kinds = sorted({_in_words(each.strip()) for each in re.split(r",\s*(?![^(\[]*[)\]])", found[1])})
+        problem = f"returns {' in one case and '.join(kinds)} in another, where {wanted} is needed"
+    elif found := _NO_NAME.search(text):
+        name = found[1] or found[2]
+        problem = f"uses the name `{name}`, which is not available in compiled code"
+    elif found := _NO_ATTRIBUTE.search(text):
+        name = found[1]
+        problem = f"uses `.{name}`, which {_in_words(found[2].strip())} does not have in compiled code"
+        if "module 'random'" in text:
+            remedy = "use random.random() or random.uniform(a, b), or count in `own` to take turns"
+    else:
+        source = linecache.getline(function.__code__.co_filename, line).strip() if line else ""
+        problem = "has code that cannot be compiled" + (f", `{textwrap.shorten(source, 100)}`" if source else "")
+    return fault(function, problem, remedy, line=line, name=name)
+
+
+def _in_words(kind: str) -> str:
+    return next((words for pattern, words in _KINDS.items() if re.fullmatch(pattern, kind)), "something else")

@@ -1,0 +1,77 @@
+"""Trials of policies on sample jobs: their time, their cost, and whether they let anything run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import pytest
+
+from paellapy.scheduler.policies import trial
+from paellapy.scheduler.policies.compile import may_loop
+from paellapy.scheduler.policies.policy import PolicyError, policy
+
+
+def polynomial(job: Any) -> float:
+    total = 0.0
+    for k in range(3):
+        total += job.batch * k
+    return total
+
+
+def test_a_policy_with_a_loop_that_ends_is_fine() -> None:
+    assert may_loop(polynomial)
+    assert policy(polynomial).cost_ns < trial.MAX_CALL_NS
+
+
+def test_a_policy_that_does_not_return_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def endless(job: Any) -> float:
+        total = 0.0
+        while job.now_ns > total:
+            total -= job.batch
+        return total
+
+    monkeypatch.setattr(trial, "TIME_LIMIT_S", 6.0)
+    with pytest.raises(PolicyError, match="6 s") as caught:
+        policy(endless)
+    assert caught.value.line == endless.__code__.co_firstlineno + 2
+
+
+def test_a_policy_that_crashes_is_refused() -> None:
+    @numba.njit  # type: ignore[untyped-decorator]
+    def deeper(x: float) -> float:
+        if x < 1e15:
+            return 0.5 * deeper(x + 1.0) + x
+        return 0.0
+
+    with pytest.raises(PolicyError) as caught:
+        policy(lambda job: deeper(job.batch))
+    assert caught.value.policy == "<lambda>"
+
+
+def test_a_policy_that_costs_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "MAX_CALL_NS", 0.0)  # any cost is too much
+    with pytest.raises(PolicyError, match="µs per call"):
+        policy(lambda job: job.batch)
+
+
+def test_an_admit_that_lets_nothing_run_is_refused() -> None:
+    def never(job: Any, own: Any) -> float:
+        return own.next_ns
+
+    with pytest.raises(PolicyError) as caught:
+        policy(state={"next_ns": 0.0}, admit=never, may_idle=True)(polynomial)
+    assert caught.value.policy == "never"
+
+
+def test_an_error_in_the_other_process_has_its_attributes() -> None:
+    def loops_and_divides(job: Any) -> float:
+        total = 0.0
+        for _ in range(3):
+            total += 1.0 / job.deficit_ns
+        return total
+
+    with pytest.raises(PolicyError) as caught:
+        policy(loops_and_divides)
+    assert (caught.value.policy, caught.value.name) == ("loops_and_divides", "deficit_ns=0")
+    assert caught.value.line == loops_and_divides.__code__.co_firstlineno + 4
