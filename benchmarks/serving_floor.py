@@ -4,8 +4,9 @@
     python benchmarks/serving_floor.py --against CHECKOUT --within 280 --rounds 3
 
 The handler is the floor that aiohttp sets: uvloop, msgspec, almost no routing, no engine. `one` is the server in one
-process; 1, 2, … are HTTP workers in front of an engine process. All run a model of one kernel on the virtual GPU, and
-so also pay for the CPU time that computes the kernel.
+process, `keys` the same with eight API keys, `log` with an access log (to /dev/null); 1, 2, … are HTTP workers in
+front of an engine process. All run a model of one kernel on the virtual GPU, and so also pay for the CPU time that
+computes the kernel.
 
 All servers run all the time and are asked in turn, and each round compares with its own floor, so that other load of
 the machine affects all of them. Figures are medians over the rounds. With more processes than cores, requests per
@@ -61,13 +62,16 @@ def models() -> list[Any]:
     return [echo("small", SMALL, (1, 2, 4, 8, 16, 32)), echo("large", LARGE, (1, 2, 4, 8))]
 
 
-def serve_paellapy(workers: int) -> None:
+def serve_paellapy(kind: str) -> None:
     import paellapy as pp
 
-    server = {"port": 0, "log_level": "warning"}
+    workers = int(kind) if kind.isdigit() else 0
+    log = {"access_log": True} if kind == "log" else {"log_level": "warning"}
+    keys = {f"client {k}": f"secret {k}" for k in range(8)} if kind == "keys" else {}
     pp.serve(
-        models(), device="virtual:h200", server=server, workers=workers, announce=lambda url: print(url, flush=True)
-    )
+        models(), device="virtual:h200", server={"port": 0, **log}, keys=keys, workers=workers,
+        announce=lambda url: print(url, flush=True),
+    )  # fmt: skip
 
 
 def serve_floor() -> None:
@@ -128,7 +132,10 @@ class Running:
         script = Path(__file__) if checkout is None else checkout / "benchmarks" / Path(__file__).name
         environment = os.environ if checkout is None else {**os.environ, "PYTHONPATH": str(checkout)}
         command = [sys.executable, str(script), "--serve", kind]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=checkout, env=environment)
+        log = subprocess.DEVNULL if kind == "log" else None
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=checkout, env=environment
+        )
 
     @functools.cached_property
     def url(self) -> str:
@@ -233,7 +240,8 @@ def measure(plan: Plan) -> tuple[Runs, float]:
             round_began = time.monotonic()
             for label, (model, binary, clients) in wanted.items():
                 long_s = seconds * times_as_long(model, binary)
-                load = Load((model,), concurrency=clients, binary=binary, duration_s=long_s, warmup_s=long_s * WARMUP)
+                load = Load((model,), concurrency=clients, binary=binary, duration_s=long_s, warmup_s=long_s * WARMUP,
+                            headers={"X-API-Key": "secret 3"})  # fmt: skip
                 for kind in plan.kinds[:: 1 if k % 2 else -1]:  # none is always behind the same other one
                     if k:
                         runs[label][kind].append(one_run(servers[kind], load))
@@ -280,7 +288,7 @@ def compare_versions(plan: Plan, named: str | None, out: Path | None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
-    parser.add_argument("--servers", default="floor,one,1,2", help="servers: floor, one, and numbers of workers")
+    parser.add_argument("--servers", default="floor,one,1,2", help="floor, one, keys, log, and numbers of workers")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each load")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--within", type=float, default=0.0, help="seconds of the whole run, in place of --seconds")
@@ -292,7 +300,7 @@ def main() -> None:
         if arguments.serve == "floor":
             serve_floor()
         else:
-            serve_paellapy(0 if arguments.serve == "one" else int(arguments.serve))
+            serve_paellapy(arguments.serve)
         return
     kinds = arguments.servers.split(",")
     if arguments.against is not None:

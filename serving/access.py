@@ -64,12 +64,8 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self._known)
 
-    def client_of(self, request: web.Request, role: Role | None) -> str:
-        """Tenant or name of the request's key. RequestError 401: no known key; 403: the key lacks the role."""
-        given = request.headers.get("X-API-Key", "")
-        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        if not given and scheme.lower() == "bearer":
-            given = token.strip()
+    def client_of(self, given: str, role: Role | None) -> str:
+        """Tenant or name of a key. RequestError 401: no known key; 403: the key lacks the role."""
         digest = hashlib.sha256(given.encode("utf-8", "surrogateescape")).digest()
         found: tuple[str, Key] | None = None
         for name, known, key in self._known:
@@ -77,11 +73,21 @@ class Keys:
                 found = name, key
         if found is None:
             said = "this server needs an API key: send one it knows as X-API-Key: … or as Authorization: Bearer …"
-            raise RequestError(said, status=401)
+            raise RequestError(said, status=401, field="X-API-Key")
         if role is not None and role not in found[1].roles:
             said = f"the key of {found[0]!r} lacks the role {role!r}, which this address needs: use a key that has it"
-            raise RequestError(said, status=403)
+            raise RequestError(said, status=403, field="X-API-Key", limit=role, given=found[1].roles)
         return found[1].tenant or found[0]
+
+
+def given_key(api_key: str, authorization: str) -> str:
+    """The key in the headers X-API-Key and Authorization; "": there is none.
+
+    >>> given_key("a", "Bearer b"), given_key("", "Bearer b"), given_key("", "Basic c")
+    ('a', 'b', '')
+    """
+    scheme, _, token = authorization.partition(" ")
+    return token.strip() if not api_key and scheme.lower() == "bearer" else api_key
 
 
 class Access:
@@ -109,22 +115,28 @@ class Access:
         role: Role | Literal[""] | None = getattr(request.match_info.handler, "needs", "")
         if role == "operate":
             self._check_origin(request)
-        if not self._keys or role is None:
-            return request.headers.get(client_header, "")
-        return self._keys.client_of(request, role or None)
+        named = request.headers.get(client_header, "")
+        if role is None:
+            return named
+        key = given_key(request.headers.get("X-API-Key", ""), request.headers.get("Authorization", ""))
+        return self.client_of(key, named, role or None)
+
+    def client_of(self, key: str, named: str, role: Role | None) -> str:
+        """The client with this key; if the server has no keys, the one named by the client header."""
+        return self._keys.client_of(key, role) if self._keys else named
 
     def _check_origin(self, request: web.Request) -> None:
         if not self._control:
             said = "this server does not let models or the policy be changed over HTTP: set server.model_control = true"
-            raise RequestError(said, status=403)
+            raise RequestError(said, status=403, field="server.model_control", given=False)
         if not self._knows(request.host):
             said = f"this server does not know the host name {short(request.host)}: add it to server.hosts"
-            raise RequestError(said, status=403)
+            raise RequestError(said, status=403, field="Host", given=request.host)
         origin = request.headers.get("Origin")
         elsewhere = origin is not None and _place(origin).netloc.lower() != request.host.lower()
         if elsewhere or request.headers.get("Sec-Fetch-Site", "same-origin") not in ("same-origin", "none"):
             said = "a page of another site may not change this server: use the server's own dashboard, or a program"
-            raise RequestError(said, status=403)
+            raise RequestError(said, status=403, field="Origin", given=origin)
 
     def _knows(self, host: str) -> bool:
         """Whether `host` is an IP address, which no other site can claim, or one of the server's names."""

@@ -20,7 +20,7 @@ from paellapy.serving.byte_limits import BODY_TIMEOUT_S, MAX_BODY_BYTES
 from paellapy.serving.dashboard_routes import add_dashboard
 from paellapy.serving.errors import SERVER, error_response, sign
 from paellapy.serving.load_report import add_outlook
-from paellapy.serving.logs import child_span, log, request_id
+from paellapy.serving.logs import child_span, log_request, request_id
 from paellapy.serving.metrics import add_metrics
 from paellapy.serving.openapi import add_docs
 from paellapy.serving.registry import Catalogue, registry_of
@@ -94,7 +94,7 @@ def middleware_of(access: Access, client_header: str, access_log: bool) -> Any:
             response = await handler(request)
         except asyncio.CancelledError:
             if access_log:
-                _log_request(request, number, 499, started_ns)
+                _log(request, number, 499, started_ns)
             raise
         except Exception as e:
             response = error_response(e, request, number)
@@ -108,22 +108,14 @@ def middleware_of(access: Access, client_header: str, access_log: bool) -> Any:
         if request.app[SERVICE].draining:
             response.force_close()
         if access_log:
-            _log_request(request, number, response.status, started_ns)
+            _log(request, number, response.status, started_ns)
         return response
 
     return middleware
 
 
-def _log_request(request: web.Request, number: str, status: int, started_ns: int) -> None:
-    fields = {
-        "request": number,
-        "method": request.method,
-        "path": request.path,
-        "status": status,
-        "ms": round((time.monotonic_ns() - started_ns) * 1e-6, 3),
-        "client": request.get(CLIENT) or None,
-        "peer": request.remote,
-    }
-    if traceparent := request.headers.get("traceparent"):
-        fields["traceparent"] = traceparent
-    log.info("request", extra={"fields": {key: value for key, value in fields.items() if value is not None}})
+def _log(request: web.Request, number: str, status: int, started_ns: int) -> None:
+    trace = request.headers.get("traceparent", "")
+    log_request(
+        number, request.method, request.path, status, started_ns, request.get(CLIENT, ""), request.remote, trace
+    )

@@ -129,6 +129,12 @@ class Connection(web.RequestHandler):
         if isinstance(self._manager, Manager) and self._to_client is not None:
             self._manager.unsent.begin(self.abort, unsent_bytes(self._to_client))
 
+    @property
+    def peer(self) -> str | None:
+        """The client's IP address."""
+        found = self._to_client.get_extra_info("peername") if self._to_client is not None else None
+        return str(found[0]) if found else None
+
     def abort(self) -> None:
         if self._to_client is not None:
             self._to_client.abort()
@@ -224,8 +230,7 @@ class Connection(web.RequestHandler):
         if isinstance(exc, LineTooLong):
             said = f"the request line or a header is longer than the {self.max_field_size:,} bytes allowed"
         if self._log_rejected:
-            peer = self._to_client.get_extra_info("peername") if self._to_client is not None else None
-            fields = {"status": status, "error": said, **({"peer": peer[0]} if peer else {})}
+            fields = {"status": status, "error": said, **({"peer": self.peer} if self.peer else {})}
             log.info("rejected", extra={"fields": fields})
         response = json_response({"error": said}, status)
         response.force_close()

@@ -24,8 +24,8 @@ from paellapy.serving.access import Key, is_loopback
 from paellapy.serving.app import ACCESS, create_app
 from paellapy.serving.config import ServerConfig, Source
 from paellapy.serving.fast_path.connection import FastConnection
-from paellapy.serving.fast_path.inference import ShortWay
-from paellapy.serving.listening import Connection, Runner, Site, listen, stop_listening, url_of
+from paellapy.serving.fast_path.inference import FastHandler
+from paellapy.serving.listening import Runner, Site, listen, stop_listening, url_of
 from paellapy.serving.loading import load_models
 from paellapy.serving.logs import configure, log
 from paellapy.serving.preflight import (
@@ -139,12 +139,10 @@ class Server:
     async def start(self) -> None:
         """Begins to listen, and sets `url`."""
         o = self.options
-        connection: Callable[..., Connection] = Connection
-        if not self._keys and not o.access_log:  # keys and access logs need aiohttp's middleware
-            connection = partial(FastConnection, way=ShortWay(self.service, o.client_header))
+        handler = FastHandler(self.service, self.app[ACCESS], o.client_header, o.access_log)
         self._runner = Runner(
             self.app,
-            connection,
+            partial(FastConnection, handler=handler),
             max_body_bytes=self.service.max_body_bytes,
             max_unsent_bytes=self.service.held.max_bytes,
             header_timeout_s=o.header_timeout_s,

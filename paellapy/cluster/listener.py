@@ -27,7 +27,8 @@ from paellapy.serving import routes
 from paellapy.serving.access import open_to_all
 from paellapy.serving.byte_limits import BESIDE_BYTES, read_body
 from paellapy.serving.errors import RequestError, error_response, json_response, short, sign
-from paellapy.serving.fast_path.connection import Client, FastConnection, Head, Heads, read_buffer
+from paellapy.serving.fast_path.connection import FastConnection, read_buffer
+from paellapy.serving.fast_path.headers import Head, Heads
 from paellapy.serving.inference import Pieces
 from paellapy.serving.listening import Runner, Site, listen, stop_listening, url_of
 from paellapy.serving.logs import request_id
@@ -42,7 +43,7 @@ _HOP = frozenset(
 )
 
 
-class RouterWay:
+class RouterHandler:
     """State that all connections of a router share."""
 
     def __init__(self, router: Router) -> None:
@@ -52,14 +53,14 @@ class RouterWay:
         self.buffer = read_buffer()
         self.body_timeout_s = o.body_timeout_s
 
-    def is_doubtful(self, head: Head, raw: bytes) -> bool:
+    def begin(self, connection: FastConnection, head: Head, raw: bytes) -> Forward | None:
         router = self._router
-        unknown = router.options.key is not None and digest_of(raw) not in router.keys
-        return unknown or head.length > router.most_bytes(head.model)
-
-    def begin(self, client: Client, head: Head, raw: bytes) -> Forward:
-        work = Forward(self._router, head.model, raw)
-        work.head, work.client = head, client
+        if head.length > BESIDE_BYTES:
+            unknown = router.options.key is not None and digest_of(raw) not in router.keys
+            if unknown or head.length > router.most_bytes(head.model):
+                return None
+        work = Forward(router, head.model, raw)
+        work.head, work.client = head, connection
         return work
 
 
@@ -181,7 +182,7 @@ class FrontDoor:
     async def start(self) -> None:
         o = self.router.options
         self._runner = Runner(
-            router_app(self.router), partial(FastConnection, way=RouterWay(self.router)),
+            router_app(self.router), partial(FastConnection, handler=RouterHandler(self.router)),
             max_body_bytes=o.max_body_bytes, max_unsent_bytes=o.max_held_bytes, header_timeout_s=HEADER_TIMEOUT_S,
             send_timeout_s=SEND_TIMEOUT_S, log_rejected=False, access_log=None, auto_decompress=False,
             handler_cancellation=True, shutdown_timeout=o.drain_s, keepalive_timeout=KEEPALIVE_S,

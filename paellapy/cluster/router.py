@@ -20,7 +20,8 @@ from paellapy.scheduler.core.errors import UnknownModelError
 from paellapy.serving.access import CLIENT_HEADER
 from paellapy.serving.byte_limits import BESIDE_BYTES, BODY_TIMEOUT_S, MAX_BODY_BYTES, RequestBudget
 from paellapy.serving.errors import RefusedError, error_answer, short
-from paellapy.serving.fast_path.connection import Client, Head
+from paellapy.serving.fast_path.connection import FastConnection
+from paellapy.serving.fast_path.headers import Head
 from paellapy.serving.fast_path.inference import Clock, of_error
 from paellapy.serving.inference import Pieces
 from paellapy.serving.load_report import Outlook
@@ -94,7 +95,7 @@ class Forward(Exchange):
         self._router, self.model, self.raw = router, model, raw
         self._answer = answer
         self.head: Head
-        self.client: Client | None = None
+        self.client: FastConnection | None = None
         self.body = b""
         self.tried: set[str] = set()  # engines that have refused or lost it
         self.refused_by: set[str] = set()
@@ -136,7 +137,7 @@ class Forward(Exchange):
         """The client has left: the engine goes on, and its answer is dropped."""
         self._end()
 
-    def settle(self) -> None:
+    def release(self) -> None:
         pass
 
     # -- interface to an engine's connection

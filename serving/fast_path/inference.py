@@ -1,4 +1,4 @@
-"""An inference on the fast path: its answer is written to its connection where its completion is read."""
+"""An inference on the fast path: its answer is bytes, written to its connection where its completion is read."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import time
 from dataclasses import dataclass
 from email.utils import formatdate
 
-from paellapy.serving.byte_limits import IN_THREAD_BYTES, answer_coding, largest_request, pack
-from paellapy.serving.errors import ErrorAnswer, encode_json, error_answer
-from paellapy.serving.fast_path.connection import Client, Head, Heads, read_buffer
+from paellapy.serving.access import Access
+from paellapy.serving.byte_limits import BESIDE_BYTES, IN_THREAD_BYTES, answer_coding, largest_request, pack
+from paellapy.serving.errors import ErrorAnswer, RequestError, encode_json, error_answer
+from paellapy.serving.fast_path.connection import FastConnection, read_buffer
+from paellapy.serving.fast_path.headers import Head, Heads
 from paellapy.serving.inference import Inference, Pieces
-from paellapy.serving.logs import request_id
+from paellapy.serving.logs import log_request, request_id
 from paellapy.serving.service import Service
-
-# Answers of the fast path as bytes: the HTTP header, followed by the pieces of the body.
-
 
 JSON, BINARY = b"application/json", b"application/octet-stream"
 _REASONS = {200: b"OK", 400: b"Bad Request", 404: b"Not Found", 408: b"Request Timeout",
@@ -80,37 +79,45 @@ class Clock:
         return self._date
 
 
-class ShortWay:
+class FastHandler:
     """State that all connections of a server share."""
 
-    def __init__(self, service: Service, client_header: str) -> None:
+    def __init__(self, service: Service, access: Access, client_header: str, access_log: bool) -> None:
         """To be called in the event loop that reads the connections."""
         self.service, self.body_timeout_s = service, service.body_timeout_s
         self.heads = Heads(client_header, service.max_body_bytes)
         self.clock = Clock()
+        self.access_log = access_log
         self.loop, self.thread = asyncio.get_running_loop(), threading.get_ident()
         self.buffer = read_buffer()  # shared: each read is used up before the next
+        self._access = access
 
-    def begin(self, client: Client, head: Head, raw: bytes) -> ShortInference:
-        return ShortInference(client, self, head)
+    def begin(self, connection: FastConnection, head: Head, raw: bytes) -> FastInference | None:
+        try:
+            client = self._access.client_of(head.key, head.client, "infer")
+        except RequestError:
+            return None
+        if head.length > BESIDE_BYTES:
+            entry = self.service.registry.entries.get(head.model)
+            model = None if entry is None else entry.model
+            if model is not None and head.length > largest_request(model):
+                return None
+        return FastInference(connection, self, head, client)
 
-    def is_doubtful(self, head: Head, raw: bytes) -> bool:
-        entry = self.service.registry.entries.get(head.model)
-        model = None if entry is None else entry.model
-        return model is not None and head.length > largest_request(model)
 
+class FastInference(Inference):
+    """One request. Its answer is written to its connection in the thread that reads completions."""
 
-class ShortInference(Inference):
-    __slots__ = ("_client", "_held_bytes", "_way", "head")
+    __slots__ = ("_connection", "_handler", "_held_bytes", "head")
 
-    def __init__(self, client: Client, way: ShortWay, head: Head) -> None:
-        super().__init__(way.service, head.model, head.version, head.client)
-        self._client, self._way, self.head = client, way, head
+    def __init__(self, connection: FastConnection, handler: FastHandler, head: Head, client: str) -> None:
+        super().__init__(handler.service, head.model, head.version, client)
+        self._connection, self._handler, self.head = connection, handler, head
         self._held_bytes = 0  # of a body that did not arrive at once
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        return self._way.loop
+        return self._handler.loop
 
     def claim(self, nbytes: int) -> None:
         self.service.held.change(self._held_bytes, nbytes)
@@ -123,14 +130,20 @@ class ShortInference(Inference):
             if coding is not None:
                 self._pack(pieces, number, size, json_length, coding)
                 return
-        close = self.service.draining or self._client.closing
-        self._send([success(number, size, json_length, self._way.clock.date(), close), *pieces], close)
+        close = self.service.draining or self._connection.closing
+        parts = [success(number, size, json_length, self._handler.clock.date(), close), *pieces]
+        self._send(parts, close, number, 200)
 
     def refused(self, error: Exception) -> None:
         number = request_id(self.head.id)
-        self._write(of_error(error_answer(error, number, f"/v2/models/{self.name}/infer"), number))
+        self._write(of_error(error_answer(error, number, self.head.path), number))
 
-    def settle(self) -> None:
+    def leave(self) -> None:
+        if not self.over and self._handler.access_log:
+            self._log(request_id(self.head.id), 499)
+        super().leave()
+
+    def release(self) -> None:
         if self._held_bytes:
             self.claim(0)
         self.service.counters.leave()
@@ -140,7 +153,7 @@ class ShortInference(Inference):
         answer = Answer(number, [], more=b"Content-Encoding: %b\r\n" % coding.encode())
         if json_length is not None:
             answer.kind, answer.more = BINARY, json_header(json_length) + answer.more
-        if size < IN_THREAD_BYTES or threading.get_ident() != self._way.thread:
+        if size < IN_THREAD_BYTES or threading.get_ident() != self._handler.thread:
             answer.pieces = [pack(body, coding)]
             self._write(answer)
             return
@@ -149,16 +162,21 @@ class ShortInference(Inference):
             answer.pieces = [future.result()]
             self._write(answer)
 
-        self._way.loop.run_in_executor(None, pack, body, coding).add_done_callback(packed)
+        self.loop.run_in_executor(None, pack, body, coding).add_done_callback(packed)
 
     def _write(self, answer: Answer) -> None:
-        close = self.service.draining or self._client.closing
-        self._send(answer.parts(self._way.clock.date(), close), close)
+        close = self.service.draining or self._connection.closing
+        self._send(answer.parts(self._handler.clock.date(), close), close, answer.number, answer.status)
 
-    def _send(self, parts: Pieces, close: bool) -> None:
+    def _send(self, parts: Pieces, close: bool, number: str, status: int) -> None:
         """Called in the thread that reads completions, usually the event loop's."""
-        if threading.get_ident() == self._way.thread:
-            self._client.send(self, parts, close)
+        if threading.get_ident() == self._handler.thread:
+            self._connection.send(self, parts, close)
         else:
             whole: Pieces = [b"".join(parts)]
-            self._way.loop.call_soon_threadsafe(self._client.send, self, whole, close)
+            self.loop.call_soon_threadsafe(self._connection.send, self, whole, close)
+        if self._handler.access_log:
+            self._log(number, status)
+
+    def _log(self, number: str, status: int) -> None:
+        log_request(number, "POST", self.head.path, status, self.started_ns, self.client, self._connection.peer)

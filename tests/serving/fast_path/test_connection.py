@@ -18,6 +18,8 @@ from serving_server import infer_body, running
 from paellapy.scheduler.core.errors import QueueFullError, UnknownModelError
 from paellapy.scheduler.engine import callbacks
 from paellapy.scheduler.engine import requests as submitting
+from paellapy.serving.access import Key
+from paellapy.serving.app import ACCESS
 from paellapy.serving.fast_path import connection, inference
 
 
@@ -42,18 +44,18 @@ INDEX = b"POST /v2/repository/index HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n
 @pytest.fixture
 def ways(monkeypatch):
     """The number of requests on each path."""
-    counts = {"short": 0, "aiohttp": 0}
-    start, give = inference.ShortInference.start, connection.FastConnection._give
+    counts = {"fast": 0, "aiohttp": 0}
+    start, give = inference.FastInference.start, connection.FastConnection._give
 
     def counted_start(self, *args):
-        counts["short"] += 1
+        counts["fast"] += 1
         start(self, *args)
 
     def counted_give(self, data):
         counts["aiohttp"] += 1
         give(self, data)
 
-    monkeypatch.setattr(inference.ShortInference, "start", counted_start)
+    monkeypatch.setattr(inference.FastInference, "start", counted_start)
     monkeypatch.setattr(connection.FastConnection, "_give", counted_give)
     return counts
 
@@ -73,7 +75,63 @@ def test_both_ways_are_taken_on_one_connection(server, ways):
             check(client.answer(), k, k)
             client.send(GET)
             assert json.loads(client.answer()[2])["name"] == "scale"
-    assert ways == {"short": 3, "aiohttp": 3}
+    assert ways == {"fast": 3, "aiohttp": 3}
+
+
+# -- keys and the access log
+
+
+ROLES = {"ann": Key("ann's"), "ops": Key("ops'", roles=("operate",)), "bot": Key("bot's", tenant="ann")}
+
+
+def test_requests_with_a_known_key_are_fast_and_others_are_refused(ways):
+    with running([scale_model(batch=(1, 4))], keys=ROLES) as server, Client(server) as client:
+        for k, line in enumerate(("X-API-Key: ann's", "Authorization: bearer  bot's", "x-api-key:bot's\t")):
+            client.send(post(k, k, line))
+            check(client.answer(), k, k)
+        assert ways == {"fast": 3, "aiohttp": 0}
+        refused = (
+            ("X-Client-Id: ann", 401),
+            ("X-API-Key: no", 401),
+            ("X-API-Key: ops'", 403),
+            ("Authorization: ann's", 401),
+        )
+        for line, status in refused:
+            client.send(post(1, 1, line))
+            assert client.answer()[0] == status
+        client.send(post(1, 1, "X-API-Key: ann's", "X-API-Key: no"))  # the first one counts
+        check(client.answer(), 1, 1)
+        assert ways == {"fast": 3, "aiohttp": 5}
+        server.server.app[ACCESS].set_keys({"eve": "eve's"})
+        for line, status in (("X-API-Key: ann's", 401), ("X-API-Key: eve's", 200)):
+            client.send(post(1, 1, line))
+            assert client.answer()[0] == status
+        assert server.service.counters.of("scale").failed == 0  # who has no key is counted nowhere
+        server.wait_until(lambda: server.service.in_flight == 0)
+
+
+def test_the_access_log_has_the_same_line_on_both_ways(caplog, ways):
+    keys = {"ann": "secret"}
+    with running([scale_model(batch=(1, 4))], keys=keys, access_log=True) as server, Client(server) as client:
+        with caplog.at_level("INFO", "paellapy.serving"):
+            for more in ((), ("Connection: keep-alive", "te: none")):
+                for value, path in ((1, b"/scale/"), (1, b"/scale/versions/1/"), (1, b"/nope/")):
+                    client.send(
+                        post(value, 7, "X-API-Key: secret", "X-Request-Id: mine", *more).replace(b"/scale/", path)
+                    )
+                    client.answer()
+            client.send(post(1, 7, "X-API-Key: secret")[:-5])
+            server.wait_until(lambda: server.service.in_flight == 1)
+        with caplog.at_level("INFO", "paellapy.serving"):
+            client._socket.close()
+            lines = [r.fields for r in caplog.records if r.message == "request"]
+            server.wait_until(lambda: any(r.fields["status"] == 499 for r in caplog.records if r.message == "request"))
+    assert ways["fast"] == 3
+    assert all(each.pop("ms") >= 0 for each in lines)
+    assert lines[:3] == lines[3:6]
+    assert [each["status"] for each in lines[:3]] == [200, 200, 404]
+    common = {"request": "mine", "method": "POST", "client": "ann", "peer": "127.0.0.1"}
+    assert lines[1] == {**common, "path": "/v2/models/scale/versions/1/infer", "status": 200}
 
 
 requests = some.lists(
