@@ -39,7 +39,7 @@ from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.atomics import store_at
 from paellapy.scheduler.core.install import install, open_model
 from paellapy.scheduler.core.profiles import Capacity, ModelProfile, SegmentProfile, set_capacity
-from paellapy.scheduler.core.rings import Message, post, publish, take_into
+from paellapy.scheduler.core.rings import Message, post, publish, take_completions
 from paellapy.scheduler.core.step import step
 from paellapy.scheduler.policies.policy import attach_policy, find_policy
 from paellapy.scheduler.sim.recorded_profiles import MIX, mix_profiles
@@ -118,7 +118,7 @@ def drive(s: st.State, taken: tables.Table, message: tables.Table, steps: int, n
             )
         now += 1000
         step(s, now)
-        for i in range(take_into(s, 0, taken.ctypes.data, taken.shape[0])):
+        for i in range(take_completions(s, 0, taken.ctypes.data, taken.shape[0])):
             e, c = taken[i], message[0]
             c.request, c.serial, c.model, c.client = e.request, e.serial + np.uint64(1), e.model, e.client
             c.arrival_ns = now

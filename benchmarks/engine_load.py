@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from paellapy.instrument.numba_ext.cache import EntryCache
 from paellapy.scheduler.core import codes, rings, tables
-from paellapy.scheduler.core.admission import ASKED, LET_IN, leaves, lets_in, new_allowances, reader
+from paellapy.scheduler.core.admission import ADMISSION_REQUEST, ADMITTED, end_admitted, new_limits, reader, try_admit
 from paellapy.scheduler.core.atomics import call_launch, call_write, copy_bytes, load_at, store_at
 from paellapy.scheduler.core.instances import copy_inputs
-from paellapy.scheduler.core.rings import wakes
+from paellapy.scheduler.core.rings import must_ring
 from paellapy.scheduler.core.state import front_rows, read_clock
 from paellapy.scheduler.engine.engine import Engine
 
@@ -35,14 +35,14 @@ def compiled(function: Any) -> Any:
 
 @compiled
 def ring_bell(word: Any, bell: int, write: int, scratch: Any) -> None:
-    if wakes(word.ctypes.data, True):
+    if must_ring(word.ctypes.data, True):
         scratch[0] = 1
         call_write(write, np.int32(bell), scratch.ctypes.data, np.uint64(8))
 
 
 @compiled
 def drive(
-    s: Any, front: int, ask: Any, allowance: Any, n: int, at_ns: Any, model: Any, which: Any, loops: Any, until_ns: int,
+    s: Any, front: int, ask: Any, limits: Any, n: int, at_ns: Any, model: Any, which: Any, loops: Any, until_ns: int,
     rows: Any, source: Any, priority: Any, client: Any, deadline_ns: Any, out_address: Any, out_bytes: Any,
     outstanding: int, think_ns: int, owner: Any, free: Any, buffer: Any, results: Any, arrival: Any, finish: Any,
     size: Any, status: Any, word: Any, bell: int, pauses: Any, scratch: Any, asked: Any, message: Any,
@@ -50,7 +50,7 @@ def drive(
     """Sends request i < n at at_ns[i], at most `outstanding` at a time, and waits for all; how many were sent, or -1.
 
     Beside them each entry of `loops` is a client of that model that asks again as soon as it is answered, until
-    `until_ns` and until the others are done. Their requests are numbered from n on. With a `allowance` for every model
+    `until_ns` and until the others are done. Their requests are numbered from n on. With `limits` for every model
     requests that would be late are refused when they come; `ask` is the state with a scratch row of its own. After an
     answer nothing is sent for `think_ns`. `pauses`: the longest time the generator, and the core, stood still.
     """
@@ -91,11 +91,11 @@ def drive(
             m = model[i]
             due = codes.NEVER if deadline_ns[m] == 0 else arrival[i] + deadline_ns[m]
             limit = deadline_ns[m]
-            if allowance.shape[0] > 0 and limit > 0:
+            if limits.shape[0] > 0 and limit > 0:
                 a = asked[0]
                 a.model, a.priority, a.deadline_ns, a.limit_ns = rows[m], priority[m], due, float(limit)
                 a.entered_ns, a.now_ns = arrival[i], start + now
-                if lets_in(ask, allowance, m, a) != LET_IN:
+                if try_admit(ask, limits, m, a) != ADMITTED:
                     status[i], finish[i] = codes.QUEUE_FULL, arrival[i]
                     done += 1
                     continue
@@ -117,7 +117,7 @@ def drive(
             n_free -= 1
             posted = True
             break  # a copy takes its time: others may be done by now, and who is due next is let in by the clock
-        k = rings.take_into(s, front, buffer.ctypes.data, buffer.shape[0])
+        k = rings.take_completions(s, front, buffer.ctypes.data, buffer.shape[0])
         for j in range(k):
             entry = buffer[j]
             row = entry.request
@@ -128,8 +128,8 @@ def drive(
                 where = out_address[entry.instance] + np.uint64(entry.slot * n_bytes)
                 copy_bytes(results[i : i + 1].ctypes.data, where, np.uint64(n_bytes))
                 rings.clear_hold(s, entry.instance, entry.slot)
-            if allowance.shape[0] > 0 and deadline_ns[model[i]] > 0:
-                leaves(s, allowance, model[i], arrival[i], finish[i], float(deadline_ns[model[i]]), entry.status)
+            if limits.shape[0] > 0 and deadline_ns[model[i]] > 0:
+                end_admitted(s, limits, model[i], arrival[i], finish[i], float(deadline_ns[model[i]]), entry.status)
             free[n_free] = row
             n_free += 1
             thinks_until = now + think_ns
@@ -274,19 +274,19 @@ class Generator:
         self._scratch[6:] = 0
         if admission and loops:
             raise ValueError("closed loops ask again when they are answered: admission is for the others")
-        allowance = new_allowances((each.model.max_batch for each in self.loaded if admission), self.engine.tuning)
+        limits = new_limits((each.model.max_batch for each in self.loaded if admission), self.engine.tuning)
         pauses, message = np.zeros(2, np.int64), np.zeros(1, tables.SUBMISSION)
         message["kind"] = codes.SUBMIT
         state.core["longest_launch_ns"][0] = state.core["longest_copy_ns"][0] = 0.0
         sent = drive(
-            state, self._front, reader(state), allowance, n, at_ns, models, whichs,
+            state, self._front, reader(state), limits, n, at_ns, models, whichs,
             np.array(loops, np.int64), until_ns, self._rows, self._source,
             np.array(priority or none, np.int64), np.array(client or none, np.int64),
             np.array(deadline_ns or none, np.int64), self._out_address,
             self._out_bytes, outstanding, think_ns, np.zeros(rows, np.int64),
             np.array(front_rows(self.engine.limits, self._front)),
             np.zeros(256, tables.COMPLETION), outputs, arrival, finish, size, status, bell.word, bell.fd, pauses,
-            self._scratch, np.zeros(1, ASKED), message,
+            self._scratch, np.zeros(1, ADMISSION_REQUEST), message,
         )  # fmt: skip
         if sent < 0 or ((status[:sent] != codes.OK).any() and not may_fail):
             bad = {codes.STATUS[k]: int((status == k).sum()) for k in np.unique(status)}

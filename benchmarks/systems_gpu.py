@@ -25,8 +25,8 @@ from systems_order import order_group
 from systems_runs import Group, Options, beside, between_steps, loops
 
 from paellapy.instrument.device import Device
-from paellapy.scheduler.core.profiles import give_params, load_profiles, save_profiles
-from paellapy.scheduler.core.shares import Tenant, give_tenant
+from paellapy.scheduler.core.profiles import load_profiles, save_profiles, set_params
+from paellapy.scheduler.core.shares import Tenant, set_tenant
 from paellapy.scheduler.sim.simulate import simulate as simulate_profiles
 from paellapy.scheduler.sim.workload import ClosedLoop
 
@@ -41,9 +41,9 @@ def limits(loaded: Loaded, o: Options) -> Iterator[tuple[str, Callable[[], Any]]
 
     def held(policy: str, param: str, limit: float, both: bool) -> dict[str, Any]:
         own = {"request": limit} if policy == "token" else {}  # what it may have at most it is to get
-        between_steps(loaded, lambda: give_params(state, rows[0], {param: limit} | own))
+        between_steps(loaded, lambda: set_params(state, rows[0], {param: limit} | own))
         other = {"share": 0.45} if policy == "quota" else {}
-        between_steps(loaded, lambda: give_params(state, rows[1], other))
+        between_steps(loaded, lambda: set_params(state, rows[1], other))
         return loops(loaded, policy, [0, 0, 1, 1] if both else [0, 0], seconds)
 
     def weighted(by_tenant: bool) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def limits(loaded: Loaded, o: Options) -> Iterator[tuple[str, Callable[[], Any]]
         def give() -> None:
             for k, (row, weight) in enumerate(zip(rows, weights, strict=True), 1):
                 state.model["share"][row] = 1.0 if by_tenant else weight
-                give_tenant(state, k, f"tenant {k}", Tenant(share=weight if by_tenant else 1.0))
+                set_tenant(state, k, f"tenant {k}", Tenant(share=weight if by_tenant else 1.0))
 
         between_steps(loaded, give)
         return loops(loaded, "fair", [0, 0, 1, 1, 2, 2], 2 * seconds, client=[1, 2, 3])

@@ -42,7 +42,8 @@ def warm_up(policy: Policy) -> None:
     state = new_state(Limits(models=1, instances=1, requests=2, clients=2))
     attach_policy(state, policy)
     install(state, ModelProfile("warm-up", {1: [SegmentProfile(1.0)]}, instances=1))
-    admission.ask(state, admission.new_allowances([1], Tuning.of_row(state.tuning[0])), np.zeros(1, admission.ASKED))
+    limits = admission.new_limits([1], Tuning.of_row(state.tuning[0]))
+    admission.admit_one(state, limits, np.zeros(1, admission.ADMISSION_REQUEST))
     attach_loop(state)
     ring_calls.warm_up(state)
     note_items(counter_table()[0], np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64),

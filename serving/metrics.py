@@ -161,12 +161,12 @@ class ServiceCollector(Collector):
         yield pending
         yield from _gpu_times(stats)
         if not isinstance(service.engine, Engine):
-            return  # each worker has its own allowances, and any worker may be asked
+            return  # each worker has its own admission limits, and any worker may be asked
         sizes = GaugeMetricFamily(
             "paellapy_admission_limit", "Requests of the model that may be in flight", labels=_LABELS
         )
-        for name, allowance in list(service.admission.allowances.items()):
-            sizes.add_metric((name, VERSION), allowance.size)
+        for name, limit in list(service.admission.limits.items()):
+            sizes.add_metric((name, VERSION), limit.size)
         yield sizes
 
 

@@ -13,7 +13,7 @@ from core_check import check_integrity
 from paellapy.instrument.gpu_model.parts import part
 from paellapy.scheduler.core import codes, rings, step, tables
 from paellapy.scheduler.core import state as st
-from paellapy.scheduler.core.install import install, open_model, tell
+from paellapy.scheduler.core.install import install, open_model, post_message
 from paellapy.scheduler.core.profiles import Capacity, ModelProfile, SegmentProfile, set_capacity
 from paellapy.scheduler.policies.policy import Policy, attach_policy, find_policy
 
@@ -97,10 +97,10 @@ class Bench:
             rings.release(self.state, *self.unread.pop(0))
 
     def cancel(self, serial: int) -> None:
-        tell(self.state, codes.CANCEL, request=self.rows.get(serial, 0), serial=serial)
+        post_message(self.state, codes.CANCEL, request=self.rows.get(serial, 0), serial=serial)
 
     def tell(self, kind: int, model: int = 0, **more: int) -> None:
-        tell(self.state, kind, model, **more)
+        post_message(self.state, kind, model, **more)
 
     def step(self, ns: int = 0) -> list[int]:
         """Lets time pass and the core work; returns the serials of completed requests."""

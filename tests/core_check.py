@@ -113,7 +113,7 @@ def check_barred(s: State) -> list[int]:
 
 def check_integrity(s: State) -> None:
     """Raises IntegrityError if the state contradicts itself. Call it between steps."""
-    for count in ("touched", "asking", "leaving"):
+    for count in ("dirty_instances", "dirty_models", "cancelled"):
         require(s.core[count][0] == 0, "a noted change was not settled", count)
     _check_queues(s)
     _check_instances(s)
@@ -128,21 +128,21 @@ def _check_weights(s: State) -> None:
     residency, w = s.residency[0], s.weights
     if not residency["managed"]:
         return
-    held = int(w["bytes"][(w["stage"] == codes.COMING) | (w["stage"] == codes.HERE)].sum())
+    held = int(w["bytes"][(w["location"] == codes.LOADING) | (w["location"] == codes.RESIDENT)].sum())
     held += int(residency["load_bytes"]) if residency["load_granted"] > 0 else 0
     require(held == residency["held_bytes"], "weights are miscounted", held, residency["held_bytes"])
     require(
         held <= residency["budget_bytes"], "the weights on the GPU exceed the budget", held, residency["budget_bytes"]
     )
-    for name, stage in (("coming", codes.COMING), ("leaving", codes.LEAVING)):
-        require((w["stage"] == stage).sum() == residency[name], "moves are miscounted", name)
-    require(not w["marked"].any(), "a model stays marked")
+    for name, location in (("loading", codes.LOADING), ("evicting", codes.EVICTING)):
+        require((w["location"] == location).sum() == residency[name], "moves are miscounted", name)
+    require(not w["victim"].any(), "a model stays marked")
     for instance in np.flatnonzero(s.instance["flight_at"] >= 0):
         m, k = s.instance["model"][instance], s.instance["issued"][instance] - 1
         last = (
             w["chunks"][m] if s.instance["whole"][instance] else s.segment["chunks"][m, s.instance["size"][instance], k]
         )
-        there = w["stage"][m] == codes.HERE or (w["stage"][m] == codes.COMING and w["arrived"][m] >= last)
+        there = w["location"][m] == codes.RESIDENT or (w["location"][m] == codes.LOADING and w["arrived"][m] >= last)
         require(there, "an instance runs without its weights", instance)
 
 
@@ -292,7 +292,9 @@ def _check_instances(s: State) -> None:
             require(a["arrival_ns"] == facts["arrival_ns"].min(), "an instance forgot its oldest request", instance)
             require(a["deadline_ns"] == facts["deadline_ns"].min(), "an instance forgot a deadline", instance)
             require(a["priority"] == facts["priority"].max(), "an instance forgot a priority", instance)
-        absent = managed and (s.weights["stage"][m] != codes.HERE or s.weights["stop"][m])  # all weights, or some
+        absent = managed and (
+            s.weights["location"][m] != codes.RESIDENT or s.weights["stopped"][m]
+        )  # all weights, or some
         arena = a["arena"]
         taken = arena >= 0 and s.arena[arena] != instance + 1 and (s.arena[arena] or s.arena_kept[arena])
         if a["state"] == codes.RUNNING and a["arena"] >= 0:
@@ -304,7 +306,7 @@ def _check_instances(s: State) -> None:
             ahead = a["issued"] - a["done"]
             most = s.core["max_in_flight"][0]
             require(ahead <= max(most, 1) + (most == 1), "an instance runs too far ahead", instance)
-            standing = a["active_at"] >= 0 and a["back"] and s.core["flight"][0] > 0  # for a short job
+            standing = a["active_at"] >= 0 and a["yields"] and s.core["flight"][0] > 0  # for a short job
             later = s.core["one_by_one"][0] and s.core["changed"][0]  # the host comes to it after other launches
             forgotten = not (ahead > 0 or a["ready_at"] >= 0 or standing or ((absent or later) and a["active_at"] >= 0))
             require(not forgotten, "an instance with work is neither waiting nor active", instance)

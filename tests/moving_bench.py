@@ -44,9 +44,9 @@ class MovingBench(Bench):
         for each in models:
             row, _ = install(s, each)
             s.weights["word"][row] = self.words[row].ctypes.data
-            s.weights["stage"][row], s.weights["keep"][row] = codes.OUT, self.keep[row]
-            if self.keep[row] == codes.STAYS:
-                s.weights["asked"][row] = s.residency["look"][0] = 1
+            s.weights["location"][row], s.weights["keep"][row] = codes.OFF_GPU, self.keep[row]
+            if self.keep[row] == codes.PINNED:
+                s.weights["prefetch"][row] = s.residency["pending"][0] = 1
             open_model(s, row)
         attach_moves(s)
         s.residency["managed"] = 1
@@ -70,15 +70,15 @@ class MovingBench(Bench):
             self.head += 1
             if cell["kind"] == codes.EVICT:
                 assert not self.uses(m), "weights were taken from under what runs"
-                assert self.keep[m] != codes.STAYS
+                assert self.keep[m] != codes.PINNED
                 if m in self.stuck:
-                    s.moved[m, 0], unfreed = codes.BROKEN, True
+                    s.moved[m, 0], unfreed = codes.MOVE_FAILED, True
                     continue
                 del self.on_gpu[m]
                 self.evicted.append(m)
-                s.moved[m, 0] = codes.GONE
+                s.moved[m, 0] = codes.EVICTED
             elif m in self.broken or unfreed:
-                s.moved[m, 0] = codes.BROKEN
+                s.moved[m, 0] = codes.MOVE_FAILED
             else:
                 assert m not in self.on_gpu
                 self.on_gpu[m] = 0
@@ -98,16 +98,16 @@ class MovingBench(Bench):
     def ask(self, m: int, **flags: int) -> None:
         for name, value in flags.items():
             self.state.weights[name][m] = value
-        self.state.residency["look"][0] = 1
+        self.state.residency["pending"][0] = 1
 
-    def stage(self, m: int) -> int:
-        return int(self.state.weights["stage"][m])
+    def location(self, m: int) -> int:
+        return int(self.state.weights["location"][m])
 
     def settle(self, limit: int = 3000) -> None:
         """Runs until nothing waits, runs or moves."""
         for _ in range(limit):
-            moving = self.state.residency["coming"][0] + self.state.residency["leaving"][0]
-            if not self.rows and not self.running and not moving and not self.state.residency["look"][0]:
+            moving = self.state.residency["loading"][0] + self.state.residency["evicting"][0]
+            if not self.rows and not self.running and not moving and not self.state.residency["pending"][0]:
                 return
             while self.unready:
                 self.write()

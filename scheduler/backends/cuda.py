@@ -59,7 +59,7 @@ from paellapy.scheduler.backends.cuda_timing import CudaTrace, Gate, node_times_
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import call_write, load_at, store_at
 from paellapy.scheduler.core.codes import FAIL_MODE
-from paellapy.scheduler.core.instances import Copier, reading_matters
+from paellapy.scheduler.core.instances import Copier, awaits_reads
 from paellapy.scheduler.core.rings import Bell, arm
 from paellapy.scheduler.core.state import State, read_clock
 from paellapy.scheduler.core.step import run, wake_producers
@@ -99,7 +99,7 @@ def serve(
             return INTERRUPTED
         if core.mode == FAIL_MODE and core.error != 0 and not reported:
             return BROKEN
-        arm(armed.ctypes.data, reading_matters(s))
+        arm(armed.ctypes.data, awaits_reads(s))
         happened = call_with(s.call[0].step, s, read_clock(s, scratch))
         wake_producers(s, scratch)
         # A live request may expire, so the loop sleeps only if there is none.

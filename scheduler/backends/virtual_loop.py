@@ -30,7 +30,7 @@ from paellapy.scheduler.backends.base import RETRY_S, broken_loop
 from paellapy.scheduler.backends.virtual_launches import PieceTracer, VirtualLaunches
 from paellapy.scheduler.core.atomics import call_back, call_ppoll, call_run, call_write, load_at, store_at, usable_cpus
 from paellapy.scheduler.core.codes import NEVER, WHOLE
-from paellapy.scheduler.core.instances import reading_matters
+from paellapy.scheduler.core.instances import awaits_reads
 from paellapy.scheduler.core.rings import Bell, arm
 from paellapy.scheduler.core.state import State, read_clock
 from paellapy.scheduler.core.step import wake_producers
@@ -143,7 +143,7 @@ def next_due(s: State, sm: SmState, w: Loop) -> float:
     """When there is something to do even without a message."""
     core, loop = s.core[0], w.loop[0]
     call_run(loop.run, sm, -INF, 0)  # finds the next event, and changes nothing
-    soonest = min(sm.gpu[0].next_ns + loop.offset_ns, core.room_at_ns, float(NEVER))
+    soonest = min(sm.gpu[0].next_ns + loop.offset_ns, core.wake_at_ns, float(NEVER))
     if core.due > 0:
         soonest = min(soonest, float(s.request[s.due[0]].deadline_ns))
     return float(soonest)
@@ -203,7 +203,7 @@ def serve(s: State, sm: SmState, w: Loop) -> None:
         if soonest - now < SPIN_NS or now - last < loop.linger_ns:
             continue
         if not armed:
-            arm(bell, reading_matters(s))
+            arm(bell, awaits_reads(s))
             armed = True
             continue
         sleep(w, soonest, now)

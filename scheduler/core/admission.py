@@ -1,14 +1,14 @@
-"""Admission: a request is let in if the core predicts that it is in time, and if its model's allowance has room.
+"""Admission: a request is admitted if it is predicted to be in time and its model has not reached its admission limit.
 
 This is the only implementation: for a server (`paellapy.serving.admission`), for simulated time, and for the load
-generator of the benchmarks. The number of a model's requests in flight follows their latencies by additive increase and
-multiplicative decrease, like a TCP congestion window, and aims at half of the time limit.
+generator of the benchmarks. A model's *admission limit* is the number of its requests in flight. It follows their
+latencies by additive increase and multiplicative decrease, like a TCP congestion window, and aims at half of the time
+limit.
 
-Both this number and predictions may use only a part of the time limit: the margin. It shrinks with every admitted
-request that is late, and grows with requests in time, so that about one in two hundred is late; 99 % are then in time
-even where latencies vary. The margin starts low, because predictions do not know the requests that follow and a flood
-starts on an idle GPU. It grows fast until the first late request. Late requests before any request was in time do not
-count: a model may be slow while it is cold.
+The admission limit and predictions use only a part of the time limit: the margin. The margin shrinks with every
+admitted request that is late and grows with requests in time, so that about one request in two hundred is late. It
+starts low, because predictions do not know the requests that follow, and a flood starts on an idle GPU. It grows fast
+until the first late request. Late requests do not count until one was in time: a model may be slow while it is cold.
 """
 
 from __future__ import annotations
@@ -29,9 +29,6 @@ from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.tables import Table
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.core.weights import ready_ns
-
-# Predicts when a new request would be done, from the core's tables: the basis of admission control.
-
 
 _RESERVED_MASK, _RESERVED_SHIFT = np.uint64(codes.RESERVED_MASK), np.uint64(codes.RESERVED_SHIFT)
 
@@ -137,9 +134,9 @@ def predict_finish(
     return Predictor(state).finish(state, model, now, priority, deadline_ns)
 
 
-LET_IN, NO_ROOM, TOO_LATE = range(3)
+ADMITTED, AT_LIMIT, TOO_LATE = range(3)
 
-ASKED = np.dtype(  # a request that asks to be let in, with its prediction
+ADMISSION_REQUEST = np.dtype(  # a request that asks for admission, with its prediction
     [
         ("model", "i8"),  # row
         ("priority", "i8"),
@@ -148,11 +145,11 @@ ASKED = np.dtype(  # a request that asks to be let in, with its prediction
         ("deadline_ns", "i8"),
         ("limit_ns", "f8"),  # time limit
         ("predicted_ns", "f8"),  # predicted time
-        ("reach_ns", "f8"),  # longest predicted time that is let in
+        ("longest_admitted_ns", "f8"),  # longest predicted time that is admitted
     ],
     align=True,
 )
-ALLOWANCE = np.dtype(  # [model]
+ADMISSION_LIMIT = np.dtype(  # [model]
     [
         ("size", "f8"),  # number of requests that may be in flight
         ("in_flight", "i8"),
@@ -172,9 +169,9 @@ ALLOWANCE = np.dtype(  # [model]
 )
 
 
-def new_allowances(slots: Iterable[int], tuning: Tuning) -> Table:
-    """Allowances for models with these batch sizes."""
-    found = np.zeros(len(sizes := list(slots)), ALLOWANCE)
+def new_limits(slots: Iterable[int], tuning: Tuning) -> Table:
+    """The first admission limits of models with these batch sizes."""
+    found = np.zeros(len(sizes := list(slots)), ADMISSION_LIMIT)
     found["size"] = 2.0 * np.array(sizes)
     found["shortest_ns"], found["margin"] = np.inf, tuning.first_margin
     return found
@@ -185,96 +182,100 @@ def new_allowances(slots: Iterable[int], tuning: Tuning) -> Table:
 
 
 @part
-def reach_ns(allowance: Any, m: int, limit: float, alone: float, live: int, now: int, tuning: Any) -> float:
+def longest_admitted_ns(limits: Any, m: int, limit_ns: float, alone: float, live: int, now: int, tuning: Any) -> float:
     """Longest predicted latency still admitted, given the time on an idle GPU and the live requests.
 
-    Never less than the time on an idle GPU, if that is within the limit: an idle GPU always serves.
+    Never less than the time on an idle GPU, if that is within the time limit: an idle GPU always serves.
     """
-    w = allowance[m]
-    shortest = min(w.shortest_ns if w.shortest_ns < np.inf else alone, limit)
-    if w.margin_ns == 0:  # from now on the margin grows, even if no request is let in
-        w.margin_ns = max(now, 1)
-    margin = min(1.0, w.margin + max(0.0, now - w.margin_ns - tuning.quiet_ns) / tuning.margin_back_ns)
-    if w.lowered_ns == 0 and (w.in_flight == 0 or live <= tuning.few_requests):
+    limit = limits[m]
+    shortest = min(limit.shortest_ns if limit.shortest_ns < np.inf else alone, limit_ns)
+    if limit.margin_ns == 0:  # from now on the margin grows, even if no request is admitted
+        limit.margin_ns = max(now, 1)
+    margin = min(1.0, limit.margin + max(0.0, now - limit.margin_ns - tuning.quiet_ns) / tuning.margin_back_ns)
+    if limit.lowered_ns == 0 and (limit.in_flight == 0 or live <= tuning.few_requests):
         margin = max(margin, tuning.few_margin)
-    return float(max(shortest + margin * (limit - shortest), min(alone, limit)))
+    return float(max(shortest + margin * (limit_ns - shortest), min(alone, limit_ns)))
 
 
 @part
-def room(allowance: Any, m: int, limit: float, tuning: Any) -> float:
+def most_in_flight(limits: Any, m: int, limit_ns: float, tuning: Any) -> float:
     """How many of the model's requests with this time limit may be in flight.
 
-    A stall of the machine reduces the allowance by its latencies. So at least as many requests are let in as complete,
-    at the recent rate, within the margin's part of the limit.
+    A stall of the machine lowers the admission limit. So at least as many requests are admitted as complete, at the
+    recent rate, within the margin's part of the time limit.
     """
-    w = allowance[m]
-    return float(max(w.size, w.margin * w.rate * limit))
+    limit = limits[m]
+    return float(max(limit.size, limit.margin * limit.rate * limit_ns))
 
 
 @part
-def note_latency(allowance: Any, m: int, entered: int, now: int, limit: float, number: int, tuning: Any) -> None:
-    """Adjusts the allowance after a request, one of `number` in flight, is done or its deadline has passed."""
-    w = allowance[m]
+def note_latency(limits: Any, m: int, entered: int, now: int, limit_ns: float, number: int, tuning: Any) -> None:
+    """Adjusts the admission limit after a request, one of `number` in flight, is done or its deadline has passed."""
+    limit = limits[m]
     took = float(now - entered)
-    w.counted += 1
-    w.counted_ns += max(0, now - max(w.done_ns, entered))
-    w.done_ns = max(now, w.done_ns)
-    if w.rate > 0.0 and w.counted_ns >= tuning.rate_ns and w.counted >= tuning.few_requests:
-        rate = w.counted / w.counted_ns
-        if rate > w.rate:  # the highest rate counts, so that a stall does not lower it
-            w.rate = rate
-        elif took > tuning.late_share * limit:  # otherwise the rate reflects the demand, not the capacity
-            w.rate += tuning.rate_back * (rate - w.rate)
-        w.counted = w.counted_ns = 0
-    if took <= limit:
-        w.shortest_ns = min(w.shortest_ns, took)
-    known = w.shortest_ns < np.inf
-    if known and limit < w.shortest_ns:  # no request has been this fast: the outcome carries no information
+    limit.counted += 1
+    limit.counted_ns += max(0, now - max(limit.done_ns, entered))
+    limit.done_ns = max(now, limit.done_ns)
+    if limit.rate > 0.0 and limit.counted_ns >= tuning.rate_ns and limit.counted >= tuning.few_requests:
+        rate = limit.counted / limit.counted_ns
+        if rate > limit.rate:  # the highest rate counts, so that a stall does not lower it
+            limit.rate = rate
+        elif took > tuning.late_share * limit_ns:  # otherwise the rate reflects the demand, not the capacity
+            limit.rate += tuning.rate_back * (rate - limit.rate)
+        limit.counted = limit.counted_ns = 0
+    if took <= limit_ns:
+        limit.shortest_ns = min(limit.shortest_ns, took)
+    known = limit.shortest_ns < np.inf
+    if known and limit_ns < limit.shortest_ns:  # no request has been this fast: the outcome carries no information
         return
-    since = w.margin_ns if w.margin_ns > 0 else now
-    margin = min(1.0, w.margin + max(0.0, now - since - tuning.quiet_ns) / tuning.margin_back_ns)
-    if not known or limit >= tuning.room_factor * w.shortest_ns:
-        if took <= limit:
-            margin = min(1.0, margin * (1.0 + (tuning.more_margin if w.lowered_ns > 0 else tuning.first_more_margin)))
+    since = limit.margin_ns if limit.margin_ns > 0 else now
+    margin = min(1.0, limit.margin + max(0.0, now - since - tuning.quiet_ns) / tuning.margin_back_ns)
+    if not known or limit_ns >= tuning.room_factor * limit.shortest_ns:
+        if took <= limit_ns:
+            margin = min(
+                1.0, margin * (1.0 + (tuning.more_margin if limit.lowered_ns > 0 else tuning.first_more_margin))
+            )
         else:
-            if known and entered >= w.lowered_ns:  # a request that entered earlier belongs to the same series
-                w.lowered_ns, w.floor = now, tuning.stall_share * margin
-            margin = max(tuning.least_margin, w.floor, margin * (1.0 - tuning.less_margin))
-    w.margin, w.margin_ns = margin, now
-    shortest = min(w.shortest_ns, limit)
-    if took > shortest + tuning.late_share * margin * (limit - shortest):
-        if entered >= w.since_ns:  # likewise
-            w.size, w.since_ns = max(1.0, w.size * tuning.limit_decrease), now
-    elif number * 2 >= w.size:  # only a well-used allowance shows whether it could be larger
-        w.size = min(tuning.largest_limit, w.size + 1.0 / w.size)
+            if known and entered >= limit.lowered_ns:  # a request that entered earlier belongs to the same series
+                limit.lowered_ns, limit.floor = now, tuning.stall_share * margin
+            margin = max(tuning.least_margin, limit.floor, margin * (1.0 - tuning.less_margin))
+    limit.margin, limit.margin_ns = margin, now
+    shortest = min(limit.shortest_ns, limit_ns)
+    if took > shortest + tuning.late_share * margin * (limit_ns - shortest):
+        if entered >= limit.since_ns:  # likewise
+            limit.size, limit.since_ns = max(1.0, limit.size * tuning.limit_decrease), now
+    elif number * 2 >= limit.size:  # only a limit that is nearly reached shows whether it could be higher
+        limit.size = min(tuning.largest_limit, limit.size + 1.0 / limit.size)
 
 
 @part
-def lets_in(s: State, allowance: Table, m: int, asked: Any) -> int:
-    """Lets a request in if row m of the allowances has room and the prediction is in time; returns the verdict."""
-    if allowance[m].in_flight >= room(allowance, m, asked.limit_ns, s.tuning[0]):
-        return NO_ROOM
+def try_admit(s: State, limits: Table, m: int, asked: Any) -> int:
+    """Admits a request if its model is below its admission limit and the prediction is in time: ADMITTED … TOO_LATE."""
+    if limits[m].in_flight >= most_in_flight(limits, m, asked.limit_ns, s.tuning[0]):
+        return AT_LIMIT
     row, now = asked.model, asked.now_ns
-    asked.reach_ns = reach_ns(allowance, m, asked.limit_ns, s.size[row, 0].total_ns, s.core[0].live, now, s.tuning[0])
+    asked.longest_admitted_ns = longest_admitted_ns(
+        limits, m, asked.limit_ns, s.size[row, 0].total_ns, s.core[0].live, now, s.tuning[0]
+    )
     asked.predicted_ns = predict(s, row, asked.priority, asked.deadline_ns, now) - asked.entered_ns
-    if asked.predicted_ns > asked.reach_ns:
+    if asked.predicted_ns > asked.longest_admitted_ns:
         return TOO_LATE
-    allowance[m].in_flight += 1
-    return LET_IN
+    limits[m].in_flight += 1
+    return ADMITTED
 
 
 @compiled
-def ask(s: State, allowance: Table, asked: Table) -> int:
-    """`lets_in` for a server: one model's allowance, one request. `s` needs its own scratch (`predict.reader`)."""
-    return int(lets_in(s, allowance, 0, asked[0]))
+def admit_one(s: State, limits: Table, asked: Table) -> int:
+    """`try_admit` for a server: one model's limits, one request. `s` needs its own scratch (`reader`)."""
+    return int(try_admit(s, limits, 0, asked[0]))
 
 
 @part
-def leaves(s: State, allowance: Table, m: int, entered: int, finish: int, limit: float, status: int) -> None:
-    """Ends an admitted request. A cancelled or failed request does not change the allowance."""
+def end_admitted(s: State, limits: Table, m: int, entered: int, finish: int, limit_ns: float, status: int) -> None:
+    """Ends an admitted request. A cancelled or failed request does not change the admission limit."""
     if status == codes.OK:
-        note_latency(allowance, m, entered, finish, limit, allowance[m].in_flight, s.tuning[0])
+        note_latency(limits, m, entered, finish, limit_ns, limits[m].in_flight, s.tuning[0])
     elif status == codes.EXPIRED:  # ended at its deadline, so it counts as late
-        after = max(finish, entered + int(limit) + 1)
-        note_latency(allowance, m, entered, after, limit, allowance[m].in_flight, s.tuning[0])
-    allowance[m].in_flight -= 1
+        after = max(finish, entered + int(limit_ns) + 1)
+        note_latency(limits, m, entered, after, limit_ns, limits[m].in_flight, s.tuning[0])
+    limits[m].in_flight -= 1

@@ -13,30 +13,30 @@ import numpy as np
 from paellapy.instrument.gpu_model.heaps import heap_pop, heap_push
 from paellapy.instrument.numba_ext.link import call_with, part
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.concurrency import choose_who_stands_back, find_shortest, gives_way, has_room, stands_back
+from paellapy.scheduler.core.concurrency import choose_yielding, has_room, may_yield_to, must_yield, shortest_active
 from paellapy.scheduler.core.instances import (
     close_instance,
     deactivate,
     make_ready,
+    mark_instance_dirty,
+    mark_model_dirty,
+    reconcile,
+    set_arena_holder,
     set_running,
-    settle,
-    take_arena,
-    touch,
     unready,
 )
-from paellapy.scheduler.core.instances import mark_model_dirty as ask
-from paellapy.scheduler.core.launch import feed, host_has_work, may_launch, measure, one_by_one
+from paellapy.scheduler.core.launch import host_has_work, launch_segments, may_launch, one_by_one, update_gpu_facts
 from paellapy.scheduler.core.requests import fill_instance_job, rank_instance
 from paellapy.scheduler.core.shares import over_limit
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.core.throttle import lets_go, look_at_top, note_refused, takes_anything
+from paellapy.scheduler.core.throttle import admits, may_skip_admit, note_refused, update_top_priority
 
 _ZERO = np.uint64(0)
 AGAIN = -2
 
 
 @part
-def refresh(s: State, n: int, now: int) -> None:
+def refresh_ranks(s: State, n: int, now: int) -> None:
     """Ranks the heap's top and n other instances afresh, so that a rank that depends on the time does not get old."""
     core = s.core[0]
     if core.timeless:
@@ -65,8 +65,8 @@ def activate(s: State, instance: int) -> bool:
     core.decisions += 1
     if inst.state == codes.FILLING:
         complete = close_instance(s, instance)
-        take_arena(s, instance, instance)
-        ask(s, inst.model)
+        set_arena_holder(s, instance, instance)
+        mark_model_dirty(s, inst.model)
         if s.residency[0].managed > 0:
             s.weights[inst.model].served += 1
         if not complete:
@@ -75,14 +75,14 @@ def activate(s: State, instance: int) -> bool:
     s.active[core.active] = instance
     inst.active_at = core.active
     core.active += 1
-    inst.back = 0
+    inst.yields = 0
     inst.demand = s.size[inst.model, inst.size].demand
     core.demand += inst.demand
     return True
 
 
 @part
-def worst(s: State, now: int) -> int:
+def worst_active(s: State, now: int) -> int:
     """The active instance of the highest last known rank, among instances with segments left to launch."""
     core = s.core[0]
     found = codes.NONE
@@ -102,12 +102,12 @@ def admitted(s: State, instance: int, now: int) -> bool:
     if over_limit(s, instance, now):
         return False
     others = s.core[0].active - (1 if s.instance[instance].active_at >= 0 else 0)
-    if s.call[0].admit == _ZERO or takes_anything(s, others):
+    if s.call[0].admit == _ZERO or may_skip_admit(s, others):
         return True
-    measure(s)
-    look_at_top(s)
+    update_gpu_facts(s)
+    update_top_priority(s)
     fill_instance_job(s, instance, now)
-    if lets_go(s, now):
+    if admits(s, now):
         return True
     note_refused(s, instance)
     return False
@@ -121,7 +121,7 @@ def best_admitted(s: State, instance: int, full: bool, most: float, now: int) ->
     if admitted(s, instance, now):
         return instance
     # The children of a refused instance in the heap come next, so each instance that is read is also asked.
-    n = push_behind(s, 0, 0)
+    n = push_children(s, 0, 0)
     while n > 0:
         at = s.next_at[0]
         instance = int(s.ready[at])
@@ -130,12 +130,12 @@ def best_admitted(s: State, instance: int, full: bool, most: float, now: int) ->
         if (full or s.core[0].active == 0 or has_room(s, instance)) and admitted(s, instance, now):
             return instance
         heap_pop(s.next_rank, s.next_at, 0, n)
-        n = push_behind(s, at, n - 1)
+        n = push_children(s, at, n - 1)
     return codes.NONE
 
 
 @part
-def push_behind(s: State, at: int, n: int) -> int:
+def push_children(s: State, at: int, n: int) -> int:
     """Adds the children of a place in the heap of waiting instances to the scratch heap of n places; returns its new
     size.
     """
@@ -146,29 +146,29 @@ def push_behind(s: State, at: int, n: int) -> int:
 
 
 @part
-def settle_all(s: State, now: int) -> None:
+def reconcile_all(s: State, now: int) -> None:
     """Puts instances that have changed, and requests that were kept out of instances and now may enter, into the heap.
     """
-    settle(s, now)
+    reconcile(s, now)
     if s.core[0].barred > 0:
         call_with(s.call[0].look_at_barred, s, now)
-        settle(s, now)
+        reconcile(s, now)
 
 
 @part
-def next_turn(s: State, n: int, swaps: int, now: int) -> int:
+def next_instance(s: State, n: int, swaps: int, now: int) -> int:
     """The instance whose turn comes next, with a place made for it in the active set; NONE if no change is needed;
     AGAIN if requests of other clients may take the instances of refused ones.
     """
     core = s.core[0]
-    settle_all(s, now)
+    reconcile_all(s, now)
     if core.ready == 0:
         return codes.NONE
     full = core.active >= core.max_active
     # Programs launched in one piece cannot be held back any more.
     if full and (core.whole_always or core.preemptions >= swaps):
         return codes.NONE
-    refresh(s, n, now)
+    refresh_ranks(s, n, now)
     instance = int(s.ready[0])
     if not full and core.active > 0:
         full = not has_room(s, instance)
@@ -177,7 +177,7 @@ def next_turn(s: State, n: int, swaps: int, now: int) -> int:
     other = codes.NONE
     most = np.inf
     if full:
-        other = worst(s, now)
+        other = worst_active(s, now)
         if other < 0 or s.instance[instance].rank >= s.instance[other].rank:
             return codes.NONE
         most = s.instance[other].rank
@@ -188,13 +188,13 @@ def next_turn(s: State, n: int, swaps: int, now: int) -> int:
         return codes.NONE
     if other >= 0:
         deactivate(s, other)
-        touch(s, other)
+        mark_instance_dirty(s, other)
         core.preemptions += 1
     return instance
 
 
 @part
-def goes_on(s: State, instance: int, now: int) -> bool:
+def stays_active(s: State, instance: int, now: int) -> bool:
     """Whether an active instance stays: a policy with `admit`, or a limit, may stop it between segments."""
     inst = s.instance[instance]
     asked = s.call[0].admit != _ZERO or s.core[0].limited > 0
@@ -213,7 +213,7 @@ def best_active(s: State, most: float, now: int) -> int:
     found = codes.NONE
     for k in range(core.active):
         instance = s.active[k]
-        if may_launch(s, instance) and not stands_back(s, instance):
+        if may_launch(s, instance) and not must_yield(s, instance):
             if not core.timeless:
                 s.instance[instance].rank = rank_instance(s, instance, now)
             if s.instance[instance].rank <= most and (found < 0 or s.instance[instance].rank < s.instance[found].rank):
@@ -222,12 +222,12 @@ def best_active(s: State, most: float, now: int) -> int:
 
 
 @part
-def goes_before_new(s: State, n: int, now: int) -> int:
+def best_before_new(s: State, n: int, now: int) -> int:
     """The best active instance, if no waiting instance ranks better; else NONE."""
-    settle_all(s, now)
+    reconcile_all(s, now)
     if s.core[0].ready == 0:
         return best_active(s, np.inf, now)
-    refresh(s, n, now)
+    refresh_ranks(s, n, now)
     return best_active(s, s.instance[s.ready[0]].rank, now)
 
 
@@ -243,41 +243,41 @@ def choose(s: State, now: int) -> bool:
     swaps = core.preemptions + core.max_active
     stops = core.max_active
     k = codes.NONE
-    core.ask_at_ns = np.inf
+    core.admit_at_ns = np.inf
     core.rounds += 1
-    if one_by_one(s):  # a round may end before it comes to the instances that stand back
-        choose_who_stands_back(s)
+    if one_by_one(s):  # a round may end before it comes to the instances that yield
+        choose_yielding(s)
     while k < core.active:
         instance = codes.NONE
         if host_has_work(s):
             core.changed = 1
             return True
         if one_by_one(s):
-            instance = goes_before_new(s, n, now) if k < 0 else best_active(s, np.inf, now)
+            instance = best_before_new(s, n, now) if k < 0 else best_active(s, np.inf, now)
         # First new instances, each fed at once, so that the next one is judged by the remaining room.
         if instance < 0 and k < 0:
-            instance = next_turn(s, n, swaps, now)
+            instance = next_instance(s, n, swaps, now)
             if instance == AGAIN:
                 continue
             if instance < 0:
                 k = 0
-                choose_who_stands_back(s)
+                choose_yielding(s)
                 continue
             n = 0
-            if not activate(s, instance) or gives_way(s, instance, find_shortest(s)):
+            if not activate(s, instance) or may_yield_to(s, instance, shortest_active(s)):
                 continue
         else:
             instance = s.active[k] if instance < 0 else instance
-            if not goes_on(s, instance, now):  # another instance may have its turn, or have stood back for it
+            if not stays_active(s, instance, now):  # another instance may have its turn, or have yielded to it
                 stops -= 1
                 k = codes.NONE if stops >= 0 else 0
-                choose_who_stands_back(s)
+                choose_yielding(s)
                 continue
             k += 1
-            if stands_back(s, instance):
+            if must_yield(s, instance):
                 continue
-        if not feed(s, instance, now):
+        if not launch_segments(s, instance, now):
             return False
     core.changed = 0
-    core.room_at_ns = min(core.room_at_ns, core.ask_at_ns)
+    core.wake_at_ns = min(core.wake_at_ns, core.admit_at_ns)
     return True

@@ -55,10 +55,10 @@ LATER, WANTED, GIVEN_UP = range(3)
 
 # weights.stage. OUT: on the host or on disk. COMING: arriving chunk by chunk, in the order in which programs need them.
 # HERE: on the GPU. LEAVING: no instance uses them, and their memory is about to be reused.
-OUT, COMING, HERE, LEAVING = range(4)
-AUTO, STAYS, GOES = range(3)  # weights.keep: on demand; always on the GPU; only while requests wait or run
-BRING, EVICT = range(2)  # move.kind
-GONE, BROKEN = 1, 2  # State.moved, by the mover: an order to evict was carried out; an order failed
+OFF_GPU, LOADING, RESIDENT, EVICTING = range(4)
+AUTO, PINNED, TRANSIENT = range(3)  # weights.keep: on demand; always on the GPU; only while requests wait or run
+LOAD, EVICT = range(2)  # move.kind
+EVICTED, MOVE_FAILED = 1, 2  # State.moved, by the mover: an order to evict was carried out; an order failed
 MOVE_TAIL, MOVE_HEAD = range(2)  # State.move_ring
 
 # State.copy_ring: rows as in State.ring; the bell is set while the copier sleeps

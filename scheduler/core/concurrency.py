@@ -1,14 +1,14 @@
-"""How many jobs share the GPU, and which jobs stand back where sharing would slow a short job.
+"""How many jobs share the GPU, which long jobs yield to a short one, SM partitions, and gates of other processes.
 
 Jobs share the GPU until their total demand reaches `demand_limit` GPUs: a burst ends soonest for most jobs if few share
-the GPU. A persistent queue is different: then total throughput matters more than the speed of each job, and throughput
-still grows with the number of jobs, as long as each leaves most of the GPU idle. On the H200, 6, 12 and 24 small jobs
-at once reached 0.72, 0.94 and 1.01 of the throughput of 48. So the limit grows while a queue persists, for jobs of the
-largest batch size: a batch that is not full gains more by waiting.
+the GPU. While a queue persists, total throughput matters more, and it grows with the number of jobs as long as each
+leaves most of the GPU idle. On the H200, 6, 12 and 24 small jobs at once reached 0.72, 0.94 and 1.01 of the throughput
+of 48. So the limit grows with a persistent queue, for jobs of the largest batch size: a batch that is not full gains
+more by waiting.
 
-In such a crowd a short job would be as slow as without a scheduler. So jobs that take several times as long, and rank
-behind it, stand back between their segments, the worst rank first, down to the limit without a queue. The exception is
-a load with a short job most of the time: holding back the others all the time would only cost throughput.
+On an oversubscribed GPU a short job would be as slow as without a scheduler. So jobs that take several times as long
+and rank behind it yield between their segments, the worst rank first, until the others fit the limit that holds without
+a queue. If a short job is there most of the time, no job yields: it would only cost throughput.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from paellapy.instrument.numba_ext.link import part
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import store_at
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.core.weights import all_here
+from paellapy.scheduler.core.weights import weights_resident
 
-# SM partitions in the core: where many jobs share the GPU, each launch is confined to some of its SMs.
+# --- SM partitions: where many jobs share the GPU, each launch is confined to some of its SMs
 #
 # Kernels of small batches leave most of the GPU idle and still slow each other, less so on different SMs. Confined to
 # partitions, they meet fewer others. Partitions overlap, an instance has several to choose from, and every launch goes
-# to the emptiest one: with fixed partitions, jobs would wait for each other in some while there is room in others.
+# to the emptiest one: with one fixed partition each, jobs would wait for each other while other partitions are empty.
 # While few jobs share the GPU, each has all of it.
 #
 # A partition has its own streams, and a launch starts sooner on one of these. A job keeps its stream while any of its
@@ -38,7 +38,7 @@ _ZERO = np.uint64(0)
 
 
 @part
-def fill_partition(s: State, partition: int, change: int) -> None:
+def count_in_partition(s: State, partition: int, change: int) -> None:
     """Adds or removes a job in a partition, and so in the partitions that share SMs with it."""
     for other in range(s.core[0].partitions):
         s.partition_load[other] += change * s.overlap[partition, other]
@@ -48,7 +48,7 @@ def fill_partition(s: State, partition: int, change: int) -> None:
 def leave_partition(s: State, instance: int) -> None:
     inst = s.instance[instance]
     if inst.partition >= 0:
-        fill_partition(s, inst.partition, -1)
+        count_in_partition(s, inst.partition, -1)
         inst.partition = codes.NONE
 
 
@@ -91,17 +91,17 @@ def choose_handle(s: State, instance: int, segment: int, wide: Any, sms: float) 
     if handle == _ZERO:
         return wide
     inst.partition = s.instance_partition[instance, best]
-    fill_partition(s, inst.partition, 1)
+    count_in_partition(s, inst.partition, 1)
     core.confined_launches += 1
     return handle
 
 
 @part
-def watch_queue(s: State, now: int) -> None:
-    """Averages the number of waiting jobs, and how often instances stood back, over about `queue_memory_ns`."""
+def average_queue(s: State, now: int) -> None:
+    """Averages the number of waiting jobs, and how often instances yielded, over about `queue_memory_ns`."""
     part = min(1.0, (now - s.core[0].last_ns) / s.tuning[0].queue_memory_ns)
     s.core[0].waiting_jobs += part * (s.core[0].ready + s.core[0].queued_jobs - s.core[0].waiting_jobs)
-    s.core[0].short_often += part * ((1.0 if s.core[0].standing_back > 0 else 0.0) - s.core[0].short_often)
+    s.core[0].yielding_share += part * ((1.0 if s.core[0].yielding > 0 else 0.0) - s.core[0].yielding_share)
 
 
 @part
@@ -122,12 +122,12 @@ def has_room(s: State, instance: int) -> bool:
 
 
 @part
-def is_crowded(s: State) -> bool:
-    return bool(s.core[0].demand > s.tuning[0].crowd_factor * s.core[0].demand_limit)
+def is_oversubscribed(s: State) -> bool:
+    return bool(s.core[0].demand > s.tuning[0].oversubscribed_factor * s.core[0].demand_limit)
 
 
 @part
-def is_quiet(s: State, instance: int) -> bool:
+def is_uncontended(s: State, instance: int) -> bool:
     """Whether an instance is alone on the GPU; or short, and one of the few that have all SMs before further jobs go to
     partitions. Such an instance is launched in one piece: every segment costs time, and no waiting job would gain by
     holding it back.
@@ -143,24 +143,28 @@ def is_quiet(s: State, instance: int) -> bool:
 
 
 @part
-def in_one_piece(s: State, instance: int) -> bool:
+def may_launch_whole(s: State, instance: int) -> bool:
     """Whether a queue persists and the job is short. Then jobs take turns anyway, and each segment costs the GPU a node
-    and the host a launch. Not in a crowd that may have to stand back.
+    and the host a launch. Not on an oversubscribed GPU, where jobs may have to yield.
     """
     if (
         s.core[0].waiting_jobs < s.tuning[0].steady_queue_jobs
         or s.instance[instance].segments > s.tuning[0].short_job_segments
     ):
         return False
-    return bool(s.core[0].short_often >= s.tuning[0].often_share or not is_crowded(s))
+    return bool(s.core[0].yielding_share >= s.tuning[0].most_yielding_share or not is_oversubscribed(s))
 
 
 @part
 def max_in_flight(s: State) -> int:
-    """Segments of one job on the GPU at a time: one in a crowd, where there is always other work and launched segments
-    cannot stand back. Where no job stands back, one would only make the host launch the next segment late.
+    """Segments of one job on the GPU at a time: one on an oversubscribed GPU, where there is always other work and
+    launched segments cannot yield. Where no job yields, one would only make the host launch the next segment late.
     """
-    return 1 if is_crowded(s) and s.core[0].short_often < s.tuning[0].often_share else int(s.core[0].max_in_flight)
+    return (
+        1
+        if is_oversubscribed(s) and s.core[0].yielding_share < s.tuning[0].most_yielding_share
+        else int(s.core[0].max_in_flight)
+    )
 
 
 @part
@@ -170,10 +174,10 @@ def length_ns(s: State, instance: int) -> float:
 
 
 @part
-def find_shortest(s: State) -> int:
-    """The shortest active instance of a crowd; NONE if there is no crowd."""
+def shortest_active(s: State) -> int:
+    """The shortest active instance on an oversubscribed GPU; NONE if it is not oversubscribed."""
     found = codes.NONE
-    if is_crowded(s):
+    if is_oversubscribed(s):
         for k in range(s.core[0].active):
             if found < 0 or length_ns(s, s.active[k]) < length_ns(s, found):
                 found = s.active[k]
@@ -181,49 +185,49 @@ def find_shortest(s: State) -> int:
 
 
 @part
-def gives_way(s: State, instance: int, shortest: int) -> bool:
-    """Whether an instance may have to stand back for the shortest."""
+def may_yield_to(s: State, instance: int, shortest: int) -> bool:
+    """Whether an instance may have to yield to the shortest."""
     if shortest < 0 or length_ns(s, instance) < s.tuning[0].much_longer * length_ns(s, shortest):
         return False
     return bool(s.instance[instance].rank > s.instance[shortest].rank)
 
 
 @part
-def choose_who_stands_back(s: State) -> None:
-    """Marks the active instances that launch nothing for now: of the instances that give way to the shortest, all but
-    the best ones that fit under the limit without a queue.
+def choose_yielding(s: State) -> None:
+    """Marks the active instances that launch nothing for now: of the instances that may yield to the shortest, all but
+    the best ones that fit the limit without a queue.
     """
     core = s.core[0]
-    if core.standing_back == 0 and not is_crowded(s):
+    if core.yielding == 0 and not is_oversubscribed(s):
         return
-    shortest = find_shortest(s)
-    core.standing_back = 0
+    shortest = shortest_active(s)
+    core.yielding = 0
     room = core.demand_limit
     for k in range(core.active):
         inst = s.instance[s.active[k]]
-        inst.back = 1 if gives_way(s, s.active[k], shortest) else 0
-        core.standing_back += inst.back
-        if inst.back == 0:
+        inst.yields = 1 if may_yield_to(s, s.active[k], shortest) else 0
+        core.yielding += inst.yields
+        if inst.yields == 0:
             room -= inst.demand
-    while core.standing_back > 0:
+    while core.yielding > 0:
         best = codes.NONE
         for k in range(core.active):
             instance = s.active[k]
-            if s.instance[instance].back > 0 and (best < 0 or s.instance[instance].rank < s.instance[best].rank):
+            if s.instance[instance].yields > 0 and (best < 0 or s.instance[instance].rank < s.instance[best].rank):
                 best = instance
         room -= s.instance[best].demand
         if room < 0.0:
             break
-        s.instance[best].back = 0
-        core.standing_back -= 1
+        s.instance[best].yields = 0
+        core.yielding -= 1
 
 
 @part
-def stands_back(s: State, instance: int) -> bool:
-    return bool(s.instance[instance].back > 0 and s.core[0].short_often < s.tuning[0].often_share)
+def must_yield(s: State, instance: int) -> bool:
+    return bool(s.instance[instance].yields > 0 and s.core[0].yielding_share < s.tuning[0].most_yielding_share)
 
 
-# Gates in the core: launches of other processes wait while there are jobs of higher priority than theirs.
+# --- gates: launches of other processes wait while there are jobs of higher priority than theirs
 #
 # A gate is closed until a certain time, which the core extends while such jobs exist. So the gate opens by itself if
 # the core ends. A job that can launch nothing, because its inputs or its weights are missing, closes gates only for a
@@ -240,7 +244,7 @@ WAITS_NS = 100_000_000
 
 
 @part
-def shut(s: State, k: int, now: int) -> None:
+def keep_closed(s: State, k: int, now: int) -> None:
     """Closes a gate, or keeps it closed."""
     gate = s.gate[k]
     if gate.closed_until_ns < now + LEASE_NS // 2:
@@ -260,7 +264,7 @@ def close_gates(s: State, priority: int, now: int) -> None:
         return
     for k in range(s.gate.shape[0]):
         if s.gate[k].word != _ZERO and priority > s.gate[k].priority:
-            shut(s, k, now)
+            keep_closed(s, k, now)
 
 
 @part
@@ -269,11 +273,11 @@ def closes_gates(s: State, instance: int, now: int) -> bool:
     inst = s.instance[instance]
     if now < inst.latest_ns + WAITS_NS or inst.flight_at >= 0:
         return True
-    return bool(inst.state != codes.READY_WAIT and all_here(s, inst.model))
+    return bool(inst.state != codes.READY_WAIT and weights_resident(s, inst.model))
 
 
 @part
-def watch_gates(s: State, now: int) -> None:
+def update_gates(s: State, now: int) -> None:
     """Closes and opens the gates of other processes."""
     if s.core[0].gates == 0:
         return
@@ -292,7 +296,7 @@ def watch_gates(s: State, now: int) -> None:
         if gate.word == _ZERO:
             continue
         if top > gate.priority:
-            shut(s, k, now)
+            keep_closed(s, k, now)
         elif gate.closed_until_ns != 0:
             gate.closed_ns += now - gate.closed_since_ns
             gate.closed_until_ns = 0

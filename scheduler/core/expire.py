@@ -8,16 +8,22 @@ from paellapy.instrument.numba_ext.link import compiled, part
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import and_at, load_at, or_at, store_at
 from paellapy.scheduler.core.heaps import queue_remove
-from paellapy.scheduler.core.instances import count_queued, look_again, put, touch, wait_for_copy
-from paellapy.scheduler.core.instances import mark_model_dirty as ask
-from paellapy.scheduler.core.requests import complete, undue
+from paellapy.scheduler.core.instances import (
+    count_queued,
+    fill_slot,
+    mark_instance_dirty,
+    mark_model_dirty,
+    recompute_facts,
+    wait_for_copy,
+)
+from paellapy.scheduler.core.requests import complete, drop_deadline
 from paellapy.scheduler.core.rings import address, bit_at, bit_of, producer_of
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.throttle import unbar
 
 
 @part
-def take_out(s: State, row: int, status: int, now: int) -> None:
+def abort(s: State, row: int, status: int, now: int) -> None:
     """Cancels or expires a request in any state."""
     request = s.request[row]
     m = request.model
@@ -26,22 +32,22 @@ def take_out(s: State, row: int, status: int, now: int) -> None:
         queue_remove(s, s.client[request.client], row)
         s.client[request.client].aside -= 1
         s.model[m].aside -= 1
-        ask(s, m)
+        mark_model_dirty(s, m)
     elif request.state == codes.BARRED:
         unbar(s, row)
-        ask(s, m)
+        mark_model_dirty(s, m)
     elif instance < 0:
         if request.state == codes.PASSED:
             s.kept[request.client, m].passed -= 1
         queue_remove(s, s.model[m], row)
         count_queued(s, m, -1)
-        ask(s, m)
+        mark_model_dirty(s, m)
     else:
         wait_for_copy(s, row)
         s.slot[instance, request.slot] = codes.NONE
         s.instance[instance].live -= 1
-        look_again(s, instance)
-        touch(s, instance)
+        recompute_facts(s, instance)
+        mark_instance_dirty(s, instance)
     complete(s, row, status, now)
 
 
@@ -51,11 +57,11 @@ def expire(s: State, now: int) -> None:
     core = s.core[0]
     while True:
         status = codes.EXPIRED
-        if core.leaving > 0:
-            core.leaving -= 1
-            row = s.leaving[core.leaving]
+        if core.cancelled > 0:
+            core.cancelled -= 1
+            row = s.cancelled[core.cancelled]
             status = codes.CANCELLED
-            if s.request[row].leaving == 0:  # it got another answer in the meantime
+            if s.request[row].cancelled == 0:  # it got another answer in the meantime
                 continue
         elif core.due > 0 and s.request[s.due[0]].deadline_ns <= now:
             row = s.due[0]
@@ -68,9 +74,9 @@ def expire(s: State, now: int) -> None:
             and s.instance[instance].state == codes.RUNNING
             and s.instance[instance].issued == s.instance[instance].segments
         ):
-            undue(s, row)  # all of it is on the GPU: it is late, but dropping it would save nothing
+            drop_deadline(s, row)  # all of it is on the GPU: it is late, but dropping it would save nothing
         else:
-            take_out(s, row, status, now)
+            abort(s, row, status, now)
 
 
 # Takes back everything that a dead producer had: requests, slots, holds, rings. Other producers are not affected.
@@ -93,7 +99,7 @@ def reclaim(s: State, producer: int, now: int) -> int:
     n = 0
     for row in range(s.request.shape[0]):
         if s.request[row].producer == producer and s.request[row].state != codes.UNUSED:
-            take_out(s, row, codes.CANCELLED, now)
+            abort(s, row, codes.CANCELLED, now)
             n += 1
     for instance in range(s.instance.shape[0]):
         if s.instance[instance].model < 0 or s.instance[instance].state == codes.FREE:
@@ -103,8 +109,8 @@ def reclaim(s: State, producer: int, now: int) -> int:
             if producer_of(s.instance_word, s.slot_producer, instance, k) != producer:
                 continue
             if s.instance_known[instance, k >> 6] & bit_of(k) == _ZERO:
-                put(s, instance, k, -1)
-                touch(s, instance)
+                fill_slot(s, instance, k, -1)
+                mark_instance_dirty(s, instance)
             or_at(bit_at(s.instance_ready, instance, k), bit_of(k))
             and_at(bit_at(s.instance_hold, instance, k), _ALL ^ bit_of(k))
     for k in range(s.ring.shape[1]):

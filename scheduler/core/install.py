@@ -12,7 +12,7 @@ from paellapy.scheduler.core.profiles import (
     ModelProfile,
     ProfileError,
     SegmentProfile,
-    give_params,
+    set_params,
     usual_demand,
 )
 from paellapy.scheduler.core.residency import KEEP
@@ -71,7 +71,7 @@ def install(state: State, profile: ModelProfile, batch: Sequence[int] = ()) -> t
     row["generation"] += 1
     state.outcome[m] = 0
     state.model["trial_ns"][m] = 0.0
-    give_params(state, m, profile.params)
+    set_params(state, m, profile.params)
     for k, each in enumerate(sizes):
         state.size[m, k] = (each, 0, codes.LATER, 0.0, 0.0)
         if each in profile.sizes:
@@ -124,9 +124,9 @@ def _occupancy(state: State, segment: SegmentProfile) -> float:
 def _install_weights(state: State, model: int, profile: ModelProfile, chunk: int) -> None:
     state.weights[model] = np.zeros((), state.weights.dtype)
     weights = state.weights[model]
-    weights["stage"], weights["chunk_bytes"] = codes.HERE, chunk
+    weights["location"], weights["chunk_bytes"] = codes.RESIDENT, chunk
     if state.residency["managed"][0]:  # until the installer says more, the model has no weights that could leave
-        weights["keep"] = codes.STAYS
+        weights["keep"] = codes.PINNED
         state.segment["chunks"][model] = 0
         return
     weights["bytes"], weights["keep"] = profile.weight_bytes, KEEP[profile.resident]
@@ -142,16 +142,16 @@ def remove(state: State, model: int) -> None:
         raise ProfileError(f"model row {model} is in use: post CLOSE_MODEL and wait for MODEL_CLOSED")
     weights = state.weights[model]
     if state.residency["managed"][0]:
-        if weights["stage"] in (codes.COMING, codes.LEAVING):
+        if weights["location"] in (codes.LOADING, codes.EVICTING):
             raise ProfileError(f"the weights of model row {model} are moving: wait until the move is done")
-        state.residency["held_bytes"][0] -= weights["bytes"] if weights["stage"] == codes.HERE else 0
-        state.residency["look"][0] = 1
+        state.residency["held_bytes"][0] -= weights["bytes"] if weights["location"] == codes.RESIDENT else 0
+        state.residency["pending"][0] = 1
     state.weights[model] = np.zeros((), state.weights.dtype)
     state.instance["model"][state.model_instance[model, : state.model["n_instances"][model]]] = codes.NONE
     state.model["n_instances"][model] = 0
 
 
-def tell(state: State, kind: int, model: int = 0, *, request: int = 0, serial: int = 0, tag: int = 0) -> None:
+def post_message(state: State, kind: int, model: int = 0, *, request: int = 0, serial: int = 0, tag: int = 0) -> None:
     """Posts a message that is not a submission: CANCEL, OPEN_MODEL, CLOSE_MODEL, DRAIN, or FAIL (error code as `tag`).
     """
     message = Message(kind=kind, request=request, serial=serial, tag=tag, model=model)
@@ -160,4 +160,4 @@ def tell(state: State, kind: int, model: int = 0, *, request: int = 0, serial: i
 
 
 def open_model(state: State, model: int) -> None:
-    tell(state, codes.OPEN_MODEL, model)
+    post_message(state, codes.OPEN_MODEL, model)

@@ -1,7 +1,8 @@
 """Instances in the core: opening one to producers, filling its slots, closing it, answering its requests, freeing it.
 
-Changes to an instance or a model are noted (`touch`, `ask`) and handled in one place (`settle`). So each rule is
-written once, and compiled once into the step, which would otherwise be many times as large.
+A changed instance or model is marked dirty (`mark_instance_dirty`, `mark_model_dirty`), and `reconcile` then moves all
+dirty ones to their places. So each rule is written once, and compiled once into the step, which would otherwise be many
+times as large.
 """
 
 from __future__ import annotations
@@ -18,8 +19,18 @@ from paellapy.instrument.numba_ext.link import compiled, part
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import call_write, copy_bytes, load_at, or_at, store_at, usable_cpus
 from paellapy.scheduler.core.heaps import heap_down, heap_remove, heap_up, queue_first, queue_remove
-from paellapy.scheduler.core.requests import complete, post_done, rank_instance
-from paellapy.scheduler.core.rings import ANYTHING, ONE, Bell, address, ask, bit_at, bit_of, reserve, wakes
+from paellapy.scheduler.core.requests import complete, post_completion, rank_instance
+from paellapy.scheduler.core.rings import (
+    ANYTHING,
+    ONE,
+    Bell,
+    address,
+    announce_sleep,
+    bit_at,
+    bit_of,
+    must_ring,
+    reserve,
+)
 from paellapy.scheduler.core.state import State, read_clock
 from paellapy.scheduler.core.tables import Words
 from paellapy.scheduler.core.weights import arena_is_free, may_start
@@ -39,16 +50,16 @@ def size_for(s: State, m: int, n: int) -> int:
 
 
 @part
-def fit(s: State, instance: int) -> None:
+def choose_size(s: State, instance: int) -> None:
     """Selects the size at which the instance runs."""
     inst = s.instance[instance]
     inst.size = size_for(s, inst.model, inst.taken)
 
 
 @part
-def fit_to_run(s: State, instance: int) -> None:
-    """As `fit`; also marks the size at which the instance would run if it were captured."""
-    fit(s, instance)
+def choose_size_to_run(s: State, instance: int) -> None:
+    """As `choose_size`; also marks the size at which the instance would run if it were captured."""
+    choose_size(s, instance)
     inst = s.instance[instance]
     k = inst.size
     while k > 0 and s.size[inst.model, k - 1].batch >= inst.taken:
@@ -70,13 +81,13 @@ def count_queued(s: State, m: int, n: int) -> None:
 
 
 @part
-def put(s: State, instance: int, slot: int, row: int) -> None:
+def fill_slot(s: State, instance: int, slot: int, row: int) -> None:
     """Puts the request into this slot and updates the instance's facts. NONE: the slot was reserved in vain."""
     inst = s.instance[instance]
     inst.taken += 1
     s.instance_known[instance, slot >> 6] |= bit_of(slot)
     s.slot[instance, slot] = row
-    fit(s, instance)
+    choose_size(s, instance)
     if row < 0:
         return
     request = s.request[row]
@@ -97,7 +108,7 @@ def put(s: State, instance: int, slot: int, row: int) -> None:
 
 
 @part
-def look_again(s: State, instance: int) -> None:
+def recompute_facts(s: State, instance: int) -> None:
     """Recomputes the instance's facts from the remaining requests, after one has left."""
     inst = s.instance[instance]
     inst.arrival_ns, inst.deadline_ns, inst.priority, inst.client_start_ns = (
@@ -134,7 +145,7 @@ def hand_to_copier(s: State, source: int, instance: int, slot: int, m: int) -> N
     cell.source, cell.instance, cell.slot, cell.model = source, instance, slot, m
     cell.at_ns = read_clock(s, s.clock) if s.call[0].clock != _ZERO else 0
     store_at(address(s.copy_ring, codes.COPY_TAIL), tail + ONE)
-    if wakes(address(s.copy_ring, codes.COPY_BELL), False):
+    if must_ring(address(s.copy_ring, codes.COPY_BELL), False):
         s.clock[2] = 1
         call_write(s.call[0].write, np.int32(s.core[0].copier_fd), s.clock[2:].ctypes.data, np.uint64(8))
 
@@ -149,7 +160,7 @@ def wait_for_copy(s: State, row: int) -> None:
 
 
 @part
-def move_in(s: State, instance: int, row: int) -> bool:
+def give_slot(s: State, instance: int, row: int) -> bool:
     """Gives a queued request the instance's next slot, and copies its inputs there; False if the instance is full."""
     request = s.request[row]
     m = s.instance[instance].model
@@ -171,7 +182,7 @@ def move_in(s: State, instance: int, row: int) -> bool:
         if source != _ZERO:
             copy_inputs(s, source, instance, slot, m)
         or_at(bit_at(s.instance_ready, instance, slot), bit_of(slot))
-    put(s, instance, slot, row)
+    fill_slot(s, instance, slot, row)
     return True
 
 
@@ -184,14 +195,14 @@ _ALL = np.uint64((1 << 64) - 1)
 
 
 @part
-def touch(s: State, instance: int) -> None:
-    """Marks a changed instance, to be settled before the next decision."""
+def mark_instance_dirty(s: State, instance: int) -> None:
+    """Marks a changed instance, to be reconciled before the next decision."""
     core = s.core[0]
     inst = s.instance[instance]
-    if inst.touched == 0:
-        inst.touched = 1
-        s.touched[core.touched] = instance
-        core.touched += 1
+    if inst.dirty == 0:
+        inst.dirty = 1
+        s.dirty_instances[core.dirty_instances] = instance
+        core.dirty_instances += 1
     core.changed = 1
 
 
@@ -202,10 +213,10 @@ def mark_model_dirty(s: State, m: int) -> None:
     """
     core = s.core[0]
     model = s.model[m]
-    if model.asking == 0:
-        model.asking = 1
-        s.asking[core.asking] = m
-        core.asking += 1
+    if model.dirty == 0:
+        model.dirty = 1
+        s.dirty_models[core.dirty_models] = m
+        core.dirty_models += 1
     core.changed = 1
 
 
@@ -287,16 +298,16 @@ def fill_instance(s: State, m: int) -> None:
             s.instance_ready[instance, k] = s.instance_hold[instance, k] = s.instance_known[instance, k] = _ZERO
         store_at(address(s.instance_word, instance), np.uint64(inst.generation) << _GENERATION_SHIFT)
     if model.queued > 0:
-        while model.queued > 0 and move_in(s, instance, queue_first(s, model)):
+        while model.queued > 0 and give_slot(s, instance, queue_first(s, model)):
             pass
-        touch(s, instance)
+        mark_instance_dirty(s, instance)
     if model.state != codes.CLOSING:  # after the queue is served: waiting requests go first
         slots = s.size[m, model.n_sizes - 1].batch
         store_at(address(s.filling, m), (np.uint64(slots) << np.uint64(32)) | np.uint64(instance + 1))
 
 
 @part
-def all_in(s: State, instance: int) -> bool:
+def inputs_written(s: State, instance: int) -> bool:
     """Whether every reserved slot is known to the core and written."""
     word = load_at(address(s.instance_word, instance))
     reserved = np.int64((word >> _SHIFT) & _MASK)
@@ -313,7 +324,7 @@ def all_in(s: State, instance: int) -> bool:
 
 
 @part
-def all_read(s: State, instance: int) -> bool:
+def outputs_read(s: State, instance: int) -> bool:
     """Whether all outputs of the instance have been read."""
     bits = _ZERO
     for k in range(s.instance_hold.shape[1]):
@@ -333,7 +344,7 @@ def close_instance(s: State, instance: int) -> bool:
     or_at(address(s.instance_word, instance), _CLOSED)
     s.model[m].filling = codes.NONE
     inst.state = codes.READY_WAIT
-    if all_in(s, instance):
+    if inputs_written(s, instance):
         return True
     s.held[core.held] = instance
     core.held += 1
@@ -343,7 +354,7 @@ def close_instance(s: State, instance: int) -> bool:
 @part
 def set_running(s: State, instance: int) -> None:
     inst = s.instance[instance]
-    fit_to_run(s, instance)
+    choose_size_to_run(s, instance)
     inst.state = codes.RUNNING
     inst.segments = s.size[inst.model, inst.size].segments
 
@@ -363,7 +374,7 @@ def free_instance(s: State, instance: int) -> None:
 
 
 @part
-def take_arena(s: State, instance: int, holder: int) -> None:
+def set_arena_holder(s: State, instance: int, holder: int) -> None:
     """Gives the arena to the instance, or to none (NONE), and updates which instances of the arena compete."""
     arena = s.instance[instance].arena
     if arena < 0:
@@ -376,7 +387,7 @@ def take_arena(s: State, instance: int, holder: int) -> None:
             and s.instance[other].state == codes.FILLING
             and s.instance[other].live > 0
         ):
-            touch(s, other)
+            mark_instance_dirty(s, other)
 
 
 @part
@@ -391,7 +402,7 @@ def end_instance(s: State, instance: int, now: int) -> None:
     core = s.core[0]
     inst = s.instance[instance]
     deactivate(s, instance)
-    take_arena(s, instance, codes.NONE)
+    set_arena_holder(s, instance, codes.NONE)
     if core.hold and inst.live > 0:
         # Set before the first completion is visible: from then on, producers clear their bits.
         for k in range(inst.taken):
@@ -400,7 +411,7 @@ def end_instance(s: State, instance: int, now: int) -> None:
         inst.state = codes.HELD
         s.held[core.held] = instance
         core.held += 1
-    core.first = 1
+    core.first_of_batch = 1
     for k in range(inst.taken):
         row = s.slot[instance, k]
         s.slot[instance, k] = codes.NONE
@@ -410,7 +421,7 @@ def end_instance(s: State, instance: int, now: int) -> None:
 
 
 @part
-def settle_instance(s: State, instance: int, now: int) -> None:
+def reconcile_instance(s: State, instance: int, now: int) -> None:
     """Moves an instance to its proper place: into the heap with its current rank, to its end, or back to be filled."""
     inst = s.instance[instance]
     over = False  # whether the instance is no longer needed
@@ -440,7 +451,7 @@ def settle_instance(s: State, instance: int, now: int) -> None:
 
 
 @part
-def look_at_held(s: State) -> None:
+def poll_held(s: State) -> None:
     """Checks the instances that wait for a producer to read outputs or to write inputs."""
     core = s.core[0]
     k = 0
@@ -448,9 +459,9 @@ def look_at_held(s: State) -> None:
         instance = s.held[k]
         inst = s.instance[instance]
         if inst.state == codes.HELD:
-            over = all_read(s, instance)
+            over = outputs_read(s, instance)
         else:
-            over = all_in(s, instance)
+            over = inputs_written(s, instance)
         if not over:
             k += 1
             continue
@@ -461,11 +472,11 @@ def look_at_held(s: State) -> None:
             mark_model_dirty(s, inst.model)
         else:
             set_running(s, instance)
-            touch(s, instance)
+            mark_instance_dirty(s, instance)
 
 
 @part
-def reading_matters(s: State) -> bool:
+def awaits_reads(s: State) -> bool:
     """Whether any request waits for an instance whose outputs are being read. If not, the core may learn of it later.
     """
     core = s.core[0]
@@ -479,7 +490,7 @@ def reading_matters(s: State) -> bool:
 
 
 @part
-def stay_warm(s: State, m: int) -> None:
+def prefer_warm_instance(s: State, m: int) -> None:
     """Opens the instance that ran last instead of an empty one, because its memory is in the GPU's cache. On the H200,
     densenet121 with one request at a time took 3 to 4 % longer on two alternating instances than on one. Not where the
     hardware decides: that mode reproduces programs without a scheduler.
@@ -498,32 +509,32 @@ def stay_warm(s: State, m: int) -> None:
 
 
 @part
-def settle_model(s: State, m: int, now: int) -> None:
+def reconcile_model(s: State, m: int, now: int) -> None:
     model = s.model[m]
-    stay_warm(s, m)
+    prefer_warm_instance(s, m)
     fill_instance(s, m)
     instance = model.filling
     if model.state == codes.CLOSING and instance >= 0 and s.instance[instance].live == 0:
-        touch(s, instance)
+        mark_instance_dirty(s, instance)
     if model.state == codes.CLOSING and model.live == 0 and model.free_n == model.n_instances:
         model.state = codes.ABSENT
-        post_done(s, codes.NONE, m, codes.MODEL_CLOSED, now)
+        post_completion(s, codes.NONE, m, codes.MODEL_CLOSED, now)
 
 
 @part
-def settle(s: State, now: int) -> None:
+def reconcile(s: State, now: int) -> None:
     core = s.core[0]
-    while core.touched + core.asking > 0:
-        if core.touched > 0:
-            core.touched -= 1
-            instance = s.touched[core.touched]
-            s.instance[instance].touched = 0
-            settle_instance(s, instance, now)
+    while core.dirty_instances + core.dirty_models > 0:
+        if core.dirty_instances > 0:
+            core.dirty_instances -= 1
+            instance = s.dirty_instances[core.dirty_instances]
+            s.instance[instance].dirty = 0
+            reconcile_instance(s, instance, now)
         else:
-            core.asking -= 1
-            m = s.asking[core.asking]
-            s.model[m].asking = 0
-            settle_model(s, m, now)
+            core.dirty_models -= 1
+            m = s.dirty_models[core.dirty_models]
+            s.model[m].dirty = 0
+            reconcile_model(s, m, now)
 
 
 # A thread that copies long inputs into slots, so that the core's thread can keep deciding meanwhile.
@@ -557,7 +568,7 @@ def copy_until(
                 took = read_clock(s, scratch[2:]) - cell.at_ns
                 s.core[0].longest_copy_ns = max(s.core[0].longest_copy_ns, float(took))
             store_at(address(s.copy_ring, codes.COPY_HEAD), head + _ONE)
-            if wakes(s.bell.ctypes.data, True):
+            if must_ring(s.bell.ctypes.data, True):
                 scratch[1] = 1
                 call_write(s.call[0].write, np.int32(core), scratch[1:].ctypes.data, np.uint64(8))
             looks = 0
@@ -569,7 +580,7 @@ def copy_until(
             looks = 0
             continue
         if looks == _LOOKS:  # announce the sleep, and look once more
-            ask(address(s.copy_ring, codes.COPY_BELL), ANYTHING)
+            announce_sleep(address(s.copy_ring, codes.COPY_BELL), ANYTHING)
             continue
         call_write(np.uint64(read), np.int32(bell), scratch.ctypes.data, np.uint64(8))  # read() has the same signature
         store_at(address(s.copy_ring, codes.COPY_BELL), _COPIER_ZERO)

@@ -7,11 +7,17 @@ import numpy as np
 from paellapy.instrument.numba_ext.link import part
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import call_asking, call_launch, load_at, store_at
-from paellapy.scheduler.core.concurrency import choose_handle, in_one_piece, is_quiet, leave_partition, max_in_flight
+from paellapy.scheduler.core.concurrency import (
+    choose_handle,
+    is_uncontended,
+    leave_partition,
+    max_in_flight,
+    may_launch_whole,
+)
 from paellapy.scheduler.core.requests import fill_instance_job
 from paellapy.scheduler.core.shares import enter_gpu
 from paellapy.scheduler.core.state import State, read_clock
-from paellapy.scheduler.core.weights import all_here, has_weights
+from paellapy.scheduler.core.weights import next_weights_resident, weights_resident
 
 # When to launch a job's next segment, if the job may have one segment on the GPU: just before that one ends.
 #
@@ -28,7 +34,7 @@ def began_ns(s: State, instance: int, segment: int) -> int:
 
 
 @part
-def ends_soon_at(s: State, instance: int) -> float:
+def ends_soon_ns(s: State, instance: int) -> float:
     """When the oldest segment in flight is about to end. An integer, so that simulated time reaches it exactly."""
     inst = s.instance[instance]
     tuning = s.tuning[0]
@@ -43,7 +49,7 @@ def ends_soon_at(s: State, instance: int) -> float:
 
 
 @part
-def may_go_on(s: State, instance: int) -> bool:
+def may_launch_ahead(s: State, instance: int) -> bool:
     """Whether an instance in flight has a next segment that could be launched before the current one is done."""
     inst = s.instance[instance]
     one_ahead = s.core[0].max_in_flight == 1 and inst.issued - inst.done == 1
@@ -51,29 +57,29 @@ def may_go_on(s: State, instance: int) -> bool:
 
 
 @part
-def note_room(s: State, instance: int) -> None:
+def note_next_launch(s: State, instance: int) -> None:
     """Records when the next segment may be launched, so that a simulation or a sleeping loop returns at that time."""
     core = s.core[0]
     inst = s.instance[instance]
-    if may_go_on(s, instance) and not s.launch[instance, inst.size, inst.done].draining:
-        core.room_at_ns = min(core.room_at_ns, ends_soon_at(s, instance))
+    if may_launch_ahead(s, instance) and not s.launch[instance, inst.size, inst.done].draining:
+        core.wake_at_ns = min(core.wake_at_ns, ends_soon_ns(s, instance))
 
 
 @part
-def leaves_room(s: State, instance: int, now: int) -> bool:
+def next_is_due(s: State, instance: int, now: int) -> bool:
     """Whether it is time for the next segment of an instance in flight."""
     inst = s.instance[instance]
-    if not may_go_on(s, instance):
+    if not may_launch_ahead(s, instance):
         return False
     word = s.launch[instance, inst.size, inst.done].draining
-    return bool(load_at(word)) if word else ends_soon_at(s, instance) <= now
+    return bool(load_at(word)) if word else ends_soon_ns(s, instance) <= now
 
 
 _ZERO = np.uint64(0)
 
 
 @part
-def account(s: State, instance: int, segment: int, resident: float, pending: float) -> None:
+def count_resources(s: State, instance: int, segment: int, resident: float, pending: float) -> None:
     """Adds a segment's footprint, times these factors, to the resident and the pending resources."""
     inst = s.instance[instance]
     m, size = inst.model, inst.size
@@ -96,7 +102,7 @@ def account(s: State, instance: int, segment: int, resident: float, pending: flo
 
 
 @part
-def measure(s: State) -> None:
+def update_gpu_facts(s: State) -> None:
     """Computes the fullest resource, and where the jobs are."""
     core = s.core[0]
     gpu = s.gpu[0]
@@ -134,7 +140,7 @@ def take_stream(s: State, instance: int) -> None:
 
 
 @part
-def queue_of(stream: int) -> int:
+def queue_index(stream: int) -> int:
     """The index under which the jobs on a stream are counted."""
     return (stream - codes.OF_PARTITIONS) % codes.QUEUES if stream >= codes.OF_PARTITIONS else stream
 
@@ -142,7 +148,7 @@ def queue_of(stream: int) -> int:
 @part
 def leave_stream(s: State, instance: int) -> None:
     inst = s.instance[instance]
-    s.stream_jobs[queue_of(inst.stream_at)] -= 1
+    s.stream_jobs[queue_index(inst.stream_at)] -= 1
     inst.stream_at = codes.NONE
     leave_partition(s, instance)
 
@@ -168,9 +174,9 @@ def launch(s: State, instance: int, now: int) -> bool:
         s.flight[core.flight] = instance
         inst.flight_at = core.flight
         core.flight += 1
-        account(s, instance, k, 1.0, 0.0)
+        count_resources(s, instance, k, 1.0, 0.0)
     else:
-        account(s, instance, k, 0.0, 1.0)
+        count_resources(s, instance, k, 0.0, 1.0)
     began = max(now, inst.latest_ns)  # some requests may have arrived after the clock was read
     if k == 0:
         inst.started_ns = began
@@ -221,27 +227,27 @@ def may_launch(s: State, instance: int) -> bool:
     return bool(
         inst.issued < inst.segments
         and inst.issued - inst.done < max_in_flight(s) + inst.draining
-        and has_weights(s, instance)
+        and next_weights_resident(s, instance)
     )
 
 
 @part
-def feed(s: State, instance: int, now: int) -> bool:
+def launch_segments(s: State, instance: int, now: int) -> bool:
     """Launches as many segments of an active instance as it may have ahead; at most one where the host computes it."""
     core = s.core[0]
     inst = s.instance[instance]
     if inst.issued == 0:
         # A program in one piece could not be held back for jobs of higher priority, which may come at any moment.
         first = inst.priority >= core.top_priority
-        alone = core.whole_idle == 1 and is_quiet(s, instance)
+        alone = core.whole_idle == 1 and is_uncontended(s, instance)
         unequalled = core.top_whole == 1 and core.least_priority < core.top_priority
         if core.whole_always or (
-            first and (alone or unequalled or in_one_piece(s, instance)) and all_here(s, inst.model)
+            first and (alone or unequalled or may_launch_whole(s, instance)) and weights_resident(s, inst.model)
         ):
             inst.whole = 1
             inst.segments = 1
     while may_launch(s, instance) and not host_has_work(s):
         if not launch(s, instance, now):
             return False
-    note_room(s, instance)
+    note_next_launch(s, instance)
     return True

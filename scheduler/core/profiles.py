@@ -52,26 +52,26 @@ def _key(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1  # 0 stands for no name
 
 
-def give_params(state: State, model: int, params: Mapping[str, float]) -> None:
+def set_params(state: State, model: int, params: Mapping[str, float]) -> None:
     """Sets the parameters of a model that is being installed."""
-    state.given[model] = 0
+    state.model_params[model] = 0
     for k, (name, value) in enumerate(params.items()):
-        state.given[model, k] = (_key(name), value)
+        state.model_params[model, k] = (_key(name), value)
     _resolve(state, model)
 
 
-def want_params(state: State, params: Mapping[str, float]) -> None:
+def declare_params(state: State, params: Mapping[str, float]) -> None:
     """Sets the parameters that the policy reads, with the defaults for models without them."""
-    state.wanted[...] = 0
+    state.policy_params[...] = 0
     for k, (name, value) in enumerate(params.items()):
-        state.wanted[k] = (_key(name), value)
-    for model in range(len(state.given)):
+        state.policy_params[k] = (_key(name), value)
+    for model in range(len(state.model_params)):
         _resolve(state, model)
 
 
 def _resolve(state: State, model: int) -> None:
-    values = dict(zip(state.given["key"][model], state.given["value"][model], strict=True))
-    for k, (key, value) in enumerate(zip(state.wanted["key"], state.wanted["value"], strict=True)):
+    values = dict(zip(state.model_params["key"][model], state.model_params["value"][model], strict=True))
+    for k, (key, value) in enumerate(zip(state.policy_params["key"], state.policy_params["value"], strict=True)):
         state.param[model, k] = values.get(key, value) if key else 0.0
 
 

@@ -19,7 +19,7 @@ from paellapy.scheduler.core.job import (
     READS_WEIGHTS,
 )
 from paellapy.scheduler.core.rings import address
-from paellapy.scheduler.core.shares import flow_of, leave
+from paellapy.scheduler.core.shares import count_ended, flow_of
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.weights import missing_bytes, ready_ns
 
@@ -27,7 +27,7 @@ from paellapy.scheduler.core.weights import missing_bytes, ready_ns
 
 
 @part
-def count(s: State, entry: Any) -> None:
+def count_outcome(s: State, entry: Any) -> None:
     """Counts a completion for the statistics, whichever producer the request came from."""
     m = entry.model
     if m < 0 or m >= s.outcome.shape[0]:
@@ -41,7 +41,7 @@ def count(s: State, entry: Any) -> None:
 
 
 @part
-def undue(s: State, row: int) -> None:
+def drop_deadline(s: State, row: int) -> None:
     """Drops the request's deadline, because it no longer matters."""
     core = s.core[0]
     if s.request[row].due_at >= 0:
@@ -50,7 +50,7 @@ def undue(s: State, row: int) -> None:
 
 
 @part
-def post_done(s: State, row: int, model: int, status: int, now: int) -> None:
+def post_completion(s: State, row: int, model: int, status: int, now: int) -> None:
     """Posts one completion to the producer, which then owns the row again. A row of NONE concerns the model."""
     core = s.core[0]
     producer = s.request[row].producer if row >= 0 else 0
@@ -67,8 +67,8 @@ def post_done(s: State, row: int, model: int, status: int, now: int) -> None:
     )
     entry.client, entry.priority, entry.arrival_ns, entry.deadline_ns = codes.NONE, 0, now, codes.NEVER
     entry.serial = entry.tag = np.uint64(0)
-    entry.first = core.first
-    core.first = 0
+    entry.first = core.first_of_batch
+    core.first_of_batch = 0
     if row >= 0:
         request = s.request[row]
         entry.serial, entry.tag, entry.client, entry.priority = (
@@ -89,8 +89,8 @@ def post_done(s: State, row: int, model: int, status: int, now: int) -> None:
             entry.started_ns = s.instance[request.instance].started_ns
         request.state = codes.UNUSED
         request.instance = request.slot = codes.NONE
-        request.leaving = 0
-        count(s, entry)
+        request.cancelled = 0
+        count_outcome(s, entry)
         if core.tapped > 0:
             s.tap[core.tap_tail & (s.tap.shape[0] - 1)] = entry
             core.tap_tail += 1
@@ -103,17 +103,17 @@ def post_done(s: State, row: int, model: int, status: int, now: int) -> None:
 def complete(s: State, row: int, status: int, now: int) -> None:
     """Ends an accepted request. The caller clears its queue or slot."""
     request = s.request[row]
-    undue(s, row)
+    drop_deadline(s, row)
     m = request.model
     if request.let_ns > 0.0:
         client = s.client[request.client]
         client.let -= 1
         client.let_ns = client.let_ns - request.let_ns if client.let > 0 else 0.0
         request.let_ns = 0.0
-    leave(s, m, request.client)
+    count_ended(s, m, request.client)
     s.model[m].completed += 1
     s.client[request.client].completed += 1
-    post_done(s, row, m, status, now)
+    post_completion(s, row, m, status, now)
 
 
 # --- facts for a policy --------------------------------------------------------------------------------------------

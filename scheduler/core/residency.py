@@ -21,23 +21,23 @@ import numpy as np
 from paellapy.instrument.numba_ext.link import address_of, part, reachable
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import call_asking, call_write, load_at, store_at
-from paellapy.scheduler.core.expire import take_out
-from paellapy.scheduler.core.instances import touch
+from paellapy.scheduler.core.expire import abort
+from paellapy.scheduler.core.instances import mark_instance_dirty
 from paellapy.scheduler.core.requests import rank_instance
 from paellapy.scheduler.core.rings import address
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.core.weights import copy_ns, in_use, recent_demand, start_ns, wanting
+from paellapy.scheduler.core.weights import copy_ns, in_use, recent_demand, start_ns, waiting_requests
 
 _ZERO, _ONE, _WORD = np.uint64(0), np.uint64(1), np.uint64(8)
 STEPS = 64  # of priority, up and down, that count in the value of a model
-MOST_COMING = 2  # models at a time: the next one is mapped while the chunks of one are copied
+MOST_LOADING = 2  # models at a time: the next one is mapped while the chunks of one are copied
 
 
 # --- orders ----------------------------------------------------------------------------------------------------------
 
 
 @part
-def order(s: State, kind: int, m: int) -> None:
+def post_order(s: State, kind: int, m: int) -> None:
     """Posts an order for the mover, behind all earlier orders."""
     tail = load_at(address(s.move_ring, codes.MOVE_TAIL))
     cell = s.move[np.int64(tail) & (s.move.shape[0] - 1)]
@@ -50,44 +50,44 @@ def order(s: State, kind: int, m: int) -> None:
 
 
 @part
-def bring(s: State, m: int, now: int) -> None:
+def load(s: State, m: int, now: int) -> None:
     residency, weights = s.residency[0], s.weights[m]
     residency.held_bytes += weights.bytes
-    residency.coming += 1
-    weights.stage = codes.COMING
-    weights.arrived = weights.served = weights.asked = weights.stop = 0
+    residency.loading += 1
+    weights.location = codes.LOADING
+    weights.arrived = weights.served = weights.prefetch = weights.stopped = 0
     weights.ordered_ns = now
     weights.begin_ns = max(float(now), residency.link_free_ns) + s.tuning[0].map_ns
     residency.link_free_ns = weights.begin_ns + copy_ns(s, m, weights.bytes)
     for k in range(weights.chunks):
         store_at(weights.word + _WORD * np.uint64(k), _ZERO)
-    order(s, codes.BRING, m)
+    post_order(s, codes.LOAD, m)
 
 
 @part
 def evict(s: State, m: int) -> None:
     residency, weights = s.residency[0], s.weights[m]
     residency.held_bytes -= weights.bytes
-    residency.leaving += 1
-    weights.stage = codes.LEAVING
-    weights.arrived = weights.stop = weights.unwanted = weights.marked = 0
-    touch_instances(s, m)
-    order(s, codes.EVICT, m)
+    residency.evicting += 1
+    weights.location = codes.EVICTING
+    weights.arrived = weights.stopped = weights.evict_requested = weights.victim = 0
+    mark_instances_dirty(s, m)
+    post_order(s, codes.EVICT, m)
 
 
 @part
-def touch_instances(s: State, m: int) -> None:
+def mark_instances_dirty(s: State, m: int) -> None:
     """Marks the model's instances, since some may now compete or no longer compete."""
     for k in range(s.model[m].n_instances):
         if s.instance[s.model_instance[m, k]].state == codes.FILLING:
-            touch(s, s.model_instance[m, k])
+            mark_instance_dirty(s, s.model_instance[m, k])
 
 
 # --- eviction -------------------------------------------------------------------------------------------------------
 
 
 @part
-def worth(s: State, m: int, now: int) -> float:
+def value_on_gpu(s: State, m: int, now: int) -> float:
     """The value of keeping a model on the GPU; the model with the lowest value leaves first. Each step of priority
     doubles it.
     """
@@ -111,23 +111,28 @@ def worth(s: State, m: int, now: int) -> float:
 
 
 @part
-def may_leave(s: State, m: int, priority: int) -> bool:
+def is_evictable(s: State, m: int, priority: int) -> bool:
     """Whether a model may ever leave for one of this priority. One that GOES leaves for any, if it has no requests."""
-    weights, goes = s.weights[m], s.weights[m].keep == codes.GOES and wanting(s, m) == 0
-    free = weights.stage == codes.HERE and weights.keep != codes.STAYS and weights.marked == 0 and weights.held == 0
+    weights, goes = s.weights[m], s.weights[m].keep == codes.TRANSIENT and waiting_requests(s, m) == 0
+    free = (
+        weights.location == codes.RESIDENT
+        and weights.keep != codes.PINNED
+        and weights.victim == 0
+        and weights.locked == 0
+    )
     return bool(free and (goes or s.model[m].priority <= priority))
 
 
 @part
-def can_leave_now(s: State, m: int, priority: int) -> bool:
+def is_evictable_now(s: State, m: int, priority: int) -> bool:
     """Whether it may leave now: no job of it runs or waits, unless it is stopped or they have lower priority."""
-    if not may_leave(s, m, priority) or in_use(s, m):
+    if not is_evictable(s, m, priority) or in_use(s, m):
         return False
-    return bool(wanting(s, m) == 0 or s.weights[m].stop > 0 or s.model[m].priority < priority)
+    return bool(waiting_requests(s, m) == 0 or s.weights[m].stopped > 0 or s.model[m].priority < priority)
 
 
 @part
-def cheapest(s: State, priority: int, at_once: bool, now: int) -> int:
+def next_victim(s: State, priority: int, at_once: bool, now: int) -> int:
     """The model that should leave first for one of this priority, of those that can leave now or of the others; NONE if
     none may. Models whose weights failed to leave come last. For permanent memory (NEVER) a lower priority comes first.
     Among equals, the least recently used one.
@@ -135,13 +140,13 @@ def cheapest(s: State, priority: int, at_once: bool, now: int) -> int:
     found = codes.NONE
     lowest = least = stuck = np.inf
     for m in range(s.model.shape[0]):
-        if at_once != can_leave_now(s, m, priority):
+        if at_once != is_evictable_now(s, m, priority):
             continue
         # A model that was brought for requests which still wait serves them first.
-        waits = s.weights[m].served == 0 and wanting(s, m) > 0
-        if not at_once and (not may_leave(s, m, priority) or s.weights[m].stop > 0 or waits):
+        waits = s.weights[m].served == 0 and waiting_requests(s, m) > 0
+        if not at_once and (not is_evictable(s, m, priority) or s.weights[m].stopped > 0 or waits):
             continue
-        value, failed = worth(s, m, now), float(s.weights[m].stuck)
+        value, failed = value_on_gpu(s, m, now), float(s.weights[m].stuck)
         own = float(s.model[m].priority) if priority == codes.NEVER else 0.0
         first = failed < stuck or (failed == stuck and own < lowest)
         same = failed == stuck and own == lowest
@@ -153,34 +158,38 @@ def cheapest(s: State, priority: int, at_once: bool, now: int) -> int:
 
 
 @part
-def mark(s: State, need: int, priority: int, now: int) -> int:
+def choose_victims(s: State, need: int, priority: int, now: int) -> int:
     """Marks as many models that could leave now as are needed, the cheapest first; returns the bytes still missing."""
     marked = 0
     while marked < need:
-        m = cheapest(s, priority, True, now)
+        m = next_victim(s, priority, True, now)
         if m < 0:
             return int(need - marked)
-        s.weights[m].marked = 1
+        s.weights[m].victim = 1
         marked += s.weights[m].bytes
     for m in range(s.model.shape[0]):  # a large model may have made smaller ones unnecessary
-        if s.weights[m].marked and marked - s.weights[m].bytes >= need:
-            s.weights[m].marked = 0
+        if s.weights[m].victim and marked - s.weights[m].bytes >= need:
+            s.weights[m].victim = 0
             marked -= s.weights[m].bytes
     return 0
 
 
 @part
-def stop_some(s: State, short: int, priority: int, now: int) -> None:
+def stop_busy_models(s: State, short: int, priority: int, now: int) -> None:
     """Stops busy models from starting jobs, until enough memory will be free once they are done."""
     for m in range(s.model.shape[0]):
-        if s.weights[m].stage == codes.HERE and s.weights[m].stop > 0 and not can_leave_now(s, m, priority):
+        if (
+            s.weights[m].location == codes.RESIDENT
+            and s.weights[m].stopped > 0
+            and not is_evictable_now(s, m, priority)
+        ):
             short -= s.weights[m].bytes
     while short > 0:
-        m = cheapest(s, priority, False, now)
+        m = next_victim(s, priority, False, now)
         if m < 0:
             return
-        s.weights[m].stop = 1
-        touch_instances(s, m)
+        s.weights[m].stopped = 1
+        mark_instances_dirty(s, m)
         short -= s.weights[m].bytes
 
 
@@ -191,17 +200,17 @@ def make_room(s: State, nbytes: int, priority: int, since: float, patience: floa
     need = s.residency[0].held_bytes + nbytes - s.residency[0].budget_bytes
     if need <= 0:
         return True
-    short = mark(s, need, priority, now)
+    short = choose_victims(s, need, priority, now)
     for m in range(s.model.shape[0]):
-        if s.weights[m].marked:
-            s.weights[m].marked = 0
+        if s.weights[m].victim:
+            s.weights[m].victim = 0
             if short == 0:
                 evict(s, m)
     if short > 0:
         if now >= since + patience:
-            stop_some(s, short, priority, now)
+            stop_busy_models(s, short, priority, now)
         else:
-            s.core[0].room_at_ns = min(s.core[0].room_at_ns, np.ceil(since + patience))
+            s.core[0].wake_at_ns = min(s.core[0].wake_at_ns, np.ceil(since + patience))
     return short == 0
 
 
@@ -209,37 +218,37 @@ def make_room(s: State, nbytes: int, priority: int, since: float, patience: floa
 
 
 @part
-def most_wanted(s: State, now: int) -> int:
+def next_to_load(s: State, now: int) -> int:
     """The model whose requests the policy ranks first, among models whose weights are not on the GPU; NONE if there is
     none. A model without requests that was prefetched comes last, until it has waited for long.
     """
     found = codes.NONE
     least = np.inf
     for m in range(s.model.shape[0]):
-        if s.model[m].state == codes.ABSENT or s.weights[m].stage != codes.OUT:
+        if s.model[m].state == codes.ABSENT or s.weights[m].location != codes.OFF_GPU:
             continue
         instance = s.model[m].filling
         rank = np.inf
-        if wanting(s, m) == 0:
-            if s.weights[m].asked == 0:
+        if waiting_requests(s, m) == 0:
+            if s.weights[m].prefetch == 0:
                 continue
             if now >= s.weights[m].ordered_ns + patience_ns(s, m):
                 rank = -np.inf
         elif instance >= 0 and s.instance[instance].live > 0:
             rank = rank_instance(s, instance, now)
         first = found < 0 or rank < least
-        if first or (rank == least and wanting(s, m) > 0 and wanting(s, found) == 0):
+        if first or (rank == least and waiting_requests(s, m) > 0 and waiting_requests(s, found) == 0):
             found, least = m, rank
     return int(found)
 
 
 @part
-def waits_since(s: State, m: int) -> float:
+def waiting_since_ns(s: State, m: int) -> float:
     """Since when the model's oldest request waits, or since when it was prefetched; NEVER if neither."""
     instance = s.model[m].filling
     if instance >= 0 and s.instance[instance].live > 0:
         return float(s.instance[instance].arrival_ns)
-    return float(s.weights[m].ordered_ns if wanting(s, m) == 0 and s.weights[m].asked else codes.NEVER)
+    return float(s.weights[m].ordered_ns if waiting_requests(s, m) == 0 and s.weights[m].prefetch else codes.NEVER)
 
 
 @part
@@ -249,7 +258,7 @@ def patience_ns(s: State, m: int) -> float:
 
 
 @part
-def let_load_in(s: State, now: int) -> None:
+def grant_load(s: State, now: int) -> None:
     """Grants room for the weights of a model that is being loaded, once the models that leave for it have left."""
     residency = s.residency[0]
     if residency.load_bytes == 0 or residency.load_granted:
@@ -257,23 +266,25 @@ def let_load_in(s: State, now: int) -> None:
     if residency.load_since_ns == 0.0:
         residency.load_since_ns = max(float(now), 1.0)
     room = make_room(s, residency.load_bytes, residency.load_priority, residency.load_since_ns, 0.0, now)
-    if room and residency.leaving == 0:
+    if room and residency.evicting == 0:
         residency.held_bytes += residency.load_bytes
         residency.load_granted = 1
 
 
 @part
-def send_away(s: State) -> bool:
+def evict_on_request(s: State) -> bool:
     """Evicts models that were ordered to leave; returns whether some still cannot."""
     left = False
     for m in range(s.model.shape[0]):
         weights = s.weights[m]
-        if weights.stage == codes.HERE and weights.unwanted > 0 and weights.stop == 0:
-            weights.stop = 1
-            touch_instances(s, m)
-        goes = weights.unwanted > 0 or (weights.keep == codes.GOES and weights.asked == 0 and s.model[m].live == 0)
-        if s.model[m].state != codes.ABSENT and weights.stage == codes.HERE and goes:
-            if in_use(s, m) or weights.held > 0:
+        if weights.location == codes.RESIDENT and weights.evict_requested > 0 and weights.stopped == 0:
+            weights.stopped = 1
+            mark_instances_dirty(s, m)
+        goes = weights.evict_requested > 0 or (
+            weights.keep == codes.TRANSIENT and weights.prefetch == 0 and s.model[m].live == 0
+        )
+        if s.model[m].state != codes.ABSENT and weights.location == codes.RESIDENT and goes:
+            if in_use(s, m) or weights.locked > 0:
                 left = True
             else:
                 evict(s, m)
@@ -284,43 +295,43 @@ def send_away(s: State) -> bool:
 def choose_moves(s: State, now: int) -> None:
     """Orders all moves that are possible now; `look` stays set while more remain."""
     residency = s.residency[0]
-    residency.look = 1 if send_away(s) else 0
-    let_load_in(s, now)
+    residency.pending = 1 if evict_on_request(s) else 0
+    grant_load(s, now)
     if residency.load_bytes > 0 and not residency.load_granted:
-        residency.look = 1
+        residency.pending = 1
         return
-    while residency.coming < MOST_COMING:
-        m = most_wanted(s, now)
+    while residency.loading < MOST_LOADING:
+        m = next_to_load(s, now)
         if m < 0:
             break
-        since, patience = waits_since(s, m), patience_ns(s, m)
+        since, patience = waiting_since_ns(s, m), patience_ns(s, m)
         if not make_room(s, s.weights[m].bytes, s.model[m].priority, since, patience, now):
-            residency.look = 1
+            residency.pending = 1
             return
-        bring(s, m, now)
-    if most_wanted(s, now) >= 0:
-        residency.look = 1
+        load(s, m, now)
+    if next_to_load(s, now) >= 0:
+        residency.pending = 1
     else:
-        start_again(s)
+        resume_stopped(s)
 
 
 @part
-def start_again(s: State) -> None:
+def resume_stopped(s: State) -> None:
     """Lets stopped models start jobs again, because no model waits for their memory."""
     for m in range(s.model.shape[0]):
-        if s.weights[m].stop > 0 and s.weights[m].unwanted == 0:
-            s.weights[m].stop = 0
-            touch_instances(s, m)
+        if s.weights[m].stopped > 0 and s.weights[m].evict_requested == 0:
+            s.weights[m].stopped = 0
+            mark_instances_dirty(s, m)
 
 
 @reachable
 def order_moves(s: State, now: int) -> int:
-    """Orders the next moves, once it is known who waits for weights; returns whether instances must be settled again.
+    """Orders the next moves, once all waiting requests are known; returns whether instances must be reconciled again.
     """
-    if s.residency[0].managed == 0 or s.residency[0].look == 0 or s.core[0].mode == codes.FAIL_MODE:
+    if s.residency[0].managed == 0 or s.residency[0].pending == 0 or s.core[0].mode == codes.FAIL_MODE:
         return 0
     choose_moves(s, now)
-    return 1 if s.core[0].touched > 0 else 0
+    return 1 if s.core[0].dirty_instances > 0 else 0
 
 
 # Progress of the mover and the link: chunks that have arrived, weights that have left, and orders that failed.
@@ -330,52 +341,52 @@ _MOVES_ZERO, _MOVES_WORD = np.uint64(0), np.uint64(8)
 
 
 @part
-def give_up(s: State, m: int, now: int) -> None:
+def fail_load(s: State, m: int, now: int) -> None:
     """Ends the requests that wait for weights which cannot be brought."""
     s.residency[0].held_bytes -= s.weights[m].bytes
-    s.residency[0].coming -= 1
+    s.residency[0].loading -= 1
     s.residency[0].failed += 1
-    s.weights[m].stage, s.weights[m].arrived, s.weights[m].unwanted = codes.OUT, 0, 0
+    s.weights[m].location, s.weights[m].arrived, s.weights[m].evict_requested = codes.OFF_GPU, 0, 0
     for row in range(s.request.shape[0]):
         if s.request[row].state != codes.UNUSED and s.request[row].model == m:
-            take_out(s, row, codes.NO_WEIGHTS, now)
+            abort(s, row, codes.NO_WEIGHTS, now)
 
 
 @part
-def let_go(s: State, m: int) -> None:
+def finish_eviction(s: State, m: int) -> None:
     """Counts weights that have left."""
     residency, weights = s.residency[0], s.weights[m]
-    residency.leaving -= 1
+    residency.evicting -= 1
     residency.evicted += 1
     residency.evicted_bytes += weights.bytes
-    residency.look = 1
+    residency.pending = 1
     weights.evicted += 1
-    weights.stage, weights.unwanted = codes.OUT, 0
+    weights.location, weights.evict_requested = codes.OFF_GPU, 0
 
 
 @part
-def put_back(s: State, m: int) -> None:
+def undo_eviction(s: State, m: int) -> None:
     """Keeps weights that could not leave. The mover refuses the weights that were ordered to take their place, and a
     load that waits for memory is refused here: otherwise the same eviction would be ordered again and again.
     """
     residency, weights = s.residency[0], s.weights[m]
-    residency.leaving -= 1
+    residency.evicting -= 1
     residency.held_bytes += weights.bytes
     residency.failed += 1
-    residency.look = 1
+    residency.pending = 1
     if residency.load_bytes > 0 and residency.load_granted == 0:
         residency.load_granted = codes.NONE
     weights.stuck += 1
-    weights.stage, weights.unwanted = codes.HERE, 0
-    if weights.keep == codes.GOES:
-        weights.asked = 1  # it stays until its memory is needed, or until it is ordered to leave
-    touch_instances(s, m)
+    weights.location, weights.evict_requested = codes.RESIDENT, 0
+    if weights.keep == codes.TRANSIENT:
+        weights.prefetch = 1  # it stays until its memory is needed, or until it is ordered to leave
+    mark_instances_dirty(s, m)
     residency.stuck_before = np.int64(load_at(address(s.move_ring, codes.MOVE_TAIL)))
     store_at(address(s.moved, m), _MOVES_ZERO)
 
 
 @part
-def look_at_chunks(s: State, m: int, now: int) -> None:
+def poll_chunks(s: State, m: int, now: int) -> None:
     """Notes chunks that have arrived, so that segments may start."""
     residency, weights = s.residency[0], s.weights[m]
     before = weights.arrived
@@ -390,15 +401,15 @@ def look_at_chunks(s: State, m: int, now: int) -> None:
         weights.begin_ns += late
         residency.link_free_ns += late
     if weights.arrived == weights.chunks:
-        weights.stage, weights.came_ns = codes.HERE, now
-        residency.coming -= 1
+        weights.location, weights.came_ns = codes.RESIDENT, now
+        residency.loading -= 1
         residency.brought += 1
         residency.brought_bytes += weights.bytes
         residency.reload_ns += now - weights.ordered_ns
         weights.brought += 1
         weights.reload_ns += now - weights.ordered_ns
-        residency.look = 1
-        touch_instances(s, m)
+        residency.pending = 1
+        mark_instances_dirty(s, m)
         return
     for k in range(s.model[m].n_instances):
         instance = s.model_instance[m, k]
@@ -406,51 +417,51 @@ def look_at_chunks(s: State, m: int, now: int) -> None:
         if inst.state == codes.FILLING and inst.live > 0 and inst.ready_at < 0 and s.core[0].whole_always == 0:
             at = start_ns(s, m, inst.size, now)
             if at <= now:
-                touch(s, instance)
+                mark_instance_dirty(s, instance)
             else:
-                s.core[0].room_at_ns = min(s.core[0].room_at_ns, at)
+                s.core[0].wake_at_ns = min(s.core[0].wake_at_ns, at)
 
 
 @reachable
-def look_at_moves(s: State, now: int) -> int:
+def poll_moves(s: State, now: int) -> int:
     """Handles the moves since the last step: instances may start, and other weights may come. Returns whether some
     may.
     """
     residency = s.residency[0]
     if residency.managed == 0 or s.core[0].mode == codes.FAIL_MODE:
         return 0
-    if residency.coming + residency.leaving > 0:
+    if residency.loading + residency.evicting > 0:
         for m in range(s.model.shape[0]):
-            stage = s.weights[m].stage
-            if stage == codes.COMING:
-                if load_at(address(s.moved, m)) == np.uint64(codes.BROKEN):
-                    give_up(s, m, now)
+            stage = s.weights[m].location
+            if stage == codes.LOADING:
+                if load_at(address(s.moved, m)) == np.uint64(codes.MOVE_FAILED):
+                    fail_load(s, m, now)
                 else:
-                    look_at_chunks(s, m, now)
-            elif stage == codes.LEAVING:
-                if load_at(address(s.moved, m)) == np.uint64(codes.BROKEN):
-                    put_back(s, m)
-                elif load_at(address(s.moved, m)) == np.uint64(codes.GONE):
-                    let_go(s, m)
-    if residency.coming == 0:
+                    poll_chunks(s, m, now)
+            elif stage == codes.EVICTING:
+                if load_at(address(s.moved, m)) == np.uint64(codes.MOVE_FAILED):
+                    undo_eviction(s, m)
+                elif load_at(address(s.moved, m)) == np.uint64(codes.EVICTED):
+                    finish_eviction(s, m)
+    if residency.loading == 0:
         residency.link_free_ns = min(residency.link_free_ns, float(now))
-    return int(residency.look)
+    return int(residency.pending)
 
 
 # Weights that come and go: switching this on, giving the core orders from outside, and reading its account.
 
 
-KEEP: dict[Any, int] = {"auto": codes.AUTO, True: codes.STAYS, False: codes.GOES}  # by the users' values
-STAGES = ("host", "loading", "resident", "leaving")  # weights.stage as text
+KEEP: dict[Any, int] = {"auto": codes.AUTO, True: codes.PINNED, False: codes.TRANSIENT}  # by the users' values
+LOCATIONS = ("host", "loading", "resident", "leaving")  # weights.location as text
 
 
 def attach_moves(state: State) -> None:
     """Lets the core move weights. Most engines keep all weights on the GPU, and need not compile these functions."""
-    for each in (look_at_moves, order_moves):
+    for each in (poll_moves, order_moves):
         state.residency[each.__name__][0] = address_of(each, State.numba_type, numba.types.int64)
 
 
-def manage(state: State, budget_bytes: int) -> None:
+def set_weight_budget(state: State, budget_bytes: int) -> None:
     """Limits the weights on the GPU to this number of bytes, from the next step on."""
     attach_moves(state)
     r = state.residency[0]
@@ -469,16 +480,16 @@ def needed_bytes(weights: Iterable[tuple[int, int, int]]) -> int:
     """
     found = [each for each in weights if each[1] > 0]
     most = 0
-    for own in {priority for priority, _, keep in found if keep != codes.STAYS}:
+    for own in {priority for priority, _, keep in found if keep != codes.PINNED}:
         above = sum(nbytes for priority, nbytes, keep in found if priority > own and keep == codes.AUTO)
-        most = max(most, above + max(n for priority, n, keep in found if priority == own and keep != codes.STAYS))
-    return sum(nbytes for _, nbytes, keep in found if keep == codes.STAYS) + most
+        most = max(most, above + max(n for priority, n, keep in found if priority == own and keep != codes.PINNED))
+    return sum(nbytes for _, nbytes, keep in found if keep == codes.PINNED) + most
 
 
 def weights_state(state: State, row: int) -> str:
     """Where a model's weights are: `resident`, `loading 43 %`, `leaving`, `host` or `disk`."""
     weights = state.weights[row]
-    said = STAGES[int(weights["stage"])] if state.residency["managed"][0] else "resident"
+    said = LOCATIONS[int(weights["location"])] if state.residency["managed"][0] else "resident"
     if said == "loading":
         return f"loading {100 * int(weights['arrived']) // max(1, int(weights['chunks']))} %"
     return "disk" if said == "host" and weights["ns_per_byte"] > 0 else said
@@ -489,15 +500,15 @@ def want_weights(state: State, row: int) -> bool:
 
     May be called from any thread; the core's loop may have to be woken.
     """
-    if not state.residency["managed"][0] or state.weights["stage"][row] != codes.OUT:
+    if not state.residency["managed"][0] or state.weights["location"][row] != codes.OFF_GPU:
         return False
-    if not state.weights["asked"][row]:
-        state.weights["ordered_ns"][row], state.weights["asked"][row] = time.monotonic_ns(), 1
-    state.residency["look"][0] = 1
+    if not state.weights["prefetch"][row]:
+        state.weights["ordered_ns"][row], state.weights["prefetch"][row] = time.monotonic_ns(), 1
+    state.residency["pending"][0] = 1
     return True
 
 
-def demand_worth(state: State, row: int) -> float:
+def value_in_host_memory(state: State, row: int) -> float:
     """The value of a model's weights in host memory, per byte: recent requests, doubled for each step of priority."""
     weights, past = state.weights[row], float(state.tuning["demand_memory_ns"][0])
     recent = float(weights["demand"]) * math.exp(-max(0.0, time.monotonic_ns() - float(weights["demand_ns"])) / past)
@@ -510,30 +521,30 @@ def hit_rate(state: State) -> float:
     return hits / (hits + misses) if hits + misses else 1.0
 
 
-def keep_arena(state: State, arena: int) -> None:
+def reserve_arena(state: State, arena: int) -> None:
     """Reserves the arena: no instance gets it from now on (`State.arena` may still name one). Call between two steps.
     """
     state.arena_kept[arena] = 1
-    _touch_instances(state, arena)
+    _mark_arena_dirty(state, arena)
 
 
-def open_arena(state: State, arena: int) -> None:
+def release_arena(state: State, arena: int) -> None:
     """Opens the arena to instances again. Call between two steps."""
     state.arena_kept[arena] = 0
-    _touch_instances(state, arena)
+    _mark_arena_dirty(state, arena)
 
 
-def _touch_instances(state: State, arena: int) -> None:
-    """Marks the instances of the arena, to be settled before the next decision."""
+def _mark_arena_dirty(state: State, arena: int) -> None:
+    """Marks the instances of the arena, to be reconciled before the next decision."""
     instance, core = state.instance, state.core
     waits = (
         (instance["arena"] == arena)
         & (instance["state"] == codes.FILLING)
         & (instance["live"] > 0)
-        & (instance["touched"] == 0)
+        & (instance["dirty"] == 0)
     )
     for row in np.flatnonzero(waits):
-        instance["touched"][row] = 1
-        state.touched[core["touched"][0]] = row
-        core["touched"][0] += 1
+        instance["dirty"][row] = 1
+        state.dirty_instances[core["dirty_instances"][0]] = row
+        core["dirty_instances"][0] += 1
     core["changed"][0] = 1

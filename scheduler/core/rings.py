@@ -32,7 +32,7 @@ AWAKE, ANYTHING, REQUESTS = np.uint64(0), np.uint64(1), np.uint64(2)
 
 
 @part
-def wakes(word: int, for_request: bool) -> bool:
+def must_ring(word: int, for_request: bool) -> bool:
     """Whether the caller has to write to the bell's descriptor.
 
     Work that was posted before is visible to a loop that armed the bell after. Only the first caller that rings has to
@@ -46,7 +46,7 @@ def wakes(word: int, for_request: bool) -> bool:
 
 
 @part
-def ask(word: int, value: np.uint64) -> None:
+def announce_sleep(word: int, value: np.uint64) -> None:
     """Announces that the caller is about to sleep. The caller looks for work once more after this."""
     store_at(word, value)
     fence()
@@ -54,7 +54,7 @@ def ask(word: int, value: np.uint64) -> None:
 
 @part
 def arm(word: int, for_anything: bool) -> None:
-    ask(word, ANYTHING if for_anything else REQUESTS)
+    announce_sleep(word, ANYTHING if for_anything else REQUESTS)
 
 
 class Bell:
@@ -145,7 +145,7 @@ def bit_of(slot: int) -> Any:
 
 
 @part
-def note_producer(where: Any, word: Any) -> None:
+def record_producer(where: Any, word: Any) -> None:
     """Records which producer reserved the last slot of the word, before the next reservation overwrites its number.
 
     The next producer to reserve does this, so one that dies right after reserving is recorded all the same. A producer
@@ -192,7 +192,7 @@ def reserve_at(where: Any, notes: Any, slots: Any, producer: Any) -> int:
         if word >= _CLOSED or taken >= slots:
             return codes.NONE
         if taken > 0:
-            note_producer(notes + np.uint64(8 * (taken - 1)), word)
+            record_producer(notes + np.uint64(8 * (taken - 1)), word)
         if exchange_at(where, word, ((word & ~_PRODUCER_MASK) | np.uint64(producer)) + _RESERVED_ONE):
             return int(taken)
 
@@ -275,7 +275,7 @@ def clear_hold(s: State, instance: int, slot: int) -> None:
 
 
 @part
-def take_into(s: State, producer: int, into: int, most: int) -> int:
+def take_completions(s: State, producer: int, into: int, most: int) -> int:
     """Moves at most `most` completions of a producer's ring to an address; returns their number. One consumer."""
     head = load_at(s.ring[producer, codes.DONE_HEAD :].ctypes.data)
     n = min(int(np.int64(load_at(s.ring[producer, codes.DONE_TAIL :].ctypes.data) - head)), most)
@@ -321,13 +321,13 @@ def release(s: State, instance: int, slot: int) -> None:
 @compiled
 def ask_to_be_woken(s: State, producer: int) -> None:
     """The next completion is to write to the producer's eventfd. Look at the ring after this, and then sleep."""
-    ask(address(s.wake, producer), ANYTHING)
+    announce_sleep(address(s.wake, producer), ANYTHING)
 
 
 @compiled
 def take_done(s: State, producer: int, into: Table) -> int:
     """Moves at most len(into) completions out of the ring; returns their number. One consumer at a time."""
-    return int(take_into(s, producer, into.ctypes.data, into.shape[0]))
+    return int(take_completions(s, producer, into.ctypes.data, into.shape[0]))
 
 
 # Memory shared by several processes: anonymous, and passed between them as a file descriptor.

@@ -32,7 +32,7 @@ def flow_of(s: State, c: int) -> int:
 
 
 @part
-def enter(s: State, m: int, c: int) -> None:
+def count_accepted(s: State, m: int, c: int) -> None:
     """Accepts a request. An idle flow starts at the common clock: it gains nothing by idling, and keeps its debts."""
     core = s.core[0]
     client = s.client[c]
@@ -51,7 +51,7 @@ def enter(s: State, m: int, c: int) -> None:
 
 
 @part
-def leave(s: State, m: int, c: int) -> None:
+def count_ended(s: State, m: int, c: int) -> None:
     core = s.core[0]
     client = s.client[c]
     flow = s.flow[flow_of(s, c), m]
@@ -66,8 +66,8 @@ def leave(s: State, m: int, c: int) -> None:
     if core.live == 0:  # drop rounding errors
         core.shares = 0.0
         core.client_shares = 0.0
-    if s.model[m].live == 0 and s.residency[0].managed > 0 and s.weights[m].keep == codes.GOES:
-        s.residency[0].look = 1
+    if s.model[m].live == 0 and s.residency[0].managed > 0 and s.weights[m].keep == codes.TRANSIENT:
+        s.residency[0].pending = 1
 
 
 @part
@@ -94,7 +94,7 @@ def charge(s: State, instance: int, time_ns: float, gpu_ns: float, began_ns: int
         flow = s.flow[flow_of(s, c), m]
         flow.virtual_ns += each / max(flow.share, 1e-9)
         if client.limit > 0.0:
-            client.may_ns = max(client.may_ns, began_ns - LIMIT_KEPT_NS) + each / client.limit
+            client.resume_ns = max(client.resume_ns, began_ns - LIMIT_KEPT_NS) + each / client.limit
     if core.client_shares > 0.0:
         core.client_virtual_ns += time_ns / core.client_shares
 
@@ -111,10 +111,10 @@ def over_limit(s: State, instance: int, now: int) -> bool:
     for k in range(s.instance[instance].taken):
         if s.slot[instance, k] >= 0:
             client = s.client[s.slot_client[instance, k]]
-            if client.limit <= 0.0 or client.may_ns <= now:
+            if client.limit <= 0.0 or client.resume_ns <= now:
                 return False
-            first_ns = min(first_ns, client.may_ns)
-    core.ask_at_ns = min(core.ask_at_ns, np.ceil(first_ns))
+            first_ns = min(first_ns, client.resume_ns)
+    core.admit_at_ns = min(core.admit_at_ns, np.ceil(first_ns))
     return True
 
 
@@ -124,7 +124,7 @@ def over_limit(s: State, instance: int, now: int) -> bool:
 
 
 @part
-def pass_time(s: State, now: int) -> None:
+def advance_gpu_clock(s: State, now: int) -> None:
     """Advances the clock to now, before a job comes onto the GPU or completes a segment."""
     core = s.core[0]
     if core.flight > 0 and now > core.gpu_at_ns:
@@ -139,7 +139,7 @@ def enter_gpu(s: State, instance: int, now: int) -> None:
     """Call this before the instance is counted among those in flight."""
     core = s.core[0]
     inst = s.instance[instance]
-    pass_time(s, now)
+    advance_gpu_clock(s, now)
     if core.flight == 0:
         core.gpu_clock_ns = core.gpu_demand = 0.0
     inst.gpu_demand = max(inst.demand, 1e-3)
@@ -148,11 +148,11 @@ def enter_gpu(s: State, instance: int, now: int) -> None:
 
 
 @part
-def part_of_time(s: State, instance: int, now: int) -> float:
+def take_gpu_time(s: State, instance: int, now: int) -> float:
     """The instance's part of the GPU's time since the last call, or since it came onto the GPU."""
     core = s.core[0]
     inst = s.instance[instance]
-    pass_time(s, now)
+    advance_gpu_clock(s, now)
     ns = inst.gpu_demand * (core.gpu_clock_ns - inst.gpu_from_ns)
     inst.gpu_from_ns = core.gpu_clock_ns
     return float(ns)
@@ -212,11 +212,11 @@ def checked_tenants(given: Mapping[str, Any]) -> dict[str, Tenant]:
     return found
 
 
-def give_tenant(state: State, number: int, name: str, tenant: Tenant) -> None:
+def set_tenant(state: State, number: int, name: str, tenant: Tenant) -> None:
     """Makes the client of this number this tenant from now on. Call between two steps of the core."""
     core, client = state.core[0], state.client[number]
     if not client["tenant"]:
-        _leave_the_others(state, number)
+        _separate_flow(state, number)
     live = state.flow["live"][number] > 0
     before = state.flow["share"][number, live]
     state.flow["share"][number, live] = before / client["share"] * tenant.share
@@ -225,13 +225,13 @@ def give_tenant(state: State, number: int, name: str, tenant: Tenant) -> None:
         core["client_shares"] += tenant.share - client["share"]
     client["share"], client["limit"], client["tenant"] = tenant.share, tenant.limit or 0.0, 1
     if not client["limit"]:
-        client["may_ns"] = 0.0
+        client["resume_ns"] = 0.0
     state.tenant_name[number] = np.frombuffer(name.encode().ljust(codes.TENANT_NAME, b"\0"), np.uint8)
     core["limited"] = (state.client["limit"] > 0.0).sum()
     core["changed"] = 1
 
 
-def _leave_the_others(state: State, number: int) -> None:
+def _separate_flow(state: State, number: int) -> None:
     """Counts the requests of a client that becomes a tenant no longer among those of all other clients."""
     asked = state.request[(state.request["state"] != codes.UNUSED) & (state.request["client"] == number)]
     moved = np.bincount(asked["model"], minlength=len(state.model))

@@ -188,9 +188,11 @@ class State(TableSet):
     active: Ints = table(INT, "instances")  # instances whose turn it is
     flight: Ints = table(INT, "instances")  # instances with launched, uncompleted segments
     held: Ints = table(INT, "instances")  # instances that wait for a producer: HELD and READY_WAIT
-    touched: Ints = table(INT, "instances")  # instances to be settled within this step
-    asking: Ints = table(INT, "models")  # models that may want an instance opened, or closed for good, within this step
-    leaving: Ints = table(INT, "requests")  # requests cancelled within this step
+    dirty_instances: Ints = table(INT, "instances")  # instances to be reconciled within this step
+    dirty_models: Ints = table(
+        INT, "models"
+    )  # models that may want an instance opened, or closed for good, within this step
+    cancelled: Ints = table(INT, "requests")  # requests cancelled within this step
     waiting: Ints = table(INT, "clients")  # clients with requests set aside
     barred: Ints = table(INT, "requests")  # client << 32 | model of requests that are BARRED
     refused: Ints = table(
@@ -220,8 +222,10 @@ class State(TableSet):
     # latter
     own: Floats = table(np.float64, OWN_NAMES + OWN_PER_MODEL * PER_MODEL)
     own_first: Floats = table(np.float64, OWN_PER_MODEL)
-    given: Table = table(PARAM, "models", PARAMS)  # parameters of each model, by the installer
-    wanted: Table = table(PARAM, PARAMS)  # parameters that the policy reads, with the defaults for models without them
+    model_params: Table = table(PARAM, "models", PARAMS)  # parameters of each model, by the installer
+    policy_params: Table = table(
+        PARAM, PARAMS
+    )  # parameters that the policy reads, with the defaults for models without them
     param: Floats = table(np.float64, "models", PARAMS)  # their values for each model
     gate: Table = table(GATE, codes.GATES)  # written by the engine, while core.gates; then by the core
     clock: Ints = table(INT, 8)  # scratch of the core's thread
@@ -298,8 +302,8 @@ def new_state(limits: Limits | None = None, memory: NDArray[np.uint8] | None = N
         raw = np.zeros(state_bytes(n) + 64, np.uint8)  # uses memory only where it is written
         memory = raw[-raw.ctypes.data % 64 :][: state_bytes(n)]
     state = over(n, memory)
-    for name in ("model_instance", "free_instance", "slot", "ready", "active", "flight", "held", "touched", "asking",
-                 "leaving", "waiting", "due"):  # fmt: skip
+    for name in ("model_instance", "free_instance", "slot", "ready", "active", "flight", "held", "dirty_instances",
+                 "dirty_models", "cancelled", "waiting", "due"):  # fmt: skip
         getattr(state, name)[...] = codes.NONE
     state.instance_word[...] = codes.CLOSED
     state.submit["sequence"] = np.arange(state.submit.shape[1], dtype=np.uint64)

@@ -17,33 +17,33 @@ from paellapy.instrument.numba_ext.link import address_of, call_with, compiled, 
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.admission import predict_finish
 from paellapy.scheduler.core.atomics import call_telling, call_write, load_at, store_at
-from paellapy.scheduler.core.choose import choose, settle_all
-from paellapy.scheduler.core.concurrency import LINGERS, watch_gates, watch_queue
+from paellapy.scheduler.core.choose import choose, reconcile_all
+from paellapy.scheduler.core.concurrency import LINGERS, average_queue, update_gates
 from paellapy.scheduler.core.expire import expire, reclaim
-from paellapy.scheduler.core.instances import look_at_held, touch
+from paellapy.scheduler.core.instances import mark_instance_dirty, poll_held
 from paellapy.scheduler.core.launch import (
-    account,
     began_ns,
+    count_resources,
     host_has_work,
     leave_stream,
-    leaves_room,
-    measure,
-    note_room,
+    next_is_due,
+    note_next_launch,
+    update_gpu_facts,
 )
 from paellapy.scheduler.core.requests import fill_instance_job, fill_segment
-from paellapy.scheduler.core.rings import address, wakes
-from paellapy.scheduler.core.shares import charge, leave_gpu, part_of_time
+from paellapy.scheduler.core.rings import address, must_ring
+from paellapy.scheduler.core.shares import charge, leave_gpu, take_gpu_time
 from paellapy.scheduler.core.state import State, read_clock
 from paellapy.scheduler.core.submit import fail_all, take_submissions
 from paellapy.scheduler.core.tables import Words
-from paellapy.scheduler.core.throttle import look_aside, look_at_top
+from paellapy.scheduler.core.throttle import look_aside, update_top_priority
 from paellapy.scheduler.core.weights import moves_under_way
 
 # Completing in the core: segments that have ended, and the policy's `done` and `tick`.
 
 
 @part
-def tell_done(s: State, instance: int, segment: int, now: int) -> None:
+def call_done(s: State, instance: int, segment: int, now: int) -> None:
     """Calls a policy's `done` with the job's current state and the segment's duration."""
     inst = s.instance[instance]
     fact = s.done_segment[0]
@@ -68,12 +68,12 @@ def tick(s: State, now: int) -> None:
     if s.core[0].tick_at_ns == 0.0:
         s.core[0].tick_at_ns = now + s.core[0].tick_ns
     elif now >= s.core[0].tick_at_ns:
-        measure(s)
-        look_at_top(s)
+        update_gpu_facts(s)
+        update_top_priority(s)
         call_telling(s.call[0].tick, s.call[0].tick_1, s.call[0].tick_2, _ZERO)
         s.core[0].tick_at_ns = now + s.core[0].tick_ns
         s.core[0].changed = 1
-    s.core[0].room_at_ns = min(s.core[0].room_at_ns, s.core[0].tick_at_ns)
+    s.core[0].wake_at_ns = min(s.core[0].wake_at_ns, s.core[0].tick_at_ns)
 
 
 @part
@@ -82,16 +82,16 @@ def segment_done(s: State, instance: int, now: int) -> None:
     inst = s.instance[instance]
     m = inst.model
     s.segment_ns[instance, inst.done, 1] = now
-    account(s, instance, inst.done, -1.0, 0.0)
+    count_resources(s, instance, inst.done, -1.0, 0.0)
     alone_ns = s.size[m, inst.size].total_ns if inst.whole else s.segment[m, inst.size, inst.done].time_ns
-    charge(s, instance, alone_ns, part_of_time(s, instance, now), began_ns(s, instance, inst.done))
+    charge(s, instance, alone_ns, take_gpu_time(s, instance, now), began_ns(s, instance, inst.done))
     inst.done += 1
     core.segments_done += 1
     if s.call[0].done != _ZERO:
-        tell_done(s, instance, inst.done - 1, now)
-    touch(s, instance)
+        call_done(s, instance, inst.done - 1, now)
+    mark_instance_dirty(s, instance)
     if inst.issued > inst.done:
-        account(s, instance, inst.done, 1.0, -1.0)
+        count_resources(s, instance, inst.done, 1.0, -1.0)
         return
     leave_stream(s, instance)
     leave_gpu(s, instance)
@@ -103,20 +103,20 @@ def segment_done(s: State, instance: int, now: int) -> None:
 
 
 @part
-def poll(s: State, now: int) -> None:
+def poll_completions(s: State, now: int) -> None:
     """Reads the completion words of the instances in flight: each instance's oldest launch."""
     core = s.core[0]
-    core.room_at_ns = core.ask_at_ns if core.ready + core.barred > 0 else np.inf
+    core.wake_at_ns = core.admit_at_ns if core.ready + core.barred > 0 else np.inf
     k = 0
     while k < core.flight:
         instance = s.flight[k]
         inst = s.instance[instance]
         word = s.whole[instance, inst.size].word if inst.whole else s.launch[instance, inst.size, inst.done].word
         if load_at(word) == _ZERO:
-            if leaves_room(s, instance, now):
+            if next_is_due(s, instance, now):
                 inst.draining = core.changed = 1
             else:
-                note_room(s, instance)
+                note_next_launch(s, instance)
             k += 1
         else:  # look at k again: the instance may have more completions, or another instance may have moved there
             store_at(word, _ZERO)
@@ -129,7 +129,7 @@ _ZERO = np.uint64(0)
 
 
 @part
-def watch_gain(s: State, now: int) -> None:
+def measure_gain(s: State, now: int) -> None:
     """Measures how much more work than one job's the GPU does while several share it: for predictions."""
     core = s.core[0]
     if core.flight < 2:
@@ -149,33 +149,33 @@ def step(s: State, now: int) -> int:
     before = core.launches + core.segments_done
     core.steps += 1
     s.gpu[0].now_ns = now
-    watch_queue(s, now)
-    watch_gain(s, now)
+    average_queue(s, now)
+    measure_gain(s, now)
     news = take_submissions(s, now)
-    poll(s, now)
+    poll_completions(s, now)
     if core.mode == codes.FAIL_MODE and core.lost_ns == 0:  # polled first: requests that have ended are not blamed
         fail_all(s, now)
-    look_at_held(s)
+    poll_held(s)
     expire(s, now)
     tick(s, now)
     moves = s.residency[0].order_moves != _ZERO
     if moves:
-        call_with(s.residency[0].look_at_moves, s, now)
+        call_with(s.residency[0].poll_moves, s, now)
     again = True
     while again and not host_has_work(s):
         if core.waiting > 0:
             look_aside(s, now)
         again = False
-        if core.changed or (core.ready + core.barred > 0 and now >= core.ask_at_ns):
+        if core.changed or (core.ready + core.barred > 0 and now >= core.admit_at_ns):
             while not choose(s, now):
                 fail_all(s, now)
-            measure(s)
+            update_gpu_facts(s)
             again = core.waiting > 0  # requests of the same clients may be done
         if moves and call_with(s.residency[0].order_moves, s, now) > 0:
             again = True
     if host_has_work(s):  # requests come while the host computes: instances must be open for them
-        settle_all(s, now)
-    watch_gates(s, now)
+        reconcile_all(s, now)
+    update_gates(s, now)
     return int(news + core.launches + core.segments_done - before)
 
 
@@ -189,7 +189,7 @@ def wake_producers(s: State, scratch: NDArray[np.int64]) -> None:
         tail = np.int64(s.ring[producer, codes.DONE_TAIL, 0])
         if tail != s.wake_fd[producer, 1]:
             s.wake_fd[producer, 1] = tail
-            if wakes(address(s.wake, producer), False) and s.wake_fd[producer, 0] >= 0:
+            if must_ring(address(s.wake, producer), False) and s.wake_fd[producer, 0] >= 0:
                 scratch[2] = 1
                 call_write(s.call[0].write, np.int32(s.wake_fd[producer, 0]), scratch[2:].ctypes.data, np.uint64(8))
 

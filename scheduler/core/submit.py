@@ -11,15 +11,22 @@ from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import load_at, store_at
 from paellapy.scheduler.core.concurrency import close_gates
 from paellapy.scheduler.core.heaps import heap_add, queue_add
-from paellapy.scheduler.core.instances import close_instance, count_queued, free_instance, put, touch, wait_for_copy
-from paellapy.scheduler.core.instances import mark_model_dirty as ask
+from paellapy.scheduler.core.instances import (
+    close_instance,
+    count_queued,
+    fill_slot,
+    free_instance,
+    mark_instance_dirty,
+    mark_model_dirty,
+    wait_for_copy,
+)
 from paellapy.scheduler.core.job import PER_MODEL, READS_SEGMENT
-from paellapy.scheduler.core.requests import checked_rank, complete, fill_job, fill_segment, fill_terms, post_done
+from paellapy.scheduler.core.requests import checked_rank, complete, fill_job, fill_segment, fill_terms, post_completion
 from paellapy.scheduler.core.rings import address
-from paellapy.scheduler.core.shares import enter
+from paellapy.scheduler.core.shares import count_accepted
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.throttle import bar, forget_barred, may_come_ns, set_aside
-from paellapy.scheduler.core.weights import note_demand
+from paellapy.scheduler.core.weights import count_demand
 
 _ZERO = np.uint64(0)
 _ONE = np.uint64(1)
@@ -27,7 +34,7 @@ SUBMISSIONS_PER_STEP = 1024  # a limit, so that a flood of submissions does not 
 
 
 @part
-def verdict(s: State, cell: Any, now: int) -> int:
+def refusal(s: State, cell: Any, now: int) -> int:
     """OK, or the status with which the request is refused."""
     core = s.core[0]
     m = cell.model
@@ -79,11 +86,11 @@ def enqueue(s: State, row: int, now: int) -> None:
     request.state = codes.QUEUED
     queue_add(s, s.model[m], row)
     count_queued(s, m, 1)
-    ask(s, m)
+    mark_model_dirty(s, m)
 
 
 @part
-def submitted(s: State, producer: int, cell: Any, now: int) -> None:
+def accept_submission(s: State, producer: int, cell: Any, now: int) -> None:
     core = s.core[0]
     row = cell.request
     request = s.request[row]
@@ -92,23 +99,23 @@ def submitted(s: State, producer: int, cell: Any, now: int) -> None:
     request.client = cell.client if 0 <= cell.client < s.client.shape[0] else cell.client % s.client.shape[0]
     request.priority, request.arrival_ns, request.deadline_ns = cell.priority, cell.arrival_ns, cell.deadline_ns
     request.instance = request.slot = request.due_at = codes.NONE
-    request.leaving = 0
+    request.cancelled = 0
     request.let_ns = 0.0
     request.sequence = core.sequence
     core.sequence += 1
     instance = cell.instance
-    status = verdict(s, cell, now)
+    status = refusal(s, cell, now)
     if status != codes.OK:
-        post_done(s, row, cell.model, status, now)
+        post_completion(s, row, cell.model, status, now)
         if instance >= 0:
-            put(s, instance, cell.slot, codes.NONE)
+            fill_slot(s, instance, cell.slot, codes.NONE)
             s.slot_client[instance, cell.slot] = request.client  # it is charged for the place that it took
-            touch(s, instance)
+            mark_instance_dirty(s, instance)
         return
     close_gates(s, request.priority, now)
     c = s.client[request.client]
-    enter(s, request.model, request.client)
-    note_demand(s, request.model, now)
+    count_accepted(s, request.model, request.client)
+    count_demand(s, request.model, now)
     request.client_start_ns = max(core.client_virtual_ns, c.tag_ns)
     c.tag_ns = request.client_start_ns + s.size[request.model, 0].total_ns / c.share
     if request.deadline_ns < codes.NEVER:
@@ -117,15 +124,15 @@ def submitted(s: State, producer: int, cell: Any, now: int) -> None:
     if instance < 0:
         enqueue(s, row, now)
         return
-    put(s, instance, cell.slot, row)
-    touch(s, instance)
+    fill_slot(s, instance, cell.slot, row)
+    mark_instance_dirty(s, instance)
 
 
 # Rarely used, and therefore called instead of inlined: the step stays small.
 
 
 @part
-def look_for_top(s: State) -> None:
+def find_priorities(s: State) -> None:
     """Finds the highest and the lowest priority of open models. Only programs of the highest are launched in one
     piece.
     """
@@ -138,7 +145,7 @@ def look_for_top(s: State) -> None:
 
 
 @part
-def opened(s: State, m: int) -> None:
+def open_for_requests(s: State, m: int) -> None:
     model = s.model[m]
     model.state = codes.OPEN
     model.root = model.first = model.last = model.filling = codes.NONE
@@ -152,24 +159,24 @@ def opened(s: State, m: int) -> None:
         s.own[s.core[0].own_at + k * PER_MODEL + m] = s.own_first[k]
     for k in range(model.n_instances):
         s.free_instance[m, k] = s.model_instance[m, model.n_instances - 1 - k]
-    look_for_top(s)
-    ask(s, m)
+    find_priorities(s)
+    mark_model_dirty(s, m)
 
 
 @part
-def closed(s: State, m: int) -> None:
+def close_for_requests(s: State, m: int) -> None:
     """Refuses new requests for the model; MODEL_CLOSED follows when the accepted ones are done."""
     model = s.model[m]
     if model.state != codes.OPEN:
         return
     model.state = codes.CLOSING
-    look_for_top(s)
+    find_priorities(s)
     store_at(address(s.filling, m), _ZERO)
-    ask(s, m)
+    mark_model_dirty(s, m)
 
 
 @part
-def was_on_gpu(s: State, row: int) -> bool:
+def is_on_gpu(s: State, row: int) -> bool:
     """Whether a launch for the request has not ended."""
     request = s.request[row]
     if request.state != codes.SLOTTED:
@@ -184,7 +191,7 @@ def fail_all(s: State, now: int) -> None:
     core = s.core[0]
     core.mode, core.lost_ns, core.suspects = codes.FAIL_MODE, max(now, 1), core.outside
     for row in range(s.request.shape[0]):
-        core.suspects += was_on_gpu(s, row)
+        core.suspects += is_on_gpu(s, row)
     for instance in range(s.instance.shape[0]):
         inst = s.instance[instance]
         if inst.model >= 0 and inst.state == codes.RUNNING and inst.issued > inst.done:
@@ -193,7 +200,7 @@ def fail_all(s: State, now: int) -> None:
         if s.request[row].state != codes.UNUSED:
             if s.request[row].state == codes.PASSED:
                 s.kept[s.request[row].client, s.request[row].model].passed = 0
-            suspected = was_on_gpu(s, row)
+            suspected = is_on_gpu(s, row)
             if s.request[row].state == codes.SLOTTED:
                 wait_for_copy(s, row)
                 s.slot[s.request[row].instance, s.request[row].slot] = codes.NONE
@@ -201,7 +208,7 @@ def fail_all(s: State, now: int) -> None:
     for m in range(s.model.shape[0]):
         s.model[m].root = s.model[m].first = s.model[m].last = codes.NONE
         s.model[m].queued = s.model[m].aside = 0
-        ask(s, m)
+        mark_model_dirty(s, m)
     for c in range(s.client.shape[0]):
         client = s.client[c]
         client.root = client.first = client.last = codes.NONE
@@ -227,19 +234,19 @@ def fail_all(s: State, now: int) -> None:
 
 
 @part
-def next_producer(s: State) -> int:
+def find_producer(s: State) -> int:
     """A producer with published messages, in round-robin order; or NONE."""
     core = s.core[0]
     mask = np.uint64(s.submit.shape[1] - 1)
     producers = s.submit.shape[0]
     for k in range(producers):
-        producer = core.turn + k
+        producer = core.next_producer + k
         if producer >= producers:  # much faster than a remainder
             producer -= producers
         head = s.ring[producer, codes.SUBMIT_HEAD, 0]
         at = np.int64(head & mask)
         if load_at(s.submit[producer, at : at + 1].ctypes.data) == head + _ONE:
-            core.turn = producer + 1 if producer + 1 < producers else 0
+            core.next_producer = producer + 1 if producer + 1 < producers else 0
             return int(producer)
     return codes.NONE
 
@@ -251,7 +258,7 @@ def take_submissions(s: State, now: int) -> int:
     n = 0
     mask = np.uint64(s.submit.shape[1] - 1)
     while n < SUBMISSIONS_PER_STEP:
-        producer = next_producer(s)
+        producer = find_producer(s)
         if producer < 0:
             break
         head = s.ring[producer, codes.SUBMIT_HEAD, 0]
@@ -259,17 +266,17 @@ def take_submissions(s: State, now: int) -> int:
         where = s.submit[producer, at : at + 1].ctypes.data
         cell = s.submit[producer, at]
         if cell.kind == codes.SUBMIT:
-            submitted(s, producer, cell, now)
+            accept_submission(s, producer, cell, now)
         elif cell.kind == codes.CANCEL:
             request = s.request[cell.request]
-            if request.serial == cell.serial and request.state != codes.UNUSED and request.leaving == 0:
-                request.leaving = 1
-                s.leaving[core.leaving] = cell.request
-                core.leaving += 1
+            if request.serial == cell.serial and request.state != codes.UNUSED and request.cancelled == 0:
+                request.cancelled = 1
+                s.cancelled[core.cancelled] = cell.request
+                core.cancelled += 1
         elif cell.kind == codes.OPEN_MODEL:
-            opened(s, cell.model)
+            open_for_requests(s, cell.model)
         elif cell.kind == codes.CLOSE_MODEL:
-            closed(s, cell.model)
+            close_for_requests(s, cell.model)
         elif cell.kind == codes.DRAIN:
             core.mode = max(core.mode, codes.DRAIN_MODE)
         elif cell.kind == codes.FAIL and core.mode != codes.FAIL_MODE:

@@ -76,27 +76,27 @@ CORE = np.dtype(
         ("held", "i8"),
         ("due", "i8"),
         ("out", "i8"),
-        ("touched", "i8"),
-        ("asking", "i8"),
-        ("leaving", "i8"),
+        ("dirty_instances", "i8"),
+        ("dirty_models", "i8"),
+        ("cancelled", "i8"),
         ("waiting", "i8"),
         ("barred", "i8"),
         ("refused", "i8"),
         ("kept_out", "i8"),  # requests that are BARRED
         ("changed", "i8"),  # 1: there is something to decide
         ("refresh_at", "i8"),  # index in `ready` of the instance that was ranked afresh last
-        ("first", "i8"),  # 1: the next completion is the first of its batch
-        ("turn", "i8"),  # producer whose submissions are read next
+        ("first_of_batch", "i8"),  # 1: the next completion is the first of its batch
+        ("next_producer", "i8"),  # whose submissions are read next
         ("tap_tail", "i8"),
         ("top_priority", "i8"),  # highest priority of an open model
         ("least_priority", "i8"),  # lowest priority of an open model
-        ("standing_back", "i8"),  # active instances that launch nothing, to let a short job go first
+        ("yielding", "i8"),  # active instances that launch nothing while a short job runs
         ("demand", "f8"),  # total demand of active jobs
         ("waiting_jobs", "f8"),  # average of the last period
-        ("short_often", "f8"),  # fraction of the time in which some instances had to stand back for a short job
-        ("room_at_ns", "f8"),  # when there is something to do even without an event
+        ("yielding_share", "f8"),  # fraction of the time in which some instances yielded
+        ("wake_at_ns", "f8"),  # when there is something to do even without an event
         ("tick_at_ns", "f8"),  # time of the next call of `tick`; 0: there is no work
-        ("ask_at_ns", "f8"),  # when a refused instance may go, as far as that depends on the time
+        ("admit_at_ns", "f8"),  # when a refused instance may go, as far as that depends on the time
         # fair queueing, over flows and over clients
         ("virtual_ns", "f8"),
         ("shares", "f8"),
@@ -192,7 +192,7 @@ MODEL = np.dtype(
         ("used_ns", "f8"),  # GPU time received, as time alone
         ("gpu_ns", "f8"),  # GPU time received, as its part of the time that the GPU was busy
         ("completed", "i8"),
-        ("asking", "i8"),  # 1: listed in State.asking
+        ("dirty", "i8"),  # 1: listed in State.dirty_models
         ("lost", "i8"),  # 1: it had a launch on the GPU when the GPU was lost
     ],
     align=True,
@@ -244,7 +244,7 @@ INSTANCE = np.dtype(
         ("demand", "f8"),  # its part of core.demand while it is active
         ("gpu_demand", "f8"),  # its part of core.gpu_demand while it is in flight
         ("gpu_from_ns", "f8"),  # core.gpu_clock_ns up to which it was charged
-        ("back", "i8"),  # 1: stands back for a short job, if it is active
+        ("yields", "i8"),  # 1: yields to a short job, if it is active
         ("ready_at", "i8"),  # index in State.ready, or NONE
         ("active_at", "i8"),  # index in State.active
         ("flight_at", "i8"),  # index in State.flight
@@ -256,7 +256,7 @@ INSTANCE = np.dtype(
         ("client_start_ns", "f8"),
         ("started_ns", "i8"),  # first launch
         ("generation", "i8"),
-        ("touched", "i8"),  # 1: listed in State.touched
+        ("dirty", "i8"),  # 1: listed in State.dirty_instances
         ("pool", "i8"),  # pool of streams; by the installer
         ("stream_at", "i8"),  # the stream it has while it is in flight
         ("arena", "i8"),  # shared memory in which instances of several models run one at a time; NONE: its own
@@ -295,7 +295,7 @@ REQUEST = np.dtype(
         ("up", "i8"),
         ("height", "i8"),  # 0: in the list
         ("due_at", "i8"),  # index in the deadline heap, or NONE
-        ("leaving", "i8"),  # 1: listed in State.leaving
+        ("cancelled", "i8"),  # 1: listed in State.cancelled
         ("producer", "i8"),  # its producer
         ("let_ns", "f8"),  # its part of client.let_ns; 0: it was not set aside
     ],
@@ -356,7 +356,7 @@ CLIENT = np.dtype(
     [
         ("share", "f8"),
         ("limit", "f8"),  # largest fraction of the GPU's time it may use; 0: no limit
-        ("may_ns", "f8"),  # time from which it may go, by its limit
+        ("resume_ns", "f8"),  # when its limit lets it go on
         ("virtual_ns", "f8"),
         ("used_ns", "f8"),  # time alone
         ("gpu_ns", "f8"),  # its part of the GPU's time
@@ -399,17 +399,17 @@ RESIDENCY = np.dtype(
     [
         # set from outside
         ("managed", "i8"),  # 0: all weights stay on the GPU, and this table is not used
-        ("look_at_moves", "u8"),  # addresses of the core's functions for weights that move; 0 where all stay
+        ("poll_moves", "u8"),  # addresses of the core's functions for weights that move; 0 where all stay
         ("order_moves", "u8"),
         ("budget_bytes", "i8"),  # budget for weights on the GPU
         ("ns_per_byte", "f8"),  # of a copy from host memory, by the tuned number link_gbps
         ("mover_fd", "i8"),  # eventfd that wakes the mover; NONE: there is none
         # current state
-        ("held_bytes", "i8"),  # bytes of models COMING and HERE, and of a granted load
-        ("coming", "i8"),  # number of models
-        ("leaving", "i8"),
+        ("held_bytes", "i8"),  # bytes of models LOADING and RESIDENT, and of a granted load
+        ("loading", "i8"),  # number of models
+        ("evicting", "i8"),
         ("link_free_ns", "f8"),  # when all ordered copies will be done
-        ("look", "i8"),  # 1: there may be moves to order
+        ("pending", "i8"),  # 1: there may be moves to order
         ("load_bytes", "i8"),  # size of the weights of a model that is to be loaded
         ("load_priority", "i8"),
         ("load_since_ns", "f8"),  # when the load began to wait; 0: not yet
@@ -436,14 +436,14 @@ WEIGHTS = np.dtype(
         ("word", "u8"),  # address of one word per chunk, which the copy sets when the chunk has arrived
         ("keep", "i8"),  # AUTO …
         ("ns_per_byte", "f8"),  # of its copy, if not from host memory; 0: from host memory. Written by `Residents`
-        ("held", "i8"),  # 1: the weights do not leave, because a batch size of the model is being captured
+        ("locked", "i8"),  # 1: the weights stay, because a batch size of the model is being captured
         # by the core
-        ("stage", "i8"),  # OUT …
+        ("location", "i8"),  # OFF_GPU …
         ("arrived", "i8"),  # number of chunks
-        ("asked", "i8"),  # 1: ordered although no request waits
-        ("unwanted", "i8"),  # 1: ordered to leave, although its memory is not needed
-        ("marked", "i8"),  # 1: chosen to leave, by the models examined so far
-        ("stop", "i8"),  # 1: starts no more jobs, and leaves for a model that has waited long
+        ("prefetch", "i8"),  # 1: ordered although no request waits
+        ("evict_requested", "i8"),  # 1: ordered to leave, although its memory is not needed
+        ("victim", "i8"),  # 1: chosen to leave, among the models examined so far
+        ("stopped", "i8"),  # 1: starts no more jobs, and leaves for a model that has waited long
         ("served", "i8"),  # batches since its weights came
         ("ordered_ns", "f8"),
         ("came_ns", "f8"),

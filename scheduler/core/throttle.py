@@ -15,17 +15,17 @@ from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import call_asking
 from paellapy.scheduler.core.heaps import queue_add, queue_first, queue_remove
 from paellapy.scheduler.core.instances import (
-    all_in,
     close_instance,
     count_queued,
     free_instance,
+    inputs_written,
+    mark_model_dirty,
+    set_arena_holder,
     size_for,
-    take_arena,
     unready,
 )
-from paellapy.scheduler.core.instances import mark_model_dirty as ask
 from paellapy.scheduler.core.job import READS_SEGMENT, READS_TOP
-from paellapy.scheduler.core.launch import measure
+from paellapy.scheduler.core.launch import update_gpu_facts
 from paellapy.scheduler.core.requests import checked_rank, fill_job, fill_segment, fill_terms
 from paellapy.scheduler.core.shares import LIMIT_KEPT_NS
 from paellapy.scheduler.core.state import State
@@ -34,7 +34,7 @@ from paellapy.scheduler.core.state import State
 
 
 @part
-def look_at_top(s: State) -> None:
+def update_top_priority(s: State) -> None:
     """Finds the highest priority among active jobs, and, for policies that read it, their resources on the GPU."""
     top = -codes.NEVER
     for k in range(s.core[0].active):
@@ -63,7 +63,7 @@ def look_at_top(s: State) -> None:
 
 
 @part
-def takes_anything(s: State, others: int) -> bool:
+def may_skip_admit(s: State, others: int) -> bool:
     """Whether the best job goes without a question: the GPU is idle, and no other job is active (`others` is 0). A
     policy that may not leave the GPU idle only orders work, and wastes no time.
     """
@@ -71,7 +71,7 @@ def takes_anything(s: State, others: int) -> bool:
 
 
 @part
-def lets_go(s: State, now: int) -> bool:
+def admits(s: State, now: int) -> bool:
     """The answer for the job in scratch row 0. If it may go later, notes when."""
     core = s.core[0]
     answer = call_asking(s.call[0].admit, s.job.ctypes.data, s.call[0].admit_2, s.call[0].admit_3)
@@ -82,7 +82,7 @@ def lets_go(s: State, now: int) -> bool:
         return False
     if answer == 1.0 or answer <= now:
         return True
-    core.ask_at_ns = min(core.ask_at_ns, np.ceil(answer))
+    core.admit_at_ns = min(core.admit_at_ns, np.ceil(answer))
     return False
 
 
@@ -166,7 +166,7 @@ def let_pass(s: State, c: int, m: int, most: int) -> None:
         queue_add(s, s.model[m], row)
     kept.passed += n
     count_queued(s, m, n)
-    ask(s, m)
+    mark_model_dirty(s, m)
 
 
 @reachable
@@ -175,9 +175,9 @@ def look_at_barred(s: State, now: int) -> int:
     queue. An idle GPU takes the best batch without asking. Returns the number of queues that are left.
     """
     core = s.core[0]
-    measure(s)
-    look_at_top(s)
-    anything = takes_anything(s, core.active)
+    update_gpu_facts(s)
+    update_top_priority(s)
+    anything = may_skip_admit(s, core.active)
     best = np.int64(codes.NONE)
     least = np.inf
     k = 0
@@ -193,7 +193,7 @@ def look_at_barred(s: State, now: int) -> int:
                 rank = checked_rank(s, s.call[0].rank, 0, s.call[0].rank_2, s.call[0].rank_3)
                 if best < 0 or rank < least:
                     best, least = s.barred[k], rank
-            elif lets_go(s, now):
+            elif admits(s, now):
                 let_pass(s, c, m, room)
         if kept.n == 0:
             kept.listed = 0
@@ -225,7 +225,7 @@ def is_staged(s: State, instance: int) -> bool:
         for k in range(s.instance[instance].taken):
             if s.slot[instance, k] >= 0 and s.request[s.slot[instance, k]].source == _ZERO:
                 return False
-    return all_in(s, instance)
+    return inputs_written(s, instance)
 
 
 @part
@@ -236,11 +236,11 @@ def give_up(s: State, instance: int) -> None:
     unready(s, instance)
     s.kept[inst.client, m].refused_at = s.core[0].rounds
     if inst.state == codes.FILLING:
-        ask(s, m)
+        mark_model_dirty(s, m)
         if not close_instance(s, instance):  # a producer has just taken a slot, before the policy was changed
             return
     else:
-        take_arena(s, instance, codes.NONE)
+        set_arena_holder(s, instance, codes.NONE)
     for k in range(inst.taken):
         row = s.slot[instance, k]
         s.slot[instance, k] = codes.NONE
@@ -248,7 +248,7 @@ def give_up(s: State, instance: int) -> None:
             s.request[row].instance = s.request[row].slot = codes.NONE
             bar(s, row)
     free_instance(s, instance)
-    ask(s, m)
+    mark_model_dirty(s, m)
 
 
 @reachable
@@ -293,7 +293,7 @@ def may_come_ns(s: State, c: int, now: int) -> float:
     client = s.client[c]
     if client.limit <= 0.0:
         return float(now)
-    return float(max(client.may_ns, now - LIMIT_KEPT_NS) + client.let_ns / client.limit)
+    return float(max(client.resume_ns, now - LIMIT_KEPT_NS) + client.let_ns / client.limit)
 
 
 @part
@@ -333,7 +333,7 @@ def let_in(s: State, c: int, m: int, most: int) -> None:
         request.state = codes.QUEUED
         queue_add(s, s.model[m], row)
         count_queued(s, m, 1)
-    ask(s, m)
+    mark_model_dirty(s, m)
 
 
 @part
@@ -349,7 +349,7 @@ def look_aside(s: State, now: int) -> None:
             most = s.size[m, s.model[m].n_sizes - 1].batch
             at = may_come_ns(s, c, now)
             if at > now:
-                core.room_at_ns = min(core.room_at_ns, np.ceil(at))
+                core.wake_at_ns = min(core.wake_at_ns, np.ceil(at))
                 most = places_beside(s, c, m)
                 if most <= 0:
                     break

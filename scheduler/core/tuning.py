@@ -62,9 +62,9 @@ class Tuning:
     confined_factor: float = _number("factor on the limit for full batches in SM partitions")
     steady_queue_jobs: float = _number("waiting jobs above which short jobs are launched in one piece")
     short_job_segments: int = _number("largest number of segments of a short job", whole=True)
-    crowd_factor: float = _number("multiple of the limit above which active jobs are a crowd")
-    much_longer: float = _number("multiple of a short job's time above which a job stands back for it")
-    often_share: float = _number("fraction of time with a short job above which no job stands back")
+    oversubscribed_factor: float = _number("multiple of demand_limit above which the GPU is oversubscribed")
+    much_longer: float = _number("multiple of a short job's time above which a job yields to it")
+    most_yielding_share: float = _number("fraction of time with a short job above which no job yields")
     default_active: int = _number("jobs at once if neither the policy nor demand limits them", whole=True)
     gain_window_ns: float = _number("time over which the gain of sharing is averaged before it counts")
     # -- SM partitions
@@ -80,8 +80,10 @@ class Tuning:
     most_stretch: float = _number("largest slowdown of a segment beside others that predictions use")
     long_copy_bytes: int = _number("size of inputs above which the copier copies them", whole=True)
     # -- admission
-    late_share: float = _number("latency, between the shortest (0) and the limit (1), above which an allowance shrinks")
-    limit_decrease: float = _number("factor by which an allowance shrinks")
+    late_share: float = _number(
+        "latency, between the shortest (0) and the limit (1), above which an admission limit shrinks"
+    )
+    limit_decrease: float = _number("factor by which an admission limit shrinks")
     largest_limit: float = _number("largest number of a model's requests in flight")
     less_margin: float = _number("fraction of the margin that one late request removes")
     more_margin: float = _number("fraction of the margin that one request in time restores")

@@ -26,11 +26,11 @@ def copy_ns(s: State, m: int, nbytes: float) -> float:
 def missing_bytes(s: State, m: int) -> int:
     """Bytes of a model's weights that are not on the GPU."""
     weights = s.weights[m]
-    if s.residency[0].managed == 0 or weights.stage == codes.HERE:
+    if s.residency[0].managed == 0 or weights.location == codes.RESIDENT:
         return 0
     return int(
         weights.bytes - min(weights.arrived * weights.chunk_bytes, weights.bytes)
-        if weights.stage == codes.COMING
+        if weights.location == codes.LOADING
         else weights.bytes
     )
 
@@ -41,22 +41,22 @@ def arrival_ns(s: State, m: int, chunks: int, now: float) -> float:
     weights = s.weights[m]
     begin = (
         weights.begin_ns
-        if weights.stage == codes.COMING
+        if weights.location == codes.LOADING
         else max(now, s.residency[0].link_free_ns) + s.tuning[0].map_ns
     )
     return float(max(now, begin + copy_ns(s, m, min(chunks * weights.chunk_bytes, weights.bytes))))
 
 
 @part
-def unhindered_ns(s: State, m: int, size: int, segment: int, now: float, stretch: float, lead_ns: float) -> float:
+def unblocked_ns(s: State, m: int, size: int, segment: int, now: float, stretch: float, lead_ns: float) -> float:
     """When a program can continue from a segment without waiting for weights; `now` if it can at once. Its segments
     take `stretch` times their time alone, and the first one `lead_ns` more.
     """
     weights = s.weights[m]
     found = now
-    if s.residency[0].managed == 0 or weights.stage == codes.HERE:
+    if s.residency[0].managed == 0 or weights.location == codes.RESIDENT:
         return float(found)
-    have = weights.arrived if weights.stage == codes.COMING else 0
+    have = weights.arrived if weights.location == codes.LOADING else 0
     tail = s.segment[m, size, segment].tail_ns
     for k in range(segment, s.size[m, size].segments):
         f = s.segment[m, size, k]
@@ -71,7 +71,7 @@ def unhindered_ns(s: State, m: int, size: int, segment: int, now: float, stretch
 @part
 def ready_ns(s: State, m: int, size: int, segment: int, now: float) -> float:
     """When a program could continue from a segment without waiting for weights; `now` if it can at once."""
-    return float(unhindered_ns(s, m, size, segment, now, 1.0, 0.0))
+    return float(unblocked_ns(s, m, size, segment, now, 1.0, 0.0))
 
 
 @part
@@ -79,7 +79,7 @@ def start_ns(s: State, m: int, size: int, now: float) -> float:
     """When a program should start while its weights arrive. It starts early rather than late: it may have to wait
     between segments, but ends soon after its last weights have arrived.
     """
-    return float(unhindered_ns(s, m, size, 0, now, s.tuning[0].cold_stretch, s.tuning[0].cold_lead_ns))
+    return float(unblocked_ns(s, m, size, 0, now, s.tuning[0].cold_stretch, s.tuning[0].cold_lead_ns))
 
 
 @part
@@ -89,30 +89,30 @@ def may_start(s: State, instance: int, now: int) -> bool:
         return True
     inst = s.instance[instance]
     weights = s.weights[inst.model]
-    if weights.stage == codes.HERE:
-        return bool(weights.stop == 0)
-    s.residency[0].look = 1
-    if weights.stage != codes.COMING or s.core[0].whole_always:
+    if weights.location == codes.RESIDENT:
+        return bool(weights.stopped == 0)
+    s.residency[0].pending = 1
+    if weights.location != codes.LOADING or s.core[0].whole_always:
         return False
     return bool(start_ns(s, inst.model, inst.size, now) <= now)
 
 
 @part
-def has_weights(s: State, instance: int) -> bool:
+def next_weights_resident(s: State, instance: int) -> bool:
     """Whether the weights for the instance's next launch are on the GPU."""
     if s.residency[0].managed == 0:
         return True
     inst = s.instance[instance]
     weights = s.weights[inst.model]
-    if weights.stage == codes.COMING and not inst.whole:
+    if weights.location == codes.LOADING and not inst.whole:
         return bool(s.segment[inst.model, inst.size, inst.issued].chunks <= weights.arrived)
-    return bool(weights.stage == codes.HERE)
+    return bool(weights.location == codes.RESIDENT)
 
 
 @part
-def all_here(s: State, m: int) -> bool:
+def weights_resident(s: State, m: int) -> bool:
     """Whether all weights are on the GPU, which a program in one piece needs."""
-    return bool(s.residency[0].managed == 0 or s.weights[m].stage == codes.HERE)
+    return bool(s.residency[0].managed == 0 or s.weights[m].location == codes.RESIDENT)
 
 
 @part
@@ -140,21 +140,21 @@ def recent_demand(s: State, m: int, now: float) -> float:
 
 
 @part
-def note_demand(s: State, m: int, now: int) -> None:
+def count_demand(s: State, m: int, now: int) -> None:
     """Counts an accepted request of the model."""
     if s.residency[0].managed == 0:
         return
     weights = s.weights[m]
     weights.demand = recent_demand(s, m, now) + 1.0
     weights.demand_ns = weights.used_ns = now
-    if weights.stage == codes.HERE:
+    if weights.location == codes.RESIDENT:
         weights.hits += 1
     else:
         weights.misses += 1
 
 
 @part
-def wanting(s: State, m: int) -> int:
+def waiting_requests(s: State, m: int) -> int:
     """The model's requests that need its weights now: those that a client's limit holds back do not."""
     return int(s.model[m].live - s.model[m].aside)
 
@@ -165,5 +165,5 @@ def moves_under_way(s: State) -> bool:
     residency = s.residency[0]
     return bool(
         residency.managed > 0
-        and (residency.coming + residency.leaving > 0 or (residency.load_bytes > 0 and residency.load_granted == 0))
+        and (residency.loading + residency.evicting > 0 or (residency.load_bytes > 0 and residency.load_granted == 0))
     )

@@ -39,7 +39,7 @@ from paellapy.scheduler.core.install import remove
 from paellapy.scheduler.core.job import READS_SHARES
 from paellapy.scheduler.core.profiles import Capacity, ModelProfile, is_finite_number, set_capacity
 from paellapy.scheduler.core.rings import Bell, SharedBlock
-from paellapy.scheduler.core.shares import checked_tenants, give_tenant, tenants_stats
+from paellapy.scheduler.core.shares import checked_tenants, set_tenant, tenants_stats
 from paellapy.scheduler.core.state import Limits, new_state, state_bytes
 from paellapy.scheduler.core.throttle import attach_barred
 from paellapy.scheduler.core.tuning import Tuning
@@ -253,7 +253,7 @@ class Governed(Guarded):
                 f"no room for tenant {name!r}: all {len(self.state.client) - 1} client numbers are in use; give the "
                 "engine larger limits"
             )
-        self._between_steps(lambda: give_tenant(self.state, number, name, tenant))
+        self._between_steps(lambda: set_tenant(self.state, number, name, tenant))
 
     @property
     def tenants(self) -> dict[str, dict[str, Any]]:

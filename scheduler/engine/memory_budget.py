@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from paellapy.scheduler.backends.base import Backend
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.errors import MemoryPlanError
-from paellapy.scheduler.core.residency import keep_arena, needed_bytes, open_arena
+from paellapy.scheduler.core.residency import needed_bytes, release_arena, reserve_arena
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.models.memory import Arena, Arenas, Need, readable_bytes
 from paellapy.scheduler.models.model import Model
@@ -58,7 +58,7 @@ class Budget:
         much.
         """
         if self.placing is not None:
-            self.placing.keep = codes.STAYS
+            self.placing.keep = codes.PINNED
             self._check_fit(0, f"weights of model {self.placing.name!r}, which must stay on the GPU because the model "
                                "changes them,")  # fmt: skip
 
@@ -83,7 +83,7 @@ class Budget:
 
         def ask() -> None:
             r["load_priority"], r["load_since_ns"], r["load_granted"], r["load_bytes"] = priority, 0.0, 0, nbytes
-            r["look"] = 1
+            r["pending"] = 1
 
         def take() -> None:
             r["budget_bytes"] -= nbytes
@@ -93,7 +93,7 @@ class Budget:
         def drop() -> None:
             if r["load_granted"] <= 0:  # otherwise the core granted the memory at the last moment
                 r["load_bytes"] = r["load_granted"] = 0
-                r["look"] = 1
+                r["pending"] = 1
 
         self._in_loop(ask)
         end = time.monotonic() + ORDER_S
@@ -117,7 +117,7 @@ class Budget:
 
         def put() -> None:
             self._state.residency["budget_bytes"][0] += back
-            self._state.residency["look"][0] = 1
+            self._state.residency["pending"][0] = 1
 
         self._in_loop(put)
         self.taken[name] = self.taken.get(name, 0) - back
@@ -192,14 +192,14 @@ class InstanceArenas(Arenas):
             for each in numbers:
                 what(self._state, each)
 
-        self._in_loop(lambda: change(keep_arena))
+        self._in_loop(lambda: change(reserve_arena))
         try:
             while self._state.arena[numbers].any():
                 self._check()
                 time.sleep(LOOK_S)
             yield
         finally:
-            self._in_loop(lambda: change(open_arena))
+            self._in_loop(lambda: change(release_arena))
 
     @contextlib.contextmanager
     def beside(self, model: Model, arena: Arena) -> Iterator[Arena]:

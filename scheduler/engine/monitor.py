@@ -147,11 +147,11 @@ def _weights(state: State, row: int) -> dict[str, Any] | None:
     total = int(w["bytes"])
     if not total:  # the weights of a background job belong to its owner
         return None
-    there = min(1.0, int(w["arrived"]) * int(w["chunk_bytes"]) / total) if w["stage"] == codes.COMING else 0.0
+    there = min(1.0, int(w["arrived"]) * int(w["chunk_bytes"]) / total) if w["location"] == codes.LOADING else 0.0
     return {
         "state": weights_state(state, row),
         "bytes": int(w["bytes"]),
-        "there": 1.0 if w["stage"] == codes.HERE else round(there, 3),
+        "there": 1.0 if w["location"] == codes.RESIDENT else round(there, 3),
     }
 
 

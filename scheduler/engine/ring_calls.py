@@ -23,14 +23,14 @@ from paellapy.scheduler.core.rings import (
     Message,
     SharedBlock,
     address,
-    ask,
+    announce_sleep,
     claim_slot,
     clear_hold,
+    must_ring,
     publish,
     publish_all,
     set_ready,
-    take_into,
-    wakes,
+    take_completions,
 )
 from paellapy.scheduler.core.shares import find_client
 from paellapy.scheduler.core.state import State, state_at
@@ -82,7 +82,7 @@ def producer_of(line: int) -> Any:
 
 @part
 def wake_core(line: int, for_request: bool) -> None:
-    if wakes(state_at(field(line, _STATE)).bell.ctypes.data, for_request):
+    if must_ring(state_at(field(line, _STATE)).bell.ctypes.data, for_request):
         call_write(field(line, _WRITE), np.int32(field(line, _BELL_FD)), np.uint64(line), _WORD)
 
 
@@ -149,17 +149,17 @@ def take(line: int, into: NDArray[np.int64]) -> int:
     """
     s = state_at(field(line, _STATE))
     producer = producer_of(line)
-    n = take_into(s, producer, into.ctypes.data, into.shape[0])
+    n = take_completions(s, producer, into.ctypes.data, into.shape[0])
     if n == 0:
-        ask(address(s.wake, producer), ANYTHING)
-        n = take_into(s, producer, into.ctypes.data, into.shape[0])
+        announce_sleep(address(s.wake, producer), ANYTHING)
+        n = take_completions(s, producer, into.ctypes.data, into.shape[0])
     return int(n)
 
 
 @brief
 def take_early(line: int, into: NDArray[np.int64]) -> int:
     """As `take`, before the consumer is woken: it is, or will be, woken for these completions or for earlier ones."""
-    return int(take_into(state_at(field(line, _STATE)), producer_of(line), into.ctypes.data, into.shape[0]))
+    return int(take_completions(state_at(field(line, _STATE)), producer_of(line), into.ctypes.data, into.shape[0]))
 
 
 def warm_up(state: State) -> None:

@@ -24,7 +24,7 @@ from paellapy.scheduler.backends.base import Backend, Launches, LoadedModel
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.errors import MemoryPlanError, ModelError, WeightsError
 from paellapy.scheduler.core.install import remove
-from paellapy.scheduler.core.residency import KEEP, demand_worth, hit_rate, manage, weights_state
+from paellapy.scheduler.core.residency import KEEP, hit_rate, set_weight_budget, value_in_host_memory, weights_state
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.engine.memory_budget import LOOK_S, ORDER_S, Budget, InstanceArenas
 from paellapy.scheduler.models.memory import Instance
@@ -71,7 +71,7 @@ class Mover:
         try:
             if kind == codes.EVICT:
                 self._evict(row)
-                self._state.moved[row, 0] = codes.GONE
+                self._state.moved[row, 0] = codes.EVICTED
             else:
                 self.errors.pop(row, None)
                 self._check_memory(number)
@@ -83,13 +83,13 @@ class Mover:
                 self._unfreed.add(row)
             else:
                 self.errors[row] = error
-            self._state.moved[row, 0] = codes.BROKEN
+            self._state.moved[row, 0] = codes.MOVE_FAILED
         self._ring()
 
     def _check_memory(self, number: int) -> None:
         """Refuses an order that the core gave before it knew of a failed eviction: its memory may not be free."""
         for row in list(self._unfreed):
-            known = self._state.moved[row, 0] != codes.BROKEN
+            known = self._state.moved[row, 0] != codes.MOVE_FAILED
             if not known or number < int(self._state.residency["stuck_before"][0]):
                 raise MemoryPlanError(f"their memory is not free: {self.stuck[row]}") from self.stuck[row]
             self._unfreed.discard(row)
@@ -153,16 +153,16 @@ def order_weights(
     """Orders the weights of a model to come or to leave, and waits until they have. `check` raises if they cannot: the
     model or the engine is gone.
     """
-    w, aim = state.weights[row], codes.HERE if wanted else codes.OUT
+    w, aim = state.weights[row], codes.RESIDENT if wanted else codes.OFF_GPU
 
     def flag() -> None:
-        w["asked"], w["unwanted"] = int(wanted), int(not wanted and w["stage"] != codes.OUT)
-        if wanted and w["stage"] == codes.OUT:
+        w["prefetch"], w["evict_requested"] = int(wanted), int(not wanted and w["location"] != codes.OFF_GPU)
+        if wanted and w["location"] == codes.OFF_GPU:
             w["ordered_ns"] = time.monotonic_ns()
         mover.ordered[row] = wanted
-        state.residency["look"][0] = 1
+        state.residency["pending"][0] = 1
 
-    if not wanted and w["keep"] == codes.STAYS:
+    if not wanted and w["keep"] == codes.PINNED:
         raise ModelError(
             "these weights cannot be evicted, because the model has resident=True, changes its weights, or has none: "
             "unload the model instead"
@@ -173,11 +173,11 @@ def order_weights(
     mover.errors.pop(row, None)  # of an earlier order
     in_loop(flag)
     end = time.monotonic() + ORDER_S
-    while w["stage"] != aim and w[counter] == before:
+    while w["location"] != aim and w[counter] == before:
         check()
-        if mover.ordered[row] != wanted and w["stage"] == (codes.OUT if wanted else codes.HERE):
+        if mover.ordered[row] != wanted and w["location"] == (codes.OFF_GPU if wanted else codes.RESIDENT):
             raise ModelError(f"the weights were ordered to {'leave' if wanted else 'come'} by another call meanwhile")
-        if row in mover.errors and w["stage"] == codes.OUT:
+        if row in mover.errors and w["location"] == codes.OFF_GPU:
             raise mover.errors[row]
         if not wanted and w["stuck"] != stuck:
             raise mover.stuck[row]
@@ -201,7 +201,7 @@ def weights_account(state: State, models: Mapping[int, Model], store: HostStore)
             "state": weights_state(state, row),
             "resident": model.resident,
             "stored": store.where(model.name),
-            "weights_on_gpu_bytes": int(one["bytes"]) if one["stage"] in (codes.COMING, codes.HERE) else 0,
+            "weights_on_gpu_bytes": int(one["bytes"]) if one["location"] in (codes.LOADING, codes.RESIDENT) else 0,
             "starts_with_bytes": min(int(one["bytes"]), int(starts[row]) * int(one["chunk_bytes"])),
             "hits": int(one["hits"]),
             "misses": int(one["misses"]),
@@ -400,7 +400,7 @@ class Residents:
         self._noting = threading.Lock()
         self._promoter = Promoter(self._promote)
         self.arenas = InstanceArenas(backend, state, self.budget, in_loop, check)
-        manage(state, budget_bytes)
+        set_weight_budget(state, budget_bytes)
 
     def start(self, ring: Callable[[], None]) -> None:
         self.mover = Mover(self.state, self._bring, self._evict, ring)
@@ -424,14 +424,14 @@ class Residents:
         placing = self.budget.placing
         if placing is not None and placing.name == name:
             return True
-        return any(self.state.weights["stage"][row] == codes.COMING for row in self._rows_of(name))
+        return any(self.state.weights["location"][row] == codes.LOADING for row in self._rows_of(name))
 
     def _rows_of(self, name: str) -> list[int]:
         return [row for row, each in list(self._rows.items()) if each.model.name == name]
 
     def _promote(self, name: str) -> None:
         def worth(each: str) -> float:
-            return max((demand_worth(self.state, row) for row in self._rows_of(each)), default=0.0)
+            return max((value_in_host_memory(self.state, row) for row in self._rows_of(each)), default=0.0)
 
         if self.store.promote(name, worth):
             self._note_places()
@@ -535,8 +535,9 @@ class Residents:
 
         def hand_over() -> None:
             w["bytes"], w["chunk_bytes"], w["chunks"] = found.held_bytes, found.chunk_bytes, found.chunks
-            w["word"], w["keep"] = found.words.ctypes.data, codes.STAYS if loaded.stays else KEEP[loaded.model.resident]
-            w["stage"], w["came_ns"], w["used_ns"] = codes.HERE, time.monotonic_ns(), time.monotonic_ns()
+            w["word"] = found.words.ctypes.data
+            w["keep"] = codes.PINNED if loaded.stays else KEEP[loaded.model.resident]
+            w["location"], w["came_ns"], w["used_ns"] = codes.RESIDENT, time.monotonic_ns(), time.monotonic_ns()
             for profile in loaded.profiles:
                 self.write_needs(loaded, profile)
             r["budget_bytes"] += found.held_bytes
@@ -562,17 +563,17 @@ class Residents:
         rows = sorted(each.row for each in models if each.range is not None)
 
         def change() -> None:
-            self.state.weights["held"] = 0
-            self.state.weights["held"][rows] = 1
-            self.state.residency["look"][0] = 1
+            self.state.weights["locked"] = 0
+            self.state.weights["locked"][rows] = 1
+            self.state.residency["pending"][0] = 1
 
-        if np.flatnonzero(self.state.weights["held"]).tolist() != rows:
+        if np.flatnonzero(self.state.weights["locked"]).tolist() != rows:
             self._in_loop(change)
 
     def holds(self, loaded: LoadedModel) -> bool:
         """Whether the weights are on the GPU, and stay until `hold` says otherwise."""
         w = self.state.weights[loaded.row]
-        return loaded.range is None or bool(w["held"] and w["stage"] == codes.HERE)
+        return loaded.range is None or bool(w["locked"] and w["location"] == codes.RESIDENT)
 
     def _rows_of_arenas(self, loaded: LoadedModel) -> None:
         for instance, row in zip(loaded.instances, loaded.instance_rows, strict=True):
@@ -586,9 +587,9 @@ class Residents:
 
         def out() -> None:
             nonlocal done
-            if w["stage"] in (codes.COMING, codes.LEAVING):
+            if w["location"] in (codes.LOADING, codes.EVICTING):
                 return
-            held = found.held_bytes if found is not None and w["stage"] == codes.HERE else 0
+            held = found.held_bytes if found is not None and w["location"] == codes.RESIDENT else 0
             remove(self.state, row)
             r["budget_bytes"] -= held
             if held:

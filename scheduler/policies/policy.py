@@ -22,7 +22,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, cast, overload
 import numpy as np
 
 from paellapy.scheduler.core.job import PER_MODEL
-from paellapy.scheduler.core.profiles import want_params
+from paellapy.scheduler.core.profiles import declare_params
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.policies.check import check_source
 from paellapy.scheduler.policies.compile import (
@@ -295,7 +295,7 @@ def attach_policy(state: State, policy: Policy) -> None:
     state.own[: len(own)] = own
     state.own_first[...] = 0.0
     state.own_first[: len(policy.per_model)] = list(policy.per_model.values())
-    want_params(state, policy.params)
+    declare_params(state, policy.params)
     core = state.core[0]
     core["own_at"], core["own_names"] = len(policy.state), len(policy.per_model)
     core["max_active"] = min(policy.active or int(state.tuning["default_active"][0]), len(state.instance))

@@ -11,7 +11,7 @@ import numpy as np
 from paellapy.instrument.numba_ext.link import call_with, compiled, part, reachable
 from paellapy.scheduler.core.admission import predict
 from paellapy.scheduler.core.atomics import load_at, store_at
-from paellapy.scheduler.core.codes import EVICT, GONE, MOVE_TAIL, NEVER, WHOLE
+from paellapy.scheduler.core.codes import EVICT, EVICTED, MOVE_TAIL, NEVER, WHOLE
 from paellapy.scheduler.core.profiles import MOST_BUSY
 from paellapy.scheduler.core.rings import address
 from paellapy.scheduler.core.state import State
@@ -60,7 +60,7 @@ def take_orders(f: Fluid, s: State) -> None:
         cell = s.move[sim.orders & (s.move.shape[0] - 1)]
         sim.orders += 1
         if cell.kind == EVICT:
-            store_at(address(s.moved, cell.model), np.uint64(GONE))
+            store_at(address(s.moved, cell.model), np.uint64(EVICTED))
             sim.news = 1
             continue
         f.line[sim.line] = cell.model

@@ -21,11 +21,11 @@ from paellapy.instrument.gpu_model.heaps import heap_push
 from paellapy.instrument.gpu_model.parts import Part, Timing, part
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core import state as st
-from paellapy.scheduler.core.admission import new_allowances
+from paellapy.scheduler.core.admission import new_limits
 from paellapy.scheduler.core.install import install, open_model
 from paellapy.scheduler.core.profiles import TOGETHER, Capacity, ModelProfile, ProfileError, busy_alone, set_capacity
-from paellapy.scheduler.core.residency import KEEP, manage, needed_bytes
-from paellapy.scheduler.core.shares import Tenant, checked_tenants, client_numbers, give_tenant
+from paellapy.scheduler.core.residency import KEEP, needed_bytes, set_weight_budget
+from paellapy.scheduler.core.shares import Tenant, checked_tenants, client_numbers, set_tenant
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.step import attach_step
 from paellapy.scheduler.core.tables import Table
@@ -208,12 +208,12 @@ def manage_weights(state: State, models: Sequence[ModelProfile], memory_bytes: i
             "with resident=True, models of higher priority than another one, and the largest of the others; raise it, "
             "or keep fewer models resident"
         )
-    manage(state, memory_bytes)
+    set_weight_budget(state, memory_bytes)
     first = sorted(range(len(models)), key=lambda m: models[m].resident is not True)
     for m in first:
         nbytes = models[m].weight_bytes
         fits = int(state.residency["held_bytes"][0]) + nbytes <= memory_bytes and models[m].resident is not False
-        state.weights["stage"][m] = codes.HERE if fits else codes.OUT
+        state.weights["location"][m] = codes.RESIDENT if fits else codes.OFF_GPU
         state.residency["held_bytes"][0] += nbytes if fits else 0
 
 
@@ -350,7 +350,7 @@ def _give_tenants(state: st.State, clients: Mapping[str, int], asked: Simulation
             "as in ClosedLoop(…, client='alice')"
         )
     for name, tenant in checked_tenants(asked.tenants).items():
-        give_tenant(state, clients[name], name, tenant)
+        set_tenant(state, clients[name], name, tenant)
 
 
 def _gpu_times(
@@ -451,7 +451,7 @@ def fluid_of(
     timing = Timing.for_part(gpu)
     f = fluid.new_fluid(state, resources(state, models, gpu, timing), arrivals, clients, BINS)
     if asked.admission:
-        f = f._replace(allowance=new_allowances((max(each.batch) for each in models), asked.tuning_for(gpu)))
+        f = f._replace(admission=new_limits((max(each.batch) for each in models), asked.tuning_for(gpu)))
     f.sim["free"][0] = len(state.request)
     f.sim["queues"][0] = asked.queues or 0
     f.sim["horizon_ns"][0] = seconds * 1e9

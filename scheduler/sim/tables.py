@@ -9,9 +9,9 @@ import numpy as np
 from paellapy.instrument.gpu_model.heaps import Floats, Ints, heap_pop, heap_push
 from paellapy.instrument.numba_ext.link import compiled, part
 from paellapy.instrument.numba_ext.tables import TableSet, table, table_set
-from paellapy.scheduler.core.admission import ALLOWANCE, ASKED, LET_IN, leaves, lets_in
+from paellapy.scheduler.core.admission import ADMISSION_LIMIT, ADMISSION_REQUEST, ADMITTED, end_admitted, try_admit
 from paellapy.scheduler.core.codes import NEVER, NONE, QUEUE_FULL, SUBMIT
-from paellapy.scheduler.core.rings import publish, take_into
+from paellapy.scheduler.core.rings import publish, take_completions
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.tables import COMPLETION, SUBMISSION, Table, Words
 
@@ -120,10 +120,10 @@ class Fluid(TableSet):
     timer_id: Ints = table(np.int64, "timers")
     free: Ints = table(np.int64, "requests")  # free request rows
     records: Table = table(RECORD, "records")
-    asked: Table = table(ASKED, 1)  # scratch: the arriving request, for admission
+    asked: Table = table(ADMISSION_REQUEST, 1)  # scratch: the arriving request, for admission
     message: Table = table(SUBMISSION, 1)  # scratch: the arriving request, for the core
     taken: Table = table(COMPLETION, BATCH)  # scratch
-    allowance: Table = table(ALLOWANCE, "models")  # without rows, every request is let in
+    admission: Table = table(ADMISSION_LIMIT, "models")  # without rows, every request is let in
     # for routers: by model, when a new request would be done; then GAIN, FACTOR and LIVE
     report: Floats = table(np.float64, "reported")
     line: Ints = table(np.int64, "models")  # models whose weights arrive over the link, one after the other
@@ -168,10 +168,10 @@ def new_fluid(state: State, program: Programs, arrivals: Table, clients: Table, 
         timer_id=np.zeros(len(clients) + 1, ints),
         free=np.arange(rows, dtype=ints),
         records=np.zeros(max(1024, len(arrivals)), RECORD),
-        asked=np.zeros(1, ASKED),
+        asked=np.zeros(1, ADMISSION_REQUEST),
         message=message,
         taken=np.zeros(BATCH, COMPLETION),
-        allowance=np.zeros(0, ALLOWANCE),
+        admission=np.zeros(0, ADMISSION_LIMIT),
         report=np.zeros(0),
         line=np.zeros(len(state.model), ints),
         chunk_word=chunk_word,
@@ -214,12 +214,12 @@ def arrive(f: Fluid, s: State, m: int, client: int, priority: int, deadline: int
         back(f, source, at)
         return
     limit = limit_ns(s, m, at, deadline)
-    asks = f.allowance.shape[0] > 0 and limit < NEVER
+    asks = f.admission.shape[0] > 0 and limit < NEVER
     if asks:
         asked = f.asked[0]
         asked.model, asked.priority, asked.deadline_ns, asked.limit_ns = m, priority, deadline, limit
         asked.entered_ns = asked.now_ns = at
-        if lets_in(s, f.allowance, m, asked) != LET_IN:
+        if try_admit(s, f.admission, m, asked) != ADMITTED:
             back(f, source, at)
             return
     message = f.message[0]
@@ -230,7 +230,7 @@ def arrive(f: Fluid, s: State, m: int, client: int, priority: int, deadline: int
         sim.news = 1
     else:
         if asks:
-            f.allowance[m].in_flight -= 1
+            f.admission[m].in_flight -= 1
         back(f, source, at)
 
 
@@ -284,7 +284,7 @@ def next_load(f: Fluid) -> float:
 @part
 def next_for_core(s: State) -> float:
     """When a deadline passes, or the core has room for another job."""
-    at = s.core[0].room_at_ns
+    at = s.core[0].wake_at_ns
     if s.core[0].due > 0:
         at = min(at, np.float64(s.request[s.due[0]].deadline_ns))
     return float(at)
@@ -295,7 +295,7 @@ def record_some(f: Fluid, s: State) -> int:
     """Moves some completions into the records and returns their number: rows become free, closed-loop clients return.
     """
     sim = f.sim[0]
-    n = take_into(s, 0, f.taken.ctypes.data, f.taken.shape[0])
+    n = take_completions(s, 0, f.taken.ctypes.data, f.taken.shape[0])
     for k in range(n):
         entry = f.taken[k]
         record = f.records[np.int64(entry.tag)]
@@ -305,8 +305,8 @@ def record_some(f: Fluid, s: State) -> int:
             sim.actual_ns += LEARN * (entry.finish_ns - record.arrival_ns - sim.actual_ns)
             sim.predicted_ns += LEARN * (record.predicted_ns - sim.predicted_ns)
         limit = limit_ns(s, record.model, record.arrival_ns, record.deadline_ns)
-        if f.allowance.shape[0] > 0 and limit < NEVER:
-            leaves(s, f.allowance, record.model, record.arrival_ns, entry.finish_ns, limit, entry.status)
+        if f.admission.shape[0] > 0 and limit < NEVER:
+            end_admitted(s, f.admission, record.model, record.arrival_ns, entry.finish_ns, limit, entry.status)
         f.free[sim.free] = entry.request
         sim.free += 1
         back(f, record.source, entry.finish_ns)

@@ -124,7 +124,7 @@ def test_a_refusal_goes_to_the_next_engine(engines, router):
     slow.actual_ms = 1e6  # so that a is asked first
     router.do(router.router.views["b"].learned.__setitem__, "scale", slow)
     refused = router.router.counts.refused
-    allowance = _refuse_all(engines["a"])
+    limit = _refuse_all(engines["a"])
     try:
         status, headers, _ = ask(router, "POST", INFER, body(parameters={"timeout": 5_000_000}))
         assert (status, headers["X-Engine"]) == (200, "b")
@@ -136,18 +136,18 @@ def test_a_refusal_goes_to_the_next_engine(engines, router):
         assert int(headers["Retry-After"]) >= 1
         other()
     finally:
-        allowance()
+        limit()
         router.do(router.router.views["b"].learned.clear)
 
 
 def _refuse_all(engine):
     """Makes admission refuse everything: as many requests are in flight as are allowed."""
     ask(engine, "POST", INFER, body(parameters={"timeout": 60_000_000}))
-    allowance = engine.service.admission.allowances["scale"]
-    allowance.in_flight += 10_000_000
+    limit = engine.service.admission.limits["scale"]
+    limit.in_flight += 10_000_000
 
     def restore():
-        allowance.in_flight -= 10_000_000
+        limit.in_flight -= 10_000_000
 
     return restore
 

@@ -94,7 +94,7 @@ def test_nobody_is_refused_for_requests_that_a_limit_holds_back() -> None:
         while engine.tenants["alice"]["held_back"] < 8:
             time.sleep(0.01)
         assert [ask(server, "POST", INFER, BODY, {"X-Client-Id": "bob"})[0] for _ in range(5)] == [200] * 5
-        assert server.server.service.admission.allowances["scale"].in_flight == 0
+        assert server.server.service.admission.limits["scale"].in_flight == 0
         assert engine.tenants["alice"]["held_back"] > 0
         engine.tenant("alice")
         assert [each.result()[0] for each in held] == [200] * 12

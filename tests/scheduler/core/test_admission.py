@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from paellapy.scheduler.core import step
-from paellapy.scheduler.core.admission import ALLOWANCE, new_allowances, note_latency, reach_ns
+from paellapy.scheduler.core.admission import ADMISSION_LIMIT, longest_admitted_ns, new_limits, note_latency
 from paellapy.scheduler.core.codes import OK, QUEUE_FULL
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.policies.policy import policy_names
 from paellapy.scheduler.sim.simulate import simulate
 from paellapy.scheduler.sim.workload import ClosedLoop, Poisson, TraceWorkload
-from paellapy.serving.admission import Allowance
+from paellapy.serving.admission import AdmissionLimit
 
 MS = 1_000_000
 
@@ -25,9 +25,9 @@ TUNING = Tuning.for_part("h200")
 
 
 @numba.njit(error_model="numpy")  # not kept on disk, where edits of what it calls would not be seen
-def note(allowance, tuning, entered, now, limit, number):
-    note_latency(allowance, 0, entered, now, limit, number, tuning[0])
-    return reach_ns(allowance, 0, limit, limit / 4, 32, now, tuning[0])
+def note(limits, tuning, entered, now, limit_ns, number):
+    note_latency(limits, 0, entered, now, limit_ns, number, tuning[0])
+    return longest_admitted_ns(limits, 0, limit_ns, limit_ns / 4, 32, now, tuning[0])
 
 
 @given(
@@ -35,16 +35,16 @@ def note(allowance, tuning, entered, now, limit, number):
     some.integers(1, 16),
 )
 def test_a_servers_allowance_is_a_row_of_the_table(events, slots):
-    table, allowance = new_allowances([slots], TUNING), Allowance(slots, TUNING)
+    table, limit = new_limits([slots], TUNING), AdmissionLimit(slots, TUNING)
     now = 0
     for took, pause, number in events:
         now += pause * MS
-        allowance.done(now - took * MS, now, 100.0 * MS, number)
-        reach = allowance.reach_ns(100.0 * MS, 25.0 * MS, 32, now)
+        limit.done(now - took * MS, now, 100.0 * MS, number)
+        reach = limit.longest_admitted_ns(100.0 * MS, 25.0 * MS, 32, now)
         assert note(table, TUNING.row(), now - took * MS, now, 100.0 * MS, number) == reach
-        for name in ALLOWANCE.names:
+        for name in ADMISSION_LIMIT.names:
             if name != "in_flight":
-                assert table[name][0] == getattr(allowance, name), name
+                assert table[name][0] == getattr(limit, name), name
 
 
 NET = ModelProfile(
@@ -85,24 +85,24 @@ def test_what_admission_cannot_be_simulated_with_is_refused(other):
 
 
 def test_a_request_that_asks_for_the_impossible_leaves_the_window_as_it_is():
-    allowance = Allowance(16.0, TUNING)
+    limit = AdmissionLimit(16.0, TUNING)
     for k in range(300):
-        allowance.done(100 * MS * k, 100 * MS * k + 50 * MS, 120.0 * MS, 32)
-    size = allowance.size
+        limit.done(100 * MS * k, 100 * MS * k + 50 * MS, 120.0 * MS, 32)
+    size = limit.size
     for k in range(300, 400):
-        allowance.done(100 * MS * k, 100 * MS * k + 2 * MS, 1.0 * MS, 32)  # it expired
-    assert allowance.size == size
-    assert allowance.shortest_ns == 50 * MS
-    assert allowance.reach_ns(120.0 * MS, 50.0 * MS, 32, 100 * MS * 400) == 120.0 * MS
+        limit.done(100 * MS * k, 100 * MS * k + 2 * MS, 1.0 * MS, 32)  # it expired
+    assert limit.size == size
+    assert limit.shortest_ns == 50 * MS
+    assert limit.longest_admitted_ns(120.0 * MS, 50.0 * MS, 32, 100 * MS * 400) == 120.0 * MS
 
 
 def test_a_window_shrinks_where_nothing_has_ever_been_in_time():
-    allowance = Allowance(16.0, TUNING)
+    limit = AdmissionLimit(16.0, TUNING)
     for k in range(50):
-        allowance.done(100 * MS * k, 100 * MS * k + 30 * MS, 20.0 * MS, 16)
-    assert allowance.size == 1.0
-    allowance.in_flight = 1
-    assert allowance.reach_ns(20.0 * MS, 15.0 * MS, 32, 0) == pytest.approx((15 + TUNING.least_margin * 5) * MS)
+        limit.done(100 * MS * k, 100 * MS * k + 30 * MS, 20.0 * MS, 16)
+    assert limit.size == 1.0
+    limit.in_flight = 1
+    assert limit.longest_admitted_ns(20.0 * MS, 15.0 * MS, 32, 0) == pytest.approx((15 + TUNING.least_margin * 5) * MS)
 
 
 def test_a_full_instance_that_waits_is_work_ahead():
@@ -185,4 +185,4 @@ def test_a_model_of_which_little_is_asked_is_not_refused_for_ever_beside_one_tha
 
 
 def test_tables_begin_with_room_for_two_batches():
-    assert np.array_equal(new_allowances([1, 8], TUNING)["size"], [2.0, 16.0])
+    assert np.array_equal(new_limits([1, 8], TUNING)["size"], [2.0, 16.0])

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.shares import Tenant, give_tenant, tenant_stats
+from paellapy.scheduler.core.shares import Tenant, set_tenant, tenant_stats
 from paellapy.scheduler.policies.policy import attach_policy, find_policy, policy, policy_names
 
 LATER_NS = 1e9
@@ -60,7 +60,7 @@ def test_others_pass_the_jobs_of_a_client_that_is_held_back(instances):
         assert clients_in_instances(bench) == {client}
         assert finish(bench) == [other]
     assert not clients_in_instances(bench)
-    assert bench.state.core["room_at_ns"][0] == LATER_NS
+    assert bench.state.core["wake_at_ns"][0] == LATER_NS
     bench.step(int(LATER_NS))
     bench.run_dry()
     assert all(bench.status(each) == codes.OK for each in held)
@@ -106,7 +106,7 @@ def test_requests_that_passed_go_back_if_their_job_is_refused_after_all():
     held = [bench.submit(client=1) for _ in range(3)]
     bench.step()  # `admit` lets the batch pass into an instance, and refuses it there
     assert not clients_in_instances(bench)
-    assert bench.state.core["room_at_ns"][0] == LATER_NS
+    assert bench.state.core["wake_at_ns"][0] == LATER_NS
     other = bench.submit(client=2)
     bench.step()
     assert finish(bench) == [other]
@@ -159,7 +159,7 @@ def test_staged_inputs_come_back_into_the_instance():
 
 def test_a_limit_and_admit_hold_back_together():
     bench = Bench([profile(segments=1, ns=1e6, batch=(1, 4), instances=1)], policy=holding)
-    give_tenant(bench.state, 1, "alice", Tenant(limit=0.1))
+    set_tenant(bench.state, 1, "alice", Tenant(limit=0.1))
     held = [bench.submit(client=1) for _ in range(9)]
     bench.step()
     assert tenant_stats(bench.state, 1)["held_back"] == 9

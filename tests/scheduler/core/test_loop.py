@@ -8,7 +8,7 @@ import numba
 import numpy as np
 
 from paellapy.scheduler.core.atomics import load_at, store_at
-from paellapy.scheduler.core.rings import ANYTHING, AWAKE, ask, wakes
+from paellapy.scheduler.core.rings import ANYTHING, AWAKE, announce_sleep, must_ring
 
 ROUNDS = 3000
 APART = 16  # words between two that are shared: a cache line and more, so that they may be reordered
@@ -20,7 +20,7 @@ def posts(bell, post, begun, ended, rang):
         while load_at(begun) != np.uint64(k):
             pass
         store_at(post, np.uint64(k))
-        rang[k] = wakes(bell, False)
+        rang[k] = must_ring(bell, False)
         store_at(ended, np.uint64(k))
 
 
@@ -29,7 +29,7 @@ def sleeps(bell, post, begun, ended, seen):
     for k in range(1, len(seen)):
         store_at(bell, AWAKE)
         store_at(begun, np.uint64(k))
-        ask(bell, ANYTHING)
+        announce_sleep(bell, ANYTHING)
         seen[k] = load_at(post) == np.uint64(k)
         while load_at(ended) != np.uint64(k):
             pass

@@ -30,9 +30,9 @@ def test_requests_for_the_memory_are_told_and_the_weights_that_stay_serve():
     bench.settle()
     assert bench.status(lost) == codes.NO_WEIGHTS
     assert bench.status(other) == codes.OK
-    assert bench.stage(0) == codes.HERE
+    assert bench.location(0) == codes.RESIDENT
     row = bench.state.residency[0]
-    assert (row["held_bytes"], row["leaving"], row["evicted"]) == (CHUNK, 0, 0)
+    assert (row["held_bytes"], row["evicting"], row["evicted"]) == (CHUNK, 0, 0)
     bench.stuck.clear()
     assert bench.status(served(bench, 1)) == codes.OK
     assert bench.evicted == [0]
@@ -51,50 +51,50 @@ def test_other_weights_leave_once_an_eviction_has_failed():
 
 def test_an_eviction_by_hand_is_tried_once():
     bench = bench_of(codes.AUTO)
-    bench.ask(0, unwanted=1)
+    bench.ask(0, evict_requested=1)
     bench.settle()
-    assert bench.stage(0) == codes.HERE
+    assert bench.location(0) == codes.RESIDENT
     assert bench.state.weights["stuck"][0] == 1
     assert bench.status(served(bench, 0)) == codes.OK
 
 
 def test_weights_that_only_come_for_requests_are_not_evicted_again_and_again():
-    bench = bench_of(codes.GOES, codes.AUTO)
-    assert bench.stage(0) == codes.HERE
+    bench = bench_of(codes.TRANSIENT, codes.AUTO)
+    assert bench.location(0) == codes.RESIDENT
     assert bench.state.weights["stuck"][0] == 1
     bench.stuck.clear()
     assert bench.status(served(bench, 1)) == codes.OK  # their memory is needed
-    assert bench.stage(0) == codes.OUT
+    assert bench.location(0) == codes.OFF_GPU
 
 
 def test_a_load_that_waits_for_the_memory_is_refused():
     bench = bench_of(codes.AUTO)
-    bench.state.residency["load_bytes"], bench.state.residency["look"] = CHUNK, 1
+    bench.state.residency["load_bytes"], bench.state.residency["pending"] = CHUNK, 1
     bench.settle()
     assert bench.state.residency["load_granted"][0] == codes.NONE
-    assert bench.stage(0) == codes.HERE
+    assert bench.location(0) == codes.RESIDENT
 
 
 def bench_with_a_prefetched_model_of_higher_priority():
     """Models of which one fits at a time. The first one is there, and was prefetched while its request ran."""
     models = [profile(f"m{k}", segments=1, ns=500.0, weight_bytes=CHUNK, priority=1 - k) for k in range(2)]
-    bench = MovingBench(models, budget=CHUNK, resident=(codes.GOES, codes.AUTO))
+    bench = MovingBench(models, budget=CHUNK, resident=(codes.TRANSIENT, codes.AUTO))
     serial = bench.submit(0, priority=1)
     bench.step()
-    bench.ask(0, asked=1)
+    bench.ask(0, prefetch=1)
     bench.settle()
     assert bench.status(serial) == codes.OK
-    assert bench.stage(0) == codes.HERE
+    assert bench.location(0) == codes.RESIDENT
     return bench
 
 
 def test_a_load_of_lower_priority_gets_the_memory_of_prefetched_weights_that_go():
     bench = bench_with_a_prefetched_model_of_higher_priority()
-    bench.state.residency["load_bytes"], bench.state.residency["look"] = CHUNK, 1
+    bench.state.residency["load_bytes"], bench.state.residency["pending"] = CHUNK, 1
     for _ in range(20):
         bench.step(CHUNK)
     assert bench.state.residency["load_granted"][0] == 1
-    assert bench.stage(0) == codes.OUT
+    assert bench.location(0) == codes.OFF_GPU
 
 
 def test_a_request_of_lower_priority_gets_the_memory_of_prefetched_weights_that_go():

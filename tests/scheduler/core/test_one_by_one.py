@@ -16,7 +16,7 @@ from paellapy.scheduler.core.admission import reader
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.policies.policy import policy as make_policy
-from paellapy.serving.admission import Allowance, Asked
+from paellapy.serving.admission import AdmissionLimit, Asked
 
 MS = 1_000_000
 TUNING = Tuning.for_part("h200")
@@ -141,18 +141,18 @@ class Host:
         self.rng = np.random.default_rng(0)
         self.ends: list[tuple[float, int]] = []  # when the virtual GPU is done with a launch, and its word
         self.asked, self.reader = Asked(), reader(self.state)
-        self.allowances = [Allowance(8, TUNING) for _ in made] if admits else []
-        for allowance, cost in zip(self.allowances, HOST_NS, strict=False):
-            allowance.begin(8, 1.2 * cost[-1], 1)
+        self.limits = [AdmissionLimit(8, TUNING) for _ in made] if admits else []
+        for limit, cost in zip(self.limits, HOST_NS, strict=False):
+            limit.begin(8, 1.2 * cost[-1], 1)
         self.numbers: dict[int, int] = {}  # requests in flight when the serial entered
 
     def admits(self, m: int, now: int) -> bool:
-        if not self.allowances:
+        if not self.limits:
             return True
         asked = self.asked
         asked.model, asked.entered_ns, asked.now_ns, asked.limit_ns = m, now, now, TARGET_NS[m]
         asked.deadline_ns = codes.NEVER
-        return admission.ask(self.reader, self.allowances[m].table, asked.table) == admission.LET_IN
+        return admission.admit_one(self.reader, self.limits[m].table, asked.table) == admission.ADMITTED
 
     def turn(self) -> tuple[list[int], bool]:
         """One turn of the loop: the serials of completed requests, and whether there was anything to do."""
@@ -182,16 +182,16 @@ class Host:
                 if self.admits(m, at):
                     self.bench.now = at
                     owner[serial := self.bench.submit(m, direct=True)] = k
-                    self.numbers[serial] = self.allowances[m].in_flight if self.allowances else 0
+                    self.numbers[serial] = self.limits[m].in_flight if self.limits else 0
                 k += 1
             done, busy = self.turn()
             for serial in done:
                 which = owner.pop(serial)
                 at, m = arrivals[which]
                 took[which] = self.now - began - at
-                if self.allowances:
-                    self.allowances[m].in_flight -= 1
-                    self.allowances[m].done(began + at, self.now, TARGET_NS[m], self.numbers.pop(serial))
+                if self.limits:
+                    self.limits[m].in_flight -= 1
+                    self.limits[m].done(began + at, self.now, TARGET_NS[m], self.numbers.pop(serial))
             if not busy:
                 coming = [began + arrivals[k][0]] if k < len(arrivals) else []
                 self.now = max(self.now + 1, int(min(coming + [end for end, _ in self.ends[:1]])))

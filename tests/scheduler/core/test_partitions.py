@@ -17,7 +17,7 @@ from hypothesis import strategies as some
 import paellapy as pp
 from paellapy.instrument.numba_ext.link import compiled
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.concurrency import fill_partition
+from paellapy.scheduler.core.concurrency import count_in_partition
 from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.core.install import install, remove
 from paellapy.scheduler.core.state import State
@@ -126,7 +126,7 @@ def test_a_job_stays_with_its_stream_and_its_partition_unless_another_is_much_em
 
 @compiled
 def fill(state: State, partition: int, change: int) -> None:
-    fill_partition(state, partition, change)
+    count_in_partition(state, partition, change)
 
 
 def test_partitions_that_share_sms_fill_each_other() -> None:

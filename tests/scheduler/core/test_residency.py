@@ -11,8 +11,8 @@ from moving_bench import CHUNK, MovingBench
 
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.admission import predict_finish
-from paellapy.scheduler.core.residency import manage
-from paellapy.scheduler.core.shares import Tenant, give_tenant
+from paellapy.scheduler.core.residency import set_weight_budget
+from paellapy.scheduler.core.shares import Tenant, set_tenant
 
 
 def model(name, chunks, **more):
@@ -114,7 +114,7 @@ def test_a_model_is_never_evicted_for_one_of_lower_priority():
         bench.step(CHUNK)
     assert low not in bench.done
     assert bench.evicted == []
-    bench.ask(1, unwanted=1)
+    bench.ask(1, evict_requested=1)
     bench.settle()
     assert bench.status(low) == codes.OK
     bench.submit(1, priority=1)
@@ -131,29 +131,29 @@ def test_what_waits_is_evicted_for_higher_priority_and_comes_back():
     assert bench.status(low) == bench.status(high) == codes.OK
 
 
-@pytest.mark.parametrize("keep", [codes.STAYS, codes.GOES])
+@pytest.mark.parametrize("keep", [codes.PINNED, codes.TRANSIENT])
 def test_models_that_stay_and_models_that_go(keep):
     bench = MovingBench(models(2, 2), budget=4 * CHUNK, resident=[keep, codes.AUTO])
     bench.submit(0)
     bench.submit(1)
     bench.settle()
-    assert bench.stage(1) == codes.HERE
-    assert bench.stage(0) == (codes.HERE if keep == codes.STAYS else codes.OUT)
+    assert bench.location(1) == codes.RESIDENT
+    assert bench.location(0) == (codes.RESIDENT if keep == codes.PINNED else codes.OFF_GPU)
 
 
 def test_prefetching_and_evicting_by_hand():
     bench = MovingBench(models(2), budget=2 * CHUNK)
-    bench.ask(0, asked=1)
+    bench.ask(0, prefetch=1)
     bench.settle()
-    assert bench.stage(0) == codes.HERE
+    assert bench.location(0) == codes.RESIDENT
     serial = bench.submit(0)
     bench.step()
-    bench.ask(0, unwanted=1)  # while a request runs
+    bench.ask(0, evict_requested=1)  # while a request runs
     bench.step()
-    assert bench.stage(0) == codes.HERE
+    assert bench.location(0) == codes.RESIDENT
     bench.settle()
     assert bench.status(serial) == codes.OK
-    assert bench.stage(0) == codes.OUT
+    assert bench.location(0) == codes.OFF_GPU
     assert bench.state.residency["held_bytes"][0] == 0
 
 
@@ -174,8 +174,8 @@ def test_requests_that_a_limit_holds_back_keep_no_memory_from_others():
     bench = MovingBench(models(3, 3), budget=4 * CHUNK)
     bench.submit(0, client=1)
     bench.settle()
-    give_tenant(bench.state, 1, "alice", Tenant(limit=0.5))
-    bench.state.client["may_ns"][1] = 1e10  # she has used up her limit
+    set_tenant(bench.state, 1, "alice", Tenant(limit=0.5))
+    bench.state.client["resume_ns"][1] = 1e10  # she has used up her limit
     held = bench.submit(0, client=1)
     for _ in range(3):
         other = bench.submit(1)
@@ -198,7 +198,7 @@ def test_a_load_gets_its_room_from_those_who_are_idle():
     bench.submit(0)
     bench.submit(1)
     bench.settle()
-    bench.state.residency["load_bytes"], bench.state.residency["look"] = 3 * CHUNK, 1
+    bench.state.residency["load_bytes"], bench.state.residency["pending"] = 3 * CHUNK, 1
     for _ in range(3):
         bench.step(1)
     assert bench.state.residency["load_granted"][0] == 1
@@ -212,7 +212,7 @@ def test_permanent_memory_comes_from_the_lowest_priority_that_is_there():
         bench.settle()
     r = bench.state.residency
     for nbytes, leaves in ((1, [2]), (3 * CHUNK, [2, 1])):
-        r["load_priority"], r["load_bytes"], r["load_granted"], r["look"] = codes.NEVER, nbytes, 0, 1
+        r["load_priority"], r["load_bytes"], r["load_granted"], r["pending"] = codes.NEVER, nbytes, 0, 1
         for _ in range(3):
             bench.step(1)
         assert r["load_granted"][0] == 1
@@ -270,8 +270,12 @@ actions = some.lists(
 
 
 @settings(max_examples=36, deadline=None)
-@given(actions, some.integers(4, 10), some.lists(some.sampled_from([codes.AUTO, codes.AUTO, codes.GOES]), min_size=4,
-                                                 max_size=4), some.booleans())  # fmt: skip
+@given(
+    actions,
+    some.integers(4, 10),
+    some.lists(some.sampled_from([codes.AUTO, codes.AUTO, codes.TRANSIENT]), min_size=4, max_size=4),
+    some.booleans(),
+)
 def test_bytes_are_the_same_after_any_operations(todo, budget, keep, one_by_one):
     """Ten thousand operations in all; the bench and the integrity check look after each of them."""
     made = [model(f"m{k}", n, priority=p) for k, (n, p) in enumerate(zip(CHUNKS, PRIORITIES, strict=True))]
@@ -284,10 +288,10 @@ def test_bytes_are_the_same_after_any_operations(todo, budget, keep, one_by_one)
             bench.chunk()
         elif what == "finish" and bench.running:
             bench.finish_segment(bench.running[which % len(bench.running)])
-        elif what == "evict" and bench.stage(which) == codes.HERE:
-            bench.ask(which, unwanted=1)
-        elif what == "prefetch" and bench.stage(which) == codes.OUT:
-            bench.ask(which, asked=1)
+        elif what == "evict" and bench.location(which) == codes.RESIDENT:
+            bench.ask(which, evict_requested=1)
+        elif what == "prefetch" and bench.location(which) == codes.OFF_GPU:
+            bench.ask(which, prefetch=1)
         elif what == "cancel" and bench.rows:
             bench.cancel(sorted(bench.rows)[which % len(bench.rows)])
         elif what == "break":
@@ -296,21 +300,21 @@ def test_bytes_are_the_same_after_any_operations(todo, budget, keep, one_by_one)
             bench.broken.discard(which)
         bench.step(CHUNK // 2)
     bench.broken.clear()
-    bench.state.weights["asked"] = 0
+    bench.state.weights["prefetch"] = 0
     for k in range(4):  # what is of low priority may wait for as long as others keep their place
-        bench.keep[k] = codes.GOES
-    bench.state.weights["keep"][:4] = codes.GOES
-    bench.state.residency["look"] = 1
+        bench.keep[k] = codes.TRANSIENT
+    bench.state.weights["keep"][:4] = codes.TRANSIENT
+    bench.state.residency["pending"] = 1
     bench.settle()
     bench.step()
     assert bench.state.residency["held_bytes"][0] == 0
     assert bench.on_gpu == {}
-    assert not np.any(bench.state.weights["stop"])
+    assert not np.any(bench.state.weights["stopped"])
 
 
 def test_functions_that_move_weights_are_reached_only_where_a_budget_is_set():
     state = Bench(models(2)).state
-    assert state.residency["look_at_moves"][0] == state.residency["order_moves"][0] == 0
-    manage(state, 1 << 20)
-    assert state.residency["look_at_moves"][0] != state.residency["order_moves"][0] != 0
-    assert state.residency["look_at_moves"][0] != 0
+    assert state.residency["poll_moves"][0] == state.residency["order_moves"][0] == 0
+    set_weight_budget(state, 1 << 20)
+    assert state.residency["poll_moves"][0] != state.residency["order_moves"][0] != 0
+    assert state.residency["poll_moves"][0] != 0

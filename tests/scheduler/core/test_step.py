@@ -19,7 +19,7 @@ from paellapy.scheduler.core import codes, rings, step, tables
 from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.install import estimate, install, remove
 from paellapy.scheduler.core.profiles import ModelProfile, ProfileError, SegmentProfile, load_profiles, save_profiles
-from paellapy.scheduler.core.shares import Tenant, give_tenant
+from paellapy.scheduler.core.shares import Tenant, set_tenant
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.engine.loading import install_partitions
 from paellapy.scheduler.engine.stats import occupancy
@@ -548,16 +548,16 @@ def test_where_kernels_do_not_report_the_next_is_sent_just_before_the_end_that_i
     bench.step()
     instance = next(each for each in bench.running if not bench.state.instance["whole"][each])
     soon = int(100e3 - TUNING.just_ahead_ns)
-    assert bench.state.core["room_at_ns"][0] == soon
+    assert bench.state.core["wake_at_ns"][0] == soon
     bench.step(soon - 1)
     assert bench.history[instance] == [0]
     bench.step(1)
     assert bench.history[instance] == [0, 1]
-    assert bench.state.core["room_at_ns"][0] == np.inf
+    assert bench.state.core["wake_at_ns"][0] == np.inf
     bench.step(150_000 - soon)
     bench.finish_segment(instance)
     bench.step()  # the first took half as long again as alone: so the second will
-    assert bench.state.core["room_at_ns"][0] == 300_000 - TUNING.just_ahead_ns
+    assert bench.state.core["wake_at_ns"][0] == 300_000 - TUNING.just_ahead_ns
     bench.step(140_000 - int(TUNING.just_ahead_ns))
     assert bench.history[instance] == [0, 1]
     bench.step(10_000)
@@ -565,7 +565,7 @@ def test_where_kernels_do_not_report_the_next_is_sent_just_before_the_end_that_i
     bench.step(10_000_000)
     bench.finish_segment(instance)
     bench.step()  # it stood still, which says nothing of the next
-    assert bench.state.core["room_at_ns"][0] == bench.now + TUNING.most_stretch * 100e3 - TUNING.just_ahead_ns
+    assert bench.state.core["wake_at_ns"][0] == bench.now + TUNING.most_stretch * 100e3 - TUNING.just_ahead_ns
     bench.run_dry()
 
 
@@ -1049,14 +1049,14 @@ def test_whatever_happens_each_request_completes_exactly_once(
 ) -> None:
     bench = Bench(models, policy=name, hold=hold, demand=demand, reports=reports, one_by_one=one_by_one)
     if held:
-        give_tenant(bench.state, 1, "alice", Tenant(limit=held))
+        set_tenant(bench.state, 1, "alice", Tenant(limit=held))
     submitted = play(bench, script[::2])
     if later is not None:  # the policy is changed while requests wait
         attach_policy(bench.state, kept := find_policy(later))
         assert kept.name
     submitted += play(bench, script[1::2])
     if held == 1.0:  # the limit goes while requests wait
-        give_tenant(bench.state, 1, "alice", Tenant())
+        set_tenant(bench.state, 1, "alice", Tenant())
     if end == "drain":
         bench.tell(codes.DRAIN)
     elif end == "close":
@@ -1134,7 +1134,7 @@ def test_nothing_starves_under_paella(long_segments: int, shorts: int) -> None:
 
 def test_requests_of_a_tenant_at_its_limit_stay_out_of_instances() -> None:
     bench = Bench([profile(segments=1, ns=1e6, instances=2, batch=(1, 4))], policy="fifo")
-    give_tenant(bench.state, 1, "alice", Tenant(limit=0.1))
+    set_tenant(bench.state, 1, "alice", Tenant(limit=0.1))
     first = [bench.submit(client=1, direct=True) for _ in range(12)]
     bench.step()
     assert [len(found) for found in slots_of(bench, 1)] == [4]  # a batch, in one instance
@@ -1157,7 +1157,7 @@ def test_requests_of_a_tenant_at_its_limit_stay_out_of_instances() -> None:
 
 def test_a_model_closes_once_its_last_held_back_request_is_cancelled() -> None:
     bench = Bench([profile(segments=1, ns=1e6, instances=1)], policy="fifo")
-    give_tenant(bench.state, 1, "alice", Tenant(limit=0.001))
+    set_tenant(bench.state, 1, "alice", Tenant(limit=0.001))
     bench.submit(client=1)
     held = bench.submit(client=1)
     bench.step()
@@ -1174,7 +1174,7 @@ def test_a_model_closes_once_its_last_held_back_request_is_cancelled() -> None:
 
 def test_a_short_queue_counts_only_held_back_requests_without_a_free_slot() -> None:
     bench = Bench([profile(segments=1, ns=1e6, instances=2, queue_limit=0)], policy="fifo")
-    give_tenant(bench.state, 1, "alice", Tenant(limit=0.1))
+    set_tenant(bench.state, 1, "alice", Tenant(limit=0.1))
     first = [bench.submit(client=1) for _ in range(3)]
     bench.step()
     assert [bench.done[each]["status"] for each in first if each in bench.done] == [codes.QUEUE_FULL]
@@ -1201,7 +1201,7 @@ def test_requests_that_are_let_in_count_at_a_size_that_is_captured() -> None:
     bench = Bench([profile(segments=1, ns=1e6, instances=2, batch=(1, 2, 4))], policy="fifo")
     later = bench.state.size[0, 1]
     later["segments"], later["total_ns"], later["capture"] = 0, 0.0, codes.LATER
-    give_tenant(bench.state, 1, "alice", Tenant(limit=0.1))
+    set_tenant(bench.state, 1, "alice", Tenant(limit=0.1))
     bench.submit(client=1)
     bench.submit(client=1)
     bench.step()

@@ -142,7 +142,7 @@ def test_weights_that_are_away_are_not_brought_for_a_capture():
             server.evict("m")
         assert server._later._wanted(server._find("m"))
         brought = server.memory()["models"]["m"]["brought"]
-        wait_until(lambda: server.state.weights["held"][server._find("m").row] == 1)
+        wait_until(lambda: server.state.weights["locked"][server._find("m").row] == 1)
         assert server.weights_state("m") == "host"
         assert sizes(server, "m")["captured"] == [1, 8]
         ask(server, "m", made, 1)  # a request brings them
@@ -164,9 +164,9 @@ def test_weights_stay_while_a_size_is_captured(monkeypatch, resident):
         def slowly(loaded, batch, alone):
             began.set()
             assert go.wait(60)
-            assert server.state.weights["stage"][loaded.row] == codes.HERE
+            assert server.state.weights["location"][loaded.row] == codes.RESIDENT
             add_size(loaded, batch, alone)
-            assert server.state.weights["stage"][loaded.row] == codes.HERE
+            assert server.state.weights["location"][loaded.row] == codes.RESIDENT
 
         monkeypatch.setattr(server._loader, "add_size", slowly)
         ask(server, "m", made["m"], 2)
@@ -180,7 +180,7 @@ def test_weights_stay_while_a_size_is_captured(monkeypatch, resident):
             assert server.weights_state("m") == "resident"
             go.set()
             asked.result(60)
-        wait_until(lambda: not server.state.weights["held"].any())
+        wait_until(lambda: not server.state.weights["locked"].any())
         check_at_rest(server.state)
 
 
@@ -193,7 +193,7 @@ def test_a_load_does_not_wait_for_weights_that_are_held():
         with server._loading:
             ask(server, "m", made, 2)
             server._residents.hold([server._find("m")])
-            assert server.state.weights["held"][row] == 1
+            assert server.state.weights["locked"][row] == 1
             server.load(chain("new", 2, instances=1)[0])
         assert server.weights_state("m") in ("host", "resident")
         until_captured(server, "m", made)
@@ -234,7 +234,7 @@ def test_models_come_and_go_while_their_sizes_come(device):
             server.evict(name)
             for items in (2, 3, 4, 8):
                 ask(server, name, weights, items)
-        wait_until(lambda: not server.state.weights["held"].any())
+        wait_until(lambda: not server.state.weights["locked"].any())
         for name in made:
             server.unload(name)
         assert server.memory.held_bytes == 0

@@ -13,7 +13,7 @@ from core_bench import Bench, profile
 import paellapy as pp
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.job import READS_PARAMS, READS_SEGMENT, READS_SHARES, READS_TOP
-from paellapy.scheduler.core.profiles import ModelProfile, ProfileError, SegmentProfile, give_params
+from paellapy.scheduler.core.profiles import ModelProfile, ProfileError, SegmentProfile, set_params
 from paellapy.scheduler.policies.policy import Policy, PolicyError, attach_functions, attach_policy, find_policy, policy
 from paellapy.scheduler.policies.trial import sample_jobs
 from paellapy.scheduler.sim.simulate import simulate
@@ -77,7 +77,7 @@ def test_admit_may_say_when_to_ask_again() -> None:
     bench.submit(0)
     bench.step(1000)
     assert not bench.running
-    assert bench.state.core["room_at_ns"][0] == 5000.0
+    assert bench.state.core["wake_at_ns"][0] == 5000.0
     bench.step(4000)
     assert len(bench.running) == 1
 
@@ -98,7 +98,7 @@ def test_done_and_tick_are_told_and_keep_numbers() -> None:
     bench.submit(0)
     bench.submit(1)
     bench.step(2000)
-    assert bench.state.core["room_at_ns"][0] == 12_000.0
+    assert bench.state.core["wake_at_ns"][0] == 12_000.0
     for instance in list(bench.running):
         bench.finish_segment(instance)
     bench.step(3000)
@@ -133,7 +133,7 @@ def test_parameters_are_read_by_name_with_a_value_for_models_without() -> None:
     heavy = bench.submit(1)
     bench.step()
     assert [int(bench.state.instance["model"][instance]) for instance in bench.running] == [1]
-    give_params(bench.state, 1, {})
+    set_params(bench.state, 1, {})
     assert bench.state.param[1, 1] == 1.0
     bench.run_dry()
     assert heavy in bench.done
