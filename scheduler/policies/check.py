@@ -21,12 +21,12 @@ from paellapy.scheduler.core.job import PER_MODEL
 from paellapy.scheduler.policies.compile import (
     ROLES,
     Fields,
-    Indices,
     Layout,
     PolicyError,
     Tree,
     Where,
     arguments,
+    constant,
     fault,
     outside,
     path_of,
@@ -136,7 +136,6 @@ class _Source:
         stored = (each.id for each in self.walk if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store))
         self.local = {*stored, *self.fields}
         self.above = {child: each for each in self.walk for child in ast.iter_child_nodes(each)}
-        self.indices = Indices(function, tree)
 
     def fault(self, node: ast.AST, problem: str, remedy: str, name: str | None = None) -> PolicyError:
         return fault(self.function, problem, remedy, line=getattr(node, "lineno", None), name=name)
@@ -178,14 +177,12 @@ class _Source:
             raise self.fault(call, f"passes {option or 'several values'} to Where", remedy, option)
 
     def _index(self, node: ast.Subscript) -> None:
-        """An index that is always out of range; others are bounded when the function is compiled."""
-        base, index, length = ast.unparse(node.value), ast.unparse(node.slice), self.indices.entries(node.value)
-        remedy = "use a tuple in a tuple, with one index each" if isinstance(node.slice, ast.Tuple) else (
-            f"index with job.model, or with a number of 0 to {PER_MODEL - 1}" if self.indices.is_own(node)
-            else f"`{base}` has {length} entries"
-        )
-        if isinstance(node.slice, ast.Tuple) or self.indices.fits(node) is False:
-            raise self.fault(node, f"has the index `{base}[{index}]`, which is out of range", remedy, base)
+        """An index that is always out of range; computed ones are bounded when the function is compiled."""
+        root, k = path_of(node)[0], constant(node.slice)
+        own = isinstance(root, ast.Name) and root.id in self.fields
+        if isinstance(node.slice, ast.Tuple) or (own and k is not None and not 0 <= k < PER_MODEL):
+            problem = f"has the index `{ast.unparse(node)}`, which is out of range"
+            raise self.fault(node, problem, f"use job.model, or one number of 0 to {PER_MODEL - 1}")
 
     # -- fields
 

@@ -300,7 +300,7 @@ _FACTS = {
 
 
 def facts_read(function: Any) -> int:
-    """The facts that the core computes only for policies that read them: facts.READS_SEGMENT …"""
+    """The facts that the core computes only for policies that read them: READS_SEGMENT …"""
     return sum(fact for fact, fields in _FACTS.items() if reads(function, *fields))
 
 
@@ -318,55 +318,6 @@ def path_of(node: ast.expr) -> list[Any]:
     return [node, *reversed(found)]
 
 
-class Indices:
-    """The indices of one function, and the lengths of the tuples that they belong to."""
-
-    def __init__(self, function: Any, tree: Tree) -> None:
-        self.arguments = {each.arg for each in tree.args.args}
-        self._outside = outside(function)
-        values = {each.targets[0]: each.value for each in ast.walk(tree) if isinstance(each, ast.Assign)}
-        self._set: dict[str, list[ast.expr | None]] = {}  # what a variable is set to; None: not known
-        for each in ast.walk(tree):
-            if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
-                self._set.setdefault(each.id, []).append(values.get(each))
-
-    def entries(self, node: ast.expr | None) -> int | None:
-        """The number of entries of a tuple; None if the value may be something else."""
-        if isinstance(node, ast.Tuple):
-            return None if any(isinstance(each, ast.Starred) for each in node.elts) else len(node.elts)
-        if isinstance(node, ast.Name) and node.id in self._set:
-            sizes = {self.entries(each) if isinstance(each, ast.Tuple) else None for each in self._set[node.id]}
-            return sizes.pop() if len(sizes) == 1 else None
-        value = self._value(node)
-        return len(value) if isinstance(value, tuple) else None
-
-    def _value(self, node: ast.expr | None) -> Any:
-        if isinstance(node, ast.Subscript) and isinstance(of := self._value(node.value), tuple):
-            k = constant(node.slice)
-            return of[k] if k is not None and -len(of) <= k < len(of) else None
-        return self._outside.get(node.id) if isinstance(node, ast.Name) and node.id not in self._set else None
-
-    def is_own(self, node: ast.Subscript) -> bool:
-        """Whether this is an entry or a field of an argument: own.used_ns[k], job["batch"]."""
-        root = path_of(node)[0]
-        return isinstance(root, ast.Name) and root.id in self.arguments
-
-    def fits(self, node: ast.Subscript) -> bool | None:
-        """Whether an index is always in range; None if only a run shows it."""
-        own, k = self.is_own(node), constant(node.slice)
-        if isinstance(node.slice, ast.Slice) or (own and not isinstance(path_of(node)[-1], ast.expr)):
-            return True
-        length = facts.PER_MODEL if own else self.entries(node.value)
-        if k is not None and length is not None:
-            return (0 if own else -length) <= k < length
-        return True if own and self._is_model(node.slice) else None
-
-    def _is_model(self, node: ast.expr | None) -> bool:
-        if isinstance(node, ast.Name) and node.id in self._set:
-            return all(self._is_model(each) and not isinstance(each, ast.Name) for each in self._set[node.id])
-        return node is not None and ast.unparse(node) in ("job.model", "model.model")
-
-
 def constant(node: ast.expr) -> int | None:
     """The value of an integer that is written out."""
     try:
@@ -377,36 +328,33 @@ def constant(node: ast.expr) -> int | None:
 
 
 class _Bounds(ast.NodeTransformer):
-    """Bounds each index that might be out of range: compiled code must not reach beyond an array, nor raise."""
+    """Bounds each index that is computed: compiled code must not reach beyond an array, nor raise."""
 
-    def __init__(self, indices: Indices) -> None:
-        self._indices, self.changed = indices, False
+    def __init__(self, arguments: tuple[str, ...]) -> None:
+        self._arguments, self.changed = arguments, False
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-        fits = self._indices.fits(node)
+        root, *path = path_of(node)
+        index, of = path[-1], ast.unparse(node.value)
+        own = isinstance(root, ast.Name) and root.id in self._arguments
         self.generic_visit(node)
-        if fits is None:
-            of = ast.unparse(node.value)
-            low, high = f"-__len__({of})", f"__len__({of}) - 1"
-            if self._indices.is_own(node):
-                low, high = "0", str(facts.PER_MODEL - 1)
-            bounded = ast.parse(f"__min__(__max__({ast.unparse(node.slice)}, {low}), {high})", mode="eval").body
-            for each in ast.walk(bounded):
+        if isinstance(index, str | ast.Slice | ast.Tuple) or constant(index) is not None:
+            return node
+        if not own or ast.unparse(index) not in ("job.model", "model.model"):
+            low, high = (0, facts.PER_MODEL - 1) if own else (f"-__len__({of})", f"__len__({of}) - 1")
+            call = ast.parse(f"__min__(__max__({ast.unparse(node.slice)}, {low}), {high})", mode="eval").body
+            for each in ast.walk(call):
                 ast.copy_location(each, node.slice)
-            node.slice, self.changed = bounded, True
+            node.slice, self.changed = call, True
         return node
 
 
 def bounded(function: Any) -> Any:
     """The function with bounded indices, own.x[k] as own.x[min(max(k, 0), 255)]; the same function if none needs it."""
-    tree = tree_of(function)
-    if tree is None:
+    code, tree = function.__code__, tree_of(function)
+    bounds = _Bounds(code.co_varnames[: code.co_argcount])
+    if tree is None or not (bounds.visit(tree), bounds.changed)[1]:
         return function
-    bounds = _Bounds(Indices(function, tree))
-    tree = bounds.visit(tree)
-    if not bounds.changed:
-        return function
-    code, names = function.__code__, {"__min__": min, "__max__": max, "__len__": len}
     maker = ast.parse(f"def maker({', '.join(code.co_freevars)}): ...")
     if isinstance(tree, ast.FunctionDef):
         tree.decorator_list = []
@@ -415,8 +363,8 @@ def bounded(function: Any) -> Any:
     for _ in range(2):  # the code of the maker, then of the function
         found = next(each for each in found.co_consts if isinstance(each, CodeType))
     cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
-    closure = tuple(cells[name] for name in found.co_freevars)
-    made = FunctionType(found, {**function.__globals__, **names}, function.__name__, function.__defaults__, closure)
+    names = {**function.__globals__, "__min__": min, "__max__": max, "__len__": len}
+    made = FunctionType(found, names, closure=tuple(cells[name] for name in found.co_freevars))
     made.__module__ = function.__module__
     return made
 
@@ -444,16 +392,18 @@ def compile_function(role: str, function: Any, layout: Layout, cache: bool = Fal
     names = arguments(role, function, layout)
     returns = types.void if ROLES[role].returns == "nothing" else types.float64
     signature = returns(*(numba.from_dtype(layout.kind(name)) for name in names))
-    plain = function if cache else bounded(function)
-    make = numba.cfunc(signature, cache=cache, error_model="numpy", nogil=True)
     if cache:
-        return Compiled(role, function, plain, names, make(plain))
+        code = numba.cfunc(signature, cache=True, error_model="numpy", nogil=True)(function)
+        return Compiled(role, function, function, names, code)
+    plain = bounded(function)
     failed: Exception | None = None
     with global_compiler_lock, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         before, config.ALWAYS_WARN_UNINIT_VAR = config.ALWAYS_WARN_UNINIT_VAR, 1
         try:
-            code = make(plain)
+            # Arrays of its own, made by functions from outside, may have constant indices; the trial shows faulty ones.
+            arrays = bool(outside(function))
+            code = numba.cfunc(signature, error_model="numpy", nogil=True, boundscheck=arrays)(plain)
         except Exception as e:  # not only errors of Numba's own classes
             failed = e
         finally:
@@ -502,7 +452,9 @@ def _explained(error: Exception, role: str, function: Any, layout: Layout, names
     text, line, wanted = str(error), getattr(getattr(error, "loc", None), "line", None), ROLES[role].returns
     name: str | None = None
     remedy = f"use numbers, fields of ({', '.join(names)}) and the math module, and return {wanted} on every path"
-    if isinstance(error, KeyError):  # how Numba reports that a record has no such field
+    if isinstance(error, IndexError) or "index out of range" in text:
+        problem, remedy = "has an index that is out of range", "bound it, as in T[int(x) % len(T)]"
+    elif isinstance(error, KeyError):  # how Numba reports that a record has no such field
         problem, name = f"reads the field {text}, which does not exist", text.strip("'")
         remedy = "; ".join(f"the fields of {each} are {', '.join(layout.fields(each))}" for each in names)
     elif found := re.search(r"Variable '(\w+)' is not defined", text):

@@ -11,7 +11,7 @@ from core_bench import Bench, profile
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.policies.builtin import edf, hrrn, not_beside_higher, paella, priority, slack, srpt
 from paellapy.scheduler.policies.check import check_source
-from paellapy.scheduler.policies.compile import bounded, compile_function, may_loop
+from paellapy.scheduler.policies.compile import compile_function, may_loop
 from paellapy.scheduler.policies.policy import find_policy, policy_names
 from paellapy.scheduler.policies.trial import check_idle, sample_gpus, sample_jobs, try_out
 
@@ -34,7 +34,6 @@ def test_a_shipped_policy_passes_the_checks_it_is_spared(name: str) -> None:
         check_source(role, function.function, found.layout)
         try_out(compile_function(role, function.function, found.layout), found.layout)
         assert not may_loop(function.function)
-        assert bounded(function.function) is function.function
     if found.may_idle:
         check_idle(found.functions["admit"], found.layout)
     assert found.rank.__doc__
