@@ -1,7 +1,7 @@
-"""A load generator that is never the bottleneck: a compiled front end that posts requests and reads completions.
+"""Engines with models under a compiled load generator, which is never the bottleneck, and which checks every output.
 
-While it runs it replaces the engine's own front end, so nobody else may use the engine; with `front=1` it replaces the
-second front end of an engine that has several (`Limits(fronts=2)`).
+While the generator runs it takes the place of the engine's own producer, so nobody else may use the engine; with
+`producer=1` it is the second of an engine that has two (`Limits(producers=2)`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import numba
 import numpy as np
+from models import VARIANTS, Kind
 from numpy.typing import NDArray
 
 from paellapy.instrument.numba_ext.cache import EntryCache
@@ -19,9 +20,11 @@ from paellapy.scheduler.core import codes, rings, tables
 from paellapy.scheduler.core.admission import ADMISSION_REQUEST, ADMITTED, end_admitted, new_limits, reader, try_admit
 from paellapy.scheduler.core.atomics import call_launch, call_write, copy_bytes, load_at, store_at
 from paellapy.scheduler.core.instances import copy_inputs
+from paellapy.scheduler.core.profiles import ModelProfile
 from paellapy.scheduler.core.rings import must_ring
-from paellapy.scheduler.core.state import front_rows, read_clock
+from paellapy.scheduler.core.state import Limits, producer_rows, read_clock
 from paellapy.scheduler.engine.engine import Engine
+from paellapy.scheduler.policies.policy import Policy
 
 GIVE_UP_NS = 60_000_000_000
 
@@ -42,10 +45,10 @@ def ring_bell(word: Any, bell: int, write: int, scratch: Any) -> None:
 
 @compiled
 def drive(
-    s: Any, front: int, ask: Any, limits: Any, n: int, at_ns: Any, model: Any, which: Any, loops: Any, until_ns: int,
-    rows: Any, source: Any, priority: Any, client: Any, deadline_ns: Any, out_address: Any, out_bytes: Any,
-    outstanding: int, think_ns: int, owner: Any, free: Any, buffer: Any, results: Any, arrival: Any, finish: Any,
-    size: Any, status: Any, word: Any, bell: int, pauses: Any, scratch: Any, asked: Any, message: Any,
+    s: Any, producer: int, ask: Any, limits: Any, n: int, at_ns: Any, model: Any, which: Any, loops: Any,
+    until_ns: int, rows: Any, source: Any, priority: Any, client: Any, deadline_ns: Any, out_address: Any,
+    out_bytes: Any, outstanding: int, think_ns: int, owner: Any, free: Any, buffer: Any, results: Any, arrival: Any,
+    finish: Any, size: Any, status: Any, word: Any, bell: int, pauses: Any, scratch: Any, asked: Any, message: Any,
 ) -> int:  # fmt: skip
     """Sends request i < n at at_ns[i], at most `outstanding` at a time, and waits for all; how many were sent, or -1.
 
@@ -100,7 +103,7 @@ def drive(
                     done += 1
                     continue
             # As a server does it: straight into a slot of the instance that is open, if one is.
-            at = rings.claim_slot(s, front, rows[m], client[m])
+            at = rings.claim_slot(s, producer, rows[m], client[m])
             instance = slot = codes.NONE
             if at >= 0:
                 instance, slot = at // rings.SLOTS, at % rings.SLOTS
@@ -108,7 +111,7 @@ def drive(
             c.request, c.serial, c.model, c.instance, c.slot = row, i + 1, rows[m], instance, slot
             c.client, c.priority, c.arrival_ns, c.deadline_ns = client[m], priority[m], arrival[i], due
             c.source = source[m, which[i]]
-            while not rings.publish(s, front, message.ctypes.data):
+            while not rings.publish(s, producer, message.ctypes.data):
                 ring_bell(word, bell, s.call[0].write, scratch[4:])
             if at >= 0:
                 copy_inputs(s, source[m, which[i]], instance, slot, rows[m])
@@ -117,7 +120,7 @@ def drive(
             n_free -= 1
             posted = True
             break  # a copy takes its time: others may be done by now, and who is due next is let in by the clock
-        k = rings.take_completions(s, front, buffer.ctypes.data, buffer.shape[0])
+        k = rings.take_completions(s, producer, buffer.ctypes.data, buffer.shape[0])
         for j in range(k):
             entry = buffer[j]
             row = entry.request
@@ -218,8 +221,8 @@ class Run:
 class Generator:
     """Drives one engine. `inputs[m]` holds the inputs a request of model m may have, one per row."""
 
-    def __init__(self, engine: Engine, names: list[str], inputs: list[NDArray[Any]], front: int = 0) -> None:
-        self.engine, self.names, self.inputs, self._front = engine, names, inputs, front
+    def __init__(self, engine: Engine, names: list[str], inputs: list[NDArray[Any]], producer: int = 0) -> None:
+        self.engine, self.names, self.inputs, self._producer = engine, names, inputs, producer
         state = engine.state
         if not state.call["clock"][0]:  # loops in Python bring their own clock
             from paellapy.scheduler.core.step import attach_loop
@@ -279,12 +282,12 @@ class Generator:
         message["kind"] = codes.SUBMIT
         state.core["longest_launch_ns"][0] = state.core["longest_copy_ns"][0] = 0.0
         sent = drive(
-            state, self._front, reader(state), limits, n, at_ns, models, whichs,
+            state, self._producer, reader(state), limits, n, at_ns, models, whichs,
             np.array(loops, np.int64), until_ns, self._rows, self._source,
             np.array(priority or none, np.int64), np.array(client or none, np.int64),
             np.array(deadline_ns or none, np.int64), self._out_address,
             self._out_bytes, outstanding, think_ns, np.zeros(rows, np.int64),
-            np.array(front_rows(self.engine.limits, self._front)),
+            np.array(producer_rows(self.engine.limits, self._producer)),
             np.zeros(256, tables.COMPLETION), outputs, arrival, finish, size, status, bell.word, bell.fd, pauses,
             self._scratch, np.zeros(1, ADMISSION_REQUEST), message,
         )  # fmt: skip
@@ -316,3 +319,132 @@ class Generator:
         rows = np.array((rows[first:] + rows[:first])[:instances], np.int64)
         launch_alone(self.engine.state, rows, size, source, think_ns, times, self._scratch)
         return times
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """How an engine is set up; systems that differ in policy only share one."""
+
+    batch: tuple[int, ...] = (1,)
+    instances: int = 12
+    active: int | None = 8
+    quantum_us: float = 100.0
+    queues: int = 32  # hardware queues of the process (CUDA_DEVICE_MAX_CONNECTIONS)
+    partitions: int = 0  # of SMs
+    by_share: bool = False  # as many instances in all, more for models that are asked for more often
+    memory_bytes: int | None = None
+
+    def instances_of(self, share: NDArray[np.float64]) -> list[int]:
+        least = 2
+        if not self.by_share:
+            return [self.instances] * len(share)
+        return [least + round((self.instances - least) * len(share) * each) for each in share.tolist()]
+
+
+NONE = np.zeros(0, np.int64)
+ROOM = 400_000  # requests of closed loops
+
+
+class Loaded:
+    """An engine with models, and the time that each takes alone."""
+
+    def __init__(
+        self, device: str, kinds: Sequence[Kind], setup: Setup, priorities: Sequence[int] | None = None,
+        references: dict[str, tuple[NDArray[Any], float]] | None = None, shares: bool = False,
+    ) -> None:  # fmt: skip
+        """`references`: the expected outputs by label, filled as needed."""
+        self.kinds, self.setup, self.priorities = kinds, setup, list(priorities or [0] * len(kinds))
+        self.engine = Engine(
+            device, max_active=setup.active, quantum_us=setup.quantum_us, limits=Limits(segments=256),
+            sm_partitions=setup.partitions, segment_shares=shares, memory_bytes=setup.memory_bytes,
+        )  # fmt: skip
+        where = "cuda" if device.startswith("cuda") else "cpu"
+        share = np.array([kind.share for kind in kinds])
+        self.share = share / share.sum() if share.sum() else np.full(len(kinds), 1 / len(kinds))
+        for kind, priority, instances in zip(kinds, self.priorities, setup.instances_of(self.share), strict=True):
+            self.engine.load(kind.model(setup.batch, instances, priority, where))
+        names = [kind.label for kind in kinds]
+        self.alone_ns = np.array([self.engine.profile(name)[0].whole_ns for name in names])
+        self.generator = Generator(self.engine, names, [kind.inputs() for kind in kinds])
+        known = {} if references is None else references
+        for kind in kinds:
+            if kind.label not in known:
+                known[kind.label] = kind.expected(where)
+        self.expected, self.rounding = zip(*(known[name] for name in names), strict=True)
+        self.checked = self.wrong = 0
+
+    def check(self, run: Run) -> None:
+        """Every output against the module's own in eager mode: within 2 % of the largest, or, where fp16 itself is
+        further than that from fp32, as near as that.
+        """
+        for m, kind in enumerate(self.kinds):
+            rows = np.flatnonzero((run.model == m) & (run.status == codes.OK))
+            if not len(rows):
+                continue
+            wanted = self.expected[m][run.which[rows]].reshape(len(rows), -1)
+            dtype = next(iter(self.generator.loaded[m].model.outputs.values())).dtype
+            found = run.outputs[rows][:, : wanted.shape[1] * dtype.itemsize].copy().view(dtype).astype(np.float32)
+            scale = np.abs(wanted).max() + 1e-6
+            bad = ~(np.abs(found - wanted).max(axis=1) <= max(0.02 * scale, self.rounding[m]))
+            self.checked += len(rows)
+            self.wrong += int(bad.sum())
+            if bad.any():
+                worst = float(np.abs(found - wanted).max() / scale)
+                print(f"{kind.label}: {int(bad.sum())} of {len(rows)} outputs wrong, by up to {worst:.3f} of the scale")
+
+    def mix(self, rng: np.random.Generator, n: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        return rng.choice(len(self.kinds), n, p=self.share).astype(np.int64), rng.integers(0, VARIANTS, n)
+
+    def offer(
+        self, policy: str | Policy, at_ns: NDArray[np.int64], model: NDArray[np.int64], which: NDArray[np.int64],
+        active: int | float | None = None, **more: Any,
+    ) -> Run:  # fmt: skip
+        """`active`: jobs at once, a number of them or (a float) what they may demand together."""
+        self.engine.set_policy(policy)
+        core = self.engine.state.core
+        if isinstance(active, float):
+            core["max_active"][0], core["demand_limit"][0] = len(self.engine.state.instance), active
+        elif active is not None:
+            core["max_active"][0], core["demand_limit"][0] = active, np.inf
+        run = self.generator.run(at_ns, model, which, priority=self.priorities, **more)
+        self.check(run)
+        return run
+
+    def saturate(self, policy: str | Policy, active: int | float | None, n: int, outstanding: int, seed: int) -> Run:
+        model, which = self.mix(np.random.default_rng(seed), n)
+        return self.offer(policy, np.zeros(n, np.int64), model, which, active, outstanding=outstanding)
+
+    def summary(self, run: Run) -> dict[str, Any]:
+        """Latencies as slowdown (÷ alone at batch 1), of what was answered."""
+        good = run.status == codes.OK
+        slow = run.latency_ns / self.alone_ns[run.model]
+        slow_ok = slow[good] if good.any() else np.array([np.nan])
+        return {
+            "offered": len(run.model), "answered": int(good.sum()), "throughput": run.throughput,
+            "p50_slowdown": float(np.quantile(slow_ok, 0.5)), "p99_slowdown": float(np.quantile(slow_ok, 0.99)),
+            "within_4x": float((good & (slow <= 4)).mean()),
+        }  # fmt: skip
+
+    def loops(self, policy: Any, which: Sequence[int], seconds: float, **more: Any) -> dict[str, Any]:
+        """Closed loops; each model's part of the GPU: as time alone of what it completed, and by the core's account."""
+        state, rows = self.engine.state, [each.row for each in self.generator.loaded]
+
+        def look() -> NDArray[np.float64]:
+            return np.array([*state.model[rows]["used_ns"], *state.model[rows]["gpu_ns"]])
+
+        before = look()
+        given = {"loops": list(which), "until_ns": int(seconds * 1e9), "loop_room": ROOM, **more}
+        run = self.offer(policy, NONE, NONE, NONE, **given)
+        had, names = (look() - before) / run.took_ns, [kind.label for kind in self.kinds]
+        return {
+            "alone_share": dict(zip(names, had[: len(rows)].tolist(), strict=True)),
+            "gpu_share": dict(zip(names, had[len(rows) :].tolist(), strict=True)),
+            "per_s": {name: float((run.model == m).sum() / run.took_ns * 1e9) for m, name in enumerate(names)},
+        }
+
+    def profiles(self) -> list[ModelProfile]:
+        """The measurements made when the models were loaded."""
+        return [self.engine.model_profile(kind.label) for kind in self.kinds]
+
+    def close(self) -> None:
+        self.engine.close()

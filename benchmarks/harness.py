@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import platform
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -34,7 +35,7 @@ def arguments(
     rounds: int = 0, against: bool = False,
 ) -> argparse.ArgumentParser:  # fmt: skip
     """The options that scripts share; each has those with a value given here, and `--out`."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
     if device:
         parser.add_argument("--device", default=device, help=f"cuda or virtual:h200 (default: {device})")
@@ -48,7 +49,17 @@ def arguments(
         parser.add_argument("--rounds", type=int, default=rounds, help=f"of all cases (default: {rounds})")
     if against:
         parser.add_argument("--against", type=Path, help="checkout of another version, measured in turns with this one")
+        parser.add_argument("--against-options", help="options of that checkout's script, where they differ")
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    def parse_args(self, *given: Any, **named: Any) -> Any:
+        """Figures of `--quick` mean nothing: they do not replace stored ones."""
+        found = super().parse_args(*given, **named)
+        if getattr(found, "quick", False) and found.out == RESULTS:
+            found.out = Path(tempfile.gettempdir()) / "paellapy-benchmarks"
+        return found
 
 
 def seed_range(text: str) -> range:
@@ -250,14 +261,16 @@ def run_in(checkout: Path, script: str, name: str, *options: str) -> Any:
 
 
 def in_turns(
-    checkout: Path, script: str, name: str, rounds: int, figures: Callable[[Any], dict[str, float]], *options: str
+    given: argparse.Namespace, script: str, name: str, figures: Callable[[Any], dict[str, float]], *options: str
 ) -> dict[str, Any]:
     """This version and another in turns: for each figure the ratio now ÷ before, median, least and most."""
+    rounds, checkout = given.rounds, given.against
+    before = options if given.against_options is None else shlex.split(given.against_options)
     runs: dict[str, list[dict[str, float]]] = {"now": [], "before": []}
     trees = {"now": ROOT, "before": checkout.resolve()}
     for k in range(rounds):
         for which in list(trees)[:: 1 if k % 2 else -1]:
-            runs[which].append(figures(run_in(trees[which], script, name, *options)))
+            runs[which].append(figures(run_in(trees[which], script, name, *(options if which == "now" else before))))
     pairs = list(zip(runs["now"], runs["before"], strict=True))
     shared = [name for name in pairs[0][0] if name in pairs[0][1]]
     ratios = {name: spread(now[name] / before[name] for now, before in pairs) for name in shared}

@@ -1,6 +1,6 @@
 """The host's cost of one launch: `pp.kernel` against Triton's own launcher, with torch tensors, in one run.
 
-    python benchmarks/launch_overhead.py [--out DIR]
+python benchmarks/launch_overhead.py [--out DIR]
 """
 
 from __future__ import annotations

@@ -1,82 +1,75 @@
 """The cost of a memory budget where everything fits: an engine with `memory_bytes` ÷ an engine without, in one run.
 
-    python benchmarks/memory_cost.py [--device cuda|virtual:h200] [--quick] [--rounds 4] [--out DIR]
+    python benchmarks/memory_cost.py [--device virtual:h200 --quick] [--rounds 4]
 
-Both engines serve the models of engine_h200.py. In each round each engine starts anew, one after the other and in
-alternating order, and gets the same requests: one at a time (`light`), a mix with bursts at three loads (`mixed`), and
-as many as it can take (`saturation`). Weights of an engine with a budget may leave at any time; the budget is large
-enough that none do.
+In each round each engine starts anew, one after the other and in alternating order, and gets the same requests for
+eight CNNs: one at a time (`light`), a mix with bursts at three loads (`mixed`), and as many as it can take. The
+budget is large enough that no weights leave.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections import defaultdict
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from common import RESULTS, save
-from engine_h200 import FRACTIONS, Bench, choose_layers, sizes
-from rich.progress import track
+from engine_load import Loaded, Setup, lognormal_gaps
+from harness import arguments, save, show, spread
+from models import FIG11, TINY
 
 import paellapy as pp
 
 POLICY = "srpt"
-BUDGET = 16 << 30
-WAYS = {"without": None, "with": BUDGET}
+WAYS = {"without": None, "with": 64 << 30}
+LOADS = (0.6, 0.8, 0.95)  # of saturation
+SETUP = Setup(instances=8, active=None)
 
 
-def measured(bench: Bench, base: float, args: argparse.Namespace) -> dict[str, float]:
-    _, n_light, n_saturate, seconds = sizes(args.quick)
-    found = {f"light, {m.name}, µs": bench.light(k, n_light)["engine_us"] for k, m in enumerate(bench.models)}
-    bench.saturate(POLICY, max(20, n_saturate // 10), 64, 99)  # warm
-    for fraction in FRACTIONS:
-        run = bench.offer(POLICY, base * fraction, max(40, int(base * fraction * seconds)), 0)
-        slow = bench.slowdown(run)
-        found |= {f"mixed, {fraction:g} of saturation, {q}": slow[q] for q in ("p50", "p99")}
-    found["saturation, requests per second"] = bench.saturate(POLICY, n_saturate, 64, 0).steady_throughput
-    return found
+def measured(loaded: Loaded, base: float, o: Any) -> dict[str, float]:
+    """Requests a second at saturation if there is no base yet."""
+    n, found = 60 if o.quick else 12_000, {}
+    loaded.saturate(POLICY, None, n // 10, 64, 99)  # warm
+    full = loaded.saturate(POLICY, None, n, 64, 0).steady_throughput
+    base = base or full
+    for m, kind in enumerate(loaded.kinds):
+        count = 20 if o.quick else 200
+        zeros = np.zeros(count, np.int64)
+        run = loaded.offer(POLICY, zeros, zeros + m, zeros, outstanding=1)
+        found[f"light, {kind.label}, µs"] = float(np.median(run.latency_ns[count // 4 :])) / 1e3
+    for part in LOADS:
+        rng = np.random.default_rng(0)
+        n = max(40, int(base * part * o.seconds))
+        summary = loaded.summary(loaded.offer(POLICY, lognormal_gaps(rng, base * part, 1.5, n), *loaded.mix(rng, n)))
+        found |= {f"mixed, {part:g} of saturation, {q}": summary[f"{q}_slowdown"] for q in ("p50", "p99")}
+    return {**found, "saturation, requests per second": full}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--quick", action="store_true", help="use two small models and few requests")
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--instances", type=int, default=16, help="batches of one model that may be in flight")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args()
-    kinds, _, n_saturate, _ = sizes(args.quick)
-    layers = choose_layers(args.device, kinds)
-    rows: dict[str, dict[str, list[float]]] = defaultdict(lambda: {way: [] for way in WAYS})
-    counts = {"checked": 0, "wrong": 0, "evicted": 0}
-    first = Bench(args.device, kinds, layers, (1,), args.instances, None)  # the first engine of a process is slower
-    with first.engine:
-        base = first.saturate(POLICY, n_saturate, 64, 1).steady_throughput
-    for k in track(range(args.rounds), description="rounds"):
+    parser = arguments(__doc__, device="cuda", quick=True, seconds=0.8, rounds=4)
+    o = parser.parse_args()
+    kinds, references = TINY if o.quick else FIG11, {}
+    values: dict[str, dict[str, list[float]]] = defaultdict(lambda: {way: [] for way in WAYS})
+    counts, base = {"checked": 0, "wrong": 0, "evicted": 0}, 0.0
+    for k in range(o.rounds + 1):  # the first engines of a process are slower, and are not counted
         for way in sorted(WAYS, reverse=bool(k % 2)):
-            memory_bytes = WAYS[way]
-            bench = Bench(args.device, kinds, layers, (1,), args.instances, None, memory_bytes=memory_bytes)
-            with bench.engine as engine:
-                for name, value in measured(bench, base, args).items():
-                    rows[name][way].append(value)
-                counts["checked"], counts["wrong"] = counts["checked"] + bench.checked, counts["wrong"] + bench.wrong
-                counts["evicted"] += engine.memory()["evicted"] if memory_bytes else 0
-        ratios = {name: ratio(each) for name, each in rows.items()}
-        results: dict[str, Any] = {"budget_bytes": BUDGET, "ratios": ratios, "runs": dict(rows), **counts}
-        save("memory_cost", results, pp.Device(args.device), args.out)
-    for name, each in ratios.items():
-        print(f"{name}: {each['median']:.3f} ({each['least']:.3f} to {each['most']:.3f})")
-    print(counts)
-
-
-def ratio(each: dict[str, list[float]]) -> dict[str, float]:
-    """Of every round: with a budget ÷ without."""
-    found = np.array(each["with"]) / np.array(each["without"])
-    spread = np.array(each["without"]) / np.median(each["without"])
-    return {"median": float(np.median(found)), "least": float(found.min()), "most": float(found.max()),
-            "least_without": float(spread.min()), "most_without": float(spread.max())}  # fmt: skip
+            loaded = Loaded(o.device, kinds, replace(SETUP, memory_bytes=WAYS[way]), None, references)
+            found = measured(loaded, base, o)
+            base = base or found["saturation, requests per second"]
+            if k:
+                for name, value in found.items():
+                    values[name][way].append(value)
+            counts["checked"], counts["wrong"] = counts["checked"] + loaded.checked, counts["wrong"] + loaded.wrong
+            counts["evicted"] += loaded.engine.memory()["evicted"] if WAYS[way] else 0
+            loaded.close()
+    ratios = {name: spread(np.divide(each["with"], each["without"]).tolist()) for name, each in values.items()}
+    rows = [
+        [name, f"{each['median']:.3f}", f"{each['least']:.3f} to {each['most']:.3f}"] for name, each in ratios.items()
+    ]
+    head = ["load, figure", "with a budget ÷ without, median of the rounds", "least to most"]
+    show("the cost of a budget", head, rows)
+    content = {"budget_bytes": WAYS["with"], "ratios": ratios, **counts}
+    print(save("memory_cost", content, pp.Device(o.device), o.out, tables={"memory-cost": [head, *rows]}))
 
 
 if __name__ == "__main__":

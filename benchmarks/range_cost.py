@@ -197,9 +197,7 @@ def main() -> None:
     rounds, times = (1, 2) if given.small else (7, 10)
     rows = {"gemm": measured("gemm", gemm_ranges, gemm_plain, gemm_case(gemm), rounds, times)}
     save("range_cost", rows, device, given.out)
-    rows["attention"] = measured(
-        "attention", attention_ranges, attention_plain, attention_case(tokens), rounds, times
-    )
+    rows["attention"] = measured("attention", attention_ranges, attention_plain, attention_case(tokens), rounds, times)
     save("range_cost", rows, device, given.out)
 
 

@@ -1,6 +1,6 @@
 """Tenants with shares 1, 3 and 6 that always have requests waiting: the GPU time that each gets.
 
-    python benchmarks/tenant_shares.py [--device virtual:h200|cuda] [--seconds 4] [--out DIR]
+    python benchmarks/tenant_shares.py [--device cuda] [--seconds 4]
 
 It tests the policy `fair` in three ways: `simulate`, an engine asked by threads, and a server asked over HTTP by client
 processes that name their tenant in `X-Client-Id`. All ask for one model, with one request per batch. A tenant's GPU
@@ -9,7 +9,6 @@ time is taken from the core's account, or the server's metrics, and counted whil
 
 from __future__ import annotations
 
-import argparse
 import re
 import subprocess
 import sys
@@ -17,32 +16,28 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import save
+from harness import arguments, environment, save, show, stored
 
 import paellapy as pp
 from paellapy import demo
-from paellapy.scheduler.core.profiles import ModelProfile
-from paellapy.scheduler.sim.simulate import simulate
-from paellapy.scheduler.sim.workload import ClosedLoop
 from paellapy.serving.bench.load import Load
 from paellapy.serving.bench.run import run_bench
 
 SHARES = {"a": 1.0, "b": 3.0, "c": 6.0}
 CLIENTS = 48  # of each tenant: even the largest share leaves some of its own waiting
-INSTANCES = 4
 POLICY = "fair"
+TENANTS = {name: {"share": share} for name, share in SHARES.items()}
 
 
 def model(device: str) -> pp.Model:
     """One that clients can ask for faster than the device answers."""
     if device.startswith("cuda"):
-        from bound_models import Bound
+        from models import Bound
 
-        return Bound("compute_bound").model((1,), INSTANCES, 0, "cuda")
+        return Bound("compute_bound").model((1,), 4, 0, "cuda")
     return demo.load("cnn", batch=(1,))
 
 
@@ -60,7 +55,7 @@ def counted(look: Callable[[], dict[str, float]], seconds: float) -> dict[str, A
     return divided(before, look())
 
 
-def by_engine(device: str, seconds: float) -> tuple[dict[str, Any], ModelProfile]:
+def by_engine(device: str, seconds: float) -> tuple[dict[str, Any], pp.ModelProfile]:
     stop = threading.Event()
     with pp.Engine(device, policy=POLICY) as engine:
         made = model(device)
@@ -83,13 +78,13 @@ def by_engine(device: str, seconds: float) -> tuple[dict[str, Any], ModelProfile
         return found, engine.model_profile(made.name)
 
 
-def by_simulation(profile: ModelProfile, seconds: float) -> dict[str, Any]:
+def by_simulation(profile: pp.ModelProfile, seconds: float) -> dict[str, Any]:
     """The second half of a run; the requests that wait at its end are in both halves, and cancel out."""
-    tenants = {name: {"share": share} for name, share in SHARES.items()}
 
     def had(duration: float) -> dict[str, float]:
-        load = [ClosedLoop(profile.name, clients=CLIENTS, duration=duration, client=name) for name in SHARES]
-        return simulate([profile], load[0] + load[1] + load[2], POLICY, tenants=tenants).gpu_ms["clients"]
+        a, b, c = (pp.ClosedLoop(profile.name, clients=CLIENTS, duration=duration, client=name) for name in SHARES)
+        found: dict[str, float] = pp.simulate([profile], a + b + c, POLICY, tenants=TENANTS).gpu_ms["clients"]
+        return found
 
     return divided(had(seconds), had(2 * seconds))
 
@@ -101,16 +96,14 @@ def gpu_seconds(url: str) -> dict[str, float]:
 
 
 def by_http(device: str, seconds: float) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--device", device]
-    server = subprocess.Popen([*command, "--serve"], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, __file__, "--device", device, "--seconds", str(seconds + 6)]
+    server = subprocess.Popen([*command, "--serve"], stdout=subprocess.PIPE, text=True, env=environment())
     asking: list[subprocess.Popen[bytes]] = []
     try:
         assert server.stdout is not None
-        url = server.stdout.readline().strip()
-        if not url:
+        if not (url := server.stdout.readline().strip()):
             raise SystemExit("the server ended before it was ready")
-        for name in SHARES:
-            asking.append(subprocess.Popen([*command, "--seconds", str(seconds + 6), "--ask", url, name]))
+        asking += [subprocess.Popen([*command, "--ask", url, name], env=environment()) for name in SHARES]
         waits_until = time.monotonic() + 60
         while len(gpu_seconds(url)) < len(SHARES) or min(gpu_seconds(url).values()) == 0.0:
             if time.monotonic() > waits_until or any(each.poll() for each in asking):
@@ -118,38 +111,41 @@ def by_http(device: str, seconds: float) -> dict[str, Any]:
             time.sleep(0.1)
         return counted(lambda: gpu_seconds(url), seconds)
     finally:
-        for each in asking:
+        for each in (*asking, server):
             each.terminate()
             each.wait()
-        server.terminate()
-        server.wait()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--ask", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--device", default="virtual:h200")
-    parser.add_argument("--seconds", type=float, default=4.0)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    if args.serve:
-        tenants = {name: {"share": share} for name, share in SHARES.items()}
-        pp.serve([model(args.device)], device=args.device, policy=POLICY, tenants=tenants,
-                 server={"port": 0, "log_level": "warning"}, announce=lambda url: print(url, flush=True))  # fmt: skip
+    parser = arguments(__doc__, device="virtual:h200", seconds=4.0)
+    parser.add_argument("--serve", action="store_true", help="be the server")
+    parser.add_argument("--ask", nargs=2, metavar=("URL", "TENANT"), help="be a client")
+    o = parser.parse_args()
+    if o.serve:
+        server = {"port": 0, "log_level": "warning"}
+        pp.serve([model(o.device)], device=o.device, policy=POLICY, tenants=TENANTS, server=server,
+                 announce=lambda url: print(url, flush=True))  # fmt: skip
         return
-    if args.ask:
-        url, name = args.ask
-        run_bench(url, Load(concurrency=CLIENTS, duration_s=args.seconds, warmup_s=0.0, headers={"X-Client-Id": name}))
+    if o.ask:
+        url, name = o.ask
+        run_bench(url, Load(concurrency=CLIENTS, duration_s=o.seconds, warmup_s=0.0, headers={"X-Client-Id": name}))
         return
     found: dict[str, Any] = {"shares": SHARES, "clients_of_each": CLIENTS}
-    found["engine"], profile = by_engine(args.device, args.seconds)
-    print("engine", found["engine"], flush=True)
-    found["simulate"] = by_simulation(profile, args.seconds)
-    print("simulate", found["simulate"], flush=True)
-    found["http"] = by_http(args.device, args.seconds)
-    print("http", found["http"], flush=True)
-    save(f"tenant_shares_{args.device.partition(':')[0]}", found, pp.Device(args.device), args.out)
+    found["engine"], profile = by_engine(o.device, o.seconds)
+    found["simulate"] = by_simulation(profile, o.seconds)
+    found["http"] = by_http(o.device, o.seconds)
+    name = o.device.partition(":")[0]
+    rows = []
+    for device, title in (("virtual", "virtual GPU"), ("cuda", "H200")):
+        known = found if device == name else stored(f"tenant_shares_{device}", o.out)
+        for way in ("engine", "http", "simulate"):
+            if way in known:
+                shares = " : ".join(f"{x:.3f}" for x in known[way]["shares"].values())
+                rows.append([way, title, shares, f"{100 * known[way]['furthest_off']:.1f} %"])
+    head = ["asked over", "on", "part of the GPU's time", "furthest off"]
+    show("tenants of shares 1, 3 and 6", head, rows)
+    tables = {"tenant-shares": [head, *rows]}
+    print(save(f"tenant_shares_{name}", found, pp.Device(o.device), o.out, tables=tables))
 
 
 if __name__ == "__main__":

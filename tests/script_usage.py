@@ -17,7 +17,7 @@ from pathlib import Path
 def usage(script: Path) -> str:
     """Output of `--help`; "imported" for a script without options."""
     said = io.StringIO()
-    takes_options = "parse_args(" in script.read_text()
+    takes_options = "__main__" in script.read_text()
     sys.argv = [str(script), "--help"]
     try:
         with contextlib.redirect_stdout(said):
