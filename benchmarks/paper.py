@@ -30,8 +30,8 @@ from harness import Points, arguments, gpu_state, in_turns, ranged, save, show, 
 from models import FIG11, TINY, VARIANTS, Kind
 
 import paellapy as pp
+from paellapy.instrument.env import CONNECTIONS as QUEUES
 from paellapy.instrument.errors import PaellaError
-from paellapy.instrument.queues import VARIABLE as QUEUES
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.profiles import load_profiles, save_profiles
 from paellapy.scheduler.core.tuning import Tuning
