@@ -21,8 +21,8 @@ from models import DISB, TINY, VARIANTS, Bound, Kind
 
 from paellapy.instrument.device import Device
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.profiles import give_params
-from paellapy.scheduler.core.shares import Tenant, give_tenant
+from paellapy.scheduler.core.profiles import set_params
+from paellapy.scheduler.core.shares import Tenant, set_tenant
 
 BOUND = ("memory_bound", "compute_bound", "memory_bound_2", "compute_bound_2", "full_bound")
 PAIRS = ((0, 3), (0, 2), (1, 2), (1, 3), (0, 4))  # high priority and best effort, by their place in BOUND
@@ -78,15 +78,15 @@ def limits(loaded: Loaded, o: Any, seed: int) -> Tasks:
 
     def held(policy: str, param: str, limit: float, both: bool) -> dict[str, Any]:
         own = {"request": limit} if policy == "token" else {}  # a model gets its request, and at most its limit
-        change(lambda: give_params(state, rows[0], {param: limit} | own))
-        change(lambda: give_params(state, rows[1], {"share": 0.45} if policy == "quota" else {}))
+        change(lambda: set_params(state, rows[0], {param: limit} | own))
+        change(lambda: set_params(state, rows[1], {"share": 0.45} if policy == "quota" else {}))
         return loaded.loops(policy, [0, 0, 1, 1] if both else [0, 0], seconds)
 
     def weighted(by_tenant: bool) -> dict[str, Any]:
         def give() -> None:
             for k, (row, weight) in enumerate(zip(rows, (1.0, 3.0, 6.0), strict=True), 1):
                 state.model["share"][row] = 1.0 if by_tenant else weight
-                give_tenant(state, k, f"tenant {k}", Tenant(share=weight if by_tenant else 1.0))
+                set_tenant(state, k, f"tenant {k}", Tenant(share=weight if by_tenant else 1.0))
 
         change(give)
         return loaded.loops("fair", [0, 0, 1, 1, 2, 2], 2 * seconds, client=[1, 2, 3])
