@@ -27,7 +27,7 @@ from rich.table import Table
 import paellapy as pp
 from paellapy.instrument.device.cuda_launch import CudaLauncher
 from paellapy.instrument.device.driver import check, driver
-from paellapy.instrument.ptx import assemble, passes, preempt
+from paellapy.instrument.ptx import passes, preempt
 from paellapy.instrument.records import FLAG_COPIES, LEFT_HEAD_BYTES, SM_LINE
 
 FLAGS = ("plain", "plain again", "preempt", "one flag", "at the start")
@@ -64,7 +64,7 @@ def changed(launcher: CudaLauncher, text: str) -> CudaLauncher:
     compiled = launcher.compiled
     assert text != compiled.ptx
     source = compiled.source
-    code = assemble.assemble(text, source.arch, source.name, source.ptxas_options, source.ptxas_path)
+    code = compiled.assemble(text, source.arch, source.name, source.ptxas_options, source.ptxas_path)
     return CudaLauncher(launcher.device, replace(compiled, ptx=text, code=code), launcher.pick)
 
 

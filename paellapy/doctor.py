@@ -16,7 +16,7 @@ from paellapy.instrument.device import Device, devices
 from paellapy.instrument.device.driver import check, driver
 from paellapy.instrument.env import versions
 from paellapy.instrument.errors import PaellaError
-from paellapy.instrument.ptx.assemble import find_ptxas
+from paellapy.instrument.ptx.compiled import find_ptxas
 from paellapy.scheduler.core.tuning import Tuning
 
 

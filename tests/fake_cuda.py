@@ -541,12 +541,12 @@ def _scale(parameters: bytes, first: int, blocks: int) -> None:
 
 def install() -> FakeCuda:
     """Puts the fake in the driver's place, for the rest of the process."""
-    from paellapy.instrument.device import cuda, cuda_launch, cuda_memory, cuda_preempt
+    from paellapy.instrument.device import cuda, cuda_launch, cuda_preempt
     from paellapy.instrument.device import driver as driver_module
 
     fake = FakeCuda()
     library = _Library(fake)
-    for module in (driver_module, cuda, cuda_launch, cuda_memory, cuda_preempt):
+    for module in (driver_module, cuda, cuda_launch, cuda_preempt):
         module.driver = lambda: fake
         if hasattr(module, "library"):
             module.library = lambda: library

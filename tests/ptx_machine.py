@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from paellapy.instrument.ptx.flow import FlowGraph
-from paellapy.instrument.ptx.module import Module
-from paellapy.instrument.ptx.text import Statement
+from paellapy.instrument.ptx.module import Module, Statement
 
 WORD = 0xFFFFFFFF
 _COMPARES: dict[str, Callable[[int, int], bool]] = {

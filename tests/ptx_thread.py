@@ -10,8 +10,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-from paellapy.instrument.ptx.module import Module
-from paellapy.instrument.ptx.text import Kind, Statement
+from paellapy.instrument.ptx.module import Kind, Module, Statement
 
 _BITS = {"pred": 1, "u32": 32, "s32": 32, "b32": 32, "u64": 64, "b64": 64}
 _BINARY: dict[str, Callable[[int, int], int]] = {

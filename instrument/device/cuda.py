@@ -17,9 +17,19 @@ from paellapy.instrument.arguments import Descriptor
 from paellapy.instrument.cache import protect_triton
 from paellapy.instrument.device.base import MOST_BYTES, Device, EventLayout, Events
 from paellapy.instrument.device.cuda_launch import CudaLauncher, cuda_handlers, encode_tile
-from paellapy.instrument.device.cuda_memory import MOST_URGENT, CudaArray, CudaEvent, CudaStream, free_in
 from paellapy.instrument.device.cuda_preempt import CudaFlag, Preemption
-from paellapy.instrument.device.driver import check, driver, fail, library, relaxed_capture
+from paellapy.instrument.device.driver import (
+    MOST_URGENT,
+    CudaArray,
+    CudaEvent,
+    CudaStream,
+    check,
+    driver,
+    fail,
+    free_in,
+    library,
+    relaxed_capture,
+)
 from paellapy.instrument.errors import NoDeviceError
 from paellapy.instrument.gpu_model.parts import limits_for_capability
 from paellapy.instrument.ptx.compiled import Source

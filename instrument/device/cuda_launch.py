@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from paellapy.instrument.arguments import SCALARS, Descriptor, Handler, Handlers, param_offsets, pointer_keys
 from paellapy.instrument.device.base import Blocks, Capture, EventLayout, Launcher, Work, check_grid
-from paellapy.instrument.device.cuda_memory import CudaArray, Gpu
 from paellapy.instrument.device.cuda_preempt import CudaFlag, CudaRun
-from paellapy.instrument.device.driver import check, driver, fail, library
+from paellapy.instrument.device.driver import CudaArray, Gpu, check, driver, fail, library
 from paellapy.instrument.errors import ArgumentError, out_of_resources
 from paellapy.instrument.gpu_model.parts import SmLimits
 from paellapy.instrument.ptx.compiled import TRITON_PARAMS, Compiled, Source

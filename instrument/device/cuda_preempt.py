@@ -16,10 +16,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.device import cuda_memory
 from paellapy.instrument.device.base import Blocks, Flag, Run, Work
-from paellapy.instrument.device.cuda_memory import MOST_URGENT, CudaArray, CudaEvent, CudaStream
-from paellapy.instrument.device.driver import check, driver, fail, library
+from paellapy.instrument.device.driver import (
+    MOST_URGENT,
+    CudaArray,
+    CudaEvent,
+    CudaStream,
+    Gpu,
+    check,
+    driver,
+    fail,
+    library,
+)
 from paellapy.instrument.records import FLAG_COPIES, FLAG_COPY_BYTES, LEFT_HEAD_BYTES
 
 _FLAG_BYTES = FLAG_COPIES * FLAG_COPY_BYTES
@@ -62,7 +70,7 @@ def _batch() -> Any:
 class Preemption:
     """The flags of one GPU, the stream that writes them, and memory for block numbers."""
 
-    def __init__(self, device: cuda_memory.Gpu) -> None:
+    def __init__(self, device: Gpu) -> None:
         self.device = device
         self._stream = CudaStream(device, MOST_URGENT)
         self._lock = threading.RLock()

@@ -1,13 +1,21 @@
-"""The CUDA driver: through cuda-bindings where speed does not matter, and through ctypes on the launch path."""
+"""The CUDA driver, and its memory, streams and events.
+
+It is called through cuda-bindings where speed does not matter, and through ctypes on the launch path.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import functools
+import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
+from paellapy.instrument.device.base import Event, Stream
 from paellapy.instrument.errors import LaunchError, NoDeviceError
 
 NOT_READY = 600  # CUDA_ERROR_NOT_READY
@@ -102,3 +110,154 @@ _REMEDIES = {
     "CUDA_ERROR_UNSUPPORTED_PTX_VERSION": "The driver is older than the compiler: update the driver.",
     "CUDA_ERROR_NO_BINARY_FOR_GPU": "The kernel was compiled for another architecture.",
 }
+
+
+# --- memory, streams and events ---------------------------------------------------------------------------------------
+
+# Element types that NumPy does not have are passed as unsigned integers of the same width.
+_INTERFACE_TYPES = {"bfloat16": "<u2", "float8_e4m3fn": "|u1", "float8_e5m2": "|u1"}
+
+MOST_URGENT = 100  # above the range of any GPU: the stream gets the highest priority there is
+
+
+class Gpu(Protocol):
+    """The parts of the GPU that memory, streams and arguments use."""
+
+    name: str
+    index: int
+
+    @property
+    def stream_stack(self) -> list[int]: ...
+    def activate(self) -> None: ...
+    def allocate(self, nbytes: int) -> int: ...
+    def free(self, ptr: int) -> None: ...
+    def cleared(self, nbytes: int) -> CudaArray: ...
+    def copy_in(self, ptr: int, source: NDArray[Any]) -> None: ...
+    def copy_out(self, target: NDArray[Any], ptr: int) -> None: ...
+    def not_in_capture(self, doing: str) -> None: ...
+
+
+class CudaArray:
+    """Device memory with shape and element type (including bfloat16 and float8, by ml_dtypes)."""
+
+    __slots__ = ("__weakref__", "device", "dtype", "ptr", "shape")
+
+    def __init__(self, device: Gpu, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self.device, self.shape, self.dtype = device, shape, dtype
+        self.ptr = device.allocate(max(1, self.nbytes))
+        weakref.finalize(self, device.free, self.ptr)
+
+    @classmethod
+    def over(cls, device: Gpu, ptr: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> CudaArray:
+        """An array over memory that belongs to another owner, who must keep it while the array is used."""
+        array = cls.__new__(cls)
+        array.device, array.ptr, array.shape, array.dtype = device, ptr, shape, dtype
+        return array
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        kind = _INTERFACE_TYPES.get(self.dtype.name, self.dtype.str)
+        return {"shape": self.shape, "typestr": kind, "data": (self.ptr, False), "version": 3, "stream": None}
+
+    def numpy(self) -> NDArray[Any]:
+        """A copy on the host, after all work submitted to the current stream is done."""
+        out = np.empty(self.shape, self.dtype)
+        self.device.copy_out(out, self.ptr)
+        return out
+
+    def set(self, data: NDArray[Any]) -> None:
+        """Overwrites the array with host data of the same shape and type."""
+        source = np.ascontiguousarray(data, self.dtype)
+        if source.shape != self.shape:
+            raise ValueError(f"the array has shape {self.shape}, but the data have {source.shape}: both must be equal")
+        self.device.copy_in(self.ptr, source)
+
+    # -- with the names of PyTorch's tensors, which Triton's `TensorDescriptor` asks for
+
+    def data_ptr(self) -> int:
+        """The address of the first element."""
+        return self.ptr
+
+    def stride(self, dim: int | None = None) -> tuple[int, ...] | int:
+        """The strides in elements; with `dim`, the stride of this dimension."""
+        every = tuple(int(np.prod(self.shape[axis + 1 :], dtype=np.int64)) for axis in range(len(self.shape)))
+        return every if dim is None else every[dim]
+
+    def __repr__(self) -> str:
+        return f"<{self.dtype.name}{list(self.shape)} on {self.device.name}>"
+
+
+class CudaStream(Stream):
+    def __init__(self, device: Gpu, priority: int, green: Any = None) -> None:
+        """`green`: a green context whose SMs the stream uses; without it, all SMs."""
+        cu = driver()
+        device.activate()
+        level = self.level(priority)
+        non_blocking = int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        if green is None:
+            made = cu.cuStreamCreateWithPriority(non_blocking, level)
+        else:
+            made = cu.cuGreenCtxStreamCreate(green, non_blocking, level)
+        self.handle = int(check(made, "creating a stream"))
+        self.device = device
+        weakref.finalize(self, cu.cuStreamDestroy, self.handle)
+
+    @staticmethod
+    def level(priority: int) -> int:
+        """CUDA's number for one of our priorities: smaller numbers go first in CUDA, and there are few."""
+        lowest, highest = check(driver().cuCtxGetStreamPriorityRange(), "reading stream priorities")
+        return max(int(highest), min(int(lowest), -priority))
+
+    def synchronize(self) -> None:
+        self.device.not_in_capture("waits for a stream")
+        check(driver().cuStreamSynchronize(self.handle), "waiting for a stream")
+
+    def record(self) -> CudaEvent:
+        return CudaEvent(self.handle)
+
+    def wait(self, event: CudaEvent) -> None:
+        check(driver().cuStreamWaitEvent(self.handle, event.handle, 0), "waiting for an event")
+
+    def __enter__(self) -> Self:
+        self.device.stream_stack.append(self.handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.device.stream_stack.pop()
+
+
+class CudaEvent(Event):
+    def __init__(self, stream: int) -> None:
+        cu = driver()
+        self.handle = check(cu.cuEventCreate(0), "creating an event")
+        weakref.finalize(self, cu.cuEventDestroy, self.handle)
+        check(cu.cuEventRecord(self.handle, stream), "recording an event")
+
+    def done(self) -> bool:
+        return not int(driver().cuEventQuery(self.handle)[0])
+
+    def synchronize(self) -> None:
+        check(driver().cuEventSynchronize(self.handle), "waiting for an event")
+
+    def elapsed_ns(self, earlier: CudaEvent) -> float:
+        milliseconds = check(driver().cuEventElapsedTime(earlier.handle, self.handle), "reading events")
+        return float(milliseconds) * 1e6
+
+
+def free_in(context: Any, ptr: int) -> None:
+    """Frees memory of a context in any thread: arrays are also freed by the garbage collector, and in a thread without
+    the context the driver would keep the memory.
+    """
+    cu = driver()
+    (status,) = cu.cuCtxPushCurrent(context)
+    if not int(status):  # at interpreter exit the context may be gone, and then there is nothing to free
+        cu.cuMemFree(ptr)
+        cu.cuCtxPopCurrent()

@@ -16,8 +16,7 @@ from paellapy.instrument.errors import LaunchError, PaellaError
 from paellapy.instrument.gpu_model.commands import Kernel, Under
 from paellapy.instrument.gpu_model.costs import BlockCost, CostModel, KernelCost
 from paellapy.instrument.gpu_model.model import SmModel
-from paellapy.instrument.gpu_model.occupancy import occupancy
-from paellapy.instrument.gpu_model.parts import WARP, Part
+from paellapy.instrument.gpu_model.parts import WARP, Part, occupancy
 from paellapy.instrument.ptx.compiled import Compiled, Draft
 from paellapy.instrument.ptx.descriptor import PassConfig
 from paellapy.instrument.ptx.ranges import Ranges

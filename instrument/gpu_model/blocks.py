@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 from numba import types
 
-from paellapy.instrument.gpu_model.heaps import heap_pop, heap_push, tree_first, tree_rebuild, tree_set
 from paellapy.instrument.gpu_model.tables import (
     B_BLOCK,
     B_COMMAND,
@@ -57,6 +56,11 @@ from paellapy.instrument.gpu_model.tables import (
     WAIT,
     WAIT_NS,
     State,
+    heap_pop,
+    heap_push,
+    tree_first,
+    tree_rebuild,
+    tree_set,
 )
 from paellapy.instrument.numba_ext.link import address_of, call_with, part, reachable
 from paellapy.instrument.records import WARP_SHIFT

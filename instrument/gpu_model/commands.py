@@ -13,8 +13,7 @@ from paellapy.instrument.errors import LaunchError
 from paellapy.instrument.gpu_model import tables as lay
 from paellapy.instrument.gpu_model.blocks import attach_within
 from paellapy.instrument.gpu_model.costs import BlockCost, cost_table
-from paellapy.instrument.gpu_model.occupancy import footprint, occupancy
-from paellapy.instrument.gpu_model.parts import Part
+from paellapy.instrument.gpu_model.parts import Part, footprint, occupancy
 from paellapy.instrument.gpu_model.tables import doubled, more_commands
 from paellapy.instrument.records import MOST_EPOCHS
 

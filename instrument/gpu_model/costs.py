@@ -19,8 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from paellapy.instrument.errors import LaunchError
 from paellapy.instrument.gpu_model import tables as lay
-from paellapy.instrument.gpu_model.occupancy import occupancy
-from paellapy.instrument.gpu_model.parts import PROFILES, Part, Timing
+from paellapy.instrument.gpu_model.parts import PROFILES, Part, Timing, occupancy
 from paellapy.instrument.gpu_model.tables import unfinished_launches
 from paellapy.instrument.ptx.compiled import Compiled
 from paellapy.instrument.ptx.descriptor import PassConfig

@@ -43,7 +43,6 @@ from paellapy.instrument.gpu_model.commands import (
     placed_commands,
 )
 from paellapy.instrument.gpu_model.costs import Costs
-from paellapy.instrument.gpu_model.heaps import Ints, heap_pop, tree_first
 from paellapy.instrument.gpu_model.parts import Part, Timing
 from paellapy.instrument.gpu_model.tables import (
     C_ACTIVE,
@@ -57,11 +56,14 @@ from paellapy.instrument.gpu_model.tables import (
     REPORTED,
     S_CURRENT,
     STOPPED,
+    Ints,
     State,
     check_idle,
     doubled,
+    heap_pop,
     more_streams,
     new_state,
+    tree_first,
     unfinished_launches,
     who_waits,
 )

@@ -17,7 +17,7 @@ from paellapy.instrument import cache
 from paellapy.instrument.arguments import param_layout
 from paellapy.instrument.device.base import Device, Launcher
 from paellapy.instrument.errors import ArgumentError, CompileError, NoDeviceError, PtxError
-from paellapy.instrument.gpu_model.occupancy import Occupancy
+from paellapy.instrument.gpu_model.parts import Occupancy
 from paellapy.instrument.kernels.kernel import (
     Kernel,
     all_values,

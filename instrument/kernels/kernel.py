@@ -14,8 +14,7 @@ from typing import Any, NoReturn
 
 from paellapy.instrument.device.base import Device, Launcher, Work, check_grid
 from paellapy.instrument.errors import ArgumentError
-from paellapy.instrument.gpu_model.occupancy import Occupancy, occupancy
-from paellapy.instrument.gpu_model.parts import limits_for_capability
+from paellapy.instrument.gpu_model.parts import Occupancy, limits_for_capability, occupancy
 from paellapy.instrument.kernels.preempt import Preemptible, Prepared, Wave
 from paellapy.instrument.kernels.triton_source import target_capability
 from paellapy.instrument.ptx.compiled import Compiled

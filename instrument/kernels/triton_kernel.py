@@ -16,7 +16,7 @@ from triton.runtime.jit import JITFunction
 from paellapy.instrument.arguments import Handlers, as_type, bfloat16_bits
 from paellapy.instrument.device.base import Device, Launcher
 from paellapy.instrument.errors import ArgumentError, InstrumentError, also
-from paellapy.instrument.gpu_model.occupancy import Occupancy
+from paellapy.instrument.gpu_model.parts import Occupancy
 from paellapy.instrument.kernels.autotune import Tuner, in_trial
 from paellapy.instrument.kernels.kernel import (
     Kernel,

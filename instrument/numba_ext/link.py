@@ -13,6 +13,10 @@ Numba's upper bound in pyproject.toml is the newest version that .ci/matrix has 
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
@@ -21,13 +25,12 @@ import llvmlite.binding
 import numba
 from llvmlite import ir as llvm
 from numba import _dynfunc, types
-from numba.core import cgutils, codegen, compiler, errors, ir, typeinfer
+from numba.core import cgutils, codegen, compiler, errors, event, ir, typeinfer
 from numba.core.compiler_machinery import register_pass
 from numba.core.typed_passes import NopythonTypeInference
 from numba.extending import intrinsic
 
 from paellapy.instrument.env import without_collection
-from paellapy.instrument.numba_ext import progress
 from paellapy.instrument.numba_ext.cache import EntryCache
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -35,8 +38,6 @@ Generated = tuple[Any, Callable[..., Any]]
 
 # Reference counts on the arrays of a state would cost ten times the work on them, and nothing here allocates: no NRT.
 _OPTIONS = {"nogil": True, "_nrt": False, "error_model": "numpy", "no_cfunc_wrapper": True}
-
-progress.show()
 
 # --- libraries: machine code, and parts that have none ----------------------------------------------------------------
 
@@ -398,3 +399,84 @@ def call(returns: Any, parameters: list[Any], signature: Any) -> Generated:
 def call_with(typing: Any, function: Any, tables: Any, number: Any) -> Generated:
     """int64 f(tables, int64): a reachable entry point that takes a state and one number"""
     return call(_I64, [_I64.as_pointer(), _I64], types.int64(types.uint64, tables, types.int64))
+
+
+# --- progress ---------------------------------------------------------------------------------------------------------
+# A line on stderr while code is compiled that is not cached: only if compiling takes long, and only once. On a terminal
+# the line disappears afterwards. PAELLAPY_QUIET=1 turns it off.
+
+_OURS = __name__.partition(".")[0] + "."
+PATIENCE_S = 1.0  # a shorter compilation shows no line
+_PAUSE_S = 2.0  # pause after which a new compilation counts as a new one
+COMPILING = "paellapy: compiling the scheduler for this machine, once; this takes some seconds …"
+
+
+class Announcer(event.Listener):  # type: ignore[misc]
+    """Listens to Numba's events for functions of this package, which may be compiled one inside the other."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._depth = 0
+        self._began = self._ended = -_PAUSE_S
+        self._timer: threading.Timer | None = None
+        self._shown = self._said = False
+
+    def on_start(self, event: Any) -> None:
+        if not _is_ours(event):
+            return
+        with self._lock:
+            self._depth += 1
+            if self._depth > 1:
+                return
+            now = time.monotonic()
+            if now - self._ended > _PAUSE_S:
+                self._began = now
+            self._timer = threading.Timer(max(0.0, self._began + PATIENCE_S - now), self._show)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def on_end(self, event: Any) -> None:
+        if not _is_ours(event):
+            return
+        with self._lock:
+            self._depth -= 1
+            if self._depth > 0:
+                return
+            self._ended = time.monotonic()
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            if self._shown:
+                self._shown = False
+                _erase()
+
+    def _show(self) -> None:
+        with self._lock:
+            if self._depth == 0 or self._shown or os.environ.get("PAELLAPY_QUIET"):
+                return
+            if sys.stderr.isatty():
+                self._shown = True
+                _console().print(COMPILING, style="dim", end="\r", soft_wrap=False, overflow="ellipsis", no_wrap=True)
+            elif not self._said:
+                self._said = True
+                _console().print(COMPILING, soft_wrap=True)
+
+
+def _is_ours(event: Any) -> bool:
+    return str(event.data["dispatcher"].py_func.__module__).startswith(_OURS)
+
+
+def _console() -> Any:
+    from rich.console import Console  # imported only if a line is shown
+
+    return Console(stderr=True)
+
+
+def _erase() -> None:
+    from rich.control import Control
+    from rich.segment import ControlType
+
+    _console().control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)))
+
+
+event.register("numba:compile", Announcer())

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from paellapy.instrument.ptx.module import Function, Module
-from paellapy.instrument.ptx.text import Kind, Statement
+from paellapy.instrument.ptx.module import Function, Kind, Module, Statement
 
 # Special registers with the same value in every thread of a block; all others are assumed to differ.
 UNIFORM_SPECIAL = (

@@ -17,8 +17,7 @@ from collections.abc import Callable, Sequence
 
 from paellapy.instrument.errors import InstrumentError
 from paellapy.instrument.ptx.flow import COMPUTES, Names, blocks_that_wait, written
-from paellapy.instrument.ptx.module import Function, Module
-from paellapy.instrument.ptx.text import Kind, Statement, statements
+from paellapy.instrument.ptx.module import Function, Kind, Module, Statement, statements
 from paellapy.instrument.records import FLAG_COPIES, FLAG_COPY_BYTES, LEFT_HEAD_BYTES
 
 # The `slice` pass: a launch runs part of a logical grid, and every block sees its place in the whole grid.

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 
 from paellapy.instrument.errors import ArgumentError, InstrumentError
 from paellapy.instrument.ptx.flow import COMPUTES, Names, is_special, written
-from paellapy.instrument.ptx.module import Function, Module
-from paellapy.instrument.ptx.text import Kind, Statement, statements
+from paellapy.instrument.ptx.module import Function, Kind, Module, Statement, statements
 from paellapy.instrument.records import RANGE_END, RANGE_HEAD, RANGE_RECORD, field_offset
 
 # Markers of ranges in kernels: lines of PTX without effect, which the range pass turns into events.

@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from paellapy.instrument.errors import InstrumentError
 from paellapy.instrument.ptx.descriptor import DescriptorParam, Exits, PassConfig, thread_index_bits
 from paellapy.instrument.ptx.flow import UNIFORM_SPECIAL, FlowGraph, Names, is_special, written
-from paellapy.instrument.ptx.module import Function, Module
+from paellapy.instrument.ptx.module import Function, Kind, Module, Statement, Token
 from paellapy.instrument.ptx.ranges import RangePass
-from paellapy.instrument.ptx.text import Kind, Statement, Token
 from paellapy.instrument.records import RING_RECORD, SM_LINE, WARP_SHIFT, field_offset
 
 # Decides how to detect the end of a block: by a barrier at the exit, or by counting its threads out.

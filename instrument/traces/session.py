@@ -20,10 +20,10 @@ from paellapy.instrument.errors import TraceError
 from paellapy.instrument.ptx.compiled import Compiled
 from paellapy.instrument.ptx.descriptor import PassConfig
 from paellapy.instrument.records import BLOCK, LAUNCH, WARP_SHIFT, WORK, Records
+from paellapy.instrument.traces.explain import Counting
 from paellapy.instrument.traces.ring import Mark, decode
 from paellapy.instrument.traces.summary import ranges_of
 from paellapy.instrument.traces.trace import DeviceFacts, Trace
-from paellapy.instrument.traces.work_estimate import Counting
 
 # `Watch`: names of the kernels that run while a trace is taken; the trace names the ones that do not report.
 #

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from paellapy.instrument.device.base import Events
 from paellapy.instrument.errors import PaellaError
-from paellapy.instrument.gpu_model.occupancy import Occupancy, occupancy
-from paellapy.instrument.gpu_model.parts import WARP, limits_for_capability
+from paellapy.instrument.gpu_model.parts import WARP, Occupancy, limits_for_capability, occupancy
 from paellapy.instrument.records import RANGE, RANGE_END, Records
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from numpy.typing import DTypeLike, NDArray
 
 from paellapy.instrument.errors import TraceError
 from paellapy.instrument.records import BLOCK, LAUNCH, RANGE, WORK, Records, widened
+from paellapy.instrument.traces import Elsewhere
 from paellapy.instrument.traces.explain import Explanation, explain
-from paellapy.instrument.traces.late_methods import Above
 from paellapy.instrument.traces.summary import (
     Residency,
     Summary,
@@ -186,17 +186,17 @@ class Trace:
     """
 
     # Pictures, and exports to formats of other tools.
-    plot = Above()
-    plot_heatmap = Above()
-    plot_gantt = Above()
-    plot_residency = Above()
-    plot_requests = Above()
-    plot_ranges = Above()
-    explore = Above()
-    save_figure = Above()
-    picture = Above()
-    to_perfetto = Above()
-    to_html = Above()
+    plot = Elsewhere("paellapy.viz.figures:plot")
+    plot_heatmap = Elsewhere("paellapy.viz.figures:plot_heatmap")
+    plot_gantt = Elsewhere("paellapy.viz.figures:plot_gantt")
+    plot_residency = Elsewhere("paellapy.viz.figures:plot_residency")
+    plot_requests = Elsewhere("paellapy.viz.figures:plot_requests")
+    plot_ranges = Elsewhere("paellapy.viz.figures:plot_ranges")
+    explore = Elsewhere("paellapy.viz.widgets:explore")
+    save_figure = Elsewhere("paellapy.viz.static:save_figure")
+    picture = Elsewhere("paellapy.viz.static:picture")
+    to_perfetto = Elsewhere("paellapy.viz.perfetto:to_perfetto")
+    to_html = Elsewhere("paellapy.viz.figures:to_html")
 
     def __init__(
         self,

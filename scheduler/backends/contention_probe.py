@@ -21,10 +21,8 @@ from typing import Any
 import numpy as np
 
 from paellapy.instrument.device.cuda import CudaDevice
-from paellapy.instrument.device.cuda_memory import CudaArray, CudaEvent, CudaStream
-from paellapy.instrument.device.driver import check, driver
-from paellapy.instrument.gpu_model.occupancy import Footprint, fits, footprint
-from paellapy.instrument.gpu_model.parts import SmLimits
+from paellapy.instrument.device.driver import CudaArray, CudaEvent, CudaStream, check, driver
+from paellapy.instrument.gpu_model.parts import Footprint, SmLimits, fits, footprint
 from paellapy.scheduler.models.program import Node
 
 MANY = 4  # hogs per SM, to measure the pace at full load

@@ -20,8 +20,16 @@ from numpy.typing import NDArray
 
 from paellapy.instrument import env
 from paellapy.instrument.device.cuda import CudaDevice
-from paellapy.instrument.device.cuda_memory import CudaArray, CudaStream
-from paellapy.instrument.device.driver import NOT_READY, check, driver, fail, library, relaxed_capture
+from paellapy.instrument.device.driver import (
+    NOT_READY,
+    CudaArray,
+    CudaStream,
+    check,
+    driver,
+    fail,
+    library,
+    relaxed_capture,
+)
 from paellapy.instrument.errors import LaunchError, PaellaError
 from paellapy.instrument.numba_ext.link import call_with, compiled
 from paellapy.scheduler.backends.base import (

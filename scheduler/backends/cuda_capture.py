@@ -14,8 +14,7 @@ import numpy as np
 from paellapy.instrument.device.base import Launcher
 from paellapy.instrument.device.cuda import CudaDevice
 from paellapy.instrument.device.cuda_launch import CudaLauncher
-from paellapy.instrument.device.cuda_memory import CudaStream
-from paellapy.instrument.device.driver import check, driver
+from paellapy.instrument.device.driver import CudaStream, check, driver
 from paellapy.instrument.env import without_collection
 from paellapy.instrument.errors import InstrumentError, LaunchError
 from paellapy.instrument.traces.session import Session

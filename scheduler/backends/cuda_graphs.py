@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from paellapy.instrument.device.cuda import CudaDevice
-from paellapy.instrument.device.cuda_memory import CudaStream
-from paellapy.instrument.device.driver import check, driver, fail, library
+from paellapy.instrument.device.driver import CudaStream, check, driver, fail, library
 from paellapy.instrument.errors import LaunchError
 from paellapy.scheduler.backends.base import Bounds, Launches
 from paellapy.scheduler.core.errors import CaptureError

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from paellapy.instrument.device.cuda import CudaDevice
-from paellapy.instrument.device.cuda_memory import CudaArray, CudaStream
-from paellapy.instrument.device.driver import check, driver
+from paellapy.instrument.device.driver import CudaArray, CudaStream, check, driver
 from paellapy.instrument.errors import LaunchError, PaellaError
 from paellapy.scheduler.backends.cuda_graphs import words_of
 from paellapy.scheduler.core.errors import MemoryPlanError

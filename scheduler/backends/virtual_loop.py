@@ -20,9 +20,8 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from paellapy.instrument.gpu_model.commands import Commands
-from paellapy.instrument.gpu_model.heaps import Ints
 from paellapy.instrument.gpu_model.model import SmModel, address_of_run, submit_again
-from paellapy.instrument.gpu_model.tables import INF, REPORTED
+from paellapy.instrument.gpu_model.tables import INF, REPORTED, Ints
 from paellapy.instrument.gpu_model.tables import State as SmState
 from paellapy.instrument.numba_ext.link import call_with, compile_for, compiled, part
 from paellapy.instrument.numba_ext.tables import TableSet, table, table_set

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paellapy.instrument.gpu_model.heaps import heap_pop, heap_push
+from paellapy.instrument.gpu_model.tables import heap_pop, heap_push
 from paellapy.instrument.numba_ext.link import call_with, part
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.concurrency import choose_yielding, has_room, may_yield_to, must_yield, shortest_active

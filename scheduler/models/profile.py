@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, replace
 
 from paellapy.instrument import cache
 from paellapy.instrument.env import versions
-from paellapy.instrument.gpu_model.occupancy import footprint
-from paellapy.instrument.gpu_model.parts import SmLimits
+from paellapy.instrument.gpu_model.parts import SmLimits, footprint
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.program import Cuts, Node

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from paellapy.instrument import cache
-from paellapy.instrument.gpu_model.occupancy import occupancy
-from paellapy.instrument.gpu_model.parts import SmLimits
+from paellapy.instrument.gpu_model.parts import SmLimits, occupancy
 from paellapy.scheduler.core.errors import CaptureError
 from paellapy.scheduler.models.tensors import Capturable
 

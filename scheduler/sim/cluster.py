@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.errors import ArgumentError
-from paellapy.instrument.gpu_model.heaps import Floats, Ints, new_tree, tree_first, tree_rebuild, tree_set
+from paellapy.instrument.gpu_model.tables import Floats, Ints, new_tree, tree_first, tree_rebuild, tree_set
 from paellapy.instrument.numba_ext.link import address_of, compiled, part
 from paellapy.instrument.numba_ext.tables import TableSet, table, table_set
 from paellapy.scheduler.core import state as st

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.errors import ArgumentError
-from paellapy.instrument.traces.late_methods import Above
+from paellapy.instrument.traces import Elsewhere
 from paellapy.scheduler.core.codes import NEVER, OK, QUEUE_FULL, STATUS
 from paellapy.scheduler.core.profiles import ModelProfile
 from paellapy.scheduler.core.tables import Table
@@ -60,7 +60,7 @@ class Results:
     # GPU time by user: "busy" of "", and "models" and "clients" by name
     gpu_ms: Mapping[str, Mapping[str, float]] = field(default_factory=dict, repr=False)
 
-    plot = Above()
+    plot = Elsewhere("paellapy.viz.static:plot_run")
 
     @property
     def latency_ms(self) -> NDArray[np.float64]:

@@ -17,8 +17,8 @@ from typing import Any, Literal
 import numpy as np
 
 from paellapy.instrument.errors import ArgumentError, NoDeviceError
-from paellapy.instrument.gpu_model.heaps import heap_push
 from paellapy.instrument.gpu_model.parts import Part, Timing, part
+from paellapy.instrument.gpu_model.tables import heap_push
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.admission import new_limits

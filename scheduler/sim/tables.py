@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paellapy.instrument.gpu_model.heaps import Floats, Ints, heap_pop, heap_push
+from paellapy.instrument.gpu_model.tables import Floats, Ints, heap_pop, heap_push
 from paellapy.instrument.numba_ext.link import compiled, part
 from paellapy.instrument.numba_ext.tables import TableSet, table, table_set
 from paellapy.scheduler.core.admission import ADMISSION_LIMIT, ADMISSION_REQUEST, ADMITTED, end_admitted, try_admit

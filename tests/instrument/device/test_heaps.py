@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paellapy.instrument.gpu_model.heaps import heap_pop, heap_push, new_tree, tree_first, tree_rebuild, tree_set
+from paellapy.instrument.gpu_model.tables import heap_pop, heap_push, new_tree, tree_first, tree_rebuild, tree_set
 
 # The functions exist compiled only inside their callers; here they run as plain Python.
 keys = st.integers(0, 20).map(float)  # few values, so that there are ties

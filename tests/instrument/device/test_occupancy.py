@@ -9,8 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paellapy.instrument.errors import LaunchError
-from paellapy.instrument.gpu_model.occupancy import Occupancy, active_clusters, footprint, occupancy
-from paellapy.instrument.gpu_model.parts import KIB, Part, SmLimits, limits_for_capability, part
+from paellapy.instrument.gpu_model.parts import (
+    KIB,
+    Occupancy,
+    Part,
+    SmLimits,
+    active_clusters,
+    footprint,
+    limits_for_capability,
+    occupancy,
+    part,
+)
 
 CAPABILITIES = (75, 80, 86, 89, 90, 100, 120)
 HOPPER = limits_for_capability(90)

@@ -15,8 +15,7 @@ from paellapy.instrument.errors import LaunchError, NoDeviceError
 from paellapy.instrument.gpu_model.commands import Kernel
 from paellapy.instrument.gpu_model.costs import BlockCost
 from paellapy.instrument.gpu_model.model import DeadlockError, SmModel
-from paellapy.instrument.gpu_model.occupancy import Footprint, footprint, occupancy
-from paellapy.instrument.gpu_model.parts import KIB, Timing
+from paellapy.instrument.gpu_model.parts import KIB, Footprint, Timing, footprint, occupancy
 from paellapy.instrument.records import BLOCK, SM_LINE, WARP_SHIFT
 
 # Four SMs in two GPCs: small enough that a handful of launches contend for everything.

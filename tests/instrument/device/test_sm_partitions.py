@@ -12,8 +12,7 @@ from paellapy.instrument.errors import LaunchError
 from paellapy.instrument.gpu_model.commands import Kernel
 from paellapy.instrument.gpu_model.costs import BlockCost
 from paellapy.instrument.gpu_model.model import SmModel
-from paellapy.instrument.gpu_model.occupancy import footprint
-from paellapy.instrument.gpu_model.parts import KIB
+from paellapy.instrument.gpu_model.parts import KIB, footprint
 
 # Eight SMs in three uneven GPCs, so that partitions cut through them; two blocks of 1024 threads fill an SM.
 SMALL = dataclasses.replace(H200, gpc_sms=(3, 2, 3), concurrent_grids=8)

@@ -20,8 +20,7 @@ from places import ROOT
 
 import paellapy as pp
 from paellapy.instrument.errors import PaellaError
-from paellapy.instrument.gpu_model.occupancy import occupancy
-from paellapy.instrument.gpu_model.parts import PARTS
+from paellapy.instrument.gpu_model.parts import PARTS, occupancy
 
 
 @pytest.fixture

@@ -16,12 +16,10 @@ from triton.compiler import ASTSource
 
 import paellapy as pp
 from paellapy.instrument.errors import PtxError
-from paellapy.instrument.gpu_model.occupancy import occupancy
-from paellapy.instrument.gpu_model.parts import limits_for_capability
+from paellapy.instrument.gpu_model.parts import limits_for_capability, occupancy
 from paellapy.instrument.kernels import torch_hook
 from paellapy.instrument.kernels.triton_source import ptx_target, ptxas_options, triton_ptxas
-from paellapy.instrument.ptx.assemble import Assembled, assemble
-from paellapy.instrument.ptx.compiled import Compiled, Source, _with_most_registers
+from paellapy.instrument.ptx.compiled import Assembled, Compiled, Source, _with_most_registers, assemble
 from paellapy.instrument.ptx.descriptor import PassConfig
 
 HOPPER = limits_for_capability(90)

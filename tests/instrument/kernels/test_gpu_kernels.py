@@ -11,7 +11,7 @@ import pytest
 from corpus import CUDA_CASES, TRITON_CASES, relative_error
 
 import paellapy as pp
-from paellapy.instrument.gpu_model.occupancy import occupancy
+from paellapy.instrument.gpu_model.parts import occupancy
 
 pytestmark = pytest.mark.gpu
 LEVELS = (None, "count", "notify")

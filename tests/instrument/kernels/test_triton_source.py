@@ -21,7 +21,7 @@ from paellapy.instrument.arguments import of_int, triton_dtype
 from paellapy.instrument.errors import ArgumentError, CompileError
 from paellapy.instrument.kernels.triton_kernel import TritonKernel
 from paellapy.instrument.kernels.triton_source import TritonSource, TypeHandlers, target_capability
-from paellapy.instrument.ptx import assemble
+from paellapy.instrument.ptx import compiled as compiled_module
 
 HANDLERS = TypeHandlers()
 
@@ -207,7 +207,7 @@ def test_another_process_finds_the_machine_code_on_disk(tmp_path: Path, monkeypa
     def never(*_: Any) -> Any:
         raise AssertionError("ptxas ran again")
 
-    monkeypatch.setattr(assemble, "_run", never)
+    monkeypatch.setattr(compiled_module, "_run", never)
     again = compiled()  # a kernel object of its own: nothing is left in memory but Triton's own cache
     assert again.cubin == first.cubin
     monkeypatch.setattr(cache, "read", lambda _: None)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from paellapy.instrument.numba_ext import progress
-from paellapy.instrument.numba_ext.progress import TEXT, Announcer
+from paellapy.instrument.numba_ext import link
+from paellapy.instrument.numba_ext.link import COMPILING, Announcer
 
 
 def compiling(module: str = "paellapy.scheduler.core.step") -> Any:
@@ -19,7 +19,7 @@ def compiling(module: str = "paellapy.scheduler.core.step") -> Any:
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PAELLAPY_QUIET", raising=False)
-    monkeypatch.setattr(progress, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(link, "PATIENCE_S", 0.0)
 
 
 def said(capsys: pytest.CaptureFixture[str], within_s: float = 10.0) -> str:
@@ -36,7 +36,7 @@ def test_a_long_compilation_is_announced_once(capsys: pytest.CaptureFixture[str]
     announcer = Announcer()
     announcer.on_start(compiling())
     announcer.on_start(compiling())  # a part of it
-    assert said(capsys).strip() == TEXT
+    assert said(capsys).strip() == COMPILING
     announcer.on_end(compiling())
     announcer.on_end(compiling())
     announcer.on_start(compiling())
@@ -50,7 +50,7 @@ def test_what_is_over_soon_or_others_compile_is_not(
     announcer = Announcer()
     announcer.on_start(compiling("somebody.else"))
     assert said(capsys, within_s=0.2) == ""
-    monkeypatch.setattr(progress, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(link, "PATIENCE_S", 60.0)
     announcer.on_start(compiling())
     announcer.on_end(compiling())
     assert said(capsys, within_s=0.2) == ""

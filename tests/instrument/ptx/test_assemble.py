@@ -9,8 +9,8 @@ import pytest
 from ptx_pieces import entry, module
 
 from paellapy.instrument.errors import PtxError
-from paellapy.instrument.ptx import assemble as assembler
-from paellapy.instrument.ptx.assemble import Assembled, Ptxas, assemble, choose_ptxas, find_ptxas
+from paellapy.instrument.ptx import compiled as assembler
+from paellapy.instrument.ptx.compiled import Assembled, Ptxas, assemble, choose_ptxas, find_ptxas
 
 KERNEL = module(entry(".shared .align 4 .b8 tile[1000]; mov.u32 %r1, %tid.x; st.shared.u32 [tile], %r1; ret;"))
 

@@ -7,7 +7,7 @@ from ptx_pieces import entry, module
 
 from paellapy.instrument.errors import PtxError
 from paellapy.instrument.ptx import compiled
-from paellapy.instrument.ptx.assemble import Assembled
+from paellapy.instrument.ptx.compiled import Assembled
 from paellapy.instrument.ptx.descriptor import PassConfig
 
 

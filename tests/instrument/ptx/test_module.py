@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from ptx_pieces import HEADER, entry, module
 
 from paellapy.instrument.errors import PtxError
-from paellapy.instrument.ptx.module import Function, Module
-from paellapy.instrument.ptx.text import Kind, Statement, statements, tokenize
+from paellapy.instrument.ptx.module import Function, Kind, Module, Statement, statements, tokenize
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="CUDA C needs NVRTC: pip install 'paellapy[dev]'")
 

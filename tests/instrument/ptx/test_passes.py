@@ -11,7 +11,7 @@ from ptx_pieces import entry, module
 
 from paellapy.instrument.errors import InstrumentError, PtxError
 from paellapy.instrument.ptx import passes
-from paellapy.instrument.ptx.assemble import assemble
+from paellapy.instrument.ptx.compiled import assemble
 from paellapy.instrument.ptx.descriptor import PassConfig
 from paellapy.instrument.ptx.module import Function, Module
 from paellapy.instrument.records import DESCRIPTOR

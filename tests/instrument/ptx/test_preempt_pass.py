@@ -13,8 +13,7 @@ from paellapy.instrument import records
 from paellapy.instrument.errors import InstrumentError
 from paellapy.instrument.ptx import passes
 from paellapy.instrument.ptx.descriptor import PassConfig
-from paellapy.instrument.ptx.module import Module
-from paellapy.instrument.ptx.text import Kind, Statement
+from paellapy.instrument.ptx.module import Kind, Module, Statement
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="CUDA C needs NVRTC: pip install 'paellapy[dev]'")
 

@@ -8,10 +8,10 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from paellapy.instrument.ptx import passes
-from paellapy.instrument.ptx.assemble import assemble
+from paellapy.instrument.ptx.compiled import assemble
 from paellapy.instrument.ptx.descriptor import PassConfig
+from paellapy.instrument.ptx.module import Statement, statements
 from paellapy.instrument.ptx.ranges import Marker
-from paellapy.instrument.ptx.text import Statement, statements
 
 HEAD = """.version 8.0
 .target sm_90a

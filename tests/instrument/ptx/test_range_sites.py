@@ -14,8 +14,7 @@ from hypothesis import given
 import paellapy as pp
 from paellapy.instrument.kernels.triton_kernel import _NoDevice
 from paellapy.instrument.ptx import passes, sass
-from paellapy.instrument.ptx.assemble import assemble
-from paellapy.instrument.ptx.compiled import Source, blocks_by_registers
+from paellapy.instrument.ptx.compiled import Source, assemble, blocks_by_registers
 from paellapy.instrument.ptx.descriptor import PassConfig
 from paellapy.instrument.ptx.ranges import Marker, Sites
 from paellapy.instrument.records import RANGE_END

@@ -15,8 +15,8 @@ from corpus import TRITON_CASES, Case
 import paellapy as pp
 from paellapy.instrument.arguments import Descriptor
 from paellapy.instrument.kernels.triton_kernel import split_options
-from paellapy.instrument.traces import work_estimate as counted_module
-from paellapy.instrument.traces.work_estimate import Counting
+from paellapy.instrument.traces import explain as counted_module
+from paellapy.instrument.traces.explain import Counting
 from paellapy.instrument.triton_ir import TtirProgram
 
 # Data decide how much these do; the sign of a number decides by which instruction Triton takes its maximum.

@@ -580,7 +580,7 @@ def test_long_inputs_that_wait_for_a_instance_are_copied_beside_the_core(run):
 
 def test_a_graph_captured_elsewhere_is_cut_and_gives_what_it_gave(run):
     run("""
-        from paellapy.instrument.device.cuda_memory import CudaStream
+        from paellapy.instrument.device.driver import CudaStream
         with Engine("cuda", quantum_us=1) as engine:
             device = engine.device
             x, y, z = (device.array(np.zeros(64, np.float32)) for _ in range(3))

@@ -12,7 +12,7 @@ import pytest
 
 import paellapy as pp
 from paellapy.instrument.device import driver as device_driver
-from paellapy.instrument.device.cuda_memory import CudaStream
+from paellapy.instrument.device.driver import CudaStream
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.backends import cuda_memory
 from paellapy.scheduler.backends.cuda_memory import CudaPages, CudaWeights

@@ -16,9 +16,8 @@ import paellapy as pp
 from paellapy import demo
 from paellapy.instrument.device import Device
 from paellapy.instrument.device.cuda import CudaDevice
-from paellapy.instrument.gpu_model.occupancy import footprint
-from paellapy.instrument.gpu_model.parts import part
-from paellapy.instrument.ptx.assemble import assemble
+from paellapy.instrument.gpu_model.parts import footprint, part
+from paellapy.instrument.ptx.compiled import assemble
 from paellapy.scheduler.backends.contention_probe import (
     ROUND_BYTES,
     Hogs,

@@ -20,9 +20,8 @@ from engine_models import mlp_model, mlp_reference, random_inputs, scale, scale_
 from places import TESTS
 
 import paellapy as pp
-from paellapy.instrument.device.cuda_memory import CudaEvent
+from paellapy.instrument.device.driver import CudaEvent, driver
 from paellapy.instrument.device.driver import check as check_status
-from paellapy.instrument.device.driver import driver
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.errors import CaptureError, InputError, MemoryPlanError
 from paellapy.scheduler.engine.engine import Engine
