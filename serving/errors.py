@@ -192,13 +192,9 @@ def error_response(error: Exception, request: web.Request, number: str) -> web.S
     response = json_response({"error": found.said}, found.status, found.headers)
     if isinstance(error, LateBodyError | TooLargeError) and not request.content.is_eof():
         response.force_close()
-        linger(request, LINGER_S if isinstance(error, TooLargeError) else 0.0)
+        if (linger := getattr(request.protocol, "linger", None)) is not None:  # else another application's connection
+            linger(LINGER_S if isinstance(error, TooLargeError) else 0.0)
     return response
-
-
-def linger(request: web.BaseRequest, most_s: float) -> None:
-    """Limits the time in which aiohttp reads on in a body that is refused before its end: 10 s by its own default."""
-    request.protocol._lingering_time = min(request.protocol._lingering_time, most_s)
 
 
 def _http_error(error: web.HTTPException, request: web.Request) -> str:

@@ -1,5 +1,7 @@
-"""Listening sockets: TLS handshakes with a time limit, ports that workers share, a stop that answers waiting
-clients.
+"""HTTP connections that slow clients cannot exhaust, the sockets that they come from, and a stop that answers clients.
+
+aiohttp limits idle connections (`keepalive_s`), and `body_timeout_s` limits bodies. Between the two are headers that
+arrive byte by byte, and answers that nobody reads: they have time limits here, as have TLS handshakes.
 """
 
 from __future__ import annotations
@@ -21,14 +23,8 @@ from multidict import CIMultiDict
 
 from paellapy.instrument.errors import PaellaError
 from paellapy.serving.byte_limits import ResponseBudget
-from paellapy.serving.errors import STOPPING, LateBodyError, json_response, linger, short
+from paellapy.serving.errors import STOPPING, LateBodyError, json_response, short
 from paellapy.serving.logs import log
-
-# HTTP connections with time limits on headers and on reading answers, so that slow clients cannot exhaust the server.
-#
-# aiohttp limits idle connections (`keepalive_s`), and `body_timeout_s` limits bodies. Between the two are headers that
-# arrive byte by byte: without a limit of their own, each would hold its connection as long as an idle client does.
-
 
 UNFINISHED_S = 3.0  # once the server stops: for requests that have begun to arrive, and for clients that take no bytes
 LOOK_S = 0.02
@@ -62,12 +58,6 @@ def unsent_bytes(transport: asyncio.Transport) -> int:
         return 0
 
 
-class Manager(web.Server):
-    """Makes connections, and knows the answers that their clients have not taken yet."""
-
-    unsent: ResponseBudget
-
-
 class Connection(web.RequestHandler):
     """aiohttp's connection with two further time limits.
 
@@ -87,15 +77,22 @@ class Connection(web.RequestHandler):
         "_send_timer",
         "_timer",
         "_to_client",
+        "_unread_answers",
         "_unsent",
         "fresh",
     )  # fmt: skip
 
     def __init__(
-        self, manager: web.Server, *, header_timeout_s: float, send_timeout_s: float, log_rejected: bool, **options: Any
+        self,
+        manager: Connections,
+        *,
+        header_timeout_s: float,
+        send_timeout_s: float,
+        log_rejected: bool,
+        **options: Any,
     ) -> None:
         super().__init__(manager, **options)
-        self._log_rejected = log_rejected
+        self._unread_answers, self._log_rejected = manager.unsent, log_rejected
         self._header_timeout_s, self._began = header_timeout_s, False
         self._send_timeout_s, self._unsent = send_timeout_s, 0
         self._timer: asyncio.TimerHandle | None = None
@@ -117,17 +114,21 @@ class Connection(web.RequestHandler):
         if self._send_timer is not None:
             self._send_timer.cancel()
         self._send_timer = self._to_client = None
-        if isinstance(self._manager, Manager):
-            self._manager.unsent.end(self.abort)
+        self._unread_answers.end(self.abort)
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
         """Called when the client has not yet read all of an answer."""
         super().pause_writing()
-        if self._send_timer is None and self._to_client is not None:
-            self._watch_sending(unsent_bytes(self._to_client))
-        if isinstance(self._manager, Manager) and self._to_client is not None:
-            self._manager.unsent.begin(self.abort, unsent_bytes(self._to_client))
+        if self._to_client is not None:
+            unsent = unsent_bytes(self._to_client)
+            if self._send_timer is None:
+                self._watch_sending(unsent)
+            self._unread_answers.begin(self.abort, unsent)
+
+    def linger(self, most_s: float) -> None:
+        """Limits the time in which aiohttp reads on in a body that is refused before its end; its default is 10 s."""
+        self._lingering_time = min(self._lingering_time, most_s)
 
     @property
     def peer(self) -> str | None:
@@ -141,8 +142,7 @@ class Connection(web.RequestHandler):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if isinstance(self._manager, Manager):
-            self._manager.unsent.end(self.abort)
+        self._unread_answers.end(self.abort)
 
     def _watch_sending(self, unsent: int) -> None:
         self._unsent = unsent
@@ -286,11 +286,8 @@ class Connection(web.RequestHandler):
             await asyncio.sleep(LOOK_S)
 
 
-# Runs an application on connections of our own kind.
-
-
-class Connections(Manager):
-    """Makes the connections."""
+class Connections(web.Server):
+    """Makes the connections, and knows the answers that their clients have not taken yet."""
 
     def __init__(
         self, connection: Callable[..., Connection], *handler: Any, max_unsent_bytes: int, **options: Any
@@ -345,7 +342,7 @@ class Runner(web.AppRunner):
                 return json_response({"error": said}, 417)
             if (request.content_length or 0) > self._max_body_bytes and "Expect" in request.headers:
                 kept = CIMultiDict((name, value) for name, value in request.headers.items() if name.lower() != "expect")
-                linger(request, 0.0)  # the client has sent no body, and will not
+                request.protocol.linger(0.0)  # the client has sent no body, and will not
                 request = request.clone(headers=kept)
             return await made.request_handler(request)
 
@@ -354,9 +351,9 @@ class Runner(web.AppRunner):
             handle,
             request_factory=made.request_factory,
             handler_cancellation=made.handler_cancellation,
-            loop=made._loop,
+            loop=asyncio.get_running_loop(),
             max_unsent_bytes=self._max_unsent_bytes,
-            **made._kwargs,
+            **{name: value for name, value in self._kwargs.items() if name != "handler_cancellation"},
         )
 
 
@@ -374,7 +371,7 @@ class Site(web.SockSite):
         self, runner: web.AppRunner, listening: socket.socket, tls: ssl.SSLContext | None, handshake_s: float
     ) -> None:
         super().__init__(runner, listening, ssl_context=tls, backlog=BACKLOG)
-        self._handshake_s = handshake_s
+        self._handshake_s = None if tls is None else handshake_s
 
     async def start(self) -> None:
         await web.BaseSite.start(self)
@@ -384,8 +381,38 @@ class Site(web.SockSite):
             sock=self._sock,
             ssl=self._ssl_context,
             backlog=self._backlog,
-            ssl_handshake_timeout=None if self._ssl_context is None else self._handshake_s,
+            ssl_handshake_timeout=self._handshake_s,
         )
+
+    async def stop_accepting(self) -> set[asyncio.Task[Any]]:
+        """Closes the socket once nobody waits in its queue; returns the accepted connections that are not open yet."""
+        loop = asyncio.get_running_loop()
+        ours = [each.fileno() for each in getattr(self._server, "sockets", None) or ()]
+        kept = [socket.socket(fileno=os.dup(each)) for each in ours]
+        for each in ours:
+            with contextlib.suppress(RuntimeError):  # of uvloop, which accepts in one step
+                loop.remove_reader(each)
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        await self.stop()
+        return {each for listening in kept for each in await self._accept_rest(listening)}
+
+    async def _accept_rest(self, listening: socket.socket) -> set[asyncio.Task[Any]]:
+        loop, server = asyncio.get_running_loop(), self._runner.server
+        assert server is not None
+        found: set[asyncio.Task[Any]] = set()
+        with listening:
+            listening.setblocking(False)
+            while True:
+                try:
+                    came, _ = listening.accept()
+                except OSError:  # mostly since nobody waits; or this process has too many files open
+                    return found
+                made = loop.connect_accepted_socket(
+                    server, came, ssl=self._ssl_context, ssl_handshake_timeout=self._handshake_s
+                )
+                found.add(loop.create_task(_ignored(made)))
+                await asyncio.sleep(0)
 
 
 async def stop_listening(runner: web.AppRunner) -> None:
@@ -397,38 +424,12 @@ async def stop_listening(runner: web.AppRunner) -> None:
     loop = asyncio.get_running_loop()
     accepted: set[asyncio.Task[Any]] = set()
     for site in runner.sites:
-        ours = [each.fileno() for each in getattr(site._server, "sockets", None) or ()]
-        kept = [socket.socket(fileno=os.dup(each)) for each in ours]
-        for each in ours:
-            with contextlib.suppress(RuntimeError):  # of uvloop, which accepts in one step
-                loop.remove_reader(each)
-        for _ in range(TURNS):
-            await asyncio.sleep(0)
-        await site.stop()
-        for listening in kept:
-            accepted |= await _accept_rest(runner, site, listening)
+        assert isinstance(site, Site)
+        accepted |= await site.stop_accepting()
     end = loop.time() + FRESH_S
     while (_fresh(runner) or accepted) and loop.time() < end:
         accepted = {each for each in accepted if not each.done()}
         await asyncio.sleep(0.01)
-
-
-async def _accept_rest(runner: web.AppRunner, site: Any, listening: socket.socket) -> set[asyncio.Task[Any]]:
-    """Accepts until nobody waits, and closes the socket."""
-    loop, server = asyncio.get_running_loop(), runner.server
-    assert server is not None
-    found: set[asyncio.Task[Any]] = set()
-    with listening:
-        listening.setblocking(False)
-        while True:
-            try:
-                came, _ = listening.accept()
-            except OSError:  # mostly since nobody waits; or this process has too many files open
-                return found
-            limit = None if site._ssl_context is None else site._handshake_s
-            made = loop.connect_accepted_socket(server, came, ssl=site._ssl_context, ssl_handshake_timeout=limit)
-            found.add(loop.create_task(_ignored(made)))
-            await asyncio.sleep(0)
 
 
 async def _ignored(connecting: Coroutine[Any, Any, Any]) -> None:

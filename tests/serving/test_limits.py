@@ -16,7 +16,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import uvloop
-from aiohttp import web
 from engine_models import scale_model
 from places import TESTS
 from raw_client import Client
@@ -24,7 +23,7 @@ from serving_server import ask, infer_body, running
 
 from paellapy.serving import byte_limits, listening, metrics
 from paellapy.serving.byte_limits import BESIDE_BYTES, largest_request
-from paellapy.serving.listening import Connection, unsent_bytes
+from paellapy.serving.listening import Connection, Connections, unsent_bytes
 from paellapy.serving.logs import configure, log
 
 INFER = "/v2/models/scale/infer"
@@ -286,7 +285,8 @@ def test_part_of_a_header_that_comes_with_the_connection_gets_an_answer():
         transport.close.side_effect = closed.set
         loop = asyncio.get_running_loop()
         options = {"header_timeout_s": 0.01, "send_timeout_s": 1.0, "log_rejected": False, "loop": loop}
-        connection = Connection(web.Server(lambda request: None), **options)
+        connections = Connections(Connection, lambda request: None, max_unsent_bytes=1)
+        connection = Connection(connections, **options)
         connection.connection_made(transport)
         connection.data_received(b"POST /v2/models/scale/inf")
         await closed.wait()
