@@ -29,8 +29,8 @@ import numpy as np
 from common import save
 from prometheus_client.parser import text_string_to_metric_families
 
-from paellapy.serving.bench.load import Load
-from paellapy.serving.bench.run import run_bench
+from paellapy.serving.bench.arrivals import Load
+from paellapy.serving.bench.load import run_bench
 from paellapy.serving.bench.targets import HttpTarget
 
 DOCS = Path(__file__).parent.parent / "docs"

@@ -33,8 +33,8 @@ from common import save
 from serving_floor import SIZES, models
 from serving_floor import server as floor_server
 
-from paellapy.serving.bench.load import Bench, Load, summarize
-from paellapy.serving.bench.run import run_bench
+from paellapy.serving.bench.arrivals import Load
+from paellapy.serving.bench.load import Bench, run_bench, summarize
 from paellapy.serving.bench.targets import BODIES, HttpTarget, Inputs, made_up
 from paellapy.serving.preflight import loop_factory
 

@@ -24,8 +24,8 @@ from rich.table import Table
 import paellapy as pp
 from paellapy import demo
 from paellapy.scheduler.engine.engine import Engine
-from paellapy.serving.bench.load import Load
-from paellapy.serving.bench.run import run_bench
+from paellapy.serving.bench.arrivals import Load
+from paellapy.serving.bench.load import run_bench
 
 MANY = 128  # clients at once
 

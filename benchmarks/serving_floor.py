@@ -37,8 +37,8 @@ from common import save
 from floor_against import BEFORE, WARM_S, WARMUP, Runs, beside_before, both, commit_of, load_seconds
 from floor_against import show as show_ratios
 
-from paellapy.serving.bench.load import Load
-from paellapy.serving.bench.run import run_bench
+from paellapy.serving.bench.arrivals import Load
+from paellapy.serving.bench.load import run_bench
 
 SMALL, LARGE = 64, 75_264  # floats; the larger is an image of 3 x 224 x 224 as FP16, 301 KB as FP32
 SIZES = {"small": SMALL, "large": LARGE}

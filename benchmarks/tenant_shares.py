@@ -23,8 +23,8 @@ from harness import arguments, environment, save, show, stored
 
 import paellapy as pp
 from paellapy import demo
-from paellapy.serving.bench.load import Load
-from paellapy.serving.bench.run import run_bench
+from paellapy.serving.bench.arrivals import Load
+from paellapy.serving.bench.load import run_bench
 
 SHARES = {"a": 1.0, "b": 3.0, "c": 6.0}
 CLIENTS = 48  # of each tenant: even the largest share leaves some of its own waiting

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from paellapy.scheduler.engine.engine import Engine
-    from paellapy.serving.bench.load import Load
+    from paellapy.serving.bench.arrivals import Load
 
 DEFAULT_CONCURRENCY = 8
 TRIAL_S, MOST_REFUSED = 1.0, 0.02
@@ -68,7 +68,8 @@ def bench(
     json_file: Annotated[Path | None, typer.Option("--json", help="JSON file for all results")] = None,
 ) -> None:
     """Put load on a v2 server or an engine and show latency percentiles, refusals and errors."""
-    from paellapy.serving.bench.load import ARRIVALS, BenchError, Load, read_trace
+    from paellapy.serving.bench.arrivals import ARRIVALS, Load, read_trace
+    from paellapy.serving.bench.client import BenchError
 
     if (url is None) == (engine is None):
         raise BenchError("give either the URL of a server or --engine with a device")
@@ -142,7 +143,7 @@ def _engine(device: str, config: Path | None, policy: str | None, console: Conso
 
 def run(target: str | Engine, load: Load, console: Console, clients: int = 1) -> dict[str, Any]:
     """Runs the load under a progress bar."""
-    from paellapy.serving.bench.run import run_bench
+    from paellapy.serving.bench.load import run_bench
 
     counts = TextColumn("{task.fields[counts]}")
     columns = (TextColumn("{task.description}"), BarColumn(), counts, TimeRemainingColumn())
@@ -159,7 +160,7 @@ def run(target: str | Engine, load: Load, console: Console, clients: int = 1) ->
 
 def bearable(target: str | Engine, load: Load, console: Console, clients: int) -> Load:
     """Finds by short trials how many clients the target takes almost without refusals, if no number was given."""
-    from paellapy.serving.bench.run import run_bench
+    from paellapy.serving.bench.load import run_bench
 
     assert load.concurrency is not None
     while load.concurrency > clients:

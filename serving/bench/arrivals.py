@@ -58,7 +58,7 @@ class Load:
 
     def check(self) -> None:
         if sum(each is not None for each in (self.rate, self.concurrency, self.trace or None)) != 1:
-            raise BenchError("give exactly one of a rate (open-loop), a concurrency (closed-loop) and a trace")
+            raise BenchError("give exactly one of a rate (open-loop), a concurrency (closed-loop) and a trace", "load")
         above_zero = {
             "rate": self.rate, "concurrency": self.concurrency, "speed": self.speed, "duration": self.duration_s,
             "items": self.items, "connections": self.connections, "timeout_us": self.timeout_us,
@@ -66,12 +66,13 @@ class Load:
         }  # fmt: skip
         for name, value in above_zero.items():
             if value is not None and not 0 < value < math.inf:
-                raise BenchError(f"{name} is {value}: give a number above zero")
+                raise BenchError(f"{name} is {value}: give a number above zero", name, value)
         for name, least in (("warmup", self.warmup_s), ("seed", self.seed)):
             if not 0 <= least < math.inf:
-                raise BenchError(f"{name} is {least}: give zero or more")
+                raise BenchError(f"{name} is {least}: give zero or more", name, least)
         if not 0 <= self.sigma <= MOST_SIGMA:
-            raise BenchError(f"sigma is {self.sigma}: give a number from 0 (even gaps) to {MOST_SIGMA:g}")
+            said = f"sigma is {self.sigma}: give a number from 0 (even gaps) to {MOST_SIGMA:g}"
+            raise BenchError(said, "sigma", self.sigma)
 
     @property
     def counted_s(self) -> float:

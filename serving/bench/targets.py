@@ -90,7 +90,8 @@ class HttpTarget:
         except OSError as e:
             raise BenchError(f"cannot reach {self.url}: {e}") from e
         if status != 200:
-            raise BenchError(f"{self.url}{path} answered {status}: {body[:200].decode(errors='replace')}")
+            said = body[:200].decode(errors="replace")
+            raise BenchError(f"{self.url}{path} answered {status}: {said}", "status", status)
         try:
             return msgspec.json.decode(body, type=kind)
         except msgspec.ValidationError as e:

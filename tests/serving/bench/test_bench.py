@@ -26,19 +26,9 @@ from paellapy.cli import bench as command
 from paellapy.cli.bench import table
 from paellapy.cli.scripts import OutputError
 from paellapy.instrument.errors import PaellaError
+from paellapy.serving.bench.arrivals import Arrival, Load, gaps, read_trace
 from paellapy.serving.bench.client import BenchError, Endpoint, Pool
-from paellapy.serving.bench.load import (
-    PAUSE_S,
-    Arrival,
-    Bench,
-    Load,
-    Outcome,
-    gaps,
-    hdr,
-    read_trace,
-    summarize,
-)
-from paellapy.serving.bench.run import run_bench
+from paellapy.serving.bench.load import PAUSE_S, Bench, Outcome, hdr, run_bench, summarize
 from paellapy.serving.protocol import DEFAULT_LEVEL
 
 CERTIFICATE = Path(__file__).parents[2] / "tls" / "certificate.pem"
@@ -88,7 +78,7 @@ def test_the_load_that_nobody_asked_for_is_one_the_server_takes(monkeypatch, cap
         refused = 50 if load.concurrency > 2 else 0
         return {"all": {"answered": 100, "refused": refused}}
 
-    monkeypatch.setattr("paellapy.serving.bench.run.run_bench", run)
+    monkeypatch.setattr("paellapy.serving.bench.load.run_bench", run)
     found = command.bearable("http://127.0.0.1:1", Load(concurrency=8), Console(), 1)
     assert found.concurrency == 2
     assert "trying 4" in capsys.readouterr().out
@@ -111,24 +101,25 @@ def test_arrivals_have_the_rate_asked_for(arrivals):
 
 
 @pytest.mark.parametrize(
-    ("load", "said"),
+    ("load", "field", "given"),
     [
-        (Load(), "exactly one"),
-        (Load(rate=1, concurrency=1), "exactly one"),
-        (Load(rate=1, trace=(Arrival(0.0, "one"),)), "exactly one"),
-        (Load(rate=-1), "rate is -1: give a number above zero"),
-        (Load(rate=float("nan")), "rate is nan"),
-        (Load(concurrency=1, items=0), "items is 0"),
-        (Load(concurrency=1, warmup_s=-1.0), "warmup is -1.0: give zero or more"),
-        (Load(concurrency=1, seed=-1), "seed is -1: give zero or more"),
-        (Load(rate=1, arrivals="lognormal", sigma=-1.0), "sigma is -1.0"),
-        (Load(("nope",), concurrency=1, headers=QUICK["headers"]), "404"),
-        (Load(concurrency=1), "401"),
+        (Load(), "load", None),
+        (Load(rate=1, concurrency=1), "load", None),
+        (Load(rate=1, trace=(Arrival(0.0, "one"),)), "load", None),
+        (Load(rate=-1), "rate", -1),
+        (Load(rate=math.inf), "rate", math.inf),
+        (Load(concurrency=1, items=0), "items", 0),
+        (Load(concurrency=1, warmup_s=-1.0), "warmup", -1.0),
+        (Load(concurrency=1, seed=-1), "seed", -1),
+        (Load(rate=1, arrivals="lognormal", sigma=-1.0), "sigma", -1.0),
+        (Load(("nope",), concurrency=1, headers=QUICK["headers"]), "status", 404),
+        (Load(concurrency=1), "status", 401),
     ],
 )
-def test_what_cannot_be_run_is_said(server, load, said):
-    with pytest.raises(BenchError, match=said):
+def test_loads_that_cannot_be_run(server, load, field, given):
+    with pytest.raises(BenchError) as raised:
         run_bench(server.url, load)
+    assert (raised.value.field, raised.value.given) == (field, given)
 
 
 TRACE = [(k * 0.002, ("one", "two")[k % 2]) for k in range(60)]
@@ -413,18 +404,19 @@ def test_a_server_that_closes_gets_another_connection():
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    "answer",
     [
-        (b"HTTP/1.1 200 OK\r\n\r\nabc", "Content-Length"),
-        (HEAD + b"abcdefg", "longer than"),
-        (b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 20_000, "headers"),
-        (b"HTTP/1.1 OK\r\nContent-Length: 0\r\n\r\n", "not HTTP"),
-        (b"SSH-2.0-9.9 200\r\nContent-Length: 0\r\n\r\n", "not HTTP"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: many\r\n\r\n", "no number"),
+        b"HTTP/1.1 200 OK\r\n\r\nabc",
+        HEAD + b"abcdefg",
+        b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 20_000,
+        b"HTTP/1.1 OK\r\nContent-Length: 0\r\n\r\n",
+        b"SSH-2.0-9.9 200\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: many\r\n\r\n",
     ],
+    ids=["no length", "longer than its length", "endless headers", "no status", "not HTTP", "length is no number"],
 )
-def test_answers_that_cannot_be_measured(answer, said):
-    with pytest.raises(BenchError, match=said):
+def test_answers_that_cannot_be_measured(answer):
+    with pytest.raises(BenchError):
         answered_by(answer)
 
 
