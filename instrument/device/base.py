@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -151,6 +151,16 @@ class Launcher(ABC):
         raise LaunchError(f"{type(self).__name__} does not support launches under a flag")
 
 
+class Call(NamedTuple):
+    """The arguments of a launcher."""
+
+    grid: tuple[int, ...]
+    values: Sequence[Any]
+    block: tuple[int, ...]
+    shared_bytes: int
+    part: Part | None
+
+
 class Capture(ABC):
     """Stands in for the device in one thread while a function's launches are captured instead of run."""
 
@@ -174,15 +184,8 @@ class Capture(ABC):
         """Memory that the captured work may use each time it is replayed."""
 
     @abstractmethod
-    def launch(
-        self,
-        launcher: Any,
-        grid: tuple[int, ...],
-        values: Sequence[Any],
-        block: tuple[int, ...],
-        shared_bytes: int,
-        part: tuple[int, int] | None,
-    ) -> Any: ...
+    def launch(self, launcher: Any, call: Call) -> Any:
+        """Takes a call of a launcher in place of the device."""
 
     @abstractmethod
     def refuse(self, doing: str) -> None:

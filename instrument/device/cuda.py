@@ -195,7 +195,7 @@ class CudaDevice(Device):
         self._streams = _StreamStack()
         self.activate()
         self.handlers = cuda_handlers(self)
-        self._pinned = self._allocate_pinned(16 + 8 * _NOTIFY_WORDS)
+        self._pinned = self.allocate_pinned(16 + 8 * _NOTIFY_WORDS)
         self._pinned_address = self._pinned.ctypes.data
         self._notified = 0
         self._clock = CudaClock(self._pinned[:2])
@@ -227,7 +227,7 @@ class CudaDevice(Device):
     def free(self, ptr: int) -> None:
         free_in(self._context, ptr)
 
-    def _allocate_pinned(self, nbytes: int) -> NDArray[np.uint64]:
+    def allocate_pinned(self, nbytes: int) -> NDArray[np.uint64]:
         cu = driver()
         ptr = int(check(cu.cuMemHostAlloc(nbytes, 3), "allocating pinned memory"))  # portable | mapped
         words = (ctypes.c_uint64 * (nbytes // 8)).from_address(ptr)
@@ -373,7 +373,7 @@ class CudaDevice(Device):
             if self._counter_stream is None:
                 # A separate stream: reading live counters must not wait for the kernels that write them.
                 self._counter_stream = CudaStream(self, 0)
-                self._counter_words = self._allocate_pinned(self.lines.nbytes)
+                self._counter_words = self.allocate_pinned(self.lines.nbytes)
             target, stream = self._counter_words, self._counter_stream
             check(
                 cu.cuMemcpyDtoHAsync(target.ctypes.data, self.lines.ptr, target.nbytes, stream.handle),

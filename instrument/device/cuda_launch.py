@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.arguments import SCALARS, Descriptor, Handler, Handlers, param_offsets, pointer_keys
-from paellapy.instrument.device.base import Blocks, Capture, EventLayout, Launcher, Work, check_grid
+from paellapy.instrument.device.base import Blocks, Call, Capture, EventLayout, Launcher, Work, check_grid
 from paellapy.instrument.device.cuda_preempt import CudaFlag, CudaRun
 from paellapy.instrument.device.driver import CudaArray, Gpu, check, driver, fail, library
 from paellapy.instrument.errors import ArgumentError, out_of_resources
@@ -166,7 +166,7 @@ class CudaLauncher(Launcher):
         # One long function, because every call adds to the few microseconds of a launch.
         device = self.device
         if device.capture is not None and device.capture.active:
-            return device.capture.launch(self, grid, values, block, shared_bytes, part)  # type: ignore[no-any-return]
+            return device.capture.launch(self, Call(grid, values, block, shared_bytes, part))  # type: ignore[no-any-return]
         source = self.compiled.source
         gx, gy, gz = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
         if gx <= 0 or gy <= 0 or gz <= 0:

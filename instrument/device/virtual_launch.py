@@ -11,7 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.device import launch_hook
-from paellapy.instrument.device.base import RECORDS, Blocks, Capture, Events, Flag, Launcher, Run, Work, check_grid
+from paellapy.instrument.device.base import (
+    RECORDS,
+    Blocks,
+    Call,
+    Capture,
+    Events,
+    Flag,
+    Launcher,
+    Run,
+    Work,
+    check_grid,
+)
 from paellapy.instrument.errors import LaunchError, PaellaError
 from paellapy.instrument.gpu_model.commands import Kernel, Under
 from paellapy.instrument.gpu_model.costs import BlockCost, CostModel, KernelCost
@@ -259,7 +270,7 @@ class VirtualLauncher(Launcher):
     ) -> VirtualNotification | None:
         device = self.device
         if device.capture is not None and device.capture.active:
-            return device.capture.launch(self, grid, values, block, shared_bytes, part)  # type: ignore[no-any-return]
+            return device.capture.launch(self, Call(grid, values, block, shared_bytes, part))  # type: ignore[no-any-return]
         gx, gy, gz = (*grid, 1, 1)[:3]
         check_grid(self.name, (gx, gy, gz))
         if min(gx, gy, gz) == 0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
 
@@ -75,6 +75,16 @@ class TableSet:
         directory = np.array(entries, np.int64)
         object.__setattr__(self, "_directory", directory)
         object.__setattr__(self, "address", int(directory.ctypes.data))
+
+    @classmethod
+    def zeros(cls, extents: Mapping[str, int], **given: NDArray[Any]) -> Self:
+        """A set of the given tables; the others are zero, and have the extents of their dimensions' names."""
+        made = {
+            each.name: np.zeros([extents[n] if isinstance(n, str) else n for n in each.metadata["dimensions"]],
+                                each.metadata["dtype"])
+            for each in _tables(cls) if each.name not in given
+        }  # fmt: skip
+        return cls(**given, **made)
 
     def _replace(self, **tables: NDArray[Any]) -> Self:
         """The same set with other arrays for these tables."""
