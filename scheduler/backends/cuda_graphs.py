@@ -1,4 +1,4 @@
-"""CUDA graphs: reading a captured graph, and cutting it into graphs that end by writing a word.
+"""CUDA graphs: reading a captured graph, cutting it into segments that end by writing a word, SM partitions.
 
 A segment is a clone of the captured graph without the nodes outside the segment, plus one node that writes the
 completion word to pinned memory after all others. The write includes a system-wide fence, so the outputs are visible
@@ -80,8 +80,8 @@ def describe(device: CudaDevice, node: Any, model: str) -> Node:
     if kind in (types.CU_GRAPH_NODE_TYPE_MEM_ALLOC, types.CU_GRAPH_NODE_TYPE_MEM_FREE):
         raise CaptureError(
             f"model {model!r} allocates GPU memory on its stream (cudaMallocAsync) while it is captured; use pp.empty, "
-            "or CuPy's arrays, which come from the instance's arena"
-        )
+            "or CuPy's arrays, which come from the instance's arena", model=model
+        )  # fmt: skip
     return Node("other", kind.name.removeprefix("CU_GRAPH_NODE_TYPE_").lower())
 
 
@@ -110,35 +110,7 @@ def _copy_kind(cu: Any, copy: Any) -> NodeKind:
     return "d2h" if copy.dstMemoryType == host else "d2d"
 
 
-def instantiate(graph: Any) -> int:
-    """Makes an executable graph. Its first launch moves it to the GPU, and takes longer than later ones.
-
-    `cuGraphUpload` is not used: after an upload without a launch, with some graphs every kernel of every graph in the
-    process starts 0.2 µs later (docs/results_notes.md).
-    """
-    return int(check(driver().cuGraphInstantiate(graph, 0), "instantiating a graph"))
-
-
-def launch_once(executables: Iterable[int], stream: int, wait: bool = True) -> None:
-    """Launches each graph, waiting for its end: the first launch moves a graph to the GPU, where other work may run.
-
-    Without `wait`, for a GPU where no other work runs: returns at once, and `await_stream` waits for the end.
-    """
-    cu = driver()
-    for each in executables:
-        check(cu.cuGraphLaunch(each, stream), "launching a graph for the first time")
-        if wait:
-            await_stream(stream)
-
-
-def await_stream(stream: int) -> None:
-    check(driver().cuStreamSynchronize(stream), "launching a graph for the first time")
-
-
-def segment(graph: CapturedGraph, first: int, end: int, word: int) -> int:
-    """An executable graph of some nodes that ends by writing 1 to the word at an address."""
-    with segment_graph(graph, first, end, word) as made:
-        return instantiate(made.handle)
+# -- cutting
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,10 +273,6 @@ def is_kernel(node: Any) -> bool:
     return bool(kind == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL)
 
 
-def add_edge(cu: Any, graph: Any, before: Any, after: Any) -> None:
-    add_edges(cu, graph, [before], [after])
-
-
 def add_edges(cu: Any, graph: Any, before: Sequence[Any], after: Sequence[Any]) -> None:
     """Orders each pair of nodes."""
     bindings_13 = "edgeData" in (cu.cuGraphAddDependencies.__doc__ or "").split("\n", 1)[0]
@@ -312,7 +280,103 @@ def add_edges(cu: Any, graph: Any, before: Sequence[Any], after: Sequence[Any]) 
     check(cu.cuGraphAddDependencies(graph, list(before), list(after), *data, len(after)), "ordering nodes")
 
 
-# Pointers in captured graphs: the addresses among a node's arguments, and the weights that they point to.
+# -- launches: executable graphs, launched once beforehand, and destroyed
+
+
+def instantiate(graph: Any) -> int:
+    """Makes an executable graph. Its first launch moves it to the GPU, and takes longer than later ones.
+
+    `cuGraphUpload` is not used: after an upload without a launch, with some graphs every kernel of every graph in the
+    process starts 0.2 µs later (docs/results_notes.md).
+    """
+    return int(check(driver().cuGraphInstantiate(graph, 0), "instantiating a graph"))
+
+
+def launch_once(executables: Iterable[int], stream: int, wait: bool = True) -> None:
+    """Launches each graph, waiting for its end: the first launch moves a graph to the GPU, where other work may run.
+
+    Without `wait`, for a GPU where no other work runs: returns at once, and `await_stream` waits for the end.
+    """
+    cu = driver()
+    for each in executables:
+        check(cu.cuGraphLaunch(each, stream), "launching a graph for the first time")
+        if wait:
+            await_stream(stream)
+
+
+def await_stream(stream: int) -> None:
+    check(driver().cuStreamSynchronize(stream), "launching a graph for the first time")
+
+
+def cut(program: Program, bounds: Bounds, instance: Instance, sm_partitions: CudaPartitions | None) -> Launches:
+    """Makes the segments launchable, on all SMs and inside the instance's partitions if partitions are given."""
+    words = int(instance.words.ctypes.data)
+    partitions = instance.partitions if sm_partitions is not None else ()
+    made: list[list[int]] = []  # for each segment and the whole program: on all SMs, then in each partition
+    try:
+        with contextlib.closing(_graphs(program, bounds, words, instance.plan.n_words, bool(partitions))) as graphs:
+            for graph in graphs:
+                made.append([instantiate(graph.handle)])
+                if partitions:
+                    assert sm_partitions is not None
+                    # Inside the partition if more of the program follows; outside if this is the whole program.
+                    inside = len(graph.nodes) < len(program.nodes)
+                    made[-1] += sm_partitions.confined(graph, partitions, end_inside=inside)
+    except BaseException:
+        _destroy(handle for each in made for handle in each)
+        raise
+    if len(made[-1]) == 1:  # the whole program cannot be confined, so its segments are not either
+        _destroy(handle for each in made for handle in each[1:])
+        made = [each[:1] for each in made]
+    *handles, whole = (each[0] for each in made)
+    # A segment without kernels that can be confined is launched on all SMs.
+    confined = [
+        ([each[1 + k] if len(each) > 1 else 0 for each in made[:-1]], made[-1][1 + k]) for k in range(len(made[-1]) - 1)
+    ]
+    return Launches(program, bounds, handles, whole, [instance], frozenset(program.marks.values()), confined)
+
+
+def _graphs(
+    program: Program, bounds: Bounds, words: int, n_words: int, changed: bool
+) -> Generator[SegmentGraph, None, None]:
+    """Graphs of the segments and of the whole program, each with the address of its completion word.
+
+    `changed`: the caller may change their nodes. Otherwise the whole program needs no clone, if the graph is ours.
+    """
+    yield from segment_graphs(program.body, bounds, [words + 8 * k for k in range(len(bounds))])
+    last = words + 8 * (n_words - 1)
+    if changed or program.body.owner is not None:
+        with segment_graph(program.body, 0, len(program.nodes), last) as whole:
+            yield whole
+    else:
+        with ended_graph(program.body, last) as whole:
+            yield whole
+
+
+def launch_first(launches: Launches, wholes: bool, stream: int, wait: bool) -> None:
+    """Launches every segment once, and the whole program if `wholes`; waits for the end of each launch if `wait`."""
+    for handles, whole in ((launches.handles, launches.whole), *launches.confined):
+        # In order, as in service: a kernel may need results of a segment that cannot be confined.
+        launch_once((own or wide for own, wide in zip(handles, launches.handles, strict=True)), stream, wait)
+        if wholes:
+            launch_once([whole], stream, wait)
+
+
+def release(launches: Launches) -> None:
+    for handles, whole in ((launches.handles, launches.whole), *launches.confined):
+        _destroy(handle for handle in (*handles, whole) if handle)
+    launches.keep.clear()
+    launches.handles.clear()
+    launches.confined.clear()
+    launches.whole = 0
+
+
+def _destroy(executables: Iterable[int]) -> None:
+    for each in executables:
+        driver().cuGraphExecDestroy(each)
+
+
+# -- the addresses among a node's arguments, and the weights that they point to
 
 
 def pointers_of(node: Any) -> list[int] | None:
@@ -392,16 +456,16 @@ def node_ends(nodes: list[Any], weights: WeightRange) -> list[tuple[int, int]]:
     return ends
 
 
-# SM partitions on CUDA: green contexts with some of the SMs each, and captured graphs whose kernels stay inside one.
-#
-# Neighbouring partitions share SMs, so that free SMs are always covered by some partition.
+# -- SM partitions
 
 # SMs per group of which green contexts consist, from compute capability 9 on; earlier GPUs have smaller groups
 _GROUP_SMS = 8
 
 
 class CudaPartitions:
-    """A number of partitions with the fraction `share` of the GPU's SMs, evenly spread over the groups of SMs.
+    """Green contexts with the fraction `share` of the GPU's SMs each, evenly spread over the groups of SMs.
+
+    Neighbouring partitions share SMs, so that free SMs are always covered by some partition.
 
     `sms` has the SMs of each partition, as numbers that identify SMs across partitions. If there are more partitions
     than groups, some partitions are equal and share a context.
@@ -414,7 +478,10 @@ class CudaPartitions:
         every = check(cu.cuDeviceGetDevResource(device.index, kind), "reading the GPU's SMs")
         most = device.sm_count // _GROUP_SMS
         if most < 2:
-            raise LaunchError(f"a GPU with {device.sm_count} SMs is too small for SM partitions: use sm_partitions=0")
+            raise LaunchError(
+                f"a GPU with {device.sm_count} SMs is too small for SM partitions: use sm_partitions=0",
+                field="sm_partitions", given=count, limit=0,
+            )  # fmt: skip
         found, n, rest = check(cu.cuDevSmResourceSplitByCount(most, every, 0, _GROUP_SMS), "splitting the SMs")
         groups = list(found)[: int(n)]
         self._allowed: set[tuple[int, int]] = set()  # kernels, and the shared memory that they may use
@@ -514,74 +581,3 @@ class CudaPartitions:
             driver().cuGreenCtxDestroy(green)
         self._green.clear()
         self._partitions.clear()
-
-
-# Launches on a real GPU: executable graphs of a program's segments, made, launched once beforehand, and destroyed.
-
-
-def cut(program: Program, bounds: Bounds, instance: Instance, sm_partitions: CudaPartitions | None) -> Launches:
-    """Makes the segments launchable, on all SMs and inside the instance's partitions if partitions are given."""
-    words = int(instance.words.ctypes.data)
-    partitions = instance.partitions if sm_partitions is not None else ()
-    made: list[list[int]] = []  # for each segment and the whole program: on all SMs, then in each partition
-    try:
-        with contextlib.closing(_graphs(program, bounds, words, instance.plan.n_words, bool(partitions))) as graphs:
-            for graph in graphs:
-                made.append([instantiate(graph.handle)])
-                if partitions:
-                    assert sm_partitions is not None
-                    # Inside the partition if more of the program follows; outside if this is the whole program.
-                    inside = len(graph.nodes) < len(program.nodes)
-                    made[-1] += sm_partitions.confined(graph, partitions, end_inside=inside)
-    except BaseException:
-        _destroy(handle for each in made for handle in each)
-        raise
-    if len(made[-1]) == 1:  # the whole program cannot be confined, so its segments are not either
-        _destroy(handle for each in made for handle in each[1:])
-        made = [each[:1] for each in made]
-    *handles, whole = (each[0] for each in made)
-    # A segment without kernels that can be confined is launched on all SMs.
-    confined = [
-        ([each[1 + k] if len(each) > 1 else 0 for each in made[:-1]], made[-1][1 + k]) for k in range(len(made[-1]) - 1)
-    ]
-    return Launches(program, bounds, handles, whole, [instance], frozenset(program.marks.values()), confined)
-
-
-def _graphs(
-    program: Program, bounds: Bounds, words: int, n_words: int, changed: bool
-) -> Generator[SegmentGraph, None, None]:
-    """Graphs of the segments and of the whole program, each with the address of its completion word.
-
-    `changed`: the caller may change their nodes. Otherwise the whole program needs no clone, if the graph is ours.
-    """
-    yield from segment_graphs(program.body, bounds, [words + 8 * k for k in range(len(bounds))])
-    last = words + 8 * (n_words - 1)
-    if changed or program.body.owner is not None:
-        with segment_graph(program.body, 0, len(program.nodes), last) as whole:
-            yield whole
-    else:
-        with ended_graph(program.body, last) as whole:
-            yield whole
-
-
-def launch_first(launches: Launches, wholes: bool, stream: int, wait: bool) -> None:
-    """Launches every segment once, and the whole program if `wholes`; waits for the end of each launch if `wait`."""
-    for handles, whole in ((launches.handles, launches.whole), *launches.confined):
-        # In order, as in service: a kernel may need results of a segment that cannot be confined.
-        launch_once((own or wide for own, wide in zip(handles, launches.handles, strict=True)), stream, wait)
-        if wholes:
-            launch_once([whole], stream, wait)
-
-
-def release(launches: Launches) -> None:
-    for handles, whole in ((launches.handles, launches.whole), *launches.confined):
-        _destroy(handle for handle in (*handles, whole) if handle)
-    launches.keep.clear()
-    launches.handles.clear()
-    launches.confined.clear()
-    launches.whole = 0
-
-
-def _destroy(executables: Iterable[int]) -> None:
-    for each in executables:
-        driver().cuGraphExecDestroy(each)

@@ -1,4 +1,10 @@
-"""Memory of instances on a real GPU: a block on the GPU, a pinned block on the host, and arenas that instances share.
+"""Memory on a real GPU: instances with pinned host memory, arenas that they share, and weights that come and go.
+
+An address range for weights is reserved once, and graphs contain addresses in it. Physical memory is created, mapped
+and opened in blocks as weights arrive, each block just before its copies: creating 64 MiB takes a tenth of the time of
+copying them. A block has several chunks. Behind each chunk's copy the stream writes a word, so the core learns of it
+without the interpreter. The first chunk does not wait for its block: it is copied to a landing place, and from there,
+within the GPU, to its addresses.
 """
 
 from __future__ import annotations
@@ -25,6 +31,54 @@ from paellapy.scheduler.models.weights import COPY_BYTES, Bytes, Layout, WeightR
 _PORTABLE_MAPPED = 3  # portable and mapped, for both cuMemHostAlloc and cuMemHostRegister
 
 
+class PinnedBlock:
+    """Host memory from which the GPU copies at full speed."""
+
+    def __init__(self, device: CudaDevice, nbytes: int) -> None:
+        self._device = device
+        device.activate()
+        nbytes = max(1, nbytes)
+        self._at = int(check(driver().cuMemHostAlloc(nbytes, _PORTABLE_MAPPED), "allocating pinned memory"))
+        self.host = _host_array(self._at, nbytes)
+
+    def free(self) -> None:
+        if self._at:
+            self._device.activate()
+            driver().cuMemFreeHost(self._at)
+            self._at, self.host = 0, np.empty(0, np.uint8)
+
+
+class SharedPinnedBlock:
+    """A pinned block that other processes can map. The driver cannot share memory that it allocates itself, so shared
+    memory is created first and then pinned.
+    """
+
+    def __init__(self, device: CudaDevice, nbytes: int) -> None:
+        cu = driver()
+        self._device = device
+        # Graphs, kernels and copies use host addresses directly, so the GPU must see memory at the same addresses.
+        same = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+        if not int(check(cu.cuDeviceGetAttribute(same, device.index), "reading the GPU's attributes")):
+            raise LaunchError(
+                "this GPU maps registered host memory at other addresses than the host, so its instances cannot be "
+                "shared with other processes: serve without workers"
+            )
+        self.block: SharedBlock | None = SharedBlock(nbytes)
+        address, whole_pages = self.block.address, self.block.nbytes
+        check(cu.cuMemHostRegister(address, whole_pages, _PORTABLE_MAPPED), "pinning shared memory")
+        self.host = _host_array(address, nbytes)
+
+    def free(self) -> None:
+        if self.block is not None:
+            self._device.activate()
+            driver().cuMemHostUnregister(self.block.address)
+            self.block, self.host = None, np.empty(0, np.uint8)
+
+
+def _host_array(address: int, nbytes: int) -> Bytes:
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+
+
 class CudaArena:
     """Device memory in which one instance runs at a time: our own block, and PyTorch's pool if it is used."""
 
@@ -46,11 +100,7 @@ class CudaArena:
 
 
 class CudaMemory(Memory):
-    """An instance's block on the GPU and its pinned block on the host.
-
-    `shared`: other processes map the host block too. The driver cannot share memory that it allocates itself, so shared
-    memory is created first and then pinned.
-    """
+    """An instance's block on the GPU and its pinned block on the host. `shared`: other processes map the host block."""
 
     def __init__(
         self, device: CudaDevice, plan: InstancePlan, shared: bool = False, arena: CudaArena | None = None
@@ -61,44 +111,25 @@ class CudaMemory(Memory):
         self._ptr, self._own = self._arena.ptr, arena is None
         self._draws: InstanceDraws | None = None
         try:
-            self._pinned = self._share(plan.host_bytes) if shared else self._allocate(plan.host_bytes)
+            self._pinned = (SharedPinnedBlock if shared else PinnedBlock)(device, plan.host_bytes)
         except PaellaError:
             if self._own:
                 self._arena.free()
             raise
-        self.host = np.ctypeslib.as_array((ctypes.c_uint8 * plan.host_bytes).from_address(self._pinned))
+        self.host = self._pinned.host
+        self.block = self._pinned.block if isinstance(self._pinned, SharedPinnedBlock) else None
         self.host[:] = 0
-
-    def _allocate(self, nbytes: int) -> int:
-        return int(check(driver().cuMemHostAlloc(nbytes, _PORTABLE_MAPPED), "allocating pinned memory"))
-
-    def _share(self, nbytes: int) -> int:
-        cu = driver()
-        # Graphs, kernels and copies use host addresses directly, so the GPU must see memory at the same addresses.
-        same = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
-        if not int(check(cu.cuDeviceGetAttribute(same, self._device.index), "reading the GPU's attributes")):
-            raise LaunchError(
-                "this GPU maps registered host memory at other addresses than the host, so its instances cannot be "
-                "shared with other processes: serve without workers"
-            )
-        self.block = SharedBlock(nbytes)
-        # Whole pages, because the block consists of them.
-        check(cu.cuMemHostRegister(self.block.address, self.block.nbytes, _PORTABLE_MAPPED), "pinning shared memory")
-        return self.block.address
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> CudaArray:
         return CudaArray.over(self._device, self._ptr + offset, shape, dtype)
 
     def free(self) -> None:
-        if self._pinned:
+        if self.host.size:
             self._device.activate()
             if self._own:
                 self._arena.free()
-            if self.block is None:
-                driver().cuMemFreeHost(self._pinned)
-            else:
-                driver().cuMemHostUnregister(self._pinned)
-            self._pinned, self.host, self.block = 0, np.empty(0, np.uint8), None
+            self._pinned.free()
+            self.host, self.block = self._pinned.host, None
 
     def draws(self, number: int) -> InstanceDraws:
         """Random numbers of this instance, which has this number in its model."""
@@ -121,34 +152,6 @@ def free_and_whole_bytes(device: Any) -> tuple[int, int]:
     device.activate()
     free, whole = check(driver().cuMemGetInfo(), "reading the GPU's memory")
     return int(free), int(whole)
-
-
-# Weights that come and go on a real GPU: reserved addresses, memory mapped behind them, copies on a separate stream.
-#
-# An address range is reserved once, and graphs contain addresses in it. Physical memory is created, mapped and opened
-# in blocks as weights arrive, each block just before its copies: creating 64 MiB takes a tenth of the time of copying
-# them. A block has several chunks. Behind each chunk's copy the stream writes a word, so the core learns of it without
-# the interpreter. The first chunk does not wait for its block: it is copied to a landing place, and from there, within
-# the GPU, to its addresses.
-
-
-_PINNED = 3  # portable and mapped
-
-
-class PinnedBlock:
-    """Host memory from which the GPU copies at full speed."""
-
-    def __init__(self, device: CudaDevice, nbytes: int) -> None:
-        self._device = device
-        device.activate()
-        self._at = int(check(driver().cuMemHostAlloc(max(1, nbytes), _PINNED), "allocating pinned memory"))
-        self.host = np.ctypeslib.as_array((ctypes.c_uint8 * max(1, nbytes)).from_address(self._at))
-
-    def free(self) -> None:
-        if self._at:
-            self._device.activate()
-            driver().cuMemFreeHost(self._at)
-            self._at, self.host = 0, np.empty(0, np.uint8)
 
 
 class CudaPages:
@@ -245,8 +248,9 @@ class CudaPages:
             raise MemoryPlanError(
                 f"weights need {readable_bytes(nbytes)} more, within the engine's memory_bytes, but the GPU has only "
                 f"{readable_bytes(int(free))} of {readable_bytes(int(total))} free: another process, or other code in "
-                "this one, uses the rest; free it, or give the engine a smaller memory_bytes"
-            )
+                "this one, uses the rest; free it, or give the engine a smaller memory_bytes",
+                needed_bytes=nbytes, free_bytes=int(free), limit_bytes=int(total),
+            )  # fmt: skip
         return check((status, handle), "creating memory for weights")
 
     def give(self, handle: Any, nbytes: int) -> None:

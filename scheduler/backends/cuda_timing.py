@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.device.cuda import CudaDevice
 from paellapy.instrument.device.driver import check, driver
-from paellapy.instrument.traces.session import Session, trace
-from paellapy.scheduler.backends.base import Backend, Launches, LoadedModel, TracedBlocks, TracedPiece, write_handles
+from paellapy.scheduler.backends.base import Launches
 from paellapy.scheduler.backends.cuda_graphs import CapturedGraph, add_edges, clones_of, handles_of, instantiate
-from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.state import State
-from paellapy.scheduler.models.memory import Instance
-from paellapy.scheduler.models.profile import ProgramProfile
-from paellapy.scheduler.models.program import Cuts, Program
-from paellapy.scheduler.models.tensors import Arrays
 
 _RUNS = 3  # runs before the spread is checked, where nothing else runs on the GPU
 _RUNS_BESIDE = 5  # the same, beside other work
@@ -205,82 +197,3 @@ class Gate:
 
     def open(self) -> None:
         self._word[0] = 1
-
-
-# Blocks of an engine's trace on a real GPU: the instances' graphs are captured again, with kernels that record.
-
-# also returns the trace ids of the nodes
-CaptureTraced = Callable[[Instance, Arrays, int, Cuts], tuple[Program, list[int]]]
-
-
-class CudaTrace:
-    """Every instance's graphs, captured again with kernels that record. They replace the others while the trace runs.
-
-    Instances are in service, so these graphs cannot be launched beforehand: the first launch of each in a trace takes
-    longer.
-    """
-
-    def __init__(
-        self,
-        backend: Backend,
-        capture_traced: CaptureTraced,
-        state: State,
-        records_per_sm: int,
-        models: list[LoadedModel],
-    ) -> None:
-        self._backend, self._capture_traced, self._state = backend, capture_traced, state
-        self._inner = trace(records_per_sm, backend.device)
-        self._result = self._inner.__enter__()
-        self._pieces: list[TracedPiece] = []
-        self._traced: list[Launches] = []
-        self._plain: list[tuple[int, int, Launches]] = []
-        try:
-            for loaded in models:
-                for instance, row, sizes in zip(loaded.instances, loaded.instance_rows, loaded.launches, strict=True):
-                    for profile, launches in zip(loaded.profiles, sizes, strict=True):
-                        self._swap_in(loaded, instance, row, profile, launches)
-        except BaseException:
-            self._swap_out({row for loaded in models for row in loaded.instance_rows})
-            self._inner.__exit__(None)
-            self._release()
-            raise
-
-    def _swap_in(
-        self, loaded: LoadedModel, instance: Instance, row: int, profile: ProgramProfile, plain: Launches
-    ) -> None:
-        backend, size = self._backend, loaded.model.batch.index(profile.batch)
-        program, ids = self._capture_traced(instance, loaded.weights, profile.batch, profile.cuts)
-        # First of all the pieces: their events are forgotten with them, also where a graph cannot be made.
-        for k, (first, end) in [*enumerate(plain.bounds), (codes.WHOLE, (0, len(ids)))]:
-            launches = tuple(i for i in ids[first:end] if i)
-            self._pieces.append(TracedPiece(row, size, k, launches, replayed=True))
-        try:
-            traced = backend.cut(program, plain.bounds, instance, confine=bool(plain.confined))
-        finally:
-            backend.discard(program)
-        self._traced.append(traced)
-        self._plain.append((row, size, plain))
-        write_handles(self._state, row, size, traced)
-
-    def _swap_out(self, rows: set[int]) -> None:
-        """Restores the original graphs. `rows`: instances that still exist."""
-        for row, size, plain in self._plain:
-            if row in rows:
-                write_handles(self._state, row, size, plain)
-
-    def _release(self) -> None:
-        for launches in self._traced:
-            self._backend.release(launches)
-        replayed = {launch for piece in self._pieces for launch in piece.launches}
-        Session.forget(replayed)
-        if isinstance(self._backend.device, CudaDevice):
-            self._backend.device.forget_events(replayed)
-
-    def finish(self, rows: set[int]) -> TracedBlocks:
-        self._swap_out(rows)
-        # Leaving waits for the GPU, so no recording kernel is in flight afterwards.
-        self._inner.__exit__(None)
-        self._release()
-        t = self._result
-        return TracedBlocks(t.blocks.copy(), t.launches.copy(), t.kernels, self._pieces, t.dropped, t.unfinished,
-                            t.ranges, t.count_work)  # fmt: skip

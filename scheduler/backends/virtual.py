@@ -19,19 +19,20 @@ from paellapy.instrument.device.virtual import VirtualDevice
 from paellapy.instrument.env import without_collection
 from paellapy.instrument.errors import TraceError
 from paellapy.instrument.gpu_model.commands import Kernel
-from paellapy.instrument.gpu_model.costs import BlockCost
 from paellapy.instrument.gpu_model.model import SmModel
 from paellapy.scheduler.backends.base import Backend, Bounds, Launches, LoadedModel, TracedBlocks
 from paellapy.scheduler.backends.virtual_launches import (
     Piece,
     PieceTracer,
     ProgramCosts,
-    Step,
     VirtualLaunches,
+    moved,
+    needed_end,
+    record,
     segment_shares,
 )
-from paellapy.scheduler.backends.virtual_loop import VirtualThread
-from paellapy.scheduler.backends.virtual_memory import VirtualMemory, VirtualWeights, moved, needed_end, record
+from paellapy.scheduler.backends.virtual_loop import VirtualLoop
+from paellapy.scheduler.backends.virtual_memory import VirtualMemory, VirtualWeights
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.rings import Bell
 from paellapy.scheduler.core.state import State
@@ -41,63 +42,7 @@ from paellapy.scheduler.models.program import Cuts, Marks, Program
 from paellapy.scheduler.models.tensors import Arrays
 from paellapy.scheduler.models.weights import COPY_BYTES, Layout, WeightRange
 
-# Times on the virtual GPU: of nodes, of segments, and of programs that run at once, each on an SM model of its own.
-
-
-StepsOf = Callable[
-    [Program, int, int, int], list[Step]
-]  # of a program's nodes from one to before another, in a partition
-
-
-def node_times_ns(model: SmModel, program: Program, costs: Sequence[BlockCost | None]) -> list[float]:
-    """The time of each node, when nodes run one after the other."""
-    stream, graph = model.stream(), model.graph()
-    handles = []
-    for item, cost in zip(program.body, costs, strict=True):
-        node = item.node
-        if cost is None:
-            handles.append(model.copy(stream, node.nbytes, node.kind))
-        else:
-            takes = (node.blocks, node.threads, node.registers, node.shared_bytes)
-            kernel = Kernel(*takes, cost=cost, cluster=node.cluster)
-            handles.append(model.launch(stream, kernel, graph=graph, trace=False))
-    model.run()
-    ends = np.array([model.start_ns(handles[0]), *(model.finish_ns(h) for h in handles)])
-    return [float(t) for t in np.diff(ends)]
-
-
-def segment_times_ns(
-    model: SmModel, launches: Launches, steps: StepsOf, partition: int
-) -> tuple[list[float], float, float]:
-    """The time of each segment, of the whole program, and of the whole program inside a partition (0: not confined)."""
-    times = []
-    whole = (0, len(launches.program.nodes))
-    confined = [(*whole, partition)] if partition else []
-    for first, end, number in [*((a, b, 0) for a, b in (*launches.bounds, whole)), *confined]:
-        piece = Piece(launches.program.body[first:end], steps(launches.program, first, end, number))
-        stream = model.stream()
-        before = piece.place(model, stream, model.now_ns).last
-        last = piece.place(model, stream, model.now_ns).last
-        model.run()
-        # Queued behind another launch, as in a busy engine: the gap between two launches is included.
-        times.append(model.finish_ns(last) - model.finish_ns(before))
-    n = len(launches.bounds)
-    return times[:n], times[n], times[n + 1] if confined else 0.0
-
-
-def saturated_ns(model: SmModel, instances: Sequence[Launches], rounds: int, steps: StepsOf) -> float:
-    """Time per run when all instances launch their whole programs repeatedly and at once, each on all SMs."""
-    program = instances[0].program
-    piece = Piece(program.body, steps(program, 0, len(program.nodes), 0))
-    streams = [model.stream() for _ in instances]
-    for _ in range(rounds):
-        for stream in streams:
-            piece.place(model, stream, 0.0)
-    model.run()
-    return float(model.now_ns) / (rounds * len(instances))
-
-
-_LEVELS = 5  # stream priorities above the default; there are none below
+_LEVELS = 5  # stream priorities above the default, as many as an H200's driver offers; there are none below
 _HISTORY = 1 << 12  # finished commands that the SM model keeps: none is read here, and each takes 240 bytes
 
 
@@ -109,12 +54,12 @@ class VirtualBackend(Backend):
     def __init__(self, device: VirtualDevice) -> None:
         self.device = device
         self.sm = SmModel(device.part, timing=device.model.timing, history=_HISTORY)
-        self._costs = ProgramCosts()
-        self.launches = VirtualLaunches(self.sm, self._costs)
+        self.costs = ProgramCosts()
+        self.launches = VirtualLaunches(self.sm, self.costs)
         self._ranges: list[tuple[int, int]] = []  # first SM and number of SMs of each partition
         self._partitions: list[int] = []  # their numbers in the SM model
         self._pools: dict[int, int] = {}  # rows of streams, by priority
-        self._thread = VirtualThread(self.sm, self.launches)
+        self._loop = VirtualLoop(self.sm, self.launches)
         self._weight_stream: int | None = None
 
     def default_memory_bytes(self) -> int:
@@ -127,17 +72,10 @@ class VirtualBackend(Backend):
     def open_partitions(self, count: int, share: float) -> list[set[int]]:
         self.partitions, self.partition_share, sms = count, share, self.device.sm_count
         self._ranges = [(round(k * sms / count), math.ceil(share * sms)) for k in range(count)]
-        self._partitions = self._add_partitions(self.sm)
+        self._partitions = [self.sm.partition(first, n) for first, n in self._ranges]
         return [{(first + k) % sms for k in range(n)} for first, n in self._ranges]
 
-    def _add_partitions(self, model: SmModel) -> list[int]:
-        return [model.partition(first, n) for first, n in self._ranges]
-
-    def _new_model(self) -> SmModel:
-        """A separate SM model for measurements."""
-        model = SmModel(self.device.part, timing=self.sm.timing)
-        self._add_partitions(model)
-        return model
+    # -- memory
 
     def instance_memory(self, plan: InstancePlan, arena: Any = None) -> VirtualMemory:
         return VirtualMemory(plan.device_bytes, plan.host_bytes, self.shared_slots, arena)
@@ -157,22 +95,30 @@ class VirtualBackend(Backend):
     def weight_ends(self, program: Program, weights: WeightRange) -> list[tuple[int, int]]:
         return [(end, end) for end in (needed_end(item, weights) for item in program.body)]
 
-    def run_segment(self, launches: Launches, k: int) -> None:
-        with self._thread.pause(), np.errstate(all="ignore"):
-            self.launches.pieces[launches.handles[k]].run()
-
     def queue(self, nbytes: int, word: int) -> None:
         """Copies weights to the GPU on their own stream, in small pieces, and then sets the word."""
-        with self._thread.pause() as sm:
+        with self._loop.pause() as sm:
             if self._weight_stream is None:
                 self._weight_stream = sm.stream()
-            at = max(sm.now_ns, self._thread.host_ns())
+            at = max(sm.now_ns, self._loop.host_ns())
             for first in range(0, nbytes, COPY_BYTES):
                 n = min(COPY_BYTES, nbytes - first)
                 last = sm.copy(self._weight_stream, n, "h2d", report=first + n == nbytes, submit_ns=at)
-            self._thread.set_when("flight", last, word)
+            self._loop.set_when("flight", last, word)
 
     # -- programs
+
+    def warm_up_all(self, model: Model, weights: Arrays, sizes: Sequence[int]) -> tuple[int, int]:
+        self.costs.warm_ups.clear()
+        with without_collection():
+            return super().warm_up_all(model, weights, sizes)
+
+    def warm_up(self, model: Model, weights: Arrays, batch: int, ran: tuple[Arrays, Arrays] | None = None) -> int:
+        self.device.noted = []
+        try:
+            return super().warm_up(model, weights, batch, ran)
+        finally:
+            self.costs.warm_ups[batch], self.device.noted = self.device.noted, None
 
     def capture(
         self, instance: Instance, weights: Arrays, batch: int, cuts: Cuts, marks: Marks | None = None,
@@ -180,99 +126,122 @@ class VirtualBackend(Backend):
     ) -> Program:  # fmt: skip
         return record(self.device, instance, weights, batch, cuts, marks or {})
 
-    def captured_again(self, program: Program, of: Instance, instance: Instance, marks: Marks) -> Program | None:
+    def copied(self, program: Program, of: Instance, instance: Instance, marks: Marks) -> Program | None:
         return moved(program, of, instance, marks)
-
-    def rehearse_all(self, model: Model, weights: Arrays, sizes: Sequence[int]) -> tuple[int, int]:
-        self._costs.rehearsed.clear()
-        with without_collection():
-            return super().rehearse_all(model, weights, sizes)
-
-    def rehearse(self, model: Model, weights: Arrays, batch: int, ran: tuple[Arrays, Arrays] | None = None) -> int:
-        self.device.noted = []
-        try:
-            return super().rehearse(model, weights, batch, ran)
-        finally:
-            self._costs.rehearsed[batch], self.device.noted = self.device.noted, None
-
-    def node_times_ns(self, program: Program) -> list[float]:
-        model = SmModel(self.device.part, timing=self.sm.timing)
-        return node_times_ns(model, program, self._costs.of(program))
-
-    def wave_blocks(self, program: Program) -> list[int]:
-        device = self.device
-        return [n.wave_blocks(device.limits, device.sm_count) if n.kind == "kernel" else 0 for n in program.nodes]
 
     def cut(self, program: Program, bounds: Bounds, instance: Instance, confine: bool = False) -> Launches:
         partitions = [self._partitions[k] for k in instance.partitions] if confine else []
-        with self._thread.pause():
+        with self._loop.pause():
             return self.launches.cut(program, bounds, instance, partitions)
 
-    def segment_times_ns(self, launches: Launches, repeats: int, alone: bool) -> tuple[list[float], float, float]:
-        # The model is exact, so one run on a separate SM model is enough.
-        partition = self._partitions[0] if launches.confined else 0
-        return segment_times_ns(self._new_model(), launches, self.launches.steps, partition)
-
-    def saturated_ns(self, instances: Sequence[Launches], rounds: int) -> float:
-        return saturated_ns(self._new_model(), instances, rounds, self.launches.steps)
+    def run_segment(self, launches: Launches, k: int) -> None:
+        with self._loop.pause(), np.errstate(all="ignore"):
+            self.launches.pieces[launches.handles[k]].run()
 
     def grant(self, word: int) -> int:
-        with self._thread.pause():
+        with self._loop.pause():
             return self.launches.grant(word)
 
-    def segment_shares(self, launches: Launches, alone_ns: Sequence[float]) -> list[tuple[float, float]]:
-        costs = self._costs.of(launches.program)
-        return segment_shares(self.device.part, self.sm.timing, launches, costs, alone_ns)
-
     def release(self, launches: Launches) -> None:
-        with self._thread.pause():
+        with self._loop.pause():
             self.launches.release(launches)
 
+    # -- measurements: each on an SM model of its own, which is exact, so one run is enough
+
+    def _new_model(self) -> SmModel:
+        model = SmModel(self.device.part, timing=self.sm.timing)
+        for first, n in self._ranges:
+            model.partition(first, n)
+        return model
+
+    def node_times_ns(self, program: Program) -> list[float]:
+        model = self._new_model()
+        stream, graph = model.stream(), model.graph()
+        handles = []
+        for item, cost in zip(program.body, self.costs.of(program), strict=True):
+            node = item.node
+            if cost is None:
+                handles.append(model.copy(stream, node.nbytes, node.kind))
+            else:
+                takes = (node.blocks, node.threads, node.registers, node.shared_bytes)
+                kernel = Kernel(*takes, cost=cost, cluster=node.cluster)
+                handles.append(model.launch(stream, kernel, graph=graph, trace=False))
+        model.run()
+        ends = np.array([model.start_ns(handles[0]), *(model.finish_ns(h) for h in handles)])
+        return [float(t) for t in np.diff(ends)]
+
+    def segment_times_ns(self, launches: Launches, repeats: int, alone: bool) -> tuple[list[float], float, float]:
+        model, whole, times = self._new_model(), (0, len(launches.program.nodes)), []
+        confined = [(*whole, self._partitions[0])] if launches.confined else []
+        for first, end, partition in [*((a, b, 0) for a, b in (*launches.bounds, whole)), *confined]:
+            steps = self.launches.steps(launches.program, first, end, partition)
+            piece, stream = Piece(launches.program.body[first:end], steps), model.stream()
+            before = piece.place(model, stream, model.now_ns).last
+            last = piece.place(model, stream, model.now_ns).last
+            model.run()
+            # Queued behind another launch, as in a busy engine: the gap between two launches is included.
+            times.append(model.finish_ns(last) - model.finish_ns(before))
+        n = len(launches.bounds)
+        return times[:n], times[n], times[n + 1] if confined else 0.0
+
+    def saturated_ns(self, instances: Sequence[Launches], rounds: int) -> float:
+        model, program = self._new_model(), instances[0].program
+        piece = Piece(program.body, self.launches.steps(program, 0, len(program.nodes), 0))
+        streams = [model.stream() for _ in instances]
+        for _ in range(rounds):
+            for stream in streams:
+                piece.place(model, stream, 0.0)
+        model.run()
+        return float(model.now_ns) / (rounds * len(instances))
+
+    def segment_shares(self, launches: Launches, alone_ns: Sequence[float]) -> list[tuple[float, float]]:
+        costs = self.costs.of(launches.program)
+        return segment_shares(self.device.part, self.sm.timing, launches, costs, alone_ns)
+
+    # -- the loop
+
     def pool(self, state: State, priority: int) -> int:
-        # As many levels as an H200's driver offers; CUDA clamps priorities to this range.
-        level = max(0, min(priority, _LEVELS))
+        level = max(0, min(priority, _LEVELS))  # CUDA clamps priorities too
         if level not in self._pools:
             row = len(self._pools)
-            with self._thread.pause():
+            with self._loop.pause():
                 n = codes.OF_PARTITIONS + codes.QUEUES * int(state.core["partitions"][0])
                 state.stream[row, :n] = [self.sm.stream(level) for _ in range(n)]
             self._pools[level] = row
         return self._pools[level]
 
-    # -- the loop
-
     def start(self, state: State, bell: Bell, failed: Callable[[BaseException], None]) -> None:
         self._bell = bell
-        self._thread.start(state, bell, failed, self.on_fault)
-
-    def stop(self) -> None:
-        self._thread.stop()
-
-    def to_trace_ns(self, host_ns: int) -> int:
-        return int(host_ns - self._thread.offset_ns)
+        self._loop.start(state, bell, failed, self.on_fault)
 
     def call(self, function: Callable[[], None]) -> None:
-        self._thread.call(function)
+        self._loop.call(function)
+
+    def stop(self) -> None:
+        self._loop.stop()
 
     def sm_totals(self) -> tuple[float, Any, Any]:
-        if not self._thread.compiled.is_set():
+        if not self._loop.compiled.is_set():
             return 0.0, np.zeros(self.device.sm_count), np.zeros(self.device.sm_count)
-        with self._thread.pause():
-            return self.sm.use_until(self._thread.host_ns())
+        with self._loop.pause():
+            return self.sm.use_until(self._loop.host_ns())
 
     # -- traces
 
     def begin_trace(self, records_per_sm: int, models: list[LoadedModel]) -> None:
-        with self._thread.pause():
-            if self._thread.tracer is not None:
+        with self._loop.pause():
+            if self._loop.tracer is not None:
                 raise TraceError("the engine is being traced already; traces cannot be nested")
             self.sm.clear_blocks()
-            self._thread.tracer, self.tracing = PieceTracer(self.device), True
+            self._loop.tracer, self.tracing = PieceTracer(self.device), True
 
     def end_trace(self, models: list[LoadedModel]) -> TracedBlocks:
-        with self._thread.pause():
-            tracer, self._thread.tracer, self.tracing = self._thread.tracer, None, False
+        with self._loop.pause():
+            tracer, self._loop.tracer, self.tracing = self._loop.tracer, None, False
             assert tracer is not None
             blocks = self.sm.blocks()
             self.sm.clear_blocks()
         return tracer.finish(blocks)
+
+    def to_trace_ns(self, host_ns: int) -> int:
+        return int(host_ns - self._loop.offset_ns)

@@ -1,9 +1,9 @@
-"""Launches on the virtual GPU: pieces of recorded programs, and grants of leases, by handle."""
+"""Programs on the virtual GPU: recorded with their arrays, cut into pieces, placed on the SM model, and traced."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,16 +18,139 @@ from paellapy.instrument.gpu_model.parts import Part, Timing
 from paellapy.instrument.records import Records
 from paellapy.instrument.traces.session import Session
 from paellapy.scheduler.backends.base import Bounds, Launches, TracedBlocks, TracedPiece
-from paellapy.scheduler.models.capture import Recorded
+from paellapy.scheduler.backends.virtual_memory import VirtualMemory
+from paellapy.scheduler.models.capture import GuardedArray, Recorded, Recording, call_model, capturing
 from paellapy.scheduler.models.memory import Instance
-from paellapy.scheduler.models.program import Program
-
-# Pieces of recorded programs on the virtual GPU: computation, commands for the SM model, and traces.
-
+from paellapy.scheduler.models.program import Cuts, Marks, Program
+from paellapy.scheduler.models.tensors import Arrays
+from paellapy.scheduler.models.weights import WeightRange
 
 Step = SmProgram | tuple[str, int]  # kernels, or the kind and bytes of a copy
 
 _PREPARE_AFTER = 3  # runs, after which the evaluator has recorded as much as it can
+
+
+def record(device: VirtualDevice, instance: Instance, weights: Arrays, batch: int, cuts: Cuts, marks: Marks) -> Program:
+    """Runs the model's function once and records its launches, between the copies of inputs and outputs."""
+    model = instance.model
+    recording = Recording(instance, cuts)
+    inputs, outputs = instance.device_inputs(batch), instance.device_outputs(batch)
+    for name, array in inputs.items():
+        recording.copy("h2d", array.view(np.ndarray), instance.inputs[name][:batch])
+    with capturing(device, recording):
+        call_model(model, _guarded(weights), _guarded(inputs), _guarded(outputs), batch, "while it was captured")
+    for name, array in outputs.items():
+        recording.copy("d2h", instance.outputs[name][:batch], array.view(np.ndarray))
+    nodes = [item.node for item in recording.items]
+    return Program(model, instance.index, batch, nodes, True, recording.items, marks=marks)
+
+
+def _guarded(arrays: Arrays) -> Arrays:
+    return {name: a.view(GuardedArray) if isinstance(a, np.ndarray) else a for name, a in arrays.items()}
+
+
+def moved(program: Program, of: Instance, instance: Instance, marks: Marks) -> Program | None:
+    """The recorded launches with the other instance's arrays, if all can be found. Marks do not change the recording.
+    """
+    here, there = of.memory, instance.memory
+    assert isinstance(here, VirtualMemory)
+    assert isinstance(there, VirtualMemory)
+    if any(item.compute is not None for item in program.body):  # the arrays that it computes on cannot be seen
+        return None
+
+    def move(value: Any) -> Any:
+        return here.moved(value, there)
+
+    try:
+        body = program.body if here is there else [item.moved(move) for item in program.body]
+    except TypeError:
+        return None
+    return program.for_instance(instance.index, body, marks)
+
+
+def needed_end(item: Recorded, weights: WeightRange) -> int:
+    """The end of the weights that an item needs; all weights where PyTorch computes a whole program at once."""
+    if item.compute is not None:
+        return weights.layout.nbytes
+    return max((weights.end_at(int(a.ctypes.data)) for a in _arrays((item.values, item.source))), default=0)
+
+
+def _arrays(value: Any) -> Iterator[Any]:
+    if isinstance(value, np.ndarray):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _arrays(each)
+
+
+class VirtualLaunches:
+    """What the loop launches, by handle: pieces of programs, and grants of leases."""
+
+    def __init__(self, sm: SmModel, costs: ProgramCosts) -> None:
+        self._sm, self._costs = sm, costs
+        self._programs: dict[tuple[str, int, int, int], list[Step]] = {}
+        self._next = 1
+        self.pieces: dict[int, Piece] = {}
+        self.grants: dict[int, ctypes.c_uint64] = {}
+        self.instances: dict[int, Instance] = {}  # the instance of each piece
+
+    def cut(self, program: Program, bounds: Bounds, instance: Instance, partitions: Sequence[int]) -> Launches:
+        """Makes the segments launchable, on all SMs and in each of these partitions of the SM model."""
+        (handles, whole), *confined = (
+            self._made(program, bounds, partition, instance) for partition in (0, *partitions)
+        )
+        return Launches(program, bounds, handles, whole, [], frozenset(program.marks.values()), confined)
+
+    def _made(self, program: Program, bounds: Bounds, partition: int, instance: Instance) -> tuple[list[int], int]:
+        handles = [self._piece(program, first, end, partition, instance) for first, end in bounds]
+        return handles, handles[0] if len(bounds) == 1 else self._piece(
+            program, 0, len(program.nodes), partition, instance
+        )
+
+    def _piece(self, program: Program, first: int, end: int, partition: int, instance: Instance) -> int:
+        if partition and not any(node.kind == "kernel" for node in program.nodes[first:end]):
+            return 0  # no kernel can be confined
+        key = (program.content(), first, end, partition)
+        if key not in self._programs:
+            self._programs[key] = self.steps(program, first, end, partition)
+        handle, self._next = self._next, self._next + 1
+        self.pieces[handle] = Piece(program.body[first:end], self._programs[key])
+        self.instances[handle] = instance
+        return handle
+
+    def steps(self, program: Program, first: int, end: int, partition: int) -> list[Step]:
+        """The SM model's programs and copies for the nodes from `first` to before `end`."""
+        steps: list[Step] = []
+        kernels: list[Kernel] = []
+        costs = self._costs.of(program)
+        for item, cost in zip(program.body[first:end], costs[first:end], strict=True):
+            node = item.node
+            if cost is not None:
+                kernels.append(
+                    Kernel(node.blocks, node.threads, node.registers, node.shared_bytes, cost=cost,
+                           cluster=node.cluster, first=item.first * node.cluster)
+                )  # fmt: skip
+                continue
+            if kernels:
+                steps.append(self._sm.program(kernels, partition))
+                kernels = []
+            steps.append((node.kind, node.nbytes))
+        if kernels:
+            steps.append(self._sm.program(kernels, partition))
+        return steps
+
+    def grant(self, word: int) -> int:
+        """A handle whose launch only writes 1 to the word at an address."""
+        handle, self._next = self._next, self._next + 1
+        self.grants[handle] = ctypes.c_uint64.from_address(word)
+        return handle
+
+    def release(self, launches: Launches) -> None:
+        for handles, whole in ((launches.handles, launches.whole), *launches.confined):
+            for handle in (*handles, whole):
+                self.pieces.pop(handle, None)
+                self.grants.pop(handle, None)
+                self.instances.pop(handle, None)
 
 
 class Handles(NamedTuple):
@@ -120,18 +243,15 @@ class PieceTracer:
         return TracedBlocks(blocks, launches, kernels, self.pieces)
 
 
-# Costs of programs on the virtual GPU: of each node's blocks, and the shares of the GPU that segments use.
-
-
 class ProgramCosts:
     """The costs of programs, by content."""
 
     def __init__(self) -> None:
         self._known: dict[str, list[BlockCost | None]] = {}
-        self.rehearsed: dict[int, list[NotedLaunch]] = {}  # launches of the model that is being loaded, by batch size
+        self.warm_ups: dict[int, list[NotedLaunch]] = {}  # launches of the model that is being loaded, by batch size
 
     def of(self, program: Program) -> list[BlockCost | None]:
-        """The costs of each node's blocks, from the rehearsal or from one run of the program."""
+        """The costs of each node's blocks, from the warm-up run or from another run of the program."""
         key = program.content()
         if key not in self._known:
             seen = self.seen(program)
@@ -139,8 +259,8 @@ class ProgramCosts:
         return self._known[key]
 
     def seen(self, program: Program) -> list[BlockCost | None] | None:
-        """The costs from the rehearsal, if it had the same launches: no kernel was tuned in it, or is sliced now."""
-        seen = self.rehearsed.get(program.batch, [])
+        """The costs from the warm-up run, if it had the same launches: no kernel was tuned in it, or is sliced now."""
+        seen = self.warm_ups.get(program.batch, [])
         ours = [item for item in program.body if item.launcher is not None]
         if [(e.launcher, e.grid, e.first, e.count) for e in seen] != [
             (item.launcher, item.grid, item.first, item.node.blocks // item.node.cluster) for item in ours
@@ -169,71 +289,3 @@ def segment_shares(
         plain, tensor, memory = np.minimum(work / (rates * ns), 1.0).round(4).tolist()
         found.append((max(plain, tensor), memory))
     return found
-
-
-class VirtualLaunches:
-    def __init__(self, sm: SmModel, costs: ProgramCosts) -> None:
-        self._sm, self._costs = sm, costs
-        self._programs: dict[tuple[str, int, int, int], list[Step]] = {}
-        self._next = 1
-        self.pieces: dict[int, Piece] = {}
-        self.grants: dict[int, ctypes.c_uint64] = {}
-        self.instances: dict[int, Instance] = {}  # the instance of each piece
-
-    def cut(self, program: Program, bounds: Bounds, instance: Instance, partitions: Sequence[int]) -> Launches:
-        """Makes the segments launchable, on all SMs and in each of these partitions of the SM model."""
-        (handles, whole), *confined = (
-            self._made(program, bounds, partition, instance) for partition in (0, *partitions)
-        )
-        return Launches(program, bounds, handles, whole, [], frozenset(program.marks.values()), confined)
-
-    def _made(self, program: Program, bounds: Bounds, partition: int, instance: Instance) -> tuple[list[int], int]:
-        handles = [self._piece(program, first, end, partition, instance) for first, end in bounds]
-        return handles, handles[0] if len(bounds) == 1 else self._piece(
-            program, 0, len(program.nodes), partition, instance
-        )
-
-    def _piece(self, program: Program, first: int, end: int, partition: int, instance: Instance) -> int:
-        if partition and not any(node.kind == "kernel" for node in program.nodes[first:end]):
-            return 0  # no kernel can be confined
-        key = (program.content(), first, end, partition)
-        if key not in self._programs:
-            self._programs[key] = self.steps(program, first, end, partition)
-        handle, self._next = self._next, self._next + 1
-        self.pieces[handle] = Piece(program.body[first:end], self._programs[key])
-        self.instances[handle] = instance
-        return handle
-
-    def steps(self, program: Program, first: int, end: int, partition: int) -> list[Step]:
-        """The SM model's programs and copies for the nodes from `first` to before `end`."""
-        steps: list[Step] = []
-        kernels: list[Kernel] = []
-        costs = self._costs.of(program)
-        for item, cost in zip(program.body[first:end], costs[first:end], strict=True):
-            node = item.node
-            if cost is not None:
-                kernels.append(
-                    Kernel(node.blocks, node.threads, node.registers, node.shared_bytes, cost=cost,
-                           cluster=node.cluster, first=item.first * node.cluster)
-                )  # fmt: skip
-                continue
-            if kernels:
-                steps.append(self._sm.program(kernels, partition))
-                kernels = []
-            steps.append((node.kind, node.nbytes))
-        if kernels:
-            steps.append(self._sm.program(kernels, partition))
-        return steps
-
-    def grant(self, word: int) -> int:
-        """A handle whose launch only writes 1 to the word at an address."""
-        handle, self._next = self._next, self._next + 1
-        self.grants[handle] = ctypes.c_uint64.from_address(word)
-        return handle
-
-    def release(self, launches: Launches) -> None:
-        for handles, whole in ((launches.handles, launches.whole), *launches.confined):
-            for handle in (*handles, whole):
-                self.pieces.pop(handle, None)
-                self.grants.pop(handle, None)
-                self.instances.pop(handle, None)

@@ -1,35 +1,33 @@
-"""Memory of the virtual GPU: NumPy arrays, aligned like a GPU's."""
+"""Memory of the virtual GPU: NumPy arrays, aligned like a GPU's, for instances and for weights that come and go."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from paellapy.instrument.device.virtual import VirtualArray, VirtualDevice
+from paellapy.instrument.device.virtual import VirtualArray
 from paellapy.scheduler.core.rings import SharedBlock
-from paellapy.scheduler.models.capture import GuardedArray, Recorded, Recording, call_model, capturing
-from paellapy.scheduler.models.memory import ALIGN, Instance, Memory
-from paellapy.scheduler.models.program import Cuts, Marks, Program
-from paellapy.scheduler.models.tensors import Arrays
+from paellapy.scheduler.models.memory import ALIGN, Memory
 from paellapy.scheduler.models.weights import Bytes, Layout, WeightRange
+
+_POISON = 0xFF
 
 
 class VirtualMemory(Memory):
-    """NumPy memory, aligned like a GPU's."""
+    """An instance's memory on the GPU, and its slots on the host. `block`: the slots, if other processes map them."""
 
     def __init__(
         self, device_bytes: int, host_bytes: int, shared: bool = False, arena: VirtualMemory | None = None
     ) -> None:
         """`arena`: the arena whose device memory it uses."""
-        self._device: Any = aligned_zeros(device_bytes) if arena is None else arena._device[:device_bytes]
+        self.on_gpu: Any = aligned_zeros(device_bytes) if arena is None else arena.on_gpu[:device_bytes]
         self.block = SharedBlock(host_bytes) if shared else None
         self.host = aligned_zeros(host_bytes) if self.block is None else self.block.array[:host_bytes]
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        return _part(self._device, offset, shape, dtype)
+        return _part(self.on_gpu, offset, shape, dtype)
 
     def tensor(self, offset: int, host_offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """The slots themselves: a copy to or from the GPU takes its simulated time, and no time of the host."""
@@ -42,7 +40,7 @@ class VirtualMemory(Memory):
         """
         if isinstance(value, np.ndarray):
             at = value.__array_interface__["data"][0]
-            for mine, other in ((self._device, to._device), (self.host, to.host)):
+            for mine, other in ((self.on_gpu, to.on_gpu), (self.host, to.host)):
                 offset = at - mine.__array_interface__["data"][0]
                 if 0 <= offset < len(mine):
                     return np.ndarray(value.shape, value.dtype, other, offset, value.strides)
@@ -55,29 +53,15 @@ class VirtualMemory(Memory):
         raise TypeError(f"a {type(value).__name__} may contain arrays that cannot be moved to another instance")
 
     def free(self) -> None:
-        self._device = self.host = np.empty(0, np.uint8)
+        self.on_gpu = self.host = np.empty(0, np.uint8)
         self.block = None
 
 
-def _part(memory: Any, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    return memory[offset : offset + nbytes].view(dtype).reshape(shape).view(VirtualArray)
-
-
-def aligned_zeros(nbytes: int) -> Any:
-    raw = np.zeros(nbytes + ALIGN, np.uint8)
-    start = -raw.ctypes.data % ALIGN
-    return raw[start : start + nbytes]
-
-
-# Weights that come and go on the virtual GPU: real bytes, and copies that take the SM model's time.
-
-
-_POISON = 0xFF
-
-
 class VirtualWeights(WeightRange):
-    """`copies` queues copies on the GPU. Evicted weights are overwritten, so running too early gives wrong results."""
+    """Real bytes, and copies that take the SM model's time; `copies` queues them on the GPU.
+
+    Evicted weights are overwritten, so running too early gives wrong results.
+    """
 
     def __init__(self, layout: Layout, chunk_bytes: int, copies: Any) -> None:
         super().__init__(layout)
@@ -88,8 +72,7 @@ class VirtualWeights(WeightRange):
         self._copies = copies
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        return self._memory[offset : offset + nbytes].view(dtype).reshape(shape).view(VirtualArray)
+        return _part(self._memory, offset, shape, dtype)
 
     def bring(self, source: Bytes) -> None:
         for k in range(self.chunks):
@@ -121,57 +104,12 @@ class VirtualWeights(WeightRange):
         self.there = False
 
 
-def needed_end(item: Recorded, weights: WeightRange) -> int:
-    """The end of the weights that an item needs; all weights where PyTorch computes a whole program at once."""
-    if item.compute is not None:
-        return weights.layout.nbytes
-    return max((weights.end_at(int(a.ctypes.data)) for a in _arrays((item.values, item.source))), default=0)
+def _part(memory: Any, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    return memory[offset : offset + nbytes].view(dtype).reshape(shape).view(VirtualArray)
 
 
-def _arrays(value: Any) -> Iterator[Any]:
-    if isinstance(value, np.ndarray):
-        yield value
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _arrays(each)
-
-
-# Capture on the virtual GPU: launches are recorded with their arrays, and the record of one instance serves the others.
-
-
-def record(device: VirtualDevice, instance: Instance, weights: Arrays, batch: int, cuts: Cuts, marks: Marks) -> Program:
-    """Runs the model's function once and records its launches, between the copies of inputs and outputs."""
-    model = instance.model
-    recording = Recording(instance, cuts)
-    inputs, outputs = instance.device_inputs(batch), instance.device_outputs(batch)
-    for name, array in inputs.items():
-        recording.copy("h2d", array.view(np.ndarray), instance.inputs[name][:batch])
-    with capturing(device, recording):
-        call_model(model, _guarded(weights), _guarded(inputs), _guarded(outputs), batch, "while it was captured")
-    for name, array in outputs.items():
-        recording.copy("d2h", instance.outputs[name][:batch], array.view(np.ndarray))
-    nodes = [item.node for item in recording.items]
-    return Program(model, instance.index, batch, nodes, True, recording.items, marks=marks)
-
-
-def moved(program: Program, of: Instance, instance: Instance, marks: Marks) -> Program | None:
-    """The recorded launches with the other instance's arrays, if all can be found. Marks do not change the recording.
-    """
-    here, there = of.memory, instance.memory
-    assert isinstance(here, VirtualMemory)
-    assert isinstance(there, VirtualMemory)
-    if any(item.compute is not None for item in program.body):  # the arrays that it computes on cannot be seen
-        return None
-
-    def move(value: Any) -> Any:
-        return here.moved(value, there)
-
-    try:
-        body = program.body if here is there else [item.moved(move) for item in program.body]
-    except TypeError:
-        return None
-    return program.for_instance(instance.index, body, marks)
-
-
-def _guarded(arrays: Arrays) -> Arrays:
-    return {name: a.view(GuardedArray) if isinstance(a, np.ndarray) else a for name, a in arrays.items()}
+def aligned_zeros(nbytes: int) -> Any:
+    raw = np.zeros(nbytes + ALIGN, np.uint8)
+    start = -raw.ctypes.data % ALIGN
+    return raw[start : start + nbytes]

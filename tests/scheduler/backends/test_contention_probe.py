@@ -1,9 +1,11 @@
-"""What segments take of the GPU's arithmetic and bandwidth: derived on a virtual GPU, measured on a real one."""
+"""Use of bandwidth and tensor units by segments: known on a virtual GPU, measured beside probes on a real one."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,21 +20,20 @@ from paellapy.instrument.device import Device
 from paellapy.instrument.device.cuda import CudaDevice
 from paellapy.instrument.gpu_model.parts import footprint, part
 from paellapy.instrument.ptx.compiled import assemble
+from paellapy.scheduler.backends import contention_probe
 from paellapy.scheduler.backends.contention_probe import (
     ROUND_BYTES,
-    Hogs,
-    Work,
-    memory_hog,
-    of_trials,
-    part_of_bandwidth,
-    part_of_units,
-    part_without_place,
-    tensor_hog,
+    ContentionProbe,
+    ProbeCode,
+    ProbeKernel,
+    bandwidth_probe,
+    bandwidth_share,
+    blocked_share,
+    median_of_runs,
+    tensor_probe,
+    tensor_share,
 )
-from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.models.program import Node
-from paellapy.scheduler.sim.simulate import simulate
-from paellapy.scheduler.sim.workload import ClosedLoop
 
 
 def test_a_virtual_gpu_knows_what_its_blocks_cost() -> None:
@@ -47,106 +48,184 @@ def test_a_virtual_gpu_knows_what_its_blocks_cost() -> None:
     assert memory.tolist() == pytest.approx([each.memory for each in found.sizes[1]])
 
 
-def beside_hog(part: float, hog: float, favour: float) -> tuple[float, float]:
-    """The slowdown of a segment and the pace of a hog that share one resource. `favour` 1: both are slowed equally;
-    0: only the hog is, as far as that suffices.
+def beside_probe(part: float, probe: float, favour: float) -> tuple[float, float]:
+    """The slowdown of a segment and the rate of a probe that share one resource. `favour` 1: both are slowed equally;
+    0: only the probe is, as far as that suffices.
     """
-    if part + hog <= 1.0:
+    if part + probe <= 1.0:
         return 1.0, 1.0
-    stretch = 1.0 + favour * (part + hog - 1.0)
-    return stretch, (1.0 - part / stretch) / hog
+    slowdown = 1.0 + favour * (part + probe - 1.0)
+    return slowdown, (1.0 - part / slowdown) / probe
 
 
 @given(st.floats(0.0, 0.95), st.floats(0.4, 1.0), st.floats(0.0, 1.0), st.floats(0.98, 1.02), st.floats(0.98, 1.02))
 def test_bandwidth_follows_from_both_slowdowns(
-    part: float, hog: float, favour: float, error: float, hog_error: float
+    part: float, probe: float, favour: float, error: float, probe_error: float
 ) -> None:
-    stretch, pace = beside_hog(part, hog, favour)
-    found = part_of_bandwidth(error * stretch, hog_error * pace, hog)
+    slowdown, rate = beside_probe(part, probe, favour)
+    found = bandwidth_share(error * slowdown, probe_error * rate, probe)
     if found:
         assert found == pytest.approx(part, abs=0.08)
     else:
-        assert part < 1.12 - hog  # there was bandwidth for both, or nearly
+        assert part < 1.12 - probe  # there was bandwidth for both, or nearly
 
 
 @given(st.floats(1.0, 3.9), st.floats(0.95, 1.05), st.floats(0.4, 1.0))
-def test_contention_for_sms_alone_is_no_use_of_bandwidth(stretch: float, pace: float, hog: float) -> None:
-    assert part_of_bandwidth(stretch, pace, hog) == 0.0
+def test_contention_for_sms_alone_is_no_use_of_bandwidth(slowdown: float, rate: float, probe: float) -> None:
+    assert bandwidth_share(slowdown, rate, probe) == 0.0
 
 
 @given(st.floats(0.05, 1.0), st.floats(0.0, 1.0))
 def test_tensor_units_follow_from_both_slowdowns(part: float, favour: float) -> None:
-    assert part_of_units(*beside_hog(part, 1.0, favour)) == pytest.approx(part, abs=1e-3)
+    assert tensor_share(*beside_probe(part, 1.0, favour)) == pytest.approx(part, abs=1e-3)
 
 
-def test_only_trials_beside_the_hog_count() -> None:
+def test_only_runs_beside_the_probe_count() -> None:
     waited, never_counted = (6.9, 1.0, 6.0), (1.0, 0.0, 0.0)
-    assert of_trials([waited, never_counted, (1.5, 0.7, 1.4), waited]) == (1.5, 0.7)
-    stretch, pace = of_trials([waited, waited, never_counted])
-    assert stretch == 6.9
-    assert math.isnan(pace)
-    assert part_of_units(stretch, pace) == part_of_bandwidth(stretch, pace, 0.9) == 0.0
+    assert median_of_runs([waited, never_counted, (1.5, 0.7, 1.4), waited]) == (1.5, 0.7)
+    slowdown, rate = median_of_runs([waited, waited, never_counted])
+    assert slowdown == 6.9
+    assert math.isnan(rate)
+    assert tensor_share(slowdown, rate) == bandwidth_share(slowdown, rate, 0.9) == 0.0
 
 
 def test_kernels_that_leave_no_place_take_the_sms_they_are_on() -> None:
-    limits, hog = part("h200").sm, footprint(part("h200").sm, 128, 64, 0)
+    limits, probe = part("h200").sm, footprint(part("h200").sm, 128, 64, 0)
     product = Node("kernel", blocks=132, threads=384, registers=168, shared_bytes=200_000)
     few, small = replace(product, blocks=33), replace(product, blocks=5000, threads=128, registers=32, shared_bytes=0)
     cases = [product], [small, few], [small], [Node("h2d")]
-    found = [part_without_place(nodes, [hog], limits, 132) for nodes in cases]
+    found = [blocked_share(nodes, [probe], limits, 132) for nodes in cases]
     assert found == [1.0, 0.25, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("work", [memory_hog(), tensor_hog()], ids=lambda work: work.name)
-def test_the_hogs_can_be_assembled(work: Work, arch: str) -> None:
-    found = assemble(work.ptx, arch, work.name)
+@pytest.mark.parametrize("code", [bandwidth_probe(), tensor_probe()], ids=lambda code: code.name)
+def test_the_probes_can_be_assembled(code: ProbeCode, arch: str) -> None:
+    found = assemble(code.ptx, arch, code.name)
     assert found.registers < 64
     assert found.spill_bytes == 0
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_the_loads_of_a_round_do_not_wait_for_each_other(arch: str) -> None:
-    work = memory_hog()
-    loaded = ROUND_BYTES // work.threads // 4  # registers
+    code = bandwidth_probe()
+    loaded = ROUND_BYTES // code.threads // 4  # registers
     others = 12  # at least: three addresses, the time of the end, and the counts
-    assert assemble(work.ptx, arch, work.name).registers > loaded + others
+    assert assemble(code.ptx, arch, code.name).registers > loaded + others
 
 
-def bound(name: str, **parts: float) -> ModelProfile:
-    segment = SegmentProfile(100e3, blocks=200, warps=1500, **parts)
-    return ModelProfile(name, {1: [segment] * 4}, instances=2)
+# -- a GPU of which only the driver's calls exist
+
+SMS, RUN_NS = 4, 200_000.0
+PROBE_STREAM, STREAM, GRAPH = 1, 2, 77
 
 
-def rate(*models: ModelProfile, **tuning: float) -> float:
-    """Rate of the first program while all run again and again."""
-    load = ClosedLoop(models[0].name, duration=0.05)
-    for other in models[1:]:
-        load = load + ClosedLoop(other.name, duration=0.05)  # type: ignore[assignment]
-    return simulate(list(models), load, "streams", tuning=tuning or None).model(models[0].name).throughput
+class Gpu:
+    """Counts of a probe whose rate and whose effect on a graph are given. Its clock moves only while something runs."""
+
+    def __init__(self, slowdown: float, rate: float, waits: bool = False) -> None:
+        self.slowdown, self.rate, self.waits = slowdown, rate, waits
+        self.now_ns, self.word, self.since_ns = 0.0, 0, 0.0
+        self.probe: tuple[int, float] | None = None  # its blocks per SM, and when it ends by itself
+        self.counts = np.zeros((SMS * 4, 2), np.uint64)
+        self.CUfunction_attribute = SimpleNamespace(
+            CU_FUNC_ATTRIBUTE_NUM_REGS=0, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT=1
+        )
+
+    def write(self, stream: int, word: int) -> None:
+        self.word = word
+        if word == 1:
+            self.since_ns = self.now_ns
+        if word == 2 and self.probe is not None:
+            self._end(self.now_ns - self.since_ns, self.rate)
+
+    def _end(self, ns: float, rate: float) -> None:
+        assert self.probe is not None
+        each, self.probe = self.probe[0], None
+        self.counts[: SMS * each] = (rate * ns / max(each, 2), ns)  # two or more on an SM have all of the resource
+
+    def launch(self, each: int, longest_ns: int) -> None:
+        self.probe = each, self.now_ns + longest_ns
+        if self.word == 1:  # nothing else runs
+            self.now_ns += longest_ns
+            self._end(float(longest_ns), 1.0)
+
+    def run_graph(self) -> None:
+        if self.probe is not None and self.waits:
+            self.now_ns = max(self.now_ns, self.probe[1])
+            self._end(self.now_ns - self.since_ns, 1.0)
+        self.now_ns += RUN_NS * (self.slowdown if self.probe is not None else 1.0)
+
+    # -- calls of the driver
+
+    def cuModuleLoadData(self, text: bytes) -> str:
+        assert text.endswith(b"\0")
+        return "module"
+
+    def cuModuleGetFunction(self, module: str, name: bytes) -> int:
+        return 5
+
+    def cuModuleUnload(self, module: str) -> None: ...
+
+    def cuFuncGetAttribute(self, attribute: int, function: int) -> int:
+        return 40
+
+    def cuFuncSetAttribute(self, function: int, attribute: int, value: int) -> None: ...
+
+    def CUfunction(self, function: int) -> int:
+        return function
+
+    def cuStreamWriteValue32(self, stream: int, ptr: int, word: int, flags: int) -> None:
+        self.write(stream, word)
+
+    def cuStreamSynchronize(self, stream: int) -> None: ...
+
+    def cuGraphLaunch(self, executable: int, stream: int) -> None:
+        assert (executable, stream) == (GRAPH, STREAM)
+        self.run_graph()
+
+    def cuLaunchKernel(self, function: int, blocks: int, *rest: Any) -> None:
+        (_, longest_ns, _, _), kinds = rest[-2]
+        assert len(kinds) == 4
+        self.launch(blocks // SMS, longest_ns)
 
 
-@pytest.mark.parametrize("measured", [True, False])
-def test_like_jobs_slow_each_other_in_simulations(measured: bool) -> None:
-    seen = {"demand": {1: 0.2}, "together": {1: 8}} if measured else {}
-    segments = {"m": {"memory": 0.9, "compute": 0.05}, "c": {"memory": 0.05, "compute": 0.9}}
-    models = {
-        name: ModelProfile(name, bound(name, **parts).sizes, instances=2, **seen) for name, parts in segments.items()
-    }
-    other = ModelProfile("other", models["m"].sizes, instances=2, **seen)
-    unlike, like = rate(models["m"], models["c"]), rate(models["m"], other)
-    assert unlike > 1.4 * like
+def probe_on(gpu: Gpu, code: ProbeCode, patch: pytest.MonkeyPatch) -> ProbeKernel:
+    def array(device: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+        return SimpleNamespace(ptr=4096, numpy=lambda: gpu.counts)
+
+    def event(stream: int) -> Any:
+        at = gpu.now_ns
+        return SimpleNamespace(at=at, elapsed_ns=lambda earlier: at - earlier.at)
+
+    patch.setattr(contention_probe, "driver", lambda: gpu)
+    patch.setattr(contention_probe, "check", lambda found, doing: found)
+    patch.setattr(contention_probe, "CudaArray", array)
+    patch.setattr(contention_probe, "CudaEvent", event)
+    stream = SimpleNamespace(handle=PROBE_STREAM, synchronize=lambda: None)
+    patch.setattr(contention_probe, "CudaStream", lambda *_: stream)
+    device: Any = SimpleNamespace(sm_count=SMS, limits=part("h200").sm, zero=lambda _: None)
+    return ProbeKernel(device, code)
 
 
-def test_higher_stream_priority_is_slowed_less() -> None:
-    wide = SegmentProfile(100e3, blocks=2000, warps=7000)
-    usual = ModelProfile("usual", {1: [wide] * 4}, instances=2)
-    low = ModelProfile("low", {1: [wide] * 4}, instances=2)
-    high = ModelProfile("high", {1: [wide] * 4}, instances=2, priority=1)
-    rates = [rate(high, low, priority_share=share) / rate(usual, low, priority_share=share) for share in (0.0, 0.25)]
-    assert rates[0] == pytest.approx(1.0)
-    assert rates[1] > 1.1
-    assert 1.0 < rate(high, low) / rate(usual, low) < rates[1]  # on an H200 priorities have little influence
+@pytest.mark.parametrize("code", [bandwidth_probe(), tensor_probe()], ids=lambda code: code.name)
+def test_slowdown_and_rate_are_measured_in_one_window(code: ProbeCode, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(1.5, 0.6)
+    probe = probe_on(gpu, code, monkeypatch)
+    assert probe.alone_share == pytest.approx(code.blocks / 2, rel=1e-3)
+    assert probe.footprint.threads == code.blocks * code.threads
+    assert probe.measure(GRAPH, RUN_NS, STREAM) == pytest.approx((1.5, 0.6), rel=1e-3)
+    probe.close()
+
+
+def test_a_graph_that_waits_for_the_probe_s_end_has_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = probe_on(Gpu(1.0, 1.0, waits=True), tensor_probe(), monkeypatch)
+    slowdown, rate = probe.measure(GRAPH, RUN_NS, STREAM)
+    assert slowdown > 4.0
+    assert math.isnan(rate)
+
+
+# -- a real GPU
 
 
 @triton.jit
@@ -204,12 +283,12 @@ def test_a_gpu_tells_memory_from_compute() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.alone
-def test_hogs_want_most_of_their_resource() -> None:
+def test_probes_want_most_of_their_resource() -> None:
     device = Device.open("cuda")
     assert isinstance(device, CudaDevice)
-    hogs = Hogs(device)
+    probes = ContentionProbe(device)
     try:
-        assert 0.5 < hogs.memory.part <= 1.0
-        assert 0.5 < hogs.tensor.part <= 1.0
+        assert 0.5 < probes.memory.alone_share <= 1.0
+        assert 0.5 < probes.tensor.alone_share <= 1.0
     finally:
-        hogs.close()
+        probes.close()

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from paellapy.instrument.device import Device
-from paellapy.scheduler.backends import cuda
-from paellapy.scheduler.backends.cuda import in_thread_of, side_by_side
+from paellapy.scheduler.backends import cuda_capture
+from paellapy.scheduler.backends.cuda_capture import in_thread_of, side_by_side
 
 WAIT_S = 60
 
@@ -76,8 +76,8 @@ def test_threads_of_a_size_are_one_though_several_callers_come_at_once(monkeypat
                 meet.wait(0.2)  # lets another caller in, if it may come
             super().__init__(*given)
 
-    monkeypatch.setattr(cuda, "ThreadPoolExecutor", Slow)
-    monkeypatch.setattr(cuda, "_threads", {})
+    monkeypatch.setattr(cuda_capture, "ThreadPoolExecutor", Slow)
+    monkeypatch.setattr(cuda_capture, "_threads", {})
     callers = [threading.Thread(target=in_thread_of, args=(3, int)) for _ in range(2)]
     for each in callers:
         each.start()
@@ -108,7 +108,7 @@ def test_a_device_is_entered_in_several_threads_at_once():
 
 def test_a_size_that_fails_beside_others_is_tried_again_alone():
     pytest.importorskip("cuda.bindings.driver")
-    from paellapy.scheduler.backends.cuda import rehearse_in_threads
+    from paellapy.scheduler.backends.cuda_capture import warm_up_in_threads
 
     class Backend:
         def __init__(self):
@@ -120,11 +120,11 @@ def test_a_size_that_fails_beside_others_is_tried_again_alone():
                 raise RuntimeError("beside another")
             return {"x": batch}, {"y": batch}
 
-        def rehearse(self, model, weights, batch, ran):
+        def warm_up(self, model, weights, batch, ran):
             self.alone.append((batch, ran, threading.current_thread().name))
             return 100 * batch
 
     backend = Backend()
-    assert rehearse_in_threads(backend, None, {}, [2, 4]) == 400
+    assert warm_up_in_threads(backend, None, {}, [2, 4]) == 400
     assert [(batch, ran) for batch, ran, _ in backend.alone] == [(2, ({"x": 2}, {"y": 2})), (4, None)]
     assert len({thread for *_, thread in backend.alone}) == 2

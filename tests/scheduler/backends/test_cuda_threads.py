@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 pytest.importorskip("cuda.bindings.driver")
-from paellapy.scheduler.backends import cuda
-from paellapy.scheduler.backends.cuda import CudaThreads
+from paellapy.scheduler.backends import cuda_loop
+from paellapy.scheduler.backends.cuda_loop import CudaLoop
 
 
 @pytest.mark.parametrize("where", ["serve", "call"])
 def test_a_loop_goes_on_after_an_error_of_its_own(monkeypatch, where):
-    threads, failures, rounds = object.__new__(CudaThreads), [], []
+    threads, failures, rounds = object.__new__(CudaLoop), [], []
 
     def wrong():
         raise SystemError("bad argument to internal function")
@@ -28,8 +28,8 @@ def test_a_loop_goes_on_after_an_error_of_its_own(monkeypatch, where):
         threads._stopping = len(rounds) == 3
         return 0
 
-    monkeypatch.setattr(cuda, "serve", serve)
-    monkeypatch.setattr(cuda, "RETRY_S", 0.001)
+    monkeypatch.setattr(cuda_loop, "serve", serve)
+    monkeypatch.setattr(cuda_loop, "RETRY_S", 0.001)
     threads._device, threads._bell = SimpleNamespace(activate=lambda: None), SimpleNamespace(word=0, fd=0)
     threads._state, threads._stop_word, threads._scratch = None, np.zeros(8, np.uint64), None
     threads._stopping, threads._calls, threads._failed = False, deque(), failures.append

@@ -11,7 +11,7 @@ import pytest
 import paellapy as pp
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-cuda_torch = pytest.importorskip("paellapy.scheduler.backends.cuda")
+cuda_torch = pytest.importorskip("paellapy.scheduler.backends.cuda_capture")
 
 
 def test_steps_run_in_a_thread_that_a_capture_elsewhere_forbids_nothing(monkeypatch):

@@ -30,19 +30,19 @@ def described(value: Any) -> Any:
 def test_a_program_moved_to_another_instance_is_what_a_capture_there_records(model):
     backend = VirtualBackend(pp.Device("virtual:h200"))
     weights = backend.upload(model)
-    scratch, _ = backend.rehearse_all(model, weights, model.batch)
+    scratch, _ = backend.warm_up_all(model, weights, model.batch)
     plan = plan_instance(model, scratch, 8)
     first, other = (Instance(k, model, plan, backend.instance_memory(plan)) for k in range(2))
     for batch in model.batch:
         recorded = backend.capture(first, weights, batch, {})
-        moved, captured = backend.captured_again(recorded, first, other, {}), backend.capture(other, weights, batch, {})
+        moved, captured = backend.copied(recorded, first, other, {}), backend.capture(other, weights, batch, {})
         assert moved is not None
         assert moved.nodes == captured.nodes
         assert moved.content() == captured.content()
         for a, b in zip(moved.body, captured.body, strict=True):
             assert (a.launcher, a.grid, a.first) == (b.launcher, b.grid, b.first)
             assert described((a.values, a.target, a.source)) == described((b.values, b.target, b.source))
-        again = backend.captured_again(recorded, first, first, {(0, None): 3})
+        again = backend.copied(recorded, first, first, {(0, None): 3})
         assert again is not None
         assert (again.body, again.marks) == (recorded.body, {(0, None): 3})
 

@@ -16,13 +16,13 @@ def test_costs_seen_in_the_rehearsal_are_those_of_the_program():
     for rehearsed in (True, False):
         backend = VirtualBackend(pp.Device("virtual:h200"))
         weights = backend.upload(model)
-        scratch, _ = backend.rehearse_all(model, weights, model.batch)
+        scratch, _ = backend.warm_up_all(model, weights, model.batch)
         if not rehearsed:
-            backend._costs.rehearsed.clear()
+            backend.costs.warm_ups.clear()
         plan = plan_instance(model, scratch, 8)
         program = backend.capture(Instance(0, model, plan, backend.instance_memory(plan)), weights, 2, {})
-        assert (backend._costs.seen(program) is not None) == rehearsed
-        costs.append(backend._costs.of(program))
+        assert (backend.costs.seen(program) is not None) == rehearsed
+        costs.append(backend.costs.of(program))
     for a, b in zip(*costs, strict=True):
         assert (a is None) == (b is None)
         if a is not None and b is not None:

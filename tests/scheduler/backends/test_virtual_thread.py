@@ -11,7 +11,7 @@ from engine_models import scale_model
 from waiting import wait_until
 
 from paellapy.scheduler.backends import virtual_loop
-from paellapy.scheduler.backends.virtual_loop import VirtualThread
+from paellapy.scheduler.backends.virtual_loop import VirtualLoop
 from paellapy.scheduler.core.errors import EngineFailedError
 from paellapy.scheduler.engine.engine import Engine
 
@@ -59,14 +59,14 @@ def test_an_error_in_the_loop_ends_requests_with_it():
 
 def test_a_call_in_the_loop_waits_for_two_launches_at_most(monkeypatch):
     """The one that is being made when it is asked for, and the one the core has decided on."""
-    launch, waited = VirtualThread._launch, []
+    launch, waited = VirtualLoop._launch, []
 
     def counted(self):
         if self._stop_word[0]:
             waited.append(True)
         return launch(self)
 
-    monkeypatch.setattr(VirtualThread, "_launch", counted)
+    monkeypatch.setattr(VirtualLoop, "_launch", counted)
     done = threading.Event()
 
     def client():
@@ -94,7 +94,7 @@ def test_a_call_in_the_loop_waits_for_two_launches_at_most(monkeypatch):
 def test_a_short_request_is_computed_before_long_ones_that_came_earlier(monkeypatch):
     """The first two launches wait for requests that come meanwhile."""
     begun, go, order = [threading.Event() for _ in range(2)], [threading.Event() for _ in range(2)], []
-    compute = VirtualThread._carry_out
+    compute = VirtualLoop._carry_out
 
     def carry_out(self, instance, *more):
         k = len(order)
@@ -120,7 +120,7 @@ def test_a_short_request_is_computed_before_long_ones_that_came_earlier(monkeypa
         engine.load(scale_model("long", steps=40, batch=(1,), instances=4))
         engine.load(scale_model("short", batch=(1,)))
         names = {row: loaded.model.name for row, loaded in engine.loaded_rows().items()}
-        monkeypatch.setattr(VirtualThread, "_carry_out", carry_out)
+        monkeypatch.setattr(VirtualLoop, "_carry_out", carry_out)
         asyncio.run(main())
     assert order[:3] == ["long", "long", "short"]
 
