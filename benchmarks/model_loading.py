@@ -34,7 +34,7 @@ from rich.table import Table
 HERE = Path(__file__).parents[1]
 PHASES = {
     "upload": "upload",
-    "rehearse_all": "rehearse",
+    "warm_up_all": "warm up",
     "instance_memory": "memory",
     "capture": "capture",
     "node_times_ns": "measure",

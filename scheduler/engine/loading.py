@@ -1,4 +1,4 @@
-"""Loads a model: rehearse, plan memory, and prepare its programs. The result is ready for the core."""
+"""Loads a model: warm up, plan memory, and prepare its programs. The result is ready for the core."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from paellapy.scheduler.models.weights import WeightRange, in_order, needs_like,
 # Time spent loading a model: seconds by phase, a progress line for a long load, and one line in the log.
 
 
-PHASES = ("upload", "rehearse", "memory", "capture", "measure", "cut", "first launches", "weights", "install")
+PHASES = ("upload", "warm up", "memory", "capture", "measure", "cut", "first launches", "weights", "install")
 PATIENCE_S = 2.0  # a load that takes longer shows its current phase
 
 _log = logging.getLogger("paellapy.load")
@@ -260,7 +260,7 @@ class Preparation:
     def _again(self, program: Program, instance: Instance, cuts: Cuts, marks: Marks) -> Program:
         """The program of the first instance, made for another instance."""
         with self._times.phase("capture"):
-            found = self._backend.captured_again(program, self._first, instance, marks)
+            found = self._backend.copied(program, self._first, instance, marks)
         if found is None:
             return self._capture(instance, cuts, marks, program)
         self._captured.callback(self._backend.discard, found)
@@ -362,7 +362,7 @@ class Loader:
         made: list[list[Launches]] = []
         found: WeightRange | None = None
         try:
-            weights, found, (scratch, foreign) = self._rehearsed(model, sizes, times)
+            weights, found, (scratch, foreign) = self._warmed_up(model, sizes, times)
             weights_bytes = weights_bytes if found is None else found.held_bytes
             plan = plan_instance(model, scratch, self.limits.segments)
             self.memory.release(model.name)
@@ -392,7 +392,7 @@ class Loader:
             raise
         return loaded
 
-    def _rehearsed(
+    def _warmed_up(
         self, model: Model, sizes: Sequence[int], times: LoadTimes
     ) -> tuple[Arrays, WeightRange | None, tuple[int, int]]:
         """The weights on the GPU, after a first run of every size, and the memory that the runs need."""
@@ -400,8 +400,8 @@ class Loader:
             weights, found = self._place(model)
         try:
             noting = Noting(weights)
-            with times.phase("rehearse"):
-                needed = self.backend.rehearse_all(model, noting, sizes)
+            with times.phase("warm up"):
+                needed = self.backend.warm_up_all(model, noting, sizes)
             if found is not None and noting.in_other_order:
                 with times.phase("upload"):
                     self._forget(model, found)
@@ -435,7 +435,7 @@ class Loader:
         """Captures another batch size of a model that serves, and whose weights are on the GPU."""
         model = loaded.model
         with device_lock(self.backend.device), model.preserved(), self._with_spare(loaded):
-            self.backend.rehearse_all(model, loaded.weights, [batch])
+            self.backend.warm_up_all(model, loaded.weights, [batch])
             Preparation(self._rules(), loaded, batch, LoadTimes(model.name), alone).make()
 
     @contextlib.contextmanager

@@ -27,11 +27,12 @@ from paellapy.scheduler.core.install import remove
 from paellapy.scheduler.core.residency import KEEP, hit_rate, set_weight_budget, value_in_host_memory, weights_state
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.engine.memory_budget import LOOK_S, ORDER_S, Budget, InstanceArenas
+from paellapy.scheduler.models.host_store import HostStore
 from paellapy.scheduler.models.memory import Instance
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.profile import ProgramProfile
 from paellapy.scheduler.models.tensors import Arrays, TensorSpec
-from paellapy.scheduler.models.weights import HostStore, Layout, WeightRange
+from paellapy.scheduler.models.weights import Layout, WeightRange
 
 # The mover: a thread that carries out the core's orders about weights, one after the other.
 

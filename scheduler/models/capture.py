@@ -1,4 +1,8 @@
-"""Captures: stand-ins for the device while a model's function runs, with clear errors for forbidden operations."""
+"""Captures: stand-ins for the device while a model's function runs, with clear errors for forbidden operations.
+
+`Counting` measures the scratch memory of a warm-up run. `Recording` is the virtual GPU's capture: a list of launches.
+The captures of a real GPU are in `backends/cuda_capture.py`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
 from paellapy.instrument import cache
-from paellapy.instrument.device.base import Capture, Device, check_grid
+from paellapy.instrument.device.base import Call, Capture, Device, check_grid
 from paellapy.instrument.device.virtual import VirtualArray
 from paellapy.instrument.errors import PaellaError
 from paellapy.instrument.gpu_model.costs import BlockCost
@@ -24,48 +28,131 @@ from paellapy.scheduler.models.memory import Bump, Instance, aligned
 from paellapy.scheduler.models.program import Cuts, Node, Part
 from paellapy.scheduler.models.tensors import Arrays, Capturable
 
-# The line of the user's code that runs, or from which an error came: neither ours nor a library's.
-
-
-_ROOT = Path(__file__).parents[2]
-_OURS = (
-    f"{_ROOT / 'instrument'}{os.sep}",
-    f"{_ROOT / 'scheduler'}{os.sep}",
-    str(_ROOT / "arrays.py"),  # the other modules of that package are models like any user's
-)
-_LIBRARIES = tuple(
-    f"site-packages{os.sep}{name}{os.sep}" for name in ("numpy", "triton", "cupy", "numba", "cuda", "torch")
-)
-
-
-def users_line() -> str:
-    """The current line of the user's code: the innermost frame that is neither ours nor a library's."""
-    return _users_frame(traceback.extract_stack()) or "an unknown line"
-
-
-def users_line_of(error: BaseException) -> str:
-    """The line of the user's code from which an error came."""
-    return _users_frame(traceback.extract_tb(error.__traceback__)) or "an unknown line"
-
-
-def _users_frame(stack: traceback.StackSummary) -> str:
-    for frame in reversed(stack):
-        if not frame.filename.startswith(_OURS) and not any(name in frame.filename for name in _LIBRARIES):
-            return f"{frame.filename}:{frame.lineno}"
-    return ""
-
-
-# Arrays in a captured function: they allow kernels and views, and refuse to be computed with on the host.
-
-
 REMEDY = "a captured function only launches kernels: pass constants as weights, and read results from the outputs"
+
+
+@contextlib.contextmanager
+def capturing(device: Device, capture: ModelCapture) -> Iterator[None]:
+    """Makes `capture` stand in for the device in this thread."""
+    device.capture = capture
+    try:
+        with device:
+            yield
+    finally:
+        device.capture = None
+
+
+def call_model(model: Capturable, weights: Arrays, inputs: Arrays, outputs: Arrays, batch: int, doing: str) -> None:
+    """Runs the model's function; every error it raises names the model."""
+    try:
+        result = model.fn(weights.copy(), dict(inputs), dict(outputs))
+    except CaptureError as e:
+        named = str(e) if repr(model.name) in str(e) else f"model {model.name!r} {e}"
+        raise CaptureError(named, **{"batch": batch, **e.__dict__, "model": model.name}) from e.__cause__
+    except Exception as e:
+        where = user_location(e)
+        kind = "" if isinstance(e, PaellaError) else f"{type(e).__name__}: "
+        raise CaptureError(
+            f"model {model.name!r} failed at {where} {doing} at batch {batch}: {kind}{e}", model=model.name,
+            batch=batch, location=where,
+        ) from e  # fmt: skip
+    if result is not None:
+        raise CaptureError(
+            f"model {model.name!r}: fn returned a {type(result).__name__}; write the results into `outputs` and return "
+            "None", model=model.name, field="fn", given=result,
+        )  # fmt: skip
+
+
+class ModelCapture(Capture):
+    """A capture on behalf of one model, whose name its errors mention."""
+
+    def __init__(self, model: Capturable) -> None:
+        super().__init__()
+        self.model = model
+        self.launches = 0
+
+    def refuse(self, doing: str) -> None:
+        where = user_location()
+        raise CaptureError(
+            f"model {self.model.name!r} {doing} at {where}; {REMEDY}", model=self.model.name, doing=doing,
+            location=where,
+        )  # fmt: skip
+
+    @contextlib.contextmanager
+    def letting_through(self) -> Iterator[None]:
+        """Lets calls inside the context reach the device itself."""
+        self.passing = True
+        try:
+            yield
+        finally:
+            self.passing = False
+
+
+class Counting(ModelCapture):
+    """Counts the scratch memory that a run asks for: the size of an instance's arena.
+
+    `computes`: launches run at once, for libraries that would notice if they did not.
+    """
+
+    def __init__(self, model: Capturable, device: Device, computes: bool = True) -> None:
+        super().__init__(model)
+        self.device, self.computes = device, computes
+        self.scratch_bytes = 0
+        self._keep: list[Any] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        with self.letting_through():
+            array = self.device.empty(shape, dtype)
+        self._keep.append(array)  # the real arena frees nothing before the end either
+        self.scratch_bytes += aligned(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
+        return array
+
+    def launch(self, launcher: Any, call: Call) -> Any:
+        self.launches += 1
+        if not self.computes:
+            return None
+        with self.letting_through():
+            return launcher(*call)
+
+
+class InstanceCapture(ModelCapture):
+    """A capture into an instance, whose arena provides the scratch memory."""
+
+    def __init__(self, instance: Instance, cuts: Cuts) -> None:
+        super().__init__(instance.model)
+        self.instance, self.cuts = instance, cuts
+        self._bump = Bump(instance.plan.scratch_bytes)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        try:
+            return self.instance.scratch(self._bump, shape, dtype)
+        except CaptureError as e:
+            where, name = user_location(), self.model.name
+            raise CaptureError(f"model {name!r} at {where} {e}", model=name, location=where, **e.__dict__) from None
+
+    def next_parts(self, part: Part | None) -> tuple[int, Sequence[Part | None]]:
+        """The number of this launch, and its slices. A launch that the user sliced stays as it is."""
+        number, self.launches = self.launches, self.launches + 1
+        if part is not None or number not in self.cuts:
+            return number, [part]
+        return number, self.cuts[number]
+
+
+def code_digest(compiled: Any) -> str:
+    return _text_digest(compiled.ptx)
+
+
+@lru_cache(1024)  # a program launches the same few kernels again and again, on every instance
+def _text_digest(text: str) -> str:
+    return cache.digest(text)[:16]
 
 
 class GuardedArray(VirtualArray):
     """An array in a captured function. It allows kernels and views only, since nothing has been computed yet."""
 
     def _refuse(self, doing: str) -> Any:
-        raise CaptureError(f"{doing} at {users_line()} while its launches are captured; {REMEDY}")
+        where = user_location()
+        raise CaptureError(f"{doing} at {where} while its launches are captured; {REMEDY}", doing=doing, location=where)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         return self._refuse(f"computes numpy.{ufunc.__name__} on the host")
@@ -138,123 +225,7 @@ def without_guard(value: Any) -> Any:
     return value
 
 
-class ModelCapture(Capture):
-    """A capture on behalf of one model, whose name its errors mention."""
-
-    def __init__(self, model: Capturable) -> None:
-        super().__init__()
-        self.model = model
-        self.launches = 0
-
-    def refuse(self, doing: str) -> None:
-        raise CaptureError(f"model {self.model.name!r} {doing} at {users_line()}; {REMEDY}")
-
-    @contextlib.contextmanager
-    def letting_through(self) -> Iterator[None]:
-        """Lets calls inside the context reach the device itself."""
-        self.passing = True
-        try:
-            yield
-        finally:
-            self.passing = False
-
-
-class Counting(ModelCapture):
-    """Counts the scratch memory that a run asks for: the size of an instance's arena.
-
-    `computes`: launches run at once, for libraries that would notice if they did not.
-    """
-
-    def __init__(self, model: Capturable, device: Device, computes: bool = True) -> None:
-        super().__init__(model)
-        self.device, self.computes = device, computes
-        self.scratch_bytes = 0
-        self._keep: list[Any] = []
-
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        with self.letting_through():
-            array = self.device.empty(shape, dtype)
-        self._keep.append(array)  # the real arena frees nothing before the end either
-        self.scratch_bytes += aligned(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
-        return array
-
-    def launch(
-        self,
-        launcher: Any,
-        grid: tuple[int, ...],
-        values: Sequence[Any],
-        block: tuple[int, ...],
-        shared_bytes: int,
-        part: Part | None,
-    ) -> Any:
-        self.launches += 1
-        if not self.computes:
-            return None
-        with self.letting_through():
-            return launcher(grid, values, block, shared_bytes, part)
-
-
-class InstanceCapture(ModelCapture):
-    """A capture into an instance, whose arena provides the scratch memory."""
-
-    def __init__(self, instance: Instance, cuts: Cuts) -> None:
-        super().__init__(instance.model)
-        self.instance, self.cuts = instance, cuts
-        self._bump = Bump(instance.plan.scratch_bytes)
-
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        try:
-            return self.instance.scratch(self._bump, shape, dtype)
-        except CaptureError as e:
-            raise CaptureError(f"model {self.model.name!r} at {users_line()} {e}") from None
-
-    def next_parts(self, part: Part | None) -> tuple[int, Sequence[Part | None]]:
-        """The number of this launch, and its slices. A launch that the user sliced stays as it is."""
-        number, self.launches = self.launches, self.launches + 1
-        if part is not None or number not in self.cuts:
-            return number, [part]
-        return number, self.cuts[number]
-
-
-def code_digest(compiled: Any) -> str:
-    return _text_digest(compiled.ptx)
-
-
-@lru_cache(1024)  # a program launches the same few kernels again and again, on every instance
-def _text_digest(text: str) -> str:
-    return cache.digest(text)[:16]
-
-
-@contextlib.contextmanager
-def capturing(device: Device, capture: ModelCapture) -> Iterator[None]:
-    """Makes `capture` stand in for the device in this thread."""
-    device.capture = capture
-    try:
-        with device:
-            yield
-    finally:
-        device.capture = None
-
-
-def call_model(model: Capturable, weights: Arrays, inputs: Arrays, outputs: Arrays, batch: int, doing: str) -> None:
-    """Runs the model's function; every error it raises names the model."""
-    try:
-        result = model.fn(weights.copy(), dict(inputs), dict(outputs))
-    except CaptureError as e:
-        named = str(e) if repr(model.name) in str(e) else f"model {model.name!r} {e}"
-        raise CaptureError(named) from e.__cause__
-    except Exception as e:
-        where = users_line_of(e)
-        kind = "" if isinstance(e, PaellaError) else f"{type(e).__name__}: "
-        raise CaptureError(f"model {model.name!r} failed at {where} {doing} at batch {batch}: {kind}{e}") from e
-    if result is not None:
-        raise CaptureError(
-            f"model {model.name!r}: fn returned a {type(result).__name__}; write the results into `outputs` and return "
-            "None"
-        )
-
-
-# Recorded programs of the virtual GPU: launches and copies in a list, with the arrays that they work on.
+# -- programs of the virtual GPU: launches and copies in a list, with the arrays that they work on
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,36 +300,42 @@ class Recording(InstanceCapture):
     def copy(self, kind: Any, target: Any, source: Any) -> None:
         self.items.append(Recorded(Node(kind, nbytes=source.nbytes), target=target, source=source))
 
-    def launch(
-        self,
-        launcher: Any,
-        grid: tuple[int, ...],
-        values: Sequence[Any],
-        block: tuple[int, ...],
-        shared_bytes: int,
-        part: Part | None,
-    ) -> None:
-        gx, gy, gz = (*grid, 1, 1)[:3]
+    def launch(self, launcher: Any, call: Call) -> None:
+        gx, gy, gz = (*call.grid, 1, 1)[:3]
         check_grid(launcher.compiled.name, (gx, gy, gz))
         total = gx * gy * gz
         if total == 0:
             return
         compiled, cluster = launcher.compiled, launcher.compiled.source.cluster
-        number, parts = self.next_parts(part)
-        plain = tuple(without_guard(v) for v in values)
+        number, parts = self.next_parts(call.part)
+        plain = tuple(without_guard(v) for v in call.values)
         for each in parts:
             first, count = each or (0, total)
             node = Node(
-                "kernel",
-                compiled.name,
-                count * cluster,
-                launcher.threads,
-                compiled.registers,
-                compiled.shared_bytes,
-                launch=number,
-                part=each,
-                cluster=cluster,
+                "kernel", compiled.name, count * cluster, launcher.threads, compiled.registers, compiled.shared_bytes,
+                launch=number, part=each, cluster=cluster, digest=code_digest(compiled),
                 divisible=cluster == 1 and not compiled.source.cooperative,
-                digest=code_digest(compiled),
-            )
+            )  # fmt: skip
             self.items.append(Recorded(node, launcher, (gx, gy, gz), plain, first))
+
+
+# -- where the user's code is
+
+_ROOT = Path(__file__).parents[2]
+_OURS = (
+    f"{_ROOT / 'instrument'}{os.sep}",
+    f"{_ROOT / 'scheduler'}{os.sep}",
+    str(_ROOT / "arrays.py"),  # the other modules of that package are models like any user's
+)
+_LIBRARIES = tuple(
+    f"site-packages{os.sep}{name}{os.sep}" for name in ("numpy", "triton", "cupy", "numba", "cuda", "torch")
+)
+
+
+def user_location(error: BaseException | None = None) -> str:
+    """The line of the user's code that runs, or from which an error came: neither ours nor a library's."""
+    stack = traceback.extract_stack() if error is None else traceback.extract_tb(error.__traceback__)
+    for frame in reversed(stack):
+        if not frame.filename.startswith(_OURS) and not any(name in frame.filename for name in _LIBRARIES):
+            return f"{frame.filename}:{frame.lineno}"
+    return "an unknown line"

@@ -1,10 +1,11 @@
-"""Instances and the plan of the GPU's memory, after Salus: weights are counted once, batch memory is counted per
-instance.
+"""Instances, the plan of the GPU's memory after Salus, and arenas in which instances of several models take turns.
 
     weights of every model  +  instances of every model x (inputs, outputs, scratch)  <=  memory given to the engine
 
 An instance holds one batch in flight: pinned host slots that callers write into, and one block of device memory. All
-batch sizes of an instance share that block, since only one of them runs at a time.
+batch sizes of an instance share that block, since only one of them runs at a time. With arenas, instances of models
+that do not run at the same time share it too. The memory in use is then bounded by the weights of all models and the
+largest instances.
 """
 
 from __future__ import annotations
@@ -22,177 +23,7 @@ from paellapy.scheduler.core.errors import CaptureError, MemoryPlanError
 from paellapy.scheduler.core.rings import SharedBlock
 from paellapy.scheduler.models.tensors import Capturable, TensorSpec
 
-# Arenas: memory in which instances of several models take turns.
-#
-# A batch in flight needs memory beside the weights: inputs, outputs, scratch. That memory is free again when the batch
-# is done, so instances of models that do not run at the same time share it. The memory in use is then bounded by the
-# weights of all models and the largest instances. Arena sizes are powers of two; an instance takes the least used arena
-# that is large enough.
-#
-# Models of different priority share an arena only if memory is short: an instance that has started keeps its arena
-# while it waits for weights, and nothing can take the arena from it.
-
-
-def rounded(nbytes: int) -> int:
-    """Rounds up to a power of two, at least 4096.
-
-    >>> rounded(5000), rounded(1)
-    (8192, 4096)
-    """
-    return max(4096, 1 << (nbytes - 1).bit_length())
-
-
-@dataclass(slots=True, eq=False)
-class Arena:
-    """`memory` is the device's own. `foreign_bytes`: memory of other libraries' allocators for its instances."""
-
-    index: int
-    nbytes: int
-    memory: Any
-    foreign_bytes: int = 0
-    users: dict[str, int] = field(default_factory=dict)  # models, with their priorities
-
-    @property
-    def total_bytes(self) -> int:
-        return self.nbytes + self.foreign_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Need:
-    """A model's need for arenas: `count` of them, each with this many bytes."""
-
-    name: str
-    nbytes: int
-    foreign_bytes: int
-    count: int
-    priority: int = 0
-
-
-class Arenas:
-    """`make(nbytes)` allocates device memory with a method `free()`; `claim(nbytes)` counts it, and may refuse."""
-
-    def __init__(self, make: Callable[[int], Any], claim: Callable[[int], None], give: Callable[[int], None]) -> None:
-        self._make, self._claim, self._give = make, claim, give
-        self._all: dict[int, Arena] = {}
-        self._apart: list[Arena] = []  # arenas that no instance shares; they have no number
-
-    @property
-    def held_bytes(self) -> int:
-        return sum(each.total_bytes for each in (*self._all.values(), *self._apart))
-
-    def choose(self, need: Need, most: int, spare: Callable[[int, bool], bool]) -> list[Arena]:
-        """Arenas for a model's instances. New ones are made, up to `most` of this size, while their bytes can be
-        spared.
-
-        `spare(nbytes, apart)`: whether they can; `apart`: to keep models of different priority apart.
-        """
-        try:
-            return [self._one(need, most, spare) for _ in range(need.count)]
-        except BaseException:
-            self.leave(need.name)
-            raise
-
-    def _one(self, need: Need, most: int, spare: Callable[[int, bool], bool]) -> Arena:
-        size = rounded(need.nbytes)
-        more = size + need.foreign_bytes
-        large = [each for each in self._all.values() if each.nbytes >= size]
-        alike = [each for each in large if {*each.users.values()} <= {need.priority}]
-        fitting = [each for each in alike if need.name not in each.users]
-        if fitting:
-            new = len(alike) < most and min(len(each.users) for each in fitting) > 0 and spare(more, False)
-        else:
-            fitting = [each for each in large if need.name not in each.users]
-            new = not fitting or spare(more, True)
-        if new and self._claimed(more, may_fail=bool(fitting)):
-            index = next(k for k in range(len(self._all) + 1) if k not in self._all)
-            chosen = self._all[index] = Arena(index, size, self._make(size), need.foreign_bytes)
-        else:
-            chosen = min(fitting, key=lambda each: (len(each.users), each.nbytes))
-            if need.foreign_bytes > chosen.foreign_bytes:
-                self._claim(need.foreign_bytes - chosen.foreign_bytes)
-                chosen.foreign_bytes = need.foreign_bytes
-        chosen.users[need.name] = need.priority
-        return chosen
-
-    def _claimed(self, nbytes: int, may_fail: bool) -> bool:
-        try:
-            self._claim(nbytes)
-        except MemoryPlanError:  # there is an arena to share
-            if not may_fail:
-                raise
-            return False
-        return True
-
-    def make_apart(self, nbytes: int, foreign_bytes: int) -> Arena | None:
-        """An arena that no instance shares; None if the memory is refused."""
-        more = nbytes + foreign_bytes
-        if not self._claimed(more, may_fail=True):
-            return None
-        try:
-            made = Arena(-1, nbytes, self._make(nbytes), foreign_bytes)
-        except BaseException:
-            self._give(more)
-            raise
-        self._apart.append(made)
-        return made
-
-    def free_apart(self, arena: Arena) -> None:
-        self._apart.remove(arena)
-        arena.memory.free()
-        self._give(arena.total_bytes)
-
-    def leave(self, name: str) -> None:
-        """Removes a model that has no instances any more, and frees arenas that no model uses."""
-        for arena in list(self._all.values()):
-            arena.users.pop(name, None)
-            if not arena.users:
-                del self._all[arena.index]
-                arena.memory.free()
-                self._give(arena.total_bytes)
-
-
-# Numbers of bytes as readable text.
-
-
-def readable_bytes(nbytes: int) -> str:
-    """A number of bytes with a fitting unit.
-
-    >>> readable_bytes(3 << 20), readable_bytes(12)
-    ('3.0 MiB', '12 B')
-    """
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.1f} {unit}"
-    return f"{nbytes} B"
-
-
 ALIGN = 256  # the alignment of the CUDA driver's allocations; Triton specialises kernels on 16
-
-
-def aligned(nbytes: int) -> int:
-    """Rounds up to a multiple of the alignment, at least one, so that an empty array has its own address.
-
-    >>> aligned(1), aligned(256)
-    (256, 256)
-    """
-    return max(ALIGN, -(-nbytes // ALIGN) * ALIGN)
-
-
-class Bump:
-    """Hands out consecutive offsets into a block of memory, which is freed as a whole."""
-
-    def __init__(self, capacity: int | None = None) -> None:
-        self.capacity, self.used = capacity, 0
-
-    def take(self, nbytes: int) -> int:
-        offset, size = self.used, aligned(nbytes)
-        if self.capacity is not None and offset + size > self.capacity:
-            raise CaptureError(
-                f"asked for {offset + size:,} bytes of scratch memory, but its first run needed {self.capacity:,}: "
-                "a model must allocate the same memory in every run"
-            )
-        self.used = offset + size
-        return offset
 
 
 class Memory(ABC):
@@ -386,8 +217,9 @@ class MemoryPlan:
                 f"instance{'s' * (least > 1)} of {readable_bytes(instance_bytes)} = {readable_bytes(needed)}, "
                 f"but {readable_bytes(free)} of the engine's {readable_bytes(self.budget_bytes)} are free"
                 f"{self._others()}. "
-                "Unload a model, use fewer instances or smaller batches, or give the engine more memory_bytes."
-            )
+                "Unload a model, use fewer instances or smaller batches, or give the engine more memory_bytes.",
+                model=name, needed_bytes=needed, free_bytes=free, limit_bytes=self.budget_bytes,
+            )  # fmt: skip
         self._held[name] = Reservation(weights_bytes, instance_bytes, instances)
         return self._held[name]
 
@@ -398,3 +230,172 @@ class MemoryPlan:
         if not self._held:
             return ""
         return " (" + ", ".join(f"{n}: {readable_bytes(r.total_bytes)}" for n, r in self._held.items()) + ")"
+
+
+# -- arenas
+
+
+def rounded(nbytes: int) -> int:
+    """Rounds up to a power of two, at least 4096.
+
+    >>> rounded(5000), rounded(1)
+    (8192, 4096)
+    """
+    return max(4096, 1 << (nbytes - 1).bit_length())
+
+
+@dataclass(slots=True, eq=False)
+class Arena:
+    """Memory for one instance at a time. `foreign_bytes`: memory of other libraries' allocators for its instances."""
+
+    index: int
+    nbytes: int
+    memory: Any
+    foreign_bytes: int = 0
+    users: dict[str, int] = field(default_factory=dict)  # models, with their priorities
+
+    @property
+    def total_bytes(self) -> int:
+        return self.nbytes + self.foreign_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A model's need for arenas: `count` of them, each with this many bytes."""
+
+    name: str
+    nbytes: int
+    foreign_bytes: int
+    count: int
+    priority: int = 0
+
+
+class Arenas:
+    """Arenas of several models. Sizes are powers of two; an instance takes the least used arena that is large enough.
+
+    Models of different priority share an arena only if memory is short: an instance that has started keeps its arena
+    while it waits for weights, and nothing can take the arena from it.
+
+    `make(nbytes)` allocates device memory with a method `free()`; `claim(nbytes)` counts it, and may refuse; `give`
+    counts it as free again.
+    """
+
+    def __init__(self, make: Callable[[int], Any], claim: Callable[[int], None], give: Callable[[int], None]) -> None:
+        self._make, self._claim, self._give = make, claim, give
+        self._all: dict[int, Arena] = {}
+        self._apart: list[Arena] = []  # arenas that no instance shares; they have no number
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(each.total_bytes for each in (*self._all.values(), *self._apart))
+
+    def choose(self, need: Need, most: int, spare: Callable[[int, bool], bool]) -> list[Arena]:
+        """Arenas for a model's instances. New ones are made, up to `most` of this size, while their bytes can be
+        spared.
+
+        `spare(nbytes, apart)`: whether they can; `apart`: to keep models of different priority apart.
+        """
+        try:
+            return [self._one(need, most, spare) for _ in range(need.count)]
+        except BaseException:
+            self.leave(need.name)
+            raise
+
+    def _one(self, need: Need, most: int, spare: Callable[[int, bool], bool]) -> Arena:
+        size = rounded(need.nbytes)
+        more = size + need.foreign_bytes
+        large = [each for each in self._all.values() if each.nbytes >= size]
+        alike = [each for each in large if {*each.users.values()} <= {need.priority}]
+        fitting = [each for each in alike if need.name not in each.users]
+        if fitting:
+            new = len(alike) < most and min(len(each.users) for each in fitting) > 0 and spare(more, False)
+        else:
+            fitting = [each for each in large if need.name not in each.users]
+            new = not fitting or spare(more, True)
+        if new and self._claimed(more, may_fail=bool(fitting)):
+            index = next(k for k in range(len(self._all) + 1) if k not in self._all)
+            chosen = self._all[index] = Arena(index, size, self._make(size), need.foreign_bytes)
+        else:
+            chosen = min(fitting, key=lambda each: (len(each.users), each.nbytes))
+            if need.foreign_bytes > chosen.foreign_bytes:
+                self._claim(need.foreign_bytes - chosen.foreign_bytes)
+                chosen.foreign_bytes = need.foreign_bytes
+        chosen.users[need.name] = need.priority
+        return chosen
+
+    def _claimed(self, nbytes: int, may_fail: bool) -> bool:
+        try:
+            self._claim(nbytes)
+        except MemoryPlanError:  # there is an arena to share
+            if not may_fail:
+                raise
+            return False
+        return True
+
+    def make_apart(self, nbytes: int, foreign_bytes: int) -> Arena | None:
+        """An arena that no instance shares; None if the memory is refused."""
+        more = nbytes + foreign_bytes
+        if not self._claimed(more, may_fail=True):
+            return None
+        try:
+            made = Arena(-1, nbytes, self._make(nbytes), foreign_bytes)
+        except BaseException:
+            self._give(more)
+            raise
+        self._apart.append(made)
+        return made
+
+    def free_apart(self, arena: Arena) -> None:
+        self._apart.remove(arena)
+        arena.memory.free()
+        self._give(arena.total_bytes)
+
+    def leave(self, name: str) -> None:
+        """Removes a model that has no instances any more, and frees arenas that no model uses."""
+        for arena in list(self._all.values()):
+            arena.users.pop(name, None)
+            if not arena.users:
+                del self._all[arena.index]
+                arena.memory.free()
+                self._give(arena.total_bytes)
+
+
+# -- sizes in bytes
+
+
+def readable_bytes(nbytes: int) -> str:
+    """A number of bytes with a fitting unit.
+
+    >>> readable_bytes(3 << 20), readable_bytes(12)
+    ('3.0 MiB', '12 B')
+    """
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.1f} {unit}"
+    return f"{nbytes} B"
+
+
+def aligned(nbytes: int) -> int:
+    """Rounds up to a multiple of the alignment, at least one, so that an empty array has its own address.
+
+    >>> aligned(1), aligned(256)
+    (256, 256)
+    """
+    return max(ALIGN, -(-nbytes // ALIGN) * ALIGN)
+
+
+class Bump:
+    """Hands out consecutive offsets into a block of memory, which is freed as a whole."""
+
+    def __init__(self, capacity: int | None = None) -> None:
+        self.capacity, self.used = capacity, 0
+
+    def take(self, nbytes: int) -> int:
+        offset, size = self.used, aligned(nbytes)
+        if self.capacity is not None and offset + size > self.capacity:
+            raise CaptureError(
+                f"asked for {offset + size:,} bytes of scratch memory, but its first run needed {self.capacity:,}: "
+                "a model must allocate the same memory in every run", given=offset + size, limit=self.capacity
+            )  # fmt: skip
+        self.used = offset + size
+        return offset

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from paellapy.instrument.device.base import Device
 from paellapy.scheduler.core.codes import checked_priority
-from paellapy.scheduler.core.errors import CaptureError, ModelError
+from paellapy.scheduler.core.errors import CaptureError
 from paellapy.scheduler.core.profiles import checked_params
-from paellapy.scheduler.models.tensors import Arrays, ModelFunction, MovableWeights, TensorSpec, Weights
+from paellapy.scheduler.models.tensors import Arrays, ModelFunction, MovableWeights, TensorSpec, Weights, wrong
 from paellapy.scheduler.models.torch_tensors import numpy_dtype
 from paellapy.scheduler.models.weights import WeightRange, check_mapped, map_weights
 
@@ -37,6 +37,15 @@ class Model:
     >>> model = Model("double", double, inputs={"x": TensorSpec((64,))}, outputs={"y": TensorSpec((64,))}, batch=(1,))
     """
 
+    name: str
+    batch: tuple[int, ...]
+    target_ms: float | None = None
+    priority: int
+    share: float
+    instances: int | None = None
+    params: dict[str, float]
+    resident: bool | str
+    capture: str
     quantum_us: float | None = None  # approximate duration of a segment; None: the engine's quantum
 
     def __init__(  # noqa: PLR0913  the options of a model
@@ -69,13 +78,14 @@ class Model:
         `capture` says when batch sizes are captured: "ahead", all while the model is loaded, or "on_demand", only the
         smallest and the largest; each other size follows, while the model serves, when a batch first wants it.
         """
-        self._settle(name, batch, target_ms, priority, share, instances, params or {})
-        self._set_resident(resident)
-        self._set_capture(capture)
+        self.configure(
+            name=name, batch=batch, target_ms=target_ms, priority=priority, share=share, instances=instances,
+            params=params or {}, resident=resident, capture=capture,
+        )  # fmt: skip
         if isinstance(weights, str | Path):
             weights = map_weights(weights)
         if not callable(fn):
-            raise ModelError(f"model {name!r}: fn must be callable with (weights, inputs, outputs)")
+            raise wrong(name, "fn", fn, "fn must be callable with (weights, inputs, outputs)")
         self.fn = fn
         self.inputs = _specs(name, "inputs", inputs)
         self.outputs = _specs(name, "outputs", outputs)
@@ -85,36 +95,18 @@ class Model:
         # the file or module that holds the weights, if they are not arrays
         self.source = None if isinstance(weights, Mapping) else weights
 
-    def _settle(
-        self, name: str, batch: Sequence[int], target_ms: float | None, priority: int, share: float,
-        instances: int | None, params: Mapping[str, float],
-    ) -> None:  # fmt: skip
-        if not isinstance(name, str) or not name:
-            raise ModelError(f"model name {name!r}: the name must be a non-empty string")
-        if target_ms is not None and not 0 < target_ms < math.inf:
-            raise ModelError(f"model {name!r}: target_ms={target_ms}; the target must be finite and above 0")
-        if not 0 < share < math.inf:
-            raise ModelError(f"model {name!r}: share={share}; the share must be finite and above 0")
-        if instances is not None and (not isinstance(instances, int) or instances < 1):
-            raise ModelError(
-                f"model {name!r}: instances={instances!r} must be an integer of at least 1, or None"
-            )
-        self.name, self.batch = name, _batch(name, batch)
-        self.target_ms, self.share, self.instances = target_ms, float(share), instances
-        try:
-            self.priority, self.params = checked_priority(priority), checked_params(params)
-        except ValueError as e:
-            raise ModelError(f"model {name!r}: {e}") from None
-
-    def _set_resident(self, resident: bool | str) -> None:
-        if resident not in ("auto", True, False):
-            raise ModelError(f"model {self.name!r}: resident={resident!r}; it must be 'auto', True or False")
-        self.resident = resident
-
-    def _set_capture(self, capture: str) -> None:
-        if capture not in ("ahead", "on_demand"):
-            raise ModelError(f"model {self.name!r}: capture={capture!r}; it must be 'ahead' or 'on_demand'")
-        self.capture = capture
+    def configure(self, **settings: Any) -> None:
+        """Sets options by name, once they are checked."""
+        name: Any = settings.get("name", getattr(self, "name", None))
+        for key, value in settings.items():
+            fits, wanted = _SETTINGS[key]
+            if not fits(value):
+                raise wrong(name, key, value, f"{key}={value!r}; it must be {wanted}")
+            try:
+                made = _CONVERTED.get(key, lambda given: given)(value)
+            except ValueError as e:
+                raise wrong(name, key, value, str(e)) from None
+            setattr(self, key, made)
 
     def changed(  # noqa: PLR0913  the options of a model
         self,
@@ -133,17 +125,9 @@ class Model:
         made = copy.copy(self)
         if getattr(self.fn, "__self__", None) is self:  # fn is a method of this model: bind it to the new one
             made.fn = getattr(made, self.fn.__name__)
-        made._settle(
-            self.name if name is None else name,
-            self.batch if batch is None else batch,
-            self.target_ms if target_ms is None else target_ms,
-            self.priority if priority is None else priority,
-            self.share if share is None else share,
-            self.instances if instances is None else instances,
-            self.params if params is None else params,
-        )
-        made._set_resident(self.resident if resident is None else resident)
-        made._set_capture(self.capture if capture is None else capture)
+        given = {"name": name, "batch": batch, "target_ms": target_ms, "priority": priority, "share": share,
+                 "instances": instances, "params": params, "resident": resident, "capture": capture}  # fmt: skip
+        made.configure(**{key: value for key, value in given.items() if value is not None})
         return made
 
     @classmethod
@@ -198,8 +182,9 @@ class Model:
 
         for key in ("batch", "instances", "weights"):
             if key in about:
-                raise ModelError(f"model {name!r}: {key}={about[key]!r}; a graph decides this itself: leave {key} out")
-        made = ForeignGraph(name, graph, inputs, outputs)
+                why = f"{key}={about[key]!r}; a graph decides this itself: leave {key} out"
+                raise wrong(name, key, about[key], why)
+        made = ImportedGraph(name, graph, inputs, outputs)
         specs = [{key: place.spec for key, place in each.items()} for each in (made.inputs, made.outputs)]
         return cls(name, made.run, inputs=specs[0], outputs=specs[1], weights=made, batch=(1,), instances=1, **about)
 
@@ -273,24 +258,41 @@ class Model:
 
 def _specs(model: str, what: str, given: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
     if not given:
-        raise ModelError(f"model {model!r} has no {what}: give at least one tensor by name")
+        raise wrong(model, what, given, f"it has no {what}: give at least one tensor by name")
     for key, spec in given.items():
         if not isinstance(spec, TensorSpec):
-            raise ModelError(f"model {model!r}, {what}[{key!r}] is a {type(spec).__name__}: it must be a TensorSpec")
+            raise wrong(model, what, spec, f"{what}[{key!r}] is a {type(spec).__name__}: it must be a TensorSpec")
     return dict(given)
 
 
-def _batch(model: str, given: Sequence[int]) -> tuple[int, ...]:
+def _are_sizes(given: Any) -> bool:
     sizes = tuple(given) if isinstance(given, Iterable) else ()
-    if not sizes or any(not isinstance(b, int) or b < 1 for b in sizes) or list(sizes) != sorted(set(sizes)):
-        raise ModelError(f"model {model!r}: batch={given!r}; the batch sizes must be increasing integers from 1 up")
-    return sizes
+    return bool(sizes) and all(isinstance(b, int) and b >= 1 for b in sizes) and list(sizes) == sorted(set(sizes))
 
 
-# Models made from graphs that were captured elsewhere: by PyTorch, by CuPy, or through the driver.
-#
-# A graph reads and writes the addresses with which it was captured. So such a model has one instance and takes whole
-# tensors; it copies a request's inputs to the graph's input addresses, and the outputs from its output addresses.
+def _any(given: Any) -> bool:
+    return True
+
+
+# By option: whether a value is valid, and the valid values in words.
+_SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "name": (lambda given: isinstance(given, str) and bool(given), "a non-empty string"),
+    "batch": (_are_sizes, "batch sizes: increasing integers from 1 up"),
+    "target_ms": (lambda given: given is None or 0 < given < math.inf, "finite and above 0, or None"),
+    "priority": (_any, ""),
+    "share": (lambda given: 0 < given < math.inf, "finite and above 0"),
+    "instances": (lambda n: n is None or (isinstance(n, int) and n >= 1), "an integer of at least 1, or None"),
+    "params": (_any, ""),
+    "resident": (lambda given: given in ("auto", True, False), "'auto', True or False"),
+    "capture": (lambda given: given in ("ahead", "on_demand"), "'ahead' or 'on_demand'"),
+}
+# The stored form of an option. A ValueError says what is wrong.
+_CONVERTED: dict[str, Callable[[Any], Any]] = {
+    "batch": tuple, "share": float, "priority": checked_priority, "params": checked_params
+}  # fmt: skip
+
+
+# -- graphs that were captured elsewhere: by PyTorch, by CuPy, or through the driver
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,8 +304,12 @@ class Place:
     keep: Any
 
 
-class ForeignGraph:
-    """A graph, the places of its inputs and outputs, and references that keep them alive."""
+class ImportedGraph:
+    """A captured graph as a model's weights, with the places of its inputs and outputs.
+
+    A graph reads and writes the addresses with which it was captured. So the model has one instance and takes whole
+    tensors; it copies a request's inputs to the graph's input addresses, and the outputs from its output addresses.
+    """
 
     uses_torch = False
     stateful = keeps_state = False
@@ -312,7 +318,7 @@ class ForeignGraph:
     def __init__(self, name: str, graph: Any, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
         for what, given in (("inputs", inputs), ("outputs", outputs)):
             if not isinstance(given, Mapping):
-                raise ModelError(f"model {name!r}: {what} is a {type(given).__name__}; give a dict of arrays by name")
+                raise wrong(name, what, given, f"{what} is a {type(given).__name__}; give a dict of arrays by name")
         self.handle = graph_handle(name, graph)
         self.inputs = {key: _place(name, key, each) for key, each in inputs.items()}
         self.outputs = {key: _place(name, key, each) for key, each in outputs.items()}
@@ -320,10 +326,8 @@ class ForeignGraph:
 
     def place(self, model: str, device: Device) -> Arrays:
         if not device.name.startswith("cuda"):
-            raise ModelError(
-                f"model {model!r} is a CUDA graph: it needs an engine on a CUDA GPU, and this one runs on "
-                f"{device.title}"
-            )
+            why = f"it is a CUDA graph, which needs an engine on a CUDA GPU, and this one runs on {device.title}"
+            raise wrong(model, "device", device.name, why)
         return {}
 
     def preserved(self) -> contextlib.AbstractContextManager[None]:
@@ -339,25 +343,23 @@ def graph_handle(name: str, graph: Any) -> int:
         try:
             return int(graph.raw_cuda_graph())
         except RuntimeError as e:
-            raise ModelError(
-                f"model {name!r}: PyTorch has kept only the executable form of this graph ({e}); create it with "
-                "torch.cuda.CUDAGraph(keep_graph=True)"
-            ) from e
+            remedy = "create it with torch.cuda.CUDAGraph(keep_graph=True)"
+            raise wrong(name, "graph", graph, f"PyTorch kept only its executable form ({e}); {remedy}") from e
     if type(graph).__module__.partition(".")[0] == "cupy":
-        raise ModelError(
-            f"model {name!r}: CuPy keeps only the executable form of this graph; end the capture with handle = "
+        raise wrong(
+            name, "graph", graph, "CuPy keeps only the executable form of this graph; end the capture with handle = "
             "cupy.cuda.runtime.streamEndCapture(stream.ptr), and give the handle"
-        )
+        )  # fmt: skip
     found = getattr(graph, "graph", graph)  # other libraries' graphs have their handle in this attribute
     try:
         handle = int(found)
     except (TypeError, ValueError):
         handle = 0
     if handle <= 0:
-        raise ModelError(
-            f"model {name!r}: a {type(graph).__name__} is not a captured graph: give a torch.cuda.CUDAGraph made with "
-            "keep_graph=True, or the handle of a CUgraph"
-        )
+        raise wrong(
+            name, "graph", graph, f"a {type(graph).__name__} is not a captured graph: give a torch.cuda.CUDAGraph made "
+            "with keep_graph=True, or the handle of a CUgraph"
+        )  # fmt: skip
     return handle
 
 
@@ -365,20 +367,16 @@ def _place(name: str, key: str, tensor: Any) -> Place:
     torch: Any = sys.modules.get("torch")
     if torch is not None and isinstance(tensor, torch.Tensor):
         if not (tensor.is_cuda and tensor.is_contiguous()):
-            raise ModelError(
-                f"model {name!r}: {key!r} is not a contiguous tensor on the GPU; give the graph's own tensor"
-            )
+            why = f"{key!r} is not a contiguous tensor on the GPU; give the graph's own tensor"
+            raise wrong(name, key, tensor, why)
         shape, dtype, address = tuple(tensor.shape), numpy_dtype(torch, tensor.dtype), tensor.data_ptr()
     else:
         facts = getattr(tensor, "__cuda_array_interface__", None)
         if facts is None or facts.get("strides") is not None:
-            raise ModelError(
-                f"model {name!r}: {key!r} is a {type(tensor).__name__}; give the contiguous array on the GPU that the "
-                "graph was captured with"
-            )
+            why = "give the contiguous array on the GPU that the graph was captured with"
+            raise wrong(name, key, tensor, f"{key!r} is a {type(tensor).__name__}; {why}")
         shape, dtype, address = tuple(facts["shape"]), np.dtype(facts["typestr"]), facts["data"][0]
     if not math.prod(shape):
-        raise ModelError(
-            f"model {name!r}: {key!r} has shape {shape} and no elements; give the tensor that the graph uses"
-        )
+        why = f"{key!r} has shape {shape} and no elements; give the tensor that the graph uses"
+        raise wrong(name, key, tensor, why)
     return Place(int(address), TensorSpec(shape or (1,), dtype), tensor)

@@ -1,7 +1,12 @@
-"""Refuses operations that wait for a real GPU, with the line of the user's code that waits.
+"""Refuses operations that wait for the GPU while a model is captured, with the line of the user's code that waits.
 
-PyTorch can report these operations, but only in the whole process: errors would also come in threads that have nothing
-to do with the model. So PyTorch is asked for warnings, which become errors in this thread and are ignored in others.
+PyTorch can report these operations on a real GPU, but only in the whole process: errors would also come in threads that
+have nothing to do with the model. So PyTorch is asked for warnings, which become errors in this thread and are ignored
+in others.
+
+On the virtual GPU the CPU computes, which never waits. So `Waits` checks the calls themselves: those that bring the
+model's data to the host, or whose shape depends on the data. Other tensors, which would be on the host beside a GPU
+too, may be read.
 """
 
 from __future__ import annotations
@@ -16,9 +21,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from paellapy.scheduler.core.errors import CaptureError
-from paellapy.scheduler.models.capture import users_line, users_line_of
+from paellapy.scheduler.models.capture import user_location
 
 WAITS = "called a synchronizing CUDA operation"  # PyTorch's words
+_TO_HOST = ("cpu", "numpy", "tolist", "__array__")
+_DECIDES = (
+    "_local_scalar_dense", "allclose", "equal", "nonzero", "masked_select", "_unique", "_unique2", "unique_dim",
+    "unique_consecutive", "bincount",
+)  # fmt: skip
 _AFTER_S = 10.0  # an operation that began before the end warns when it is over
 _lock = threading.Lock()  # guards the following two, and the list of filters against our own threads
 _refusing: dict[int, int] = {}  # threads in which waits are errors now, and how often each began
@@ -101,26 +111,15 @@ def refusing_to_wait() -> Iterator[None]:
             yield
         except (RuntimeError, UserWarning) as e:
             if WAITS in str(e):
-                raise CaptureError(
-                    f"waits for the GPU at {users_line_of(e)} (.item(), .cpu(), a condition on data, a tensor made "
-                    "from Python numbers); a captured module only launches: keep these values on the GPU, or compute "
-                    "them before"
-                ) from e
+                raise _refused(user_location(e), "a tensor made from Python numbers") from e
             raise
 
 
-# Refuses operations that would wait for a GPU, where PyTorch computes on the CPU in its place.
-#
-# A real GPU refuses them while a module is captured (`gpu_waits.py`). The CPU never waits, so this module
-# checks the calls themselves: those that bring the model's data to the host, or whose shape depends on the data. Other
-# tensors, which would be on the host beside a GPU too, may be read.
-
-
-_TO_HOST = ("cpu", "numpy", "tolist", "__array__")
-_DECIDES = (
-    "_local_scalar_dense", "allclose", "equal", "nonzero", "masked_select", "_unique", "_unique2", "unique_dim",
-    "unique_consecutive", "bincount",
-)  # fmt: skip
+def _refused(location: str, example: str) -> CaptureError:
+    return CaptureError(
+        f"waits for the GPU at {location} (.item(), .cpu(), a condition on data, {example}); a captured module only "
+        "launches: keep these values on the GPU, or compute them before", location=location, doing="waits for the GPU"
+    )  # fmt: skip
 
 
 class Waits:
@@ -143,10 +142,7 @@ class Waits:
     def refuse(self, *values: Any) -> None:
         """Raises if one of the values is on the GPU."""
         if self._on_device(*values):
-            raise CaptureError(
-                f"waits for the GPU at {users_line()} (.item(), .cpu(), a condition on data, a shape that depends on "
-                "it); a captured module only launches: keep these values on the GPU, or compute them before"
-            )
+            raise _refused(user_location(), "a shape that depends on data")
 
     @contextlib.contextmanager
     def refusing_copies(self) -> Iterator[None]:

@@ -1,5 +1,4 @@
-"""The tensors of a model's function, their shapes and types, and the parts of a model that captures and instances use.
-"""
+"""The tensors of a model's function, and the parts of a model that captures and instances use."""
 
 from __future__ import annotations
 
@@ -18,6 +17,11 @@ from paellapy.scheduler.core.errors import ModelError
 
 Arrays = dict[str, Any]
 ModelFunction = Callable[[Arrays, Arrays, Arrays], None]
+
+
+def wrong(model: str, field: str, given: Any, why: str) -> ModelError:
+    """The error for an option or a tensor that a model cannot have."""
+    return ModelError(f"model {model!r}: {why}", model=model, field=field, given=given)
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -48,22 +52,23 @@ class TensorSpec:
     ) -> None:
         extents = tuple(shape) if isinstance(shape, Iterable) else (shape,)
         if not all(isinstance(n, int | np.integer) and n > 0 for n in extents):
-            raise ModelError(f"shape={shape!r}: a tensor's extents must be integers above 0")
+            raise ModelError(f"shape={shape!r}: extents must be integers above 0", field="shape", given=shape)
         object.__setattr__(self, "shape", tuple(int(n) for n in extents))
         try:
             object.__setattr__(self, "dtype", np.dtype(dtype))
         except TypeError:
-            raise ModelError(f"dtype={dtype!r}: a tensor's element type must be one of NumPy's") from None
+            raise ModelError(f"dtype={dtype!r}: it must be one of NumPy's types", field="dtype", given=dtype) from None
         for name, value in (("low", low), ("high", high)):
             if value is not None and (not isinstance(value, Real) or isinstance(value, bool) or value != value):
-                raise ModelError(f"{name}={value!r}: a bound must be a number, or None")
+                raise ModelError(f"{name}={value!r}: a bound must be a number, or None", field=name, given=value)
             object.__setattr__(self, name, value)
         if low is not None and high is not None and low > high:
-            raise ModelError(f"low={low} and high={high}: `low` must not be above `high`")
+            raise ModelError(f"low={low} and high={high}: `low` must not be above `high`", field="low", limit=high)
         if (low is not None or high is not None) and self.dtype.kind not in "iuf":
             raise ModelError(
-                f"dtype {self.dtype.name} cannot have low or high: only integers and real numbers have a range"
-            )
+                f"dtype {self.dtype.name} cannot have low or high: only integers and real numbers have a range",
+                field="dtype", given=dtype,
+            )  # fmt: skip
 
     @property
     def nbytes(self) -> int:

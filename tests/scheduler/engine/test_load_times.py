@@ -47,7 +47,7 @@ def test_a_loaded_model_says_what_its_loading_took(caplog):
     with pp.Engine("virtual:h200") as engine, caplog.at_level(logging.INFO, "paellapy.load"):
         engine.load(mlp_model(batch=(1, 2), instances=2))
         took = engine.stats()["models"]["mlp"]["load_s"]
-    assert {"upload", "rehearse", "memory", "capture", "cut", "install"} <= set(took) <= set(PHASES)
+    assert {"upload", "warm up", "memory", "capture", "cut", "install"} <= set(took) <= set(PHASES)
     assert all(seconds >= 0 for seconds in took.values())
     lines = [record.getMessage() for record in caplog.records if record.name == "paellapy.load"]
     assert lines[-1].startswith("loaded mlp: ")

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from waiting import wait_until
 
 from paellapy.scheduler.core.errors import MemoryPlanError
-from paellapy.scheduler.models import weights
-from paellapy.scheduler.models.weights import HostStore, WeightFileError
+from paellapy.scheduler.models import host_store, weights
+from paellapy.scheduler.models.host_store import HostStore
+from paellapy.scheduler.models.weights import WeightFileError
 
 
 class Host:
@@ -171,7 +172,7 @@ def test_many_requests_for_few_bytes_do_not_displace_many_bytes(host, tmp_path):
 def test_a_file_is_written_once(store, monkeypatch):
     written = []
     write = weights.write_weights
-    monkeypatch.setattr(weights, "write_weights", lambda path, arrays: (written.append(path), write(path, arrays)))
+    monkeypatch.setattr(host_store, "write_weights", lambda path, arrays: (written.append(path), write(path, arrays)))
     store.put("new", 1000, filled(2))
     for name in ("old", "new", "old", "new"):
         assert store.promote(name, lambda each, name=name: float(each == name))
@@ -235,7 +236,7 @@ def test_while_a_file_is_written_anything_may_happen(host, tmp_path, monkeypatch
         meanwhile(store)
         write(path, arrays)
 
-    monkeypatch.setattr(weights, "write_weights", slowly)
+    monkeypatch.setattr(host_store, "write_weights", slowly)
     done = store.promote("new", lambda name: float(name == "new"))
     assert done == (meanwhile is dropped)
     assert store.where("new") == ("host" if done else "disk")

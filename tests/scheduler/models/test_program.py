@@ -23,7 +23,7 @@ def backend():
 
 def instances_of(backend, model, n=1):
     weights = backend.upload(model)
-    scratch = max(backend.rehearse(model, weights, batch) for batch in model.batch)
+    scratch = max(backend.warm_up(model, weights, batch) for batch in model.batch)
     plan = plan_instance(model, scratch, segments=8)
     return weights, [Instance(k, model, plan, backend.instance_memory(plan)) for k in range(n)]
 

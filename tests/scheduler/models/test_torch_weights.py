@@ -9,7 +9,7 @@ import pytest
 
 import paellapy as pp
 from paellapy.scheduler.core.errors import ModelError
-from paellapy.scheduler.models import torch_tensors, weights
+from paellapy.scheduler.models import host_store, torch_tensors, weights
 from paellapy.scheduler.models.torch_tensors import as_array
 from paellapy.scheduler.models.weights import WeightFileError, write_weights
 
@@ -101,7 +101,7 @@ def test_the_file_is_read_once_and_straight_into_the_host_store(file, monkeypatc
         opened.append((path, real(path, private)))
         return opened[-1][1]
 
-    for module in (torch_tensors, weights):
+    for module in (torch_tensors, host_store):
         monkeypatch.setattr(module, "map_weights", counted)
     model = pp.Model.from_torch(on_meta(), EXAMPLE, name="net", weights=file, batch=(1,), instances=1)
     file.unlink()  # no one opens it again
