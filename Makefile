@@ -4,6 +4,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SERVE_STAMP := $(VENV)/.installed-serve
 
+# CI installs with uv, which is several times as fast. setuptools warns that folders of the working directory may hide an
+# editable package of the same name: ours are the package.
+INSTALL ?= PYTHONWARNINGS='ignore:Editable installation' $(BIN)/pip install --quiet
+
 # The driver says which CUDA it speaks: "CUDA Version: 13.0" in nvidia-smi's header.
 CUDA_MAJOR := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p')
 CUDA_EXTRA := $(if $(CUDA_MAJOR),$(if $(filter 12,$(CUDA_MAJOR)),[cuda12],[cuda13]))
@@ -11,18 +15,22 @@ CUDA_EXTRA := $(if $(CUDA_MAJOR),$(if $(filter 12,$(CUDA_MAJOR)),[cuda12],[cuda1
 # Tests start hundreds of processes, which would compile our modules anew if the first could not keep the result.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test lint types unit docs dist serve clean
+.PHONY: install test quick lint types unit docs dist serve clean
 
 # The checks share the cores; the tests need all of them.
 test:
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint types docs
 	$(MAKE) --no-print-directory unit
 
+# The heart of every room, in about a minute: the files of tests that have the mark `quick`.
+quick: lint
+	$(BIN)/pytest --quiet -n auto --dist loadgroup -m quick $$(grep -rl --include='test_*.py' 'mark\.quick' tests)
+
 # Installing is skipped while pyproject.toml is unchanged, so `make test` stays quick on a warm checkout.
+install: $(STAMP)
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --editable '.[dev]'
+	$(INSTALL) --editable '.[dev]'
 	touch $(STAMP)
 
 # Without the tools for development; on a machine with an NVIDIA GPU also what talks to it. One that `make test` has
@@ -30,8 +38,7 @@ $(STAMP): pyproject.toml
 $(SERVE_STAMP): pyproject.toml
 	@echo "installing into $(VENV) (once) …"
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --editable '.$(CUDA_EXTRA)'
+	$(INSTALL) --editable '.$(CUDA_EXTRA)'
 	touch $(SERVE_STAMP)
 
 lint: $(STAMP)

@@ -1,6 +1,6 @@
 """Runs the commands of docs/start.md in a fresh clone without any cache, and says how long each took.
 
-    python3 .ci/start.py [--limit 300] [--json FILE]
+    python3 .ci/start.py [--limit 300] [--json FILE] [--downloads]
 
 A block ```sh is run to its end; a block ```sh server runs until all other blocks of its section are done. The exit code
 is 1 if a block fails, a section is not done within the limit, or the page has no such blocks any more. Needs PyPI.
@@ -84,16 +84,24 @@ def run_section(blocks: list[tuple[bool, str]], folder: Path, environment: dict[
             process.wait(60)
 
 
+def _pip_cache() -> str:
+    command = [sys.executable, "-m", "pip", "cache", "dir"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for each section")
     parser.add_argument("--json", type=Path, help="where to keep the seconds")
+    parser.add_argument("--downloads", action="store_true", help="use packages that pip has downloaded before")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         clone, caches = Path(temporary, "paellapy"), Path(temporary, "caches")
         subprocess.run(["git", "clone", "--quiet", "--depth", "1", ROOT.as_uri(), str(clone)], check=True)
         names = ("PAELLAPY_CACHE_DIR", "TRITON_CACHE_DIR", "NUMBA_CACHE_DIR", "XDG_CACHE_HOME")
-        environment = {**os.environ, **{name: str(caches / name) for name in names}, "PIP_NO_CACHE_DIR": "1"}
+        # pip's own cache lies in the folder of caches, too.
+        downloads = {"PIP_CACHE_DIR": _pip_cache()} if given.downloads else {"PIP_NO_CACHE_DIR": "1"}
+        environment = {**os.environ, **{name: str(caches / name) for name in names}, **downloads}
         environment.pop("PYTHONPATH", None)
         taken: dict[str, float] = {}
         found = sections((clone / "docs" / "start.md").read_text())

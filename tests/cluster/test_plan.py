@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from paellapy.cluster.plan import Fleet, PlanError, enough_gpus, expect, load_fleet, moves, pack, plan
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 
+pytestmark = pytest.mark.quick
+
 NAMES = "abcd"
 PROFILES = [
     ModelProfile(name, {1: [SegmentProfile(100e3 * (k + 1))]}, target_ms=1.0 * (k + 1), instances=4)

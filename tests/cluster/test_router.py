@@ -24,6 +24,8 @@ from paellapy.cluster.router import Forward, Router
 from paellapy.instrument.errors import ArgumentError
 from paellapy.serving.load_report import ModelOutlook, Outlook
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(scope="module")
 def engines():

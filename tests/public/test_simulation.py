@@ -15,6 +15,8 @@ from paellapy.cli.scripts import OutputError
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile, save_profiles
 from paellapy.simulation import named_models, profiles_of
 
+pytestmark = pytest.mark.quick
+
 
 def test_models_are_profiled_and_simulated() -> None:
     model = demo.load("mlp", batch=(1, 4))

@@ -17,6 +17,8 @@ from paellapy.scheduler.engine.engine import Engine
 from paellapy.serving.admission import Admission, AdmissionLimit
 from paellapy.serving.errors import RefusedError, retry_after_s
 
+pytestmark = pytest.mark.quick
+
 TUNING = Tuning.for_part("h200")
 
 X = {"x": np.ones(64, np.float32)}

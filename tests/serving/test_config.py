@@ -12,6 +12,8 @@ from paellapy.serving.build import build_engine, build_entries, build_keys, buil
 from paellapy.serving.config import line_of, load_config
 from paellapy.serving.errors import ConfigError
 
+pytestmark = pytest.mark.quick
+
 GOOD = """\
 device = "virtual:t4"
 policy = "edf"

@@ -29,6 +29,8 @@ from paellapy.serving.app import create_app
 from paellapy.serving.openapi import document
 from paellapy.serving.registry import Entry
 
+pytestmark = pytest.mark.quick
+
 ONES = np.ones((1, 64), np.float32)
 RIGHT = json.dumps(infer_body("x", ONES)).encode()
 INFER = "/v2/models/scale/infer"

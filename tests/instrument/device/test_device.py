@@ -8,6 +8,8 @@ from stand_in_device import StandInDevice
 from paellapy.instrument.device import Device, driver
 from paellapy.instrument.errors import NoDeviceError
 
+pytestmark = pytest.mark.quick
+
 
 class Numbered(StandInDevice):
     first = "0"

@@ -21,6 +21,8 @@ from paellapy.instrument.gpu_model.parts import (
     part,
 )
 
+pytestmark = pytest.mark.quick
+
 CAPABILITIES = (75, 80, 86, 89, 90, 100, 120)
 HOPPER = limits_for_capability(90)
 

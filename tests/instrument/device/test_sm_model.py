@@ -18,6 +18,9 @@ from paellapy.instrument.gpu_model.model import DeadlockError, SmModel
 from paellapy.instrument.gpu_model.parts import KIB, Footprint, Timing, footprint, occupancy
 from paellapy.instrument.records import BLOCK, SM_LINE, WARP_SHIFT
 
+pytestmark = pytest.mark.quick
+
+
 # Four SMs in two GPCs: small enough that a handful of launches contend for everything.
 SMALL = dataclasses.replace(H200, gpc_sms=(2, 2), concurrent_grids=8)
 

@@ -20,6 +20,8 @@ from paellapy.instrument.kernels.triton_kernel import TritonKernel
 from paellapy.instrument.ptx.descriptor import PassConfig
 from paellapy.instrument.ptx.module import Module
 
+pytestmark = [pytest.mark.quick, pytest.mark.versions]
+
 SAXPY = """
 extern "C" __global__ void saxpy(float a, const float* x, float* y, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;

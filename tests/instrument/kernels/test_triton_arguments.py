@@ -22,6 +22,8 @@ from paellapy.instrument.kernels.triton_kernel import TritonKernel
 from paellapy.instrument.kernels.triton_source import TritonSource, TypeHandlers, launch_values
 from paellapy.instrument.ptx.module import Module
 
+pytestmark = pytest.mark.versions
+
 HANDLERS = TypeHandlers()
 
 

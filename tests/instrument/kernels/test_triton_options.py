@@ -11,6 +11,8 @@ import triton.language as tl
 from paellapy.instrument.errors import ArgumentError, CompileError
 from paellapy.instrument.kernels.triton_kernel import TritonKernel
 
+pytestmark = pytest.mark.versions
+
 
 @triton.jit
 def copy(x, out, n, B: tl.constexpr):

@@ -23,6 +23,8 @@ from paellapy.instrument.kernels.triton_kernel import TritonKernel
 from paellapy.instrument.kernels.triton_source import TritonSource, TypeHandlers, target_capability
 from paellapy.instrument.ptx import compiled as compiled_module
 
+pytestmark = [pytest.mark.quick, pytest.mark.versions]
+
 HANDLERS = TypeHandlers()
 
 

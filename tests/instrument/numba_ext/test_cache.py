@@ -17,6 +17,8 @@ from paellapy.instrument.numba_ext.link import compiled, loop, reachable
 from paellapy.scheduler.core.step import step
 from paellapy.scheduler.sim.segment_model import run_fluid
 
+pytestmark = pytest.mark.versions
+
 ENTRY = """
 from {root}.constants import FACTOR
 from paellapy.instrument.numba_ext.link import compiled, part

@@ -11,6 +11,8 @@ import pytest
 
 from paellapy.instrument.numba_ext.link import compiled, loop, part
 
+pytestmark = pytest.mark.versions
+
 
 @part
 def widen(n: int) -> float:

@@ -11,6 +11,8 @@ import pytest
 from paellapy.instrument.numba_ext import link
 from paellapy.instrument.numba_ext.link import COMPILING, Announcer
 
+pytestmark = pytest.mark.versions
+
 
 def compiling(module: str = "paellapy.scheduler.core.step") -> Any:
     return SimpleNamespace(data={"dispatcher": SimpleNamespace(py_func=SimpleNamespace(__module__=module))})

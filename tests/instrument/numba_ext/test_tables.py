@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from paellapy.instrument.numba_ext.link import compiled, part
 from paellapy.instrument.numba_ext.tables import TableSet, table, table_set
 
+pytestmark = [pytest.mark.quick, pytest.mark.versions]
+
 ROW = np.dtype([("count", "i8"), ("weight", "f8")], align=True)
 
 

@@ -9,6 +9,8 @@ from paellapy.instrument.errors import InstrumentError
 from paellapy.instrument.ptx.module import Module
 from paellapy.instrument.ptx.report import barrier_at_exit_is_safe, refuse_exit_in_functions
 
+pytestmark = pytest.mark.quick
+
 PARAMS = "(.param .u64 x, .param .u32 n)"
 TID = "mov.u32 %r1, %tid.x;"
 BLOCK = "mov.u32 %r1, %ctaid.x;"

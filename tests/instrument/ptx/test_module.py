@@ -15,6 +15,8 @@ from ptx_pieces import HEADER, entry, module
 from paellapy.instrument.errors import PtxError
 from paellapy.instrument.ptx.module import Function, Kind, Module, Statement, statements, tokenize
 
+pytestmark = pytest.mark.quick
+
 pytest.importorskip("cuda.bindings.nvrtc", reason="CUDA C needs NVRTC: pip install 'paellapy[dev]'")
 
 

@@ -14,6 +14,9 @@ from paellapy.instrument.errors import TraceError
 from paellapy.instrument.records import BLOCK, LAUNCH, RING_RECORD, Records
 from paellapy.instrument.traces.ring import Mark, decode
 
+pytestmark = pytest.mark.quick
+
+
 US, MS, S = 1_000, 1_000_000, 1_000_000_000
 EPOCH = 1_780_000_000 * S  # %globaltimer counts from 1970 on most parts
 

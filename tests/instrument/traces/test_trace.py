@@ -19,6 +19,8 @@ from paellapy.instrument.errors import TraceError
 from paellapy.instrument.records import BLOCK, LAUNCH, Records
 from paellapy.instrument.traces.trace import FORMAT_VERSION, DeviceFacts, Trace
 
+pytestmark = pytest.mark.quick
+
 EPOCH = 1_780_000_000_000_000_000
 TOY = DeviceFacts("toy", n_sm=3, max_warps_per_sm=64, compute_capability=(9, 0), versions={"driver": "580"})
 NAMES = ("gemm", "add<int>", "gemm")

@@ -12,6 +12,8 @@ from paellapy.instrument.triton_ir.lower import called, constant
 from paellapy.instrument.triton_ir.parse import parse, split_top, walk
 from paellapy.instrument.triton_ir.types import ELEMENTS, parse_type
 
+pytestmark = [pytest.mark.quick, pytest.mark.versions]
+
 TEXT = r"""
 #loc = loc("/src/kernels.py":10:1)
 #loc5 = loc("/py/triton/language/standard.py":43:13)

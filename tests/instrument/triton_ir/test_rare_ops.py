@@ -23,6 +23,8 @@ from paellapy.instrument.errors import OutOfBoundsError, UnsupportedOpError, Vie
 from paellapy.instrument.triton_ir import elementwise as rnd
 from paellapy.instrument.triton_ir import libdevice, memory_ops, ptx_asm
 
+pytestmark = pytest.mark.versions
+
 
 @pytest.fixture(autouse=True)
 def device() -> Any:

@@ -23,6 +23,8 @@ from triton.backends.compiler import GPUTarget
 from paellapy.instrument.errors import ArgumentError, LaunchError, OutOfBoundsError, UnsupportedOpError
 from paellapy.instrument.triton_ir import TtirProgram, program
 
+pytestmark = pytest.mark.quick
+
 EVALUABLE = [case for case in TRITON_CASES if case.evaluable]
 
 

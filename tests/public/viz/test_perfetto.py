@@ -16,6 +16,8 @@ from viz_traces import EPOCH, MIX, NAMES, WARPS, engine_trace, make, schedules
 from paellapy.instrument.traces.trace import Trace
 from paellapy.viz import perfetto
 
+pytestmark = pytest.mark.quick
+
 
 class Parsed:
     """A file as a viewer reads it: tracks by process and thread, with a stack of open slices on each."""

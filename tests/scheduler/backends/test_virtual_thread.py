@@ -15,6 +15,8 @@ from paellapy.scheduler.backends.virtual_loop import VirtualLoop
 from paellapy.scheduler.core.errors import EngineFailedError
 from paellapy.scheduler.engine.engine import Engine
 
+pytestmark = pytest.mark.quick
+
 X = {"x": np.ones(64, np.float32)}
 
 

@@ -19,6 +19,8 @@ from paellapy.scheduler.sim.simulate import simulate
 from paellapy.scheduler.sim.workload import ClosedLoop, Poisson, TraceWorkload
 from paellapy.serving.admission import AdmissionLimit
 
+pytestmark = pytest.mark.quick
+
 MS = 1_000_000
 
 TUNING = Tuning.for_part("h200")

@@ -25,6 +25,8 @@ from paellapy.scheduler.engine.loading import install_partitions
 from paellapy.scheduler.engine.stats import occupancy
 from paellapy.scheduler.policies.policy import Policy, attach_policy, find_policy, policy, policy_names
 
+pytestmark = pytest.mark.quick
+
 TUNING = Tuning.for_part("h200")
 
 # --- one request ----------------------------------------------------------------------------------------------------

@@ -47,6 +47,8 @@ from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.requests import Slot
 from paellapy.scheduler.policies.policy import find_policy, policy, policy_names
 
+pytestmark = pytest.mark.quick
+
 DEVICE = "virtual:h200"
 KINDS = {
     "short": (scale_model("short", 3.0, batch=(1, 4)), scale_reference(3.0)),

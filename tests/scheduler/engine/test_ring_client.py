@@ -13,6 +13,8 @@ from waiting import wait_until
 
 import paellapy as pp
 
+pytestmark = pytest.mark.quick
+
 X = np.arange(64, dtype=np.float32)
 
 

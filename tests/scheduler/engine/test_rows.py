@@ -10,6 +10,8 @@ from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.errors import QueueFullError, TooManyRequestsError
 from paellapy.scheduler.engine.ring_client import Rows
 
+pytestmark = pytest.mark.quick
+
 CLIENTS = 12
 
 

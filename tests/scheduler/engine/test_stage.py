@@ -19,6 +19,8 @@ from paellapy.scheduler.core.errors import QueueFullError
 from paellapy.scheduler.core.rings import SharedBlock
 from paellapy.scheduler.engine.ring_calls import OwnStage, SharedStage, Stage
 
+pytestmark = pytest.mark.quick
+
 
 def shared(nbytes: int) -> SharedStage:
     block = SharedBlock(nbytes)

@@ -10,6 +10,8 @@ import pytest
 from paellapy.scheduler.engine.requests import submit
 from paellapy.scheduler.engine.ring_calls import OwnStage
 
+pytestmark = pytest.mark.quick
+
 TERMS = (0, 0, 0, 0)
 
 

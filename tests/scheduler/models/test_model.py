@@ -9,6 +9,8 @@ from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.models.model import Model, TensorSpec
 
+pytestmark = pytest.mark.quick
+
 SPECS = {"x": TensorSpec((4,))}
 
 

@@ -13,6 +13,8 @@ from paellapy.scheduler.core.errors import CaptureError
 from paellapy.scheduler.models.memory import Instance, plan_instance
 from paellapy.scheduler.models.model import Model, TensorSpec
 
+pytestmark = pytest.mark.quick
+
 SPECS = {"inputs": {"x": TensorSpec((64,))}, "outputs": {"y": TensorSpec((64,))}}
 
 

@@ -11,6 +11,8 @@ from hypothesis import strategies as some
 from paellapy.scheduler.core.errors import CaptureError
 from paellapy.scheduler.models.program import Node, cut, plan_slices, slices, topological
 
+pytestmark = pytest.mark.quick
+
 times = some.lists(some.floats(1, 1e6), min_size=1, max_size=60)
 
 

@@ -19,6 +19,8 @@ from paellapy.scheduler.policies.trial import sample_jobs
 from paellapy.scheduler.sim.simulate import simulate
 from paellapy.scheduler.sim.workload import ClosedLoop, Poisson, TraceWorkload
 
+pytestmark = [pytest.mark.quick, pytest.mark.versions]
+
 
 def fifo(job: Any) -> float:
     return float(job.arrival_ns)

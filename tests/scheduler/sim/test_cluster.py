@@ -14,6 +14,8 @@ from paellapy.scheduler.sim.cluster import ROUTINGS, Failure, Straggler, simulat
 from paellapy.scheduler.sim.simulate import simulate
 from paellapy.scheduler.sim.workload import ClosedLoop, Lognormal, Poisson, WorkloadError
 
+pytestmark = pytest.mark.quick
+
 SHORT = ModelProfile("short", {1: [SegmentProfile(100e3)] * 2}, target_ms=1.0, instances=4)
 LONG = ModelProfile("long", {1: [SegmentProfile(500e3)] * 4}, target_ms=10.0, instances=4)
 BOTH = [SHORT, LONG]

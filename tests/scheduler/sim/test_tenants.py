@@ -17,6 +17,8 @@ from paellapy.scheduler.policies.policy import policy
 from paellapy.scheduler.sim.simulate import simulate
 from paellapy.scheduler.sim.workload import ClosedLoop, Poisson, TraceWorkload
 
+pytestmark = pytest.mark.quick
+
 SHARES = {"alice": 1.0, "bob": 3.0, "carol": 6.0}
 
 

@@ -12,6 +12,8 @@ from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.sim.simulate import simulate
 from paellapy.scheduler.sim.workload import TraceWorkload, WorkloadError
 
+pytestmark = pytest.mark.quick
+
 
 def net(name: str = "net") -> ModelProfile:
     return ModelProfile(name, {1: [SegmentProfile(50e3, 66, 66 * 8, 66 * 8192, 0, 5)] * 4})

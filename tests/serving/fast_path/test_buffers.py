@@ -20,6 +20,8 @@ from serving_server import running
 from paellapy.serving.fast_path import connection
 from paellapy.serving.fast_path.connection import Body, write
 
+pytestmark = pytest.mark.quick
+
 LARGE = 50_000  # floats
 
 

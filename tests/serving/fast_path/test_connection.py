@@ -22,6 +22,8 @@ from paellapy.serving.access import Key
 from paellapy.serving.app import ACCESS
 from paellapy.serving.fast_path import connection, inference
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(scope="module")
 def server():
