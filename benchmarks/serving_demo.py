@@ -1,115 +1,90 @@
 """The demo models served end to end: HTTP against the engine's own latency, and requests per second by HTTP workers.
 
-    python benchmarks/serving_demo.py [--device auto] [--servers one,1,2,4,8] [--seconds 2] [--clients 4] [--out DIR]
+    python benchmarks/serving_demo.py [--device cuda] [--servers one,1,2,4,8] [--seconds 2] [--clients 4]
 
 First an engine is asked without HTTP, by one client of each model and by many clients of all; then each server in turn:
 `one` has all in one process, and 1, 2, … are HTTP workers in front of an engine process. Latencies are those of one
-waiting client; requests per second those of many clients in separate processes. Targets are wide enough that nothing is
-refused, since a refusal is no answer.
+waiting client; requests per second those of many clients in separate processes.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
-from common import save
-from rich.console import Console
-from rich.table import Table
+from harness import arguments, environment, save, script_in, show
 
 import paellapy as pp
 from paellapy import demo
-from paellapy.scheduler.engine.engine import Engine
-from paellapy.serving.bench.arrivals import Load
-from paellapy.serving.bench.load import run_bench
+from paellapy.serving.bench.load import Load
+from paellapy.serving.bench.run import run_bench
 
 MANY = 128  # clients at once
+TITLES = {"engine": "engine, no HTTP", "one": "one process", "1": "1 worker"}
 
 
-def serve(device: str, workers: int) -> None:
-    pp.serve(
-        [demo.load(name) for name in demo.names()],
-        device=device,
-        server={"port": 0, "log_level": "warning"},
-        workers=workers,
-        announce=lambda url: print(url, flush=True),
-    )
-
-
-def ask(target: str | Engine, seconds: float, clients: int) -> dict[str, Any]:
-    """Latency by model for a client who is alone, and what many get together."""
+def ask(target: str | pp.Engine, seconds: float, clients: int) -> dict[str, Any]:
+    """Latency by model for a client who is alone, and the throughput of many."""
     found: dict[str, Any] = {}
     for name in demo.names():
         load = Load((name,), concurrency=1, duration_s=seconds, warmup_s=seconds / 4)
         one = run_bench(target, load)["models"][name]
         assert not one["errors"], one["errors"]
-        found[name] = {key: round(one["latency_ms"][key], 4) for key in ("p50", "p99")}
+        found[name] = {key: one["latency_ms"][key] for key in ("p50", "p99")}
     load = Load(concurrency=MANY, duration_s=seconds, warmup_s=seconds / 4)
-    many = run_bench(target, load, clients=1 if isinstance(target, Engine) else clients)["all"]
+    many = run_bench(target, load, clients=1 if isinstance(target, pp.Engine) else clients)["all"]
     assert not many["errors"], many["errors"]
-    found["many"] = {
-        "per_s": round(many["answered_per_s"], 1),
-        "refused": many["refused"],
-        **{key: round(many["latency_ms"][key], 4) for key in ("p50", "p99")},
-    }
-    return found
+    latency = {key: many["latency_ms"][key] for key in ("p50", "p99")}
+    return {**found, "many": {"per_s": many["answered_per_s"], "refused": many["refused"], **latency}}
 
 
-def served(kind: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--serve", kind, "--device", arguments.device]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+def served(kind: str, o: Any) -> dict[str, Any]:
+    command = [*script_in(None, __file__), "--serve", kind, "--device", o.device]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as process:
         assert process.stdout is not None
         try:
-            url = process.stdout.readline().strip()
-            if not url:
+            if not (url := process.stdout.readline().strip()):
                 raise SystemExit(f"the server with workers: {kind} ended before it was ready")
-            return ask(url, arguments.seconds, arguments.clients)
+            return ask(url, o.seconds, o.clients)
         finally:
             process.terminate()
 
 
-def table(found: dict[str, Any]) -> Table:
-    shown = Table(title="one client: p50 / p99 ms; many: requests a second", title_justify="left")
-    shown.add_column("")
-    for column in (*demo.names(), f"{MANY} clients/s", "p50 / p99 ms"):
-        shown.add_column(column, justify="right")
-    for kind, each in found.items():
-        alone = [f"{each[name]['p50']:.3f} / {each[name]['p99']:.3f}" for name in demo.names()]
-        many = each["many"]
-        shown.add_row(kind, *alone, f"{many['per_s']:.0f}", f"{many['p50']:.2f} / {many['p99']:.2f}")
-    return shown
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--servers", default="one,1,2,4,8", help="servers to test: one, and numbers of workers")
-    parser.add_argument("--seconds", type=float, default=2.0)
+    parser = arguments(__doc__, device="cuda", seconds=2.0)
+    parser.add_argument("--serve", help="be a server")
+    parser.add_argument("--servers", default="one,1,2,4,8", help="one, and numbers of workers")
     parser.add_argument("--clients", type=int, default=4, help="number of client processes for throughput")
-    parser.add_argument("--out", type=Path, default=None, help="folder for the JSON file (default: results/)")
-    arguments = parser.parse_args()
-    if arguments.serve:
-        serve(arguments.device, 0 if arguments.serve == "one" else int(arguments.serve))
+    o = parser.parse_args()
+    models = [demo.load(name) for name in demo.names()]
+    if o.serve:
+        workers = 0 if o.serve == "one" else int(o.serve)
+        server = {"port": 0, "log_level": "warning"}
+        pp.serve(models, device=o.device, server=server, workers=workers, announce=lambda url: print(url, flush=True))
         return
-    console, device = Console(), pp.Device(arguments.device)
-    found: dict[str, Any] = {}
-    with console.status("engine") as status:
-        with Engine(arguments.device) as engine:
-            for name in demo.names():
-                engine.load(demo.load(name))
-            found["engine"] = ask(engine, arguments.seconds, arguments.clients)
-        for kind in arguments.servers.split(","):
-            status.update(f"server with workers: {kind}")
-            found[kind] = served(kind, arguments)
-            settings = {"seconds": arguments.seconds, "clients": MANY, "client processes": arguments.clients}
-            path = save("serving_demo", {**settings, "cores": os.cpu_count(), "found": found}, device, arguments.out)
-    console.print(table(found))
-    console.print("written to", str(path))
+    with pp.Engine(o.device) as engine:
+        for model in models:
+            engine.load(model)
+        found = {"engine": ask(engine, o.seconds, o.clients)}
+    for kind in o.servers.split(","):
+        found[kind] = served(kind, o)
+    rows = []
+    for kind, each in found.items():
+        alone = (f"{1e3 * each[name]['p50']:.0f} / {1e3 * each[name]['p99']:.0f}" for name in demo.names())
+        many = each["many"]
+        rows.append([TITLES.get(kind, f"{kind} workers"), *alone, f"{many['per_s']:,.0f}",
+                     f"{many['p50']:.2f} / {many['p99']:.2f}"])  # fmt: skip
+    head = ["server", *(f"`{name}`, µs" for name in demo.names()), "requests a second", "ms"]
+    show(f"one client: p50 / p99; {MANY} clients: requests a second, p50 / p99", head, rows)
+    figures = {}
+    if "one" in found:
+        added = [1e3 * (found["one"][name]["p50"] - found["engine"][name]["p50"]) for name in demo.names()]
+        figures = {"demo.http-least": f"{min(added):.0f}", "demo.http-most": f"{max(added):.0f}"}
+    if "one" in found and "8" in found:
+        figures["demo.eight-workers"] = f"{found['8']['many']['per_s'] / found['one']['many']['per_s']:.1f}"
+    content = {"seconds": o.seconds, "clients": MANY, "client processes": o.clients, "found": found}
+    tables = {"serving-demo": [head, *rows]}
+    print(save("serving_demo", content, pp.Device(o.device), o.out, tables=tables, figures=figures))
 
 
 if __name__ == "__main__":

@@ -1,41 +1,31 @@
 """Requests per second and latency of the server, beside a bare aiohttp handler that decodes and echoes, in one run.
 
-    python benchmarks/serving_floor.py [--seconds 2] [--rounds 5] [--servers floor,one,1,2] [--out DIR]
-    python benchmarks/serving_floor.py --against CHECKOUT --within 280 --rounds 3
+    python benchmarks/serving_floor.py [--seconds 2] [--rounds 5] [--servers floor,one,1,2,keys,log]
+    python benchmarks/serving_floor.py --against CHECKOUT --seconds 0.8
 
 The handler is the floor that aiohttp sets: uvloop, msgspec, almost no routing, no engine. `one` is the server in one
-process, `keys` the same with eight API keys, `log` with an access log (to /dev/null); 1, 2, … are HTTP workers in
-front of an engine process. All run a model of one kernel on the virtual GPU, and so also pay for the CPU time that
-computes the kernel.
+process, `keys` and `log` the same with API keys and with an access log; 1, 2, … are HTTP workers in front of an engine
+process. All run a model of one kernel on the virtual GPU, and so also pay for the CPU time that computes the kernel.
 
 All servers run all the time and are asked in turn, and each round compares with its own floor, so that other load of
-the machine affects all of them. Figures are medians over the rounds. With more processes than cores, requests per
-second show the total CPU time of each way, the client's included; `cpu_us` has it process by process.
-
-With --against, the servers of an earlier version run beside those of this one and are asked in the same rounds. The
-file has the medians of both, and `now ÷ before` the ratios of every round and their median: requests per second, median
-latency, and CPU time of the server. --within S chooses the seconds of each load so that the whole run takes S seconds.
+the machine affects all of them. Figures are medians over the rounds. With `--against`, the servers of another version
+run beside those of this one, and the ratios now ÷ before of every round are stored.
 """
 
 from __future__ import annotations
 
-import argparse
+import asyncio
 import contextlib
 import functools
-import os
 import statistics
 import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import save
-from floor_against import BEFORE, WARM_S, WARMUP, Runs, beside_before, both, commit_of, load_seconds
-from floor_against import show as show_ratios
+from harness import arguments, commit, environment, save, script_in, show, spread
 
 from paellapy.serving.bench.arrivals import Load
 from paellapy.serving.bench.load import run_bench
@@ -43,11 +33,14 @@ from paellapy.serving.bench.load import run_bench
 SMALL, LARGE = 64, 75_264  # floats; the larger is an image of 3 x 224 x 224 as FP16, 301 KB as FP32
 SIZES = {"small": SMALL, "large": LARGE}
 SLOW = 4  # a load of megabytes of JSON takes this many times as long, for enough answers
+BEFORE = " before"  # behind the name of a server of another version
+
+Runs = dict[str, dict[str, list[dict[str, Any]]]]  # by case and server
 
 
 def models() -> list[Any]:
     import triton
-    from serving_kernels import copy
+    from kernels import copy
 
     from paellapy.scheduler.models.model import Model, TensorSpec
 
@@ -75,8 +68,6 @@ def serve_paellapy(kind: str) -> None:
 
 
 def serve_floor() -> None:
-    import asyncio
-
     import msgspec
     import numpy as np
     import uvloop
@@ -84,8 +75,7 @@ def serve_floor() -> None:
 
     from paellapy.serving.protocol import RequestBody, ResponseBody, ResponseTensor
 
-    decode = msgspec.json.Decoder(RequestBody).decode
-    encode = msgspec.json.Encoder().encode
+    decode, encode = msgspec.json.Decoder(RequestBody).decode, msgspec.json.Encoder().encode
 
     async def infer(request: web.Request) -> web.Response:
         body = await request.read()
@@ -101,11 +91,10 @@ def serve_floor() -> None:
         array = np.frombuffer(view[int(length) :], np.float32)
         tensor = ResponseTensor("y", "FP32", parsed.inputs[0].shape, {"binary_data_size": array.nbytes})
         header = encode(ResponseBody(name, "1", [tensor]))
+        headers = {"Inference-Header-Content-Length": str(len(header))}
         return web.Response(
-            body=header + array.tobytes(),
-            headers={"Inference-Header-Content-Length": str(len(header))},
-            content_type="application/octet-stream",
-        )
+            body=header + array.tobytes(), headers=headers, content_type="application/octet-stream"
+        )  # fmt: skip
 
     async def metadata(request: web.Request) -> web.Response:
         name = request.match_info["model"]
@@ -125,30 +114,26 @@ def serve_floor() -> None:
 
 
 class Running:
-    """A server in processes of its own."""
+    """A server in processes of its own; `checkout`: of another version, which serves in place of this one."""
 
     def __init__(self, kind: str, checkout: Path | None = None) -> None:
-        """`checkout`: of another version, which serves in place of this one."""
-        script = Path(__file__) if checkout is None else checkout / "benchmarks" / Path(__file__).name
-        environment = os.environ if checkout is None else {**os.environ, "PYTHONPATH": str(checkout)}
-        command = [sys.executable, str(script), "--serve", kind]
-        log = subprocess.DEVNULL if kind == "log" else None
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=checkout, env=environment
-        )
+        command = [*script_in(checkout, __file__), "--serve", kind]
+        log, env = subprocess.DEVNULL if kind == "log" else None, environment(checkout)
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=checkout, env=env)
 
     @functools.cached_property
     def url(self) -> str:
         """Its address, once it is ready."""
         assert self.process.stdout is not None
         if not (said := self.process.stdout.readline().strip()):
-            raise SystemExit(f"a server did not start: {' '.join(map(str, self.process.args))}")  # type: ignore[arg-type]
+            raise SystemExit(f"a server did not start: {self.process.args!s}")
         return said
 
     def cpu_s(self) -> dict[str, float]:
         """Time on a CPU so far, by name of the process."""
         found: dict[str, float] = defaultdict(float)
-        for pid in (self.process.pid, *_children(self.process.pid)):
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        for pid in (self.process.pid, *children):
             name = Path(f"/proc/{pid}/comm").read_text().strip()
             tasks = Path(f"/proc/{pid}/task").iterdir()
             found[name] += sum(int((each / "schedstat").read_text().split()[0]) for each in tasks) * 1e-9
@@ -169,10 +154,6 @@ def server(kind: str) -> Iterator[str]:
         running.stop()
 
 
-def _children(pid: int) -> list[int]:
-    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def one_run(asked: Running, load: Load) -> dict[str, Any]:
     before, own = asked.cpu_s(), time.process_time()
     result = run_bench(asked.url, load)["all"]
@@ -182,24 +163,8 @@ def one_run(asked: Running, load: Load) -> dict[str, Any]:
     if not requests:
         raise SystemExit(f"no request for {load.models[0]!r} was answered within {load.duration_s} s: raise --seconds")
     cpu_us = {name: (after - before.get(name, 0.0)) / requests * 1e6 for name, after in asked.cpu_s().items()}
-    cpu_us["client"] = own / requests * 1e6
-    return {"per_s": result["answered_per_s"], "p50_ms": result["latency_ms"]["p50"], "cpu_us": cpu_us}
-
-
-def compare(runs: list[dict[str, Any]], floors: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians, and the median of the rounds' own ratios."""
-
-    def median(values: Any) -> float:
-        return round(statistics.median(values), 4)
-
-    return {
-        "per_s": median(r["per_s"] for r in runs),
-        "p50_ms": median(r["p50_ms"] for r in runs),
-        "cpu_us": {name: median(r["cpu_us"][name] for r in runs) for name in runs[0]["cpu_us"]},
-        "ratio_per_s": median(r["per_s"] / f["per_s"] for r, f in zip(runs, floors, strict=True)),
-        "ratio_p50": median(r["p50_ms"] / f["p50_ms"] for r, f in zip(runs, floors, strict=True)),
-        "rounds_per_s": [round(r["per_s"], 1) for r in runs],
-    }
+    return {"per_s": result["answered_per_s"], "p50_ms": result["latency_ms"]["p50"],
+            "cpu_us": {**cpu_us, "client": own / requests * 1e6}}  # fmt: skip
 
 
 def cases(large_json: bool) -> dict[str, tuple[str, bool, int]]:
@@ -209,112 +174,106 @@ def cases(large_json: bool) -> dict[str, tuple[str, bool, int]]:
     return {f"{m} {'binary' if b else 'JSON'}, {n} client{'s' * (n > 1)}": (m, b, n) for m, b, n in found}
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """`checkout`: of an earlier version; a server whose name ends with BEFORE is of it. `within_s`: 0 for no limit."""
-
-    kinds: list[str]
-    seconds: float
-    rounds: int
-    checkout: Path | None = None
-    within_s: float = 0.0
-
-
-def times_as_long(model: str, binary: bool) -> int:
-    return SLOW if model == "large" and not binary else 1
-
-
-def measure(plan: Plan) -> tuple[Runs, float]:
-    """And the seconds of each load, but for the slow ones."""
-    began, wanted = time.monotonic(), cases(large_json=plan.checkout is not None)
-    weight = sum(times_as_long(model, binary) for model, binary, _ in wanted.values())
-    runs: Runs = {label: {kind: [] for kind in plan.kinds} for label in wanted}
+def measure(kinds: list[str], o: Any) -> Runs:
+    wanted = cases(large_json=o.against is not None)
+    runs: Runs = {label: {kind: [] for kind in kinds} for label in wanted}
     servers: dict[str, Running] = {}
-    seconds = WARM_S if plan.within_s else plan.seconds
     try:
-        for kind in plan.kinds:
-            servers[kind] = Running(kind.removesuffix(BEFORE), plan.checkout if kind.endswith(BEFORE) else None)
-        for each in servers.values():
-            assert each.url  # it is up
-        for k in range(plan.rounds + 1):  # the first round warms up
-            round_began = time.monotonic()
+        for kind in kinds:
+            servers[kind] = Running(kind.removesuffix(BEFORE), o.against if kind.endswith(BEFORE) else None)
+        for k in range(o.rounds + 1):  # the first round warms up
             for label, (model, binary, clients) in wanted.items():
-                long_s = seconds * times_as_long(model, binary)
-                load = Load((model,), concurrency=clients, binary=binary, duration_s=long_s, warmup_s=long_s * WARMUP,
-                            headers={"X-API-Key": "secret 3"})  # fmt: skip
-                for kind in plan.kinds[:: 1 if k % 2 else -1]:  # none is always behind the same other one
+                seconds = o.seconds * (SLOW if model == "large" and not binary else 1)
+                load = Load((model,), concurrency=clients, binary=binary, duration_s=seconds, warmup_s=seconds / 4)
+                for kind in kinds[:: 1 if k % 2 else -1]:  # none is always behind the same other one
+                    found = one_run(servers[kind], load)
                     if k:
-                        runs[label][kind].append(one_run(servers[kind], load))
-                    else:
-                        run_bench(servers[kind].url, load)
-            print(f"round {k} of {plan.rounds}: {seconds:.2f} s a load", flush=True)
-            if plan.within_s and not k:
-                left_s, warm_s = plan.within_s - (time.monotonic() - began), time.monotonic() - round_began
-                seconds = load_seconds(left_s, warm_s, weight * len(servers), plan.rounds)
+                        runs[label][kind].append(found)
+            print(f"round {k} of {o.rounds}", flush=True)
     finally:
         for each in servers.values():
-            each.process.terminate()
-        for each in servers.values():
-            each.process.communicate()
-    return runs, seconds
+            each.stop()
+    return runs
+
+
+def medians(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        **{key: statistics.median(run[key] for run in runs) for key in ("per_s", "p50_ms")},
+        "cpu_us": {name: statistics.median(run["cpu_us"][name] for run in runs) for name in runs[0]["cpu_us"]},
+    }
 
 
 def beside_floor(runs: Runs) -> dict[str, Any]:
-    return {label: {kind: compare(each, by_kind["floor"]) for kind, each in by_kind.items()}
-            for label, by_kind in runs.items()}  # fmt: skip
-
-
-def show(found: dict[str, Any]) -> None:
-    for label, by_kind in found.items():
-        print(label)
+    """Medians, and the median of the rounds' own ratios to the floor."""
+    found: dict[str, Any] = {}
+    for label, by_kind in runs.items():
         for kind, each in by_kind.items():
-            cpu = ", ".join(f"{name} {us:.0f}" for name, us in each["cpu_us"].items() if us >= 1)
-            print(
-                f"  {kind:6s} {each['per_s']:8.0f}/s ({each['ratio_per_s']:.2f}x)   p50 {each['p50_ms']:7.3f} ms "
-                f"({each['ratio_p50']:.2f}x)   CPU µs a request: {cpu}"
-            )
+            pairs = list(zip(each, by_kind["floor"], strict=True))
+            ratios = {f"ratio_{name.removesuffix('_ms')}": statistics.median(a[name] / b[name] for a, b in pairs)
+                      for name in ("per_s", "p50_ms")}  # fmt: skip
+            found.setdefault(label, {})[kind] = {**medians(each), **ratios}
+    return found
 
 
-def compare_versions(plan: Plan, named: str | None, out: Path | None) -> None:
-    assert plan.checkout is not None
-    about = {"device": "virtual:h200", "cores": os.cpu_count(), "before": commit_of(plan.checkout, named)}
-    runs, seconds = measure(plan)
-    found = beside_before(runs)
-    show_ratios(found)
-    content = {**about, "seconds": round(seconds, 3), "rounds": plan.rounds, "cases": both(runs), "now ÷ before": found}
-    print("written to", save("serving_floor_against", content, folder=out))
+def beside_before(runs: Runs) -> dict[str, Any]:
+    """Ratios now ÷ before for each case and server: requests a second, median latency, CPU time of the server."""
+
+    def server_us(run: dict[str, Any]) -> float:
+        return float(sum(us for name, us in run["cpu_us"].items() if name != "client"))
+
+    found: dict[str, Any] = {}
+    for label, by_kind in runs.items():
+        for kind, now in by_kind.items():
+            if kind + BEFORE in by_kind:
+                pairs = list(zip(now, by_kind[kind + BEFORE], strict=True))
+                found.setdefault(label, {})[kind] = {
+                    "per_s": spread(a["per_s"] / b["per_s"] for a, b in pairs),
+                    "p50": spread(a["p50_ms"] / b["p50_ms"] for a, b in pairs),
+                    "cpu": spread(server_us(a) / server_us(b) for a, b in pairs),
+                }
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser = arguments(__doc__, seconds=2.0, rounds=5, against=True)
+    parser.add_argument("--serve", help="be a server")
     parser.add_argument("--servers", default="floor,one,1,2", help="floor, one, keys, log, and numbers of workers")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each load")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--within", type=float, default=0.0, help="seconds of the whole run, in place of --seconds")
-    parser.add_argument("--against", type=Path, help="checkout of an earlier version")
-    parser.add_argument("--before", help="commit of that checkout, where it has no git")
-    parser.add_argument("--out", type=Path, default=None, help="folder for the JSON file (default: results/)")
-    arguments = parser.parse_args()
-    if arguments.serve:
-        if arguments.serve == "floor":
-            serve_floor()
-        else:
-            serve_paellapy(arguments.serve)
-        return
-    kinds = arguments.servers.split(",")
-    if arguments.against is not None:
+    o = parser.parse_args()
+    if o.serve:
+        return serve_floor() if o.serve == "floor" else serve_paellapy(o.serve)
+    kinds, about = o.servers.split(","), {"device": "virtual:h200", "seconds": o.seconds, "rounds": o.rounds}
+    if o.against is not None:
+        o.against = o.against.resolve()
         kinds = [each for kind in kinds if kind != "floor" for each in (kind, kind + BEFORE)]
-        checkout = arguments.against.resolve()
-        plan = Plan(kinds, arguments.seconds, arguments.rounds, checkout, arguments.within)
-        compare_versions(plan, arguments.before, arguments.out)
-        return
-    runs, seconds = measure(Plan(kinds, arguments.seconds, arguments.rounds, None, arguments.within))
-    found = beside_floor(runs)
-    show(found)
-    about = {"device": "virtual:h200", "cores": os.cpu_count(), "seconds": round(seconds, 3)}
-    content = {**about, "rounds": arguments.rounds, "cases": found}
-    print("written to", save("serving_floor", content, folder=arguments.out))
+        found = beside_before(measure(kinds, o))
+
+        def cell(e: dict[str, Any]) -> str:
+            rounds = f"{e['per_s']['least']:.2f}–{e['per_s']['most']:.2f}"
+            return f"{e['per_s']['median']:.2f} ({rounds}) / {e['cpu']['median']:.2f}"
+
+        rows = [[label, *map(cell, by_kind.values())] for label, by_kind in found.items()]
+        head = ["requests a second (rounds) / CPU time", *next(iter(found.values()))]
+        show("now ÷ before", head, rows)
+        content = {**about, "commits": {"now": commit(), "before": commit(o.against)}, "now ÷ before": found}
+        print(save("serving_floor_against", content, folder=o.out, tables={"serving-against": [head, *rows]}))
+        return None
+    found = beside_floor(measure(kinds, o))
+    titles = {"floor": "floor", "one": "one process", "keys": "with keys", "log": "with an access log", "1": "1 worker"}
+    head = [
+        "load",
+        *(titles.get(kind, f"{kind} workers") for kind in kinds),
+        "ratios of requests a second",
+        "of medians",
+    ]
+    rows = []
+    for label, by_kind in found.items():
+        over = [", ".join(f"{row[ratio]:.2f}" for kind, row in by_kind.items() if kind != "floor")
+                for ratio in ("ratio_per_s", "ratio_p50")]  # fmt: skip
+        rows.append([label, *(f"{row['per_s']:,.0f} / {row['p50_ms']:.2f}" for row in by_kind.values()), *over])
+    show("requests a second / median latency in ms", head, rows)
+    tables = {"serving-floor": [head, *rows]}
+    print(save("serving_floor", {**about, "cases": found}, folder=o.out, tables=tables))
+    return None
 
 
 if __name__ == "__main__":

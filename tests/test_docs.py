@@ -54,8 +54,8 @@ TITLES = {Config: "top level", ServerConfig: "`[server]`", TlsConfig: "`[tls]`",
 
 
 @pytest.mark.parametrize(("kind", "title"), TITLES.items())
-def test_the_serving_page_lists_every_setting_with_its_default(kind: type[msgspec.Struct], title: str) -> None:
-    page = (ROOT / "docs" / "serving.md").read_text()
+def test_the_page_of_settings_lists_every_setting_with_its_default(kind: type[msgspec.Struct], title: str) -> None:
+    page = (ROOT / "docs" / "settings.md").read_text()
     table = page.partition(f"\n| {title} | default | |\n|---|---|---|\n")[2].partition("\n\n")[0]
     rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
     listed = {name.strip("`"): row[1] for row in rows for name in row[0].split(", ")}
