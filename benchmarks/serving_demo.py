@@ -16,8 +16,8 @@ from harness import arguments, environment, save, script_in, show
 
 import paellapy as pp
 from paellapy import demo
-from paellapy.serving.bench.load import Load
-from paellapy.serving.bench.run import run_bench
+from paellapy.serving.bench.arrivals import Load
+from paellapy.serving.bench.load import run_bench
 
 MANY = 128  # clients at once
 TITLES = {"engine": "engine, no HTTP", "one": "one process", "1": "1 worker"}
