@@ -101,15 +101,11 @@ def _saxpy() -> Any:
     return kernel(source=code, name="saxpy")
 
 
-def _triton_kernel() -> Any:
-    from paellapy.doctor_kernel import twice
-    from paellapy.instrument.kernels.decorator import kernel
-
-    return kernel(twice)
-
-
 def _instrument_triton() -> str:
-    compiled = _triton_kernel().compile("*fp32", "*fp32", 1000, B=128, target="sm_90", report="trace")
+    from paellapy.demo import kernels
+
+    pool: Any = kernels.max_pool2x2
+    compiled = pool.compile("*fp32", "*fp32", 8, H=16, W=16, C=4, BLOCK=256, target="sm_90", report="trace")
     return f"a kernel for sm_90, {compiled.registers} registers, {len(compiled.cubin)} bytes"
 
 
@@ -120,15 +116,17 @@ def _instrument_cuda() -> str:
 
 def _trace_on(name: str) -> Callable[[], str]:
     def run() -> str:
+        from paellapy.demo import kernels
         from paellapy.instrument.traces.session import trace
 
+        pool: Any = kernels.max_pool2x2
+        images = np.arange(8192, dtype=np.float32).reshape(8, 16, 16, 4)
         device = Device.open(name)
         with device:
-            x, out = device.array(np.arange(1000, dtype=np.float32)), device.empty(1000)
-            kernel = _triton_kernel()
+            x, out = device.array(images), device.empty((8, 8, 8, 4))
             with trace() as t:
-                kernel[(8,)](x, out, 1000, B=128)
-            if not np.array_equal(out.numpy(), 2 * x.numpy()) or len(t.blocks) != 8:
+                pool[(8,)](x, out, 8, H=16, W=16, C=4, BLOCK=256)
+            if not np.array_equal(out.numpy(), images[:, 1::2, 1::2]) or len(t.blocks) != 8:
                 raise PaellaError("a traced kernel computed a wrong result")
         return f"{len(t.blocks)} blocks seen on {len(np.unique(t.blocks['sm']))} SMs of {device.title}"
 

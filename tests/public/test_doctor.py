@@ -13,12 +13,17 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from paellapy import cli, doctor
-from paellapy.instrument import versions
+from paellapy.instrument import env
 from paellapy.instrument.errors import NoDeviceError
 
 
-def test_doctor_tries_every_feature_and_says_what_to_do() -> None:
-    findings = {f.name: f for f in doctor.examine()}
+@pytest.fixture(scope="module")
+def examined() -> list[doctor.Finding]:
+    return doctor.examine()
+
+
+def test_doctor_tries_every_feature_and_says_what_to_do(examined: list[doctor.Finding]) -> None:
+    findings = {f.name: f for f in examined}
     assert findings["triton"].detail
     assert findings["ptxas"].detail.startswith("CUDA")
     assert findings["instrument Triton kernels"].works
@@ -44,15 +49,14 @@ def test_doctor_prints_extras_as_they_are_typed() -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80])
-def test_doctor_cuts_nothing_off_on_a_narrow_terminal(width: int) -> None:
-    findings = doctor.examine()
+def test_doctor_cuts_nothing_off_on_a_narrow_terminal(examined: list[doctor.Finding], width: int) -> None:
     console = Console(width=width)
     with console.capture() as output:
-        console.print(doctor.report(findings))
+        console.print(doctor.report(examined))
     cells = [line.split("│")[1:-1] for line in output.get().splitlines() if line.startswith("│")]
     columns = ["".join("".join(cell).split()) for cell in zip(*cells, strict=True)]
     assert "…" not in output.get()
-    for f in findings:
+    for f in examined:
         for column, text in zip(columns[1:], (f.name, f.detail, "" if f.works else f.remedy), strict=True):
             assert "".join(text.split()) in column
 
@@ -104,8 +108,8 @@ def test_a_source_tree_that_is_not_installed_has_a_version_too(monkeypatch: pyte
         raise metadata.PackageNotFoundError(package)
 
     monkeypatch.setattr(metadata, "version", missing)
-    versions._installed.cache_clear()
+    env._installed.cache_clear()
     try:
-        assert versions.versions()["paellapy"] == "0+source"
+        assert env.versions()["paellapy"] == "0+source"
     finally:
-        versions._installed.cache_clear()
+        env._installed.cache_clear()

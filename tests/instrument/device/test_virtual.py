@@ -144,9 +144,10 @@ def test_the_same_program_gives_the_same_trace_anywhere(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(
         "import sys, numpy as np, paellapy as pp\n"
-        "from paellapy.doctor_kernel import twice\n"
+        "from paellapy.demo.kernels import max_pool2x2 as pool\n"
+        "x = np.ones((300, 32, 32, 1), np.float32)\n"
         "with pp.Device('virtual:a100'), pp.trace() as t:\n"
-        "    for _ in range(3): pp.kernel(twice)[(300,)](np.ones(76800, np.float32), pp.empty(76800), 76800, B=256)\n"
+        "    for _ in range(3): pool[(300,)](x, pp.empty((300, 16, 16, 1)), 300, H=32, W=32, C=1, BLOCK=256)\n"
         "sys.stdout.buffer.write(t.blocks.tobytes())\n"
     )
     runs = [subprocess.run([sys.executable, str(script)], capture_output=True, check=True).stdout for _ in range(2)]

@@ -15,7 +15,7 @@ import triton.language as tl
 from triton import knobs
 
 import paellapy as pp
-from paellapy.arrays import array, empty_like, zeros
+from paellapy.instrument.device import array, empty_like, zeros
 from paellapy.instrument.errors import TraceError
 
 
