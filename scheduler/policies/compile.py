@@ -388,101 +388,79 @@ class Compiled:
 
 
 def compile_function(role: str, function: Any, layout: Layout, cache: bool = False) -> Compiled:
-    """The function as compiled code, which the core calls by its address. `cache` keeps the code on disk."""
+    """The function as compiled code, which the core calls by its address. `cache`, for our own, keeps it on disk."""
     names = arguments(role, function, layout)
     returns = types.void if ROLES[role].returns == "nothing" else types.float64
     signature = returns(*(numba.from_dtype(layout.kind(name)) for name in names))
-    if cache:
-        code = numba.cfunc(signature, cache=True, error_model="numpy", nogil=True)(function)
-        return Compiled(role, function, function, names, code)
-    plain = bounded(function)
+    plain = function if cache else bounded(function)
+    # Functions from outside may make arrays; if a constant index is beyond one, the trial of the policy shows it.
+    checks = not cache and bool(outside(function))
     failed: Exception | None = None
     with global_compiler_lock, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         before, config.ALWAYS_WARN_UNINIT_VAR = config.ALWAYS_WARN_UNINIT_VAR, 1
         try:
-            # Arrays of its own, made by functions from outside, may have constant indices; the trial shows faulty ones.
-            arrays = bool(outside(function))
-            code = numba.cfunc(signature, error_model="numpy", nogil=True, boundscheck=arrays)(plain)
+            compiler = numba.cfunc(signature, cache=cache, error_model="numpy", nogil=True, boundscheck=checks)
+            code = compiler(plain)
         except Exception as e:  # not only errors of Numba's own classes
             failed = e
         finally:
             config.ALWAYS_WARN_UNINIT_VAR = before
     for each in caught:
-        unset, loc = _UNSET.match(str(each.message)), getattr(each.message, "loc", None)
+        unset = re.match(r"Detected uninitialized variable (\w+)", str(each.message))
+        loc = getattr(each.message, "loc", None)
         if unset is None:
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
         elif loc and loc.filename == function.__code__.co_filename and unset[1] in plain.__code__.co_varnames:
-            raise _unset(function, unset[1], loc.line)
+            failed = NameError(f"Variable '{unset[1]}' is not defined")
+            failed.loc = loc  # type: ignore[attr-defined]  # as errors of Numba have it
+            break
     if failed is not None:
         raise _explained(failed, role, function, layout, names) from failed
     return Compiled(role, function, plain, names, code)
 
 
-def _unset(function: Any, name: str, line: int | None) -> PolicyError:
-    problem = f"reads `{name}`, which has no value on some path"
-    return fault(function, problem, f"set it before, as in `{name} = 0.0`", line=line, name=name)
-
-
-_UNSET = re.compile(r"Detected uninitialized variable (\w+)")
-# The name contains the interpreter's instruction: `return_value`, or `return_const` in Python 3.12 and 3.13.
-_RETURNS = re.compile(r"No conversion from (.+?) to \w+ for '\$[\w.]*(?:return_(?:value|const)|load_const)")
-_RETURN_KINDS = re.compile(r"[cC]an'?t unify return type from the following types: (.+?)(?:\n|$)")
-_NO_NAME = re.compile(r"NameError: (?:global )?name '(\w+)' is not defined|Untyped global name '(\w+)'")
-_NO_ATTRIBUTE = re.compile(r"Unknown attribute '(\w+)' of type (.+)")
-_APPLIES = re.compile(r"No implementation of function Function\(<(?:built-in )?function (\w+)")
-_TWO_KINDS = re.compile(r"Cannot unify (.+?) and (.+?) for '")
+# What Numba says, the problem and the remedy; {0} is the first group in words. Without a remedy a general one is given.
+_REASONS: list[tuple[str, str, str | None]] = [
+    (r"index out of range", "has an index that is out of range", "bound it, as in T[int(x) % len(T)]"),
+    (r"<built-in function getitem>", "has an index that is no integer", "convert it, as in own.used_ns[int(x)]"),
+    (r"Variable '(\w+)' is not defined", "reads `{0}`, which has no value on some path", "set it before: `{0} = 0.0`"),
+    # The name contains the interpreter's instruction: `return_value`, or `return_const` in Python 3.12 and 3.13.
+    (r"No conversion from (.+?) to \w+ for '\$[\w.]*(?:return_(?:value|const)|load_const)", "returns {0}", None),
+    (r"Cannot unify (.+?) and (.+?) for '", "sets a variable to {0} in one case and to {1} in another", None),
+    (r"[cC]an'?t unify return type", "returns values of different kinds", None),
+    (r"No implementation of function Function\(<(?:built-in )?function (\w+)",
+     "applies `{0}` to a value that is not a number, or to too few or too many values", None),
+    (r"NameError: (?:global )?name '(\w+)' is not defined|Untyped global name '(\w+)'", "uses the name `{0}`", None),
+    (r"Unknown attribute '(\w+)' of type Module\(<module 'random'", "uses `{0}`, which compiled code does not have",
+     "use random.random() or random.uniform(a, b), or count in `own` to take turns"),
+    (r"Unknown attribute '(\w+)'", "uses `.{0}`, which compiled code does not have", None),
+]  # fmt: skip
 _KINDS = {
     r"none|omitted\(.*": "None",
     r"Literal\[str\].*|unicode_type": "a text",
     r"Literal\[bool\].*|bool(ean)?": "True or False",
     r"(Uni)?Tuple.*": "a tuple",
     r"(reflected )?list.*": "a list",
-    r"complex.*": "a complex number",
     r"Record.*": "the job itself",
-    r"[nN]ested[aA]rray.*": "numbers for every model",
-    r"[aA]rray.*": "an array",
-    r"Module.*": "the module",
+    r"([nN]ested)?[aA]rray.*": "an array",
     r"Literal\[int\].*|u?int\d+|float\d+": "a number",
 }
 
 
 def _explained(error: Exception, role: str, function: Any, layout: Layout, names: tuple[str, ...]) -> PolicyError:
     """The error in plain words: Numba's own messages assume knowledge of Numba."""
-    text, line, wanted = str(error), getattr(getattr(error, "loc", None), "line", None), ROLES[role].returns
-    name: str | None = None
-    remedy = f"use numbers, fields of ({', '.join(names)}) and the math module, and return {wanted} on every path"
-    if isinstance(error, IndexError) or "index out of range" in text:
-        problem, remedy = "has an index that is out of range", "bound it, as in T[int(x) % len(T)]"
-    elif isinstance(error, KeyError):  # how Numba reports that a record has no such field
-        problem, name = f"reads the field {text}, which does not exist", text.strip("'")
-        remedy = "; ".join(f"the fields of {each} are {', '.join(layout.fields(each))}" for each in names)
-    elif found := re.search(r"Variable '(\w+)' is not defined", text):
-        return _unset(function, found[1], line)
-    elif found := _RETURNS.search(text):
-        problem = f"returns {_in_words(found[1])} where {wanted} is needed"
-    elif found := _TWO_KINDS.search(text):
-        problem = f"sets a variable to {_in_words(found[1])} in one case and to {_in_words(found[2])} in another"
-    elif (found := _APPLIES.search(text)) and found[1] == "getitem":
-        problem, remedy = "has an index that is not an integer", "convert it, as in own.used_ns[int(x)]"
-    elif found:
-        problem = f"applies `{found[1]}` to a value that is not a number, or to too few or too many values"
-    elif found := _RETURN_KINDS.search(text):
-        kinds = sorted({_in_words(each.strip()) for each in re.split(r",\s*(?![^(\[]*[)\]])", found[1])})
-        problem = f"returns {' in one case and '.join(kinds)} in another, where {wanted} is needed"
-    elif found := _NO_NAME.search(text):
-        name = found[1] or found[2]
-        problem = f"uses the name `{name}`, which is not available in compiled code"
-    elif found := _NO_ATTRIBUTE.search(text):
-        name = found[1]
-        problem = f"uses `.{name}`, which {_in_words(found[2].strip())} does not have in compiled code"
-        if "module 'random'" in text:
-            remedy = "use random.random() or random.uniform(a, b), or count in `own` to take turns"
-    else:
-        source = linecache.getline(function.__code__.co_filename, line).strip() if line else ""
-        problem = "has code that cannot be compiled" + (f", `{textwrap.shorten(source, 100)}`" if source else "")
-    return fault(function, problem, remedy, line=line, name=name)
-
-
-def _in_words(kind: str) -> str:
-    return next((words for pattern, words in _KINDS.items() if re.fullmatch(pattern, kind)), "something else")
+    text, line = str(error), getattr(getattr(error, "loc", None), "line", None)
+    if isinstance(error, KeyError):  # how Numba reports that a record has no such field
+        fields = "; ".join(f"the fields of {each} are {', '.join(layout.fields(each))}" for each in names)
+        return fault(function, f"reads the field {text}, which does not exist", fields, name=text.strip("'"))
+    usual = f"use numbers, fields of ({', '.join(names)}) and `math`, and return {ROLES[role].returns} on every path"
+    for pattern, problem, remedy in _REASONS:
+        if found := re.search(pattern, text):
+            groups = [each for each in found.groups() if each]
+            words = [next((w for kind, w in _KINDS.items() if re.fullmatch(kind, each)), each) for each in groups]
+            name = groups[0] if "`" in problem else None
+            return fault(function, problem.format(*words), (remedy or usual).format(*words), line=line, name=name)
+    source = linecache.getline(function.__code__.co_filename, line).strip() if line else ""
+    problem = "has code that cannot be compiled" + (f", `{textwrap.shorten(source, 100)}`" if source else "")
+    return fault(function, problem, usual, line=line)

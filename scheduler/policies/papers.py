@@ -11,20 +11,25 @@ from paellapy.scheduler.policies.policy import policy
 EVERYTHING = 1 << 30
 STEP = 2.0**56  # above any arrival in ns: ranks by priority, then by arrival
 
+
+def from_its_time(job: Job, own: Own) -> float:
+    return float(own.next_ns[job.model])
+
+
+def top_or_from_time(job: Job, own: Own) -> float:
+    return 1.0 if job.priority >= own.top else float(own.next_ns)
+
+
 # --- limits and shares of the GPU's time ------------------------------------------------------------------------------
-
-
-def antman_admit(job: Job, own: Own) -> float:
-    return float(own.rests_ns[job.model])
 
 
 def antman_done(job: Job, segment: DoneSegment, own: Own) -> None:
     if job.params.performance < 1.0:
-        began_ns = max(own.rests_ns[job.model], job.now_ns - segment.took_ns)
-        own.rests_ns[job.model] = began_ns + segment.ns / job.params.performance
+        began_ns = max(own.next_ns[job.model], job.now_ns - segment.took_ns)
+        own.next_ns[job.model] = began_ns + segment.ns / job.params.performance
 
 
-@policy(admit=antman_admit, done=antman_done, per_model={"rests_ns": 1.0}, params={"performance": 1.0}, may_idle=True,
+@policy(admit=from_its_time, done=antman_done, per_model={"next_ns": 1.0}, params={"performance": 1.0}, may_idle=True,
         max_in_flight=1)  # fmt: skip
 def antman(job: Job) -> float:
     """AntMan (OSDI'20): opportunistic models are slowed down by idle time after each segment; others run unhindered.
@@ -39,17 +44,13 @@ def antman(job: Job) -> float:
 TOKEN_KEPT_NS = 2e6  # several segments of other models, for which it may have had to wait
 
 
-def token_admit(job: Job, own: Own) -> float:
-    return float(own.may_ns[job.model])
-
-
 def token_done(job: Job, segment: DoneSegment, own: Own) -> None:
     since_ns = job.now_ns - segment.took_ns - TOKEN_KEPT_NS
-    own.may_ns[job.model] = max(own.may_ns[job.model], since_ns) + segment.ns / job.params.limit
+    own.next_ns[job.model] = max(own.next_ns[job.model], since_ns) + segment.ns / job.params.limit
     own.due_ns[job.model] = max(own.due_ns[job.model], since_ns) + segment.ns / job.params.request
 
 
-@policy(admit=token_admit, done=token_done, per_model={"may_ns": 1.0, "due_ns": 0.0},
+@policy(admit=from_its_time, done=token_done, per_model={"next_ns": 1.0, "due_ns": 0.0},
         params={"request": 0.01, "limit": 1.0}, may_idle=True, active=1)  # fmt: skip
 def token(job: Job, own: Own) -> float:
     """Token (KubeShare, HPDC'20; Gemini, TCC'21): one model at a time, each with a guaranteed `request` and a `limit`.
@@ -61,24 +62,20 @@ def token(job: Job, own: Own) -> float:
     return float(own.due_ns[job.model])
 
 
-def quota_admit(job: Job, own: Own) -> float:
-    return float(own.full_ns[job.model])
-
-
 def quota_done(job: Job, segment: DoneSegment, own: Own) -> None:
     m = job.model
     share, began_ns, past_ns = job.params.share, job.now_ns - segment.took_ns, job.now_ns - own.since_ns[m]
-    if began_ns > own.full_ns[m] + 20e6:  # the model was idle for a while, which says nothing about its rate
+    if began_ns > own.next_ns[m] + 20e6:  # the model was idle for a while, which says nothing about its rate
         own.used_ns[m], own.since_ns[m], past_ns = 0.0, began_ns, 0.0
     own.used_ns[m] += segment.ns
     if past_ns >= 20e6:
         own.extra[m] = min(max(own.extra[m] + 0.5 * (share - own.used_ns[m] / past_ns), -0.5 * share), 1.0 - share)
         own.used_ns[m], own.since_ns[m] = 0.0, job.now_ns
-    own.full_ns[m] = max(own.full_ns[m], began_ns) + segment.ns / max(share + own.extra[m], 1e-3)
+    own.next_ns[m] = max(own.next_ns[m], began_ns) + segment.ns / max(share + own.extra[m], 1e-3)
 
 
-@policy(admit=quota_admit, done=quota_done, params={"share": 1.0}, may_idle=True, max_in_flight=1,
-        per_model={"full_ns": 1.0, "used_ns": 0.0, "since_ns": 0.0, "extra": 0.0})  # fmt: skip
+@policy(admit=from_its_time, done=quota_done, params={"share": 1.0}, may_idle=True, max_in_flight=1,
+        per_model={"next_ns": 1.0, "used_ns": 0.0, "since_ns": 0.0, "extra": 0.0})  # fmt: skip
 def quota(job: Job) -> float:
     """Quota (GaiaGPU, 2018): a token bucket per model, whose fill rate is adjusted until the model uses its `share`.
 
@@ -89,10 +86,6 @@ def quota(job: Job) -> float:
 
 
 # --- best effort beside high priority ---------------------------------------------------------------------------------
-
-
-def tgs_admit(job: Job, own: Own) -> float:
-    return 1.0 if job.priority >= own.top else float(own.next_ns)
 
 
 def tgs_done(job: Job, segment: DoneSegment, own: Own) -> None:
@@ -111,7 +104,8 @@ def tgs_tick(gpu: Gpu, own: Own) -> None:
     own.next_ns = gpu.now_ns + 5e6 if own.ticks == 0.0 and speed > 0.0 else min(own.next_ns, gpu.now_ns + 5e6)
 
 
-@policy(admit=tgs_admit, done=tgs_done, tick=tgs_tick, tick_us=5000, may_idle=True, max_in_flight=1, top_whole=True,
+@policy(admit=top_or_from_time, done=tgs_done, tick=tgs_tick, tick_us=5000, may_idle=True, max_in_flight=1,
+        top_whole=True,
         state={"rate": 0.05, "top": -1e9, "next_ns": 1, "best": 1, "speed": 1, "alone_ns": 0, "took_ns": 0, "ticks": 0})
 def tgs(job: Job) -> float:
     """TGS (NSDI'23): best effort grows while top priority keeps its speed alone. TGS itself measures arrival rates."""
@@ -195,10 +189,6 @@ def tally(job: Job) -> float:
     return job.arrival_ns - STEP * job.priority
 
 
-def muxflow_admit(job: Job, own: Own) -> float:
-    return 1.0 if job.priority >= own.top else float(own.next_ns)
-
-
 def muxflow_done(job: Job, segment: DoneSegment, own: Own) -> None:
     if job.priority >= own.top:
         own.top, own.used_ns = job.priority, own.used_ns + segment.ns
@@ -210,7 +200,7 @@ def muxflow_tick(own: Own) -> None:
     own.online, own.used_ns = 0.7 * own.online + 0.3 * min(own.used_ns / 10e6, 1.0), 0.0
 
 
-@policy(admit=muxflow_admit, done=muxflow_done, tick=muxflow_tick, tick_us=10_000, may_idle=True, max_in_flight=1,
+@policy(admit=top_or_from_time, done=muxflow_done, tick=muxflow_tick, tick_us=10_000, may_idle=True, max_in_flight=1,
         top_whole=True, state={"top": -1e9, "next_ns": 1.0, "online": 0.5, "used_ns": 0.0})  # fmt: skip
 def muxflow(job: Job) -> float:
     """MuxFlow (2023): offline work gets the part of the GPU that online work (the highest priority seen) recently left.

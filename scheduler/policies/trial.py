@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import ctypes
-import json
+import faulthandler
 import math
-import pickle
-import subprocess
+import os
+import signal
 import sys
 import time
 import warnings
@@ -15,7 +16,6 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
-from numba import cloudpickle
 
 from paellapy.instrument.numba_ext.link import compiled
 from paellapy.scheduler.core.atomics import call_asking
@@ -26,12 +26,9 @@ from paellapy.scheduler.policies.compile import (
     ROLES,
     Compiled,
     Layout,
-    PolicyError,
-    compile_function,
     fault,
     may_loop,
     tree_of,
-    with_helpers,
 )
 
 # A decision ranks about ten jobs; at this cost per call, dispatching would take as long as a launch.
@@ -39,7 +36,6 @@ MAX_CALL_NS = 2000.0
 TIME_LIMIT_S = 20.0
 CALLS = 200
 MOST_LINES = 100_000  # plain Python is slow: a function with long loops is not followed to its end
-_apart = False  # whether this is the process in which another one has a function called
 
 
 def sample_jobs() -> Table:
@@ -257,7 +253,7 @@ def _try(function: Compiled, layout: Layout) -> None:
 
 def check_idle(admit: Compiled, layout: Layout) -> None:
     """Raises PolicyError if a policy that may leave the GPU idle admits no sample job to an idle GPU, now or later."""
-    if not _apart and not any(0.0 != each < math.inf for each in answers(admit, layout, Samples(layout))[:8]):
+    if not any(0.0 != each < math.inf for each in answers(admit, layout, Samples(layout))[:8]):
         raise fault(
             admit.function,
             "admits none of the sample jobs to an idle GPU at first, so nothing would ever run",
@@ -266,62 +262,30 @@ def check_idle(admit: Compiled, layout: Layout) -> None:
 
 
 def try_out(function: Compiled, layout: Layout) -> None:
-    """Raises PolicyError unless the function answers every sample job with a number, in time.
-
-    A function that might not return is first called in a process of its own, because compiled code cannot be
-    interrupted.
-    """
-    if _apart:
-        return
+    """Raises PolicyError unless the function answers every sample job with a number, in time."""
     if may_loop(function.function):
         _try_apart(function, layout)
     _try(function, layout)
 
 
-def _by_value(function: Any) -> bytes:
-    """The function with the values it uses, for another process. That process must not import the function's module,
-    which may be half imported here, and would make its policies there.
-    """
-    module = sys.modules.get(function.__module__)
-    registered = module is not None and module.__name__ not in cloudpickle.list_registry_pickle_by_value()
-    if registered:
-        cloudpickle.register_pickle_by_value(module)
-    try:
-        return bytes(cloudpickle.dumps(function))
-    finally:
-        if registered:
-            cloudpickle.unregister_pickle_by_value(module)
-
-
 def _try_apart(function: Compiled, layout: Layout) -> None:
-    code = "from paellapy.scheduler.policies.trial import try_from_stdin; try_from_stdin()"
-    given, plain = (sys.path, function.role, layout, _by_value(function.bounded)), function.function
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], input=pickle.dumps(given), capture_output=True, timeout=TIME_LIMIT_S,
-            check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as e:
-        problem = f"did not return within {TIME_LIMIT_S:g} s on a sample job"
-        raise fault(plain, problem, "check its loops", line=_line_of(plain)) from e
-    if done.returncode != 0:
-        problem = f"crashed on a sample job (exit code {done.returncode}). {done.stderr.decode()[-500:]}".rstrip()
+    """Calls the function in a copy of this process first: compiled code that does not return cannot be interrupted."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of threads in this process: the copy calls nothing but the function
+        child = os.fork()
+    if child == 0:
+        faulthandler.disable()
+        with contextlib.suppress(BaseException):  # an error is found again in this process
+            answers(function, layout, Samples(layout))
+        os._exit(0)
+    plain, until = function.function, time.monotonic() + TIME_LIMIT_S
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
+        if time.monotonic() > until:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            problem = f"did not return within {TIME_LIMIT_S:g} s on a sample job"
+            raise fault(plain, problem, "check its loops", line=_line_of(plain))
+        time.sleep(1e-3)
+    if ended[1] != 0:
+        problem = f"crashed on a sample job (signal {os.WTERMSIG(ended[1])})"
         raise fault(plain, problem, "check its loops, and the functions that it calls for recursion")
-    if facts := json.loads(done.stdout.splitlines()[-1]):
-        raise PolicyError(**facts)
-
-
-def try_from_stdin() -> None:
-    """The process of its own: prints the error's attributes as JSON, or null."""
-    global _apart
-    sys.path[:], role, layout, code_of_function = pickle.loads(sys.stdin.buffer.read())
-    _apart = True  # a helper's module may make policies; those are not tried here
-    function = pickle.loads(code_of_function)
-    for each in with_helpers(function):
-        each.__module__ = None  # Numba would import the module
-    facts = None
-    try:
-        _try(compile_function(role, function, layout), layout)
-    except PolicyError as e:
-        facts = {"message": str(e), **vars(e)}
-    print(json.dumps(facts))

@@ -64,7 +64,7 @@ def test_an_admit_that_lets_nothing_run_is_refused() -> None:
     assert caught.value.policy == "never"
 
 
-def test_an_error_in_the_other_process_has_its_attributes() -> None:
+def test_an_error_in_a_loop_names_its_line() -> None:
     def loops_and_divides(job: Any) -> float:
         total = 0.0
         for _ in range(3):
