@@ -1,10 +1,15 @@
-"""Loads the models that a server wants at its start, one after another, and logs how that goes."""
+"""Loads the models that a server wants at its start, and prepares what the first requests need.
+
+Code is compiled, or read from the cache, before a model is loaded; then a request walks through the HTTP path.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import importlib
+import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -22,19 +27,25 @@ from paellapy.scheduler.core.step import attach_loop
 from paellapy.scheduler.core.tables import COMPLETION
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.engine import ring_calls
+from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.policies.policy import Policy, attach_policy
+from paellapy.serving.access import CLIENT_HEADER
 from paellapy.serving.counters import counter_table, note_items
+from paellapy.serving.fast_path.headers import Heads
+from paellapy.serving.fast_path.inference import Clock, success
 from paellapy.serving.logs import log
-from paellapy.serving.registry import Registry
-
-# Compiles the code that requests run, or reads it from the cache, before the first request.
-
+from paellapy.serving.protocol import decode, encode
+from paellapy.serving.registry import VERSION, Registry
+from paellapy.serving.tensors import datatype
 
 _MODULES = {
     "virtual": ("paellapy.scheduler.backends.virtual", "triton.compiler.code_generator"),
     "cuda": ("paellapy.scheduler.backends.cuda", "cuda.bindings.driver", "triton.compiler.code_generator",
              "triton.backends.nvidia.compiler", "triton.backends.nvidia.driver", "torch"),
 }  # fmt: skip
+
+
+_JSON_VALUES = 1 << 12  # reading more of them takes milliseconds anyway
 
 
 def warm_up(policy: Policy) -> None:
@@ -48,6 +59,36 @@ def warm_up(policy: Policy) -> None:
     ring_calls.warm_up(state)
     note_items(counter_table()[0], np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64),
                np.zeros(0, COMPLETION))  # fmt: skip
+
+
+def walk_http(model: Model) -> None:
+    """Reads a request of one item and builds its answer, in binary and in JSON, as for the first client.
+
+    Python, NumPy and msgspec then have made what they make once. Nothing is submitted or counted.
+    """
+    inputs = {key: np.full((1, *spec.shape), spec.neutral, spec.dtype) for key, spec in model.inputs.items()}
+    outputs = {key: np.zeros((1, *spec.shape), spec.dtype) for key, spec in model.outputs.items()}
+    values = sum(math.prod(spec.shape) for spec in model.inputs.values())
+    for binary in (True, False) if values <= _JSON_VALUES else (True,):
+        tensors: list[dict[str, Any]] = [
+            {"name": key, "shape": list(array.shape), "datatype": datatype(array.dtype)}
+            | ({"parameters": {"binary_data_size": array.nbytes}} if binary else {"data": array.reshape(-1).tolist()})
+            for key, array in inputs.items()
+        ]
+        text = json.dumps({"inputs": tensors, "parameters": {"binary_data_output": binary}}).encode()
+        body = text + b"".join(array.tobytes() for array in inputs.values()) if binary else text
+        lines = (
+            f"POST /v2/models/{model.name}/infer HTTP/1.1",
+            "Host: localhost",
+            f"Content-Length: {len(body)}",
+            "",
+            "",
+        )
+        Heads(CLIENT_HEADER, len(body)).find("\r\n".join(lines).encode())
+        for _ in range(2):  # the second time, the JSON is known
+            request = decode(model, body, str(len(text)) if binary else None, as_bytes=True)
+            pieces, json_length = encode(model, VERSION, request, outputs)
+            success(request.id, sum(map(len, pieces)), json_length, Clock().date(), close=False)
 
 
 def import_device(name: str) -> None:

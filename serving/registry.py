@@ -141,6 +141,7 @@ class Catalogue(ABC):
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
         self.by_row: dict[int, Model] = {}  # keys are rows in the core; replaced, not modified, at every change
+        self.changed: list[Callable[[], None]] = []  # called after every change, in the thread that made it
 
     @abstractmethod
     async def load_async(self, name: str) -> float:
@@ -148,6 +149,11 @@ class Catalogue(ABC):
 
     @abstractmethod
     async def unload_async(self, name: str) -> None: ...
+
+    def tell(self) -> None:
+        """Calls the listeners after a change."""
+        for each in self.changed:
+            each()
 
     def find(self, name: str, version: str | None = None) -> Entry:
         """The entry, whether it is loaded or not."""
@@ -190,7 +196,6 @@ class Registry(Catalogue):
         super().__init__()
         self.engine = engine
         engine.on_fault(_tell_of_fault)
-        self.changed: list[Callable[[], None]] = []  # called after every change, in the thread that made it
         self.tried_ns: dict[str, float] = {}  # durations of full batches that an earlier engine process found
         for entry in entries:
             self.add(entry)
@@ -247,11 +252,6 @@ class Registry(Catalogue):
             entry.model, entry.state, entry.reason = None, UNAVAILABLE, reason
             search_all_objects()
             self.tell()
-
-    def tell(self) -> None:
-        """Calls the listeners after a change."""
-        for each in self.changed:
-            each()
 
     def _try(self, model: Model) -> int:
         """Runs a request of zeros through the whole path, so that everything is compiled before the first client's.

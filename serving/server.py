@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 from aiohttp import web
 
@@ -20,13 +21,14 @@ from paellapy.scheduler.core.errors import DeadlineError, EngineAwayError, Engin
 from paellapy.scheduler.engine.callbacks import Pulse
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.remote import RemoteEngine
+from paellapy.scheduler.models.model import Model
 from paellapy.serving.access import Key, is_loopback
 from paellapy.serving.app import ACCESS, create_app
 from paellapy.serving.config import ServerConfig, Source
 from paellapy.serving.fast_path.connection import FastConnection
 from paellapy.serving.fast_path.inference import FastHandler
 from paellapy.serving.listening import Runner, Site, listen, stop_listening, url_of
-from paellapy.serving.loading import load_models
+from paellapy.serving.loading import load_models, walk_http
 from paellapy.serving.logs import configure, log
 from paellapy.serving.preflight import (
     keep_memory,
@@ -35,7 +37,7 @@ from paellapy.serving.preflight import (
     spare_objects,
     stop_sparing,
 )
-from paellapy.serving.registry import Catalogue, Registry
+from paellapy.serving.registry import READY, Catalogue, Registry
 from paellapy.serving.reload import Reloader, reload_secrets
 from paellapy.serving.service import SERVICE, Service
 
@@ -130,6 +132,8 @@ class Server:
         self.source: Source | None = None  # of the configuration, if there is a file
         self.reloader: Reloader | None = None  # if this process loads the models
         self._runner: web.AppRunner | None = None
+        self._walked: WeakSet[Model] = WeakSet()
+        registry.changed.append(self._walk_http)
         self.url = ""
 
     @property
@@ -175,6 +179,13 @@ class Server:
     def give_up(self) -> None:
         """The engine does not respond: `run` ends the server, so that its supervisor can restart it."""
         self.service.hung = True
+
+    def _walk_http(self) -> None:
+        """Walks through the HTTP path for each model that has been loaded, so that no client's request is the first."""
+        for entry in list(self.registry.entries.values()):
+            if entry.state == READY and entry.model is not None and entry.model not in self._walked:
+                self._walked.add(entry.model)
+                walk_http(entry.model)
 
     async def load(self) -> None:
         """Loads the models that the configuration wants at the start."""

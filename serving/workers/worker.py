@@ -103,6 +103,7 @@ class RemoteRegistry(Catalogue):
         self.entries = entries
         self.by_row = {each.row: each.model for each in models.values()}
         self.engine.set_models(models)
+        self.tell()
 
     def lost(self) -> None:
         """Marks all models as not loaded until the next process reports them."""
