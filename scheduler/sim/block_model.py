@@ -26,9 +26,8 @@ from paellapy.scheduler.core.profiles import Capacity, ModelProfile, SegmentProf
 from paellapy.scheduler.core.step import step
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.trace import EngineTrace, TracedEngine, fill_engine_trace
-from paellapy.scheduler.sim import tables as fluid
 from paellapy.scheduler.sim.segment_model import MOST_IN_VAIN
-from paellapy.scheduler.sim.tables import load_until, next_news, note_warps, record_batch
+from paellapy.scheduler.sim.tables import SimGpu, load_until, more_records, next_news, note_warps, record_batch
 
 
 @compiled
@@ -57,9 +56,9 @@ def kernels_of(segment: SegmentProfile, timing: Timing, part: Part) -> list[Kern
 
 
 class BlocksGpu:
-    """The SM model as the GPU of a simulation. The load, the records and the request rows are those of `Fluid`."""
+    """The SM model as the GPU of a simulation. The load, the records and the request rows are those of `SimGpu`."""
 
-    def __init__(self, part: Part, models: Sequence[ModelProfile], f: fluid.Fluid, state: st.State, seed: int) -> None:
+    def __init__(self, part: Part, models: Sequence[ModelProfile], f: SimGpu, state: st.State, seed: int) -> None:
         timing = Timing.for_part(part)
         self.f = f
         self.s = state
@@ -80,7 +79,7 @@ class BlocksGpu:
         self.capacity = Capacity.of(part.sms, part.sm, timing)
         self.resident = 0.0
 
-    def run(self) -> fluid.Fluid:
+    def run(self) -> SimGpu:
         """Runs until no more requests come and nothing is running."""
         in_vain = 0
         while in_vain <= MOST_IN_VAIN:
@@ -105,7 +104,7 @@ class BlocksGpu:
 
     def _load(self, now: float) -> None:
         while not load_until(self.f, self.s, now):
-            self.f = fluid.more_records(self.f)
+            self.f = more_records(self.f)
 
     def _launch(self) -> None:
         s = self.s
@@ -138,7 +137,7 @@ class BlocksGpu:
         self.resident = float(((lines["started"] - lines["ended"]) >> np.uint64(WARP_SHIFT)).sum())
 
 
-# Simulated time with the models' own kernels: every block of a simulation on its SM, as in an engine's trace.
+# -- with the models' own kernels: every block on its SM, as in an engine's trace
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,13 +172,7 @@ class TracedGpu(BlocksGpu):
     """The SM model in a simulation that launches the models' own kernels and records every block."""
 
     def __init__(
-        self,
-        part: Part,
-        models: Sequence[ModelProfile],
-        f: fluid.Fluid,
-        state: st.State,
-        seed: int,
-        own: OwnKernels,
+        self, part: Part, models: Sequence[ModelProfile], f: SimGpu, state: st.State, seed: int, own: OwnKernels
     ) -> None:
         super().__init__(part, (), f, state, seed)
         self._own, self._models = own, models

@@ -27,105 +27,119 @@ from paellapy.scheduler.core.atomics import call_advance, usable_cpus
 from paellapy.scheduler.core.codes import NEVER, NONE, OK
 from paellapy.scheduler.core.profiles import ModelProfile
 from paellapy.scheduler.core.tables import Table
-from paellapy.scheduler.sim import tables as fluid
+from paellapy.scheduler.sim import tables
 from paellapy.scheduler.sim.segment_model import MORE_RECORDS, advance
-from paellapy.scheduler.sim.simulate import SimulationOptions, check_names, fluid_of, new_core, prepare, simulated_part
+from paellapy.scheduler.sim.simulate import (
+    SimulationOptions,
+    check_names,
+    loaded_gpu,
+    new_core,
+    prepare,
+    simulated_part,
+)
 from paellapy.scheduler.sim.tables import ARRIVAL, FACTOR, GAIN, LIVE
 from paellapy.scheduler.sim.workload import Workload, WorkloadError
 
-# The results of a simulated cluster.
-
-
-PARTS = 16
+Routing = Literal["predicted", "least_loaded", "two_choices", "round_robin"]
+ROUTINGS: tuple[Routing, ...] = get_args(Routing)
+PREDICTED, LEAST_LOADED, TWO_CHOICES, ROUND_ROBIN = range(4)
+INBOX = 512  # most requests sent to a GPU in one period
+ROWS = 1024  # most requests waiting at one GPU
+NOTICED_MS = 1.0  # time until a router resends a request whose GPU has failed and whose connection breaks
+LONGEST_TAIL_S = 60.0  # after the last arrival
+MANY_GPUS = 64  # with fewer, to hand a period to threads takes longer than to simulate it (on 2 ARM cores)
+PARTS = 16  # consecutive parts of a run, for standard errors
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterResults:
-    """The results of one run. `requests` has one row per request (fleet_state.ASKED), in order of arrival."""
+class Failure:
+    """A GPU that fails at `at_s` and is away for `for_s`; it comes back empty."""
 
-    models: tuple[ModelProfile, ...]
-    router: str
-    gpus: int
-    seconds: float
-    requests: Table
-    events: int
-
-    @property
-    def done(self) -> NDArray[np.bool_]:
-        found: NDArray[np.bool_] = self.requests["finish_ns"] != NEVER
-        return found
-
-    @property
-    def lost(self) -> int:
-        """The number of requests without an answer."""
-        return int((~self.done).sum())
-
-    @property
-    def again(self) -> int:
-        """The number of requests that were sent more than once."""
-        return int((self.requests["sent"] > 1).sum())
-
-    def latency_ms(self, model: str | None = None) -> NDArray[np.float64]:
-        """Latencies of the answered requests, of one model or of all."""
-        rows = self._rows(model)
-        return np.asarray((rows["finish_ns"] - rows["first_ns"]) * 1e-6)
-
-    def _rows(self, model: str | None) -> Table:
-        rows = self.requests[self.done]
-        if model is None:
-            return rows
-        return np.asarray(rows[rows["model"] == [each.name for each in self.models].index(model)])
-
-    def slowdown(self) -> NDArray[np.float64]:
-        """Latency ÷ the time alone on a GPU with the profiled speed."""
-        rows = self._rows(None)
-        alone = np.array([each.alone_ns() for each in self.models])
-        return np.asarray((rows["finish_ns"] - rows["first_ns"]) / alone[rows["model"]])
-
-    def attainment(self, model: str | None = None) -> float:
-        """The fraction of all requests answered within their model's target, or answered at all for models without one.
-        """
-        met = self._met()
-        if model is not None:
-            met = met[self.requests["model"] == [each.name for each in self.models].index(model)]
-        return float(met.mean()) if len(met) else 1.0
-
-    def attainment_error(self) -> float:
-        """The standard error of the attainment, from `PARTS` consecutive parts of the run."""
-        parts = [each.mean() for each in np.array_split(self._met(), PARTS) if len(each)]
-        return float(np.std(parts, ddof=1) / np.sqrt(len(parts))) if len(parts) > 1 else 0.0
-
-    def _met(self) -> NDArray[np.bool_]:
-        rows, target = self.requests, np.array([float(each.target_ns) for each in self.models])
-        found: NDArray[np.bool_] = self.done & (rows["finish_ns"] - rows["first_ns"] <= target[rows["model"]])
-        return found
-
-    def summary(self) -> dict[str, float]:
-        ms = self.latency_ms()
-        p50, p99 = np.percentile(ms, (50, 99)) if len(ms) else (float("nan"),) * 2
-        slow = float(np.percentile(self.slowdown(), 99)) if len(ms) else float("nan")
-        return {
-            "requests": len(self.requests), "p50_ms": float(p50), "p99_ms": float(p99), "slowdown_p99": slow,
-            "attainment": self.attainment(), "lost": self.lost, "sent_again": self.again,
-        }  # fmt: skip
-
-    def __str__(self) -> str:
-        found = self.summary()
-        return (
-            f"{self.router} on {self.gpus} GPUs: {found['requests']:,} requests in {self.seconds:g} s, p50 "
-            f"{found['p50_ms']:.2f} ms, p99 {found['p99_ms']:.2f} ms, p99 slowdown {found['slowdown_p99']:.1f}, within "
-            f"target {found['attainment']:.1%}, lost {found['lost']}"
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"router": self.router, "gpus": self.gpus, "seconds": self.seconds, **self.summary()}
+    gpu: int
+    at_s: float
+    for_s: float = math.inf
 
 
-# Many simulated GPUs and their routers, as tables for compiled code.
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """A GPU that is slower than its profiles by the factor `times`, from `at_s` on."""
+
+    gpu: int
+    times: float
+    at_s: float = 0.0
+    for_s: float = math.inf
 
 
-PREDICTED, LEAST_LOADED, TWO_CHOICES, ROUND_ROBIN = range(4)
-INBOX = 512  # most requests sent to a GPU in one period
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterOptions:
+    """Options of `simulate_cluster`."""
+
+    gpus: int = 1000
+    router: Routing = "predicted"
+    placement: Sequence[Sequence[str]] | None = None  # names of the models of each GPU; None: all GPUs have all models
+    stale_ms: float = 2.0  # age of the load reports by which routers choose
+    speeds: Sequence[float] = (1.0,)  # relative speeds, assigned to the GPUs in turn: 0.5 takes twice as long
+    routers: int = 1
+    failures: Sequence[Failure] = ()
+    stragglers: Sequence[Straggler] = ()
+    policy: str = "paella"
+    device: str = "virtual:h200"
+    seed: int = 0
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.gpus < 1 or self.routers < 1:
+            field = "gpus" if self.gpus < 1 else "routers"
+            text = f"gpus={self.gpus} and routers={self.routers}: both must be at least 1"
+            raise ArgumentError(text, field=field, given=getattr(self, field), limit=1)
+        if self.router not in ROUTINGS:
+            text = f"no router {self.router!r}: choose one of {', '.join(ROUTINGS)}"
+            raise ArgumentError(text, field="router", given=self.router)
+        if not 0.01 <= self.stale_ms <= 1000:
+            text = f"stale_ms={self.stale_ms}: it must be from 0.01 to 1000 ms"
+            raise ArgumentError(text, field="stale_ms", given=self.stale_ms)
+        if not self.speeds or not all(0 < each < math.inf for each in self.speeds):
+            text = f"speeds={self.speeds}: each must be above 0; 1 is the speed of the profiles"
+            raise ArgumentError(text, field="speeds", given=self.speeds)
+        if self.placement is not None and len(self.placement) != self.gpus:
+            raise ArgumentError(
+                f"the placement has {len(self.placement)} GPUs, but the cluster has {self.gpus}: give one list of "
+                "models per GPU", field="placement", given=len(self.placement), limit=self.gpus,
+            )  # fmt: skip
+        for field in ("failures", "stragglers"):
+            for gpu in (each.gpu for each in getattr(self, field)):
+                if not 0 <= gpu < self.gpus:
+                    text = f"there is no GPU {gpu}: the GPUs are 0 to {self.gpus - 1}"
+                    raise ArgumentError(text, field=field, given=gpu, limit=self.gpus)
+
+
+def simulate_cluster(
+    profiles: Sequence[ModelProfile] | ModelProfile, workload: Workload, gpus: int = 1000, **options: Any
+) -> ClusterResults:
+    """Runs the workload on `gpus` GPUs to its end.
+
+    `options`: `router` is "predicted", "least_loaded", "two_choices" or "round_robin", and there are `routers` of them;
+    `stale_ms`, the age of the load reports by which they choose; `placement`, the names of each GPU's models (None: all
+    GPUs have all models); `speeds`, relative to the profiles and assigned to the GPUs in turn; `failures` and
+    `stragglers`; `policy`, `device`, `seed`; `threads`, the host's for the simulation.
+
+    >>> from paellapy.scheduler.sim.recorded_profiles import MIX, mix_profiles
+    >>> from paellapy.scheduler.sim.workload import Poisson
+    >>> found = simulate_cluster(mix_profiles(), Poisson(4000, MIX, duration=0.05), gpus=2, router="predicted")
+    >>> found.lost
+    0
+    """
+    models = [profiles] if isinstance(profiles, ModelProfile) else list(profiles)
+    names = [each.name for each in models]
+    if not models or len(set(names)) < len(names):
+        text = f"the models' names are {names}: give at least one model, each with a different name"
+        raise ArgumentError(text, field="profiles", given=names)
+    check_names("simulate_cluster", options, ClusterOptions)
+    o = ClusterOptions(gpus=gpus, **options)
+    return _Cluster(models, workload, o).run()
+
+
+# -- tables
 
 FLEET = np.dtype(  # [1]
     [
@@ -156,11 +170,11 @@ class Fleet(TableSet):
     """The routers' knowledge of every GPU, and the requests in transit."""
 
     fleet: Table = table(FLEET, 1)
-    fluid_at: NDArray[np.uint64] = table(np.uint64, "gpus")  # addresses of the simulated GPUs' tables
+    gpu_at: NDArray[np.uint64] = table(np.uint64, "gpus")  # addresses of the simulated GPUs' tables
     state_at: NDArray[np.uint64] = table(np.uint64, "gpus")
     up: Ints = table(np.int64, "gpus")
     row: Ints = table(np.int64, "gpus", "models")  # row of a model in its GPU's tables; NONE: the GPU does not have it
-    report: Floats = table(np.float64, "gpus", "reported")  # the latest published Fluid.report
+    report: Floats = table(np.float64, "gpus", "reported")  # the latest published SimGpu.report
     step_ns: Floats = table(np.float64, "gpus", "models")  # time that one more request adds to the queue
     added_ns: Floats = table(np.float64, "routers", "gpus")  # work sent since the last report
     sent: Ints = table(np.int64, "routers", "gpus")  # requests sent since the last report
@@ -176,30 +190,14 @@ class Fleet(TableSet):
 def new_fleet(rows: NDArray[np.int64], steps_ns: Floats, routing: int, routers: int, seed: int) -> Fleet:
     """`rows[gpu, model]` says where each model is. All GPUs are up and idle, and have no addresses yet."""
     gpus, models = rows.shape
-    nodes = len(new_tree(gpus))
-    fleet = np.zeros(1, FLEET)
-    fleet["routing"], fleet["routers"] = routing, routers
-    fleet["random"] = np.uint64(seed * 2 + 0x9E3779B97F4A7C15 & (1 << 64) - 1)
-    inbox = np.zeros((gpus, INBOX), ARRIVAL)
-    inbox["time_ns"] = NEVER
-    found = Fleet(
-        fleet=fleet,
-        fluid_at=np.zeros(gpus, np.uint64),
-        state_at=np.zeros(gpus, np.uint64),
-        up=np.ones(gpus, np.int64),
-        row=np.ascontiguousarray(rows),
-        report=np.zeros((gpus, models - GAIN)),
-        step_ns=np.ascontiguousarray(steps_ns),
-        added_ns=np.zeros((routers, gpus)),
-        sent=np.zeros((routers, gpus), np.int64),
-        tree=np.full((routers, models, nodes), np.inf),
-        turn=np.zeros(models, np.int64),
-        host=np.zeros((models, gpus), np.int64),
-        hosts=np.zeros(models, np.int64),
-        inbox=inbox,
-        arrived=np.zeros(gpus, np.int64),
-        records=np.zeros(gpus, np.int64),
-    )
+    found = Fleet.zeros(
+        {"gpus": gpus, "models": models, "reported": models - GAIN, "routers": routers, "nodes": len(new_tree(gpus))},
+        row=np.ascontiguousarray(rows), step_ns=np.ascontiguousarray(steps_ns),
+    )  # fmt: skip
+    found.fleet["routing"], found.fleet["routers"] = routing, routers
+    found.fleet["random"] = np.uint64(seed * 2 + 0x9E3779B97F4A7C15 & (1 << 64) - 1)
+    found.tree[...] = np.inf
+    found.inbox["time_ns"] = NEVER
     set_hosts(found, range(gpus))
     return found
 
@@ -214,7 +212,7 @@ def set_hosts(f: Fleet, up: Sequence[int] | range) -> None:
         f.hosts[m] = len(there)
 
 
-# Routers of a simulated cluster: they assign each request of a period to a GPU, by the reports of that period.
+# -- routers: they assign each request of a period to a GPU, by the reports of that period
 #
 # `predicted` keeps, for every router and model, a tree of the GPUs' estimates, so that a choice takes log(GPUs) steps.
 # A router knows the requests that it has sent since the last report, and assumes that the other routers have sent as
@@ -325,102 +323,17 @@ def advance_some(f: Fleet, function: int, first: int, last: int, end: float) -> 
     """Advances GPUs first … last - 1 to `end`; returns the GPU that needs room for records, or NONE if all are done."""
     for gpu in range(first, last):
         if f.up[gpu] == 1:
-            if call_advance(np.uint64(function), f.fluid_at[gpu], f.state_at[gpu], end) == MORE_RECORDS:
+            if call_advance(np.uint64(function), f.gpu_at[gpu], f.state_at[gpu], end) == MORE_RECORDS:
                 return gpu
             for k in range(f.arrived[gpu]):  # requests left in the inbox are lost
                 f.inbox[gpu, k].time_ns = NEVER
     return int(NONE)
 
 
-Routing = Literal["predicted", "least_loaded", "two_choices", "round_robin"]
-ROUTINGS: tuple[Routing, ...] = get_args(Routing)
-ROWS = 1024  # most requests waiting at one GPU
-NOTICED_MS = 1.0  # time until a router resends a request whose GPU has failed and whose connection breaks
-LONGEST_TAIL_S = 60.0  # after the last arrival
-MANY_GPUS = 64  # with fewer, to hand a period to threads takes longer than to simulate it (on 2 ARM cores)
+# -- the run
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A GPU that fails at `at_s` and is away for `for_s`; it comes back empty."""
-
-    gpu: int
-    at_s: float
-    for_s: float = math.inf
-
-
-@dataclass(frozen=True, slots=True)
-class Straggler:
-    """A GPU that is slower than its profiles by the factor `times`, from `at_s` on."""
-
-    gpu: int
-    times: float
-    at_s: float = 0.0
-    for_s: float = math.inf
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterOptions:
-    """Options of `simulate_cluster`."""
-
-    gpus: int = 1000
-    router: Routing = "predicted"
-    placement: Sequence[Sequence[str]] | None = None  # names of the models of each GPU; None: all GPUs have all models
-    stale_ms: float = 2.0  # age of the outlooks by which routers choose
-    speeds: Sequence[float] = (1.0,)  # relative speeds, assigned to the GPUs in turn: 0.5 takes twice as long
-    routers: int = 1
-    failures: Sequence[Failure] = ()
-    stragglers: Sequence[Straggler] = ()
-    policy: str = "paella"
-    device: str = "virtual:h200"
-    seed: int = 0
-    threads: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.gpus < 1 or self.routers < 1:
-            raise ArgumentError(f"gpus={self.gpus} and routers={self.routers}: both must be at least 1")
-        if self.router not in ROUTINGS:
-            raise ArgumentError(f"no router {self.router!r}: choose one of {', '.join(ROUTINGS)}")
-        if not 0.01 <= self.stale_ms <= 1000:
-            raise ArgumentError(f"stale_ms={self.stale_ms}: it must be from 0.01 to 1000 ms")
-        if not self.speeds or not all(0 < each < math.inf for each in self.speeds):
-            raise ArgumentError(f"speeds={self.speeds}: each must be above 0; 1 is the speed of the profiles")
-        if self.placement is not None and len(self.placement) != self.gpus:
-            raise ArgumentError(
-                f"the placement has {len(self.placement)} GPUs, but the cluster has {self.gpus}: give one list of "
-                "models per GPU"
-            )
-        for gpu in [*(each.gpu for each in self.failures), *(each.gpu for each in self.stragglers)]:
-            if not 0 <= gpu < self.gpus:
-                raise ArgumentError(f"there is no GPU {gpu}: the GPUs are 0 to {self.gpus - 1}")
-
-
-def simulate_cluster(
-    profiles: Sequence[ModelProfile] | ModelProfile, workload: Workload, gpus: int = 1000, **options: Any
-) -> ClusterResults:
-    """Runs the workload on `gpus` GPUs to its end.
-
-    `options`: `router` is "predicted", "least_loaded", "two_choices" or "round_robin", and there are `routers` of them;
-    `stale_ms`, the age of the outlooks by which they choose; `placement`, the names of each GPU's models (None: all
-    GPUs have all models); `speeds`, relative to the profiles and assigned to the GPUs in turn; `failures` and
-    `stragglers`; `policy`, `device`, `seed`; `threads`, the host's for the simulation.
-
-    >>> from paellapy.scheduler.sim.recorded_profiles import MIX, mix_profiles
-    >>> from paellapy.scheduler.sim.workload import Poisson
-    >>> found = simulate_cluster(mix_profiles(), Poisson(4000, MIX, duration=0.05), gpus=2, router="predicted")
-    >>> found.lost
-    0
-    """
-    models = [profiles] if isinstance(profiles, ModelProfile) else list(profiles)
-    names = [each.name for each in models]
-    if not models or len(set(names)) < len(names):
-        raise ArgumentError(f"the models' names are {names}: give at least one model, each with a different name")
-    check_names("simulate_cluster", options, ClusterOptions)
-    o = ClusterOptions(gpus=gpus, **options)
-    return _Cluster(models, workload, o).run()
-
-
-def slow_down(core: st.State, one: fluid.Fluid, speed: float) -> None:
+def slow_down(core: st.State, one: tables.SimGpu, speed: float) -> None:
     """Changes the speed of a GPU: everything takes longer, at the same share of the GPU."""
     core.size["total_ns"] /= speed
     for name in ("time_ns", "tail_ns"):
@@ -446,11 +359,11 @@ class _Cluster:
                 steps_ns[gpu, m] = models[m].alone_ns(batch) / batch / self._speed(gpu)
         self._fleet = new_fleet(rows, steps_ns, ROUTINGS.index(o.router), o.routers, o.seed)
         self._cores: list[st.State] = []
-        self._fluids: list[fluid.Fluid] = []
+        self._gpus: list[tables.SimGpu] = []
         for gpu in range(o.gpus):
             core, one = self._new_gpu(gpu)
             self._cores.append(core)
-            self._fluids.append(one)
+            self._gpus.append(one)
             self._attach(gpu)
 
     def _checked_placement(self) -> list[list[int]]:
@@ -459,14 +372,14 @@ class _Cluster:
             return everywhere
         unknown = {name for each in self._o.placement for name in each} - set(self._names)
         if unknown:
-            raise ArgumentError(
-                f"the placement names {', '.join(sorted(unknown))}, but there is no profile of that name"
-            )
+            text = f"the placement names {', '.join(sorted(unknown))}, but there is no profile of that name"
+            raise ArgumentError(text, field="placement", given=sorted(unknown))
         return [sorted(self._names.index(name) for name in set(each)) for each in self._o.placement]
 
     def _requests(self, workload: Workload) -> Table:
         if len(workload.loop_clients(self._names)):
-            raise WorkloadError("a cluster cannot be simulated with closed loops: use Poisson, Lognormal or a trace")
+            text = "a cluster cannot be simulated with closed loops: use Poisson, Lognormal or a trace"
+            raise WorkloadError(text, field="workload", given=workload)
         arrivals = workload.arrivals(self._names, self._o.seed)
         asked = np.zeros(len(arrivals), ASKED)
         asked["first_ns"] = asked["time_ns"] = arrivals["time_ns"]
@@ -477,24 +390,24 @@ class _Cluster:
     def _speed(self, gpu: int) -> float:
         return float(self._o.speeds[gpu % len(self._o.speeds)])
 
-    def _new_gpu(self, gpu: int) -> tuple[st.State, fluid.Fluid]:
+    def _new_gpu(self, gpu: int) -> tuple[st.State, tables.SimGpu]:
         own = [self._models[m] for m in self._placement[gpu]]
         core = new_core(own, ROWS)
         prepare(core, own, self._policy, self._gpu, self._options)
-        nobody = np.zeros(0, fluid.LOOP_CLIENT)
-        one = fluid_of(core, own, self._gpu, self._seconds, self._fleet.inbox[gpu], nobody, self._options)
+        nobody = np.zeros(0, tables.LOOP_CLIENT)
+        one = loaded_gpu(core, own, self._gpu, self._seconds, self._fleet.inbox[gpu], nobody, self._options)
         slow_down(core, one, self._speed(gpu))
         expected = max(256, int(1.5 * len(self._asked) / self._o.gpus))
-        return core, one._replace(records=np.zeros(expected, fluid.RECORD), report=self._fleet.report[gpu])
+        return core, one._replace(records=np.zeros(expected, tables.RECORD), report=self._fleet.report[gpu])
 
     def _attach(self, gpu: int) -> None:
-        self._fleet.fluid_at[gpu], self._fleet.state_at[gpu] = self._fluids[gpu].address, self._cores[gpu].address
+        self._fleet.gpu_at[gpu], self._fleet.state_at[gpu] = self._gpus[gpu].address, self._cores[gpu].address
 
     # -- time
 
     def run(self) -> ClusterResults:
         o, period_ns = self._o, self._o.stale_ms * 1e6
-        function = address_of(advance, fluid.Fluid.numba_type, st.State.numba_type, numba.types.float64)
+        function = address_of(advance, tables.SimGpu.numba_type, st.State.numba_type, numba.types.float64)
         threads = o.threads or (max(1, int(usable_cpus())) if o.gpus >= MANY_GPUS else 1)
         pieces = min(o.gpus, 4 * threads) if threads > 1 else 1
         edges = np.linspace(0, o.gpus, pieces + 1).astype(int).tolist()
@@ -522,7 +435,7 @@ class _Cluster:
             gpus=o.gpus,
             seconds=self._seconds,
             requests=self._asked[self._asked["sent"] >= 0],
-            events=sum(int(each.sim["events"][0]) for each in self._fluids),
+            events=sum(int(each.sim["events"][0]) for each in self._gpus),
         )
 
     def _idle(self) -> bool:
@@ -532,7 +445,7 @@ class _Cluster:
         """Records when the requests of these GPUs were done."""
         asked = self._asked
         for gpu in gpus:
-            records = self._fluids[gpu].records[: self._fluids[gpu].sim["records"][0]]
+            records = self._gpus[gpu].records[: self._gpus[gpu].sim["records"][0]]
             mine = np.flatnonzero((asked["gpu"] == gpu) & (asked["record"] < len(records)))
             found = records[asked["record"][mine]]
             done = found["status"] == OK
@@ -543,7 +456,7 @@ class _Cluster:
         def some(k: int) -> None:
             first = edges[k]
             while (short := advance_some(self._fleet, function, first, edges[k + 1], until)) != NONE:
-                self._fluids[short] = fluid.more_records(self._fluids[short])
+                self._gpus[short] = tables.more_records(self._gpus[short])
                 self._attach(short)
                 first = short
 
@@ -565,7 +478,7 @@ class _Cluster:
                 yield (slow.at_s + slow.for_s) * 1e9, lambda s=slow: self._change_speed(s.gpu, 1.0 / s.times)
 
     def _change_speed(self, gpu: int, times: float) -> Table:
-        self._fluids[gpu].work[...] *= times
+        self._gpus[gpu].work[...] *= times
         return np.zeros(0, ASKED)
 
     def _fail(self, failure: Failure) -> Table:
@@ -578,7 +491,7 @@ class _Cluster:
         again["time_ns"], again["gpu"] = failure.at_s * 1e9 + NOTICED_MS * 1e6, NONE
         asked["sent"][lost] = -1  # the new copies stand for them
         asked["gpu"][mine] = NONE
-        self._cores[gpu], self._fluids[gpu] = self._new_gpu(gpu)
+        self._cores[gpu], self._gpus[gpu] = self._new_gpu(gpu)
         self._fleet.records[gpu] = 0
         self._attach(gpu)
         set_hosts(self._fleet, np.flatnonzero(self._fleet.up * (np.arange(self._o.gpus) != gpu)).tolist())
@@ -586,7 +499,7 @@ class _Cluster:
 
     def _return(self, failure: Failure) -> Table:
         now = np.flatnonzero(self._fleet.up).tolist()
-        self._fluids[failure.gpu].sim["now_ns"] = (failure.at_s + failure.for_s) * 1e9
+        self._gpus[failure.gpu].sim["now_ns"] = (failure.at_s + failure.for_s) * 1e9
         set_hosts(self._fleet, sorted({*now, failure.gpu}))
         return np.zeros(0, ASKED)
 
@@ -594,3 +507,88 @@ class _Cluster:
         """Merges requests to be sent again into those of this period."""
         rest = np.concatenate([late, self._asked[first:]])
         self._asked = np.concatenate([self._asked[:first], rest[np.argsort(rest["time_ns"], kind="stable")]])
+
+
+# -- results
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterResults:
+    """The results of one run. `requests` has one row per request (ASKED), in order of arrival."""
+
+    models: tuple[ModelProfile, ...]
+    router: str
+    gpus: int
+    seconds: float
+    requests: Table
+    events: int
+
+    @property
+    def done(self) -> NDArray[np.bool_]:
+        found: NDArray[np.bool_] = self.requests["finish_ns"] != NEVER
+        return found
+
+    @property
+    def lost(self) -> int:
+        """The number of requests without an answer."""
+        return int((~self.done).sum())
+
+    @property
+    def again(self) -> int:
+        """The number of requests that were sent more than once."""
+        return int((self.requests["sent"] > 1).sum())
+
+    def latency_ms(self, model: str | None = None) -> NDArray[np.float64]:
+        """Latencies of the answered requests, of one model or of all."""
+        rows = self._rows(model)
+        return np.asarray((rows["finish_ns"] - rows["first_ns"]) * 1e-6)
+
+    def _rows(self, model: str | None) -> Table:
+        rows = self.requests[self.done]
+        if model is None:
+            return rows
+        return np.asarray(rows[rows["model"] == [each.name for each in self.models].index(model)])
+
+    def slowdown(self) -> NDArray[np.float64]:
+        """Latency ÷ the time alone on a GPU with the profiled speed."""
+        rows = self._rows(None)
+        alone = np.array([each.alone_ns() for each in self.models])
+        return np.asarray((rows["finish_ns"] - rows["first_ns"]) / alone[rows["model"]])
+
+    def attainment(self, model: str | None = None) -> float:
+        """The fraction of all requests answered within their model's target, or answered at all for models without one.
+        """
+        met = self._met()
+        if model is not None:
+            met = met[self.requests["model"] == [each.name for each in self.models].index(model)]
+        return float(met.mean()) if len(met) else 1.0
+
+    def attainment_error(self) -> float:
+        """The standard error of the attainment, from `PARTS` consecutive parts of the run."""
+        parts = [each.mean() for each in np.array_split(self._met(), PARTS) if len(each)]
+        return float(np.std(parts, ddof=1) / np.sqrt(len(parts))) if len(parts) > 1 else 0.0
+
+    def _met(self) -> NDArray[np.bool_]:
+        rows, target = self.requests, np.array([float(each.target_ns) for each in self.models])
+        found: NDArray[np.bool_] = self.done & (rows["finish_ns"] - rows["first_ns"] <= target[rows["model"]])
+        return found
+
+    def summary(self) -> dict[str, float]:
+        ms = self.latency_ms()
+        p50, p99 = np.percentile(ms, (50, 99)) if len(ms) else (float("nan"),) * 2
+        slow = float(np.percentile(self.slowdown(), 99)) if len(ms) else float("nan")
+        return {
+            "requests": len(self.requests), "p50_ms": float(p50), "p99_ms": float(p99), "slowdown_p99": slow,
+            "attainment": self.attainment(), "lost": self.lost, "sent_again": self.again,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        found = self.summary()
+        return (
+            f"{self.router} on {self.gpus} GPUs: {found['requests']:,} requests in {self.seconds:g} s, p50 "
+            f"{found['p50_ms']:.2f} ms, p99 {found['p99_ms']:.2f} ms, p99 slowdown {found['slowdown_p99']:.1f}, within "
+            f"target {found['attainment']:.1%}, lost {found['lost']}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"router": self.router, "gpus": self.gpus, "seconds": self.seconds, **self.summary()}

@@ -1,4 +1,4 @@
-"""Paella's eight models as profiles, from times and throughputs measured on an H200: simulate them anywhere.
+"""Profiles measured on an H200, to simulate anywhere: Paella's eight models, and training steps.
 
 The models run in fp16 on 224² images (inception_v3: 299²), in PyTorch. Time alone and saturated throughput per batch
 size were measured for three of the models; the others have a measured time alone at batch 1, and take the rest from the
@@ -56,6 +56,8 @@ ISSUE_PER_S = 1.35e6  # kernels per second over all streams
 KERNELS_PER_SEGMENT = 24
 BLOCK_WARPS = 8
 BLOCK_REGISTERS = BLOCK_WARPS * 32 * 32
+TRAINED = ("resnet18", "transformer")
+_FOLDER = Path(__file__).parent / "recorded"
 FOOTPRINT = 0.1  # fraction of the block slots at batch 1; measured 5–18 %
 
 
@@ -82,8 +84,8 @@ def mix_profiles(
     """
     unknown = [size for size in batch if size not in SIZES]
     if unknown:
-        sizes_there = ", ".join(map(str, SIZES))
-        raise ProfileError(f"the mix was not measured at batch size {unknown[0]}: choose among {sizes_there}")
+        text = f"the mix was not measured at batch size {unknown[0]}: choose among {', '.join(map(str, SIZES))}"
+        raise ProfileError(text, field="batch", given=unknown[0])
     gpu = part("h200")
     slots = gpu.sms * gpu.sm.warps / BLOCK_WARPS
     profiles = []
@@ -108,25 +110,19 @@ def mix_profiles(
     return profiles
 
 
-# Training steps as profiles, recorded on an H200: simulate a training job beside serving anywhere.
-#
-#     models = [*mix_profiles(names=["resnet50"]), *training_profiles("resnet18")]
-#     pp.simulate(models, pp.Poisson(250, "resnet50", duration=1, priority=1) + pp.Background("resnet18 training"))
-#
-# `benchmarks/background.py` records them (`engine.job_profile`).
-
-
-_FOLDER = Path(__file__).parent / "recorded"
-TRAINED = ("resnet18", "transformer")
-
-
 def training_profiles(*names: str) -> list[ModelProfile]:
-    """Profiles of one captured step each, named "resnet18 training" and so on; all of them without names.
+    """Training steps recorded on an H200, named "resnet18 training" and so on; all of them without names.
+
+        models = [*mix_profiles(names=["resnet50"]), *training_profiles("resnet18")]
+        pp.simulate(models, pp.Poisson(250, "resnet50", duration=1, priority=1) + pp.Background("resnet18 training"))
+
+    `benchmarks/background.py` records them (`engine.job_profile`).
 
     >>> [each.name for each in training_profiles()]
     ['resnet18 training', 'transformer training']
     """
     unknown = [name for name in names if name not in TRAINED]
     if unknown:
-        raise ProfileError(f"no training step of {unknown[0]!r} is recorded: choose among {', '.join(TRAINED)}")
+        text = f"no training step of {unknown[0]!r} is recorded: choose among {', '.join(TRAINED)}"
+        raise ProfileError(text, field="names", given=unknown[0])
     return [each for name in names or TRAINED for each in load_profiles(_FOLDER / f"{name}_training.json")]

@@ -43,7 +43,7 @@ class ModelResult:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """The results of one run. `jobs` has one row per request (fluid.RECORD): model, arrival, start, finish, …"""
+    """The results of one run. `jobs` has one row per request (sim.tables.RECORD): model, arrival, start, finish, …"""
 
     policy: str
     device: str
@@ -73,7 +73,8 @@ class Results:
         """Figures of one model, or of all models together without a name."""
         names = [each.name for each in self.models]
         if name is not None and name not in names:
-            raise ArgumentError(f"no model {name!r} in this run: the models are {', '.join(names)}")
+            text = f"no model {name!r} in this run: the models are {', '.join(names)}"
+            raise ArgumentError(text, field="model", given=name)
         if name is None:
             return self._figures("all", self.jobs)
         return self._figures(name, self.jobs[self.jobs["model"] == names.index(name)])
@@ -81,7 +82,8 @@ class Results:
     def tenant(self, name: str) -> ModelResult:
         """Figures of one client's requests, over all models."""
         if name not in self.clients:
-            raise ArgumentError(f"no client {name!r} in this run: the clients are {', '.join(self.clients)}")
+            text = f"no client {name!r} in this run: the clients are {', '.join(self.clients)}"
+            raise ArgumentError(text, field="client", given=name)
         return self._figures(name, self.jobs[self.jobs["client"] == self.clients.index(name)])
 
     @property
@@ -94,7 +96,8 @@ class Results:
             if name in self.gpu_ms.get(who, {}):
                 return self.part_of_gpu(who, name)
         known = ", ".join([*self.gpu_ms.get("clients", {}), *self.gpu_ms.get("models", {})])
-        raise ArgumentError(f"no client and no model {name!r} in this run: there are {known}")
+        text = f"no client and no model {name!r} in this run: there are {known}"
+        raise ArgumentError(text, field="name", given=name)
 
     def part_of_gpu(self, who: str, name: str) -> float:
         """`gpu_share` among "clients" or "models" only, where both may have the same names."""
@@ -103,7 +106,8 @@ class Results:
     def compare(self, *others: Results) -> Comparison:
         """This run and others of the same models or clients, side by side; ratios are relative to this run."""
         if wrong := [each for each in others if not isinstance(each, Results)]:
-            raise ArgumentError(f"compare cannot use a {type(wrong[0]).__name__}: give results of simulate, one by one")
+            text = f"compare cannot use a {type(wrong[0]).__name__}: give results of simulate, one by one"
+            raise ArgumentError(text, field="others", given=wrong[0])
         return Comparison((self, *others))
 
     def _figures(self, name: str, jobs: Table) -> ModelResult:
@@ -261,11 +265,10 @@ def _cell(value: float, form: str) -> str:
     return "–" if np.isnan(value) else format(value, form)
 
 
-# Tables of numbers on a terminal: numbers are never cut, and long names are wrapped.
-
-
 def number_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], total: bool = False) -> RichTable:
-    """The first column has names, the others numbers. `total`: the last row is set apart."""
+    """A table for a terminal: names, which may be wrapped, then numbers, which are never cut. `total`: the last row is
+    set apart.
+    """
     from rich import box
     from rich.table import Table as RichTable
     from rich.text import Text

@@ -1,7 +1,7 @@
 """Simulated time at the level of segments: a compiled fluid model of the GPU, with the dispatcher core in its loop.
 
-Each instance's oldest launched segment progresses at a rate up to 1 (its time alone), computed by `fluid_rates`. The
-host is modelled too: the core launches one graph after the other, and makes no decisions during a launch.
+Each instance's oldest launched segment progresses at a rate up to 1 (its time alone), computed by `share`. The host is
+modelled too: the core launches one graph after the other, and makes no decisions during a launch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paellapy.scheduler.sim.tables import (
     LIVE,
     MEMORY,
     SLOTS,
-    Fluid,
+    SimGpu,
     load,
     next_for_core,
     next_load,
@@ -31,74 +31,27 @@ from paellapy.scheduler.sim.tables import (
     record_some,
 )
 
-# The copy engine of the simulated GPU: weights arrive over one link, chunk after chunk, in the core's order.
-#
-# Evicting takes no time of the link. Copies and kernels do not slow each other in this model.
-
-
+NO_PRIORITY = -(1 << 40)
+TURNS = 8
+DONE, MORE_RECORDS = range(2)  # results of `run_segments`
+# Steps in a row in which a policy may launch nothing while the GPU is idle and no request comes. A policy whose `admit`
+# always asks for more time, or whose `tick` never opens its gate, would run for ever.
+MOST_IN_VAIN = 1 << 18
 _WORD, _ONE = np.uint64(8), np.uint64(1)
 
 
-@part
-def begin_chunk(f: Fluid, s: State) -> None:
-    """Computes when the next chunk of the first model in line arrives."""
-    sim = f.sim[0]
-    if sim.line == 0:
-        sim.chunk_at_ns = np.inf
-        return
-    w = s.weights[f.line[0]]
-    nbytes = min(w.chunk_bytes, w.bytes - sim.copied * w.chunk_bytes)
-    mapping = s.tuning[0].map_ns if sim.copied == 0 else 0.0
-    sim.chunk_at_ns = sim.now_ns + mapping + nbytes * s.residency[0].ns_per_byte
-
-
-@part
-def take_orders(f: Fluid, s: State) -> None:
-    """Carries out the core's orders."""
-    sim = f.sim[0]
-    while sim.orders < load_at(address(s.move_ring, MOVE_TAIL)):
-        cell = s.move[sim.orders & (s.move.shape[0] - 1)]
-        sim.orders += 1
-        if cell.kind == EVICT:
-            store_at(address(s.moved, cell.model), np.uint64(EVICTED))
-            sim.news = 1
-            continue
-        f.line[sim.line] = cell.model
-        sim.line += 1
-        if sim.line == 1:
-            sim.copied = 0
-            begin_chunk(f, s)
-
-
-@part
-def copy_chunks(f: Fluid, s: State) -> None:
-    """Sets the words of chunks that have arrived."""
-    sim = f.sim[0]
-    while sim.chunk_at_ns <= sim.now_ns:
-        w = s.weights[f.line[0]]
-        store_at(w.word + _WORD * np.uint64(sim.copied), _ONE)
-        sim.news = 1
-        sim.copied += 1
-        if sim.copied == w.chunks:
-            sim.copied = 0
-            sim.line -= 1
-            for k in range(sim.line):
-                f.line[k] = f.line[k + 1]
-        begin_chunk(f, s)
-
-
-# How concurrent segments share the simulated GPU: the rate of each, up to 1 (its time alone).
+# -- how concurrent segments share the GPU: the rate of each, up to 1 (its time alone)
 #
 # * *Slots* (blocks, warps, registers, shared memory: the fullest), *memory bandwidth* and *arithmetic* are shared in
 #   proportion to demand, since the block scheduler and the memory system serve larger demands more: all slow down by
 #   the total demand, once it is above 1.
-# * *Kernel issue* is shared max-min fairly, because the front end alternates between streams: a job that issues few
-#   kernels is not slowed.
+# * *Kernel issue* is shared max-min fairly, because the GPU alternates between streams: a job that issues few kernels
+#   is not slowed.
 #
 # A measured demand of a program is better than these estimates: chains of short kernels use a resource from time to
 # time rather than a part of it continuously, and wait for each other whenever they want it at once. Programs that
 # independently want the GPU for fractions u of the time keep it busy for 1 - Π(1 - u) of the time. With u = 0.18, this
-# agrees with trial runs of Paella's CNNs on an H200 (not stored):
+# agrees with runs of Paella's CNNs on an H200 (not stored):
 #
 #     programs at once          6     8    10    12    16    24
 #     throughput, measured    3.6   4.3   4.7   5.0   5.3   5.5
@@ -107,10 +60,8 @@ def copy_chunks(f: Fluid, s: State) -> None:
 # The programs divide the busy time by weight. If each met the others at independent times for ever, the weight would be
 # -log(1 - u) = u + u²/2 + u³/3 + …, whose n-th term counts the work that finds the GPU taken n - 1 times in a row. It
 # would be infinite for a program that always wants the GPU, and leave nothing to others. But the hardware serves
-# kernels of different streams in turn, so no kernel finds the GPU taken any number of times: the series ends after
-# TURNS terms. Up to u = 0.5 this changes nothing. It matters beside programs that want the GPU nearly always: with 5 to
-# 10 terms, all pairs of `systems_stretch.json` agree with an H200 within a fifth. For resnet50 beside large batches,
-# more terms agree better.
+# kernels of different streams in turn, so the series ends after TURNS terms. Up to u = 0.5 this changes nothing; with 5
+# to 10 terms, pairs of programs that want the GPU nearly always agree with an H200 within a fifth.
 #
 # Stream priorities matter little between chains of kernels: when a kernel of high priority ends, its successor is not
 # there yet, so the waiting kernel of low priority takes its place, and its blocks are not removed.
@@ -119,17 +70,11 @@ def copy_chunks(f: Fluid, s: State) -> None:
 # fitted to one sweep on the H200 in which 24 jobs reached 1.19 times the throughput without partitions. Its validity
 # for more jobs is not known, and no more are let in.
 #
-# If the number of hardware queues is given, launches wait in them. docs/results_notes.md has the behaviour of
-# an H200: CUDA assigns graphs to queues one after the other, regardless of their streams. A graph waits behind another
-# graph of the same queue, but not behind its last kernels, since a queue looks some way ahead: graphs of 100 kernels
-# wait for each other, graphs of 2 kernels do not. The modelled max-in-flight is the largest that this benchmark allows.
-# A larger one would fit the sweep of Paella's CNNs better, so the model is not exact; and because it was fitted to one
-# sweep, it cannot predict that sweep. Later segments of a job are assumed to stay in the job's queue; this was not
-# measured.
-
-
-NO_PRIORITY = -(1 << 40)
-TURNS = 8
+# If the number of hardware queues is given, launches wait in them. CUDA assigns graphs to queues one after the other,
+# regardless of their streams. A graph waits behind another graph of the same queue, but not behind its last kernels,
+# since a queue looks some way ahead: graphs of 100 kernels wait for each other, graphs of 2 kernels do not. The number
+# of kernels that it looks ahead (`deep_kernels`) was measured on an H200. Later segments of a job are assumed to stay
+# in the job's queue; this was not measured.
 
 
 @part
@@ -142,13 +87,13 @@ def weight(busy: float) -> float:
 
 
 @part
-def least_ns(f: Fluid) -> float:
+def least_ns(f: SimGpu) -> float:
     """The smallest time step: a smaller one counts as zero, and would not move the clock late in simulated time."""
     return float(max(1e-3, 4.5e-16 * f.sim[0].now_ns))
 
 
 @part
-def holds_ns(f: Fluid, s: State, instance: int) -> float:
+def holds_ns(f: SimGpu, s: State, instance: int) -> float:
     """The part of an instance's launched work, as time alone, for which other instances of its queue wait."""
     a = s.instance[instance]
     m, size = a.model, a.size
@@ -158,14 +103,14 @@ def holds_ns(f: Fluid, s: State, instance: int) -> float:
 
 
 @part
-def is_before(f: Fluid, other: int, instance: int) -> bool:
+def is_before(f: SimGpu, other: int, instance: int) -> bool:
     """Whether another instance was assigned to the same queue earlier."""
     apart = f.order[instance] - f.order[other]
     return bool(apart > 0 and apart % f.sim[0].queues == 0)
 
 
 @part
-def line_up(f: Fluid, s: State) -> None:
+def line_up(f: SimGpu, s: State) -> None:
     """Determines which instances wait in a hardware queue."""
     sim = f.sim[0]
     if sim.queues == 0:
@@ -180,7 +125,7 @@ def line_up(f: Fluid, s: State) -> None:
 
 
 @part
-def next_in_queue(f: Fluid, s: State) -> float:
+def next_in_queue(f: SimGpu, s: State) -> float:
     """The time until some graph has so few kernels left that others no longer wait for it."""
     sim = f.sim[0]
     found = np.inf
@@ -193,19 +138,25 @@ def next_in_queue(f: Fluid, s: State) -> float:
 
 
 @part
-def runs(f: Fluid, instance: int) -> bool:
+def runs(f: SimGpu, instance: int) -> bool:
     return bool(f.delay[instance] <= 0.0 and f.waits[instance] == 0)
 
 
 @part
-def used(f: Fluid, s: State, instance: int, what: int) -> float:
+def used(f: SimGpu, s: State, instance: int, what: int) -> float:
     """The fraction of a resource that an instance's running segment takes at rate 1."""
     segment = f.work.shape[2] - 1 if f.segment[instance] == WHOLE else f.segment[instance]
     return float(f.use[s.instance[instance].model, s.instance[instance].size, segment, what])
 
 
 @part
-def share(f: Fluid, s: State) -> None:
+def measured_busy(f: SimGpu, s: State, instance: int) -> float:
+    """The fraction of its time for which an instance's program wants the GPU, if measured; otherwise 0."""
+    return float(f.busy[s.instance[instance].model, s.instance[instance].size])
+
+
+@part
+def share(f: SimGpu, s: State) -> None:
     """Computes all rates from all demands."""
     sim = f.sim[0]
     line_up(f, s)
@@ -228,7 +179,7 @@ def share(f: Fluid, s: State) -> None:
 
 
 @part
-def prefer(f: Fluid, s: State) -> None:
+def prefer(f: SimGpu, s: State) -> None:
     """Applies stream priorities: blocks of higher priority are placed first, but running blocks are not removed. So
     each instance's rate lies between the rate under strict priorities and the rate without priorities.
     """
@@ -247,7 +198,7 @@ def prefer(f: Fluid, s: State) -> None:
             instance = f.run[k]
             priority = s.model[s.instance[instance].model].priority
             if runs(f, instance) and priority == top:
-                busy = f.busy[s.instance[instance].model, s.instance[instance].size]
+                busy = measured_busy(f, s, instance)
                 slots += used(f, s, instance, SLOTS)
                 idle *= 1.0 - busy
                 wants += weight(busy)
@@ -256,7 +207,7 @@ def prefer(f: Fluid, s: State) -> None:
         for k in range(sim.running):
             instance = f.run[k]
             if runs(f, instance) and s.model[s.instance[instance].model].priority == top:
-                busy = f.busy[s.instance[instance].model, s.instance[instance].size]
+                busy = measured_busy(f, s, instance)
                 f.strict[instance] = min(1.0, left / max(slots, 1e-9))
                 if busy > 0.0:
                     f.strict[instance] = min(1.0, weight(busy) / wants * (before - idle) / busy)
@@ -270,10 +221,9 @@ def prefer(f: Fluid, s: State) -> None:
 
 
 @part
-def issue_level(f: Fluid, s: State, common: float) -> float:
+def issue_level(f: SimGpu, s: State, common: float) -> float:
     """The max-min level: instances above it share the capacity that the others leave. Waiting instances have no part.
     """
-    last = f.work.shape[2] - 1
     level = 0.0
     while True:  # upwards, from below every fair part: each round but the last settles at least one instance
         below = 0.0
@@ -281,8 +231,7 @@ def issue_level(f: Fluid, s: State, common: float) -> float:
         for k in range(f.sim[0].running):
             instance = f.run[k]
             if runs(f, instance):
-                seg = last if f.segment[instance] == WHOLE else f.segment[instance]
-                want = f.use[s.instance[instance].model, s.instance[instance].size, seg, ISSUE] * common
+                want = used(f, s, instance, ISSUE) * common
                 if want > level:
                     above += 1
                 else:
@@ -296,31 +245,28 @@ def issue_level(f: Fluid, s: State, common: float) -> float:
 
 
 @part
-def share_measured(f: Fluid, s: State) -> None:
+def share_measured(f: SimGpu, s: State) -> None:
     """Rates of programs with measured demand: they fill the GPU as if independent, and share it by demand."""
     core = s.core[0]
     sim = f.sim[0]
     idle = 1.0
     wants = 0.0
-    last = f.work.shape[2] - 1
     apart = 1.0
     if core.partitions > 0 and not core.whole_always:  # where the hardware decides, no job is confined
         apart += s.tuning[0].apart_share * max(0, sim.running - s.tuning[0].roomy_jobs)
     for k in range(sim.running):
         instance = f.run[k]
         if runs(f, instance):
-            m, size = s.instance[instance].model, s.instance[instance].size
-            busy = f.busy[m, size] / apart
+            busy = measured_busy(f, s, instance) / apart
             if busy == 0.0:
-                seg = last if f.segment[instance] == WHOLE else f.segment[instance]
-                use = f.use[m, size, seg]
-                busy = min(max(use[SLOTS], use[MEMORY], use[ISSUE]), MOST_BUSY)
+                fullest = max(used(f, s, instance, SLOTS), used(f, s, instance, MEMORY), used(f, s, instance, ISSUE))
+                busy = min(fullest, MOST_BUSY)
             idle *= 1.0 - busy
             wants += weight(busy)
     memory = compute = 0.0
     for k in range(sim.running):
         instance = f.run[k]
-        busy = f.busy[s.instance[instance].model, s.instance[instance].size] / apart
+        busy = measured_busy(f, s, instance) / apart
         if runs(f, instance) and busy > 0.0:
             f.rate[instance] = min(1.0, weight(busy) / wants * (1.0 - idle) / busy)
         memory += used(f, s, instance, MEMORY) * f.rate[instance]
@@ -329,20 +275,70 @@ def share_measured(f: Fluid, s: State) -> None:
         return
     for k in range(sim.running):  # instances with a large part of an oversubscribed resource
         instance = f.run[k]
-        if runs(f, instance) and f.busy[s.instance[instance].model, s.instance[instance].size] > 0.0:
+        if runs(f, instance) and measured_busy(f, s, instance) > 0.0:
             slower = 1.0 + min(1.0, 2.0 * used(f, s, instance, MEMORY)) * (max(1.0, memory) - 1.0)
             slower = max(slower, 1.0 + min(1.0, 2.0 * used(f, s, instance, COMPUTE)) * (max(1.0, compute) - 1.0))
             f.rate[instance] /= slower
 
 
-DONE, MORE_RECORDS = range(2)  # results of `run_fluid`
-# Steps in a row in which a policy may launch nothing while the GPU is idle and no request comes. A policy whose `admit`
-# always asks for more time, or whose `tick` never opens its gate, would run for ever.
-MOST_IN_VAIN = 1 << 18
+# -- the copy engine: weights arrive over one link, chunk after chunk, in the core's order
+#
+# Evicting takes no time of the link. Copies and kernels do not slow each other in this model.
 
 
 @part
-def start(f: Fluid, s: State, instance: int, segment: int, delay: float) -> None:
+def begin_chunk(f: SimGpu, s: State) -> None:
+    """Computes when the next chunk of the first model in line arrives."""
+    sim = f.sim[0]
+    if sim.line == 0:
+        sim.chunk_at_ns = np.inf
+        return
+    w = s.weights[f.line[0]]
+    nbytes = min(w.chunk_bytes, w.bytes - sim.copied * w.chunk_bytes)
+    mapping = s.tuning[0].map_ns if sim.copied == 0 else 0.0
+    sim.chunk_at_ns = sim.now_ns + mapping + nbytes * s.residency[0].ns_per_byte
+
+
+@part
+def take_orders(f: SimGpu, s: State) -> None:
+    """Carries out the core's orders."""
+    sim = f.sim[0]
+    while sim.orders < load_at(address(s.move_ring, MOVE_TAIL)):
+        cell = s.move[sim.orders & (s.move.shape[0] - 1)]
+        sim.orders += 1
+        if cell.kind == EVICT:
+            store_at(address(s.moved, cell.model), np.uint64(EVICTED))
+            sim.news = 1
+            continue
+        f.line[sim.line] = cell.model
+        sim.line += 1
+        if sim.line == 1:
+            sim.copied = 0
+            begin_chunk(f, s)
+
+
+@part
+def copy_chunks(f: SimGpu, s: State) -> None:
+    """Sets the words of chunks that have arrived."""
+    sim = f.sim[0]
+    while sim.chunk_at_ns <= sim.now_ns:
+        w = s.weights[f.line[0]]
+        store_at(w.word + _WORD * np.uint64(sim.copied), _ONE)
+        sim.news = 1
+        sim.copied += 1
+        if sim.copied == w.chunks:
+            sim.copied = 0
+            sim.line -= 1
+            for k in range(sim.line):
+                f.line[k] = f.line[k + 1]
+        begin_chunk(f, s)
+
+
+# -- the loop
+
+
+@part
+def start(f: SimGpu, s: State, instance: int, segment: int, delay: float) -> None:
     a = s.instance[instance]
     m, size = a.model, a.size
     f.segment[instance] = segment
@@ -352,24 +348,23 @@ def start(f: Fluid, s: State, instance: int, segment: int, delay: float) -> None
 
 
 @part
-def note(f: Fluid, s: State, ns: float) -> None:
+def note(f: SimGpu, s: State, ns: float) -> None:
     """Adds an interval to the occupancy over time."""
     sim = f.sim[0]
-    use = (0.0, 0.0, 0.0)
-    last = f.work.shape[2] - 1
+    slots = memory = issue = 0.0
     for k in range(sim.running):
         instance = f.run[k]
-        seg = last if f.segment[instance] == WHOLE else f.segment[instance]
-        u = f.use[s.instance[instance].model, s.instance[instance].size, seg]
-        r = f.rate[instance]
-        use = (use[0] + u[0] * r, use[1] + u[1] * r, use[2] + u[2] * r)
+        rate = f.rate[instance]
+        slots += used(f, s, instance, SLOTS) * rate
+        memory += used(f, s, instance, MEMORY) * rate
+        issue += used(f, s, instance, ISSUE) * rate
     # Where the demand of a whole program was measured, the shares of its segments are estimates, and may sum to more
     # than 1.
-    occupy(f, sim.now_ns, ns, min(use[0], 1.0), min(use[1], 1.0), min(use[2], 1.0), sim.running)
+    occupy(f, sim.now_ns, ns, min(slots, 1.0), min(memory, 1.0), min(issue, 1.0), sim.running)
 
 
 @part
-def next_event(f: Fluid) -> float:
+def next_event(f: SimGpu) -> float:
     """When the GPU, its link, or the load has its next event."""
     sim = f.sim[0]
     at = np.inf
@@ -383,7 +378,7 @@ def next_event(f: Fluid) -> float:
 
 
 @part
-def progress(f: Fluid, s: State, until: float) -> None:
+def progress(f: SimGpu, s: State, until: float) -> None:
     """Lets the GPU run until a time: completion words are written, and queued launches start."""
     sim = f.sim[0]
     ns = until - sim.now_ns
@@ -422,7 +417,7 @@ def progress(f: Fluid, s: State, until: float) -> None:
 
 
 @part
-def note_opened(f: Fluid, s: State, instance: int) -> None:
+def note_opened(f: SimGpu, s: State, instance: int) -> None:
     a = s.instance[instance]
     if f.generation[instance] != a.generation:
         f.generation[instance] = a.generation
@@ -430,7 +425,7 @@ def note_opened(f: Fluid, s: State, instance: int) -> None:
 
 
 @part
-def hand_over(f: Fluid, s: State, instance: int) -> float:
+def hand_over(f: SimGpu, s: State, instance: int) -> float:
     """How long an instance's first launch waits for the inputs of requests that came before the instance was opened.
     These are copied from then on, one after the other; inputs of later requests were copied on arrival.
     """
@@ -448,7 +443,7 @@ def hand_over(f: Fluid, s: State, instance: int) -> float:
 
 
 @part
-def launch(f: Fluid, s: State) -> None:
+def launch(f: SimGpu, s: State) -> None:
     """Carries out the core's launches one after the other, each taking the host's time."""
     core = s.core[0]
     sim = f.sim[0]
@@ -477,14 +472,14 @@ def launch(f: Fluid, s: State) -> None:
 
 
 @part
-def is_stuck(f: Fluid, s: State) -> bool:
+def is_stuck(f: SimGpu, s: State) -> bool:
     """Whether requests wait although the GPU is idle and nothing else will happen: only the policy can go on."""
     idle = f.sim[0].running == 0 and s.core[0].out == 0 and f.sim[0].chunk_at_ns == np.inf
     return bool(idle and s.core[0].live > 0 and next_load(f) == np.inf)
 
 
 @part
-def run_until(f: Fluid, s: State, end: float) -> int:
+def run_until(f: SimGpu, s: State, end: float) -> int:
     """Runs until a time, or until no more requests come and nothing runs; MORE_RECORDS: call again with more records.
     """
     core = s.core[0]
@@ -524,13 +519,13 @@ def run_until(f: Fluid, s: State, end: float) -> int:
 
 
 @compiled
-def run_fluid(f: Fluid, s: State) -> int:
+def run_segments(f: SimGpu, s: State) -> int:
     """Runs until no more requests come and nothing is running; MORE_RECORDS: call again with more records."""
     return run_until(f, s, np.inf)
 
 
 @reachable
-def advance(f: Fluid, s: State, end: float) -> int:
+def advance(f: SimGpu, s: State, end: float) -> int:
     """Runs until a time, with the arrivals until then. A GPU of a cluster then reports to routers when a new request of
     each model would be done, and how many requests are live.
     """

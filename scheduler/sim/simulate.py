@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -31,19 +31,43 @@ from paellapy.scheduler.core.step import attach_step
 from paellapy.scheduler.core.tables import Table
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.policies.policy import Policy, PolicyError, Rank, attach_policy, find_policy
-from paellapy.scheduler.sim import tables as fluid
+from paellapy.scheduler.sim import tables
 from paellapy.scheduler.sim.block_model import BlocksGpu, OwnKernels, TracedGpu
 from paellapy.scheduler.sim.results import Results
-from paellapy.scheduler.sim.segment_model import MORE_RECORDS, run_fluid
+from paellapy.scheduler.sim.segment_model import MORE_RECORDS, run_segments
 from paellapy.scheduler.sim.tables import ISSUE, MEMORY, Programs
 from paellapy.scheduler.sim.workload import Workload, WorkloadError
 
-# Options of a simulation: its level of detail, its seed, and changes to the policy, the host and the GPU.
-
-
 Fidelity = Literal["segments", "blocks"]
 FIDELITIES: tuple[Fidelity, ...] = ("segments", "blocks")
-_NUMBERS = {"demand", "sm_partitions", "host_launch_ns", "memory_bytes", "pcie_gbps"}
+MAX_ROWS = 1 << 17  # requests waiting at a time; further ones are refused
+BINS = 400  # most bins into which the time of a run is divided
+
+
+def _is_whole(given: Any, least: int) -> bool:
+    return isinstance(given, int | np.integer) and given >= least
+
+
+def _is_number(given: Any, least: float, above: bool = False) -> bool:
+    number = isinstance(given, int | float | np.number) and math.isfinite(given)
+    return bool(number and (given > least if above else given >= least))
+
+
+_LEAST, _MOST = codes.LEAST_PARTITIONS, codes.PARTITIONS
+# By option: whether a value is valid, and the valid values in words.
+_OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "fidelity": (lambda x: x in FIDELITIES, " or ".join(FIDELITIES)),
+    "seed": (lambda x: _is_whole(x, 0), "an integer of at least 0"),
+    "queues": (lambda x: x is None or _is_whole(x, 1), "an integer of at least 1, or None"),
+    "demand": (lambda x: x is None or _is_number(x, 0, above=True), "a number of GPUs above 0, or None"),
+    "host_launch_ns": (lambda x: x is None or _is_number(x, 0), "a finite number of at least 0"),
+    "memory_bytes": (lambda x: x is None or _is_number(x, 1), "a number of at least 1, or None"),
+    "pcie_gbps": (lambda x: x is None or _is_number(x, 0, above=True), "a number of GB/s above 0"),
+    "tenants": (lambda x: isinstance(x, Mapping), "a dict by name, as in tenants={'alice': pp.Tenant(share=3)}"),
+    "sm_partitions": (
+        lambda x: _is_number(x, 0) and (x == 0 or _LEAST <= x <= _MOST), f"0, for none, or {_LEAST} to {_MOST}"
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,35 +108,18 @@ class SimulationOptions:
     tenants: Mapping[str, Tenant | Mapping[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.fidelity not in FIDELITIES:
-            raise ArgumentError(f"fidelity={self.fidelity!r}: it must be {' or '.join(FIDELITIES)}")
-        if not isinstance(self.seed, int | np.integer) or self.seed < 0:
-            raise ArgumentError(f"seed={self.seed!r}: it must be an integer of at least 0")
-        if self.queues is not None and not (isinstance(self.queues, int | np.integer) and self.queues >= 1):
-            raise ArgumentError(f"queues={self.queues!r}: it must be an integer of at least 1, or None")
-        if self.demand is not None and not (self.demand > 0 and math.isfinite(self.demand)):
-            raise ArgumentError(f"demand={self.demand!r}: it must be a number of GPUs above 0, or None")
-        given = self.host_launch_ns
-        if given is not None and not (given >= 0 and math.isfinite(given)):
-            raise ArgumentError(f"host_launch_ns={given!r}: it must be a finite number of at least 0")
-        if self.memory_bytes is not None and not self.memory_bytes >= 1:
-            raise ArgumentError(f"memory_bytes={self.memory_bytes!r}: it must be at least 1, or None")
-        if self.pcie_gbps is not None and not (self.pcie_gbps > 0 and math.isfinite(self.pcie_gbps)):
-            raise ArgumentError(f"pcie_gbps={self.pcie_gbps!r}: it must be a number of GB/s above 0")
+        for name, (fits, wanted) in _OPTIONS.items():
+            given = getattr(self, name)
+            if not fits(given):
+                raise ArgumentError(f"{name}={given!r}: it must be {wanted}", field=name, given=given)
         if self.pcie_gbps is not None and self.memory_bytes is None:
             raise ArgumentError(
                 f"pcie_gbps={self.pcie_gbps!r} has no effect without memory_bytes, because no weights move: set "
-                "memory_bytes, or leave pcie_gbps out"
-            )
+                "memory_bytes, or leave pcie_gbps out", field="memory_bytes", given=None,
+            )  # fmt: skip
         if self.memory_bytes is not None and self.fidelity != "segments":
-            raise ArgumentError("memory_bytes needs fidelity='segments': choose that, or leave memory_bytes out")
-        if not isinstance(self.tenants, Mapping):
-            raise ArgumentError(
-                f"tenants={self.tenants!r}: it must be a dict by name, as in tenants={{'alice': pp.Tenant(share=3)}}"
-            )
-        least, most = codes.LEAST_PARTITIONS, codes.PARTITIONS
-        if self.sm_partitions != 0 and not least <= self.sm_partitions <= most:
-            raise ArgumentError(f"sm_partitions={self.sm_partitions}: it must be 0, for none, or {least} to {most}")
+            text = "memory_bytes needs fidelity='segments': choose that, or leave memory_bytes out"
+            raise ArgumentError(text, field="fidelity", given=self.fidelity)
 
     def tuning_for(self, gpu: Part) -> Tuning:
         """The part's tuning numbers, with those that are set for this run."""
@@ -135,15 +142,13 @@ def check_names(function: str, given: Iterable[str], options: type[Any]) -> None
         if name not in names:
             near = difflib.get_close_matches(name, names, 1)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise ArgumentError(f"{function} has no option {name!r}: {hint}The options are {', '.join(names)}")
+            text = f"{function} has no option {name!r}: {hint}The options are {', '.join(names)}"
+            raise ArgumentError(text, field=name, remedy=near[0] if near else None)
 
 
 def asked_options(given: Mapping[str, Any]) -> SimulationOptions:
-    """The options by name; ArgumentError for a name or a type that no option has."""
+    """The options by name; ArgumentError for a name that no option has, or for a wrong value."""
     check_names("simulate", given, SimulationOptions)
-    for name, value in given.items():
-        if name in _NUMBERS and not isinstance(value, int | float | np.number | None):
-            raise ArgumentError(f"{name}={value!r}: it must be a number")
     return SimulationOptions(**given)
 
 
@@ -151,87 +156,9 @@ def simulated_part(device: str) -> Part:
     """The GPU for a device's name."""
     kind, _, name = str(device).partition(":")
     if kind != "virtual":
-        raise NoDeviceError(f"device={device!r}: simulate needs a virtual GPU, such as 'virtual:h200'")
+        text = f"device={device!r}: simulate needs a virtual GPU, such as 'virtual:h200'"
+        raise NoDeviceError(text, field="device", given=device)
     return part(name or "h200")
-
-
-# The GPU resources of programs in a simulation: from profiles to the fluid model's tables.
-
-
-def resources(state: State, models: Sequence[ModelProfile], gpu: Part, timing: Timing) -> Programs:
-    """For each segment, the share of each resource it takes alone, and its time; the last row is for the whole
-    program.
-    """
-    n, sizes, segments = state.segment.shape
-    use = np.zeros((n, sizes, segments + 1, 4))
-    work = np.zeros((n, sizes, segments + 1))
-    busy, kernels = np.zeros((n, sizes)), np.zeros((n, sizes))
-    capacity = Capacity.of(gpu.sms, gpu.sm, timing)
-    bandwidth = gpu.bandwidth_gbps * timing.bandwidth_efficiency  # GB/s is bytes/ns
-    for m, model in enumerate(models):
-        for k, (batch, program) in enumerate(model.sizes.items()):
-            for i, each in enumerate(program):
-                memory = each.memory or each.bytes / each.time_ns / bandwidth
-                found = (capacity.slots(each), memory, capacity.issuing(each), each.compute)
-                use[m, k, i] = np.minimum(found, 1.0)
-                work[m, k, i] = each.time_ns
-            total = math.fsum(work[m, k, : len(program)])
-            if batch in model.demand:  # measured, not estimated: the whole program keeps this part of the GPU busy
-                guess = (use[m, k, : len(program), : ISSUE + 1].max(axis=1) * work[m, k, : len(program)]).sum() / total
-                busy[m, k] = busy_alone(model.demand[batch], model.together.get(batch, TOGETHER))
-                use[m, k, : len(program), : ISSUE + 1] *= busy[m, k] / max(guess, 1e-9)
-                # Bandwidth and arithmetic were measured separately, where they are known.
-                for i, each in enumerate(program):
-                    use[m, k, i, MEMORY] = each.memory or use[m, k, i, MEMORY]
-            use[m, k, -1] = (use[m, k, : len(program)] * work[m, k, : len(program), None]).sum(axis=0) / total
-            work[m, k, -1], kernels[m, k] = total, sum(each.kernels for each in program)
-    copy = np.zeros(n)
-    copy[: len(models)] = [model.input_bytes / state.tuning["copy_gbps"][0] for model in models]
-    return Programs(use, work, busy, copy, kernels)
-
-
-# More models than memory in simulated time: the models on the GPU at the start, and counters of a run.
-
-
-def manage_weights(state: State, models: Sequence[ModelProfile], memory_bytes: int) -> None:
-    """Gives the core a memory budget. Models must be installed, and nothing may have run."""
-    for each in models:
-        if not 0 < each.weight_bytes <= memory_bytes:
-            raise ProfileError(
-                f"{each.name} has weight_bytes={each.weight_bytes:,}, which must be above 0 and at most "
-                f"memory_bytes={memory_bytes:,}: set the model's weight_bytes, or raise memory_bytes"
-            )
-    needed = needed_bytes([(each.priority, each.weight_bytes, KEEP[each.resident]) for each in models])
-    if needed > memory_bytes:
-        raise ProfileError(
-            f"{needed:,} bytes of weights must be on the GPU at once, more than memory_bytes={memory_bytes:,}: models "
-            "with resident=True, models of higher priority than another one, and the largest of the others; raise it, "
-            "or keep fewer models resident"
-        )
-    set_weight_budget(state, memory_bytes)
-    first = sorted(range(len(models)), key=lambda m: models[m].resident is not True)
-    for m in first:
-        nbytes = models[m].weight_bytes
-        fits = int(state.residency["held_bytes"][0]) + nbytes <= memory_bytes and models[m].resident is not False
-        state.weights["location"][m] = codes.RESIDENT if fits else codes.OFF_GPU
-        state.residency["held_bytes"][0] += nbytes if fits else 0
-
-
-def weight_counters(state: State) -> dict[str, int]:
-    """Counts of weight movements in a run."""
-    r = state.residency[0]
-    return {
-        "weight_hits": int(state.weights["hits"].sum()),
-        "weight_misses": int(state.weights["misses"].sum()),
-        "brought": int(r["brought"]),
-        "brought_bytes": int(r["brought_bytes"]),
-        "evicted": int(r["evicted"]),
-        "reload_us": int(r["reload_ns"] / 1e3),
-    }
-
-
-MAX_ROWS = 1 << 17  # requests waiting at a time; the simulated front end refuses further ones
-BINS = 400  # most bins into which the time of a run is divided
 
 
 def simulate(
@@ -260,17 +187,18 @@ def simulate(
     chosen, gpu = asked.policy(policy), simulated_part(device)
     names = [each.name for each in models]
     if not models or len(set(names)) < len(names):
-        raise ProfileError(f"the models' names are {names}: give at least one model, each with a different name")
+        text = f"the models' names are {names}: give at least one model, each with a different name"
+        raise ProfileError(text, field="models", given=names)
     arrivals, clients, numbers = _load(workload, models, asked)
     _check(asked, models, clients)
     state = new_core(models, len(arrivals) + len(clients), _numbers_for(len(numbers)))
     prepare(state, models, chosen, gpu, asked)
     _give_tenants(state, numbers, asked)
-    f = fluid_of(state, models, gpu, workload.seconds, arrivals, clients, asked)
+    f = loaded_gpu(state, models, gpu, workload.seconds, arrivals, clients, asked)
     trace = None
     if asked.fidelity == "segments":
-        while run_fluid(f, state) == MORE_RECORDS:
-            f = fluid.more_records(f)
+        while run_segments(f, state) == MORE_RECORDS:
+            f = tables.more_records(f)
     elif kernels is None:
         f = BlocksGpu(gpu, models, f, state, asked.seed).run()
     else:
@@ -297,7 +225,7 @@ def simulate(
     )
 
 
-def _jobs(f: fluid.Fluid, numbers: Mapping[str, int]) -> Table:
+def _jobs(f: tables.SimGpu, numbers: Mapping[str, int]) -> Table:
     """The records of all requests, with each client's place among the clients instead of its number."""
     jobs = f.records[: f.sim["records"][0]].copy()
     place = {number: k for k, number in enumerate(numbers.values())}
@@ -305,7 +233,7 @@ def _jobs(f: fluid.Fluid, numbers: Mapping[str, int]) -> Table:
     return jobs
 
 
-def _counters(state: st.State, f: fluid.Fluid, asked: SimulationOptions) -> dict[str, int]:
+def _counters(state: st.State, f: tables.SimGpu, asked: SimulationOptions) -> dict[str, int]:
     counters = {name: int(state.core[name][0]) for name in ("launches", "steps", "decisions", "preemptions")}
     counters["segment_events"] = int(f.sim["events"][0])
     return counters if asked.memory_bytes is None else counters | weight_counters(state)
@@ -318,13 +246,13 @@ def _load(
     if not isinstance(workload, Workload):
         raise WorkloadError(
             f"workload={workload!r}: it must be a workload, such as pp.Poisson(1000, 'net', duration=1.0); join "
-            "several with +"
-        )
+            "several with +", field="workload", given=workload,
+        )  # fmt: skip
     names = [each.name for each in models]
     arrivals, clients = workload.arrivals(names, options.seed), workload.loop_clients(names)
     priorities = np.array([each.priority for each in models])
     for asked in (arrivals, clients):
-        own = asked["priority"] == fluid.MODELS_PRIORITY
+        own = asked["priority"] == tables.MODELS_PRIORITY
         asked["priority"][own] = priorities[asked["model"][own]]
     known = workload.clients_named()
     title = {number: name or f"client {k + 1}" for k, (number, name) in enumerate(known.items())}
@@ -347,8 +275,8 @@ def _give_tenants(state: st.State, clients: Mapping[str, int], asked: Simulation
     if unknown:
         raise ArgumentError(
             f"no client of the workload is named {min(unknown)!r}; its clients are {', '.join(clients)}. Name one, "
-            "as in ClosedLoop(…, client='alice')"
-        )
+            "as in ClosedLoop(…, client='alice')", field="tenants", given=min(unknown),
+        )  # fmt: skip
     for name, tenant in checked_tenants(asked.tenants).items():
         set_tenant(state, clients[name], name, tenant)
 
@@ -369,13 +297,13 @@ def _check(asked: SimulationOptions, models: Sequence[ModelProfile], clients: Ta
     if asked.admission and (len(clients) or asked.fidelity != "segments"):
         raise WorkloadError(
             "admission needs an open-loop workload (Poisson, Lognormal, TraceWorkload) and fidelity='segments': choose "
-            "these, or leave admission out"
-        )
+            "these, or leave admission out", field="admission", given=True,
+        )  # fmt: skip
     if asked.sm_partitions and (asked.fidelity != "segments" or not all(each.demand for each in models)):
         raise ArgumentError(
             "sm_partitions needs fidelity='segments' and profiles with a measured demand, as engine.model_profile() "
-            "returns them: choose these, or leave sm_partitions out"
-        )
+            "returns them: choose these, or leave sm_partitions out", field="sm_partitions", given=asked.sm_partitions,
+        )  # fmt: skip
 
 
 def _check_end(state: st.State, policy: Policy) -> None:
@@ -391,8 +319,9 @@ def _check_end(state: st.State, policy: Policy) -> None:
     if stuck := int(state.core["live"][0]):
         raise PolicyError(
             f"policy {policy.name} leaves {stuck} requests waiting for ever: `admit` refuses all of them, and no later "
-            "event would change that; let `admit` return a time in ns that comes, or open its gate in a `tick`"
-        )
+            "event would change that; let `admit` return a time in ns that comes, or open its gate in a `tick`",
+            policy=policy.name,
+        )  # fmt: skip
 
 
 def new_core(models: Sequence[ModelProfile], requests: int, clients: int = 256) -> st.State:
@@ -438,7 +367,7 @@ def prepare(
         state.confined[:, :, -1, 0] = 1  # any program can be confined
 
 
-def fluid_of(
+def loaded_gpu(
     state: st.State,
     models: Sequence[ModelProfile],
     gpu: Part,
@@ -446,10 +375,10 @@ def fluid_of(
     arrivals: Table,
     clients: Table,
     asked: SimulationOptions,
-) -> fluid.Fluid:
+) -> tables.SimGpu:
     """The simulated GPU with its load, before the first event."""
     timing = Timing.for_part(gpu)
-    f = fluid.new_fluid(state, resources(state, models, gpu, timing), arrivals, clients, BINS)
+    f = tables.new_sim_gpu(state, resources(state, models, gpu, timing), arrivals, clients, BINS)
     if asked.admission:
         f = f._replace(admission=new_limits((max(each.batch) for each in models), asked.tuning_for(gpu)))
     f.sim["free"][0] = len(state.request)
@@ -464,3 +393,73 @@ def fluid_of(
         heap_push.py_func(f.timer, f.timer_id, 0, k, float(k), k)  # type: ignore[attr-defined]
     f.sim["timers"][0] = len(clients)
     return f
+
+
+def resources(state: State, models: Sequence[ModelProfile], gpu: Part, timing: Timing) -> Programs:
+    """For each segment, the share of each resource it takes alone, and its time; the last row is for the whole
+    program.
+    """
+    n, sizes, segments = state.segment.shape
+    use = np.zeros((n, sizes, segments + 1, 4))
+    work = np.zeros((n, sizes, segments + 1))
+    busy, kernels = np.zeros((n, sizes)), np.zeros((n, sizes))
+    capacity = Capacity.of(gpu.sms, gpu.sm, timing)
+    bandwidth = gpu.bandwidth_gbps * timing.bandwidth_efficiency  # GB/s is bytes/ns
+    for m, model in enumerate(models):
+        for k, (batch, program) in enumerate(model.sizes.items()):
+            for i, each in enumerate(program):
+                memory = each.memory or each.bytes / each.time_ns / bandwidth
+                found = (capacity.slots(each), memory, capacity.issuing(each), each.compute)
+                use[m, k, i] = np.minimum(found, 1.0)
+                work[m, k, i] = each.time_ns
+            total = math.fsum(work[m, k, : len(program)])
+            if batch in model.demand:  # measured, not estimated: the whole program keeps this part of the GPU busy
+                guess = (use[m, k, : len(program), : ISSUE + 1].max(axis=1) * work[m, k, : len(program)]).sum() / total
+                busy[m, k] = busy_alone(model.demand[batch], model.together.get(batch, TOGETHER))
+                use[m, k, : len(program), : ISSUE + 1] *= busy[m, k] / max(guess, 1e-9)
+                # Bandwidth and arithmetic were measured separately, where they are known.
+                for i, each in enumerate(program):
+                    use[m, k, i, MEMORY] = each.memory or use[m, k, i, MEMORY]
+            use[m, k, -1] = (use[m, k, : len(program)] * work[m, k, : len(program), None]).sum(axis=0) / total
+            work[m, k, -1], kernels[m, k] = total, sum(each.kernels for each in program)
+    copy = np.zeros(n)
+    copy[: len(models)] = [model.input_bytes / state.tuning["copy_gbps"][0] for model in models]
+    return Programs(use, work, busy, copy, kernels)
+
+
+def manage_weights(state: State, models: Sequence[ModelProfile], memory_bytes: int) -> None:
+    """Gives the core a memory budget. Models must be installed, and nothing may have run."""
+    for each in models:
+        if not 0 < each.weight_bytes <= memory_bytes:
+            raise ProfileError(
+                f"{each.name} has weight_bytes={each.weight_bytes:,}, which must be above 0 and at most "
+                f"memory_bytes={memory_bytes:,}: set the model's weight_bytes, or raise memory_bytes",
+                model=each.name, field="weight_bytes", given=each.weight_bytes, limit=memory_bytes,
+            )  # fmt: skip
+    needed = needed_bytes([(each.priority, each.weight_bytes, KEEP[each.resident]) for each in models])
+    if needed > memory_bytes:
+        raise ProfileError(
+            f"{needed:,} bytes of weights must be on the GPU at once, more than memory_bytes={memory_bytes:,}: models "
+            "with resident=True, models of higher priority than another one, and the largest of the others; raise it, "
+            "or keep fewer models resident", field="memory_bytes", given=memory_bytes, needed_bytes=needed,
+        )  # fmt: skip
+    set_weight_budget(state, memory_bytes)
+    first = sorted(range(len(models)), key=lambda m: models[m].resident is not True)
+    for m in first:
+        nbytes = models[m].weight_bytes
+        fits = int(state.residency["held_bytes"][0]) + nbytes <= memory_bytes and models[m].resident is not False
+        state.weights["location"][m] = codes.RESIDENT if fits else codes.OFF_GPU
+        state.residency["held_bytes"][0] += nbytes if fits else 0
+
+
+def weight_counters(state: State) -> dict[str, int]:
+    """Counts of weight movements in a run."""
+    r = state.residency[0]
+    return {
+        "weight_hits": int(state.weights["hits"].sum()),
+        "weight_misses": int(state.weights["misses"].sum()),
+        "brought": int(r["brought"]),
+        "brought_bytes": int(r["brought_bytes"]),
+        "evicted": int(r["evicted"]),
+        "reload_us": int(r["reload_ns"] / 1e3),
+    }

@@ -1,4 +1,8 @@
-"""The simulated GPU's tables at the level of segments: running work, its resources, the load, and the results."""
+"""The tables of a simulated GPU: running work, its resources, the load, and the results.
+
+Both models of the GPU submit the load and record the results by the functions here. The segment model calls them in its
+own compiled loop; the block model, whose loop is in Python, calls the entry points at the end.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +21,10 @@ from paellapy.scheduler.core.tables import COMPLETION, SUBMISSION, Table, Words
 
 SLOTS, MEMORY, ISSUE, COMPUTE = range(4)
 BATCH = 256
-# The last entries of Fluid.report: the gain in throughput when several jobs share the GPU, the actual ÷ the predicted
+# The last entries of SimGpu.report: the gain in throughput when several jobs share the GPU, the actual ÷ the predicted
 # time of answers, and the number of live requests.
 GAIN, FACTOR, LIVE = -3, -2, -1
+LEARN = 0.05  # weight of the newest answer in a router's averages
 MODELS_PRIORITY = -(1 << 31)  # stands for a request without its own priority
 
 SIM = np.dtype(  # [1]
@@ -31,10 +36,10 @@ SIM = np.dtype(  # [1]
         ("segment_gap_ns", "f8"),  # between two graphs of a stream
         ("resume_ns", "f8"),  # latency of a launch, for an instance that ran out of work
         ("bin_ns", "f8"),
-        ("running", "i8"),  # number of instances in Fluid.run
+        ("running", "i8"),  # number of instances in SimGpu.run
         ("next_arrival", "i8"),
         ("records", "i8"),
-        ("free", "i8"),  # number of request rows in Fluid.free
+        ("free", "i8"),  # number of request rows in SimGpu.free
         ("timers", "i8"),
         ("events", "i8"),  # completed segments
         ("news", "i8"),  # 1: there is an event for the core
@@ -44,7 +49,7 @@ SIM = np.dtype(  # [1]
         ("actual_ns", "f8"),
         ("predicted_ns", "f8"),
         ("orders", "i8"),  # the core's orders about weights that were carried out
-        ("line", "i8"),  # number of models in Fluid.line
+        ("line", "i8"),  # number of models in SimGpu.line
         ("copied", "i8"),  # copied chunks of the first of them
         ("chunk_at_ns", "f8"),  # when the next chunk arrives
     ],
@@ -81,7 +86,7 @@ LOOP_CLIENT = np.dtype([("think_ns", "i8"), ("model", "i4"), ("priority", "i4"),
 
 
 class Programs(NamedTuple):
-    """The GPU resources of the programs: see the same fields of `Fluid`."""
+    """The GPU resources of the programs: see the same fields of `SimGpu`."""
 
     use: Floats
     work: Floats
@@ -91,7 +96,7 @@ class Programs(NamedTuple):
 
 
 @table_set
-class Fluid(TableSet):
+class SimGpu(TableSet):
     """The simulated GPU, its load, and the results."""
 
     sim: Table = table(SIM, 1)
@@ -131,65 +136,29 @@ class Fluid(TableSet):
     bins: Floats = table(np.float64, "bins", 4)  # time × occupancy of slots, memory and issue, and time × running jobs
 
 
-def new_fluid(state: State, program: Programs, arrivals: Table, clients: Table, bins: int) -> Fluid:
+def new_sim_gpu(state: State, program: Programs, arrivals: Table, clients: Table, bins: int) -> SimGpu:
     """An idle GPU with a load. The caller sets times and rows; `bins` must be even."""
-    instances, rows = len(state.instance), len(state.request)
-    ints = np.int64
-    sim = np.zeros(1, SIM)
+    rows, timers = len(state.request), len(clients) + 1
+    chunks = max(1, int(state.weights["chunks"].max()))
+    found = SimGpu.zeros(
+        {"instances": len(state.instance), "timers": timers, "models": len(state.model), "chunks": chunks,
+         "bins": bins, "reported": 0},
+        **program._asdict(), arrivals=arrivals, clients=clients, free=np.arange(rows, dtype=np.int64),
+        records=np.zeros(max(1024, len(arrivals)), RECORD), admission=np.zeros(0, ADMISSION_LIMIT),
+    )  # fmt: skip
+    sim, message = found.sim, found.message
     sim["news"] = 1  # the models are not opened yet
     sim["actual_ns"] = sim["predicted_ns"] = 1.0
-    message = np.zeros(1, SUBMISSION)
-    message["kind"], message["instance"], message["slot"] = SUBMIT, NONE, NONE
     sim["chunk_at_ns"] = np.inf
-    chunk_word = np.zeros((len(state.model), max(1, int(state.weights["chunks"].max()))), np.uint64)
-    state.weights["word"] = [row.ctypes.data for row in chunk_word]
-    return Fluid(
-        sim=sim,
-        use=program.use,
-        work=program.work,
-        busy=program.busy,
-        copy=program.copy,
-        kernels=program.kernels,
-        run=np.zeros(instances, ints),
-        segment=np.zeros(instances, ints),
-        behind=np.zeros(instances, ints),
-        left=np.zeros(instances),
-        delay=np.zeros(instances),
-        rate=np.zeros(instances),
-        strict=np.zeros(instances),
-        order=np.zeros(instances, ints),
-        waits=np.zeros(instances, ints),
-        idle=np.ones(instances, ints),
-        opened=np.zeros(instances),
-        generation=np.zeros(instances, ints),
-        arrivals=arrivals,
-        clients=clients,
-        timer=np.zeros(len(clients) + 1),
-        timer_id=np.zeros(len(clients) + 1, ints),
-        free=np.arange(rows, dtype=ints),
-        records=np.zeros(max(1024, len(arrivals)), RECORD),
-        asked=np.zeros(1, ADMISSION_REQUEST),
-        message=message,
-        taken=np.zeros(BATCH, COMPLETION),
-        admission=np.zeros(0, ADMISSION_LIMIT),
-        report=np.zeros(0),
-        line=np.zeros(len(state.model), ints),
-        chunk_word=chunk_word,
-        bins=np.zeros((bins, 4)),
-    )
+    found.idle[:] = 1
+    message["kind"], message["instance"], message["slot"] = SUBMIT, NONE, NONE
+    state.weights["word"] = [row.ctypes.data for row in found.chunk_word]
+    return found
 
 
-def more_records(f: Fluid) -> Fluid:
+def more_records(f: SimGpu) -> SimGpu:
     """Doubles the room for records."""
     return f._replace(records=np.concatenate([f.records, np.zeros_like(f.records)]))
-
-
-# The load of a simulated GPU and its results, for both GPU models: arrivals, closed loops, records, occupancy.
-#
-# The fluid model calls these functions in its own compiled loop; the block model calls the entry points at the end.
-
-
-LEARN = 0.05  # weight of the newest answer in a router's averages
 
 
 @part
@@ -199,7 +168,7 @@ def limit_ns(s: State, m: int, arrival: int, deadline: int) -> float:
 
 
 @part
-def arrive(f: Fluid, s: State, m: int, client: int, priority: int, deadline: int, at: int, source: int) -> None:
+def arrive(f: SimGpu, s: State, m: int, client: int, priority: int, deadline: int, at: int, source: int) -> None:
     """Records and submits one request; refuses it if the tables are full."""
     sim = f.sim[0]
     n = sim.records
@@ -235,7 +204,7 @@ def arrive(f: Fluid, s: State, m: int, client: int, priority: int, deadline: int
 
 
 @part
-def back(f: Fluid, source: int, at: int) -> None:
+def back(f: SimGpu, source: int, at: int) -> None:
     """Lets a closed-loop client think, then send its next request."""
     sim = f.sim[0]
     if source >= 0:
@@ -246,7 +215,7 @@ def back(f: Fluid, source: int, at: int) -> None:
 
 
 @part
-def load(f: Fluid, s: State) -> bool:
+def load(f: SimGpu, s: State) -> bool:
     """Submits all requests that are due; False when the records are full."""
     sim = f.sim[0]
     now = sim.now_ns
@@ -270,7 +239,7 @@ def load(f: Fluid, s: State) -> bool:
 
 
 @part
-def next_load(f: Fluid) -> float:
+def next_load(f: SimGpu) -> float:
     """When the next request comes, or a closed-loop client returns."""
     sim = f.sim[0]
     at = np.inf
@@ -291,7 +260,7 @@ def next_for_core(s: State) -> float:
 
 
 @part
-def record_some(f: Fluid, s: State) -> int:
+def record_some(f: SimGpu, s: State) -> int:
     """Moves some completions into the records and returns their number: rows become free, closed-loop clients return.
     """
     sim = f.sim[0]
@@ -314,7 +283,7 @@ def record_some(f: Fluid, s: State) -> int:
 
 
 @part
-def occupy(f: Fluid, since: float, ns: float, slots: float, memory: float, issue: float, jobs: int) -> None:
+def occupy(f: SimGpu, since: float, ns: float, slots: float, memory: float, issue: float, jobs: int) -> None:
     """Adds an interval to the bins. Beyond the last bin, pairs are merged, so that bins cover the whole run."""
     sim = f.sim[0]
     n = f.bins.shape[0]
@@ -337,29 +306,29 @@ def occupy(f: Fluid, since: float, ns: float, slots: float, memory: float, issue
         b += 1
 
 
-# Entry points for a loop in Python.
+# -- entry points for a loop in Python
 
 
 @compiled
-def load_until(f: Fluid, s: State, now: float) -> bool:
+def load_until(f: SimGpu, s: State, now: float) -> bool:
     """Submits all requests that are due by now; False when the records are full."""
     f.sim[0].now_ns = now
     return load(f, s)
 
 
 @compiled
-def next_news(f: Fluid, s: State) -> float:
+def next_news(f: SimGpu, s: State) -> float:
     """When there is something for the core to do, regardless of the GPU."""
     return float(min(next_load(f), next_for_core(s)))
 
 
 @compiled
-def record_batch(f: Fluid, s: State) -> int:
+def record_batch(f: SimGpu, s: State) -> int:
     """As `record_some`; the completions stay in `f.taken` until the next call."""
     return record_some(f, s)
 
 
 @compiled
-def note_warps(f: Fluid, since: float, ns: float, share: float, jobs: int) -> None:
+def note_warps(f: SimGpu, since: float, ns: float, share: float, jobs: int) -> None:
     """Adds an interval to the occupancy over time, in which this share of the warps was resident."""
     occupy(f, since, ns, share, 0.0, 0.0, jobs)

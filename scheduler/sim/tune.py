@@ -159,17 +159,20 @@ def tune(
     models = [models] if isinstance(models, ModelProfile) else models
     known = {each.name: each for each in models}
     if len(known) < len(models):
-        raise ArgumentError(f"the models' names are {[each.name for each in models]}: each must be different")
+        names = [each.name for each in models]
+        raise ArgumentError(f"the models' names are {names}: each must be different", field="models", given=names)
     if not isinstance(rates, Mapping) or not all(isinstance(rate, int | float) for rate in rates.values()):
-        raise ArgumentError(f"rates={rates!r}: it must be a dict of requests per second by the models' names")
+        text = f"rates={rates!r}: it must be a dict of requests per second by the models' names"
+        raise ArgumentError(text, field="rates", given=rates)
     if not known or set(rates) != set(known) or not all(0 < rate < math.inf for rate in rates.values()):
-        raise ArgumentError(f"rates={dict(rates)}: tune needs a rate above 0 for each of {', '.join(known)}")
-    if not all(isinstance(each, int) and each >= 1 for each in (gpus, iterations, patience)):
-        raise ArgumentError(
-            f"gpus={gpus}, iterations={iterations}, patience={patience}: each must be an integer of at least 1"
-        )
+        text = f"rates={dict(rates)}: tune needs a rate above 0 for each of {', '.join(known)}"
+        raise ArgumentError(text, field="rates", given=rates)
+    for name, given in (("gpus", gpus), ("iterations", iterations), ("patience", patience)):
+        if not isinstance(given, int) or given < 1:
+            raise ArgumentError(f"{name}={given}: it must be an integer of at least 1", field=name, given=given)
     if unknown := set(run) - {"seconds", "sigma", "seed"}:
-        raise ArgumentError(f"tune has no option {min(unknown)!r}: the options are seconds, sigma and seed")
+        text = f"tune has no option {min(unknown)!r}: the options are seconds, sigma and seed"
+        raise ArgumentError(text, field=min(unknown))
     search = _Search(known, rates, {"policy": policy, "device": device, "seconds": 0.5, "sigma": 1.5, "seed": 0, **run})
     best = _spread(known, rates, gpus)
     cost = first = search.cost(best)

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,8 @@ Mix = str | Mapping[str, float] | Sequence[str]
 # Above this, nearly all gaps are close to zero, and the rate deviates from the given one: at 7, 4000 becomes 500,000.
 MOST_SIGMA = 5.0
 MOST_MS = 1e12  # 32 years; times in ns are 64-bit integers
+MOST_KEPT = 1 << 30  # numbers of clients have 32 bits in the tables
+Row = tuple[float, str, float | None, int | None, int | str]  # as in TraceWorkload
 
 
 class WorkloadError(PaellaError, ValueError):
@@ -34,9 +37,9 @@ class WorkloadError(PaellaError, ValueError):
 class Workload(ABC):
     """A source of requests for models. `a + b` combines two."""
 
-    @abstractmethod
     def arrivals(self, models: Sequence[str], seed: int) -> Table:
         """Requests with fixed arrival times (ARRIVAL), by time."""
+        return np.zeros(0, ARRIVAL)
 
     def loop_clients(self, models: Sequence[str]) -> Table:
         """Clients that send their next request after each answer (LOOP_CLIENT)."""
@@ -62,11 +65,15 @@ def _parts(workload: Workload) -> tuple[Workload, ...]:
     return workload.parts if isinstance(workload, Mixed) else (workload,)
 
 
+def wrong(field: str, given: Any, why: str) -> WorkloadError:
+    """The error for an option that a workload cannot have."""
+    return WorkloadError(f"{field}={given!r}: {why}", field=field, given=given)
+
+
 def model_index(models: Sequence[str], name: str) -> int:
     if name not in models:
-        raise WorkloadError(
-            f"the workload requests model {name!r}, which does not exist; the models are {', '.join(models)}"
-        )
+        text = f"the workload requests model {name!r}, which does not exist; the models are {', '.join(models)}"
+        raise WorkloadError(text, field="model", given=name)
     return list(models).index(name)
 
 
@@ -77,12 +84,18 @@ def priority_of(priority: int | None) -> int:
 def check_priority(priority: int | None) -> None:
     whole = isinstance(priority, int | np.integer) and not isinstance(priority, bool)
     if priority is not None and not (whole and abs(priority) < -MODELS_PRIORITY):
-        raise WorkloadError(f"priority={priority!r}: it must be an integer of less than 32 bits, or None")
+        raise wrong("priority", priority, "it must be an integer of less than 32 bits, or None")
 
 
 def _check_clients(clients: int) -> None:
     if not isinstance(clients, int | np.integer) or clients < 1:
-        raise WorkloadError(f"clients={clients!r}: it must be an integer of at least 1; a name goes to client=")
+        raise wrong("clients", clients, "it must be an integer of at least 1; a name goes to client=")
+
+
+def _check_finite(above: bool = False, **given: float) -> None:
+    for field, value in given.items():
+        if not (0 < value < math.inf if above else 0 <= value < math.inf):
+            raise wrong(field, value, f"it must be finite and {'above' if above else 'at least'} 0")
 
 
 def _weights(mix: Mix) -> dict[str, float]:
@@ -91,7 +104,7 @@ def _weights(mix: Mix) -> dict[str, float]:
         return dict(mix)
     names = [mix] if isinstance(mix, str) else mix
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise WorkloadError(f"mix={mix!r}: it must be a model's name, a list of names, or a dict of weights by name")
+        raise wrong("mix", mix, "it must be a model's name, a list of names, or a dict of weights by name")
     return {name: float(names.count(name)) for name in names}
 
 
@@ -99,7 +112,7 @@ def _choose(models: Sequence[str], mix: Mix, n: int, random: np.random.Generator
     weights = _weights(mix)
     numbers_only = all(isinstance(w, int | float | np.number) and math.isfinite(w) and w >= 0 for w in weights.values())
     if not weights or not numbers_only or not sum(weights.values()):
-        raise WorkloadError(f"mix={weights}: the weights must be at least 0, and not all 0")
+        raise wrong("mix", weights, "the weights must be at least 0, and not all 0")
     numbers = np.array([model_index(models, name) for name in weights])
     p = np.array(list(weights.values()))
     return numbers[random.choice(len(numbers), n, p=p / p.sum())]
@@ -118,10 +131,11 @@ class _OpenLoop(Workload):
     client: str | None = None  # name of the client
 
     def __post_init__(self) -> None:
-        if not (self.rate > 0 and self.duration > 0 and math.isfinite(self.rate * self.duration)):
-            raise WorkloadError(f"rate={self.rate} and duration={self.duration}: both must be finite and above 0")
+        _check_finite(rate=self.rate, duration=self.duration, above=True)
+        if not math.isfinite(self.rate * self.duration):
+            raise wrong("rate", self.rate, f"rate × duration must be finite, and duration={self.duration}")
         if self.deadline_ms is not None and not 0 < self.deadline_ms < MOST_MS:
-            raise WorkloadError(f"deadline_ms={self.deadline_ms}: it must be above 0 and below {MOST_MS:g}, or None")
+            raise wrong("deadline_ms", self.deadline_ms, f"it must be above 0 and below {MOST_MS:g}, or None")
         _check_clients(self.clients)
         check_priority(self.priority)
 
@@ -176,7 +190,7 @@ class Lognormal(_OpenLoop):
     def __post_init__(self) -> None:
         _OpenLoop.__post_init__(self)  # not super(): with slots, the class is created anew
         if not 0 <= self.sigma <= MOST_SIGMA:
-            raise WorkloadError(f"sigma={self.sigma}: it must be from 0 (even gaps) to {MOST_SIGMA:g}")
+            raise wrong("sigma", self.sigma, f"it must be from 0 (even gaps) to {MOST_SIGMA:g}")
 
     def gaps(self, n: int, random: np.random.Generator) -> NDArray[np.float64]:
         return random.lognormal(-(self.sigma**2) / 2, self.sigma, n)
@@ -194,20 +208,15 @@ class ClosedLoop(Workload):
     client: str | None = None  # name of the client; each loop without a name is a client of its own
 
     def __post_init__(self) -> None:
-        if not 0 <= self.think_ms < MOST_MS or not 0 < self.duration < math.inf:
-            raise WorkloadError(
-                f"think_ms={self.think_ms} must be at least 0 and below {MOST_MS:g}, and duration={self.duration} "
-                "above 0 and finite"
-            )
+        if not 0 <= self.think_ms < MOST_MS:
+            raise wrong("think_ms", self.think_ms, f"it must be at least 0 and below {MOST_MS:g}")
+        _check_finite(duration=self.duration, above=True)
         _check_clients(self.clients)
         check_priority(self.priority)
 
     @property
     def seconds(self) -> float:
         return self.duration
-
-    def arrivals(self, models: Sequence[str], seed: int) -> Table:
-        return np.zeros(0, ARRIVAL)
 
     def loop_clients(self, models: Sequence[str]) -> Table:
         clients = np.zeros(self.clients, LOOP_CLIENT)
@@ -236,18 +245,12 @@ class Background(Workload):
     duration: float = 0.0  # of a job that runs alone
 
     def __post_init__(self) -> None:
-        if not 0 <= self.gap_us < MOST_MS or not 0 <= self.duration < math.inf:
-            raise WorkloadError(
-                f"gap_us={self.gap_us} and duration={self.duration}: both must be at least 0 and finite"
-            )
+        _check_finite(gap_us=self.gap_us, duration=self.duration)
         check_priority(self.priority)
 
     @property
     def seconds(self) -> float:
         return self.duration
-
-    def arrivals(self, models: Sequence[str], seed: int) -> Table:
-        return np.zeros(0, ARRIVAL)
 
     def loop_clients(self, models: Sequence[str]) -> Table:
         return ClosedLoop(self.model, 1, self.gap_us * 1e-3, 1.0, self.priority).loop_clients(models)
@@ -297,51 +300,12 @@ class Mixed(Workload):
         return list(tables)
 
 
-# Recorded arrivals as a workload, for example from a CSV file: columns t, model[, deadline, priority, client].
-
-
-MOST_KEPT = 1 << 30  # numbers of clients have 32 bits in the tables
-
-Row = tuple[float, str, float | None, int | None, int | str]
-
-
-def _row(row: Mapping[str, str | None], where: str) -> Row:
-    try:
-        at, deadline = float(row["t"] or ""), float(row["deadline"] or "") if row.get("deadline") else None
-        _check_times(at, deadline)
-        priority = int(row["priority"] or "") if row.get("priority") else None
-        check_priority(priority)
-        client = row.get("client") or "0"
-        return at, row["model"] or "", deadline, priority, int(client) if client.isdecimal() else client
-    except ValueError as e:
-        raise WorkloadError(f"{where}: {e}") from e
-
-
-def _check_times(at: float, deadline: float | None) -> None:
-    if not 0 <= at < MOST_MS / 1e3:
-        raise ValueError(f"the arrival time is {at} s, and must be at least 0 and below {MOST_MS / 1e3:g}")
-    if deadline is not None and not 0 < deadline < MOST_MS:
-        raise ValueError(f"the deadline is {deadline} ms, and must be above 0 and below {MOST_MS:g}, or None")
-
-
-def _checked(row: Row, where: str) -> Row:
-    try:
-        at, model, deadline, priority, client = row
-        _check_times(at, deadline)
-        if not isinstance(model, str):
-            raise ValueError(f"the model is {model!r}, and must be a name")
-        if not isinstance(client, int | np.integer | str):
-            raise ValueError("the client must be an integer or a name")
-        check_priority(priority)
-    except (TypeError, ValueError) as e:
-        form = "(seconds, model, deadline in ms or None, priority or None, client)"
-        raise WorkloadError(f"{where} is {row!r}, but a row must be {form}: {e}") from e
-    return row
-
-
 @dataclass(frozen=True, slots=True)
 class TraceWorkload(Workload):
-    """Recorded arrivals: (seconds, model, deadline in ms after that or None, priority, client) each, in any order."""
+    """Recorded arrivals: (seconds, model, deadline in ms after that or None, priority, client) each, in any order.
+
+    A CSV file has the columns t, model[, deadline, priority, client].
+    """
 
     rows: tuple[Row, ...]
 
@@ -358,16 +322,16 @@ class TraceWorkload(Workload):
                 reader = csv.DictReader(file)
                 missing = " and ".join(sorted({"t", "model"} - set(reader.fieldnames or ())))
                 if missing:
-                    raise WorkloadError(
-                        f"{path} has no column {missing}: its first line must name the columns, separated by commas"
-                    )
+                    text = f"{path} has no column {missing}: its first line must name the columns, separated by commas"
+                    raise WorkloadError(text, where=str(path), field=missing)
                 for number, row in enumerate(reader, 2):
                     rows.append(_row(row, f"{path}, line {number}"))
         except OSError as e:
             reason = e.strerror or e
-            raise WorkloadError(f"{path} cannot be read ({reason}): give a CSV file with columns t and model") from e
+            text = f"{path} cannot be read ({reason}): give a CSV file with columns t and model"
+            raise WorkloadError(text, where=str(path)) from e
         except (UnicodeDecodeError, csv.Error) as e:
-            raise WorkloadError(f"{path} is not a file of comma-separated values: {e}") from e
+            raise WorkloadError(f"{path} is not a file of comma-separated values: {e}", where=str(path)) from e
         return cls(tuple(rows))
 
     @property
@@ -394,3 +358,37 @@ class TraceWorkload(Workload):
 
     def clients_named(self) -> dict[int, str | None]:
         return {k: str(each) if isinstance(each, str) or k else None for each, k in self._numbers().items()}
+
+
+def _row(row: Mapping[str, str | None], where: str) -> Row:
+    try:
+        at, deadline = float(row["t"] or ""), float(row["deadline"] or "") if row.get("deadline") else None
+        _check_times(at, deadline)
+        priority = int(row["priority"] or "") if row.get("priority") else None
+        check_priority(priority)
+        client = row.get("client") or "0"
+        return at, row["model"] or "", deadline, priority, int(client) if client.isdecimal() else client
+    except ValueError as e:
+        raise WorkloadError(f"{where}: {e}", where=where) from e
+
+
+def _check_times(at: float, deadline: float | None) -> None:
+    if not 0 <= at < MOST_MS / 1e3:
+        raise ValueError(f"the arrival time is {at} s, and must be at least 0 and below {MOST_MS / 1e3:g}")
+    if deadline is not None and not 0 < deadline < MOST_MS:
+        raise ValueError(f"the deadline is {deadline} ms, and must be above 0 and below {MOST_MS:g}, or None")
+
+
+def _checked(row: Row, where: str) -> Row:
+    try:
+        at, model, deadline, priority, client = row
+        _check_times(at, deadline)
+        if not isinstance(model, str):
+            raise ValueError(f"the model is {model!r}, and must be a name")
+        if not isinstance(client, int | np.integer | str):
+            raise ValueError("the client must be an integer or a name")
+        check_priority(priority)
+    except (TypeError, ValueError) as e:
+        form = "(seconds, model, deadline in ms or None, priority or None, client)"
+        raise WorkloadError(f"{where} is {row!r}, but a row must be {form}: {e}", where=where, given=row) from e
+    return row

@@ -15,7 +15,7 @@ from paellapy.instrument.gpu_model import model
 from paellapy.instrument.numba_ext.cache import fingerprint
 from paellapy.instrument.numba_ext.link import compiled, loop, reachable
 from paellapy.scheduler.core.step import step
-from paellapy.scheduler.sim.segment_model import run_fluid
+from paellapy.scheduler.sim.segment_model import run_segments
 
 pytestmark = pytest.mark.versions
 
@@ -63,7 +63,7 @@ def test_a_step_knows_the_constants_of_its_parts(module: str, name: str, monkeyp
     ],
 )
 def test_a_simulation_knows_the_code_of_its_parts(module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    function = run_fluid.py_func  # type: ignore[attr-defined]
+    function = run_segments.py_func  # type: ignore[attr-defined]
     before = fingerprint(function)
     part = getattr(importlib.import_module(f"paellapy.scheduler.{module}"), name).py_func
     text = part.__code__.replace(co_consts=(*part.__code__.co_consts, 1), co_code=part.__code__.co_code)

@@ -82,24 +82,18 @@ def test_a_failed_gpu_gets_nothing_and_its_requests_are_sent_again():
     assert (rows["time_ns"][rows["gpu"] == 1] <= 0.05e9).all()
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"gpus": 0}, "gpus=0"),
-        ({"router": "best"}, "predicted"),
-        ({"stale_ms": 0}, "stale_ms"),
-        ({"speeds": ()}, "speeds"),
-        ({"gpus": 2, "placement": [["short"]]}, "has 1 GPUs"),
-        ({"gpus": 1, "placement": [["other"]]}, "other.* no profile"),
-        ({"gpus": 1, "failures": [Failure(3, 0.1)]}, "no GPU 3"),
-        ({"routr": "predicted"}, "no option 'routr': did you mean router"),
-    ],
-)
-def test_clusters_without_sense_are_refused(options, said):
-    with pytest.raises(ArgumentError, match=said):
+@pytest.mark.parametrize(("options", "field"), [
+    ({"gpus": 0}, "gpus"), ({"router": "best"}, "router"), ({"stale_ms": 0}, "stale_ms"), ({"speeds": ()}, "speeds"),
+    ({"gpus": 2, "placement": [["short"]]}, "placement"), ({"gpus": 1, "placement": [["other"]]}, "placement"),
+    ({"gpus": 1, "failures": [Failure(3, 0.1)]}, "failures"), ({"routr": "predicted"}, "routr"),
+])  # fmt: skip
+def test_clusters_without_sense_are_refused(options, field):
+    with pytest.raises(ArgumentError) as caught:
         simulate_cluster(BOTH, Poisson(100, "short", duration=0.01), **options)
+    assert caught.value.field == field
 
 
 def test_closed_loops_are_refused():
-    with pytest.raises(WorkloadError, match="closed loops"):
+    with pytest.raises(WorkloadError) as caught:
         simulate_cluster(BOTH, ClosedLoop("short"), gpus=2)
+    assert caught.value.field == "workload"

@@ -50,13 +50,15 @@ def test_traces_come_from_csv(tmp_path: Path) -> None:
 def test_a_wrong_trace_names_the_file(tmp_path: Path, text: str) -> None:
     path = tmp_path / "wrong.csv"
     path.write_text(text, encoding="latin-1")
-    with pytest.raises(WorkloadError, match=r"wrong\.csv"):
+    with pytest.raises(WorkloadError) as caught:
         TraceWorkload.from_csv(path)
+    assert caught.value.where.startswith(str(path))
 
 
 def test_a_trace_that_is_not_there_is_named() -> None:
-    with pytest.raises(WorkloadError, match=r"missing\.csv cannot be read .* CSV file"):
+    with pytest.raises(WorkloadError) as caught:
         TraceWorkload.from_csv("missing.csv")
+    assert caught.value.where == "missing.csv"
 
 
 def test_the_rows_of_a_trace_may_come_in_any_order() -> None:
@@ -84,8 +86,9 @@ def test_the_rows_of_a_trace_may_come_in_any_order() -> None:
     ],
 )
 def test_a_wrong_row_of_a_trace_is_named(row: object) -> None:
-    with pytest.raises(WorkloadError, match=r"row 1 of the trace is .* must be"):
+    with pytest.raises(WorkloadError) as caught:
         TraceWorkload(((0.0, "m", None, None, 0), row))  # type: ignore[arg-type]
+    assert caught.value.where == "row 1 of the trace"
 
 
 def test_a_trace_from_a_spreadsheet_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
