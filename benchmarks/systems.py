@@ -22,7 +22,7 @@ from models import DISB, TINY, VARIANTS, Bound, Kind
 from paellapy.instrument.device import Device
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.profiles import set_params
-from paellapy.scheduler.core.shares import Tenant, set_tenant
+from paellapy.scheduler.core.tenants import Tenant, set_tenant
 
 BOUND = ("memory_bound", "compute_bound", "memory_bound_2", "compute_bound_2", "full_bound")
 PAIRS = ((0, 3), (0, 2), (1, 2), (1, 3), (0, 4))  # high priority and best effort, by their place in BOUND

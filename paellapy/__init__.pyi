@@ -38,7 +38,7 @@ from .instrument.traces.trace import Trace as Trace
 from .scheduler.core.profiles import ModelProfile as ModelProfile
 from .scheduler.core.profiles import load_profiles as load_profiles
 from .scheduler.core.profiles import save_profiles as save_profiles
-from .scheduler.core.shares import Tenant as Tenant
+from .scheduler.core.tenants import Tenant as Tenant
 from .scheduler.core.tuning import Tuning as Tuning
 from .scheduler.engine.engine import Engine as Engine
 from .scheduler.models.model import Model as Model

@@ -59,55 +59,38 @@ def follow(r: Table, row: int, last: int) -> list[int]:
     return rows
 
 
-def check_aside(s: State) -> list[int]:
-    """The requests that are set aside, after a check that each is in its client's queue, and counted."""
-    requests = s.request
-    found: list[int] = []
-    let_in = np.flatnonzero((requests["let_ns"] > 0) & (requests["state"] != codes.UNUSED))
-    require(len(let_in) == s.client["let"].sum(), "requests that were let in are miscounted")
-    for c in np.flatnonzero((s.client["aside"] > 0) | (s.client["let"] > 0) | (s.client["first"] >= 0)):
-        client = s.client[c]
-        rows = walk(requests, int(client["root"])) + follow(requests, int(client["first"]), int(client["last"]))
-        require(len(rows) == client["aside"], "a client miscounts its requests that are set aside", c)
-        right = (requests["state"][rows] == codes.ASIDE).all() and (requests["client"][rows] == c).all()
-        require(right, "a client's queue holds a request of another client or state", c)
-        require(not rows or client["waits"], "a client with requests set aside is not listed", c)
-        found += rows
-        let = requests["let_ns"][let_in[requests["client"][let_in] == c]]
-        require(len(let) == client["let"], "a client miscounts the requests that were let in", c)
-        apart = abs(let.sum() - client["let_ns"])
-        require(apart <= 1e-6 * let.sum() + 1e-3, "the time of requests that were let in does not add up", c)
-    by_model = np.bincount(requests["model"][found], minlength=len(s.model))
-    require((by_model == s.model["aside"]).all(), "a model miscounts its requests that are set aside")
-    waiting = s.waiting[: s.core["waiting"][0]]
-    require(sorted(waiting) == np.flatnonzero(s.client["waits"]).tolist(), "clients that wait are miscounted")
-    return found
-
-
-def check_barred(s: State) -> list[int]:
-    """The requests that `admit` keeps out of instances, after a check that each is in its queue, and counted."""
+def check_held_back(s: State) -> list[int]:
+    """The requests that are held back, after a check that each is in the queue of its client and model, and counted."""
     requests, core = s.request, s.core[0]
     require(core["refused"] == 0, "a refused instance was not looked at")
-    found_in = [(int(each) >> 32, int(each) & 0xFFFF_FFFF) for each in s.barred[: core["barred"]]]
-    listed = zip(*(each.tolist() for each in np.nonzero(s.kept["listed"])), strict=True)
-    require(sorted(found_in) == sorted(listed), "clients that are kept out are miscounted")
+    places = [(int(each) >> 32, int(each) & 0xFFFF_FFFF) for each in s.held_queues[: core["held_queues"]]]
+    listed = zip(*(each.tolist() for each in np.nonzero(s.held_back["listed"])), strict=True)
+    require(sorted(places) == sorted(listed), "held-back queues are miscounted")
     found: list[int] = []
-    for c, m in found_in:
-        kept = s.kept[c, m]
-        rows = walk(requests, int(kept["root"])) + follow(requests, int(kept["first"]), int(kept["last"]))
-        require(len(rows) == kept["n"], "a client miscounts its requests that are kept out", c, m)
-        right = (
-            (requests["state"][rows] == codes.BARRED).all()
-            and (requests["client"][rows] == c).all()
-            and (requests["model"][rows] == m).all()
-        )
-        require(right, "a queue of a client holds a request of another client, model or state", c, m)
+    for c, m in places:
+        queue = s.held_back[c, m]
+        rows = walk(requests, int(queue["root"])) + follow(requests, int(queue["first"]), int(queue["last"]))
+        require(len(rows) == queue["n"], "a held-back queue miscounts its requests", c, m)
+        for name, value in (("state", codes.HELD_BACK), ("client", c), ("model", m)):
+            require((requests[name][rows] == value).all(), "a held-back queue holds a wrong request", c, m, name)
         found += rows
-    require(len(found) == core["kept_out"], "requests that are kept out are miscounted")
-    passed = np.zeros_like(s.kept["passed"])
-    let = np.flatnonzero(requests["state"] == codes.PASSED)
-    np.add.at(passed, (requests["client"][let], requests["model"][let]), 1)
-    require((passed == s.kept["passed"]).all(), "requests that were let pass are miscounted")
+    require(len(found) == core["held_back"], "requests that are held back are miscounted")
+    for name in ("model", "client"):
+        table = getattr(s, name)["held_back"]
+        require((np.bincount(requests[name][found], minlength=len(table)) == table).all(), f"a {name} miscounts them")
+    queued = np.zeros_like(s.held_back["released"])
+    released = np.flatnonzero((requests["released"] > 0) & (requests["state"] != codes.UNUSED))
+    require((requests["state"][released] == codes.QUEUED).all(), "a released request has left its queue", released)
+    np.add.at(queued, (requests["client"][released], requests["model"][released]), 1)
+    require((queued == s.held_back["released"]).all(), "released requests are miscounted")
+    charged = np.flatnonzero((requests["released_ns"] > 0) & (requests["state"] != codes.UNUSED))
+    n, ns = (
+        np.bincount(requests["client"][charged], weights, minlength=len(s.client))
+        for weights in (None, requests["released_ns"][charged])
+    )
+    require((n == s.client["released"]).all(), "a client miscounts its released requests")
+    apart = np.abs(ns - s.client["released_ns"])
+    require((apart <= 1e-6 * ns + 1e-3).all(), "the time of released requests does not add up")
     return found
 
 
@@ -165,7 +148,7 @@ def check_at_rest(s: State, within_s: float = 30.0) -> None:
 def _check_queues(s: State) -> None:
     """Checks that every accepted request is in exactly one queue or slot, and counted once."""
     requests = s.request
-    is_queued = (requests["state"] == codes.QUEUED) | (requests["state"] == codes.PASSED)
+    is_queued = requests["state"] == codes.QUEUED
     seen: Counter[int] = Counter()
     for m in np.flatnonzero(s.model["n_instances"]):
         rows = walk(requests, int(s.model["root"][m])) + follow(
@@ -183,8 +166,7 @@ def _check_queues(s: State) -> None:
             require(reserved == slots, "requests are queued beside free slots", m)
         elif rows and s.core["mode"][0] != codes.FAIL_MODE:
             require(room == 0, "requests are queued beside a free instance", m)
-    seen.update(check_aside(s))
-    seen.update(check_barred(s))
+    seen.update(check_held_back(s))
     slotted = s.slot[s.slot >= 0]
     seen.update(int(row) for row in slotted)
     require((requests["state"][slotted] == codes.SLOTTED).all(), "a slot holds a request whose state is not SLOTTED")

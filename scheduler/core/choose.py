@@ -147,11 +147,10 @@ def push_children(s: State, at: int, n: int) -> int:
 
 @part
 def reconcile_all(s: State, now: int) -> None:
-    """Puts instances that have changed, and requests that were kept out of instances and now may enter, into the heap.
-    """
+    """Puts changed instances, and requests that were held back and may go now, into their places."""
     reconcile(s, now)
-    if s.core[0].barred > 0:
-        call_with(s.call[0].look_at_barred, s, now)
+    if s.core[0].held_queues > 0:
+        call_with(s.call[0].release_held_back, s, now)
         reconcile(s, now)
 
 
@@ -183,7 +182,7 @@ def next_instance(s: State, n: int, swaps: int, now: int) -> int:
         most = s.instance[other].rank
     instance = best_admitted(s, instance, full, most, now)
     if core.refused > 0 and call_with(s.call[0].give_up_refused, s, now) > 0 and instance < 0:
-        return AGAIN  # each time, a request of a refused client is kept out of instances until the next round
+        return AGAIN  # each time, the requests of a refused client are held back until the next round
     if instance < 0 or (one_by_one(s) and best_active(s, s.instance[instance].rank, now) >= 0):
         return codes.NONE
     if other >= 0:

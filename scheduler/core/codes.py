@@ -19,11 +19,10 @@ ABSENT, OPEN, CLOSING = range(3)  # model.state; a CLOSING model finishes accept
 # outputs are being read.
 FREE, FILLING, READY_WAIT, RUNNING, HELD = range(5)
 
-# request.state. UNUSED: the row belongs to a producer. QUEUED: without a slot. SLOTTED: in an instance. ASIDE: held
-# back by its client's limit. BARRED: held back by `admit`, which looks at the client. PASSED: QUEUED, after `admit` has
-# let it pass. A request that is cancelled or expires leaves its slot empty (NONE); its instance runs for the other
-# requests.
-UNUSED, QUEUED, SLOTTED, ASIDE, BARRED, PASSED = range(6)
+# request.state. UNUSED: the row belongs to a producer. QUEUED: without a slot. SLOTTED: in an instance. HELD_BACK: by
+# its client's limit, or by `admit`. A request that is cancelled or expires leaves its slot empty (NONE); its instance
+# runs for the other requests.
+UNUSED, QUEUED, SLOTTED, HELD_BACK = range(4)
 
 # done.status
 # FAILED: the GPU is lost. SUSPECTED: it was lost while this request was on it, so the request may be the cause.

@@ -133,7 +133,7 @@ def is_uncontended(s: State, instance: int) -> bool:
     holding it back.
     """
     core = s.core[0]
-    if core.ready > 0 or core.queued > 0 or core.barred > 0:
+    if core.ready > 0 or core.queued > 0 or core.awaiting_admit > 0:
         return False
     if core.active == 1 and core.flight == 0:
         return True

@@ -7,41 +7,31 @@ import numpy as np
 from paellapy.instrument.numba_ext.link import compiled, part
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import and_at, load_at, or_at, store_at
-from paellapy.scheduler.core.heaps import queue_remove
 from paellapy.scheduler.core.instances import (
-    count_queued,
     fill_slot,
     mark_instance_dirty,
     mark_model_dirty,
     recompute_facts,
+    remove_queued,
     wait_for_copy,
 )
 from paellapy.scheduler.core.requests import complete, drop_deadline
 from paellapy.scheduler.core.rings import address, bit_at, bit_of, producer_of
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.core.throttle import unbar
+from paellapy.scheduler.core.throttle import remove_held_back
 
 
 @part
 def abort(s: State, row: int, status: int, now: int) -> None:
     """Cancels or expires a request in any state."""
     request = s.request[row]
-    m = request.model
     instance = request.instance
-    if request.state == codes.ASIDE:
-        queue_remove(s, s.client[request.client], row)
-        s.client[request.client].aside -= 1
-        s.model[m].aside -= 1
-        mark_model_dirty(s, m)
-    elif request.state == codes.BARRED:
-        unbar(s, row)
-        mark_model_dirty(s, m)
-    elif instance < 0:
-        if request.state == codes.PASSED:
-            s.kept[request.client, m].passed -= 1
-        queue_remove(s, s.model[m], row)
-        count_queued(s, m, -1)
-        mark_model_dirty(s, m)
+    if instance < 0:
+        if request.state == codes.HELD_BACK:
+            remove_held_back(s, row)
+        else:
+            remove_queued(s, row)
+        mark_model_dirty(s, request.model)
     else:
         wait_for_copy(s, row)
         s.slot[instance, request.slot] = codes.NONE

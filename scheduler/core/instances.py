@@ -81,6 +81,17 @@ def count_queued(s: State, m: int, n: int) -> None:
 
 
 @part
+def remove_queued(s: State, row: int) -> None:
+    """Removes a request from its model's queue."""
+    request = s.request[row]
+    queue_remove(s, s.model[request.model], row)
+    count_queued(s, request.model, -1)
+    if request.released > 0:
+        request.released = 0
+        s.held_back[request.client, request.model].released -= 1
+
+
+@part
 def fill_slot(s: State, instance: int, slot: int, row: int) -> None:
     """Puts the request into this slot and updates the instance's facts. NONE: the slot was reserved in vain."""
     inst = s.instance[instance]
@@ -168,10 +179,7 @@ def give_slot(s: State, instance: int, row: int) -> bool:
     slot = reserve(s.instance_word, s.slot_producer, instance, slots, request.producer)
     if slot < 0:
         return False
-    queue_remove(s, s.model[m], row)
-    count_queued(s, m, -1)
-    if request.state == codes.PASSED:
-        s.kept[request.client, m].passed -= 1
+    remove_queued(s, row)
     source = request.source
     n = np.int64(0)
     for k in range(s.model[m].n_inputs):

@@ -114,7 +114,7 @@ def update_gpu_facts(s: State) -> None:
         gpu.resident_issue / gpu.capacity_issue,
     )
     gpu.active_jobs = core.active
-    gpu.waiting_jobs = core.ready + core.barred
+    gpu.waiting_jobs = core.ready + core.awaiting_admit
     gpu.max_active = core.max_active
 
 

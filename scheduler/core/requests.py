@@ -100,16 +100,23 @@ def post_completion(s: State, row: int, model: int, status: int, now: int) -> No
 
 
 @part
+def end_release(s: State, row: int) -> None:
+    """Counts a request no longer among the work that its client's limit has released."""
+    request = s.request[row]
+    if request.released_ns > 0.0:
+        client = s.client[request.client]
+        client.released -= 1
+        client.released_ns = client.released_ns - request.released_ns if client.released > 0 else 0.0
+        request.released_ns = 0.0
+
+
+@part
 def complete(s: State, row: int, status: int, now: int) -> None:
     """Ends an accepted request. The caller clears its queue or slot."""
     request = s.request[row]
     drop_deadline(s, row)
     m = request.model
-    if request.let_ns > 0.0:
-        client = s.client[request.client]
-        client.let -= 1
-        client.let_ns = client.let_ns - request.let_ns if client.let > 0 else 0.0
-        request.let_ns = 0.0
+    end_release(s, row)
     count_ended(s, m, request.client)
     s.model[m].completed += 1
     s.client[request.client].completed += 1

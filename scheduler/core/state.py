@@ -50,8 +50,8 @@ from paellapy.scheduler.core.tables import (
     CORE,
     FLOW,
     GATE,
+    HELD_BACK,
     INSTANCE,
-    KEPT,
     LAUNCH,
     MODEL,
     MOVE,
@@ -180,7 +180,7 @@ class State(TableSet):
     request: Table = table(REQUEST, "requests")
     client: Table = table(CLIENT, "clients")
     flow: Table = table(FLOW, "clients", "models")
-    kept: Table = table(KEPT, "clients", "models")
+    held_back: Table = table(HELD_BACK, "clients", "models")
     tenant_name: NDArray[np.uint8] = table(np.uint8, "clients", codes.TENANT_NAME)  # UTF-8, then zeros
     ready: Ints = table(INT, "instances")  # heap of instances that wait for their turn, least rank first
     next_rank: Floats = table(np.float64, "instances")  # scratch heap: which places of `ready` come next by rank
@@ -193,8 +193,7 @@ class State(TableSet):
         INT, "models"
     )  # models that may want an instance opened, or closed for good, within this step
     cancelled: Ints = table(INT, "requests")  # requests cancelled within this step
-    waiting: Ints = table(INT, "clients")  # clients with requests set aside
-    barred: Ints = table(INT, "requests")  # client << 32 | model of requests that are BARRED
+    held_queues: Ints = table(INT, "requests")  # client << 32 | model of queues of requests that are HELD_BACK
     refused: Ints = table(
         INT, "instances"
     )  # instances that `admit` refused while a turn was chosen, before their first launch
@@ -303,7 +302,7 @@ def new_state(limits: Limits | None = None, memory: NDArray[np.uint8] | None = N
         memory = raw[-raw.ctypes.data % 64 :][: state_bytes(n)]
     state = over(n, memory)
     for name in ("model_instance", "free_instance", "slot", "ready", "active", "flight", "held", "dirty_instances",
-                 "dirty_models", "cancelled", "waiting", "due"):  # fmt: skip
+                 "dirty_models", "cancelled", "due"):  # fmt: skip
         getattr(state, name)[...] = codes.NONE
     state.instance_word[...] = codes.CLOSED
     state.submit["sequence"] = np.arange(state.submit.shape[1], dtype=np.uint64)
@@ -315,7 +314,7 @@ def new_state(limits: Limits | None = None, memory: NDArray[np.uint8] | None = N
     for column in ("instance", "slot", "left", "right", "up", "due_at"):
         state.request[column] = codes.NONE
     for column in ("root", "first", "last"):
-        state.model[column] = state.client[column] = codes.NONE
+        state.model[column] = state.held_back[column] = codes.NONE
     state.model["filling"] = codes.NONE
     state.client["share"] = 1.0
     state.tuning[:] = Tuning.for_part(MEASURED_ON).row()

@@ -36,7 +36,7 @@ from paellapy.scheduler.core.shares import charge, leave_gpu, take_gpu_time
 from paellapy.scheduler.core.state import State, read_clock
 from paellapy.scheduler.core.submit import fail_all, take_submissions
 from paellapy.scheduler.core.tables import Words
-from paellapy.scheduler.core.throttle import look_aside, update_top_priority
+from paellapy.scheduler.core.throttle import update_top_priority
 from paellapy.scheduler.core.weights import moves_under_way
 
 # Completing in the core: segments that have ended, and the policy's `done` and `tick`.
@@ -106,7 +106,7 @@ def segment_done(s: State, instance: int, now: int) -> None:
 def poll_completions(s: State, now: int) -> None:
     """Reads the completion words of the instances in flight: each instance's oldest launch."""
     core = s.core[0]
-    core.wake_at_ns = core.admit_at_ns if core.ready + core.barred > 0 else np.inf
+    core.wake_at_ns = core.admit_at_ns if core.ready + core.held_queues > 0 else np.inf
     k = 0
     while k < core.flight:
         instance = s.flight[k]
@@ -163,14 +163,11 @@ def step(s: State, now: int) -> int:
         call_with(s.residency[0].poll_moves, s, now)
     again = True
     while again and not host_has_work(s):
-        if core.waiting > 0:
-            look_aside(s, now)
         again = False
-        if core.changed or (core.ready + core.barred > 0 and now >= core.admit_at_ns):
+        if core.changed or (core.ready + core.held_queues > 0 and now >= core.admit_at_ns):
             while not choose(s, now):
                 fail_all(s, now)
             update_gpu_facts(s)
-            again = core.waiting > 0  # requests of the same clients may be done
         if moves and call_with(s.residency[0].order_moves, s, now) > 0:
             again = True
     if host_has_work(s):  # requests come while the host computes: instances must be open for them

@@ -25,7 +25,7 @@ from paellapy.scheduler.core.requests import checked_rank, complete, fill_job, f
 from paellapy.scheduler.core.rings import address
 from paellapy.scheduler.core.shares import count_accepted
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.core.throttle import bar, forget_barred, may_come_ns, set_aside
+from paellapy.scheduler.core.throttle import forget_held_back, hold_back, limit_ends_ns, must_hold_back
 from paellapy.scheduler.core.weights import count_demand
 
 _ZERO = np.uint64(0)
@@ -55,17 +55,15 @@ def refusal(s: State, cell: Any, now: int) -> int:
     without_slot = s.model[m].queued - room
     c = s.request[cell.request].client
     if core.limited > 0 and s.client[c].limit > 0.0:
-        without_slot = s.client[c].aside + (without_slot if may_come_ns(s, c, now) <= now else 0)
-    if core.by_client:
-        without_slot += s.kept[c, m].n
+        without_slot = s.client[c].held_back + (without_slot if limit_ends_ns(s, c, now) <= now else 0)
+    elif core.by_client:
+        without_slot += s.held_back[c, m].n
     return codes.QUEUE_FULL if without_slot >= s.model[m].queue_limit else codes.OK
 
 
 @part
 def enqueue(s: State, row: int, now: int) -> None:
-    """Puts a request into its model's queue, in the policy's order; into its client's where the client has a limit, or
-    where `admit` looks at the client.
-    """
+    """Puts a request into its model's queue in the policy's order, or into a held-back queue."""
     request = s.request[row]
     m = request.model
     fill_job(s, 1, m, request.client, now)
@@ -77,11 +75,8 @@ def enqueue(s: State, row: int, now: int) -> None:
     if s.core[0].facts & READS_SEGMENT:
         fill_segment(s, job.segment, m, 0, 0)
     request.order = checked_rank(s, s.call[0].order, 1, s.call[0].order_2, s.call[0].order_3)
-    if s.core[0].limited > 0 and s.client[request.client].limit > 0.0:
-        set_aside(s, row)
-        return
-    if s.core[0].by_client:
-        bar(s, row)
+    if must_hold_back(s, request.client):
+        hold_back(s, row)
         return
     request.state = codes.QUEUED
     queue_add(s, s.model[m], row)
@@ -100,7 +95,8 @@ def accept_submission(s: State, producer: int, cell: Any, now: int) -> None:
     request.priority, request.arrival_ns, request.deadline_ns = cell.priority, cell.arrival_ns, cell.deadline_ns
     request.instance = request.slot = request.due_at = codes.NONE
     request.cancelled = 0
-    request.let_ns = 0.0
+    request.released = 0
+    request.released_ns = 0.0
     request.sequence = core.sequence
     core.sequence += 1
     instance = cell.instance
@@ -149,7 +145,7 @@ def open_for_requests(s: State, m: int) -> None:
     model = s.model[m]
     model.state = codes.OPEN
     model.root = model.first = model.last = model.filling = codes.NONE
-    model.queued = model.live = model.aside = model.completed = 0
+    model.queued = model.live = model.held_back = model.completed = 0
     model.used_ns = model.gpu_ns = 0.0
     for c in range(s.flow.shape[0]):
         s.flow[c, m].virtual_ns = 0.0
@@ -198,8 +194,7 @@ def fail_all(s: State, now: int) -> None:
             s.model[inst.model].lost = 1
     for row in range(s.request.shape[0]):
         if s.request[row].state != codes.UNUSED:
-            if s.request[row].state == codes.PASSED:
-                s.kept[s.request[row].client, s.request[row].model].passed = 0
+            s.held_back[s.request[row].client, s.request[row].model].released = 0
             suspected = is_on_gpu(s, row)
             if s.request[row].state == codes.SLOTTED:
                 wait_for_copy(s, row)
@@ -207,15 +202,10 @@ def fail_all(s: State, now: int) -> None:
             complete(s, row, codes.SUSPECTED if suspected else codes.FAILED, now)
     for m in range(s.model.shape[0]):
         s.model[m].root = s.model[m].first = s.model[m].last = codes.NONE
-        s.model[m].queued = s.model[m].aside = 0
+        s.model[m].queued = 0
         mark_model_dirty(s, m)
-    for c in range(s.client.shape[0]):
-        client = s.client[c]
-        client.root = client.first = client.last = codes.NONE
-        client.aside = client.waits = client.let = 0
-        client.let_ns = 0.0
-    forget_barred(s)
-    core.queued = core.waiting = core.ready = core.active = core.flight = core.out = 0
+    forget_held_back(s)
+    core.queued = core.ready = core.active = core.flight = core.out = 0
     core.demand = core.queued_jobs = 0.0
     s.stream_jobs[...] = 0
     s.arena[...] = 0

@@ -79,10 +79,11 @@ CORE = np.dtype(
         ("dirty_instances", "i8"),
         ("dirty_models", "i8"),
         ("cancelled", "i8"),
-        ("waiting", "i8"),
-        ("barred", "i8"),
+        ("held_queues", "i8"),
+        ("held_back", "i8"),  # requests that are HELD_BACK
+        ("awaiting_admit", "i8"),  # of the held queues, those that no limit holds back
+        ("releases", "i8"),  # number of the latest look at the held queues
         ("refused", "i8"),
-        ("kept_out", "i8"),  # requests that are BARRED
         ("changed", "i8"),  # 1: there is something to decide
         ("refresh_at", "i8"),  # index in `ready` of the instance that was ranked afresh last
         ("first_of_batch", "i8"),  # 1: the next completion is the first of its batch
@@ -156,7 +157,7 @@ CALLS = np.dtype(
         ("victim_1", "u8"),
         ("victim_2", "u8"),
         ("victim_3", "u8"),
-        ("look_at_barred", "u8"),  # functions of the core, for policies whose `admit` looks at the client
+        ("release_held_back", "u8"),  # functions of the core, where requests are held back
         ("give_up_refused", "u8"),
         ("step", "u8"),  # the core's own step, for loops
         ("graph_launch", "u8"),
@@ -188,7 +189,7 @@ MODEL = np.dtype(
         ("last", "i8"),
         ("queued", "i8"),
         ("live", "i8"),  # accepted and not completed
-        ("aside", "i8"),  # of these, held back by their clients' limits
+        ("held_back", "i8"),  # of these, HELD_BACK
         ("used_ns", "f8"),  # GPU time received, as time alone
         ("gpu_ns", "f8"),  # GPU time received, as its part of the time that the GPU was busy
         ("completed", "i8"),
@@ -297,7 +298,8 @@ REQUEST = np.dtype(
         ("due_at", "i8"),  # index in the deadline heap, or NONE
         ("cancelled", "i8"),  # 1: listed in State.cancelled
         ("producer", "i8"),  # its producer
-        ("let_ns", "f8"),  # its part of client.let_ns; 0: it was not set aside
+        ("released", "i8"),  # 1: it was HELD_BACK, and is in the model's queue now
+        ("released_ns", "f8"),  # its part of client.released_ns; 0: its client has no limit
     ],
     align=True,
 )
@@ -364,28 +366,26 @@ CLIENT = np.dtype(
         ("live", "i8"),
         ("completed", "i8"),
         ("tenant", "i8"),  # 1: it has a name, and a number of its own
-        # where it has a limit: its requests that are set aside, as a queue like a model's
-        ("root", "i8"),
-        ("first", "i8"),
-        ("last", "i8"),
-        ("aside", "i8"),  # their number
-        ("waits", "i8"),  # 1: listed in State.waiting
-        ("let", "i8"),  # requests that were let in and are not completed
-        ("let_ns", "f8"),  # and their expected time alone
+        ("held_back", "i8"),  # its requests that are HELD_BACK
+        # where it has a limit: requests that were released and are not completed, and their expected time alone
+        ("released", "i8"),
+        ("released_ns", "f8"),
     ],
     align=True,
 )
 
 FLOW = np.dtype([("virtual_ns", "f8"), ("share", "f8"), ("live", "i8")], align=True)  # [client, model]
 
-KEPT = np.dtype(  # [client, model]: requests that are BARRED, as a queue like a model's
+HELD_BACK = np.dtype(  # [client, model]: requests that are HELD_BACK, as a queue like a model's
     [
         ("root", "i8"),
         ("first", "i8"),
         ("last", "i8"),
         ("n", "i8"),  # their number
-        ("listed", "i8"),  # 1: listed in State.barred
-        ("passed", "i8"),  # requests that are PASSED
+        ("listed", "i8"),  # 1: listed in State.held_queues
+        ("over_limit", "i8"),  # 1: the client's limit holds them back, whatever `admit` says
+        ("released", "i8"),  # requests that were released and are still in the model's queue
+        ("asked_at", "i8"),  # core.releases when `admit` was asked last
         ("refused_at", "i8"),  # core.rounds when a job of the client was refused: it is not asked again in that round
     ],
     align=True,

@@ -1,8 +1,12 @@
-"""Requests set aside: a client that has used up its limit keeps its requests out of instances until it may go on.
+"""Requests that are held back: by their client's limit, or by a policy's `admit` that depends on the client.
 
-An instance holds requests of several clients, and runs as one. If such a request had a slot, the others in its instance
-would wait with it. So requests of a client with a limit first come into a queue of the client's own, and are let in, a
-batch at a time, once the work that the client already has in instances fits its limit.
+An instance holds requests of several clients and runs as one job. If one client's requests had slots before they may
+run, the requests of the others would wait with them. So requests of a client with a limit, and all requests under a
+policy whose `admit` reads a fact of the client, first come into a queue of their client and model. They are released
+into the model's queue, a batch at a time, once the client's work in instances fits its limit and `admit` agrees. A job
+that `admit` refuses before its first launch gives up its instance: its requests go back to the held-back queues.
+
+Few engines hold requests back, so the functions that release them are compiled for the first one that does.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from numba import types
 from paellapy.instrument.numba_ext.link import address_of, part, reachable
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import call_asking
-from paellapy.scheduler.core.heaps import queue_add, queue_first, queue_remove
+from paellapy.scheduler.core.heaps import before, queue_add, queue_first, queue_remove
 from paellapy.scheduler.core.instances import (
     close_instance,
     count_queued,
@@ -26,11 +30,14 @@ from paellapy.scheduler.core.instances import (
 )
 from paellapy.scheduler.core.job import READS_SEGMENT, READS_TOP
 from paellapy.scheduler.core.launch import update_gpu_facts
-from paellapy.scheduler.core.requests import checked_rank, fill_job, fill_segment, fill_terms
+from paellapy.scheduler.core.requests import checked_rank, end_release, fill_job, fill_segment, fill_terms
 from paellapy.scheduler.core.shares import LIMIT_KEPT_NS
 from paellapy.scheduler.core.state import State
 
-# Asking a policy's `admit`: the facts about the GPU that it sees, and the meaning of its answer.
+_ZERO = np.uint64(0)
+
+
+# --- asking a policy's `admit`
 
 
 @part
@@ -86,64 +93,137 @@ def admits(s: State, now: int) -> bool:
     return False
 
 
-# Requests that `admit` keeps out of instances, where it looks at the client.
-#
-# An instance holds requests of several clients, and runs as one job. If `admit` refused the job because of one client,
-# the others would wait with it. So under a policy whose `admit` reads a fact of the client, requests first come into a
-# queue of their client and model. `admit` is asked about the next batch of each such queue, and lets it pass into the
-# model's queue. A job that is refused before its first launch gives up its instance: its requests go back to the
-# clients' queues, and are staged, so that their inputs can be copied again.
-#
-# Few policies look at the client, so the functions that ask about these queues are compiled for the first one that
-# does.
-
-
-_ZERO = np.uint64(0)
+# --- holding requests back ------------------------------------------------------------------------------------------
 
 
 @part
-def bar(s: State, row: int) -> None:
+def must_hold_back(s: State, c: int) -> bool:
+    """Whether a new request of the client comes into a held-back queue."""
+    return bool(s.core[0].by_client or (s.core[0].limited > 0 and s.client[c].limit > 0.0))
+
+
+@part
+def hold_back(s: State, row: int) -> None:
     """Puts a request into the queue of its client and model."""
     core = s.core[0]
     request = s.request[row]
-    kept = s.kept[request.client, request.model]
-    if kept.listed == 0:
-        kept.listed = 1
-        kept.root = kept.first = kept.last = codes.NONE
-        s.barred[core.barred] = (request.client << 32) | request.model
-        core.barred += 1
-    request.state = codes.BARRED
-    queue_add(s, kept, row)
-    kept.n += 1
-    core.kept_out += 1
+    queue = s.held_back[request.client, request.model]
+    if queue.listed == 0:
+        queue.listed = 1
+        queue.over_limit = 0
+        queue.root = queue.first = queue.last = codes.NONE
+        s.held_queues[core.held_queues] = (request.client << 32) | request.model
+        core.held_queues += 1
+        core.awaiting_admit += core.by_client
+    request.state = codes.HELD_BACK
+    queue_add(s, queue, row)
+    queue.n += 1
+    count_held_back(s, row, 1)
     core.changed = 1
 
 
 @part
-def unbar(s: State, row: int) -> None:
-    kept = s.kept[s.request[row].client, s.request[row].model]
-    queue_remove(s, kept, row)
-    kept.n -= 1
-    s.core[0].kept_out -= 1
+def count_held_back(s: State, row: int, n: int) -> None:
+    """Adds n requests to the counts of the row's client and model."""
+    s.client[s.request[row].client].held_back += n
+    s.model[s.request[row].model].held_back += n
+    s.core[0].held_back += n
 
 
 @part
-def forget_barred(s: State) -> None:
+def remove_held_back(s: State, row: int) -> None:
+    """Removes a request from its held-back queue."""
+    queue = s.held_back[s.request[row].client, s.request[row].model]
+    queue_remove(s, queue, row)
+    queue.n -= 1
+    count_held_back(s, row, -1)
+
+
+@part
+def forget_held_back(s: State) -> None:
     """Empties all queues, after their requests were answered."""
     core = s.core[0]
-    for k in range(core.barred):
-        kept = s.kept[s.barred[k] >> 32, s.barred[k] & 0xFFFF_FFFF]
-        kept.n = kept.listed = 0
-    core.barred = core.kept_out = 0
+    for k in range(core.held_queues):
+        queue = s.held_back[s.held_queues[k] >> 32, s.held_queues[k] & 0xFFFF_FFFF]
+        queue.n = queue.listed = 0
+    for m in range(s.model.shape[0]):
+        s.model[m].held_back = 0
+    for c in range(s.client.shape[0]):
+        client = s.client[c]
+        client.held_back = client.released = 0
+        client.released_ns = 0.0
+    core.held_queues = core.held_back = core.awaiting_admit = 0
+
+
+# --- releasing them -------------------------------------------------------------------------------------------------
+
+
+@part
+def limit_ends_ns(s: State, c: int, now: int) -> float:
+    """The time at which the work that a client has in instances fits its limit."""
+    client = s.client[c]
+    if client.limit <= 0.0:
+        return float(now)
+    return float(max(client.resume_ns, now - LIMIT_KEPT_NS) + client.released_ns / client.limit)
+
+
+@part
+def slots_beside(s: State, c: int, m: int) -> int:
+    """The free slots of the model's filling instance, if the client already has a request there."""
+    instance = s.model[m].filling
+    if instance < 0:
+        return 0
+    for k in range(s.instance[instance].taken):
+        if s.slot[instance, k] >= 0 and s.slot_client[instance, k] == c:
+            return int(s.size[m, s.model[m].n_sizes - 1].batch - s.instance[instance].taken - s.model[m].queued)
+    return 0
+
+
+@part
+def allowed_by_limit(s: State, c: int, m: int, now: int) -> int:
+    """How many of the client's next requests for the model its limit lets go: a batch, or those that run anyway with
+    others in an instance. If none, notes when it does.
+    """
+    at = limit_ends_ns(s, c, now)
+    if at <= now:
+        return int(s.size[m, s.model[m].n_sizes - 1].batch)
+    s.core[0].admit_at_ns = min(s.core[0].admit_at_ns, np.ceil(at))
+    return slots_beside(s, c, m)
+
+
+@part
+def may_be_asked(s: State, c: int, m: int) -> bool:
+    """Whether `admit` can be asked about the queue's next batch: at most one batch waits in the model's queue, and a
+    client whose job was refused is not asked again in the same round.
+    """
+    queue = s.held_back[c, m]
+    if queue.n == 0 or queue.asked_at == s.core[0].releases:
+        return False
+    if s.core[0].by_client == 0:
+        return True
+    room = s.size[m, s.model[m].n_sizes - 1].batch - queue.released
+    return bool(room > 0 and queue.refused_at != s.core[0].rounds)
+
+
+@part
+def next_model(s: State, c: int) -> int:
+    """The model of the client's first request, among queues that may be asked; NONE if there is none."""
+    found = codes.NONE
+    for m in range(s.model.shape[0]):
+        if s.held_back[c, m].listed and may_be_asked(s, c, m):
+            first = queue_first(s, s.held_back[c, m])
+            if found < 0 or before(s.request, first, queue_first(s, s.held_back[c, found])):
+                found = m
+    return int(found)
 
 
 @part
 def fill_next_job(s: State, c: int, m: int, now: int) -> None:
     """Fills scratch row 0 with the job that the client's next requests would form, by the facts of the first."""
-    kept = s.kept[c, m]
-    n = min(kept.n, s.size[m, s.model[m].n_sizes - 1].batch)
+    queue = s.held_back[c, m]
+    n = min(queue.n, s.size[m, s.model[m].n_sizes - 1].batch)
     size = size_for(s, m, n)
-    request = s.request[queue_first(s, kept)]
+    request = s.request[queue_first(s, queue)]
     fill_job(s, 0, m, c, now)
     fill_terms(s, 0, m, request.arrival_ns, request.deadline_ns, request.priority, request.client_start_ns)
     job = s.job[0]
@@ -155,56 +235,87 @@ def fill_next_job(s: State, c: int, m: int, now: int) -> None:
 
 
 @part
-def let_pass(s: State, c: int, m: int, most: int) -> None:
+def release(s: State, c: int, m: int, most: int) -> None:
     """Moves the client's next requests, at most `most`, into the model's queue."""
-    kept = s.kept[c, m]
-    n = min(kept.n, most)
-    for _ in range(n):
-        row = queue_first(s, kept)
-        unbar(s, row)
-        s.request[row].state = codes.PASSED
+    queue, client = s.held_back[c, m], s.client[c]
+    limited, in_order = client.limit > 0.0, client.limit > 0.0 and s.core[0].by_client == 0
+    n = min(client.held_back if in_order else queue.n, most)
+    if s.core[0].by_client:
+        n = min(n, s.size[m, s.model[m].n_sizes - 1].batch - queue.released)
+    each_ns = max(s.size[m, size_for(s, m, n)].total_ns / n, 1.0) if limited else 0.0
+    for k in range(n):
+        if in_order and k > 0 and next_model(s, c) != m:  # the client's next request is for another model
+            n = k
+            break
+        row = queue_first(s, queue)
+        remove_held_back(s, row)
+        request = s.request[row]
+        request.state = codes.QUEUED
+        request.released = 1
+        if limited:
+            request.released_ns = each_ns
+            client.released += 1
+            client.released_ns += each_ns
         queue_add(s, s.model[m], row)
-    kept.passed += n
+    queue.released += n
     count_queued(s, m, n)
     mark_model_dirty(s, m)
 
 
 @reachable
-def look_at_barred(s: State, now: int) -> int:
-    """Lets the requests pass about which `admit` says yes: of each client at most one batch at a time into a model's
-    queue. An idle GPU takes the best batch without asking. Returns the number of queues that are left.
+def release_held_back(s: State, now: int) -> int:
+    """Releases the requests that may go now; returns the number of queues left. An idle GPU takes the best batch
+    without asking `admit`, unless the policy may leave it idle.
     """
     core = s.core[0]
-    update_gpu_facts(s)
-    update_top_priority(s)
-    anything = may_skip_admit(s, core.active)
-    best = np.int64(codes.NONE)
+    core.releases += 1
+    skips_admit = True
+    if core.by_client:
+        update_gpu_facts(s)
+        update_top_priority(s)
+        skips_admit = may_skip_admit(s, core.active)
+    best_client, best_model, best_most = codes.NONE, codes.NONE, 0
     least = np.inf
+    awaiting = 0
     k = 0
-    while k < core.barred:
-        c, m = s.barred[k] >> 32, s.barred[k] & 0xFFFF_FFFF
-        kept = s.kept[c, m]
-        if core.by_client == 0:  # the policy was changed
-            let_pass(s, c, m, kept.n)
-        room = s.size[m, s.model[m].n_sizes - 1].batch - kept.passed
-        if kept.n > 0 and room > 0 and kept.refused_at != core.rounds:
+    while k < core.held_queues:
+        c, m = s.held_queues[k] >> 32, s.held_queues[k] & 0xFFFF_FFFF
+        limited = s.client[c].limit > 0.0
+        while True:
+            if limited:  # in the order of the client's requests, whatever their models are
+                m = next_model(s, c)
+            if m < 0 or not may_be_asked(s, c, m):
+                break
+            most = allowed_by_limit(s, c, m, now) if limited else s.held_back[c, m].n
+            if most <= 0:
+                break
+            if core.by_client == 0:
+                release(s, c, m, most)
+                continue
+            s.held_back[c, m].asked_at = core.releases
             fill_next_job(s, c, m, now)
-            if anything:
+            if skips_admit:
                 rank = checked_rank(s, s.call[0].rank, 0, s.call[0].rank_2, s.call[0].rank_3)
-                if best < 0 or rank < least:
-                    best, least = s.barred[k], rank
+                if best_client < 0 or rank < least:
+                    best_client, best_model, best_most, least = c, m, most, rank
             elif admits(s, now):
-                let_pass(s, c, m, room)
-        if kept.n == 0:
-            kept.listed = 0
-            core.barred -= 1
-            s.barred[k] = s.barred[core.barred]
+                release(s, c, m, most)
+        queue = s.held_back[c, s.held_queues[k] & 0xFFFF_FFFF]
+        if queue.n == 0:
+            queue.listed = 0
+            core.held_queues -= 1
+            s.held_queues[k] = s.held_queues[core.held_queues]
         else:
+            queue.over_limit = 1 if limit_ends_ns(s, c, now) > now else 0
+            awaiting += 1 - queue.over_limit
             k += 1
-    if best >= 0:
-        c, m = int(best >> 32), int(best & 0xFFFF_FFFF)
-        let_pass(s, c, m, s.size[m, s.model[m].n_sizes - 1].batch - s.kept[c, m].passed)
-    return int(core.barred)
+    core.awaiting_admit = awaiting
+    if best_client >= 0:
+        release(s, best_client, best_model, best_most)
+    return int(core.held_queues)
+
+
+# --- jobs that `admit` refuses ---------------------------------------------------------------------------------------
 
 
 @part
@@ -229,12 +340,12 @@ def is_staged(s: State, instance: int) -> bool:
 
 
 @part
-def give_up(s: State, instance: int) -> None:
-    """Frees the instance of a refused job; its requests wait for `admit` again."""
+def give_up_instance(s: State, instance: int) -> None:
+    """Frees the instance of a refused job, and holds its requests back again."""
     inst = s.instance[instance]
     m = inst.model
     unready(s, instance)
-    s.kept[inst.client, m].refused_at = s.core[0].rounds
+    s.held_back[inst.client, m].refused_at = s.core[0].rounds
     if inst.state == codes.FILLING:
         mark_model_dirty(s, m)
         if not close_instance(s, instance):  # a producer has just taken a slot, before the policy was changed
@@ -246,117 +357,27 @@ def give_up(s: State, instance: int) -> None:
         s.slot[instance, k] = codes.NONE
         if row >= 0:
             s.request[row].instance = s.request[row].slot = codes.NONE
-            bar(s, row)
+            end_release(s, row)
+            hold_back(s, row)
     free_instance(s, instance)
     mark_model_dirty(s, m)
 
 
 @reachable
 def give_up_refused(s: State, now: int) -> int:
-    """Gives up the instances that were refused; returns the number of instances given up."""
+    """Gives up the instances that were refused; returns their number."""
     core = s.core[0]
     found = 0
     while core.refused > 0:
         core.refused -= 1
         instance = s.refused[core.refused]
         if is_staged(s, instance):
-            give_up(s, instance)
+            give_up_instance(s, instance)
             found += 1
     return found
 
 
-def attach_barred(state: State) -> None:
-    """Lets the core ask about clients. Call before the policy decides."""
-    for each in (look_at_barred, give_up_refused):
+def attach_held_back(state: State) -> None:
+    """Lets the core hold requests back. Call before a policy or a limit requires it."""
+    for each in (release_held_back, give_up_refused):
         state.call[each.__name__][0] = address_of(each, State.numba_type, types.int64)
-
-
-@part
-def set_aside(s: State, row: int) -> None:
-    """Puts a request into its client's queue."""
-    core = s.core[0]
-    request = s.request[row]
-    client = s.client[request.client]
-    request.state = codes.ASIDE
-    queue_add(s, client, row)
-    client.aside += 1
-    s.model[request.model].aside += 1
-    if client.waits == 0:
-        client.waits = 1
-        s.waiting[core.waiting] = request.client
-        core.waiting += 1
-
-
-@part
-def may_come_ns(s: State, c: int, now: int) -> float:
-    """The time at which the work that a client has in instances fits its limit."""
-    client = s.client[c]
-    if client.limit <= 0.0:
-        return float(now)
-    return float(max(client.resume_ns, now - LIMIT_KEPT_NS) + client.let_ns / client.limit)
-
-
-@part
-def places_beside(s: State, c: int, m: int) -> int:
-    """The free places of the model's filling instance, if the client already has a request there: others may join it.
-    """
-    instance = s.model[m].filling
-    if instance < 0:
-        return 0
-    for k in range(s.instance[instance].taken):
-        if s.slot[instance, k] >= 0 and s.slot_client[instance, k] == c:
-            return int(s.size[m, s.model[m].n_sizes - 1].batch - s.instance[instance].taken - s.model[m].queued)
-    return 0
-
-
-@part
-def let_in(s: State, c: int, m: int, most: int) -> None:
-    """Moves the client's next requests of one model into the model's queue, at most `most` of them."""
-    client = s.client[c]
-    n = min(client.aside, most)
-    each_ns = max(s.size[m, size_for(s, m, n)].total_ns / n, 1.0)
-    while n > 0 and client.aside > 0:
-        row = queue_first(s, client)
-        request = s.request[row]
-        if request.model != m:
-            break
-        queue_remove(s, client, row)
-        client.aside -= 1
-        s.model[m].aside -= 1
-        client.let += 1
-        client.let_ns += each_ns
-        request.let_ns = each_ns
-        n -= 1
-        if s.core[0].by_client:
-            bar(s, row)
-            continue
-        request.state = codes.QUEUED
-        queue_add(s, s.model[m], row)
-        count_queued(s, m, 1)
-    mark_model_dirty(s, m)
-
-
-@part
-def look_aside(s: State, now: int) -> None:
-    """Lets in the requests that may come now."""
-    core = s.core[0]
-    k = 0
-    while k < core.waiting:
-        c = s.waiting[k]
-        client = s.client[c]
-        while client.aside > 0:
-            m = int(s.request[queue_first(s, client)].model)
-            most = s.size[m, s.model[m].n_sizes - 1].batch
-            at = may_come_ns(s, c, now)
-            if at > now:
-                core.wake_at_ns = min(core.wake_at_ns, np.ceil(at))
-                most = places_beside(s, c, m)
-                if most <= 0:
-                    break
-            let_in(s, c, m, most)
-        if client.aside == 0:
-            client.waits = 0
-            core.waiting -= 1
-            s.waiting[k] = s.waiting[core.waiting]
-        else:
-            k += 1

@@ -155,8 +155,8 @@ def count_demand(s: State, m: int, now: int) -> None:
 
 @part
 def waiting_requests(s: State, m: int) -> int:
-    """The model's requests that need its weights now: those that a client's limit holds back do not."""
-    return int(s.model[m].live - s.model[m].aside)
+    """The model's requests that need its weights now: those that are held back do not."""
+    return int(s.model[m].live - s.model[m].held_back)
 
 
 @part

@@ -39,9 +39,9 @@ from paellapy.scheduler.core.install import remove
 from paellapy.scheduler.core.job import READS_SHARES
 from paellapy.scheduler.core.profiles import Capacity, ModelProfile, is_finite_number, set_capacity
 from paellapy.scheduler.core.rings import Bell, SharedBlock
-from paellapy.scheduler.core.shares import checked_tenants, set_tenant, tenants_stats
 from paellapy.scheduler.core.state import Limits, new_state, state_bytes
-from paellapy.scheduler.core.throttle import attach_barred
+from paellapy.scheduler.core.tenants import checked_tenants, set_tenant, tenants_stats
+from paellapy.scheduler.core.throttle import attach_held_back
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.engine.guests import Guests
 from paellapy.scheduler.engine.jobs import Feed, Job, Reports, check_memory
@@ -234,7 +234,7 @@ class Governed(Guarded):
         if not self._backend.computes_in_python:
             policy = find_policy(policy)
             if policy.admits_by_client:
-                attach_barred(self.state)
+                attach_held_back(self.state)
 
         def change() -> None:
             self._policy = self._attach(policy)
@@ -253,6 +253,8 @@ class Governed(Guarded):
                 f"no room for tenant {name!r}: all {len(self.state.client) - 1} client numbers are in use; give the "
                 "engine larger limits"
             )
+        if limit is not None:
+            attach_held_back(self.state)  # compiled before the loop waits for it
         self._between_steps(lambda: set_tenant(self.state, number, name, tenant))
 
     @property

@@ -231,7 +231,8 @@ class Lease:
         active = state.active[: int(core["active"])]
         ready = state.ready[: int(core["ready"])]
         rank = state.instance["priority"]
-        outside = state.barred[: int(core["barred"])] & 0xFFFF_FFFF  # models of requests without an instance
+        client, model = divmod(state.held_queues[: int(core["held_queues"])], 1 << 32)
+        outside = model[state.held_back["over_limit"][client, model] == 0]  # models of requests that wait for `admit`
         others = state.model["priority"][outside[outside != self._loaded.row]]
         return bool((rank[active] > own).any() or (rank[ready[ready != mine]] >= own).any() or (others >= own).any())
 

@@ -27,9 +27,9 @@ from paellapy.instrument.errors import PaellaError
 from paellapy.instrument.traces.session import Counts, counts
 from paellapy.scheduler.core import codes, tables
 from paellapy.scheduler.core.residency import weights_state
-from paellapy.scheduler.core.shares import tenant_numbers, tenant_stats
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.tables import Table
+from paellapy.scheduler.core.tenants import tenant_numbers, tenant_stats
 from paellapy.scheduler.engine.stats import RESOURCES
 from paellapy.scheduler.engine.trace import segment_times
 from paellapy.scheduler.policies.policy import Policy, PolicyError, shipped

@@ -23,8 +23,8 @@ from paellapy.scheduler.core import step
 from paellapy.scheduler.core.errors import EngineAwayError, EngineFailedError, ModelError
 from paellapy.scheduler.core.job import GPU, JOB
 from paellapy.scheduler.core.rings import Bell, SharedBlock
-from paellapy.scheduler.core.shares import tenants_stats
 from paellapy.scheduler.core.state import Limits, State, new_state, over
+from paellapy.scheduler.core.tenants import tenants_stats
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.requests import Requester, Slot, find_model
 from paellapy.scheduler.engine.ring_calls import SharedStage

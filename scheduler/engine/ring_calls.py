@@ -32,9 +32,9 @@ from paellapy.scheduler.core.rings import (
     set_ready,
     take_completions,
 )
-from paellapy.scheduler.core.shares import find_client
 from paellapy.scheduler.core.state import State, state_at
 from paellapy.scheduler.core.tables import COMPLETION
+from paellapy.scheduler.core.tenants import find_client
 
 LINE = np.dtype(
     [

@@ -30,9 +30,9 @@ from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.codes import SUBMIT
 from paellapy.scheduler.core.errors import EngineClosedError, InputError, QueueFullError, TooManyRequestsError
 from paellapy.scheduler.core.rings import SLOTS, Bell, Message
-from paellapy.scheduler.core.shares import client_key, find_client
 from paellapy.scheduler.core.state import Limits, State, producer_rows
 from paellapy.scheduler.core.tables import COMPLETION, SUBMISSION
+from paellapy.scheduler.core.tenants import client_key, find_client
 from paellapy.scheduler.engine import ring_calls as calls
 from paellapy.scheduler.engine.ring_calls import E_INSTANCE, E_MODEL, E_REQUEST, E_SLOT, E_STATUS, OwnStage, Stage
 from paellapy.scheduler.models.memory import Instance

@@ -38,7 +38,7 @@ def core_stats(state: State) -> dict[str, Any]:
     core = state.core[0]
     return {
         "live": int(core["live"]),
-        "queued": int(core["queued"] + core["kept_out"] + state.client["aside"].sum()),
+        "queued": int(core["queued"] + core["held_back"]),
         "active": int(core["active"]),
         "gpu_ms": float(core["gpu_ns"]) * 1e-6,  # time in which the GPU was busy
         "launches": int(core["launches"]),
@@ -138,9 +138,9 @@ def occupancy(state: State) -> GpuUse:
         **uses,
         jobs_on_gpu=int(state.core["flight"][0]),
         jobs_active=int(state.core["active"][0]),
-        jobs_waiting=int(state.core["ready"][0] + state.core["barred"][0]),
+        jobs_waiting=int(state.core["ready"][0] + state.core["awaiting_admit"][0]),
         requests=int(state.core["live"][0]),
-        requests_queued=int(state.core["queued"][0] + state.core["kept_out"][0] + state.client["aside"].sum()),
+        requests_queued=int(state.core["queued"][0] + state.core["held_back"][0]),
     )
 
 

@@ -286,9 +286,9 @@ def attach_policy(state: State, policy: Policy) -> None:
             policy=policy.name, name="place",
         )  # fmt: skip
     if policy.admits_by_client:
-        from paellapy.scheduler.core.throttle import attach_barred  # compiles much, for few policies
+        from paellapy.scheduler.core.throttle import attach_held_back  # compiles much, for few policies
 
-        attach_barred(state)
+        attach_held_back(state)
     attach_functions(state, policy)
     own = np.frombuffer(policy.layout.new_own().tobytes())
     state.own[...] = 0.0

@@ -25,10 +25,10 @@ from paellapy.scheduler.core.admission import new_limits
 from paellapy.scheduler.core.install import install, open_model
 from paellapy.scheduler.core.profiles import TOGETHER, Capacity, ModelProfile, ProfileError, busy_alone, set_capacity
 from paellapy.scheduler.core.residency import KEEP, needed_bytes, set_weight_budget
-from paellapy.scheduler.core.shares import Tenant, checked_tenants, client_numbers, set_tenant
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.step import attach_step
 from paellapy.scheduler.core.tables import Table
+from paellapy.scheduler.core.tenants import Tenant, checked_tenants, client_numbers, set_tenant
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.policies.policy import Policy, PolicyError, Rank, attach_policy, find_policy
 from paellapy.scheduler.sim import tables

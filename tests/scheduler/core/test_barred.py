@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.shares import Tenant, set_tenant, tenant_stats
+from paellapy.scheduler.core.tenants import Tenant, set_tenant, tenant_stats
 from paellapy.scheduler.policies.policy import attach_policy, find_policy, policy, policy_names
 
 LATER_NS = 1e9
@@ -298,7 +298,7 @@ def test_no_request_is_lost_when_the_policy_changes_while_requests_wait(script, 
 
 def test_functions_that_ask_about_clients_are_reached_only_under_policies_that_do():
     state = Bench([profile()], policy="fifo").state
-    assert state.call["look_at_barred"][0] == state.call["give_up_refused"][0] == 0
+    assert state.call["release_held_back"][0] == state.call["give_up_refused"][0] == 0
     attach_policy(state, holding)
-    assert state.call["look_at_barred"][0] != state.call["give_up_refused"][0] != 0
-    assert state.call["look_at_barred"][0] != 0
+    assert state.call["release_held_back"][0] != state.call["give_up_refused"][0] != 0
+    assert state.call["release_held_back"][0] != 0

@@ -12,7 +12,7 @@ from hypothesis import strategies as some
 from paellapy.scheduler.core import codes, step, tables
 from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.rings import SLOTS, STAGED, Message
-from paellapy.scheduler.core.shares import client_key, client_numbers, find_client
+from paellapy.scheduler.core.tenants import client_key, client_numbers, find_client
 from paellapy.scheduler.engine import ring_calls
 
 PRODUCERS = st.Limits(**{**{name: getattr(LIMITS, name) for name in LIMITS.__dataclass_fields__}, "producers": 3})

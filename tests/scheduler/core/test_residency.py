@@ -12,7 +12,7 @@ from moving_bench import CHUNK, MovingBench
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.admission import predict_finish
 from paellapy.scheduler.core.residency import set_weight_budget
-from paellapy.scheduler.core.shares import Tenant, set_tenant
+from paellapy.scheduler.core.tenants import Tenant, set_tenant
 
 
 def model(name, chunks, **more):
@@ -186,7 +186,7 @@ def test_requests_that_a_limit_holds_back_keep_no_memory_from_others():
             bench.step(CHUNK)
         assert bench.status(other) == codes.OK
     assert bench.brought == [0, 1]
-    assert bench.state.client["aside"][1] == 1
+    assert bench.state.client["held_back"][1] == 1
     bench.step(10_000_000_000)
     bench.settle()
     assert bench.status(held) == codes.OK

@@ -19,7 +19,7 @@ from paellapy.scheduler.core import codes, rings, step, tables
 from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.install import estimate, install, remove
 from paellapy.scheduler.core.profiles import ModelProfile, ProfileError, SegmentProfile, load_profiles, save_profiles
-from paellapy.scheduler.core.shares import Tenant, set_tenant
+from paellapy.scheduler.core.tenants import Tenant, set_tenant
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.engine.loading import install_partitions
 from paellapy.scheduler.engine.stats import occupancy
@@ -1071,7 +1071,8 @@ def test_whatever_happens_each_request_completes_exactly_once(
     bench.run_dry(ns=1_000_000 if held else 1000)
     assert len(bench.done) == submitted
     s = bench.state
-    assert all(s.core[each][0] == 0 for each in ("live", "ready", "active", "flight", "due", "waiting", "barred"))
+    names = ("live", "ready", "active", "flight", "due", "held_queues", "held_back")
+    assert all(s.core[each][0] == 0 for each in names)
     assert s.core["shares"][0] == 0.0
     if end == "close":
         assert sorted(bench.closed) == list(range(len(models)))
@@ -1152,7 +1153,7 @@ def test_requests_of_a_tenant_at_its_limit_stay_out_of_instances() -> None:
     bench.cancel(first[-1])
     bench.step()
     assert bench.status(first[-1]) == codes.CANCELLED
-    assert bench.state.client["aside"][1] == 7
+    assert bench.state.client["held_back"][1] == 7
     bench.run_dry(ns=1_000_000)
     assert len(bench.done) == 13
 
@@ -1207,7 +1208,7 @@ def test_requests_that_are_let_in_count_at_a_size_that_is_captured() -> None:
     bench.submit(client=1)
     bench.submit(client=1)
     bench.step()
-    assert bench.state.client["let_ns"][1] == pytest.approx(bench.state.size["total_ns"][0, 2])
+    assert bench.state.client["released_ns"][1] == pytest.approx(bench.state.size["total_ns"][0, 2])
     bench.run_dry(ns=1_000_000)
 
 

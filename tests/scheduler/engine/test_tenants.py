@@ -13,7 +13,7 @@ from core_check import check_at_rest
 import paellapy as pp
 from paellapy import demo
 from paellapy.instrument.errors import ArgumentError
-from paellapy.scheduler.core.shares import client_numbers
+from paellapy.scheduler.core.tenants import client_numbers
 from paellapy.scheduler.engine.monitor import Monitor
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paellapy.instrument.errors import ArgumentError
 from paellapy.scheduler.core.codes import OK
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
-from paellapy.scheduler.core.shares import Tenant, client_numbers
+from paellapy.scheduler.core.tenants import Tenant, client_numbers
 from paellapy.scheduler.policies.policy import policy
 from paellapy.scheduler.sim.simulate import simulate
 from paellapy.scheduler.sim.workload import ClosedLoop, Poisson, TraceWorkload
