@@ -1,7 +1,6 @@
 """The cost of a decision of the dispatcher core, and the speed of simulating segments. One CPU core, no GPU.
 
-    python benchmarks/core_speed.py
-    git worktree add ../before COMMIT && python benchmarks/core_speed.py --base ../before
+    python benchmarks/core_speed.py [--against CHECKOUT]
 
 A decision is one launch with everything that belongs to it: a segment's completion is seen and accounted for, ranks are
 computed again, and the next segment is chosen among all that wait, and launched. Every fourth decision ends a request,
@@ -10,26 +9,18 @@ watches.
 
 Shared machines slow down for seconds at a time. So a loop of plain arithmetic runs before and after each round; a round
 counts if the loop took at most 15 % longer than its fastest run here, and is repeated otherwise.
-
-With `--base`, the other checkout's script runs before and after this one's; ratios are to the mean of its two medians.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import save
+from harness import arguments, in_turns, save, show
 from numpy.typing import NDArray
 
 from paellapy.instrument.gpu_model.parts import part
@@ -210,31 +201,6 @@ def simulation_speed(quiet: Quiet, policy: str) -> dict[str, Any]:
     return {"policy": policy, "segment_events_per_s_median": round(statistics.median(rates)), "best": round(max(rates))}
 
 
-def measured_of(base: Path) -> dict[str, Any]:
-    """Another checkout's figures, by its own script."""
-    script = base.resolve() / "benchmarks" / "core_speed.py"
-    if not script.exists():
-        raise SystemExit(f"{base} is no checkout of paellapy: {script} is not there")
-    subprocess.run(
-        [sys.executable, script], check=True, cwd=base, env={**os.environ, "PYTHONPATH": str(base.resolve())}
-    )
-    found: dict[str, Any] = json.loads((script.parent / "results" / "core_speed.json").read_text())["results"]
-    return found
-
-
-def ratios(now: dict[str, Any], others: list[dict[str, Any]]) -> dict[str, Any]:
-    """Each row's median ÷ the mean of the other checkout's medians for the same row."""
-    found = {}
-    for kind, key in (("decision", "ns_per_decision_median"), ("simulation", "segment_events_per_s_median")):
-        names = [name for name in now[kind][0] if not name.endswith(("median", "least", "best"))]
-        for row in now[kind]:
-            label = ", ".join(str(row[name]) for name in names[:3])
-            same = [each[key] for other in others for each in other[kind] if all(each[n] == row[n] for n in names[:3])]
-            if same:
-                found[f"{kind}: {label}"] = round(row[key] / statistics.mean(same), 3)
-    return found
-
-
 def measure() -> dict[str, Any]:
     results: dict[str, Any] = {"decision": [], "simulation": []}
     quiet = Quiet()
@@ -251,19 +217,34 @@ def measure() -> dict[str, Any]:
     return results
 
 
+def compared(results: Any) -> dict[str, float]:
+    """Each row's median, for `--against`."""
+    found = {}
+    for kind, key in (("decision", "ns_per_decision_median"), ("simulation", "segment_events_per_s_median")):
+        for row in results[kind]:
+            label = ", ".join(str(row[name]) for name in ("policy", "models", "waiting_requests") if name in row)
+            found[f"{kind}: {label}"] = float(row[key])
+    return found
+
+
 def main() -> None:
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("--base", type=Path, help="another checkout to compare with")
-    asked.add_argument("--write", type=Path, help="folder for the result (default: benchmarks/results)")
-    options = asked.parse_args()
-    before = [measured_of(options.base)] if options.base else []
+    parser = arguments(__doc__, rounds=1, against=True)
+    o = parser.parse_args()
+    if o.against:
+        print(save("core_speed_against", in_turns(o, __file__, "core_speed", compared), folder=o.out))
+        return
     results = measure()
-    if options.base:
-        results["base"] = {"runs": [*before, measured_of(options.base)]}
-        results["base"]["ratio"] = ratios(results, results["base"]["runs"])
-        for label, ratio in results["base"]["ratio"].items():
-            print(f"{ratio:6.3f}  {label}")
-    print("saved", save("core_speed", results, folder=options.write))
+    rows = []
+    for waiting, aim in ((1_000, 1), (100_000, 2)):
+        us = [r["ns_per_decision_median"] / 1e3 for r in results["decision"] if r["waiting_requests"] == waiting]
+        range_us = f"{min(us):.2f} to {max(us):.2f}"
+        rows.append([f"decision with {waiting:,} waiting requests, µs", range_us, f"≤ {aim}"])
+    rates = [each["segment_events_per_s_median"] / 1e6 for each in results["simulation"]]
+    range_rates = f"{min(rates):.2f} to {max(rates):.2f}"
+    rows.append(["simulated segment events a second, millions", range_rates, "≥ 0.5"])
+    head = ["figure", "range over policies", "aim"]
+    show("the core", head, rows)
+    print(save("core_speed", results, folder=o.out, tables={"core": [head, *rows]}))
 
 
 if __name__ == "__main__":

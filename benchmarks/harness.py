@@ -255,7 +255,10 @@ def script_in(checkout: Path | None, script: str) -> list[str]:
 def run_in(checkout: Path, script: str, name: str, *options: str) -> Any:
     """The results that a script of that checkout stores as NAME."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [*script_in(checkout, script), *options, "--out", folder]
+        command = script_in(checkout, script)
+        known = Path(command[1]).read_text()  # earlier versions named the option for the folder differently
+        out = next((each for each in ("--write", "--folder") if f'"{each}"' in known), "--out")
+        command += [*options, out, folder]
         subprocess.run(command, check=True, env=environment(checkout), cwd=checkout)
         return stored(name, Path(folder))
 

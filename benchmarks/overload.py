@@ -1,290 +1,144 @@
-"""A server at three times its capacity: the fate of accepted requests, of refused ones, and of the server.
+"""A server beyond its capacity: accepted requests, refused ones, and how many of the refused would have been late.
 
-    python benchmarks/overload.py [--seconds 60] [--factor 3] [--clients 1] [--set server.workers=2] [--out DIR]
+    python benchmarks/overload.py [--seconds 10] [--loads 0.5,0.8,1.2,1.6,2.0,3.0] [--busy 1]
 
-`paellapy serve` runs in its own process with a demo model on the virtual GPU; its capacity is measured first,
-closed-loop. Then requests come open-loop (Poisson), from separate processes, whether or not earlier ones are answered.
-Latencies count from the intended time of sending. On a machine with few cores, the clients and the CPU that computes
-for the virtual GPU share them, so the virtual GPU is slower than it would be alone, in both parts of the run.
+The same arrivals are played twice, whether or not earlier requests are answered: to a server that refuses, and to one
+that admits everything. A refusal counts as right if the same request, in the second run, was answered after its model's
+target. `--busy N`: once more beside N programs that each keep a core busy. Capacity is the throughput of 64 clients
+that wait for their answers; they share the machine's cores with the CPU that computes for the virtual GPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import json
-import os
+import math
 import subprocess
 import sys
-import tempfile
-import threading
 import time
-import urllib.request
+from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import save
-from prometheus_client.parser import text_string_to_metric_families
+from harness import arguments, save, show
+from trust import TARGETS_MS, Checked, Served, exchange, requests, run_clients, served
 
-from paellapy.serving.bench.arrivals import Load
-from paellapy.serving.bench.load import run_bench
-from paellapy.serving.bench.targets import HttpTarget
-
-DOCS = Path(__file__).parent.parent / "docs"
-CONFIG = """
-device = "virtual:h200"
-[server]
-port = 0
-log_format = "json"
-[[models]]
-factory = "paellapy.demo:load"
-arguments = {{ name = "{model}" }}
-target_ms = {target_ms}
-"""
-KEPT = ("answered", "answered_per_s", "refused", "errors", "within_target", "latency_ms", "refusal_ms", "latency_hdr")
-WATCHED = {
-    "process_resident_memory_bytes": "rss_bytes",
-    "process_open_fds": "open_files",
-    "paellapy_requests_in_flight": "in_flight",
-    "paellapy_items_live": "live",
-    "paellapy_requests_answered_total": "answered",
-    "paellapy_refusals_total": "refused",
-    "paellapy_admission_window": "window",
-}
+Outcome = tuple[int, float]  # status, seconds from its arrival
+CAPACITY_S, DRAIN_S = 3.0, 2.0  # of the measurement; for answers after the last arrival: one without counts as late
+# Ends with the script, even if the script is killed.
+OCCUPY = "import os; parent = os.getppid()\nwhile os.getppid() == parent: sum(range(100_000))"
 
 
 @contextlib.contextmanager
-def server(model: str, target_ms: float, settings: list[str]) -> Iterator[tuple[str, int]]:
-    """The address and the process of a server whose model is loaded; it must end well."""
-    with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder) / "overload.toml"
-        config.write_text(CONFIG.format(model=model, target_ms=target_ms))
-        command = [sys.executable, "-c", "from paellapy.cli import main; main()", "serve", str(config)]
-        for each in settings:
-            command += ["--set", each]
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+def occupied(cores: int) -> Iterator[None]:
+    """Programs that keep cores busy meanwhile."""
+    programs = [subprocess.Popen([sys.executable, "-c", OCCUPY]) for _ in range(cores)]
+    try:
+        yield
+    finally:
+        for each in programs:
+            each.kill()
+            each.wait()
+
+
+async def play(server: Served, arrivals: list[tuple[float, Checked]]) -> list[Outcome]:
+    free: list[Any] = []
+    found: list[Outcome] = [(0, math.inf)] * len(arrivals)
+    began = time.perf_counter() + 0.05
+
+    async def one(k: int, at: float, each: Checked) -> None:
+        connection = free.pop() if free else await asyncio.open_connection("127.0.0.1", server.port)
         try:
-            assert process.stderr is not None
-            url = ""
-            for line in process.stderr:
-                said = json.loads(line) if line.startswith("{") else {}
-                url = said.get("url", url)
-                if said.get("message") == "loaded":
-                    break
-            assert url, "the server did not start"
-            drain = threading.Thread(target=lambda: [None for _ in process.stderr or ()], daemon=True)
-            drain.start()
-            wait_ready(url)
-            yield url, process.pid
-            process.terminate()
-            assert process.wait(60) == 0
-        finally:
-            process.kill()
-            process.wait()
+            status, head, _ = await exchange(*connection, each.request)
+        except asyncio.CancelledError:  # the server need not work on it beside the next load
+            connection[1].close()
+            raise
+        found[k] = status, time.perf_counter() - at
+        if b"\r\nconnection: close" in head:
+            connection[1].close()
+        else:
+            free.append(connection)
 
-
-def wait_ready(url: str) -> None:
-    while True:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/v2/health/ready", timeout=30) as answer:
-            if answer.status == 200:
-                return
-        time.sleep(0.05)
-
-
-def cpu_s(pid: int) -> tuple[float, float]:
-    """What the threads of a process and of its children have run, and waited for a core that others had; Linux only."""
-    ran = waited = 0
-    for stat in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-        with contextlib.suppress(OSError):
-            on, off, _ = map(int, stat.read_text().split())
-            ran, waited = ran + on, waited + off
-    found = ran * 1e-9, waited * 1e-9
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            for child in children.read_text().split():
-                more = cpu_s(int(child))
-                found = found[0] + more[0], found[1] + more[1]
+    tasks = []
+    for k, (after_s, each) in enumerate(arrivals):
+        await asyncio.sleep(max(0.0, began + after_s - time.perf_counter()))
+        tasks.append(asyncio.create_task(one(k, began + after_s, each)))
+    _, pending = await asyncio.wait(tasks, timeout=DRAIN_S)
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
     return found
 
 
-class Watch(threading.Thread):
-    """What /metrics says, twice a second."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__(daemon=True)
-        self._url, self._over = url, threading.Event()
-        self.rows: list[dict[str, float]] = []
-        self.start()
-
-    def run(self) -> None:
-        while not self._over.is_set():
-            with contextlib.suppress(OSError):
-                self.rows.append(self.look())
-            self._over.wait(0.5)
-
-    def look(self) -> dict[str, float]:
-        with urllib.request.urlopen(f"{self._url}/metrics", timeout=30) as answer:
-            text = answer.read().decode()
-        found = {"t": time.monotonic()} | dict.fromkeys(WATCHED.values(), 0.0)
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if sample.name in WATCHED:
-                    found[WATCHED[sample.name]] += sample.value
-        return found
-
-    def stop(self) -> None:
-        self._over.set()
-        self.join()
+async def capacity(server: Served, work: list[Checked]) -> float:
+    """Requests a second that 64 clients get who wait for their answers: enough of them to fill batches."""
+    outcomes, end, began = Counter[str](), asyncio.Event(), time.perf_counter()
+    asyncio.get_running_loop().call_later(CAPACITY_S, end.set)
+    await run_clients(server.port, work, outcomes, 64, end)
+    return outcomes["right"] / (time.perf_counter() - began)
 
 
-def capacity(url: str, seconds: float) -> float:
-    """The most requests a second that clients who wait for their answers got."""
-    found = [
-        run_bench(url, Load(concurrency=n, duration_s=seconds, warmup_s=1.0))["all"]["answered_per_s"]
-        for n in (8, 16, 24)
-    ]
-    return max(found)
-
-
-class Recovery(threading.Thread):
-    """One client from the moment the load ends: when the last of its requests was refused or late."""
-
-    def __init__(self, url: str, target_ms: float, for_s: float = 3.0) -> None:
-        super().__init__(daemon=True)
-        self._url, self._target_ms, self._for_s = url, target_ms, for_s
-        self.load_ended = threading.Event()
-        self.asked, self.recovered_s = 0, 0.0
-        self.start()
-
-    def run(self) -> None:
-        asyncio.run(self._ask())
-
-    async def _ask(self) -> None:
-        target = HttpTarget(self._url, Load(concurrency=1))
-        name = (await target.prepare(np.random.default_rng(0)))[0]
-        await asyncio.to_thread(self.load_ended.wait)
-        begin = time.perf_counter()
-        while (now := time.perf_counter()) < begin + self._for_s:
-            status, *_ = await target.ask(name, self.asked, None, None)
-            self.asked += 1
-            if status != 200 or (time.perf_counter() - now) * 1e3 > self._target_ms:
-                self.recovered_s = time.perf_counter() - begin
-            await asyncio.sleep(0.01)
-        target.close()
-
-
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    target_ms = arguments.target_ms
-    with server(arguments.model, target_ms, arguments.set) as (url, pid):
-        able = capacity(url, arguments.capacity_seconds)
-        rate = able * arguments.factor
-        print(f"can do {able:.0f}/s; now {rate:.0f}/s for {arguments.seconds:.0f} s", flush=True)
-        load = Load(rate=rate, duration_s=arguments.seconds, warmup_s=3.0, connections=4096, target_ms=target_ms)
-        watch = Watch(url)
-        begin, cpu_before = watch.look(), cpu_s(pid)
-        after = Recovery(url, target_ms)
-
-        def progress(elapsed_s: float, counted: int, refused: int) -> None:
-            if elapsed_s >= load.uncounted_s + load.counted_s:  # the last request was sent; answers may be missing
-                after.load_ended.set()
-
-        result = run_bench(url, load, progress, clients=arguments.clients)
-        ran_s, waited_s = (now - then for now, then in zip(cpu_s(pid), cpu_before, strict=True))
-        after.load_ended.set()
-        after.join()
-        watch.stop()
-        end = watch.look()
-    everything = result["all"]
-    loaded = [row for row in watch.rows if row["in_flight"] > 0 and row["t"] > begin["t"] + 5]
-    found = {
-        "model": arguments.model,
-        "target_ms": target_ms,
-        "cores": os.cpu_count(),
-        "settings": arguments.set,
-        "client_processes": arguments.clients,
-        "capacity_per_s": able,
-        "offered_per_s": rate,
-        "factor": arguments.factor,
-        "seconds": arguments.seconds,
-        "client_late_ms": result["client_late_ms"],
-        # A machine that others use too makes requests late whatever is admitted: this says how much of that there was.
-        "server_ran_s": ran_s,
-        "server_waited_for_a_core_s": waited_s,
-        **{key: everything.get(key) for key in KEPT},
-        "memory_bytes": {
-            "before": begin["rss_bytes"],
-            "early": loaded[0]["rss_bytes"] if loaded else None,
-            "late": loaded[-1]["rss_bytes"] if loaded else None,
-            "after": end["rss_bytes"],
-        },
-        "open_files": {"before": begin["open_files"], "after": end["open_files"]},
-        "in_flight_after": end["in_flight"],
-        "live_after": end["live"],
-        "recovered_s": after.recovered_s,
-        "asked_after": after.asked,
-        "timeline": [{key: value - begin[key] if key in ("t", "answered", "refused") else value
-                      for key, value in row.items()} for row in watch.rows],
+def compare(played: list[tuple[float, Checked]], refusing: list[Outcome], letting: list[Outcome]) -> dict[str, Any]:
+    target = np.array([TARGETS_MS[each.model] * 1e-3 for _, each in played])
+    status, took = np.array([s for s, _ in refusing]), np.array([t for _, t in refusing])
+    late_then = np.array([t for _, t in letting]) > target
+    refused, answered, late = status == 503, status == 200, took > target
+    return {
+        "requests": len(played), "refused": float(refused.mean()),
+        "rightly_refused": float(late_then[refused].mean()) if refused.any() else None,
+        "in_time_with_admission": float((answered & ~late).mean()), "in_time_without": float((~late_then).mean()),
+        "late_though_let_in": float(late[answered].mean()) if answered.any() else None,
+        "p99_ms": float(np.quantile(took[answered], 0.99) * 1e3) if answered.any() else None,
+        "refusal_p50_ms": float(np.median(took[refused]) * 1e3) if refused.any() else None,
     }  # fmt: skip
-    refusal = found["refusal_ms"]
-    print(
-        f"answered {found['answered_per_s']:.0f}/s, {found['within_target']:.2%} within {target_ms:g} ms; "
-        f"{found['refused']} refused, p50 {refusal['p50']:.2f} ms, p99 {refusal['p99']:.1f} ms; "
-        f"errors {found['errors']}; memory {begin['rss_bytes'] / 1e6:.0f} -> {end['rss_bytes'] / 1e6:.0f} MB; "
-        f"recovered after {after.recovered_s:.2f} s; "
-        f"the server ran {ran_s:.0f} s and waited {waited_s:.0f} s for a core",
-        flush=True,
-    )
-    return found
 
 
-def picture(found: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    rows = found["timeline"]
-    t = np.array([row["t"] for row in rows])
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), constrained_layout=True)
-    for key, colour in (("answered", "tab:blue"), ("refused", "tab:orange")):
-        counts = np.array([row[key] for row in rows])
-        left.plot(t[1:], np.diff(counts) / np.diff(t), color=colour, label=f"{key}/s")
-    left.axhline(found["capacity_per_s"], color="grey", linestyle=":", label="capacity/s")
-    left.set(xlabel="seconds", ylabel="requests a second", ylim=(0, None))
-    memory = left.twinx()
-    memory.plot(t, [row["rss_bytes"] / 1e6 for row in rows], color="tab:green", label="memory, MB")
-    memory.set(ylabel="MB", ylim=(0, 1.5 * max(row["rss_bytes"] / 1e6 for row in rows)))
-    lines = left.get_lines() + memory.get_lines()
-    left.legend(lines, [str(line.get_label()) for line in lines], fontsize=8, loc="best")
-    left.set_title(f"{found['factor']:g} × capacity, {found['seconds']:g} s", fontsize=10)
-    p, ms = np.array(found["latency_hdr"])[:-1].T
-    right.plot(1 / (1 - p / 100), ms, color="tab:blue", label="accepted")
-    right.axhline(found["target_ms"], color="black", linestyle="--", label="target")
-    ticks = [1, 2, 10, 100, 1000, 10_000]
-    right.set(xscale="log", ylabel="latency from intended arrival, ms", xlabel="percentile", ylim=(0, None))
-    right.set_xticks(ticks, ["0", "50", "90", "99", "99.9", "99.99"])
-    right.set_title(f"{found['within_target']:.2%} of accepted requests within their target", fontsize=10)
-    right.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
+def calibrate(refusing: Served, off: Served, work: list[Checked], o: Any) -> dict[str, Any]:
+    asyncio.run(capacity(refusing, work))  # both have seen every model and size before they are compared
+    most = asyncio.run(capacity(off, work))
+    loads: dict[str, Any] = {}
+    for load in o.loads.split(","):
+        rng = np.random.default_rng(int(float(load) * 10))
+        rate = float(load) * most
+        at = np.cumsum(rng.exponential(1 / rate, int(rate * o.seconds))).tolist()
+        played = [(t, work[int(rng.integers(len(work)))]) for t in at]
+        loads[load] = compare(played, *(asyncio.run(play(server, played)) for server in (refusing, off)))
+        print(load, loads[load], flush=True)
+    counts = [(each["refused"] * each["requests"], each["rightly_refused"] or 0) for each in loads.values()]
+    refused = sum(n for n, _ in counts)
+    right = sum(n * share for n, share in counts) / refused if refused else None
+    return {"capacity_per_s": most, "rightly_refused": right, "loads": loads}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--capacity-seconds", type=float, default=5.0)
-    parser.add_argument("--factor", type=float, default=3.0)
-    parser.add_argument("--clients", type=int, default=1)
-    parser.add_argument("--model", default="transformer")
-    parser.add_argument("--target-ms", type=float, default=250.0)
-    parser.add_argument("--set", action="append", default=[], help="override a setting of the server")
-    parser.add_argument("--out", type=Path, default=None, help="folder for the JSON file and the picture")
-    arguments = parser.parse_args()
-    found = measure(arguments)
-    print("written to", save("overload", found, folder=arguments.out))
-    picture(found, (arguments.out or DOCS) / "overload.png")
+    parser = arguments(__doc__, device="virtual:h200", seconds=10.0)
+    parser.add_argument("--loads", default="0.5,0.8,1.2,1.6,2.0,3.0", help="loads as parts of the measured capacity")
+    parser.add_argument("--busy", type=int, default=0, help="programs beside a second half")
+    o = parser.parse_args()
+    made = requests(np.random.default_rng(2), 2000)
+    plain = [each for each in made if b"timeout" not in each.request and each.kind in ("json", "binary")]
+    work = [each for each in plain if each.model in TARGETS_MS]
+    found: dict[str, Any] = {"seconds": o.seconds, "targets_ms": TARGETS_MS}
+    with served(o.device, 1) as refusing, served(o.device, 1, more='admission = "off"') as off:
+        found["quiet"] = calibrate(refusing, off, work, o)
+        if o.busy:
+            with occupied(o.busy):
+                found["busy"] = {"programs": o.busy, **calibrate(refusing, off, work, o)}
+    rows = []
+    for machine in ("quiet", "busy"):
+        for load, each in found.get(machine, {"loads": {}})["loads"].items():
+            cells = (each[key] for key in ("rightly_refused", "in_time_with_admission", "in_time_without",
+                                           "late_though_let_in"))  # fmt: skip
+            rows.append([machine, load, f"{each['refused']:.3f}", *("–" if c is None else f"{c:.3f}" for c in cells)])
+    head = ["machine", "load ÷ capacity", "refused", "refused requests late when let in", "in time with admission",
+            "in time without", "late though let in"]  # fmt: skip
+    show("admission", head, rows)
+    late = [100 * each["late_though_let_in"] for load, each in found["quiet"]["loads"].items()
+            if 0.8 <= float(load) <= 2.0 and each["late_though_let_in"] is not None]  # fmt: skip
+    figures = {"trust.late-least": f"{min(late):.1f}", "trust.late-most": f"{max(late):.1f}"} if late else {}
+    tables = {"trust-calibration": [head, *rows]}
+    print(save("trust_calibration", found, folder=o.out, tables=tables, figures=figures))
 
 
 if __name__ == "__main__":
