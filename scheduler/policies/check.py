@@ -10,7 +10,6 @@ import ast
 import builtins
 import difflib
 import inspect
-from itertools import pairwise
 from types import ModuleType
 from typing import Any, cast
 
@@ -42,7 +41,10 @@ _NOT_PLACED = {
     "blocks": "a segment is a captured graph with fixed grids, so all of its blocks are launched; give sms= only",
     "preempt": "the kernels of a captured graph cannot be stopped, so a segment runs to its end; give sms= only",
 }
+_NO_ANSWER = ("raises", "answer for every job: return False from admit, a large number from rank to put the job last")
 _REFUSED: dict[type[ast.AST], tuple[str, str]] = {
+    ast.Raise: _NO_ANSWER,
+    ast.Assert: _NO_ANSWER,
     ast.Import: ("imports", "import `math` at the top of the file; no other module can be used"),
     ast.ImportFrom: ("imports", "import `math` at the top of the file; no other module can be used"),
     ast.FunctionDef: ("defines a function", "define it outside, with @numba.njit before it"),
@@ -73,55 +75,44 @@ def check_source(role: str, function: Any, layout: Layout) -> None:
             function, "may write outside of `own`, and its source cannot be read to check that",
             "put the function into a file or a notebook",
         )  # fmt: skip
-    _check_code(role, function)
+    _check_code(function)
 
 
 _WRITES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "STORE_SUBSCR", "DELETE_")
 _LOADS = {"LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME"}
 # These need Python's global lock, which the thread that waits for the compiled code may hold.
-_OF_PYTHON = {builtins.print: "print", builtins.input: "input", builtins.open: "open", numba.objmode: "objmode"}
+_OF_PYTHON = {"print": builtins.print, "input": builtins.input, "open": builtins.open, "objmode": numba.objmode}
 
 
-def _check_code(role: str, function: Any) -> None:
+def _check_code(function: Any) -> None:
     """Checks what compiles but must not run, also in the functions that a policy calls, by their bytecode."""
     for each in with_helpers(function):
         values = {**vars(builtins), **outside(each)}
         code = [step for step in steps(each.__code__) if step[0].opname not in ("CACHE", "EXTENDED_ARG")]
-        for step, line in code:
-            if step.opname == "RAISE_VARARGS":
-                remedy = "return False" if role == "admit" else "return a large number, which puts it last"
-                raise fault(each, f"raises, but {role} must answer for every job", remedy, line=line)
+        for (step, line), (after, _) in zip(code, [*code[1:], code[-1]], strict=True):
             value = values.get(step.argval) if step.opname in _LOADS else None
-            python = next((name for call, name in _OF_PYTHON.items() if _is_it(value, call, name)), None)
-            if python or (step.opname in ("LOAD_ATTR", "LOAD_METHOD") and step.argval == "objmode"):
-                remedy = (
-                    "to see what it computes, call the plain function with a job of your own, or look at the jobs in "
-                    "the result of pp.simulate"
-                )
-                python = python or "objmode"
-                raise fault(each, f"calls `{python}`, but a policy runs without Python", remedy, line=line, name=python)
-        for (step, line), (after, _) in pairwise(code):
-            value = step.argval if step.opname == "LOAD_CONST" else None
-            if step.opname in _LOADS:
-                value = values.get(step.argval)
-            several = value if isinstance(value, tuple | frozenset) else (value,)
+            # Libraries such as Ray replace some builtins.
+            found = {k for k, v in _OF_PYTHON.items() if value is v or value is getattr(builtins, k, v)}
+            if step.opname == "RAISE_VARARGS":
+                raise fault(each, *_REFUSED[ast.Raise], line=line)
+            if found or (step.opname in ("LOAD_ATTR", "LOAD_METHOD") and step.argval == "objmode"):
+                name = "".join(found) or "objmode"
+                remedy = "to see what it computes, call the plain function, or look at the jobs of pp.simulate's result"
+                raise fault(each, f"calls `{name}`, but a policy runs without Python", remedy, line=line, name=name)
+            if step.opname == "LOAD_CONST":
+                value = step.argval
             # job["batch"] is fine; so are names of arguments, which Python 3.13 and later load like a value
             key = after.opname in ("BINARY_SUBSCR", "STORE_SUBSCR", "CALL_KW") or after.argrepr == "[]"
-            if not key and (text := next((v for v in several if isinstance(v, str)), None)) is not None:
-                remedy = (
-                    "all fields of a job are numbers, job.model too (in simulations its place in the list, from 0): "
-                    "compare with numbers, or tell models apart by job.priority"
-                )
-                raise fault(each, f"has the text {text!r}, which equals no number", remedy, line=line, name=text)
-            large = next((v for v in several if isinstance(v, int) and not -(2**63) <= v < 2**63), None)
-            if large is not None:
-                remedy = "write a float, as in 2.0**64"
-                raise fault(each, f"has the number {large}, which does not fit 64 bits", remedy, line=line)
-
-
-def _is_it(value: Any, call: Any, name: str) -> bool:
-    """Whether a value is this builtin: libraries such as Ray replace some."""
-    return value is not None and (value is call or value is getattr(builtins, name, None))
+            for entry in value if isinstance(value, tuple | frozenset) else (value,):
+                if isinstance(entry, str) and not key:
+                    remedy = (
+                        "all fields of a job are numbers, job.model too (in simulations its place in the list, from "
+                        "0): compare with numbers, or tell models apart by job.priority"
+                    )
+                    raise fault(each, f"has the text {entry!r}, which equals no number", remedy, line=line, name=entry)
+                if isinstance(entry, int) and not -(2**63) <= entry < 2**63:
+                    problem = f"has the number {entry}, which does not fit 64 bits"
+                    raise fault(each, problem, "write a float, as in 2.0**64", line=line)
 
 
 class _Source:

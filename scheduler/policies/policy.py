@@ -107,21 +107,20 @@ class Policy:
 
     def _make(self) -> None:
         """Compiles the functions that are not compiled yet, and tries those that are not ours."""
-        added = []
+        made: dict[Any, Compiled] = {}
         for role, function in self.plain.items():
             if self._key(role) not in self._code:
-                ours = _is_ours(function)
-                if not ours:
+                if not _is_ours(function):
                     check_source(role, function, self.layout)
-                self._code[self._key(role)] = made = compile_function(role, function, self.layout, cache=ours)
-                added += [] if ours else [made]
-        if added:
+                made[self._key(role)] = compile_function(role, function, self.layout, cache=_is_ours(function))
+        if tried := [each for each in made.values() if not _is_ours(each.function)]:
             from paellapy.scheduler.policies.trial import check_idle, try_out  # its imports take time
 
-            for each in added:
+            for each in tried:
                 try_out(each, self.layout)
             if self.may_idle and self.tick is None:
-                check_idle(self._code[self._key("admit")], self.layout)
+                check_idle({**self._code, **made}[self._key("admit")], self.layout)
+        self._code.update(made)
 
     def _key(self, role: str) -> tuple[Any, ...]:
         return role, getattr(self, role), *self.state, None, *self.per_model, None, *self.params

@@ -350,7 +350,7 @@ WORDING = [
     ("print(job.batch)\nreturn 1.0", "print", "without Python"),
     ("return loud_helper(job.batch)", "print", "without Python"),
     ("return 1.0 if job.model == FIRST else 0.0", "resnet18", r"job\.priority"),
-    ("if job.batch > 4:\n    raise ValueError\nreturn 1.0", None, "return a large number"),
+    ("if job.batch > 4:\n    raise ValueError\nreturn 1.0", None, "a large number"),
 ]
 
 
