@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from viz_traces import EPOCH, MIX, NAMES, WARPS, engine_trace, make, schedules
 
 from paellapy.instrument.traces.trace import Trace
-from paellapy.viz import perfetto
 
 pytestmark = pytest.mark.quick
 
@@ -103,10 +102,10 @@ def test_streams_show_each_launch_from_first_start_to_last_end() -> None:
 
 def test_replays_of_a_launch_are_slices_of_their_own() -> None:
     again = [(launch, block, sm, start + 10_000, ns) for launch, block, sm, start, ns in MIX]
-    slices = perfetto.launch_slices(make([*MIX, *again]))
-    assert slices.launch.tolist() == [1, 2, 1, 2]
-    assert (slices.start_ns - EPOCH).tolist() == [0, 5000, 10_000, 15_000]
-    assert slices.blocks.tolist() == [4, 3, 4, 3]
+    slices = [s for _, s in parsed(make([*MIX, *again])).slices["streams"]]
+    assert [(s["launch"], s["start"] - EPOCH, s["blocks"]) for s in sorted(slices, key=lambda s: s["start"])] == [
+        (1, 0, 4), (2, 5000, 3), (1, 10_000, 4), (2, 15_000, 3),
+    ]  # fmt: skip
 
 
 REQUESTS = [  # lane, depth, name, from, to
