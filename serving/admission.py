@@ -157,6 +157,8 @@ class Admission:
                 + beyond,
                 f"predicted_{kind}",
                 retry_after_s=(predicted_ms - longest_ms) * 1e-3,
+                limit=limit_ms,
+                given=predicted_ms,
             )
         return Ticket(limit, now_ns, limit_ms * 1e6, limit.in_flight)
 
@@ -173,4 +175,6 @@ def _overloaded(model: Model, limit: AdmissionLimit, kind: str, limit_ms: float)
         f"{limit_ms:.3g} ms",
         "overloaded",
         retry_after_s=limit_ms * 1e-3,
+        limit=limit_ms,
+        given=limit.in_flight,
     )

@@ -191,14 +191,14 @@ class Source:
         """An error `file:line: key: message`, followed by the line itself."""
         key = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")
         if any(path[: len(o)] == o or o[: len(path)] == path for o in self.overrides if path):
-            return ConfigError(f"on the command line: {key or 'configuration'}: {message}")
+            return ConfigError(f"on the command line: {key or 'configuration'}: {message}", key)
         if not self.name:
-            return ConfigError(f"in the options: {key}: {message}" if key else message)
+            return ConfigError(f"in the options: {key}: {message}" if key else message, key)
         number = line_of(self.text, path)
         shown = self.text.splitlines()[number - 1].strip() if self.text.strip() else ""
         if path[:1] == ("keys",):  # secrets are never shown
             shown = re.sub(r"(=\s*).*", r"\1…", shown)
-        return ConfigError(f"{self.name}:{number}: {key + ': ' if key else ''}{message}\n    {shown}")
+        return ConfigError(f"{self.name}:{number}: {key + ': ' if key else ''}{message}\n    {shown}", key, number)
 
 
 def load_config(
@@ -264,7 +264,7 @@ def _syntax_error(file: str, text: str, error: Exception) -> ConfigError:
     shown = lines[number - 1].strip() if number <= len(lines) else ""
     if re.search(r"^\s*\[?\s*keys\b", text, re.M):  # the line may hold a secret
         shown = f"{shown.partition('=')[0]}…" if "=" in shown else "…"
-    return ConfigError(f"{file}:{number}: this is not TOML: {error}\n    {shown}")
+    return ConfigError(f"{file}:{number}: this is not TOML: {error}\n    {shown}", line=number)
 
 
 # msgspec's names of types, as a reader of TOML knows them
@@ -332,7 +332,7 @@ def _override(tree: dict[str, Any], text: str) -> Path_:
                 at = at[here]
         at[path[-1]] = _value(value.strip())
     except (TypeError, IndexError, KeyError):
-        raise ConfigError(f"on the command line: {key}: the configuration has no such key") from None
+        raise ConfigError(f"on the command line: {key}: the configuration has no such key", key.strip()) from None
     return path
 
 

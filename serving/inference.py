@@ -35,7 +35,7 @@ from paellapy.serving.byte_limits import (
 )
 from paellapy.serving.errors import RefusedError, status_of
 from paellapy.serving.listening import Connection
-from paellapy.serving.protocol import Request, decode, encode, known_answer
+from paellapy.serving.protocol import HEADER_LENGTH, Request, decode, encode, known_answer
 from paellapy.serving.registry import VERSION
 from paellapy.serving.service import SERVICE, Service
 
@@ -226,8 +226,6 @@ def _met_unload(name: str) -> RefusedError:
 
 # `POST …/infer` through aiohttp: reads the body and sends the answer. `inference.py` does the work in between.
 
-
-HEADER_LENGTH = "Inference-Header-Content-Length"
 
 Answer = tuple[bytes, int | None]  # the body, and the length of its JSON if binary tensors follow
 

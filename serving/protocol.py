@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from paellapy.scheduler.engine.requests import check_ranges
 from paellapy.scheduler.models.model import Model, TensorSpec
 from paellapy.serving.errors import RequestError, short
-from paellapy.serving.tensors import NOT_JSON, check_datatype, datatype, number_bytes, numbers
+from paellapy.serving.tensors import NOT_JSON, Where, check_datatype, datatype, number_bytes, numbers
 
 # Requests whose JSON was seen before. Clients send the same JSON again and again, around tensors that differ.
 #
@@ -110,6 +110,8 @@ def keep(model: Model, around: Around, repeated: Repeated) -> None:
     known[around] = repeated
 
 
+HEADER_LENGTH = "Inference-Header-Content-Length"
+
 Parameters = dict[str, Any]
 
 PRIORITY_LEVELS = 1 << 30  # 1 goes first, as in Triton; the engine's own priorities are in reverse order
@@ -195,7 +197,7 @@ def decode(model: Model, body: bytes | memoryview, header_length: str | None, as
     try:
         request = _decode(header)
     except NOT_JSON as e:
-        raise RequestError(f"the body is not a v2 inference request: {e}") from None
+        raise RequestError(f"the body is not a v2 inference request: {e}", field="body") from None
     binary = BinaryTensors(tail)
     arrays: dict[str, NDArray[Any]] = {}
     for tensor in request.inputs:
@@ -203,10 +205,12 @@ def decode(model: Model, body: bytes | memoryview, header_length: str | None, as
         if spec is None or tensor.name in arrays:
             problem = "is not an input of" if spec is None else "appears twice in a request to"
             takes = ", ".join(model.inputs)
-            raise RequestError(f"{short(tensor.name)} {problem} model {model.name!r}; it takes {takes}")
+            said = f"{short(tensor.name)} {problem} model {model.name!r}; it takes {takes}"
+            raise RequestError(said, field="inputs", limit=list(model.inputs), given=tensor.name)
         arrays[tensor.name] = _array(tensor, spec, binary, model)
     if missing := [key for key in model.inputs if key not in arrays]:
-        raise RequestError(f"model {model.name!r} needs the missing input {', '.join(missing)}")
+        said = f"model {model.name!r} needs the missing input {', '.join(missing)}"
+        raise RequestError(said, field="inputs", limit=list(model.inputs), given=list(arrays))
     binary.check_used()
     if model.ranges:
         check_ranges(model, arrays)
@@ -244,7 +248,7 @@ def _known_numbers(repeated: Repeated, text: bytes) -> dict[str, NDArray[Any]] |
     """The numbers as arrays; None: they do not fit, and the full check will say why."""
     name, dtype, _, _, shape = repeated.tensors[0]
     try:
-        return {name: numbers(text, dtype, shape, name)}
+        return {name: numbers(text, dtype, shape, Where("", name))}
     except RequestError:
         return None
 
@@ -255,10 +259,12 @@ def split(body: memoryview, header_length: str | None) -> tuple[memoryview, memo
         return body, body[len(body) :]
     # int() would also accept "+5", " 5 " and "1_000".
     if not (header_length.isascii() and header_length.isdigit()) or len(header_length) > 18:
-        raise RequestError(f"Inference-Header-Content-Length: {header_length[:40]!r} is not a whole number of bytes")
+        said = f"{HEADER_LENGTH}: {header_length[:40]!r} is not a whole number of bytes"
+        raise RequestError(said, field=HEADER_LENGTH, given=header_length)
     length = int(header_length)
     if length > len(body):
-        raise RequestError(f"Inference-Header-Content-Length is {length}, but the body has {len(body)} bytes")
+        said = f"{HEADER_LENGTH} is {length}, but the body has {len(body)} bytes"
+        raise RequestError(said, field=HEADER_LENGTH, limit=len(body), given=length)
     return body[:length], body[length:]
 
 
@@ -268,46 +274,47 @@ class BinaryTensors:
     def __init__(self, tail: memoryview) -> None:
         self._tail, self._at = tail, 0
 
-    def take(self, size: int, where: str) -> memoryview:
+    def take(self, size: int, where: Where) -> memoryview:
         if self._at + size > len(self._tail):
             left = len(self._tail) - self._at
-            raise RequestError(f"{where}: binary_data_size is {size}, but only {left} bytes are left in the body")
+            raise where.error(
+                f"binary_data_size is {size}, but only {left} bytes are left", "binary_data_size", left, size
+            )
         self._at += size
         return self._tail[self._at - size : self._at]
 
     def check_used(self) -> None:
         if left := len(self._tail) - self._at:
-            raise RequestError(f"{left} bytes at the end of the body belong to no input; check each binary_data_size")
+            said = f"{left} bytes at the end of the body belong to no input; check each binary_data_size"
+            raise RequestError(said, field="body", limit=self._at, given=len(self._tail))
 
 
 def _array(tensor: RequestTensor, spec: TensorSpec, binary: BinaryTensors, model: Model) -> NDArray[Any]:
-    where = f"model {model.name!r}, input {tensor.name!r}"
+    where = Where(model.name, tensor.name)
     check_datatype(tensor.datatype[:40], spec.dtype, where)
     for name in _UNSUPPORTED:
         if name in tensor.parameters:
-            raise RequestError(f"{where}: {name} is not supported; send the tensor in the body")
+            raise where.error(f"{name} is not supported; send the tensor in the body", name)
     shape = tuple(tensor.shape)
     if shape != spec.shape and (shape[1:] != spec.shape or not shape or shape[0] < 1):
         wanted = ", ".join(map(str, ("n", *spec.shape)))
-        raise RequestError(f"{where} has shape {short(tensor.shape)}; the model takes [{wanted}] with n ≥ 1")
+        said = f"the shape is {short(tensor.shape)}; the model takes [{wanted}] with n ≥ 1"
+        raise where.error(said, "shape", ("n", *spec.shape), tensor.shape)
     if shape != spec.shape and shape[0] > model.max_batch:  # before its numbers are read: the shape may be any
-        raise RequestError(
-            f"model {model.name!r} takes up to {model.max_batch} items per request, not {short(shape[0])}: split the "
-            "batch"
-        )
+        said = f"a request has up to {model.max_batch} items, not {short(shape[0])}: split the batch"
+        raise where.error(said, "shape", model.max_batch, shape[0])
     count = math.prod(shape)
     size = tensor.parameters.get("binary_data_size")
     if size is None:
         if isinstance(tensor.data, msgspec.UnsetType):
-            raise RequestError(f'{where} has neither "data" nor the parameter "binary_data_size": send one')
+            raise where.error('send "data" or the parameter "binary_data_size"', "data")
         return numbers(tensor.data, spec.dtype, shape, where)
     if not isinstance(tensor.data, msgspec.UnsetType):
-        raise RequestError(f'{where} has both "data" and the parameter "binary_data_size": send one')
+        raise where.error('send "data" or the parameter "binary_data_size", not both', "data")
     if not isinstance(size, int) or isinstance(size, bool) or size != count * spec.dtype.itemsize:
-        raise RequestError(
-            f"{where}: binary_data_size is {short(size)}, but shape {short(tensor.shape)} of {tensor.datatype} takes "
-            f"{short(count * spec.dtype.itemsize)} bytes"
-        )
+        wanted_bytes = count * spec.dtype.itemsize
+        said = f"binary_data_size is {short(size)}, but the shape takes {wanted_bytes} bytes of {tensor.datatype}"
+        raise where.error(said, "binary_data_size", wanted_bytes, size)
     piece = binary.take(size, where)
     if spec.dtype.kind == "b":  # NumPy's operations need bytes that are 0 or 1
         return np.frombuffer(piece, np.uint8).astype(np.bool_).reshape(shape)
@@ -320,7 +327,8 @@ def _batch(model: Model, arrays: dict[str, NDArray[Any]]) -> tuple[int, bool]:
     counts = set(found.values())
     if len(counts) > 1:
         said = ", ".join(f"{key}: {'no batch axis' if n is None else n}" for key, n in found.items())
-        raise RequestError(f"model {model.name!r}: all inputs must have the same batch size ({said})")
+        said = f"model {model.name!r}: all inputs must have the same batch size ({said})"
+        raise RequestError(said, field="inputs", given=found)
     items = counts.pop()
     return items or 1, items is not None
 
@@ -334,23 +342,28 @@ def _outputs(model: Model, request: RequestBody) -> list[Output]:
         spec = model.outputs.get(each.name)
         if spec is None or each.name in found:
             problem = "is not an output of" if spec is None else "is asked for twice of"
-            raise RequestError(f"{short(each.name)} {problem} model {model.name!r}; it has {', '.join(model.outputs)}")
+            said = f"{short(each.name)} {problem} model {model.name!r}; it has {', '.join(model.outputs)}"
+            raise RequestError(said, field="outputs", limit=list(model.outputs), given=each.name)
+        where = Where(model.name, each.name, "output")
         for name in _UNSUPPORTED:
             if name in each.parameters:
-                raise RequestError(f"output {each.name!r}: {name} is not supported; outputs are sent in the body")
+                raise where.error(f"{name} is not supported; outputs are sent in the body", name)
         classes = each.parameters.get("classification", 0)
         if not isinstance(classes, int) or isinstance(classes, bool) or classes < 0:
-            raise RequestError(f"output {each.name!r}: classification={short(classes)} must be a whole number ≥ 0")
+            said = f"classification is {short(classes)}; it must be a whole number from 0"
+            raise where.error(said, "classification", given=classes)
         if classes and (len(spec.shape) != 1 or spec.dtype.kind not in "fiu"):
-            raise RequestError(f"output {each.name!r} has no classes: only vectors of floats or integers have them")
-        found[each.name] = Output(each.name, _flag(each.parameters, "binary_data", everything), classes)
+            raise where.error("it has no classes: only vectors of floats or integers have them", "classification")
+        binary = _flag(each.parameters, "binary_data", everything, f"outputs.{each.name}")
+        found[each.name] = Output(each.name, binary, classes)
     return list(found.values())
 
 
-def _flag(parameters: Parameters, name: str, default: bool) -> bool:
+def _flag(parameters: Parameters, name: str, default: bool, of: str = "parameters") -> bool:
     value = parameters.get(name, default)
     if not isinstance(value, bool):
-        raise RequestError(f"the parameter {name} is {short(value)}; it must be true or false")
+        said = f"the parameter {name} is {short(value)}; it must be true or false"
+        raise RequestError(said, field=f"{of}.{name}", given=value)
     return value
 
 
@@ -359,10 +372,12 @@ def _scheduling(parameters: Parameters) -> tuple[int | None, float | None]:
     level, timeout_us = parameters.get("priority"), parameters.get("timeout")
     if level is not None and (type(level) is not int or not 0 <= level <= PRIORITY_LEVELS):
         said = f"it must be a whole number up to {PRIORITY_LEVELS}: 1 goes first, then 2 …; 0 means none"
-        raise RequestError(f"the parameter priority is {short(level)}; {said}")
+        said = f"the parameter priority is {short(level)}; {said}"
+        raise RequestError(said, field="parameters.priority", limit=PRIORITY_LEVELS, given=level)
     if timeout_us is not None and (type(timeout_us) not in (int, float) or not 0 <= timeout_us <= MOST_TIMEOUT_US):
         said = f"it must be microseconds up to {MOST_TIMEOUT_US}; 0 means none"
-        raise RequestError(f"the parameter timeout is {short(timeout_us)}; {said}")
+        said = f"the parameter timeout is {short(timeout_us)}; {said}"
+        raise RequestError(said, field="parameters.timeout", limit=MOST_TIMEOUT_US, given=timeout_us)
     return level, timeout_us or None
 
 

@@ -190,7 +190,7 @@ async def index(request: web.Request) -> web.Response:
     body = await _optional_json(request)
     ready_only = body.get("ready", False)
     if not isinstance(ready_only, bool):
-        raise RequestError('"ready" must be true or false')
+        raise RequestError('"ready" must be true or false', field="ready", given=ready_only)
     return json_response(repository_index(request.app[SERVICE].registry, ready_only))
 
 
@@ -200,7 +200,8 @@ async def load(request: web.Request) -> web.Response:
     parameters = await _parameters(request)
     if parameters:
         given = short(", ".join(parameters))
-        raise RequestError(f"models are loaded as configured; the parameter {given} cannot be given here")
+        said = f"models are loaded as configured; the parameter {given} cannot be given here"
+        raise RequestError(said, field="parameters", given=list(parameters))
     await request.app[SERVICE].registry.load_async(entry.name)
     return json_response({})
 
@@ -211,7 +212,8 @@ async def unload(request: web.Request) -> web.Response:
     parameters = await _parameters(request)
     # Accepted for Triton's clients: no model depends on another
     if unknown := sorted(parameters.keys() - {"unload_dependents"}):
-        raise RequestError(f"unknown parameter {short(', '.join(unknown))}; only unload_dependents is allowed")
+        said = f"unknown parameter {short(', '.join(unknown))}; only unload_dependents is allowed"
+        raise RequestError(said, field="parameters", given=unknown)
     await request.app[SERVICE].registry.unload_async(entry.name)
     return json_response({})
 
@@ -230,13 +232,13 @@ async def _optional_json(request: web.Request) -> dict[str, Any]:
     try:
         return msgspec.json.decode(body, type=dict[str, Any]) if body.strip() else {}
     except NOT_JSON as e:
-        raise RequestError(f"the body is not a JSON object: {e}") from None
+        raise RequestError(f"the body is not a JSON object: {e}", field="body") from None
 
 
 async def _parameters(request: web.Request) -> dict[str, Any]:
     found = (await _optional_json(request)).get("parameters") or {}
     if not isinstance(found, dict):
-        raise RequestError('"parameters" must be a JSON object')
+        raise RequestError('"parameters" must be a JSON object', field="parameters", given=found)
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
@@ -43,15 +44,33 @@ def datatype(dtype: np.dtype[Any]) -> str:
     return NAMES[dtype]
 
 
-def check_datatype(name: str, wanted: np.dtype[Any], where: str) -> None:
+@dataclass(frozen=True, slots=True)
+class Where:
+    """A tensor of a request, for errors."""
+
+    model: str
+    tensor: str
+    kind: str = "input"
+
+    def error(self, said: str, field: str, limit: Any = None, given: Any = None) -> RequestError:
+        message = f"model {self.model!r}, {self.kind} {self.tensor!r}: {said}"
+        return RequestError(message, field=f"{self.kind}s.{self.tensor}.{field}", limit=limit, given=given)
+
+    def wrong_count(self, given: int, wanted: int) -> RequestError:
+        return self.error(f"there are {given} values; the shape needs {short(wanted)}", "data", wanted, given)
+
+
+def check_datatype(name: str, wanted: np.dtype[Any], where: Where) -> None:
     """Raises RequestError unless the request's datatype is the model's."""
     if DTYPES.get(name) == wanted:
         return
     if name == "BYTES":
-        raise RequestError(f"{where} is {datatype(wanted)}; BYTES is not supported for it")
-    if name not in DTYPES:
-        raise RequestError(f"{where}: the datatype {name!r} does not exist; send {datatype(wanted)}")
-    raise RequestError(f"{where} has the datatype {datatype(wanted)}, not {name}")
+        said = f"BYTES is not supported; send {datatype(wanted)}"
+    elif name not in DTYPES:
+        said = f"the datatype {name!r} does not exist; send {datatype(wanted)}"
+    else:
+        said = f"the datatype is {datatype(wanted)}, not {name}"
+    raise where.error(said, "datatype", datatype(wanted), name)
 
 
 def check_servable(model: Model) -> None:
@@ -88,10 +107,10 @@ _SPACE = b" \t\r\n"
 _NOT_STRUCTURE = bytes(set(range(256)) - set(b"[],"))
 
 
-def numbers(data: msgspec.Raw | bytes, dtype: np.dtype[Any], shape: tuple[int, ...], where: str) -> NDArray[Any]:
+def numbers(data: msgspec.Raw | bytes, dtype: np.dtype[Any], shape: tuple[int, ...], where: Where) -> NDArray[Any]:
     """An array of this shape from a JSON list, flat or nested: the protocol allows both.
 
-    >>> numbers(b"[[1, 2], [3, 4]]", np.dtype(np.int8), (2, 2), "x").tolist()
+    >>> numbers(b"[[1, 2], [3, 4]]", np.dtype(np.int8), (2, 2), Where("m", "x")).tolist()
     [[1, 2], [3, 4]]
     """
     text = bytes(data)
@@ -99,7 +118,7 @@ def numbers(data: msgspec.Raw | bytes, dtype: np.dtype[Any], shape: tuple[int, .
     commas = _count(text, b",")
     # n numbers have n - 1 commas between them, however they are nested; a longer list is not read.
     if commas + 1 > count and text.startswith(b"["):
-        raise RequestError(f"{where} has {commas + 1} values; its shape needs {short(count)}")
+        raise where.wrong_count(commas + 1, count)
     kind = dtype.kind if dtype.kind in _LISTS else "f"  # bfloat16 has another kind
     try:
         if len(text) > PIECE_BYTES and (inner := _inside(text, shape)) is not None:
@@ -110,16 +129,16 @@ def numbers(data: msgspec.Raw | bytes, dtype: np.dtype[Any], shape: tuple[int, .
                 found[at : at + len(values)] = _array(values, dtype, kind)
                 at += len(values)
             if at != count:
-                raise RequestError(f"{where} has {at} values; its shape needs {short(count)}")
+                raise where.wrong_count(at, count)
         else:
             found = _array(_flat(text, kind, count, where), dtype, kind)
         return found.reshape(shape)
     except msgspec.ValidationError as e:
-        raise RequestError(f"{where}: {e}") from None
+        raise where.error(str(e), "data") from None
     except NOT_JSON as e:
-        raise RequestError(f"{where}: its data is not a JSON list of numbers: {e}") from None
+        raise where.error(f"its data is not a JSON list of numbers: {e}", "data") from None
     except (OverflowError, FloatingPointError):
-        raise RequestError(f"{where}: a number is outside the range of {datatype(dtype)}") from None
+        raise where.error(f"a number is outside the range of {datatype(dtype)}", "data", datatype(dtype)) from None
 
 
 def number_bytes(text: bytes, dtype: np.dtype[Any], count: int) -> bytes | None:
@@ -142,7 +161,7 @@ def _array(values: list[Any], dtype: np.dtype[Any], kind: str) -> NDArray[Any]:
     return np.array(values, dtype)
 
 
-def _flat(text: bytes, kind: str, count: int, where: str) -> list[Any]:
+def _flat(text: bytes, kind: str, count: int, where: Where) -> list[Any]:
     try:
         values = _LISTS[kind](text)
     except msgspec.ValidationError:
@@ -151,19 +170,19 @@ def _flat(text: bytes, kind: str, count: int, where: str) -> list[Any]:
             raise
         values = _LISTS[kind](_encode(_flatten(nested, where)))
     if len(values) != count:
-        raise RequestError(f"{where} has {len(values)} values; its shape needs {short(count)}")
+        raise where.wrong_count(len(values), count)
     return values
 
 
-def _flatten(nested: list[Any], where: str) -> list[Any]:
+def _flatten(nested: list[Any], where: Where) -> list[Any]:
     flat: list[Any] = nested
     for _ in range(MAX_RANK):
         if not any(isinstance(each, list) for each in flat):
             return flat
         if not all(isinstance(each, list) for each in flat) or len({len(each) for each in flat}) > 1:
-            raise RequestError(f"{where}: the lists in its data differ in length or depth")
+            raise where.error("the lists in its data differ in length or depth", "data")
         flat = [value for each in flat for value in each]
-    raise RequestError(f"{where}: its data is nested deeper than its shape")
+    raise where.error("its data is nested deeper than its shape", "data", MAX_RANK)
 
 
 def _inside(text: bytes, shape: tuple[int, ...]) -> bytes | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from paellapy.serving.access import given_key
 from paellapy.serving.byte_limits import FAST_HEADER_BYTES, FAST_HEADERS
-from paellapy.serving.inference import HEADER_LENGTH
+from paellapy.serving.protocol import HEADER_LENGTH
 
 REMEMBERED_HEADS = 512
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import paellapy as pp
+from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.models.model import Model, TensorSpec
 from paellapy.serving.access import Key
 from paellapy.serving.build import build_engine, build_entries, build_keys, build_tls
@@ -75,51 +76,53 @@ def test_an_engine_has_the_partitions_of_sms_its_file_asks_for(write):
 
 def test_a_number_of_partitions_that_cannot_be_is_named_with_its_line(write):
     path = write(GOOD.replace("max_queue = 100", "sm_partitions = 2"))
-    with pytest.raises(ConfigError, match=r"paella.toml:3: sm_partitions: .*0, for none, or 3 to 64"):
+    with pytest.raises(ConfigError) as caught:
         build_engine(*load_config(path))
+    assert (caught.value.field, caught.value.line) == ("sm_partitions", 3)
 
 
 @pytest.mark.parametrize(
-    ("change", "line", "said"),
+    ("change", "line", "field"),
     [
-        (('port = 0', 'port = "x"'), 6, "server.port: the value is a text: give a whole number"),
+        (('port = 0', 'port = "x"'), 6, "server.port"),
         (('port = 0', 'port = 70000'), 6, "server.port"),
-        (('port = 0', 'prot = 0'), 6, "server.prot: "),
-        (('policy = "edf"', 'polity = "edf"'), 2, "polity: "),
+        (('port = 0', 'prot = 0'), 6, "server.prot"),
+        (('policy = "edf"', 'polity = "edf"'), 2, "polity"),
         (('max_queue = 100', 'sm_partitions = -1'), 3, "sm_partitions"),
-        (('device = "virtual:t4"', 'device = virtual'), 1, "not TOML"),
-        (('target_ms = 20', 'target_ms = -1'), 16, r"models\[0\].target_ms"),
-        (('batch = [1, 2]', 'batch = [1, 0]'), 17, r"models\[0\].batch"),
-        (('name = "second"\nfactory = "paellapy.demo:load"', 'name = "second"'), 19, r"models\[1\]: factory is miss"),
-        (('alice = "secret"', 'alice = ""'), 10, "keys.alice: Expected str of length >= 1"),
-        (('bob = "env:BOBS_KEY"', 'bob = 5'), 11, "keys.bob: the value is a whole number: give a text"),
-        (('port = 0', 'admission = "of"'), 6, "server.admission: 'of' .* 'targets', 'deadlines' or 'off'"),
-        (('port = 0', 'held_mb = inf'), 6, "server.held_mb: Expected float <= 1000000000"),
-        (('port = 0', 'header_timeout_s = nan'), 6, "server.header_timeout_s: Expected float > 0"),
-        (('port = 0', 'log_format = "xml"'), 6, "choose 'text' or 'json'"),
-        (('port = 0', 'log_level = "loud"'), 6, "choose 'debug', 'info', 'warning' or 'error'"),
-        (('max_queue = 100', 'quantum_us = inf'), 3, "quantum_us: Expected float <= 1000000000"),
-        (('max_queue = 100', 'max_queue = 99999999999999999999'), 3, "max_queue: Expected int <= 1048576"),
-        (('port = 0', 'standby = "hot"'), 6, "choose 'loaded', 'warm' or 'off'"),
-        (('batch = [1, 2]', 'capture = "later"'), 17, r"models\[0\].capture: .* choose 'ahead' or 'on_demand'"),
-        (('batch = [1, 2]', 'resident = "yes"'), 17, r"models\[0\].resident: .* choose true, false or 'auto'"),
-        (('batch = [1, 2]', 'resident = 1'), 17, "give true, false or 'auto'"),
-        (('[keys]', '[tenants.ann]\n[tenants.ben]\nshare = "x"\n[keys]'), 11, "tenants.ben.share: .* a number"),
+        (('device = "virtual:t4"', 'device = virtual'), 1, ""),
+        (('target_ms = 20', 'target_ms = -1'), 16, "models[0].target_ms"),
+        (('batch = [1, 2]', 'batch = [1, 0]'), 17, "models[0].batch[1]"),
+        (('name = "second"\nfactory = "paellapy.demo:load"', 'name = "second"'), 19, "models[1]"),
+        (('alice = "secret"', 'alice = ""'), 10, "keys.alice"),
+        (('bob = "env:BOBS_KEY"', 'bob = 5'), 11, "keys.bob"),
+        (('port = 0', 'admission = "of"'), 6, "server.admission"),
+        (('port = 0', 'held_mb = inf'), 6, "server.held_mb"),
+        (('port = 0', 'header_timeout_s = nan'), 6, "server.header_timeout_s"),
+        (('port = 0', 'log_format = "xml"'), 6, "server.log_format"),
+        (('port = 0', 'log_level = "loud"'), 6, "server.log_level"),
+        (('max_queue = 100', 'quantum_us = inf'), 3, "quantum_us"),
+        (('max_queue = 100', 'max_queue = 99999999999999999999'), 3, "max_queue"),
+        (('port = 0', 'standby = "hot"'), 6, "server.standby"),
+        (('batch = [1, 2]', 'capture = "later"'), 17, "models[0].capture"),
+        (('batch = [1, 2]', 'resident = "yes"'), 17, "models[0].resident"),
+        (('batch = [1, 2]', 'resident = 1'), 17, "models[0].resident"),
+        (('[keys]', '[tenants.ann]\n[tenants.ben]\nshare = "x"\n[keys]'), 11, "tenants.ben.share"),
         (('[keys]', '[tenants]\nann = { limit = 1 }\nben = { limit = 2 }\n[keys]'), 11, "tenants.ben.limit"),
-        (('port = 0', 'access_log = true\nlog_level = "warning"'), 6, "set log_level to \"info\""),
+        (('port = 0', 'access_log = true\nlog_level = "warning"'), 6, "server.access_log"),
     ],
 )  # fmt: skip
-def test_a_wrong_value_is_found_on_its_line(write, change, line, said):
+def test_a_wrong_value_is_found_on_its_line(write, change, line, field):
     text = GOOD.replace(*change, 1)
     assert text != GOOD
-    with pytest.raises(ConfigError, match=said) as caught:
+    with pytest.raises(ConfigError) as caught:
         load_config(write(text))
+    assert (caught.value.field, caught.value.line) == (field, line)
     assert f"paella.toml:{line}:" in str(caught.value)
 
 
 @pytest.mark.parametrize("line", ['alice = "secret', "alice = 'secret\"", 'alice = """\nsecret', 'alice : "secret"'])
 def test_a_line_that_is_no_toml_shows_no_key(write, line):
-    with pytest.raises(ConfigError, match="not TOML") as caught:
+    with pytest.raises(ConfigError) as caught:
         load_config(write(GOOD.replace('alice = "secret"', line).replace('bob = "env:BOBS_KEY"\n', "")))
     assert "secret" not in str(caught.value)
 
@@ -130,43 +133,46 @@ def test_a_line_that_is_no_toml_shows_no_key(write, line):
      ("models = 3", r"models: the value is a whole number: give tables, each under \[\[models\]\]"),
      ("models = [1]", r"models\[0\]: the value is a whole number: give tables, each under \[\[models\]\]"),
      ("[models]", r"models: the value is a table: give tables, each under \[\[models\]\]"),
-     ("[server]\naccess_log = 1979-05-27", "server.access_log: the value is a date: give true or false")],
+     ("[server]\naccess_log = 1979-05-27", "server.access_log: the value is a date: give true or false"),
+     ("keys = 5", r"keys: the value is a whole number: give a table, under \[keys\]"),
+     ("[keys]\nbob = 5", "keys.bob: the value is a whole number: give a text, or a table with key and roles"),
+     ("port = 1", r"port: no setting has this name; did you mean server\.port\?"),
+     ('[server]\nadmission = "of"', "server.admission: 'of' is not allowed: choose 'targets', 'deadlines' or 'off'"),
+     ('[[models]]\nname = "m"', r"models\[0\]: factory is missing"),
+     ('[[models]]\nfactory = "m"', "write package.module:name"),
+     ('[[models]]\nfactory = "m:f"\nresident = "yes"', "'yes' is not allowed: choose true, false or 'auto'"),
+     ('[[models]]\nfactory = "m:f"\nresident = 1', "the value is a whole number: give true, false or 'auto'")],
 )  # fmt: skip
-def test_what_is_of_the_wrong_kind_is_named_as_toml_has_it(write, text, said):
+def test_the_words_of_an_error_are_those_of_toml(write, text, said):
     with pytest.raises(ConfigError, match=said):
         load_config(write(text))
 
 
-def test_keys_that_are_no_table_are_named():
-    with pytest.raises(ConfigError, match=r"keys: the value is a whole number: give a table, under \[keys\]"):
-        load_config(overrides=["keys=5"])
-
-
 @pytest.mark.parametrize(
-    ("change", "line", "said", "build"),
+    ("change", "line", "field", "build"),
     [
-        (("env:BOBS_KEY", "env:NOT_THERE"), 11, "NOT_THERE", build_keys),
-        (('"edf"', '"nope"'), 2, "no policy named 'nope'", build_engine),
-        (('"edf"', '"no.module:here"'), 2, "cannot be imported", build_engine),
-        (('"virtual:t4"', '"virtual:nope"'), 1, "nope", build_engine),
+        (("env:BOBS_KEY", "env:NOT_THERE"), 11, "keys.bob", build_keys),
+        (('"edf"', '"nope"'), 2, "policy", build_engine),
+        (('"edf"', '"no.module:here"'), 2, "policy", build_engine),
+        (('"virtual:t4"', '"virtual:nope"'), 1, "device", build_engine),
         (("max_queue = 100", "memory_bytes = 99999999999999999999"), 3, "memory_bytes", build_engine),
-        (("paellapy.demo:load", "paellapy.demo:lode"), 14, "cannot be imported", build_entries),
-        (("paellapy.demo:load", "builtins:dict"), 13, "a dict", build_entries),
-        (('name = "mlp"', 'name = "nope"'), 13, "no demo model", build_entries),
-        (('name = "second"', 'name = "mlp"'), 19, "named 'mlp'", build_entries),
-        (('[keys]', '[tls]\ncertificate = "a"\nkey = "b"\n[keys]'), 10, "cannot be loaded", build_tls),
+        (("paellapy.demo:load", "paellapy.demo:lode"), 14, "models[0].factory", build_entries),
+        (("paellapy.demo:load", "builtins:dict"), 13, "models[0]", build_entries),
+        (('name = "mlp"', 'name = "nope"'), 13, "models[0]", build_entries),
+        (('name = "second"', 'name = "mlp"'), 19, "models[1]", build_entries),
+        (('[keys]', '[tls]\ncertificate = "a"\nkey = "b"\n[keys]'), 10, "tls.certificate", build_tls),
     ],
 )  # fmt: skip
-def test_what_does_not_exist_is_found_on_its_line(write, monkeypatch, change, line, said, build):
+def test_what_does_not_exist_is_found_on_its_line(write, change, line, field, build):
     config, source = load_config(write(GOOD.replace(*change, 1)))
-    with pytest.raises(ConfigError, match=said) as caught:
+    with pytest.raises(ConfigError) as caught:
         build(config, source)
-    assert f"paella.toml:{line}:" in str(caught.value)
+    assert (caught.value.field, caught.value.line) == (field, line)
 
 
-@pytest.mark.parametrize(("value", "said"), [("9" * 5000, "5000 digits"), ("[" * 9000, "nested too deeply")])
-def test_values_that_the_parser_cannot_take_are_an_error_of_the_file(write, value, said):
-    with pytest.raises(ConfigError, match=f"paella.toml: this is not TOML: .*{said}"):
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 9000], ids=["digits", "nested"])
+def test_values_that_the_parser_cannot_take_are_an_error_of_the_file(write, value):
+    with pytest.raises(ConfigError, match=r"paella\.toml: this is not TOML"):
         load_config(write(f"max_queue = {value}"))
 
 
@@ -189,40 +195,43 @@ def test_everything_can_be_said_on_the_command_line(write):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "models", "said"),
+    ("overrides", "models", "field"),
     [
-        (["server.port"], [], "key=value"),
-        (["server.port=x"], [], "on the command line: server.port"),
-        (["models.7.target_ms=1"], [], "models.7"),
-        (["nothing=1"], [], "on the command line: nothing"),
-        (["²=1"], [], "on the command line: ²"),
-        (["server.port=" + "9" * 5000], [], "on the command line: server.port: the value is a text"),
-        ([], ["m:f{a=}"], "TOML table"),
-        ([], ["not a path"], "on the command line: models"),
+        (["server.port"], [], ""),
+        (["server.port=x"], [], "server.port"),
+        (["models.7.target_ms=1"], [], "models.7.target_ms"),
+        (["nothing=1"], [], "nothing"),
+        (["²=1"], [], "²"),
+        (["server.port=" + "9" * 5000], [], "server.port"),
+        ([], ["m:f{a=}"], ""),
+        ([], ["not a path"], "models[0].factory"),
     ],
 )
-def test_mistakes_on_the_command_line_are_said_to_be_there(write, overrides, models, said):
-    with pytest.raises(ConfigError, match=said):
+def test_mistakes_on_the_command_line_are_said_to_be_there(write, overrides, models, field):
+    with pytest.raises(ConfigError, match="on the command line: ") as caught:
         load_config(write(GOOD), overrides, models=models)
+    assert (caught.value.field, caught.value.line) == (field, None)
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "field"),
     [
-        ({"port": 9000}, "options: port: .* server.port"),
-        ({"server": {"prot": 1}}, "options: server.prot: "),
-        ({"models": [{"factory": "mlp"}]}, "write package.module:name"),
+        ({"port": 9000}, "port"),
+        ({"server": {"prot": 1}}, "server.prot"),
+        ({"models": [{"factory": "mlp"}]}, "models[0].factory"),
     ],
 )
-def test_mistakes_in_settings_given_from_python_are_said_to_be_there(settings, said):
-    with pytest.raises(ConfigError, match=said):
+def test_mistakes_in_settings_given_from_python_are_said_to_be_there(settings, field):
+    with pytest.raises(ConfigError, match="in the options: ") as caught:
         load_config(defaults=settings)
+    assert (caught.value.field, caught.value.line) == (field, None)
 
 
 def test_no_models_at_all():
     config, source = load_config()
-    with pytest.raises(ConfigError, match="models"):
+    with pytest.raises(ConfigError) as caught:
         build_entries(config, source)
+    assert caught.value.field == "models"
 
 
 def test_lines_of_nested_things():
@@ -238,12 +247,12 @@ def test_lines_of_nested_things():
 
 def test_the_python_interface_checks_its_options():
     model = Model("m", lambda w, i, o: None, inputs={"x": TensorSpec(4)}, outputs={"y": TensorSpec(4)})
-    with pytest.raises(ConfigError, match=r"server\.prot"):
-        pp.serve([model], server={"prot": 1})
-    with pytest.raises(ConfigError, match="policy"):
-        pp.serve([model], policy="nope")
+    for options, field in (({"server": {"prot": 1}}, "server.prot"), ({"policy": "nope"}, "policy")):
+        with pytest.raises(ConfigError) as caught:
+            pp.serve([model], **options)
+        assert caught.value.field == field
     complex_model = Model("m", lambda w, i, o: None, inputs={"x": TensorSpec(4, np.complex64)}, outputs=model.outputs)
-    with pytest.raises(pp.PaellaError, match=r"complex64.*cannot carry"):
+    with pytest.raises(ModelError):
         pp.serve([complex_model], device="virtual:t4", server={"port": 0, "grace_s": 0})
 
 
@@ -259,13 +268,14 @@ def test_workers_are_one_of_the_options(write, monkeypatch):
         assert given == {"port": 1, "workers": 3}, "the caller's own dict stays as it is"
         pp.serve(models, server=given)
         assert served[-1].workers == 3
-        said = r"options: server\.workers: .*a whole number$"
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError) as caught:
             pp.serve(models, workers="x")
-        for server, kind in (("127.0.0.1", "str"), (9000, "int"), (None, "NoneType")):
+        assert caught.value.field == "server.workers"
+        for server in ("127.0.0.1", 9000, None):
             for workers in (None, 2):
-                with pytest.raises(ConfigError, match=rf"options: server: .*{kind}"):
+                with pytest.raises(ConfigError) as caught:
                     pp.serve(models, workers=workers, server=server)
+                assert caught.value.field == "server"
     assert len(served) == 4
 
 
@@ -279,10 +289,11 @@ def test_options_come_before_what_a_file_says(write, monkeypatch):
     assert build_keys(config, source) == {"alice": Key("secret"), "bob": Key("known")}
     assert str(source.error(("policy",), "so")) == "in the options: policy: so"
     assert "paella.toml:1: device: so" in str(source.error(("device",), "so"))
-    with pytest.raises(ConfigError, match=r"options: server\.prot: "):
-        pp.serve(write(GOOD), server={"prot": 1})
-    with pytest.raises(ConfigError, match=r"server\.port"):
-        pp.serve(write(GOOD), port=1)
-    with pytest.raises(ConfigError, match=r"paella\.toml:1: polcy"):
-        pp.serve(write("polcy = 1"), device="virtual:t4")
+    for text, given, found in (
+        (GOOD, {"server": {"prot": 1}}, ("server.prot", None)), (GOOD, {"port": 1}, ("port", None)),
+        ("polcy = 1", {"device": "virtual:t4"}, ("polcy", 1)),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError) as caught:
+            pp.serve(write(text), **given)
+        assert (caught.value.field, caught.value.line) == found
     assert len(served) == 1
