@@ -117,7 +117,10 @@ def triton_dtype(dtype: Any) -> str:
     name = str(getattr(dtype, "name", dtype)).rsplit(".", 1)[-1]
     found = DTYPES.get(name, name if name in DTYPES.values() else None)
     if found is None:
-        raise ArgumentError(f"a kernel cannot take arrays of {name}; use one of {', '.join(DTYPES)}")
+        raise ArgumentError(
+            f"a kernel cannot take arrays of {name}; use one of {', '.join(DTYPES)}",
+            field="dtype", given=name, limit=DTYPES,
+        )
     return found
 
 
@@ -145,7 +148,7 @@ def of_int(value: int) -> tuple[int, int]:
         return value, 4 + even
     if 0 <= value < 0x10000000000000000:
         return value, 6 + even
-    raise ArgumentError(f"integer argument {value} does not fit in 64 bits")
+    raise ArgumentError(f"integer argument {value} does not fit in 64 bits", field="integer", given=value, limit=64)
 
 
 def bfloat16_bits(value: float) -> int:
@@ -209,7 +212,10 @@ class Handlers(dict[type, Handler]):
         handler = SCALARS[base] if base else self._find(kind)
         if handler is None:
             remedy = "; pass its value with .item()" if hasattr(kind, "item") else ""
-            raise ArgumentError(f"a kernel takes arrays, numbers, bool and None, not {kind.__name__}{remedy}")
+            raise ArgumentError(
+                f"a kernel takes arrays, numbers, bool and None, not {kind.__name__}{remedy}",
+                field="argument", given=kind.__name__,
+            )
         self[kind] = handler
         return handler(value)
 

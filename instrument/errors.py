@@ -7,7 +7,9 @@ from typing import Any, TypeVar
 
 
 class PaellaError(Exception):
-    """Base of all errors raised by paellapy. Facts given by name become attributes: `model`, `field`, `given`, `limit`.
+    """Base of all errors raised by paellapy. Facts given by name become attributes.
+
+    `model` or `kernel` failed; `field` is the part of it that is wrong, `given` its value, `limit` what is allowed.
 
     >>> PaellaError("batch=0: the batch sizes must be integers from 1 up", field="batch", given=0).field
     'batch'
@@ -58,8 +60,7 @@ class OutOfBoundsError(PaellaError):
     """A kernel on the virtual GPU touched memory outside its arrays; names kernel, line, block and index."""
 
 
-# Errors of ours that are of Triton's own classes too, for code that catches those: Triton's autotuner, for example.
-
+# --- errors of ours that are of Triton's own classes too, for code that catches those, such as Triton's autotuner -----
 
 Ours = TypeVar("Ours", bound=PaellaError)
 
@@ -75,13 +76,14 @@ def out_of_resources(message: str, name: str, required: int, limit: int) -> Laun
     """For a block that fits on no SM: Triton's autotuner goes on to the next configuration."""
     from triton.runtime.errors import OutOfResources
 
-    return also(LaunchError(message), OutOfResources, name=name, required=required, limit=limit)
+    ours = LaunchError(message, field=name, given=required, limit=limit)
+    return also(ours, OutOfResources, name=name, required=required)
 
 
 @functools.cache
 def _both(ours: type[PaellaError], theirs: type[Exception]) -> Any:
     def reduce(self: PaellaError) -> tuple[type[PaellaError], tuple[Any, ...], dict[str, Any]]:
-        return ours, self.args, self.__dict__  # for pickle, which cannot find a class made at run time
+        return ours, self.args, self.__dict__  # pickle cannot find a class made at run time
 
     body = {"__init__": Exception.__init__, "__str__": Exception.__str__, "__reduce__": reduce}
     return type(ours.__name__, (ours, theirs), {**body, "__module__": ours.__module__})

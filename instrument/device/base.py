@@ -41,7 +41,10 @@ class Flag(ABC):
     def next_epoch(self) -> int:
         """The number for the next launch."""
         if self._epoch == MOST_EPOCHS:
-            raise LaunchError(f"{MOST_EPOCHS} launches were made under one flag, its maximum: make a new flag")
+            raise LaunchError(
+                f"{MOST_EPOCHS} launches were made under one flag, its maximum: make a new flag",
+                field="flag", limit=MOST_EPOCHS,
+            )
         self._epoch += 1
         return self._epoch
 
@@ -123,10 +126,16 @@ _MOST_BLOCKS = (2**31 - 1, 65_535, 65_535)  # in x, y and z, on every GPU
 def check_grid(kernel: str, grid: Sequence[int]) -> None:
     """Raises ArgumentError for an invalid grid; an empty grid is valid."""
     if any(extent < 0 for extent in grid):
-        raise ArgumentError(f"kernel {kernel!r}: grid {tuple(grid)} has a negative extent: extents must be at least 0")
+        raise ArgumentError(
+            f"kernel {kernel!r}: grid {tuple(grid)} has a negative extent: extents must be at least 0",
+            kernel=kernel, field="grid", given=tuple(grid), limit=0,
+        )
     if any(extent > most for extent, most in zip(grid, _MOST_BLOCKS, strict=False)):
         most = " × ".join(f"{n:,}" for n in _MOST_BLOCKS)
-        raise ArgumentError(f"kernel {kernel!r}: grid {tuple(grid)} is too large: a GPU takes {most} blocks at most")
+        raise ArgumentError(
+            f"kernel {kernel!r}: grid {tuple(grid)} is too large: a GPU takes {most} blocks at most",
+            kernel=kernel, field="grid", given=tuple(grid), limit=most,
+        )
 
 
 class Launcher(ABC):
@@ -148,7 +157,7 @@ class Launcher(ABC):
 
     def under(self, flag: Any, work: Work, blocks: Blocks) -> Run:
         """Launches some blocks under a flag, on the work's own stream. For kernels built with `preempt`."""
-        raise LaunchError(f"{type(self).__name__} does not support launches under a flag")
+        raise LaunchError(f"{type(self).__name__} does not support launches under a flag", field="flag")
 
 
 class Call(NamedTuple):
@@ -385,10 +394,16 @@ class Device(ABC):
         if name == "auto":
             return cls.default()
         if not isinstance(name, str):
-            raise NoDeviceError(f"unknown device {name!r}; use a name such as {', '.join(cls.examples())} or 'auto'")
+            raise NoDeviceError(
+                f"unknown device {name!r}; use a name such as {', '.join(cls.examples())} or 'auto'",
+                field="device", given=name,
+            )
         kind, _, which = name.partition(":")
         if kind not in cls.kinds:
-            raise NoDeviceError(f"unknown device {name!r}; use a name such as {', '.join(cls.examples())} or 'auto'")
+            raise NoDeviceError(
+                f"unknown device {name!r}; use a name such as {', '.join(cls.examples())} or 'auto'",
+                field="device", given=name,
+            )
         which = which or cls.kinds[kind].first
         full = f"{kind}:{which}" if which else kind
         if full not in cls._open:
@@ -416,7 +431,7 @@ class Device(ABC):
                 return cls.open(kind)  # type: ignore[no-any-return]
             except NoDeviceError as e:
                 errors.append(str(e))
-        raise NoDeviceError("no device found. " + " ".join(errors))
+        raise NoDeviceError("no device found. " + " ".join(errors), field="device")
 
     @classmethod
     def examples(cls) -> list[str]:
@@ -485,7 +500,7 @@ class Device(ABC):
 
     def flag(self) -> Flag:
         """A flag to preempt launches with."""
-        raise LaunchError(f"{self.name} does not support flags, which preempting launches needs")
+        raise LaunchError(f"{self.name} does not support flags, which preempting launches needs", field="flag")
 
     @abstractmethod
     def prepare(self, source: Source, config: PassConfig, pick: Callable[[Sequence[Any]], Sequence[Any]]) -> Launcher:

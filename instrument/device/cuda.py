@@ -181,7 +181,9 @@ class CudaDevice(Device):
         count = check(cu.cuDeviceGetCount(), "counting GPUs")
         index = int(which or 0) if (which or "0").isdigit() else -1
         if not 0 <= index < count:
-            raise NoDeviceError(f"there is no GPU 'cuda:{which}'; this machine has {count}")
+            raise NoDeviceError(
+                f"there is no GPU 'cuda:{which}'; this machine has {count}", field="device", given=which, limit=count
+            )
         self.index, self.name = index, f"cuda:{index}"
         self._device = check(cu.cuDeviceGet(index), "opening the GPU")
         self.title = check(cu.cuDeviceGetName(128, self._device), "naming the GPU").split(b"\0")[0].decode()

@@ -191,7 +191,10 @@ class CudaLauncher(Launcher):
         try:
             self._pack(buffer.bytes, 0, *self.pick(values), *hidden)
         except (struct.error, OverflowError) as e:
-            raise ArgumentError(f"kernel {self.compiled.name!r}: an argument does not fit its parameter: {e}") from None
+            raise ArgumentError(
+                f"kernel {self.compiled.name!r}: an argument does not fit its parameter: {e}",
+                kernel=self.compiled.name, field="argument",
+            ) from None
         first, count = 0, gx * gy * gz
         if self._sliced:
             first, count = part or (0, count)
@@ -316,7 +319,8 @@ def _cuda_array_handler(device: Gpu) -> Handler:
     def handle(a: CudaArray) -> tuple[int, Any]:
         if a.device is not device:
             raise ArgumentError(
-                f"the array is on {a.device.name}, but the kernel runs on {device.name}: copy the array there"
+                f"the array is on {a.device.name}, but the kernel runs on {device.name}: copy the array there",
+                field="device", given=a.device.name, limit=device.name,
             )
         return a.ptr, aligned.get(a.dtype) or lookup(a.dtype, True)  # the driver aligns to 256
 
@@ -330,7 +334,8 @@ def _torch_handler(device: Gpu) -> Handler:
     def handle(t: Any) -> tuple[int, Any]:
         if t.get_device() != index:
             raise ArgumentError(
-                f"the tensor is on {t.device}, but the kernel runs on {device.name}: move it with .to()"
+                f"the tensor is on {t.device}, but the kernel runs on {device.name}: move it with .to()",
+                field="device", given=str(t.device), limit=device.name,
             )
         ptr = t.data_ptr()
         if ptr & 15:
@@ -348,7 +353,8 @@ def _cupy_handler(device: Gpu) -> Handler:
         data = a.data
         if data.device_id != index:
             raise ArgumentError(
-                f"the array is on cuda:{data.device_id}, but the kernel runs on {device.name}: copy the array there"
+                f"the array is on cuda:{data.device_id}, but the kernel runs on {device.name}: copy the array there",
+                field="device", given=data.device_id, limit=device.name,
             )
         ptr = data.ptr
         if ptr & 15:
@@ -368,7 +374,7 @@ def _interface_handler(a: Any) -> tuple[int, Any]:
 def _refuse_numpy(a: Any) -> tuple[int, Any]:
     raise ArgumentError(
         "a NumPy array is in host memory, but the kernel runs on the GPU: copy it with pp.array(x) or cupy.asarray(x), "
-        'or run the kernel on the virtual GPU: with pp.Device("virtual:h200"): …'
+        'or run the kernel on the virtual GPU: with pp.Device("virtual:h200"): …', field="array"
     )
 
 

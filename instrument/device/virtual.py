@@ -59,7 +59,8 @@ def _find(kind: type) -> Handler | None:
         def refuse(_: Any) -> tuple[Any, Any]:
             raise ArgumentError(
                 f"a {kind.__module__}.{kind.__name__} cannot be passed to a kernel on the virtual GPU: "
-                "pass NumPy arrays or PyTorch's CPU tensors, which the kernel then reads and writes in place"
+                "pass NumPy arrays or PyTorch's CPU tensors, which the kernel then reads and writes in place",
+                field="argument", given=kind.__name__,
             )
 
         return refuse
@@ -92,7 +93,9 @@ def numpy_dtype(dtype: Any) -> np.dtype[Any]:
     """
     found = _TORCH_TYPES.get(str(dtype).removeprefix("torch."))
     if found is None:
-        raise ArgumentError(f"a kernel cannot take tensors of {dtype}: convert them to another type")
+        raise ArgumentError(
+            f"a kernel cannot take tensors of {dtype}: convert them to another type", field="dtype", given=str(dtype)
+        )
     return found
 
 
@@ -101,9 +104,15 @@ def as_array(tensor: Any) -> NDArray[Any]:
     import torch
 
     if tensor.device.type != "cpu":
-        raise ArgumentError(f"a tensor on {tensor.device} cannot be passed to the virtual GPU: move it with .cpu()")
+        raise ArgumentError(
+            f"a tensor on {tensor.device} cannot be passed to the virtual GPU: move it with .cpu()",
+            field="device", given=str(tensor.device),
+        )
     if tensor.layout != torch.strided:
-        raise ArgumentError(f"a kernel cannot take tensors of layout {tensor.layout}: pass a dense one, or its parts")
+        raise ArgumentError(
+            f"a kernel cannot take tensors of layout {tensor.layout}: pass a dense one, or its parts",
+            field="layout", given=str(tensor.layout),
+        )
     dtype = numpy_dtype(tensor.dtype)
     storage = tensor.untyped_storage()
     if not storage.nbytes():

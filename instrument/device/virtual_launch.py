@@ -232,7 +232,8 @@ class VirtualLauncher(Launcher):
         if not draft.ttir:
             raise LaunchError(
                 f"kernel {draft.name!r} is CUDA C, which the virtual GPU compiles but cannot run: "
-                'it evaluates Triton kernels. Run it on a real GPU: pp.Device("cuda").'
+                'it evaluates Triton kernels. Run it on a real GPU: pp.Device("cuda").',
+                kernel=draft.name, field="source",
             )
         self.device, self.config, self.pick = device, config, pick
         self.name, self._draft = draft.name, draft

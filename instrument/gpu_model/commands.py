@@ -94,9 +94,11 @@ def checked_program(
         costs.append(table)
         row += len(table)
     if not kernels:
-        raise LaunchError("a program without kernels: give it at least one")
+        raise LaunchError("a program without kernels: give it at least one", field="kernels")
     if any(each.under is not None for each in kernels):
-        raise LaunchError("the kernels of a program cannot run under a flag: launch them one by one with `launch`")
+        raise LaunchError(
+            "the kernels of a program cannot run under a flag: launch them one by one with `launch`", field="under"
+        )
     clusters = any(each.cluster > 1 for each in kernels)
     return Program(commands, np.concatenate(costs), sum(each.n_blocks for each in kernels), clusters)
 
@@ -129,7 +131,10 @@ class Flags:
 
     def check(self, flag: int) -> int:
         if not 1 <= flag <= self._made:
-            raise LaunchError(f"no flag {flag}: {self._made} exist; make one with `flag()`")
+            raise LaunchError(
+                f"no flag {flag}: {self._made} exist; make one with `flag()`",
+                field="flag", given=flag, limit=self._made,
+            )
         return flag
 
     def keep(self, s: lay.State, kernel: Kernel) -> tuple[lay.State, int]:
@@ -140,13 +145,17 @@ class Flags:
         if kernel.cluster > 1:
             raise LaunchError(
                 "a launch with clusters cannot be preempted, because the blocks of a cluster run together: use "
-                "cluster=1"
+                "cluster=1", field="cluster", given=kernel.cluster, limit=1
             )
         if not 1 <= under.epoch <= MOST_EPOCHS:
-            raise LaunchError(f"epoch={under.epoch}: a launch's epoch must be from 1 to {MOST_EPOCHS}")
+            raise LaunchError(
+                f"epoch={under.epoch}: a launch's epoch must be from 1 to {MOST_EPOCHS}",
+                field="epoch", given=under.epoch, limit=MOST_EPOCHS,
+            )
         if under.blocks.shape != (kernel.n_blocks,):
             raise LaunchError(
-                f"{len(under.blocks)} numbers were given for {kernel.n_blocks} blocks: give one per block"
+                f"{len(under.blocks)} numbers were given for {kernel.n_blocks} blocks: give one per block",
+                field="blocks", given=len(under.blocks), limit=kernel.n_blocks,
             )
         row = self._rows
         while row + 2 * kernel.n_blocks > len(s.ids):
@@ -159,7 +168,9 @@ class Flags:
     def left(self, s: lay.State, i: int) -> NDArray[np.int64]:
         """The numbers of the blocks that did not run so far, of the launch in row `i`."""
         if not s.command["flag"][i]:
-            raise LaunchError("the launch has no remaining blocks to take: it has no flag, or they were taken already")
+            raise LaunchError(
+                "the launch has no remaining blocks to take: it has no flag, or they were taken already", field="left"
+            )
         row = s.command["ids"][i] + s.command["blocks"][i]
         return s.ids[row : row + s.command["left"][i]].copy()
 
@@ -186,7 +197,10 @@ class Partitions:
         """The number of the partition of `n` SMs from `first` on."""
         sms = self._part.sms
         if not (0 <= first < sms and 1 <= n <= sms):
-            raise LaunchError(f"a partition of {n} SMs from SM {first} on: choose 1 to {sms} of SMs 0 to {sms - 1}")
+            raise LaunchError(
+                f"a partition of {n} SMs from SM {first} on: choose 1 to {sms} of SMs 0 to {sms - 1}",
+                field="partition", given=(first, n), limit=sms,
+            )
         if (first, n) not in self._made:
             number = len(self._made) + 1
             if number == len(s.partition):
@@ -205,7 +219,8 @@ class Partitions:
     def check(self, partition: int) -> None:
         if not 0 <= partition <= len(self._made):
             raise LaunchError(
-                f"no partition {partition}: {len(self._made)} exist; create one with `partition(first, n)`"
+                f"no partition {partition}: {len(self._made)} exist; create one with `partition(first, n)`",
+                field="partition", given=partition, limit=len(self._made),
             )
 
     def footprint(self, s: lay.State, kernel: Kernel, partition: int) -> tuple[int, int, int, int]:
@@ -225,7 +240,7 @@ class Partitions:
         if n_blocks < 1 or n_blocks % cluster:
             raise LaunchError(
                 f"a grid of {n_blocks} blocks in clusters of {cluster}: the blocks must be a positive multiple of the "
-                "cluster"
+                "cluster", field="n_blocks", given=n_blocks, limit=cluster
             )
         return self._footprints[key]
 
@@ -238,7 +253,8 @@ class Partitions:
         if sms * each < cluster:
             raise LaunchError(
                 f"a cluster of {cluster} blocks fits in no GPC's part of partition {partition}: at most {sms} of "
-                f"its SMs lie in one GPC, with {each} such blocks each; choose a larger partition or a smaller cluster"
+                f"its SMs lie in one GPC, with {each} such blocks each; choose a larger partition or a smaller cluster",
+                field="cluster", given=cluster, limit=sms * each,
             )
 
 
@@ -263,7 +279,10 @@ class CommandRows:
 
     def row(self, s: lay.State, handle: int) -> int:
         if not self.base <= handle < self.next:
-            raise LaunchError(f"no command {handle}: the model knows {self.base} to {self.next - 1}")
+            raise LaunchError(
+                f"no command {handle}: the model knows {self.base} to {self.next - 1}",
+                field="handle", given=handle, limit=(self.base, self.next),
+            )
         return handle & (len(s.command) - 1)
 
     def reserve(self, s: lay.State, n: int = 1) -> tuple[lay.State, int]:

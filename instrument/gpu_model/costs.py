@@ -107,10 +107,13 @@ def cost_table(n_blocks: int, cost: BlockCost | None, duration_ns: ArrayLike | N
     elif cost is None and duration_ns is not None:
         given = [np.asarray(duration_ns, np.float64)]
     else:
-        raise LaunchError("a launch takes either a cost or a duration_ns: give exactly one")
+        raise LaunchError("a launch takes either a cost or a duration_ns: give exactly one", field="cost")
     for column in given:
         if column.shape not in ((), (n_blocks,)) or not (np.isfinite(column) & (column >= 0)).all():
-            raise LaunchError(f"costs must be zero or more: one number, or one for each of the {n_blocks} blocks")
+            raise LaunchError(
+                f"costs must be zero or more: one number, or one for each of the {n_blocks} blocks",
+                field="cost", limit=n_blocks,
+            )
     table = np.zeros((n_blocks if any(column.ndim for column in given) else 1, lay.COST_COLUMNS))
     table[:, lay.DURATION] = given[0] if cost is None else -1.0
     if cost is not None:

@@ -341,7 +341,10 @@ class SmModel(SmResults):
         self.timing = Timing.for_part(part) if timing is None else timing
         self._connections = (connections or part.connections) if false_dependencies else 0
         if not 0 <= self._connections <= part.hardware_queues:
-            raise LaunchError(f"connections={self._connections}: the {part.title} allows 1 to {part.hardware_queues}")
+            raise LaunchError(
+                f"connections={self._connections}: the {part.title} allows 1 to {part.hardware_queues}",
+                field="connections", given=self._connections, limit=part.hardware_queues,
+            )
         super().__init__(part, new_state(part, self.timing, seed, backfill, lines), CommandRows(history))
         self._priorities: list[int] = []
         self._events = 0
@@ -355,7 +358,10 @@ class SmModel(SmResults):
     def stream(self, priority: int = 0) -> int:
         """Creates a stream; returns its handle."""
         if abs(priority) > 100:
-            raise LaunchError(f"priority={priority}: a stream's priority must be from -100 to 100")
+            raise LaunchError(
+                f"priority={priority}: a stream's priority must be from -100 to 100",
+                field="priority", given=priority, limit=100,
+            )
         number = len(self._priorities)
         if number == len(self._s.stream):
             self._s = more_streams(self._s)
@@ -391,7 +397,7 @@ class SmModel(SmResults):
         if not self.done(handle):
             raise LaunchError(
                 f"launch {handle} is not over, so more of its blocks may be kept from running: run the model until it "
-                "is done"
+                "is done", field="handle", given=handle
             )
         left = self.left(handle)
         self._flags.release(self._s, self._row(handle))
@@ -510,7 +516,7 @@ class SmModel(SmResults):
         if kind not in _ENGINES or nbytes < 0:
             raise LaunchError(
                 f"copy of {nbytes} bytes, kind {kind!r}: the size must be at least 0, and the kind one of "
-                f"{', '.join(_ENGINES)}"
+                f"{', '.join(_ENGINES)}", field="copy", given=(nbytes, kind)
             )
         t = self.timing
         rate = self.part.pcie_gbps * t.pcie_efficiency
@@ -535,7 +541,9 @@ class SmModel(SmResults):
         at = self._check(stream, submit_ns)
         event = self.event() if event is None else self._check_event(event)
         if self._s.event[event, lay.E_RECORDED]:
-            raise LaunchError(f"event {event} is already recorded: create another event with `event()`")
+            raise LaunchError(
+                f"event {event} is already recorded: create another event with `event()`", field="event", given=event
+            )
         self._s.event[event, lay.E_RECORDED] = 1
         _, i = self._simple(lay.RECORD, stream, at)
         self._s.command["event"][i] = event
@@ -553,7 +561,10 @@ class SmModel(SmResults):
     def run(self, until_ns: float | None = None, *, stop_on_completion: bool = False) -> float:
         """Advances to `until_ns`, or until all is done; returns the time. May stop early at the first completion."""
         if until_ns is not None and until_ns < self.now_ns:
-            raise LaunchError(f"cannot run until {until_ns} ns: the current time is already {self.now_ns} ns")
+            raise LaunchError(
+                f"cannot run until {until_ns} ns: the current time is already {self.now_ns} ns",
+                field="until_ns", given=until_ns, limit=self.now_ns,
+            )
         result = run(self._s, np.inf if until_ns is None else float(until_ns), int(stop_on_completion))
         if result == lay.IDLE and until_ns is None and self._s.gpu["pending"][0] > 0:
             raise DeadlockError(who_waits(self._s, self._commands.base))
@@ -580,17 +591,26 @@ class SmModel(SmResults):
     def _check(self, stream: int, submit_ns: float | None) -> float:
         """The time of a submission to this stream."""
         if not 0 <= stream < len(self._priorities):
-            raise LaunchError(f"no stream {stream}: {len(self._priorities)} exist; create one with `stream()`")
+            raise LaunchError(
+                f"no stream {stream}: {len(self._priorities)} exist; create one with `stream()`",
+                field="stream", given=stream, limit=len(self._priorities),
+            )
         now = self.now_ns
         if submit_ns is None:
             return now
         if submit_ns < now:
-            raise LaunchError(f"cannot submit at {submit_ns} ns: the current time is already {now} ns")
+            raise LaunchError(
+                f"cannot submit at {submit_ns} ns: the current time is already {now} ns",
+                field="submit_ns", given=submit_ns, limit=now,
+            )
         return submit_ns
 
     def _check_event(self, event: int) -> int:
         if not 0 <= event < self._events:
-            raise LaunchError(f"no event {event}: {self._events} exist; create one with `event()`")
+            raise LaunchError(
+                f"no event {event}: {self._events} exist; create one with `event()`",
+                field="event", given=event, limit=self._events,
+            )
         return event
 
     def _simple(self, kind: int, stream: int, at: float, latency: float = 0.0) -> tuple[int, int]:

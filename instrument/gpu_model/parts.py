@@ -88,7 +88,10 @@ def limits_for_capability(capability: tuple[int, int] | int) -> SmLimits:
     key = divmod(capability, 10) if isinstance(capability, int) else capability
     if key not in _LIMITS:
         known = ", ".join(f"{major}.{minor}" for major, minor in _LIMITS)
-        raise NoDeviceError(f"no SM limits are known for compute capability {key[0]}.{key[1]}; supported are {known}")
+        raise NoDeviceError(
+            f"no SM limits are known for compute capability {key[0]}.{key[1]}; supported are {known}",
+            field="capability", given=key,
+        )
     return _LIMITS[key]
 
 
@@ -219,7 +222,10 @@ def part(name: str) -> Part:
     """
     key = "".join(c for c in name.lower() if c not in " -_")
     if key not in PARTS:
-        raise NoDeviceError(f"no GPU part named {name!r}: choose one of {', '.join(PARTS)}")
+        raise NoDeviceError(
+            f"no GPU part named {name!r}: choose one of {', '.join(PARTS)}",
+            field="part", given=name, limit=tuple(PARTS),
+        )
     return PARTS[key]
 
 
@@ -286,7 +292,7 @@ class Timing:
         if unknown:
             raise NoDeviceError(
                 f"{path.name} sets timing that this version of paellapy does not know: {', '.join(sorted(unknown))}; "
-                "upgrade paellapy"
+                "upgrade paellapy", field="timing", given=sorted(unknown)
             )
         return cls(**recorded)
 
@@ -431,7 +437,7 @@ def _with_clusters(gpu: SmLimits | Part, limits: SmLimits, blocks: int, cluster:
     if not 1 <= cluster <= limits.cluster:
         raise LaunchError(
             f"a cluster of {cluster} blocks: compute capability {limits.capability[0]}.{limits.capability[1]} allows "
-            f"1 to {limits.cluster}"
+            f"1 to {limits.cluster}", field="cluster", given=cluster, limit=limits.cluster
         )
     if isinstance(gpu, SmLimits):
         return blocks
@@ -439,7 +445,7 @@ def _with_clusters(gpu: SmLimits | Part, limits: SmLimits, blocks: int, cluster:
     if clusters == 0:
         raise LaunchError(
             f"a cluster of {cluster} blocks does not fit in a GPC of the {gpu.title}, which holds {blocks} such blocks "
-            "per SM"
+            "per SM", field="cluster", given=cluster, limit=blocks
         )
     return max(1, clusters * cluster // gpu.sms)
 

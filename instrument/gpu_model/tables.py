@@ -299,7 +299,9 @@ def new_state(part: Part, timing: Timing, seed: int, backfill: bool, lines: NDAr
     if lines is None:
         lines = np.zeros(n, SM_LINE)
     elif lines.dtype != SM_LINE or lines.shape != (n,):
-        raise LaunchError(f"lines must be an array of {n} SM_LINE, one for each SM of the {part.title}")
+        raise LaunchError(
+            f"lines must be an array of {n} SM_LINE, one for each SM of the {part.title}", field="lines", limit=n
+        )
     queue = np.zeros((streams, 6), np.int64)
     queue[:, [Q_HEAD, Q_TAIL]] = -1
     partition = np.zeros((64, 3), np.int64)

@@ -101,7 +101,9 @@ class Tuner:
         finally:
             wrapper.nargs = None
         if not pruned:
-            raise ArgumentError("the autotuner's early_config_prune left no configuration: it must keep at least one")
+            raise ArgumentError(
+                "the autotuner's early_config_prune left no configuration: it must keep at least one", field="configs"
+            )
         return pruned
 
 

@@ -47,9 +47,15 @@ class CudaSource:
 
     def __init__(self, source: str, name: str, options: Sequence[str] = ()) -> None:
         if not isinstance(source, str):
-            raise ArgumentError(f"CUDA source must be a string, not {type(source).__name__}")
+            raise ArgumentError(
+                f"CUDA source must be a string, not {type(source).__name__}",
+                field="source", given=type(source).__name__,
+            )
         if isinstance(options, str):
-            raise ArgumentError(f"options={options!r}: compiler options must be a list, as in options=[{options!r}]")
+            raise ArgumentError(
+                f"options={options!r}: compiler options must be a list, as in options=[{options!r}]",
+                field="options", given=options,
+            )
         self.text, self.name, self.options = source, name, tuple(options)
         self.has_ranges = cuda_has_ranges(source)
         self._sources: dict[tuple[str, bool], Source] = {}
@@ -59,7 +65,7 @@ class CudaSource:
         """The source of a `cupy.RawKernel`, or of a `cupy.RawModule` and the name of an entry."""
         wanted = name or getattr(raw, "name", None)
         if wanted is None:
-            raise ArgumentError("a cupy.RawModule holds several kernels: choose one with name=…")
+            raise ArgumentError("a cupy.RawModule holds several kernels: choose one with name=…", field="name")
         return cls(raw.code, wanted, raw.options)
 
     def source(self, target: str, marked: bool = False) -> Source:
@@ -74,7 +80,7 @@ class CudaSource:
             except PtxError as e:
                 raise CompileError(
                     f'CUDA kernel {self.name!r} was not found: {e}. Declare it extern "C" __global__, or give a C++ '
-                    "name expression such as 'scale<float>'."
+                    "name expression such as 'scale<float>'.", kernel=self.name, field="name"
                 ) from None
             codes = [_param_code(p) for p in _param_declarations(function)]
             found = re.search(r"^\s*\.target\s+(\w+)", ptx, re.M)
@@ -117,7 +123,9 @@ def _compile(text: str, name: str, flags: Sequence[str]) -> tuple[str, str]:
         if int(status):
             log = _room(_check(nvrtc.nvrtcGetProgramLogSize(program)))
             nvrtc.nvrtcGetProgramLog(program, log)
-            raise CompileError(f"CUDA kernel {name!r} does not compile:\n{log.rstrip(bytes(1)).decode()}")
+            raise CompileError(
+                f"CUDA kernel {name!r} does not compile:\n{log.rstrip(bytes(1)).decode()}", kernel=name, field="source"
+            )
         entry = _check(nvrtc.nvrtcGetLoweredName(program, expression)).decode() if is_expression else name
         ptx = _room(_check(nvrtc.nvrtcGetPTXSize(program)))
         nvrtc.nvrtcGetPTX(program, ptx)
@@ -142,7 +150,7 @@ def _nvrtc() -> Any:
     except (ImportError, RuntimeError) as e:
         raise NoDeviceError(
             f"CUDA C kernels need NVRTC, which was not found ({e}). "
-            "Install paellapy[cuda12] or paellapy[cuda13], whichever your driver supports."
+            "Install paellapy[cuda12] or paellapy[cuda13], whichever your driver supports.", field="nvrtc"
         ) from None
     return nvrtc
 
@@ -186,7 +194,10 @@ def _param_code(texts: list[str]) -> str:
 def bind_values(name: str, codes: Sequence[str], args: Sequence[Any], handlers: Any) -> list[Any]:
     """Arguments → values of the parameter buffer, checked against the kernel's parameters."""
     if len(args) != len(codes):
-        raise ArgumentError(f"kernel {name!r} takes {len(codes)} arguments, but {len(args)} were given")
+        raise ArgumentError(
+            f"kernel {name!r} takes {len(codes)} arguments, but {len(args)} were given",
+            kernel=name, field="arguments", given=len(args), limit=len(codes),
+        )
     return [_bind_one(name, i, code, arg, handlers) for i, (code, arg) in enumerate(zip(codes, args, strict=True))]
 
 
@@ -216,9 +227,12 @@ def _bind_one(name: str, index: int, code: str, arg: Any, handlers: Any) -> Any:
         try:
             return (handlers.get(type(arg)) or handlers.missing)(arg)[0]
         except ArgumentError as e:
-            raise ArgumentError(f"argument {index} of kernel {name!r}: {e}") from None
+            raise ArgumentError(
+                f"argument {index} of kernel {name!r}: {e}", kernel=name, field=index, given=arg
+            ) from None
     raise ArgumentError(
-        f"argument {index} of kernel {name!r} must be {problem or 'a number'}, not {type(arg).__name__} {arg!r:.60}"
+        f"argument {index} of kernel {name!r} must be {problem or 'a number'}, not {type(arg).__name__} {arg!r:.60}",
+        kernel=name, field=index, given=arg, limit=code,
     )
 
 
@@ -243,7 +257,8 @@ class CudaKernel(Kernel):
     def _configuration(self, given: Any) -> tuple[tuple[int, ...], tuple[int, ...], int]:
         if not isinstance(given, tuple) or len(given) not in (2, 3):
             raise ArgumentError(
-                f"launch CUDA kernel {self.name!r} as {self.name}[grid, block](…): grid and block are both needed"
+                f"launch CUDA kernel {self.name!r} as {self.name}[grid, block](…): grid and block are both needed",
+                kernel=self.name, field="block", given=given,
             )
         grid, block, *rest = given
         return as_grid(grid), as_grid(block), int(rest[0]) if rest else 0
@@ -290,7 +305,7 @@ class CudaKernel(Kernel):
         if kwargs:
             raise ArgumentError(
                 f"CUDA kernel {self.name!r} takes arguments by position only: pass {next(iter(kwargs))} without its "
-                "name"
+                "name", kernel=self.name, field=next(iter(kwargs))
             )
 
     def compile(

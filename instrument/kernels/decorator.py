@@ -40,18 +40,20 @@ def kernel(
         report = None  # records need a trace to go to; inside a trace every kernel reports them
     if source is not None:
         if fn is not None:
-            raise ArgumentError("pp.kernel takes a function or source=…, not both")
+            raise ArgumentError("pp.kernel takes a function or source=…, not both", field="fn")
         if name is None:
-            raise ArgumentError("pp.kernel needs the name of a kernel in the source: name=…")
+            raise ArgumentError("pp.kernel needs the name of a kernel in the source: name=…", field="name")
         return CudaKernel(CudaSource(source, name, options), report, exits)
     if options:
-        raise ArgumentError("options= are for the compiler of CUDA source: give source=… too")
+        raise ArgumentError("options= are for the compiler of CUDA source: give source=… too", field="source")
     if fn is None:
         if name is not None:
-            raise ArgumentError(f"name={name!r} picks a kernel from CUDA source: give source=… too")
+            raise ArgumentError(
+                f"name={name!r} picks a kernel from CUDA source: give source=… too", field="source", given=name
+            )
         return functools.partial(kernel, report=report, exits=exits)
     if isinstance(fn, Kernel):
-        raise ArgumentError(f"kernel {fn.name!r} is already a pp.kernel: apply pp.kernel once")
+        raise ArgumentError(f"kernel {fn.name!r} is already a pp.kernel: apply pp.kernel once", kernel=fn.name)
     if type(fn).__module__.partition(".")[0] == "cupy" and hasattr(fn, "code"):
         return CudaKernel(CudaSource.from_cupy(fn, name), report, exits)
     return TritonKernel(fn, report, exits)

@@ -35,7 +35,8 @@ class Kernel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ArgumentError(
-            f"kernel {self.name!r} was called without a grid: launch it as {self.name}{self._launched}(…)"
+            f"kernel {self.name!r} was called without a grid: launch it as {self.name}{self._launched}(…)",
+            kernel=self.name, field="grid",
         )
 
     def __repr__(self) -> str:
@@ -85,7 +86,7 @@ def as_grid(grid: Any) -> tuple[int, ...]:
     except TypeError:
         found = ()
     if not 1 <= len(found) <= 3:
-        raise ArgumentError(f"a grid is one to three integers, not {grid!r}")
+        raise ArgumentError(f"a grid is one to three integers, not {grid!r}", field="grid", given=grid)
     return found
 
 
@@ -108,5 +109,6 @@ def check_part(name: str, grid: Sequence[int], part: tuple[int, int]) -> None:
     total = functools.reduce(lambda a, b: a * b, grid)
     if first < 0 or count < 1 or first + count > total:
         raise ArgumentError(
-            f"kernel {name!r}: blocks {first}…{first + count - 1} are not all in a grid of {total} blocks"
+            f"kernel {name!r}: blocks {first}…{first + count - 1} are not all in a grid of {total} blocks",
+            kernel=name, field="part", given=part, limit=total,
         )

@@ -49,9 +49,15 @@ class Wave:
 
     def __post_init__(self) -> None:
         if self.blocks < 1 or not 0 < self.time_ns < math.inf or not 0 < self.exit_ns < math.inf:
-            raise ArgumentError(f"{self}: a wave must have at least one block, and times that are finite and above 0")
+            raise ArgumentError(
+                f"{self}: a wave must have at least one block, and times that are finite and above 0",
+                field="wave", given=self,
+            )
         if self.block_ns is not None and not 0 < self.block_ns <= self.time_ns:
-            raise ArgumentError(f"{self}: block_ns must be above 0 and at most time_ns")
+            raise ArgumentError(
+                f"{self}: block_ns must be above 0 and at most time_ns",
+                field="block_ns", given=self.block_ns, limit=self.time_ns,
+            )
 
     @classmethod
     def measured(cls, time_ns: float, blocks: int, wave_blocks: int) -> Wave:
@@ -91,7 +97,10 @@ class Turnaround:
 
     def __post_init__(self) -> None:
         if not 0 < self.us < math.inf:
-            raise ArgumentError(f"us={self.us!r}: a turnaround must be a finite number of microseconds above 0")
+            raise ArgumentError(
+                f"us={self.us!r}: a turnaround must be a finite number of microseconds above 0",
+                field="us", given=self.us,
+            )
 
     def blocks(self, wave: Wave, flag: bool = False) -> int:
         """The largest slice that keeps the bound, in whole waves; one wave if none does."""
@@ -189,7 +198,7 @@ class PreemptibleLaunch:
             if not self.flag.catches(self._run.epoch):
                 raise LaunchError(
                     f"the launch of {self._prepared.name!r} is running, so there is nothing to resume: preempt() it "
-                    "first"
+                    "first", kernel=self._prepared.name, field="resume"
                 )
             self._run.wait()  # its remaining blocks only look at the flag and leave
         self._go_on(held=False)
@@ -220,7 +229,8 @@ class PreemptibleLaunch:
             if self._run is before:
                 raise LaunchError(
                     f"the launch of {self._prepared.name!r} was preempted with {len(self.left)} blocks left: "
-                    "call resume() before synchronize()"
+                    "call resume() before synchronize()",
+                    kernel=self._prepared.name, field="synchronize", given=len(self.left),
                 )
 
     def _go_on(self, *, held: bool) -> None:

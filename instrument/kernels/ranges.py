@@ -58,7 +58,7 @@ class range:
         if _semantic is None:
             raise ArgumentError(
                 "pp.range marks a part of a Triton kernel: write it inside the @triton.jit function. "
-                "Around launches, on the host, use pp.trace()."
+                "Around launches, on the host, use pp.trace().", field="range"
             )
         self._marked = (name, per_warp, _semantic)
 

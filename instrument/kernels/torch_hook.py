@@ -227,7 +227,7 @@ class _Hook:
         if knobs.runtime.add_stages_inspection_hook is not None:
             raise InstrumentError(
                 "another tool, possibly Proton, has already hooked Triton's compilation; stop it before calling "
-                "pp.instrument_torch()"
+                "pp.instrument_torch()", field="hook"
             )
         knobs.runtime.add_stages_inspection_hook = self.stages
         if TRITON_VERSION < (3, 7):

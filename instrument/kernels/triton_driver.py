@@ -31,7 +31,9 @@ class VirtualDriver(DriverBase):  # type: ignore[misc]
         return True
 
     def map_python_to_cpp_type(self, ty: str) -> str:
-        raise LaunchError(f"the virtual GPU has no C++ launcher, which the argument type {ty} would need")
+        raise LaunchError(
+            f"the virtual GPU has no C++ launcher, which the argument type {ty} would need", field="argument", given=ty
+        )
 
     def get_current_target(self) -> GPUTarget:
         major, minor = Device.current().capability
@@ -57,7 +59,7 @@ class VirtualDriver(DriverBase):  # type: ignore[misc]
         name = getattr(caller, "__name__", "a kernel")
         raise LaunchError(
             f"kernel {name!r} is not a pp.kernel, and there is no GPU on which Triton could run it: put @pp.kernel "
-            "above its @triton.jit to run it on the virtual GPU"
+            "above its @triton.jit to run it on the virtual GPU", kernel=name
         )
 
     def get_benchmarker(self) -> Callable[..., Any]:
@@ -106,7 +108,7 @@ class _TimedEvent:
     def elapsed_time(self, later: _TimedEvent) -> float:
         """Time in milliseconds."""
         if self._event is None or later._event is None:
-            raise LaunchError("elapsed_time needs two recorded events: call record() on both first")
+            raise LaunchError("elapsed_time needs two recorded events: call record() on both first", field="event")
         return later._event.elapsed_ns(self._event) / 1e6
 
 

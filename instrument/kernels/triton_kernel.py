@@ -61,15 +61,15 @@ def split_options(options: dict[str, Any], name: str, arguments: Sequence[str]) 
     if unknown:
         raise ArgumentError(
             f"kernel {name!r} got unknown keyword {unknown[0]!r}; it takes {', '.join(arguments)} and the launch "
-            f"options {', '.join(sorted(_LAUNCH_OPTIONS))}"
+            f"options {', '.join(sorted(_LAUNCH_OPTIONS))}",
+            kernel=name, field=unknown[0], given=options[unknown[0]], limit=tuple(arguments),
         )
     for option, value in options.items():
         wanted, is_right = _LAUNCH_OPTIONS.get(option, ("", lambda _: True))
         if not is_right(value):
-            # Triton itself raises an AssertionError.
-            raise also(
-                ArgumentError(f"kernel {name!r}: {option} must be {wanted}, not {value!r}"), AssertionError
-            )
+            said = f"kernel {name!r}: {option} must be {wanted}, not {value!r}"
+            ours = ArgumentError(said, kernel=name, field=option, given=value, limit=wanted)
+            raise also(ours, AssertionError)  # as Triton itself
     return {option: value for option, value in options.items() if option in _PASSED_ON}
 
 
@@ -99,7 +99,8 @@ class Result:
         if len(args) != len(self._names):
             raise ArgumentError(
                 f"compiled kernel {self._made.name!r} takes all of {', '.join(self._names)}, constants too, in this "
-                f"order: {len(self._names)} arguments, not {len(args)}"
+                f"order: {len(self._names)} arguments, not {len(args)}",
+                kernel=self._made.name, field="arguments", given=len(args), limit=len(self._names),
             )
         given = [self._constants.get(i, value) for i, value in enumerate(args)]
         return self._launch(grid, given, self._options)
@@ -134,7 +135,8 @@ class TritonKernel(Kernel):
         if exits == "count-out":
             raise InstrumentError(
                 f"exits='count-out' is not possible for Triton kernel {self.name!r}: it needs static shared memory, "
-                "which would misalign Triton's own. Leave exits= out: the threads of a Triton block end together."
+                "which would misalign Triton's own. Leave exits= out: the threads of a Triton block end together.",
+                kernel=self.name, field="exits", given=exits,
             )
         self.__doc__, self.__name__, self.__module__ = self._jit.__doc__, self.name, self._jit.__module__
         self.__qualname__ = self._jit.__qualname__

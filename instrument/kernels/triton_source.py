@@ -160,7 +160,8 @@ def constant_key(value: Any) -> Any:
         hash(value)
     except TypeError:
         raise ArgumentError(
-            f"a constant must be a number, string, tuple, type or function, not {value!r:.60}"
+            f"a constant must be a number, string, tuple, type or function, not {value!r:.60}",
+            field="constant", given=value,
         ) from None
     return value
 
@@ -181,7 +182,9 @@ class TypeHandlers(Handlers):
             return {"i32": (2, 2), "i64": (1 << 40 | 1, 4), "u64": (1 << 63 | 1, 6)}[kind]
         if kind in ("fp32", "u1"):
             return (0.5, kind) if kind == "fp32" else (False, kind)
-        raise ArgumentError(f"unknown argument type {text!r}; use '*fp32', 'i32', 'fp32' or similar")
+        raise ArgumentError(
+            f"unknown argument type {text!r}; use '*fp32', 'i32', 'fp32' or similar", field="type", given=text
+        )
 
     @staticmethod
     def _find(kind: type) -> Handler | None:
@@ -210,7 +213,7 @@ def struct_codes(types: Sequence[Any], tiles: bool) -> list[str]:
         else:
             raise ArgumentError(
                 f"kernel parameters of type {kind} are not supported: pass arrays, numbers, tuples or tensor "
-                "descriptors"
+                "descriptors", field="type", given=str(kind)
             )
     return codes
 
@@ -523,7 +526,7 @@ def target_capability(target: str) -> int:
     """ "sm_90" → 90."""
     found = re.fullmatch(r"sm_(\d{2,3})[af]?", target)
     if found is None:
-        raise ArgumentError(f"unknown target {target!r}; it must have the form 'sm_90'")
+        raise ArgumentError(f"unknown target {target!r}; it must have the form 'sm_90'", field="target", given=target)
     return int(found[1])
 
 
@@ -600,15 +603,16 @@ def unwrap(fn: Any) -> tuple[JITFunction, list[Any]]:
         if type(fn).__name__ == "InterpretedFunction":
             raise ArgumentError(
                 f"TRITON_INTERPRET=1 gives {fn.__name__!r} to Triton's interpreter, so pp.kernel cannot compile it: "
-                "unset the variable; the virtual GPU needs no GPU either"
+                "unset the variable; the virtual GPU needs no GPU either", kernel=fn.__name__, field="TRITON_INTERPRET"
             )
         raise ArgumentError(
             f"pp.kernel takes a @triton.jit function or CUDA source, not {type(fn).__name__}; "
-            "put @pp.kernel above @triton.jit, or pass source=… and name=…"
+            "put @pp.kernel above @triton.jit, or pass source=… and name=…", field="fn", given=type(fn).__name__
         )
     if fn.is_gluon():
         raise ArgumentError(
             f"{fn.__name__!r} is a Gluon kernel, but pp.kernel takes Triton kernels: on a real GPU, "
-            "pp.instrument_torch() traces Gluon kernels that PyTorch code launches"
+            "pp.instrument_torch() traces Gluon kernels that PyTorch code launches",
+            kernel=fn.__name__, field="fn", given="gluon",
         )
     return fn, wrappers

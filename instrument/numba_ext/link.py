@@ -145,6 +145,8 @@ def _callers_first(libraries: list[Any]) -> list[Any]:
 class _Constraints(typeinfer.ConstraintNetwork):  # type: ignore[misc]
     """Numba applies all constraints until no type changes. Here one is applied again if its own variables changed."""
 
+    constraints: list[_Constraint]
+
     def append(self, constraint: Any) -> None:
         super().append(_Constraint(constraint))
 

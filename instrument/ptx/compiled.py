@@ -67,7 +67,10 @@ def find_ptxas() -> tuple[Ptxas, ...]:
     paths: list[Path] = []
     if configured := os.environ.get("PAELLAPY_PTXAS"):
         if _release(Path(configured)) is None:
-            raise PtxError(f"PAELLAPY_PTXAS={configured} is not a ptxas that runs on this machine; correct or unset it")
+            raise PtxError(
+                f"PAELLAPY_PTXAS={configured} is not a ptxas that runs on this machine; correct or unset it",
+                field="PAELLAPY_PTXAS", given=configured,
+            )
         paths.append(Path(configured))
     spec = importlib.util.find_spec("triton")
     if spec is not None and spec.origin:
@@ -104,7 +107,7 @@ def choose_ptxas(ptx_version: tuple[int, int], preferred: str | None = None) -> 
     raise PtxError(
         f"no ptxas on this machine reads PTX {ptx_version[0]}.{ptx_version[1]} (found: {have}). Install a newer "
         "Triton, "
-        "or `pip install nvidia-cuda-nvcc` and set PAELLAPY_PTXAS to its ptxas."
+        "or `pip install nvidia-cuda-nvcc` and set PAELLAPY_PTXAS to its ptxas.", field="version", given=ptx_version
     )
 
 
@@ -112,7 +115,7 @@ def assemble(ptx: str, arch: str, entry: str, options: tuple[str, ...] = (), pre
     """Machine code for one entry, cached on disk. `arch` is a name such as "sm_90a"."""
     version = re.search(r"^\s*\.version\s+(\d+)\.(\d+)", ptx, re.M)
     if version is None:
-        raise PtxError("the PTX module has no .version line: pass a complete module")
+        raise PtxError("the PTX module has no .version line: pass a complete module", field=".version")
     tool = choose_ptxas((int(version[1]), int(version[2])), preferred)
     key = cache.digest("cubin", ptx, arch, entry, " ".join(options), f"{tool.path} {tool.release}")
     if stored := cache.read(key):
@@ -134,7 +137,8 @@ def _run(tool: Ptxas, ptx: str, arch: str, entry: str, options: tuple[str, ...])
         except subprocess.TimeoutExpired:
             raise PtxError(
                 f"ptxas {tool.release[0]}.{tool.release[1]} has not assembled kernel {entry!r} for {arch} within "
-                f"{_LONGEST_S} s. Use smaller blocks, or another ptxas with PAELLAPY_PTXAS."
+                f"{_LONGEST_S} s. Use smaller blocks, or another ptxas with PAELLAPY_PTXAS.",
+                kernel=entry, field="time", limit=_LONGEST_S,
             ) from None
         log = done.stderr + done.stdout
         if done.returncode:
@@ -149,7 +153,9 @@ def _run(tool: Ptxas, ptx: str, arch: str, entry: str, options: tuple[str, ...])
                     spill_bytes=int(found["store"]) + int(found["load"]),
                     stack_bytes=int(found["stack"]),
                 )
-    raise PtxError(f"the output of ptxas does not list the resources of kernel {entry!r}:\n{log}")
+    raise PtxError(
+        f"the output of ptxas does not list the resources of kernel {entry!r}:\n{log}", kernel=entry, field="resources"
+    )
 
 
 def _refused(message: str) -> PtxError:
@@ -230,7 +236,7 @@ class Source:
         if config.preempt and self.cooperative:
             raise InstrumentError(
                 f"kernel {self.name!r} cannot be preempted: it is launched cooperatively, so all its blocks must run "
-                "at once. Launch it without `preemptible`."
+                "at once. Launch it without `preemptible`.", kernel=self.name, field="preempt", given="cooperative"
             )
         return self.assembled(config, _passed(self.ptx, config, self.name, self.unread_params(config)))
 

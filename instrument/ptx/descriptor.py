@@ -31,7 +31,7 @@ class DescriptorParam:
             if not -len(names) <= pointer_param < len(names):
                 raise InstrumentError(
                     f"kernel {entry.name!r} has no parameter {pointer_param} that could point to a "
-                    "descriptor"
+                    "descriptor", kernel=entry.name, field="pointer_param", given=pointer_param, limit=len(names)
                 )
             self._param = names[pointer_param]
 
@@ -54,9 +54,6 @@ class DescriptorParam:
 	{self.load("%paellapy_magic", "magic")}
 	setp.ne.u64 %paellapy_foreign, %paellapy_magic, {MAGIC};
 	@%paellapy_foreign bra {skip};"""
-
-
-# `PassConfig`: the changes that passes make to a kernel, and the key under which the result is cached.
 
 
 Report = Literal["count", "trace", "notify"]
@@ -82,16 +79,24 @@ class PassConfig:
 
     def __post_init__(self) -> None:
         if self.report is not None and self.report not in get_args(Report):
-            raise InstrumentError(f"unknown report level {self.report!r}; use one of {', '.join(get_args(Report))}")
+            raise InstrumentError(
+                f"unknown report level {self.report!r}; use one of {', '.join(get_args(Report))}",
+                field="report", given=self.report, limit=get_args(Report),
+            )
         if self.exits not in get_args(Exits):
-            raise InstrumentError(f"unknown kind of exits {self.exits!r}; use one of {', '.join(get_args(Exits))}")
+            raise InstrumentError(
+                f"unknown kind of exits {self.exits!r}; use one of {', '.join(get_args(Exits))}",
+                field="exits", given=self.exits, limit=get_args(Exits),
+            )
         if self.sliced and self.pointer_param is not None:
             raise InstrumentError(
-                "a kernel launched by other code (pointer_param) cannot be sliced: launch it as a pp.kernel"
+                "a kernel launched by other code (pointer_param) cannot be sliced: launch it as a pp.kernel",
+                field="slice", given="pointer_param",
             )
         if self.preempt and self.pointer_param is not None:
             raise InstrumentError(
-                "a kernel launched by other code (pointer_param) cannot be preempted: launch it as a pp.kernel"
+                "a kernel launched by other code (pointer_param) cannot be preempted: launch it as a pp.kernel",
+                field="preempt", given="pointer_param",
             )
 
     @property
@@ -122,13 +127,8 @@ _PATHS = (*sorted(Path(__file__).parent.glob("*.py")), Path(records.__file__))
 _VERSION = hashlib.sha256(b"".join(path.read_bytes() for path in _PATHS)).hexdigest()[:16]
 
 
-# The first thread of a block, which reports for all: a number that is 0 in it alone.
-
-
-def thread_index_bits(
-    threads: Sequence[int] | None, result: str = "%paellapy_t", scratch: str = "%paellapy_u"
-) -> str:
-    """Computes a number that is 0 exactly in the block's first thread."""
+def thread_index_bits(threads: Sequence[int] | None, result: str, scratch: str) -> str:
+    """Computes a number that is 0 only in the block's first thread, which reports for all."""
     code = f"mov.u32 {result}, %tid.x;"
     for axis, extent in zip("yz", threads[1:] if threads else (0, 0), strict=True):
         if extent != 1:

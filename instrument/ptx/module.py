@@ -86,9 +86,15 @@ def tokenize(text: str) -> tuple[list[Token], str]:
         if found is None:
             break
         if found["text"] == '"':
-            raise PtxError(f"unterminated string in PTX at line {text.count(chr(10), 0, found.start('text')) + 1}")
+            raise PtxError(
+                f"unterminated string in PTX at line {text.count(chr(10), 0, found.start('text')) + 1}",
+                field="string", line=text.count(chr(10), 0, found.start('text')) + 1,
+            )
         if found["text"] == "/" and text.startswith("/*", found.start("text")):
-            raise PtxError(f"unterminated comment in PTX at line {text.count(chr(10), 0, found.start('text')) + 1}")
+            raise PtxError(
+                f"unterminated comment in PTX at line {text.count(chr(10), 0, found.start('text')) + 1}",
+                field="comment", line=text.count(chr(10), 0, found.start('text')) + 1,
+            )
         tokens.append(Token(found["trivia"], found["text"]))
         at = found.end()
     tail = _TRIVIA.fullmatch(text, at)
@@ -112,7 +118,7 @@ class Reader:
 
     def take(self) -> Token:
         if self.done():
-            raise PtxError("the PTX module ends inside a statement: pass the complete text")
+            raise PtxError("the PTX module ends inside a statement: pass the complete text", field="statement")
         self.at += 1
         return self.tokens[self.at - 1]
 
@@ -293,7 +299,7 @@ class Module:
         if len(found) != 1:
             names = ", ".join(f.name for f in self.entries()) or "none"
             wanted = "exactly one entry" if name is None else f"an entry named {name!r}"
-            raise PtxError(f"the PTX module must have {wanted}; its entries are: {names}")
+            raise PtxError(f"the PTX module must have {wanted}; its entries are: {names}", field="entry", given=names)
         return found[0]
 
     def version(self) -> tuple[int, int]:
@@ -301,7 +307,7 @@ class Module:
         value = self._header(".version")
         found = re.fullmatch(r"(\d+)(?:\.(\d+))?", value, re.A)
         if found is None:
-            raise PtxError(f"the PTX module has an unreadable version: .version {value}")
+            raise PtxError(f"the PTX module has an unreadable version: .version {value}", field=".version", given=value)
         return int(found[1]), int(found[2] or 0)
 
     def target(self) -> str:
@@ -311,7 +317,7 @@ class Module:
         for item in self.items:
             if isinstance(item, list) and item[0].text == name:
                 return item[1].text
-        raise PtxError(f"the PTX module has no {name} line: pass a complete module")
+        raise PtxError(f"the PTX module has no {name} line: pass a complete module", field=name)
 
 
 def _param_name(param: list[Token]) -> str:

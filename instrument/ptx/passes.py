@@ -26,7 +26,10 @@ def apply(ptx: str, config: PassConfig, entry: str | None = None, unread: int = 
     module = Module.parse(ptx)
     function = module.entry(entry)
     if descriptor_name(function) in function.param_names() or "%paellapy" in str(function):
-        raise InstrumentError(f"kernel {function.name!r} is already instrumented: pass the original PTX")
+        raise InstrumentError(
+            f"kernel {function.name!r} is already instrumented: pass the original PTX",
+            kernel=function.name, field="instrumented",
+        )
     if config.changes_anything:
         function.drop_params(unread)
         _edit(module, function, config)

@@ -36,21 +36,23 @@ def slice_entry(module: Module, entry: Function, load: Load, listed: bool = Fals
         if not function.is_entry and any(_reads_grid(s) for s in function.instructions()):
             raise InstrumentError(
                 f"kernel {entry.name!r} cannot be sliced: its device function {function.name!r} reads "
-                "blockIdx or gridDim itself. Pass them as arguments, or let the function be inlined."
+                "blockIdx or gridDim itself. Pass them as arguments, or let the function be inlined.",
+                kernel=entry.name, field="slice", given=function.name,
             )
     cluster = entry.directive(".reqnctapercluster")
     decided_at_launch = cluster is None and entry.directive(".explicitcluster") is not None
     if decided_at_launch or max(cluster or (1,)) > 1:
         raise InstrumentError(
             f"kernel {entry.name!r} cannot be sliced: the blocks of a cluster must be launched together. Launch it "
-            "without clusters, or unsliced."
+            "without clusters, or unsliced.", kernel=entry.name, field="slice", given="cluster"
         )
     used: set[str] = set()
     for s in entry.instructions():
         for token in s.tokens[s.first_operand :]:
             if token.text.startswith(("%clusterid", "%nclusterid")):
                 raise InstrumentError(
-                    f"kernel {entry.name!r} cannot be sliced: it reads numbers of clusters. Launch it unsliced."
+                    f"kernel {entry.name!r} cannot be sliced: it reads numbers of clusters. Launch it unsliced.",
+                    kernel=entry.name, field="slice", given="%clusterid",
                 )
             if token.text in _SLICED:
                 used.add(token.text)
@@ -58,7 +60,7 @@ def slice_entry(module: Module, entry: Function, load: Load, listed: bool = Fals
             elif token.text.startswith(_GRID):
                 raise InstrumentError(
                     f"kernel {entry.name!r} cannot be sliced: it reads {token.text} as a whole vector. "
-                    "Read its components one by one."
+                    "Read its components one by one.", kernel=entry.name, field="slice", given=token.text
                 )
     if not used:
         return
@@ -146,12 +148,13 @@ def _refuse_unpreemptible(module: Module, entry: Function) -> None:
     if decided_at_launch or max(cluster or (1,)) > 1:
         raise InstrumentError(
             f"kernel {entry.name!r} cannot be preempted: the blocks of a cluster must run together, but would be "
-            "preempted one by one. Launch it without clusters."
+            "preempted one by one. Launch it without clusters.", kernel=entry.name, field="preempt", given="cluster"
         )
     if waited_at := blocks_that_wait(module, entry):
         raise InstrumentError(
             f"kernel {entry.name!r} cannot be preempted: its blocks wait for each other in a loop around "
-            f"`{waited_at}`, and would wait for ever for a block that does not run. Launch it without `preemptible`."
+            f"`{waited_at}`, and would wait for ever for a block that does not run. Launch it without `preemptible`.",
+            kernel=entry.name, field="preempt", given=str(waited_at),
         )
 
 

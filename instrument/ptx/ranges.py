@@ -43,7 +43,10 @@ class Marker:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
-            raise ArgumentError(f"range name {self.name!r}: it must have 1 to 60 letters, digits and spaces")
+            raise ArgumentError(
+                f"range name {self.name!r}: it must have 1 to 60 letters, digits and spaces",
+                field="name", given=self.name, limit=60,
+            )
 
     @property
     def ptx(self) -> str:
@@ -344,7 +347,8 @@ def refuse_outside(module: Module, entry: Function) -> None:
     for function in module.functions():
         if function is not entry and any(marker_of(s) for s in function.body or ()):
             raise InstrumentError(
-                f"kernel {entry.name!r}: {function.name!r} has a range and is not inlined. Mark it __forceinline__."
+                f"kernel {entry.name!r}: {function.name!r} has a range and is not inlined. Mark it __forceinline__.",
+                kernel=entry.name, field="range", given=function.name,
             )
 
 

@@ -19,14 +19,12 @@ from paellapy.instrument.ptx.module import Function, Kind, Module, Statement, To
 from paellapy.instrument.ptx.ranges import RangePass
 from paellapy.instrument.records import RING_RECORD, SM_LINE, WARP_SHIFT, field_offset
 
-# Decides how to detect the end of a block: by a barrier at the exit, or by counting its threads out.
-#
+# --- how the end of a block is detected: by a barrier at the exit, or by counting its threads out ---------------------
 # A barrier is cheap. But a thread that leaves early, and waits there while others still wait at a barrier of the body,
 # deadlocks or satisfies the body's barrier in their place. The exit barrier is safe if the body has no barrier, or if
 # no branch that threads of a block may take differently leads around one. This is decided from the code: registers
 # derived from the thread's index (or from memory) make a branch divergent, and a divergent branch is harmful if a
 # barrier can be reached before its two paths meet again.
-
 
 BARRIER_OPS = ("bar", "barrier")
 # Instructions that give threads different results for equal operands: memory, other threads, matrix fragments.
@@ -43,7 +41,7 @@ def refuse_exit_in_functions(module: Module, kernel: str) -> None:
             raise InstrumentError(
                 f"kernel {kernel!r} cannot be instrumented: its device function {function.name!r} executes `exit`, "
                 "so a block's end would be missed. Return from the function instead, or let it be inlined "
-                "(__forceinline__)."
+                "(__forceinline__).", kernel=kernel, field="exit", given=function.name
             )
 
 
@@ -103,6 +101,8 @@ def _reads_divergent(s: Statement, divergent: set[str], names: Names) -> bool:
     return False
 
 
+# --- the report of start and end --------------------------------------------------------------------------------------
+
 _SPARE_BARRIER = 15
 _STATIC_SHARED_LIMIT = 48 * 1024
 _STARTED, _ENDED, _TAIL = (field_offset(SM_LINE, n) for n in ("started", "ended", "tail"))
@@ -132,12 +132,18 @@ class ReportPass:
 	{self._reserve_slot() if trace else self._count_start()}
 $paellapy_started:""")
         self.entry.insert_prologue(f"""
-	.reg .b32 %paellapy_t, %paellapy_u, %paellapy_v, %paellapy_sm, %paellapy_start, %paellapy_slot;
-	.reg .b64 %paellapy_a, %paellapy_w, %paellapy_desc, %paellapy_magic;
+	.reg .b32 %paellapy_thread, %paellapy_scratch, %paellapy_sm, %paellapy_start, %paellapy_end, %paellapy_slot;
+	.reg .b32 %paellapy_mask, %paellapy_block, %paellapy_extent, %paellapy_launch, %paellapy_threads, %paellapy_gone;
+	.reg .b64 %paellapy_line, %paellapy_weight, %paellapy_record, %paellapy_desc, %paellapy_magic;
 	.reg .pred %paellapy_other, %paellapy_foreign, %paellapy_flat;
-	{thread_index_bits(self.threads)}
-	setp.ne.u32 %paellapy_other, %paellapy_t, 0;{places}{self._count_out_begin() if exits == "count-out" else ""}""")
-        self.entry.insert_epilogue(self._epilogue(exits, trace))
+	{thread_index_bits(self.threads, "%paellapy_thread", "%paellapy_scratch")}
+	setp.ne.u32 %paellapy_other, %paellapy_thread, 0;{places}{_COUNT_OUT_BEGIN if exits == "count-out" else ""}""")
+        if exits == "count-out":
+            code = self._exit_of_last_thread(trace)
+        else:
+            barrier = f"barrier.sync {_SPARE_BARRIER if exits == 'spare-barrier' else 0};"
+            code = self._record_after(barrier) if trace else self._count_after(barrier)
+        self.entry.insert_epilogue(code)
 
     def _choose_exits(self) -> Exits:
         chosen = self.config.exits
@@ -159,7 +165,7 @@ $paellapy_started:""")
                 if operands and operands[0] == str(_SPARE_BARRIER):
                     raise InstrumentError(
                         f"kernel {self.entry.name!r} cannot be instrumented: it uses barrier {_SPARE_BARRIER} itself, "
-                        "which the instrumentation needs"
+                        "which the instrumentation needs", kernel=self.entry.name, field="barrier", given=_SPARE_BARRIER
                     )
 
     def _check_count_out(self) -> None:
@@ -174,7 +180,8 @@ $paellapy_started:""")
             raise InstrumentError(
                 f"kernel {self.entry.name!r} cannot be instrumented: its threads leave at different times, and "
                 f"counting them needs 12 bytes of shared memory, but it already declares {used} of "
-                f"{_STATIC_SHARED_LIMIT} bytes. Use dynamic shared memory instead, or return from one place."
+                f"{_STATIC_SHARED_LIMIT} bytes. Use dynamic shared memory instead, or return from one place.",
+                kernel=self.entry.name, field="shared memory", given=used, limit=_STATIC_SHARED_LIMIT,
             )
 
     def _redirect_exits(self) -> None:
@@ -188,154 +195,152 @@ $paellapy_started:""")
 
     def _count_start(self) -> str:
         return f"""mov.u32 %paellapy_sm, %smid;
-	{self._weight()}
-	{self._line_address()}
-	red.relaxed.gpu.global.add.u64 [%paellapy_a+{_STARTED}], %paellapy_w;"""
+	{self._counter()}
+	red.relaxed.gpu.global.add.u64 [%paellapy_line+{_STARTED}], %paellapy_weight;"""
 
     def _reserve_slot(self) -> str:
         # The atomic's result is not used before the end of the block, so its latency is hidden behind the kernel's own
         # work.
         return f"""mov.u32 %paellapy_sm, %smid;
 	{self._line_address()}
-	atom.relaxed.gpu.global.add.u32 %paellapy_slot, [%paellapy_a+{_TAIL}], 1;
+	atom.relaxed.gpu.global.add.u32 %paellapy_slot, [%paellapy_line+{_TAIL}], 1;
 	mov.u32 %paellapy_start, %globaltimer_lo;{self.ranges.at_start() if self.ranges else ""}"""
 
-    def _prepare_count(self) -> str:
-        return f"""{self._weight()}
-	{self._line_address()}"""
+    # -- the end of a block: when a barrier at the exit has been passed, or by the last thread that leaves
 
-    def _prepare_record(self) -> str:
-        """%paellapy_a = the record's place in this SM's ring, %paellapy_t = block, %paellapy_v = launch."""
-        return f"""{self._descriptor.load("%paellapy_v", "ring_mask")}
-	and.b32 %paellapy_slot, %paellapy_slot, %paellapy_v;
-	add.u32 %paellapy_v, %paellapy_v, 1;
-	mad.lo.u32 %paellapy_slot, %paellapy_sm, %paellapy_v, %paellapy_slot;
-	{self._descriptor.load("%paellapy_a", "rings")}
-	mad.wide.u32 %paellapy_a, %paellapy_slot, {RING_RECORD.itemsize}, %paellapy_a;
-	{self._linear_block()}
-	{self._descriptor.load("%paellapy_v", "launch")}"""
+    def _count_after(self, barrier: str) -> str:
+        # A counter's address is computed before the barrier, while thread 0 waits for the slowest warp anyway.
+        return f"""
+$paellapy_exit:{self._leave()}
+	@%paellapy_other bra $paellapy_wait;{self._if_foreign("$paellapy_wait")}
+	{self._counter()}
+$paellapy_wait:
+	{barrier}
+	@%paellapy_other bra $paellapy_done;{self._if_foreign("$paellapy_done")}
+	{self._write_count()}
+$paellapy_done:
+	ret;
+"""
 
-    @staticmethod
-    def _write_end(trace: bool) -> str:
-        if not trace:
-            return f"red.relaxed.gpu.global.add.u64 [%paellapy_a+{_ENDED}], %paellapy_w;"
-        return """mov.u32 %paellapy_u, %globaltimer_lo;
-	st.global.v4.u32 [%paellapy_a], {%paellapy_start, %paellapy_u, %paellapy_t, %paellapy_v};"""
+    def _record_after(self, barrier: str) -> str:
+        # A record's address is computed after the barrier: before, it takes registers that the kernel's last
+        # instructions need (40 became 48 in a layer norm).
+        return f"""
+$paellapy_exit:{self._leave()}
+	{barrier}
+	@%paellapy_other bra $paellapy_done;{self._if_foreign("$paellapy_done")}
+	{self._write_record()}
+$paellapy_done:
+	ret;
+"""
 
-    @staticmethod
-    def _linear_block() -> str:
-        """%paellapy_t = this block's number in its grid, x fastest.
+    def _exit_of_last_thread(self, trace: bool) -> str:
+        # The last thread to leave is rarely thread 0: its slot and start time wait in shared memory.
+        keep, fetch = (_KEEP_SLOT, _FETCH_SLOT) if trace else ("", "")
+        report = self._write_record() if trace else f"{self._counter()}\n\t{self._write_count()}"
+        return f"""
+$paellapy_exit:{self._leave()}{keep}{_COUNT_OUT}
+	mov.u32 %paellapy_sm, %smid;{fetch}
+	{report}
+$paellapy_done:
+	ret;
+"""
 
-        Grid sizes are in constant memory, block indices in slow special registers: for a flat grid, the usual case,
-        only the register is read that the kernel has already read.
-        """
-        return """mov.u32 %paellapy_t, %ctaid.x;
-	mov.u32 %paellapy_u, %nctaid.y;
-	mov.u32 %paellapy_v, %nctaid.z;
-	mul.lo.u32 %paellapy_v, %paellapy_v, %paellapy_u;
-	setp.eq.u32 %paellapy_flat, %paellapy_v, 1;
+    def _leave(self) -> str:
+        return self.ranges.at_exit() if self.ranges else ""
+
+    def _if_foreign(self, skip: str) -> str:
+        """Skips the report of a launch that was not made for one."""
+        return "" if self.config.pointer_param is None else f"\n\t@%paellapy_foreign bra {skip};"
+
+    def _write_count(self) -> str:
+        return f"{self._before_write()}red.relaxed.gpu.global.add.u64 [%paellapy_line+{_ENDED}], %paellapy_weight;"
+
+    def _write_record(self) -> str:
+        """Writes the record to its place in this SM's ring."""
+        return f"""{self._descriptor.load("%paellapy_mask", "ring_mask")}
+	and.b32 %paellapy_slot, %paellapy_slot, %paellapy_mask;
+	add.u32 %paellapy_extent, %paellapy_mask, 1;
+	mad.lo.u32 %paellapy_slot, %paellapy_sm, %paellapy_extent, %paellapy_slot;
+	{self._descriptor.load("%paellapy_record", "rings")}
+	mad.wide.u32 %paellapy_record, %paellapy_slot, {RING_RECORD.itemsize}, %paellapy_record;
+	{_BLOCK_NUMBER}
+	{self._descriptor.load("%paellapy_launch", "launch")}
+	{self._before_write()}mov.u32 %paellapy_end, %globaltimer_lo;
+	st.global.v4.u32 [%paellapy_record], {{%paellapy_start, %paellapy_end, %paellapy_block, %paellapy_launch}};"""
+
+    def _before_write(self) -> str:
+        return f"{self.ranges.at_end()}\n\t" if self.ranges else ""
+
+    def _counter(self) -> str:
+        """%paellapy_weight = the blocks and warps that one block adds to the counters in %paellapy_line."""
+        if self.threads:
+            warps = -(-self.threads[0] * self.threads[1] * self.threads[2] // 32)
+            weight = f"mov.b64 %paellapy_weight, {warps << WARP_SHIFT | 1};"
+        else:
+            weight = """mov.u32 %paellapy_threads, %ntid.x;
+	mov.u32 %paellapy_extent, %ntid.y;
+	mul.lo.u32 %paellapy_threads, %paellapy_threads, %paellapy_extent;
+	mov.u32 %paellapy_extent, %ntid.z;
+	mad.lo.u32 %paellapy_threads, %paellapy_threads, %paellapy_extent, 31;
+	shr.u32 %paellapy_threads, %paellapy_threads, 5;
+	mov.u32 %paellapy_scratch, 1;
+	mov.b64 %paellapy_weight, {%paellapy_scratch, %paellapy_threads};"""
+        return f"{weight}\n\t{self._line_address()}"
+
+    def _line_address(self) -> str:
+        """%paellapy_line = the counters of SM %paellapy_sm."""
+        return f"""{self._descriptor.load("%paellapy_line", "lines")}
+	mad.wide.u32 %paellapy_line, %paellapy_sm, {SM_LINE.itemsize}, %paellapy_line;"""
+
+
+# %paellapy_block = this block's number in its grid, x fastest. Grid sizes are in constant memory, block indices in slow
+# special registers: for a flat grid, the usual case, only the register is read that the kernel has already read.
+_BLOCK_NUMBER = """mov.u32 %paellapy_block, %ctaid.x;
+	mov.u32 %paellapy_extent, %nctaid.y;
+	mov.u32 %paellapy_scratch, %nctaid.z;
+	mul.lo.u32 %paellapy_scratch, %paellapy_scratch, %paellapy_extent;
+	setp.eq.u32 %paellapy_flat, %paellapy_scratch, 1;
 	@%paellapy_flat bra $paellapy_numbered;
-	mov.u32 %paellapy_v, %ctaid.z;
-	mul.lo.u32 %paellapy_v, %paellapy_v, %paellapy_u;
-	mov.u32 %paellapy_u, %ctaid.y;
-	add.u32 %paellapy_v, %paellapy_v, %paellapy_u;
-	mov.u32 %paellapy_u, %nctaid.x;
-	mad.lo.u32 %paellapy_t, %paellapy_v, %paellapy_u, %paellapy_t;
+	mov.u32 %paellapy_scratch, %ctaid.z;
+	mul.lo.u32 %paellapy_scratch, %paellapy_scratch, %paellapy_extent;
+	mov.u32 %paellapy_extent, %ctaid.y;
+	add.u32 %paellapy_scratch, %paellapy_scratch, %paellapy_extent;
+	mov.u32 %paellapy_extent, %nctaid.x;
+	mad.lo.u32 %paellapy_block, %paellapy_scratch, %paellapy_extent, %paellapy_block;
 $paellapy_numbered:"""
 
-    def _epilogue(self, exits: Exits, trace: bool) -> str:
-        prepare = self._prepare_record() if trace else self._prepare_count()
-        write = self._write_end(trace)
-        leave = self.ranges.at_exit() if self.ranges else ""
-        if self.ranges:
-            write = f"{self.ranges.at_end()}\n\t{write}"
-        if exits == "count-out":
-            fetch = "mov.u32 %paellapy_sm, %smid;"
-            if trace:  # the last thread to leave is rarely thread 0: slot and start time wait in shared memory
-                fetch += """
-	ld.shared.u32 %paellapy_slot, [paellapy_out+4];
-	ld.shared.u32 %paellapy_start, [paellapy_out+8];"""
-            return f"""
-$paellapy_exit:{leave}{self._count_out_end(trace)}
-	{fetch}
-	{prepare}
-	{write}
-$paellapy_done:
-	ret;
-"""
-        foreign = "" if self.config.pointer_param is None else "\n\t@%paellapy_foreign bra $paellapy_wait;"
-        barrier = f"barrier.sync {_SPARE_BARRIER if exits == 'spare-barrier' else 0};"
-        before = ""
-        if not trace:
-            # A counter's address is computed before the barrier, while thread 0 waits for the slowest warp anyway. A
-            # record's address is not: it takes registers that the kernel's last instructions need (40 became 48 in a
-            # layer norm).
-            before = f"""
-	@%paellapy_other bra $paellapy_wait;{foreign}
-	{prepare}
-$paellapy_wait:"""
-            prepare = ""
-        return f"""
-$paellapy_exit:{leave}{before}
-	{barrier}
-	@%paellapy_other bra $paellapy_done;{foreign.replace("wait", "done")}
-	{prepare}
-	{write}
-$paellapy_done:
-	ret;
-"""
-
-    def _count_out_begin(self) -> str:
-        return """
+# Threads that leave at different times are counted in shared memory. Lanes that leave together are counted by the
+# lowest of them. Thread 0 stores its slot and start time before it counts.
+_COUNT_OUT_BEGIN = """
 	.shared .align 4 .b8 paellapy_out[12];
 	@!%paellapy_other st.shared.u32 [paellapy_out], 0;
 	bar.sync 0;"""
-
-    def _count_out_end(self, trace: bool) -> str:
-        # Lanes that leave together are counted by the lowest of them. Thread 0 stores its values before it counts.
-        leave = ""
-        if trace:
-            leave = """
+_KEEP_SLOT = """
 	@%paellapy_other bra $paellapy_leaving;
 	st.shared.u32 [paellapy_out+4], %paellapy_slot;
 	st.shared.u32 [paellapy_out+8], %paellapy_start;
 	fence.acq_rel.cta;
 $paellapy_leaving:"""
-        return f"""{leave}
-	activemask.b32 %paellapy_t;
-	mov.u32 %paellapy_u, %lanemask_lt;
-	and.b32 %paellapy_u, %paellapy_u, %paellapy_t;
-	setp.ne.u32 %paellapy_other, %paellapy_u, 0;
+_FETCH_SLOT = """
+	ld.shared.u32 %paellapy_slot, [paellapy_out+4];
+	ld.shared.u32 %paellapy_start, [paellapy_out+8];"""
+_COUNT_OUT = """
+	activemask.b32 %paellapy_gone;
+	mov.u32 %paellapy_scratch, %lanemask_lt;
+	and.b32 %paellapy_scratch, %paellapy_scratch, %paellapy_gone;
+	setp.ne.u32 %paellapy_other, %paellapy_scratch, 0;
 	@%paellapy_other bra $paellapy_done;
-	popc.b32 %paellapy_t, %paellapy_t;
-	atom.acq_rel.cta.shared.add.u32 %paellapy_u, [paellapy_out], %paellapy_t;
-	add.u32 %paellapy_t, %paellapy_t, %paellapy_u;
-	mov.u32 %paellapy_u, %ntid.x;
-	mov.u32 %paellapy_v, %ntid.y;
-	mul.lo.u32 %paellapy_u, %paellapy_u, %paellapy_v;
-	mov.u32 %paellapy_v, %ntid.z;
-	mul.lo.u32 %paellapy_u, %paellapy_u, %paellapy_v;
-	setp.ne.u32 %paellapy_other, %paellapy_t, %paellapy_u;
+	popc.b32 %paellapy_gone, %paellapy_gone;
+	atom.acq_rel.cta.shared.add.u32 %paellapy_scratch, [paellapy_out], %paellapy_gone;
+	add.u32 %paellapy_gone, %paellapy_gone, %paellapy_scratch;
+	mov.u32 %paellapy_threads, %ntid.x;
+	mov.u32 %paellapy_extent, %ntid.y;
+	mul.lo.u32 %paellapy_threads, %paellapy_threads, %paellapy_extent;
+	mov.u32 %paellapy_extent, %ntid.z;
+	mul.lo.u32 %paellapy_threads, %paellapy_threads, %paellapy_extent;
+	setp.ne.u32 %paellapy_other, %paellapy_gone, %paellapy_threads;
 	@%paellapy_other bra $paellapy_done;"""
-
-    def _weight(self) -> str:
-        """%paellapy_w = the blocks and warps that one block adds to its SM's counter."""
-        if self.threads:
-            warps = -(-self.threads[0] * self.threads[1] * self.threads[2] // 32)
-            return f"mov.b64 %paellapy_w, {warps << WARP_SHIFT | 1};"
-        return """mov.u32 %paellapy_t, %ntid.x;
-	mov.u32 %paellapy_u, %ntid.y;
-	mul.lo.u32 %paellapy_t, %paellapy_t, %paellapy_u;
-	mov.u32 %paellapy_u, %ntid.z;
-	mad.lo.u32 %paellapy_t, %paellapy_t, %paellapy_u, 31;
-	shr.u32 %paellapy_t, %paellapy_t, 5;
-	mov.u32 %paellapy_u, 1;
-	mov.b64 %paellapy_w, {%paellapy_u, %paellapy_t};"""
-
-    def _line_address(self) -> str:
-        """%paellapy_a = the line of counters of SM %paellapy_sm."""
-        return f"""{self._descriptor.load("%paellapy_a", "lines")}
-	mad.wide.u32 %paellapy_a, %paellapy_sm, {SM_LINE.itemsize}, %paellapy_a;"""
 
 
 def _declared_bytes(tokens: list[Token]) -> int:
@@ -349,7 +354,7 @@ def _declared_bytes(tokens: list[Token]) -> int:
     return size * count
 
 
-# The `notify` report: the last block of a launch tells the host that it has started.
+# --- the `notify` report: the last block of a launch tells the host that it has started -------------------------------
 
 
 def notify_entry(

@@ -135,12 +135,20 @@ def _unwrap(low: NDArray[np.int64], submit_ns: NDArray[np.int64], marks: _Marks,
 
 def _check(tails: NDArray[np.uint32], rings: Records, marks: Sequence[Mark]) -> tuple[int, int]:
     if rings.dtype != RING_RECORD or rings.ndim != 2:
-        raise TraceError(f"rings must be RING_RECORD[n_sm, capacity], not {rings.dtype}{list(rings.shape)}")
+        raise TraceError(
+            f"rings must be RING_RECORD[n_sm, capacity], not {rings.dtype}{list(rings.shape)}",
+            field="rings", given=rings.dtype,
+        )
     n_sm, capacity = rings.shape
     if capacity < 1 or capacity & (capacity - 1):
-        raise TraceError(f"a ring's capacity must be a power of two, not {capacity}: slots are taken with a mask")
+        raise TraceError(
+            f"a ring's capacity must be a power of two, not {capacity}: slots are taken with a mask",
+            field="capacity", given=capacity,
+        )
     if any(np.shape(each) != (n_sm,) for each in (tails, *(mark.tails for mark in marks))):
-        raise TraceError(f"tails and every mark must have one tail for each of the {n_sm} rings")
+        raise TraceError(
+            f"tails and every mark must have one tail for each of the {n_sm} rings", field="tails", limit=n_sm
+        )
     return n_sm, capacity
 
 
@@ -150,7 +158,10 @@ def _index(launches: Records) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
     ids: NDArray[np.uint32] = launches["launch"][rows]
     repeated = ids[1:][ids[1:] == ids[:-1]]
     if len(repeated):
-        raise TraceError(f"launch {repeated[0]} is listed twice: list a replayed launch once")
+        raise TraceError(
+            f"launch {repeated[0]} is listed twice: list a replayed launch once",
+            field="launches", given=int(repeated[0]),
+        )
     return ids, rows
 
 
@@ -160,6 +171,7 @@ def _find(ids: NDArray[np.uint32], wanted: NDArray[np.uint32]) -> NDArray[np.int
     if not known.all():
         raise TraceError(
             f"a ring holds a record of launch {wanted[~known][0]}, which this trace does not list; "
-            "rings must be zeroed when a trace starts, and launches captured earlier must stay listed"
+            "rings must be zeroed when a trace starts, and launches captured earlier must stay listed",
+            field="rings", given=int(wanted[~known][0]),
         )
     return at

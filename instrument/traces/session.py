@@ -244,7 +244,8 @@ class trace:
     def __init__(self, records_per_sm: int = 1 << 14, device: Device | str | None = None) -> None:
         if records_per_sm < _LEAST or records_per_sm > _MOST or records_per_sm & (records_per_sm - 1):
             raise TraceError(
-                f"records_per_sm={records_per_sm}: the number must be a power of two from {_LEAST} to {_MOST}"
+                f"records_per_sm={records_per_sm}: the number must be a power of two from {_LEAST} to {_MOST}",
+                field="records_per_sm", given=records_per_sm, limit=(_LEAST, _MOST),
             )
         self.records_per_sm = records_per_sm
         self.device = Device.open(device) if isinstance(device, str) else device

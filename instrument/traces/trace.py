@@ -78,7 +78,9 @@ def read(path: Path, build: Callable[[Records, Records, Tables, dict[str, Any]],
             at += size
         return build(tables.pop("blocks"), tables.pop("launches"), tables, meta)
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError, zlib.error) as error:
-        raise TraceError(f"{path} is damaged and cannot be read: {error!r}; record the trace again") from error
+        raise TraceError(
+            f"{path} is damaged and cannot be read: {error!r}; record the trace again", field="tables", path=path
+        ) from error
 
 
 def _dtype(fields: Any) -> np.dtype[Any]:
@@ -93,21 +95,29 @@ def _read(path: Path) -> tuple[bytes, bytes]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise TraceError(f"the trace {path} cannot be read: {error.strerror or error}") from error
+        raise TraceError(
+            f"the trace {path} cannot be read: {error.strerror or error}", field="file", path=path
+        ) from error
     if content[: len(_MAGIC)] != _MAGIC:
-        raise TraceError(f"{path} is not a paellapy trace: give a file that Trace.save wrote")
+        raise TraceError(f"{path} is not a paellapy trace: give a file that Trace.save wrote", field="magic", path=path)
     if len(content) < _PREAMBLE.size:
-        raise TraceError(f"{path} is truncated; copy or record it again")
+        raise TraceError(f"{path} is truncated; copy or record it again", field="length", path=path)
     _, version, header_bytes, body_bytes, checksum = _PREAMBLE.unpack_from(content)
     if version > FORMAT_VERSION:
         raise TraceError(
-            f"{path} has format {version}, but this paellapy reads up to {FORMAT_VERSION}: upgrade paellapy"
+            f"{path} has format {version}, but this paellapy reads up to {FORMAT_VERSION}: upgrade paellapy",
+            field="version", path=path, given=version, limit=FORMAT_VERSION,
         )
     body = content[_PREAMBLE.size :]
     if len(body) < body_bytes:
-        raise TraceError(f"{path} is truncated: {body_bytes - len(body):,} bytes are missing; copy or record it again")
+        raise TraceError(
+            f"{path} is truncated: {body_bytes - len(body):,} bytes are missing; copy or record it again",
+            field="length", path=path, given=len(body), limit=body_bytes,
+        )
     if len(body) > body_bytes or zlib.crc32(body) != checksum:
-        raise TraceError(f"{path} is damaged: its checksum does not match; copy or record it again")
+        raise TraceError(
+            f"{path} is damaged: its checksum does not match; copy or record it again", field="checksum", path=path
+        )
     return body[:header_bytes], body[header_bytes:]
 
 
@@ -226,7 +236,7 @@ class Trace:
         if blocks.dtype != BLOCK or launches.dtype != LAUNCH:
             raise TraceError(
                 f"blocks of {blocks.dtype} and launches of {launches.dtype}: give arrays of records.BLOCK and "
-                "records.LAUNCH"
+                "records.LAUNCH", field="dtype", given=(blocks.dtype, launches.dtype)
             )
         self.blocks: Records = _frozen(blocks[np.lexsort((blocks["sm"], blocks["start_ns"]))])
         self.launches: Records = _frozen(launches[np.argsort(launches["launch"], kind="stable")])
@@ -251,21 +261,28 @@ class Trace:
     def _check(self) -> None:
         blocks, launches, ids = self.blocks, self.launches, self.launches["launch"]
         if (ids[1:] == ids[:-1]).any():
-            raise TraceError("a launch is listed twice: launch ids must be unique within a trace")
+            raise TraceError("a launch is listed twice: launch ids must be unique within a trace", field="launches")
         if not np.isin(blocks["launch"], ids).all():
-            raise TraceError("a block belongs to a launch that is not listed: pass every launch of the trace")
+            raise TraceError(
+                "a block belongs to a launch that is not listed: pass every launch of the trace", field="blocks"
+            )
         if any((each["kernel"] >= len(self.kernels)).any() for each in (blocks, launches)):
             raise TraceError(
-                f"a kernel index exceeds the {len(self.kernels)} kernel names: pass a name for every kernel"
+                f"a kernel index exceeds the {len(self.kernels)} kernel names: pass a name for every kernel",
+                field="kernels", limit=len(self.kernels),
             )
         if not 0 < self.device.n_sm <= 1 << 16 or self.device.max_warps_per_sm < 1:
             raise TraceError(
-                f"{self.device} is not a possible device: n_sm must be 1 to 65536, and max_warps_per_sm at least 1"
+                f"{self.device} is not a possible device: n_sm must be 1 to 65536, and max_warps_per_sm at least 1",
+                field="device", given=self.device,
             )
         if (blocks["sm"] >= self.device.n_sm).any():
-            raise TraceError(f"a block has an SM number beyond the {self.device.n_sm} SMs of {self.device.name}")
+            raise TraceError(
+                f"a block has an SM number beyond the {self.device.n_sm} SMs of {self.device.name}",
+                field="sm", limit=self.device.n_sm,
+            )
         if (blocks["end_ns"] < blocks["start_ns"]).any():
-            raise TraceError("a block ends before it starts: put its times on one time line first")
+            raise TraceError("a block ends before it starts: put its times on one time line first", field="end_ns")
 
     def occupancy(
         self,
@@ -281,7 +298,8 @@ class Trace:
         last = max(first, last) if end_ns is None else end_ns
         if bins < 1 or last < first:
             raise TraceError(
-                f"bins={bins}, start_ns={first}, end_ns={last}: occupancy needs at least one bin and start_ns <= end_ns"
+                f"bins={bins}, start_ns={first}, end_ns={last}: there must be at least one bin, and start_ns <= end_ns",
+                field="bins", given=(bins, first, end_ns),
             )
         chosen = self._of_kernel(kernel)
         b, warps = self.blocks[chosen], self.warps[chosen]
@@ -321,7 +339,9 @@ class Trace:
             rows &= np.isin(self.launches["kernel"], self._indices(kernel))
         if launch is not None:
             if launch not in self.launches["launch"]:
-                raise TraceError(f"there is no launch {launch} in this trace; trace.launches lists all")
+                raise TraceError(
+                    f"there is no launch {launch} in this trace; trace.launches lists all", field="launch", given=launch
+                )
             keep &= b["launch"] == launch
             rows &= self.launches["launch"] == launch
         if start_ns is not None:
@@ -366,7 +386,10 @@ class Trace:
             kernels = [str(name) for name in facts["kernels"]]
             kind = Trace.kinds.get(facts.get("kind", ""))
             if kind is None:
-                raise TraceError(f"{path} is a trace of kind {facts['kind']!r}: import paellapy first, or upgrade it")
+                raise TraceError(
+                    f"{path} is a trace of kind {facts['kind']!r}: import paellapy first, or upgrade it",
+                    field="kind", path=path, given=facts["kind"],
+                )
             found = kind(blocks, launches, kernels, device, int(facts["dropped"]), int(facts["unfinished"]))
             found.unseen = tuple(str(name) for name in facts.get("unseen", ()))
             if "ranges" in more:
@@ -419,14 +442,17 @@ class Trace:
 
     def _check_ended(self) -> None:
         if self.recording:
-            raise TraceError("this trace is filled when its `with` block ends: read it behind the block")
+            raise TraceError(
+                "this trace is filled when its `with` block ends: read it behind the block", field="recording"
+            )
 
     def _indices(self, kernel: str | int) -> list[int]:
         """A name can stand for several kernels: the same source compiled with different constants."""
         found = [i for i, name in enumerate(self.kernels) if kernel in (i, name)]
         if not found:
             raise TraceError(
-                f"there is no kernel {kernel!r} in this trace; its kernels are {', '.join(self.kernels) or 'none'}"
+                f"there is no kernel {kernel!r} in this trace; its kernels are {', '.join(self.kernels) or 'none'}",
+                field="kernel", given=kernel, limit=self.kernels,
             )
         return found
 

@@ -144,7 +144,7 @@ class Lowering:
     def refuse(self, op: Op, why: str = "") -> NoReturn:
         raise UnsupportedOpError(
             f"kernel {self.kernel}, {self.line(op)}: the virtual GPU cannot evaluate {op.name}"
-            + (f" ({why})" if why else "")
+            + (f" ({why})" if why else ""), kernel=self.kernel, line=self.line(op), op=op.name
         )
 
     # ---- which arguments are written --------------------------------------------------------------------------------

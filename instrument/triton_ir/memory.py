@@ -43,7 +43,8 @@ class Site:
         has = f"is a view from element {self.origin} of {size} on" if self.origin else f"has {size} elements"
         raise OutOfBoundsError(
             f"kernel {self.kernel}, {self.line}: {self.op} by {self.block(at[0])}{element} touches element {index} of "
-            f"argument {self.argument}, which {has}; mask the access or pass a larger array"
+            f"argument {self.argument}, which {has}; mask the access or pass a larger array",
+            kernel=self.kernel, line=self.line, op=self.op, field=self.argument, given=index,
         )
 
 
@@ -171,7 +172,10 @@ def device_assert(condition: Any, message: str, site: Site) -> None:
         return
     condition = np.asarray(condition)
     row = int(np.argmin(condition.reshape(condition.shape[0], -1).all(1))) if condition.ndim else 0
-    raise LaunchError(f"kernel {site.kernel}, {site.line}: device_assert failed in {site.block(row)}: {message}")
+    raise LaunchError(
+        f"kernel {site.kernel}, {site.line}: device_assert failed in {site.block(row)}: {message}",
+        kernel=site.kernel, line=site.line, given=message,
+    )
 
 
 def device_print(prefix: str, site: Site, *values: Any) -> None:

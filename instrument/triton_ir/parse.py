@@ -312,7 +312,8 @@ class _Reader:
             funcs[name] = Func(name, args, region, m[1] != "private", loc)
         if not funcs:
             raise UnsupportedOpError(
-                f"kernel {self.kernel}: the text holds no tt.func; pass the TTIR of triton.compile"
+                f"kernel {self.kernel}: the text holds no tt.func; pass the TTIR of triton.compile",
+                kernel=self.kernel, op="tt.func",
             )
         return Module(funcs, self.locations)
 

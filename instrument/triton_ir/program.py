@@ -69,7 +69,8 @@ class Signature:
         if len(args) != len(self.types):
             names = ", ".join(self.names)
             raise ArgumentError(
-                f"kernel {self.kernel} takes {len(self.types)} arguments ({names}), but {len(args)} were given"
+                f"kernel {self.kernel} takes {len(self.types)} arguments ({names}), but {len(args)} were given",
+                kernel=self.kernel, field="arguments", given=len(args), limit=len(self.types),
             )
         flats: list[Array | None] = [None] * len(args)
         origins = [0] * len(args)
@@ -103,7 +104,7 @@ class Signature:
             if written is not None and not written.flags.writeable:
                 raise ArgumentError(
                     f"kernel {self.kernel}: argument {self.names[j]} is written, but the array is read-only: pass a "
-                    "writable array"
+                    "writable array", kernel=self.kernel, field=self.names[j]
                 )
         key.append(frozenset(fragile))
         return Bound(args, Buffers(flats, origins, list(self.elements), key[-1]), tuple(key))
@@ -572,7 +573,10 @@ def _uniform(x: Array) -> Any:
 def _grid(grid: Sequence[int], kernel: str) -> tuple[int, int, int]:
     shape = tuple(int(g) for g in grid)
     if not 1 <= len(shape) <= 3 or min(shape) < 0:
-        raise LaunchError(f"kernel {kernel}: the grid {tuple(grid)} must have one to three sizes of at least 0")
+        raise LaunchError(
+            f"kernel {kernel}: the grid {tuple(grid)} must have one to three sizes of at least 0",
+            kernel=kernel, field="grid", given=tuple(grid),
+        )
     return (*shape, *(1,) * (3 - len(shape)))  # type: ignore[return-value]
 
 
@@ -582,7 +586,13 @@ def _block_ids(blocks: range | Array | None, grid: tuple[int, int, int], kernel:
         return range(total)
     ids = blocks if isinstance(blocks, range) else np.ascontiguousarray(blocks, np.int64).reshape(-1)
     if len(ids) and not (min(ids[0], ids[-1]) >= 0 if isinstance(ids, range) else ids.min() >= 0):
-        raise LaunchError(f"kernel {kernel}: a block id is negative: ids must be from 0 to the size of the grid")
+        raise LaunchError(
+            f"kernel {kernel}: a block id is negative: ids must be from 0 to the size of the grid",
+            kernel=kernel, field="ids", limit=0,
+        )
     if len(ids) and (max(ids[0], ids[-1]) if isinstance(ids, range) else ids.max()) >= total:
-        raise LaunchError(f"kernel {kernel}: a block id is outside the grid {grid} of {total} blocks")
+        raise LaunchError(
+            f"kernel {kernel}: a block id is outside the grid {grid} of {total} blocks",
+            kernel=kernel, field="ids", limit=total,
+        )
     return ids

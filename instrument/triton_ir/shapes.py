@@ -62,7 +62,7 @@ def gather(axis: int, source: Shape, index: Shape, where: str) -> Function:
             bad = int(at[(at < 0) | (at >= source[axis])][0])
             raise OutOfBoundsError(
                 f"{where}: tl.gather takes element {bad} along axis {axis}, which has {source[axis]}; keep the indices "
-                "within it"
+                "within it", field="index", given=bad, limit=source[axis]
             )
         return np.take_along_axis(x, at, a)
 

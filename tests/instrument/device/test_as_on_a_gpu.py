@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import triton
 import triton.language as tl
+from failing import failing
 from hypothesis import given
 from hypothesis import strategies as st
 from triton import knobs
@@ -41,7 +42,7 @@ def unchecked(x):
 
 
 def test_a_kernel_made_for_debugging_checks_its_assertions():
-    with pytest.raises(LaunchError, match="not zero"):
+    with failing(LaunchError, kernel="checked", given="not zero"):
         pp.kernel(checked)[1,](np.ones(1, np.float32))
 
 
@@ -53,7 +54,7 @@ def test_triton_debug_checks_all_kernels(monkeypatch: pytest.MonkeyPatch):
     kernel = pp.kernel(unchecked)
     kernel[1,](np.ones(1, np.float32))
     monkeypatch.setattr(knobs.runtime, "debug", True)  # what TRITON_DEBUG=1 sets as Triton is imported
-    with pytest.raises(LaunchError, match="not zero"):
+    with failing(LaunchError, kernel="unchecked", given="not zero"):
         pp.kernel(unchecked)[1,](np.ones(1, np.float32))
 
 

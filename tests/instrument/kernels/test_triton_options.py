@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import triton
 import triton.language as tl
+from failing import failing
 
 from paellapy.instrument.errors import ArgumentError, CompileError
 from paellapy.instrument.kernels.triton_kernel import TritonKernel
@@ -45,13 +46,13 @@ def test_launch_options_reach_the_compiler() -> None:
     ],
 )  # fmt: skip
 def test_options_no_gpu_can_run_are_refused(options: dict[str, Any]) -> None:
-    (name,) = options
-    with pytest.raises(ArgumentError, match=f"'copy': {name} must be"):
+    ((name, value),) = options.items()
+    with failing(ArgumentError, kernel="copy", field=name, given=value):
         compiled(**options)
 
 
 def test_a_wrong_number_of_warps_is_the_error_that_triton_raises() -> None:
-    with pytest.raises(AssertionError, match="num_warps must be a power of 2"):
+    with failing(AssertionError, kernel="copy", field="num_warps", given=3):
         compiled(num_warps=3)
 
 

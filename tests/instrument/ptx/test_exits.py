@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from failing import failing
 from ptx_pieces import entry, module
 
 from paellapy.instrument.errors import InstrumentError
@@ -148,7 +149,7 @@ def test_a_scope_may_branch_out_of_itself() -> None:
 
 def test_exit_in_a_device_function_is_refused_with_its_name() -> None:
     parsed = Module.parse(module(".func leaf() { exit; }", entry("call leaf; ret;")))
-    with pytest.raises(InstrumentError, match=r"'k'.*'leaf'.*exit"):
+    with failing(InstrumentError, kernel="k", field="exit", given="leaf"):
         refuse_exit_in_functions(parsed, "k")
 
 

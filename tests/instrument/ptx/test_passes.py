@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from corpus import CUDA_CASES, TRITON_CASES, Case, CudaCase
 from corpus_sources import source_of
+from failing import failing
 from ptx_pieces import entry, module
 
 from paellapy.instrument.errors import InstrumentError, PtxError
@@ -86,7 +87,7 @@ def test_kernels_launched_by_triton_take_the_descriptor_by_pointer(case: Case) -
 def test_kernels_that_cannot_report_their_end_are_refused(case: CudaCase) -> None:
     source = source_of(case)
     for level in ("count", "trace"):
-        with pytest.raises(InstrumentError, match=rf"'{case.entry}'.*exit"):
+        with failing(InstrumentError, kernel=case.entry, field="exit"):
             source.build(PassConfig(level))
     assert source.build(PassConfig("notify", sliced=True)).cubin  # neither needs the end
 
@@ -95,7 +96,7 @@ def test_kernels_that_cannot_report_their_end_are_refused(case: CudaCase) -> Non
 def test_clusters_are_not_sliced(case: Case | CudaCase) -> None:
     source = source_of(case)
     if is_clustered(source.ptx):
-        with pytest.raises(InstrumentError, match=r"cannot be sliced.*cluster"):
+        with failing(InstrumentError, field="slice", given="cluster"):
             source.build(PassConfig(sliced=True))
 
 
@@ -107,9 +108,9 @@ def apply(body: str, config: PassConfig, *functions: str, params: str = "()", di
 
 
 def test_unknown_levels_and_exits_are_refused() -> None:
-    with pytest.raises(InstrumentError, match=r"'everything'.*count, trace, notify"):
+    with failing(InstrumentError, field="report", given="everything"):
         PassConfig("everything")  # type: ignore[arg-type]
-    with pytest.raises(InstrumentError, match=r"'somehow'.*auto"):
+    with failing(InstrumentError, field="exits", given="somehow"):
         PassConfig("count", exits="somehow")  # type: ignore[arg-type]
 
 
@@ -119,16 +120,16 @@ def test_unknown_levels_and_exits_are_refused() -> None:
 )
 def test_a_kernel_is_instrumented_once(first: PassConfig, second: PassConfig) -> None:
     once = apply("ret;", first, params="(.param .u64 x)")
-    with pytest.raises(InstrumentError, match="'k' is already instrumented"):
+    with failing(InstrumentError, kernel="k", field="instrumented"):
         passes.apply(once, second)
-    with pytest.raises(InstrumentError, match="'k' is already instrumented"):
+    with failing(InstrumentError, kernel="k", field="instrumented"):
         passes.apply(once, second, "k")
 
 
 def test_a_module_that_no_pass_changes_is_returned_as_it_is() -> None:
     ptx = module(entry("ret;")) + "\n.file 1 \"paellapy/kernels.py\"\n"
     assert passes.apply(ptx, PassConfig(), "k") is ptx
-    with pytest.raises(PtxError, match="nowhere"):
+    with failing(PtxError, field="entry", given="k"):
         passes.apply(ptx, PassConfig(), "nowhere")
 
 
@@ -147,45 +148,45 @@ def test_a_kernel_may_have_our_name_in_its_own() -> None:
 
 
 def test_an_entry_has_to_be_named_among_several() -> None:
-    with pytest.raises(PtxError, match="a, b"):
+    with failing(PtxError, field="entry", given="a, b"):
         passes.apply(module(entry("ret;", name="a"), entry("ret;", name="b")), PassConfig("count"))
 
 
 @pytest.mark.parametrize("register", ["%ctaid.x", "%nctaid.z"])
 def test_a_device_function_that_reads_the_grid_cannot_be_sliced(register: str) -> None:
     function = f".func where() {{ .reg .b32 %a; mov.u32 %a, {register}; ret; }}"
-    with pytest.raises(InstrumentError, match=r"'k' cannot be sliced.*'where' reads blockIdx"):
+    with failing(InstrumentError, kernel="k", field="slice", given="where"):
         apply("call where; ret;", PassConfig(sliced=True), function)
     apply("call where; ret;", PassConfig("count"), function)
 
 
 @pytest.mark.parametrize("register", ["%clusterid.x", "%nclusterid.y"])
 def test_a_kernel_that_numbers_clusters_cannot_be_sliced(register: str) -> None:
-    with pytest.raises(InstrumentError, match=r"'k' cannot be sliced.*clusters"):
+    with failing(InstrumentError, kernel="k", field="slice", given="%clusterid"):
         apply(f"mov.u32 %r1, {register}; ret;", PassConfig(sliced=True))
 
 
 def test_a_cluster_size_left_to_the_launch_cannot_be_sliced() -> None:
-    with pytest.raises(InstrumentError, match="cluster"):
+    with failing(InstrumentError, kernel="k", field="slice", given="cluster"):
         apply("ret;", PassConfig(sliced=True), directives=".explicitcluster")
     apply("ret;", PassConfig(sliced=True), directives=".explicitcluster .reqnctapercluster 1")
 
 
 def test_a_block_index_read_as_a_vector_cannot_be_sliced() -> None:
-    with pytest.raises(InstrumentError, match=r"'k' cannot be sliced.*%ctaid"):
+    with failing(InstrumentError, kernel="k", field="slice", given="%ctaid"):
         apply(".reg .v4 .b32 %v; mov.v4.u32 %v, %ctaid; ret;", PassConfig(sliced=True))
 
 
 def test_foreign_launches_are_not_sliced_and_need_a_pointer() -> None:
-    with pytest.raises(InstrumentError, match="pointer_param"):
+    with failing(InstrumentError, field="slice", given="pointer_param"):
         PassConfig(sliced=True, pointer_param=0)
-    with pytest.raises(InstrumentError, match="'k' has no parameter"):
+    with failing(InstrumentError, kernel="k", field="pointer_param", given=-1):
         apply("ret;", PassConfig("trace", pointer_param=-1))
 
 
 def test_a_spare_barrier_must_be_spare() -> None:
     config = PassConfig("count", exits="spare-barrier")
-    with pytest.raises(InstrumentError, match=r"'k'.*barrier 15"):
+    with failing(InstrumentError, kernel="k", field="barrier", given=15):
         apply("bar.sync 15, 64; ret;", config)
     assert "barrier.sync 15" in apply("bar.sync 3, 64; bar.warp.sync 15; ret;", config)
 
@@ -194,7 +195,7 @@ def test_a_spare_barrier_must_be_spare() -> None:
 def test_counting_out_needs_shared_memory_to_spare(inside: bool) -> None:
     shared = ".shared .align 4 .b8 tile[3][16384];"
     config = PassConfig("trace", exits="count-out")
-    with pytest.raises(InstrumentError, match=r"'k'.*12 bytes of shared memory.*49152"):
+    with failing(InstrumentError, kernel="k", field="shared memory", given=49152):
         passes.apply(module("" if inside else shared, entry(f"{shared if inside else ''} ret;")), config)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from failing import failing
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -237,27 +238,27 @@ def test_records_of_a_launch_nobody_listed_are_refused() -> None:
     device = Device(1, 4, submits={1: EPOCH})
     device.run(9, 0, EPOCH, US)
     rings, _ = device.read()
-    with pytest.raises(TraceError, match="launch 9"):
+    with failing(TraceError, field="rings", given=9):
         decode(device.tails(), rings, device.launches())
-    with pytest.raises(TraceError, match="launch 9"):
+    with failing(TraceError, field="rings", given=9):
         decode(device.tails(), rings, np.zeros(0, LAUNCH))
 
 
 def test_a_launch_listed_twice_is_refused() -> None:
     launches = np.zeros(2, LAUNCH)
     launches["launch"] = 4
-    with pytest.raises(TraceError, match="launch 4 is listed twice"):
+    with failing(TraceError, field="launches", given=4):
         decode(np.zeros(1, np.uint32), np.zeros((1, 4), RING_RECORD), launches)
 
 
 @pytest.mark.parametrize(
-    ("tails", "rings", "words"),
+    ("tails", "rings", "field"),
     [
-        (np.zeros(1, np.uint32), np.zeros((1, 6), RING_RECORD), "power of two"),
-        (np.zeros(2, np.uint32), np.zeros((1, 4), RING_RECORD), "one tail"),
-        (np.zeros(1, np.uint32), np.zeros((1, 4), np.uint32), "RING_RECORD"),
+        (np.zeros(1, np.uint32), np.zeros((1, 6), RING_RECORD), "capacity"),
+        (np.zeros(2, np.uint32), np.zeros((1, 4), RING_RECORD), "tails"),
+        (np.zeros(1, np.uint32), np.zeros((1, 4), np.uint32), "rings"),
     ],
 )
-def test_memory_of_the_wrong_shape_is_refused(tails: Any, rings: Any, words: str) -> None:
-    with pytest.raises(TraceError, match=words):
+def test_memory_of_the_wrong_shape_is_refused(tails: Any, rings: Any, field: str) -> None:
+    with failing(TraceError, field=field):
         decode(tails, rings, np.zeros(0, LAUNCH))
