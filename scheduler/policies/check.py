@@ -73,7 +73,7 @@ def check_source(role: str, function: Any, layout: Layout) -> None:
     ):
         raise fault(
             function, "may write outside of `own`, and its source cannot be read to check that",
-            "put the function into a file or a notebook",
+            "write it with `def` in a file or a notebook",
         )  # fmt: skip
     _check_code(function)
 

@@ -31,7 +31,7 @@ Rank = Callable[..., float]
 Admit = Callable[..., float]
 Tell = Callable[..., None]
 Tree = ast.FunctionDef | ast.Lambda
-Fields = Mapping[str, Any]  # by name: None for a number, facts.PER_MODEL for one per model, or the fields of a record
+Fields = Mapping[str, Any]  # by name: None for a number, PER_MODEL for one per model, or the fields of a record
 
 
 class PolicyError(PaellaError):
@@ -197,22 +197,37 @@ def arguments(role: str, function: Any, layout: Layout) -> tuple[str, ...]:
 
 
 def tree_of(function: Any) -> Tree | None:
-    """The function's syntax tree, with the lines of its file; None if its source cannot be read."""
+    """The function's syntax tree, with the lines of its file; None if its source cannot be read, or has changed."""
     try:
         lines, first = inspect.getsourcelines(function)
         module = ast.parse(textwrap.dedent("".join(lines)))
     except (OSError, TypeError, SyntaxError):  # the source of a lambda inside an expression may not parse alone
         return None
     ast.increment_lineno(module, max(first, 1) - 1)
+    wanted = _contents(function.__code__)
+    trees = [each for each in ast.walk(module) if isinstance(each, ast.FunctionDef | ast.Lambda)]
+    return next((each for each in trees if (code := _code_of(each, function)) and _contents(code) == wanted), None)
+
+
+def _code_of(tree: Tree, function: Any) -> CodeType | None:
+    """The tree's code, with the variables that the function takes from functions around it."""
     code = function.__code__
-    wanted = list(code.co_varnames[: code.co_argcount])
-    for each in ast.walk(module):
-        if isinstance(each, ast.FunctionDef | ast.Lambda) and [a.arg for a in each.args.args] == wanted:
-            fields = {inner.attr for inner in ast.walk(each) if isinstance(inner, ast.Attribute)}
-            # There may be two lambdas in one line.
-            if each.name == code.co_name if isinstance(each, ast.FunctionDef) else fields <= set(code.co_names):
-                return each
-    return None
+    maker = ast.parse(f"def maker({', '.join(code.co_freevars)}): ...")
+    body: list[ast.stmt] = [ast.Expr(tree) if isinstance(tree, ast.Lambda) else tree]
+    if isinstance(tree, ast.FunctionDef) and tree.name not in code.co_freevars:
+        body.insert(0, ast.Global([tree.name]))  # a function that calls itself finds itself there
+    maker.body[0].body = body  # type: ignore[attr-defined]
+    found: CodeType | None = compile(ast.fix_missing_locations(maker), code.co_filename, "exec")
+    for name in ("maker", code.co_name):
+        inside = found.co_consts if found else ()
+        found = next((each for each in inside if isinstance(each, CodeType) and each.co_name == name), None)
+    return found
+
+
+def _contents(code: CodeType) -> tuple[Any, ...]:
+    """What two codes have in common that come from one source, whatever their lines."""
+    consts = [repr(each) for each in code.co_consts if not isinstance(each, CodeType)]
+    return code.co_code, code.co_names, code.co_varnames, code.co_freevars, consts
 
 
 def steps(code: CodeType) -> Iterator[tuple[dis.Instruction, int]]:
@@ -355,13 +370,8 @@ def bounded(function: Any) -> Any:
     bounds = _Bounds(code.co_varnames[: code.co_argcount])
     if tree is None or not (bounds.visit(tree), bounds.changed)[1]:
         return function
-    maker = ast.parse(f"def maker({', '.join(code.co_freevars)}): ...")
-    if isinstance(tree, ast.FunctionDef):
-        tree.decorator_list = []
-    maker.body[0].body = [ast.Expr(tree) if isinstance(tree, ast.Lambda) else tree]  # type: ignore[attr-defined]
-    found = compile(ast.fix_missing_locations(maker), code.co_filename, "exec")
-    for _ in range(2):  # the code of the maker, then of the function
-        found = next(each for each in found.co_consts if isinstance(each, CodeType))
+    found = _code_of(tree, function)
+    assert found is not None
     cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
     names = {**function.__globals__, "__min__": min, "__max__": max, "__len__": len}
     made = FunctionType(found, names, closure=tuple(cells[name] for name in found.co_freevars))

@@ -81,6 +81,11 @@ def test_a_bounded_function_keeps_its_closure_and_lines() -> None:
     assert bounded(shifted).__code__.co_firstlineno == shifted.__code__.co_firstlineno
 
 
+def test_two_lambdas_in_one_line_are_told_apart() -> None:
+    lower, higher = (lambda job, own: own.seen[int(job.priority)]), (lambda job, own: own.seen[int(job.priority) + 1])
+    assert (answer(lower, priority=3), answer(higher, priority=3)) == (3, 4)
+
+
 def test_bounds_hold_where_the_policy_renames_builtins() -> None:
     def renamed(job: Any, own: Any) -> float:
         min = int(job.priority)
