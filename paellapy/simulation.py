@@ -62,7 +62,8 @@ def _listed(models: Any) -> list[Model | ModelProfile]:
         if not isinstance(each, Model | ModelProfile):
             raise ArgumentError(
                 f"simulate cannot run a {type(each).__name__}: give a pp.Model, or a profile from "
-                "engine.model_profile(name) or pp.load_profiles"
+                "engine.model_profile(name) or pp.load_profiles",
+                field="models",
             )
     return found
 
@@ -72,9 +73,9 @@ def _traced(
 ) -> Results:
     own = [m for m in models if isinstance(m, Model)]
     if len(own) != len(models):
-        raise ArgumentError("trace=True needs the models themselves, since profiles have no kernels")
+        raise ArgumentError("trace=True needs the models themselves, since profiles have no kernels", field="trace")
     if options.setdefault("fidelity", "blocks") != "blocks":
-        raise ArgumentError("trace=True always places every block: leave out fidelity")
+        raise ArgumentError("trace=True always places every block: leave out fidelity", field="fidelity")
     with Engine(device) as engine:
         for model in own:
             engine.load(model)
@@ -117,10 +118,11 @@ def named_models(which: str, batch: Sequence[int] | None, device: str) -> tuple[
         return profiles_of(models, device), dict.fromkeys(demo.TARGETS_MS, 1.0)
     path = Path(which)
     if not path.is_file():
-        raise ArgumentError(f"there are no models {which!r}: give demo, mix, or a JSON file of profiles")
+        said = f"there are no models {which!r}: give demo, mix, or a JSON file of profiles"
+        raise ArgumentError(said, field="models", given=which)
     profiles = load_profiles(path)
     if batch is not None:
-        raise ArgumentError(f"{which} has the batch sizes of its models: leave out --batch")
+        raise ArgumentError(f"{which} has the batch sizes of its models: leave out --batch", field="batch")
     return profiles, dict.fromkeys((p.name for p in profiles), 1.0)
 
 
@@ -141,5 +143,6 @@ def arrivals(kind: str, rate: float, shares: dict[str, float], seconds: float, s
     if kind == "lognormal":
         return Lognormal(rate, shares, duration=seconds, sigma=sigma)
     if not Path(kind).is_file():
-        raise ArgumentError(f"no arrivals {kind!r}: give poisson, lognormal, or a CSV file with columns t and model")
+        said = f"no arrivals {kind!r}: give poisson, lognormal, or a CSV file with columns t and model"
+        raise ArgumentError(said, field="arrivals", given=kind)
     return TraceWorkload.from_csv(Path(kind))

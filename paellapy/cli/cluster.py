@@ -22,7 +22,7 @@ def named_engines(engines: list[str]) -> dict[str, str]:
         name, equals, url = each.partition("=")
         name, url = (name, url) if equals and "://" not in name else (f"engine-{k}", each)
         if name in found:
-            raise ArgumentError(f"two engines are named {name!r}: give each a different name")
+            raise ArgumentError(f"two engines are named {name!r}: give each a different name", given=name)
         found[name] = url
     return found
 
@@ -47,7 +47,7 @@ def route(
     from paellapy.cluster.router import RouterOptions
 
     if not 0 < held_mb < math.inf:
-        raise ArgumentError(f"--held-mb is {held_mb:g}: give a finite number above 0")
+        raise ArgumentError(f"--held-mb is {held_mb:g}: give a finite number above 0", field="held_mb", given=held_mb)
     options = RouterOptions(
         host=host, port=port, every_ms=every_ms, hold_s=hold_s, key=key, max_held_bytes=round(held_mb * 1e6)
     )  # fmt: skip

@@ -82,14 +82,16 @@ def run(
     from paellapy.instrument.device.launch_hook import LEAST_SHARE
 
     if not best_effort:
-        raise RunError("`paellapy run` needs --best-effort: write `paellapy run --best-effort script.py`")
+        said = "`paellapy run` needs --best-effort: write `paellapy run --best-effort script.py`"
+        raise RunError(said, field="best_effort")
     if not LEAST_SHARE <= share <= 1:
-        raise RunError(f"--share is {share}: give a part of the time, from {LEAST_SHARE} to 1")
+        said = f"--share is {share}: give a part of the time, from {LEAST_SHARE} to 1"
+        raise RunError(said, field="share", given=share)
     if in_flight < 0:
-        raise RunError(f"--in-flight is {in_flight}: give a number of kernels, or 0 for no limit")
+        raise RunError(f"--in-flight is {in_flight}: give a number of kernels, or 0 for no limit", field="in_flight")
     path = Path(script)
     if not path.is_file():
-        raise RunError(f"there is no script {script}: check its path")
+        raise RunError(f"there is no script {script}: check its path", field="script", given=script)
     _warn_of_own_options(context)
     Guest(name or path.stem, priority, share, engine, in_flight).join()
     gc.collect()

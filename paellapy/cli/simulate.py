@@ -89,7 +89,8 @@ def batch_sizes(batch: str | None) -> list[int] | None:
     try:
         return None if batch is None else [int(size) for size in batch.split(",")]
     except ValueError:
-        raise ArgumentError(f"--batch is {batch!r}: give whole numbers, as in 1,2,4,8") from None
+        said = f"--batch is {batch!r}: give whole numbers, as in 1,2,4,8"
+        raise ArgumentError(said, field="batch", given=batch) from None
 
 
 def tune(

@@ -52,7 +52,8 @@ class Member:
                 raise ValueError
             return parts.hostname, parts.port or (443 if tls else 80), tls
         except ValueError:
-            raise ArgumentError(f"engine {self.name!r} has the address {self.url!r}: give http://HOST:PORT") from None
+            said = f"engine {self.name!r} has the address {self.url!r}: give http://HOST:PORT"
+            raise ArgumentError(said, field="url", given=self.url) from None
 
 
 class Learned:

@@ -52,17 +52,19 @@ class Fleet:
         for what in (self.rates, self.memory_gb):
             if unknown := sorted(set(what) - names):
                 said = f"there is no profile of {', '.join(unknown)}"
-                raise PlanError(f"{said}: add it, or choose models from {', '.join(names)}")
+                raise PlanError(f"{said}: add it, or choose models from {', '.join(names)}", field="profiles")
         if self.gpus < 1:
-            raise PlanError(f"the fleet has {self.gpus} GPUs: give 1 or more")
+            raise PlanError(f"the fleet has {self.gpus} GPUs: give 1 or more", field="gpus", given=self.gpus)
         if not any(rate > 0 for rate in self.rates.values()) or any(rate < 0 for rate in self.rates.values()):
-            raise PlanError("give each model's rate in requests per second, at least one of them above zero")
+            said = "give each model's rate in requests per second, at least one of them above zero"
+            raise PlanError(said, field="rates")
         for name in self.rates:
             if self.gb(name) > self.gpu_gb:
                 said = f"model {name!r} takes {self.gb(name):g} GB, and a GPU has {self.gpu_gb:g}"
-                raise PlanError(f"{said}: it fits on no GPU")
+                raise PlanError(f"{said}: it fits on no GPU", field="memory_gb", given=self.gb(name), limit=self.gpu_gb)
         if sum(map(self.gb, self.rates)) > self.gpus * self.gpu_gb:
-            raise PlanError("the models together need more memory than all GPUs have: add GPUs or remove models")
+            said = "the models together need more memory than all GPUs have: add GPUs or remove models"
+            raise PlanError(said, field="memory_gb", limit=self.gpus * self.gpu_gb)
 
     def gb(self, name: str) -> float:
         return self.memory_gb.get(name, 0.0)
@@ -164,7 +166,8 @@ def pack(fleet: Fleet, spread: float) -> Placement:
 
     for name in names:
         if not place(name):
-            raise PlanError(f"no GPU has {fleet.gb(name):g} GB left for model {name!r}: add GPUs or memory")
+            said = f"no GPU has {fleet.gb(name):g} GB left for model {name!r}: add GPUs or memory"
+            raise PlanError(said, field="memory_gb", given=fleet.gb(name))
     left = set(names)
     while left:
         name = max(sorted(left), key=lambda each: fleet.work(each) / count[each])
@@ -207,7 +210,8 @@ def enough_gpus(fleet: Fleet, goal: float) -> Plan:
     while not is_met(high):
         low, high = high + 1, high * 2
         if high > MOST_GPUS:
-            raise PlanError(f"{MOST_GPUS} GPUs do not reach {goal:.0%}: a model may take longer than its target")
+            said = f"{MOST_GPUS} GPUs do not reach {goal:.0%}: a model may take longer than its target"
+            raise PlanError(said, field="goal", given=goal, limit=MOST_GPUS)
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if is_met(middle) else (middle + 1, high)
@@ -256,17 +260,19 @@ def load_fleet(path: Path) -> tuple[Fleet, float | None]:
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
-        raise PlanError(f"{path} cannot be read: {e}") from None
+        raise PlanError(f"{path} cannot be read: {e}", field="file", given=path) from None
     models = tree.get("models")
     if not isinstance(models, dict) or not models:
-        raise PlanError(f"{path} names no models: add a table [models.NAME] with a rate for each")
+        raise PlanError(f"{path} names no models: add a table [models.NAME] with a rate for each", field="models")
     given = str(tree.get("profiles", "mix"))
     profiles, _ = named_models(given if given == "mix" else str(path.parent / given), None, "virtual:h200")
     if unrated := [name for name, each in models.items() if not isinstance(each, dict) or "rate" not in each]:
-        raise PlanError(f"{path}: [models.{unrated[0]}] has no rate: give its requests a second, as in rate = 100")
+        said = f"{path}: [models.{unrated[0]}] has no rate: give its requests a second, as in rate = 100"
+        raise PlanError(said, field="rate", model=unrated[0])
     goal = tree.get("goal", 0.99)
     if not isinstance(goal, int | float) or not 0 < goal <= 1:
-        raise PlanError(f"{path}: goal = {goal!r}: it is the part of requests within target, above 0 and at most 1")
+        said = f"{path}: goal = {goal!r}: it is the part of requests within target, above 0 and at most 1"
+        raise PlanError(said, field="goal", given=goal)
     try:
         memory_gb = {name: float(each.get("memory_gb", 0.0)) for name, each in models.items()}
         gpu_gb, gpus = float(tree.get("gpu_gb", math.inf)), tree.get("gpus", "auto")
@@ -281,4 +287,5 @@ def load_fleet(path: Path) -> tuple[Fleet, float | None]:
         )
         return fleet, float(goal) if counted else None
     except (KeyError, TypeError, ValueError, AttributeError) as e:
-        raise PlanError(f"{path}: {type(e).__name__}: {e}; each model needs a rate, given as a number") from None
+        said = f"{path}: {type(e).__name__}: {e}; each model needs a rate, given as a number"
+        raise PlanError(said, field="rate") from None

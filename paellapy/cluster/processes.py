@@ -131,11 +131,12 @@ class Routers:
 
     def __init__(self, engines: Mapping[str, str], options: RouterOptions, number: int = 1) -> None:
         if not engines:
-            raise ArgumentError("a router needs engines: give the address of each, as in http://127.0.0.1:8001")
+            said = "a router needs engines: give the address of each, as in http://127.0.0.1:8001"
+            raise ArgumentError(said, field="engines")
         if len({Member(name, url).address for name, url in engines.items()}) < len(engines):
-            raise ArgumentError("two engines have the same address: list each engine once")
+            raise ArgumentError("two engines have the same address: list each engine once", field="engines")
         if number < 1:
-            raise ArgumentError(f"there cannot be {number} routers: give 1 or more")
+            raise ArgumentError(f"there cannot be {number} routers: give 1 or more", field="number", given=number)
         self._engines, self._options = dict(engines), options
         self._shares = Shares(options.host, options.port, number)
         self.url = url_of(self._shares.address, tls=False)

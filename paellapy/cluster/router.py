@@ -56,11 +56,11 @@ class RouterOptions:
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:  # the resolver would take it modulo 65536
-            raise ArgumentError(f"the port {self.port} does not exist: give 0 to 65535")
+            raise ArgumentError(f"the port {self.port} does not exist: give 0 to 65535", field="port", given=self.port)
         held_mb = self.max_held_bytes / 1e6
         for name, value in (("every_ms", self.every_ms), ("hold_s", self.hold_s), ("held_mb", held_mb)):
             if not 0 < value < math.inf:
-                raise ArgumentError(f"{name} is {value:g}: give a finite number above 0")
+                raise ArgumentError(f"{name} is {value:g}: give a finite number above 0", field=name, given=value)
 
 
 @dataclass(slots=True)
@@ -284,7 +284,7 @@ class Router:
         wanted = {each.name: each for each in members}
         addresses = {each.address for each in wanted.values()}
         if len(addresses) < len(wanted):
-            raise ArgumentError("two engines have the same address: list each engine once")
+            raise ArgumentError("two engines have the same address: list each engine once", field="engines")
         for name in [name for name, view in self.views.items() if wanted.get(name) != view.member]:
             self._drop(name)
         for name, member in wanted.items():

@@ -49,7 +49,7 @@ def load(name: str, batch: Sequence[int] = (1, 2, 4, 8), target_ms: float | None
     {'scores': TensorSpec((10,), 'float32')}
     """
     if name not in FORWARDS:
-        raise UnknownModelError(f"no demo model is named {name!r}: choose one of {', '.join(names())}")
+        raise UnknownModelError(f"no demo model is named {name!r}: choose one of {', '.join(names())}", model=name)
     return Model(
         name,
         FORWARDS[name],

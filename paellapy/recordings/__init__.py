@@ -38,7 +38,8 @@ def load(name: str) -> Trace:
         if full in shipped:
             with as_file(files(__name__) / f"{full}{_ENDING}") as path:
                 return Trace.load(path)
-    raise TraceError(f"no recording is named {name!r}: choose one of {', '.join(shipped) or 'none'}")
+    said = f"no recording is named {name!r}: choose one of {', '.join(shipped) or 'none'}"
+    raise TraceError(said, field="name", given=name)
 
 
 def origin(trace: Trace) -> str:

@@ -168,7 +168,7 @@ def prepare(
     """
     by = by or ("model" if isinstance(trace, EngineTrace) and trace.models else "kernel")
     if bins < 1:
-        raise TraceError(f"bins is {bins}: give 1 or more")
+        raise TraceError(f"bins is {bins}: give 1 or more", field="bins", given=bins)
     whole = trace
     if kernel is not None or start_ns is not None or end_ns is not None:
         trace = trace.select(kernel, start_ns=start_ns, end_ns=end_ns)
@@ -180,7 +180,8 @@ def prepare(
     first = first if start_ns is None else start_ns
     last = max(first, last) if end_ns is None else end_ns
     if last < first:
-        raise TraceError(f"start_ns is {first} and end_ns is {last}: end_ns must not be before start_ns")
+        said = f"start_ns is {first} and end_ns is {last}: end_ns must not be before start_ns"
+        raise TraceError(said, field="end_ns", given=last, limit=first)
     # A bin is at least one nanosecond wide.
     bins = max(1, min(bins, last - first))
     axis = axis or time_axis(first, last - first)
@@ -207,14 +208,16 @@ def _for_each(ns: Moment, n: int) -> Sequence[int | None]:
     if not isinstance(ns, Sequence):
         return [ns] * n
     if len(ns) != n:
-        raise TraceError(f"give start_ns and end_ns as one time, or one per trace: {len(ns)} for {_plural(n, 'trace')}")
+        said = f"give start_ns and end_ns as one time, or one per trace: {len(ns)} for {_plural(n, 'trace')}"
+        raise TraceError(said, field="start_ns", given=len(ns), limit=n)
     return ns
 
 
 def check_labels(labels: object) -> None:
     """Checks the labels of two traces before anything is drawn."""
     if isinstance(labels, str) or not isinstance(labels, Sequence) or len(labels) != 2:
-        raise TraceError(f'labels is {labels!r}: give two texts, as in labels=("before", "after")')
+        said = f'labels is {labels!r}: give two texts, as in labels=("before", "after")'
+        raise TraceError(said, field="labels", given=labels)
 
 
 def group(trace: Trace, by: By = "kernel") -> Groups:
@@ -255,12 +258,14 @@ def _labels(trace: Trace, by: By) -> list[str]:
         return [f"{name} #{launch}" for name, launch in zip(kernels, launches["launch"], strict=True)]
     if by == "model":
         if not isinstance(trace, EngineTrace) or not trace.models:
-            raise TraceError("by='model' needs the trace of an engine, recorded by `with engine.trace() as t:`")
+            said = "by='model' needs the trace of an engine, recorded by `with engine.trace() as t:`"
+            raise TraceError(said, field="by", given=by)
         return [trace.models[m] if m >= 0 else "no model's" for m in trace.model_of_launch()]
     if by == "stream":
         _, number = np.unique(launches["stream"], return_inverse=True)
         return [f"stream {n}" for n in number]
-    raise TraceError(f"by is {by!r}: give 'kernel', 'launch', 'stream', 'model' or a mapping of kernel names")
+    said = f"by is {by!r}: give 'kernel', 'launch', 'stream', 'model' or a mapping of kernel names"
+    raise TraceError(said, field="by", given=by)
 
 
 # -- heat maps and residency
@@ -604,12 +609,14 @@ def shown_slices(trace: Trace, sms: Sequence[int] | None) -> list[RangeSlice]:
     """The ranges on these SMs, or on the first two that have any."""
     slices = range_slices(trace)
     if not slices:
-        raise TraceError('this trace has no ranges: mark some in the kernel with `with pp.range("load"):`')
+        said = 'this trace has no ranges: mark some in the kernel with `with pp.range("load"):`'
+        raise TraceError(said, field="ranges")
     if sms is None:
         sms = sorted({s.place // LANES_PER_SM for s in slices})[:_FEW_RANGE_SMS]
     shown = [s for s in slices if s.place // LANES_PER_SM in sms]
     if not shown:
-        raise TraceError(f"this trace has no ranges on SMs {list(sms)}: choose others, or leave out sms")
+        said = f"this trace has no ranges on SMs {list(sms)}: choose others, or leave out sms"
+        raise TraceError(said, field="sms", given=list(sms))
     return shown
 
 

@@ -77,7 +77,7 @@ def plot_requests(trace: Trace, **options: Any) -> Any:
     Options as in `plot_heatmap`.
     """
     if not data.has_requests(trace):
-        raise TraceError("this trace has no requests: record them with `with engine.trace() as t:`")
+        raise TraceError("this trace has no requests: record them with `with engine.trace() as t:`", field="requests")
     return build([trace], (requests_view,), **options)
 
 

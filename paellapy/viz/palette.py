@@ -38,7 +38,8 @@ LOOKS: dict[str, Look] = {
 
 def look(theme: str) -> Look:
     if theme not in LOOKS:
-        raise TraceError(f"there is no theme {theme!r}: choose one of {', '.join(LOOKS)}")
+        said = f"there is no theme {theme!r}: choose one of {', '.join(LOOKS)}"
+        raise TraceError(said, field="theme", given=theme)
     return LOOKS[theme]
 
 
@@ -96,4 +97,5 @@ def need(module: str, what: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         library = module.partition(".")[0]
-        raise MissingExtraError(f"{what} needs {library}: pip install 'paellapy[viz]'") from error
+        said = f"{what} needs {library}: pip install 'paellapy[viz]'"
+        raise MissingExtraError(said, library=library, extra="viz") from error

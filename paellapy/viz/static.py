@@ -135,7 +135,7 @@ def _checked(path: str | os.PathLike[str]) -> Path:
     """The path, if its extension is supported."""
     path = Path(path)
     if path.suffix not in (".png", ".svg", ".pdf"):
-        raise TraceError(f"{path}: give a file name that ends in .png, .svg or .pdf")
+        raise TraceError(f"{path}: give a file name that ends in .png, .svg or .pdf", field="path", given=path)
     return path
 
 
@@ -189,12 +189,13 @@ def draw(
 def _chosen(pictures: Sequence[Picture], view: ViewName | Sequence[ViewName]) -> list[str]:
     wanted: list[str] = [view] if isinstance(view, str) else list(view)
     if unknown := [name for name in wanted if name not in ("all", "ranges", *VIEWS)]:
-        raise TraceError(f"there is no view {unknown[0]!r}: choose from all, {', '.join(VIEWS)}, ranges")
+        said = f"there is no view {unknown[0]!r}: choose from all, {', '.join(VIEWS)}, ranges"
+        raise TraceError(said, field="view", given=unknown[0])
     if "ranges" in wanted:
         check_ranges(pictures)
     there = [data.has_requests(p.whole) for p in pictures]
     if "requests" in wanted and not all(there):
-        raise TraceError("this trace has no requests: record them with `with engine.trace() as t:`")
+        raise TraceError("this trace has no requests: record them with `with engine.trace() as t:`", field="requests")
     if "all" in wanted:
         every = [name for name in VIEWS if name != "requests" or any(there)]
         return [*every, *(name for name in wanted if name == "ranges")]
@@ -399,7 +400,7 @@ VIEWS: dict[str, Callable[[Picture, Any, dict[str, str], Look], None]] = {
 
 def check_ranges(pictures: Sequence[Picture]) -> None:
     if len(pictures) > 1:
-        raise TraceError("the view 'ranges' shows one trace: save a figure of each")
+        raise TraceError("the view 'ranges' shows one trace: save a figure of each", field="view")
     data.shown_slices(pictures[0].trace, None)
 
 

@@ -76,9 +76,10 @@ def live(engine: Engine, *, hz: float = 6.0) -> Any:
     `view.paused = True` freezes the picture and costs nothing; the engine continues.
     """
     if not isinstance(engine, Engine):
-        raise ArgumentError(f"live() takes an Engine, not a {type(engine).__name__}: write pp.live(pp.Engine(…))")
+        said = f"live() takes an Engine, not a {type(engine).__name__}: write pp.live(pp.Engine(…))"
+        raise ArgumentError(said, field="engine")
     if not 0.1 <= hz <= 30:
-        raise ArgumentError(f"hz is {hz}: give from 0.1 to 30 updates per second")
+        raise ArgumentError(f"hz is {hz}: give from 0.1 to 30 updates per second", field="hz", given=hz)
     if engine.closed:
         raise EngineClosedError("the engine is closed: call live() with an open engine")
     return _widget_class()(engine, 1.0 / hz)

@@ -86,17 +86,17 @@ def test_more_load_takes_more_gpus(short_runs):
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "field", "limit"),
     [
-        ({"rates": {"x": 1}}, "no profile of x"),
-        ({"rates": {"a": 0}}, "above zero"),
-        ({"gpus": 0}, "0 GPUs"),
-        ({"memory_gb": {"a": 20}, "gpu_gb": 10}, "20 GB"),
-        ({"memory_gb": {"a": 8, "b": 8}, "gpu_gb": 10, "gpus": 1}, "more memory than all GPUs"),
+        ({"rates": {"x": 1}}, "profiles", None),
+        ({"rates": {"a": 0}}, "rates", None),
+        ({"gpus": 0}, "gpus", None),
+        ({"memory_gb": {"a": 20}, "gpu_gb": 10}, "memory_gb", 10),
+        ({"memory_gb": {"a": 8, "b": 8}, "gpu_gb": 10, "gpus": 1}, "memory_gb", 10),
     ],
 )
-def test_fleets_without_sense_are_refused(more, said):
-    with pytest.raises(PlanError, match=said):
+def test_fleets_without_sense_are_refused(more, field, limit):
+    with pytest.raises(PlanError, check=lambda e: (e.field, getattr(e, "limit", None)) == (field, limit)):
         Fleet(PROFILES, **{"rates": {"a": 10, "b": 1}, "gpus": 2, **more})
 
 
@@ -108,13 +108,10 @@ def test_a_fleet_is_read_from_a_file(tmp_path):
     file.write_text("[models.resnet18]\nrate = 100\n")
     assert load_fleet(file)[1] == 0.99
     wrong = (
-        ("gpus = 2", "names no models"), ("[models.resnet18]", "resnet18. has no rate"), ("x = ", "cannot be read"),
-        ("goal = 1.5\n[models.resnet18]\nrate = 1", "goal = 1.5"), ('[models.resnet18]\nrate = "x"', "rate"),
+        (b"gpus = 2", "models"), (b"[models.resnet18]", "rate"), (b"x = ", "file"), (b"\xff\xfe", "file"),
+        (b"goal = 1.5\n[models.resnet18]\nrate = 1", "goal"), (b'[models.resnet18]\nrate = "x"', "rate"),
     )  # fmt: skip
-    for text, said in wrong:
-        file.write_text(text)
-        with pytest.raises(PlanError, match=said):
+    for text, field in wrong:
+        file.write_bytes(text)
+        with pytest.raises(PlanError, check=lambda e, field=field: e.field == field):
             load_fleet(file)
-    file.write_bytes(b"\xff\xfe")
-    with pytest.raises(PlanError, match="cannot be read"):
-        load_fleet(file)

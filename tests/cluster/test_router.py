@@ -315,9 +315,9 @@ def test_a_router_that_has_not_heard_its_engines_yet_calls_no_model_unknown(engi
 
 
 def test_two_engines_at_one_address_are_refused(engines):
-    with routing({}) as router, pytest.raises(ArgumentError, match="same address"):
+    with routing({}) as router, pytest.raises(ArgumentError, check=lambda e: e.field == "engines"):
         router.set_engines({"a": engines["a"].url, "b": engines["a"].url})
-    with pytest.raises(ArgumentError, match="http://HOST:PORT"):
+    with pytest.raises(ArgumentError, check=lambda e: (e.field, e.given) == ("url", "nowhere")):
         _ = Member("a", "nowhere").address
 
 

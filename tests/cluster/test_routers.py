@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -52,40 +53,34 @@ def test_an_actors_router_listens_when_it_knows_its_engines_and_says_why_it_cann
 
 
 @pytest.mark.parametrize(
-    ("engines", "number", "said"),
+    ("engines", "number", "field"),
     [
-        ({}, 1, "needs engines"),
-        ({"a": "http://x:1", "b": "http://x:1"}, 1, "same address"),
-        ({"a": "http://x:1"}, 0, "0 routers"),
+        ({}, 1, "engines"),
+        ({"a": "http://x:1", "b": "http://x:1"}, 1, "engines"),
+        ({"a": "http://x:1"}, 0, "number"),
     ],
 )
-def test_routers_without_sense_are_refused(engines, number, said):
-    with pytest.raises(ArgumentError, match=said):
+def test_routers_without_sense_are_refused(engines, number, field):
+    with pytest.raises(ArgumentError, check=lambda e: e.field == field):
         Routers(engines, RouterOptions(port=0), number)
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"port": 99999}, "port 99999"),
-        ({"port": -1}, "port -1"),
-        ({"every_ms": 0}, "every_ms is 0"),
-        ({"hold_s": float("nan")}, "hold_s is nan"),
-        ({"max_held_bytes": -1_000_000}, "held_mb is -1"),
-    ],
+    ("field", "value"), [("port", 99999), ("port", -1), ("every_ms", 0), ("hold_s", math.nan), ("held_mb", -1.0)]
 )
-def test_options_without_sense_are_refused(options, said):
-    with pytest.raises(ArgumentError, match=said):
+def test_options_without_sense_are_refused(field, value):
+    options = {"max_held_bytes": -1_000_000} if field == "held_mb" else {field: value}
+    with pytest.raises(ArgumentError, check=lambda e: e.field == field and repr(e.given) == repr(value)):
         RouterOptions(**options)
 
 
 @pytest.mark.parametrize("held_mb", [float("nan"), float("inf"), 0.0])
 def test_the_command_refuses_what_no_router_can_hold(held_mb):
-    with pytest.raises(ArgumentError, match="--held-mb"):
+    with pytest.raises(ArgumentError, check=lambda e: e.field == "held_mb"):
         route(["http://127.0.0.1:1"], held_mb=held_mb)
 
 
 def test_engines_have_names():
     assert named_engines(["http://x:1", "b=http://x:2"]) == {"engine-0": "http://x:1", "b": "http://x:2"}
-    with pytest.raises(ArgumentError, match="two engines are named"):
+    with pytest.raises(ArgumentError, check=lambda e: e.given == "b"):
         named_engines(["b=http://x:1", "b=http://x:2"])

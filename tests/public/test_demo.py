@@ -110,7 +110,7 @@ def test_models_are_described() -> None:
 
 
 def test_an_unknown_model_is_refused() -> None:
-    with pytest.raises(UnknownModelError, match=r"'rnn'.*mlp, cnn, transformer"):
+    with pytest.raises(UnknownModelError, check=lambda e: e.model == "rnn"):
         demo.load("rnn")
 
 

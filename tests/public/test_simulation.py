@@ -40,7 +40,7 @@ def test_a_single_profile_is_simulated_and_what_is_none_is_named() -> None:
     load = pp.Poisson(1000, "net", duration=0.02)
     assert pp.simulate(net, load).all.completed == pp.simulate([net], load).all.completed > 0
     for wrong in ("mix", 3, [net, "net"]):
-        with pytest.raises(pp.PaellaError, match=r"give a pp\.Model"):
+        with pytest.raises(pp.PaellaError, check=lambda e: e.field == "models"):
             pp.simulate(wrong, load)  # type: ignore[arg-type]
 
 
@@ -85,7 +85,7 @@ def test_a_picture_has_an_ending_that_can_be_drawn(tmp_path: Path, name: str) ->
     pytest.importorskip("matplotlib")
     result = CliRunner().invoke(cli.app, ["simulate", "mix", "--plot", str(tmp_path / name)])
     assert isinstance(result.exception, OutputError)
-    assert ".png" in str(result.exception)
+    assert result.exception.path == tmp_path / name
     assert "virtual:h200" not in result.output  # nothing was simulated
 
 
@@ -95,7 +95,7 @@ def test_without_matplotlib_a_picture_is_refused_at_once(tmp_path: Path, monkeyp
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = CliRunner().invoke(cli.app, ["simulate", "mix", "--plot", str(tmp_path / "run.png")])
     assert isinstance(result.exception, pp.MissingExtraError)
-    assert "pip install 'paellapy[viz]'" in str(result.exception)
+    assert result.exception.library == "matplotlib"
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def profiles_file(tmp_path: Path) -> str:
 
 def test_a_file_says_itself_which_batch_sizes_there_are(profiles_file: str) -> None:
     result = CliRunner().invoke(cli.app, ["simulate", profiles_file, "--batch", "4"])
-    assert "--batch" in str(result.exception)
+    assert result.exception.field == "batch"
 
 
 def test_admission_says_where_there_is_nothing_to_hold(profiles_file: str, tmp_path: Path) -> None:

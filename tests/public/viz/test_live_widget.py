@@ -20,6 +20,7 @@ from browser import Browser, find_chromium
 from engine_models import random_inputs, scale_model
 
 import paellapy as pp
+from paellapy.scheduler.core.errors import EngineClosedError
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.viz import widgets
 
@@ -67,9 +68,9 @@ def test_it_follows_the_requests_that_run(engine, view):
 
 
 def test_a_paused_view_stands_still_and_watches_nothing(engine, view):
-    watchers = len(engine._front.watchers)
+    watchers = len(engine._producer.watchers)
     view.paused = True
-    assert len(engine._front.watchers) == watchers - 1
+    assert len(engine._producer.watchers) == watchers - 1
     seen = view.snapshot
     ask(engine, 3)
     assert view.snapshot["models"][0]["recent"] == seen["models"][0]["recent"] == 0
@@ -79,13 +80,13 @@ def test_a_paused_view_stands_still_and_watches_nothing(engine, view):
 
 
 def test_closing_it_leaves_no_thread_and_the_engine_running(engine):
-    before, watchers = looking(), len(engine._front.watchers)
+    before, watchers = looking(), len(engine._producer.watchers)
     view = pp.live(engine)
     assert len(looking()) == len(before) + 1
     view.close()
     view.close()
     assert looking() == before
-    assert len(engine._front.watchers) == watchers
+    assert len(engine._producer.watchers) == watchers
     ask(engine)
 
 
@@ -114,19 +115,19 @@ def test_a_message_from_the_browser_switches_the_policy(engine, view):
 
 
 def test_bad_input_is_named(engine):
-    with pytest.raises(pp.ArgumentError, match="takes an Engine, not a str"):
+    with pytest.raises(pp.ArgumentError, check=lambda e: e.field == "engine"):
         pp.live("engine")
-    with pytest.raises(pp.ArgumentError, match="hz is 0"):
+    with pytest.raises(pp.ArgumentError, check=lambda e: (e.field, e.given) == ("hz", 0)):
         pp.live(engine, hz=0)
     engine.close()
-    with pytest.raises(pp.PaellaError, match="closed"):
+    with pytest.raises(EngineClosedError):
         pp.live(engine)
 
 
 def test_without_anywidget_it_says_which_extra_to_install(engine, monkeypatch):
     widgets._widget_class.cache_clear()
     monkeypatch.setitem(sys.modules, "anywidget", None)
-    with pytest.raises(pp.MissingExtraError, match=r"anywidget: pip install 'paellapy\[viz\]'"):
+    with pytest.raises(pp.MissingExtraError, check=lambda e: (e.library, e.extra) == ("anywidget", "viz")):
         pp.live(engine)
     assert not looking()
 

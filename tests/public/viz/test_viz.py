@@ -87,7 +87,7 @@ def test_colours_may_stand_for_launches_streams_or_models() -> None:
     assert data.prepare(trace, by="stream").groups.names == ("stream 0", "stream 1")
     picture = data.prepare(trace, by={"gemm": "bert", "add<int>": "bert"})
     assert picture.groups.names == ("bert", "softmax")
-    with pytest.raises(TraceError, match="'sm'"):
+    with pytest.raises(TraceError, check=lambda e: (e.field, e.given) == ("by", "sm")):
         data.prepare(trace, by="sm")  # type: ignore[arg-type]
 
 
@@ -190,9 +190,9 @@ def test_a_window_is_binned_anew() -> None:
     (heat,) = of_type(trace.plot_heatmap(bins=10, start_ns=EPOCH + 4000, end_ns=EPOCH + 6000), "heatmap")
     np.testing.assert_array_equal(heat.z, trace.occupancy(10, EPOCH + 4000, EPOCH + 6000).resident.astype(np.float32))
     assert (heat.x[0], heat.x[-1]) == (0, 2)
-    with pytest.raises(TraceError, match="end_ns must not be before"):
+    with pytest.raises(TraceError, check=lambda e: (e.given, e.limit) == (EPOCH, EPOCH + 9)):
         trace.plot(start_ns=EPOCH + 9, end_ns=EPOCH)
-    with pytest.raises(TraceError, match="bins is 0"):
+    with pytest.raises(TraceError, check=lambda e: (e.field, e.given) == ("bins", 0)):
         trace.plot(bins=0)
 
 
@@ -215,7 +215,7 @@ def test_two_traces_have_two_labels(labels: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     save = partial(pp.viz.save_comparison, path=tmp_path / "both.png")
     for draw in (pp.compare, pp.viz.compare_picture, save):
-        with pytest.raises(TraceError, match="two texts"):
+        with pytest.raises(TraceError, check=lambda e: (e.field, e.given) == ("labels", labels)):
             draw(make(MIX), make(MIX[:3]), labels=labels)
 
 
@@ -233,7 +233,7 @@ def test_parts_of_two_traces_may_be_compared_in_pictures_and_files(tmp_path: Pat
     assert pp.viz.save_comparison(first, first, tmp_path / "x.png", "gantt", kernel="gemm", **one_clock).exists()
     for heat in of_type(pp.compare(first, later, kernel="gemm", bins=10, **window), "heatmap"):
         np.testing.assert_array_equal(heat.z, expected.astype(np.float32))
-    with pytest.raises(TraceError, match="3 for 2 traces"):
+    with pytest.raises(TraceError, check=lambda e: (e.given, e.limit) == (3, 2)):
         pp.compare(first, later, start_ns=(1, 2, 3))
 
 
@@ -254,7 +254,7 @@ def test_light_and_dark() -> None:
     trace = make(MIX)
     assert trace.plot(theme="dark").layout.template.layout.paper_bgcolor == "rgb(17,17,17)"
     assert trace.plot().layout.template.layout.paper_bgcolor == "white"
-    with pytest.raises(TraceError, match="no theme 'pink'"):
+    with pytest.raises(TraceError, check=lambda e: (e.field, e.given) == ("theme", "pink")):
         trace.plot(theme="pink")
 
 
@@ -410,7 +410,7 @@ def test_blocks_of_no_model_are_called_so() -> None:
     trace = engine_trace()
     trace.know(trace.jobs, trace.segments, trace.owners[1:], trace.models, "fifo", False)
     assert data.prepare(trace).groups.names == ("no model's", "bert")
-    with pytest.raises(TraceError, match="by='model'"):
+    with pytest.raises(TraceError, check=lambda e: (e.field, e.given) == ("by", "model")):
         data.prepare(make(MIX), by="model")
 
 
@@ -436,7 +436,7 @@ def test_of_very_many_requests_the_slowest_are_shown(monkeypatch: pytest.MonkeyP
 
 
 def test_other_traces_have_no_requests() -> None:
-    with pytest.raises(TraceError, match=r"engine\.trace\(\)"):
+    with pytest.raises(TraceError, check=lambda e: e.field == "requests"):
         make(MIX).plot_requests()
 
 
@@ -467,9 +467,9 @@ def test_without_plotly_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatc
     for library in ("plotly", "matplotlib"):
         monkeypatch.setitem(sys.modules, library, None)
     trace = make(MIX)
-    with pytest.raises(pp.MissingExtraError, match=r"needs plotly: pip install 'paellapy\[viz\]'"):
+    with pytest.raises(pp.MissingExtraError, check=lambda e: (e.library, e.extra) == ("plotly", "viz")):
         trace.plot()
-    with pytest.raises(ImportError, match=r"needs matplotlib: pip install 'paellapy\[viz\]'"):
+    with pytest.raises(ImportError, check=lambda e: e.library == "matplotlib"):
         trace.save_figure(tmp_path / "x.png")
 
 
@@ -540,7 +540,7 @@ def test_two_traces_side_by_side_in_one_file(tmp_path: Path) -> None:
         again = pp.viz.save_comparison(*both, tmp_path / f"again.{ending}", ["requests", "gantt"],
                                        labels=("streams", "paella"))  # fmt: skip
         assert again.read_bytes() == path.read_bytes(), "the same traces make the same file"
-    with pytest.raises(TraceError, match="no requests"):
+    with pytest.raises(TraceError, check=lambda e: e.field == "requests"):
         pp.viz.save_comparison(both[0], make(MIX), tmp_path / "x.png", "requests")
 
 
@@ -553,15 +553,15 @@ def test_a_picture_shows_itself_in_a_notebook_and_can_be_saved(tmp_path: Path) -
     assert still.save(tmp_path / "x.svg").read_text().startswith("<?xml")
     both = pp.viz.compare_picture(make(MIX), make(MIX[:3]), "heatmap", labels=("one", "other"))
     assert [ax.get_title("left").strip() for ax in both.figure.axes[:2]] == ["one", "other"]
-    with pytest.raises(TraceError, match="no requests"):
+    with pytest.raises(TraceError, check=lambda e: e.field == "requests"):
         make(MIX).picture("requests")
 
 
 def test_static_figures_refuse_what_they_cannot_write(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    with pytest.raises(TraceError, match=r"\.png, \.svg or \.pdf"):
+    with pytest.raises(TraceError, check=lambda e: e.given == tmp_path / "x.gif"):
         make(MIX).save_figure(tmp_path / "x.gif")
-    with pytest.raises(TraceError, match="no view 'pie'"):
+    with pytest.raises(TraceError, check=lambda e: (e.field, e.given) == ("view", "pie")):
         make(MIX).save_figure(tmp_path / "x.png", "pie")
 
 
