@@ -19,7 +19,7 @@ from paellapy.instrument.numba_ext.cache import EntryCache
 from paellapy.scheduler.core import codes, rings, tables
 from paellapy.scheduler.core.admission import ADMISSION_REQUEST, ADMITTED, end_admitted, new_limits, reader, try_admit
 from paellapy.scheduler.core.atomics import call_launch, call_write, copy_bytes, load_at, store_at
-from paellapy.scheduler.core.instances import copy_inputs
+from paellapy.scheduler.core.copier import copy_inputs
 from paellapy.scheduler.core.profiles import ModelProfile
 from paellapy.scheduler.core.rings import must_ring
 from paellapy.scheduler.core.state import Limits, producer_rows, read_clock

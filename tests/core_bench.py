@@ -11,11 +11,45 @@ import numpy as np
 from core_check import check_integrity
 
 from paellapy.instrument.gpu_model.parts import part
+from paellapy.instrument.numba_ext.link import compiled
 from paellapy.scheduler.core import codes, rings, step, tables
 from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.install import install, open_model, post_message
 from paellapy.scheduler.core.profiles import Capacity, ModelProfile, SegmentProfile, set_capacity
 from paellapy.scheduler.policies.policy import Policy, attach_policy, find_policy
+
+# A producer in the core's process.
+
+
+@compiled
+def claim(s: st.State, producer: int, model: int, client: int = 0) -> int:
+    """A slot to write inputs into: instance · rings.SLOTS + slot, or rings.STAGED. A claimed slot must be posted."""
+    return int(rings.claim_slot(s, producer, model, client))
+
+
+@compiled
+def mark_ready(s: st.State, instance: int, slot: int) -> None:
+    """Marks the inputs of a claimed slot as written."""
+    rings.set_ready(s, instance, slot)
+
+
+@compiled
+def release(s: st.State, instance: int, slot: int) -> None:
+    """Marks the outputs of a completed request as read."""
+    rings.clear_hold(s, instance, slot)
+
+
+@compiled
+def ask_to_be_woken(s: st.State, producer: int) -> None:
+    """The next completion is to write to the producer's eventfd. Look at the ring after this, and then sleep."""
+    rings.announce_sleep(rings.address(s.wake, producer), rings.ANYTHING)
+
+
+@compiled
+def take_done(s: st.State, producer: int, into: tables.Table) -> int:
+    """Moves at most len(into) completions out of the ring; returns their number. One consumer at a time."""
+    return int(rings.take_completions(s, producer, into.ctypes.data, into.shape[0]))
+
 
 LIMITS = st.Limits(
     models=4, instances=16, instances_per_model=4, sizes=3, batch=8, segments=8, requests=48, clients=4, inputs=2
@@ -72,7 +106,7 @@ class Bench:
         self.serial += 1
         row = self.free.pop()
         s = self.state
-        claimed = rings.claim(s, 0, model, client) if direct else rings.STAGED
+        claimed = claim(s, 0, model, client) if direct else rings.STAGED
         instance, slot = (codes.NONE, codes.NONE) if claimed == rings.STAGED else divmod(claimed, rings.SLOTS)
         message = rings.Message(
             kind=codes.SUBMIT, request=row, serial=self.serial, tag=1000 + self.serial, model=model, instance=instance,
@@ -89,12 +123,12 @@ class Bench:
     def write(self) -> None:
         """A producer finishes writing one slot."""
         if self.unready:
-            rings.mark_ready(self.state, *self.unready.pop(0))
+            mark_ready(self.state, *self.unready.pop(0))
 
     def read(self) -> None:
         """A producer has read one output."""
         if self.unread:
-            rings.release(self.state, *self.unread.pop(0))
+            release(self.state, *self.unread.pop(0))
 
     def cancel(self, serial: int) -> None:
         post_message(self.state, codes.CANCEL, request=self.rows.get(serial, 0), serial=serial)
@@ -127,7 +161,7 @@ class Bench:
     def take(self) -> list[int]:
         into = np.zeros(64, tables.COMPLETION)
         finished = []
-        while n := rings.take_done(self.state, 0, into):
+        while n := take_done(self.state, 0, into):
             for entry in into[:n].copy():
                 if entry["request"] < 0:
                     self.closed.append(int(entry["model"]))

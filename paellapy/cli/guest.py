@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.device import launch_hook
-from paellapy.scheduler.core.rings import SharedBlock
+from paellapy.scheduler.core.processes import SharedBlock
 from paellapy.scheduler.engine.guests import Greeting, GreetingError, NoEngineError, knock
 
 _MOST_IN_FLIGHT = 1 << 32

@@ -23,7 +23,8 @@ from paellapy.scheduler.backends.base import RETRY_S, broken_loop
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import call_write, load_at, store_at
 from paellapy.scheduler.core.codes import FAIL_MODE
-from paellapy.scheduler.core.instances import Copier, awaits_reads
+from paellapy.scheduler.core.copier import Copier
+from paellapy.scheduler.core.instances import awaits_reads
 from paellapy.scheduler.core.rings import Bell, arm
 from paellapy.scheduler.core.state import State, read_clock
 from paellapy.scheduler.core.step import run, wake_producers

@@ -23,7 +23,7 @@ from paellapy.instrument.device.driver import CudaArray, CudaStream, check, driv
 from paellapy.instrument.errors import LaunchError, PaellaError
 from paellapy.scheduler.backends.cuda_graphs import words_of
 from paellapy.scheduler.core.errors import MemoryPlanError
-from paellapy.scheduler.core.rings import SharedBlock
+from paellapy.scheduler.core.processes import SharedBlock
 from paellapy.scheduler.models.memory import InstancePlan, Memory, readable_bytes
 from paellapy.scheduler.models.torch_capture import InstanceDraws, TorchPool
 from paellapy.scheduler.models.weights import COPY_BYTES, Bytes, Layout, WeightRange

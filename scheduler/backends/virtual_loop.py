@@ -27,9 +27,10 @@ from paellapy.instrument.numba_ext.link import call_with, compile_for, compiled,
 from paellapy.instrument.numba_ext.tables import TableSet, table, table_set
 from paellapy.scheduler.backends.base import RETRY_S, broken_loop
 from paellapy.scheduler.backends.virtual_launches import PieceTracer, VirtualLaunches
-from paellapy.scheduler.core.atomics import call_back, call_ppoll, call_run, call_write, load_at, store_at, usable_cpus
+from paellapy.scheduler.core.atomics import call_back, call_ppoll, call_run, call_write, load_at, store_at
 from paellapy.scheduler.core.codes import NEVER, WHOLE
 from paellapy.scheduler.core.instances import awaits_reads
+from paellapy.scheduler.core.processes import usable_cpus
 from paellapy.scheduler.core.rings import Bell, arm
 from paellapy.scheduler.core.state import State, read_clock
 from paellapy.scheduler.core.step import wake_producers

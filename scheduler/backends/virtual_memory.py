@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from paellapy.instrument.device.virtual import VirtualArray
-from paellapy.scheduler.core.rings import SharedBlock
+from paellapy.scheduler.core.processes import SharedBlock
 from paellapy.scheduler.models.memory import ALIGN, Memory
 from paellapy.scheduler.models.weights import Bytes, Layout, WeightRange
 

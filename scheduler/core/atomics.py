@@ -6,8 +6,6 @@ through this module.
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 from llvmlite import ir
@@ -163,19 +161,3 @@ def copy_bytes(typing: Any, target: Any, source: Any, count: Any) -> Generated:
         return context.get_dummy_value()
 
     return types.void(types.uint64, types.uint64, types.uint64), generate
-
-
-# The number of CPUs available to this process, which decides whether a thread may spin.
-
-
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")
-
-
-def usable_cpus(quota: Path = _QUOTA) -> float:
-    """The number of CPUs that this process may use at once, including the quota of its container."""
-    found = len(os.sched_getaffinity(0))
-    try:
-        allowed, period = quota.read_text().split()
-        return min(found, int(allowed) / int(period))
-    except (OSError, ValueError):  # there is no quota, or it is "max"
-        return found

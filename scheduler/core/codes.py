@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-from typing import Any
-
 NEVER = 1 << 62  # a time that never comes: no deadline, no target
 NONE = -1  # no row
 OWN_ROWS = 64  # request rows of the engine's own process, where other processes have producers
@@ -82,33 +79,3 @@ MOST_SLOTS = 64 * MASK_WORDS
 GATES = 16  # gates of other processes
 
 WHOLE = -1  # out.segment: the whole program
-
-
-# Priorities of models, leases and other processes: integers that the core's tables can hold.
-
-
-_LONGEST = 40
-
-
-def checked_priority(given: Any) -> int:
-    """The priority as an integer; ValueError if it is none, or out of range.
-
-    >>> checked_priority(-1)
-    -1
-    """
-    try:
-        number = int(given) if isinstance(given, float) and given.is_integer() else operator.index(given)
-    except TypeError:
-        number = NEVER
-    if not -NEVER < number < NEVER:
-        raise ValueError(f"priority={shortened(given)}; the priority must be an integer between -2⁶² and 2⁶²")
-    return number
-
-
-def shortened(given: Any) -> str:
-    """A value as in Python, cut where it is long."""
-    try:
-        text = repr(given)
-    except ValueError:  # Python does not print integers of many thousand digits
-        text = f"an integer of {given.bit_length()} bits"
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"

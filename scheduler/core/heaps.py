@@ -142,12 +142,12 @@ def heap_out(r: Table, root: int, row: int) -> int:
     return root
 
 
-# --- a queue of requests: a model's, or a client's ------------------------------------------------------------------
+# --- a queue of requests: a model's, or a held-back one
 
 
 @part
 def queue_add(s: State, queue: Any, row: int) -> None:
-    """Adds a row to the queue in a row of `State.model` or `State.client`."""
+    """Adds a row to the queue in a row of `State.model` or `State.held_back`."""
     requests = s.request
     requests[row].left, requests[row].right, requests[row].up = codes.NONE, codes.NONE, codes.NONE
     last = queue.last

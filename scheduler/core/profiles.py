@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import operator
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -73,6 +74,33 @@ def _resolve(state: State, model: int) -> None:
     values = dict(zip(state.model_params["key"][model], state.model_params["value"][model], strict=True))
     for k, (key, value) in enumerate(zip(state.policy_params["key"], state.policy_params["value"], strict=True)):
         state.param[model, k] = values.get(key, value) if key else 0.0
+
+
+_LONGEST = 40
+
+
+def checked_priority(given: Any) -> int:
+    """The priority as an integer; ValueError if it is none, or out of range.
+
+    >>> checked_priority(-1)
+    -1
+    """
+    try:
+        number = int(given) if isinstance(given, float) and given.is_integer() else operator.index(given)
+    except TypeError:
+        number = codes.NEVER
+    if not -codes.NEVER < number < codes.NEVER:
+        raise ValueError(f"priority={shortened(given)}; the priority must be an integer between -2⁶² and 2⁶²")
+    return number
+
+
+def shortened(given: Any) -> str:
+    """A value as in Python, cut where it is long."""
+    try:
+        text = repr(given)
+    except ValueError:  # Python does not print integers of many thousand digits
+        text = f"an integer of {given.bit_length()} bits"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
 class ProfileError(PaellaError, ValueError):

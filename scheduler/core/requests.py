@@ -56,33 +56,31 @@ def post_completion(s: State, row: int, model: int, status: int, now: int) -> No
     producer = s.request[row].producer if row >= 0 else 0
     tail = s.ring[producer, codes.DONE_TAIL, 0]
     entry = s.done[producer, np.int64(tail) & (s.done.shape[1] - 1)]
-    entry.request, entry.model, entry.status, entry.finish_ns = row, model, status, now
+    entry.request = row
+    entry.model = model
+    entry.status = status
+    entry.finish_ns = now
     entry.error = core.error
-    entry.instance, entry.slot, entry.batch, entry.size, entry.started_ns = (
-        codes.NONE,
-        codes.NONE,
-        0,
-        codes.NONE,
-        codes.NEVER,
-    )
-    entry.client, entry.priority, entry.arrival_ns, entry.deadline_ns = codes.NONE, 0, now, codes.NEVER
-    entry.serial = entry.tag = np.uint64(0)
     entry.first = core.first_of_batch
     core.first_of_batch = 0
-    if row >= 0:
+    entry.batch = 0
+    entry.size = codes.NONE
+    entry.started_ns = codes.NEVER
+    if row < 0:
+        entry.instance = entry.slot = entry.client = codes.NONE
+        entry.priority = 0
+        entry.arrival_ns, entry.deadline_ns = now, codes.NEVER
+        entry.serial = entry.tag = np.uint64(0)
+    else:
         request = s.request[row]
-        entry.serial, entry.tag, entry.client, entry.priority = (
-            request.serial,
-            request.tag,
-            request.client,
-            request.priority,
-        )
-        entry.arrival_ns, entry.deadline_ns, entry.instance, entry.slot = (
-            request.arrival_ns,
-            request.deadline_ns,
-            request.instance,
-            request.slot,
-        )
+        entry.instance = request.instance
+        entry.slot = request.slot
+        entry.client = request.client
+        entry.priority = request.priority
+        entry.arrival_ns = request.arrival_ns
+        entry.deadline_ns = request.deadline_ns
+        entry.serial = request.serial
+        entry.tag = request.tag
         if request.instance >= 0:
             entry.batch = s.instance[request.instance].taken
             entry.size = s.instance[request.instance].size

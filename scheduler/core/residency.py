@@ -20,8 +20,8 @@ import numpy as np
 
 from paellapy.instrument.numba_ext.link import address_of, part, reachable
 from paellapy.scheduler.core import codes
+from paellapy.scheduler.core.abort import abort
 from paellapy.scheduler.core.atomics import call_asking, call_write, load_at, store_at
-from paellapy.scheduler.core.expire import abort
 from paellapy.scheduler.core.instances import mark_instance_dirty
 from paellapy.scheduler.core.requests import rank_instance
 from paellapy.scheduler.core.rings import address

@@ -9,20 +9,16 @@ no other.
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import mmap
 import os
-import weakref
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from paellapy.instrument.numba_ext.link import compiled, part
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import and_at, copy_bytes, exchange_at, fence, load_at, or_at, store_at
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.core.tables import COMPLETION, SUBMISSION, Table, Words, struct_fields
+from paellapy.scheduler.core.tables import COMPLETION, SUBMISSION, Words, struct_fields
 
 # Sleeping and waking: an eventfd with a flag beside it, so that ringing a loop that is awake needs no system call.
 
@@ -287,99 +283,11 @@ def take_completions(s: State, producer: int, into: int, most: int) -> int:
     return n
 
 
-# Functions for a producer in the core's process; `engine.producer_calls` has faster versions of them.
-
-
-@compiled
-def claim(s: State, producer: int, model: int, client: int = 0) -> int:
-    """A slot to write inputs into: instance · SLOTS + slot, or STAGED. A claimed slot must be posted."""
-    return int(claim_slot(s, producer, model, client))
-
-
 @compiled
 def post(s: State, producer: int, message: int) -> bool:
     """Posts a `Message`, by its address, to the core, from any thread; False if the ring is full.
 
     Without a slot, the core copies the inputs from `source`, which must stay until the completion. With a slot, write
-    the inputs there at once, then call `mark_ready`; the instance waits for it.
+    the inputs there at once, then mark the slot as ready; the instance waits for it.
     """
     return bool(publish(s, producer, message))
-
-
-@compiled
-def mark_ready(s: State, instance: int, slot: int) -> None:
-    """Marks the inputs of a claimed slot as written."""
-    set_ready(s, instance, slot)
-
-
-@compiled
-def release(s: State, instance: int, slot: int) -> None:
-    """Marks the outputs of a completed request as read."""
-    clear_hold(s, instance, slot)
-
-
-@compiled
-def ask_to_be_woken(s: State, producer: int) -> None:
-    """The next completion is to write to the producer's eventfd. Look at the ring after this, and then sleep."""
-    announce_sleep(address(s.wake, producer), ANYTHING)
-
-
-@compiled
-def take_done(s: State, producer: int, into: Table) -> int:
-    """Moves at most len(into) completions out of the ring; returns their number. One consumer at a time."""
-    return int(take_completions(s, producer, into.ctypes.data, into.shape[0]))
-
-
-# Memory shared by several processes: anonymous, and passed between them as a file descriptor.
-
-
-_PAGE = mmap.PAGESIZE
-# No process that has the descriptor can change the block's size: a page that is cut off would kill its readers.
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
-
-class SharedBlock:
-    """A block of zeroes with a descriptor, or the same block in another process, mapped from that descriptor.
-
-    It is freed with the last array over it. Pages use memory only once they are written. No process can change its
-    size.
-
-    >>> block = SharedBlock(100)
-    >>> SharedBlock.of(os.dup(block.fd)).array is not block.array
-    True
-    """
-
-    def __init__(self, nbytes: int, fd: int = -1) -> None:
-        if fd < 0:
-            fd = os.memfd_create("paellapy", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(fd, -(-max(1, nbytes) // _PAGE) * _PAGE)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-        self.fd, self.nbytes = fd, os.fstat(fd).st_size
-        self.array: NDArray[np.uint8] = np.frombuffer(mmap.mmap(fd, self.nbytes), np.uint8)
-        self._close = weakref.finalize(self, os.close, fd)
-
-    @staticmethod
-    def of(fd: int) -> SharedBlock:
-        """Maps a block of another process; this object owns the descriptor from now on."""
-        return SharedBlock(0, fd)
-
-    @property
-    def address(self) -> int:
-        return int(self.array.ctypes.data)
-
-    def close_descriptor(self) -> None:
-        """Closes the descriptor, when no other process will map the block."""
-        self._close()
-
-
-def name_process(name: str) -> None:
-    """Sets the name that `ps` and `top` show: up to 15 characters."""
-    libc: Any = ctypes.CDLL(None)
-    libc.prctl(15, ctypes.create_string_buffer(name.encode()[:15]))  # PR_SET_NAME
-
-
-def die_with_parent(signal: int) -> None:
-    """Makes the kernel send this process the signal when its parent ends in any way."""
-    libc: Any = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(1, ctypes.c_ulong(signal)) != 0:  # PR_SET_PDEATHSIG
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")

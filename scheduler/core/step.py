@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 
 from paellapy.instrument.numba_ext.link import address_of, call_with, compiled, part, reachable
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.admission import predict_finish
+from paellapy.scheduler.core.abort import expire, fail_all
 from paellapy.scheduler.core.atomics import call_telling, call_write, load_at, store_at
 from paellapy.scheduler.core.choose import choose, reconcile_all
 from paellapy.scheduler.core.concurrency import LINGERS, average_queue, update_gates
-from paellapy.scheduler.core.expire import expire, reclaim
 from paellapy.scheduler.core.instances import mark_instance_dirty, poll_held
 from paellapy.scheduler.core.launch import (
     began_ns,
@@ -34,12 +33,15 @@ from paellapy.scheduler.core.requests import fill_instance_job, fill_segment
 from paellapy.scheduler.core.rings import address, must_ring
 from paellapy.scheduler.core.shares import charge, leave_gpu, take_gpu_time
 from paellapy.scheduler.core.state import State, read_clock
-from paellapy.scheduler.core.submit import fail_all, take_submissions
+from paellapy.scheduler.core.submit import take_submissions
 from paellapy.scheduler.core.tables import Words
 from paellapy.scheduler.core.throttle import update_top_priority
 from paellapy.scheduler.core.weights import moves_under_way
 
-# Completing in the core: segments that have ended, and the policy's `done` and `tick`.
+_ZERO = np.uint64(0)
+
+
+# --- segments that have ended, and the policy's `done` and `tick`
 
 
 @part
@@ -123,9 +125,7 @@ def poll_completions(s: State, now: int) -> None:
             segment_done(s, instance, now)
 
 
-__all__ = ["attach_loop", "attach_step", "predict_finish", "reclaim", "run", "step"]
-
-_ZERO = np.uint64(0)
+# --- the step and the loop
 
 
 @part

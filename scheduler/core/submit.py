@@ -11,21 +11,13 @@ from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import load_at, store_at
 from paellapy.scheduler.core.concurrency import close_gates
 from paellapy.scheduler.core.heaps import heap_add, queue_add
-from paellapy.scheduler.core.instances import (
-    close_instance,
-    count_queued,
-    fill_slot,
-    free_instance,
-    mark_instance_dirty,
-    mark_model_dirty,
-    wait_for_copy,
-)
+from paellapy.scheduler.core.instances import count_queued, fill_slot, mark_instance_dirty, mark_model_dirty
 from paellapy.scheduler.core.job import PER_MODEL, READS_SEGMENT
-from paellapy.scheduler.core.requests import checked_rank, complete, fill_job, fill_segment, fill_terms, post_completion
+from paellapy.scheduler.core.requests import checked_rank, fill_job, fill_segment, fill_terms, post_completion
 from paellapy.scheduler.core.rings import address
 from paellapy.scheduler.core.shares import count_accepted
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.core.throttle import forget_held_back, hold_back, limit_ends_ns, must_hold_back
+from paellapy.scheduler.core.throttle import hold_back, limit_ends_ns, must_hold_back
 from paellapy.scheduler.core.weights import count_demand
 
 _ZERO = np.uint64(0)
@@ -85,20 +77,32 @@ def enqueue(s: State, row: int, now: int) -> None:
 
 
 @part
+def fill_request(s: State, row: int, producer: int, cell: Any) -> None:
+    """Copies a submission into its request row."""
+    request = s.request[row]
+    request.producer = producer
+    request.serial = cell.serial
+    request.tag = cell.tag
+    request.model = cell.model
+    request.source = cell.source
+    request.client = cell.client if 0 <= cell.client < s.client.shape[0] else cell.client % s.client.shape[0]
+    request.priority = cell.priority
+    request.arrival_ns = cell.arrival_ns
+    request.deadline_ns = cell.deadline_ns
+    request.instance = request.slot = request.due_at = codes.NONE
+    request.cancelled = request.released = 0
+    request.released_ns = 0.0
+    request.sequence = s.core[0].sequence
+    s.core[0].sequence += 1
+
+
+@part
 def accept_submission(s: State, producer: int, cell: Any, now: int) -> None:
+    """Answers a refused request; puts any other into its slot, its model's queue, or a held-back queue."""
     core = s.core[0]
     row = cell.request
     request = s.request[row]
-    request.producer = producer
-    request.serial, request.tag, request.model, request.source = cell.serial, cell.tag, cell.model, cell.source
-    request.client = cell.client if 0 <= cell.client < s.client.shape[0] else cell.client % s.client.shape[0]
-    request.priority, request.arrival_ns, request.deadline_ns = cell.priority, cell.arrival_ns, cell.deadline_ns
-    request.instance = request.slot = request.due_at = codes.NONE
-    request.cancelled = 0
-    request.released = 0
-    request.released_ns = 0.0
-    request.sequence = core.sequence
-    core.sequence += 1
+    fill_request(s, row, producer, cell)
     instance = cell.instance
     status = refusal(s, cell, now)
     if status != codes.OK:
@@ -169,58 +173,6 @@ def close_for_requests(s: State, m: int) -> None:
     find_priorities(s)
     store_at(address(s.filling, m), _ZERO)
     mark_model_dirty(s, m)
-
-
-@part
-def is_on_gpu(s: State, row: int) -> bool:
-    """Whether a launch for the request has not ended."""
-    request = s.request[row]
-    if request.state != codes.SLOTTED:
-        return False
-    inst = s.instance[request.instance]
-    return bool(inst.state == codes.RUNNING and inst.issued > inst.done)
-
-
-@part
-def fail_all(s: State, now: int) -> None:
-    """Ends every request after the GPU is lost; nothing is launched again."""
-    core = s.core[0]
-    core.mode, core.lost_ns, core.suspects = codes.FAIL_MODE, max(now, 1), core.outside
-    for row in range(s.request.shape[0]):
-        core.suspects += is_on_gpu(s, row)
-    for instance in range(s.instance.shape[0]):
-        inst = s.instance[instance]
-        if inst.model >= 0 and inst.state == codes.RUNNING and inst.issued > inst.done:
-            s.model[inst.model].lost = 1
-    for row in range(s.request.shape[0]):
-        if s.request[row].state != codes.UNUSED:
-            s.held_back[s.request[row].client, s.request[row].model].released = 0
-            suspected = is_on_gpu(s, row)
-            if s.request[row].state == codes.SLOTTED:
-                wait_for_copy(s, row)
-                s.slot[s.request[row].instance, s.request[row].slot] = codes.NONE
-            complete(s, row, codes.SUSPECTED if suspected else codes.FAILED, now)
-    for m in range(s.model.shape[0]):
-        s.model[m].root = s.model[m].first = s.model[m].last = codes.NONE
-        s.model[m].queued = 0
-        mark_model_dirty(s, m)
-    forget_held_back(s)
-    core.queued = core.ready = core.active = core.flight = core.out = 0
-    core.demand = core.queued_jobs = 0.0
-    s.stream_jobs[...] = 0
-    s.arena[...] = 0
-    s.partition_load[...] = 0
-    for instance in range(s.instance.shape[0]):
-        inst = s.instance[instance]
-        if inst.model >= 0:
-            inst.live = 0
-            inst.ready_at = inst.active_at = inst.flight_at = inst.stream_at = inst.partition = codes.NONE
-            if inst.state == codes.RUNNING or (inst.state == codes.FILLING and close_instance(s, instance)):
-                free_instance(s, instance)
-    gpu = s.gpu[0]
-    gpu.resident_blocks = gpu.resident_warps = gpu.resident_registers = gpu.resident_shared_bytes = 0.0
-    gpu.pending_blocks = gpu.pending_warps = gpu.pending_registers = gpu.pending_shared_bytes = 0.0
-    gpu.resident_issue = gpu.pending_issue = 0.0
 
 
 @part

@@ -26,7 +26,6 @@ from paellapy.instrument.device import CudaDevice, Device, VirtualDevice
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.backends.base import Backend, LoadedModel, TracedBlocks
 from paellapy.scheduler.core import codes, step
-from paellapy.scheduler.core.codes import checked_priority, shortened
 from paellapy.scheduler.core.errors import (
     EngineClosedError,
     EngineFailedError,
@@ -37,8 +36,16 @@ from paellapy.scheduler.core.errors import (
 )
 from paellapy.scheduler.core.install import remove
 from paellapy.scheduler.core.job import READS_SHARES
-from paellapy.scheduler.core.profiles import Capacity, ModelProfile, is_finite_number, set_capacity
-from paellapy.scheduler.core.rings import Bell, SharedBlock
+from paellapy.scheduler.core.processes import SharedBlock
+from paellapy.scheduler.core.profiles import (
+    Capacity,
+    ModelProfile,
+    checked_priority,
+    is_finite_number,
+    set_capacity,
+    shortened,
+)
+from paellapy.scheduler.core.rings import Bell
 from paellapy.scheduler.core.state import Limits, new_state, state_bytes
 from paellapy.scheduler.core.tenants import checked_tenants, set_tenant, tenants_stats
 from paellapy.scheduler.core.throttle import attach_held_back

@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from paellapy.instrument.device import launch_hook
 from paellapy.instrument.device.launch_hook import LEAST_SHARE
 from paellapy.instrument.errors import PaellaError
-from paellapy.scheduler.core.codes import checked_priority, shortened
-from paellapy.scheduler.core.rings import SharedBlock
+from paellapy.scheduler.core.processes import SharedBlock
+from paellapy.scheduler.core.profiles import checked_priority, shortened
 from paellapy.scheduler.core.state import State
 
 # How other processes find an engine: a socket in a folder of this user's, named after the engine's process.

@@ -19,10 +19,11 @@ from typing import Any
 import numpy as np
 
 from paellapy.instrument.numba_ext.link import compile_for
-from paellapy.scheduler.core import step
+from paellapy.scheduler.core import abort
 from paellapy.scheduler.core.errors import EngineAwayError, EngineFailedError, ModelError
 from paellapy.scheduler.core.job import GPU, JOB
-from paellapy.scheduler.core.rings import Bell, SharedBlock
+from paellapy.scheduler.core.processes import SharedBlock
+from paellapy.scheduler.core.rings import Bell
 from paellapy.scheduler.core.state import Limits, State, new_state, over
 from paellapy.scheduler.core.tenants import tenants_stats
 from paellapy.scheduler.engine.engine import Engine
@@ -238,7 +239,7 @@ class Producers:
 
     def warm_up(self) -> None:
         """Compiles the functions needed when a producer dies, since the core would stand still while they compile."""
-        compile_for(step.reclaim, self._engine.state, 1, time.monotonic_ns())
+        compile_for(abort.reclaim, self._engine.state, 1, time.monotonic_ns())
 
     def attach(self, producer: int) -> tuple[int, SharedBlock]:
         """Gives a producer its resources: the eventfd that announces completions, and memory for staged inputs."""
@@ -259,7 +260,7 @@ class Producers:
 
         def take_back() -> None:
             state.wake_fd[producer, 0] = -1
-            found[0] = step.reclaim(state, producer, time.monotonic_ns())
+            found[0] = abort.reclaim(state, producer, time.monotonic_ns())
             done.set()
 
         self._engine.call_in_loop(take_back)

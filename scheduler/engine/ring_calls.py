@@ -18,10 +18,10 @@ from paellapy.instrument.numba_ext.link import brief, part
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import call_write, load_at
 from paellapy.scheduler.core.errors import QueueFullError
+from paellapy.scheduler.core.processes import SharedBlock
 from paellapy.scheduler.core.rings import (
     ANYTHING,
     Message,
-    SharedBlock,
     address,
     announce_sleep,
     claim_slot,

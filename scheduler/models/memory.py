@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.scheduler.core.errors import CaptureError, MemoryPlanError
-from paellapy.scheduler.core.rings import SharedBlock
+from paellapy.scheduler.core.processes import SharedBlock
 from paellapy.scheduler.models.tensors import Capturable, TensorSpec
 
 ALIGN = 256  # the alignment of the CUDA driver's allocations; Triton specialises kernels on 16

@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.device.base import Device
-from paellapy.scheduler.core.codes import checked_priority
 from paellapy.scheduler.core.errors import CaptureError
-from paellapy.scheduler.core.profiles import checked_params
+from paellapy.scheduler.core.profiles import checked_params, checked_priority
 from paellapy.scheduler.models.tensors import Arrays, ModelFunction, MovableWeights, TensorSpec, Weights, wrong
 from paellapy.scheduler.models.torch_tensors import numpy_dtype
 from paellapy.scheduler.models.weights import WeightRange, check_mapped, map_weights

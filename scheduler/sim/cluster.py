@@ -23,8 +23,9 @@ from paellapy.instrument.gpu_model.tables import Floats, Ints, new_tree, tree_fi
 from paellapy.instrument.numba_ext.link import address_of, compiled, part
 from paellapy.instrument.numba_ext.tables import TableSet, table, table_set
 from paellapy.scheduler.core import state as st
-from paellapy.scheduler.core.atomics import call_advance, usable_cpus
+from paellapy.scheduler.core.atomics import call_advance
 from paellapy.scheduler.core.codes import NEVER, NONE, OK
+from paellapy.scheduler.core.processes import usable_cpus
 from paellapy.scheduler.core.profiles import ModelProfile
 from paellapy.scheduler.core.tables import Table
 from paellapy.scheduler.sim import tables

@@ -18,7 +18,7 @@ import numpy as np
 
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.errors import EngineAwayError
-from paellapy.scheduler.core.rings import SharedBlock
+from paellapy.scheduler.core.processes import SharedBlock
 
 PACKET_BYTES = 1 << 15
 MOST_DESCRIPTORS = 250  # per packet; Linux allows 253

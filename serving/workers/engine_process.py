@@ -21,7 +21,7 @@ import msgspec
 
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.backends.base import LoadedModel
-from paellapy.scheduler.core.rings import name_process
+from paellapy.scheduler.core.processes import name_process
 from paellapy.scheduler.engine.remote import Producers
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.policies.policy import Policy, PolicyError, find_policy, policy_names

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import msgspec
 
 from paellapy.instrument.errors import PaellaError
-from paellapy.scheduler.core.rings import die_with_parent, name_process
+from paellapy.scheduler.core.processes import die_with_parent, name_process
 from paellapy.serving.listening import Shares
 from paellapy.serving.logs import log
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.core.admission import predict_finish
 from paellapy.scheduler.core.errors import EngineAwayError
-from paellapy.scheduler.core.rings import SharedBlock
+from paellapy.scheduler.core.processes import SharedBlock
 from paellapy.scheduler.core.state import Limits
-from paellapy.scheduler.core.step import predict_finish
 from paellapy.scheduler.engine.remote import AWAY, Link, RemoteEngine, RemoteModel
 from paellapy.scheduler.models.memory import InstancePlan
 from paellapy.scheduler.models.model import Model, TensorSpec

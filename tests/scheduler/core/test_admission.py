@@ -9,8 +9,13 @@ from core_bench import Bench, profile
 from hypothesis import given
 from hypothesis import strategies as some
 
-from paellapy.scheduler.core import step
-from paellapy.scheduler.core.admission import ADMISSION_LIMIT, longest_admitted_ns, new_limits, note_latency
+from paellapy.scheduler.core.admission import (
+    ADMISSION_LIMIT,
+    longest_admitted_ns,
+    new_limits,
+    note_latency,
+    predict_finish,
+)
 from paellapy.scheduler.core.codes import OK, QUEUE_FULL
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.core.tuning import Tuning
@@ -112,7 +117,7 @@ def test_a_full_instance_that_waits_is_work_ahead():
     bench.state.core["max_active"][0] = 1
     predicted = []
     for _ in range(7):
-        predicted.append(step.predict_finish(bench.state, 0, bench.now))
+        predicted.append(predict_finish(bench.state, 0, bench.now))
         bench.submit(0)
         bench.step()
     assert predicted == sorted(predicted)
@@ -125,7 +130,7 @@ def test_who_joins_those_that_the_core_has_not_heard_of_yet_is_predicted_their_b
     bench.step()
     predicted = []
     for _ in range(sizes[-1] + 1):
-        predicted.append(step.predict_finish(bench.state, 0, bench.now))
+        predicted.append(predict_finish(bench.state, 0, bench.now))
         bench.submit(0, direct=True)
     assert predicted == sorted(predicted)
     assert predicted[0] < predicted[-2] or sizes == (1,)
@@ -148,11 +153,11 @@ def test_a_crowd_beside_it_makes_a_request_take_longer():
             [profile(instances=1, demand={1: 0.9}), profile("other", instances=4, demand={1: 0.9})], policy=policy
         )
         bench.state.core["max_active"][0] = 16
-        alone = step.predict_finish(bench.state, 0, bench.now)
+        alone = predict_finish(bench.state, 0, bench.now)
         for _ in range(4):
             bench.submit(1)
         bench.step()
-        beside = step.predict_finish(bench.state, 0, bench.now)
+        beside = predict_finish(bench.state, 0, bench.now)
         assert beside > alone, policy
         bench.run_dry()
 

@@ -11,10 +11,10 @@ import pytest
 from core_check import check_at_rest
 from engine_models import scale_model
 
-from paellapy.scheduler.core.atomics import usable_cpus
 from paellapy.scheduler.core.codes import COPY_BELL
+from paellapy.scheduler.core.copier import Copier
 from paellapy.scheduler.core.errors import DeadlineError
-from paellapy.scheduler.core.instances import Copier
+from paellapy.scheduler.core.processes import usable_cpus
 from paellapy.scheduler.core.rings import Bell
 from paellapy.scheduler.core.state import new_state
 from paellapy.scheduler.core.tuning import Tuning

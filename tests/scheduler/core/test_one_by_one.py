@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from core_bench import LIMITS, Bench, profile
+from core_bench import LIMITS, Bench, profile, take_done
 
-from paellapy.scheduler.core import admission, codes, rings, step, tables
+from paellapy.scheduler.core import admission, codes, step, tables
 from paellapy.scheduler.core.admission import reader
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.core.tuning import Tuning
@@ -161,7 +161,7 @@ class Host:
             ctypes.c_uint64.from_address(heapq.heappop(self.ends)[1]).value = 1
         events = step.step(s, self.now)
         done, into = [], np.zeros(64, tables.COMPLETION)
-        while n := rings.take_done(s, 0, into):
+        while n := take_done(s, 0, into):
             done += into["serial"][:n].tolist()
             self.bench.free += into["request"][:n].tolist()
         launches = s.out[: s.core["out"][0]].tolist()

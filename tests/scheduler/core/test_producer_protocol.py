@@ -19,7 +19,7 @@ from hypothesis import settings
 from hypothesis import strategies as some
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from paellapy.scheduler.core import codes, step
+from paellapy.scheduler.core import abort, codes
 from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.rings import SLOTS, STAGED, Message
 from paellapy.scheduler.engine import ring_calls as calls
@@ -169,7 +169,7 @@ class Protocol(RuleBasedStateMachine):
         if publishing:
             self.producers[who].die_publishing()
             self.bench.step(1000)
-        step.reclaim(self.bench.state, who, self.bench.now)
+        abort.reclaim(self.bench.state, who, self.bench.now)
         self.producers[who] = Producer(self.bench, who, self.holder)
         self.bench.step()
 
@@ -266,7 +266,7 @@ def test_real_threads_that_stop_anywhere_and_die():
     while any(each.is_alive() for each in threads) and time.monotonic() < end and not problems:
         for number, life in list(dead.items()):
             if life < 3:
-                step.reclaim(bench.state, number, bench.now)
+                abort.reclaim(bench.state, number, bench.now)
                 del dead[number]
         for instance in bench.running:
             if rng.random() < 0.7:

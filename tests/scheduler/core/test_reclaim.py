@@ -9,7 +9,7 @@ from core_check import check_integrity
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from paellapy.scheduler.core import codes, step, tables
+from paellapy.scheduler.core import abort, codes, tables
 from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.rings import SLOTS, STAGED, Message
 from paellapy.scheduler.core.tenants import client_key, client_numbers, find_client
@@ -100,7 +100,7 @@ def test_what_a_producer_had_when_it_died_holds_nobody_up(bench, upto):
         dying.take()  # and never reads the outputs
     elif upto != "run":
         bench.step()
-    step.reclaim(bench.state, 1, bench.now)
+    abort.reclaim(bench.state, 1, bench.now)
     finish_all(bench, other)
     assert [entry[ring_calls.E_STATUS] for entry in other.done] == [codes.OK]
     assert bench.state.core["live"][0] == 0
@@ -117,7 +117,7 @@ def test_published_but_unread_submissions_of_the_dead_are_forgotten(bench):
     dying, other = Producer(bench, 1), Producer(bench, 2)
     for _ in range(5):
         dying.submit()
-    step.reclaim(bench.state, 1, bench.now)
+    abort.reclaim(bench.state, 1, bench.now)
     other.submit()
     finish_all(bench, other)
     assert len(other.done) == 1
@@ -144,7 +144,7 @@ def test_a_slot_of_the_dead_is_charged_to_the_client_that_took_it(bench, posted)
     if posted:
         dying.post(place, client=2)
     other.submit()
-    step.reclaim(bench.state, 1, bench.now)
+    abort.reclaim(bench.state, 1, bench.now)
     finish_all(bench, other)
     used = bench.state.client["used_ns"]
     assert (before[0], before[2], used[3]) == (0.0, 0.0, before[3])
@@ -220,7 +220,7 @@ def test_whenever_a_producer_dies_the_core_stays_whole(script):
     for who, action in script:
         producer = producers[who]
         if action == "die":
-            step.reclaim(bench.state, who, bench.now)
+            abort.reclaim(bench.state, who, bench.now)
             producers[who], unread[who], unwritten[who] = Producer(bench, who), [], []
             bench.step()
         elif action in ("claim", "post", "write", "run", "read") and producer.rows:

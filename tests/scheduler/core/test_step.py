@@ -10,13 +10,14 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from core_bench import LIMITS, Bench, profile
+from core_bench import LIMITS, Bench, ask_to_be_woken, claim, mark_ready, profile, take_done
 from core_check import IntegrityError, check_integrity
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st_
 
 from paellapy.scheduler.core import codes, rings, step, tables
 from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core.admission import predict_finish
 from paellapy.scheduler.core.install import estimate, install, remove
 from paellapy.scheduler.core.profiles import ModelProfile, ProfileError, SegmentProfile, load_profiles, save_profiles
 from paellapy.scheduler.core.tenants import Tenant, set_tenant
@@ -390,7 +391,7 @@ def test_many_threads_submit_while_the_core_runs() -> None:
             row = serial = k * each + i
             model, claimed = i % 2, rings.STAGED
             if i % 3 > 0:
-                claimed = rings.claim(s, 0, model)
+                claimed = claim(s, 0, model)
             place = None if claimed == rings.STAGED else divmod(claimed, rings.SLOTS)
             instance, slot = place or (codes.NONE, codes.NONE)
             message = rings.Message(
@@ -405,7 +406,7 @@ def test_many_threads_submit_while_the_core_runs() -> None:
             )
             assert rings.post(s, 0, message.address)
             if place is not None:
-                rings.mark_ready(s, *place)
+                mark_ready(s, *place)
 
     step.step(s, 0)
     loop = threading.Thread(target=real.run, args=(10**15,))
@@ -417,14 +418,14 @@ def test_many_threads_submit_while_the_core_runs() -> None:
     serials: list[int] = []
     asked = False
     while len(serials) < each * threads:
-        n = rings.take_done(s, 0, into)
+        n = take_done(s, 0, into)
         assert (into["status"][:n] == codes.OK).all()
         serials += into["serial"][:n].tolist()
         if not n and asked:
             os.eventfd_read(real.eventfd)
         asked = not n
         if asked:
-            rings.ask_to_be_woken(s, 0)
+            ask_to_be_woken(s, 0)
     for thread in producers:
         thread.join()
     real.stop[0] = 1
@@ -485,12 +486,12 @@ def test_occupancy_follows_what_is_launched() -> None:
 
 def test_predictions_grow_with_the_work_ahead() -> None:
     bench = Bench([profile(segments=4, ns=100e3, instances=2), profile("short", ns=1e3, instances=1)], policy="fifo")
-    assert step.predict_finish(bench.state, 0, bench.now) == 400_000
+    assert predict_finish(bench.state, 0, bench.now) == 400_000
     predicted = []
     for _ in range(6):
         bench.submit(0)
         bench.step()
-        predicted.append(step.predict_finish(bench.state, 0, bench.now))
+        predicted.append(predict_finish(bench.state, 0, bench.now))
     assert predicted == sorted(predicted)
     assert predicted[-1] > 2 * 400_000
     shortest_first = Bench(
@@ -499,7 +500,7 @@ def test_predictions_grow_with_the_work_ahead() -> None:
     for _ in range(6):
         shortest_first.submit(0)
         shortest_first.step()
-    assert step.predict_finish(shortest_first.state, 1, 0) < predicted[-1] / 2
+    assert predict_finish(shortest_first.state, 1, 0) < predicted[-1] / 2
     bench.run_dry()
 
 

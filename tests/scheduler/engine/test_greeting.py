@@ -19,7 +19,7 @@ from waiting import wait_until
 import paellapy as pp
 from paellapy.cli.guest import Guest
 from paellapy.scheduler.core.errors import ModelError
-from paellapy.scheduler.core.rings import SharedBlock
+from paellapy.scheduler.core.processes import SharedBlock
 from paellapy.scheduler.engine.guests import _LINES, Greeting, GreetingError, knock
 
 X = np.arange(64, dtype=np.float32)

@@ -20,7 +20,7 @@ from serving_processes import HERE, children, processes, wait_for_end
 from serving_server import ask, infer_body
 
 from paellapy.cli.guest import Guest
-from paellapy.scheduler.core import step
+from paellapy.scheduler.core import abort
 from paellapy.scheduler.core.state import Limits
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.remote import Producers
@@ -272,11 +272,11 @@ def test_nothing_is_compiled_when_a_worker_dies():
     with Engine("virtual:h200", limits=Limits(producers=2)) as engine:
         producers = Producers(engine)
         producers.warm_up()
-        compiled = list(step.reclaim.signatures)
+        compiled = list(abort.reclaim.signatures)
         assert compiled
         producers.attach(1)
         assert producers.detach(1) == 0
-        assert step.reclaim.signatures == compiled
+        assert abort.reclaim.signatures == compiled
 
 
 def test_a_worker_that_is_killed_under_load_is_replaced_and_others_never_notice(server):

@@ -1,4 +1,4 @@
-"""Requests that leave before they are done: cancelled, too late, or given up with their producer or weights."""
+"""Requests that end before they are done: cancelled, too late, or lost with their producer, weights or GPU."""
 
 from __future__ import annotations
 
@@ -7,18 +7,26 @@ import numpy as np
 from paellapy.instrument.numba_ext.link import compiled, part
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import and_at, load_at, or_at, store_at
+from paellapy.scheduler.core.copier import wait_for_copy
 from paellapy.scheduler.core.instances import (
+    close_instance,
     fill_slot,
+    free_instance,
     mark_instance_dirty,
     mark_model_dirty,
     recompute_facts,
     remove_queued,
-    wait_for_copy,
 )
 from paellapy.scheduler.core.requests import complete, drop_deadline
 from paellapy.scheduler.core.rings import address, bit_at, bit_of, producer_of
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.core.throttle import remove_held_back
+from paellapy.scheduler.core.throttle import forget_held_back, remove_held_back
+
+_MASK = np.uint64(codes.RESERVED_MASK)
+_SHIFT = np.uint64(codes.RESERVED_SHIFT)
+_ALL = np.uint64((1 << 64) - 1)
+_ZERO = np.uint64(0)
+_ONE = np.uint64(1)
 
 
 @part
@@ -69,19 +77,10 @@ def expire(s: State, now: int) -> None:
             abort(s, row, status, now)
 
 
-# Takes back everything that a dead producer had: requests, slots, holds, rings. Other producers are not affected.
-
-
-_MASK = np.uint64(codes.RESERVED_MASK)
-_SHIFT = np.uint64(codes.RESERVED_SHIFT)
-_ALL = np.uint64((1 << 64) - 1)
-_ZERO = np.uint64(0)
-_ONE = np.uint64(1)
-
-
 @compiled
 def reclaim(s: State, producer: int, now: int) -> int:
-    """Call between two steps, once the process is gone. Renews its rows and rings; returns its number of requests.
+    """Takes back everything that a dead producer had: requests, slots, holds, rings; returns its number of requests.
+    Call between two steps, once its process is gone. Other producers are not affected.
 
     Messages that it had published and the core had not read are dropped. A slot that it reserved and never wrote counts
     as written: the batch runs, and the outputs of that slot are never read.
@@ -111,3 +110,55 @@ def reclaim(s: State, producer: int, now: int) -> int:
     store_at(address(s.wake, producer), _ONE)
     s.core[0].changed = 1
     return n
+
+
+@part
+def is_on_gpu(s: State, row: int) -> bool:
+    """Whether a launch for the request has not ended."""
+    request = s.request[row]
+    if request.state != codes.SLOTTED:
+        return False
+    inst = s.instance[request.instance]
+    return bool(inst.state == codes.RUNNING and inst.issued > inst.done)
+
+
+@part
+def fail_all(s: State, now: int) -> None:
+    """Ends every request after the GPU is lost; nothing is launched again."""
+    core = s.core[0]
+    core.mode, core.lost_ns, core.suspects = codes.FAIL_MODE, max(now, 1), core.outside
+    for row in range(s.request.shape[0]):
+        core.suspects += is_on_gpu(s, row)
+    for instance in range(s.instance.shape[0]):
+        inst = s.instance[instance]
+        if inst.model >= 0 and inst.state == codes.RUNNING and inst.issued > inst.done:
+            s.model[inst.model].lost = 1
+    for row in range(s.request.shape[0]):
+        if s.request[row].state != codes.UNUSED:
+            s.held_back[s.request[row].client, s.request[row].model].released = 0
+            suspected = is_on_gpu(s, row)
+            if s.request[row].state == codes.SLOTTED:
+                wait_for_copy(s, row)
+                s.slot[s.request[row].instance, s.request[row].slot] = codes.NONE
+            complete(s, row, codes.SUSPECTED if suspected else codes.FAILED, now)
+    for m in range(s.model.shape[0]):
+        s.model[m].root = s.model[m].first = s.model[m].last = codes.NONE
+        s.model[m].queued = 0
+        mark_model_dirty(s, m)
+    forget_held_back(s)
+    core.queued = core.ready = core.active = core.flight = core.out = 0
+    core.demand = core.queued_jobs = 0.0
+    s.stream_jobs[...] = 0
+    s.arena[...] = 0
+    s.partition_load[...] = 0
+    for instance in range(s.instance.shape[0]):
+        inst = s.instance[instance]
+        if inst.model >= 0:
+            inst.live = 0
+            inst.ready_at = inst.active_at = inst.flight_at = inst.stream_at = inst.partition = codes.NONE
+            if inst.state == codes.RUNNING or (inst.state == codes.FILLING and close_instance(s, instance)):
+                free_instance(s, instance)
+    gpu = s.gpu[0]
+    gpu.resident_blocks = gpu.resident_warps = gpu.resident_registers = gpu.resident_shared_bytes = 0.0
+    gpu.pending_blocks = gpu.pending_warps = gpu.pending_registers = gpu.pending_shared_bytes = 0.0
+    gpu.resident_issue = gpu.pending_issue = 0.0
