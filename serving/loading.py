@@ -46,6 +46,7 @@ _MODULES = {
 
 
 _JSON_VALUES = 1 << 12  # reading more of them takes milliseconds anyway
+_WALKS = 8  # from the second on, the JSON is known; after some more, Python has specialised the code
 
 
 def warm_up(policy: Policy) -> None:
@@ -85,7 +86,7 @@ def walk_http(model: Model) -> None:
             "",
         )
         Heads(CLIENT_HEADER, len(body)).find("\r\n".join(lines).encode())
-        for _ in range(2):  # the second time, the JSON is known
+        for _ in range(_WALKS):
             request = decode(model, body, str(len(text)) if binary else None, as_bytes=True)
             pieces, json_length = encode(model, VERSION, request, outputs)
             success(request.id, sum(map(len, pieces)), json_length, Clock().date(), close=False)

@@ -224,16 +224,6 @@ def test_a_second_header_that_stops_midway_is_not_waited_for(impatient):
         assert connection.recv(1) == b""
 
 
-def test_a_body_that_drips_is_not_waited_for(impatient):
-    with connect(impatient) as connection:
-        connection.sendall(head("scale", len(BODY)) + BODY[:10])
-        status, found = answer_of(connection)
-    assert status == 408
-    assert "body" in found["error"]
-    impatient.wait_until(lambda: impatient.service.in_flight == 0)
-    check_serves(impatient)
-
-
 # -- many connections
 
 
