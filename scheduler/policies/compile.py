@@ -282,13 +282,14 @@ def paths_read(function: Any) -> set[str]:
     names, found = set(inspect.signature(function).parameters), set()
     path: list[str] = []
     for step, _ in steps(function.__code__):
-        value = step.argval[-1] if isinstance(step.argval, tuple) and step.argval else step.argval
+        *others, value = step.argval if isinstance(step.argval, tuple) and step.argval else (step.argval,)
         key = step.opname == "LOAD_CONST" and isinstance(value, str)  # job["batch"]
         if path and (key or step.opname in ("LOAD_ATTR", "LOAD_METHOD")):
             path.append(value)
         elif not (path and (step.opname == "BINARY_SUBSCR" or step.argrepr == "[]")):
-            found.add(".".join(path))
-            path = [value] if step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) and value in names else []
+            loads = "LOAD_FAST" in step.opname or "LOAD_DEREF" in step.opname  # Python 3.13 loads two in one step
+            found |= {".".join(path), *(each for each in others if loads and each in names)}
+            path = [value] if loads and value in names else []
     return found - {""}
 
 
