@@ -57,7 +57,7 @@ def test_a_step_knows_the_constants_of_its_parts(module: str, name: str, monkeyp
     ("module", "name"),
     [
         ("sim.segment_model", "share"),
-        ("core.admission", "reach_ns"),
+        ("core.admission", "longest_admitted_ns"),
         ("core.rings", "publish"),
         ("core.admission", "predict"),
     ],

@@ -86,10 +86,10 @@ def test_with_host_memory_and_disk_full_the_error_names_the_new_model_and_the_ol
     store, host, tmp_path, monkeypatch, disk, nbytes
 ):
     disk(monkeypatch)
-    with pytest.raises((MemoryPlanError, WeightFileError), match="'new'") as caught:
+    with pytest.raises((MemoryPlanError, WeightFileError)) as caught:
         store.put("new", nbytes, filled(2))
-    assert "host_bytes" in str(caught.value)
-    assert ("'old'" in str(caught.value)) == (nbytes == 1000)
+    written, for_model = ("old", "new") if nbytes == 1000 else ("new", None)
+    assert (caught.value.model, caught.value.for_model) == (written, for_model)
     assert (host.blocks, store.held_bytes, store.file_bytes) == (1, 1000, 0)
     assert list(tmp_path.iterdir()) == []
     assert (store.take("old") == 1).all()
@@ -131,16 +131,18 @@ def no_folder(monkeypatch, store, tmp_path):
 @pytest.mark.parametrize("broken", [gone, no_folder])
 def test_a_folder_that_cannot_be_used_is_named_and_nothing_is_lost(store, host, tmp_path, monkeypatch, broken):
     broken(monkeypatch, store, tmp_path)
-    with pytest.raises(WeightFileError, match=rf"{tmp_path}.*TMPDIR"):
+    with pytest.raises(WeightFileError) as caught:
         store.put("new", 1000, filled(2))
+    assert str(caught.value.path).startswith(str(tmp_path))
     assert (host.blocks, store.held_bytes, store.file_bytes) == (1, 1000, 0)
     assert (store.take("old") == 1).all()
 
 
 def test_a_header_that_is_no_object_is_refused(tmp_path):
     (tmp_path / "list.safetensors").write_bytes((8).to_bytes(8, "little") + b"[1,2,3] ")
-    with pytest.raises(WeightFileError, match=r"list\.safetensors"):
+    with pytest.raises(WeightFileError) as caught:
         weights.map_weights(tmp_path / "list.safetensors")
+    assert caught.value.path == tmp_path / "list.safetensors"
 
 
 def test_weights_in_demand_take_the_memory_of_weights_that_nobody_wants(store, host):
@@ -185,8 +187,9 @@ def test_weights_that_cannot_be_written_stay_in_memory(store, host, monkeypatch)
     store.put("new", 1000, filled(2))
     store.in_use = lambda name: False
     full_disk(monkeypatch)
-    with pytest.raises(MemoryPlanError, match="'old'"):
+    with pytest.raises(MemoryPlanError) as caught:
         store.promote("new", lambda name: float(name == "new"))
+    assert (caught.value.model, caught.value.for_model) == ("old", "new")
     assert (store.where("old"), store.where("new"), host.blocks, store.held_bytes) == ("host", "disk", 1, 1000)
     monkeypatch.undo()
     assert store.promote("new", lambda name: float(name == "new"))

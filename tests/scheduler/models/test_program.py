@@ -1,217 +1,99 @@
-"""Programs: what a captured function holds, that it replays, and what must not be captured."""
+"""Programs: where they are cut, and the order of their nodes."""
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
-import triton
-from engine_models import mlp_model, mlp_reference, random_inputs, scale, scale_model
+import itertools
 
-import paellapy as pp
-from paellapy.scheduler.backends.virtual import VirtualBackend
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
 from paellapy.scheduler.core.errors import CaptureError
-from paellapy.scheduler.models.memory import Instance, plan_instance
-from paellapy.scheduler.models.model import Model, TensorSpec
+from paellapy.scheduler.models.program import Node, cut, plan_slices, slices, topological
 
 pytestmark = pytest.mark.quick
 
-SPECS = {"inputs": {"x": TensorSpec((64,))}, "outputs": {"y": TensorSpec((64,))}}
+times = some.lists(some.floats(1, 1e6), min_size=1, max_size=60)
 
 
-@pytest.fixture
-def backend():
-    return VirtualBackend(pp.Device("virtual:h200"))
+@given(times, some.floats(1, 1e6))
+def test_segments_are_consecutive_and_complete(node_times, quantum):
+    bounds = cut(node_times, quantum)
+    assert bounds[0][0] == 0
+    assert bounds[-1][1] == len(node_times)
+    assert all(end == start for (_, end), (start, _) in itertools.pairwise(bounds))
+    assert all(first < end for first, end in bounds)
 
 
-def instances_of(backend, model, n=1):
-    weights = backend.upload(model)
-    scratch = max(backend.warm_up(model, weights, batch) for batch in model.batch)
-    plan = plan_instance(model, scratch, segments=8)
-    return weights, [Instance(k, model, plan, backend.instance_memory(plan)) for k in range(n)]
+@given(times, some.floats(1, 1e6))
+def test_no_segment_can_be_much_longer_than_its_longest_node_demands(node_times, quantum):
+    for first, end in cut(node_times, quantum):
+        part = node_times[first:end]
+        # Nearest to the quantum is at most half a node over it; a crumb of a quarter on either side may join.
+        assert sum(part) <= max(quantum, max(part)) + 0.5 * max(part) + 0.5 * quantum + 1e-6
 
 
-def test_a_program_is_copies_in_kernels_copies_out(backend):
-    model = mlp_model(layers=1)
-    weights, (instance,) = instances_of(backend, model)
-    program = backend.capture(instance, weights, 2, {})
-    assert [node.kind for node in program.nodes] == ["h2d", "kernel", "kernel", "kernel", "d2h"]
-    assert [node.name for node in program.nodes[1:4]] == ["gemm", "gemm", "softmax"]
-    assert [node.launch for node in program.nodes] == [-1, 0, 1, 2, -1]
-    assert program.nodes[0].nbytes == 2 * 64 * 4
-    assert program.nodes[1].blocks == 4
-    assert program.chain
+def test_equal_nodes_make_segments_of_one_quantum():
+    assert cut([10.0] * 12, 40) == [(0, 4), (4, 8), (8, 12)]
 
 
-def test_replaying_computes_what_the_model_computes(backend):
-    model = mlp_model()
-    weights, (instance,) = instances_of(backend, model)
-    program = backend.capture(instance, weights, 4, {})
-    rng, reference = np.random.default_rng(1), mlp_reference()
-    for _ in range(3):
-        given = [random_inputs(model, rng) for _ in range(4)]
-        for slot, inputs in enumerate(given):
-            instance.inputs["x"][slot] = inputs["x"]
-        for item in program.body:
-            item.run()
-        for slot, inputs in enumerate(given):
-            np.testing.assert_allclose(instance.outputs["p"][slot], reference(inputs)["p"], rtol=1e-4, atol=1e-6)
+def test_a_short_program_is_one_segment():
+    assert cut([10.0, 5.0], 50) == [(0, 2)]
 
 
-def test_instances_hold_the_same_program_over_other_memory(backend):
-    model = scale_model(steps=3)
-    weights, (one, other) = instances_of(backend, model, 2)
-    first, second = backend.capture(one, weights, 1, {}), backend.capture(other, weights, 1, {})
-    assert first.content() == second.content()
-    assert first.content() != backend.capture(one, weights, 2, {}).content()
-    one.inputs["x"][0] = 1
-    other.inputs["x"][0] = 10
-    for item in (*first.body, *second.body):
-        item.run()
-    assert (one.outputs["y"][0] == 8).all()
-    assert (other.outputs["y"][0] == 80).all()
+def test_a_crumb_joins_its_shorter_neighbour():
+    assert cut([50.0, 50.0, 2.0], 50) == [(0, 1), (1, 3)]
+    assert cut([2.0, 80.0, 80.0], 50)[0] == (0, 2)
 
 
-def test_scratch_memory_is_the_instances(backend):
-    model = scale_model(steps=4)
-    _, (instance,) = instances_of(backend, model)
-    assert instance.plan.scratch_bytes == 3 * 8 * 64 * 4
+def test_nothing_is_cut_of_nothing():
+    assert cut([], 50) == []
 
 
-def test_a_launch_is_cut_where_the_plan_says(backend):
-    model = scale_model(steps=2, n=1024, batch=(1,))
-    weights, (instance,) = instances_of(backend, model)
-    program = backend.capture(instance, weights, 1, {1: ((0, 3), (3, 5))})
-    assert [node.part for node in program.nodes] == [None, None, (0, 3), (3, 5), None]
-    assert [node.blocks for node in program.nodes] == [0, 8, 3, 5, 0]
-    instance.inputs["x"][0] = np.arange(1024)
-    for item in program.body:
-        item.run()
-    np.testing.assert_array_equal(instance.outputs["y"][0], 4 * np.arange(1024, dtype=np.float32))
+@given(some.integers(1, 5000), some.integers(1, 600), some.floats(1, 1e7), some.floats(1e3, 1e6))
+def test_slices_cover_the_grid_in_whole_waves(blocks, wave, time_ns, quantum):
+    parts = slices(blocks, wave, time_ns, quantum, 2.0)
+    assert [first for first, _ in parts] == [sum(n for _, n in parts[:k]) for k in range(len(parts))]
+    assert sum(count for _, count in parts) == blocks
+    if len(parts) > 1:
+        assert all(count % wave == 0 for _, count in parts[:-1])
+        assert time_ns > 2.0 * quantum
 
 
-def capture(backend, fn, **specs):
-    model = Model("culprit", fn, batch=(1,), **{**SPECS, **specs})
-    weights, (instance,) = instances_of(backend, model)
-    return backend.capture(instance, weights, 1, {})
+def test_a_kernel_of_one_wave_is_never_sliced():
+    assert slices(blocks=264, wave=264, time_ns=1e6, quantum_ns=5e4, slice_quanta=2.0) == ((0, 264),)
 
 
-def launch(inputs, outputs):
-    scale[(1,)](inputs["x"], outputs["y"], 2.0, 64, B=64)
+def test_only_our_divisible_kernels_are_sliced():
+    nodes = [
+        Node("kernel", "ours", blocks=1024, launch=0, divisible=True),
+        Node("kernel", "theirs", blocks=1024),
+        Node("h2d", nbytes=1 << 20),
+        Node("kernel", "already", blocks=512, launch=1, part=(0, 512), divisible=True),
+    ]
+    cuts = plan_slices(nodes, [2e5] * 4, [264] * 4, 5e4, 2.0)
+    assert list(cuts) == [0]
+    assert len(cuts[0]) == 4
 
 
-def waits(weights, inputs, outputs):
-    launch(inputs, outputs)
-    pp.Device.current().synchronize()
+def test_a_chain_is_known_as_one():
+    assert topological(4, [(0, 1), (1, 2), (2, 3)]) == ([0, 1, 2, 3], True)
+    assert topological(3, [(0, 2), (1, 2)])[1] is False
+    assert topological(1, []) == ([0], True)
 
 
-def waits_for_a_stream(weights, inputs, outputs):
-    launch(inputs, outputs)
-    pp.stream().synchronize()
+@given(some.integers(1, 12).flatmap(lambda n: some.tuples(some.permutations(range(n)), some.sets(some.tuples(
+    some.integers(0, n - 1), some.integers(0, n - 1))))))  # fmt: skip
+def test_the_order_respects_every_edge(case):
+    permutation, pairs = case
+    edges = [(permutation[min(a, b)], permutation[max(a, b)]) for a, b in pairs if a != b]
+    edges = sorted(set(edges))
+    order, _ = topological(len(permutation), edges)
+    place = {node: k for k, node in enumerate(order)}
+    assert sorted(order) == list(range(len(permutation)))
+    assert all(place[a] < place[b] for a, b in edges)
 
 
-def uploads(weights, inputs, outputs):
-    launch(inputs, outputs)
-    pp.array(np.zeros(4))
-
-
-@pytest.mark.parametrize(
-    ("fn", "said"),
-    [(waits, "waits for the GPU"), (waits_for_a_stream, "waits for a stream"), (uploads, "copies an array to the GPU")],
-)
-def test_what_cannot_be_captured_names_model_and_line(backend, fn, said):
-    with pytest.raises(CaptureError) as caught:
-        capture(backend, fn)
-    assert said in str(caught.value)
-    assert "'culprit'" in str(caught.value)
-    line = fn.__code__.co_firstlineno + 2
-    assert f"test_program.py:{line}" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("touch", "said"),
-    [
-        (lambda x: x + 1, "numpy.add"),
-        (lambda x: np.concatenate([x, x]), "numpy.concatenate"),
-        (lambda x: x.numpy(), "to the host"),
-        (lambda x: x.set(np.zeros((1, 64))), "to the GPU"),
-        (lambda x: x.__setitem__(0, 1), "writes to an array"),
-        (lambda x: float(x[0, 0:1].reshape(())), "reads a number"),
-        (lambda x: x.tolist(), "to the host"),
-        (lambda x: x[0, 0:1].item(), "reads a number"),
-        (lambda x: bool(x[0, 0:1]), "branches on data"),
-        (lambda x: x[0, 0] > 0, "reads a number"),
-        (lambda x: list(x[0]), "reads a number"),
-        (lambda x: x[0, [1, 2]], "picks elements"),
-        (lambda x: x.astype(np.float16), "astype()"),
-        (lambda x: x.copy(), "copy()"),
-        (lambda x: x.fill(1.0), "fill()"),
-        (lambda x: x.sort(), "sort()"),
-        (lambda x: x.flatten(), "flatten()"),
-        (lambda x: x.reshape(8, 8).T.reshape(64), "copies an array"),
-    ],
-)
-def test_the_host_does_not_compute_while_a_function_is_captured(backend, touch, said):
-    def fn(weights, inputs, outputs):
-        launch(inputs, outputs)
-        touch(inputs["x"])
-
-    with pytest.raises(CaptureError, match="'culprit'") as caught:
-        capture(backend, fn)
-    assert said in str(caught.value)
-    assert "test_program.py" in str(caught.value)
-
-
-def test_views_of_arrays_can_be_captured(backend):
-    def fn(weights, inputs, outputs):
-        scale[(1,)](inputs["x"].reshape(-1)[:32], outputs["y"], 3.0, 32, B=32)
-        scale[(1,)](inputs["x"][0, 32:], outputs["y"][0, 32:], 5.0, 32, B=32)
-
-    program = capture(backend, fn)
-    program.body[0].source[:] = 1
-    for item in program.body:
-        item.run()
-    assert program.body[-1].target[0].tolist() == [3.0] * 32 + [5.0] * 32
-
-
-def test_memory_that_grows_from_run_to_run_is_refused(backend):
-    grows = []
-
-    def fn(weights, inputs, outputs):
-        grows.append(pp.empty(64 * (1 + len(grows))))
-        launch(inputs, outputs)
-
-    with pytest.raises(CaptureError, match=r"'culprit'.*same memory in every run") as caught:
-        capture(backend, fn)
-    assert "test_program.py" in str(caught.value)
-
-
-def test_an_error_of_the_function_is_the_cause(backend):
-    def fn(weights, inputs, outputs):
-        raise KeyError("nope")
-
-    with pytest.raises(CaptureError, match=r"'culprit' failed at .*test_program.py:\d+ in its first run") as caught:
-        capture(backend, fn)
-    assert isinstance(caught.value.__cause__, KeyError)
-
-
-def test_a_function_that_launches_nothing_is_refused(backend):
-    with pytest.raises(CaptureError, match="launches no kernel"):
-        capture(backend, lambda weights, inputs, outputs: None)
-
-
-def test_a_function_that_returns_its_result_is_told_where_to_write_it(backend):
-    def fn(weights, inputs, outputs):
-        launch(inputs, outputs)
-        return outputs["y"]
-
-    with pytest.raises(CaptureError, match="`outputs`"):
-        capture(backend, fn)
-
-
-def test_the_device_runs_launches_again_after_a_capture_failed(backend):
+def test_a_cycle_is_refused():
     with pytest.raises(CaptureError):
-        capture(backend, waits)
-    with backend.device:
-        x, y = pp.array(np.ones(64, np.float32)), pp.empty(64)
-        scale[(triton.cdiv(64, 64),)](x, y, 2.0, 64, B=64)
-        assert (y.numpy() == 2).all()
+        topological(2, [(0, 1), (1, 0)])

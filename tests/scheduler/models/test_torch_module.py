@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import subprocess
 import sys
 import threading
@@ -214,8 +213,9 @@ def test_a_module_may_hold_what_autograd_made(engine):
 def test_a_module_that_cannot_be_copied_is_refused_with_the_way_around():
     net = torch.nn.Linear(2, 2)
     net.lock = threading.Lock()
-    with pytest.raises(ModelError, match=r"'Linear': its module cannot be copied .*a function that calls it"):
+    with pytest.raises(ModelError) as caught:
         pp.Model.from_torch(net, torch.zeros(1, 2))
+    assert (caught.value.model, caught.value.field) == ("Linear", "module")
     assert pp.Model.from_torch(lambda x: net(x), torch.zeros(1, 2)).outputs["output"].shape == (2,)
 
 
@@ -227,8 +227,9 @@ def test_types_may_be_given_by_name():
 @pytest.mark.parametrize("wrong", ["half precision", "nn", np.float16, torch.int8, 16])
 @pytest.mark.parametrize("option", ["dtype", "autocast"])
 def test_what_is_no_floating_point_type_is_refused(option, wrong):
-    with pytest.raises(ModelError, match=f"{option}=.*floating-point type"):
+    with pytest.raises(ModelError) as caught:
         pp.Model.from_torch(torch.nn.Linear(2, 2), torch.zeros(1, 2), **{option: wrong})
+    assert (caught.value.field, caught.value.given) == (option, wrong)
 
 
 def test_a_model_can_be_unloaded_and_loaded_again(engine):
@@ -241,31 +242,25 @@ def test_a_model_can_be_unloaded_and_loaded_again(engine):
     np.testing.assert_array_equal(*answers)
 
 
-@pytest.mark.parametrize(
-    ("call", "example", "says"),
-    [
-        (3, torch.zeros(1, 2), "takes a module or a function"),
-        (torch.relu, (), "no example inputs"),
-        (torch.relu, (np.zeros(3),), "is a ndarray.*a tensor"),
-        (torch.relu, torch.tensor(1.0), "its first extent must be the batch"),
-        (lambda x: x.sum(), torch.zeros(1, 2), "its first extent must be the batch"),
-        (lambda x: x.reshape(2, 1), torch.zeros(1, 2), "its first extent must be the batch"),
-        (lambda x: "text", torch.zeros(1, 2), "returns a str"),
-        (lambda x: [x, 3], torch.zeros(1, 2), "is a int.*tensors"),
-        (lambda x: x @ x, torch.zeros(1, 2), "fails on its example inputs"),
-    ],
-)
-def test_what_cannot_be_a_model_is_refused_with_the_reason(call, example, says):
-    with pytest.raises(ModelError, match=says):
+@pytest.mark.parametrize(("call", "example", "field"), [
+    (3, torch.zeros(1, 2), "module"), (torch.relu, (), "example_inputs"), (torch.relu, (np.zeros(3),), "input"),
+    (torch.relu, torch.tensor(1.0), "input"), (lambda x: x.sum(), torch.zeros(1, 2), "output"),
+    (lambda x: x.reshape(2, 1), torch.zeros(1, 2), "output"), (lambda x: "text", torch.zeros(1, 2), "outputs"),
+    (lambda x: [x, 3], torch.zeros(1, 2), "output1"), (lambda x: x @ x, torch.zeros(1, 2), "example_inputs"),
+])  # fmt: skip
+def test_what_cannot_be_a_model_is_refused_with_the_reason(call, example, field):
+    with pytest.raises(ModelError) as caught:
         pp.Model.from_torch(call, example)
+    assert caught.value.field == field
 
 
 def test_a_shape_that_depends_on_the_batch_elsewhere_is_refused_when_it_is_loaded(engine):
     def twisted(x):
         return x.repeat(1, x.shape[0])
 
-    with pytest.raises(CaptureError, match=r"output 'output' has shape \(2, 6\).* example gave \(2, 3\)"):
+    with pytest.raises(CaptureError) as caught:
         engine.load(pp.Model.from_torch(twisted, torch.zeros(1, 3), batch=(1, 2)))
+    assert (caught.value.field, caught.value.given, caught.value.limit) == ("output", (2, 6), (2, 3))
 
 
 WAITS = {
@@ -285,10 +280,11 @@ WAITS = {
 
 @pytest.mark.parametrize("kind", WAITS)
 def test_what_would_wait_for_a_gpu_is_refused_with_the_line_without_one(engine, kind):
-    with pytest.raises(CaptureError, match=rf"model '{kind}' waits for the GPU at .*module\.py:\d+ ") as caught:
+    with pytest.raises(CaptureError) as caught:
         engine.load(pp.Model.from_torch(WAITS[kind], torch.ones(1, 4), name=kind, batch=(1,)))
-    line = int(re.search(r"test_torch_module\.py:(\d+) ", str(caught.value))[1])
-    assert f'"{kind}": lambda' in Path(__file__).read_text().splitlines()[line - 1]
+    path, line = caught.value.location.rsplit(":", 1)
+    assert (caught.value.model, caught.value.doing, path) == (kind, "waits for the GPU", __file__)
+    assert f'"{kind}": lambda' in Path(__file__).read_text().splitlines()[int(line) - 1]
     assert not engine.models
 
 
@@ -306,8 +302,9 @@ class Weighing(torch.nn.Module):
 
 
 def test_weights_are_on_the_gpu_and_other_tensors_where_they_were(engine):
-    with pytest.raises(CaptureError, match="waits for the GPU"):
+    with pytest.raises(CaptureError) as caught:
         engine.load(pp.Model.from_torch(Weighing(True), torch.ones(1, 4), name="scale", batch=(1,)))
+    assert caught.value.doing == "waits for the GPU"
     engine.load(pp.Model.from_torch(Weighing(False), torch.ones(1, 4), name="constant", batch=(1,)))
     np.testing.assert_array_equal(engine.infer_sync("constant", {"input": np.ones(4, np.float32)})["output"], 3)
 
@@ -413,7 +410,7 @@ def test_the_ranges_of_indices_are_those_of_their_tables(engine):
     engine.load(model)
     good = {key: np.zeros(3, spec.dtype) for key, spec in model.inputs.items()}
     engine.infer_sync("lookups", good)
-    with pytest.raises(InputError, match=r"'word' has the value 100; it takes 0 to 99"):
+    with pytest.raises(InputError, match=r"100.*99"):
         engine.infer_sync("lookups", {**good, "word": np.array([0, 100, 3], np.int32)})
     with pytest.raises(RequestFailedError):  # what could not be seen fails by itself
         engine.infer_sync("lookups", {**good, "shifted": np.array([0, 99, 3])})

@@ -1,4 +1,4 @@
-"""Programs of the virtual GPU: what one instance recorded serves the others."""
+"""Programs of the virtual GPU: what one instance recorded serves the others, and what blocks cost."""
 
 from __future__ import annotations
 
@@ -65,3 +65,23 @@ def test_what_may_hold_arrays_out_of_sight_is_not_moved():
     memory = VirtualMemory(64, 64)
     with pytest.raises(TypeError, match="arrays"):
         memory.moved((1, object()), VirtualMemory(64, 64))
+
+
+def test_costs_seen_in_the_rehearsal_are_those_of_the_program():
+    model = demo.load("cnn", batch=(2,))
+    costs = []
+    for rehearsed in (True, False):
+        backend = VirtualBackend(pp.Device("virtual:h200"))
+        weights = backend.upload(model)
+        scratch, _ = backend.warm_up_all(model, weights, model.batch)
+        if not rehearsed:
+            backend.costs.warm_ups.clear()
+        plan = plan_instance(model, scratch, 8)
+        program = backend.capture(Instance(0, model, plan, backend.instance_memory(plan)), weights, 2, {})
+        assert (backend.costs.seen(program) is not None) == rehearsed
+        costs.append(backend.costs.of(program))
+    for a, b in zip(*costs, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            for name in ("bytes", "flops", "tensor_flops", "wait_ns"):
+                np.testing.assert_array_equal(getattr(a, name), getattr(b, name))

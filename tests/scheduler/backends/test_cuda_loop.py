@@ -1,4 +1,4 @@
-"""The loop's thread on a real GPU, without one: an error of the loop itself is reported, and the loop goes on."""
+"""The loop's thread on a real GPU, without one: after an error of its own it goes on."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-pytest.importorskip("cuda.bindings.driver")
 from paellapy.scheduler.backends import cuda_loop
 from paellapy.scheduler.backends.cuda_loop import CudaLoop
+
+pytest.importorskip("cuda.bindings.driver")
 
 
 @pytest.mark.parametrize("where", ["serve", "call"])

@@ -1,4 +1,4 @@
-"""An engine's thread on the virtual GPU: it pauses when asked, also under load, and decides after each launch."""
+"""The virtual GPU's loop: it pauses when asked, also under load, and decides after each launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of weights on a real GPU, kept for the next model: with a driver that counts, and copies in host memory."""
+"""Memory of weights on a real GPU, over a driver that counts and copies in host memory."""
 
 from __future__ import annotations
 
@@ -207,8 +207,9 @@ def test_no_weights_come_where_memory_is_short_for_some(cu, monkeypatch):
     cu.calls.clear()
     cu.total = 12 * MIB
     monkeypatch.setattr(DEVICE, "synchronize", lambda: pytest.fail("nobody uses these weights yet"))
-    with pytest.raises(MemoryPlanError, match=r"12\.0 MiB free"):
+    with pytest.raises(MemoryPlanError) as caught:
         weights.bring(np.zeros(20 * MIB, np.uint8))
+    assert caught.value.limit_bytes == 12 * MIB
     assert {name for name, *_ in cu.calls} == {"copy"}, "only to the landing place"
     assert (cu.mapped, pages.used_bytes, weights.there) == ({}, 0, False)
     cu.total = 20 * MIB
@@ -243,8 +244,9 @@ def test_memory_that_others_took_is_named_and_nothing_stays_mapped(cu):
     weights.evict()
     pages.trim()
     cu.there["another process"], cu.total = 100 * MIB, 105 * MIB  # room for one chunk
-    with pytest.raises(MemoryPlanError, match=r"5\.0 MiB|1\.0 MiB"):
+    with pytest.raises(MemoryPlanError) as caught:
         weights.bring(np.zeros(12 * MIB, np.uint8))
+    assert caught.value.free_bytes in (1 * MIB, 5 * MIB)
     assert (cu.mapped, pages.used_bytes) == ({}, 0)
     assert not weights.there
     del cu.there["another process"]

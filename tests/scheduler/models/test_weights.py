@@ -1,4 +1,4 @@
-"""Needs of nodes that break the order of use: stale pointers, above and below the need of the kernel."""
+"""The weights that each node needs: stale pointers, above and below the need of the kernel."""
 
 from __future__ import annotations
 

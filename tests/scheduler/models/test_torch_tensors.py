@@ -132,24 +132,25 @@ def test_whatever_does_not_fit_is_in_one_error(trained, tmp_path):
     path = write(tmp_path / "x.safetensors", trained, without={"norm.bias"}, head=np.zeros(1, np.float32), **wrong)
     with pytest.raises(ModelError) as caught:
         pp.Model.from_torch(on_meta(), EXAMPLE, name="net", weights=path)
-    for each in ("'net'", str(path), "norm.bias", "head", "norm.running_mean", "17", "16", "first.bias", "float64",
-                 "state_dict", "dtype="):  # fmt: skip
-        assert each in str(caught.value)
-    assert "num_batches_tracked" not in str(caught.value)
+    error = caught.value
+    assert (error.model, error.given, error.missing, error.unknown) == ("net", path, ["norm.bias"], ["head"])
+    assert ([*error.shapes], [*error.types]) == (["norm.running_mean"], ["first.bias"])
 
 
 def test_an_error_names_some_of_many(tmp_path):
     path = tmp_path / "x.safetensors"
     write_weights(path, {f"w{k}": np.zeros(1, np.float32) for k in range(100)})
-    with pytest.raises(ModelError, match="w4 and 95 more") as caught:
+    with pytest.raises(ModelError) as caught:
         pp.Model.from_torch(on_meta(), EXAMPLE, weights=path)
+    assert len(caught.value.unknown) == 100
     assert len(str(caught.value)) < 700
 
 
 def test_types_are_converted_only_if_the_user_says_so(trained, tmp_path):
     half = write(tmp_path / "half.safetensors", trained.half())
-    with pytest.raises(ModelError, match=r"first.weight.*float16.*dtype="):
+    with pytest.raises(ModelError) as caught:
         pp.Model.from_torch(Net(), EXAMPLE, weights=half)
+    assert caught.value.types["first.weight"] == (torch.float16, torch.float32)
     for dtype in (torch.float16, torch.float32, torch.bfloat16):
         made = pp.Model.from_torch(on_meta(), EXAMPLE, weights=half, dtype=dtype)
         kinds = {name: t.dtype for name, t in made.source._call.state_dict().items()}
@@ -157,8 +158,9 @@ def test_types_are_converted_only_if_the_user_says_so(trained, tmp_path):
         assert set(kinds.values()) == {dtype}
     counter = {"norm.num_batches_tracked": np.zeros((), np.float16)}
     path = write(tmp_path / "counter.safetensors", trained, **counter)
-    with pytest.raises(ModelError, match="num_batches_tracked"):  # not even then from a number to a counter
+    with pytest.raises(ModelError) as caught:
         pp.Model.from_torch(Net(), EXAMPLE, weights=path, dtype=torch.float16)
+    assert [*caught.value.types] == ["norm.num_batches_tracked"]  # not even then from a number to a counter
 
 
 def test_bfloat16_comes_bit_for_bit(trained, tmp_path):
@@ -172,28 +174,30 @@ def test_a_buffer_without_values_is_an_error_with_its_name(file):
     net = on_meta()
     net.register_buffer("scale", torch.zeros(16, device="meta"), persistent=False)
     net.first.shift = torch.zeros(16, device="meta")
-    with pytest.raises(ModelError, match=r"scale, first\.shift.*CPU"):
+    with pytest.raises(ModelError) as caught:
         pp.Model.from_torch(net, EXAMPLE, weights=file)
+    assert caught.value.given == ["scale", "first.shift"]
 
 
 def test_files_that_are_none_and_functions_are_refused(file, tmp_path):
-    with pytest.raises(WeightFileError, match="no-file"):
-        pp.Model.from_torch(Net(), EXAMPLE, weights=tmp_path / "no-file.safetensors")
     torch.save(Net().state_dict(), tmp_path / "net.pt")
-    with pytest.raises(WeightFileError, match="safetensors"):
-        pp.Model.from_torch(Net(), EXAMPLE, weights=tmp_path / "net.pt")
-    with pytest.raises(ModelError, match="module"):
-        pp.Model.from_torch(lambda x: x, EXAMPLE, weights=file)
-    with pytest.raises(ModelError, match="load_state_dict"):
-        pp.Model.from_torch(Net(), EXAMPLE, weights=Net().state_dict())
+    for name in ("no-file.safetensors", "net.pt"):
+        with pytest.raises(WeightFileError) as caught:
+            pp.Model.from_torch(Net(), EXAMPLE, weights=tmp_path / name)
+        assert caught.value.path == tmp_path / name
+    for call, given in ((lambda x: x, file), (Net(), Net().state_dict())):
+        with pytest.raises(ModelError) as refused:
+            pp.Model.from_torch(call, EXAMPLE, weights=given)
+        assert refused.value.field == "weights"
 
 
 @pytest.mark.parametrize("options", [{}, {"memory_bytes": 1 << 28}])
 def test_a_file_that_becomes_shorter_is_an_error_and_not_the_end_of_the_process(file, options):
     model = pp.Model.from_torch(on_meta(), EXAMPLE, name="net", weights=file)
     os.truncate(file, 100)
-    with pp.Engine("virtual:h200", **options) as engine, pytest.raises(WeightFileError, match="100 bytes"):
+    with pp.Engine("virtual:h200", **options) as engine, pytest.raises(WeightFileError) as caught:
         engine.load(model)
+    assert caught.value.given == 100
 
 
 @pytest.mark.gpu
