@@ -22,6 +22,7 @@ from typing import Any
 
 from paellapy.scheduler.core.errors import CaptureError
 from paellapy.scheduler.models.capture import user_location
+from paellapy.scheduler.models.torch_tensors import address_of, tensors_in
 
 WAITS = "called a synchronizing CUDA operation"  # PyTorch's words
 _TO_HOST = ("cpu", "numpy", "tolist", "__array__")
@@ -137,7 +138,7 @@ class Waits:
     def after(self, args: Any, kwargs: Any, out: Any) -> None:
         """Records results made from the model's data as GPU data; other results may reuse memory of such data."""
         change = self._device.update if self._on_device(args, kwargs) else self._device.difference_update
-        change(map(_address, self._tensors(out)))
+        change(map(address_of, tensors_in(self._torch, out)))
 
     def refuse(self, *values: Any) -> None:
         """Raises if one of the values is on the GPU."""
@@ -172,15 +173,4 @@ class Waits:
         return masked and (name == "index" or args[2].numel() != 1)
 
     def _on_device(self, *values: Any) -> bool:
-        return any(_address(each) in self._device for each in self._tensors(values))
-
-    def _tensors(self, value: Any) -> list[Any]:
-        if isinstance(value, dict):
-            return self._tensors(list(value.values()))
-        if isinstance(value, tuple | list):
-            return [leaf for each in value for leaf in self._tensors(each)]
-        return [value] if isinstance(value, self._torch.Tensor) else []
-
-
-def _address(tensor: Any) -> int:
-    return int(tensor.untyped_storage().data_ptr())
+        return any(address_of(each) in self._device for each in tensors_in(self._torch, values))

@@ -105,32 +105,24 @@ class TorchPool:
             return
         torch: Any = sys.modules["torch"]
         with contextlib.suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(self.index, self._pool.id)
+            torch._C._cuda_endAllocateToPool(self.index, self._pool.id)  # noqa: SLF001  PyTorch's own
 
     @contextlib.contextmanager
     def stream_only(self, stream: int) -> Iterator[None]:
         """Sends PyTorch's calls to the stream; memory comes from the pool through a capture by PyTorch itself."""
         torch: Any = sys.modules["torch"]
-        cuda = torch.cuda
-        torch._C._cuda_clearCublasWorkspaces()
-        try:
-            with cuda.device(self.index), cuda.stream(cuda.ExternalStream(stream, self.index)):
-                yield
-        finally:
-            torch._C._cuda_clearCublasWorkspaces()
+        ours = torch.cuda.ExternalStream(stream, self.index)
+        with _own_workspaces(torch), torch.cuda.device(self.index), torch.cuda.stream(ours):
+            yield
 
     @contextlib.contextmanager
     def on(self, stream: int | None) -> Iterator[None]:
         """Takes PyTorch's memory in this thread from the pool, and sends its calls to the stream if one is given."""
         torch: Any = sys.modules["torch"]
         cuda, index = torch.cuda, self.index
-        torch._C._cuda_clearCublasWorkspaces()
         chosen = cuda.current_stream(index) if stream is None else cuda.ExternalStream(stream, index)
-        try:
-            with cuda.device(index), cuda.stream(chosen), cuda.use_mem_pool(self._pool, index):
-                yield
-        finally:
-            torch._C._cuda_clearCublasWorkspaces()
+        with _own_workspaces(torch), cuda.device(index), cuda.stream(chosen), cuda.use_mem_pool(self._pool, index):
+            yield
 
     def keep(self) -> None:
         """Keeps the pool for ever: the GPU is lost, and nothing can be freed on it any more."""
@@ -150,6 +142,17 @@ class TorchPool:
         del pool
         torch: Any = sys.modules["torch"]
         torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def _own_workspaces(torch: Any) -> Iterator[None]:
+    """Drops the workspaces of cuBLAS before and after."""
+    clear = torch._C._cuda_clearCublasWorkspaces  # noqa: SLF001  PyTorch's own
+    clear()
+    try:
+        yield
+    finally:
+        clear()
 
 
 def _is_lost() -> bool:

@@ -21,6 +21,7 @@ from paellapy.scheduler.models.program import Node
 from paellapy.scheduler.models.sync_guard import Waits
 from paellapy.scheduler.models.tensors import Arrays
 from paellapy.scheduler.models.torch_state import watching
+from paellapy.scheduler.models.torch_tensors import schema_of, tensors_in
 
 TILE = 64 * 64  # outputs of one block of a matrix product
 STRIP = 1024  # elements of one block of any other operation
@@ -51,7 +52,7 @@ def count_operations(torch: Any, run: Callable[[], Any], memory: Iterable[int]) 
         out = func(*args, **kwargs)
         waits.after(args, kwargs, out)
         if not _only_a_view(func):
-            formula = flop_registry.get(func._overloadpacket)
+            formula = flop_registry.get(func.overloadpacket)
             flops = float(formula(*args, **kwargs, out_val=out)) if formula is not None else 0.0
             operation = _operation(torch, str(func), args, kwargs, out, flops)
             if operation is not None:
@@ -64,13 +65,12 @@ def count_operations(torch: Any, run: Callable[[], Any], memory: Iterable[int]) 
 
 
 def _only_a_view(func: Any) -> bool:
-    returns = func._schema.returns
+    returns = schema_of(func).returns
     return any(r.alias_info is not None and not r.alias_info.is_write for r in returns) or not returns
 
 
 def _operation(torch: Any, name: str, args: Any, kwargs: Any, out: Any, flops: float) -> Operation | None:
-    tensors = [a for a in _flat((args, kwargs)) if isinstance(a, torch.Tensor)]
-    results = [a for a in _flat(out) if isinstance(a, torch.Tensor)]
+    tensors, results = list(tensors_in(torch, (args, kwargs))), list(tensors_in(torch, out))
     written = sum(t.numel() for t in results)
     if not written or name.startswith("aten.empty"):
         return None
@@ -91,22 +91,10 @@ def _operation(torch: Any, name: str, args: Any, kwargs: Any, out: Any, flops: f
     return Operation(Node("kernel", name, blocks, 128, 32, 0), cost)
 
 
-def _flat(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return [leaf for each in value.values() for leaf in _flat(each)]
-    if isinstance(value, tuple | list):
-        return [leaf for each in value for leaf in _flat(each)]
-    return [value]
-
-
 def record_or_run(
-    torch: Any,
-    compute: Callable[[Any, Any, Arrays, Arrays], None],
-    operations: dict[int, list[Operation]],
-    call: Any,
-    inputs: Arrays,
-    outputs: Arrays,
-) -> None:
+    torch: Any, compute: Callable[[Any, Any, Arrays, Arrays], None], operations: dict[int, list[Operation]], call: Any,
+    inputs: Arrays, outputs: Arrays,
+) -> None:  # fmt: skip
     """On the virtual GPU: adds a module's operations to the current recording, or just computes if there is none.
 
     `operations` holds the module's operations by batch size; new sizes are added to it.

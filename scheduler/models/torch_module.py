@@ -1,7 +1,7 @@
 """PyTorch modules and functions as models: `Model.from_torch`.
 
 On a GPU the module is captured, eager or compiled, with its kernels from cuDNN, cuBLAS and Triton. On the virtual GPU,
-PyTorch computes the data on the CPU, and estimates place its operations on the SMs (`torch_ops`).
+PyTorch computes the data on the CPU, and estimates place its operations on the SMs (`torch_cpu`).
 """
 
 from __future__ import annotations
@@ -23,180 +23,25 @@ from paellapy.scheduler.core.errors import CaptureError, ModelError
 from paellapy.scheduler.models import torch_capture
 from paellapy.scheduler.models.capture import Counting
 from paellapy.scheduler.models.sync_guard import refusing_to_wait
-from paellapy.scheduler.models.tensors import Arrays, TensorSpec
+from paellapy.scheduler.models.tensors import Arrays, TensorSpec, wrong
 from paellapy.scheduler.models.torch_cpu import record_or_run
 from paellapy.scheduler.models.torch_state import Kept, Touched, find_touched, state_behind, watching
 from paellapy.scheduler.models.torch_tensors import (
     as_bytes,
     as_tensor,
+    change_tensors,
     load_file,
     needs_torch,
     numpy_dtype,
+    schema_of,
     storages,
     torch_dtype,
+    total_bytes,
 )
 from paellapy.scheduler.models.weights import check_mapped
 
-# Inputs and outputs of a PyTorch module by name: from its example inputs, and from the tensors that it returns.
-
-
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """Inputs and outputs by name, and how the module takes them."""
-
-    inputs: dict[str, TensorSpec]
-    outputs: dict[str, TensorSpec]
-    keywords: bool  # whether inputs are passed by name
-
-    def call(self, call: Callable[..., Any], given: Mapping[str, Any]) -> Any:
-        return call(**given) if self.keywords else call(*given.values())
-
-    def name_results(self, results: Any) -> dict[str, Any]:
-        return dict(zip(self.outputs, named_results(results).values(), strict=True))
-
-
-def named_results(results: Any) -> dict[str, Any]:
-    """The tensors that a module returned, by name."""
-    torch = needs_torch()
-    if isinstance(results, torch.Tensor):
-        return {"output": results}
-    if isinstance(results, Mapping):
-        found = dict(results)
-    elif isinstance(results, tuple) and hasattr(results, "_fields"):
-        found = dict(zip(results._fields, results, strict=True))
-    elif isinstance(results, tuple | list):
-        found = {f"output{k}": each for k, each in enumerate(results)}
-    else:
-        raise ModelError(
-            f"it returns a {type(results).__name__}; a model must return a tensor, a tuple of tensors, or a dict of "
-            "them"
-        )
-    found = {key: each for key, each in found.items() if each is not None}
-    for key, each in found.items():
-        if not isinstance(each, torch.Tensor):
-            raise ModelError(f"its result {key!r} is a {type(each).__name__}; a model must return tensors only")
-    return found
-
-
-def named_inputs(torch: Any, title: str, example: Any, names: Sequence[str] | None) -> tuple[dict[str, Any], bool]:
-    if isinstance(example, Mapping):
-        given, keywords = dict(example), True
-    else:
-        values = list(example) if isinstance(example, tuple | list) else [example]
-        default = ["input"] if len(values) == 1 else [f"input{k}" for k in range(len(values))]
-        if names is not None and len(names) != len(values):
-            raise ModelError(
-                f"model {title!r}: {len(names)} input_names were given for {len(values)} inputs; give one name per "
-                "input"
-            )
-        given, keywords = dict(zip(names or default, values, strict=True)), False
-    if not given:
-        raise ModelError(f"model {title!r} has no example inputs: give example_inputs, the tensors of one request")
-    for key, value in given.items():
-        if not isinstance(value, torch.Tensor):
-            raise ModelError(f"model {title!r}, example input {key!r} is a {type(value).__name__}: it must be a tensor")
-        if value.dim() == 0 or value.shape[0] < 1:
-            raise ModelError(
-                f"model {title!r}, example input {key!r} has shape {tuple(value.shape)}; its first extent must be the "
-                "batch, at least 1"
-            )
-    return given, keywords
-
-
-# Ranges of a PyTorch module's inputs: an input that is an index into a table must lie within the table.
-#
-# A GPU does not check indices: beyond the table it reads other memory, or fails for all requests. The example run shows
-# which inputs (unchanged, reshaped or converted) are indices for `embedding`, `gather` and similar operations. The
-# range of such an input is the size of the table.
-
-
-Range = tuple[int, int]
-
-# Operations with the argument positions of their table, of their indices, and of the table's dimension (None: dimension
-# 0).
-_LOOKUPS: dict[str, tuple[int, int, int | None]] = {
-    "aten::embedding": (0, 1, None),
-    "aten::_embedding_bag": (0, 1, None),
-    "aten::_embedding_bag_forward_only": (0, 1, None),
-    "aten::index_select": (0, 2, 1),
-    "aten::gather": (0, 2, 1),
-    **{
-        f"aten::{name}{in_place}": (0, 2, 1)
-        for name in ("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy")
-        for in_place in ("", "_")
-    },
-}
-# Operations that do not change values.
-_SAME = {
-    "aten::_to_copy", "aten::alias", "aten::clone", "aten::contiguous", "aten::detach", "aten::expand", "aten::flatten",
-    "aten::lift_fresh", "aten::permute", "aten::repeat", "aten::reshape", "aten::select", "aten::slice", "aten::split",
-    "aten::squeeze", "aten::t", "aten::transpose", "aten::unbind", "aten::unsqueeze", "aten::view",
-    "aten::_unsafe_view",
-}  # fmt: skip
-
-
-def find_ranges(torch: Any, given: Mapping[str, Any], run: Callable[[], Any]) -> tuple[Any, dict[str, Range]]:
-    """The result of the run, and the ranges of its inputs as far as the run shows them."""
-    whose = {id(t): name for name, t in given.items() if not t.is_floating_point() and t.dtype is not torch.bool}
-    kept: list[Any] = []  # keeps tensors alive, so that their ids stay unique
-    found: dict[str, Range] = {}
-
-    def see(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        out = func(*args, **kwargs)
-        name = func._schema.name
-        if name in _SAME and args and (source := whose.get(id(args[0]))) is not None:
-            for each in out if isinstance(out, tuple | list) else (out,):
-                if not each.is_floating_point():
-                    whose[id(each)] = source
-                    kept.append(each)
-        for indices, least, most in _looked_up(name, args):
-            if (source := whose.get(id(indices))) is not None:
-                low, high = found.get(source, (least, most))
-                found[source] = max(low, least), min(high, most)
-        return out
-
-    if not whose:
-        return run(), {}
-    with watching(see):
-        results = run()
-    return results, found
-
-
-def _looked_up(name: str, args: Any) -> list[tuple[Any, int, int]]:
-    """The indices of an operation, each with the smallest and the largest valid index of its table."""
-    if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index"):
-        table, indices = args[0], args[1]
-        return [(each, -table.shape[k], table.shape[k] - 1) for k, each in enumerate(indices) if each is not None]
-    if name not in _LOOKUPS:
-        return []
-    table_at, index_at, along_at = _LOOKUPS[name]
-    table = args[table_at]
-    size = int(table.shape[0 if along_at is None else args[along_at]])
-    return [(args[index_at], 0, size - 1)]
-
-
 T = TypeVar("T")
-
-
-def own_module(torch: Any, title: str, module: Any) -> Any:
-    """A copy of the module over the same weights, so that changes to the copy do not affect the caller's module.
-
-    Its tensors are new objects over the same memory: either module can be converted or moved without the other.
-    """
-    # includes tensors that are attributes, such as those of weight_norm
-    attributes = [value for part in module.modules() for value in vars(part).values()]
-    held = [*module.parameters(), *module.buffers(), *attributes]
-    plain = [t for t in held if type(t) in (torch.Tensor, torch.nn.Parameter)]
-    # lazy, quantised and other special tensors have their own way to be copied
-    shared = {id(t): t.detach() for t in plain}
-    shared |= {id(t): torch.nn.Parameter(shared[id(t)], False) for t in plain if type(t) is torch.nn.Parameter}
-    try:
-        return copy.deepcopy(module, shared).eval()
-    except Exception as e:
-        raise ModelError(
-            f"model {title!r}: its module cannot be copied ({type(e).__name__}: {e}); call eval() on the module, move "
-            "it to the device, and pass a function that calls it"
-        ) from e
+Range = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +64,81 @@ class TorchOptions:
             return dict(given)
         layout = torch.channels_last
         return {key: t.contiguous(memory_format=layout) if t.dim() == 4 else t for key, t in given.items()}
+
+
+def torch_module(
+    call: Callable[..., Any],
+    example_inputs: Any,
+    name: str | None = None,
+    input_names: Sequence[str] | None = None,
+    options: TorchOptions | None = None,
+    weights: str | Path | None = None,
+) -> TorchModule:
+    """See `Model.from_torch`."""
+    torch = needs_torch()
+    if not callable(call):
+        text = f"from_torch takes a module or a function, not a {type(call).__name__}"
+        raise ModelError(text, field="module", given=call)
+    kind = type(call).__name__ if isinstance(call, torch.nn.Module) else getattr(call, "__name__", "model")
+    title = str(name or kind)
+    given, keywords = named_inputs(torch, title, example_inputs, input_names)
+    options = (options or TorchOptions()).checked(torch, title)
+    torch_capture.want(torch, call, options.dtype)
+    mapped: list[NDArray[Any]] = []
+    if isinstance(call, torch.nn.Module):
+        module = call = own_module(torch, title, call)
+        if weights is not None:
+            mapped = load_file(torch, title, module, weights, options.dtype)
+        if options.dtype is not None:
+            module.to(options.dtype)
+        if options.channels_last:
+            module.to(memory_format=torch.channels_last)
+        home = next(iter([*module.parameters(), *module.buffers()]), torch.empty(0)).device
+    elif weights is not None:
+        why = f"weights={str(weights)!r}; a function has none of its own: give a module"
+        raise wrong(title, "weights", weights, why)
+    else:
+        home = next(iter(given.values())).device
+    if options.dtype is not None:
+        given = {key: t.to(options.dtype) if t.is_floating_point() else t for key, t in given.items()}
+    given = {key: t[:1].to(home) for key, t in given.items()}
+    inputs = {key: TensorSpec(tuple(t.shape[1:]), numpy_dtype(torch, t.dtype)) for key, t in given.items()}
+    made = TorchModule(title, call, Signature(inputs, {}, keywords), options)
+    made.mapped = mapped
+    with made.preserved():
+        outputs, ranges, made.touched = _example_outputs(torch, title, call, made.signature, given, options)
+    made.signature.outputs.update(outputs)
+    for key, (low, high) in ranges.items():
+        inputs[key] = TensorSpec(inputs[key].shape, inputs[key].dtype, low=low, high=high)
+    return made
+
+
+def _example_outputs(
+    torch: Any, title: str, call: Any, signature: Signature, given: Mapping[str, Any], options: TorchOptions
+) -> tuple[dict[str, TensorSpec], dict[str, Range], Touched]:
+    """The outputs for one request of the example, the ranges of its inputs that the run shows, and the memory that it
+    touches.
+    """
+    kind = next(iter(given.values())).device.type
+    try:
+        with torch.no_grad():
+            cast = torch.autocast(kind, options.autocast) if options.autocast is not None else contextlib.nullcontext()
+            with cast:
+                arranged = options.arrange(torch, given)
+                run = functools.partial(find_ranges, torch, arranged, lambda: signature.call(call, arranged))
+                (returned, ranges), touched = find_touched(torch, arranged.values(), run)
+    except Exception as e:
+        why = f"it fails on its example inputs: {type(e).__name__}: {e}"
+        raise wrong(title, "example_inputs", list(given), why) from e
+    outputs = {}
+    for key, t in named_results(title, returned).items():
+        if t.dim() == 0 or t.shape[0] != 1:
+            raise wrong(
+                title, key, tuple(t.shape), f"output {key!r} has shape {tuple(t.shape)} for one request; its first "
+                "extent must be the batch, 1 in this run"
+            )  # fmt: skip
+        outputs[key] = TensorSpec(tuple(t.shape[1:]), numpy_dtype(torch, t.dtype))
+    return outputs, ranges, touched
 
 
 class TorchModule:
@@ -244,9 +164,7 @@ class TorchModule:
         torch = needs_torch()
         if not isinstance(self._call, torch.nn.Module):
             return 0
-        tensors = [*self._call.parameters(), *self._call.buffers()]
-        unique = {t.data_ptr(): t for t in tensors}
-        return sum(t.numel() * t.element_size() for t in unique.values())
+        return total_bytes([*self._call.parameters(), *self._call.buffers()])
 
     @property
     def plans_convolutions(self) -> bool:
@@ -257,9 +175,10 @@ class TorchModule:
         torch = needs_torch()
         if not isinstance(self._call, torch.nn.Module) or self.options.compile or torch.backends.cudnn.benchmark:
             return False
+        modes = (torch.overrides._len_torch_function_stack, torch._C._len_torch_dispatch_stack)  # noqa: SLF001  PyTorch's own
         of_this_thread = (
-            torch.is_autocast_enabled(), torch.is_inference_mode_enabled(), torch._C._len_torch_function_stack(),
-            torch._C._len_torch_dispatch_stack(), torch.cuda.is_available() and torch.cuda.current_device(),
+            torch.is_autocast_enabled(), torch.is_inference_mode_enabled(), *(count() for count in modes),
+            torch.cuda.is_available() and torch.cuda.current_device(),
         )  # fmt: skip
         return self._convolutions > 1 and not any(of_this_thread)
 
@@ -269,25 +188,28 @@ class TorchModule:
         parts = list(self._call.modules())  # type: ignore[attr-defined]
         if not all(type(part).__module__.partition(".")[0] in ("torch", "torchvision") for part in parts):
             return 0
-        return sum(isinstance(part, needs_torch().nn.modules.conv._ConvNd) for part in parts)
+        nn = needs_torch().nn
+        kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+        return sum(isinstance(part, kinds) for part in parts)
 
     def place(self, model: str, device: Device) -> Arrays:
         """The module on the device, shared by all instances and batch sizes."""
         torch = needs_torch()
         where = f"cuda:{device.index}" if device.name.startswith("cuda") else "cpu"  # type: ignore[attr-defined]
         if where != "cpu" and not torch.cuda.is_available():
-            raise ModelError(
-                f"model {model!r}: this build of PyTorch ({torch.__version__}) cannot use the GPU; install the CUDA "
-                "build"
-            )
+            why = f"this build of PyTorch ({torch.__version__}) cannot use the GPU; install the CUDA build"
+            raise wrong(model, "device", device.name, why)
         check_mapped(self.mapped)
         call = self._call
         if isinstance(call, torch.nn.Module):
             call = own_module(torch, model, call).to(where)
-        if self.options.compile and where != "cpu":
-            protect_inductor()
-            call = torch.compile(call, dynamic=False)
-        return {"call": call}
+        return {"call": self._compiled(torch, call, where != "cpu")}
+
+    def _compiled(self, torch: Any, call: Any, on_gpu: bool) -> Any:
+        if not (self.options.compile and on_gpu):
+            return call
+        protect_inductor()
+        return torch.compile(call, dynamic=False)
 
     @contextlib.contextmanager
     def preserved(self) -> Iterator[None]:
@@ -339,11 +261,8 @@ class TorchModule:
             first = bytes_there.storage_offset() // tensor.element_size() + tensor.storage_offset()
             return made.set_(bytes_there.untyped_storage(), first, tensor.size(), tensor.stride())
 
-        call._apply(move)
-        if self.options.compile and not device.name.startswith("virtual"):
-            protect_inductor()
-            call = torch.compile(call, dynamic=False)
-        return {"call": call}
+        change_tensors(call, move)
+        return {"call": self._compiled(torch, call, not device.name.startswith("virtual"))}
 
     def run(self, weights: Arrays, inputs: Arrays, outputs: Arrays) -> None:
         """The model's function."""
@@ -372,8 +291,9 @@ class TorchModule:
                 if value.shape != target.shape:
                     raise CaptureError(
                         f"output {key!r} has shape {tuple(value.shape)}, but the example gave {tuple(target.shape)}: "
-                        "only the first extent of a shape may depend on the batch"
-                    )
+                        "only the first extent of a shape may depend on the batch", field=key,
+                        given=tuple(value.shape), limit=tuple(target.shape),
+                    )  # fmt: skip
                 target.copy_(value)
 
     @contextlib.contextmanager
@@ -387,76 +307,154 @@ class TorchModule:
             yield
 
 
-def torch_module(
-    call: Callable[..., Any],
-    example_inputs: Any,
-    name: str | None = None,
-    input_names: Sequence[str] | None = None,
-    options: TorchOptions | None = None,
-    weights: str | Path | None = None,
-) -> TorchModule:
-    """See `Model.from_torch`."""
-    torch = needs_torch()
-    if not callable(call):
-        raise ModelError(f"from_torch takes a module or a function, not a {type(call).__name__}")
-    kind = type(call).__name__ if isinstance(call, torch.nn.Module) else getattr(call, "__name__", "model")
-    title = str(name or kind)
-    given, keywords = named_inputs(torch, title, example_inputs, input_names)
-    options = (options or TorchOptions()).checked(torch, title)
-    torch_capture.want(torch, call, options.dtype)
-    mapped: list[NDArray[Any]] = []
-    if isinstance(call, torch.nn.Module):
-        module = call = own_module(torch, title, call)
-        if weights is not None:
-            mapped = load_file(torch, title, module, weights, options.dtype)
-        if options.dtype is not None:
-            module.to(options.dtype)
-        if options.channels_last:
-            module.to(memory_format=torch.channels_last)
-        home = next(iter([*module.parameters(), *module.buffers()]), torch.empty(0)).device
-    elif weights is not None:
-        raise ModelError(f"model {title!r}: weights={str(weights)!r}; a function has none of its own: give a module")
-    else:
-        home = next(iter(given.values())).device
-    if options.dtype is not None:
-        given = {key: t.to(options.dtype) if t.is_floating_point() else t for key, t in given.items()}
-    given = {key: t[:1].to(home) for key, t in given.items()}
-    inputs = {key: TensorSpec(tuple(t.shape[1:]), numpy_dtype(torch, t.dtype)) for key, t in given.items()}
-    made = TorchModule(title, call, Signature(inputs, {}, keywords), options)
-    made.mapped = mapped
-    with made.preserved():
-        outputs, ranges, made.touched = _example_outputs(torch, title, call, made.signature, given, options)
-    made.signature.outputs.update(outputs)
-    for key, (low, high) in ranges.items():
-        inputs[key] = TensorSpec(inputs[key].shape, inputs[key].dtype, low=low, high=high)
-    return made
+def own_module(torch: Any, title: str, module: Any) -> Any:
+    """A copy of the module over the same weights, so that changes to the copy do not affect the caller's module.
 
-
-def _example_outputs(
-    torch: Any, title: str, call: Any, signature: Signature, given: Mapping[str, Any], options: TorchOptions
-) -> tuple[dict[str, TensorSpec], dict[str, Range], Touched]:
-    """The outputs for one request of the example, the ranges of its inputs that the run shows, and the memory that it
-    touches.
+    Its tensors are new objects over the same memory: either module can be converted or moved without the other.
     """
-    kind = next(iter(given.values())).device.type
+    # includes tensors that are attributes, such as those of weight_norm
+    attributes = [value for part in module.modules() for value in vars(part).values()]
+    held = [*module.parameters(), *module.buffers(), *attributes]
+    plain = [t for t in held if type(t) in (torch.Tensor, torch.nn.Parameter)]
+    # lazy, quantised and other special tensors have their own way to be copied
+    shared = {id(t): t.detach() for t in plain}
+    shared |= {id(t): torch.nn.Parameter(shared[id(t)], False) for t in plain if type(t) is torch.nn.Parameter}
     try:
-        with torch.no_grad():
-            cast = torch.autocast(kind, options.autocast) if options.autocast is not None else contextlib.nullcontext()
-            with cast:
-                arranged = options.arrange(torch, given)
-                run = functools.partial(find_ranges, torch, arranged, lambda: signature.call(call, arranged))
-                (returned, ranges), touched = find_touched(torch, arranged.values(), run)
-                results = named_results(returned)
-    except ModelError as e:
-        raise ModelError(f"model {title!r}: {e}") from None
+        return copy.deepcopy(module, shared).eval()
     except Exception as e:
-        raise ModelError(f"model {title!r} fails on its example inputs: {type(e).__name__}: {e}") from e
-    outputs = {}
-    for key, t in results.items():
-        if t.dim() == 0 or t.shape[0] != 1:
-            raise ModelError(
-                f"model {title!r}, output {key!r} has shape {tuple(t.shape)} for one request; its first extent must be "
-                "the batch, 1 in this run"
-            )
-        outputs[key] = TensorSpec(tuple(t.shape[1:]), numpy_dtype(torch, t.dtype))
-    return outputs, ranges, touched
+        remedy = "call eval() on the module, move it to the device, and pass a function that calls it"
+        why = f"its module cannot be copied ({type(e).__name__}: {e}); {remedy}"
+        raise wrong(title, "module", module, why) from e
+
+
+# -- inputs and outputs by name
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """Inputs and outputs by name, and how the module takes them."""
+
+    inputs: dict[str, TensorSpec]
+    outputs: dict[str, TensorSpec]
+    keywords: bool  # whether inputs are passed by name
+
+    def call(self, call: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+        return call(**given) if self.keywords else call(*given.values())
+
+    def name_results(self, results: Any) -> dict[str, Any]:
+        return dict(zip(self.outputs, named_results("", results).values(), strict=True))
+
+
+def named_results(title: str, results: Any) -> dict[str, Any]:
+    """The tensors that a module returned, by name."""
+    torch = needs_torch()
+    if isinstance(results, torch.Tensor):
+        return {"output": results}
+    if isinstance(results, Mapping):
+        found = dict(results)
+    elif isinstance(results, tuple) and hasattr(results, "_fields"):
+        found = dict(zip(results._fields, results, strict=True))
+    elif isinstance(results, tuple | list):
+        found = {f"output{k}": each for k, each in enumerate(results)}
+    else:
+        why = "a model must return a tensor, a tuple of tensors, or a dict of them"
+        raise wrong(title, "outputs", results, f"it returns a {type(results).__name__}; {why}")
+    found = {key: each for key, each in found.items() if each is not None}
+    for key, each in found.items():
+        if not isinstance(each, torch.Tensor):
+            why = f"its result {key!r} is a {type(each).__name__}; a model must return tensors only"
+            raise wrong(title, key, each, why)
+    return found
+
+
+def named_inputs(torch: Any, title: str, example: Any, names: Sequence[str] | None) -> tuple[dict[str, Any], bool]:
+    if isinstance(example, Mapping):
+        given, keywords = dict(example), True
+    else:
+        values = list(example) if isinstance(example, tuple | list) else [example]
+        default = ["input"] if len(values) == 1 else [f"input{k}" for k in range(len(values))]
+        if names is not None and len(names) != len(values):
+            why = f"{len(names)} input_names were given for {len(values)} inputs; give one name per input"
+            raise wrong(title, "input_names", names, why)
+        given, keywords = dict(zip(names or default, values, strict=True)), False
+    if not given:
+        why = "there are no example inputs: give example_inputs, the tensors of one request"
+        raise wrong(title, "example_inputs", example, why)
+    for key, value in given.items():
+        if not isinstance(value, torch.Tensor):
+            why = f"example input {key!r} is a {type(value).__name__}: it must be a tensor"
+            raise wrong(title, key, value, why)
+        if value.dim() == 0 or value.shape[0] < 1:
+            shape = tuple(value.shape)
+            why = f"example input {key!r} has shape {shape}; its first extent must be the batch, at least 1"
+            raise wrong(title, key, value, why)
+    return given, keywords
+
+
+# -- ranges of inputs: an input that is an index into a table must lie within the table
+#
+# A GPU does not check indices: beyond the table it reads other memory, or fails for all requests. The example run shows
+# which inputs (unchanged, reshaped or converted) are indices for `embedding`, `gather` and similar operations. The
+# range of such an input is the size of the table.
+
+# Operations with the argument positions of their table, of their indices, and of the table's dimension (None: dimension
+# 0).
+_LOOKUPS: dict[str, tuple[int, int, int | None]] = {
+    "aten::embedding": (0, 1, None),
+    "aten::_embedding_bag": (0, 1, None),
+    "aten::_embedding_bag_forward_only": (0, 1, None),
+    "aten::index_select": (0, 2, 1),
+    "aten::gather": (0, 2, 1),
+    **{
+        f"aten::{name}{in_place}": (0, 2, 1)
+        for name in ("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy")
+        for in_place in ("", "_")
+    },
+}
+# Operations that do not change values.
+_SAME = {
+    "aten::_to_copy", "aten::alias", "aten::clone", "aten::contiguous", "aten::detach", "aten::expand", "aten::flatten",
+    "aten::lift_fresh", "aten::permute", "aten::repeat", "aten::reshape", "aten::select", "aten::slice", "aten::split",
+    "aten::squeeze", "aten::t", "aten::transpose", "aten::unbind", "aten::unsqueeze", "aten::view",
+    "aten::_unsafe_view",
+}  # fmt: skip
+
+
+def find_ranges(torch: Any, given: Mapping[str, Any], run: Callable[[], Any]) -> tuple[Any, dict[str, Range]]:
+    """The result of the run, and the ranges of its inputs as far as the run shows them."""
+    whose = {id(t): name for name, t in given.items() if not t.is_floating_point() and t.dtype is not torch.bool}
+    kept: list[Any] = []  # keeps tensors alive, so that their ids stay unique
+    found: dict[str, Range] = {}
+
+    def see(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
+        name = schema_of(func).name
+        if name in _SAME and args and (source := whose.get(id(args[0]))) is not None:
+            for each in out if isinstance(out, tuple | list) else (out,):
+                if not each.is_floating_point():
+                    whose[id(each)] = source
+                    kept.append(each)
+        for indices, least, most in _looked_up(name, args):
+            if (source := whose.get(id(indices))) is not None:
+                low, high = found.get(source, (least, most))
+                found[source] = max(low, least), min(high, most)
+        return out
+
+    if not whose:
+        return run(), {}
+    with watching(see):
+        results = run()
+    return results, found
+
+
+def _looked_up(name: str, args: Any) -> list[tuple[Any, int, int]]:
+    """The indices of an operation, each with the smallest and the largest valid index of its table."""
+    if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index"):
+        table, indices = args[0], args[1]
+        return [(each, -table.shape[k], table.shape[k] - 1) for k, each in enumerate(indices) if each is not None]
+    if name not in _LOOKUPS:
+        return []
+    table_at, index_at, along_at = _LOOKUPS[name]
+    table = args[table_at]
+    size = int(table.shape[0 if along_at is None else args[along_at]])
+    return [(args[index_at], 0, size - 1)]

@@ -19,8 +19,15 @@ from typing import Any
 
 from paellapy.instrument.env import live_instances
 from paellapy.scheduler.core.errors import ModelError
+from paellapy.scheduler.models.torch_tensors import address_of, schema_of, tensors_in
 
 GROUPS = "number of parameter groups"
+_DEEPEST = 4  # functions that call each other, as far as an optimizer's name is looked for
+
+
+def wrong_job(name: str, field: str, given: Any, why: str) -> ModelError:
+    """The error for data, state or a step that a job cannot have."""
+    return ModelError(f"job {name!r}: {why}", job=name, field=field, given=given)
 
 
 def _parts(torch: Any, value: Any, depth: int = 3) -> Iterator[Any]:
@@ -114,20 +121,24 @@ def check_complete(torch: Any, name: str, step: Callable[..., Any], values: Any)
     known = {id(each) for each in optimizers_of(torch, values)}
     for label, value in named_in(step).items():
         if isinstance(value, torch.optim.Optimizer) and id(value) not in known:
-            raise ModelError(
-                f"job {name!r}: its step uses the optimizer {label}, which state=[…] does not have: give everything "
-                f"that the step changes, for example state=[net, {label}]"
-            )
+            raise unlisted(name, label, label)
         if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
             raise stands_still(name, label)
 
 
+def unlisted(name: str, optimizer: str, variable: str) -> ModelError:
+    return wrong_job(
+        name, "state", optimizer, f"its step uses the optimizer {optimizer}, which state=[…] does not have: give "
+        f"everything that the step changes, for example state=[net, {variable}]"
+    )  # fmt: skip
+
+
 def stands_still(name: str, schedule: str) -> ModelError:
-    return ModelError(
-        f"job {name!r}: its step uses the schedule {schedule}, which would stand still, because a captured step runs "
-        f"no Python code: call {schedule}.step() in the callback, with every=1, and make the learning rate a "
+    return wrong_job(
+        name, "step", schedule, f"its step uses the schedule {schedule}, which would stand still, because a captured "
+        f"step runs no Python code: call {schedule}.step() in the callback, with every=1, and make the learning rate a "
         "tensor (lr=torch.tensor(1e-3))"
-    )
+    )  # fmt: skip
 
 
 def check_capturable(torch: Any, name: str, values: Any) -> None:
@@ -136,10 +147,10 @@ def check_capturable(torch: Any, name: str, values: Any) -> None:
         groups = optimizer.param_groups
         on_gpu = any(p.is_cuda for group in groups for p in group["params"])
         if on_gpu and any(group.get("capturable") is False for group in groups):
-            raise ModelError(
-                f"job {name!r}: {type(optimizer).__name__} counts its steps on the host, so a captured step would "
-                f"repeat the same step: create the optimizer with capturable=True"
-            )
+            raise wrong_job(
+                name, "state", type(optimizer).__name__, f"{type(optimizer).__name__} counts its steps on the host, so "
+                "a captured step would repeat the same step: create the optimizer with capturable=True"
+            )  # fmt: skip
 
 
 class Kept:
@@ -164,10 +175,6 @@ class Kept:
     def addresses(self) -> list[int]:
         """The addresses that a GPU would use. Single numbers, such as an optimizer's step count, may be on the host."""
         return [t.untyped_storage().data_ptr() for t, _ in self._tensors if t.dim()]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t, _ in self._tensors)
 
     def put_back(self) -> None:
         with self._torch.no_grad():
@@ -212,7 +219,7 @@ def _has_state(torch: Any, value: Any, depth: int = 2) -> bool:
     return inner and any(_has_state(torch, each, depth - 1) for each in values)
 
 
-# Sees every operation that PyTorch's dispatcher makes in a run, also those of the backward pass.
+# -- every operation that PyTorch's dispatcher makes in a run, also those of the backward pass
 
 # Makes an operation of PyTorch, given its arguments by place and by name, and returns its result.
 See = Callable[[Any, Any, dict[str, Any]], Any]
@@ -248,7 +255,7 @@ def _as_written() -> AbstractContextManager[Any]:
     return made
 
 
-# What a run of PyTorch code does with tensors that exist before it, wherever the code finds them.
+# -- what a run of PyTorch code does with tensors that exist before it, wherever the code finds them
 #
 # A function may reach a module or an optimizer through other functions and objects. The operations of a run show every
 # tensor that it writes to, with the contents before; and the order in which it uses its weights.
@@ -274,24 +281,25 @@ def find_touched(
     """The result of a run, and the memory of others that it touched; changes are put back. `given` has the inputs of
     the run, which do not count. `writing` is called before every operation that writes to a tensor.
     """
-    made = {_address(t) for t in given}  # in the run, or for it
+    made = {address_of(t) for t in given}  # in the run, or for it
     others: dict[int, None] = {}  # addresses in order
     before: dict[int, tuple[Any, Any]] = {}  # by address: memory, and its contents
 
     def see(func: Any, args: Any, named: dict[str, Any]) -> Any:
-        if func._schema.name == _FRESH:
-            made.update(map(_address, _tensors(torch, args)))
-        others.update(dict.fromkeys(at for at in map(_address, _tensors(torch, (args, named))) if at not in made))
-        written = list(_written(torch, func._schema, args, named))
+        schema = schema_of(func)
+        if schema.name == _FRESH:
+            made.update(map(address_of, _tensors(torch, args)))
+        others.update(dict.fromkeys(at for at in map(address_of, _tensors(torch, (args, named))) if at not in made))
+        written = list(_written(torch, schema, args, named))
         if written and writing is not None:
             writing()
         for t in written:
-            at = _address(t)
+            at = address_of(t)
             if at in others and at not in before:
                 memory = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
                 before[at] = memory, memory.clone()
         out = func(*args, **named)
-        made.update({_address(t) for t in _tensors(torch, out)} - others.keys())
+        made.update({address_of(t) for t in _tensors(torch, out)} - others.keys())
         return out
 
     try:
@@ -304,24 +312,9 @@ def find_touched(
     return results, Touched(list(others), [memory for memory, _ in before.values()])
 
 
-def _address(tensor: Any) -> int:
-    """Where the tensor's memory begins; 0: it has none, as those that stand for other tensors."""
-    try:
-        return int(tensor.untyped_storage().data_ptr())
-    except (RuntimeError, NotImplementedError):
-        return 0
-
-
 def _tensors(torch: Any, value: Any) -> Iterator[Any]:
     """Tensors with memory among the arguments or results of an operation."""
-    if isinstance(value, torch.Tensor):
-        if value.layout is torch.strided and _address(value):
-            yield value
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _tensors(torch, each)
-    elif isinstance(value, dict):
-        yield from _tensors(torch, tuple(value.values()))
+    return (t for t in tensors_in(torch, value) if t.layout is torch.strided and address_of(t))
 
 
 def _written(torch: Any, schema: Any, args: Any, named: dict[str, Any]) -> Iterator[Any]:
@@ -332,14 +325,11 @@ def _written(torch: Any, schema: Any, args: Any, named: dict[str, Any]) -> Itera
             yield from _tensors(torch, args[k] if k < len(args) else named.get(each.name))
 
 
-# What a step changes that its `state` does not have, wherever its code finds it: seen in one run of the step.
+# -- what a step changes that its `state` does not have: seen in one run of the step
 #
 # Tensors are found by the operations that write to them, and are put back after loading like those of `state`. An
 # optimizer is refused by name, since its settings must be known; so are counters and schedules in Python, which would
 # stand still in a captured step. Kernels that are launched without PyTorch's dispatcher are not seen.
-
-
-_DEEPEST = 4  # functions that call each other, as far as an optimizer's name is looked for
 
 
 def find_unlisted(
@@ -360,26 +350,23 @@ def find_unlisted(
         kept.put_back()
     for optimizer in found.values():
         label = _label(step, optimizer)
-        raise ModelError(
-            f"job {name!r}: its step uses the optimizer {label or type(optimizer).__name__}, which state=[…] does not "
-            f"have: give everything that the step changes, for example state=[net, {label or 'optimizer'}]"
-        )
+        raise unlisted(name, label or type(optimizer).__name__, label or "optimizer")
     for schedule, count in schedules:
         if id(getattr(schedule, "optimizer", None)) in listed and _count(schedule) != count:
             raise stands_still(name, _label(step, schedule) or type(schedule).__name__)
     for what, now in _numbers(torch, state).items():
         if now != numbers.get(what, now):
-            raise ModelError(
-                f"job {name!r}: its step counts {what} in Python ({numbers[what]}, then {now}), and a captured step "
-                "runs no Python code: keep the number in a tensor on the device of the parameters"
-            )
+            raise wrong_job(
+                name, "step", (numbers[what], now), f"its step counts {what} in Python ({numbers[what]}, then {now}), "
+                "and a captured step runs no Python code: keep the number in a tensor on the device of the parameters"
+            )  # fmt: skip
     return touched.changed
 
 
 def _note_optimizer(torch: Any, listed: dict[int, Any], found: dict[int, Any]) -> None:
     """Adds the optimizer whose code is running, unless it is listed or works for one that is."""
     optimizers = []
-    at: Any = sys._getframe(1)
+    at: Any = inspect.currentframe()
     while at is not None:
         if "self" in at.f_code.co_varnames:
             own = at.f_locals.get("self")

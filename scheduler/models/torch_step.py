@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.device.base import Device
-from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.models.capture import Counting, InstanceCapture, Recording
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.sync_guard import refusing_to_wait
@@ -30,8 +29,9 @@ from paellapy.scheduler.models.torch_state import (
     generators_of,
     settings_of,
     tensors_of,
+    wrong_job,
 )
-from paellapy.scheduler.models.torch_tensors import as_array, as_tensor, needs_torch, numpy_dtype
+from paellapy.scheduler.models.torch_tensors import as_array, as_tensor, needs_torch, numpy_dtype, total_bytes
 
 INSTANCES = 2  # while one runs, the data of the next step are written to the other
 _NUMBER_BYTES = 8  # memory up to this size is a single number, such as a count of steps, and may be on the host
@@ -57,10 +57,10 @@ class Batch:
         for key, value in tensors.items():
             made = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
             if not isinstance(made, torch.Tensor):
-                raise ModelError(
-                    f"job {name!r}: its data have a {type(value).__name__} as {key!r}: give tensors or arrays, alone, "
-                    "in a tuple or in a dict"
-                )
+                raise wrong_job(
+                    name, key, value, f"its data have a {type(value).__name__} as {key!r}: give tensors or arrays, "
+                    "alone, in a tuple or in a dict"
+                )  # fmt: skip
             self.tensors[key] = made
 
     @property
@@ -70,18 +70,18 @@ class Batch:
     def write(self, name: str, slots: Mapping[str, NDArray[Any]]) -> None:
         """Writes the tensors into a slot's inputs; ModelError if they do not fit."""
         if slots.keys() != self.tensors.keys():
-            raise ModelError(
-                f"job {name!r}: this batch has {', '.join(self.tensors)}, but the first had {', '.join(slots)}: all "
-                "batches need the same names"
-            )
+            raise wrong_job(
+                name, "data", list(self.tensors), f"this batch has {', '.join(self.tensors)}, but the first had "
+                f"{', '.join(slots)}: all batches need the same names"
+            )  # fmt: skip
         for key, slot in slots.items():
             tensor = self.tensors[key]
             if (tuple(tensor.shape) or (1,)) != slot.shape or numpy_dtype(self._torch, tensor.dtype) != slot.dtype:
-                raise ModelError(
-                    f"job {name!r}: {key!r} is {tuple(tensor.shape)} of {tensor.dtype}, but the first batch had "
-                    f"{slot.shape} of {slot.dtype.name}: all batches need the same shape and type (a data loader's "
-                    "drop_last=True, or skip_ragged=True of the job, leaves shorter ones out)"
-                )
+                raise wrong_job(
+                    name, key, tuple(tensor.shape), f"{key!r} is {tuple(tensor.shape)} of {tensor.dtype}, but the "
+                    f"first batch had {slot.shape} of {slot.dtype.name}: all batches need the same shape and type (a "
+                    "data loader's drop_last=True, or skip_ragged=True of the job, leaves shorter ones out)"
+                )  # fmt: skip
             as_tensor(self._torch, slot).copy_(tensor.reshape(slot.shape))
 
     def with_tensors(self, tensors: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -107,10 +107,8 @@ def results_of(torch: Any, name: str, returned: Any) -> dict[str, Any]:
         found = {"output": returned}
     for key, each in found.items():
         if not isinstance(each, torch.Tensor):
-            raise ModelError(
-                f"job {name!r}: its step returns a {type(each).__name__} as {key!r}: return tensors (a loss, not "
-                "loss.item()), or nothing"
-            )
+            why = "return tensors (a loss, not loss.item()), or nothing"
+            raise wrong_job(name, key, each, f"its step returns a {type(each).__name__} as {key!r}: {why}")
     return found
 
 
@@ -125,15 +123,15 @@ class TorchStep:
         self.name, self._step, self.state, self._batch = name, step, state, batch
         for each in state:
             if isinstance(each, Iterator):
-                raise ModelError(
-                    f"job {name!r}: state has a {type(each).__name__}, which can be read only once: give the module or "
-                    "a list, for example list(net.parameters())"
-                )
+                raise wrong_job(
+                    name, "state", each, f"state has a {type(each).__name__}, which can be read only once: give the "
+                    "module or a list, for example list(net.parameters())"
+                )  # fmt: skip
         if not list(tensors_of(self.torch, list(state))):
-            raise ModelError(
-                f"job {name!r}: state={list(state)!r} holds no tensors: give everything that the step changes, for "
-                "example state=[net, optimizer]"
-            )
+            raise wrong_job(
+                name, "state", list(state), f"state={list(state)!r} holds no tensors: give everything that the step "
+                "changes, for example state=[net, optimizer]"
+            )  # fmt: skip
         check_complete(self.torch, name, step, list(state))
         check_capturable(self.torch, name, list(state))
         self.pool: TorchPool | None = None  # shared by all instances, because only one of them runs at a time
@@ -165,19 +163,23 @@ class TorchStep:
         found = {key: as_array(self.torch, value) for key, value in self.compute(batch).items()}
         shapes, first = ({key: tuple(each.shape) for key, each in some.items()} for some in (found, self._results))
         if shapes != first:
-            raise ModelError(
-                f"job {self.name!r}: its step returned tensors of shapes {shapes}, and {first} the first time: a "
-                "captured step returns the same tensors every time; let its code not depend on data or counters"
-            )
+            raise wrong_job(
+                self.name, "step", shapes, f"its step returned tensors of shapes {shapes}, and {first} the first time: "
+                "a captured step returns the same tensors every time; let its code not depend on data or counters"
+            )  # fmt: skip
         return found
 
     def compute(self, batch: Batch | None) -> dict[str, Any]:
         """Runs one step outside a capture and returns its results. The batch is moved to the device of the state."""
-        arguments: tuple[list[Any], dict[str, Any]] = ([], {})
-        if batch is not None:
-            where = next(tensors_of(self.torch, list(self.state))).device
-            arguments = batch.with_tensors({key: t.to(where) for key, t in batch.tensors.items()})
-        return results_of(self.torch, self.name, self._step(*arguments[0], **arguments[1]))
+        if batch is None:
+            return self._call(None, {})
+        where = next(tensors_of(self.torch, list(self.state))).device
+        return self._call(batch, {key: t.to(where) for key, t in batch.tensors.items()})
+
+    def _call(self, batch: Batch | None, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Calls the step with these tensors, in the form of the batch; returns its results by name."""
+        given, named = ([], {}) if batch is None else batch.with_tensors(tensors)
+        return results_of(self.torch, self.name, self._step(*given, **named))
 
     def check_settings(self) -> None:
         """Raises ModelError if an optimizer's number has changed, because a captured step keeps the old one."""
@@ -191,9 +193,8 @@ class TorchStep:
                     else "a captured step keeps the old number: make it a tensor (lr=torch.tensor(1e-3), with "
                     "fused=True or capturable=True), and change the tensor between steps"
                 )
-                raise ModelError(
-                    f"job {self.name!r}: {key} was {then} when the step was captured and is {now} now; {remedy}"
-                )
+                why = f"{key} was {then} when the step was captured and is {now} now; {remedy}"
+                raise wrong_job(self.name, key, now, why)
 
     def model(self, quantum_us: float | None, **about: Any) -> Model:
         outputs = {key: _spec(self.torch, t) for key, t in self._results.items()}
@@ -211,8 +212,7 @@ class TorchStep:
 
     @property
     def state_bytes(self) -> int:
-        unique = {t.data_ptr(): t for t in tensors_of(self.torch, list(self.state))}
-        return sum(t.numel() * t.element_size() for t in unique.values())
+        return total_bytes(tensors_of(self.torch, list(self.state)))
 
     def place(self, model: str, device: Device) -> Arrays:
         torch = self.torch
@@ -220,16 +220,15 @@ class TorchStep:
         where = f"cuda:{device.index}" if on_gpu else "cpu"  # type: ignore[attr-defined]
         for tensor in tensors_of(torch, list(self.state)):
             if tensor.dim() and str(tensor.device) != where:
-                raise ModelError(
-                    f"job {model!r}: its state is on {tensor.device}, but the engine runs on {where}: move the state "
-                    "there"
-                )
+                why = f"its state is on {tensor.device}, but the engine runs on {where}: move the state there"
+                raise wrong_job(model, "state", str(tensor.device), why)
         for memory in self._unlisted:
             if str(memory.device) != where:
-                raise ModelError(
-                    f"job {model!r}: its step changes a tensor on {memory.device}, but the engine runs on {where}, and "
-                    "a captured step would not change it again: move the tensor there, or change it in the callback"
-                )
+                raise wrong_job(
+                    model, "step", str(memory.device), f"its step changes a tensor on {memory.device}, but the engine "
+                    f"runs on {where}, and a captured step would not change it again: move the tensor there, or change "
+                    "it in the callback"
+                )  # fmt: skip
         if on_gpu:
             index: int = device.index  # type: ignore[attr-defined]
             own = [g for g in generators_of(torch, list(self.state)) if g.device.type == "cuda"]
@@ -275,11 +274,8 @@ class TorchStep:
 
     def _into(self, inputs: Arrays, outputs: Arrays) -> None:
         """Runs the step on our arrays."""
-        torch = self.torch
-        arguments: tuple[list[Any], dict[str, Any]] = ([], {})
-        if self._batch is not None:
-            arguments = self._batch.with_tensors({key: as_tensor(torch, array) for key, array in inputs.items()})
-        results = results_of(torch, self.name, self._step(*arguments[0], **arguments[1]))
+        torch, given = self.torch, inputs if self._batch is not None else {}
+        results = self._call(self._batch, {key: as_tensor(torch, array) for key, array in given.items()})
         with torch.no_grad():
             for key, value in results.items():
                 target = as_tensor(torch, outputs[key])

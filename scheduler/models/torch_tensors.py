@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.scheduler.core.errors import ModelError
+from paellapy.scheduler.models.tensors import wrong
 from paellapy.scheduler.models.weights import map_weights
+
+_NAMED = 5  # names of each kind in an error
 
 
 def needs_torch() -> Any:
@@ -31,8 +34,9 @@ def numpy_dtype(torch: Any, dtype: Any) -> np.dtype[Any]:
         return np.dtype(getattr(ml_dtypes, name) if hasattr(ml_dtypes, name) else name)
     except TypeError:
         raise ModelError(
-            f"tensors of {dtype} have no NumPy equivalent, so requests cannot carry them: convert them to another type"
-        ) from None
+            f"tensors of {dtype} have no NumPy equivalent, so requests cannot carry them: convert them to another type",
+            field="dtype", given=dtype,
+        ) from None  # fmt: skip
 
 
 def as_tensor(torch: Any, array: Any) -> Any:
@@ -41,11 +45,10 @@ def as_tensor(torch: Any, array: Any) -> Any:
     plain = getattr(np, name, None) is not None or name == "bool"
     if isinstance(array, np.ndarray):
         raw = array.view(np.ndarray)
-        return torch.from_numpy(raw) if plain else torch.from_numpy(raw.view(f"u{raw.itemsize}")).view(_of(torch, name))
-    if plain:
-        return torch.as_tensor(array, device=f"cuda:{array.device.index}")
-    bits = _Bits(array)
-    return torch.as_tensor(bits, device=f"cuda:{array.device.index}").view(_of(torch, name))
+        found = torch.from_numpy(raw if plain else raw.view(f"u{raw.itemsize}"))
+    else:
+        found = torch.as_tensor(array if plain else _Bits(array), device=f"cuda:{array.device.index}")
+    return found if plain else found.view(getattr(torch, name))
 
 
 def as_array(torch: Any, tensor: Any) -> NDArray[Any]:
@@ -53,10 +56,6 @@ def as_array(torch: Any, tensor: Any) -> NDArray[Any]:
     made: NDArray[Any] = np.empty(tuple(tensor.shape), numpy_dtype(torch, tensor.dtype))
     as_tensor(torch, made).copy_(tensor.detach())
     return made
-
-
-def _of(torch: Any, name: str) -> Any:
-    return getattr(torch, name)
 
 
 class _Bits:
@@ -72,7 +71,7 @@ def torch_dtype(torch: Any, title: str, what: str, given: Any) -> Any:
     """A floating-point type of PyTorch, given as such or by its name."""
     found = getattr(torch, given, None) if isinstance(given, str) else given
     if given is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
-        raise ModelError(f"model {title!r}: {what}={given!r}; it must be a floating-point type, such as torch.float16")
+        raise wrong(title, what, given, f"{what}={given!r}; it must be a floating-point type, such as torch.float16")
     return found
 
 
@@ -91,10 +90,46 @@ def as_bytes(torch: Any, storage: Any) -> Any:
     return flat.cpu().numpy()
 
 
-# A PyTorch module's weights from a safetensors file: mapped into memory, checked by name, and not copied.
+def total_bytes(tensors: Iterable[Any]) -> int:
+    """The bytes of tensors; memory that several of them share counts once."""
+    return sum(t.numel() * t.element_size() for t in {t.data_ptr(): t for t in tensors}.values())
 
 
-_NAMED = 5  # names of each kind in an error
+def tensors_in(torch: Any, value: Any) -> Iterator[Any]:
+    """The tensors among the arguments or results of an operation."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | tuple | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(torch, each)
+
+
+def address_of(tensor: Any) -> int:
+    """Where the tensor's memory begins; 0: it has none, like tensors that stand for others."""
+    try:
+        return int(tensor.untyped_storage().data_ptr())
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+# -- PyTorch's own attributes that have no public name
+
+
+def schema_of(operation: Any) -> Any:
+    """The arguments and results of an operation, and which of them it writes to."""
+    return operation._schema  # noqa: SLF001  PyTorch's own
+
+
+def change_tensors(module: Any, change: Callable[[Any], Any]) -> None:
+    """Replaces every parameter and buffer of a module."""
+    module._apply(change)  # noqa: SLF001  PyTorch's own
+
+
+def _holders(module: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    return module._parameters, module._buffers  # noqa: SLF001  PyTorch's own
+
+
+# -- weights from a safetensors file: mapped into memory, checked by name, and not copied
 
 
 def load_file(torch: Any, title: str, module: Any, path: str | Path, dtype: Any) -> list[NDArray[Any]]:
@@ -104,10 +139,8 @@ def load_file(torch: Any, title: str, module: Any, path: str | Path, dtype: Any)
     converted next, so the file may have any floating-point type; None: the file must have the module's types.
     """
     if not isinstance(path, str | Path):
-        raise ModelError(
-            f"model {title!r}: weights is a {type(path).__name__}: give the path of a safetensors file, or call "
-            "load_state_dict() on the module"
-        )
+        why = "give the path of a safetensors file, or call load_state_dict() on the module"
+        raise wrong(title, "weights", path, f"weights is a {type(path).__name__}: {why}")
     arrays = map_weights(path, private=True)
     given = {name: as_tensor(torch, array) for name, array in arrays.items()}
     expected = {name: t for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
@@ -117,7 +150,7 @@ def load_file(torch: Any, title: str, module: Any, path: str | Path, dtype: Any)
     for names in tied:
         _tie(module, names, [name for name in names if name in given][-1])  # as load_state_dict(), the last counts
     _check_values(torch, title, path, module)
-    module._apply(lambda t: t.cpu())  # the tensors that no file holds, of a module on a GPU
+    change_tensors(module, lambda t: t.cpu())  # the tensors that no file holds, of a module on a GPU
     return list(arrays.values())
 
 
@@ -134,8 +167,8 @@ def _tie(module: Any, names: Sequence[str], given: str) -> None:
 
     def table(name: str) -> tuple[dict[str, Any], str]:
         path, _, key = name.rpartition(".")
-        part = module.get_submodule(path)
-        return (part._parameters if key in part._parameters else part._buffers), key
+        parameters, buffers = _holders(module.get_submodule(path))
+        return (parameters if key in parameters else buffers), key
 
     held, key = table(given)
     for name in names:
@@ -154,9 +187,9 @@ def _check(
     both = [name for name in given if name in expected]
     shapes = {n: (given[n].shape, expected[n].shape) for n in both if given[n].shape != expected[n].shape}
     types = {n: (given[n].dtype, expected[n].dtype) for n in both if not _converts(given[n], expected[n], dtype)}
+    missing, unknown = [n for n in expected if n not in known], [n for n in given if n not in expected]
     found = [
-        _listed("missing in the file", [n for n in expected if n not in known]),
-        _listed("unknown to the module", [n for n in given if n not in expected]),
+        _listed("missing in the file", missing), _listed("unknown to the module", unknown),
         _listed("of another shape", [f"{n} ({_shape(a)} in the file, {_shape(b)} in the module)"
                                      for n, (a, b) in shapes.items()]),
         _listed("of another type", [f"{n} ({a} in the file, {b} in the module)" for n, (a, b) in types.items()]),
@@ -166,8 +199,9 @@ def _check(
         if types:
             remedy += "; to convert floating-point weights, give dtype, for example dtype=torch.float16"
         raise ModelError(
-            f"model {title!r}: {path} does not fit the module. {' '.join(filter(None, found))} To load it, {remedy}."
-        )
+            f"model {title!r}: {path} does not fit the module. {' '.join(filter(None, found))} To load it, {remedy}.",
+            model=title, field="weights", given=path, missing=missing, unknown=unknown, shapes=shapes, types=types,
+        )  # fmt: skip
 
 
 def _converts(given: Any, expected: Any, dtype: Any) -> bool:
@@ -193,8 +227,8 @@ def _check_values(torch: Any, title: str, path: str | Path, module: Any) -> None
         plain = [key for key, t in vars(part).items() if isinstance(t, torch.Tensor) and t.is_meta]
         empty += [f"{prefix}.{key}" if prefix else key for key in plain]
     if empty:
-        raise ModelError(
-            f"model {title!r}: {_listed('without values', empty)} They are no part of the module's state_dict(), so "
-            f"{path} does not hold them, and the meta device holds no values: create these tensors on the CPU, or "
-            "build the whole module on the CPU"
-        )
+        raise wrong(
+            title, "weights", empty, f"{_listed('without values', empty)} They are no part of the module's "
+            f"state_dict(), so {path} does not hold them, and the meta device holds no values: create these tensors on "
+            "the CPU, or build the whole module on the CPU"
+        )  # fmt: skip

@@ -149,7 +149,7 @@ class OwnKernels:
 
     @classmethod
     def of(cls, engine: Engine, names: Sequence[str]) -> OwnKernels:
-        backend = engine._backend
+        backend = engine.backend
         assert isinstance(backend, VirtualBackend)
         loaded = {each.model.name: each for each in engine.loaded_rows().values()}
         pieces = {}

@@ -45,7 +45,7 @@ BINS = 400  # most bins into which the time of a run is divided
 
 
 def _is_whole(given: Any, least: int) -> bool:
-    return isinstance(given, int | np.integer) and given >= least
+    return bool(isinstance(given, int | np.integer) and given >= least)
 
 
 def _is_number(given: Any, least: float, above: bool = False) -> bool:
