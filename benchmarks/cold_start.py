@@ -26,7 +26,7 @@ import paellapy as pp
 try:
     from paellapy.scheduler.sim.recorded_profiles import MIX, mix_profiles
 except ImportError:  # an earlier version
-    from paellapy.scheduler.sim.simulate_mix import MIX, mix_profiles
+    from paellapy.scheduler.sim.mix import MIX, mix_profiles
 load = pp.Poisson(3000, MIX, duration=0.05)
 assert pp.simulate(mix_profiles(), load, "srpt").model().completed > 0
 """

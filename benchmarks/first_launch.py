@@ -5,14 +5,12 @@
 Each side runs in its own process, and both run kernel after kernel. The virtual GPU begins with empty caches on disk
 (Triton's and ours), so its first launch compiles; the interpreter (TRITON_INTERPRET=1) compiles nothing. Each side
 first launches a kernel that is not counted, so that imports are not measured. A kernel that takes too long on a side is
-ended there and not counted. Results go to benchmarks/results/first_launch.json, anew after every kernel.
+ended there and not counted.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import select
 import statistics
 import subprocess
@@ -23,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness import ROOT, arguments, environment, save, show
 
-ROOT = Path(__file__).resolve().parent.parent
 LATER = 4  # launches after the first, of which the fastest counts
 STARTING_S = 300  # a side's imports, and the loops that the virtual GPU compiles once
 
 
 def corpus() -> list[Any]:
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path.append(str(ROOT / "tests"))
     from corpus import TRITON_CASES
 
     return [case for case in TRITON_CASES if case.evaluable]
@@ -42,36 +40,31 @@ def answer(interpreted: bool) -> None:
 
     import paellapy as pp
 
+    def tensor(array: Any) -> Any:
+        kind = getattr(torch, array.dtype.name)
+        return torch.from_numpy(array.copy().view(np.uint8).reshape(-1)).view(kind).reshape(array.shape)
+
+    def launched(case: Any) -> list[Any]:
+        call = case.make(np.random.default_rng(0), 1.0)
+        if any(isinstance(v, tuple) for v in call.args.values()):
+            return [None, "takes a tuple"]
+        given = {n: tensor(v) if isinstance(v, np.ndarray) else v for n, v in call.args.items()}
+        fn = case.kernel if interpreted else pp.kernel(case.kernel, report=None)
+        keywords = {**given, **call.constexprs, **({} if interpreted else call.options)}
+        took = []
+        for _ in range(1 + LATER):
+            start = time.perf_counter()
+            fn[call.grid](**keywords)
+            took.append(time.perf_counter() - start)
+        return [took[0], min(took[1:])]
+
     chosen = corpus()
     with pp.Device("virtual:h200"):
         for line in sys.stdin:
             try:
-                print(json.dumps(launched(pp, torch, chosen[int(line)], interpreted)), flush=True)
+                print(json.dumps(launched(chosen[int(line)])), flush=True)
             except Exception as e:
                 print(json.dumps([None, f"{type(e).__name__}: {e}"[:120]]), flush=True)
-
-
-def launched(pp: Any, torch: Any, case: Any, interpreted: bool) -> list[Any]:
-    call = case.make(np.random.default_rng(0), 1.0)
-    if any(isinstance(v, tuple) for v in call.args.values()):
-        return [None, "takes a tuple"]
-    given = {n: _tensor(torch, v) if isinstance(v, np.ndarray) else v for n, v in call.args.items()}
-    fn = case.kernel if interpreted else pp.kernel(case.kernel, report=None)
-    options = {} if interpreted else call.options
-    took = [_timed(fn, call.grid, {**given, **call.constexprs, **options}) for _ in range(1 + LATER)]
-    return [took[0], min(took[1:])]
-
-
-def _tensor(torch: Any, array: Any) -> Any:
-    """An array as PyTorch has it, in memory of its own."""
-    kind = getattr(torch, array.dtype.name)
-    return torch.from_numpy(array.copy().view(np.uint8).reshape(-1)).view(kind).reshape(array.shape)
-
-
-def _timed(fn: Any, grid: Any, keywords: dict[str, Any]) -> float:
-    start = time.perf_counter()
-    fn[grid](**keywords)
-    return time.perf_counter() - start
 
 
 class Side:
@@ -81,19 +74,15 @@ class Side:
         one_thread = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         caches = {"PAELLAPY_CACHE_DIR": f"{folder}/{name}", "TRITON_CACHE_DIR": f"{folder}/{name}/triton"}
         interpreted = {"TRITON_INTERPRET": "1" if name == "interpreter" else "0"}
-        self.name, self.settings = name, {**os.environ, **one_thread, **caches, **interpreted}
-        self.errors = (folder / f"{name}.txt").open("w+")
+        self.name, self.env = name, environment(**one_thread, **caches, **interpreted)
         self.process: subprocess.Popen[bytes] | None = None
 
     def ask(self, kernel: int, longest_s: float) -> list[Any]:
         if self.process is None:
-            command = [sys.executable, __file__, "--side", self.name]
-            self.process = subprocess.Popen(
-                command, bufsize=0, env=self.settings, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors
-            )
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+            self.process = subprocess.Popen([sys.executable, __file__, "--side", self.name], env=self.env, **pipes)
             if self._answer(0, STARTING_S) is None:
-                self.errors.seek(0)
-                raise SystemExit(f"{self.name} does not start: {self.errors.read()[-800:]}")
+                raise SystemExit(f"{self.name} does not start")
         found = self._answer(kernel, longest_s)
         if found is None:
             self.close()
@@ -125,47 +114,37 @@ class Side:
             self.process = None
 
 
-def summary(found: dict[str, dict[str, list[Any]]], of: int) -> dict[str, Any]:
-    cases: dict[str, Any] = {}
-    for name, by in found.items():
-        ours, theirs = by["virtual"], by["interpreter"]
-        both = ours[0] is not None and theirs[0] is not None
-        cases[name] = {"first": theirs[0] / ours[0], "later": theirs[1] / ours[1], "virtual_s": ours} if both else by
-    counted = [case for case in cases.values() if "first" in case]
-    faster = {kind: statistics.median(case[kind] for case in counted) for kind in ("first", "later") if counted}
-    return {"times_faster": faster, "kernels": len(counted), "tried": len(found), "of": of, "cases": cases}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, seconds=3600.0)
     parser.add_argument("--every", type=int, default=1, help="every nth kernel of the corpus")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no kernel after this time")
     parser.add_argument("--longest", type=float, default=60, help="seconds for a kernel's launches on one side")
-    parser.add_argument("--side", choices=("virtual", "interpreter"), help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=None)
-    given = parser.parse_args()
-    if given.side:
-        return answer(given.side == "interpreter")
-    from common import save
-
-    names = [case.name for case in corpus()]
-    chosen = range(1, len(names), given.every)
-    ends = time.monotonic() + given.seconds
-    found: dict[str, dict[str, list[Any]]] = {}
+    parser.add_argument("--side", choices=("virtual", "interpreter"), help="be the process of one side")
+    o = parser.parse_args()
+    if o.side:
+        answer(o.side == "interpreter")
+        return
+    cases = corpus()
+    chosen, ends = range(1, len(cases), o.every), time.monotonic() + o.seconds
+    rows, tried = [], 0
     with tempfile.TemporaryDirectory() as folder:
         sides = [Side(name, Path(folder)) for name in ("virtual", "interpreter")]
         try:
-            for number, kernel in enumerate(chosen, 1):
-                if time.monotonic() > ends:
-                    break
-                found[names[kernel]] = {side.name: side.ask(kernel, given.longest) for side in sides}
-                print(f"{number} of {len(chosen)}: {names[kernel]} {json.dumps(found[names[kernel]])}", flush=True)
-                save("first_launch", summary(found, len(chosen)), None, given.out)
+            for kernel in chosen:
+                if time.monotonic() < ends:
+                    ours, theirs = (side.ask(kernel, o.longest) for side in sides)
+                    tried += 1
+                    if ours[0] is not None and theirs[0] is not None:
+                        rows.append([cases[kernel].name, theirs[0] / ours[0], theirs[1] / ours[1]])
         finally:
             for side in sides:
                 side.close()
-    print({k: v for k, v in summary(found, len(chosen)).items() if k != "cases"})
-    return None
+    show("the interpreter's time ÷ the virtual GPU's", ["kernel", "first launch", "later"], rows)
+    faster = {kind: statistics.median(row[k] for row in rows) for k, kind in ((1, "first"), (2, "later")) if rows}
+    results = {"times_faster": faster, "kernels": len(rows), "tried": tried, "of": len(chosen)}
+    figures = {"first.kernels": str(len(rows))}
+    if rows:
+        figures |= {"first.first": f"{faster['first']:.1f}", "first.later": f"{faster['later']:.0f}"}
+    print(save("first_launch", results, folder=o.out, figures=figures))
 
 
 if __name__ == "__main__":

@@ -7,27 +7,26 @@
     python benchmarks/public_kernels.py --only liger.rope,fla.chunk_gla
 
 The package's own code computes an operator and its gradients; launches `kernel[grid](…)` of its kernels are redirected
-through `pp.kernel`. Tuners use their first configuration. Ranges are inserted into a kernel's text (ranged.py). Results
-go to benchmarks/results/public_kernels[_gpu|_ranges].json.
+through `pp.kernel`. Tuners use their first configuration. Ranges are inserted into a kernel's text (ranged.py).
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import functools
+import gc
 import inspect
-import json
 import time
 import types
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from common import RESULTS, need_gpu, save
+from harness import arguments, need_gpu, save, show, stored
 from public_cases import PublicCase, cases
 from ranged import with_ranges
 from triton.runtime.autotuner import Autotuner
@@ -183,17 +182,7 @@ def through_passes(kernels: Kernels) -> dict[str, Any]:
     return {"kernels": sorted(names), "variants": built, "variants_refused": refused, "variants_failed": failed}
 
 
-def forget_compiled() -> None:
-    """Kernels that were compiled plain are compiled anew, so that they can report."""
-    import gc
-
-    for found in gc.get_objects():
-        if isinstance(found, JITFunction):
-            found.device_caches.clear()
-
-
-def on_gpu(chosen: dict[str, PublicCase], rows: dict[str, Any], out: Path | None, ranges: bool) -> None:
-    device = need_gpu("bits with and without reporting")
+def on_gpu(chosen: dict[str, PublicCase], ranges: bool) -> dict[str, Any]:
     tuned: set[int] = set()
     run = Autotuner.run
 
@@ -204,18 +193,16 @@ def on_gpu(chosen: dict[str, PublicCase], rows: dict[str, Any], out: Path | None
         return run(self, *args, **kwargs)
 
     Autotuner.run = first_config
-    plain = {}
+    plain, rows = {}, {}
     for name, case in chosen.items():
         given = {n: v.cuda() for n, v in case.inputs(torch.Generator().manual_seed(0)).items()}
         try:
-            wanted = computed(case.reference(), given, case)
             plain[name] = [computed(case.operator(), given, case) for _ in range(2)]
-            rows[name] = {"error": worst(plain[name][0], wanted)}
         except Exception as e:
             rows[name] = {"result": "does not run plain", "why": f"{type(e).__name__}: {e}"[:300]}
-    name_of_file = "public_kernels_ranges" if ranges else "public_kernels_gpu"
-    save(name_of_file, rows, device, out)
-    forget_compiled()
+    for found in gc.get_objects():  # kernels that were compiled plain are compiled anew, so that they can report
+        if isinstance(found, JITFunction):
+            found.device_caches.clear()
     if not ranges:
         pp.instrument_torch()  # else a pp.kernel with ranges launches each kernel
     for name, both in plain.items():
@@ -223,16 +210,14 @@ def on_gpu(chosen: dict[str, PublicCase], rows: dict[str, Any], out: Path | None
         try:
             with through(Kernels(ranges=True)) if ranges else contextlib.nullcontext(), pp.trace() as t:
                 found = computed(chosen[name].operator(), given, chosen[name])
-            rows[name] |= _compared(found, both, t)
+            rows[name] = _compared(found, both, t)
         except Exception as e:
-            rows[name] |= {"result": "crashed", "why": f"{type(e).__name__}: {e}"[:300]}
+            rows[name] = {"result": "crashed", "why": f"{type(e).__name__}: {e}"[:300]}
         print(name, rows[name], flush=True)
-        save(name_of_file, rows, device, out)
+    return rows
 
 
 def _compared(found: list[Any], plain: list[list[Any]], t: Any) -> dict[str, Any]:
-    import numpy as np
-
     def same(a: list[Any], b: list[Any]) -> bool:
         return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
@@ -240,59 +225,74 @@ def _compared(found: list[Any], plain: list[list[Any]], t: Any) -> dict[str, Any
     for launch in t.launches:
         blocks = np.sort(t.blocks["block"][t.blocks["launch"] == launch["launch"]])
         once += np.array_equal(blocks, np.arange(launch["blocks"]))
-    row = {"launches": len(t.launches), "every_block_once": once, "dropped": t.dropped, "unseen": list(t.unseen)}
-    row["kernels"] = sorted(set(t.kernels))
-    if len(t.ranges):
-        bodies = t.ranges.records[t.ranges.records["range"] == t.ranges.names.index("body")]
-        places = np.unique(bodies[["launch", "block"]])
-        row |= {"ranges": len(t.ranges), "ranges_lost": t.ranges.lost, "blocks": len(t.blocks),
-                "blocks_with_body": len(places), "bodies": len(bodies)}  # fmt: skip
-    if not same(*plain):
-        # Atomic sums in any order: the plain kernel has other bits each time, too.
-        return {**row, "result": "bits vary plain too", "error_reported": worst(found, plain[0])}
+    row = {"launches": len(t.launches), "every_block_once": once, "kernels": sorted(set(t.kernels))}
+    row |= {"ranges": len(t.ranges), "blocks": len(t.blocks)} if len(t.ranges) else {}
+    if not same(*plain):  # atomic sums in any order: the plain kernel has other bits each time, too
+        return {**row, "result": "bits vary plain too"}
     return {**row, "result": "same bits" if same(found, plain[0]) else "other bits"}
 
 
+def gpu_table(runs: list[dict[str, Any]]) -> list[list[Any]]:
+    """Of the runs with reports, and with reports and ranges."""
+    kinds = {
+        "same bits as plain": "same bits",
+        "other bits in every plain run too (atomic sums)": "bits vary plain too",
+        "other bits": "other bits",
+        "failed": "crashed",
+        "refused by the package itself": "does not run plain",
+    }
+    rows = [[title, *(run.get("results", {}).get(kind, 0) for run in runs)] for title, kind in kinds.items()]
+    sums = {
+        "kernels": "kernels",
+        "launches": "launches",
+        "launches with every block exactly once": "every_block_once",
+        "ranges": "ranges",
+    }
+    rows += [[title, *(f"{run[key]:,}" if key in run else "–" for run in runs)] for title, key in sums.items()]
+    return [["operators", "reporting", "reporting with ranges"], *rows]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--ranges", action="store_true", help="on a GPU: with ranges inserted")
     parser.add_argument("--only", default="", help="names, or parts of names, separated by commas")
     parser.add_argument("--no-passes", action="store_true", help="skip assembling the variants, the longest part")
-    parser.add_argument("--resume", action="store_true", help="keep stored results and run the rest")
-    parser.add_argument("--out", type=Path, default=None, help=f"folder for the result (default: {RESULTS})")
-    given = parser.parse_args()
+    o = parser.parse_args()
     warnings.simplefilter("ignore")
-    parts = [p for p in given.only.split(",") if p]
-    chosen = {n: c for n, c in cases().items() if not parts or any(p in n for p in parts)}
-    rows: dict[str, Any] = {}
-    kind = "_ranges" if given.ranges else "_gpu" if given.gpu else ""
-    stored = (given.out or RESULTS) / f"public_kernels{kind}.json"
-    if given.resume and stored.exists():
-        kept = json.loads(stored.read_text())["results"]
-        rows = {n: row for n, row in (kept if given.gpu else kept["cases"]).items() if "result" in row}
-        chosen = {n: c for n, c in chosen.items() if n not in rows}
-    if given.gpu:
-        return on_gpu(chosen, rows, given.out, given.ranges)
-    kernels = Kernels()
+    parts = [part for part in o.only.split(",") if part]
+    chosen = {n: c for n, c in cases().items() if not parts or any(part in n for part in parts)}
+    if o.gpu:
+        device = need_gpu("bits with and without reporting")
+        rows = on_gpu(chosen, o.ranges)
+        ran = [row for row in rows.values() if "launches" in row]
+        found: dict[str, Any] = {"results": dict(Counter(row["result"] for row in rows.values()))}
+        found["kernels"] = len({kernel for row in ran for kernel in row["kernels"]})
+        for key in ("launches", "every_block_once", *(("ranges", "blocks") if o.ranges else ())):
+            found[key] = sum(row.get(key, 0) for row in ran)
+        names = ("public_kernels_gpu", "public_kernels_ranges")
+        runs = [found if ranges == o.ranges else stored(name, o.out) for ranges, name in enumerate(names)]
+        tables = {"public-gpu": gpu_table(runs)}
+        show("bits", tables["public-gpu"][0], tables["public-gpu"][1:])
+        print(save(names[o.ranges], found, device, o.out, tables=tables))
+        return
+    kernels, rows = Kernels(), {}
     with pp.Device("virtual:H200") as device:
         for name, case in chosen.items():
             rows[name] = on_virtual(case, kernels)
-            if not given.no_passes:
+            if not o.no_passes:
                 rows[name] |= through_passes(kernels)
             print(name, {k: v for k, v in rows[name].items() if k != "kernels"}, flush=True)
-            save("public_kernels", {"total": total(rows), "cases": rows}, device, given.out)
-    print(total(rows))
-    return None
-
-
-def total(rows: dict[str, dict[str, Any]]) -> dict[str, int]:
-    found = {kind: sum(r["result"] == kind for r in rows.values()) for kind in ("right", "refused", "wrong", "crashed")}
-    found["kernels"] = len({k for r in rows.values() for k in r.get("kernels", ())})
-    found["variants"] = sum(r.get("variants", 0) for r in rows.values())
-    found["variants_refused"] = sum(len(r.get("variants_refused", ())) for r in rows.values())
-    found["variants_failed"] = sum(len(r.get("variants_failed", ())) for r in rows.values())
-    return found
+    kinds = ("right", "refused", "wrong", "crashed")
+    total = {kind: sum(row["result"] == kind for row in rows.values()) for kind in kinds}
+    total["kernels"] = len({kernel for row in rows.values() for kernel in row.get("kernels", ())})
+    total["variants"] = sum(row.get("variants", 0) for row in rows.values())
+    total |= {
+        key: sum(len(row.get(key, ())) for row in rows.values()) for key in ("variants_refused", "variants_failed")
+    }
+    figures = {f"public.{name}": str(total[name]) for name in ("right", "kernels", "variants")}
+    show("public kernels", ["", "number"], list(total.items()))
+    print(save("public_kernels", total, device, o.out, figures=figures))
 
 
 if __name__ == "__main__":

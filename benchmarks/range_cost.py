@@ -1,6 +1,6 @@
 """The cost of in-kernel ranges: a GEMM and attention with eight ranges, against the same kernels without.
 
-    python benchmarks/range_cost.py          # on a GPU; on the virtual one only to see that it runs
+    python benchmarks/range_cost.py [--quick]      # on a GPU; on the virtual one only to see that it runs
 
 Each kernel runs plain, traced without ranges, traced with eight ranges, and plain again, in turns. Times are of whole
 batches of launches, between two events, and ratios are medians over the rounds. Outside a trace ranges cost nothing,
@@ -9,16 +9,14 @@ which needs no timing: the machine code is compared.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import triton
 import triton.language as tl
-from common import save
+from harness import arguments, save, show
 
 import paellapy as pp
 
@@ -140,22 +138,20 @@ def batch_us(launch: Callable[[], Any], times: int, warm: Callable[[], Any]) -> 
     return end.elapsed_ns(start) / 1000 / times
 
 
-def measured(name: str, marked: Any, unmarked: Any, case: Any, rounds: int, times: int) -> dict[str, Any]:
+def measured(marked: Any, unmarked: Any, case: Any, rounds: int, times: int) -> dict[str, Any]:
     grid, args, options, out = case
     with_, without = pp.kernel(marked, report=None), pp.kernel(unmarked, report=None)
 
-    def launch(kernel: Any) -> Callable[[], Any]:
-        return lambda: kernel[grid](*args, **options)
-
     def timed(kernel: Any) -> float:
-        return batch_us(launch(kernel), times, launch(without))
+        warm = lambda: without[grid](*args, **options)  # noqa: E731
+        return batch_us(lambda: kernel[grid](*args, **options), times, warm)
 
     found: dict[str, list[float]] = {"plain": [], "traced": [], "traced with ranges": []}
     results: dict[str, Any] = {}
     for kernel in (with_, without):  # compiled and loaded before anything is timed
-        launch(kernel)()
+        kernel[grid](*args, **options)
         with pp.trace(records_per_sm=1 << 10):
-            launch(kernel)()
+            kernel[grid](*args, **options)
     for _ in range(rounds):
         before = timed(without)
         plain = out.numpy().copy()
@@ -166,39 +162,36 @@ def measured(name: str, marked: Any, unmarked: Any, case: Any, rounds: int, time
         results["same_bits"] = bool(np.array_equal(plain, out.numpy()))
         results["ranges"], results["lost"] = len(t.ranges), t.ranges.lost
         found["plain"].append((before + timed(without)) / 2)
-    us = {kind: statistics.median(v) for kind, v in found.items()}
-    results["us"] = us
+    results["us"] = {kind: statistics.median(v) for kind, v in found.items()}
     for kind in ("traced", "plain"):
         ratios = (a / b for a, b in zip(found["traced with ranges"], found[kind], strict=True))
         results[f"ranges_over_{kind}"] = statistics.median(ratios)
-    builds = [k.compile(*args, report=None, **options) for k in (with_, without)]
-    results["registers_off"] = [b.registers for b in builds]
-    results["same_code_off"] = _code(builds[0], marked) == _code(builds[1], unmarked)
-    results["summary"] = [{"range": r.name, "mean_ns": r.mean_ns, "share": r.share} for r in t.summary().ranges]
-    print(name, {k: v for k, v in results.items() if k != "summary"}, flush=True)
+    codes = [_code(k.compile(*args, report=None, **options), fn) for k, fn in ((with_, marked), (without, unmarked))]
+    results["same_code_off"] = codes[0] == codes[1]
     return results
 
 
 def _code(compiled: Any, fn: Any) -> list[str]:
     """The instructions that ptxas is given: without lines and names, which differ."""
     text = compiled.ptx.replace(fn.__name__, "kernel")
-    body = text[text.index(".entry") :].partition(".section")[0]
-    lines = (line.strip() for line in body.splitlines())
+    lines = (line.strip() for line in text[text.index(".entry") :].partition(".section")[0].splitlines())
     return [line for line in lines if line and not line.startswith((".loc", "//", "$L__tmp"))]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="use sizes for the virtual GPU")
-    parser.add_argument("--out", type=Path, default=None)
-    given = parser.parse_args()
-    device = pp.Device.current()
-    gemm, tokens = (256, 256) if given.small else (4096, 4096)
-    rounds, times = (1, 2) if given.small else (7, 10)
-    rows = {"gemm": measured("gemm", gemm_ranges, gemm_plain, gemm_case(gemm), rounds, times)}
-    save("range_cost", rows, device, given.out)
-    rows["attention"] = measured("attention", attention_ranges, attention_plain, attention_case(tokens), rounds, times)
-    save("range_cost", rows, device, given.out)
+    o = arguments(__doc__, quick=True).parse_args()
+    gemm, tokens, rounds, times = (256, 256, 1, 2) if o.quick else (4096, 4096, 7, 10)
+    found = {
+        "gemm": measured(gemm_ranges, gemm_plain, gemm_case(gemm), rounds, times),
+        "attention": measured(attention_ranges, attention_plain, attention_case(tokens), rounds, times),
+    }
+    kinds = ("plain", "traced", "traced with ranges")
+    titles = {"gemm": f"GEMM of {gemm:,}", "attention": f"attention over {tokens:,} tokens"}
+    rows = [[titles[name], *(f"{each['us'][kind]:.0f}" for kind in kinds), f"{each['ranges_over_plain']:.3f}"]
+            for name, each in found.items()]  # fmt: skip
+    head = ["kernel", *(f"{kind}, µs" for kind in kinds), "÷ plain"]
+    show("ranges", head, rows)
+    print(save("range_cost", found, pp.Device.current(), o.out, tables={"range-cost": [head, *rows]}))
 
 
 if __name__ == "__main__":

@@ -1,37 +1,47 @@
-"""The cost of reporting on a GPU: time of an instrumented kernel ÷ time of the plain one, in one run.
+"""The cost of reporting and of being preemptible on a GPU: time of an instrumented kernel ÷ time of the plain one.
+
+    python benchmarks/report_cost.py [--rounds 40] [--preemptible] [--against CHECKOUT]
 
 Each variant is captured into a CUDA graph of many launches; replays of all variants take turns, so that clock changes
-affect all of them alike. The ratio is of medians; the spread is the middle half of the per-round ratios. "one counter"
-is an alternative: all blocks of the GPU share one counter, as in Paella. "one flag" and "at the start" are alternatives
-to "preempt": all blocks read one copy of the flag; every block waits for the flag before it does anything else.
+affect all of them alike. "one counter" is an alternative: all blocks of the GPU share one counter, as in Paella. Then
+the host's time of a launch, `pp.kernel` against Triton's own launcher.
 
-    python benchmarks/report_cost.py [--out DIR] [--rounds 40] [--flags]
+`--preemptible` measures the cost of a kernel that can be preempted, and how long the GPU takes to become free of one:
+blocks of a known length fill the GPU several times over, and from `preempt()` on the host polls until the launch is
+over. Every block is checked to have run once. Only rounds in which blocks were kept from running count.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import kernels as bench_kernels
 import numpy as np
-from common import save
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+from harness import arguments, in_turns, need_gpu, save, show
+from kernels import Work, add, works
 
 import paellapy as pp
 from paellapy.instrument.device.cuda_launch import CudaLauncher
 from paellapy.instrument.device.driver import check, driver
-from paellapy.instrument.ptx import passes, preempt
-from paellapy.instrument.records import FLAG_COPIES, LEFT_HEAD_BYTES, SM_LINE
+from paellapy.instrument.ptx.compiled import assemble
+from paellapy.instrument.records import LEFT_HEAD_BYTES, SM_LINE
 
-FLAGS = ("plain", "plain again", "preempt", "one flag", "at the start")
-VARIANTS = ("plain", "plain again", "count", "trace", "notify", "slice", "preempt", "one flag", "one counter")
+VARIANTS = ("plain", "plain again", "count", "trace", "notify", "slice", "one counter")
+# Only one thread reads the clock: if all do, they wait for each other, and blocks take a quarter longer.
+SPIN = """
+extern "C" __global__ void spin(unsigned* count, unsigned ns) {
+    if (threadIdx.x == 0) {
+        unsigned long long start, now;
+        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+        do { asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); } while (now - start < ns);
+        atomicAdd(count + blockIdx.x, 1u);
+    }
+    __syncthreads();
+}
+"""
+THREADS = 256
 
 
 class Graph:
@@ -59,108 +69,152 @@ class Graph:
         return end.elapsed_ns(start) / self.launches
 
 
-def changed(launcher: CudaLauncher, text: str) -> CudaLauncher:
-    """A kernel with other PTX."""
-    compiled = launcher.compiled
-    assert text != compiled.ptx
-    source = compiled.source
-    code = compiled.assemble(text, source.arch, source.name, source.ptxas_options, source.ptxas_path)
-    return CudaLauncher(launcher.device, replace(compiled, ptx=text, code=code), launcher.pick)
+def prepared(kernel: Any, device: Any, work: Work, **options: bool) -> tuple[CudaLauncher, Any]:
+    """A launcher of a kernel without its own bookkeeping, and the values to launch it with."""
+    values, key, chosen = kernel._bind(device, work.args, work.keywords)
+    return kernel._prepare(device, values, (*key, *sorted(chosen.items())), chosen, False, **options), values
 
 
 def one_counter(launcher: CudaLauncher) -> CudaLauncher:
     """The `count` variant with every SM's line moved onto the first one."""
+    compiled, source = launcher.compiled, launcher.compiled.source
     line = f"mad.wide.u32 %paellapy_a, %paellapy_sm, {SM_LINE.itemsize}, %paellapy_a;"
-    return changed(launcher, launcher.compiled.ptx.replace(line, ""))
+    text = compiled.ptx.replace(line, "")
+    assert text != compiled.ptx
+    code = assemble(text, source.arch, source.name, source.ptxas_options, source.ptxas_path)
+    return CudaLauncher(launcher.device, replace(compiled, ptx=text, code=code), launcher.pick)
 
 
-def one_flag(launcher: CudaLauncher) -> CudaLauncher:
-    """The `preempt` variant with every block reading the first copy of the flag."""
-    line = f"and.b32 %paellapy_pu, %paellapy_pu, {FLAG_COPIES - 1};"
-    return changed(launcher, launcher.compiled.ptx.replace(line, "mov.u32 %paellapy_pu, 0;"))
+def variant(name: str, device: Any, work: Work) -> Graph:
+    kernel = pp.kernel(work.kernel, report=name if name in ("count", "notify") else None)
+    call: Callable[[], Any] = lambda: kernel[work.grid](*work.args, **work.keywords)  # noqa: E731
+    if name == "trace":
+        with pp.trace(records_per_sm=1 << 14):
+            return Graph(device, call, work.launches)
+    total = int(np.prod(work.grid))
+    if name == "slice":
+        call = lambda: kernel.slice(work.grid, 0, total)(*work.args, **work.keywords)  # noqa: E731
+    elif name == "preempt":  # the flag is never set: every block looks at it and runs
+        flag, left = device.flag(), device.array(np.zeros(LEFT_HEAD_BYTES // 4 + total, np.uint32))
+        watching, values = prepared(kernel, device, work, preempt=True)
+        call = lambda: watching(work.grid, values, words=(0, left.ptr, flag.address, 1))  # noqa: E731
+    elif name == "one counter":
+        launcher, values = prepared(pp.kernel(work.kernel, report="count"), device, work)
+        counting = one_counter(launcher)
+        call = lambda: counting(work.grid, values)  # noqa: E731
+    return Graph(device, call, work.launches)
 
 
-def at_the_start(launcher: CudaLauncher) -> CudaLauncher:
-    """The `preempt` variant with the decision before the kernel's first instruction."""
-    compiled = launcher.compiled
-    with mock.patch.object(preempt.Opening, "walk"):
-        ptx = passes.apply(compiled.original_ptx, compiled.config, compiled.name, compiled.unread_params)
-        return changed(launcher, ptx)
-
-
-WATCHING = {"preempt": lambda launcher: launcher, "one flag": one_flag, "at the start": at_the_start}
-
-
-def measure(
-    device: Any, work: bench_kernels.Work, variants: Sequence[str], rounds: int, records: int
-) -> dict[str, Any]:
-    flag, noted = device.flag(), device.array(np.zeros(LEFT_HEAD_BYTES // 4 + int(np.prod(work.grid)), np.uint32))
-
-    def variant(name: str) -> Graph:
-        level = name if name in ("count", "notify") else None
-        kernel = pp.kernel(work.kernel, report=level)
-        call: Callable[[], Any] = lambda: kernel[work.grid](*work.args, **work.keywords)  # noqa: E731
-        if name == "slice":
-            total = int(np.prod(work.grid))
-            call = lambda: kernel.slice(work.grid, 0, total)(*work.args, **work.keywords)  # noqa: E731
-        if name == "trace":
-            with pp.trace(records_per_sm=records):
-                return Graph(device, call, work.launches)
-        if name in WATCHING:  # the flag is never set: every block looks at it and runs
-            values, key, options = kernel._bind(device, work.args, work.keywords)
-            key = (*key, *sorted(options.items()))
-            watching = WATCHING[name](kernel._prepare(device, values, key, options, sliced=False, preempt=True))
-            words = (0, noted.ptr, flag.address, 1)
-            call = lambda: watching(work.grid, values, words=words)  # noqa: E731
-        if name == "one counter":
-            counting = pp.kernel(work.kernel, report="count")
-            values, key, options = counting._bind(device, work.args, work.keywords)
-            key = (*key, *sorted(options.items()))
-            launcher = one_counter(counting._prepare(device, values, key, options, False))
-            call = lambda: launcher(work.grid, values)  # noqa: E731
-        return Graph(device, call, work.launches)
-
-    graphs = {name: variant(name) for name in variants}
-    for graph in graphs.values():
-        for _ in range(3):
-            graph.time_ns()
-    times = {name: np.empty(rounds) for name in graphs}
-    for r in range(rounds):
-        for name, graph in graphs.items():
-            times[name][r] = graph.time_ns()
-    plain = np.median(times["plain"])
-    result: dict[str, Any] = {"plain_us": plain / 1e3, "blocks": int(np.prod(work.grid))}
-    for name in variants[1:]:
-        ratios = times[name] / times["plain"]
-        result[name] = {
-            "ratio": float(np.median(times[name]) / plain),
-            "middle_half": [float(np.quantile(ratios, q)) for q in (0.25, 0.75)],
-        }
+def measure(device: Any, work: Work, variants: tuple[str, ...], rounds: int) -> dict[str, Any]:
+    graphs = {name: variant(name, device, work) for name in variants}
+    times = np.array([[graph.time_ns() for graph in graphs.values()] for _ in range(rounds + 3)])[3:]
+    plain = times[:, 0]
+    result: dict[str, Any] = {"plain_us": float(np.median(plain)) / 1e3}
+    for name, column in zip(variants[1:], times.T[1:], strict=True):
+        half = [float(np.quantile(column / plain, q)) for q in (0.25, 0.75)]
+        result[name] = {"ratio": float(np.median(column) / np.median(plain)), "middle_half": half}
     return result
 
 
+def launch_costs(device: Any) -> dict[str, Any]:
+    """The host's time of one launch of a short kernel, with PyTorch's tensors; the GPU's queue is never full."""
+    import torch
+
+    n = 4096
+    x, y = (torch.randn(n, device="cuda") for _ in range(2))
+    z = torch.empty_like(x)
+    kernels = {f"pp.kernel, {level or 'plain'}": pp.kernel(add, report=level) for level in (None, "count", "notify")}
+    ways = {"triton's launcher": add, **kernels}
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(60):
+        for name, kernel in ways.items():
+            torch.cuda.synchronize()
+            since = time.perf_counter_ns()
+            for _ in range(200):
+                kernel[(4,)](x, y, z, n, B=1024)
+            found[name].append((time.perf_counter_ns() - since) / 200e3)
+            torch.cuda.synchronize()
+    us = {name: float(np.median(each[3:])) for name, each in found.items()}
+    return {name: {"us": each, "ratio": each / us["triton's launcher"]} for name, each in us.items()}
+
+
+def latency(device: Any, block_us: float, blocks: int, rounds: int) -> dict[str, float]:
+    kernel = pp.kernel(source=SPIN, name="spin", report=None)
+    rng = np.random.default_rng(0)
+    whole_us = block_us * blocks / (device.sm_count * (device.limits.threads // THREADS))
+    free, resumed, left = np.empty(rounds), np.empty(rounds), np.empty(rounds)
+    counts = [device.array(np.zeros(blocks, np.uint32)) for _ in range(rounds)]  # freeing one would wait for the GPU
+    for k, count in enumerate(counts):
+        launch = kernel.preemptible[blocks, THREADS](count, np.uint32(block_us * 1e3))
+        begin, wait_us = time.perf_counter(), 10 + rng.uniform(0, 0.5) * whole_us
+        while time.perf_counter() - begin < wait_us * 1e-6:
+            pass
+        start = time.perf_counter()
+        launch.preempt()
+        run = launch._run
+        while run is not None and not run.over():
+            pass
+        free[k] = (time.perf_counter() - start) * 1e6
+        left[k] = len(launch.left)
+        start = time.perf_counter()
+        launch.resume()
+        resumed[k] = (time.perf_counter() - start) * 1e6
+        launch.synchronize()
+        assert (count.numpy() == 1).all(), "a block ran twice or never"
+    held = left > 0
+    if not held.any():  # the kernel was always over before the flag came: nothing was measured
+        return {"held": 0.0}
+    return {"free p50": float(np.median(free[held])), "free p99": float(np.quantile(free[held], 0.99)),
+            "resume p50": float(np.median(resumed[held])), "held": float(held.mean())}  # fmt: skip
+
+
+def preemptible(device: Any, o: Any) -> None:
+    costs = {work.name: measure(device, work, ("plain", "plain again", "preempt"), o.rounds) for work in works(device)}
+    save("preempt_cost", costs, device, o.out)
+    found = {f"{blocks} blocks of {us} µs": latency(device, us, blocks, o.rounds)
+             for us in (2, 10, 50) for blocks in (5_000, 50_000)}  # fmt: skip
+    fast, slow = ([each["free p99"] for name, each in found.items() if each["held"] and ("of 50" in name) == long]
+                  for long in (False, True))  # fmt: skip
+    ratios = [each["preempt"]["ratio"] for each in costs.values()]
+    reached = [f"{min(us):.0f} to {max(us):.0f}" for us in (fast, slow)]
+    rows = [
+        ["µs from `preempt()` until the GPU is free, p99: blocks of 2 to 10 µs", "< 100", reached[0]],
+        ["the same, blocks of 50 µs, which run to their end", "< 100", reached[1]],
+        ["kernel that can be preempted ÷ plain kernel", "≤ 1.02", f"{min(ratios):.3f} to {max(ratios):.3f}"],
+    ]  # fmt: skip
+    head = ["figure", "aim", "reached"]
+    show("preemption", head, rows)
+    print(save("preempt_latency", found, device, o.out, tables={"sharing": [head, *rows]}))
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=None, help="folder for the JSON file (default: results/)")
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--records", type=int, default=1 << 14, help="records per SM of the trace's rings")
-    parser.add_argument("--flags", action="store_true", help="only the cost of a flag; stored as preempt_cost.json")
-    options = parser.parse_args()
-    variants = FLAGS if options.flags else VARIANTS
-    device = pp.Device("cuda")
+    parser = arguments(__doc__, rounds=40, against=True)
+    parser.add_argument("--preemptible", action="store_true", help="the cost and the latency of preemption instead")
+    o = parser.parse_args()
+    device = need_gpu("the cost of reporting")
+    if o.against:
+        o.rounds = 2
+
+        def compared(results: Any) -> dict[str, float]:
+            rows = results.get("kernels", results).items()
+            return {f"{name}, {kind}": row[kind]["ratio"] for name, row in rows for kind in VARIANTS[2:] if kind in row}
+
+        print(save("report_cost_against", in_turns(o, __file__, "report_cost", compared), device, o.out))
+        return
     with device:
-        works = bench_kernels.works(device)
-        results = {
-            w.name: measure(device, w, variants, options.rounds, options.records)
-            for w in track(works, description="kernels")
-        }
-    table = Table(title=f"instrumented ÷ plain on {device.title}")
-    for column in ("kernel", "plain µs", *variants[1:]):
-        table.add_column(column, justify="right")
-    for name, r in results.items():
-        table.add_row(name, f"{r['plain_us']:.2f}", *(f"{r[v]['ratio']:.3f}" for v in variants[1:]))
-    Console(width=140).print(table)
-    print("written to", save("preempt_cost" if options.flags else "report_cost", results, device, options.out))
+        if o.preemptible:
+            preemptible(device, o)
+            return
+        found = {work.name: measure(device, work, VARIANTS, o.rounds) for work in works(device)}
+        launch = launch_costs(device)
+    kinds = ("count", "trace", "notify", "one counter")
+    rows = [[name, f"{each['plain_us']:.1f}", *(f"{each[kind]['ratio']:.3f}" for kind in kinds)]
+            for name, each in found.items()]  # fmt: skip
+    head = ["kernel", "plain, µs", "`count`", "`trace`", "`notify`", "all blocks on one counter"]
+    show("instrumented ÷ plain", head, rows)
+    figures = {"launch": f"{launch['pp.kernel, count']['ratio']:.2f}"}
+    content = {"kernels": found, "launch": launch}
+    print(save("report_cost", content, device, o.out, tables={"costs": [head, *rows]}, figures=figures))
 
 
 if __name__ == "__main__":

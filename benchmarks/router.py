@@ -1,33 +1,28 @@
 """A router against the server behind it, in one run: latency at one client, throughput per core, and memory.
 
-    python benchmarks/router.py [--requests 200000] [--seconds 5]
+    python benchmarks/router.py [--requests 200000] [--seconds 4] [--rounds 3]
 
 The server is one process with a small model on the virtual GPU. Rounds alternate between both, so that other load of
-the machine affects both alike; the medians are compared. Throughput is per second of the measured process's own CPU
-time, since on a machine with few cores the clients would take time from the server.
+the machine affects both alike. Throughput is per second of the measured process's own CPU time, since on a machine with
+few cores the clients would take time from the server.
 """
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-import json
 import os
 import statistics
 import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-import numpy as np
-from common import save
+from harness import arguments, environment, save, script_in, show
 
+import paellapy as pp
+from paellapy import demo
 from paellapy.cluster.processes import Routers
 from paellapy.cluster.router import RouterOptions
-
-INFER = "/v2/models/mlp/infer"
+from paellapy.serving.bench.arrivals import Load
+from paellapy.serving.bench.load import run_bench
 
 
 def cpu_s(pid: int) -> float:
@@ -39,88 +34,58 @@ def memory_mb(pid: int) -> float:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 1e6
 
 
-async def ask(url: str, clients: int, seconds: float, most: int | None = None) -> list[float]:
-    """Latencies in ms of clients that ask one request after the other."""
-    from paellapy import demo
-
-    shape = next(iter(demo.load("mlp").inputs.values())).shape
-    data = np.zeros((1, *shape), np.float32)
-    tensor = {"name": next(iter(demo.load("mlp").inputs)), "shape": list(data.shape), "datatype": "FP32",
-              "data": data.reshape(-1).tolist()}  # fmt: skip
-    body = json.dumps({"inputs": [tensor]}).encode()
-    found: list[float] = []
-    end = time.perf_counter() + seconds
-
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-
-        async def client() -> None:
-            while time.perf_counter() < end and (most is None or len(found) < most):
-                began = time.perf_counter()
-                async with session.post(url + INFER, data=body) as answer:
-                    await answer.read()
-                    assert answer.status == 200
-                found.append((time.perf_counter() - began) * 1e3)
-
-        await asyncio.gather(*(client() for _ in range(clients)))
+def ask(url: str, clients: int, seconds: float) -> dict[str, Any]:
+    load = Load(("mlp",), concurrency=clients, duration_s=seconds, warmup_s=seconds / 8)
+    found: dict[str, Any] = run_bench(url, load)["all"]
+    assert not found["errors"], found["errors"]
     return found
 
 
-def start_server() -> tuple[subprocess.Popen[str], str]:
-    code = (
-        "import paellapy as pp; from paellapy import demo; "
-        "pp.serve([demo.load('mlp', batch=(1, 8))], device='virtual:h200', server={'port': 0}, "
-        "announce=lambda url: print(url, flush=True))"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    return process, process.stdout.readline().strip()
-
-
-def compare(server: tuple[int, str], router: tuple[int, str], seconds: float, rounds: int) -> dict[str, Any]:
-    p50: dict[str, list[float]] = {"server": [], "router": []}
-    per_cpu_s: dict[str, list[float]] = {"server": [], "router": []}
-    for _ in range(rounds):
-        for name, (_, url) in (("server", server), ("router", router)):
-            p50[name].append(statistics.median(asyncio.run(ask(url, 1, seconds))))
-        for name, (pid, url) in (("server", server), ("router", router)):
+def compare(sides: dict[str, tuple[int, str]], o: Any) -> dict[str, Any]:
+    p50: dict[str, list[float]] = {name: [] for name in sides}
+    per_cpu_s: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(o.rounds):
+        for name, (pid, url) in sides.items():
+            p50[name].append(ask(url, 1, o.seconds)["latency_ms"]["p50"])
             before = cpu_s(pid)
-            n = len(asyncio.run(ask(url, 32, seconds)))
-            per_cpu_s[name].append(n / (cpu_s(pid) - before))
-    found = {
-        "p50_ms": {name: statistics.median(each) for name, each in p50.items()},
-        "per_cpu_s": {name: statistics.median(each) for name, each in per_cpu_s.items()},
-        "rounds": {"p50_ms": p50, "per_cpu_s": per_cpu_s},
-    }
-    found["p50_ratio"] = found["p50_ms"]["router"] / found["p50_ms"]["server"]
-    found["throughput_ratio"] = found["per_cpu_s"]["router"] / found["per_cpu_s"]["server"]
-    return found
+            answered = ask(url, 32, o.seconds)["answered_per_s"] * o.seconds * 9 / 8  # the warm-up's too
+            per_cpu_s[name].append(answered / (cpu_s(pid) - before))
+    found = {key: {name: statistics.median(each) for name, each in by.items()}
+             for key, by in (("p50_ms", p50), ("per_cpu_s", per_cpu_s))}  # fmt: skip
+    ratios = {key: found[key]["router"] / found[key]["server"] for key in found}
+    return {**found, "p50_ratio": ratios["p50_ms"], "throughput_ratio": ratios["per_cpu_s"]}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=200_000)
-    parser.add_argument("--seconds", type=float, default=4.0)
-    parser.add_argument("--rounds", type=int, default=3)
-    given = parser.parse_args()
-    process, url = start_server()
-    results: dict[str, Any] = {}
-    try:
-        with Routers({"engine": url}, RouterOptions(port=0)) as routers:
-            router = routers.processes[0].pid, routers.url
-            asyncio.run(ask(routers.url, 4, 2.0))
-            results.update(compare((process.pid, url), router, given.seconds, given.rounds))
-            print({name: value for name, value in results.items() if name != "rounds"}, flush=True)
-            save("router", results)
-            grew, seen = [memory_mb(router[0])], 0
-            while seen < given.requests:
-                seen += len(asyncio.run(ask(routers.url, 32, 60.0, min(20_000, given.requests - seen))))
-                grew.append(memory_mb(router[0]))
-                results["memory"] = {"requests": seen, "mb": grew}
-                save("router", results)
-            print(results["memory"])
-    finally:
-        process.terminate()
-        process.wait()
+    parser = arguments(__doc__, seconds=4.0, rounds=3)
+    parser.add_argument("--requests", type=int, default=200_000, help="over which the router's memory is followed")
+    parser.add_argument("--serve", action="store_true", help="be the server")
+    o = parser.parse_args()
+    if o.serve:
+        pp.serve([demo.load("mlp", batch=(1, 8))], device="virtual:h200", server={"port": 0, "log_level": "warning"},
+                 announce=lambda url: print(url, flush=True))  # fmt: skip
+        return
+    command = [*script_in(None, __file__), "--serve"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as server:
+        assert server.stdout is not None
+        try:
+            url = server.stdout.readline().strip()
+            with Routers({"engine": url}, RouterOptions(port=0)) as routers:
+                pid = routers.processes[0].pid
+                ask(routers.url, 4, 2.0)
+                results = compare({"server": (server.pid, url), "router": (pid, routers.url)}, o)
+                grew, seen = [memory_mb(pid)], 0.0
+                while seen < o.requests:
+                    seen += ask(routers.url, 32, 5.0)["answered_per_s"] * 5.0
+                    grew.append(memory_mb(pid))
+                results["memory"] = {"requests": round(seen), "mb": grew}
+        finally:
+            server.terminate()
+    rows = [["p50, router ÷ server", results["p50_ratio"]], ["per CPU-second ÷", results["throughput_ratio"]],
+            ["memory, MB: first, last", f"{grew[0]:.1f}, {grew[-1]:.1f}"]]  # fmt: skip
+    show("a router", ["figure", "value"], rows)
+    figures = {"router.p50": f"{results['p50_ratio']:.2f}", "router.throughput": f"{results['throughput_ratio']:.1f}"}
+    print(save("router", results, folder=o.out, figures=figures))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ yet. Results go to benchmarks/results/triton_language_tests.json.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import json
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from common import save
+from harness import arguments, save, show
 from public_kernels import Kernels, host_code_of_a_gpu, through
 from triton.runtime import driver
 from triton.runtime.autotuner import Autotuner
@@ -180,65 +179,60 @@ class Part:
 
 
 def summary(parts: list[Part], every: int) -> dict[str, Any]:
-    found: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    total: collections.Counter[str] = collections.Counter()
     reasons: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    for part in parts:
-        for name, (outcome, why) in read(part.log).items():
-            if outcome == "begun":
-                continue
-            file, _, test = name.partition("::")
-            found[file][outcome] += 1
-            if outcome not in ("passed", "skipped by the test"):
-                why = re.sub(r"0x[0-9a-f]+|[0-9]+", "N", re.sub(r"/\S*/language/", "", why))
-                key = f"{file}::{test.partition('[')[0]}: {why[:140]}"
-                reasons[outcome][key] += 1
-    total = sum(found.values(), collections.Counter())
+    for name, (outcome, why) in (item for part in parts for item in read(part.log).items()):
+        total[outcome] += outcome != "begun"
+        if outcome not in ("begun", "passed", "skipped by the test"):
+            why = re.sub(r"0x[0-9a-f]+|[0-9]+", "N", re.sub(r"/\S*/language/", "", why))
+            reasons[outcome][f"{name.partition('[')[0]}: {why[:140]}"] += 1
     counted = total["passed"] + total["refused"] + total["failed"]
     share = total["passed"] / counted if counted else None
-    rows = {file: dict(counts) for file, counts in sorted(found.items())}
-    return {"every": every, "total": dict(total), "passed_of_the_others": share, "files": rows,
+    return {"every": every, "total": {kind: n for kind, n in total.items() if n}, "passed_of_the_others": share,
             "reasons": {kind: dict(counts.most_common()) for kind, counts in reasons.items()}}  # fmt: skip
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, seconds=3600.0)
     parser.add_argument("--source", type=Path, required=True, help="a checkout of Triton, or its source distribution")
     parser.add_argument("--files", default=",".join(FILES))
     parser.add_argument("--every", type=int, default=1, help="run every nth test of large files")
     parser.add_argument("--parallel", type=int, default=1, help="number of parallel processes")
-    parser.add_argument("--seconds", type=float, default=3600, help="stop after this many seconds; --resume continues")
     parser.add_argument("--resume", action="store_true", help="keep known outcomes")
-    parser.add_argument("--log", type=Path, default=None, help="file for the outcomes, one line each")
-    parser.add_argument("--part", type=int, default=None, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=None)
-    given = parser.parse_args()
-    folder = given.source.resolve() / "python" / "test" / "unit" / "language"
+    parser.add_argument("--log", type=Path, help="file for the outcomes, one line each")
+    parser.add_argument("--part", type=int, help="run one part of the tests in this process")
+    o = parser.parse_args()
+    folder = o.source.resolve() / "python" / "test" / "unit" / "language"
     if not folder.is_dir():
-        raise SystemExit(f"{given.source} is no checkout of Triton: there is no {folder}")
-    if given.part is not None:
-        return run_here(folder, given.files.split(","), given.log, given.every, given.part, given.parallel)
-    log = given.log or given.source / "paellapy_outcomes"
-    if not given.resume:
+        raise SystemExit(f"{o.source} is no checkout of Triton: there is no {folder}")
+    if o.part is not None:
+        run_here(folder, o.files.split(","), o.log, o.every, o.part, o.parallel)
+        return
+    log = o.log or o.source / "paellapy_outcomes"
+    if not o.resume:
         for old in log.parent.glob(f"{log.name}.*.jsonl"):
             old.unlink()
             shutil.rmtree(f"{old}.cache", ignore_errors=True)
-    command = [sys.executable, __file__, "--source", str(given.source), "--files", given.files]
-    command += ["--every", str(given.every), "--parallel", str(given.parallel)]
-    parts = [Part(number, command, log) for number in range(given.parallel)]
-    ends = time.monotonic() + given.seconds
+    command = [sys.executable, __file__, "--source", str(o.source), "--files", o.files]
+    command += ["--every", str(o.every), "--parallel", str(o.parallel)]
+    parts = [Part(number, command, log) for number in range(o.parallel)]
+    ends = time.monotonic() + o.seconds
     try:
         running = parts
         while running and time.monotonic() < ends:
             time.sleep(2)
             running = [part for part in running if part.look()]
-            save("triton_language_tests", summary(parts, given.every), pp.Device("virtual:h200"), given.out)
     finally:
         for part in parts:
             part.process.kill()
-    found = summary(parts, given.every)
-    save("triton_language_tests", found, pp.Device("virtual:h200"), given.out)
-    print(json.dumps({k: v for k, v in found.items() if k != "reasons"}, indent=1))
-    return None
+    found = summary(parts, o.every)
+    total = collections.Counter(found["total"])
+    show("Triton's language tests", ["outcome", "tests"], list(total.items()))
+    counts = {name: total[name] for name in ("passed", "refused", "failed")}
+    counts |= {"ran": sum(counts.values()), "skipped": total["skipped by the test"]}
+    figures = {f"language.{name}": f"{n:,}" for name, n in counts.items()}
+    figures["language.share"] = f"{100 * (found['passed_of_the_others'] or 0):.1f}"
+    print(save("triton_language_tests", found, pp.Device("virtual:h200"), o.out, figures=figures))
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def test_cuda_kernels_with_ranges_assemble(case: CudaCase, ranged: Any) -> None:
 
 @pytest.mark.parametrize("variant", ["plain", "ranges", "sliced"])
 def test_cuda_kernels_go_under_the_sanitizer(variant: str, benchmarks: None) -> None:
-    from sanitized import cuda_launches
+    from sanitize import cuda_launches
 
     with pp.Device("virtual:h200"):
         launches = {launch.name: launch for launch in cuda_launches(variant)}
