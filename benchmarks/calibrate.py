@@ -61,7 +61,7 @@ def upload(device: Any, value: Any) -> Any:
 
 
 def spans(trace: pp.Trace) -> dict[str, float]:
-    """Medians over the launches, of which the first two meet cold caches: first start to last end, and blocks' times."""
+    """Medians over the launches but the first two, which meet cold caches: first start to last end, blocks' times."""
     rows = []
     for launch in np.unique(trace.blocks["launch"])[2:]:
         blocks = trace.blocks[trace.blocks["launch"] == launch]
