@@ -45,11 +45,7 @@ def serve(
 
 
 def serve_config(
-    config: Config,
-    source: Source,
-    *,
-    models: Iterable[Model] = (),
-    announce: Callable[[str], None] | None = None,
+    config: Config, source: Source, *, models: Iterable[Model] = (), announce: Callable[[str], None] | None = None
 ) -> None:
     """Serves the models of a configuration, and beside them models that already exist."""
     from paellapy.serving.build import build_engine, build_entries, build_keys, build_tls

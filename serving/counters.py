@@ -117,11 +117,21 @@ class Histogram:
         return found
 
 
+class _Sum:
+    """A column of a model's counters, summed over all processes."""
+
+    def __init__(self, column: int) -> None:
+        self._column = column
+
+    def __get__(self, counters: ModelCounters, kind: type) -> int:
+        return int(counters.rows[:, self._column].sum())
+
+
 class ModelCounters:
     """Counters of one model since the server started: `note_…` writes this process's row, reading sums all rows."""
 
     def __init__(self, table: Numbers, writer: int, model: int) -> None:
-        self._all = table[:, model]
+        self.rows = table[:, model]
         self._own: Any = table[writer, model].data  # reading a memoryview costs a fraction of indexing an array
 
     def note_answer(self, elapsed_ns: int) -> None:
@@ -142,68 +152,31 @@ class ModelCounters:
         """Counts a client that left before its answer."""
         self._own[LEFT] += 1
 
-    def _sum(self, column: int) -> int:
-        return int(self._all[:, column].sum())
-
-    @property
-    def items(self) -> int:
-        return self._sum(ITEMS)
-
-    @property
-    def batches(self) -> int:
-        return self._sum(BATCHES)
-
-    @property
-    def queue_ns(self) -> int:
-        return self._sum(QUEUE_NS)
-
-    @property
-    def compute_ns(self) -> int:
-        return self._sum(COMPUTE_NS)
-
-    @property
-    def target_misses(self) -> int:
-        return self._sum(MISSES)
-
-    @property
-    def answered(self) -> int:
-        return self._sum(ANSWERED)
-
-    @property
-    def failed(self) -> int:
-        return self._sum(FAILED)
-
-    @property
-    def left(self) -> int:
-        return self._sum(LEFT)
-
-    @property
-    def answered_ns(self) -> int:
-        return self._sum(ANSWERED_NS)
-
-    @property
-    def failed_ns(self) -> int:
-        return self._sum(FAILED_NS)
+    items, batches = _Sum(ITEMS), _Sum(BATCHES)
+    queue_ns, compute_ns = _Sum(QUEUE_NS), _Sum(COMPUTE_NS)
+    target_misses = _Sum(MISSES)
+    answered, failed, left = _Sum(ANSWERED), _Sum(FAILED), _Sum(LEFT)
+    answered_ns, failed_ns = _Sum(ANSWERED_NS), _Sum(FAILED_NS)
 
     @property
     def last_ms(self) -> int:
-        return int(self._all[:, LAST_MS].max())
+        return int(self.rows[:, LAST_MS].max())
 
     @property
     def refused(self) -> Counter[str]:
         """Refused requests by reason."""
-        counts = self._all[:, REFUSED : REFUSED + len(REASONS)].sum(axis=0).tolist()
+        counts = self.rows[:, REFUSED : REFUSED + len(REASONS)].sum(axis=0).tolist()
         return Counter({reason: n for reason, n in zip(REASONS, counts, strict=True) if n})
 
     @property
     def by_batch(self) -> dict[int, tuple[int, int]]:
         """Batch size: number of batches, and their time in ns."""
-        counts = self._all[:, BY_BATCH : BY_BATCH + LARGEST_BATCH + 1].sum(axis=0)
-        times = self._all[:, BY_BATCH_NS : BY_BATCH_NS + LARGEST_BATCH + 1].sum(axis=0)
+        counts = self.rows[:, BY_BATCH : BY_BATCH + LARGEST_BATCH + 1].sum(axis=0)
+        times = self.rows[:, BY_BATCH_NS : BY_BATCH_NS + LARGEST_BATCH + 1].sum(axis=0)
         return {int(size): (int(counts[size]), int(times[size])) for size in np.flatnonzero(counts)}
 
     def _times(self, column: int, total_ns: int) -> Histogram:
-        counts = self._all[:, column : column + len(TIME_BUCKETS) + 1].sum(axis=0).tolist()
+        counts = self.rows[:, column : column + len(TIME_BUCKETS) + 1].sum(axis=0).tolist()
         return Histogram(TIME_BUCKETS, counts, total_ns * 1e-9)
 
     @property

@@ -30,13 +30,7 @@ from paellapy.serving.fast_path.inference import FastHandler
 from paellapy.serving.listening import Runner, Site, listen, stop_listening, url_of
 from paellapy.serving.loading import load_models, walk_http
 from paellapy.serving.logs import configure, log
-from paellapy.serving.preflight import (
-    keep_memory,
-    loop_factory,
-    share_interpreter,
-    spare_objects,
-    stop_sparing,
-)
+from paellapy.serving.preflight import keep_memory, loop_factory, share_interpreter, spare_objects, stop_sparing
 from paellapy.serving.registry import READY, Catalogue, Registry
 from paellapy.serving.reload import Reloader, reload_secrets
 from paellapy.serving.service import SERVICE, Service

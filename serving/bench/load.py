@@ -13,8 +13,9 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field, replace
-from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
 import numpy as np
@@ -255,83 +256,49 @@ def run_processes(url: str, load: Load, progress: Progress | None, clients: int)
     """Starts all clients at the same moment, and reports their progress until the last is done."""
     to_share = load.concurrency or len(load.trace) or clients
     if to_share < clients:
-        raise BenchError(f"{to_share} requests cannot be shared among {clients} client processes: use fewer processes")
+        said = f"{to_share} requests cannot be shared among {clients} client processes: use fewer processes"
+        raise BenchError(said, "clients", clients)
     context = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
-    try:
-        for part in shares(load, clients):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_client, args=(url, part, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        for pipe in pipes:
-            _expect(pipe, "ready")
-        begin = time.perf_counter() + 0.05  # the same clock in all processes
-        for pipe in pipes:
-            pipe.send(begin)
-        return _follow(pipes, progress)
-    finally:
-        for process in processes:
-            process.terminate()
-            process.join()
-        for pipe in pipes:
-            pipe.close()
+    begin, counts = context.Barrier(clients), context.Array("d", 3 * clients)
+    with ProcessPoolExecutor(clients, context, _share, (begin, counts)) as pool:
+        running = [pool.submit(_client, url, part, k) for k, part in enumerate(shares(load, clients))]
+        left: set[Future[Run]] = set(running)
+        while left and not any(each.exception() for each in running if each.done()):
+            left = wait(left, timeout=0.1, return_when=FIRST_EXCEPTION).not_done
+            if progress is not None:
+                progress(max(counts[0::3]), int(sum(counts[1::3])), int(sum(counts[2::3])))
+        if left:
+            begin.abort()  # a client failed before the start: the others do not wait for it
+        errors = [error for each in running if (error := each.exception()) is not None]
+    if not errors:
+        return [each.result() for each in running]
+    if any(isinstance(each, BrokenProcessPool) for each in errors):
+        raise BenchError("a client process ended before its run was complete")
+    raise next((each for each in errors if isinstance(each, BenchError)), errors[0])
 
 
-def _follow(pipes: list[Connection], progress: Progress | None) -> list[Run]:
-    done: dict[int, Run] = {}
-    latest = dict.fromkeys(range(len(pipes)), (0.0, 0, 0))
-    while len(done) < len(pipes):
-        for pipe in wait([pipe for k, pipe in enumerate(pipes) if k not in done]):
-            k = next(k for k, each in enumerate(pipes) if each is pipe)
-            kind, value = _receive(pipes[k])
-            if kind == "done":
-                done[k] = value
-            elif kind == "failed":
-                raise BenchError(value)
-            else:
-                latest[k] = value
-                if progress is not None:
-                    said = list(latest.values())
-                    progress(max(s[0] for s in said), sum(s[1] for s in said), sum(s[2] for s in said))
-    return [done[k] for k in range(len(pipes))]
+_shared: list[Any] = []  # in a client process: the barrier of the start, and the clients' progress
 
 
-def _expect(pipe: Connection, what: str) -> None:
-    kind, value = _receive(pipe)
-    if kind != what:
-        raise BenchError(str(value))
+def _share(*given: Any) -> None:
+    _shared[:] = given
 
 
-def _receive(pipe: Connection) -> tuple[str, Any]:
-    try:
-        found: tuple[str, Any] = pipe.recv()
-    except EOFError:
-        return "failed", "a client process ended before its run was complete"
-    return found
+def _client(url: str, load: Load, k: int) -> Run:
+    """Runs in a client process."""
+    begin, counts = _shared
 
-
-def _client(url: str, load: Load, pipe: Connection) -> None:
-    """A client process: prepares, reports that, waits for the start, and sends its results."""
-
-    def begin() -> float:
-        pipe.send(("ready", None))
-        moment: float = pipe.recv()
-        return moment
+    def all_begin() -> float:
+        begin.wait()
+        return time.perf_counter() + 0.05  # the same clock in all processes
 
     def progress(*values: float) -> None:
-        pipe.send(("progress", values))
+        counts[3 * k : 3 * k + 3] = values
 
     bench = Bench(HttpTarget(url, load), load, progress)
-    try:
-        with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            runner.run(bench.run(begin))
-    except BenchError as e:
-        pipe.send(("failed", str(e)))
-        return
-    pipe.send(("done", (bench.outcomes, bench.seconds, bench.late_s)))
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(bench.run(all_begin))
+    return bench.outcomes, bench.seconds, bench.late_s
 
 
 def run_bench(target: str | Engine, load: Load, progress: Progress | None = None, clients: int = 1) -> dict[str, Any]:
