@@ -151,8 +151,9 @@ def test_a_folder_refuses_to_be_a_second_copy_of_itself(folder: str) -> None:
     assert f"import paellapy.{folder}" in done.stderr.splitlines()[-1]
 
 
-def test_importing_the_package_imports_none_of_what_it_may_need() -> None:
-    code = "import sys, paellapy; print(sorted({'numpy', 'numba', 'triton', 'aiohttp', 'torch'} & set(sys.modules)))"
+@pytest.mark.parametrize("module", ["paellapy", "paellapy.cli"])
+def test_importing_the_package_imports_none_of_what_it_may_need(module: str) -> None:
+    code = f"import sys, {module}; print(sorted({{'numpy', 'numba', 'triton', 'aiohttp', 'torch'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
