@@ -9,6 +9,10 @@ class LimitsError(PaellaError, ValueError):
     """A size of the tables is larger than the core can count; `field`, `given`, `limit`."""
 
 
+class ProfileError(PaellaError, ValueError):
+    """A model's profile is incomplete, contradicts itself, or is too large for the core's tables."""
+
+
 class ModelError(PaellaError):
     """A model is described wrongly, or its name is taken."""
 

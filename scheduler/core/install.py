@@ -7,14 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.profiles import (
-    TOGETHER,
-    ModelProfile,
-    ProfileError,
-    SegmentProfile,
-    set_params,
-    usual_demand,
-)
+from paellapy.scheduler.core.errors import ProfileError
+from paellapy.scheduler.core.profiles import TOGETHER, ModelProfile, SegmentProfile, set_params, usual_demand
 from paellapy.scheduler.core.residency import KEEP
 from paellapy.scheduler.core.rings import Message, post
 from paellapy.scheduler.core.state import State
@@ -34,17 +28,21 @@ def estimate(state: State, program: Sequence[SegmentProfile]) -> float:
 
 def _check_limits(state: State, profile: ModelProfile) -> None:
     _, sizes, segments = state.segment.shape
-    if len(profile.sizes) > sizes or max(profile.batch) > state.slot.shape[1]:
-        limit = f"{sizes} sizes of up to {state.slot.shape[1]} requests"
-        raise ProfileError(
-            f"{profile.name}: batch sizes {profile.batch} exceed the limit of {limit}: give larger Limits"
-        )
-    longest = max(len(each) for each in profile.sizes.values())
-    if longest > segments or profile.instances > state.model_instance.shape[1]:
-        limit = f"{segments} segments and {state.model_instance.shape[1]} instances"
-        raise ProfileError(
-            f"{profile.name}: {longest} segments or {profile.instances} instances exceed {limit}: give larger Limits"
-        )
+    rows = int(((state.model["state"] == codes.ABSENT) & (state.model["n_instances"] == 0)).sum())
+    instances = int((state.instance["model"] == codes.NONE).sum())
+    for field, given, most in (
+        ("sizes", len(profile.sizes), sizes),
+        ("batch", max(profile.batch), state.slot.shape[1]),
+        ("segments", max(len(each) for each in profile.sizes.values()), segments),
+        ("instances_per_model", profile.instances, state.model_instance.shape[1]),
+        ("instances", profile.instances, instances),
+        ("models", 1, rows),
+    ):
+        if given > most:
+            raise ProfileError(
+                f"{profile.name}: {field}={given}, but the tables have room for {most}: give larger Limits",
+                model=profile.name, field=field, given=given, limit=most,
+            )  # fmt: skip
 
 
 def install(state: State, profile: ModelProfile, batch: Sequence[int] = ()) -> tuple[int, list[int]]:
@@ -57,11 +55,6 @@ def install(state: State, profile: ModelProfile, batch: Sequence[int] = ()) -> t
     _check_limits(state, profile)
     rows = np.flatnonzero((state.model["state"] == codes.ABSENT) & (state.model["n_instances"] == 0))
     instances = np.flatnonzero(state.instance["model"] == codes.NONE)[: profile.instances]
-    if not len(rows) or len(instances) < profile.instances:
-        raise ProfileError(
-            f"{profile.name} needs 1 row and {profile.instances} instances, but {len(rows)} and {len(instances)} "
-            "are free: raise Limits"
-        )
     m = int(rows[0])
     row = state.model[m]
     row["priority"], row["share"], row["target_ns"] = profile.priority, profile.share, profile.target_ns
@@ -139,11 +132,17 @@ def remove(state: State, model: int) -> None:
     Where weights come and go, call it between two steps of the core.
     """
     if state.model["state"][model] != codes.ABSENT:
-        raise ProfileError(f"model row {model} is in use: post CLOSE_MODEL and wait for MODEL_CLOSED")
+        raise ProfileError(
+            f"model row {model} is in use: post CLOSE_MODEL and wait for MODEL_CLOSED", field="state", given=model
+        )
     weights = state.weights[model]
     if state.residency["managed"][0]:
         if weights["location"] in (codes.LOADING, codes.EVICTING):
-            raise ProfileError(f"the weights of model row {model} are moving: wait until the move is done")
+            raise ProfileError(
+                f"the weights of model row {model} are moving: wait until the move is done",
+                field="location",
+                given=model,
+            )
         state.residency["held_bytes"][0] -= weights["bytes"] if weights["location"] == codes.RESIDENT else 0
         state.residency["pending"][0] = 1
     state.weights[model] = np.zeros((), state.weights.dtype)
@@ -156,7 +155,7 @@ def post_message(state: State, kind: int, model: int = 0, *, request: int = 0, s
     """
     message = Message(kind=kind, request=request, serial=serial, tag=tag, model=model)
     if not post(state, 0, message.address):
-        raise ProfileError("the submission ring is full: step the core, then try again")
+        raise ProfileError("the submission ring is full: step the core, then try again", field="submit")
 
 
 def open_model(state: State, model: int) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from paellapy.instrument.errors import PaellaError
 from paellapy.instrument.gpu_model.parts import SmLimits, Timing
 from paellapy.scheduler.core import codes
+from paellapy.scheduler.core.errors import ProfileError
 from paellapy.scheduler.core.job import PARAMS
 from paellapy.scheduler.core.state import State
 
@@ -30,22 +30,24 @@ def is_finite_number(value: Any) -> bool:
 
 
 def checked_params(given: Mapping[str, float]) -> dict[str, float]:
-    """The parameters as floats; ValueError if they are not valid.
+    """The parameters as floats; ProfileError if they are not valid.
 
     >>> checked_params({"limit": 1})
     {'limit': 1.0}
     """
     if not isinstance(given, Mapping) or len(given) > PARAMS:
-        raise ValueError(
-            f"params={given!r}: it must be a dict of at most {PARAMS} numbers, as in params={{'limit': 0.5}}"
-        )
+        raise ProfileError(
+            f"params={given!r}: it must be a dict of at most {PARAMS} numbers, as in params={{'limit': 0.5}}",
+            field="params", given=given, limit=PARAMS,
+        )  # fmt: skip
     for name, value in given.items():
         if not isinstance(name, str) or not name.isidentifier():
-            raise ValueError(
-                f"params has the name {name!r}: it must be an identifier, because policies read it as job.params.NAME"
-            )
+            raise ProfileError(
+                f"params has the name {name!r}: it must be an identifier, because policies read it as job.params.NAME",
+                field="params", given=name,
+            )  # fmt: skip
         if not is_finite_number(value):
-            raise ValueError(f"params[{name!r}] is {value!r}: it must be a finite number")
+            raise ProfileError(f"params[{name!r}]={value!r}: it must be a finite number", field="params", given=value)
     return {name: float(value) for name, value in given.items()}
 
 
@@ -80,7 +82,7 @@ _LONGEST = 40
 
 
 def checked_priority(given: Any) -> int:
-    """The priority as an integer; ValueError if it is none, or out of range.
+    """The priority as an integer; ProfileError if it is none, or out of range.
 
     >>> checked_priority(-1)
     -1
@@ -90,7 +92,9 @@ def checked_priority(given: Any) -> int:
     except TypeError:
         number = codes.NEVER
     if not -codes.NEVER < number < codes.NEVER:
-        raise ValueError(f"priority={shortened(given)}; the priority must be an integer between -2⁶² and 2⁶²")
+        raise ProfileError(
+            f"priority={shortened(given)}: it must be an integer between -2⁶² and 2⁶²", field="priority", given=given
+        )
     return number
 
 
@@ -101,10 +105,6 @@ def shortened(given: Any) -> str:
     except ValueError:  # Python does not print integers of many thousand digits
         text = f"an integer of {given.bit_length()} bits"
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
-
-
-class ProfileError(PaellaError, ValueError):
-    """A model's profile is incomplete or contradicts itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,16 +122,16 @@ class SegmentProfile:
     memory: float = 0.0  # the same; 0: computed from `bytes`
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.time_ns) and self.time_ns > 0):
-            raise ProfileError(f"time_ns={self.time_ns}: a segment's time alone must be finite and above 0")
-        if min(self.blocks, self.warps, self.kernels) < 1 or min(self.registers, self.shared_bytes, self.bytes) < 0:
-            raise ProfileError(
-                f"{self!r}: a segment needs at least one kernel, block and warp, and no negative resources"
-            )
-        if not (0.0 <= self.compute <= 1.0 and 0.0 <= self.memory <= 1.0):
-            raise ProfileError(
-                f"compute={self.compute} and memory={self.memory} are fractions of the GPU and must be from 0 to 1"
-            )
+        for column, valid, rule in (
+            ("time_ns", math.isfinite(self.time_ns) and self.time_ns > 0, "finite and above 0"),
+            *((name, getattr(self, name) >= 1, "at least 1") for name in ("blocks", "warps", "kernels")),
+            *((name, getattr(self, name) >= 0, "at least 0") for name in ("registers", "shared_bytes", "bytes")),
+            *((name, 0.0 <= getattr(self, name) <= 1.0, "from 0 to 1") for name in ("compute", "memory")),
+        ):
+            if not valid:
+                raise ProfileError(
+                    f"{column}={getattr(self, column)}: it must be {rule}", field=column, given=getattr(self, column)
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,33 +164,37 @@ class ModelProfile:
     needs: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.sizes or any(batch < 1 or not segments for batch, segments in self.sizes.items()):
-            raise ProfileError(
-                f"{self.name}: `sizes` needs at least one batch size from 1 up, each with at least one segment"
-            )
-        if not (self.share > 0 and math.isfinite(self.share)) or self.instances < 1 or self.queue_limit < 0:
-            raise ProfileError(
-                f"{self.name}: share={self.share} and instances={self.instances} must be above 0, "
-                f"queue_limit={self.queue_limit} at least 0"
-            )
-        if self.input_bytes < 0:
-            raise ProfileError(
-                f"{self.name}: input_bytes={self.input_bytes}; it must be the bytes of one request, or 0"
-            )
-        if self.weight_bytes < 0 or any(len(self.needs[b]) != len(s) for b, s in self.sizes.items() if b in self.needs):
-            raise ProfileError(
-                f"{self.name}: weight_bytes must be at least 0, and `needs` must have a number for every segment"
-            )
-        if not all(0 < part < math.inf for part in self.demand.values()):
-            raise ProfileError(f"{self.name}: demand={dict(self.demand)}; each must be a part of the GPU above 0")
-        if self.target_ms is not None and not self.target_ms > 0:
-            raise ProfileError(f"{self.name}: target_ms={self.target_ms}; the target must be above 0, or None")
-        if self.resident not in ("auto", True, False):
-            raise ProfileError(f"{self.name}: resident={self.resident!r}; it must be 'auto', True or False")
+        segments = {batch: len(program) for batch, program in self.sizes.items()}
+        for column, valid, rule in (
+            (
+                "sizes",
+                segments and all(batch >= 1 and n >= 1 for batch, n in segments.items()),
+                "batches from 1 up, with segments",
+            ),
+            ("share", self.share > 0 and math.isfinite(self.share), "finite and above 0"),
+            ("instances", self.instances >= 1, "at least 1"),
+            ("queue_limit", self.queue_limit >= 0, "at least 0"),
+            ("input_bytes", self.input_bytes >= 0, "the bytes of one request, or 0"),
+            ("weight_bytes", self.weight_bytes >= 0, "at least 0"),
+            (
+                "needs",
+                all(len(each) == segments.get(b, len(each)) for b, each in self.needs.items()),
+                "one per segment",
+            ),
+            ("demand", all(0 < each < math.inf for each in self.demand.values()), "parts of the GPU above 0"),
+            ("target_ms", self.target_ms is None or self.target_ms > 0, "above 0, or None"),
+            ("resident", self.resident in ("auto", True, False), "'auto', True or False"),
+        ):
+            if not valid:
+                given = getattr(self, column)
+                shown = sorted(given) if column == "sizes" else given
+                raise ProfileError(
+                    f"{self.name}: {column}={shown!r}: it must be {rule}", model=self.name, field=column, given=given
+                )
         try:
             object.__setattr__(self, "params", checked_params(self.params))
-        except ValueError as e:
-            raise ProfileError(f"{self.name}: {e}") from None
+        except ProfileError as e:
+            raise ProfileError(f"{self.name}: {e}", model=self.name, **e.__dict__) from None
         object.__setattr__(self, "sizes", {batch: tuple(self.sizes[batch]) for batch in sorted(self.sizes)})
 
     @property
@@ -205,7 +209,11 @@ class ModelProfile:
         """Time of a batch with the GPU to itself, at the smallest size that holds it."""
         fitting = [size for size in self.sizes if size >= batch]
         if not fitting:
-            raise ProfileError(f"{self.name} has no batch size for {batch} requests: the largest is {max(self.sizes)}")
+            most = max(self.sizes)
+            raise ProfileError(
+                f"{self.name} has no batch size for {batch} requests: the largest is {most}",
+                model=self.name, field="batch", given=batch, limit=most,
+            )  # fmt: skip
         return math.fsum(segment.time_ns for segment in self.sizes[fitting[0]])
 
 
@@ -230,7 +238,7 @@ def load_profiles(path: str | Path) -> list[ModelProfile]:
             for model in json.loads(Path(path).read_text())["models"]
         ]
     except (OSError, KeyError, TypeError, AttributeError, ValueError) as e:
-        raise ProfileError(f"{path} is not a file of model profiles: {e}") from e
+        raise ProfileError(f"{path} is not a file of model profiles: {e}", field="path", given=str(path)) from e
 
 
 # The part of the GPU that a program keeps busy, computed from the time of several runs at once.

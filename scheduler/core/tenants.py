@@ -33,11 +33,16 @@ class Tenant:
 
     def __post_init__(self) -> None:
         if not _is_number(self.share) or not 0 < self.share < math.inf:
-            raise ArgumentError(f"share={self.share!r}: the weight must be finite and above 0; other clients have 1")
+            raise ArgumentError(
+                f"share={self.share!r}: the weight must be finite and above 0; other clients have 1",
+                field="share",
+                given=self.share,
+            )
         if self.limit is not None and (not _is_number(self.limit) or not 0 < self.limit <= 1):
             raise ArgumentError(
-                f"limit={self.limit!r}: the fraction of the GPU's time must be above 0 and at most 1, or None"
-            )
+                f"limit={self.limit!r}: the fraction of the GPU's time must be above 0 and at most 1, or None",
+                field="limit", given=self.limit,
+            )  # fmt: skip
 
 
 def _is_number(value: Any) -> bool:
@@ -54,13 +59,15 @@ def checked_tenants(given: Mapping[str, Any]) -> dict[str, Tenant]:
     for name, each in given.items():
         if not isinstance(name, str) or not 0 < len(name.encode()) <= codes.TENANT_NAME or "\0" in name:
             raise ArgumentError(
-                f"tenant name {name!r}: it must be a string of 1 to {codes.TENANT_NAME} bytes without NUL"
-            )
+                f"tenant name {name!r}: it must be a string of 1 to {codes.TENANT_NAME} bytes without NUL",
+                field="name", given=name,
+            )  # fmt: skip
         if not isinstance(each, Tenant | Mapping) or (isinstance(each, Mapping) and set(each) - {"share", "limit"}):
             raise ArgumentError(
                 f"tenant {name!r} is {each!r}: it must be a pp.Tenant or a mapping with share and limit, such as "
-                "pp.Tenant(share=3)"
-            )
+                "pp.Tenant(share=3)",
+                field="tenant", given=each,
+            )  # fmt: skip
         found[name] = each if isinstance(each, Tenant) else Tenant(**each)
     return found
 

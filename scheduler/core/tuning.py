@@ -121,9 +121,13 @@ class Tuning:
         for each in _fields():
             value = getattr(self, each.name)
             if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-                raise TuningError(f"tuning {each.name}={value!r}: it must be a finite number of at least 0")
+                raise TuningError(
+                    f"tuning {each.name}={value!r}: it must be a finite number of at least 0",
+                    field=each.name,
+                    given=value,
+                )
             if each.metadata["whole"] and value != int(value):
-                raise TuningError(f"tuning {each.name}={value!r}: it must be an integer")
+                raise TuningError(f"tuning {each.name}={value!r}: it must be an integer", field=each.name, given=value)
 
     @staticmethod
     def for_part(part: str, changes: Tuning | Mapping[str, float] | None = None) -> Tuning:
@@ -150,7 +154,7 @@ class Tuning:
         known = [each.name for each in _fields()]
         for name in changes:
             if name not in known:
-                raise TuningError(f"tuning has no number {name!r}; the names are {', '.join(known)}")
+                raise TuningError(f"tuning has no number {name!r}; the names are {', '.join(known)}", field=name)
         given: dict[str, Any] = dict(changes)
         return replace(self, **given, changed=tuple(sorted({*self.changed, *changes})))
 
@@ -212,6 +216,7 @@ def _read(part: str) -> dict[str, Number]:
     if found.keys() != meanings.keys():
         wrong = ", ".join(sorted(found.keys() ^ meanings.keys()))
         raise TuningError(
-            f"{path.name} and Tuning differ in {wrong}: the file must have each number once, with its source"
+            f"{path.name} and Tuning differ in {wrong}: the file must have each number once, with its source",
+            field=wrong,
         )
     return found

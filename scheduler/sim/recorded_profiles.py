@@ -13,7 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from paellapy.instrument.gpu_model.parts import part
-from paellapy.scheduler.core.profiles import ModelProfile, ProfileError, SegmentProfile, load_profiles
+from paellapy.scheduler.core.errors import ProfileError
+from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile, load_profiles
 
 # Proportions of the models in Paella's figure 11.
 MIX = MappingProxyType(

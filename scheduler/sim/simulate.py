@@ -22,8 +22,9 @@ from paellapy.instrument.gpu_model.tables import heap_push
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.admission import new_limits
+from paellapy.scheduler.core.errors import ProfileError
 from paellapy.scheduler.core.install import install, open_model
-from paellapy.scheduler.core.profiles import TOGETHER, Capacity, ModelProfile, ProfileError, busy_alone, set_capacity
+from paellapy.scheduler.core.profiles import TOGETHER, Capacity, ModelProfile, busy_alone, set_capacity
 from paellapy.scheduler.core.residency import KEEP, needed_bytes, set_weight_budget
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.step import attach_step

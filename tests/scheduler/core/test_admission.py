@@ -21,7 +21,7 @@ from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.policies.policy import policy_names
 from paellapy.scheduler.sim.simulate import simulate
-from paellapy.scheduler.sim.workload import ClosedLoop, Poisson, TraceWorkload
+from paellapy.scheduler.sim.workload import ClosedLoop, Poisson, TraceWorkload, WorkloadError
 from paellapy.serving.admission import AdmissionLimit
 
 pytestmark = pytest.mark.quick
@@ -87,8 +87,9 @@ def test_deadlines_are_kept_as_targets_are():
 
 @pytest.mark.parametrize("other", [{"fidelity": "blocks"}, {"workload": ClosedLoop("net", 4, duration=0.1)}])
 def test_what_admission_cannot_be_simulated_with_is_refused(other):
-    with pytest.raises(ValueError, match="admission needs"):
+    with pytest.raises(WorkloadError) as caught:
         simulate([NET], other.pop("workload", Poisson(100, "net", duration=0.1)), admission=True, **other)
+    assert caught.value.field == "admission"
 
 
 def test_a_request_that_asks_for_the_impossible_leaves_the_window_as_it_is():

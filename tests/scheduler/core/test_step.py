@@ -18,8 +18,9 @@ from hypothesis import strategies as st_
 from paellapy.scheduler.core import codes, rings, step, tables
 from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.admission import predict_finish
+from paellapy.scheduler.core.errors import ProfileError
 from paellapy.scheduler.core.install import estimate, install, remove
-from paellapy.scheduler.core.profiles import ModelProfile, ProfileError, SegmentProfile, load_profiles, save_profiles
+from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile, load_profiles, save_profiles
 from paellapy.scheduler.core.tenants import Tenant, set_tenant
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.engine.loading import install_partitions
@@ -309,8 +310,9 @@ def test_models_come_and_go_while_others_run() -> None:
     late = bench.submit(0)
     bench.step()
     assert bench.status(late) == codes.NO_MODEL
-    with pytest.raises(ProfileError, match="in use"):
+    with pytest.raises(ProfileError) as caught:
         remove(bench.state, 0)
+    assert caught.value.field == "state"
     other = bench.submit(1)
     bench.run_dry()
     assert {bench.status(each) for each in [*first, other]} == {codes.OK}
@@ -897,28 +899,32 @@ def test_profiles_survive_a_file(tmp_path: object) -> None:
     save_profiles(path, models)
     assert load_profiles(path) == models
     path.write_text('{"models": [{"name": "x"}]}')
-    with pytest.raises(ProfileError, match=r"models\.json"):
+    with pytest.raises(ProfileError) as caught:
         load_profiles(path)
+    assert caught.value.given == str(path)
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("field", "given", "make"),
     [
-        lambda: SegmentProfile(0.0),
-        lambda: SegmentProfile(1.0, kernels=0),
-        lambda: ModelProfile("m", {}),
-        lambda: ModelProfile("m", {1: []}),
-        lambda: ModelProfile("m", {1: [SegmentProfile(1.0)]}, share=0.0),
-        lambda: ModelProfile("m", {1: [SegmentProfile(1.0)]}, target_ms=-1),
-        lambda: profile().alone_ns(2),
-        lambda: install(st.new_state(LIMITS), profile(segments=9)),
-        lambda: install(st.new_state(LIMITS), profile(batch=(1, 16))),
-        lambda: install(st.new_state(LIMITS), profile(instances=5)),
+        ("time_ns", 0.0, lambda: SegmentProfile(0.0)),
+        ("kernels", 0, lambda: SegmentProfile(1.0, kernels=0)),
+        ("memory", 1.5, lambda: SegmentProfile(1.0, memory=1.5)),
+        ("sizes", {}, lambda: ModelProfile("m", {})),
+        ("sizes", {1: []}, lambda: ModelProfile("m", {1: []})),
+        ("share", 0.0, lambda: profile(share=0.0)),
+        ("target_ms", -1, lambda: profile(target_ms=-1)),
+        ("needs", {1: [5]}, lambda: profile(needs={1: [5]})),
+        ("batch", 2, lambda: profile().alone_ns(2)),
+        ("segments", 9, lambda: install(st.new_state(LIMITS), profile(segments=9))),
+        ("batch", 16, lambda: install(st.new_state(LIMITS), profile(batch=(1, 16)))),
+        ("instances_per_model", 5, lambda: install(st.new_state(LIMITS), profile(instances=5))),
     ],
 )
-def test_a_wrong_profile_is_refused(make: object) -> None:
-    with pytest.raises(ProfileError):
-        make()  # type: ignore[operator]
+def test_a_wrong_profile_is_refused(field: str, given: object, make: Any) -> None:
+    with pytest.raises(ProfileError) as caught:
+        make()
+    assert (caught.value.field, caught.value.given) == (field, given)
 
 
 def test_the_integrity_check_sees_a_lost_request() -> None:
@@ -927,7 +933,7 @@ def test_the_integrity_check_sees_a_lost_request() -> None:
     bench.submit()
     bench.step()
     bench.state.model["first"][0] = bench.state.model["last"][0] = codes.NONE
-    with pytest.raises(IntegrityError, match="miscounts"):
+    with pytest.raises(IntegrityError):
         check_integrity(bench.state)
 
 

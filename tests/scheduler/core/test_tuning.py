@@ -38,18 +38,13 @@ def test_what_is_set_for_an_experiment_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"demand": 1.0}, "demand_limit"),
-        ({"demand_limit": -1.0}, "at least 0"),
-        ({"demand_limit": float("nan")}, "at least 0"),
-        ({"roomy_jobs": 1.5}, "integer"),
-        ({"quantum_us": "long"}, "at least 0"),
-    ],
+    "changes",
+    [{"demand": 1.0}, {"demand_limit": -1.0}, {"demand_limit": float("nan")}, {"roomy_jobs": 1.5}, {"quantum_us": ""}],
 )
-def test_a_number_that_makes_no_sense_is_refused(changes: dict[str, float], says: str) -> None:
-    with pytest.raises(TuningError, match=says):
+def test_a_number_that_makes_no_sense_is_refused(changes: dict[str, float]) -> None:
+    with pytest.raises(TuningError) as caught:
         Tuning.for_part("h200", changes)
+    assert caught.value.field in changes
 
 
 def test_the_compiled_core_reads_the_same_numbers() -> None:

@@ -12,8 +12,9 @@ from core_bench import Bench, profile
 
 import paellapy as pp
 from paellapy.scheduler.core import codes
+from paellapy.scheduler.core.errors import ProfileError
 from paellapy.scheduler.core.job import READS_PARAMS, READS_SEGMENT, READS_SHARES, READS_TOP
-from paellapy.scheduler.core.profiles import ModelProfile, ProfileError, SegmentProfile, set_params
+from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile, set_params
 from paellapy.scheduler.policies.policy import Policy, PolicyError, attach_functions, attach_policy, find_policy, policy
 from paellapy.scheduler.policies.trial import sample_jobs
 from paellapy.scheduler.sim.simulate import simulate

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from paellapy.instrument.errors import PaellaError
-from paellapy.scheduler.core.profiles import ModelProfile, ProfileError, SegmentProfile, load_profiles, save_profiles
+from paellapy.scheduler.core.errors import ProfileError
+from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile, load_profiles, save_profiles
 from paellapy.scheduler.policies.policy import policy
 from paellapy.scheduler.sim.simulate import simulate
 from paellapy.scheduler.sim.workload import Poisson, TraceWorkload
