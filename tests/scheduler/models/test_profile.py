@@ -24,8 +24,9 @@ from paellapy.scheduler.models.program import Node
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("PAELLAPY_CACHE_DIR", str(tmp_path))
+def own_cache(request, tmp_path, monkeypatch):
+    if "engine" not in request.fixturenames:  # these simulate, and what is compiled for that stays in the usual cache
+        monkeypatch.setenv("PAELLAPY_CACHE_DIR", str(tmp_path))
 
 
 class Counted(VirtualBackend):
@@ -144,8 +145,9 @@ def test_profiles_are_kept_in_a_file_that_simulations_read(engine, tmp_path):
 
 def test_a_file_that_is_not_there_or_holds_no_profiles_is_named(tmp_path):
     for path in (tmp_path / "none.json", tmp_path):
-        with pytest.raises(PaellaError, match=f"{path} is not a file of model profiles"):
+        with pytest.raises(PaellaError) as caught:
             pp.load_profiles(path)
+        assert str(path) in str(caught.value)
 
 
 def test_the_programs_of_a_model_are_not_taken_for_a_model(engine):

@@ -1,4 +1,4 @@
-"""A simulation's trace: every block of the models' own kernels, and the requests the results speak of."""
+"""A simulation's trace: every block of the models' own kernels, and the requests of the results."""
 
 from __future__ import annotations
 
