@@ -31,8 +31,7 @@ from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.policies.policy import Policy, attach_policy
 from paellapy.serving.access import CLIENT_HEADER
 from paellapy.serving.counters import counter_table, note_items
-from paellapy.serving.fast_path.headers import Heads
-from paellapy.serving.fast_path.inference import Clock, success
+from paellapy.serving.fast_path.headers import Clock, Heads, answer_head
 from paellapy.serving.logs import log
 from paellapy.serving.protocol import decode, encode
 from paellapy.serving.registry import VERSION, Registry
@@ -89,7 +88,7 @@ def walk_http(model: Model) -> None:
         for _ in range(_WALKS):
             request = decode(model, body, str(len(text)) if binary else None, as_bytes=True)
             pieces, json_length = encode(model, VERSION, request, outputs)
-            success(request.id, sum(map(len, pieces)), json_length, Clock().date(), close=False)
+            answer_head(200, request.id, sum(map(len, pieces)), Clock().date(), json_length)
 
 
 def import_device(name: str) -> None:

@@ -21,8 +21,7 @@ from paellapy.serving.access import CLIENT_HEADER
 from paellapy.serving.byte_limits import BESIDE_BYTES, BODY_TIMEOUT_S, MAX_BODY_BYTES, RequestBudget
 from paellapy.serving.errors import RefusedError, error_answer, short
 from paellapy.serving.fast_path.connection import FastConnection
-from paellapy.serving.fast_path.headers import Head
-from paellapy.serving.fast_path.inference import Clock, of_error
+from paellapy.serving.fast_path.headers import Clock, Head, error_pieces
 from paellapy.serving.inference import Pieces
 from paellapy.serving.load_report import Outlook
 from paellapy.serving.logs import log, request_id
@@ -130,8 +129,9 @@ class Forward(Exchange):
 
     def fail(self, error: Exception) -> None:
         number = request_id(None)
-        answer = of_error(error_answer(error, number, f"/v2/models/{self.model}/infer"), number)
-        self._give(answer.parts(_clock.date(), close=self.client is not None and self.client.closing))
+        found = error_answer(error, number, f"/v2/models/{self.model}/infer")
+        close = self.client is not None and self.client.closing
+        self._give(error_pieces(found, number, _clock.date(), close))
 
     def leave(self) -> None:
         """The client has left: the engine goes on, and its answer is dropped."""

@@ -1,13 +1,16 @@
-"""The header of an inference request, read from its bytes. Clients repeat headers, so each is parsed once."""
+"""HTTP headers as bytes: those of an inference request, parsed once since clients repeat them, and those of answers."""
 
 from __future__ import annotations
 
 import functools
 import re
+import time
 from dataclasses import dataclass
+from email.utils import formatdate
 
 from paellapy.serving.access import given_key
 from paellapy.serving.byte_limits import FAST_HEADER_BYTES, FAST_HEADERS
+from paellapy.serving.errors import ErrorAnswer, encode_json
 from paellapy.serving.protocol import HEADER_LENGTH
 
 REMEMBERED_HEADS = 512
@@ -113,3 +116,47 @@ class Heads:
             id=text(b"x-request-id"),
             accepts=text(b"accept-encoding"),
         )
+
+
+# -- answers
+
+_JSON, _BINARY = b"application/json", b"application/octet-stream"
+_REASONS = {200: b"OK", 400: b"Bad Request", 404: b"Not Found", 408: b"Request Timeout",
+            429: b"Too Many Requests", 500: b"Internal Server Error", 503: b"Service Unavailable"}  # fmt: skip
+_ANSWER = (
+    b"HTTP/1.1 %d %b\r\nContent-Type: %b\r\nContent-Length: %d\r\nX-Request-Id: %b\r\nDate: %b\r\nServer: paellapy\r\n"
+    b"%b%b"
+)
+
+
+def answer_head(
+    status: int, number: str, size: int, date: bytes, json_length: int | None = None, more: bytes = b"",
+    close: bool = False,
+) -> bytes:  # fmt: skip
+    """The header of an answer. `json_length`: of the JSON before binary tensors; `more`: lines with their ends."""
+    kind = _JSON
+    if json_length is not None:
+        kind, more = _BINARY, b"Inference-Header-Content-Length: %d\r\n%b" % (json_length, more)
+    end = b"Connection: close\r\n\r\n" if close else b"\r\n"
+    reason = _REASONS.get(status, b"Error")
+    return _ANSWER % (status, reason, kind, size, number.encode("utf-8", "surrogateescape"), date, more, end)
+
+
+def error_pieces(error: ErrorAnswer, number: str, date: bytes, close: bool) -> list[bytes | memoryview]:
+    """The header and the body of an error's answer."""
+    body = encode_json({"error": error.said})
+    more = b"" if error.retry_after_s is None else b"Retry-After: %d\r\n" % error.retry_after_s
+    return [answer_head(error.status, number, len(body), date, more=more, close=close), body]
+
+
+class Clock:
+    """The Date header, formatted once a second."""
+
+    def __init__(self) -> None:
+        self._date, self._at = b"", 0
+
+    def date(self) -> bytes:
+        now = int(time.time())
+        if now != self._at:
+            self._date, self._at = formatdate(now, usegmt=True).encode(), now
+        return self._date

@@ -4,79 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from dataclasses import dataclass
-from email.utils import formatdate
 
 from paellapy.serving.access import Access
 from paellapy.serving.byte_limits import BESIDE_BYTES, IN_THREAD_BYTES, answer_coding, largest_request, pack
-from paellapy.serving.errors import ErrorAnswer, RequestError, encode_json, error_answer
+from paellapy.serving.errors import RequestError, error_answer
 from paellapy.serving.fast_path.connection import FastConnection, read_buffer
-from paellapy.serving.fast_path.headers import Head, Heads
+from paellapy.serving.fast_path.headers import Clock, Head, Heads, answer_head, error_pieces
 from paellapy.serving.inference import Inference, Pieces
 from paellapy.serving.logs import log_request, request_id
 from paellapy.serving.service import Service
-
-JSON, BINARY = b"application/json", b"application/octet-stream"
-_REASONS = {200: b"OK", 400: b"Bad Request", 404: b"Not Found", 408: b"Request Timeout",
-            429: b"Too Many Requests", 500: b"Internal Server Error", 503: b"Service Unavailable"}  # fmt: skip
-_CLOSE = b"Connection: close\r\n\r\n"
-_HEAD = (
-    b"HTTP/1.1 %d %b\r\nContent-Type: %b\r\nContent-Length: %d\r\nX-Request-Id: %b\r\nDate: %b\r\nServer: paellapy\r\n"
-    b"%b%b"
-)
-
-
-@dataclass(slots=True)
-class Answer:
-    """One answer before it is encoded. `more` are further header lines, each with its line end."""
-
-    number: str
-    pieces: Pieces
-    status: int = 200
-    kind: bytes = JSON
-    more: bytes = b""
-
-    def parts(self, date: bytes, close: bool) -> Pieces:
-        """The header, and the pieces of the body."""
-        length = sum(map(len, self.pieces))
-        end = _CLOSE if close else b"\r\n"
-        reason = _REASONS.get(self.status, b"Error")
-        head = _HEAD % (self.status, reason, self.kind, length, _encoded(self.number), date, self.more, end)
-        return [head, *self.pieces]
-
-
-def json_header(length: int) -> bytes:
-    """The header line that says how long the JSON before binary tensors is."""
-    return b"Inference-Header-Content-Length: %d\r\n" % length
-
-
-def success(number: str, size: int, json_length: int | None, date: bytes, close: bool) -> bytes:
-    """The header of an answer to an inference. Most answers need no more than this."""
-    kind, more = (JSON, b"") if json_length is None else (BINARY, json_header(json_length))
-    return _HEAD % (200, b"OK", kind, size, _encoded(number), date, more, _CLOSE if close else b"\r\n")
-
-
-def _encoded(number: str) -> bytes:
-    return number.encode("utf-8", "surrogateescape")
-
-
-def of_error(error: ErrorAnswer, number: str) -> Answer:
-    more = b"" if error.retry_after_s is None else b"Retry-After: %d\r\n" % error.retry_after_s
-    return Answer(number, [encode_json({"error": error.said})], error.status, more=more)
-
-
-class Clock:
-    """The Date header, formatted once a second."""
-
-    def __init__(self) -> None:
-        self._date, self._at = b"", 0
-
-    def date(self) -> bytes:
-        now = int(time.time())
-        if now != self._at:
-            self._date, self._at = formatdate(now, usegmt=True).encode(), now
-        return self._date
 
 
 class FastHandler:
@@ -130,13 +66,12 @@ class FastInference(Inference):
             if coding is not None:
                 self._pack(pieces, number, size, json_length, coding)
                 return
-        close = self.service.draining or self._connection.closing
-        parts = [success(number, size, json_length, self._handler.clock.date(), close), *pieces]
-        self._send(parts, close, number, 200)
+        self._succeed(number, pieces, json_length)
 
     def refused(self, error: Exception) -> None:
         number = request_id(self.head.id)
-        self._write(of_error(error_answer(error, number, self.head.path), number))
+        found, close = error_answer(error, number, self.head.path), self._closes
+        self._send(error_pieces(found, number, self._handler.clock.date(), close), close, number, found.status)
 
     def leave(self) -> None:
         if not self.over and self._handler.access_log:
@@ -149,24 +84,25 @@ class FastInference(Inference):
         self.service.counters.leave()
 
     def _pack(self, pieces: Pieces, number: str, size: int, json_length: int | None, coding: str) -> None:
-        body = b"".join(pieces)
-        answer = Answer(number, [], more=b"Content-Encoding: %b\r\n" % coding.encode())
-        if json_length is not None:
-            answer.kind, answer.more = BINARY, json_header(json_length) + answer.more
+        body, more = b"".join(pieces), b"Content-Encoding: %b\r\n" % coding.encode()
         if size < IN_THREAD_BYTES or threading.get_ident() != self._handler.thread:
-            answer.pieces = [pack(body, coding)]
-            self._write(answer)
+            self._succeed(number, [pack(body, coding)], json_length, more)
             return
 
         def packed(future: asyncio.Future[bytes]) -> None:
-            answer.pieces = [future.result()]
-            self._write(answer)
+            self._succeed(number, [future.result()], json_length, more)
 
         self.loop.run_in_executor(None, pack, body, coding).add_done_callback(packed)
 
-    def _write(self, answer: Answer) -> None:
-        close = self.service.draining or self._connection.closing
-        self._send(answer.parts(self._handler.clock.date(), close), close, answer.number, answer.status)
+    @property
+    def _closes(self) -> bool:
+        """Whether this is the connection's last answer."""
+        return self.service.draining or self._connection.closing
+
+    def _succeed(self, number: str, pieces: Pieces, json_length: int | None, more: bytes = b"") -> None:
+        close, date = self._closes, self._handler.clock.date()
+        head = answer_head(200, number, sum(map(len, pieces)), date, json_length, more, close)
+        self._send([head, *pieces], close, number, 200)
 
     def _send(self, parts: Pieces, close: bool, number: str, status: int) -> None:
         """Called in the thread that reads completions, usually the event loop's."""
