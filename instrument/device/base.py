@@ -21,9 +21,7 @@ from paellapy.instrument.ptx.descriptor import PassConfig
 from paellapy.instrument.ptx.ranges import Ranges, Sites
 from paellapy.instrument.records import MOST_EPOCHS, RANGE_HEAD, RANGE_RECORD, WHOLE_BLOCK, Records
 
-# Preemption on every device: a flag that launches look at, and a run of some blocks under it.
-
-
+# --- preemption on every device: a flag that launches look at, and a run of some blocks under it ----------------------
 
 
 class Flag(ABC):
@@ -117,8 +115,7 @@ Part = tuple[int, int]  # the first block and the number of blocks
 Blocks = Part | Run  # the last: the remaining blocks of another run
 
 
-# Launchers: kernels loaded on a device; and captures, which take their launches in place of the device.
-
+# --- launchers: kernels loaded on a device; and captures, which take their launches in place of the device ------------
 
 _MOST_BLOCKS = (2**31 - 1, 65_535, 65_535)  # in x, y and z, on every GPU
 
@@ -201,8 +198,7 @@ class Capture(ABC):
         """Raises an error for an operation that cannot be replayed."""
 
 
-# Events of ranges as a device records them: which range began or ended, in which block, and how far through it.
-
+# --- events of ranges as a device records them: which range began or ended, in which block, and how far through it ----
 
 MOST_BYTES = 1 << 30  # most bytes of records in one trace; with more blocks than fit, each keeps fewer records
 RECORDS = 256  # records kept per lane; a record has up to three moments, and a moment one or more events

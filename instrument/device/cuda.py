@@ -36,8 +36,7 @@ from paellapy.instrument.ptx.compiled import Source
 from paellapy.instrument.ptx.descriptor import PassConfig
 from paellapy.instrument.records import RING_RECORD, SM_LINE, Records
 
-# The clock of a real GPU: read by a kernel, and compared with the host's clock.
-
+# --- the clock of a real GPU: read by a kernel, and compared with the host's clock ------------------------------------
 
 _LOOKS = 5  # readings of the clock: with only one, blocks seemed to begin up to 8 µs before their launch
 # Reads the clock of the reports and the number of SM ids, which may exceed the number of SMs.
@@ -91,8 +90,7 @@ class CudaClock:
         return int(self._words.view(np.uint32)[2])
 
 
-# Memory for events of ranges on a real GPU: assigned launch by launch while a trace runs, read when it ends.
-
+# --- memory for events of ranges on a real GPU: assigned launch by launch while a trace runs, read when it ends -------
 
 _CHUNK_BYTES = 64 << 20
 

@@ -378,7 +378,7 @@ def _refuse_numpy(a: Any) -> tuple[int, Any]:
     )
 
 
-# Tensor descriptors on a real GPU: the CUtensorMap that a kernel's bulk copies use.
+# --- tensor descriptors on a real GPU: the CUtensorMap that a kernel's bulk copies use --------------------------------
 
 # Triton numbers element types as the device does; three of the driver's numbers differ.
 _HOST_TYPES = {8: 10, 9: 8, 10: 9}

@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 
 from paellapy.instrument.device.driver import NOT_READY
 
-# Gates: launches of this process wait while another process wants the GPU for itself.
-#
+# --- gates: launches of this process wait while another process wants the GPU for itself ------------------------------
 # The two processes share a block of words. The other process writes the time until which the gate is closed. A time in
 # the past means an open gate, so a process that dies leaves no gate closed for long. On the virtual GPU launches call
 # `hold` themselves; on a real one the driver's entry points do (`driver_cells`).
@@ -86,10 +85,8 @@ def keep_forever(it: Any) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(it))
 
 
-# Machine code of gates: functions that wait and then call the driver.
-#
+# --- machine code of gates: functions that wait and then call the driver ----------------------------------------------
 # The only compiler needed is LLVM, which comes with Numba. Numba itself is not used, because it would take seconds.
-
 
 _SLEEP_US = 20  # between two looks at a closed gate
 _ARGUMENTS = 12  # integers and pointers that are passed on, for any function: the most is eleven

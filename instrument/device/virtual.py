@@ -31,8 +31,7 @@ from paellapy.instrument.ptx.descriptor import PassConfig
 from paellapy.instrument.records import RING_RECORD, SM_LINE, Records
 from paellapy.instrument.triton_ir.memory_ops import know
 
-# Kernel arguments on the virtual GPU: NumPy arrays and PyTorch's CPU tensors, read and written in place.
-
+# --- kernel arguments on the virtual GPU: NumPy arrays and PyTorch's CPU tensors, read and written in place -----------
 
 _TORCH_TYPES = {
     name: np.dtype(getattr(ml_dtypes, name, None) or name)

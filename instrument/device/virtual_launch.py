@@ -36,8 +36,7 @@ from paellapy.instrument.triton_ir import TtirProgram
 from paellapy.instrument.triton_ir.cost import SHARES
 from paellapy.instrument.triton_ir.machine import Mark
 
-# Preemption on the virtual GPU: the data of a block are computed once it is known that the block has run.
-#
+# --- preemption on the virtual GPU: the data of a block are computed once it is known that the block has run ----------
 # The costs of blocks are computed at the launch, as for any other launch; memory is restored afterwards.
 
 
@@ -128,8 +127,7 @@ def without_effects(arguments: Sequence[Any], run: Callable[[], Records]) -> Rec
             array[...] = before
 
 
-# Ranges on the virtual GPU: an event is placed in its block in proportion to the cost up to that point.
-
+# --- ranges on the virtual GPU: an event is placed in its block in proportion to the cost up to that point ------------
 
 _KEPT = RECORDS * RANGE_RECORD["clocks"].shape[0]  # events per block
 Price = Callable[[Records], NDArray[np.float64]]

@@ -5,68 +5,12 @@ from __future__ import annotations
 import numpy as np
 from numba import types
 
-from paellapy.instrument.gpu_model.tables import (
-    B_BLOCK,
-    B_COMMAND,
-    B_PENDING,
-    C_ACTIVE,
-    C_CLOCK,
-    C_PER_SM,
-    C_RATE,
-    C_TOTAL,
-    COPY,
-    DONE,
-    DURATION,
-    E_FIRED,
-    E_WAITERS,
-    ENDS_BY_TIMER,
-    F_BLOCKS,
-    F_REGISTERS,
-    F_SHARED,
-    F_THREADS,
-    INF,
-    ISSUED,
-    LAUNCH,
-    NOT_RUN,
-    P_CLOCK,
-    P_SERVED,
-    P_WEIGHT,
-    PLACE_TREE,
-    POOLS,
-    PRIORITY_NS,
-    Q_HEAD,
-    Q_NEXT_WAITER,
-    Q_TAIL,
-    Q_TIMER,
-    Q_TODO,
-    Q_WAITS,
-    RECORD,
-    REPORTED,
-    S_BUSY,
-    S_CURRENT,
-    S_GRAPH,
-    S_QUEUE,
-    U_BUSY_NS,
-    U_SINCE,
-    U_WARP_NS,
-    U_WARPS,
-    W_FIRST,
-    W_HELD,
-    W_SMS,
-    WAIT,
-    WAIT_NS,
-    State,
-    heap_pop,
-    heap_push,
-    tree_first,
-    tree_rebuild,
-    tree_set,
-)
+from paellapy.instrument.gpu_model import tables
+from paellapy.instrument.gpu_model.tables import INF, State, heap_pop, heap_push, tree_first, tree_rebuild, tree_set
 from paellapy.instrument.numba_ext.link import address_of, call_with, part, reachable
 from paellapy.instrument.records import WARP_SHIFT
 
-# Shared rates: memory traffic, fp32 and tensor flops, given to SMs and divided over their blocks. Compiled.
-#
+# --- shared rates: memory traffic, fp32 and tensor flops, given to SMs and divided over their blocks. Compiled --------
 # A pool gives each SM with demand the same rate, min(total / demanding SMs, one SM's limit), and an SM divides its rate
 # over its blocks by warps. So a pool has one clock, which counts the work that every demanding SM has received; on that
 # clock an SM's next completion only moves when its own blocks change. One tournament tree over the SMs per pool and a
@@ -80,29 +24,29 @@ def pool_rekey(s: State, r: int, sm: int) -> None:
     if s.pool_n[r, sm] == 0:
         tree_set(s.tree[r], sm, INF)
     else:
-        left = (s.heap[base] - s.pool[r, sm, P_SERVED]) * s.pool[r, sm, P_WEIGHT]
-        tree_set(s.tree[r], sm, s.clock[r, C_CLOCK] + max(left, 0.0))
+        left = (s.heap[base] - s.pool[r, sm, tables.P_SERVED]) * s.pool[r, sm, tables.P_WEIGHT]
+        tree_set(s.tree[r], sm, s.clock[r, tables.C_CLOCK] + max(left, 0.0))
 
 
 @part
 def pool_sync(s: State, r: int, sm: int) -> None:
     if s.pool_n[r, sm] > 0:
-        gained = s.clock[r, C_CLOCK] - s.pool[r, sm, P_CLOCK]
-        s.pool[r, sm, P_SERVED] += gained / s.pool[r, sm, P_WEIGHT]
+        gained = s.clock[r, tables.C_CLOCK] - s.pool[r, sm, tables.P_CLOCK]
+        s.pool[r, sm, tables.P_SERVED] += gained / s.pool[r, sm, tables.P_WEIGHT]
     else:
-        s.pool[r, sm, P_SERVED] = 0.0
-        s.pool[r, sm, P_WEIGHT] = 0.0
-    s.pool[r, sm, P_CLOCK] = s.clock[r, C_CLOCK]
+        s.pool[r, sm, tables.P_SERVED] = 0.0
+        s.pool[r, sm, tables.P_WEIGHT] = 0.0
+    s.pool[r, sm, tables.P_CLOCK] = s.clock[r, tables.C_CLOCK]
 
 
 @part
 def pool_activate(s: State, r: int, change: int) -> None:
-    s.clock[r, C_ACTIVE] += change
-    active = s.clock[r, C_ACTIVE]
+    s.clock[r, tables.C_ACTIVE] += change
+    active = s.clock[r, tables.C_ACTIVE]
     if active > 0:
-        s.clock[r, C_RATE] = min(s.clock[r, C_TOTAL] / active, s.clock[r, C_PER_SM])
+        s.clock[r, tables.C_RATE] = min(s.clock[r, tables.C_TOTAL] / active, s.clock[r, tables.C_PER_SM])
     else:
-        s.clock[r, C_CLOCK] = 0.0  # no SM uses a time on this clock: restart it, so that it keeps its precision
+        s.clock[r, tables.C_CLOCK] = 0.0  # no SM uses a time on this clock: restart it, so that it keeps its precision
 
 
 @part
@@ -112,21 +56,21 @@ def pool_add(s: State, r: int, sm: int, slot: int, amount: float, weight: int) -
     if n == 0:
         pool_activate(s, r, 1)
     base = (r * s.free.shape[0] + sm) * s.stack.shape[1]
-    heap_push(s.heap, s.heap_id, base, n, s.pool[r, sm, P_SERVED] + amount / weight, slot)
+    heap_push(s.heap, s.heap_id, base, n, s.pool[r, sm, tables.P_SERVED] + amount / weight, slot)
     s.pool_n[r, sm] = n + 1
-    s.pool[r, sm, P_WEIGHT] += weight
+    s.pool[r, sm, tables.P_WEIGHT] += weight
     pool_rekey(s, r, sm)
 
 
 @part
 def pool_due(s: State, r: int) -> float:
-    if s.clock[r, C_ACTIVE] == 0.0:
+    if s.clock[r, tables.C_ACTIVE] == 0.0:
         return INF
-    due: float = s.gpu[0].clocks_at_ns + (s.tree[r, 1] - s.clock[r, C_CLOCK]) / s.clock[r, C_RATE]
+    due: float = s.gpu[0].clocks_at_ns + (s.tree[r, 1] - s.clock[r, tables.C_CLOCK]) / s.clock[r, tables.C_RATE]
     return due
 
 
-# Streams, hardware queues, events and copies of the SM model: which command may go next, and when. Compiled.
+# --- streams, hardware queues, events and copies of the SM model: which command may go next, and when. Compiled -------
 
 
 @part
@@ -139,8 +83,8 @@ def set_timer(s: State, at: float, identity: int) -> None:
 @part
 def look_at(s: State, queue: int) -> None:
     gpu = s.gpu[0]
-    if s.queue[queue, Q_TODO] == 0:
-        s.queue[queue, Q_TODO] = 1
+    if s.queue[queue, tables.Q_TODO] == 0:
+        s.queue[queue, tables.Q_TODO] = 1
         s.todo[(gpu.todo_head + gpu.todo) % s.todo.shape[0]] = queue
         gpu.todo += 1
 
@@ -153,11 +97,11 @@ def finish_work(s: State, handle: int) -> None:
     command.finish_ns = gpu.now_ns
     gpu.pending -= 1
     stream = command.stream
-    s.stream[stream, S_BUSY] = 0
+    s.stream[stream, tables.S_BUSY] = 0
     s.stream_t[stream] = gpu.now_ns
-    command.status = REPORTED
+    command.status = tables.REPORTED
     if command.report != 0:
-        command.status = DONE
+        command.status = tables.DONE
         command.done_link = -1
         if gpu.unreported == 0:
             gpu.done_head = handle
@@ -165,7 +109,7 @@ def finish_work(s: State, handle: int) -> None:
             s.command[gpu.done_tail & (s.command.shape[0] - 1)].done_link = handle
         gpu.done_tail = handle
         gpu.unreported += 1
-    look_at(s, s.stream[stream, S_QUEUE])
+    look_at(s, s.stream[stream, tables.S_QUEUE])
 
 
 @part
@@ -175,9 +119,9 @@ def ready_ns(s: State, i: int) -> float:
     stream = s.command[i].stream
     last: float = s.stream_t[stream]
     submit: float = s.command[i].submit_ns
-    if s.command[i].kind != LAUNCH:
+    if s.command[i].kind != tables.LAUNCH:
         return max(submit, last)
-    same_graph = s.command[i].graph != 0 and s.command[i].graph == s.stream[stream, S_GRAPH]
+    same_graph = s.command[i].graph != 0 and s.command[i].graph == s.stream[stream, tables.S_GRAPH]
     gap: float = gpu.graph_gap_ns if same_graph else gpu.kernel_gap_ns
     launch: float = gpu.launch_ns
     return max(submit + launch, last + gap)
@@ -186,63 +130,64 @@ def ready_ns(s: State, i: int) -> float:
 @part
 def fire(s: State, event: int) -> None:
     """Fires an event, so that the queues waiting for it may continue."""
-    s.event[event, E_FIRED] = 1
-    waiter = s.event[event, E_WAITERS]
+    s.event[event, tables.E_FIRED] = 1
+    waiter = s.event[event, tables.E_WAITERS]
     while waiter >= 0:
-        s.queue[waiter, Q_WAITS] = 0
+        s.queue[waiter, tables.Q_WAITS] = 0
         look_at(s, waiter)
-        waiter = s.queue[waiter, Q_NEXT_WAITER]
+        waiter = s.queue[waiter, tables.Q_NEXT_WAITER]
 
 
 @part
 def advance_queue(s: State, queue: int) -> None:
     """Releases the queue's heads as long as they may go: a queue is first in, first out, over all its streams."""
     gpu = s.gpu[0]
-    while s.queue[queue, Q_HEAD] >= 0 and s.queue[queue, Q_WAITS] == 0:
-        handle = s.queue[queue, Q_HEAD]
+    while s.queue[queue, tables.Q_HEAD] >= 0 and s.queue[queue, tables.Q_WAITS] == 0:
+        handle = s.queue[queue, tables.Q_HEAD]
         i = handle & (s.command.shape[0] - 1)
         stream = s.command[i].stream
-        if s.stream[stream, S_BUSY] != 0:
+        if s.stream[stream, tables.S_BUSY] != 0:
             return
         at = ready_ns(s, i)
         if at > gpu.now_ns:
-            if s.queue[queue, Q_TIMER] == 0:
-                s.queue[queue, Q_TIMER] = 1
+            if s.queue[queue, tables.Q_TIMER] == 0:
+                s.queue[queue, tables.Q_TIMER] = 1
                 set_timer(s, at, s.slot.shape[0] + queue)
             return
         kind = s.command[i].kind
         event = s.command[i].event
-        if kind == WAIT and s.event[event, E_FIRED] == 0:
-            s.queue[queue, Q_WAITS] = 1
-            s.queue[queue, Q_NEXT_WAITER] = s.event[event, E_WAITERS]
-            s.event[event, E_WAITERS] = queue
+        if kind == tables.WAIT and s.event[event, tables.E_FIRED] == 0:
+            s.queue[queue, tables.Q_WAITS] = 1
+            s.queue[queue, tables.Q_NEXT_WAITER] = s.event[event, tables.E_WAITERS]
+            s.event[event, tables.E_WAITERS] = queue
             return
-        s.queue[queue, Q_HEAD] = s.command[i].link
-        if s.queue[queue, Q_HEAD] < 0:
-            s.queue[queue, Q_TAIL] = -1
+        s.queue[queue, tables.Q_HEAD] = s.command[i].link
+        if s.queue[queue, tables.Q_HEAD] < 0:
+            s.queue[queue, tables.Q_TAIL] = -1
         s.command[i].start_ns = gpu.now_ns
-        if kind == LAUNCH:
-            s.command[i].status = ISSUED
-            s.stream[stream, S_BUSY] = 1
-            s.stream[stream, S_CURRENT] = handle
-            s.stream[stream, S_GRAPH] = s.command[i].graph
-            heap_push(s.ready, s.ready_id, 0, gpu.ready, gpu.now_ns - s.command[i].priority * PRIORITY_NS, handle)
+        if kind == tables.LAUNCH:
+            s.command[i].status = tables.ISSUED
+            s.stream[stream, tables.S_BUSY] = 1
+            s.stream[stream, tables.S_CURRENT] = handle
+            s.stream[stream, tables.S_GRAPH] = s.command[i].graph
+            key = gpu.now_ns - s.command[i].priority * tables.PRIORITY_NS
+            heap_push(s.ready, s.ready_id, 0, gpu.ready, key, handle)
             gpu.ready += 1
-        elif kind == COPY:
-            s.command[i].status = ISSUED
-            s.stream[stream, S_BUSY] = 1
-            s.stream[stream, S_CURRENT] = handle
-            s.stream[stream, S_GRAPH] = 0
+        elif kind == tables.COPY:
+            s.command[i].status = tables.ISSUED
+            s.stream[stream, tables.S_BUSY] = 1
+            s.stream[stream, tables.S_CURRENT] = handle
+            s.stream[stream, tables.S_GRAPH] = 0
             engine = s.command[i].engine
             s.command[i].start_ns = max(gpu.now_ns, s.engine[engine])
             s.engine[engine] = s.command[i].start_ns + s.command[i].latency_ns
             set_timer(s, s.engine[engine], s.slot.shape[0] + s.queue.shape[0] + stream)
         else:
-            s.command[i].status = REPORTED
+            s.command[i].status = tables.REPORTED
             s.command[i].finish_ns = gpu.now_ns
             gpu.pending -= 1
             s.stream_t[stream] = gpu.now_ns
-            if kind == RECORD:
+            if kind == tables.RECORD:
                 fire(s, event)
 
 
@@ -253,7 +198,7 @@ def drain_todo(s: State) -> None:
         queue = s.todo[gpu.todo_head]
         gpu.todo_head = (gpu.todo_head + 1) % s.todo.shape[0]
         gpu.todo -= 1
-        s.queue[queue, Q_TODO] = 0
+        s.queue[queue, tables.Q_TODO] = 0
         advance_queue(s, queue)
 
 
@@ -267,13 +212,13 @@ def link_new(s: State) -> None:
         gpu.pending += 1
         command = s.command[handle & (s.command.shape[0] - 1)]
         command.link = -1
-        queue = s.stream[command.stream, S_QUEUE]
-        tail = s.queue[queue, Q_TAIL]
+        queue = s.stream[command.stream, tables.S_QUEUE]
+        tail = s.queue[queue, tables.Q_TAIL]
         if tail < 0:
-            s.queue[queue, Q_HEAD] = handle
+            s.queue[queue, tables.Q_HEAD] = handle
         else:
             s.command[tail & (s.command.shape[0] - 1)].link = handle
-        s.queue[queue, Q_TAIL] = handle
+        s.queue[queue, tables.Q_TAIL] = handle
         look_at(s, queue)
     drain_todo(s)
 
@@ -293,13 +238,13 @@ def jitter(seed: int, handle: int, block: int, width: float) -> float:
 def change_warps(s: State, sm: int, warps: int) -> None:
     """Changes the number of resident warps from now on."""
     now = s.gpu[0].now_ns
-    before = s.use[sm, U_WARPS]
+    before = s.use[sm, tables.U_WARPS]
     if before > 0.0:
-        gone = now - s.use[sm, U_SINCE]
-        s.use[sm, U_WARP_NS] += before * gone
-        s.use[sm, U_BUSY_NS] += gone
-    s.use[sm, U_SINCE] = now
-    s.use[sm, U_WARPS] = before + warps
+        gone = now - s.use[sm, tables.U_SINCE]
+        s.use[sm, tables.U_WARP_NS] += before * gone
+        s.use[sm, tables.U_BUSY_NS] += gone
+    s.use[sm, tables.U_SINCE] = now
+    s.use[sm, tables.U_WARPS] = before + warps
 
 
 @part
@@ -309,13 +254,13 @@ def start_block(s: State, handle: int, sm: int) -> None:
     now = gpu.now_ns
     block = command.placed
     command.placed = block + 1
-    s.free[sm, F_BLOCKS] -= 1
-    s.free[sm, F_THREADS] -= command.threads
-    s.free[sm, F_REGISTERS] -= command.registers
-    s.free[sm, F_SHARED] -= command.shared
-    slot = s.stack[sm, s.free[sm, F_BLOCKS]]
-    s.slot[slot, B_COMMAND] = handle
-    s.slot[slot, B_BLOCK] = block
+    s.free[sm, tables.F_BLOCKS] -= 1
+    s.free[sm, tables.F_THREADS] -= command.threads
+    s.free[sm, tables.F_REGISTERS] -= command.registers
+    s.free[sm, tables.F_SHARED] -= command.shared
+    slot = s.stack[sm, s.free[sm, tables.F_BLOCKS]]
+    s.slot[slot, tables.B_COMMAND] = handle
+    s.slot[slot, tables.B_BLOCK] = block
     if block == 0:
         command.start_ns = now
     if block + 1 == command.blocks:
@@ -327,7 +272,7 @@ def start_block(s: State, handle: int, sm: int) -> None:
             # It looks at the flag, records its number and exits: it appears in no counter and no trace.
             s.ids[command.ids + command.blocks + command.left] = number
             command.left += 1
-            s.slot[slot, B_PENDING] = NOT_RUN
+            s.slot[slot, tables.B_PENDING] = tables.NOT_RUN
             set_timer(s, now + max(command.latency_ns, 1.0), slot)
             return
     s.lines[sm].started += np.uint64(1 + (command.warps << WARP_SHIFT))
@@ -340,14 +285,14 @@ def start_block(s: State, handle: int, sm: int) -> None:
         record.sm = sm
         record.block = number
         record.start_ns = np.int64(np.floor(now))
-    duration = s.cost[command.cost + block * command.cost_stride, DURATION]
+    duration = s.cost[command.cost + block * command.cost_stride, tables.DURATION]
     if duration >= 0.0:
-        s.slot[slot, B_PENDING] = ENDS_BY_TIMER
+        s.slot[slot, tables.B_PENDING] = tables.ENDS_BY_TIMER
         if gpu.jitter > 0.0:
             duration *= jitter(gpu.seed, handle, block, gpu.jitter)
     else:
-        s.slot[slot, B_PENDING] = 0
-        duration = command.latency_ns + s.cost[command.cost + block * command.cost_stride, WAIT_NS]
+        s.slot[slot, tables.B_PENDING] = 0
+        duration = command.latency_ns + s.cost[command.cost + block * command.cost_stride, tables.WAIT_NS]
     set_timer(s, now + max(duration, 1.0), slot)
 
 
@@ -355,23 +300,23 @@ def start_block(s: State, handle: int, sm: int) -> None:
 def slot_timer(s: State, slot: int) -> None:
     """Handles a block's timer: its given duration is over, or it does not run, or its work begins to flow."""
     gpu = s.gpu[0]
-    if s.slot[slot, B_PENDING] < 0:
+    if s.slot[slot, tables.B_PENDING] < 0:
         end_block(s, slot)
         return
-    handle = s.slot[slot, B_COMMAND]
+    handle = s.slot[slot, tables.B_COMMAND]
     command = s.command[handle & (s.command.shape[0] - 1)]
-    block = s.slot[slot, B_BLOCK]
+    block = s.slot[slot, tables.B_BLOCK]
     row = command.cost + block * command.cost_stride
     factor = 1.0
     if gpu.jitter > 0.0:
         factor = jitter(gpu.seed, handle, block, gpu.jitter)
     pending = 0
-    for r in range(POOLS):
+    for r in range(tables.POOLS):
         amount = s.cost[row, r]
         if amount > 0.0:
             pending += 1
             pool_add(s, r, slot // s.stack.shape[1], slot, amount * factor, command.warps)
-    s.slot[slot, B_PENDING] = pending
+    s.slot[slot, tables.B_PENDING] = pending
     if pending == 0:
         end_block(s, slot)
 
@@ -389,20 +334,20 @@ def make_dirty(s: State, sm: int) -> None:
 @part
 def end_block(s: State, slot: int) -> None:
     gpu = s.gpu[0]
-    handle = s.slot[slot, B_COMMAND]
+    handle = s.slot[slot, tables.B_COMMAND]
     command = s.command[handle & (s.command.shape[0] - 1)]
     sm = slot // s.stack.shape[1]
-    if s.slot[slot, B_PENDING] != NOT_RUN:
+    if s.slot[slot, tables.B_PENDING] != tables.NOT_RUN:
         row = command.trace
         if row >= 0:
-            s.trace[row + s.slot[slot, B_BLOCK]].end_ns = np.int64(np.floor(gpu.now_ns))
+            s.trace[row + s.slot[slot, tables.B_BLOCK]].end_ns = np.int64(np.floor(gpu.now_ns))
         s.lines[sm].ended += np.uint64(1 + (command.warps << WARP_SHIFT))
         change_warps(s, sm, -command.warps)
-    s.stack[sm, s.free[sm, F_BLOCKS]] = slot
-    s.free[sm, F_BLOCKS] += 1
-    s.free[sm, F_THREADS] += command.threads
-    s.free[sm, F_REGISTERS] += command.registers
-    s.free[sm, F_SHARED] += command.shared
+    s.stack[sm, s.free[sm, tables.F_BLOCKS]] = slot
+    s.free[sm, tables.F_BLOCKS] += 1
+    s.free[sm, tables.F_THREADS] += command.threads
+    s.free[sm, tables.F_REGISTERS] += command.registers
+    s.free[sm, tables.F_SHARED] += command.shared
     make_dirty(s, sm)
     gpu.freed += 1
     gpu.block_events += 1
@@ -420,15 +365,15 @@ def pool_serve(s: State, r: int, sm: int) -> None:
     pool_sync(s, r, sm)
     base = (r * s.free.shape[0] + sm) * s.stack.shape[1]
     slot = s.heap_id[base]
-    s.pool[r, sm, P_SERVED] = s.heap[base]
+    s.pool[r, sm, tables.P_SERVED] = s.heap[base]
     heap_pop(s.heap, s.heap_id, base, s.pool_n[r, sm])
     s.pool_n[r, sm] -= 1
-    s.pool[r, sm, P_WEIGHT] -= s.command[s.slot[slot, B_COMMAND] & (s.command.shape[0] - 1)].warps
+    s.pool[r, sm, tables.P_WEIGHT] -= s.command[s.slot[slot, tables.B_COMMAND] & (s.command.shape[0] - 1)].warps
     pool_rekey(s, r, sm)
     if s.pool_n[r, sm] == 0:
         pool_activate(s, r, -1)
-    s.slot[slot, B_PENDING] -= 1
-    if s.slot[slot, B_PENDING] == 0:
+    s.slot[slot, tables.B_PENDING] -= 1
+    if s.slot[slot, tables.B_PENDING] == 0:
         end_block(s, slot)
 
 
@@ -441,13 +386,13 @@ def pool_serve(s: State, r: int, sm: int) -> None:
 def load(s: State, sm: int, threads: int, registers: int, shared: int) -> float:
     """The SM's rank for a block of this footprint: the SM with the most room first; infinite where it does not fit."""
     if (
-        s.free[sm, F_BLOCKS] < 1
-        or s.free[sm, F_THREADS] < threads
-        or s.free[sm, F_REGISTERS] < registers
-        or s.free[sm, F_SHARED] < shared
+        s.free[sm, tables.F_BLOCKS] < 1
+        or s.free[sm, tables.F_THREADS] < threads
+        or s.free[sm, tables.F_REGISTERS] < registers
+        or s.free[sm, tables.F_SHARED] < shared
     ):
         return INF
-    return -np.float64(s.free[sm, F_THREADS])
+    return -np.float64(s.free[sm, tables.F_THREADS])
 
 
 @part
@@ -457,15 +402,15 @@ def refresh_tree(s: State, threads: int, registers: int, shared: int) -> None:
     if gpu.fp_threads != threads or gpu.fp_registers != registers or gpu.fp_shared != shared:
         gpu.fp_threads, gpu.fp_registers, gpu.fp_shared = threads, registers, shared
         for sm in range(s.free.shape[0]):
-            s.tree[PLACE_TREE, s.tree.shape[1] // 2 + sm] = load(s, sm, threads, registers, shared)
-        tree_rebuild(s.tree[PLACE_TREE])
+            s.tree[tables.PLACE_TREE, s.tree.shape[1] // 2 + sm] = load(s, sm, threads, registers, shared)
+        tree_rebuild(s.tree[tables.PLACE_TREE])
         for k in range(gpu.dirty):
             s.dirty[1, s.dirty[0, k]] = 0
     else:
         for k in range(gpu.dirty):
             sm = s.dirty[0, k]
             s.dirty[1, sm] = 0
-            tree_set(s.tree[PLACE_TREE], sm, load(s, sm, threads, registers, shared))
+            tree_set(s.tree[tables.PLACE_TREE], sm, load(s, sm, threads, registers, shared))
     gpu.dirty = 0
 
 
@@ -475,11 +420,11 @@ def place_one(s: State, handle: int) -> bool:
     command = s.command[handle & (s.command.shape[0] - 1)]
     threads, registers, shared = command.threads, command.registers, command.shared
     refresh_tree(s, threads, registers, shared)
-    if s.tree[PLACE_TREE, 1] == INF:
+    if s.tree[tables.PLACE_TREE, 1] == INF:
         return False
-    sm = tree_first(s.tree[PLACE_TREE])
+    sm = tree_first(s.tree[tables.PLACE_TREE])
     start_block(s, handle, sm)
-    tree_set(s.tree[PLACE_TREE], sm, load(s, sm, threads, registers, shared))
+    tree_set(s.tree[tables.PLACE_TREE], sm, load(s, sm, threads, registers, shared))
     return True
 
 
@@ -489,10 +434,10 @@ def place_confined(s: State, handle: int) -> bool:
     """
     command = s.command[handle & (s.command.shape[0] - 1)]
     threads, registers, shared = command.threads, command.registers, command.shared
-    first = s.partition[command.partition, W_FIRST]
+    first = s.partition[command.partition, tables.W_FIRST]
     chosen = -1
     least = INF
-    for k in range(first, first + s.partition[command.partition, W_SMS]):
+    for k in range(first, first + s.partition[command.partition, tables.W_SMS]):
         sm = k if k < s.free.shape[0] else k - s.free.shape[0]
         rank = load(s, sm, threads, registers, shared)
         if rank < least or (rank == least and sm < chosen):
@@ -507,21 +452,21 @@ def place_confined(s: State, handle: int) -> bool:
 
 @part
 def in_partition(s: State, partition: int, sm: int) -> bool:
-    after = sm - s.partition[partition, W_FIRST]
+    after = sm - s.partition[partition, tables.W_FIRST]
     if after < 0:
         after += s.free.shape[0]
-    inside: bool = after < s.partition[partition, W_SMS]
+    inside: bool = after < s.partition[partition, tables.W_SMS]
     return inside
 
 
 @part
 def room(s: State, sm: int, threads: int, registers: int, shared: int) -> int:
     """The number of further blocks of this footprint that fit on the SM."""
-    n: int = min(s.free[sm, F_BLOCKS], s.free[sm, F_THREADS] // threads)
+    n: int = min(s.free[sm, tables.F_BLOCKS], s.free[sm, tables.F_THREADS] // threads)
     if registers > 0:
-        n = min(n, s.free[sm, F_REGISTERS] // registers)
+        n = min(n, s.free[sm, tables.F_REGISTERS] // registers)
     if shared > 0:
-        n = min(n, s.free[sm, F_SHARED] // shared)
+        n = min(n, s.free[sm, tables.F_SHARED] // shared)
     return n
 
 
@@ -585,7 +530,7 @@ def place(s: State) -> None:
         handle = s.waiting[k]
         command = s.command[handle & (s.command.shape[0] - 1)]
         partition = command.partition
-        if partition > 0 and s.partition[partition, W_HELD] == gpu.passes:
+        if partition > 0 and s.partition[partition, tables.W_HELD] == gpu.passes:
             k += 1
             continue
         if command.blocked_at == gpu.freed:  # nothing was freed since it did not fit
@@ -599,7 +544,7 @@ def place(s: State) -> None:
             if gpu.backfill == 0:
                 if partition == 0:
                     break
-                s.partition[partition, W_HELD] = gpu.passes
+                s.partition[partition, tables.W_HELD] = gpu.passes
             k += 1
             continue
         if command.placed == command.blocks:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from paellapy.instrument.errors import LaunchError
-from paellapy.instrument.gpu_model import tables as lay
+from paellapy.instrument.gpu_model import tables
 from paellapy.instrument.gpu_model.blocks import attach_within
 from paellapy.instrument.gpu_model.costs import BlockCost, cost_table
 from paellapy.instrument.gpu_model.parts import Part, footprint, occupancy
@@ -79,15 +79,15 @@ def checked_program(
     kernels: Sequence[Kernel], footprints: Sequence[tuple[int, int, int, int]], partition: int, overhead_ns: float
 ) -> Program:
     """The program of kernels whose blocks take these warps, threads, registers and shared bytes."""
-    commands = np.zeros(len(kernels), lay.COMMAND)
+    commands = np.zeros(len(kernels), tables.COMMAND)
     costs = []
     row = 0
     for k, (each, takes) in enumerate(zip(kernels, footprints, strict=True)):
         warps, threads, registers, shared = takes
         table = cost_table(each.n_blocks, each.cost, each.duration_ns)
         latency = overhead_ns if each.latency_ns is None else each.latency_ns
-        commands[k] = lay.command(
-            kind=lay.LAUNCH, blocks=each.n_blocks, warps=warps, threads=threads, registers=registers, shared=shared,
+        commands[k] = tables.command(
+            kind=tables.LAUNCH, blocks=each.n_blocks, warps=warps, threads=threads, registers=registers, shared=shared,
             cluster=each.cluster, cost=row, cost_stride=len(table) > 1, kernel=each.kernel, first=each.first,
             report=k == len(kernels) - 1, partition=partition, latency_ns=latency,
         )  # fmt: skip
@@ -105,12 +105,12 @@ def checked_program(
 
 def placed_commands(commands: NDArray[Any], epoch: int) -> Placed:
     """Commands on one stream (COMMAND), whose costs are in the table of this epoch."""
-    kernels = np.flatnonzero(commands["kind"] == lay.LAUNCH)
+    kernels = np.flatnonzero(commands["kind"] == tables.LAUNCH)
     _, graphs = np.unique(commands["graph"][kernels], return_inverse=True)
     return Placed(Commands(commands, kernels, graphs), int(commands["stream"][0]), epoch)
 
 
-# Flags of the SM model: words that launches read, and the blocks that did not run because of them.
+# --- flags of the SM model: words that launches read, and the blocks that did not run because of them -----------------
 
 
 class Flags:
@@ -121,7 +121,7 @@ class Flags:
         self._rows = 0
         self._launches = 0  # launches whose remaining blocks were not taken yet
 
-    def make(self, s: lay.State) -> tuple[lay.State, int]:
+    def make(self, s: tables.State) -> tuple[tables.State, int]:
         """A new flag, at 0: no launch is preempted."""
         self._made += 1
         if self._made == len(s.flag):
@@ -137,7 +137,7 @@ class Flags:
             )
         return flag
 
-    def keep(self, s: lay.State, kernel: Kernel) -> tuple[lay.State, int]:
+    def keep(self, s: tables.State, kernel: Kernel) -> tuple[tables.State, int]:
         """Reserves room for the numbers of a launch's blocks and of those that do not run; returns its place."""
         under = kernel.under
         assert under is not None
@@ -165,7 +165,7 @@ class Flags:
         self._launches += 1
         return s, row
 
-    def left(self, s: lay.State, i: int) -> NDArray[np.int64]:
+    def left(self, s: tables.State, i: int) -> NDArray[np.int64]:
         """The numbers of the blocks that did not run so far, of the launch in row `i`."""
         if not s.command["flag"][i]:
             raise LaunchError(
@@ -174,7 +174,7 @@ class Flags:
         row = s.command["ids"][i] + s.command["blocks"][i]
         return s.ids[row : row + s.command["left"][i]].copy()
 
-    def release(self, s: lay.State, i: int) -> None:
+    def release(self, s: tables.State, i: int) -> None:
         """Frees the room of the launch in row `i`, which is over."""
         s.command["flag"][i] = 0
         self._launches -= 1
@@ -182,7 +182,7 @@ class Flags:
             self._rows = 0
 
 
-# Partitions of the SM model: the SMs that a launch may use, and the blocks that fit there.
+# --- partitions of the SM model: the SMs that a launch may use, and the blocks that fit there -------------------------
 
 
 class Partitions:
@@ -193,7 +193,7 @@ class Partitions:
         self._made: dict[tuple[int, int], int] = {}
         self._footprints: dict[tuple[int, int, int, int, int], tuple[int, int, int, int]] = {}
 
-    def make(self, s: lay.State, first: int, n: int) -> tuple[lay.State, int]:
+    def make(self, s: tables.State, first: int, n: int) -> tuple[tables.State, int]:
         """The number of the partition of `n` SMs from `first` on."""
         sms = self._part.sms
         if not (0 <= first < sms and 1 <= n <= sms):
@@ -210,7 +210,7 @@ class Partitions:
             attach_within(s)
         return s, self._made[first, n]
 
-    def check_program(self, s: lay.State, program: Program) -> None:
+    def check_program(self, s: tables.State, program: Program) -> None:
         """Checks a program that may come from another model of the same part."""
         self.check(int(program.commands["partition"][0]))
         if program.clusters and not s.gpu["place_within"][0]:
@@ -223,7 +223,7 @@ class Partitions:
                 field="partition", given=partition, limit=len(self._made),
             )
 
-    def footprint(self, s: lay.State, kernel: Kernel, partition: int) -> tuple[int, int, int, int]:
+    def footprint(self, s: tables.State, kernel: Kernel, partition: int) -> tuple[int, int, int, int]:
         """Warps of a block, and the threads, registers and shared bytes that it takes from its SM."""
         n_blocks, cluster = kernel.n_blocks, kernel.cluster
         threads, registers, shared = kernel.threads, kernel.registers, kernel.shared_bytes
@@ -245,7 +245,7 @@ class Partitions:
         return self._footprints[key]
 
     def _check_cluster(
-        self, s: lay.State, threads: int, registers: int, shared: int, cluster: int, partition: int
+        self, s: tables.State, threads: int, registers: int, shared: int, cluster: int, partition: int
     ) -> None:
         """Refuses a cluster that no GPC's part of the partition could hold, since it would wait for ever."""
         each = occupancy(self._part.sm, threads, registers, shared).blocks_per_sm
@@ -258,14 +258,14 @@ class Partitions:
             )
 
 
-def _most_in_a_gpc(s: lay.State, partition: int) -> int:
+def _most_in_a_gpc(s: tables.State, partition: int) -> int:
     """The largest number of the partition's SMs that are in one GPC."""
-    first, n = s.partition[partition, lay.W_FIRST], s.partition[partition, lay.W_SMS]
+    first, n = s.partition[partition, tables.W_FIRST], s.partition[partition, tables.W_SMS]
     sms = (first + np.arange(n)) % len(s.free)
     return int(np.bincount(np.searchsorted(s.gpc, sms, side="right")).max())
 
 
-# Rows of the SM model's commands: handles are given out in order, and commands that are over may be forgotten.
+# --- rows of the SM model's commands: handles are given out in order, and commands that are over may be forgotten -----
 
 
 class CommandRows:
@@ -277,7 +277,7 @@ class CommandRows:
         self.base = 0  # handles below are forgotten
         self.next = 0
 
-    def row(self, s: lay.State, handle: int) -> int:
+    def row(self, s: tables.State, handle: int) -> int:
         if not self.base <= handle < self.next:
             raise LaunchError(
                 f"no command {handle}: the model knows {self.base} to {self.next - 1}",
@@ -285,7 +285,7 @@ class CommandRows:
             )
         return handle & (len(s.command) - 1)
 
-    def reserve(self, s: lay.State, n: int = 1) -> tuple[lay.State, int]:
+    def reserve(self, s: tables.State, n: int = 1) -> tuple[tables.State, int]:
         """The first of n new handles; the core sees their commands at its next call."""
         handle = self.next
         if handle + n - self.base > len(s.command):
@@ -294,11 +294,11 @@ class CommandRows:
         s.gpu["next"][0] = self.next
         return s, handle
 
-    def _make_room(self, s: lay.State, handle: int, n: int) -> lay.State:
+    def _make_room(self, s: tables.State, handle: int, n: int) -> tables.State:
         status = s.command["status"]
         mask = len(status) - 1
         if self._history is not None:
-            while self.base < handle - self._history and status[self.base & mask] == lay.REPORTED:
+            while self.base < handle - self._history and status[self.base & mask] == tables.REPORTED:
                 self.base += 1
         # half, so that the next enlargement is that far away
         while handle + n - self.base > len(s.command) // 2:

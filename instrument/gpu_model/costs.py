@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from paellapy.instrument.errors import LaunchError
-from paellapy.instrument.gpu_model import tables as lay
+from paellapy.instrument.gpu_model import tables
 from paellapy.instrument.gpu_model.parts import PROFILES, Part, Timing, occupancy
 from paellapy.instrument.gpu_model.tables import unfinished_launches
 from paellapy.instrument.ptx.compiled import Compiled
@@ -28,7 +28,7 @@ from paellapy.instrument.records import Records
 from paellapy.instrument.triton_ir.cost import LOOPS, SHARES
 from paellapy.instrument.triton_ir.lower import Facts
 
-# Costs of blocks: given for all alike or one by one, and kept in the SM model's table while they are in use.
+# --- costs of blocks: given for all alike or one by one, and kept in the SM model's table while they are in use -------
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class Costs:
         self._known: dict[tuple[float, ...], int] = {}
 
     def of_launch(
-        self, s: lay.State, base: int, n_blocks: int, cost: BlockCost | None, duration_ns: ArrayLike | None
-    ) -> tuple[lay.State, int, int]:
+        self, s: tables.State, base: int, n_blocks: int, cost: BlockCost | None, duration_ns: ArrayLike | None
+    ) -> tuple[tables.State, int, int]:
         """The first row of the blocks' costs, and the distance of rows. Costs equal for all blocks have one row."""
         if cost is None and isinstance(duration_ns, int | float):
             key: tuple[float, ...] = (duration_ns,)
@@ -72,7 +72,7 @@ class Costs:
             self._known[key] = row
         return s, row, int(len(table) > 1)
 
-    def keep(self, s: lay.State, base: int, table: NDArray[np.float64]) -> tuple[lay.State, int]:
+    def keep(self, s: tables.State, base: int, table: NDArray[np.float64]) -> tuple[tables.State, int]:
         """Adds these rows; returns their place. Commands before handle `base` are forgotten."""
         if self._rows + len(table) > len(s.cost):
             s = self._make_room(s, base, len(table))
@@ -81,7 +81,7 @@ class Costs:
         s.cost[row : self._rows] = table
         return s, row
 
-    def _make_room(self, s: lay.State, base: int, n: int) -> lay.State:
+    def _make_room(self, s: tables.State, base: int, n: int) -> tables.State:
         """Keeps only rows that unfinished launches use, in an array at least twice as large."""
         self.epoch += 1
         self._known.clear()
@@ -92,7 +92,7 @@ class Costs:
         size = len(s.cost)
         while 2 * (self._rows + n) > size:
             size *= 2
-        cost = np.zeros((size, lay.COST_COLUMNS))
+        cost = np.zeros((size, tables.COST_COLUMNS))
         if kept:
             cost[: self._rows] = np.concatenate(kept)
         s.command["cost"][rows] = np.cumsum(lengths) - lengths
@@ -114,16 +114,15 @@ def cost_table(n_blocks: int, cost: BlockCost | None, duration_ns: ArrayLike | N
                 f"costs must be zero or more: one number, or one for each of the {n_blocks} blocks",
                 field="cost", limit=n_blocks,
             )
-    table = np.zeros((n_blocks if any(column.ndim for column in given) else 1, lay.COST_COLUMNS))
-    table[:, lay.DURATION] = given[0] if cost is None else -1.0
+    table = np.zeros((n_blocks if any(column.ndim for column in given) else 1, tables.COST_COLUMNS))
+    table[:, tables.DURATION] = given[0] if cost is None else -1.0
     if cost is not None:
-        table[:, : lay.POOLS] = np.stack(np.broadcast_arrays(*given[: lay.POOLS]), axis=-1)
-        table[:, lay.WAIT_NS] = given[lay.POOLS]
+        table[:, : tables.POOLS] = np.stack(np.broadcast_arrays(*given[: tables.POOLS]), axis=-1)
+        table[:, tables.WAIT_NS] = given[tables.POOLS]
     return table
 
 
-# The time of a block alone on its SM, from one walk through its machine code as a single warp would run it.
-#
+# --- the time of a block alone on its SM, from one walk through its machine code as a single warp would run it --------
 # A warp issues its instructions in order. Each instruction encodes how many cycles the next one has to wait, and which
 # results it waits for; `Latencies` has the time until a result. Loops are walked once and three times, so that a
 # block's time follows from its iteration counts. These counts are collected where the kernel is evaluated

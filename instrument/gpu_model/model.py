@@ -6,7 +6,7 @@
     sim.run()
     sim.finish_ns(k)
 
-The core is compiled (`sm_core`). This class checks its input and keeps the arrays large enough; its base reads results.
+The core is compiled. `SmModel` checks its input and keeps the arrays large enough; its base reads results.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from paellapy.instrument.errors import LaunchError, PaellaError
-from paellapy.instrument.gpu_model import tables as lay
+from paellapy.instrument.gpu_model import tables
 from paellapy.instrument.gpu_model.blocks import (
     drain_todo,
     finish_work,
@@ -44,32 +44,11 @@ from paellapy.instrument.gpu_model.commands import (
 )
 from paellapy.instrument.gpu_model.costs import Costs
 from paellapy.instrument.gpu_model.parts import Part, Timing
-from paellapy.instrument.gpu_model.tables import (
-    C_ACTIVE,
-    C_CLOCK,
-    C_RATE,
-    IDLE,
-    INF,
-    POOLS,
-    Q_TIMER,
-    REACHED,
-    REPORTED,
-    S_CURRENT,
-    STOPPED,
-    Ints,
-    State,
-    check_idle,
-    doubled,
-    heap_pop,
-    more_streams,
-    new_state,
-    tree_first,
-    unfinished_launches,
-    who_waits,
-)
+from paellapy.instrument.gpu_model.tables import INF, Ints, State, heap_pop, tree_first
 from paellapy.instrument.numba_ext.link import address_of, compiled, part, reachable
 
-# The compiled core of the SM model: the next event, and its time. No Python objects; time is float64 nanoseconds.
+# --- the compiled core: the next event, and its time ------------------------------------------------------------------
+# No Python objects; time is float64 nanoseconds.
 
 
 @part
@@ -82,7 +61,7 @@ def next_time(s: State) -> float:
         at = min(at, max(gpu.now_ns, gpu.front_free_ns))
     if gpu.place != 0:
         at = min(at, max(gpu.now_ns, gpu.place_free_ns))
-    for r in range(POOLS):
+    for r in range(tables.POOLS):
         at = min(at, pool_due(s, r))
     return at
 
@@ -91,13 +70,14 @@ def next_time(s: State) -> float:
 def advance(s: State, at: float) -> None:
     """Advances the time and the pools' clocks; a clock whose next completion is due is set to it exactly."""
     gpu = s.gpu[0]
-    for r in range(POOLS):
-        if s.clock[r, C_ACTIVE] > 0.0:
+    for r in range(tables.POOLS):
+        if s.clock[r, tables.C_ACTIVE] > 0.0:
             key = s.tree[r, 1]
             if pool_due(s, r) <= at:
-                s.clock[r, C_CLOCK] = key
+                s.clock[r, tables.C_CLOCK] = key
             else:
-                s.clock[r, C_CLOCK] = min(key, s.clock[r, C_CLOCK] + s.clock[r, C_RATE] * (at - gpu.clocks_at_ns))
+                passed = s.clock[r, tables.C_RATE] * (at - gpu.clocks_at_ns)
+                s.clock[r, tables.C_CLOCK] = min(key, s.clock[r, tables.C_CLOCK] + passed)
     gpu.clocks_at_ns = at
     gpu.now_ns = at
 
@@ -115,12 +95,12 @@ def step(s: State, at: float) -> None:
         if identity < slots:
             slot_timer(s, identity)
         elif identity < slots + s.queue.shape[0]:
-            s.queue[identity - slots, Q_TIMER] = 0
+            s.queue[identity - slots, tables.Q_TIMER] = 0
             look_at(s, identity - slots)
         else:
-            finish_work(s, s.stream[identity - slots - s.queue.shape[0], S_CURRENT])
-    for r in range(POOLS):
-        while s.clock[r, C_ACTIVE] > 0.0 and s.tree[r, 1] <= s.clock[r, C_CLOCK]:
+            finish_work(s, s.stream[identity - slots - s.queue.shape[0], tables.S_CURRENT])
+    for r in range(tables.POOLS):
+        while s.clock[r, tables.C_ACTIVE] > 0.0 and s.tree[r, 1] <= s.clock[r, tables.C_CLOCK]:
             pool_serve(s, r, tree_first(s.tree[r]))
     drain_todo(s)
     while gpu.ready > 0 and gpu.active < gpu.grid_limit and gpu.front_free_ns <= at:
@@ -140,13 +120,13 @@ def run(s: State, until: float, stop: int) -> int:
     link_new(s)
     while True:
         if stop and gpu.unreported > 0:
-            return STOPPED
+            return tables.STOPPED
         at = next_time(s)
         if at == INF or at > until:
             gpu.next_ns = at
             if until < INF and until > gpu.now_ns:
                 gpu.now_ns = until  # the clocks only move with events, so that stopping in between changes nothing
-            return IDLE if at == INF else REACHED
+            return tables.IDLE if at == INF else tables.REACHED
         step(s, at)
 
 
@@ -180,7 +160,7 @@ def fetch_completed(s: State, into: Ints) -> None:
     for k in range(gpu.unreported):
         into[k] = handle
         command = s.command[handle & (s.command.shape[0] - 1)]
-        command.status = REPORTED
+        command.status = tables.REPORTED
         handle = command.done_link
     gpu.unreported = 0
 
@@ -190,7 +170,7 @@ def address_of_run() -> int:
     return address_of(run, State.numba_type, types.float64, types.int64)
 
 
-# Records of traced blocks on the SM model: room for them, read once the blocks have ended, and forgotten.
+# --- records of traced blocks, and results ----------------------------------------------------------------------------
 
 
 class TracedRows:
@@ -199,23 +179,23 @@ class TracedRows:
     def __init__(self) -> None:
         self._rows = 0
 
-    def reserve(self, s: lay.State, n: int) -> tuple[lay.State, int]:
+    def reserve(self, s: State, n: int) -> tuple[State, int]:
         """The first of n rows for the blocks of a launch."""
         row = self._rows
         while row + n > len(s.trace):
-            s = s._replace(trace=doubled(s.trace))
+            s = s._replace(trace=tables.doubled(s.trace))
         s.trace["end_ns"][row : row + n] = -1
         self._rows += n
         return s, row
 
-    def ended(self, s: lay.State) -> NDArray[Any]:
+    def ended(self, s: State) -> NDArray[Any]:
         """The blocks that have ended (BLOCK), launch after launch, in order of block."""
         rows = s.trace[: self._rows]
         return rows[rows["end_ns"] >= 0].copy()
 
-    def forget(self, s: lay.State, base: int) -> None:
+    def forget(self, s: State, base: int) -> None:
         """Forgets the blocks of finished launches. Commands before handle `base` are forgotten already."""
-        rows = unfinished_launches(s, base)
+        rows = tables.unfinished_launches(s, base)
         rows = rows[s.command["trace"][rows] >= 0]
         kept = [s.trace[s.command["trace"][i] :][: s.command["blocks"][i]].copy() for i in rows]
         self._rows = 0
@@ -225,20 +205,17 @@ class TracedRows:
             self._rows += len(blocks)
 
 
-# Results of the SM model: its time, the times of its commands, its traced blocks, and the use of its SMs.
-
-
 class SmResults:
     """A model as its readers see it."""
 
-    def __init__(self, part: Part, state: lay.State, commands: CommandRows) -> None:
+    def __init__(self, part: Part, state: State, commands: CommandRows) -> None:
         self.part = part
         self._s = state
         self._commands = commands
         self._traced = TracedRows()
 
     @property
-    def state(self) -> lay.State:
+    def state(self) -> State:
         """The state, for a compiled loop that runs the model. It is replaced whenever more room is needed."""
         return self._s
 
@@ -257,7 +234,7 @@ class SmResults:
         return self._commands.next - 1
 
     def done(self, handle: int) -> bool:
-        return bool(self._s.command["status"][self._row(handle)] >= lay.DONE)
+        return bool(self._s.command["status"][self._row(handle)] >= tables.DONE)
 
     def start_ns(self, handle: int) -> float:
         """When the first block, or the copy, started. NaN before."""
@@ -283,9 +260,9 @@ class SmResults:
         """
         until = max(self.now_ns, min(now_ns, self.next_event_ns))
         use = self._s.use
-        resident = use[:, lay.U_WARPS]
-        more = np.where(resident > 0, until - use[:, lay.U_SINCE], 0.0)
-        return until, use[:, lay.U_WARP_NS] + resident * more, use[:, lay.U_BUSY_NS] + more
+        resident = use[:, tables.U_WARPS]
+        more = np.where(resident > 0, until - use[:, tables.U_SINCE], 0.0)
+        return until, use[:, tables.U_WARP_NS] + resident * more, use[:, tables.U_BUSY_NS] + more
 
     @property
     def block_events(self) -> int:
@@ -303,7 +280,7 @@ class SmResults:
     def check_integrity(self) -> None:
         """Checks that with nothing in flight all resources are free and all counters agree; AssertionError otherwise.
         """
-        check_idle(self._s, self.part)
+        tables.check_idle(self._s, self.part)
 
     def _row(self, handle: int) -> int:
         return self._commands.row(self._s, handle)
@@ -345,7 +322,7 @@ class SmModel(SmResults):
                 f"connections={self._connections}: the {part.title} allows 1 to {part.hardware_queues}",
                 field="connections", given=self._connections, limit=part.hardware_queues,
             )
-        super().__init__(part, new_state(part, self.timing, seed, backfill, lines), CommandRows(history))
+        super().__init__(part, tables.new_state(part, self.timing, seed, backfill, lines), CommandRows(history))
         self._priorities: list[int] = []
         self._events = 0
         self._graphs = 0
@@ -364,9 +341,9 @@ class SmModel(SmResults):
             )
         number = len(self._priorities)
         if number == len(self._s.stream):
-            self._s = more_streams(self._s)
+            self._s = tables.more_streams(self._s)
         self._priorities.append(priority)
-        self._s.stream[number, lay.S_QUEUE] = number % self._connections if self._connections else number
+        self._s.stream[number, tables.S_QUEUE] = number % self._connections if self._connections else number
         return number
 
     def partition(self, first: int, n: int) -> int:
@@ -440,8 +417,8 @@ class SmModel(SmResults):
         if trace:
             self._s, trace_row = self._traced.reserve(self._s, n_blocks)
         number = handle if launch_id is None else launch_id
-        self._s.command[self._row(handle)] = lay.command(
-            kind=lay.LAUNCH, stream=stream, priority=self._priorities[stream], status=lay.QUEUED, blocks=n_blocks,
+        self._s.command[self._row(handle)] = tables.command(
+            kind=tables.LAUNCH, stream=stream, priority=self._priorities[stream], status=tables.QUEUED, blocks=n_blocks,
             warps=warps, threads=whole, registers=allocated, shared=shared, cluster=kernel.cluster, cost=row,
             cost_stride=stride, trace=trace_row, launch=number, kernel=kernel.kernel, first=kernel.first, graph=graph,
             report=report, partition=partition, flag=flag, epoch=epoch, ids=ids, submit_ns=at, latency_ns=latency,
@@ -522,7 +499,7 @@ class SmModel(SmResults):
         rate = self.part.pcie_gbps * t.pcie_efficiency
         if kind == "d2d":  # reads and writes
             rate = self.part.bandwidth_gbps * t.bandwidth_efficiency / 2
-        handle, i = self._simple(lay.COPY, stream, at, t.copy_latency_ns + nbytes / rate)
+        handle, i = self._simple(tables.COPY, stream, at, t.copy_latency_ns + nbytes / rate)
         self._s.command["engine"][i] = _ENGINES[kind]
         self._s.command["report"][i] = report
         return handle
@@ -532,7 +509,7 @@ class SmModel(SmResults):
         number = self._events
         self._events += 1
         if number == len(self._s.event):
-            self._s = self._s._replace(event=doubled(self._s.event))
+            self._s = self._s._replace(event=tables.doubled(self._s.event))
         self._s.event[number] = (0, 0, -1)
         return number
 
@@ -540,12 +517,12 @@ class SmModel(SmResults):
         """Records an event, which happens when all work on the stream so far is done."""
         at = self._check(stream, submit_ns)
         event = self.event() if event is None else self._check_event(event)
-        if self._s.event[event, lay.E_RECORDED]:
+        if self._s.event[event, tables.E_RECORDED]:
             raise LaunchError(
                 f"event {event} is already recorded: create another event with `event()`", field="event", given=event
             )
-        self._s.event[event, lay.E_RECORDED] = 1
-        _, i = self._simple(lay.RECORD, stream, at)
+        self._s.event[event, tables.E_RECORDED] = 1
+        _, i = self._simple(tables.RECORD, stream, at)
         self._s.command["event"][i] = event
         return event
 
@@ -553,7 +530,7 @@ class SmModel(SmResults):
         """Makes later work on the stream wait for the event."""
         at = self._check(stream, submit_ns)
         self._check_event(event)
-        _, i = self._simple(lay.WAIT, stream, at)
+        _, i = self._simple(tables.WAIT, stream, at)
         self._s.command["event"][i] = event
 
     # --- running ---------------------------------------------------------------------------------------------------
@@ -566,8 +543,8 @@ class SmModel(SmResults):
                 field="until_ns", given=until_ns, limit=self.now_ns,
             )
         result = run(self._s, np.inf if until_ns is None else float(until_ns), int(stop_on_completion))
-        if result == lay.IDLE and until_ns is None and self._s.gpu["pending"][0] > 0:
-            raise DeadlockError(who_waits(self._s, self._commands.base))
+        if result == tables.IDLE and until_ns is None and self._s.gpu["pending"][0] > 0:
+            raise DeadlockError(tables.who_waits(self._s, self._commands.base))
         return self.now_ns
 
     def completed(self) -> NDArray[np.int64]:
@@ -582,7 +559,7 @@ class SmModel(SmResults):
         while not self.done(handle):
             following = self.next_event_ns
             if following == np.inf:
-                raise DeadlockError(who_waits(self._s, self._commands.base))
+                raise DeadlockError(tables.who_waits(self._s, self._commands.base))
             self.run(following)
         return self.finish_ns(handle)
 
@@ -616,5 +593,5 @@ class SmModel(SmResults):
     def _simple(self, kind: int, stream: int, at: float, latency: float = 0.0) -> tuple[int, int]:
         self._s, handle = self._commands.reserve(self._s)
         i = self._row(handle)
-        self._s.command[i] = lay.command(kind=kind, stream=stream, submit_ns=at, latency_ns=latency)
+        self._s.command[i] = tables.command(kind=kind, stream=stream, submit_ns=at, latency_ns=latency)
         return handle, i

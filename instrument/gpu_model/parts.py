@@ -229,8 +229,7 @@ def part(name: str) -> Part:
     return PARTS[key]
 
 
-# Calibration of a GPU's timing: every time and efficiency of the SM model, in one place.
-
+# --- calibration of a GPU's timing: every time and efficiency of the SM model, in one place ---------------------------
 
 PROFILES = Path(__file__).parent / "profiles"
 

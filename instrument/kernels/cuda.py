@@ -34,8 +34,7 @@ from paellapy.instrument.ptx.compiled import Compiled, Source
 from paellapy.instrument.ptx.descriptor import Exits, PassConfig, Report
 from paellapy.instrument.ptx.module import Function, Module
 
-# CUDA C front end: compiles source to PTX with NVRTC (no GPU needed), and reads the parameters from the PTX.
-#
+# --- CUDA C front end: compiles source to PTX with NVRTC (no GPU needed), and reads the parameters from the PTX -------
 # Takes a string, a `cupy.RawKernel` or a `cupy.RawModule`.
 
 # PTX parameter types → struct codes. NVRTC declares every 32-bit integer as .u32, so signs are folded when packing.

@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 from paellapy.instrument.device.base import Blocks, Device, Flag, Launcher, Part, Run, Work
 from paellapy.instrument.errors import ArgumentError, LaunchError
 
-# The largest slice that frees the GPU in time: a bound on turnaround, after Tally (ASPLOS'25).
-#
+# --- the largest slice that frees the GPU in time: a bound on turnaround, after Tally (ASPLOS'25) ---------------------
 # These are pure functions over a kernel's profile. A slice consists of whole waves, because a smaller slice leaves SMs
 # idle: a GEMM on an H200 was 26 % slower in slices of less than a wave.
 

@@ -37,11 +37,9 @@ from paellapy.instrument.ptx.compiled import Source
 from paellapy.instrument.ptx.descriptor import PassConfig
 from paellapy.instrument.records import DESCRIPTOR, MAGIC
 
-# The code of kernels that Triton compiles itself: the report pass on their PTX, and facts about them for traces.
-#
+# --- the code of kernels that Triton compiles itself: the report pass on their PTX, and facts about them for traces ---
 # Triton's cache on disk keeps the facts in its metadata, beside the machine code. A process that finds a kernel there
 # compiles nothing, and reads the facts when Triton loads the kernel.
-
 
 _CONFIG = PassConfig("trace", pointer_param=-1)
 _NAME = "paellapy"  # of the facts in Triton's metadata

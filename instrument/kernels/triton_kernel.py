@@ -32,7 +32,7 @@ from paellapy.instrument.kernels.triton_source import TritonSource, TypeHandlers
 from paellapy.instrument.ptx.compiled import Compiled, Draft, Launched, Source
 from paellapy.instrument.ptx.descriptor import Exits, PassConfig, Report
 
-# Launch options of Triton kernels: known names, their allowed values, and the ones that have an effect.
+# --- launch options of Triton kernels: known names, their allowed values, and the ones that have an effect ------------
 
 # Launch options and their allowed values: Triton accepts some that no GPU can run, and fails on others far from the
 # cause.
@@ -73,8 +73,7 @@ def split_options(options: dict[str, Any], name: str, arguments: Sequence[str]) 
     return {option: value for option, value in options.items() if option in _PASSED_ON}
 
 
-# The result of a launch or of `warmup`, as Triton's: a compiled kernel that can be launched, `result[grid](…)`.
-
+# --- the result of a launch or of `warmup`, as Triton's: a compiled kernel that can be launched, `result[grid](…)` ----
 
 Launch = Callable[[Any, list[Any], dict[str, Any]], Any]  # of a grid, all arguments in order, and options
 

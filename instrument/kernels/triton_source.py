@@ -48,8 +48,7 @@ from paellapy.instrument.kernels.ranges import given_with_ranges, has_ranges, ma
 from paellapy.instrument.ptx.compiled import Draft, Source
 from paellapy.instrument.ptx.descriptor import Exits
 
-# Triton's PTX: its target, threads and exits, and how Triton calls `ptxas` for it.
-
+# --- Triton's PTX: its target, threads and exits, and how Triton calls `ptxas` for it ---------------------------------
 
 TRITON_VERSION = tuple(int(re.sub(r"\D.*", "", part) or 0) for part in triton.__version__.split(".")[:2])
 
@@ -98,8 +97,7 @@ def triton_ptxas(arch: int) -> str | None:
     return str(get_ptxas(arch).path)
 
 
-# Arguments of Triton kernels: bound by code generated for the signature, and passed on as the PTX takes them.
-
+# --- arguments of Triton kernels: bound by code generated for the signature, and passed on as the PTX takes them ------
 
 Binder = Callable[..., tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]]
 _FLAGS = 1 if TRITON_VERSION < (3, 7) else 2  # of a descriptor in parts: NaN padding; since 3.7 rounding to tf32
@@ -240,11 +238,9 @@ def launch_values(
     return [leaf for k, v in zip(signature.values(), values, strict=True) for leaf in walk(k, v)]
 
 
-# Runs Triton's compiler only as far as needed: to TTIR, which the virtual GPU evaluates, or to PTX.
-#
+# --- runs Triton's compiler only as far as needed: to TTIR, which the virtual GPU evaluates, or to PTX ----------------
 # `triton.compile` goes all the way to machine code. Ours comes from `ptxas` after the passes, so that last stage would
 # run twice; and where only results are needed, all stages after the first are unnecessary. Results are kept on disk.
-
 
 Stage = Literal["ttir", "ptx"]
 # Facts about a kernel that a launcher needs, by the names of Triton's metadata, with defaults for missing ones.

@@ -206,13 +206,11 @@ def is_special(name: str) -> bool:
 _SPECIAL = frozenset(("%tid", "%laneid", "%warpid", *UNIFORM_SPECIAL))
 
 
-# Decides from the PTX whether the blocks of a kernel may wait for each other.
-#
+# --- decides from the PTX whether the blocks of a kernel may wait for each other --------------------------------------
 # A block waits if it repeats a loop until a value in global memory, which others write, lets it leave: a lock, a
 # barrier over the grid, a flag. Weak loads cannot be waited on (a compiler may read them once), so only volatile,
 # relaxed and acquiring loads and atomics count. An atomic that makes progress at every execution is not a wait: a
 # counter from which tiles are drawn, or a compare-and-swap that is repeated with the value it has just found.
-
 
 _STRONG = {"volatile", "relaxed", "acquire", "mmio", "cv"}
 _OWN_SPACES = (".shared", ".local", ".param", ".const")  # spaces that no other block writes to

@@ -20,8 +20,7 @@ from paellapy.instrument.ptx.flow import COMPUTES, Names, blocks_that_wait, writ
 from paellapy.instrument.ptx.module import Function, Kind, Module, Statement, statements
 from paellapy.instrument.records import FLAG_COPIES, FLAG_COPY_BYTES, LEFT_HEAD_BYTES
 
-# The `slice` pass: a launch runs part of a logical grid, and every block sees its place in the whole grid.
-
+# --- the `slice` pass: a launch runs part of a logical grid, and every block sees its place in the whole grid ---------
 
 _SLICED = {f"%ctaid.{a}": f"%paellapy_c{a}" for a in "xyz"} | {f"%nctaid.{a}": f"%paellapy_g{a}" for a in "xyz"}
 _GRID = ("%ctaid", "%nctaid")

@@ -22,11 +22,9 @@ from paellapy.instrument.ptx.flow import COMPUTES, Names, is_special, written
 from paellapy.instrument.ptx.module import Function, Kind, Module, Statement, statements
 from paellapy.instrument.records import RANGE_END, RANGE_HEAD, RANGE_RECORD, field_offset
 
-# Markers of ranges in kernels: lines of PTX without effect, which the range pass turns into events.
-#
+# --- markers of ranges in kernels: lines of PTX without effect, which the range pass turns into events ----------------
 # A range is a named part of a kernel. Its begin and its end are marked with a `.pragma`, which all compilers preserve
 # and which assemblers ignore. Where the pass stores a record of events, it leaves a comment that says which (`Sites`).
-
 
 _TEXT = re.compile(r'\.pragma\s+\\?"paellapy (begin|end) (block|warp) ([^"\\]+)\\?"')
 _NAME = re.compile(r"[\w .,:/+*()<>=-]{1,60}")
@@ -111,8 +109,7 @@ def _markers_moments(text: str) -> Moments:
     )
 
 
-# Where a kernel records its ranges: markers are joined to moments, and moments to records.
-#
+# --- where a kernel records its ranges: markers are joined to moments, and moments to records -------------------------
 # ptxas moves no instruction across a reading of the clock, so each reading costs more than its own instruction. Hence:
 # * Markers with next to nothing between them share one moment, that is one reading.
 # * A moment next to an asynchronous matrix instruction is taken at it, if only some arithmetic lies between. ptxas
@@ -120,7 +117,6 @@ def _markers_moments(text: str) -> Moments:
 # * The moments of a straight line of code share a record: clocks stay in registers until one store writes them.
 # * A record is stored as late as possible, at the end of the line. A store occupies its registers until the memory
 #   system has read them; before the copies of a loop, ptxas lets these copies wait for the registers.
-
 
 MOST_CLOCKS: int = RANGE_RECORD["clocks"].shape[0]
 _TOGETHER = 4  # instructions of arithmetic; they take about as long as an event
@@ -238,11 +234,9 @@ def _sets_a_constant(s: Statement) -> bool:
     return s.is_op("mov") and not s.guard and s.operands()[-1].isdigit()
 
 
-# Moves the arithmetic of addresses ahead of a clock reading at the end of a range.
-#
+# --- moves the arithmetic of addresses ahead of a clock reading at the end of a range ---------------------------------
 # ptxas computes the addresses of the next copies while a matrix instruction runs, but it moves no instruction across a
 # reading of the clock. With a reading after the matrix instruction, the copies would wait for their addresses.
-
 
 _ACCESSES = ("ld", "ldmatrix", "st", "stmatrix", "cp", "atom", "red", "prefetch", "wgmma")
 _FLOAT = re.compile(r"\.(b?f\d|tf32|e\dm\d)")

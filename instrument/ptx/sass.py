@@ -95,12 +95,10 @@ def _section(elf: bytes, name: str) -> bytes:
     return b""
 
 
-# Loops of a kernel in PTX, and how often `ptxas` repeats their bodies in the machine code.
-#
+# --- loops of a kernel in PTX, and how often `ptxas` repeats their bodies in the machine code -------------------------
 # A loop is a backward jump. `ptxas` unrolls loops: one turn of the machine code then stands for several iterations of
 # the source, and further iterations may stand before or after it. Both follow from the instructions that it neither
 # drops nor splits: accesses to global memory, copies, products, barriers, shuffles.
-
 
 _LOOPS_KINDS = (
     ("ld.global", "load"), ("ld.volatile.global", "load"), ("ld.relaxed", "load"), ("ld.acquire", "load"),

@@ -25,11 +25,9 @@ from paellapy.instrument.traces.ring import Mark, decode
 from paellapy.instrument.traces.summary import ranges_of
 from paellapy.instrument.traces.trace import DeviceFacts, Trace
 
-# `Watch`: names of the kernels that run while a trace is taken; the trace names the ones that do not report.
-#
+# --- `Watch`: names of the kernels that run while a trace is taken; the trace names the ones that do not report -------
 # Triton's launch hook tells of the kernels that Triton launches. Inductor launches most of its kernels by a launcher of
 # its own, which calls no hook, so its `run` is replaced while a trace runs: at once, or when Inductor is imported.
-
 
 _INDUCTOR = "torch._inductor.runtime.triton_heuristics"
 
@@ -310,8 +308,7 @@ class trace:
         self.result.ranges = ranges_of(device.range_events(launches["launch"]), self.result.blocks)
 
 
-# Live counts: the numbers of blocks and warps on each SM now, from kernels that report at level `count`.
-
+# --- live counts: the numbers of blocks and warps on each SM now, from kernels that report at level `count` -----------
 
 _MASK, _HALF = (1 << WARP_SHIFT) - 1, 1 << (WARP_SHIFT - 1)
 

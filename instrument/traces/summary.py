@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 
-# Numbers of a trace as readable text: counts with their nouns, and times with fitting units.
+# --- numbers of a trace as readable text: counts with their nouns, and times with fitting units -----------------------
 
 
 def counted(n: int, one: str, several: str | None = None) -> str:
@@ -45,7 +45,7 @@ def readable_time(ns: float) -> str:
     return f"{ns:.0f} ns"
 
 
-# Replays of a launch in a CUDA graph: they share its id, and their blocks tell them apart.
+# --- replays of a launch in a CUDA graph: they share its id, and their blocks tell them apart -------------------------
 
 
 def runs(blocks: Records) -> NDArray[np.int64]:
@@ -78,7 +78,7 @@ def times_launched(blocks: Records) -> int:
     return int(runs(blocks).max(initial=0))
 
 
-# Resident blocks of each SM: the most at a time, the mean, and the time with any.
+# --- resident blocks of each SM: the most at a time, the mean, and the time with any ----------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,7 +111,7 @@ def residency_of(blocks: Records, n_sm: int) -> Residency:
     return Residency(most, total / max(span, 1), busy)
 
 
-# Ranges of a trace: converts events that blocks recorded, or that the virtual GPU computed, to spans of time.
+# --- ranges of a trace: converts events that blocks recorded, or that the virtual GPU computed, to spans of time ------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -433,7 +433,7 @@ def _tail_share(blocks: Records, run: NDArray[np.int64]) -> float:
     return float((last - dry).sum() / max((last - first).sum(), 1))
 
 
-# Exact means over time: of the items present on each SM, or in each row of a picture.
+# --- exact means over time: of the items present on each SM, or in each row of a picture ------------------------------
 
 
 def time_means(

@@ -31,8 +31,7 @@ from paellapy.instrument.traces.summary import (
     times_launched,
 )
 
-# The file format of traces: 1 to 6 bytes per block, checked when read; nothing in it is ever executed.
-
+# --- the file format of traces: 1 to 6 bytes per block, checked when read; nothing in it is ever executed -------------
 
 T = TypeVar("T")
 Tables = dict[str, Records]

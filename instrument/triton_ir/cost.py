@@ -83,13 +83,11 @@ def once_through(loop: int) -> Array:
     return np.array([name == f"loop{loop}" for name in PATH_FIELDS], np.int64)
 
 
-# Sectors and lines of memory that an access touches: bytes moved beyond those used, and queues of atomic updates.
-#
+# --- sectors and lines of memory that an access touches: bytes moved beyond those used, and queues of atomic updates --
 # L2 delivers sectors of 32 bytes. It serves the atomic updates of one line of 128 bytes one after the other: a warp's
 # request takes one turn for each of its sectors in the line, and one more for each further lane at the same address. On
 # the H200, `histogram_atomics`, `atomic_kinds` and `float_atomics` (benchmarks/results/calibration_h200.json) then all
 # take 0.67 ns a turn, although they have 20, 4 and 4 addresses in a request.
-
 
 SECTOR, LINE, WARP = 32, 128, 32
 _MOST_BYTES = 16  # of one thread's access

@@ -300,7 +300,7 @@ def rounded(fn: Function, element: Element) -> Function:
     return fn if to is None else lambda *args: to(fn(*args))
 
 
-# Casts: the NumPy functions that convert values of one element type to another, or reinterpret their bits.
+# --- casts: the NumPy functions that convert values of one element type to another, or reinterpret their bits ---------
 
 
 def _towards_zero(x: Any, target: Element) -> Any:
@@ -361,8 +361,7 @@ def bitcast(source: Element, target: Element) -> Function:
     return lambda x: decode(encode(x, source).view(target.storage), target)
 
 
-# Arithmetic and conversions that round in a given direction: to nearest (rn), to zero (rz), up (ru), down (rd).
-
+# --- arithmetic and conversions that round in a given direction: to nearest (rn), to zero (rz), up (ru), down (rd) ----
 
 _WHOLE = {"rn": np.rint, "rz": np.trunc, "ru": np.ceil, "rd": np.floor}
 

@@ -25,7 +25,7 @@ from paellapy.instrument.triton_ir.elementwise import (
     unsigned,
 )
 
-# Bessel functions: of the first and second kind from the C library, modified ones from their series.
+# --- Bessel functions: of the first and second kind from the C library, modified ones from their series ---------------
 
 
 @cache

@@ -18,8 +18,7 @@ from paellapy.instrument.triton_ir.machine import Active, Code, Function, Run, S
 from paellapy.instrument.triton_ir.parse import Block, Func, Module, Op, Region, walk
 from paellapy.instrument.triton_ir.types import ELEMENTS, Array, Element, Type, decode
 
-# `arith.constant`: parses the value in its text.
-
+# --- `arith.constant`: parses the value in its text -------------------------------------------------------------------
 
 _NUMBER = re.compile(r"[-+]?(?:0x[0-9A-Fa-f]+|[\w.]+(?:[eE][-+]\d+)?)")
 
@@ -330,8 +329,7 @@ def waits(path: Array) -> Run:
     return run
 
 
-# Loops that poll memory: another block can end them, so blocks must take turns.
-
+# --- loops that poll memory: another block can end them, so blocks must take turns ------------------------------------
 
 _ATOMICS = ("tt.atomic_rmw", "tt.atomic_cas", "tt.atomic_poll", "tt.atomic_load")
 
@@ -375,8 +373,7 @@ def called(op: Op) -> str:
     return name.split('"')[1] if name.startswith('"') else name.split("(")[0].strip()
 
 
-# Translations of control flow ops.
-
+# --- translations of control flow ops ---------------------------------------------------------------------------------
 
 Ints = tuple[int, ...]
 Shape = tuple[int, ...]
@@ -446,8 +443,7 @@ def call(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     return run
 
 
-# Whether data decide which ops of a kernel run, or where it accesses memory: sizes and numbers do not tell then.
-
+# --- whether data decide which ops of a kernel run, or where it accesses memory: sizes and numbers do not tell then ---
 
 _READS = re.compile(r"tt\.(load|atomic_\w+|(experimental_)?descriptor_(load|gather))$")
 _BY_POINTER = re.compile(r"tt\.(load|store|atomic_\w+)$")

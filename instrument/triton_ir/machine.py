@@ -25,11 +25,9 @@ from paellapy.instrument.triton_ir.types import (
     take_blocks,
 )
 
-# The tape: the part of a run that remains once everything that does not depend on memory has been computed.
-#
+# --- the tape: the part of a run that remains once everything that does not depend on memory has been computed --------
 # A tape is compiled to one straight Python function of calls; values are dropped after their last use, and a value that
 # dies at an elementwise call gives its memory to the result.
-
 
 MAX_ENTRIES = 20_000
 MAX_BYTES = 256 << 20
@@ -384,11 +382,9 @@ class Active:
         return bases, tuple(whiches)
 
 
-# Lowered code: steps over a file of slots, and how blocks of a GPU grid run through them.
-#
+# --- lowered code: steps over a file of slots, and how blocks of a GPU grid run through them --------------------------
 # A step is a closure `run(active blocks, slots)`. Control flow in which the active blocks disagree is handled in one
 # way everywhere: the blocks that disagree are split off, run separately, and merged again.
-
 
 Slots = list[Any]
 Run = Callable[[Active, Slots], None]
@@ -600,7 +596,7 @@ def while_loop(
     return run
 
 
-# Steps that most builders make: a value computed from others, or given another name.
+# --- steps that most builders make: a value computed from others, or given another name -------------------------------
 
 
 def pure(fn: Callable[..., Any], args: Sequence[int], out: int, flops: int = 0) -> Run:

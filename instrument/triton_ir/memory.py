@@ -185,8 +185,7 @@ def device_print(prefix: str, site: Site, *values: Any) -> None:
         print(f"{site.block(row)} {prefix.strip()} {' '.join(texts)}")
 
 
-# Accesses to consecutive elements whose mask cuts off the end, as `offset < n` does: slices of memory.
-#
+# --- accesses to consecutive elements whose mask cuts off the end, as `offset < n` does: slices of memory -------------
 # Only the elements before the cut are read or written; the caller checks the bounds.
 
 
@@ -233,12 +232,10 @@ class PrefixStore:
         flat[self.start : self.start + self.count] = encode(line, self.element)
 
 
-# Accesses whose addresses and masks are known before the data: computed once, replayed at the speed of a copy.
-#
+# --- accesses whose addresses and masks are known before the data: computed once, replayed at the speed of a copy -----
 # In order of preference: a strided view of the argument (no copy at all), a slice of it where a mask cuts off the end,
 # runs of consecutive elements copied by one compiled loop, and a gather or scatter over an index array. Bounds are
 # checked once, here: a plan is for one array size.
-
 
 MIN_RUN = 4  # elements per run below which an index array is as fast
 MAX_JOINED = 1 << 20  # most addresses of one load that are kept for joining it with others

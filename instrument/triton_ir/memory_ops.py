@@ -19,7 +19,7 @@ from paellapy.instrument.triton_ir.memory import Site
 from paellapy.instrument.triton_ir.parse import Op, unescaped
 from paellapy.instrument.triton_ir.types import ELEMENTS, PAD_NAN, Array, Element, Ptr, Sym, Value, Window
 
-# One memory op while it runs: its place in the source, its cost, and the arguments it accesses.
+# --- one memory op while it runs: its place in the source, its cost, and the arguments it accesses --------------------
 
 
 class Access:
@@ -101,7 +101,7 @@ class Access:
             active.machine.store(base, p.offset, value, own, self.element, self.site(active, base))
 
 
-# Tiles of arrays with a shape: block pointers and tensor descriptors.
+# --- tiles of arrays with a shape: block pointers and tensor descriptors ----------------------------------------------
 
 
 @builds("tt.make_tensor_ptr", "tt.make_tensor_descriptor")
@@ -416,11 +416,9 @@ def nothing(low: Lowering, op: Op, args: Ints, outs: Ints) -> None:
     """Barriers need no step: a block's elements move together."""
 
 
-# Pointers as numbers (`tt.int_to_ptr`, `tt.ptr_to_int`): tables of addresses, as in grouped products and LoRA.
-#
+# --- pointers as numbers (`tt.int_to_ptr`, `tt.ptr_to_int`): tables of addresses, as in grouped products and LoRA -----
 # Addresses are those of this process. Memory is read through an address only if it lies in a known array: an argument
 # of the launch, an array from `pp.array`, `pp.empty` or `pp.zeros`, or a live PyTorch tensor.
-
 
 _BYTES = ELEMENTS["i8"]
 _known: weakref.WeakValueDictionary[int, Array] = weakref.WeakValueDictionary()

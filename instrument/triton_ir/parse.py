@@ -13,8 +13,7 @@ from functools import cache
 from paellapy.instrument.errors import UnsupportedOpError
 from paellapy.instrument.triton_ir.types import Type, parse_type
 
-# Pieces of MLIR syntax: brackets, strings, attribute dictionaries, location suffixes.
-
+# --- pieces of MLIR syntax: brackets, strings, attribute dictionaries, location suffixes ------------------------------
 
 STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
 
@@ -139,8 +138,7 @@ def attributes_of(body: str) -> tuple[str, dict[str, str]]:
     return rest, attributes
 
 
-# MLIR locations: `#loc12 = loc("kernel.py":43:11)` and the nested forms, resolved to source lines on demand.
-
+# --- MLIR locations: `#loc12 = loc("kernel.py":43:11)` and the nested forms, resolved to source lines on demand -------
 
 _FILE = re.compile(r'^"((?:[^"\\]|\\.)*)":(\d+):\d+(?: to .*)?$')
 _NAMED = re.compile(r'^"(?:[^"\\]|\\.)*"\((.*)\)$', re.S)
@@ -184,7 +182,7 @@ class Locations:
         return " called from ".join(unique) if unique else "unknown line"
 
 
-# The op tree of a TTIR module.
+# --- the op tree of a TTIR module -------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)

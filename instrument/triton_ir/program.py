@@ -38,8 +38,7 @@ from paellapy.instrument.triton_ir.parse import Module, parse
 from paellapy.instrument.triton_ir.replay import compile_tape, shorten
 from paellapy.instrument.triton_ir.types import PAD_NAN, Array, Element, Ptr, Type, Window, rounder
 
-# Arguments of one run: arrays become flat memory, scalars take the kernel's types.
-
+# --- arguments of one run: arrays become flat memory, scalars take the kernel's types ---------------------------------
 
 _PLAIN = (int, float)  # and not zero: 0.0 and -0.0 would be the same key
 
@@ -197,13 +196,11 @@ def is_view(arg: Any) -> bool:
     return bool(root.nbytes > high - low)
 
 
-# Blocks that wait for each other: each runs separately, and gives way while it waits.
-#
+# --- blocks that wait for each other: each runs separately, and gives way while it waits ------------------------------
 # In lockstep a spin lock would livelock, since the owner cannot leave the loop before the others do; one block after
 # the other, a grid-wide barrier would deadlock. So a block in a waiting loop is parked and others get their turn. Only
 # one runs at any time. A thread runs blocks one after the other until one of them waits; then the next thread takes
 # over.
-
 
 MAX_WAITING = 4096  # threads; more than the blocks that any GPU holds at once
 MAX_ROUNDS = 200  # turns of every waiting block without any finishing, before memory is checked

@@ -13,10 +13,8 @@ from paellapy.instrument.triton_ir import elementwise as ew
 from paellapy.instrument.triton_ir import libdevice
 from paellapy.instrument.triton_ir.types import ELEMENTS, Array, Element, decode, encode
 
-# Pieces of PTX written by hand: their instructions, and registers read and written as numbers of a type.
-#
+# --- pieces of PTX written by hand: their instructions, and registers read and written as numbers of a type -----------
 # A register is an array of bits; each instruction interprets it as the type in its name.
-
 
 Function = Callable[..., Any]
 MODES = {"rn": "rn", "rz": "rz", "rm": "rd", "rp": "ru", "rni": "rn", "rzi": "rz", "rmi": "rd", "rpi": "ru"}
@@ -133,7 +131,7 @@ def joined(low: Array, high: Array) -> Array:
     return both
 
 
-# PTX's `cvt` on whole tensors: between integers and floats, to pairs of narrow floats, and to tf32.
+# --- PTX's `cvt` on whole tensors: between integers and floats, to pairs of narrow floats, and to tf32 ----------------
 
 
 def convert(i: Instruction) -> Function:
@@ -229,10 +227,8 @@ def _to_tf32(i: Instruction) -> Function:
     return run
 
 
-# PTX instructions evaluated on whole tensors: the ones that kernels commonly write by hand.
-#
+# --- PTX instructions evaluated on whole tensors: the ones that kernels commonly write by hand ------------------------
 # Instructions and modifiers that are not named below are refused when the kernel is translated.
-
 
 _FLOAT: dict[str, Function] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "fma": ew.fma, "mad": ew.fma,

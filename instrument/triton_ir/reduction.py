@@ -205,8 +205,7 @@ def accumulate(r: Any, c: Any) -> Any:
     return r
 
 
-# Translations of reductions, scans and dots.
-
+# --- translations of reductions, scans and dots -----------------------------------------------------------------------
 
 Ints = tuple[int, ...]
 
@@ -294,7 +293,7 @@ def dot(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     return run
 
 
-# `tl.dot_scaled`: products of narrow floats, with a scale for each group along k (the OCP formats).
+# --- `tl.dot_scaled`: products of narrow floats, with a scale for each group along k (the OCP formats) ----------------
 
 # fp4 (e2m1): sign, two bits of exponent, one of fraction.
 _FP4 = np.array([s * m for s in (1, -1) for m in (0, 0.5, 1, 1.5, 2, 3, 4, 6)], np.float32)

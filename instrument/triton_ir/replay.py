@@ -17,13 +17,11 @@ from paellapy.instrument.triton_ir.reduction import Dot, accumulate
 from paellapy.instrument.triton_ir.shapes import Transpose
 from paellapy.instrument.triton_ir.types import Array, Element, decode
 
-# Joins products over tiles with known addresses to one large product.
-#
+# --- joins products over tiles with known addresses to one large product ----------------------------------------------
 # A kernel's loop `acc = dot(a, b, acc)` over tiles of two matrices is unrolled on the tape. Where all tiles are loads
 # from memory that does not change, their addresses are joined along k; and where the blocks combine every distinct row
 # of tiles with every distinct column, the joined tiles are views of the matrices themselves, or copies with padded
 # edges, and one call to BLAS replaces them all.
-
 
 MAX_JOINED = 1 << 23  # most addresses of one side
 WASTE = 2  # largest ratio of computed to needed products, for the sake of one large product

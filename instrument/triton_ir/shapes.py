@@ -83,8 +83,7 @@ def histogram(shape: Shape, bins: int, dtype: Any) -> Function:
     return run
 
 
-# Translations of ops that make indices or move elements.
-
+# --- translations of ops that make indices or move elements -----------------------------------------------------------
 
 Ints = tuple[int, ...]
 

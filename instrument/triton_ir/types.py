@@ -145,13 +145,11 @@ def _top_comma(text: str) -> int:
     return -1
 
 
-# The representation of a TTIR value while a range of blocks is evaluated at once.
-#
+# --- the representation of a TTIR value while a range of blocks is evaluated at once ----------------------------------
 # A number is a NumPy scalar (the same for every block and element) or an array whose axis 0 is the block axis, of size
 # NB or 1. The tensor's axes follow; an axis has size 1 as long as nothing varies along it, so `tt.broadcast` costs
 # nothing. A pointer is an argument's index and an offset in elements. While a tape is recorded, a value that depends on
 # memory is a `Sym`.
-
 
 PAD_NAN = 2  # a window's padding, in Triton's numbering
 
@@ -214,8 +212,7 @@ def merge_blocks(nb: int, rank: int, indices: tuple[Array, ...], *parts: Any) ->
     return out
 
 
-# Conversions between memory and computation: widening loaded values, rounding stored ones.
-
+# --- conversions between memory and computation: widening loaded values, rounding stored ones -------------------------
 
 MIN_COMPILED = 64  # number of elements from which a compiled loop is faster than NumPy's conversion
 
