@@ -1,7 +1,7 @@
 """Converts the evaluator's counts to input for the SM model: traffic, arithmetic and waiting time of every block.
 
 A block first waits; then its traffic and arithmetic flow at rates shared with all running blocks. The waiting time
-follows from its machine code, walked through as a lone block would run it (lone_block.py); on parts without a profile
+follows from its machine code, walked through as a lone block would run it; on parts without a profile
 for that, from its longest chain of dependent loads, reductions and products. A kernel that was measured on the real
 part has a correction factor, which scales the waiting time; other kernels use the uncorrected estimate.
 """
@@ -126,8 +126,8 @@ def cost_table(n_blocks: int, cost: BlockCost | None, duration_ns: ArrayLike | N
 # A warp issues its instructions in order. Each instruction encodes how many cycles the next one has to wait, and which
 # results it waits for; `Latencies` has the time until a result. Loops are walked once and three times, so that a
 # block's time follows from its iteration counts. These counts are collected where the kernel is evaluated
-# (ttir/latency.py). ptx/loops.py finds the source's loop that each loop of the machine code was made from, and how far
-# it was unrolled.
+# (triton_ir/cost.py). `turns` in ptx/sass.py finds the source's loop that each loop of the machine code was made from,
+# and how far it was unrolled.
 
 # Cycles until a result is available. Published for Hopper (Luo et al., "Benchmarking and Dissecting the Nvidia Hopper
 # GPU Architecture via Microbenchmarking", 2024) or estimated from similar instructions; none is fitted. Loads come from

@@ -256,11 +256,11 @@ class Timing:
     dot_ns: float = 150.0
     element_ns: float = 0.5
     instruction_ns: float = 2.0
-    # For parts whose machine code is read (lone_block.py), these two replace the six above: the time of a cycle, and
+    # For parts whose machine code is read (costs.py), these two replace the six above: the time of a cycle, and
     # the time to fetch each different instruction. 0: it is not read.
     cycle_ns: float = 0.0
     fetch_ns: float = 0.0
-    sector_update_ns: float = 0.675  # one turn of atomic updates after another at the same line of L2 (ttir/sectors.py)
+    sector_update_ns: float = 0.675  # from one turn of atomic updates to the next at a line of L2 (triton_ir/cost.py)
     fma_product_cost: float = 4.0  # products on the ordinary units, in units of their flops, including operand movement
     l2_speedup: float = 2.5  # how much faster than memory L2 delivers data that fit into it
     # 16384 blocks of 3 x 4 KiB in 48 µs; an fp16 GEMM of 2048³ in 27 µs.

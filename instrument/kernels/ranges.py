@@ -1,7 +1,7 @@
 """Ranges in Triton kernels: `pp.range_begin("load")`, `pp.range_end("load")`, and `with pp.range("mma"):`.
 
 Outside a trace they compile to nothing: the machine code is that of the kernel without them. Inside a trace the kernel
-is compiled again with markers (markers.py), which the range pass turns into events.
+is compiled again with markers, which the range pass turns into events.
 """
 
 from __future__ import annotations

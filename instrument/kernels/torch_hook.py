@@ -1,8 +1,8 @@
 """Kernels that Triton compiles and launches itself (PyTorch code, `torch.compile`), instrumented through its hooks.
 
 Triton asks a hook to edit its compilation stages and, per launch, an allocator for the hidden `profile_scratch`
-pointer. The pass runs in the first (torch_code.py); the second returns a launch descriptor from a table in device
-memory (torch_rows.py). The kernels stay compiled for `trace`; outside a trace they get a descriptor that tells them to
+pointer. The pass runs in the first; the second returns a launch descriptor from a table in device
+memory. The kernels stay compiled for `trace`; outside a trace they get a descriptor that tells them to
 write nothing, unless they go into a CUDA graph, which may be replayed in a trace.
 """
 

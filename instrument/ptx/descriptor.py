@@ -65,7 +65,7 @@ class PassConfig:
     """The changes to make to a kernel. Part of every cache key.
 
     `also_notify` makes a kernel that counts or traces also report when its last block starts. `exits` says how the end
-    of a block is detected: "auto" decides from the code (exits.py). `pointer_param` names the parameter that points to
+    of a block is detected: "auto" decides from the code (report.py). `pointer_param` names the parameter that points to
     the descriptor; None adds a parameter passed by value. `preempt` makes blocks look at a flag when they start, and
     not run while it is set; with `sliced`, a launch may then run any list of blocks.
     """

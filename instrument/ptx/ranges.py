@@ -1,6 +1,6 @@
 """The range pass: turns every marker of a range into an event, recorded by one thread of the block, or of each warp.
 
-A record is 16 bytes, its site and up to three clocks (range_sites.py), stored to memory that belongs to the block (and
+A record is 16 bytes, its site and up to three clocks, stored to memory that belongs to the block (and
 the warp) alone: no atomics, no shared memory, no branch, no waiting. The block's number in the grid gives its place.
 The SM's clock is read because it counts every cycle and costs little; `%globaltimer` ticks every 32 ns on an H200. The
 clock at the block's start and end is stored beside the records, so the host can place events on the time line of the

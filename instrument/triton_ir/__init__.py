@@ -1,12 +1,11 @@
 """Kernels without a GPU: Triton's TTIR evaluated with NumPy, a range of blocks at once.
 
-text -> op tree      `syntax`, `locations`, `types`, `constants`, `tree`, `parser`
-op tree -> steps     `lower`, `steps`, `polling`, and the translations of ops: `elementwise_ops`, `shape_ops`,
-                     `reduction_ops`, `memory_ops`, `windows`, `control`
-steps at run time    `values`, `code` (control flow), `machine` (direct or recording), `turns` (blocks that wait)
-arithmetic           `elementwise`, `casts`, `libdevice`, `shapes`, `reduction`, `conversion`, `native` (compiled loops)
-memory               `arguments`, `access`, `memory` (checked), `plans` (addresses known in advance)
-recorded runs        `tape`, `products` (tiles joined to matrices), `replay`
+text -> op tree      `parse` (MLIR's syntax, ops, source lines), `types`
+op tree -> steps     `lower`, and the translations of ops: `elementwise_ops`, `memory_ops`, `shapes`, `reduction`
+steps at run time    `program`, `machine` (direct or recording)
+arithmetic           `elementwise`, `libdevice`, `ptx_asm` (PTX that kernels contain), `native` (compiled loops)
+memory and cost      `memory` (checked; addresses known in advance), `cost` (waiting time, sectors, queues of updates)
+recorded runs        `replay`
 """
 
 from paellapy.instrument.triton_ir.program import COST_DTYPE, TtirProgram

@@ -18,7 +18,7 @@ from paellapy.instrument.triton_ir.parse import Op
 from paellapy.instrument.triton_ir.types import Array, Element
 
 # wasted: bytes of touched sectors that are not used; updates: atomic updates of elements
-# pressure, hottest: turns at the busiest line and updates of the busiest address, in units of 1/SHARES (sectors.py)
+# pressure, hottest: turns at the busiest line and updates of the busiest address, in units of 1/SHARES
 # loop0, loop1, …: iterations of the first loops of the source, in the order of its text
 SHARES = 1_000_000  # each block of a launch has a share of a queue
 LOOPS = ("loop0", "loop1", "loop2", "loop3")

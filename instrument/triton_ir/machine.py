@@ -224,7 +224,7 @@ class Machine:
 
 
     def count_touched(self, count: Callable[..., None], *args: Any) -> None:
-        """Lets a function of sectors.py add to the cost table."""
+        """Lets a function of cost.py add to the cost table."""
         count(self.cost, *args)
 
 

@@ -314,7 +314,7 @@ class StaticLoad:
     element: Element
     fill: Any
     fragile: bool
-    offset: Array | None = None  # kept for products (see products.py) until the tape is compiled
+    offset: Array | None = None  # kept for products until the tape is compiled
     mask: Array | None = None
     ragged: bool = False  # masked only in the last block
 

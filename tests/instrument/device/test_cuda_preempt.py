@@ -131,7 +131,7 @@ def test_memory_and_flags_are_used_again(run):
         for k in range(30):
             set_at = {len(seen) + 1 + k % 3} if k % 2 else set()
             job = launch(flag=flag)
-            addresses.add(job._run._list.ptr if job._run is not None else 0)
+            addresses.add(job._run.list.ptr if job._run is not None else 0)
             while not job.done:
                 job.resume()
         assert len(addresses) <= 3, addresses

@@ -17,7 +17,6 @@ from corpus import CUDA_CASES, TRITON_CASES, Case, relative_error
 from failing import failing
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from places import ROOT
 
 import paellapy as pp
 from paellapy.instrument.errors import PaellaError
@@ -260,16 +259,6 @@ def test_an_error_inside_a_trace_is_the_error_one_sees(device: Any) -> None:
     with pp.trace() as again:  # and the device can be traced again
         pass
     assert len(again.blocks) == 0
-
-
-def test_readme_example_runs(tmp_path: Path) -> None:
-    readme = (ROOT / "README.md").read_text()
-    code = readme.split("```python\n")[1].split("```")[0]
-    script = tmp_path / "example.py"
-    script.write_text(code)
-    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=300)
-    assert run.returncode == 0, run.stderr
-    assert "8,192" in run.stdout
 
 
 def test_a_kernel_that_fits_on_no_sm_is_named(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Arguments of Triton kernels: bound as Python does it, laid out as PTX has it."""
+"""Arguments and options of Triton kernels: bound as Python does it, laid out as PTX has it, or refused."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import triton
 import triton.language as tl
+from failing import failing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stand_in_device import StandInDevice
 
 import paellapy as pp
 from paellapy.instrument.arguments import param_layout, param_offsets
-from paellapy.instrument.errors import ArgumentError
+from paellapy.instrument.errors import ArgumentError, CompileError
 from paellapy.instrument.kernels.triton_kernel import TritonKernel
 from paellapy.instrument.kernels.triton_source import TritonSource, TypeHandlers, launch_values
 from paellapy.instrument.ptx.module import Module
@@ -169,3 +170,44 @@ def test_scalars_of_annotated_types_are_packed_as_the_kernel_takes_them() -> Non
     packed = struct.pack(source.param_format, *values, 0, 0)
     assert struct.unpack(source.param_format, packed)[1:7] == (0x3F81, 0.5, -3, 2**63 + 1, 1, 1 / 3)
     assert re.search(r"\.param \.align 2 \.b8 annotated_param_1\[2\]|\.param \.[ub]16 annotated_param_1\b", source.ptx)
+
+
+def compiled(target: str = "sm_80", **options: Any) -> Any:
+    return TritonKernel(copy, None, "auto").compile("*fp32", "*fp32", "i32", B=256, target=target, **options)
+
+
+def test_launch_options_reach_the_compiler() -> None:
+    assert [compiled(num_warps=w).source.threads for w in (1, 4, 8)] == [32, 128, 256]
+    assert compiled(num_stages=5).source.metadata["num_stages"] == 5
+    assert ".maxnreg 40" in compiled(maxnreg=40).ptx
+    assert ".maxnreg" not in compiled().ptx
+    assert compiled("sm_90", num_ctas=2).source.cluster == 2
+    assert "--fmad=false" in compiled(enable_fp_fusion=False).source.ptxas_options
+    assert "--fmad=false" not in compiled().source.ptxas_options
+    assert '"cuda:80"' in compiled("sm_90", arch="sm80").asm["ttgir"]
+    assert '"cuda:90"' in compiled("sm_90").asm["ttgir"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_warps": 3}, {"num_warps": 0}, {"num_warps": 64}, {"num_warps": "4"}, {"num_warps": [4]},
+        {"num_stages": -1}, {"num_stages": 1.5}, {"num_ctas": 3}, {"maxnreg": 0}, {"maxnreg": 1000},
+        {"enable_fp_fusion": "no"}, {"debug": 2}, {"arch": 90}, {"arch": "gfx942"},
+    ],
+)  # fmt: skip
+def test_options_no_gpu_can_run_are_refused(options: dict[str, Any]) -> None:
+    ((name, value),) = options.items()
+    with failing(ArgumentError, kernel="copy", field=name, given=value):
+        compiled(**options)
+
+
+def test_a_wrong_number_of_warps_is_the_error_that_triton_raises() -> None:
+    with failing(AssertionError, kernel="copy", field="num_warps", given=3):
+        compiled(num_warps=3)
+
+
+def test_options_that_do_not_fit_are_the_error_that_triton_raises() -> None:
+    with pytest.raises(ValueError, match=r"num_ctas > 1 requires NVIDIA SM90\+") as found:
+        compiled(num_ctas=2)
+    assert isinstance(found.value, CompileError)

@@ -1,19 +1,27 @@
-"""`t.explain()` on kernels that are limited by their addresses: atomic updates that queue, and sectors used in part."""
+"""t.explain(): what limits a kernel, and the work of launches without their data."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import triton
 import triton.language as tl
+from corpus import TRITON_CASES, Case
 from corpus.atomics import histogram_atomics
 
 import paellapy as pp
+from paellapy.instrument.arguments import Descriptor
 from paellapy.instrument.gpu_model.costs import _L2_SHARE
 from paellapy.instrument.gpu_model.parts import PARTS
+from paellapy.instrument.kernels.triton_kernel import split_options
+from paellapy.instrument.traces import explain as counted_module
+from paellapy.instrument.traces.explain import Counting
+from paellapy.instrument.triton_ir import TtirProgram
 
 N = 1 << 18
 
@@ -109,3 +117,263 @@ def test_the_example_of_the_readme_is_limited_by_memory_whatever_is_rounded() ->
     assert found is not None
     moved = 3 * 4 << int(found[1])
     assert not 0.75 < moved / (_L2_SHARE * PARTS["h200"].l2_bytes) < 1.33
+
+
+# Data decide how much these do; the sign of a number decides by which instruction Triton takes its maximum.
+UNKNOWN = {"paged_decode", "two_returns", "collatz", "bisect", "helpers", "work_queue", "last_block_sums", "spin_lock",
+           "grid_barrier", "float_atomics"}  # fmt: skip
+
+
+def address(value: Any) -> Any:
+    """An argument as a real GPU has it: with an address in place of an array."""
+    if isinstance(value, tuple):
+        return tuple(map(address, value))
+    if isinstance(value, Descriptor):
+        return replace(value, base=4096)
+    return 4096 if isinstance(value, np.ndarray) else value
+
+
+def count(kernel: Any, grid: tuple[int, ...], given: dict[str, Any]) -> Any:
+    made = pp.kernel(kernel)
+    values, key, options = made._bind(pp.Device.current(), (), given)
+    taken = split_options(options, made.name, made.arg_names)
+    source = made._source.source(values, made._with_options(key, options), taken, "sm_90")
+    x, y, z = (*grid, 1, 1)[:3]
+    x *= source.cluster
+    return Counting().count(source, [address(v) for v in values], (x, y, z), 0, x * y * z)
+
+
+@pytest.mark.parametrize("case", [c for c in TRITON_CASES if c.evaluable and not c.scratch], ids=str)
+def test_work_is_counted_without_data(case: Case) -> None:
+    call = case.make(np.random.default_rng(0), 1.0)
+    arrays = {n: pp.array(v) if isinstance(v, np.ndarray) else v for n, v in call.args.items()}
+    given = {**arrays, **call.constexprs, **call.options}
+    with pp.Device("virtual:h200"):
+        found = count(case.kernel, call.grid, given)
+        if case.name in UNKNOWN:
+            assert found is None
+            return
+        with pp.trace() as t:
+            pp.kernel(case.kernel)[call.grid](**given)
+    assert found == tuple(t.work[name][0] for name in ("bytes", "flops", "tensor_flops"))
+
+
+@triton.jit
+def rows(x, out, n, B: tl.constexpr):
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    tl.device_print("block", tl.program_id(0))
+    tl.store(out + i, tl.load(x + i, mask=i < n), mask=i < n)
+
+
+@triton.jit
+def rows_quietly(x, out, n, B: tl.constexpr):
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    tl.store(out + i, tl.load(x + i, mask=i < n), mask=i < n)
+
+
+@triton.jit
+def gemm(a, b, c, n, B: tl.constexpr, K: tl.constexpr):
+    i, j, k = tl.program_id(0) * B + tl.arange(0, B), tl.program_id(1) * B + tl.arange(0, B), tl.arange(0, K)
+    total = tl.zeros((B, B), tl.float32)
+    for start in range(0, n, K):
+        left = tl.load(a + i[:, None] * n + start + k[None, :])
+        total = tl.dot(left, tl.load(b + (start + k[:, None]) * n + j[None, :]), total)
+    tl.store(c + i[:, None] * n + j[None, :], total.to(tl.float16))
+
+
+@triton.jit
+def products(out, rounds):
+    """Products of tiles that need no memory: the operand of each is the result of the last."""
+    i = tl.arange(0, 128)
+    one = (i[:, None] == i[None, :]).to(tl.float16)
+    total = tl.zeros((128, 128), tl.float32)
+    for _ in range(rounds):
+        total = tl.dot(one, one, total)
+    tl.store(out + tl.program_id(0) * 128 * 128 + i[:, None] * 128 + i[None, :], total)
+
+
+def test_some_blocks_stand_for_a_large_grid_and_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    n = 10_000 * 256 - 100
+    with pp.Device("virtual:h200"):
+        moved, flops, _ = count(rows, (10_000,), {"x": pp.zeros(1), "out": pp.zeros(1), "n": n, "B": 256})
+    assert moved == pytest.approx(8 * n, rel=0.01)
+    assert flops == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_a_launch_with_addresses_has_the_roof_of_one_with_arrays() -> None:
+    """A real GPU evaluates nothing; its launches have addresses."""
+    with pp.Device("virtual:h200"):
+        x, out = pp.zeros(1 << 24), pp.zeros(1 << 24)
+        with pp.trace() as t:
+            pp.kernel(rows_quietly)[1 << 14,](x, out, 1 << 24, B=1024)
+    session, launches = t.count_work.func.__self__, t.launches["launch"]
+    counted = t.explain()
+    made, _ = session._made[launches[0]]
+    session._made[launches[0]] = made, (4096, 1 << 30, 1 << 24, 1024)
+    session.counted.clear()
+    del t.work
+    assert str(t.explain()) == str(counted)
+    assert t.explain().kernels[0].claims[0].about == "roof: memory"
+
+
+def test_work_is_multiplied_for_launches_that_a_graph_replayed() -> None:
+    with pp.Device("virtual:h200"):
+        x, out = pp.zeros(1 << 20), pp.zeros(1 << 20)
+        with pp.trace() as t:
+            pp.kernel(rows_quietly)[1 << 12,](x, out, 1 << 20, B=256)
+    again = t.blocks.copy()
+    for column in ("start_ns", "end_ns"):
+        again[column] += 10**9
+    twice = pp.Trace(np.concatenate([t.blocks, again]), t.launches, t.kernels, t.device)
+    twice.work = t.work
+
+    assert roof(twice).figures["bytes"] == 2 * roof(t).figures["bytes"]
+    assert roof(twice).share == pytest.approx(roof(t).share, rel=0.01)
+
+
+def traced_as_on_a_gpu(blocks: int = 1 << 12) -> pp.Trace:
+    """A trace whose launch has addresses in place of arrays, and whose work is not counted yet."""
+    n = 256 * blocks
+    with pp.Device("virtual:h200"):
+        x, out = pp.zeros(n), pp.zeros(n)
+        with pp.trace() as t:
+            pp.kernel(rows_quietly)[blocks,](x, out, n, B=256)
+    session, launch = t.count_work.func.__self__, int(t.launches["launch"][0])
+    session._made[launch] = session._made[launch][0], (4096, 1 << 30, n, 256)
+    session.counted.clear()
+    return t
+
+
+def roof(trace: pp.Trace) -> Any:
+    (found,) = (c for c in trace.explain().kernels[0].claims if c.about.startswith("roof"))
+    return found
+
+
+def test_blocks_that_did_not_run_do_not_count() -> None:
+    """As of a launch that was preempted: the launch of the rest counts the others."""
+    t = traced_as_on_a_gpu()
+    some = pp.Trace(t.blocks[: len(t.blocks) // 4], t.launches, t.kernels, t.device)
+    some.work = t.work
+    assert roof(t).figures["bytes"] == 8 * 256 * len(t.blocks)
+    assert roof(some).figures["bytes"] == roof(t).figures["bytes"] / 4
+
+
+@pytest.mark.parametrize("name", ["virtual:h200", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_preempted_launch_and_the_launch_of_the_rest_count_once(name: str) -> None:
+    n = 1 << 24
+    with pp.Device(name) as device:
+        x, out = pp.zeros(n), pp.zeros(n)
+        with pp.trace() as t:
+            job = pp.kernel(rows_quietly).preemptible(flag=device.flag())[n // 256,](x, out, n, B=256)
+            job.preempt()
+            if not job.done:
+                job.resume()
+            job.synchronize()
+    assert len(t.launches) == 2 or name == "cuda"
+    assert roof(t).figures["bytes"] == pytest.approx(8 * n, rel=1e-3)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, RecursionError, MemoryError, OSError, KeyError])
+def test_no_error_of_the_evaluator_reaches_an_explanation(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def fails(*args: Any, **keywords: Any) -> None:
+        raise error("evaluating")
+
+    t = traced_as_on_a_gpu()
+    monkeypatch.setattr(TtirProgram, "run", fails)
+    assert t.explain().kernels[0].kernel == "rows_quietly"
+    assert not t.work["bytes"].any()
+
+
+@pytest.mark.parametrize(("limit", "evaluations"), [("_LAUNCH_S", 2), ("_TRACE_S", 0)])
+def test_work_that_takes_too_long_to_count_is_unknown(
+    monkeypatch: pytest.MonkeyPatch, limit: str, evaluations: int
+) -> None:
+    asked, run = [], TtirProgram.run
+
+    def counting(self: TtirProgram, *args: Any, **keywords: Any) -> Any:
+        asked.append(args)
+        return run(self, *args, **keywords)
+
+    t = traced_as_on_a_gpu()
+    monkeypatch.setattr(TtirProgram, "run", counting)
+    monkeypatch.setattr(counted_module, limit, 0.0)
+    assert not t.work["bytes"].any()
+    assert len(asked) == evaluations
+
+
+def test_saving_evaluates_nothing_and_keeps_work_that_is_known(tmp_path: Path) -> None:
+    t = traced_as_on_a_gpu()
+    t.save(tmp_path / "before")
+    assert "work" not in vars(t)
+    assert not len(pp.Trace.load(tmp_path / "before").work)
+    t.explain()
+    t.save(tmp_path / "after")
+    assert np.array_equal(pp.Trace.load(tmp_path / "after").work, t.work)
+
+
+def roofs_of(launch: Any) -> dict[str, list[Any]]:
+    """The roofs that a trace names for each kernel, the nearest first."""
+    launch()
+    with pp.trace() as t:
+        launch()
+    return {k.kernel: [c for c in k.claims if c.about.startswith("roof")] for k in t.explain().kernels}
+
+
+@pytest.mark.parametrize("name", ["virtual:h200", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_copy_is_limited_by_memory_and_products_by_tensor_cores(name: str) -> None:
+    blocks, rounds, n = 528, 200, 1 << 26 if name == "cuda" else 1 << 24
+    with pp.Device(name):
+        x, out, small = pp.zeros(n), pp.zeros(n), pp.zeros(blocks * 128 * 128)
+
+        def launch() -> None:
+            pp.kernel(rows_quietly)[n // 1024,](x, out, n, B=1024)
+            pp.kernel(products)[blocks,](small, rounds, num_warps=4)
+
+        found = roofs_of(launch)
+    (memory,), (tensor, *_) = found["rows_quietly"], found["products"]
+    assert memory.about == "roof: memory"
+    assert memory.figures["bytes"] == 8 * n
+    assert 0.3 < memory.figures["of the roof"] <= 1
+    assert tensor.about == "roof: tensor cores"
+    assert tensor.figures["operations"] == 2 * 128**3 * rounds * blocks
+    assert 0.1 < tensor.figures["of the roof"] < 1.1
+
+
+def test_arrays_in_l2_are_limited_by_caches() -> None:
+    with pp.Device("virtual:h200"):
+        x, out = pp.zeros(1 << 22), pp.zeros(1 << 22)
+        (found,) = roofs_of(lambda: pp.kernel(rows_quietly)[1 << 12,](x, out, 1 << 22, B=1024))["rows_quietly"]
+    assert found.about == "roof: caches"
+    assert 0.3 < found.figures["of the roof"] <= 1
+
+
+@pytest.mark.gpu
+def test_a_gpu_counts_the_operations_of_a_product_of_matrices(gpu: pp.Device) -> None:
+    a, b, c = (pp.zeros((2048, 2048), np.float16) for _ in range(3))
+    found = roofs_of(lambda: pp.kernel(gemm)[16, 16](a, b, c, 2048, B=128, K=64, num_warps=8))["gemm"]
+    (tensor,) = (claim for claim in found if claim.about == "roof: tensor cores")
+    assert tensor.figures["operations"] == 2 * 2048**3
+    assert 0.1 < tensor.figures["of the roof"] < 1.1
+
+
+@pytest.mark.gpu
+def test_a_gpu_counts_the_work_of_replayed_graphs(gpu: pp.Device) -> None:
+    cupy = pytest.importorskip("cupy")
+    n = 1 << 24
+    x, out = cupy.zeros(n, cupy.float32), cupy.zeros(n, cupy.float32)
+    kernel = pp.kernel(rows_quietly)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with pp.trace(), stream:
+        kernel[n // 1024,](x, out, n, B=1024)
+        stream.begin_capture()
+        kernel[n // 1024,](x, out, n, B=1024)
+        graph = stream.end_capture()
+    with pp.trace() as t:
+        for _ in range(5):
+            graph.launch(stream)
+        stream.synchronize()
+    (found,) = (c for c in t.explain().kernels[0].claims if c.about.startswith("roof"))
+    assert found.figures["bytes"] == 5 * 8 * n

@@ -1,4 +1,9 @@
+"""Parts and their limits: what is known of each GPU, and how many blocks an SM holds."""
+
+from __future__ import annotations
+
 import ctypes
+import dataclasses
 import shutil
 import subprocess
 from importlib.util import find_spec
@@ -9,9 +14,10 @@ from failing import failing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paellapy.instrument.errors import LaunchError
+from paellapy.instrument.errors import LaunchError, NoDeviceError
 from paellapy.instrument.gpu_model.parts import (
     KIB,
+    PARTS,
     Occupancy,
     Part,
     SmLimits,
@@ -24,10 +30,62 @@ from paellapy.instrument.gpu_model.parts import (
 
 pytestmark = pytest.mark.quick
 
-CAPABILITIES = (75, 80, 86, 89, 90, 100, 120)
+CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
+
+
+def test_h200_is_the_measured_part():
+    h200 = part("h200")
+    assert (h200.sms, h200.capability) == (132, (9, 0))
+    assert (h200.sm.threads, h200.sm.registers, h200.sm.shared_bytes, h200.sm.blocks) == (2048, 65536, 228 * 1024, 32)
+
+
+@pytest.mark.parametrize(
+    ("name", "sms"), [("h200", 132), ("h100", 132), ("a100", 108), ("l4", 58), ("t4", 40), ("rtx4090", 128)]
+)
+def test_sm_counts_add_up_over_the_gpcs(name: str, sms: int):
+    assert part(name).sms == sms
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_peak_fp32_follows_from_sms_clock_and_lanes(name: str):
+    gpu = part(name)
+    lanes = 128 if gpu.capability in ((8, 9), (9, 0)) else 64
+    assert gpu.sms * lanes * 2 * gpu.clock_mhz * 1e6 / 1e12 == pytest.approx(gpu.fp32_tflops, rel=0.02)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_limits_are_consistent(capability: tuple[int, int]):
+    sm = limits_for_capability(capability)
+    assert sm == limits_for_capability(capability[0] * 10 + capability[1])
+    assert sm.warps * 32 == sm.threads
+    assert sm.shared_bytes_per_block + sm.reserved_shared_bytes == sm.shared_bytes
+    assert sm.reserved_shared_bytes == (1024 if capability >= (8, 0) else 0)
+
+
+def test_names_are_forgiving():
+    assert part("RTX 4090") is part("rtx-4090") is part("rtx4090")
+
+
+def test_an_unknown_part_lists_what_exists():
+    with failing(NoDeviceError, field="part", given="b300"):
+        part("b300")
+
+
+def test_an_unknown_capability_lists_what_exists():
+    with failing(NoDeviceError, field="capability", given=(6, 1)):
+        limits_for_capability(61)
+
+
+def test_parts_are_facts():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        part("h200").clock_mhz = 1  # type: ignore[misc]
+
+
+
+NUMBERS = (75, 80, 86, 89, 90, 100, 120)
 HOPPER = limits_for_capability(90)
 
-capabilities = st.sampled_from(CAPABILITIES).map(limits_for_capability)
+capabilities = st.sampled_from(NUMBERS).map(limits_for_capability)
 thread_counts = st.integers(1, 1024)
 register_counts = st.integers(0, 255)
 shared_sizes = st.integers(0, 64 * KIB)
@@ -159,7 +217,7 @@ def calculator(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return ctypes.CDLL(str(folder / "c.so"))
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("capability", NUMBERS)
 def test_nvidias_calculator_agrees(calculator: ctypes.CDLL, capability: int):
     sm = limits_for_capability(capability)
     sizes = [0, 1, 1000, 8 * KIB, 16 * KIB + 1, 24 * KIB, 48 * KIB, sm.shared_bytes_per_block]

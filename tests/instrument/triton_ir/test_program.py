@@ -187,7 +187,7 @@ def test_out_of_bounds_names_kernel_line_block_index_and_size(calls: int) -> Non
         with failing(OutOfBoundsError, kernel="shift", op="tt.load", field="x", given=100) as error:
             evaluator.run([x, y, 5, 100], (7,))
         message = str(error.value)
-        for part in ("kernel shift", f"test_ttir.py:{line}", "block 5 (x=5, y=0, z=0)", "100 elements", "tt.load"):
+        for part in ("kernel shift", f"test_program.py:{line}", "block 5 (x=5, y=0, z=0)", "100 elements", "tt.load"):
             assert part in message
     with failing(OutOfBoundsError, kernel="shift", op="tt.load", field="x", given=-2):
         evaluator.run([x, y, -2, 100], (7,))
