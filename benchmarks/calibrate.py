@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import functools
 import json
-import sys
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from harness import ROOT, arguments, save, show, stored
+from harness import arguments, save, show, stored
 from kernels import add, attention, gemm, layer_norm, softmax
 from numpy.typing import NDArray
 from rich.progress import track
@@ -33,9 +32,6 @@ from paellapy.instrument.gpu_model.costs import CostModel, LoneBlock
 from paellapy.instrument.gpu_model.model import SmModel
 from paellapy.instrument.gpu_model.parts import PROFILES, Timing
 from paellapy.instrument.triton_ir.cost import SHARES
-
-sys.path.append(str(ROOT / "tests"))
-from corpus import TRITON_CASES
 
 Array = NDArray[Any]
 SCALES, FRESH_SCALES = (1.0, 4.0, 16.0), (2.0, 6.0, 11.0, 24.0)
@@ -127,6 +123,9 @@ def measure_pairs(device: Any, seed: int) -> dict[str, Any]:
 
 
 def record(o: Any) -> None:
+
+    from corpus import TRITON_CASES
+
     device = pp.Device("cuda")
     todo = [(case, scale) for case in TRITON_CASES for scale in (FRESH_SCALES if o.fresh else SCALES)
             if case.min_sm <= device.capability[0] * 10]  # fmt: skip
@@ -272,6 +271,9 @@ def report(o: Any, name: str, lines: dict[str, Array], unknown: Array, head: str
 
 
 def fit_or_check(o: Any) -> None:
+
+    from corpus import TRITON_CASES
+
     measured, device = stored(name_of(o), o.out), pp.Device(f"virtual:{o.part}")
     cases = {case.name: case for case in TRITON_CASES if case.evaluable}
     kernels = measured["kernels"]

@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import ROOT, arguments, environment, save, show
+from harness import arguments, environment, save, show
 
 LATER = 4  # launches after the first, of which the fastest counts
 STARTING_S = 300  # a side's imports, and the loops that the virtual GPU compiles once
 
 
 def corpus() -> list[Any]:
-    sys.path.append(str(ROOT / "tests"))
     from corpus import TRITON_CASES
 
     return [case for case in TRITON_CASES if case.evaluable]

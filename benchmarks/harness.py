@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 WIDTH = 120  # of a line in a result file, unless it is one array of numbers
 DIGITS = 6  # of a stored figure
+sys.path.append(str(ROOT / "tests"))  # for the corpus of kernels and the browser
 
 # -- arguments
 

@@ -6,7 +6,6 @@ python benchmarks/plot_speed.py [--blocks 100000]
 from __future__ import annotations
 
 import asyncio
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -14,14 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import ROOT, arguments, save, show
+from harness import arguments, save, show
 
 import paellapy as pp
 from paellapy.instrument.records import BLOCK, LAUNCH
 from paellapy.instrument.traces.trace import DeviceFacts
-
-sys.path.append(str(ROOT / "tests"))
-from browser import Browser, find_chromium
 
 ROUNDS = 5
 # Plotly itself is there before, as in a notebook.
@@ -62,6 +58,9 @@ def median_s(call: Callable[[], Any]) -> float:
 
 async def drawn_s(figure: Any, folder: Path) -> float:
     """Until Chromium has drawn the figure."""
+    from browser import Browser
+
+
     figure.write_html(folder / "plot.html", include_plotlyjs="directory")
     async with Browser() as browser:
         page = await browser.page(1366, 900)
@@ -71,6 +70,9 @@ async def drawn_s(figure: Any, folder: Path) -> float:
 
 
 def main() -> None:
+
+    from browser import find_chromium
+
     parser = arguments(__doc__)
     parser.add_argument("--blocks", type=int, default=100_000)
     o = parser.parse_args()

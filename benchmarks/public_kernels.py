@@ -7,7 +7,7 @@
     python benchmarks/public_kernels.py --only liger.rope,fla.chunk_gla
 
 The package's own code computes an operator and its gradients; launches `kernel[grid](…)` of its kernels are redirected
-through `pp.kernel`. Tuners use their first configuration. Ranges are inserted into a kernel's text (ranged.py).
+through `pp.kernel`. Tuners use their first configuration.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from typing import Any
 import numpy as np
 import torch
 from harness import arguments, need_gpu, save, show, stored
-from public_cases import PublicCase, cases
-from ranged import with_ranges
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction, KernelInterface
 
@@ -67,7 +65,7 @@ class Kernels:
                     inner.configs = inner.configs[:1]
                 inner = inner.fn
             self._originals.append(fn)
-            self.wrapped[id(fn)] = pp.kernel(with_ranges(fn) if self._ranges else fn, report=None)
+            self.wrapped[id(fn)] = pp.kernel(_ranged(fn) if self._ranges else fn, report=None)
         return self.wrapped[id(fn)]
 
     def untried(self) -> Iterator[tuple[str, Any, Callable[[], Any]]]:
@@ -81,8 +79,14 @@ class Kernels:
                     yield kernel.name, launcher._draft.source, ranged
 
 
+def _ranged(fn: Any) -> Any:
+    from corpus.ranged import with_ranges
+
+    return with_ranges(fn)
+
+
 def _with_ranges(fn: JITFunction, work: Any) -> Any:
-    return TritonSource(with_ranges(fn))._finished(dataclasses.replace(work, marked=True))
+    return TritonSource(_ranged(fn))._finished(dataclasses.replace(work, marked=True))
 
 
 @contextlib.contextmanager
@@ -122,7 +126,7 @@ def host_code_of_a_gpu() -> Iterator[None]:
             setattr(torch.cuda, name, answer)
 
 
-def computed(operator: Any, given: dict[str, Any], case: PublicCase) -> list[torch.Tensor]:
+def computed(operator: Any, given: dict[str, Any], case: Any) -> list[torch.Tensor]:
     """Outputs, and the gradients of all inputs that have one."""
     varied = {n for n, v in given.items() if case.grad and v.is_floating_point() and n not in case.constant}
     given = {n: v.clone().requires_grad_(n in varied) for n, v in given.items()}
@@ -150,7 +154,7 @@ def worst(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
     return max(errors)
 
 
-def on_virtual(case: PublicCase, kernels: Kernels) -> dict[str, Any]:
+def on_virtual(case: Any, kernels: Kernels) -> dict[str, Any]:
     given = case.inputs(torch.Generator().manual_seed(0))
     began = time.perf_counter()
     try:
@@ -182,7 +186,7 @@ def through_passes(kernels: Kernels) -> dict[str, Any]:
     return {"kernels": sorted(names), "variants": built, "variants_refused": refused, "variants_failed": failed}
 
 
-def on_gpu(chosen: dict[str, PublicCase], ranges: bool) -> dict[str, Any]:
+def on_gpu(chosen: dict[str, Any], ranges: bool) -> dict[str, Any]:
     tuned: set[int] = set()
     run = Autotuner.run
 
@@ -259,6 +263,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names, or parts of names, separated by commas")
     parser.add_argument("--no-passes", action="store_true", help="skip assembling the variants, the longest part")
     o = parser.parse_args()
+    from corpus.public import cases
+
     warnings.simplefilter("ignore")
     parts = [part for part in o.only.split(",") if part]
     chosen = {n: c for n, c in cases().items() if not parts or any(part in n for part in parts)}

@@ -48,22 +48,6 @@ def gemm_ranges(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.con
 
 
 @triton.jit
-def gemm_plain(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    pid = tl.program_id(0)
-    across = tl.cdiv(N, BN)
-    rm = pid // across * BM + tl.arange(0, BM)
-    rn = pid % across * BN + tl.arange(0, BN)
-    rk = tl.arange(0, BK)
-    acc = tl.zeros((BM, BN), tl.float32)
-    for k in range(0, K, BK):
-        x = tl.load(a + rm[:, None] * K + k + rk[None, :])
-        y = tl.load(b + (k + rk)[:, None] * N + rn[None, :])
-        acc = tl.dot(x, y, acc)
-    out = acc.to(tl.float16)
-    tl.store(c + rm[:, None] * N + rn[None, :], out)
-
-
-@triton.jit
 def attention_ranges(q, k, v, o, T, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, scale: tl.constexpr):
     with pp.range("load q"):
         head = tl.program_id(1) * T * D
@@ -89,26 +73,6 @@ def attention_ranges(q, k, v, o, T, D: tl.constexpr, BM: tl.constexpr, BN: tl.co
                 acc = tl.dot(p.to(tl.float16), y, acc * shrink[:, None])
     with pp.range("store"):
         tl.store(o + head + rows[:, None] * D + d[None, :], (acc / total[:, None]).to(tl.float16))
-
-
-@triton.jit
-def attention_plain(q, k, v, o, T, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, scale: tl.constexpr):
-    head = tl.program_id(1) * T * D
-    rows, cols, d = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, D)
-    x = tl.load(q + head + rows[:, None] * D + d[None, :])
-    m, total = tl.full((BM,), -1e30, tl.float32), tl.zeros((BM,), tl.float32)
-    acc = tl.zeros((BM, D), tl.float32)
-    for start in range(0, T, BN):
-        kt = tl.load(k + head + (start + cols)[None, :] * D + d[:, None])
-        s = tl.dot(x, kt) * scale
-        new = tl.maximum(m, tl.max(s, 1))
-        p = tl.exp2(s - new[:, None])
-        shrink = tl.exp2(m - new)
-        total = total * shrink + tl.sum(p, 1)
-        m = new
-        y = tl.load(v + head + (start + cols)[:, None] * D + d[None, :])
-        acc = tl.dot(p.to(tl.float16), y, acc * shrink[:, None])
-    tl.store(o + head + rows[:, None] * D + d[None, :], (acc / total[:, None]).to(tl.float16))
 
 
 def gemm_case(size: int) -> tuple[tuple[int, ...], tuple[Any, ...], dict[str, int], Any]:
@@ -138,7 +102,10 @@ def batch_us(launch: Callable[[], Any], times: int, warm: Callable[[], Any]) -> 
     return end.elapsed_ns(start) / 1000 / times
 
 
-def measured(marked: Any, unmarked: Any, case: Any, rounds: int, times: int) -> dict[str, Any]:
+def measured(marked: Any, case: Any, rounds: int, times: int) -> dict[str, Any]:
+    from corpus.ranged import without_ranges
+
+    unmarked = without_ranges(marked)
     grid, args, options, out = case
     with_, without = pp.kernel(marked, report=None), pp.kernel(unmarked, report=None)
 
@@ -182,8 +149,8 @@ def main() -> None:
     o = arguments(__doc__, quick=True).parse_args()
     gemm, tokens, rounds, times = (256, 256, 1, 2) if o.quick else (4096, 4096, 7, 10)
     found = {
-        "gemm": measured(gemm_ranges, gemm_plain, gemm_case(gemm), rounds, times),
-        "attention": measured(attention_ranges, attention_plain, attention_case(tokens), rounds, times),
+        "gemm": measured(gemm_ranges, gemm_case(gemm), rounds, times),
+        "attention": measured(attention_ranges, attention_case(tokens), rounds, times),
     }
     kinds = ("plain", "traced", "traced with ranges")
     titles = {"gemm": f"GEMM of {gemm:,}", "attention": f"attention over {tokens:,} tokens"}

@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 from harness import ROOT, arguments, commit, environment, need_gpu, save, show, stored
-from ranged import inserted_cuda, with_ranges
 
 import paellapy as pp
 
@@ -62,6 +61,7 @@ class Launch:
 
 def triton_launches(variant: str) -> Iterator[Launch]:
     from corpus import TRITON_CASES
+    from corpus.ranged import with_ranges
 
     for case in TRITON_CASES:
         if variant in _PARTS and not case.sliceable:
@@ -77,6 +77,7 @@ def triton_launches(variant: str) -> Iterator[Launch]:
 def cuda_launches(variant: str) -> Iterator[Launch]:
     """CUDA C kernels: made from a `cupy.RawKernel` where CuPy is installed, from their text elsewhere."""
     from corpus import CUDA_CASES
+    from corpus.ranged import inserted_cuda
 
     for case in CUDA_CASES:
         if not (case.launchable and case.instrumentable) or (variant in _PARTS and not case.sliceable):
@@ -141,7 +142,6 @@ def main() -> None:
     parser.add_argument("--parallel", type=int, default=8, help="number of parallel processes")
     parser.add_argument("--budget", type=float, default=240, help="nothing starts after this many seconds")
     o = parser.parse_args()
-    sys.path.append(str(ROOT / "tests"))
     if o.variant:
         run_corpus(o.cases, o.variant, o.seconds)
         return

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,9 +17,8 @@ for _variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
 import numpy as np  # noqa: E402  (it reads the number of threads when it is imported)
-from harness import ROOT, arguments, save, show  # noqa: E402
+from harness import arguments, save, show  # noqa: E402
 
-sys.path.append(str(ROOT / "tests"))
 SEED = 11
 Arrays = dict[str, Any]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from corpus import CUDA_CASES, TRITON_CASES, CudaCase
+from corpus import CUDA_CASES, TRITON_CASES, CudaCase, ranged
 
 import paellapy as pp
 from paellapy.instrument.kernels.cuda import CudaSource
@@ -27,15 +27,8 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
 
 
-@pytest.fixture
-def ranged(benchmarks: None) -> Any:
-    import ranged
-
-    return ranged
-
-
 @pytest.mark.parametrize("case", [c for c in TRITON_CASES if c.name in NAMES], ids=str)
-def test_a_kernel_with_ranges_computes_the_same(case: Any, ranged: Any) -> None:
+def test_a_kernel_with_ranges_computes_the_same(case: Any) -> None:
     call = case.make(np.random.default_rng(0), 0.2)
     results = []
     with pp.Device("virtual:h200"):
@@ -53,7 +46,7 @@ def test_a_kernel_with_ranges_computes_the_same(case: Any, ranged: Any) -> None:
     assert "_pp_range_begin" not in case.kernel.src
 
 
-def test_tuners_stay_around_a_kernel_with_ranges(ranged: Any) -> None:
+def test_tuners_stay_around_a_kernel_with_ranges() -> None:
     import triton
 
     (case,) = (c for c in TRITON_CASES if c.name == "softmax")
@@ -65,7 +58,7 @@ def test_tuners_stay_around_a_kernel_with_ranges(ranged: Any) -> None:
 
 
 @pytest.mark.parametrize("case", SANITIZED, ids=str)
-def test_cuda_kernels_with_ranges_assemble(case: CudaCase, ranged: Any) -> None:
+def test_cuda_kernels_with_ranges_assemble(case: CudaCase) -> None:
     text = ranged.inserted_cuda(case.source, case.entry)
     source = CudaSource(text, case.name_expression or case.entry, case.options).source("sm_90", marked=True)
     loops = ranged.inserted_cuda(case.source, case.entry).count('pp_warp_range_begin("round")')

@@ -1,4 +1,4 @@
-"""Operators of liger-kernel and flash-linear-attention, each with a reference in PyTorch, for public_kernels.py.
+"""Operators of liger-kernel and flash-linear-attention, each with a reference in PyTorch.
 
 Nothing of these packages is copied: operators are imported from the installed packages (extra `public`), and references
 are written with PyTorch's own functions. Sizes are small, since a reference computes time step by time step.

@@ -26,6 +26,19 @@ def with_ranges(fn: Any) -> Any:
     return ranged
 
 
+def without_ranges(fn: Any) -> Any:
+    """A kernel whose `with pp.range(…)` blocks are opened up."""
+    plain = copy.copy(fn)
+    plain._unsafe_update_src(ast.unparse(_Open().visit(ast.parse(fn.src))))
+    return plain
+
+
+class _Open(ast.NodeTransformer):
+    def visit_With(self, node: ast.With) -> Any:
+        self.generic_visit(node)
+        return node.body
+
+
 def inserted(source: str) -> str:
     """The text of a kernel, with ranges.
 
