@@ -57,12 +57,8 @@ def simulate(
         profiles, shares = named_models(models, batch_sizes(batch), device)
     workload = workload_of(arrivals, rate, shares, seconds, sigma)
     about = caveat(models, device)
-    options: dict[str, Any] = {
-        "fidelity": fidelity,
-        "seed": seed,
-        "admission": admission,
-        "sm_partitions": sm_partitions,
-    }
+    options: dict[str, Any] = {"fidelity": fidelity, "seed": seed, "admission": admission}
+    options["sm_partitions"] = sm_partitions
     results = []
     # Without a terminal, rich would print an empty line in place of the bar.
     for each in track(policies, "simulating", console=console, transient=True, disable=not console.is_interactive):

@@ -80,9 +80,7 @@ class EngineActor:
             if self._wants_standby and self._standby is None and alive_at and now - alive_at > STANDBY_AFTER_S:
                 self._standby = self._start(waits=True)
             time.sleep(LOOK_S)
-        for each in (self._standby, self._process):
-            if each is not None:
-                end(each, STOP_S)
+        end([each for each in (self._standby, self._process) if each is not None], STOP_S)
 
     def _start(self, waits: bool) -> subprocess.Popen[bytes]:
         task = msgspec.structs.replace(self._task, waits=waits)

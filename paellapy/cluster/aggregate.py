@@ -188,35 +188,39 @@ def _families(pages: dict[str, str]) -> list[str]:
 
 
 def router_metrics(router: Router) -> list[str]:
-    counts = asdict(router.counts)
-    found = []
-    for name, text in (
-        ("requests", "Requests taken"),
-        ("refused", "Answers 503, 429 and 404 of engines, after which other engines were asked"),
-        ("lost", "Engines that ended, or fell silent, before an answer"),
-        ("again", "Requests sent again after an engine was lost"),
-        ("held", "Requests that waited for an engine"),
-    ):
-        metric = f"paellapy_router_{name}_total"
-        found += [f"# HELP {metric} {text}", f"# TYPE {metric} counter", f"{metric} {counts[name]}"]
-    found += ["# HELP paellapy_engine_up 1: the engine takes requests", "# TYPE paellapy_engine_up gauge"]
     # An engine that never started, or was drained, is not missing: routers may be told of engines that start later.
-    known = [view for view in router.views.values() if view.outlook is not None and not view.outlook.draining]
-    found += [f'paellapy_engine_up{{engine="{view.name}"}} {int(view.up)}' for view in known]
-    name = "paellapy_predicted_seconds"
-    found += [f"# HELP {name} Predicted time of a request that arrives now", f"# TYPE {name} gauge"]
-    for view in router.views.values():
-        for model in sorted(view.offers()):
-            estimate_ms = view.estimate_ms(model) or 0.0
-            found.append(f'{name}{{engine="{view.name}",model="{model}"}} {estimate_ms * 1e-3:.6g}')
-    for name, kind, text, value in (
-        ("held_bytes", "gauge", "Bytes of requests that are not answered yet", router.held.nbytes),
-        ("full_total", "counter", "Requests refused because the router held too many bytes", router.held.full),
-    ):
-        metric = f"paellapy_router_{name}"
-        found += [f"# HELP {metric} {text}", f"# TYPE {metric} {kind}", f"{metric} {value}"]
-    found += ["# HELP paellapy_router_in_flight Requests being handled", "# TYPE paellapy_router_in_flight gauge"]
-    return [*found, f"paellapy_router_in_flight {router.in_flight}"]
+    views = router.views.values()
+    known = [view for view in views if view.outlook is not None and not view.outlook.draining]
+    up = [(f'{{engine="{view.name}"}}', int(view.up)) for view in known]
+    predicted = [
+        (f'{{engine="{view.name}",model="{model}"}}', f"{(view.estimate_ms(model) or 0.0) * 1e-3:.6g}")
+        for view in views
+        for model in sorted(view.offers())
+    ]
+    counts = asdict(router.counts)
+    metrics: list[tuple[str, str, str, list[tuple[str, object]]]] = [
+        (f"router_{name}_total", "counter", text, [("", counts[name])])
+        for name, text in (
+            ("requests", "Requests taken"),
+            ("refused", "Answers 503, 429 and 404 of engines, after which other engines were asked"),
+            ("lost", "Engines that ended, or fell silent, before an answer"),
+            ("again", "Requests sent again after an engine was lost"),
+            ("held", "Requests that waited for an engine"),
+        )
+    ]
+    held = router.held
+    metrics += [
+        ("engine_up", "gauge", "1: the engine takes requests", [*up]),
+        ("predicted_seconds", "gauge", "Predicted time of a request that arrives now", [*predicted]),
+        ("router_held_bytes", "gauge", "Bytes of requests that are not answered yet", [("", held.nbytes)]),
+        ("router_full_total", "counter", "Requests refused because the router held too many bytes", [("", held.full)]),
+        ("router_in_flight", "gauge", "Requests being handled", [("", router.in_flight)]),
+    ]
+    found = []
+    for name, kind, text, samples in metrics:
+        found += [f"# HELP paellapy_{name} {text}", f"# TYPE paellapy_{name} {kind}"]
+        found += [f"paellapy_{name}{labels} {value}" for labels, value in samples]
+    return found
 
 
 async def merged_metrics(request: web.Request) -> web.Response:

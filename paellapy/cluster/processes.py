@@ -100,27 +100,20 @@ def be_as_important_as_others() -> None:
         os.setpriority(os.PRIO_PROCESS, 0, min(0, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
-def end(process: subprocess.Popen[bytes], within_s: float) -> None:
-    """Asks the process to stop, and kills it if it does not."""
-    if process.stdin is not None:
-        process.stdin.close()
-    if process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(within_s)
-    if process.poll() is None:
-        process.kill()
-    process.wait()
-
-
-def ends_within(processes: Sequence[subprocess.Popen[bytes]], within_s: float) -> None:
-    """Ends all processes at once."""
+def end(processes: Sequence[subprocess.Popen[bytes]], within_s: float) -> None:
+    """Asks all processes to stop, and kills those that do not."""
     for each in processes:
+        if each.stdin is not None:
+            each.stdin.close()
         if each.poll() is None:
             each.terminate()
     until = time.monotonic() + within_s
     for each in processes:
-        end(each, max(0.0, until - time.monotonic()))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            each.wait(max(0.0, until - time.monotonic()))
+        if each.poll() is None:
+            each.kill()
+        each.wait()
 
 
 # -- routers
@@ -156,7 +149,7 @@ class Routers:
 
     def close(self) -> None:
         self._shares.close()
-        ends_within(self.processes, self._options.drain_s + 2.0)
+        end(self.processes, self._options.drain_s + 2.0)
 
     def __enter__(self) -> Routers:
         return self
