@@ -174,10 +174,14 @@ class Config(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Source:
-    """The file, command line or Python call that the values came from, so that errors can point at it."""
+    """The file that the values came from, so that errors can point at it. Values at `overrides` came from elsewhere:
+    from the command line, or from a Python call.
+    """
 
-    def __init__(self, name: str = "", text: str = "", overrides: Sequence[Path_] = ()) -> None:
-        self.name, self.text, self.overrides = name, text, overrides
+    def __init__(
+        self, name: str = "", text: str = "", overrides: Sequence[Path_] = (), elsewhere: str = "on the command line"
+    ) -> None:
+        self.name, self.text, self.overrides, self._elsewhere = name, text, overrides, elsewhere
         self.again: Callable[[], tuple[Config, Source]] = self._nothing  # reads the configuration again
 
     def _nothing(self) -> tuple[Config, Source]:
@@ -191,7 +195,7 @@ class Source:
         """An error `file:line: key: message`, followed by the line itself."""
         key = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")
         if any(path[: len(o)] == o or o[: len(path)] == path for o in self.overrides if path):
-            return ConfigError(f"on the command line: {key or 'configuration'}: {message}", key)
+            return ConfigError(f"{self._elsewhere}: {key or 'configuration'}: {message}", key)
         if not self.name:
             return ConfigError(f"in the options: {key}: {message}" if key else message, key)
         number = line_of(self.text, path)
@@ -357,25 +361,13 @@ def _model(text: str) -> dict[str, Any]:
 # A configuration file with overriding options from Python: `serve("config.toml", policy="edf")`.
 
 
-class _Source(Source):
-    """Errors point at the file, except for values that the options set."""
-
-    def __init__(self, file: Source, options: Mapping[str, Any]) -> None:
-        super().__init__(file.name, file.text)
-        self._given = list(_leaves(options))
-
-    def error(self, path: Path_, message: str) -> ConfigError:
-        given = any(path[: len(each)] == each for each in self._given)
-        return Source().error(path, message) if given else super().error(path, message)
-
-
 def file_with_options(file: str | Path, options: Mapping[str, Any]) -> tuple[Config, Source]:
     """As `load_config`. Tables are merged; any other option replaces the file's value."""
     config, source = load_config(file)  # reports the file's own errors with their lines
     if not options:
         return config, source
     config, _ = load_config(defaults=_merged(tomllib.loads(source.text), options))
-    merged = _Source(source, options)
+    merged = Source(source.name, source.text, list(_leaves(options)), "in the options")
     merged.again = partial(file_with_options, file, options)
     return config, merged
 

@@ -67,19 +67,8 @@ class Connection(web.RequestHandler):
     """
 
     __slots__ = (
-        "__weakref__",
-        "_began",
-        "_content",
-        "_header_timeout_s",
-        "_log_rejected",
-        "_rest",
-        "_send_timeout_s",
-        "_send_timer",
-        "_timer",
-        "_to_client",
-        "_unread_answers",
-        "_unsent",
-        "fresh",
+        "__weakref__", "_began", "_content", "_header_timeout_s", "_log_rejected", "_rest", "_send_timeout_s",
+        "_send_timer", "_timer", "_to_client", "_unread_answers", "_unsent", "fresh",
     )  # fmt: skip
 
     def __init__(

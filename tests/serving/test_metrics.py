@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from http.client import HTTPConnection
 
 import numpy as np
 import pytest
 from engine_models import scale_model
 from prometheus_client.parser import text_string_to_metric_families
-from serving_server import ask as asked
-from serving_server import infer_body, running
+from serving_server import ask, infer_body, running
 
 from paellapy.serving.metrics import _Page
 
@@ -36,18 +34,12 @@ def server():
 
 
 def scrape(server):
-    connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
-    connection.request("GET", "/metrics")
-    text = connection.getresponse().read().decode()
-    connection.close()
+    text = ask(server, "GET", "/metrics")[2].decode()
     return [s for family in text_string_to_metric_families(text) for s in family.samples]
 
 
-def ask(server, x):
-    connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
-    connection.request("POST", "/v2/models/scale/infer", json.dumps(infer_body("x", x)))
-    assert connection.getresponse().status == 200
-    connection.close()
+def infer(server, x):
+    assert ask(server, "POST", "/v2/models/scale/infer", json.dumps(infer_body("x", x)))[0] == 200
 
 
 def test_every_sm_tells_how_long_it_held_warps(server):
@@ -56,7 +48,7 @@ def test_every_sm_tells_how_long_it_held_warps(server):
 
     before = scrape(server)
     for _ in range(3):
-        ask(server, np.ones((4, 64), np.float32))
+        infer(server, np.ones((4, 64), np.float32))
     after = scrape(server)
     for name in ("paellapy_sm_warp_seconds_total", "paellapy_sm_busy_seconds_total"):
         earlier, later = total(before, name), total(after, name)
@@ -69,7 +61,7 @@ def test_every_sm_tells_how_long_it_held_warps(server):
 
 
 def test_tritons_names_are_there(server):
-    ask(server, np.ones((1, 64), np.float32))
+    infer(server, np.ones((1, 64), np.float32))
     samples = scrape(server)
     of_the_model = {s.name for s in samples if s.labels.get("model") == "scale" and s.labels["version"] == "1"}
     assert set(PER_MODEL) <= of_the_model
@@ -115,5 +107,5 @@ def test_every_reader_gets_a_page_made_after_it_asked():
 
 def test_no_answer_names_the_versions_of_libraries(server):
     for headers in ({"Expect": "nothing"}, {}):
-        _, found, _ = asked(server, "GET", "/v2", None, headers)
+        _, found, _ = ask(server, "GET", "/v2", None, headers)
         assert found["Server"] == "paellapy"
