@@ -180,6 +180,11 @@ class Bench:
     def status(self, serial: int) -> int:
         return int(self.done[serial]["status"])
 
+    def instance_of(self, model: int) -> int:
+        """The first running instance of a model."""
+        rows = self.state.instance
+        return int(np.flatnonzero((rows["model"] == model) & (rows["state"] == codes.RUNNING))[0])
+
     @property
     def running(self) -> list[int]:
         return [instance for instance, words in self.launched.items() if words]

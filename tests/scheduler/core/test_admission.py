@@ -194,3 +194,23 @@ def test_a_model_of_which_little_is_asked_is_not_refused_for_ever_beside_one_tha
 
 def test_tables_begin_with_room_for_two_batches():
     assert np.array_equal(new_limits([1, 8], TUNING)["size"], [2.0, 16.0])
+
+
+def test_predictions_grow_with_the_work_ahead() -> None:
+    bench = Bench([profile(segments=4, ns=100e3, instances=2), profile("short", ns=1e3, instances=1)], policy="fifo")
+    assert predict_finish(bench.state, 0, bench.now) == 400_000
+    predicted = []
+    for _ in range(6):
+        bench.submit(0)
+        bench.step()
+        predicted.append(predict_finish(bench.state, 0, bench.now))
+    assert predicted == sorted(predicted)
+    assert predicted[-1] > 2 * 400_000
+    shortest_first = Bench(
+        [profile(segments=4, ns=100e3, instances=2), profile("short", ns=1e3, instances=1)], policy="srpt"
+    )
+    for _ in range(6):
+        shortest_first.submit(0)
+        shortest_first.step()
+    assert predict_finish(shortest_first.state, 1, 0) < predicted[-1] / 2
+    bench.run_dry()

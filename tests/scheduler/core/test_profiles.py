@@ -1,24 +1,75 @@
-"""Batch sizes that are not captured yet, as the core sees them."""
+"""Profiles of models: stored, checked, and installed in the core's tables."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
-from core_bench import Bench, profile
+from core_bench import LIMITS, Bench, profile
 
 from paellapy.scheduler.core import codes
+from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.admission import predict_finish
-from paellapy.scheduler.core.install import install, install_size, open_model
+from paellapy.scheduler.core.errors import ProfileError
+from paellapy.scheduler.core.install import estimate, install, install_size, open_model
+from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile, load_profiles, save_profiles
 from paellapy.scheduler.core.state import Limits
 
-LIMITS = Limits(
+pytestmark = pytest.mark.quick
+
+
+def test_a_demand_that_was_not_measured_is_estimated_from_the_fullest_resource() -> None:
+    state = Bench([]).state
+    half = int(state.gpu["capacity_warps"][0] / 2)
+    assert estimate(state, [SegmentProfile(1e6, warps=half, registers=0)]) == pytest.approx(0.5)
+    busy = SegmentProfile(1e6, registers=0, kernels=round(state.gpu["capacity_issue"][0] * 1e-3 / 4))
+    assert estimate(state, [busy]) == pytest.approx(0.25, rel=0.01)
+    assert estimate(state, [busy, SegmentProfile(1e6, warps=10 * half, registers=0)]) == 1.0
+
+
+def test_profiles_survive_a_file(tmp_path: object) -> None:
+    path = tmp_path / "models.json"  # type: ignore[operator]
+    models = [profile(batch=(1, 4), target_ms=2.5, priority=3), profile("b", share=0.5, demand={1: 0.3})]
+    save_profiles(path, models)
+    assert load_profiles(path) == models
+    path.write_text('{"models": [{"name": "x"}]}')
+    with pytest.raises(ProfileError) as caught:
+        load_profiles(path)
+    assert caught.value.given == str(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "given", "make"),
+    [
+        ("time_ns", 0.0, lambda: SegmentProfile(0.0)),
+        ("kernels", 0, lambda: SegmentProfile(1.0, kernels=0)),
+        ("memory", 1.5, lambda: SegmentProfile(1.0, memory=1.5)),
+        ("sizes", {}, lambda: ModelProfile("m", {})),
+        ("sizes", {1: []}, lambda: ModelProfile("m", {1: []})),
+        ("share", 0.0, lambda: profile(share=0.0)),
+        ("target_ms", -1, lambda: profile(target_ms=-1)),
+        ("needs", {1: [5]}, lambda: profile(needs={1: [5]})),
+        ("batch", 2, lambda: profile().alone_ns(2)),
+        ("segments", 9, lambda: install(st.new_state(LIMITS), profile(segments=9))),
+        ("batch", 16, lambda: install(st.new_state(LIMITS), profile(batch=(1, 16)))),
+        ("instances_per_model", 5, lambda: install(st.new_state(LIMITS), profile(instances=5))),
+    ],
+)
+def test_a_wrong_profile_is_refused(field: str, given: object, make: Any) -> None:
+    with pytest.raises(ProfileError) as caught:
+        make()
+    assert (caught.value.field, caught.value.given) == (field, given)
+
+
+SIZES = Limits(
     models=4, instances=16, instances_per_model=4, sizes=4, batch=8, segments=8, requests=48, clients=4, inputs=2
 )
 BATCH = (1, 2, 4, 8)
 
 
 def bench_without_the_sizes_between() -> tuple[Bench, int]:
-    bench = Bench([], limits=LIMITS)
+    bench = Bench([], limits=SIZES)
     model, _ = install(bench.state, profile(batch=(1, 8), segments=2), BATCH)
     open_model(bench.state, model)
     bench.step()
@@ -53,7 +104,7 @@ def test_batches_run_at_the_sizes_that_are_there_and_name_the_one_they_want():
     assert size["capture"][1] == codes.GIVEN_UP
 
 
-def test_a_instance_that_runs_keeps_its_size_when_a_better_one_comes():
+def test_an_instance_that_runs_keeps_its_size_when_a_better_one_comes():
     bench, model = bench_without_the_sizes_between()
     for _ in range(3):
         bench.submit()

@@ -1,9 +1,4 @@
-"""The protocol between producers and the core: any order of their steps, a death between any two, real threads.
-
-The state machine has two producers, each of whose requests is at one step: slot claimed, posted, written, answered,
-read. After every step the core's tables are consistent; a request of a living producer is answered once, with its own
-slot; and at the end everything is free.
-"""
+"""The rings and bells between producers and the core: any order of steps, deaths between any two, real threads."""
 
 from __future__ import annotations
 
@@ -12,6 +7,7 @@ import threading
 import time
 from collections import Counter
 
+import numba
 import numpy as np
 from core_bench import LIMITS, Bench, profile
 from core_check import check_integrity
@@ -19,10 +15,27 @@ from hypothesis import settings
 from hypothesis import strategies as some
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from paellapy.scheduler.core import abort, codes
+from paellapy.scheduler.core import abort, codes, rings, tables
 from paellapy.scheduler.core import state as st
-from paellapy.scheduler.core.rings import SLOTS, STAGED, Message
+from paellapy.scheduler.core.atomics import load_at, store_at
+from paellapy.scheduler.core.rings import ANYTHING, AWAKE, SLOTS, STAGED, Message, announce_sleep, must_ring
 from paellapy.scheduler.engine import ring_calls as calls
+
+
+def test_the_ring_says_when_it_is_full() -> None:
+    state = st.new_state(LIMITS)
+    message = rings.Message(kind=codes.CANCEL)
+    answers = [rings.post(state, 0, message.address) for _ in range(state.submit.shape[1] + 1)]
+    assert answers == [True] * state.submit.shape[1] + [False]
+
+
+def test_a_message_arrives_as_it_was_written() -> None:
+    state = st.new_state(LIMITS)
+    values = {name: 3 + k for k, name in enumerate(tables.SUBMISSION.names or ())}
+    assert rings.post(state, 0, rings.Message(**values).address)
+    arrived = {name: int(state.submit[0, 0][name]) for name in values}
+    assert arrived == {**values, "sequence": 1}
+
 
 PRODUCERS = st.Limits(**{**{name: getattr(LIMITS, name) for name in LIMITS.__dataclass_fields__}, "producers": 3})
 WHO = some.sampled_from((1, 2))
@@ -313,3 +326,41 @@ def test_messages_posted_together_fit_all_or_none_and_go_around_the_ring():
     bench.submit()
     bench.step()
     assert len(bench.launched) == 1
+
+
+ROUNDS = 3000
+APART = 16  # words between two that are shared: a cache line and more, so that they may be reordered
+
+
+@numba.njit(nogil=True)
+def posts(bell, post, begun, ended, rang):
+    for k in range(1, len(rang)):
+        while load_at(begun) != np.uint64(k):
+            pass
+        store_at(post, np.uint64(k))
+        rang[k] = must_ring(bell, False)
+        store_at(ended, np.uint64(k))
+
+
+@numba.njit(nogil=True)
+def sleeps(bell, post, begun, ended, seen):
+    for k in range(1, len(seen)):
+        store_at(bell, AWAKE)
+        store_at(begun, np.uint64(k))
+        announce_sleep(bell, ANYTHING)
+        seen[k] = load_at(post) == np.uint64(k)
+        while load_at(ended) != np.uint64(k):
+            pass
+
+
+def test_nobody_sleeps_over_work_that_was_posted():
+    words = np.zeros(4 * APART, np.uint64)
+    shared = [np.uint64(words.ctypes.data + 8 * APART * k) for k in range(4)]
+    rang, seen = (np.ones(ROUNDS + 1, np.bool_) for _ in range(2))
+    poster = threading.Thread(target=posts, args=(*shared, rang), daemon=True)
+    sleeps(*shared, seen[:1])  # compiled before the race
+    posts(*shared, rang[:1])
+    poster.start()
+    sleeps(*shared, seen)
+    poster.join()
+    assert (rang | seen).all()

@@ -1,4 +1,4 @@
-"""Jobs that `admit` holds back because of their client keep no instance before they have started."""
+"""Requests that a limit or `admit` holds back: they keep no instance, delay nobody, and are not lost."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ scripts = st.lists(
 
 @settings(max_examples=100, deadline=None)
 @given(script=scripts, batch=st.sampled_from([(1,), (1, 4)]), instances=st.integers(1, 2), may_idle=st.booleans())
-def test_a_client_that_is_held_back_has_a_instance_only_on_an_idle_gpu_and_delays_nobody(
+def test_a_client_that_is_held_back_has_an_instance_only_on_an_idle_gpu_and_delays_nobody(
     script, batch, instances, may_idle
 ):
     made = holding if may_idle else working
@@ -302,3 +302,74 @@ def test_functions_that_ask_about_clients_are_reached_only_under_policies_that_d
     attach_policy(state, holding)
     assert state.call["release_held_back"][0] != state.call["give_up_refused"][0] != 0
     assert state.call["release_held_back"][0] != 0
+
+
+def test_requests_of_a_tenant_at_its_limit_stay_out_of_instances() -> None:
+    bench = Bench([profile(segments=1, ns=1e6, instances=2, batch=(1, 4))], policy="fifo")
+    set_tenant(bench.state, 1, "alice", Tenant(limit=0.1))
+    first = [bench.submit(client=1, direct=True) for _ in range(12)]
+    bench.step()
+    assert [len(found) for found in slots_of(bench, 1)] == [4]  # a batch, in one instance
+    for instance in bench.running:
+        bench.finish_segment(instance)
+    assert len(bench.step(1_000_000)) == 4
+    assert not slots_of(bench, 1)
+    other = bench.submit(client=2, direct=True)
+    bench.step()
+    for instance in bench.running:
+        bench.finish_segment(instance)
+    assert bench.step() == [other]
+    bench.cancel(first[-1])
+    bench.step()
+    assert bench.status(first[-1]) == codes.CANCELLED
+    assert bench.state.client["held_back"][1] == 7
+    bench.run_dry(ns=1_000_000)
+    assert len(bench.done) == 13
+
+
+def test_a_model_closes_once_its_last_held_back_request_is_cancelled() -> None:
+    bench = Bench([profile(segments=1, ns=1e6, instances=1)], policy="fifo")
+    set_tenant(bench.state, 1, "alice", Tenant(limit=0.001))
+    bench.submit(client=1)
+    held = bench.submit(client=1)
+    bench.step()
+    bench.finish_segment(bench.running[0])
+    bench.step(1_000_000)
+    bench.tell(codes.CLOSE_MODEL, 0)
+    bench.step()
+    assert not bench.closed
+    bench.cancel(held)
+    bench.step()
+    assert bench.status(held) == codes.CANCELLED
+    assert bench.closed == [0]
+
+
+def test_a_short_queue_counts_only_held_back_requests_without_a_free_slot() -> None:
+    bench = Bench([profile(segments=1, ns=1e6, instances=2, queue_limit=0)], policy="fifo")
+    set_tenant(bench.state, 1, "alice", Tenant(limit=0.1))
+    first = [bench.submit(client=1) for _ in range(3)]
+    bench.step()
+    assert [bench.done[each]["status"] for each in first if each in bench.done] == [codes.QUEUE_FULL]
+    bench.run_dry(ns=1_000_000)
+    assert [bench.status(each) for each in first] == [codes.OK, codes.OK, codes.QUEUE_FULL]
+
+
+def test_requests_that_are_let_in_count_at_a_size_that_is_captured() -> None:
+    bench = Bench([profile(segments=1, ns=1e6, instances=2, batch=(1, 2, 4))], policy="fifo")
+    later = bench.state.size[0, 1]
+    later["segments"], later["total_ns"], later["capture"] = 0, 0.0, codes.LATER
+    set_tenant(bench.state, 1, "alice", Tenant(limit=0.1))
+    bench.submit(client=1)
+    bench.submit(client=1)
+    bench.step()
+    assert bench.state.client["released_ns"][1] == pytest.approx(bench.state.size["total_ns"][0, 2])
+    bench.run_dry(ns=1_000_000)
+
+
+def slots_of(bench: Bench, client: int) -> list[list[int]]:
+    """The requests of a client in each instance that has any."""
+    s = bench.state
+    rows = [
+        [row for row in s.slot[instance] if row >= 0 and s.request["client"][row] == client] for instance in range(2)
+    ]
+    return [each for each in rows if each]
