@@ -360,8 +360,8 @@ class Faults:
     the core's tables, and the others are answered. Only the loop's thread uses this object.
     """
 
-    def __init__(self, state: State, told: OnFault) -> None:
-        self._state, self._told = state, told
+    def __init__(self, state: State, on_fault: OnFault) -> None:
+        self._state, self._on_fault = state, on_fault
         self._settled: set[int] = set()  # instances whose answers are computed: their other segments compute nothing
 
     def skips(self, instance: int, segment: int) -> bool:
@@ -406,6 +406,6 @@ class Faults:
         state.instance_fault[k] = 0
         for slot, error in found.items():
             state.instance_fault[k, slot >> 6] |= np.uint64(1) << np.uint64(slot & 63)
-            self._told(k, slot, error)
+            self._on_fault(k, slot, error)
         state.instance["faulty"][k] = 1
         self._settled.add(k)

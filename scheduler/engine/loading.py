@@ -191,7 +191,7 @@ class Preparation:
         if loaded.range is not None:
             known = self._with_needs(known, sliced, loaded.range)
         marks = last_kernels(sliced.nodes, known.bounds)
-        confined = known.stretch_in_partition <= self._rules.tuning.most_partition_stretch
+        confined = known.slowdown_in_partition <= self._rules.tuning.most_partition_stretch
         for instance in loaded.instances:
             program = (
                 sliced if instance is self._first and not marks else self._again(sliced, instance, known.cuts, marks)

@@ -39,7 +39,7 @@ class ProgramProfile:
         return replace(self, needs=tuple(needs))
 
     @property
-    def stretch_in_partition(self) -> float:
+    def slowdown_in_partition(self) -> float:
         """Time inside an SM partition ÷ time on the whole GPU; infinite if the program cannot be confined."""
         return self.partition_ns / self.whole_ns if self.partition_ns > 0.0 else math.inf
 

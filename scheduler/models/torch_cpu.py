@@ -12,14 +12,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from paellapy.instrument.device.base import Device
 from paellapy.instrument.gpu_model.costs import BlockCost
 from paellapy.scheduler.models.capture import Counting, Recording
 from paellapy.scheduler.models.program import Node
 from paellapy.scheduler.models.sync_guard import Waits
-from paellapy.scheduler.models.tensors import Arrays
 from paellapy.scheduler.models.torch_state import watching
 from paellapy.scheduler.models.torch_tensors import schema_of, tensors_in
 
@@ -91,31 +88,16 @@ def _operation(torch: Any, name: str, args: Any, kwargs: Any, out: Any, flops: f
     return Operation(Node("kernel", name, blocks, 128, 32, 0), cost)
 
 
-def record_or_run(
-    torch: Any, compute: Callable[[Any, Any, Arrays, Arrays], None], operations: dict[int, list[Operation]], call: Any,
-    inputs: Arrays, outputs: Arrays,
-) -> None:  # fmt: skip
-    """On the virtual GPU: adds a module's operations to the current recording, or just computes if there is none.
-
-    `operations` holds the module's operations by batch size; new sizes are added to it.
+def record_or_run(operations: Callable[[], list[Operation]], run: Callable[[], None]) -> None:
+    """On the virtual GPU: adds operations to the current recording, whose data `run` computes; computes now if there is
+    none.
     """
     capture = Device.current().capture
-    plain_in = {key: array.view(np.ndarray) for key, array in inputs.items()}
-    plain_out = {key: array.view(np.ndarray) for key, array in outputs.items()}
-
-    def run() -> None:
-        compute(torch, call, plain_in, plain_out)
-
-    if not isinstance(capture, Recording):
-        if isinstance(capture, Counting):
-            capture.launches += 1
-            if not capture.computes:
-                return
-        run()
+    if isinstance(capture, Recording):
+        capture.compute([(each.node, each.cost) for each in operations()], run)
         return
-    batch = len(next(iter(plain_in.values())))
-    if batch not in operations:  # the operations are the same for every instance
-        weights = [*call.parameters(), *call.buffers()] if isinstance(call, torch.nn.Module) else []
-        memory = [array.ctypes.data for array in plain_in.values()] + [t.untyped_storage().data_ptr() for t in weights]
-        operations[batch] = count_operations(torch, run, memory)
-    capture.compute([(each.node, each.cost) for each in operations[batch]], run)
+    if isinstance(capture, Counting):
+        capture.launches += 1
+        if not capture.computes:
+            return
+    run()

@@ -24,9 +24,10 @@ from paellapy.scheduler.models import torch_capture
 from paellapy.scheduler.models.capture import Counting
 from paellapy.scheduler.models.sync_guard import refusing_to_wait
 from paellapy.scheduler.models.tensors import Arrays, TensorSpec, wrong
-from paellapy.scheduler.models.torch_cpu import record_or_run
+from paellapy.scheduler.models.torch_cpu import Operation, count_operations, record_or_run
 from paellapy.scheduler.models.torch_state import Kept, Touched, find_touched, state_behind, watching
 from paellapy.scheduler.models.torch_tensors import (
+    address_of,
     as_bytes,
     as_tensor,
     change_tensors,
@@ -150,7 +151,7 @@ class TorchModule:
     def __init__(self, title: str, call: Callable[..., Any], signature: Signature, options: TorchOptions) -> None:
         self.title, self._call, self.signature, self.options = title, call, signature, options
         # by batch size, on the virtual GPU: the operations that the module launches
-        self.operations: dict[int, Any] = {}
+        self.operations: dict[int, list[Operation]] = {}
         self.touched = Touched([], [])  # by the run of the example
         self.drawn: dict[int, int] = {}  # by batch size, on a GPU: how far a run advances the random generator
         self.mapped: list[NDArray[Any]] = []  # weights that are a mapped file
@@ -269,7 +270,9 @@ class TorchModule:
         torch = needs_torch()
         call = weights["call"]
         if isinstance(next(iter(inputs.values())), np.ndarray):
-            record_or_run(torch, self.compute, self.operations, call, inputs, outputs)
+            given, found = ({key: array.view(np.ndarray) for key, array in each.items()} for each in (inputs, outputs))
+            run = functools.partial(self.compute, torch, call, given, found)
+            record_or_run(functools.partial(self._operations_of, torch, call, given, run), run)
             return
         if not isinstance(Device.current().capture, Counting):
             self.compute(torch, call, inputs, outputs)
@@ -280,6 +283,15 @@ class TorchModule:
         with refusing_to_wait():
             self.compute(torch, call, inputs, outputs)
         self.drawn[first.shape[0]] = generator.get_offset() - before
+
+    def _operations_of(self, torch: Any, call: Any, inputs: Arrays, run: Callable[[], None]) -> list[Operation]:
+        """The operations for these inputs; they are the same for every instance."""
+        batch = len(next(iter(inputs.values())))
+        if batch not in self.operations:
+            weights = [*call.parameters(), *call.buffers()] if isinstance(call, torch.nn.Module) else []
+            memory = [array.ctypes.data for array in inputs.values()] + list(map(address_of, weights))
+            self.operations[batch] = count_operations(torch, run, memory)
+        return self.operations[batch]
 
     def compute(self, torch: Any, call: Callable[..., Any], inputs: Arrays, outputs: Arrays) -> None:
         """Runs the module on our arrays and copies its results to the outputs."""

@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.device.base import Device
-from paellapy.scheduler.models.capture import Counting, InstanceCapture, Recording
+from paellapy.scheduler.models.capture import InstanceCapture
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.sync_guard import refusing_to_wait
 from paellapy.scheduler.models.tensors import Arrays, TensorSpec
 from paellapy.scheduler.models.torch_capture import Draws, TorchPool
-from paellapy.scheduler.models.torch_cpu import Operation, count_operations
+from paellapy.scheduler.models.torch_cpu import Operation, count_operations, record_or_run
 from paellapy.scheduler.models.torch_state import (
     GROUPS,
     Kept,
@@ -255,14 +255,10 @@ class TorchStep:
     # -- as the model's function
 
     def run(self, weights: Arrays, inputs: Arrays, outputs: Arrays) -> None:
-        capture = Device.current().capture
         if isinstance(next(iter(inputs.values())), np.ndarray):
-            if isinstance(capture, Recording):
-                capture.compute([(each.node, each.cost) for each in self._counted()], _nothing)
-            elif isinstance(capture, Counting):
-                capture.launches += 1
+            record_or_run(self._counted, _nothing)
             return
-        if isinstance(capture, InstanceCapture):
+        if isinstance(Device.current().capture, InstanceCapture):
             self._into(inputs, outputs)
             return
         assert self.draws is not None

@@ -89,29 +89,27 @@ class ClusterOptions:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        if self.gpus < 1 or self.routers < 1:
-            field = "gpus" if self.gpus < 1 else "routers"
-            text = f"gpus={self.gpus} and routers={self.routers}: both must be at least 1"
-            raise ArgumentError(text, field=field, given=getattr(self, field), limit=1)
-        if self.router not in ROUTINGS:
-            text = f"no router {self.router!r}: choose one of {', '.join(ROUTINGS)}"
-            raise ArgumentError(text, field="router", given=self.router)
-        if not 0.01 <= self.stale_ms <= 1000:
-            text = f"stale_ms={self.stale_ms}: it must be from 0.01 to 1000 ms"
-            raise ArgumentError(text, field="stale_ms", given=self.stale_ms)
-        if not self.speeds or not all(0 < each < math.inf for each in self.speeds):
-            text = f"speeds={self.speeds}: each must be above 0; 1 is the speed of the profiles"
-            raise ArgumentError(text, field="speeds", given=self.speeds)
-        if self.placement is not None and len(self.placement) != self.gpus:
-            raise ArgumentError(
-                f"the placement has {len(self.placement)} GPUs, but the cluster has {self.gpus}: give one list of "
-                "models per GPU", field="placement", given=len(self.placement), limit=self.gpus,
-            )  # fmt: skip
-        for field in ("failures", "stragglers"):
-            for gpu in (each.gpu for each in getattr(self, field)):
-                if not 0 <= gpu < self.gpus:
-                    text = f"there is no GPU {gpu}: the GPUs are 0 to {self.gpus - 1}"
-                    raise ArgumentError(text, field=field, given=gpu, limit=self.gpus)
+        checks = {
+            "gpus": (self.gpus >= 1, "at least 1"),
+            "routers": (self.routers >= 1, "at least 1"),
+            "router": (self.router in ROUTINGS, f"one of {', '.join(ROUTINGS)}"),
+            "stale_ms": (0.01 <= self.stale_ms <= 1000, "from 0.01 to 1000 ms"),
+            "speeds": (
+                bool(self.speeds) and all(0 < each < math.inf for each in self.speeds),
+                "above 0 each; 1 is the speed of the profiles",
+            ),
+            "placement": (
+                self.placement is None or len(self.placement) == self.gpus,
+                f"one list of models for each of the {self.gpus} GPUs",
+            ),
+        }
+        for name in ("failures", "stragglers"):
+            fits = all(0 <= each.gpu < self.gpus for each in getattr(self, name))
+            checks[name] = fits, f"of the GPUs 0 to {self.gpus - 1}"
+        for name, (fits, wanted) in checks.items():
+            if not fits:
+                given = getattr(self, name)
+                raise ArgumentError(f"{name}={given!r}: it must be {wanted}", field=name, given=given)
 
 
 def simulate_cluster(

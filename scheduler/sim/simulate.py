@@ -415,9 +415,10 @@ def resources(state: State, models: Sequence[ModelProfile], gpu: Part, timing: T
                 work[m, k, i] = each.time_ns
             total = math.fsum(work[m, k, : len(program)])
             if batch in model.demand:  # measured, not estimated: the whole program keeps this part of the GPU busy
-                guess = (use[m, k, : len(program), : ISSUE + 1].max(axis=1) * work[m, k, : len(program)]).sum() / total
+                fullest = use[m, k, : len(program), : ISSUE + 1].max(axis=1)
+                estimate = (fullest * work[m, k, : len(program)]).sum() / total
                 busy[m, k] = busy_alone(model.demand[batch], model.together.get(batch, TOGETHER))
-                use[m, k, : len(program), : ISSUE + 1] *= busy[m, k] / max(guess, 1e-9)
+                use[m, k, : len(program), : ISSUE + 1] *= busy[m, k] / max(estimate, 1e-9)
                 # Bandwidth and arithmetic were measured separately, where they are known.
                 for i, each in enumerate(program):
                     use[m, k, i, MEMORY] = each.memory or use[m, k, i, MEMORY]

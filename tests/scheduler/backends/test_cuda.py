@@ -551,7 +551,7 @@ def test_nothing_is_collected_inside_a_capture(run):
     """)
 
 
-def test_long_inputs_that_wait_for_a_instance_are_copied_beside_the_core(run):
+def test_long_inputs_that_wait_for_an_instance_are_copied_beside_the_core(run):
     run("""
         from core_check import check_at_rest
         with Engine("cuda") as engine:

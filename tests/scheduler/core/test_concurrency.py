@@ -428,7 +428,7 @@ def test_jobs_in_partitions_are_counted_whatever_happens(events: list[tuple[int,
 @pytest.mark.parametrize(("partition_ns", "confined"), [(0.0, False), (100.0, True), (130.0, True), (200.0, False)])
 def test_a_program_is_confined_if_that_hardly_slows_it(partition_ns: float, confined: bool) -> None:
     profile = ProgramProfile(1, ((0, 1),), (), 100.0, {}, True, partition_ns=partition_ns)
-    assert (profile.stretch_in_partition <= TUNING.most_partition_stretch) is confined
+    assert (profile.slowdown_in_partition <= TUNING.most_partition_stretch) is confined
 
 
 KINDS = {
@@ -474,7 +474,7 @@ def test_blocks_keep_to_their_partitions_beside_others_and_to_nothing_alone():
     wide = scale_model("wide", steps=40, n=128 * 100, batch=(1,), instances=12)
     with Engine(DEVICE, "srpt", quantum_us=10, max_active=12, sm_partitions=8) as engine:
         engine.load(wide)
-        assert engine.profile("wide")[0].stretch_in_partition <= TUNING.most_partition_stretch
+        assert engine.profile("wide")[0].slowdown_in_partition <= TUNING.most_partition_stretch
         x = random_inputs(wide, np.random.default_rng(2))
 
         async def crowd(n):

@@ -723,7 +723,7 @@ def test_a_bad_value_fails_its_own_request_and_no_other(engine, together):
     check_at_rest(engine.state)
 
 
-def test_what_a_bad_value_left_in_a_instance_harms_nobody(engine):
+def test_what_a_bad_value_left_in_an_instance_harms_nobody(engine):
     """A batch of three runs in the program for eight: the other slots hold what was in them last."""
     engine.load(lookup_model(batch=(8,), instances=1))
 

@@ -68,7 +68,7 @@ def test_all_batch_sizes_share_the_same_device_memory():
     assert small.ctypes.data % ALIGN == 0
 
 
-def test_no_two_tensors_of_a_instance_overlap():
+def test_no_two_tensors_of_an_instance_overlap():
     found = instance()
     arrays = [*found.device_inputs(8).values(), *found.device_outputs(8).values()]
     arrays.append(found.scratch(Bump(1024), (250,), np.dtype(np.float32)))
@@ -145,7 +145,7 @@ class Memory:
         return self.arenas.choose(need, 4, lambda more, for_priority: apart if for_priority else spare)
 
 
-def test_models_share_a_arena_that_is_large_enough():
+def test_models_share_an_arena_that_is_large_enough():
     memory = Memory(1 << 20)
     (large,) = memory.choose("a", 10_000)
     (shared,) = memory.choose("b", 5_000)
@@ -181,7 +181,7 @@ def test_models_of_different_priority_have_arenas_apart():
     assert all({*each.users.values()} == {1} for each in high)
 
 
-def test_models_of_different_priority_share_a_arena_if_memory_is_short():
+def test_models_of_different_priority_share_an_arena_if_memory_is_short():
     memory = Memory(1 << 20)
     (low,) = memory.choose("low", 4096)
     (high,) = memory.choose("high", 4096, priority=1, apart=False)
@@ -190,7 +190,7 @@ def test_models_of_different_priority_share_a_arena_if_memory_is_short():
     assert memory.choose("again", 4096, priority=1) == [high]
 
 
-def test_a_arena_is_shared_if_there_is_no_memory_for_another_after_all():
+def test_an_arena_is_shared_if_there_is_no_memory_for_another_after_all():
     memory = Memory(4096)
     (low,) = memory.choose("low", 4096)
     (high,) = memory.choose("high", 4096, priority=1)
@@ -198,7 +198,7 @@ def test_a_arena_is_shared_if_there_is_no_memory_for_another_after_all():
     assert memory.claimed == 4096
 
 
-def test_a_arena_grows_by_the_memory_that_a_library_needs():
+def test_an_arena_grows_by_the_memory_that_a_library_needs():
     memory = Memory(1 << 20)
     memory.choose("a", 4096, foreign=100)
     memory.choose("b", 4096, foreign=300)

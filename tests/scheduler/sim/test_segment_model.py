@@ -184,7 +184,7 @@ def test_kernel_issue_that_some_leave_is_used_by_the_others() -> None:
     assert jobs["finish_ns"][jobs["model"] == 0].max() == pytest.approx(100e6, rel=0.01)
 
 
-def test_inputs_that_waited_for_a_instance_are_copied_once_it_is_free() -> None:
+def test_inputs_that_waited_for_an_instance_are_copied_once_it_is_free() -> None:
     def finished(input_bytes: int, second: float) -> tuple[int, ...]:
         net = ModelProfile("net", {1: [SegmentProfile(200e3)], 4: [SegmentProfile(300e3)]}, instances=1)
         load = TraceWorkload(tuple((t, "net", None, None, 0) for t in (1e-6, second, second)))
@@ -198,7 +198,7 @@ def test_inputs_that_waited_for_a_instance_are_copied_once_it_is_free() -> None:
     assert finished(0, 1e-3) == finished(80_000, 1e-3)  # a free instance: they were copied when they came
 
 
-def test_inputs_are_copied_while_a_instance_waits_for_its_turn() -> None:
+def test_inputs_are_copied_while_an_instance_waits_for_its_turn() -> None:
     """One job at a time, and an instance that is open meanwhile: copies cost nothing, as long as they take less."""
 
     def finished(input_bytes: int) -> list[int]:
