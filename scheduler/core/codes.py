@@ -49,8 +49,8 @@ POOL_STREAMS = OF_PARTITIONS + PARTITIONS * QUEUES
 # size.capture: of a size that is not captured yet. WANTED: a batch would have run at it. GIVEN_UP: its capture failed.
 LATER, WANTED, GIVEN_UP = range(3)
 
-# weights.stage. OUT: on the host or on disk. COMING: arriving chunk by chunk, in the order in which programs need them.
-# HERE: on the GPU. LEAVING: no instance uses them, and their memory is about to be reused.
+# weights.location. OFF_GPU: on the host or on disk. LOADING: arriving chunk by chunk, in the order in which programs
+# need them. RESIDENT: on the GPU. EVICTING: no instance uses them, and their memory is about to be reused.
 OFF_GPU, LOADING, RESIDENT, EVICTING = range(4)
 AUTO, PINNED, TRANSIENT = range(3)  # weights.keep: on demand; always on the GPU; only while requests wait or run
 LOAD, EVICT = range(2)  # move.kind

@@ -19,7 +19,7 @@ from paellapy.scheduler.core.shares import enter_gpu
 from paellapy.scheduler.core.state import State, read_clock
 from paellapy.scheduler.core.weights import next_weights_resident, weights_resident
 
-# When to launch a job's next segment, if the job may have one segment on the GPU: just before that one ends.
+# --- when to launch a job's next segment, if it may have one segment on the GPU: just before that one ends
 #
 # By then another job may rank better; if none does, the next segment arrives before the GPU runs out of work.
 # Instrumented kernels report when they have started their last block. For other kernels, the end is predicted from the

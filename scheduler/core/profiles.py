@@ -20,7 +20,7 @@ from paellapy.scheduler.core.errors import ProfileError
 from paellapy.scheduler.core.job import PARAMS
 from paellapy.scheduler.core.state import State
 
-# Parameters of models, by name: numbers that a model carries for policies. A policy declares those it reads.
+# --- parameters of models, by name: numbers that a model carries for policies, which declare the ones they read
 
 
 def is_finite_number(value: Any) -> bool:
@@ -241,7 +241,7 @@ def load_profiles(path: str | Path) -> list[ModelProfile]:
         raise ProfileError(f"{path} is not a file of model profiles: {e}", field="path", given=str(path)) from e
 
 
-# The part of the GPU that a program keeps busy, computed from the time of several runs at once.
+# --- demand: the part of the GPU that a program keeps busy, computed from the time of several runs at once
 #
 # If n programs independently want the GPU for a fraction u of their time, they keep it busy for 1 - (1 - u)^n of the
 # time. Each then takes u / (1 - (1 - u)^n) of the GPU's time. This measured quantity is the program's *demand*; it
@@ -288,7 +288,7 @@ def usual_demand(demand: float, together: int) -> float:
     return min(usual, demand) if together < TOGETHER else usual
 
 
-# The capacity of a GPU, and the part of it that a segment takes: the only place where both are computed.
+# --- the capacity of a GPU, and the part of it that a segment takes
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,9 +88,7 @@ def mark_instances_dirty(s: State, m: int) -> None:
 
 @part
 def value_on_gpu(s: State, m: int, now: int) -> float:
-    """The value of keeping a model on the GPU; the model with the lowest value leaves first. Each step of priority
-    doubles it.
-    """
+    """The value of keeping a model on the GPU; the lowest is evicted first. Each step of priority doubles it."""
     weights, seen = s.weights[m], s.owner[0]
     seen.now_ns, seen.bytes, seen.priority, seen.share = now, weights.bytes, s.model[m].priority, s.model[m].share
     seen.demand = recent_demand(s, m, now)
@@ -112,7 +110,7 @@ def value_on_gpu(s: State, m: int, now: int) -> float:
 
 @part
 def is_evictable(s: State, m: int, priority: int) -> bool:
-    """Whether a model may ever leave for one of this priority. One that GOES leaves for any, if it has no requests."""
+    """Whether a model may ever leave for one of this priority. A TRANSIENT one without requests leaves for any."""
     weights, goes = s.weights[m], s.weights[m].keep == codes.TRANSIENT and waiting_requests(s, m) == 0
     free = (
         weights.location == codes.RESIDENT
@@ -334,10 +332,7 @@ def order_moves(s: State, now: int) -> int:
     return 1 if s.core[0].dirty_instances > 0 else 0
 
 
-# Progress of the mover and the link: chunks that have arrived, weights that have left, and orders that failed.
-
-
-_MOVES_ZERO, _MOVES_WORD = np.uint64(0), np.uint64(8)
+# --- progress of the mover and the link: chunks that have arrived, weights that have left, orders that failed
 
 
 @part
@@ -382,7 +377,7 @@ def undo_eviction(s: State, m: int) -> None:
         weights.prefetch = 1  # it stays until its memory is needed, or until it is ordered to leave
     mark_instances_dirty(s, m)
     residency.stuck_before = np.int64(load_at(address(s.move_ring, codes.MOVE_TAIL)))
-    store_at(address(s.moved, m), _MOVES_ZERO)
+    store_at(address(s.moved, m), _ZERO)
 
 
 @part
@@ -390,10 +385,7 @@ def poll_chunks(s: State, m: int, now: int) -> None:
     """Notes chunks that have arrived, so that segments may start."""
     residency, weights = s.residency[0], s.weights[m]
     before = weights.arrived
-    while (
-        weights.arrived < weights.chunks
-        and load_at(weights.word + _MOVES_WORD * np.uint64(weights.arrived)) != _MOVES_ZERO
-    ):
+    while weights.arrived < weights.chunks and load_at(weights.word + _WORD * np.uint64(weights.arrived)) != _ZERO:
         weights.arrived += 1
     if weights.arrived > before:
         s.core[0].changed = 1
@@ -424,21 +416,19 @@ def poll_chunks(s: State, m: int, now: int) -> None:
 
 @reachable
 def poll_moves(s: State, now: int) -> int:
-    """Handles the moves since the last step: instances may start, and other weights may come. Returns whether some
-    may.
-    """
+    """Handles the moves since the last step; returns whether more may be ordered now."""
     residency = s.residency[0]
     if residency.managed == 0 or s.core[0].mode == codes.FAIL_MODE:
         return 0
     if residency.loading + residency.evicting > 0:
         for m in range(s.model.shape[0]):
-            stage = s.weights[m].location
-            if stage == codes.LOADING:
+            location = s.weights[m].location
+            if location == codes.LOADING:
                 if load_at(address(s.moved, m)) == np.uint64(codes.MOVE_FAILED):
                     fail_load(s, m, now)
                 else:
                     poll_chunks(s, m, now)
-            elif stage == codes.EVICTING:
+            elif location == codes.EVICTING:
                 if load_at(address(s.moved, m)) == np.uint64(codes.MOVE_FAILED):
                     undo_eviction(s, m)
                 elif load_at(address(s.moved, m)) == np.uint64(codes.EVICTED):
@@ -448,7 +438,7 @@ def poll_moves(s: State, now: int) -> int:
     return int(residency.pending)
 
 
-# Weights that come and go: switching this on, giving the core orders from outside, and reading its account.
+# --- from outside the core: setting the budget, giving orders, and reading the account
 
 
 KEEP: dict[Any, int] = {"auto": codes.AUTO, True: codes.PINNED, False: codes.TRANSIENT}  # by the users' values
@@ -472,11 +462,13 @@ def set_weight_budget(state: State, budget_bytes: int) -> None:
 def needed_bytes(weights: Iterable[tuple[int, int, int]]) -> int:
     """The least memory with which every model can run, from each model's priority, bytes of weights, and `keep`.
 
-    All weights that stay must fit. So must, for each priority, its largest model beside all weights of higher priority,
-    which never leave for it; but weights that go leave by themselves.
+    All pinned weights must fit. So must, for each priority, its largest model beside all weights of higher priority,
+    which are never evicted for it; transient weights leave by themselves.
 
-    >>> needed_bytes([(0, 50, AUTO), (0, 40, AUTO)]), needed_bytes([(0, 50, AUTO), (1, 40, AUTO), (1, 9, STAYS)])
-    (50, 99)
+    >>> needed_bytes([(0, 50, codes.AUTO), (0, 40, codes.AUTO)])
+    50
+    >>> needed_bytes([(0, 50, codes.AUTO), (1, 40, codes.AUTO), (1, 9, codes.PINNED)])
+    99
     """
     found = [each for each in weights if each[1] > 0]
     most = 0
@@ -496,7 +488,7 @@ def weights_state(state: State, row: int) -> str:
 
 
 def want_weights(state: State, row: int) -> bool:
-    """Orders a model's weights to be brought although no request waits for them; returns whether they were out.
+    """Orders a model's weights to be loaded although no request waits for them; returns whether they were off the GPU.
 
     May be called from any thread; the core's loop may have to be woken.
     """

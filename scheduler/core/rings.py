@@ -20,7 +20,7 @@ from paellapy.scheduler.core.atomics import and_at, copy_bytes, exchange_at, fen
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.tables import COMPLETION, SUBMISSION, Words, struct_fields
 
-# Sleeping and waking: an eventfd with a flag beside it, so that ringing a loop that is awake needs no system call.
+# --- sleeping and waking: an eventfd with a flag beside it, so that ringing a loop that is awake needs no system call
 
 # Values of the word beside a bell: the loop is awake; it sleeps, and everything wakes it; it sleeps, and everything
 # wakes it except outputs that were read, because no request waits for their instances.

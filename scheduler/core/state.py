@@ -3,27 +3,27 @@
 Nothing here is a Python object, so the tables can live in shared memory, where producers of other processes find them
 (`over`). The following parties use them:
 
-* **the installer** (the engine, or `models.install`) fills a model's rows while the model is ABSENT, then posts
+* **the installer** (the engine, or `install.install`) fills a model's rows while the model is ABSENT, then posts
   OPEN_MODEL on the submission ring; from then on only the core writes to them;
 * **producers** own request rows (`producer_rows`): they take a free row, post SUBMIT or CANCEL on their own submission
   ring, and get the row back with its one entry in their own completion ring. They may also reserve a slot of the
   model's filling instance and write inputs straight into it. Producer 0 is the engine's own process;
 * **the copier** (`copier.Copier`), where there is one, copies long inputs into slots for the core;
-* **the mover** (`engine.mover`), where weights come and go, carries out the core's orders on `move`;
+* **the mover** (`engine.weight_cache.Mover`), where weights come and go, carries out the core's orders on `move`;
 * **the core** (`step.step`) owns everything else.
 
 Some words are written by one party while another reads them, and are therefore accessed only through `atomics`:
 `instance_word`, `instance_ready`, `instance_hold`, `slot_producer`, `filling`, `wake`, `copy_ring`, `move_ring`,
 `moved`, the rings' heads, tails and sequence numbers, and the words that launches and copies of weights write. A
 producer may die between any two of its instructions. The owner of a reserved slot follows from one word; writing and
-reading are recorded in bits that can be set on a producer's behalf; and `reclaim.reclaim` takes back everything it had.
+reading are recorded in bits that can be set on a producer's behalf; and `abort.reclaim` takes back everything it had.
 
-A request takes one of two ways. The direct one: `claim` a slot → `post` the request → write the inputs → `mark_ready`.
-The staged one, when no instance is open: `post` with instance −1 and the address of the inputs (items of all inputs one
-after the other); the core copies them into a slot once there is one, or has the copier do it. In both cases the
-instance then gets its turn, closes, is launched in segments, and one DONE entry per request appears in `done`. Where
-`core.hold` is set, the instance's output slots stay untouched until every bit of its `instance_hold` has been cleared
-with `release`.
+A request takes one of two ways. The direct one: claim a slot → `post` the request → write the inputs → mark the slot as
+ready. The staged one, when no instance is open: `post` with instance −1 and the address of the inputs (items of all
+inputs one after the other); the core copies them into a slot once there is one, or has the copier do it. In both cases
+the instance then gets its turn, closes, is launched in segments, and one DONE entry per request appears in `done`.
+Where `core.hold` is set, the instance's output slots stay untouched until every bit of its `instance_hold` has been
+cleared.
 """
 
 from __future__ import annotations
@@ -325,7 +325,7 @@ def new_state(limits: Limits | None = None, memory: NDArray[np.uint8] | None = N
     return state
 
 
-# The core's clock: clock_gettime, called by its address, which is 0 where a loop has its own time (simulation).
+# --- the core's clock: clock_gettime, called by its address, which is 0 where a loop has its own time (simulation)
 
 
 CLOCK_MONOTONIC = 1

@@ -195,7 +195,7 @@ def wake_producers(s: State, scratch: NDArray[np.int64]) -> None:
 def run(s: State, stop: Words, linger_ns: int, scratch: NDArray[np.int64]) -> int:
     """Steps in real time (CLOCK_MONOTONIC) until `stop[0]` is set, or nothing was done for `linger_ns`; 0 if idle.
 
-    While there are gates of other processes, it waits longer for work (`gates.LINGERS`).
+    While there are gates of other processes, it waits longer for work (`concurrency.LINGERS`).
     Wakes producers whenever completions were posted. `scratch` is 4 int64 of the caller's. Before the caller sleeps on
     an eventfd of its own, it announces this to producers and calls `run` once more; otherwise a wake-up could be lost.
     """

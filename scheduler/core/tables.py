@@ -351,8 +351,7 @@ COMPLETION = np.dtype(
 OUT = np.dtype([("instance", "i8"), ("size", "i8"), ("segment", "i8"), ("word", "u8"), ("handle", "u8")], align=True)
 
 
-# Tables of clients: their shares and limits, and their requests that wait outside of instances.
-
+# --- clients: their shares and limits, and their requests that are held back
 
 CLIENT = np.dtype(
     [
@@ -392,7 +391,7 @@ HELD_BACK = np.dtype(  # [client, model]: requests that are HELD_BACK, as a queu
 )
 
 
-# Tables of weights that come and go: the weights on the GPU, their budget, and the orders to the mover.
+# --- weights that come and go: the weights on the GPU, their budget, and the orders to the mover
 
 # [1]
 RESIDENCY = np.dtype(
