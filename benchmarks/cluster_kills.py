@@ -3,14 +3,12 @@
     python benchmarks/cluster_kills.py
 
 Clients ask for two models all the time; some mark their requests X-At-Most-Once. For every event it reports wrong
-answers, errors, the longest time without any answer, the slowest request, the slowest request that began at least a
-second after the event, and the seconds until every engine has its models again. The same times before the event show
-how busy the machine is. Results are written after every event.
+answers, errors, the longest time without any answer, the slowest request, and the seconds until every engine has its
+models again.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import http.client
 import json
@@ -21,14 +19,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import save
+from harness import arguments, save, show
 
+from paellapy import demo
 from paellapy.cluster import lifecycle
 
 CONFIG = """
@@ -49,7 +47,6 @@ arguments = {{ name = "cnn" }}
 PATIENCE_S = 90.0
 QUIET_S = 3.0  # before every event
 PACE_S = 0.05  # of each client: the machine is not to be busy with them
-AVOIDED_S = 1.0
 
 
 def free_port() -> int:
@@ -58,30 +55,20 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    began_at: float
-    ended_at: float
-    marked: bool
-
-
 class Clients:
     """Ask for both models all the time and compare every answer with the first; half of them mark their requests."""
 
     def __init__(self, port: int, number: int = 8) -> None:
         self._port, self._stop = port, threading.Event()
-        self.answers: list[Answer] = []
+        self.answers: list[tuple[float, float]] = []  # from, until
         self.wrong: list[Any] = []
         self.errors: list[Any] = []
-        self.not_again = 0  # marked requests whose engine ended
-        self.broken = 0  # connections to a router that ended: the client connects again
+        self.not_again = self.broken = 0  # marked requests whose engine ended; connections to a router that ended
         self._threads = [threading.Thread(target=self._run, args=(k,)) for k in range(number)]
         for each in self._threads:
             each.start()
 
     def _run(self, k: int) -> None:
-        from paellapy import demo
-
         name, marked = ("mlp", "cnn")[k % 2], k % 4 >= 2
         ((key, spec),) = demo.load(name).inputs.items()
         x = np.random.default_rng(k).random((1, *spec.shape), np.float32)
@@ -101,16 +88,14 @@ class Clients:
                 continue
             if marked and answer.status == 503:
                 self.not_again += 1
-                continue
-            if answer.status != 200:
+            elif answer.status != 200:
                 self.errors.append((answer.status, said))
-                continue
-            data = said["outputs"][0]["data"]
-            if first is None:
-                first = data
-            elif not np.allclose(first, data, rtol=1e-5, atol=1e-6):
-                self.wrong.append((name, data))
-            self.answers.append(Answer(began_at, time.monotonic(), marked))
+            else:
+                data = said["outputs"][0]["data"]
+                first = data if first is None else first
+                if not np.allclose(first, data, rtol=1e-5, atol=1e-6):
+                    self.wrong.append((name, data))
+                self.answers.append((began_at, time.monotonic()))
 
     def close(self) -> None:
         self._stop.set()
@@ -118,19 +103,8 @@ class Clients:
             each.join()
 
 
-def seen(answers: list[Answer], first_at: float, last_at: float) -> dict[str, float]:
-    """Of the time between: the longest without any answer, and the slowest request that began then."""
-    ends = sorted(each.ended_at for each in answers if first_at <= each.ended_at <= last_at)
-    took = [each.ended_at - each.began_at for each in answers if first_at <= each.began_at <= last_at]
-    return {
-        "longest_pause_s": round(float(max(np.diff([first_at, *ends, last_at]))), 3),
-        "slowest_s": round(max(took, default=0.0), 3),
-    }
-
-
 def event(clients: Clients, what: Callable[[], object], restored: Callable[[], bool]) -> dict[str, Any]:
     """What clients see of something that happens, and for how long."""
-    quiet_at = time.monotonic()
     time.sleep(QUIET_S)
     n, wrong, errors, not_again = len(clients.answers), len(clients.wrong), len(clients.errors), clients.not_again
     at = time.monotonic()
@@ -138,20 +112,16 @@ def event(clients: Clients, what: Callable[[], object], restored: Callable[[], b
     while not restored() and time.monotonic() - at < PATIENCE_S:
         time.sleep(0.1)
     full_s = time.monotonic() - at
-    time.sleep(AVOIDED_S + 0.5)
-    end = time.monotonic()
-    found = clients.answers
+    time.sleep(1.5)
+    first, last, answers = at - 0.1, time.monotonic(), list(clients.answers)
+    ends = sorted(end for _, end in answers if first <= end <= last)
+    took = [end - begin for begin, end in answers if first <= begin <= last]
     return {
-        "answers": len(found) - n,
-        "wrong": len(clients.wrong) - wrong,
-        "errors": clients.errors[errors:],
+        "answers": len(answers) - n, "wrong": len(clients.wrong) - wrong, "errors": clients.errors[errors:],
         "marked_and_not_sent_again": clients.not_again - not_again,
-        **seen(found, at - 0.1, end),
-        "slowest_a_second_later_s": seen(found, at + AVOIDED_S, end)["slowest_s"],
-        "full_again_s": round(full_s, 2) if full_s < PATIENCE_S else None,
-        "load_average": round(os.getloadavg()[0], 1),  # of the machine, in the last minute
-        "before": seen(found, quiet_at, at),
-    }
+        "longest_pause_s": float(max(np.diff([first, *ends, last]))), "slowest_s": max(took, default=0.0),
+        "full_again_s": full_s if full_s < PATIENCE_S else None,
+    }  # fmt: skip
 
 
 class Ray:
@@ -251,19 +221,25 @@ def events(ray: Ray) -> Iterator[tuple[str, Callable[[], object], Callable[[], b
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--save", default="cluster_kills", help="name of the result file")
-    given = parser.parse_args()
+    o = arguments(__doc__).parse_args()
+    head = ["event", "answers", "wrong", "errors", "longest time without an answer, s", "slowest request, s",
+            "all placed again after, s"]  # fmt: skip
     results: dict[str, Any] = {}
+    rows = [["aim", "", "0", "0", "", "", "≤ 15"]]
     with (
         tempfile.TemporaryDirectory() as folder,
         contextlib.closing(Ray(Path(folder) / "cluster.toml")) as ray,
         contextlib.closing(Clients(ray.port)) as clients,
     ):
         for name, what, restored in events(ray):
-            results[name] = event(clients, what, restored)
-            print(name, results[name], flush=True)
-            save(given.save, {"events": results, "cores": os.cpu_count(), "broken_connections": clients.broken})
+            each = results[name] = event(clients, what, restored)
+            took = (each["longest_pause_s"], each["slowest_s"])
+            placed = f"{each['full_again_s'] or float('inf'):.1f}"
+            counts = (f"{each['answers']:,}", each["wrong"], len(each["errors"]))
+            rows.append([name, *counts, *(f"{s:.2f}" for s in took), placed])
+            content = {"events": results, "broken_connections": clients.broken}
+            save("cluster_kills", content, folder=o.out, tables={"cluster-kills": [head, *rows]})
+    show("events", head, rows)
 
 
 if __name__ == "__main__":

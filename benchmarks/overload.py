@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 from harness import arguments, save, show
-from trust import TARGETS_MS, Checked, Served, exchange, requests, run_clients, served
+from trust import TARGETS_MS, Checked, Served, connections, requests, run_clients, served
 
-Outcome = tuple[int, float]  # status, seconds from its arrival
+Outcome = tuple[str, float]  # and seconds from its arrival
 CAPACITY_S, DRAIN_S = 3.0, 2.0  # of the measurement; for answers after the last arrival: one without counts as late
 # Ends with the script, even if the script is killed.
 OCCUPY = "import os; parent = os.getppid()\nwhile os.getppid() == parent: sum(range(100_000))"
@@ -43,31 +43,21 @@ def occupied(cores: int) -> Iterator[None]:
 
 
 async def play(server: Served, arrivals: list[tuple[float, Checked]]) -> list[Outcome]:
-    free: list[Any] = []
-    found: list[Outcome] = [(0, math.inf)] * len(arrivals)
-    began = time.perf_counter() + 0.05
+    found: list[Outcome] = [("lost", math.inf)] * len(arrivals)
+    async with connections() as session:
+        began = time.perf_counter() + 0.05
 
-    async def one(k: int, at: float, each: Checked) -> None:
-        connection = free.pop() if free else await asyncio.open_connection("127.0.0.1", server.port)
-        try:
-            status, head, _ = await exchange(*connection, each.request)
-        except asyncio.CancelledError:  # the server need not work on it beside the next load
-            connection[1].close()
-            raise
-        found[k] = status, time.perf_counter() - at
-        if b"\r\nconnection: close" in head:
-            connection[1].close()
-        else:
-            free.append(connection)
+        async def one(k: int, at: float, each: Checked) -> None:
+            found[k] = await each.ask(session, server.url), time.perf_counter() - at
 
-    tasks = []
-    for k, (after_s, each) in enumerate(arrivals):
-        await asyncio.sleep(max(0.0, began + after_s - time.perf_counter()))
-        tasks.append(asyncio.create_task(one(k, began + after_s, each)))
-    _, pending = await asyncio.wait(tasks, timeout=DRAIN_S)
-    for task in pending:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+        tasks = []
+        for k, (after_s, each) in enumerate(arrivals):
+            await asyncio.sleep(max(0.0, began + after_s - time.perf_counter()))
+            tasks.append(asyncio.create_task(one(k, began + after_s, each)))
+        _, pending = await asyncio.wait(tasks, timeout=DRAIN_S)
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
     return found
 
 
@@ -75,7 +65,7 @@ async def capacity(server: Served, work: list[Checked]) -> float:
     """Requests a second that 64 clients get who wait for their answers: enough of them to fill batches."""
     outcomes, end, began = Counter[str](), asyncio.Event(), time.perf_counter()
     asyncio.get_running_loop().call_later(CAPACITY_S, end.set)
-    await run_clients(server.port, work, outcomes, 64, end)
+    await run_clients(server.url, work, outcomes, 64, end)
     return outcomes["right"] / (time.perf_counter() - began)
 
 
@@ -83,7 +73,7 @@ def compare(played: list[tuple[float, Checked]], refusing: list[Outcome], lettin
     target = np.array([TARGETS_MS[each.model] * 1e-3 for _, each in played])
     status, took = np.array([s for s, _ in refusing]), np.array([t for _, t in refusing])
     late_then = np.array([t for _, t in letting]) > target
-    refused, answered, late = status == 503, status == 200, took > target
+    refused, answered, late = np.isin(status, ("refused", "unavailable")), status == "right", took > target
     return {
         "requests": len(played), "refused": float(refused.mean()),
         "rightly_refused": float(late_then[refused].mean()) if refused.any() else None,
@@ -117,7 +107,7 @@ def main() -> None:
     parser.add_argument("--busy", type=int, default=0, help="programs beside a second half")
     o = parser.parse_args()
     made = requests(np.random.default_rng(2), 2000)
-    plain = [each for each in made if b"timeout" not in each.request and each.kind in ("json", "binary")]
+    plain = (each for each in made if not each.timed and each.kind in ("json", "binary"))
     work = [each for each in plain if each.model in TARGETS_MS]
     found: dict[str, Any] = {"seconds": o.seconds, "targets_ms": TARGETS_MS}
     with served(o.device, 1) as refusing, served(o.device, 1, more='admission = "off"') as off:

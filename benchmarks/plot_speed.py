@@ -60,7 +60,6 @@ async def drawn_s(figure: Any, folder: Path) -> float:
     """Until Chromium has drawn the figure."""
     from browser import Browser
 
-
     figure.write_html(folder / "plot.html", include_plotlyjs="directory")
     async with Browser() as browser:
         page = await browser.page(1366, 900)

@@ -7,7 +7,6 @@ The files are named after the GPU: those of a real H200 are `h200-…`, those of
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import re
 import time
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 import triton
 import triton.language as tl
+from harness import RESULTS, arguments
 from kernels import add, gemm, softmax
 
 import paellapy as pp
@@ -153,28 +153,19 @@ def gpu_name(device: pp.Device) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path, default=FOLDER)
+    parser = arguments(__doc__, device="auto")
     parser.add_argument("--only", choices=EXAMPLES, action="append", help="may be repeated (default: all)")
-    given = parser.parse_args()
-    device = pp.Device.open(given.device)
-    given.out.mkdir(parents=True, exist_ok=True)
-    bad = []  # told at the end: the others are recorded all the same
-    for name in given.only or EXAMPLES:
+    o = parser.parse_args()
+    folder, device = FOLDER if o.out == RESULTS else o.out, pp.Device.open(o.device)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in o.only or EXAMPLES:
         with device:
             t = EXAMPLES[name](device)
+        path = folder / f"{gpu_name(device)}-{name}.pptrace"
         if t.dropped or t.unfinished:
-            bad.append(f"{name}: {t.dropped} records dropped, {t.unfinished} unfinished; not written")
-            continue
-        path = given.out / f"{gpu_name(device)}-{name}.pptrace"
+            raise SystemExit(f"{name}: {t.dropped} records dropped, {t.unfinished} unfinished; not written")
         t.save(path)
-        print(t.summary())
-        print(f"written to {path}: {path.stat().st_size:,} bytes\n")
-        if path.stat().st_size > MOST_BYTES:
-            bad.append(f"{path} is larger than the {MOST_BYTES:,} bytes an example may take")
-    if bad:
-        raise SystemExit("\n".join(bad))
+        print(f"{t.summary()}\nwritten to {path}: {path.stat().st_size:,} of at most {MOST_BYTES:,} bytes\n")
 
 
 if __name__ == "__main__":
