@@ -1,10 +1,11 @@
 """Time of the first use on a machine without caches, for this tree and another checkout, in one run.
 
-    python benchmarks/cold_start.py [--against CHECKOUT] [--tasks serve] [--rounds 3]
+    python benchmarks/cold_start.py [--against CHECKOUT] [--tasks serve] [--rounds 3] [--device cuda]
 
 Every task runs in its own process with empty caches (Numba's, Triton's, paellapy's), then once more with the caches
 that the first run has filled. It counts CPU-seconds of the process and its children, since wall-clock time means little
-on a shared machine. The trees take turns, so that a slow moment affects both.
+on a shared machine. The trees take turns, so that a slow moment affects both. Tasks of loading a model count the
+loading thread's time of `engine.load` alone, after the core is compiled and a small model was asked.
 """
 
 from __future__ import annotations
@@ -71,6 +72,23 @@ finally:
     server.send_signal(signal.SIGINT)
     server.wait(30)
 """
+LOAD = """
+import time
+import paellapy as pp
+from paellapy import demo
+with pp.Engine(DEVICE) as engine:
+    engine.load(demo.load("mlp", batch=(1,)).changed(name="first"))
+    engine.infer_sync("first", {"image": demo.held_out()[0][0]})
+    if NAME in demo.names():
+        model = demo.load(NAME)
+    else:
+        import torch, torchvision
+        net = torchvision.models.get_model(NAME, weights=None)
+        model = pp.Model.from_torch(net, torch.zeros(1, 3, 224, 224), name=NAME, dtype=torch.float16)
+    began, cpu = time.perf_counter(), time.thread_time()
+    engine.load(model)
+    print(time.thread_time() - cpu, time.perf_counter() - began)
+"""
 TASKS = {
     "import paellapy": "import paellapy", "first simulate": MIX,
     "first engine, demo models, one answer each": ENGINE, "serve the demo models, to the first answer": SERVE,
@@ -104,6 +122,8 @@ def once(tree: Path, task: str) -> dict[tuple[str, str], tuple[float, float]]:
     with tempfile.TemporaryDirectory() as folder:
         for caches in ("empty", "filled"):
             cpu_s, s, said = measure(tree, TASKS[task], Path(folder))
+            if task.startswith("load "):
+                cpu_s, s = map(float, said.split())
             found[task, caches] = cpu_s, float(said) if task.startswith("serve") else s
         if task == "first simulate":
             cpu_s = float(measure(tree, MIX + SECOND, Path(folder))[2])
@@ -112,10 +132,14 @@ def once(tree: Path, task: str) -> dict[tuple[str, str], tuple[float, float]]:
 
 
 def main() -> None:
-    parser = arguments(__doc__, rounds=3)
+    parser = arguments(__doc__, device="virtual:h200", rounds=3)
     parser.add_argument("--against", type=Path, help="another checkout, measured in turns with this one")
     parser.add_argument("--tasks", default="", help="run only tasks whose name contains this text")
+    parser.add_argument("--models", default=None, help="to load: demo models, or torchvision's on a GPU")
     o = parser.parse_args()
+    on_gpu = o.device.startswith("cuda")
+    for name in (o.models or ("resnet18,densenet121,vit_b_16" if on_gpu else "mlp,cnn,transformer")).split(","):
+        TASKS[f"load {name}"] = f"DEVICE, NAME = {o.device!r}, {name!r}{LOAD}"
     trees = {"now": ROOT} | ({"before": o.against.resolve()} if o.against else {})
     runs: dict[tuple[str, str], dict[str, list[tuple[float, float]]]] = {}
     for _ in range(o.rounds):
@@ -136,7 +160,8 @@ def main() -> None:
              f"{r['ratio']:.2f}" if "ratio" in r else "–"] for r in found]  # fmt: skip
     show("first use", head, rows)
     content = {"commits": {name: commit(tree) for name, tree in trees.items()}, "medians": found}
-    print(save("cold_start", content, folder=o.out, tables={"cold-start": [head, *rows]}))
+    name = "cold_start_cuda" if on_gpu else "cold_start"
+    print(save(name, content, folder=o.out, tables={name.replace("_", "-"): [head, *rows]}))
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def drive(
     Beside them each entry of `loops` is a client of that model that asks again as soon as it is answered, until
     `until_ns` and until the others are done. Their requests are numbered from n on. With `limits` for every model
     requests that would be late are refused when they come; `ask` is the state with a scratch row of its own. After an
-    answer nothing is sent for `think_ns`. `pauses`: the longest time the generator, and the core, stood still.
+    answer nothing is sent for `think_ns`. `pauses`: the longest time the generator stood still.
     """
     room = model.shape[0]
     n_free = free.shape[0]
@@ -63,17 +63,13 @@ def drive(
     sent = done = 0
     next_loop, in_loops, idle = n, 0, loops.copy()
     n_idle = idle.shape[0]
-    thinks_until = last = stepped = np.int64(0)
-    steps = s.core[0].steps
+    thinks_until = last = np.int64(0)
     while done < n or in_loops > 0 or (next_loop < room and n_idle > 0 and scratch[6] < until_ns):
         now = read_clock(s, scratch) - start
         scratch[6] = now
         if now > GIVE_UP_NS:
             return -1
         pauses[0] = max(pauses[0], now - last)
-        if steps != s.core[0].steps or sent + in_loops == done:
-            pauses[1] = max(pauses[1], last - stepped)
-            steps, stepped = s.core[0].steps, now
         last = now
         posted = False
         while n_free > 0:
@@ -196,9 +192,6 @@ class Run:
     outputs: NDArray[np.uint8]  # a row of bytes for each request: its first output
     took_ns: int
     generator_pause_ns: int  # the longest time in which the generator was not run, by whomever
-    core_pause_ns: int  # and the core, while there were requests;
-    longest_launch_ns: int  # of which the driver may have taken so much
-    longest_copy_ns: int  # until inputs were in a slot that the core had handed to the copier
 
     @property
     def throughput(self) -> float:
@@ -243,22 +236,11 @@ class Generator:
         self._scratch = np.zeros(8, np.int64)
 
     def run(
-        self,
-        at_ns: NDArray[np.int64],
-        model: NDArray[np.int64],
-        which: NDArray[np.int64],
-        outstanding: int = 1 << 30,
-        *,
-        loops: Sequence[int] = (),
-        until_ns: int = 0,
-        loop_room: int = 0,
-        priority: Sequence[int] | None = None,
-        client: Sequence[int] | None = None,
-        deadline_ns: Sequence[int] | None = None,
-        may_fail: bool = False,
-        admission: bool = False,
-        think_ns: int = 0,
-    ) -> Run:
+        self, at_ns: NDArray[np.int64], model: NDArray[np.int64], which: NDArray[np.int64], outstanding: int = 1 << 30,
+        *, loops: Sequence[int] = (), until_ns: int = 0, loop_room: int = 0, priority: Sequence[int] | None = None,
+        client: Sequence[int] | None = None, deadline_ns: Sequence[int] | None = None, may_fail: bool = False,
+        admission: bool = False, think_ns: int = 0,
+    ) -> Run:  # fmt: skip
         """Sends what is due and waits for everything. `priority`, `client` and `deadline_ns` (0: none) are by model.
 
         `think_ns`: after an answer nothing is sent for so long.
@@ -278,9 +260,8 @@ class Generator:
         if admission and loops:
             raise ValueError("closed loops ask again when they are answered: admission is for the others")
         limits = new_limits((each.model.max_batch for each in self.loaded if admission), self.engine.tuning)
-        pauses, message = np.zeros(2, np.int64), np.zeros(1, tables.SUBMISSION)
+        pauses, message = np.zeros(1, np.int64), np.zeros(1, tables.SUBMISSION)
         message["kind"] = codes.SUBMIT
-        state.core["longest_launch_ns"][0] = state.core["longest_copy_ns"][0] = 0.0
         sent = drive(
             state, self._producer, reader(state), limits, n, at_ns, models, whichs,
             np.array(loops, np.int64), until_ns, self._rows, self._source,
@@ -299,8 +280,7 @@ class Generator:
         cut = slice(0, sent)
         return Run(
             models[cut], whichs[cut], arrival[cut], (finish - arrival)[cut], size[cut], status[cut], outputs[cut],
-            int(self._scratch[7]), int(pauses[0]), int(pauses[1]), int(state.core["longest_launch_ns"][0]),
-            int(state.core["longest_copy_ns"][0]),
+            int(self._scratch[7]), int(pauses[0]),
         )  # fmt: skip
 
     def alone_ns(

@@ -32,11 +32,6 @@ def normal(*shape: int, dtype: Any = np.float32) -> Any:
     return pp.array(np.random.default_rng(0).standard_normal(shape, dtype=np.float32).astype(dtype))
 
 
-def resident(device: pp.Device, occupancy: Any) -> int:
-    """Blocks of a kernel that the whole GPU holds at once."""
-    return device.sm_count * int(occupancy.blocks_per_sm)
-
-
 def traced(run: Callable[[], object]) -> pp.Trace:
     """The second of two runs: the first one compiles and warms the caches. It is traced too, because kernels that
     trace are compiled on their own: done in between, that would keep two streams milliseconds apart."""
@@ -62,7 +57,7 @@ def tail_effect(device: pp.Device) -> pp.Trace:
     """Two and a half waves of blocks, some far longer than others: SMs that have run dry wait for the last ones."""
     kernel, options = pp.kernel(row_sums), {"B": 256, "num_warps": 8}
     few = pp.array(np.zeros(256, np.float32)), pp.array(np.array([0, 256], np.int32)), pp.empty(1)
-    rows = resident(device, kernel.theoretical_occupancy(*few, **options)) * 5 // 2
+    rows = device.sm_count * int(kernel.theoretical_occupancy(*few, **options).blocks_per_sm) * 5 // 2
     lengths = np.random.default_rng(0).lognormal(np.log(6000), 0.5, rows).astype(np.int64)
     first = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     args = pp.array(np.ones(first[-1], np.float32)), pp.array(first), pp.empty(rows)
@@ -71,8 +66,8 @@ def tail_effect(device: pp.Device) -> pp.Trace:
 
 def add_two_waves(device: pp.Device) -> pp.Trace:
     kernel, options = pp.kernel(add), {"B": 1024, "num_warps": 4}
-    x = normal(1024)
-    blocks = 2 * resident(device, kernel.theoretical_occupancy(x, x, pp.empty(1024), 1024, **options))
+    occupancy = kernel.theoretical_occupancy(*(pp.empty(1024) for _ in range(3)), 1024, **options)
+    blocks = 2 * device.sm_count * int(occupancy.blocks_per_sm)
     n = blocks * 1024
     args = normal(n), normal(n), pp.empty(n), n
     return traced(lambda: kernel[(blocks,)](*args, **options))
@@ -123,25 +118,20 @@ def mix(policy: str, max_active: int) -> Callable[[pp.Device], pp.Trace]:
 async def ask(engine: pp.Engine) -> None:
     """Sends the rush on time. It spins: timers of an event loop are a millisecond apart."""
     names = list(engine.models)
-    inputs = {name: {"x": np.zeros(engine.models[name].inputs["x"].shape, np.float32)} for name in names}
-    arrivals = rush().arrivals(names, seed=0)
     tasks, start_ns = [], time.perf_counter_ns()
-    for at in arrivals:
+    for at in rush().arrivals(names, seed=0):
+        name = names[at["model"]]
+        inputs = {"x": np.zeros(engine.models[name].inputs["x"].shape, np.float32)}
         while time.perf_counter_ns() - start_ns < at["time_ns"]:
             await asyncio.sleep(0)
-        name = names[at["model"]]
-        tasks.append(asyncio.create_task(engine.infer(name, inputs[name])))
+        tasks.append(asyncio.create_task(engine.infer(name, inputs)))
     await asyncio.gather(*tasks)
 
 
-EXAMPLES = {
-    "tail-effect": tail_effect,
-    "add-two-waves": add_two_waves,
-    "two-streams": two_streams,
-    # `streams` launches everything at once; software scheduling keeps two jobs on the GPU, enough to fill it.
-    "mix-streams": mix("streams", max_active=16),
-    "mix-paella": mix("paella", max_active=2),
-}
+EXAMPLES = {  # `streams` launches everything at once; software scheduling keeps two jobs on the GPU, enough to fill it
+    "tail-effect": tail_effect, "add-two-waves": add_two_waves, "two-streams": two_streams,
+    "mix-streams": mix("streams", max_active=16), "mix-paella": mix("paella", max_active=2),
+}  # fmt: skip
 MOST_BYTES = 300_000
 
 
