@@ -199,7 +199,7 @@ def router_metrics(router: Router) -> list[str]:
     ]
     counts = asdict(router.counts)
     metrics: list[tuple[str, str, str, list[tuple[str, object]]]] = [
-        (f"router_{name}_total", "counter", text, [("", counts[name])])
+        (f"paellapy_router_{name}_total", "counter", text, [("", counts[name])])
         for name, text in (
             ("requests", "Requests taken"),
             ("refused", "Answers 503, 429 and 404 of engines, after which other engines were asked"),
@@ -210,16 +210,16 @@ def router_metrics(router: Router) -> list[str]:
     ]
     held = router.held
     metrics += [
-        ("engine_up", "gauge", "1: the engine takes requests", [*up]),
-        ("predicted_seconds", "gauge", "Predicted time of a request that arrives now", [*predicted]),
-        ("router_held_bytes", "gauge", "Bytes of requests that are not answered yet", [("", held.nbytes)]),
-        ("router_full_total", "counter", "Requests refused because the router held too many bytes", [("", held.full)]),
-        ("router_in_flight", "gauge", "Requests being handled", [("", router.in_flight)]),
+        ("paellapy_engine_up", "gauge", "1: the engine takes requests", [*up]),
+        ("paellapy_predicted_seconds", "gauge", "Predicted time of a request that arrives now", [*predicted]),
+        ("paellapy_router_held_bytes", "gauge", "Bytes of requests that are not answered yet", [("", held.nbytes)]),
+        ("paellapy_router_full_total", "counter", "Requests refused: too many bytes held", [("", held.full)]),
+        ("paellapy_router_in_flight", "gauge", "Requests being handled", [("", router.in_flight)]),
     ]
     found = []
     for name, kind, text, samples in metrics:
-        found += [f"# HELP paellapy_{name} {text}", f"# TYPE paellapy_{name} {kind}"]
-        found += [f"paellapy_{name}{labels} {value}" for labels, value in samples]
+        found += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
+        found += [f"{name}{labels} {value}" for labels, value in samples]
     return found
 
 
