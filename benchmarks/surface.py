@@ -3,7 +3,8 @@
     python benchmarks/surface.py --against CHECKOUT
 
 Names with their members and parameters, commands with their options, fields of the settings files, addresses, metrics,
-policies and environment variables. Each checkout lists its own in a process of its own.
+policies and environment variables. Each checkout lists its own in a process of its own. It fails if CHANGELOG.md
+does not name what is gone.
 """
 
 from __future__ import annotations
@@ -114,6 +115,11 @@ def main() -> None:
         print(f"{kind}: {len(now[kind])} names, {len(gone)} gone, {len(new)} new")
         print(*(f"  - {name}" for name in gone), *(f"  + {name}" for name in new), sep="\n")
     print(save("surface", found, folder=given.out))
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    gone = [name for kind in now for name in found[kind]["gone"]]
+    wholes = [name for name in gone if name.partition("(")[0] not in gone or "(" not in name]
+    if unnamed := [name for name in wholes if re.findall(r"[\w-]+", name)[-1] not in changes]:
+        sys.exit(f"CHANGELOG.md does not name: {', '.join(unnamed)}")
 
 
 if __name__ == "__main__":
