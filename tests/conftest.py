@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
+import tempfile
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 from forked import Forked
-from gpu_turns import turn_of
-from groups import scope_of
 from hypothesis import HealthCheck, settings
 
 from paellapy.instrument.device import Device
@@ -42,6 +45,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@cache
+def _group_of(path: Path) -> str | None:
+    """A file names its group in its marks: `pytestmark = pytest.mark.xdist_group("ray")`."""
+    found = re.search(r'^pytestmark = .*?xdist_group\("([^"]+)"\)', path.read_text(), re.M | re.S)
+    return found[1] if found else None
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Files that name a group are run by one worker, which starts their servers once.
@@ -54,16 +64,32 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByGroup(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return scope_of(nodeid, config.rootpath)
+            return _group_of(config.rootpath / nodeid.partition("::")[0]) or nodeid
 
     return ByGroup(config, log)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Around fixtures and the time limit: a test that waits for its turn has not begun."""
-    with turn_of(item):
+    """Tests of several processes share the GPU; one that is marked `alone` has it alone.
+
+    Everyone passes the turnstile before the room. Whoever waits to be alone stands in the turnstile meanwhile: nobody
+    else enters, so the room gets empty. All this is around fixtures and the time limit: a test that waits for its turn
+    has not begun. Locks are undone explicitly: processes that a test forked may keep the files open.
+    """
+    if not item.get_closest_marker("gpu") or item.get_closest_marker("skip"):
         return (yield)
+    kind = fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH
+    # Files of one user: in a folder that all may write to, Linux may refuse to open those of others.
+    files = (Path(tempfile.gettempdir(), f"paellapy-gpu-{os.getuid()}.{name}") for name in ("room", "turnstile"))
+    with next(files).open("a") as room, next(files).open("a") as turnstile:
+        fcntl.flock(turnstile, fcntl.LOCK_EX)
+        fcntl.flock(room, kind)
+        fcntl.flock(turnstile, fcntl.LOCK_UN)
+        try:
+            return (yield)
+        finally:
+            fcntl.flock(room, fcntl.LOCK_UN)
 
 
 @pytest.fixture
