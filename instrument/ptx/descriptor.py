@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -12,6 +12,8 @@ from paellapy.instrument import records
 from paellapy.instrument.errors import InstrumentError
 from paellapy.instrument.ptx.module import Function
 from paellapy.instrument.records import DESCRIPTOR, MAGIC, field_offset
+
+Load = Callable[[str, str], str]  # (register, field of the descriptor) → the instruction that loads it
 
 
 def descriptor_name(entry: Function) -> str:
@@ -88,16 +90,12 @@ class PassConfig:
                 f"unknown kind of exits {self.exits!r}; use one of {', '.join(get_args(Exits))}",
                 field="exits", given=self.exits, limit=get_args(Exits),
             )
-        if self.sliced and self.pointer_param is not None:
-            raise InstrumentError(
-                "a kernel launched by other code (pointer_param) cannot be sliced: launch it as a pp.kernel",
-                field="slice", given="pointer_param",
-            )
-        if self.preempt and self.pointer_param is not None:
-            raise InstrumentError(
-                "a kernel launched by other code (pointer_param) cannot be preempted: launch it as a pp.kernel",
-                field="preempt", given="pointer_param",
-            )
+        for field, asked, cannot_be in (("slice", self.sliced, "sliced"), ("preempt", self.preempt, "preempted")):
+            if asked and self.pointer_param is not None:
+                raise InstrumentError(
+                    f"a kernel launched by other code (pointer_param) cannot be {cannot_be}: launch it as a pp.kernel",
+                    field=field, given="pointer_param",
+                )
 
     @property
     def changes_anything(self) -> bool:
@@ -136,3 +134,24 @@ def thread_index_bits(threads: Sequence[int] | None, result: str, scratch: str) 
 	mov.u32 {scratch}, %tid.{axis};
 	or.b32 {result}, {result}, {scratch};"""
     return code
+
+
+def linear_index(out: str, extent: str, index: str, of: str = "ctaid") -> str:
+    """Computes a block's number in its grid, x fastest; of="tid": a thread's number in its block."""
+    return f"""mov.u32 {out}, %{of}.z;
+	mov.u32 {extent}, %n{of}.y;
+	mov.u32 {index}, %{of}.y;
+	mad.lo.u32 {out}, {out}, {extent}, {index};
+	mov.u32 {extent}, %n{of}.x;
+	mov.u32 {index}, %{of}.x;
+	mad.lo.u32 {out}, {out}, {extent}, {index};"""
+
+
+def count_warps(out: str, extent: str) -> str:
+    """Computes the number of warps of a block whose size the launch decides."""
+    return f"""mov.u32 {out}, %ntid.x;
+	mov.u32 {extent}, %ntid.y;
+	mul.lo.u32 {out}, {out}, {extent};
+	mov.u32 {extent}, %ntid.z;
+	mad.lo.u32 {out}, {out}, {extent}, 31;
+	shr.u32 {out}, {out}, 5;"""

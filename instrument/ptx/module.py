@@ -85,16 +85,10 @@ def tokenize(text: str) -> tuple[list[Token], str]:
         found = match(text, at)
         if found is None:
             break
-        if found["text"] == '"':
-            raise PtxError(
-                f"unterminated string in PTX at line {text.count(chr(10), 0, found.start('text')) + 1}",
-                field="string", line=text.count(chr(10), 0, found.start('text')) + 1,
-            )
-        if found["text"] == "/" and text.startswith("/*", found.start("text")):
-            raise PtxError(
-                f"unterminated comment in PTX at line {text.count(chr(10), 0, found.start('text')) + 1}",
-                field="comment", line=text.count(chr(10), 0, found.start('text')) + 1,
-            )
+        if found["text"] == '"' or (found["text"] == "/" and text.startswith("/*", found.start("text"))):
+            what = "string" if found["text"] == '"' else "comment"
+            line = text.count("\n", 0, found.start("text")) + 1
+            raise PtxError(f"unterminated {what} in PTX at line {line}", field=what, line=line)
         tokens.append(Token(found["trivia"], found["text"]))
         at = found.end()
     tail = _TRIVIA.fullmatch(text, at)

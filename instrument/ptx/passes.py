@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from paellapy.instrument.errors import InstrumentError
-from paellapy.instrument.ptx.descriptor import DescriptorParam, PassConfig, descriptor_name, thread_index_bits
+from paellapy.instrument.ptx.descriptor import DescriptorParam, PassConfig, descriptor_name
 from paellapy.instrument.ptx.module import Function, Module
 from paellapy.instrument.ptx.preempt import preempt_entry, slice_entry
 from paellapy.instrument.ptx.ranges import RangePass, has_markers, refuse_outside
@@ -58,8 +58,7 @@ def _edit(module: Module, entry: Function, config: PassConfig) -> None:
         report = ReportPass(module, entry, config, descriptor, threads, ranges)
         report.report_start_and_end(trace=config.report == "trace")
     if config.preempt:
-        index = thread_index_bits(threads, "%paellapy_pt", "%paellapy_pu")
-        preempt_entry(module, entry, descriptor.load, index, threads, config.sliced)
+        preempt_entry(module, entry, descriptor.load, threads, config.sliced)
     elif config.sliced:
         slice_entry(module, entry, descriptor.load)
     if config.notifies:

@@ -13,9 +13,10 @@ is made later is not affected by a flag that was set before.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from paellapy.instrument.errors import InstrumentError
+from paellapy.instrument.ptx.descriptor import Load, linear_index, thread_index_bits
 from paellapy.instrument.ptx.flow import COMPUTES, Names, blocks_that_wait, written
 from paellapy.instrument.ptx.module import Function, Kind, Module, Statement, statements
 from paellapy.instrument.records import FLAG_COPIES, FLAG_COPY_BYTES, LEFT_HEAD_BYTES
@@ -38,9 +39,7 @@ def slice_entry(module: Module, entry: Function, load: Load, listed: bool = Fals
                 "blockIdx or gridDim itself. Pass them as arguments, or let the function be inlined.",
                 kernel=entry.name, field="slice", given=function.name,
             )
-    cluster = entry.directive(".reqnctapercluster")
-    decided_at_launch = cluster is None and entry.directive(".explicitcluster") is not None
-    if decided_at_launch or max(cluster or (1,)) > 1:
+    if _has_clusters(entry):
         raise InstrumentError(
             f"kernel {entry.name!r} cannot be sliced: the blocks of a cluster must be launched together. Launch it "
             "without clusters, or unsliced.", kernel=entry.name, field="slice", given="cluster"
@@ -104,11 +103,16 @@ def _from_list(load: Load) -> str:
 $paellapy_in_order:"""
 
 
+def _has_clusters(entry: Function) -> bool:
+    """Whether blocks run in clusters, or the launch may decide so."""
+    cluster = entry.directive(".reqnctapercluster")
+    return max(cluster) > 1 if cluster else entry.directive(".explicitcluster") is not None
+
+
 def _reads_grid(s: Statement) -> bool:
     return any(t.text.startswith(_GRID) for t in s.tokens)
 
 
-Load = Callable[[str, str], str]  # (register, field of the descriptor) → the instruction that loads it
 
 # Instructions that compute, or exchange values within a block: no other block can see them.
 _WITHIN_BLOCK = (
@@ -127,9 +131,7 @@ _WARP = 32
 _MOST_INSTRUCTIONS = 1000  # before the decision; a block that does not run must leave soon
 
 
-def preempt_entry(
-    module: Module, entry: Function, load: Load, thread_index_bits: str, threads: Sequence[int] | None, sliced: bool
-) -> None:
+def preempt_entry(module: Module, entry: Function, load: Load, threads: Sequence[int] | None, sliced: bool) -> None:
     """Lets blocks leave when they start; `sliced`: of a slice, or of a list of blocks."""
     _refuse_unpreemptible(module, entry)
     flat = sliced or not any(t.text == "%ctaid.y" for s in entry.instructions() for t in s.tokens)
@@ -137,14 +139,12 @@ def preempt_entry(
     _insert_decision(entry, opening, load, threads is not None and math.prod(threads) == _WARP)
     if sliced:  # also renumbers the block that is recorded
         slice_entry(module, entry, load, listed=True)
-    _insert_flag_load(entry, opening.first_read, load, thread_index_bits, flat)
+    _insert_flag_load(entry, opening.first_read, load, threads, flat)
 
 
 def _refuse_unpreemptible(module: Module, entry: Function) -> None:
     """Raises for kernels whose blocks cannot run without each other."""
-    cluster = entry.directive(".reqnctapercluster")
-    decided_at_launch = cluster is None and entry.directive(".explicitcluster") is not None
-    if decided_at_launch or max(cluster or (1,)) > 1:
+    if _has_clusters(entry):
         raise InstrumentError(
             f"kernel {entry.name!r} cannot be preempted: the blocks of a cluster must run together, but would be "
             "preempted one by one. Launch it without clusters.", kernel=entry.name, field="preempt", given="cluster"
@@ -261,13 +261,7 @@ $paellapy_leave:{_AWAIT_COPIES if opening.copies else ""}
 	{load("%paellapy_pe", "epoch")}
 	setp.lt.u32 %paellapy_pp, %paellapy_pw, %paellapy_pe;
 	@%paellapy_pp bra $paellapy_noted;
-	mov.u32 %paellapy_pt, %ctaid.z;
-	mov.u32 %paellapy_pu, %nctaid.y;
-	mov.u32 %paellapy_pw, %ctaid.y;
-	mad.lo.u32 %paellapy_pt, %paellapy_pt, %paellapy_pu, %paellapy_pw;
-	mov.u32 %paellapy_pu, %nctaid.x;
-	mov.u32 %paellapy_pw, %ctaid.x;
-	mad.lo.u32 %paellapy_pt, %paellapy_pt, %paellapy_pu, %paellapy_pw;
+	{linear_index("%paellapy_pt", "%paellapy_pu", "%paellapy_pw")}
 	{load("%paellapy_pa", "left")}
 	atom.relaxed.gpu.global.add.u32 %paellapy_pu, [%paellapy_pa], 1;
 	mad.wide.u32 %paellapy_pa, %paellapy_pu, 4, %paellapy_pa;
@@ -280,7 +274,7 @@ $paellapy_noted:
 
 
 def _insert_flag_load(
-    entry: Function, first_read: Statement | None, load: Load, thread_index_bits: str, flat: bool
+    entry: Function, first_read: Statement | None, load: Load, threads: Sequence[int] | None, flat: bool
 ) -> None:
     """Reads a copy of the flag just before the kernel's first read; before anything else, if the kernel does not begin
     with a read whose address is in a register. All threads but the first use 0, below every launch's number.
@@ -305,7 +299,7 @@ def _insert_flag_load(
     if address:
         mine += f"\n\tsetp.ne.and.s64 %paellapy_pp, {address}, -1, %paellapy_pp;"
     read = f"""
-	{thread_index_bits}
+	{thread_index_bits(threads, "%paellapy_pt", "%paellapy_pu")}
 	{mine}
 	mov.u32 %paellapy_pw, 0;
 	{load("%paellapy_pa", "flag")}

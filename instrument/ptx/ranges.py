@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from paellapy.instrument.errors import ArgumentError, InstrumentError
+from paellapy.instrument.ptx.descriptor import Load, count_warps, linear_index
 from paellapy.instrument.ptx.flow import COMPUTES, Names, is_special, written
 from paellapy.instrument.ptx.module import Function, Kind, Module, Statement, statements
 from paellapy.instrument.records import RANGE_END, RANGE_HEAD, RANGE_RECORD, field_offset
@@ -321,7 +322,6 @@ def _computes_integers(s: Statement) -> bool:
     return not any(map(is_special, s.operands()))
 
 
-Load = Callable[[str, str], str]  # (register, field of the descriptor) → the instruction that loads it
 _USED, _CLOCK_START, _CLOCK_END = (field_offset(RANGE_HEAD, n) for n in ("used", "clock_start", "clock_end"))
 _CLOCKS = [f"%paellapy_rc{i}" for i in range(MOST_CLOCKS)]
 
@@ -444,13 +444,7 @@ class RangePass:
 
     def _first_lane(self) -> str:
         """%paellapy_rt = the number of the block's first lane."""
-        return f"""mov.u32 %paellapy_rt, %ctaid.z;
-	mov.u32 %paellapy_ru, %nctaid.y;
-	mov.u32 %paellapy_rs, %ctaid.y;
-	mad.lo.u32 %paellapy_rt, %paellapy_rt, %paellapy_ru, %paellapy_rs;
-	mov.u32 %paellapy_ru, %nctaid.x;
-	mov.u32 %paellapy_rs, %ctaid.x;
-	mad.lo.u32 %paellapy_rt, %paellapy_rt, %paellapy_ru, %paellapy_rs;
+        return f"""{linear_index("%paellapy_rt", "%paellapy_ru", "%paellapy_rs")}
 	{self._lanes("%paellapy_rs")}
 	mul.lo.u32 %paellapy_rt, %paellapy_rt, %paellapy_rs;"""
 
@@ -479,22 +473,11 @@ class RangePass:
         flat = self.threads is not None and self.threads[1:] == [1, 1]
         if flat:
             return f"mov.u32 {out}, %tid.x;"
-        return f"""mov.u32 {out}, %tid.z;
-	mov.u32 %paellapy_ru, %ntid.y;
-	mov.u32 %paellapy_rt, %tid.y;
-	mad.lo.u32 {out}, {out}, %paellapy_ru, %paellapy_rt;
-	mov.u32 %paellapy_ru, %ntid.x;
-	mov.u32 %paellapy_rt, %tid.x;
-	mad.lo.u32 {out}, {out}, %paellapy_ru, %paellapy_rt;"""
+        return linear_index(out, "%paellapy_ru", "%paellapy_rt", "tid")
 
     def _lanes(self, out: str) -> str:
         if not self.ranges.per_warp:
             return f"mov.u32 {out}, 1;"
         if self.threads:
             return f"mov.u32 {out}, {self.ranges.lanes(self.threads[0] * self.threads[1] * self.threads[2])};"
-        return f"""mov.u32 {out}, %ntid.x;
-	mov.u32 %paellapy_ru, %ntid.y;
-	mul.lo.u32 {out}, {out}, %paellapy_ru;
-	mov.u32 %paellapy_ru, %ntid.z;
-	mad.lo.u32 {out}, {out}, %paellapy_ru, 31;
-	shr.u32 {out}, {out}, 5;"""
+        return count_warps(out, "%paellapy_ru")

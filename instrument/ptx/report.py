@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paellapy.instrument.errors import InstrumentError
-from paellapy.instrument.ptx.descriptor import DescriptorParam, Exits, PassConfig, thread_index_bits
+from paellapy.instrument.ptx.descriptor import DescriptorParam, Exits, PassConfig, count_warps, thread_index_bits
 from paellapy.instrument.ptx.flow import UNIFORM_SPECIAL, FlowGraph, Names, is_special, written
 from paellapy.instrument.ptx.module import Function, Kind, Module, Statement, Token
 from paellapy.instrument.ptx.ranges import RangePass
@@ -278,14 +278,9 @@ $paellapy_done:
             warps = -(-self.threads[0] * self.threads[1] * self.threads[2] // 32)
             weight = f"mov.b64 %paellapy_weight, {warps << WARP_SHIFT | 1};"
         else:
-            weight = """mov.u32 %paellapy_threads, %ntid.x;
-	mov.u32 %paellapy_extent, %ntid.y;
-	mul.lo.u32 %paellapy_threads, %paellapy_threads, %paellapy_extent;
-	mov.u32 %paellapy_extent, %ntid.z;
-	mad.lo.u32 %paellapy_threads, %paellapy_threads, %paellapy_extent, 31;
-	shr.u32 %paellapy_threads, %paellapy_threads, 5;
+            weight = f"""{count_warps("%paellapy_threads", "%paellapy_extent")}
 	mov.u32 %paellapy_scratch, 1;
-	mov.b64 %paellapy_weight, {%paellapy_scratch, %paellapy_threads};"""
+	mov.b64 %paellapy_weight, {{%paellapy_scratch, %paellapy_threads}};"""
         return f"{weight}\n\t{self._line_address()}"
 
     def _line_address(self) -> str:
