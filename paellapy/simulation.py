@@ -63,8 +63,8 @@ def _listed(models: Any) -> list[Model | ModelProfile]:
             raise ArgumentError(
                 f"simulate cannot run a {type(each).__name__}: give a pp.Model, or a profile from "
                 "engine.model_profile(name) or pp.load_profiles",
-                field="models",
-            )
+                field="models", given=each,
+            )  # fmt: skip
     return found
 
 

@@ -94,7 +94,7 @@ def fail(status: int, doing: str) -> None:
     text = cu.cuGetErrorString(code)[1]
     message = f"{doing} failed: {text.decode() if text else code.name} ({code.name})"
     remedy = _REMEDIES.get(code.name)
-    raise LaunchError(f"{message}. {remedy}" if remedy else message)
+    raise LaunchError(f"{message}. {remedy}" if remedy else message, doing=doing, status=status)
 
 
 _STICKY = (

@@ -325,7 +325,7 @@ class Loading(Governed):
         with self._loading:
             self._check_open()
             if not isinstance(model, Model):
-                raise ModelError(f"load() takes a pp.Model, not a {type(model).__name__}")
+                raise ModelError(f"load() takes a pp.Model, not a {type(model).__name__}", field="model", given=model)
             if model.resident is False and self._residents is None:
                 raise ModelError(
                     f"model {model.name!r}: resident=False has no effect where all weights stay on the GPU: "

@@ -134,7 +134,8 @@ def check_ranges(model: Model, arrays: Mapping[str, NDArray[Any]]) -> None:
     """Checks the values of inputs that have a range; an InputError names the first value outside it."""
     for key, spec in model.ranges.items():
         if (wrong := spec.outside(arrays[key])) is not None:
-            raise InputError(f"model {model.name!r}, input {key!r} {wrong}")
+            text = f"model {model.name!r}, input {key!r} {wrong}"
+            raise InputError(text, model=model.name, field=key, limit=(spec.low, spec.high))
 
 
 def digest_of(name: str, inputs: Mapping[str, NDArray[Any]]) -> int:

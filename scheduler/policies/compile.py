@@ -41,23 +41,20 @@ class PolicyError(PaellaError):
     or variable at fault, and `remedy` says what to write instead. Each is None where it does not apply.
     """
 
-    def __init__(
-        self, message: str, *, policy: str | None = None, line: int | None = None, name: str | None = None,
-        remedy: str | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(message)
-        self.policy, self.line, self.name, self.remedy = policy, line, name, remedy
+    policy: str | None = None
+    line: int | None = None
+    name: str | None = None
+    remedy: str | None = None
 
 
 def fault(
-    function: Any, problem: str, remedy: str | None = None, *, line: int | None = None, name: str | None = None
+    function: Any, problem: str, remedy: str | None = None, *, line: int | None = None, **facts: Any
 ) -> PolicyError:
     """The error for one function of a policy. The message begins with the function, its file and the line."""
     code = function.__code__
     said = f"{function.__name__} ({code.co_filename}:{line or code.co_firstlineno}) {problem}"
-    return PolicyError(
-        f"{said}: {remedy}" if remedy else said, policy=function.__name__, line=line, name=name, remedy=remedy
-    )
+    text = f"{said}: {remedy}" if remedy else said
+    return PolicyError(text, policy=function.__name__, line=line, remedy=remedy, **facts)
 
 
 # --- roles -----------------------------------------------------------------------------------------------------------

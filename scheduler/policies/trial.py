@@ -247,8 +247,8 @@ def _try(function: Compiled, layout: Layout) -> None:
                 plain,
                 f"takes {cost / 1e3:.1f} µs per call, above the limit of {MAX_CALL_NS / 1e3:g} µs",
                 "compute from the job's fields, without loops: every decision ranks several jobs",
-                line=_line_of(plain),
-            )
+                line=_line_of(plain), limit=MAX_CALL_NS,
+            )  # fmt: skip
 
 
 def check_idle(admit: Compiled, layout: Layout) -> None:
@@ -284,7 +284,7 @@ def _try_apart(function: Compiled, layout: Layout) -> None:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             problem = f"did not return within {TIME_LIMIT_S:g} s on a sample job"
-            raise fault(plain, problem, "check its loops", line=_line_of(plain))
+            raise fault(plain, problem, "check its loops", line=_line_of(plain), limit=TIME_LIMIT_S)
         time.sleep(1e-3)
     if ended[1] != 0:
         problem = f"crashed on a sample job (signal {os.WTERMSIG(ended[1])})"

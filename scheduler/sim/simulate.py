@@ -321,7 +321,7 @@ def _check_end(state: st.State, policy: Policy) -> None:
         raise PolicyError(
             f"policy {policy.name} leaves {stuck} requests waiting for ever: `admit` refuses all of them, and no later "
             "event would change that; let `admit` return a time in ns that comes, or open its gate in a `tick`",
-            policy=policy.name,
+            policy=policy.name, requests=stuck,
         )  # fmt: skip
 
 

@@ -9,11 +9,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from failing import failing
 
 import paellapy as pp
 from paellapy.instrument.device import driver as device_driver
 from paellapy.instrument.device.driver import CudaStream
-from paellapy.instrument.errors import PaellaError
+from paellapy.instrument.errors import LaunchError
 from paellapy.scheduler.backends import cuda_memory
 from paellapy.scheduler.backends.cuda_memory import CudaPages, CudaWeights
 from paellapy.scheduler.core.errors import MemoryPlanError
@@ -188,7 +189,7 @@ def test_an_eviction_that_fails_halfway_leaves_all_weights_where_they_were(cu):
     weights = weights_of(pages)
     before = dict(cu.mapped)
     cu.failing["cuMemUnmap"] = 1
-    with pytest.raises(PaellaError, match="unmapping"):
+    with failing(LaunchError, doing="unmapping weights"):
         weights.evict()
     assert cu.mapped == before
     assert weights.there
@@ -207,9 +208,8 @@ def test_no_weights_come_where_memory_is_short_for_some(cu, monkeypatch):
     cu.calls.clear()
     cu.total = 12 * MIB
     monkeypatch.setattr(DEVICE, "synchronize", lambda: pytest.fail("nobody uses these weights yet"))
-    with pytest.raises(MemoryPlanError) as caught:
+    with failing(MemoryPlanError, limit_bytes=12 * MIB):
         weights.bring(np.zeros(20 * MIB, np.uint8))
-    assert caught.value.limit_bytes == 12 * MIB
     assert {name for name, *_ in cu.calls} == {"copy"}, "only to the landing place"
     assert (cu.mapped, pages.used_bytes, weights.there) == ({}, 0, False)
     cu.total = 20 * MIB
@@ -224,7 +224,7 @@ def test_memory_that_could_not_be_mapped_is_given_back(cu, monkeypatch):
     waited = []
     monkeypatch.setattr(DEVICE, "synchronize", lambda: waited.append(len(cu.mapped)))
     cu.failing["cuMemSetAccess"] = 2
-    with pytest.raises(PaellaError, match="opening"):
+    with failing(LaunchError, doing="opening mapped weights"):
         weights.bring(np.zeros(12 * MIB, np.uint8))
     assert waited == [2]  # for segments that run with weights that have come
     assert (cu.mapped, pages.used_bytes, pages.kept_bytes) == ({}, 0, 12 * MIB)
@@ -266,7 +266,7 @@ def test_memory_kept_in_other_sizes_is_released_before_a_failure(cu):
 
 def test_addresses_that_cannot_be_reserved_leave_no_pinned_memory(cu):
     cu.failing["cuMemAddressReserve"] = 0
-    with pytest.raises(PaellaError, match="reserving"):
+    with failing(LaunchError, doing="reserving addresses"):
         weights_of(CudaPages(DEVICE, 1000 * MIB))
     assert cu.pinned == {}
 
@@ -308,7 +308,7 @@ def test_on_a_gpu_an_eviction_that_fails_halfway_keeps_every_byte(monkeypatch):
             return (real.CUresult.CUDA_ERROR_INVALID_VALUE,) if len(calls) == 2 else real.cuMemUnmap(address, nbytes)
 
     monkeypatch.setattr(cuda_memory, "driver", Failing)
-    with pytest.raises(PaellaError, match="unmapping"):
+    with failing(LaunchError, doing="unmapping weights"):
         weights.evict()
     monkeypatch.undo()
     assert len(calls) == 2

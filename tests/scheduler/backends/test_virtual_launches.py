@@ -63,7 +63,7 @@ def test_an_array_is_moved_with_its_shape_and_strides(offset, n, step, on_host):
 
 def test_what_may_hold_arrays_out_of_sight_is_not_moved():
     memory = VirtualMemory(64, 64)
-    with pytest.raises(TypeError, match="arrays"):
+    with pytest.raises(TypeError):
         memory.moved((1, object()), VirtualMemory(64, 64))
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from failing import failing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import wait_until
@@ -140,9 +141,8 @@ def test_a_folder_that_cannot_be_used_is_named_and_nothing_is_lost(store, host, 
 
 def test_a_header_that_is_no_object_is_refused(tmp_path):
     (tmp_path / "list.safetensors").write_bytes((8).to_bytes(8, "little") + b"[1,2,3] ")
-    with pytest.raises(WeightFileError) as caught:
+    with failing(WeightFileError, path=tmp_path / "list.safetensors"):
         weights.map_weights(tmp_path / "list.safetensors")
-    assert caught.value.path == tmp_path / "list.safetensors"
 
 
 def test_weights_in_demand_take_the_memory_of_weights_that_nobody_wants(store, host):
@@ -187,9 +187,8 @@ def test_weights_that_cannot_be_written_stay_in_memory(store, host, monkeypatch)
     store.put("new", 1000, filled(2))
     store.in_use = lambda name: False
     full_disk(monkeypatch)
-    with pytest.raises(MemoryPlanError) as caught:
+    with failing(MemoryPlanError, model="old", for_model="new"):
         store.promote("new", lambda name: float(name == "new"))
-    assert (caught.value.model, caught.value.for_model) == ("old", "new")
     assert (store.where("old"), store.where("new"), host.blocks, store.held_bytes) == ("host", "disk", 1, 1000)
     monkeypatch.undo()
     assert store.promote("new", lambda name: float(name == "new"))
@@ -199,11 +198,11 @@ def test_without_memory_the_weights_stay_in_their_file(store, host):
     store.put("new", 900, filled(2))
 
     def refuse(nbytes):
-        raise MemoryPlanError("no pinned memory")
+        raise MemoryPlanError("no pinned memory", needed_bytes=nbytes)
 
     store.promote("old", lambda name: float(name == "old"))
     store.allocate = refuse
-    with pytest.raises(MemoryPlanError, match="pinned"):
+    with failing(MemoryPlanError, needed_bytes=900):
         store.promote("new", lambda name: float(name == "new"))
     assert (store.where("old"), store.where("new"), host.blocks, store.held_bytes) == ("disk", "disk", 0, 0)
     store.allocate = host.allocate

@@ -6,13 +6,15 @@ import json
 
 import pytest
 from engine_models import mlp_model, scale_model
+from failing import failing
 from typer.testing import CliRunner
 
 import paellapy as pp
 from paellapy import cli
 from paellapy.instrument import cache
-from paellapy.instrument.errors import PaellaError
+from paellapy.instrument.errors import ArgumentError, PaellaError
 from paellapy.scheduler.backends.virtual import VirtualBackend
+from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.core.profiles import SegmentProfile
 from paellapy.scheduler.core.state import Limits
 from paellapy.scheduler.core.tuning import Tuning
@@ -151,10 +153,11 @@ def test_a_file_that_is_not_there_or_holds_no_profiles_is_named(tmp_path):
 
 
 def test_the_programs_of_a_model_are_not_taken_for_a_model(engine):
-    with pytest.raises(PaellaError, match=r"a list.*engine\.model_profile\(name\)"):
-        pp.simulate([engine.profile("mlp")], pp.Poisson(10, "mlp"))
-    with pytest.raises(PaellaError, match=r"pp\.Model, not a list"):
-        engine.load([])
+    programs = engine.profile("mlp")
+    with failing(ArgumentError, field="models", given=programs):
+        pp.simulate([programs], pp.Poisson(10, "mlp"))
+    with failing(ModelError, field="model", given=programs):
+        engine.load(programs)
 
 
 def test_tails_sum_what_remains():

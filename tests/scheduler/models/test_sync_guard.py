@@ -34,10 +34,10 @@ def test_a_wait_is_an_error_in_this_thread_and_nothing_in_another():
             thread = threading.Thread(target=other)
             thread.start()
             thread.join()
-            with pytest.raises(UserWarning, match="synchronizing"):
+            with pytest.raises(UserWarning):
                 warn()
-        with pytest.warns(UserWarning, match="something else"):
-            warnings.warn("something else", UserWarning, stacklevel=1)
+        with pytest.warns(RuntimeWarning):
+            warnings.warn("something else", RuntimeWarning, stacklevel=1)
     assert seen == [None, None]
 
 

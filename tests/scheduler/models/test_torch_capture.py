@@ -108,7 +108,7 @@ def test_a_capture_that_cannot_begin_leaves_no_recording_on(fake_torch, monkeypa
     monkeypatch.setattr(torch_capture, "begin_capture", refuse)
     fake_torch._C = SimpleNamespace(_cuda_endAllocateToPool=lambda index, pool: ended.append((index, pool)))
     fake_torch.cuda.CUDAGraph = lambda keep_graph: None
-    with pytest.raises(RuntimeError, match="no"):
+    with pytest.raises(RuntimeError):
         TorchPool(0).begin(object())
     assert ended == [(0, (0, 300))]
 

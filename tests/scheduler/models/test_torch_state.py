@@ -8,6 +8,7 @@ import sys
 import types
 
 import pytest
+from failing import failing
 
 import paellapy as pp
 from paellapy.scheduler.core.errors import ModelError
@@ -58,9 +59,8 @@ def use(optimizer, schedule=None):
 def test_an_optimizer_that_state_lacks_is_found_in_self_and_in_partial():
     mine = Trainer()
     for step, label in ((mine.plain, "opt"), (functools.partial(use, optimizer=mine.opt), "optimizer")):
-        with pytest.raises(ModelError) as caught:
+        with failing(ModelError, job="train", field="state", given=label):
             check_complete(torch, "train", step, [mine.net])
-        assert (caught.value.job, caught.value.field, caught.value.given) == ("train", "state", label)
         check_complete(torch, "train", step, [mine.net, mine.opt])
 
 
@@ -75,9 +75,8 @@ def test_a_step_that_uses_a_schedule_is_refused_with_the_remedy():
     partly = functools.partial(use, opt, schedule=decay)
     steps = (mine.scheduled, mine.by_loss, inner, partly)
     for step, label in zip(steps, ("schedule", "plateau", "decay", "schedule"), strict=True):
-        with pytest.raises(ModelError) as caught:
+        with failing(ModelError, field="step", given=label):
             check_complete(torch, "train", step, [mine.net, opt, decay])
-        assert (caught.value.field, caught.value.given) == ("step", label)
 
 
 def test_what_cannot_be_looked_into_passes():
@@ -326,22 +325,19 @@ def test_an_optimizer_is_refused_by_name_wherever_a_step_finds_it(engine):
         "trainer.opt": lambda x: trainer.update(x),
     }
     for label, step in steps.items():
-        with pytest.raises(ModelError) as caught:
+        with failing(ModelError, field="state", given=label):
             engine.background(step, state=[mine.net if label == "mine.opt" else net], data=data(3))
-        assert (caught.value.field, caught.value.given) == ("state", label)
     for step in (trainer.update, functools.partial(AdamTrainer.update, trainer)):
-        with pytest.raises(ModelError) as caught:
+        with failing(ModelError, field="state"):
             engine.background(step, state=[trainer.net], data=data(3))
-        assert caught.value.field == "state"
     assert engine.jobs == {}
 
 
 def test_an_optimizer_that_no_name_leads_to_is_refused_by_its_kind(engine):
     hidden = {"both": [AdamTrainer()]}
     trainer = hidden["both"][0]
-    with pytest.raises(ModelError) as caught:
+    with failing(ModelError, field="state", given="Adam"):
         engine.background(lambda x: hidden["both"][0].update(x), state=[trainer.net], data=data(3))
-    assert (caught.value.field, caught.value.given) == ("state", "Adam")
     in_backward = AdamTrainer()
     for p in in_backward.net.parameters():
         p.register_post_accumulate_grad_hook(lambda p: in_backward.opt.step())
@@ -351,9 +347,8 @@ def test_an_optimizer_that_no_name_leads_to_is_refused_by_its_kind(engine):
         loss.backward()
         return loss
 
-    with pytest.raises(ModelError) as caught:
+    with failing(ModelError, field="state"):
         engine.background(step, state=[in_backward.net], data=data(3))
-    assert caught.value.field == "state"
 
 
 @pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
@@ -368,9 +363,8 @@ def test_a_schedule_in_a_helper_is_refused(engine, rate):
         go_on()
         return loss
 
-    with pytest.raises(ModelError) as caught:
+    with failing(ModelError, field="step", given="trainer.schedule"):
         engine.background(step, state=[trainer.net, trainer.opt], data=data(3))
-    assert (caught.value.field, caught.value.given) == ("step", "trainer.schedule")
 
 
 class Counting(torch.optim.Optimizer):
@@ -390,9 +384,8 @@ class Counting(torch.optim.Optimizer):
 def test_an_optimizer_that_counts_in_python_is_refused(engine):
     trainer = AdamTrainer()
     trainer.opt = Counting(trainer.net.parameters())
-    with pytest.raises(ModelError) as caught:
+    with failing(ModelError, field="step", given=(1, 2)):
         engine.background(trainer.update, state=[trainer.net, trainer.opt], data=data(3))
-    assert (caught.value.field, caught.value.given) == ("step", (1, 2))
 
 
 class Averaged(AdamTrainer):

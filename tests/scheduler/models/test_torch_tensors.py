@@ -6,6 +6,7 @@ import os
 
 import numpy as np
 import pytest
+from failing import failing
 
 import paellapy as pp
 from paellapy.scheduler.core.errors import ModelError
@@ -174,30 +175,26 @@ def test_a_buffer_without_values_is_an_error_with_its_name(file):
     net = on_meta()
     net.register_buffer("scale", torch.zeros(16, device="meta"), persistent=False)
     net.first.shift = torch.zeros(16, device="meta")
-    with pytest.raises(ModelError) as caught:
+    with failing(ModelError, given=["scale", "first.shift"]):
         pp.Model.from_torch(net, EXAMPLE, weights=file)
-    assert caught.value.given == ["scale", "first.shift"]
 
 
 def test_files_that_are_none_and_functions_are_refused(file, tmp_path):
     torch.save(Net().state_dict(), tmp_path / "net.pt")
     for name in ("no-file.safetensors", "net.pt"):
-        with pytest.raises(WeightFileError) as caught:
+        with failing(WeightFileError, path=tmp_path / name):
             pp.Model.from_torch(Net(), EXAMPLE, weights=tmp_path / name)
-        assert caught.value.path == tmp_path / name
     for call, given in ((lambda x: x, file), (Net(), Net().state_dict())):
-        with pytest.raises(ModelError) as refused:
+        with failing(ModelError, field="weights"):
             pp.Model.from_torch(call, EXAMPLE, weights=given)
-        assert refused.value.field == "weights"
 
 
 @pytest.mark.parametrize("options", [{}, {"memory_bytes": 1 << 28}])
 def test_a_file_that_becomes_shorter_is_an_error_and_not_the_end_of_the_process(file, options):
     model = pp.Model.from_torch(on_meta(), EXAMPLE, name="net", weights=file)
     os.truncate(file, 100)
-    with pp.Engine("virtual:h200", **options) as engine, pytest.raises(WeightFileError) as caught:
+    with pp.Engine("virtual:h200", **options) as engine, failing(WeightFileError, given=100):
         engine.load(model)
-    assert caught.value.given == 100
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from core_bench import Bench, profile
+from failing import failing
 
 import paellapy as pp
 from paellapy.scheduler.core import codes
@@ -147,7 +148,7 @@ def test_parameters_are_read_by_name_with_a_value_for_models_without() -> None:
     [{"a b": 1.0}, *({"a": value} for value in ("1", np.inf, 10**400, 1j)), {f"a{k}": 1.0 for k in range(9)}],
 )
 def test_faulty_parameters_are_refused(params: Any) -> None:
-    with pytest.raises(ProfileError, match="m: params"):
+    with failing(ProfileError, model="m", field="params"):
         profile(params=params)
 
 
@@ -202,7 +203,7 @@ def test_a_simulation_that_a_policy_stalls_says_so() -> None:
         own.had += 1.0
 
     made = policy(admit=seldom, done=done, state={"had": 0.0}, may_idle=True)(fifo)
-    with pytest.raises(PolicyError, match="1 requests waiting"):
+    with failing(PolicyError, requests=1):
         simulate(profile("m", segments=2), ClosedLoop("m", duration=0.01), made)
 
 
@@ -240,7 +241,7 @@ def test_a_simulation_that_a_policy_never_ends_says_so(
 ) -> None:
     monkeypatch.setattr("paellapy.scheduler.sim.block_model.MOST_IN_VAIN", 1000)  # its steps take longer
     made = policy(may_idle=True, **options)(fifo)
-    with pytest.raises(PolicyError, match="1 requests waiting"):
+    with failing(PolicyError, requests=1):
         simulate(profile("m", segments=2), ClosedLoop("m", duration=0.01), made, fidelity=fidelity)
 
 
@@ -250,9 +251,8 @@ def test_a_policy_is_found_by_its_module(tmp_path: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr("sys.path", [])
     assert find_policy("policies_of_mine:latest").name == "latest"
     for wrong in ("policies_of_mine:earliest", "no_such_module:rank", "policies_of_mine:__name__", "nonesuch"):
-        with pytest.raises(PolicyError) as caught:
+        with failing(PolicyError, name=wrong):
             find_policy(wrong)
-        assert caught.value.name == wrong
 
 
 # -- placing
@@ -286,9 +286,8 @@ def test_place_sends_jobs_to_partitions_of_sms() -> None:
 
 
 def test_a_policy_that_places_needs_partitions() -> None:
-    with pytest.raises(PolicyError) as caught:
+    with failing(PolicyError, name="place"):
         attach_policy(Bench([profile("a")]).state, policy(place=small)(fifo))
-    assert caught.value.name == "place"
 
 
 def by_attribute(job: Any) -> float:
@@ -414,9 +413,8 @@ def test_copies_with_other_options_share_compiled_code() -> None:
     ],
 )
 def test_faulty_options_are_refused(option: str, options: dict[str, Any]) -> None:
-    with pytest.raises(PolicyError) as caught:
+    with failing(PolicyError, name=option):
         policy(**options)(fifo)
-    assert caught.value.name == option
 
 
 @pytest.mark.parametrize("given", [3, find_policy("fifo"), None])

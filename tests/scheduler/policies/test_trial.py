@@ -6,6 +6,7 @@ from typing import Any
 
 import numba
 import pytest
+from failing import failing
 
 from paellapy.scheduler.policies import trial
 from paellapy.scheduler.policies.compile import may_loop
@@ -32,9 +33,8 @@ def test_a_policy_that_does_not_return_is_refused(monkeypatch: pytest.MonkeyPatc
         return total
 
     monkeypatch.setattr(trial, "TIME_LIMIT_S", 6.0)
-    with pytest.raises(PolicyError, match="6 s") as caught:
+    with failing(PolicyError, limit=6.0, line=endless.__code__.co_firstlineno + 2):
         policy(endless)
-    assert caught.value.line == endless.__code__.co_firstlineno + 2
 
 
 def test_a_policy_that_crashes_is_refused() -> None:
@@ -44,14 +44,13 @@ def test_a_policy_that_crashes_is_refused() -> None:
             return 0.5 * deeper(x + 1.0) + x
         return 0.0
 
-    with pytest.raises(PolicyError) as caught:
+    with failing(PolicyError, policy="<lambda>"):
         policy(lambda job: deeper(job.batch))
-    assert caught.value.policy == "<lambda>"
 
 
 def test_a_policy_that_costs_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "MAX_CALL_NS", 0.0)  # any cost is too much
-    with pytest.raises(PolicyError, match="µs per call"):
+    with failing(PolicyError, limit=0.0):
         policy(lambda job: job.batch)
 
 
@@ -59,9 +58,8 @@ def test_an_admit_that_lets_nothing_run_is_refused() -> None:
     def never(job: Any, own: Any) -> float:
         return own.next_ns
 
-    with pytest.raises(PolicyError) as caught:
+    with failing(PolicyError, policy="never"):
         policy(state={"next_ns": 0.0}, admit=never, may_idle=True)(polynomial)
-    assert caught.value.policy == "never"
 
 
 def test_an_error_in_a_loop_names_its_line() -> None:
@@ -71,7 +69,6 @@ def test_an_error_in_a_loop_names_its_line() -> None:
             total += 1.0 / job.deficit_ns
         return total
 
-    with pytest.raises(PolicyError) as caught:
+    line = loops_and_divides.__code__.co_firstlineno + 4
+    with failing(PolicyError, policy="loops_and_divides", name="deficit_ns=0", line=line):
         policy(loops_and_divides)
-    assert (caught.value.policy, caught.value.name) == ("loops_and_divides", "deficit_ns=0")
-    assert caught.value.line == loops_and_divides.__code__.co_firstlineno + 4

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from failing import failing
 
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
@@ -47,9 +48,8 @@ def test_a_wrong_trace_names_the_file(tmp_path: Path, text: str) -> None:
 
 
 def test_a_trace_that_is_not_there_is_named() -> None:
-    with pytest.raises(WorkloadError) as caught:
+    with failing(WorkloadError, where="missing.csv"):
         TraceWorkload.from_csv("missing.csv")
-    assert caught.value.where == "missing.csv"
 
 
 def test_the_rows_of_a_trace_may_come_in_any_order() -> None:
@@ -66,9 +66,8 @@ def test_the_rows_of_a_trace_may_come_in_any_order() -> None:
     (0.0, "m"), 0.0,
 ])  # fmt: skip
 def test_a_wrong_row_of_a_trace_is_named(row: object) -> None:
-    with pytest.raises(WorkloadError) as caught:
+    with failing(WorkloadError, where="row 1 of the trace"):
         TraceWorkload(((0.0, "m", None, None, 0), row))  # type: ignore[arg-type]
-    assert caught.value.where == "row 1 of the trace"
 
 
 def test_a_trace_from_a_spreadsheet_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
@@ -134,9 +133,8 @@ def test_a_list_of_models_is_asked_for_in_equal_shares() -> None:
     (lambda: Background("m", gap_us=-1), "gap_us"),
 ])  # fmt: skip
 def test_a_wrong_workload_is_refused(make: Any, field: str) -> None:
-    with pytest.raises(WorkloadError) as caught:
+    with failing(WorkloadError, field=field):
         make()
-    assert caught.value.field == field
 
 
 def test_every_part_of_a_workload_has_arrivals_of_its_own() -> None:
