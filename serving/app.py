@@ -69,7 +69,7 @@ def create_app(
     app[ACCESS] = access
     app.on_response_prepare.append(sign)
     add_routes(app)
-    add_metrics(app)
+    add_metrics(app, service)
     add_docs(app)
     add_outlook(app)
     add_dashboard(app)

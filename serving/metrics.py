@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -19,20 +20,15 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
+from paellapy.instrument.traces.session import counts
 from paellapy.scheduler.core.errors import EngineAwayError
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.stats import RESOURCES
-from paellapy.serving.counters import (
-    CpuMetrics,
-    Histogram,
-    ModelCounters,
-    job_metrics,
-    sm_metrics,
-    triton_metrics,
-    weight_metrics,
-)
+from paellapy.serving.counters import Histogram, ModelCounters
 from paellapy.serving.registry import READY, VERSION
-from paellapy.serving.service import SERVICE, Service
+
+if TYPE_CHECKING:
+    from paellapy.serving.service import Service
 
 ENGINE_S = 1.0  # seconds to wait for the engine process's part; without it, the page has the rest
 
@@ -72,8 +68,10 @@ _LABELS = ("model", "version")
 
 
 class ServiceCollector(Collector):
+    """What every process of a server knows."""
+
     def __init__(self, service: Service) -> None:
-        self._service, self._cpu = service, CpuMetrics()
+        self._service = service
 
     def collect(self) -> Iterator[Metric]:
         models = list(self._service.counters.models.items())
@@ -95,13 +93,6 @@ class ServiceCollector(Collector):
             yield family
         yield from self._refusals(models)
         yield from self._gauges()
-        engine = self._service.engine
-        if isinstance(engine, Engine):
-            yield from sm_metrics(engine)
-            yield from triton_metrics(engine)
-            yield from weight_metrics(engine)
-            yield from job_metrics(engine.job_stats())
-            yield from self._cpu.collect()
 
     def _refusals(self, models: list[tuple[str, ModelCounters]]) -> Iterator[Metric]:
         refused = CounterMetricFamily("paellapy_refusals", "Requests refused, by reason", labels=(*_LABELS, "reason"))
@@ -193,6 +184,135 @@ def _gpu_times(stats: Mapping[str, Any]) -> Iterator[Metric]:
     yield from (had, done, live, held)
 
 
+class DeviceCollector(Collector):
+    """What only the engine's process knows: its GPU, work beside requests, and the machine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._cpu = engine, CpuMetrics()
+
+    def collect(self) -> Iterator[Metric]:
+        yield from sm_metrics(self._engine)
+        yield from triton_metrics(self._engine)
+        yield from weight_metrics(self._engine)
+        yield from job_metrics(self._engine.job_stats())
+        yield from self._cpu.collect()
+
+
+def sm_metrics(engine: Engine) -> Iterator[Metric]:
+    """Times per SM, whose rate is the occupancy, where they are known (a virtual GPU); else the present counts.
+
+    rate(paellapy_sm_warp_seconds_total[10s]) / on(instance) group_left paellapy_sm_warps_max is each SM's occupancy.
+    """
+    yield GaugeMetricFamily("paellapy_sm_warps_max", "Warps that one SM can hold", value=engine.device.limits.warps)
+    totals = engine.sm_totals()
+    if totals is not None:
+        _, warp_ns, busy_ns = totals
+        warps = CounterMetricFamily("paellapy_sm_warp_seconds", "Sum of resident warps over time", labels=("sm",))
+        busy = CounterMetricFamily("paellapy_sm_busy_seconds", "Time with at least one block resident", labels=("sm",))
+        for sm, (w, b) in enumerate(zip(warp_ns.tolist(), busy_ns.tolist(), strict=True)):
+            warps.add_metric((str(sm),), w * 1e-9)
+            busy.add_metric((str(sm),), b * 1e-9)
+        yield warps
+        yield busy
+        return
+    if engine.failure is not None or engine.closed:
+        return
+    found = counts(engine.device)
+    if not found.started.any():  # no instrumented kernel has run
+        return
+    started = CounterMetricFamily("paellapy_sm_blocks", "Blocks of instrumented kernels started", labels=("sm",))
+    resident = GaugeMetricFamily("paellapy_sm_resident_warps", "Instrumented kernels' warps on the SM", labels=("sm",))
+    for sm, (n, w) in enumerate(zip(found.started.tolist(), found.resident_warps.tolist(), strict=True)):
+        started.add_metric((str(sm),), n)
+        resident.add_metric((str(sm),), w)
+    yield started
+    yield resident
+
+
+def triton_metrics(engine: Engine) -> Iterator[Metric]:
+    """Metrics of a GPU under Triton's names: its memory budget, the memory held, and its use."""
+    device = str(engine.device.name)
+    for name, text, value in (
+        ("nv_gpu_utilization", "As Triton: use of the GPU's most used resource, 0 to 1", engine.occupancy().share),
+        ("nv_gpu_memory_total_bytes", "As Triton: GPU memory the engine may use", engine.memory.budget_bytes),
+        ("nv_gpu_memory_used_bytes", "As Triton: GPU memory that models hold", engine.memory.held_bytes),
+    ):
+        gauge = GaugeMetricFamily(name, text, labels=("gpu_uuid",))
+        gauge.add_metric((device,), min(value, 1.0) if name == "nv_gpu_utilization" else value)
+        yield gauge
+
+
+def weight_metrics(engine: Engine) -> Iterator[Metric]:
+    """Metrics of weights that move: where they are, how often they moved, and how long that took."""
+    account = engine.memory()
+    if "hit_rate" not in account:
+        return
+    held = GaugeMetricFamily("paellapy_weights_bytes", "Bytes of weights by place", labels=("place",))
+    for place, key in (("gpu", "weights_bytes"), ("host", "host_bytes"), ("disk", "file_bytes")):
+        held.add_metric((place,), account[key])
+    yield held
+    yield GaugeMetricFamily("paellapy_weights_hit_rate", "Requests that found their weights on the GPU, 0 to 1",
+                            value=account["hit_rate"])  # fmt: skip
+    labels = ("model",)
+    families = {
+        "evicted": CounterMetricFamily("paellapy_evictions", "Times that weights left the GPU", labels=labels),
+        "brought": CounterMetricFamily("paellapy_reloads", "Times that weights came to the GPU", labels=labels),
+        "reload_s": CounterMetricFamily("paellapy_reload_seconds", "Time to bring weights to the GPU", labels=labels),
+        "misses": CounterMetricFamily("paellapy_cold_requests", "Requests that waited for weights", labels=labels),
+    }
+    for name, about in account["models"].items():
+        for key, family in families.items():
+            family.add_metric((name,), about.get(key, 0))
+    yield from families.values()
+
+
+def job_metrics(jobs: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
+    """Metrics of work that runs beside requests: background jobs, leases, other processes."""
+    labels = ("job", "kind")
+    running = GaugeMetricFamily("paellapy_job_running", "1: the job runs; 0: paused, held or ended", labels=labels)
+    done = CounterMetricFamily("paellapy_job_steps", "Steps, leases, or launches of another process", labels=labels)
+    waited = CounterMetricFamily("paellapy_job_waited_seconds", "Time that launches waited at a gate", labels=labels)
+    for name, facts in jobs.items():
+        which = (name, facts["kind"])
+        running.add_metric(which, float(facts["state"] == "running"))
+        done.add_metric(which, facts.get("steps", facts.get("launches", 0)))
+        if "waited_ms" in facts:
+            waited.add_metric(which, facts["waited_ms"] * 1e-3)
+    yield from (running, done, waited)
+
+
+class CpuMetrics:
+    """CPU and memory of the whole machine under Triton's names, from /proc where there is one."""
+
+    def __init__(self) -> None:
+        self._before = _cpu_times()
+
+    def collect(self) -> Iterator[Metric]:
+        now = _cpu_times()
+        if now is None or self._before is None:
+            return
+        busy, total = (a - b for a, b in zip(now, self._before, strict=True))
+        if total > 0:
+            self._before = now
+        yield GaugeMetricFamily(
+            "nv_cpu_utilization", "As Triton: CPU use since the last scrape, 0 to 1", value=busy / max(1, total)
+        )
+        memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        total_bytes, free_bytes = (int(memory[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
+        yield GaugeMetricFamily("nv_cpu_memory_total_bytes", "As Triton: memory of the machine", value=total_bytes)
+        yield GaugeMetricFamily("nv_cpu_memory_used_bytes", "As Triton: memory in use", value=total_bytes - free_bytes)
+
+
+def _cpu_times() -> tuple[int, int] | None:
+    """Busy ticks and all ticks since the machine started."""
+    try:
+        fields = [int(each) for each in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+    except (OSError, ValueError):
+        return None
+    total = sum(fields[:8])  # the first two fields include the time of guests
+    return total - fields[3] - fields[4], total
+
+
 class _Page:
     """The page's text. A thread makes it, since that takes milliseconds; requests that wait share the next one."""
 
@@ -225,12 +345,13 @@ class _Page:
         return body
 
 
-def add_metrics(app: web.Application) -> None:
+def add_metrics(app: web.Application, service: Service) -> None:
     """Adds `/metrics`. Each application has a registry of its own, since one process may hold several applications."""
     registry = CollectorRegistry(auto_describe=False)
-    service = app[SERVICE]
     registry.register(ServiceCollector(service))
-    if isinstance(service.engine, Engine):  # with several processes, it would describe whichever one is asked
+    if isinstance(service.engine, Engine):
+        registry.register(DeviceCollector(service.engine))
+        # with several processes, it would describe whichever one is asked
         ProcessCollector(registry=registry)  # process_resident_memory_bytes, process_open_fds, …
 
     page = _Page(service, registry)

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.registry import Collector
 
 from paellapy.scheduler.core.errors import EngineAwayError
 from paellapy.scheduler.engine.callbacks import Door
@@ -21,8 +20,9 @@ from paellapy.scheduler.engine.monitor import Monitor
 from paellapy.scheduler.engine.remote import RemoteEngine
 from paellapy.serving.admission import Admission, Mode
 from paellapy.serving.byte_limits import HELD_BYTES, RequestBudget
-from paellapy.serving.counters import Counters, CpuMetrics, job_metrics, sm_metrics, triton_metrics, weight_metrics
+from paellapy.serving.counters import Counters
 from paellapy.serving.logs import log
+from paellapy.serving.metrics import DeviceCollector
 from paellapy.serving.quarantine import Quarantine
 from paellapy.serving.registry import READY, Catalogue, Registry
 
@@ -52,7 +52,7 @@ class Calls:
         self._monitor = LoggedMonitor(self._engine)
         self._looked_at = 0.0
         self._device_metrics = CollectorRegistry(auto_describe=False)
-        self._device_metrics.register(_DeviceCollector(self._engine))
+        self._device_metrics.register(DeviceCollector(self._engine))
         ProcessCollector("paellapy_engine", registry=self._device_metrics)
         self.functions: dict[str, Callable[[Any], Any]] = {
             "load": self._load,
@@ -101,18 +101,6 @@ class Calls:
             path = Path(folder) / "engine.pptrace"
             trace.save(path)
             return path.read_bytes()
-
-
-class _DeviceCollector(Collector):
-    def __init__(self, engine: Any) -> None:
-        self._engine, self._cpu = engine, CpuMetrics()
-
-    def collect(self) -> Any:
-        yield from sm_metrics(self._engine)
-        yield from triton_metrics(self._engine)
-        yield from weight_metrics(self._engine)
-        yield from job_metrics(self._engine.job_stats())
-        yield from self._cpu.collect()
 
 
 # `RemoteMonitor`: the dashboard's monitor of an engine in another process.

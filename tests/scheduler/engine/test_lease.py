@@ -14,7 +14,7 @@ from engine_models import scale_model
 import paellapy as pp
 from paellapy.scheduler.core.errors import EngineClosedError, ModelError
 from paellapy.scheduler.engine.monitor import Monitor
-from paellapy.serving.counters import job_metrics
+from paellapy.serving.metrics import job_metrics
 
 X = np.arange(64, dtype=np.float32)
 
