@@ -1,6 +1,6 @@
 """The dashboard at `/`: its page, its data as server-sent events, and the switch of the policy.
 
-`snapshot` has everything that the page shows; `switch_policy` is the only thing that it can change.
+`Snapshots` make everything that the page shows; the policy is the only thing that it can change.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from paellapy.scheduler.engine.monitor import Monitor
+from paellapy.scheduler.core.errors import EngineAwayError
 from paellapy.scheduler.policies.policy import PolicyError
 from paellapy.serving.access import open_to_all, operates
 from paellapy.serving.byte_limits import BESIDE_BYTES
@@ -22,7 +22,7 @@ from paellapy.serving.errors import RequestError, json_response
 from paellapy.serving.inference import read
 from paellapy.serving.logs import log
 from paellapy.serving.registry import READY, UNAVAILABLE, Entry
-from paellapy.serving.service import SERVICE, RemoteMonitor, Service
+from paellapy.serving.service import SERVICE, Service
 from paellapy.serving.tensors import NOT_JSON
 
 # Snapshots for the dashboard's viewers: each tick makes one for all of them, and none while nobody watches.
@@ -36,7 +36,8 @@ Send = Callable[[bytes], Awaitable[None]]
 
 TICK_S = 0.2
 MAX_VIEWERS = 32  # of all processes of a server together
-PATIENCE_S = 5.0
+PATIENCE_S = 5.0  # for a viewer that reads nothing
+ENGINE_PATIENCE_S = 10.0  # for a snapshot of the engine
 
 _encode = msgspec.json.Encoder().encode
 
@@ -73,22 +74,20 @@ class _Round:
 
 
 class Hub:
-    """Sends snapshots to viewers. `take` makes one; `begin` and `end` run before the first viewer and after
-    the last. `count` adds to the number of viewers in all processes, and returns it.
+    """Sends snapshots to viewers. `take` makes one, and is called only while somebody watches. `count` adds to the
+    number of viewers in all processes, and returns it.
     """
 
     def __init__(
         self,
         take: Take,
-        begin: Callable[[], None],
-        end: Callable[[], None],
         count: Callable[[int], int],
         *,
         tick_s: float = TICK_S,
         max_viewers: int = MAX_VIEWERS,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        self._take, self._begin, self._end, self._count = take, begin, end, count
+        self._take, self._count = take, count
         self._tick_s, self.max_viewers, self._patience_s = tick_s, max_viewers, patience_s
         self._round: _Round | None = None
         self._closed = False
@@ -122,7 +121,6 @@ class Hub:
                 self._rest()
 
     def _open(self) -> _Round:
-        self._begin()
         self._round = opened = _Round()
         opened.ticker = asyncio.create_task(self._run(opened))
         return opened
@@ -142,7 +140,6 @@ class Hub:
         current, self._round = self._round, None
         if current is not None and current.ticker is not None:
             current.ticker.cancel()
-        self._end()
 
     def close(self) -> None:
         """Ends all viewers' streams; no viewer is accepted afterwards."""
@@ -152,7 +149,6 @@ class Hub:
 
 
 HUB = web.AppKey("dashboard_hub", Hub)
-MONITOR = web.AppKey[Monitor | RemoteMonitor]("dashboard_monitor")
 
 _TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
 _HEADERS = {
@@ -169,30 +165,43 @@ _STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-store", "X-
 SWITCH_HEADER = "X-Paellapy"  # a page of another site cannot send it: no answer of ours permits that
 
 
-async def snapshot(monitor: Monitor | RemoteMonitor, service: Service) -> dict[str, Any]:
+class Snapshots:
     """All data of the page: the engine's, and the front end's counts of refusals."""
-    found = await asyncio.to_thread(monitor.snapshot)
-    counters = service.counters.models
-    for each in found["models"]:
-        known = counters.get(each["name"])
-        each["refused"] = 0 if known is None else sum(known.refused.values())
-    found["state"] = "draining" if service.draining and found["state"] == "running" else found["state"]
-    found["ready"] = service.ready
-    missing = [e for e in service.registry.entries.values() if e.wanted and e.state != READY]
-    found["failed"] = [{"name": e.name, "reason": e.reason} for e in missing if _has_failed(e)]
-    found["loading"] = [e.name for e in missing if not _has_failed(e)]
-    return found
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._last: dict[str, Any] | None = None
+
+    async def take(self) -> dict[str, Any]:
+        service = self._service
+        found = await self._of_engine()
+        counters = service.counters.models
+        for each in found["models"]:
+            known = counters.get(each["name"])
+            each["refused"] = 0 if known is None else sum(known.refused.values())
+        found["state"] = "draining" if service.draining and found["state"] == "running" else found["state"]
+        found["ready"] = service.ready
+        missing = [e for e in service.registry.entries.values() if e.wanted and e.state != READY]
+        found["failed"] = [{"name": e.name, "reason": e.reason} for e in missing if _has_failed(e)]
+        found["loading"] = [e.name for e in missing if not _has_failed(e)]
+        return found
+
+    async def _of_engine(self) -> dict[str, Any]:
+        """The engine's data; while it is restarted, those before."""
+        try:
+            async with asyncio.timeout(ENGINE_PATIENCE_S):
+                self._last = await self._service.call("snapshot")
+        except EngineAwayError:
+            if self._last is None:
+                raise
+            self._last = {**self._last, "state": "restarting"}
+        assert self._last is not None
+        return self._last
 
 
 def _has_failed(entry: Entry) -> bool:
     """Whether the model could not be loaded; other models that are not loaded yet soon will be."""
     return entry.state == UNAVAILABLE and entry.reason not in ("not loaded yet", "being loaded anew")
-
-
-async def switch_policy(monitor: Monitor | RemoteMonitor, name: str) -> str:
-    """Returns the policy's name once it is in effect."""
-    await asyncio.to_thread(monitor.set_policy, name)
-    return monitor.engine.policy
 
 
 class _Switch(msgspec.Struct, forbid_unknown_fields=True):
@@ -225,15 +234,14 @@ async def policy(request: web.Request) -> web.Response:
     except NOT_JSON as e:
         raise RequestError(f'the body must be {{"policy": "NAME"}}: {e}') from None
     try:
-        return json_response({"policy": await switch_policy(request.app[MONITOR], asked.policy)})
+        return json_response({"policy": await request.app[SERVICE].call("set_policy", asked.policy)})
     except PolicyError as e:
         raise RequestError(str(e)) from e
 
 
 def add_dashboard(app: web.Application) -> None:
     service = app[SERVICE]
-    monitor = app[MONITOR] = service.monitor()
-    hub = app[HUB] = Hub(lambda: snapshot(monitor, service), monitor.start, monitor.stop, service.counters.add_viewers)
+    hub = app[HUB] = Hub(Snapshots(service).take, service.counters.add_viewers)
     folder = files("paellapy.serving") / "dashboard"
     pages = {each.name: each.read_bytes() for each in folder.iterdir() if each.is_file()}
 

@@ -351,9 +351,8 @@ def add_metrics(app: web.Application, service: Service) -> None:
     registry.register(ServiceCollector(service))
     if isinstance(service.engine, Engine):
         registry.register(DeviceCollector(service.engine))
-        # with several processes, it would describe whichever one is asked
-        ProcessCollector(registry=registry)  # process_resident_memory_bytes, process_open_fds, …
-
+        # process_resident_memory_bytes, …; with several processes, it would describe whichever one is asked
+        ProcessCollector(registry=registry)
     page = _Page(service, registry)
 
     async def metrics(request: web.Request) -> web.Response:

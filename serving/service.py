@@ -13,7 +13,6 @@ from typing import Any, Protocol
 from aiohttp import web
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
-from paellapy.scheduler.core.errors import EngineAwayError
 from paellapy.scheduler.engine.callbacks import Door
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.monitor import Monitor
@@ -35,22 +34,13 @@ LONGEST_TRACE_S = 60.0
 UNWATCHED_S = 10.0  # a monitor stops this long after its last snapshot
 
 
-class LoggedMonitor(Monitor):
-    """A monitor that logs each change of the policy, so that the log says which policy decided when."""
-
-    def set_policy(self, name: str) -> None:
-        before = self.engine.policy
-        super().set_policy(name)
-        log.info("policy switched", extra={"fields": {"policy": self.engine.policy, "before": before}})
-
-
 class Calls:
     """Functions that workers may call on an engine and its registry. Each call runs in a thread of its own."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry, self._engine = registry, registry.engine
-        self._monitor = LoggedMonitor(self._engine)
-        self._looked_at = 0.0
+        self._monitor = Monitor(self._engine)
+        self._to_stop: asyncio.TimerHandle | None = None  # stops the monitor, which costs time
         self._device_metrics = CollectorRegistry(auto_describe=False)
         self._device_metrics.register(DeviceCollector(self._engine))
         ProcessCollector("paellapy_engine", registry=self._device_metrics)
@@ -68,6 +58,8 @@ class Calls:
 
     async def call(self, name: str, data: Any = None) -> Any:
         """Calls the function; KeyError if there is no function of that name."""
+        if name == "snapshot":
+            self._stop_later()
         return await asyncio.to_thread(self.functions[name], data)
 
     def _load(self, data: Any) -> float:
@@ -77,20 +69,27 @@ class Calls:
         self._registry.unload_by_hand(str(data))
 
     def set_policy(self, data: Any) -> str:
+        """Switches the policy, and logs it, so that the log says which policy decided when."""
+        before = self._engine.policy
         self._monitor.set_policy(str(data))
+        log.info("policy switched", extra={"fields": {"policy": self._engine.policy, "before": before}})
         self._registry.tell()
         return self._engine.policy
 
     def _snapshot(self, _: Any) -> dict[str, Any]:
         self._monitor.start()  # starting it twice does no harm
-        self._looked_at = time.monotonic()
         return self._monitor.snapshot()
 
-    def rest(self) -> None:
-        """Called now and then: stops the monitor once nobody has asked for snapshots, since monitoring costs time."""
-        if self._looked_at and time.monotonic() - self._looked_at > UNWATCHED_S:
-            self._looked_at = 0.0
-            self._monitor.stop()
+    def _stop_later(self) -> None:
+        if self._to_stop is not None:
+            self._to_stop.cancel()
+        self._to_stop = asyncio.get_running_loop().call_later(UNWATCHED_S, self._monitor.stop)
+
+    def close(self) -> None:
+        """Stops the monitor, which must not outlive the engine."""
+        if self._to_stop is not None:
+            self._to_stop.cancel()
+        self._monitor.stop()
 
     def _trace(self, data: Any) -> bytes:
         """Records the next seconds and returns the trace as a file that `Trace.load` reads."""
@@ -101,45 +100,6 @@ class Calls:
             path = Path(folder) / "engine.pptrace"
             trace.save(path)
             return path.read_bytes()
-
-
-# `RemoteMonitor`: the dashboard's monitor of an engine in another process.
-
-
-_PATIENCE_S = 10.0
-
-
-class RemoteMonitor:
-    """Like `scheduler.monitor.Monitor`; its part in the engine's process runs only while snapshots are asked for."""
-
-    def __init__(self, engine: RemoteEngine, call: Callable[..., Awaitable[Any]]) -> None:
-        self.engine, self._call, self._loop = engine, call, asyncio.get_running_loop()
-        self._last: dict[str, Any] | None = None
-
-    def start(self) -> None:
-        """Does nothing: the first snapshot starts monitoring."""
-
-    def stop(self) -> None:
-        """Does nothing: `calls.Calls.rest` stops monitoring."""
-
-    def snapshot(self) -> dict[str, Any]:
-        """A snapshot; to be called in a thread other than the event loop's."""
-        try:
-            self._last = self._ask("snapshot", None)
-        except EngineAwayError:
-            if self._last is None:
-                raise
-            self._last = {**self._last, "state": "restarting"}
-        return self._last
-
-    def set_policy(self, name: str) -> None:
-        self._ask("set_policy", name)
-
-    def _ask(self, name: str, data: Any) -> Any:
-        async def ask() -> Any:
-            return await self._call(name, data)
-
-        return asyncio.run_coroutine_threadsafe(ask(), self._loop).result(_PATIENCE_S)
 
 
 Call = Callable[..., Awaitable[Any]]
@@ -182,9 +142,11 @@ class Service:
         self.live: set[Live] = set()  # requests that the engine is working on
         self.silent = self.hung = False  # the engine does not respond, and has been given up: heartbeat.py
         self.since = time.time() if since is None else since
+        self._calls: Calls | None = None
         if call is None:
             assert isinstance(registry, Registry)
-            call = Calls(registry).call
+            self._calls = Calls(registry)
+            call = self._calls.call
         self.call = call
 
     @property
@@ -208,13 +170,10 @@ class Service:
             and all(e.state == READY for e in self.registry.entries.values() if e.wanted)
         )
 
-    def monitor(self) -> Monitor | RemoteMonitor:
-        """A monitor of the engine, for the dashboard."""
-        engine = self.engine
-        return LoggedMonitor(engine) if isinstance(engine, Engine) else RemoteMonitor(engine, self.call)
-
     def close(self) -> None:
         self.counters.close()
+        if self._calls is not None:
+            self._calls.close()
 
 
 SERVICE = web.AppKey("service", Service)

@@ -93,9 +93,6 @@ class SavedState:
                 self._last = now
 
 
-_REST_S = 2.0
-
-
 def describe_model(entry: Entry, loaded: LoadedModel) -> dict[str, Any]:
     """All facts that a worker needs to write inputs and read outputs. The instances' memory is sent separately."""
     model = loaded.model
@@ -156,7 +153,6 @@ class EngineHost:
         self._listening.setblocking(False)
         self._loop.add_reader(self._listening.fileno(), self._accept)
         self._registry.changed += [partial(self._saved.save, self._registry), self._changed]
-        self._keep(self._rest())
 
     def warm_up(self) -> None:
         """Compiles the code that runs when a worker ends."""
@@ -177,16 +173,12 @@ class EngineHost:
             self._listening.close()
         for task in self._tasks:
             task.cancel()
+        self._calls.close()
 
     def _keep(self, work: Any) -> None:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def _rest(self) -> None:
-        while True:
-            await asyncio.sleep(_REST_S)
-            await asyncio.to_thread(self._calls.rest)
 
     def _accept(self) -> None:
         assert self._listening is not None
