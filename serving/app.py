@@ -23,8 +23,9 @@ from paellapy.serving.load_report import add_outlook
 from paellapy.serving.logs import child_span, log_request, request_id
 from paellapy.serving.metrics import add_metrics
 from paellapy.serving.openapi import add_docs
-from paellapy.serving.registry import Catalogue, registry_of
+from paellapy.serving.registry import Catalogue, Registry, registry_of
 from paellapy.serving.routes import add_routes
+from paellapy.serving.rpc import Calls
 from paellapy.serving.service import SERVICE, Service
 
 ACCESS = web.AppKey("access", Access)
@@ -62,20 +63,25 @@ def create_app(
     app = web.Application(
         middlewares=[middleware_of(access, o.client_header, o.access_log)], client_max_size=o.max_body_bytes
     )
+    calls: Calls | None = None  # of an engine in this process
     if service is None:
-        registry = engine if isinstance(engine, Catalogue) else registry_of(engine)
-        service = Service(registry, o.admission, o.max_body_bytes, o.body_timeout_s)
+        registry = registry_of(engine) if isinstance(engine, Engine) else engine
+        assert isinstance(registry, Registry)
+        calls = Calls(registry)
+        service = Service(registry, o.admission, o.max_body_bytes, o.body_timeout_s, calls.call)
     app[SERVICE] = service
     app[ACCESS] = access
     app.on_response_prepare.append(sign)
     add_routes(app)
-    add_metrics(app, service)
+    add_metrics(app)
     add_docs(app)
     add_outlook(app)
     add_dashboard(app)
 
     async def close(_: web.Application) -> None:
         service.close()
+        if calls is not None:
+            calls.close()
 
     app.on_cleanup.append(close)
     return app

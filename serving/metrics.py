@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -26,9 +26,7 @@ from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.stats import RESOURCES
 from paellapy.serving.counters import Histogram, ModelCounters
 from paellapy.serving.registry import READY, VERSION
-
-if TYPE_CHECKING:
-    from paellapy.serving.service import Service
+from paellapy.serving.service import SERVICE, Service
 
 ENGINE_S = 1.0  # seconds to wait for the engine process's part; without it, the page has the rest
 
@@ -345,9 +343,9 @@ class _Page:
         return body
 
 
-def add_metrics(app: web.Application, service: Service) -> None:
+def add_metrics(app: web.Application) -> None:
     """Adds `/metrics`. Each application has a registry of its own, since one process may hold several applications."""
-    registry = CollectorRegistry(auto_describe=False)
+    registry, service = CollectorRegistry(auto_describe=False), app[SERVICE]
     registry.register(ServiceCollector(service))
     if isinstance(service.engine, Engine):
         registry.register(DeviceCollector(service.engine))

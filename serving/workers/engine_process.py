@@ -32,8 +32,8 @@ from paellapy.serving.logs import configure, log
 from paellapy.serving.preflight import spare_objects, stop_sparing
 from paellapy.serving.registry import READY, Entry, Registry, entry_of
 from paellapy.serving.reload import FIXED, Reloader, check_secrets
+from paellapy.serving.rpc import Calls
 from paellapy.serving.server import end_now, ends, failure_of
-from paellapy.serving.service import Calls
 from paellapy.serving.tensors import datatype
 from paellapy.serving.workers.channel import CALL, HELLO, MOST_DESCRIPTORS, STATE, Channel, Message
 from paellapy.serving.workers.supervisor import IS_READY, IS_STOPPING, MODELS_CHANGED, Tell

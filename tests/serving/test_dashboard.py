@@ -19,7 +19,7 @@ from raw_client import Client
 from serving_server import infer_body, running
 
 from paellapy.scheduler.engine.engine import Engine
-from paellapy.serving import service
+from paellapy.serving import rpc
 from paellapy.serving.app import create_app
 from paellapy.serving.dashboard_routes import HUB, MAX_VIEWERS, SWITCH_HEADER, Hub
 from paellapy.serving.registry import Entry, entry_of
@@ -158,7 +158,7 @@ def test_events_show_what_the_engine_does(server):
 
 
 def test_viewers_share_snapshots_and_without_any_nothing_is_computed(server, monkeypatch):
-    monkeypatch.setattr(service, "UNWATCHED_S", 0.2)
+    monkeypatch.setattr(rpc, "UNWATCHED_S", 0.2)
     hub, watchers = server.server.app[HUB], server.engine._producer.watchers
     server.wait_until(lambda: hub.viewers == 0)
     with Viewer(server) as viewer:  # an earlier test's monitor ends with this one's
