@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from harness import arguments, save, show
+from harness import arguments, finish
 
 import paellapy as pp
 from paellapy.scheduler.sim.recorded_profiles import MIX, mix_profiles
@@ -50,9 +50,8 @@ def main() -> None:
         rows.append([f"{size['gpus']:,}", f"{ours['requests']:,}", f"{ours['p99_ms']:.1f}", *over,
                      f"{1e3 * ours['cpu_s'] / size['gpus']:.0f}"])  # fmt: skip
     head = ["GPUs", "requests", "p99 of `predicted`, ms", *(f"÷ `{other}`" for other in ROUTERS[1:]), "CPU-ms per GPU"]
-    show("simulated clusters", head, rows)
     content = {"load": LOAD, "per_gpu": per_gpu, "speeds": SPEEDS, "sizes": sizes}
-    print(save("cluster_sim", content, folder=o.out, tables={"cluster-sim": [head, *rows]}))
+    finish(o, "cluster_sim", content, "simulated clusters", [head, *rows])
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, arguments, commit, environment, save, show
+from harness import arguments, commits, environment, finish, trees
 
 FOLDERS = ("paellapy", "serving", "scheduler", "instrument")
 MIX = """
@@ -132,19 +132,17 @@ def once(tree: Path, task: str) -> dict[tuple[str, str], tuple[float, float]]:
 
 
 def main() -> None:
-    parser = arguments(__doc__, device="virtual:h200", rounds=3)
-    parser.add_argument("--against", type=Path, help="another checkout, measured in turns with this one")
+    parser = arguments(__doc__, device="virtual:h200", rounds=3, against=True)
     parser.add_argument("--tasks", default="", help="run only tasks whose name contains this text")
     parser.add_argument("--models", default=None, help="to load: demo models, or torchvision's on a GPU")
     o = parser.parse_args()
     on_gpu = o.device.startswith("cuda")
     for name in (o.models or ("resnet18,densenet121,vit_b_16" if on_gpu else "mlp,cnn,transformer")).split(","):
         TASKS[f"load {name}"] = f"DEVICE, NAME = {o.device!r}, {name!r}{LOAD}"
-    trees = {"now": ROOT} | ({"before": o.against.resolve()} if o.against else {})
     runs: dict[tuple[str, str], dict[str, list[tuple[float, float]]]] = {}
     for _ in range(o.rounds):
         for task in (name for name in TASKS if o.tasks in name):
-            for name, tree in trees.items():
+            for name, tree in trees(o).items():
                 for key, value in once(tree, task).items():
                     runs.setdefault(key, {}).setdefault(name, []).append(value)
     found: list[dict[str, Any]] = []
@@ -155,13 +153,11 @@ def main() -> None:
         if "before_cpu_s" in row:
             row["ratio"] = row["now_cpu_s"] / row["before_cpu_s"]
         found.append(row)
-    head = ["task", "caches", *(f"{name}, CPU s" for name in trees), "now ÷ before"]
-    rows = [[r["task"], r["caches"], *(f"{r[f'{name}_cpu_s']:.2f}" for name in trees),
+    head = ["task", "caches", *(f"{name}, CPU s" for name in trees(o)), "now ÷ before"]
+    rows = [[r["task"], r["caches"], *(f"{r[f'{name}_cpu_s']:.2f}" for name in trees(o)),
              f"{r['ratio']:.2f}" if "ratio" in r else "–"] for r in found]  # fmt: skip
-    show("first use", head, rows)
-    content = {"commits": {name: commit(tree) for name, tree in trees.items()}, "medians": found}
     name = "cold_start_cuda" if on_gpu else "cold_start"
-    print(save(name, content, folder=o.out, tables={name.replace("_", "-"): [head, *rows]}))
+    finish(o, name, {"commits": commits(o), "medians": found}, "first use", [head, *rows])
 
 
 if __name__ == "__main__":

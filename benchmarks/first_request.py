@@ -2,7 +2,7 @@
 
     python benchmarks/first_request.py [--device cuda] [--models mlp,cnn] [--rounds 5]
 
-The engine is asked directly, and over HTTP by a client in another process.
+The engine is asked directly, and over HTTP.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ from __future__ import annotations
 import http.client
 import json
 import statistics
-import subprocess
-import sys
 import time
 from typing import Any
 
-from harness import arguments, environment, ranged, save, script_in, show
+from harness import ServerProcess, announce, arguments, finish, ranged, said_by
 
 import paellapy as pp
 from paellapy import demo
@@ -44,60 +42,44 @@ def by_engine(device: str, name: str) -> list[float]:
 
 
 def by_http(device: str, name: str) -> list[float]:
-    command = [*script_in(None, __file__), "--device", device, "--serve", name]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as server:
-        assert server.stdout is not None
-        if not (url := server.stdout.readline().strip()):
-            raise SystemExit("the server ended before it was ready")
-        try:
-            tensors = [
-                {"name": key, "datatype": "FP32", "shape": [1, *x.shape], "data": x.ravel().tolist()}
-                for key, x in inputs(demo.load(name)).items()
-            ]
-            body, found = json.dumps({"inputs": tensors}).encode(), []
-            line = http.client.HTTPConnection(url.removeprefix("http://"))
-            line.connect()
-            for _ in range(REQUESTS):
-                since = time.perf_counter()
-                line.request("POST", f"/v2/models/{name}/infer", body, {"Content-Type": "application/json"})
-                answer = line.getresponse()
-                answer.read()
-                found.append((time.perf_counter() - since) * 1e3)
-                assert answer.status == 200, answer.status
-        finally:
-            server.terminate()
-    return found
-
-
-def child(device: str, name: str, way: str) -> list[float]:
-    command = [sys.executable, __file__, "--device", device, "--ask", name, way]
-    run = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
-    if run.returncode:
-        raise SystemExit(run.stderr[-1500:])
-    found: list[float] = json.loads(run.stdout.splitlines()[-1])
+    tensors = [
+        {"name": key, "datatype": "FP32", "shape": [1, *x.shape], "data": x.ravel().tolist()}
+        for key, x in inputs(demo.load(name)).items()
+    ]
+    body, found = json.dumps({"inputs": tensors}).encode(), []
+    with ServerProcess(__file__, "--device", device, "--serve", name) as server:
+        line = http.client.HTTPConnection(server.url.removeprefix("http://"))
+        line.connect()
+        for _ in range(REQUESTS):
+            since = time.perf_counter()
+            line.request("POST", f"/v2/models/{name}/infer", body, {"Content-Type": "application/json"})
+            answer = line.getresponse()
+            answer.read()
+            found.append((time.perf_counter() - since) * 1e3)
+            assert answer.status == 200, answer.status
     return found
 
 
 def main() -> None:
     parser = arguments(__doc__, device="virtual:h200", rounds=3)
     parser.add_argument("--models", default=",".join(demo.names()))
-    parser.add_argument("--ask", nargs=2, metavar=("MODEL", "WAY"), help="measure in this process")
+    parser.add_argument("--ask", help="ask an engine in this process for one model")
     parser.add_argument("--serve", help="serve one model")
     given = parser.parse_args()
     if given.serve:
         server = {"port": 0, "log_level": "warning"}
         model = demo.load(given.serve)
-        pp.serve([model], device=given.device, server=server, announce=lambda url: print(url, flush=True))
+        pp.serve([model], device=given.device, server=server, announce=announce)
         return
     if given.ask:
-        name, way = given.ask
-        print(json.dumps((by_http if way == "HTTP" else by_engine)(given.device, name)))
+        print(json.dumps(by_engine(given.device, given.ask)))
         return
     found: dict[str, Any] = {}
     for _ in range(given.rounds):
         for name in given.models.split(","):
-            for way in ("engine", "HTTP"):
-                ms = child(given.device, name, way)
+            by_way = {"engine": said_by(__file__, "--device", given.device, "--ask", name),
+                      "HTTP": by_http(given.device, name)}  # fmt: skip
+            for way, ms in by_way.items():
                 row = found.setdefault(f"{name}, {way}", {"first_ms": [], "tenth_ms": [], "ratio": []})
                 tenth = statistics.median(ms[8:12])  # one request may be disturbed
                 for key, value in (("first_ms", ms[0]), ("tenth_ms", tenth), ("ratio", ms[0] / tenth)):
@@ -105,9 +87,8 @@ def main() -> None:
     rows = [[name, *(ranged(row[key]) for key in ("first_ms", "tenth_ms", "ratio")), f"≤ {AIM}"]
             for name, row in found.items()]  # fmt: skip
     head = ["model, asked", "first request, ms", "tenth, ms", "first ÷ tenth", "aim"]
-    show(f"first request on {given.device}", head, rows)
-    name = f"first_request_{given.device.partition(':')[0]}"
-    print(save(name, found, pp.Device(given.device), given.out, tables={name.replace("_", "-"): [head, *rows]}))
+    name, title = f"first_request_{given.device.partition(':')[0]}", f"first request on {given.device}"
+    finish(given, name, found, title, [head, *rows], pp.Device(given.device))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import platform
-import shlex
 import shutil
 import statistics
 import subprocess
@@ -17,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.table import Table
@@ -50,7 +49,6 @@ def arguments(
         parser.add_argument("--rounds", type=int, default=rounds, help=f"of all cases (default: {rounds})")
     if against:
         parser.add_argument("--against", type=Path, help="checkout of another version, measured in turns with this one")
-        parser.add_argument("--against-options", help="options of that checkout's script, where they differ")
     return parser
 
 
@@ -69,6 +67,11 @@ def seed_range(text: str) -> range:
     if not found:
         raise argparse.ArgumentTypeError(f"there is no seed in {text!r}: give their number, or which, as in 5-9")
     return found
+
+
+def trees(o: argparse.Namespace) -> dict[str, Path]:
+    """This checkout and, with `--against`, another one."""
+    return {"now": ROOT} | ({"before": o.against.resolve()} if o.against else {})
 
 
 def need_gpu(why: str) -> Any:
@@ -94,6 +97,11 @@ def commit(checkout: Path = ROOT) -> str:
     return run.stdout.strip() or "unknown"
 
 
+def commits(o: argparse.Namespace) -> dict[str, str]:
+    """Of this checkout and of the other one."""
+    return {name: commit(tree) for name, tree in trees(o).items()}
+
+
 @functools.cache
 def cpu_name() -> str:
     """As lscpu names it: /proc/cpuinfo has no name of an ARM core."""
@@ -113,29 +121,6 @@ def facts(device: Any = None) -> dict[str, Any]:
         "device": device.title if device else None, "cpu": cpu_name(), "cores": os.cpu_count(), "versions": versions(),
         "commit": commit(), "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
-
-
-_SLOWED_BY = {
-    0x4: "power cap", 0x8: "hardware", 0x20: "temperature", 0x40: "temperature (hardware)", 0x80: "power brake",
-    0x200: "board limit", 0x400: "reliability",
-}  # fmt: skip
-
-
-def gpu_state() -> dict[str, Any]:
-    """Clock, power and temperature of the GPU as its driver reports them; empty where they are unknown."""
-    try:
-        from cuda.bindings import nvml
-
-        nvml.init_v2()
-        gpu = nvml.device_get_handle_by_index_v2(0)
-        reasons = int(nvml.device_get_current_clocks_event_reasons(gpu))
-        return {
-            "sm_mhz": int(nvml.device_get_clock_info(gpu, 1)), "memory_mhz": int(nvml.device_get_clock_info(gpu, 2)),
-            "watts": int(nvml.device_get_power_usage(gpu)) / 1e3, "celsius": int(nvml.device_get_temperature_v(gpu, 0)),
-            "slowed_by": [name for bit, name in _SLOWED_BY.items() if reasons & bit],
-        }  # fmt: skip
-    except Exception:  # an older cuda-bindings, no driver, or a container that may not ask
-        return {}
 
 
 # -- result files
@@ -240,6 +225,25 @@ def show(title: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -> N
     Console().print(table)
 
 
+def finish(
+    o: argparse.Namespace, name: str, results: Any, title: str, rows: list[Sequence[object]], device: Any = None, *,
+    table: str = "", figures: dict[str, str] | None = None,
+) -> None:  # fmt: skip
+    """Shows a table, whose first row is its head, and stores it with the results: as `table`, or by the file's name."""
+    show(title, rows[0], rows[1:])
+    tables = {table or name.replace("_", "-"): rows}
+    print(save(name, results, device, o.out, tables=tables, figures=figures))
+
+
+def medians(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of each figure over runs that have the same ones."""
+    found: dict[str, Any] = {}
+    for name, value in runs[0].items():
+        each = [run[name] for run in runs]
+        found[name] = medians(each) if isinstance(value, dict) else statistics.median(each)
+    return found
+
+
 # -- processes
 
 
@@ -251,6 +255,43 @@ def environment(checkout: Path | None = None, **more: str) -> dict[str, str]:
 def script_in(checkout: Path | None, script: str) -> list[str]:
     """The command that runs a benchmark of that checkout: start it with `environment(checkout)`."""
     return [sys.executable, str((checkout or ROOT) / "benchmarks" / Path(script).name)]
+
+
+def said_by(script: str, *options: str, checkout: Path | None = None) -> Any:
+    """The last line that this version of a script writes, as JSON; it imports paellapy from that checkout."""
+    command = [sys.executable, script, *options]
+    run = subprocess.run(command, env=environment(checkout), cwd=checkout, capture_output=True, text=True, check=False)
+    if run.returncode:
+        raise SystemExit(f"{' '.join(command)}: {run.stderr[-1500:]}")
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+class ServerProcess:
+    """A script of that checkout which serves in processes of its own, and first writes its address."""
+
+    def __init__(self, script: str, *options: str, checkout: Path | None = None, **streams: Any) -> None:
+        command, env = [*script_in(checkout, script), *options], environment(checkout)
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=checkout, env=env, **streams)
+
+    @functools.cached_property
+    def url(self) -> str:
+        """Its address, once it is ready."""
+        assert self.process.stdout is not None
+        if not (said := self.process.stdout.readline().strip()):
+            raise SystemExit(f"a server did not start: {self.process.args!s}")
+        return said
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
+        self.process.communicate()
+
+
+def announce(url: str) -> None:
+    """What a server's process says when it is ready."""
+    print(url, flush=True)
 
 
 def run_in(checkout: Path, script: str, name: str, *options: str) -> Any:
@@ -268,18 +309,16 @@ def in_turns(
     given: argparse.Namespace, script: str, name: str, figures: Callable[[Any], dict[str, float]], *options: str
 ) -> dict[str, Any]:
     """This version and another in turns: for each figure the ratio now ÷ before, median, least and most."""
-    rounds, checkout = given.rounds, given.against
-    before = options if given.against_options is None else shlex.split(given.against_options)
-    runs: dict[str, list[dict[str, float]]] = {"now": [], "before": []}
-    trees = {"now": ROOT, "before": checkout.resolve()}
+    checkouts, rounds = trees(given), given.rounds
+    runs: dict[str, list[dict[str, float]]] = {which: [] for which in checkouts}
     for k in range(rounds):
-        for which in list(trees)[:: 1 if k % 2 else -1]:
-            runs[which].append(figures(run_in(trees[which], script, name, *(options if which == "now" else before))))
+        for which in list(checkouts)[:: 1 if k % 2 else -1]:
+            runs[which].append(figures(run_in(checkouts[which], script, name, *options)))
     pairs = list(zip(runs["now"], runs["before"], strict=True))
     shared = [name for name in pairs[0][0] if name in pairs[0][1]]
     ratios = {name: spread(now[name] / before[name] for now, before in pairs) for name in shared}
     show("now ÷ before", ["", "median", "least", "most"], [[name, *each.values()] for name, each in ratios.items()])
-    return {"commits": {which: commit(tree) for which, tree in trees.items()}, "rounds": rounds, "ratios": ratios}
+    return {"commits": commits(given), "rounds": rounds, "ratios": ratios}
 
 
 MPS_CONTROL = "nvidia-cuda-mps-control"

@@ -1,6 +1,6 @@
-"""Counts modules, lines, files and words of this checkout, and of another.
+"""Counts modules, lines, files and words of this checkout, and of another; stores them where `--out` says.
 
-python benchmarks/house.py [--against CHECKOUT]
+python benchmarks/house.py [--against CHECKOUT] [--out FOLDER]
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from harness import ROOT, arguments, commit, save, show
+from harness import RESULTS, arguments, commits, save, show, trees
 
 PRODUCT = ("instrument", "scheduler", "serving", "paellapy")
 LIMITS = {
@@ -48,16 +48,13 @@ def counted(checkout: Path) -> dict[str, int]:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--against", type=Path, help="another checkout")
-    given = parser.parse_args()
-    trees = {"now": ROOT} | ({"before": given.against.resolve()} if given.against else {})
-    found = {name: counted(tree) for name, tree in trees.items()}
+    given = arguments(__doc__, against=True).parse_args()
+    found = {name: counted(tree) for name, tree in trees(given).items()}
     rows = [[what, *(f"{each[what]:,}" for each in found.values()), f"≤ {limit:,}"] for what, limit in LIMITS.items()]
     head = ["", *found, "limit"]
     show("the house", head, rows)
-    commits = {name: commit(tree) for name, tree in trees.items()}
-    print(save("house", {"commits": commits, **found}, folder=given.out, tables={"house": [head, *rows]}))
+    if given.out != RESULTS:  # no page quotes it
+        print(save("house", {"commits": commits(given), **found}, folder=given.out))
 
 
 if __name__ == "__main__":

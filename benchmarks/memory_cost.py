@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from engine_load import Loaded, Setup, lognormal_gaps
-from harness import arguments, save, show, spread
+from harness import arguments, finish, spread
 from models import FIG11, TINY
 
 import paellapy as pp
@@ -67,9 +67,8 @@ def main() -> None:
         [name, f"{each['median']:.3f}", f"{each['least']:.3f} to {each['most']:.3f}"] for name, each in ratios.items()
     ]
     head = ["load, figure", "with a budget ÷ without, median of the rounds", "least to most"]
-    show("the cost of a budget", head, rows)
     content = {"budget_bytes": WAYS["with"], "ratios": ratios, **counts}
-    print(save("memory_cost", content, pp.Device(o.device), o.out, tables={"memory-cost": [head, *rows]}))
+    finish(o, "memory_cost", content, "the cost of a budget", [head, *rows], pp.Device(o.device))
 
 
 if __name__ == "__main__":

@@ -102,22 +102,10 @@ class Kind:
     def model(self, batch: tuple[int, ...], instances: int, priority: int, device: str) -> pp.Model:
         # Built where it will run: it is tried once on its example, which takes minutes for large batches on a CPU.
         example = torch.zeros((1, *self.shape), dtype=torch.int64 if self.words else torch.float32)
-        half = torch.float16
-        net = self.build(device)
+        net, about = self.build(device), {"batch": batch, "instances": instances, "priority": priority}
         if self.words:
-            return pp.Model.from_torch(
-                net.to(half), example, name=self.name, batch=batch, instances=instances, priority=priority
-            )
-        return pp.Model.from_torch(
-            net,
-            example,
-            name=self.label,
-            dtype=half,
-            channels_last=True,
-            batch=batch,
-            instances=instances,
-            priority=priority,
-        )
+            return pp.Model.from_torch(net.to(torch.float16), example, name=self.label, **about)
+        return pp.Model.from_torch(net, example, name=self.label, dtype=torch.float16, channels_last=True, **about)
 
     @property
     def label(self) -> str:
@@ -170,7 +158,6 @@ FIG11 = (
     Kind("resnet18", 0.272), Kind("mobilenet_v2", 0.257), Kind("resnet34", 0.168), Kind("squeezenet1_1", 0.0895),
     Kind("resnet50", 0.0745), Kind("densenet121", 0.0706), Kind("googlenet", 0.0546), Kind("inception_v3", 0.0138),
 )  # fmt: skip
-FIG12 = (Kind("resnet18", 0.952), Kind("inception_v3", 0.048))
 DISB = tuple(Kind(name) for name in ("resnet152", "densenet201", "vgg19", "inception_v3", "distilbert"))
 TINY = (Kind("tiny1", 0.7), Kind("tiny4", 0.3))
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 from engine_load import Loaded, Setup, lognormal_gaps, poisson
-from harness import Points, arguments, gpu_state, in_turns, ranged, save, show, stored
+from harness import Points, arguments, dumps, finish, in_turns, medians, ranged, save, stored
 from models import FIG11, TINY, VARIANTS, Kind
 
 import paellapy as pp
@@ -151,8 +151,7 @@ def light(o: Any) -> Iterator[Point]:
     def run(loaded: Loaded) -> dict[str, Any]:
         found = {}
         for m, kind in enumerate(o.kinds):  # in turns: the GPU's clock is not the same from one moment to the next
-            each = [once(loaded, m) for _ in range(rounds)]
-            found[kind.label] = {name: statistics.median(e[name] for e in each) for name in each[0]}
+            found[kind.label] = medians([once(loaded, m) for _ in range(rounds)])
         return found
 
     yield Point("light", 0, o.kinds, SETUPS["plain"], (0,) * len(o.kinds), run)
@@ -242,7 +241,6 @@ def run(o: Any) -> None:
             results["outputs"] += loaded.checked
             results["wrong"] += loaded.wrong
             loaded.checked = loaded.wrong = 0
-            results["gpu"] = gpu_state()
             save("paper", results, device, o.out, **quoted(results))
             print(f"{time.monotonic() - began:6.1f} s  {point.name}, seed {point.seed}", flush=True)
         loaded.close()
@@ -300,8 +298,8 @@ def twin(o: Any) -> None:
         cells = [summary[f"{system}|below 90 %|{figure}"] for figure in ("p50_slowdown", "p99_slowdown", "throughput")]
         rows.append([system, *(f"{v['median']:.0%} (at most {v['most']:.0%}); {v['within']:.0%}" for v in cells)])
     head = ["system", "p50 slowdown", "p99 slowdown", "throughput"]
-    show("simulated against measured: error at median (most); share within 20 %", head, rows)
-    print(save("paper_twin", summary, None, o.out, tables={"twin": [head, *rows]}))
+    title = "simulated against measured: error at median (most); share within 20 %"
+    finish(o, "paper_twin", summary, title, [head, *rows], table="twin")
 
 
 # -- tables and picture
@@ -489,8 +487,6 @@ def main() -> None:
     elif o.step == "report":
         path = o.out / "paper.json"
         content = json.loads(path.read_text())
-        from harness import dumps
-
         path.write_text(dumps({**content, **quoted(content["results"])}) + "\n")
         Report(content["results"]).picture(Path(__file__).parents[1] / "docs" / "results_fig11.png")
     elif o.against:

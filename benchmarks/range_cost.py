@@ -10,13 +10,12 @@ which needs no timing: the machine code is compared.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import triton
 import triton.language as tl
-from harness import arguments, save, show
+from harness import arguments, finish, medians
 
 import paellapy as pp
 
@@ -90,18 +89,6 @@ def attention_case(tokens: int) -> tuple[tuple[int, ...], tuple[Any, ...], dict[
     return (tokens // 128, heads), (q, k, v, o, tokens, width, 128, 64, scale), {"num_warps": 4, "num_stages": 3}, o
 
 
-def batch_us(launch: Callable[[], Any], times: int, warm: Callable[[], Any]) -> float:
-    device = pp.Device.current()
-    for _ in range(WARMING):
-        warm()
-    start = device.record()
-    for _ in range(times):
-        launch()
-    end = device.record()
-    end.synchronize()
-    return end.elapsed_ns(start) / 1000 / times
-
-
 def measured(marked: Any, case: Any, rounds: int, times: int) -> dict[str, Any]:
     from corpus.ranged import without_ranges
 
@@ -109,29 +96,37 @@ def measured(marked: Any, case: Any, rounds: int, times: int) -> dict[str, Any]:
     grid, args, options, out = case
     with_, without = pp.kernel(marked, report=None), pp.kernel(unmarked, report=None)
 
-    def timed(kernel: Any) -> float:
-        warm = lambda: without[grid](*args, **options)  # noqa: E731
-        return batch_us(lambda: kernel[grid](*args, **options), times, warm)
+    def timed_us(kernel: Any) -> float:
+        device = pp.Device.current()
+        for _ in range(WARMING):
+            without[grid](*args, **options)
+        start = device.record()
+        for _ in range(times):
+            kernel[grid](*args, **options)
+        end = device.record()
+        end.synchronize()
+        return end.elapsed_ns(start) / 1000 / times
 
-    found: dict[str, list[float]] = {"plain": [], "traced": [], "traced with ranges": []}
+    found: list[dict[str, float]] = []
     results: dict[str, Any] = {}
     for kernel in (with_, without):  # compiled and loaded before anything is timed
         kernel[grid](*args, **options)
         with pp.trace(records_per_sm=1 << 10):
             kernel[grid](*args, **options)
     for _ in range(rounds):
-        before = timed(without)
+        before = timed_us(without)
         plain = out.numpy().copy()
         with pp.trace(records_per_sm=1 << 10):
-            found["traced"].append(timed(without))
+            traced = timed_us(without)
         with pp.trace(records_per_sm=1 << 10) as t:
-            found["traced with ranges"].append(timed(with_))
+            ranged = timed_us(with_)
         results["same_bits"] = bool(np.array_equal(plain, out.numpy()))
         results["ranges"], results["lost"] = len(t.ranges), t.ranges.lost
-        found["plain"].append((before + timed(without)) / 2)
-    results["us"] = {kind: statistics.median(v) for kind, v in found.items()}
+        plain_us = (before + timed_us(without)) / 2
+        found.append({"plain": plain_us, "traced": traced, "traced with ranges": ranged})
+    results["us"] = medians(found)
     for kind in ("traced", "plain"):
-        ratios = (a / b for a, b in zip(found["traced with ranges"], found[kind], strict=True))
+        ratios = (each["traced with ranges"] / each[kind] for each in found)
         results[f"ranges_over_{kind}"] = statistics.median(ratios)
     codes = [_code(k.compile(*args, report=None, **options), fn) for k, fn in ((with_, marked), (without, unmarked))]
     results["same_code_off"] = codes[0] == codes[1]
@@ -157,8 +152,7 @@ def main() -> None:
     rows = [[titles[name], *(f"{each['us'][kind]:.0f}" for kind in kinds), f"{each['ranges_over_plain']:.3f}"]
             for name, each in found.items()]  # fmt: skip
     head = ["kernel", *(f"{kind}, µs" for kind in kinds), "÷ plain"]
-    show("ranges", head, rows)
-    print(save("range_cost", found, pp.Device.current(), o.out, tables={"range-cost": [head, *rows]}))
+    finish(o, "range_cost", found, "ranges", [head, *rows], pp.Device.current())
 
 
 if __name__ == "__main__":

@@ -10,12 +10,10 @@ few cores the clients would take time from the server.
 from __future__ import annotations
 
 import os
-import statistics
-import subprocess
 from pathlib import Path
 from typing import Any
 
-from harness import arguments, environment, save, script_in, show
+from harness import ServerProcess, announce, arguments, medians, save, show
 
 import paellapy as pp
 from paellapy import demo
@@ -42,16 +40,15 @@ def ask(url: str, clients: int, seconds: float) -> dict[str, Any]:
 
 
 def compare(sides: dict[str, tuple[int, str]], o: Any) -> dict[str, Any]:
-    p50: dict[str, list[float]] = {name: [] for name in sides}
-    per_cpu_s: dict[str, list[float]] = {name: [] for name in sides}
+    rounds: list[dict[str, dict[str, float]]] = []
     for _ in range(o.rounds):
+        rounds.append({"p50_ms": {}, "per_cpu_s": {}})
         for name, (pid, url) in sides.items():
-            p50[name].append(ask(url, 1, o.seconds)["latency_ms"]["p50"])
+            rounds[-1]["p50_ms"][name] = ask(url, 1, o.seconds)["latency_ms"]["p50"]
             before = cpu_s(pid)
             answered = ask(url, 32, o.seconds)["answered_per_s"] * o.seconds * 9 / 8  # the warm-up's too
-            per_cpu_s[name].append(answered / (cpu_s(pid) - before))
-    found = {key: {name: statistics.median(each) for name, each in by.items()}
-             for key, by in (("p50_ms", p50), ("per_cpu_s", per_cpu_s))}  # fmt: skip
+            rounds[-1]["per_cpu_s"][name] = answered / (cpu_s(pid) - before)
+    found = medians(rounds)
     ratios = {key: found[key]["router"] / found[key]["server"] for key in found}
     return {**found, "p50_ratio": ratios["p50_ms"], "throughput_ratio": ratios["per_cpu_s"]}
 
@@ -63,24 +60,20 @@ def main() -> None:
     o = parser.parse_args()
     if o.serve:
         pp.serve([demo.load("mlp", batch=(1, 8))], device="virtual:h200", server={"port": 0, "log_level": "warning"},
-                 announce=lambda url: print(url, flush=True))  # fmt: skip
+                 announce=announce)  # fmt: skip
         return
-    command = [*script_in(None, __file__), "--serve"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as server:
-        assert server.stdout is not None
-        try:
-            url = server.stdout.readline().strip()
-            with Routers({"engine": url}, RouterOptions(port=0)) as routers:
-                pid = routers.processes[0].pid
-                ask(routers.url, 4, 2.0)
-                results = compare({"server": (server.pid, url), "router": (pid, routers.url)}, o)
-                grew, seen = [memory_mb(pid)], 0.0
-                while seen < o.requests:
-                    seen += ask(routers.url, 32, 5.0)["answered_per_s"] * 5.0
-                    grew.append(memory_mb(pid))
-                results["memory"] = {"requests": round(seen), "mb": grew}
-        finally:
-            server.terminate()
+    with (
+        ServerProcess(__file__, "--serve") as server,
+        Routers({"engine": server.url}, RouterOptions(port=0)) as routers,
+    ):
+        pid = routers.processes[0].pid
+        ask(routers.url, 4, 2.0)
+        results = compare({"server": (server.process.pid, server.url), "router": (pid, routers.url)}, o)
+        grew, seen = [memory_mb(pid)], 0.0
+        while seen < o.requests:
+            seen += ask(routers.url, 32, 5.0)["answered_per_s"] * 5.0
+            grew.append(memory_mb(pid))
+        results["memory"] = {"requests": round(seen), "mb": grew}
     rows = [["p50, router ÷ server", results["p50_ratio"]], ["per CPU-second ÷", results["throughput_ratio"]],
             ["memory, MB: first, last", f"{grew[0]:.1f}, {grew[-1]:.1f}"]]  # fmt: skip
     show("a router", ["figure", "value"], rows)

@@ -15,8 +15,6 @@ import base64
 import contextlib
 import json
 import os
-import socket
-import statistics
 import subprocess
 import tempfile
 import time
@@ -27,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import arguments, save, show
+from harness import arguments, finish, medians
 from serving_floor import SIZES, server
 
+from paellapy.cluster.actors import free_port
 from paellapy.serving.bench.arrivals import Load
 from paellapy.serving.bench.load import Bench, run_bench, summarize
 from paellapy.serving.bench.targets import BODIES, HttpTarget, Inputs, made_up
@@ -86,9 +85,7 @@ class LitTarget(HttpTarget):
 
 @contextlib.contextmanager
 def litserve(python: Path, script: Path, *options: str) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port("127.0.0.1")
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen([python, script, str(port), *options], start_new_session=True, **quiet)
     try:
@@ -132,12 +129,9 @@ def measure(servers: dict[str, str], o: Any) -> dict[str, Any]:
                 for name in names[turn % len(names) :] + names[: turn % len(names)]:
                     result = ask(name, servers[name], load)
                     assert not result["errors"], (name, result["errors"])
-                    runs[name].append(result)
-            found[f"{label}, {clients} client{'s' * (clients > 1)}"] = {
-                name: {"per_s": statistics.median(run["answered_per_s"] for run in each),
-                       "p50_ms": statistics.median(run["latency_ms"]["p50"] for run in each)}
-                for name, each in runs.items()
-            }  # fmt: skip
+                    runs[name].append({"per_s": result["answered_per_s"], "p50_ms": result["latency_ms"]["p50"]})
+            title = f"{label}, {clients} client{'s' * (clients > 1)}"
+            found[title] = {name: medians(each) for name, each in runs.items()}
     return found
 
 
@@ -155,14 +149,13 @@ def main() -> None:
             print("installing LitServe into an environment of its own", flush=True)
             venv.create(folder, with_pip=True)
             subprocess.run([python, "-m", "pip", "install", "--quiet", "litserve", "numpy"], check=True)
-        servers = {"floor": stack.enter_context(server("floor"))}
+        ours = {"paellapy" if kind == "one" else f"paellapy, {kind} workers": kind for kind in o.servers.split(",")}
+        started = {name: stack.enter_context(server(kind)) for name, kind in {"floor": "floor", **ours}.items()}
+        servers = {name: each.url for name, each in started.items()}
         servers["litserve"] = stack.enter_context(litserve(python, script))
         servers["litserve fast queue"] = stack.enter_context(litserve(python, script, "--fast-queue"))
-        for kind in o.servers.split(","):
-            servers["paellapy" if kind == "one" else f"paellapy, {kind} workers"] = stack.enter_context(server(kind))
         version = subprocess.check_output([python, "-c", "import litserve; print(litserve.__version__)"], text=True)
         cases = measure(servers, o)
-    ours = [name for name in servers if name.startswith("paellapy")]
     rows = []
     for label in CASES:
         row = cases[f"{label}, 32 clients"]
@@ -171,10 +164,8 @@ def main() -> None:
         rows.append([label, f"{best:,.0f}", *(f"{row[name]['per_s']:,.0f}" for name in ours), over])
     head = ["load", "LitServe", *(name.removeprefix("paellapy, ").replace("paellapy", "one process") for name in ours),
             "over LitServe"]  # fmt: skip
-    show("requests a second, 32 clients", head, rows)
     content = {"device": "virtual:h200", "litserve": version.strip(), "rounds": o.rounds, "seconds": o.seconds}
-    tables = {"serving-compare": [head, *rows]}
-    print(save("serving_compare", {**content, "cases": cases}, folder=o.out, tables=tables))
+    finish(o, "serving_compare", {**content, "cases": cases}, "requests a second, 32 clients", [head, *rows])
 
 
 if __name__ == "__main__":

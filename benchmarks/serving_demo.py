@@ -9,10 +9,9 @@ waiting client; requests per second those of many clients in separate processes.
 
 from __future__ import annotations
 
-import subprocess
 from typing import Any
 
-from harness import arguments, environment, save, script_in, show
+from harness import ServerProcess, announce, arguments, finish
 
 import paellapy as pp
 from paellapy import demo
@@ -38,18 +37,6 @@ def ask(target: str | pp.Engine, seconds: float, clients: int) -> dict[str, Any]
     return {**found, "many": {"per_s": many["answered_per_s"], "refused": many["refused"], **latency}}
 
 
-def served(kind: str, o: Any) -> dict[str, Any]:
-    command = [*script_in(None, __file__), "--serve", kind, "--device", o.device]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as process:
-        assert process.stdout is not None
-        try:
-            if not (url := process.stdout.readline().strip()):
-                raise SystemExit(f"the server with workers: {kind} ended before it was ready")
-            return ask(url, o.seconds, o.clients)
-        finally:
-            process.terminate()
-
-
 def main() -> None:
     parser = arguments(__doc__, device="cuda", seconds=2.0)
     parser.add_argument("--serve", help="be a server")
@@ -60,14 +47,15 @@ def main() -> None:
     if o.serve:
         workers = 0 if o.serve == "one" else int(o.serve)
         server = {"port": 0, "log_level": "warning"}
-        pp.serve(models, device=o.device, server=server, workers=workers, announce=lambda url: print(url, flush=True))
+        pp.serve(models, device=o.device, server=server, workers=workers, announce=announce)
         return
     with pp.Engine(o.device) as engine:
         for model in models:
             engine.load(model)
         found = {"engine": ask(engine, o.seconds, o.clients)}
     for kind in o.servers.split(","):
-        found[kind] = served(kind, o)
+        with ServerProcess(__file__, "--serve", kind, "--device", o.device) as server:
+            found[kind] = ask(server.url, o.seconds, o.clients)
     rows = []
     for kind, each in found.items():
         alone = (f"{1e3 * each[name]['p50']:.0f} / {1e3 * each[name]['p99']:.0f}" for name in demo.names())
@@ -75,7 +63,6 @@ def main() -> None:
         rows.append([TITLES.get(kind, f"{kind} workers"), *alone, f"{many['per_s']:,.0f}",
                      f"{many['p50']:.2f} / {many['p99']:.2f}"])  # fmt: skip
     head = ["server", *(f"`{name}`, µs" for name in demo.names()), "requests a second", "ms"]
-    show(f"one client: p50 / p99; {MANY} clients: requests a second, p50 / p99", head, rows)
     figures = {}
     if "one" in found:
         added = [1e3 * (found["one"][name]["p50"] - found["engine"][name]["p50"]) for name in demo.names()]
@@ -83,8 +70,8 @@ def main() -> None:
     if "one" in found and "8" in found:
         figures["demo.eight-workers"] = f"{found['8']['many']['per_s'] / found['one']['many']['per_s']:.1f}"
     content = {"seconds": o.seconds, "clients": MANY, "client processes": o.clients, "found": found}
-    tables = {"serving-demo": [head, *rows]}
-    print(save("serving_demo", content, pp.Device(o.device), o.out, tables=tables, figures=figures))
+    title = f"one client: p50 / p99; {MANY} clients: requests a second, p50 / p99"
+    finish(o, "serving_demo", content, title, [head, *rows], pp.Device(o.device), figures=figures)
 
 
 if __name__ == "__main__":

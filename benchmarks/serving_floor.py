@@ -16,16 +16,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import statistics
 import subprocess
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness import arguments, commit, environment, save, script_in, show, spread
+from harness import ServerProcess, announce, arguments, commits, finish, medians, spread, trees
 
 from paellapy.serving.bench.arrivals import Load
 from paellapy.serving.bench.load import run_bench
@@ -61,10 +59,8 @@ def serve_paellapy(kind: str) -> None:
     workers = int(kind) if kind.isdigit() else 0
     log = {"access_log": True} if kind == "log" else {"log_level": "warning"}
     keys = {f"client {k}": f"secret {k}" for k in range(8)} if kind == "keys" else {}
-    pp.serve(
-        models(), device="virtual:h200", server={"port": 0, **log}, keys=keys, workers=workers,
-        announce=lambda url: print(url, flush=True),
-    )  # fmt: skip
+    server = {"port": 0, **log}
+    pp.serve(models(), device="virtual:h200", server=server, keys=keys, workers=workers, announce=announce)
 
 
 def serve_floor() -> None:
@@ -91,10 +87,8 @@ def serve_floor() -> None:
         array = np.frombuffer(view[int(length) :], np.float32)
         tensor = ResponseTensor("y", "FP32", parsed.inputs[0].shape, {"binary_data_size": array.nbytes})
         header = encode(ResponseBody(name, "1", [tensor]))
-        headers = {"Inference-Header-Content-Length": str(len(header))}
-        return web.Response(
-            body=header + array.tobytes(), headers=headers, content_type="application/octet-stream"
-        )  # fmt: skip
+        headers = {"Inference-Header-Content-Length": str(len(header)), "Content-Type": "application/octet-stream"}
+        return web.Response(body=header + array.tobytes(), headers=headers)
 
     async def metadata(request: web.Request) -> web.Response:
         name = request.match_info["model"]
@@ -107,62 +101,37 @@ def serve_floor() -> None:
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        print(f"http://127.0.0.1:{runner.addresses[0][1]}", flush=True)
+        announce(f"http://127.0.0.1:{runner.addresses[0][1]}")
         await asyncio.Event().wait()
 
     uvloop.run(main())
 
 
-class Running:
-    """A server in processes of its own; `checkout`: of another version, which serves in place of this one."""
-
-    def __init__(self, kind: str, checkout: Path | None = None) -> None:
-        command = [*script_in(checkout, __file__), "--serve", kind]
-        log, env = subprocess.DEVNULL if kind == "log" else None, environment(checkout)
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=checkout, env=env)
-
-    @functools.cached_property
-    def url(self) -> str:
-        """Its address, once it is ready."""
-        assert self.process.stdout is not None
-        if not (said := self.process.stdout.readline().strip()):
-            raise SystemExit(f"a server did not start: {self.process.args!s}")
-        return said
-
-    def cpu_s(self) -> dict[str, float]:
-        """Time on a CPU so far, by name of the process."""
-        found: dict[str, float] = defaultdict(float)
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        for pid in (self.process.pid, *children):
-            name = Path(f"/proc/{pid}/comm").read_text().strip()
-            tasks = Path(f"/proc/{pid}/task").iterdir()
-            found[name] += sum(int((each / "schedstat").read_text().split()[0]) for each in tasks) * 1e-9
-        return found
-
-    def stop(self) -> None:
-        self.process.terminate()
-        self.process.communicate()
+def server(kind: str, checkout: Path | None = None) -> ServerProcess:
+    log = subprocess.DEVNULL if kind == "log" else None
+    return ServerProcess(__file__, "--serve", kind, checkout=checkout, stderr=log)
 
 
-@contextlib.contextmanager
-def server(kind: str) -> Iterator[str]:
-    """The URL of one that runs meanwhile."""
-    running = Running(kind)
-    try:
-        yield running.url
-    finally:
-        running.stop()
+def cpu_s(pid: int) -> dict[str, float]:
+    """Time on a CPU so far of a process and its children, by their names."""
+    found: dict[str, float] = defaultdict(float)
+    for each in (pid, *Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+        name = Path(f"/proc/{each}/comm").read_text().strip()
+        tasks = Path(f"/proc/{each}/task").iterdir()
+        found[name] += sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) * 1e-9
+    return found
 
 
-def one_run(asked: Running, load: Load) -> dict[str, Any]:
-    before, own = asked.cpu_s(), time.process_time()
+def one_run(asked: ServerProcess, load: Load) -> dict[str, Any]:
+    before, own = cpu_s(asked.process.pid), time.process_time()
     result = run_bench(asked.url, load)["all"]
     own = time.process_time() - own
     assert not result["errors"], result["errors"]
     requests = result["answered_per_s"] * (load.duration_s + load.warmup_s)
     if not requests:
         raise SystemExit(f"no request for {load.models[0]!r} was answered within {load.duration_s} s: raise --seconds")
-    cpu_us = {name: (after - before.get(name, 0.0)) / requests * 1e6 for name, after in asked.cpu_s().items()}
+    after = cpu_s(asked.process.pid)
+    cpu_us = {name: (after[name] - before.get(name, 0.0)) / requests * 1e6 for name in after}
     return {"per_s": result["answered_per_s"], "p50_ms": result["latency_ms"]["p50"],
             "cpu_us": {**cpu_us, "client": own / requests * 1e6}}  # fmt: skip
 
@@ -177,10 +146,11 @@ def cases(large_json: bool) -> dict[str, tuple[str, bool, int]]:
 def measure(kinds: list[str], o: Any) -> Runs:
     wanted = cases(large_json=o.against is not None)
     runs: Runs = {label: {kind: [] for kind in kinds} for label in wanted}
-    servers: dict[str, Running] = {}
-    try:
+    servers: dict[str, ServerProcess] = {}
+    with contextlib.ExitStack() as stack:
         for kind in kinds:
-            servers[kind] = Running(kind.removesuffix(BEFORE), o.against if kind.endswith(BEFORE) else None)
+            checkout = trees(o)["before"] if kind.endswith(BEFORE) else None
+            servers[kind] = stack.enter_context(server(kind.removesuffix(BEFORE), checkout))
         for k in range(o.rounds + 1):  # the first round warms up
             for label, (model, binary, clients) in wanted.items():
                 seconds = o.seconds * (SLOW if model == "large" and not binary else 1)
@@ -190,17 +160,7 @@ def measure(kinds: list[str], o: Any) -> Runs:
                     if k:
                         runs[label][kind].append(found)
             print(f"round {k} of {o.rounds}", flush=True)
-    finally:
-        for each in servers.values():
-            each.stop()
     return runs
-
-
-def medians(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        **{key: statistics.median(run[key] for run in runs) for key in ("per_s", "p50_ms")},
-        "cpu_us": {name: statistics.median(run["cpu_us"][name] for run in runs) for name in runs[0]["cpu_us"]},
-    }
 
 
 def beside_floor(runs: Runs) -> dict[str, Any]:
@@ -243,7 +203,6 @@ def main() -> None:
         return serve_floor() if o.serve == "floor" else serve_paellapy(o.serve)
     kinds, about = o.servers.split(","), {"device": "virtual:h200", "seconds": o.seconds, "rounds": o.rounds}
     if o.against is not None:
-        o.against = o.against.resolve()
         kinds = [each for kind in kinds if kind != "floor" for each in (kind, kind + BEFORE)]
         found = beside_before(measure(kinds, o))
 
@@ -253,27 +212,17 @@ def main() -> None:
 
         rows = [[label, *map(cell, by_kind.values())] for label, by_kind in found.items()]
         head = ["requests a second (rounds) / CPU time", *next(iter(found.values()))]
-        show("now ÷ before", head, rows)
-        content = {**about, "commits": {"now": commit(), "before": commit(o.against)}, "now ÷ before": found}
-        print(save("serving_floor_against", content, folder=o.out, tables={"serving-against": [head, *rows]}))
-        return None
+        content = {**about, "commits": commits(o), "now ÷ before": found}
+        return finish(o, "serving_floor_against", content, "now ÷ before", [head, *rows], table="serving-against")
     found = beside_floor(measure(kinds, o))
     titles = {"floor": "floor", "one": "one process", "keys": "with keys", "log": "with an access log", "1": "1 worker"}
-    head = [
-        "load",
-        *(titles.get(kind, f"{kind} workers") for kind in kinds),
-        "ratios of requests a second",
-        "of medians",
-    ]
-    rows = []
+    names = (titles.get(kind, f"{kind} workers") for kind in kinds)
+    rows = [["load", *names, "ratios of requests a second", "of medians"]]
     for label, by_kind in found.items():
         over = [", ".join(f"{row[ratio]:.2f}" for kind, row in by_kind.items() if kind != "floor")
                 for ratio in ("ratio_per_s", "ratio_p50")]  # fmt: skip
         rows.append([label, *(f"{row['per_s']:,.0f} / {row['p50_ms']:.2f}" for row in by_kind.values()), *over])
-    show("requests a second / median latency in ms", head, rows)
-    tables = {"serving-floor": [head, *rows]}
-    print(save("serving_floor", {**about, "cases": found}, folder=o.out, tables=tables))
-    return None
+    return finish(o, "serving_floor", {**about, "cases": found}, "requests a second / median latency in ms", rows)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,12 @@ import importlib
 import inspect
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, arguments, commit, environment, save
+from harness import ROOT, arguments, commits, said_by, save, trees
 
 SETTINGS = ("paellapy.serving.config", "paellapy.cluster.cluster_file")
 FOLDERS = ("instrument", "scheduler", "serving", "paellapy")
@@ -92,23 +91,15 @@ def surface() -> dict[str, list[str]]:
     return {kind: sorted(names) for kind, names in found.items()}
 
 
-def of(checkout: Path) -> dict[str, list[str]]:
-    command = [sys.executable, __file__, "--list"]
-    run = subprocess.run(command, env=environment(checkout), cwd=checkout, capture_output=True, text=True, check=True)
-    found: dict[str, list[str]] = json.loads(run.stdout.splitlines()[-1])
-    return found
-
-
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--against", type=Path, help="another checkout")
+    parser = arguments(__doc__, against=True)
     parser.add_argument("--list", action="store_true", help="print the surface of this checkout as JSON")
     given = parser.parse_args()
     if given.list or given.against is None:
         print(json.dumps(surface()))
         return
-    now, before = of(ROOT), of(given.against.resolve())
-    found: dict[str, Any] = {"commits": {"now": commit(), "before": commit(given.against.resolve())}}
+    now, before = (said_by(__file__, "--list", checkout=tree) for tree in trees(given).values())
+    found: dict[str, Any] = {"commits": commits(given)}
     for kind in now:
         gone, new = sorted({*before[kind]} - {*now[kind]}), sorted({*now[kind]} - {*before[kind]})
         found[kind] = {"names": len(now[kind]), "gone": gone, "new": new}
