@@ -6,7 +6,7 @@ import numpy as np
 
 from paellapy.instrument.numba_ext.link import compiled, part
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.atomics import and_at, load_at, or_at, store_at
+from paellapy.scheduler.core.atomics import ALL, ONE, ZERO, and_at, or_at, store_at
 from paellapy.scheduler.core.copier import wait_for_copy
 from paellapy.scheduler.core.instances import (
     close_instance,
@@ -18,15 +18,9 @@ from paellapy.scheduler.core.instances import (
     remove_queued,
 )
 from paellapy.scheduler.core.requests import complete, drop_deadline
-from paellapy.scheduler.core.rings import address, bit_at, bit_of, producer_of
+from paellapy.scheduler.core.rings import address, bit_at, bit_of, producer_of, reserved_slots
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.throttle import forget_held_back, remove_held_back
-
-_MASK = np.uint64(codes.RESERVED_MASK)
-_SHIFT = np.uint64(codes.RESERVED_SHIFT)
-_ALL = np.uint64((1 << 64) - 1)
-_ZERO = np.uint64(0)
-_ONE = np.uint64(1)
 
 
 @part
@@ -93,21 +87,20 @@ def reclaim(s: State, producer: int, now: int) -> int:
     for instance in range(s.instance.shape[0]):
         if s.instance[instance].model < 0 or s.instance[instance].state == codes.FREE:
             continue
-        reserved = np.int64((load_at(address(s.instance_word, instance)) >> _SHIFT) & _MASK)
-        for k in range(reserved):
+        for k in range(reserved_slots(s, instance)):
             if producer_of(s.instance_word, s.slot_producer, instance, k) != producer:
                 continue
-            if s.instance_known[instance, k >> 6] & bit_of(k) == _ZERO:
+            if s.instance_known[instance, k >> 6] & bit_of(k) == ZERO:
                 fill_slot(s, instance, k, -1)
                 mark_instance_dirty(s, instance)
             or_at(bit_at(s.instance_ready, instance, k), bit_of(k))
-            and_at(bit_at(s.instance_hold, instance, k), _ALL ^ bit_of(k))
+            and_at(bit_at(s.instance_hold, instance, k), ALL ^ bit_of(k))
     for k in range(s.ring.shape[1]):
-        store_at(address(s.ring[producer], k), _ZERO)
+        store_at(address(s.ring[producer], k), ZERO)
     for k in range(s.submit.shape[1]):
         s.submit[producer, k].sequence = np.uint64(k)
     s.wake_fd[producer, 1] = 0
-    store_at(address(s.wake, producer), _ONE)
+    store_at(address(s.wake, producer), ONE)
     s.core[0].changed = 1
     return n
 

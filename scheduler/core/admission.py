@@ -20,34 +20,20 @@ import numpy as np
 
 from paellapy.instrument.numba_ext.link import compiled, part
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.atomics import call_asking, load_at
 from paellapy.scheduler.core.instances import size_for
-from paellapy.scheduler.core.job import READS_SEGMENT
-from paellapy.scheduler.core.requests import fill_instance_job, fill_job, fill_segment, fill_terms
-from paellapy.scheduler.core.rings import address
+from paellapy.scheduler.core.requests import (
+    ask_about,
+    fill_instance_job,
+    fill_job,
+    fill_terms,
+    fill_unstarted,
+    slots_of,
+)
+from paellapy.scheduler.core.rings import reserved_slots
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.tables import Table
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.core.weights import ready_ns
-
-_RESERVED_MASK, _RESERVED_SHIFT = np.uint64(codes.RESERVED_MASK), np.uint64(codes.RESERVED_SHIFT)
-
-
-@part
-def rank_filled(s: State, row: int) -> float:
-    """The rank of the job in that scratch row."""
-    return float(call_asking(s.call[0].rank, s.job[row:].ctypes.data, s.call[0].rank_2, s.call[0].rank_3))
-
-
-@part
-def rank_new(s: State, m: int, size: int, batch: int, now: int) -> float:
-    """The rank of a job that arrives now, whose terms are already filled in."""
-    fill_job(s, 1, m, 0, now)
-    s.job[1].total_ns = s.job[1].remaining_ns = s.size[m, size].total_ns
-    s.job[1].batch, s.job[1].started = batch, 0.0
-    if s.core[0].facts & READS_SEGMENT:
-        fill_segment(s, s.job[1].segment, m, size, 0)
-    return float(rank_filled(s, 1))
 
 
 @compiled
@@ -56,19 +42,20 @@ def predict(s: State, m: int, priority: int, deadline: int, now: int) -> float:
     model = s.model[m]
     instance = model.filling
     joins, queued_before = 1, 0.0
-    slots = s.size[m, model.n_sizes - 1].batch
+    slots = slots_of(s, m)
     if instance < 0:
         queued_before = model.queued / slots
     else:
         # Producers may have taken slots that the core does not know yet.
-        reserved = np.int64((load_at(address(s.instance_word, instance)) >> _RESERVED_SHIFT) & _RESERVED_MASK)
-        joins = max(s.instance[instance].taken, reserved) + 1
+        joins = max(s.instance[instance].taken, reserved_slots(s, instance)) + 1
         if joins > slots:  # the instance is full: it goes first, with the requests queued behind it
             joins, queued_before = 1, 1.0 + model.queued / slots
     k = size_for(s, m, joins)
     alone = s.size[m, k].total_ns
+    fill_job(s, 1, m, 0, now)
     fill_terms(s, 1, m, now, deadline, priority, core.client_virtual_ns)
-    mine = rank_new(s, m, k, joins, now)
+    fill_unstarted(s, 1, m, k, joins)
+    mine = ask_about(s, s.call[0].rank, 1)
     ahead = queued_before * s.size[m, model.n_sizes - 1].total_ns
     demand, idle, beside = s.size[m, k].demand, 1.0 - s.size[m, k].demand, 0
     for other in range(s.instance.shape[0]):
@@ -77,7 +64,7 @@ def predict(s: State, m: int, priority: int, deadline: int, now: int) -> float:
             continue
         fill_instance_job(s, other, now)
         left = s.job[0].remaining_ns
-        if inst.live > 0 and (inst.model == m or rank_filled(s, 0) <= mine):
+        if inst.live > 0 and (inst.model == m or ask_about(s, s.call[0].rank, 0) <= mine):
             ahead += left
             if inst.state == codes.FILLING:
                 n = s.model[inst.model].n_sizes - 1

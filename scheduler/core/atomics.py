@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 from paellapy.instrument.numba_ext.link import Generated, call
+
+# Numba turns a u64 plus an int into a float, so every number combined with a word is a u64.
+ZERO, ONE, ALL = np.uint64(0), np.uint64(1), np.uint64((1 << 64) - 1)
 
 _I64 = ir.IntType(64)
 _I32 = ir.IntType(32)

@@ -13,6 +13,7 @@ import numpy as np
 from paellapy.instrument.gpu_model.tables import heap_pop, heap_push
 from paellapy.instrument.numba_ext.link import call_with, part
 from paellapy.scheduler.core import codes
+from paellapy.scheduler.core.atomics import ZERO
 from paellapy.scheduler.core.concurrency import choose_yielding, has_room, may_yield_to, must_yield, shortest_active
 from paellapy.scheduler.core.instances import (
     close_instance,
@@ -31,7 +32,6 @@ from paellapy.scheduler.core.shares import over_limit
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.throttle import admits, may_skip_admit, note_refused, update_top_priority
 
-_ZERO = np.uint64(0)
 AGAIN = -2
 
 
@@ -102,7 +102,7 @@ def admitted(s: State, instance: int, now: int) -> bool:
     if over_limit(s, instance, now):
         return False
     others = s.core[0].active - (1 if s.instance[instance].active_at >= 0 else 0)
-    if s.call[0].admit == _ZERO or may_skip_admit(s, others):
+    if s.call[0].admit.function == ZERO or may_skip_admit(s, others):
         return True
     update_gpu_facts(s)
     update_top_priority(s)
@@ -196,7 +196,7 @@ def next_instance(s: State, n: int, swaps: int, now: int) -> int:
 def stays_active(s: State, instance: int, now: int) -> bool:
     """Whether an active instance stays: a policy with `admit`, or a limit, may stop it between segments."""
     inst = s.instance[instance]
-    asked = s.call[0].admit != _ZERO or s.core[0].limited > 0
+    asked = s.call[0].admit.function != ZERO or s.core[0].limited > 0
     if not asked or inst.issued == 0 or inst.issued >= inst.segments or admitted(s, instance, now):
         return True
     deactivate(s, instance)
@@ -206,8 +206,7 @@ def stays_active(s: State, instance: int, now: int) -> bool:
 
 @part
 def best_active(s: State, most: float, now: int) -> int:
-    """The active instance of the lowest rank, at most `most`, that has a segment to launch now; NONE if there is none.
-    """
+    """The active instance of the lowest rank, at most `most`, that has a segment to launch now; NONE if there is none."""
     core = s.core[0]
     found = codes.NONE
     for k in range(core.active):

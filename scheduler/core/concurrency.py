@@ -19,7 +19,8 @@ import numpy as np
 
 from paellapy.instrument.numba_ext.link import part
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.atomics import store_at
+from paellapy.scheduler.core.atomics import ZERO, store_at
+from paellapy.scheduler.core.requests import slots_of
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.weights import weights_resident
 
@@ -32,9 +33,6 @@ from paellapy.scheduler.core.weights import weights_resident
 #
 # A partition has its own streams, and a launch starts sooner on one of these. A job keeps its stream while any of its
 # launches is in flight, so it changes partitions then only if another one is much emptier.
-
-
-_ZERO = np.uint64(0)
 
 
 @part
@@ -55,8 +53,7 @@ def leave_partition(s: State, instance: int) -> None:
 @part
 def can_be_confined(s: State, instance: int) -> bool:
     return bool(
-        s.core[0].partitions > 0
-        and s.confined[instance, s.instance[instance].size, s.confined.shape[2] - 1, 0] != _ZERO
+        s.core[0].partitions > 0 and s.confined[instance, s.instance[instance].size, s.confined.shape[2] - 1, 0] != ZERO
     )
 
 
@@ -88,7 +85,7 @@ def choose_handle(s: State, instance: int, segment: int, wide: Any, sms: float) 
             if load < least:
                 best, least = k, load
     handle = s.confined[instance, inst.size, at, best]
-    if handle == _ZERO:
+    if handle == ZERO:
         return wide
     inst.partition = s.instance_partition[instance, best]
     count_in_partition(s, inst.partition, 1)
@@ -111,7 +108,7 @@ def has_room(s: State, instance: int) -> bool:
     tuning = s.tuning[0]
     demand = s.size[m, s.instance[instance].size].demand
     limit, most, growth = s.core[0].demand_limit, tuning.most_demand, 0.0
-    full = s.instance[instance].taken == s.size[m, s.model[m].n_sizes - 1].batch
+    full = s.instance[instance].taken == slots_of(s, m)
     if can_be_confined(s, instance):
         most = tuning.most_confined_demand
         if full:
@@ -263,7 +260,7 @@ def close_gates(s: State, priority: int, now: int) -> None:
     if s.core[0].gates == 0:
         return
     for k in range(s.gate.shape[0]):
-        if s.gate[k].word != _ZERO and priority > s.gate[k].priority:
+        if s.gate[k].word != ZERO and priority > s.gate[k].priority:
             keep_closed(s, k, now)
 
 
@@ -293,11 +290,11 @@ def update_gates(s: State, now: int) -> None:
             top = max(top, s.instance[s.held[k]].priority)
     for k in range(s.gate.shape[0]):
         gate = s.gate[k]
-        if gate.word == _ZERO:
+        if gate.word == ZERO:
             continue
         if top > gate.priority:
             keep_closed(s, k, now)
         elif gate.closed_until_ns != 0:
             gate.closed_ns += now - gate.closed_since_ns
             gate.closed_until_ns = 0
-            store_at(gate.word, _ZERO)
+            store_at(gate.word, ZERO)

@@ -17,13 +17,21 @@ from numpy.typing import NDArray
 
 from paellapy.instrument.numba_ext.link import compiled, part
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.atomics import call_write, copy_bytes, load_at, or_at, store_at
+from paellapy.scheduler.core.atomics import ONE, ZERO, call_write, copy_bytes, load_at, or_at, store_at
 from paellapy.scheduler.core.processes import usable_cpus
-from paellapy.scheduler.core.rings import ANYTHING, ONE, Bell, address, announce_sleep, bit_at, bit_of, must_ring
+from paellapy.scheduler.core.rings import (
+    ANYTHING,
+    Bell,
+    address,
+    announce_sleep,
+    bit_at,
+    bit_of,
+    must_ring,
+    write_event,
+)
 from paellapy.scheduler.core.state import State, read_clock
 from paellapy.scheduler.core.tables import Words
 
-_ZERO = np.uint64(0)
 _LOOKS = 20_000  # reads of an empty ring before the copier sleeps: about 50 µs
 _MANY_CPUS = 8  # with this many CPUs, one may spin while there are requests, since waking up takes time
 
@@ -42,19 +50,18 @@ def hand_to_copier(s: State, source: int, instance: int, slot: int, m: int) -> N
     tail = load_at(address(s.copy_ring, codes.COPY_TAIL))
     cell = s.copy[np.int64(tail) & (s.copy.shape[0] - 1)]
     cell.source, cell.instance, cell.slot, cell.model = source, instance, slot, m
-    cell.at_ns = read_clock(s, s.clock) if s.call[0].clock != _ZERO else 0
+    cell.at_ns = read_clock(s, s.clock) if s.call[0].clock != ZERO else 0
     store_at(address(s.copy_ring, codes.COPY_TAIL), tail + ONE)
     if must_ring(address(s.copy_ring, codes.COPY_BELL), False):
-        s.clock[2] = 1
-        call_write(s.call[0].write, np.int32(s.core[0].copier_fd), s.clock[2:].ctypes.data, np.uint64(8))
+        write_event(s, s.core[0].copier_fd, s.clock[2:])
 
 
 @part
 def wait_for_copy(s: State, row: int) -> None:
     """Waits for a copy in progress before a request is given up, because its inputs may disappear afterwards."""
     request = s.request[row]
-    if request.instance >= 0 and request.source != _ZERO and s.core[0].copier_fd >= 0:
-        while load_at(bit_at(s.instance_ready, request.instance, request.slot)) & bit_of(request.slot) == _ZERO:
+    if request.instance >= 0 and request.source != ZERO and s.core[0].copier_fd >= 0:
+        while load_at(bit_at(s.instance_ready, request.instance, request.slot)) & bit_of(request.slot) == ZERO:
             pass
 
 
@@ -67,7 +74,7 @@ def copy_until(
     `awake`: never sleep while there are requests. `scratch` is 4 int64.
     """
     looks = 0
-    while load_at(stop.ctypes.data) == _ZERO:
+    while load_at(stop.ctypes.data) == ZERO:
         head = load_at(address(s.copy_ring, codes.COPY_HEAD))
         if head != load_at(address(s.copy_ring, codes.COPY_TAIL)):
             cell = s.copy[np.int64(head) & (s.copy.shape[0] - 1)]
@@ -78,21 +85,20 @@ def copy_until(
                 s.core[0].longest_copy_ns = max(s.core[0].longest_copy_ns, float(took))
             store_at(address(s.copy_ring, codes.COPY_HEAD), head + ONE)
             if must_ring(s.bell.ctypes.data, True):
-                scratch[1] = 1
-                call_write(s.call[0].write, np.int32(core), scratch[1:].ctypes.data, np.uint64(8))
+                write_event(s, core, scratch[1:])
             looks = 0
             continue
         looks += 1
         if looks < _LOOKS:
             continue
-        if awake and looks == _LOOKS and load_at(s.core["live"].ctypes.data) != _ZERO:
+        if awake and looks == _LOOKS and load_at(s.core["live"].ctypes.data) != ZERO:
             looks = 0
             continue
         if looks == _LOOKS:  # announce the sleep, and look once more
             announce_sleep(address(s.copy_ring, codes.COPY_BELL), ANYTHING)
             continue
         call_write(np.uint64(read), np.int32(bell), scratch.ctypes.data, np.uint64(8))  # read() has the same signature
-        store_at(address(s.copy_ring, codes.COPY_BELL), _ZERO)
+        store_at(address(s.copy_ring, codes.COPY_BELL), ZERO)
         looks = 0
 
 

@@ -11,20 +11,16 @@ import numpy as np
 
 from paellapy.instrument.numba_ext.link import part
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.atomics import load_at, or_at, store_at
+from paellapy.scheduler.core.atomics import ALL, ONE, ZERO, load_at, or_at, store_at
 from paellapy.scheduler.core.copier import copy_inputs, hand_to_copier
 from paellapy.scheduler.core.heaps import heap_down, heap_remove, heap_up, queue_first, queue_remove
-from paellapy.scheduler.core.requests import complete, post_completion, rank_instance
-from paellapy.scheduler.core.rings import ONE, address, bit_at, bit_of, reserve
+from paellapy.scheduler.core.requests import complete, post_completion, rank_instance, slots_of
+from paellapy.scheduler.core.rings import address, bit_at, bit_of, reserve, reserved_slots
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.weights import arena_is_free, may_start
 
 _CLOSED = np.uint64(codes.CLOSED)
-_MASK = np.uint64(codes.RESERVED_MASK)
-_SHIFT = np.uint64(codes.RESERVED_SHIFT)
 _GENERATION_SHIFT = np.uint64(codes.GENERATION_SHIFT)
-_ZERO = np.uint64(0)
-_ALL = np.uint64((1 << 64) - 1)
 
 
 # --- slots: which request has which slot, and the instance's resulting facts
@@ -66,7 +62,7 @@ def count_queued(s: State, m: int, n: int) -> None:
     model = s.model[m]
     model.queued += n
     core.queued += n
-    core.queued_jobs += n / s.size[m, model.n_sizes - 1].batch
+    core.queued_jobs += n / slots_of(s, m)
     if core.queued == 0:
         core.queued_jobs = 0.0  # drops rounding errors
 
@@ -95,40 +91,40 @@ def fill_slot(s: State, instance: int, slot: int, row: int) -> None:
     request = s.request[row]
     request.state, request.instance, request.slot = codes.SLOTTED, instance, slot
     s.slot_client[instance, slot] = request.client
-    if inst.live == 0 or request.arrival_ns < inst.arrival_ns:
-        inst.client = request.client
-    inst.latest_ns = max(inst.latest_ns, request.arrival_ns) if inst.live > 0 else request.arrival_ns
     if inst.live == 0:
-        inst.arrival_ns, inst.deadline_ns, inst.priority, inst.client_start_ns = (
-            request.arrival_ns, request.deadline_ns, request.priority, request.client_start_ns)  # fmt: skip
-    else:
-        inst.arrival_ns = min(inst.arrival_ns, request.arrival_ns)
-        inst.deadline_ns = min(inst.deadline_ns, request.deadline_ns)
-        inst.priority = max(inst.priority, request.priority)
-        inst.client_start_ns = min(inst.client_start_ns, request.client_start_ns)
+        clear_facts(s, instance)
+        inst.latest_ns = request.arrival_ns
+    inst.latest_ns = max(inst.latest_ns, request.arrival_ns)
+    add_facts(s, instance, row)
     inst.live += 1
+
+
+@part
+def clear_facts(s: State, instance: int) -> None:
+    """The facts of an instance without requests."""
+    inst = s.instance[instance]
+    inst.arrival_ns = inst.deadline_ns = codes.NEVER
+    inst.priority, inst.client_start_ns = -codes.NEVER, np.inf
+
+
+@part
+def add_facts(s: State, instance: int, row: int) -> None:
+    """Adds a request to the instance's facts."""
+    inst, request = s.instance[instance], s.request[row]
+    if request.arrival_ns < inst.arrival_ns:
+        inst.arrival_ns, inst.client = request.arrival_ns, request.client
+    inst.deadline_ns = min(inst.deadline_ns, request.deadline_ns)
+    inst.priority = max(inst.priority, request.priority)
+    inst.client_start_ns = min(inst.client_start_ns, request.client_start_ns)
 
 
 @part
 def recompute_facts(s: State, instance: int) -> None:
     """Recomputes the instance's facts from the remaining requests, after one has left."""
-    inst = s.instance[instance]
-    inst.arrival_ns, inst.deadline_ns, inst.priority, inst.client_start_ns = (
-        codes.NEVER,
-        codes.NEVER,
-        -codes.NEVER,
-        np.inf,
-    )
+    clear_facts(s, instance)
     for k in range(s.slot.shape[1]):
-        row = s.slot[instance, k]
-        if row >= 0:
-            request = s.request[row]
-            if request.arrival_ns < inst.arrival_ns:
-                inst.arrival_ns = request.arrival_ns
-                inst.client = request.client
-            inst.deadline_ns = min(inst.deadline_ns, request.deadline_ns)
-            inst.priority = max(inst.priority, request.priority)
-            inst.client_start_ns = min(inst.client_start_ns, request.client_start_ns)
+        if s.slot[instance, k] >= 0:
+            add_facts(s, instance, s.slot[instance, k])
 
 
 @part
@@ -136,7 +132,7 @@ def give_slot(s: State, instance: int, row: int) -> bool:
     """Gives a queued request the instance's next slot, and copies its inputs there; False if the instance is full."""
     request = s.request[row]
     m = s.instance[instance].model
-    slots = s.size[m, s.model[m].n_sizes - 1].batch
+    slots = slots_of(s, m)
     slot = reserve(s.instance_word, s.slot_producer, instance, slots, request.producer)
     if slot < 0:
         return False
@@ -145,10 +141,10 @@ def give_slot(s: State, instance: int, row: int) -> bool:
     n = np.int64(0)
     for k in range(s.model[m].n_inputs):
         n += s.input_bytes[m, k]
-    if source != _ZERO and s.core[0].copier_fd >= 0 and n >= s.tuning[0].long_copy_bytes:
+    if source != ZERO and s.core[0].copier_fd >= 0 and n >= s.tuning[0].long_copy_bytes:
         hand_to_copier(s, source, instance, slot, m)
     else:
-        if source != _ZERO:
+        if source != ZERO:
             copy_inputs(s, source, instance, slot, m)
         or_at(bit_at(s.instance_ready, instance, slot), bit_of(slot))
     fill_slot(s, instance, slot, row)
@@ -241,43 +237,34 @@ def fill_instance(s: State, m: int) -> None:
         model.free_n -= 1
         instance = s.free_instance[m, model.free_n]
         inst = s.instance[instance]
-        inst.state, inst.size, inst.taken, inst.live, inst.issued, inst.done, inst.whole = (
-            codes.FILLING,
-            0,
-            0,
-            0,
-            0,
-            0,
-            0,
-        )
-        inst.faulty = 0
+        inst.state = codes.FILLING
+        inst.size = inst.taken = inst.live = inst.issued = inst.done = inst.whole = inst.faulty = 0
         inst.segments = codes.NONE
         inst.started_ns = codes.NEVER
         inst.generation = (inst.generation + 1) & codes.GENERATION_MASK
         model.filling = instance
         model.warm = 0
         for k in range(s.instance_ready.shape[1]):
-            s.instance_ready[instance, k] = s.instance_hold[instance, k] = s.instance_known[instance, k] = _ZERO
+            s.instance_ready[instance, k] = s.instance_hold[instance, k] = s.instance_known[instance, k] = ZERO
         store_at(address(s.instance_word, instance), np.uint64(inst.generation) << _GENERATION_SHIFT)
     if model.queued > 0:
         while model.queued > 0 and give_slot(s, instance, queue_first(s, model)):
             pass
         mark_instance_dirty(s, instance)
     if model.state != codes.CLOSING:  # after the queue is served: waiting requests go first
-        slots = s.size[m, model.n_sizes - 1].batch
+        slots = slots_of(s, m)
         store_at(address(s.filling, m), (np.uint64(slots) << np.uint64(32)) | np.uint64(instance + 1))
 
 
 @part
 def inputs_written(s: State, instance: int) -> bool:
     """Whether every reserved slot is known to the core and written."""
-    word = load_at(address(s.instance_word, instance))
-    reserved = np.int64((word >> _SHIFT) & _MASK)
+    reserved = reserved_slots(s, instance)
     if s.instance[instance].taken != reserved:
         return False
     k = 0
     while reserved > 0:
-        wanted = _ALL if reserved >= 64 else (ONE << np.uint64(reserved)) - ONE
+        wanted = ALL if reserved >= 64 else (ONE << np.uint64(reserved)) - ONE
         if load_at(s.instance_ready[instance, k:].ctypes.data) != wanted:
             return False
         reserved -= 64
@@ -288,10 +275,10 @@ def inputs_written(s: State, instance: int) -> bool:
 @part
 def outputs_read(s: State, instance: int) -> bool:
     """Whether all outputs of the instance have been read."""
-    bits = _ZERO
+    bits = ZERO
     for k in range(s.instance_hold.shape[1]):
         bits |= load_at(s.instance_hold[instance, k:].ctypes.data)
-    return bool(bits == _ZERO)
+    return bool(bits == ZERO)
 
 
 @part
@@ -302,7 +289,7 @@ def close_instance(s: State, instance: int) -> bool:
     core = s.core[0]
     inst = s.instance[instance]
     m = inst.model
-    store_at(address(s.filling, m), _ZERO)
+    store_at(address(s.filling, m), ZERO)
     or_at(address(s.instance_word, instance), _CLOSED)
     s.model[m].filling = codes.NONE
     inst.state = codes.READY_WAIT
@@ -355,7 +342,7 @@ def set_arena_holder(s: State, instance: int, holder: int) -> None:
 @part
 def is_faulty(s: State, instance: int, slot: int) -> bool:
     """Whether the model failed on the values in this slot."""
-    return bool(s.instance[instance].faulty and s.instance_fault[instance, slot >> 6] & bit_of(slot) != _ZERO)
+    return bool(s.instance[instance].faulty and s.instance_fault[instance, slot >> 6] & bit_of(slot) != ZERO)
 
 
 @part
@@ -439,8 +426,7 @@ def poll_held(s: State) -> None:
 
 @part
 def awaits_reads(s: State) -> bool:
-    """Whether any request waits for an instance whose outputs are being read. If not, the core may learn of it later.
-    """
+    """Whether any request waits for an instance whose outputs are being read. If not, the core may learn of it later."""
     core = s.core[0]
     if core.mode != codes.RUN_MODE:
         return bool(core.held > 0)
@@ -464,7 +450,7 @@ def prefer_warm_instance(s: State, m: int) -> None:
         return
     if model.state != codes.OPEN or core.mode != codes.RUN_MODE or core.whole_always:
         return
-    if (load_at(address(s.instance_word, instance)) >> _SHIFT) & _MASK == _ZERO and close_instance(s, instance):
+    if reserved_slots(s, instance) == 0 and close_instance(s, instance):
         free_instance(s, instance)
         top = model.free_n - 1
         s.free_instance[m, top], s.free_instance[m, top - 1] = s.free_instance[m, top - 1], s.free_instance[m, top]

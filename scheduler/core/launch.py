@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from paellapy.instrument.numba_ext.link import part
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.atomics import call_asking, call_launch, load_at, store_at
+from paellapy.scheduler.core.atomics import ZERO, call_launch, load_at, store_at
 from paellapy.scheduler.core.concurrency import (
     choose_handle,
     is_uncontended,
@@ -14,7 +12,7 @@ from paellapy.scheduler.core.concurrency import (
     max_in_flight,
     may_launch_whole,
 )
-from paellapy.scheduler.core.requests import fill_instance_job
+from paellapy.scheduler.core.requests import ask_about, fill_instance_job
 from paellapy.scheduler.core.shares import enter_gpu
 from paellapy.scheduler.core.state import State, read_clock
 from paellapy.scheduler.core.weights import next_weights_resident, weights_resident
@@ -73,9 +71,6 @@ def next_is_due(s: State, instance: int, now: int) -> bool:
         return False
     word = s.launch[instance, inst.size, inst.done].draining
     return bool(load_at(word)) if word else ends_soon_ns(s, instance) <= now
-
-
-_ZERO = np.uint64(0)
 
 
 @part
@@ -156,11 +151,11 @@ def leave_stream(s: State, instance: int) -> None:
 @part
 def wanted_sms(s: State, instance: int, now: int) -> float:
     """The part of the SMs that the policy wants for the instance's next launch; 0: the policy does not say."""
-    if s.call[0].place == _ZERO:
+    if s.call[0].place.function == ZERO:
         return 0.0
     fill_instance_job(s, instance, now)
-    sms = call_asking(s.call[0].place, s.job.ctypes.data, s.call[0].place_2, s.call[0].place_3)
-    return float(sms) if sms > 0.0 else 1.0
+    sms = ask_about(s, s.call[0].place, 0)
+    return sms if sms > 0.0 else 1.0
 
 
 @part
@@ -183,8 +178,8 @@ def launch(s: State, instance: int, now: int) -> bool:
     inst.issued = k + 1
     inst.draining = 0
     s.segment_ns[instance, k, 0] = began
-    if not inst.whole and s.launch[instance, inst.size, k].draining != _ZERO:
-        store_at(s.launch[instance, inst.size, k].draining, _ZERO)
+    if not inst.whole and s.launch[instance, inst.size, k].draining != ZERO:
+        store_at(s.launch[instance, inst.size, k].draining, ZERO)
     core.launches += 1
     core.whole_launches += inst.whole
     what = s.whole[instance, inst.size] if inst.whole else s.launch[instance, inst.size, k]

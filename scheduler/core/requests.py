@@ -23,6 +23,13 @@ from paellapy.scheduler.core.shares import count_ended, flow_of
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.weights import missing_bytes, ready_ns
 
+
+@part
+def slots_of(s: State, m: int) -> int:
+    """The slots of each instance of the model: its largest batch size."""
+    return int(s.size[m, s.model[m].n_sizes - 1].batch)
+
+
 # --- completions ---------------------------------------------------------------------------------------------------
 
 
@@ -93,8 +100,6 @@ def post_completion(s: State, row: int, model: int, status: int, now: int) -> No
             s.tap[core.tap_tail & (s.tap.shape[0] - 1)] = entry
             core.tap_tail += 1
     store_at(address(s.ring[producer], codes.DONE_TAIL), tail + np.uint64(1))
-    if status == codes.OK:
-        core.done_ok += 1
 
 
 @part
@@ -198,16 +203,42 @@ def fill_instance_job(s: State, instance: int, now: int) -> None:
 
 
 @part
-def checked_rank(s: State, function: int, k: int, second: int, third: int) -> float:
+def fill_unstarted(s: State, k: int, m: int, size: int, batch: int) -> None:
+    """Fills scratch row k with the remaining facts of a job that has not started."""
+    job = s.job[k]
+    job.total_ns = job.remaining_ns = s.size[m, size].total_ns
+    job.batch = batch
+    job.started = 0.0
+    if s.core[0].facts & READS_SEGMENT:
+        fill_segment(s, job.segment, m, size, 0)
+
+
+@part
+def fill_request_job(s: State, k: int, row: int, size: int, batch: int, now: int) -> None:
+    """Fills scratch row k with the job that the request, as the first of its batch, would form."""
+    request = s.request[row]
+    fill_job(s, k, request.model, request.client, now)
+    fill_terms(s, k, request.model, request.arrival_ns, request.deadline_ns, request.priority, request.client_start_ns)
+    fill_unstarted(s, k, request.model, size, batch)
+
+
+@part
+def ask_about(s: State, callback: Any, k: int) -> float:
+    """The answer of a policy's function about the job in scratch row k."""
+    return float(call_asking(callback.function, s.job[k:].ctypes.data, callback.second, callback.third))
+
+
+@part
+def checked_rank(s: State, callback: Any, k: int) -> float:
     """The policy's rank for scratch row k; a rank that is not a number goes last, and is counted."""
-    rank = call_asking(function, s.job[k : k + 1].ctypes.data, second, third)
+    rank = ask_about(s, callback, k)
     if np.isnan(rank):
         s.core[0].bad_ranks += 1
         return float(np.inf)
-    return float(rank)
+    return rank
 
 
 @part
 def rank_instance(s: State, instance: int, now: int) -> float:
     fill_instance_job(s, instance, now)
-    return checked_rank(s, s.call[0].rank, 0, s.call[0].rank_2, s.call[0].rank_3)
+    return checked_rank(s, s.call[0].rank, 0)

@@ -21,14 +21,14 @@ import numpy as np
 from paellapy.instrument.numba_ext.link import address_of, part, reachable
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.abort import abort
-from paellapy.scheduler.core.atomics import call_asking, call_write, load_at, store_at
+from paellapy.scheduler.core.atomics import ONE, ZERO, call_asking, load_at, store_at
 from paellapy.scheduler.core.instances import mark_instance_dirty
 from paellapy.scheduler.core.requests import rank_instance
-from paellapy.scheduler.core.rings import address
+from paellapy.scheduler.core.rings import address, write_event
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.weights import copy_ns, in_use, recent_demand, start_ns, waiting_requests
 
-_ZERO, _ONE, _WORD = np.uint64(0), np.uint64(1), np.uint64(8)
+_WORD = np.uint64(8)
 STEPS = 64  # of priority, up and down, that count in the value of a model
 MOST_LOADING = 2  # models at a time: the next one is mapped while the chunks of one are copied
 
@@ -42,11 +42,10 @@ def post_order(s: State, kind: int, m: int) -> None:
     tail = load_at(address(s.move_ring, codes.MOVE_TAIL))
     cell = s.move[np.int64(tail) & (s.move.shape[0] - 1)]
     cell.kind, cell.model = kind, m
-    store_at(address(s.moved, m), _ZERO)
-    store_at(address(s.move_ring, codes.MOVE_TAIL), tail + _ONE)
+    store_at(address(s.moved, m), ZERO)
+    store_at(address(s.move_ring, codes.MOVE_TAIL), tail + ONE)
     if s.residency[0].mover_fd >= 0:
-        s.clock[2] = 1
-        call_write(s.call[0].write, np.int32(s.residency[0].mover_fd), s.clock[2:].ctypes.data, _WORD)
+        write_event(s, s.residency[0].mover_fd, s.clock[2:])
 
 
 @part
@@ -60,7 +59,7 @@ def load(s: State, m: int, now: int) -> None:
     weights.begin_ns = max(float(now), residency.link_free_ns) + s.tuning[0].map_ns
     residency.link_free_ns = weights.begin_ns + copy_ns(s, m, weights.bytes)
     for k in range(weights.chunks):
-        store_at(weights.word + _WORD * np.uint64(k), _ZERO)
+        store_at(weights.word + _WORD * np.uint64(k), ZERO)
     post_order(s, codes.LOAD, m)
 
 
@@ -92,16 +91,13 @@ def value_on_gpu(s: State, m: int, now: int) -> float:
     weights, seen = s.weights[m], s.owner[0]
     seen.now_ns, seen.bytes, seen.priority, seen.share = now, weights.bytes, s.model[m].priority, s.model[m].share
     seen.demand = recent_demand(s, m, now)
-    seen.used_ns, seen.came_ns, seen.reload_ns, seen.model = (
-        weights.used_ns,
-        weights.came_ns,
-        copy_ns(s, m, weights.bytes),
-        m,
-    )
-    if s.call[0].victim == _ZERO:
+    seen.used_ns, seen.came_ns = weights.used_ns, weights.came_ns
+    seen.reload_ns, seen.model = copy_ns(s, m, weights.bytes), m
+    callback = s.call[0].victim
+    if callback.function == ZERO:
         step = 2.0 ** max(-STEPS, min(s.model[m].priority, STEPS))
         return float(step * seen.demand * seen.reload_ns / max(seen.bytes, 1.0))
-    found = call_asking(s.call[0].victim, s.call[0].victim_1, s.call[0].victim_2, s.call[0].victim_3)
+    found = call_asking(callback.function, callback.first, callback.second, callback.third)
     if np.isnan(found):
         s.core[0].bad_ranks += 1
         return -np.inf
@@ -193,8 +189,7 @@ def stop_busy_models(s: State, short: int, priority: int, now: int) -> None:
 
 @part
 def make_room(s: State, nbytes: int, priority: int, since: float, patience: float, now: int) -> bool:
-    """Whether this number of bytes is free, or will be once the orders made here are done; if not, nothing is ordered.
-    """
+    """Whether this number of bytes is free, or will be once the orders made here are done; if not, nothing is ordered."""
     need = s.residency[0].held_bytes + nbytes - s.residency[0].budget_bytes
     if need <= 0:
         return True
@@ -324,8 +319,7 @@ def resume_stopped(s: State) -> None:
 
 @reachable
 def order_moves(s: State, now: int) -> int:
-    """Orders the next moves, once all waiting requests are known; returns whether instances must be reconciled again.
-    """
+    """Orders the next moves, once all waiting requests are known; returns whether instances must be reconciled again."""
     if s.residency[0].managed == 0 or s.residency[0].pending == 0 or s.core[0].mode == codes.FAIL_MODE:
         return 0
     choose_moves(s, now)
@@ -377,7 +371,7 @@ def undo_eviction(s: State, m: int) -> None:
         weights.prefetch = 1  # it stays until its memory is needed, or until it is ordered to leave
     mark_instances_dirty(s, m)
     residency.stuck_before = np.int64(load_at(address(s.move_ring, codes.MOVE_TAIL)))
-    store_at(address(s.moved, m), _ZERO)
+    store_at(address(s.moved, m), ZERO)
 
 
 @part
@@ -385,7 +379,7 @@ def poll_chunks(s: State, m: int, now: int) -> None:
     """Notes chunks that have arrived, so that segments may start."""
     residency, weights = s.residency[0], s.weights[m]
     before = weights.arrived
-    while weights.arrived < weights.chunks and load_at(weights.word + _WORD * np.uint64(weights.arrived)) != _ZERO:
+    while weights.arrived < weights.chunks and load_at(weights.word + _WORD * np.uint64(weights.arrived)) != ZERO:
         weights.arrived += 1
     if weights.arrived > before:
         s.core[0].changed = 1
@@ -514,8 +508,7 @@ def hit_rate(state: State) -> float:
 
 
 def reserve_arena(state: State, arena: int) -> None:
-    """Reserves the arena: no instance gets it from now on (`State.arena` may still name one). Call between two steps.
-    """
+    """Reserves the arena: no instance gets it from now on (`State.arena` may still name one). Call between two steps."""
     state.arena_kept[arena] = 1
     _mark_arena_dirty(state, arena)
 

@@ -13,10 +13,23 @@ import os
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paellapy.instrument.numba_ext.link import compiled, part
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.atomics import and_at, copy_bytes, exchange_at, fence, load_at, or_at, store_at
+from paellapy.scheduler.core.atomics import (
+    ALL,
+    ONE,
+    ZERO,
+    and_at,
+    call_write,
+    copy_bytes,
+    exchange_at,
+    fence,
+    load_at,
+    or_at,
+    store_at,
+)
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.tables import COMPLETION, SUBMISSION, Words, struct_fields
 
@@ -53,6 +66,13 @@ def arm(word: int, for_anything: bool) -> None:
     announce_sleep(word, ANYTHING if for_anything else REQUESTS)
 
 
+@part
+def write_event(s: State, fd: int, scratch: NDArray[np.int64]) -> None:
+    """Adds 1 to an eventfd. `scratch` is one int64."""
+    scratch[0] = 1
+    call_write(s.call[0].write, np.int32(fd), scratch.ctypes.data, np.uint64(8))
+
+
 class Bell:
     """Wakes one sleeping loop. The loop arms the bell, looks for work once more, and only then sleeps.
 
@@ -76,17 +96,13 @@ class Bell:
 STAGED = -1
 SLOTS = 1 << 16  # largest number of slots of an instance: `claim` returns instance · SLOTS + slot
 
-# Numba turns a u64 plus an int into a float, so every number combined with a word is a u64.
-ONE = np.uint64(1)
-_ALL = np.uint64((1 << 64) - 1)
 _CLOSED = np.uint64(codes.CLOSED)
-_MASK = np.uint64(codes.RESERVED_MASK)
+_RESERVED_MASK = np.uint64(codes.RESERVED_MASK)
 _PRODUCER_MASK = np.uint64(codes.PRODUCER_MASK)
 _GENERATION_MASK = np.uint64(codes.GENERATION_MASK)
 _GENERATION_SHIFT = np.uint64(codes.GENERATION_SHIFT)
 _HALF_WAY = np.uint64(codes.GENERATION_MASK // 2)
 _BITS = np.uint64(63)
-_ZERO = np.uint64(0)
 _RESERVED_ONE = np.uint64(codes.RESERVED_ONE)
 _RESERVED_SHIFT = np.uint64(codes.RESERVED_SHIFT)
 _LOW = np.uint64(0xFFFF_FFFF)
@@ -141,6 +157,17 @@ def bit_of(slot: int) -> Any:
 
 
 @part
+def reserved_of(word: Any) -> int:
+    """The number of slots that the instance with this word has given away."""
+    return int(np.int64((word >> _RESERVED_SHIFT) & _RESERVED_MASK))
+
+
+@part
+def reserved_slots(s: State, instance: int) -> int:
+    return int(reserved_of(load_at(address(s.instance_word, instance))))
+
+
+@part
 def record_producer(where: Any, word: Any) -> None:
     """Records which producer reserved the last slot of the word, before the next reservation overwrites its number.
 
@@ -161,7 +188,7 @@ def record_producer(where: Any, word: Any) -> None:
 def producer_of(instance_word: Words, slot_producer: Words, instance: int, slot: int) -> int:
     """The producer that reserved the slot, for an instance that is open, running or held."""
     word = load_at(address(instance_word, instance))
-    if np.int64((word >> _RESERVED_SHIFT) & _MASK) - 1 == slot:
+    if reserved_of(word) - 1 == slot:
         return int(np.int64(word & _PRODUCER_MASK))
     return int(np.int64(load_at(slot_producer[instance, slot:].ctypes.data) & _PRODUCER_MASK))
 
@@ -184,7 +211,7 @@ def reserve_at(where: Any, notes: Any, slots: Any, producer: Any) -> int:
     """
     while True:
         word = load_at(where)
-        taken = np.int64((word >> _RESERVED_SHIFT) & _MASK)
+        taken = reserved_of(word)
         if word >= _CLOSED or taken >= slots:
             return codes.NONE
         if taken > 0:
@@ -203,7 +230,7 @@ def claim_slot(s: State, producer: int, model: int, client: int) -> int:
     if s.client[client].limit > 0.0 or s.core[0].by_client:
         return STAGED
     opened = load_at(address(s.filling, model))
-    if opened == _ZERO:
+    if opened == ZERO:
         return STAGED
     instance = int(np.int64(opened & _LOW)) - 1
     slot = reserve(s.instance_word, s.slot_producer, instance, int(np.int64(opened >> _HALF)), producer)
@@ -267,7 +294,7 @@ def set_ready(s: State, instance: int, slot: int) -> None:
 
 @part
 def clear_hold(s: State, instance: int, slot: int) -> None:
-    and_at(bit_at(s.instance_hold, instance, slot), _ALL ^ bit_of(slot))
+    and_at(bit_at(s.instance_hold, instance, slot), ALL ^ bit_of(slot))
 
 
 @part

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from paellapy.instrument.numba_ext.link import address_of, call_with, compiled, part, reachable
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.abort import expire, fail_all
-from paellapy.scheduler.core.atomics import call_telling, call_write, load_at, store_at
+from paellapy.scheduler.core.atomics import ZERO, call_telling, load_at, store_at
 from paellapy.scheduler.core.choose import choose, reconcile_all
 from paellapy.scheduler.core.concurrency import LINGERS, average_queue, update_gates
 from paellapy.scheduler.core.instances import mark_instance_dirty, poll_held
@@ -30,16 +30,13 @@ from paellapy.scheduler.core.launch import (
     update_gpu_facts,
 )
 from paellapy.scheduler.core.requests import fill_instance_job, fill_segment
-from paellapy.scheduler.core.rings import address, must_ring
+from paellapy.scheduler.core.rings import address, must_ring, write_event
 from paellapy.scheduler.core.shares import charge, leave_gpu, take_gpu_time
 from paellapy.scheduler.core.state import State, read_clock
 from paellapy.scheduler.core.submit import take_submissions
 from paellapy.scheduler.core.tables import Words
 from paellapy.scheduler.core.throttle import update_top_priority
 from paellapy.scheduler.core.weights import moves_under_way
-
-_ZERO = np.uint64(0)
-
 
 # --- segments that have ended, and the policy's `done` and `tick`
 
@@ -55,14 +52,16 @@ def call_done(s: State, instance: int, segment: int, now: int) -> None:
     fact.took_ns = now - began_ns(s, instance, segment)
     fact.number = segment
     fill_instance_job(s, instance, now)
-    call_telling(s.call[0].done, s.call[0].done_1, s.call[0].done_2, s.call[0].done_3)
+    callback = s.call[0].done
+    call_telling(callback.function, callback.first, callback.second, callback.third)
     s.core[0].changed = 1
 
 
 @part
 def tick(s: State, now: int) -> None:
     """Calls a policy's `tick` every tick_ns while there is work."""
-    if s.call[0].tick == _ZERO:
+    callback = s.call[0].tick
+    if callback.function == ZERO:
         return
     if s.core[0].live == 0:
         s.core[0].tick_at_ns = 0.0
@@ -72,7 +71,7 @@ def tick(s: State, now: int) -> None:
     elif now >= s.core[0].tick_at_ns:
         update_gpu_facts(s)
         update_top_priority(s)
-        call_telling(s.call[0].tick, s.call[0].tick_1, s.call[0].tick_2, _ZERO)
+        call_telling(callback.function, callback.first, callback.second, ZERO)
         s.core[0].tick_at_ns = now + s.core[0].tick_ns
         s.core[0].changed = 1
     s.core[0].wake_at_ns = min(s.core[0].wake_at_ns, s.core[0].tick_at_ns)
@@ -89,7 +88,7 @@ def segment_done(s: State, instance: int, now: int) -> None:
     charge(s, instance, alone_ns, take_gpu_time(s, instance, now), began_ns(s, instance, inst.done))
     inst.done += 1
     core.segments_done += 1
-    if s.call[0].done != _ZERO:
+    if s.call[0].done.function != ZERO:
         call_done(s, instance, inst.done - 1, now)
     mark_instance_dirty(s, instance)
     if inst.issued > inst.done:
@@ -114,14 +113,14 @@ def poll_completions(s: State, now: int) -> None:
         instance = s.flight[k]
         inst = s.instance[instance]
         word = s.whole[instance, inst.size].word if inst.whole else s.launch[instance, inst.size, inst.done].word
-        if load_at(word) == _ZERO:
+        if load_at(word) == ZERO:
             if next_is_due(s, instance, now):
                 inst.draining = core.changed = 1
             else:
                 note_next_launch(s, instance)
             k += 1
         else:  # look at k again: the instance may have more completions, or another instance may have moved there
-            store_at(word, _ZERO)
+            store_at(word, ZERO)
             segment_done(s, instance, now)
 
 
@@ -158,7 +157,7 @@ def step(s: State, now: int) -> int:
     poll_held(s)
     expire(s, now)
     tick(s, now)
-    moves = s.residency[0].order_moves != _ZERO
+    moves = s.residency[0].order_moves != ZERO
     if moves:
         call_with(s.residency[0].poll_moves, s, now)
     again = True
@@ -187,8 +186,7 @@ def wake_producers(s: State, scratch: NDArray[np.int64]) -> None:
         if tail != s.wake_fd[producer, 1]:
             s.wake_fd[producer, 1] = tail
             if must_ring(address(s.wake, producer), False) and s.wake_fd[producer, 0] >= 0:
-                scratch[2] = 1
-                call_write(s.call[0].write, np.int32(s.wake_fd[producer, 0]), scratch[2:].ctypes.data, np.uint64(8))
+                write_event(s, s.wake_fd[producer, 0], scratch[2:])
 
 
 @compiled
@@ -201,7 +199,7 @@ def run(s: State, stop: Words, linger_ns: int, scratch: NDArray[np.int64]) -> in
     """
     core = s.core[0]
     last = read_clock(s, scratch)
-    while load_at(stop.ctypes.data) == _ZERO:
+    while load_at(stop.ctypes.data) == ZERO:
         now = read_clock(s, scratch)
         if call_with(s.call[0].step, s, now) > 0 or core.live > 0 or core.flight > 0 or moves_under_way(s):
             last = now
@@ -216,8 +214,7 @@ def _address(function: Any) -> int:
 
 
 def attach_step(state: State) -> None:
-    """Sets the step's address, by which loops call it: otherwise each loop would contain a compiled copy of the core.
-    """
+    """Sets the step's address, by which loops call it: otherwise each loop would contain a compiled copy of the core."""
     state.call["step"][0] = address_of(step, State.numba_type, numba.types.int64)
 
 

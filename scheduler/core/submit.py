@@ -8,20 +8,18 @@ import numpy as np
 
 from paellapy.instrument.numba_ext.link import part
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.atomics import load_at, store_at
+from paellapy.scheduler.core.atomics import ONE, ZERO, load_at, store_at
 from paellapy.scheduler.core.concurrency import close_gates
 from paellapy.scheduler.core.heaps import heap_add, queue_add
 from paellapy.scheduler.core.instances import count_queued, fill_slot, mark_instance_dirty, mark_model_dirty
-from paellapy.scheduler.core.job import PER_MODEL, READS_SEGMENT
-from paellapy.scheduler.core.requests import checked_rank, fill_job, fill_segment, fill_terms, post_completion
+from paellapy.scheduler.core.job import PER_MODEL
+from paellapy.scheduler.core.requests import checked_rank, fill_request_job, post_completion, slots_of
 from paellapy.scheduler.core.rings import address
 from paellapy.scheduler.core.shares import count_accepted
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.throttle import hold_back, limit_ends_ns, must_hold_back
 from paellapy.scheduler.core.weights import count_demand
 
-_ZERO = np.uint64(0)
-_ONE = np.uint64(1)
 SUBMISSIONS_PER_STEP = 1024  # a limit, so that a flood of submissions does not delay completions
 
 
@@ -34,13 +32,13 @@ def refusal(s: State, cell: Any, now: int) -> int:
         return codes.FAILED if core.mode == codes.FAIL_MODE else codes.DRAINING
     if m < 0 or m >= s.model.shape[0] or s.model[m].state != codes.OPEN:
         return codes.NO_MODEL
-    if cell.generation != _ZERO and cell.generation != s.model[m].generation:
+    if cell.generation != ZERO and cell.generation != s.model[m].generation:
         return codes.NO_MODEL  # it was meant for the model that had the row before
     if cell.deadline_ns <= now:
         return codes.EXPIRED
     if cell.instance >= 0:
         return codes.OK
-    slots = s.size[m, s.model[m].n_sizes - 1].batch
+    slots = slots_of(s, m)
     room = s.model[m].free_n * slots
     if s.model[m].filling >= 0:
         room += slots - s.instance[s.model[m].filling].taken
@@ -58,15 +56,8 @@ def enqueue(s: State, row: int, now: int) -> None:
     """Puts a request into its model's queue in the policy's order, or into a held-back queue."""
     request = s.request[row]
     m = request.model
-    fill_job(s, 1, m, request.client, now)
-    fill_terms(s, 1, m, request.arrival_ns, request.deadline_ns, request.priority, request.client_start_ns)
-    job = s.job[1]
-    job.total_ns = job.remaining_ns = s.size[m, 0].total_ns
-    job.batch = 1.0
-    job.started = 0.0
-    if s.core[0].facts & READS_SEGMENT:
-        fill_segment(s, job.segment, m, 0, 0)
-    request.order = checked_rank(s, s.call[0].order, 1, s.call[0].order_2, s.call[0].order_3)
+    fill_request_job(s, 1, row, 0, 1, now)
+    request.order = checked_rank(s, s.call[0].order, 1)
     if must_hold_back(s, request.client):
         hold_back(s, row)
         return
@@ -171,7 +162,7 @@ def close_for_requests(s: State, m: int) -> None:
         return
     model.state = codes.CLOSING
     find_priorities(s)
-    store_at(address(s.filling, m), _ZERO)
+    store_at(address(s.filling, m), ZERO)
     mark_model_dirty(s, m)
 
 
@@ -187,7 +178,7 @@ def find_producer(s: State) -> int:
             producer -= producers
         head = s.ring[producer, codes.SUBMIT_HEAD, 0]
         at = np.int64(head & mask)
-        if load_at(s.submit[producer, at : at + 1].ctypes.data) == head + _ONE:
+        if load_at(s.submit[producer, at : at + 1].ctypes.data) == head + ONE:
             core.next_producer = producer + 1 if producer + 1 < producers else 0
             return int(producer)
     return codes.NONE
@@ -223,7 +214,7 @@ def take_submissions(s: State, now: int) -> int:
             core.mode = max(core.mode, codes.DRAIN_MODE)
         elif cell.kind == codes.FAIL and core.mode != codes.FAIL_MODE:
             core.error, core.mode = np.int64(cell.tag), codes.FAIL_MODE
-        store_at(where, head + mask + _ONE)
-        s.ring[producer, codes.SUBMIT_HEAD, 0] = head + _ONE
+        store_at(where, head + mask + ONE)
+        s.ring[producer, codes.SUBMIT_HEAD, 0] = head + ONE
         n += 1
     return n

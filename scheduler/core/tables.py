@@ -122,7 +122,6 @@ CORE = np.dtype(
         ("whole_launches", "i8"),
         ("confined_launches", "i8"),
         ("segments_done", "i8"),
-        ("done_ok", "i8"),
         ("bad_ranks", "i8"),
         ("launch_ns", "f8"),  # time that the loop spent in the driver
         ("longest_launch_ns", "f8"),  # the longest time for one launch
@@ -131,32 +130,12 @@ CORE = np.dtype(
     align=True,
 )
 
+# A policy's function, and the addresses of its arguments. Where the first one is `job`, the caller passes it.
+CALLBACK = np.dtype([("function", "u8"), ("first", "u8"), ("second", "u8"), ("third", "u8")], align=True)
 # [1] Addresses of functions that the core calls, in its own process; 0: none.
 CALLS = np.dtype(
     [
-        ("rank", "u8"),  # the policy's functions, each with the addresses of its arguments; the caller passes `job`
-        ("rank_2", "u8"),
-        ("rank_3", "u8"),
-        ("order", "u8"),
-        ("order_2", "u8"),
-        ("order_3", "u8"),
-        ("admit", "u8"),
-        ("admit_2", "u8"),
-        ("admit_3", "u8"),
-        ("place", "u8"),
-        ("place_2", "u8"),
-        ("place_3", "u8"),
-        ("tick", "u8"),
-        ("tick_1", "u8"),
-        ("tick_2", "u8"),
-        ("done", "u8"),
-        ("done_1", "u8"),
-        ("done_2", "u8"),
-        ("done_3", "u8"),
-        ("victim", "u8"),
-        ("victim_1", "u8"),
-        ("victim_2", "u8"),
-        ("victim_3", "u8"),
+        *((role, CALLBACK) for role in ("rank", "order", "admit", "place", "tick", "done", "victim")),
         ("release_held_back", "u8"),  # functions of the core, where requests are held back
         ("give_up_refused", "u8"),
         ("step", "u8"),  # the core's own step, for loops

@@ -13,7 +13,7 @@ import numpy as np
 from paellapy.instrument.errors import ArgumentError
 from paellapy.instrument.numba_ext.link import compiled
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.atomics import exchange_at, load_at, store_at
+from paellapy.scheduler.core.atomics import ZERO, exchange_at, load_at, store_at
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.tables import Words
 from paellapy.scheduler.core.throttle import attach_held_back
@@ -136,9 +136,6 @@ def tenant_stats(state: State, number: int) -> dict[str, Any]:
 # --- numbers of clients: a number follows from the client's name, so all processes find the same
 
 
-_ZERO = np.uint64(0)
-
-
 def client_key(client: Hashable) -> int:
     """A hash of the client's name, never 0."""
     text = client if isinstance(client, str) else repr(client)
@@ -174,7 +171,7 @@ def find_client(keys: Words, clients: Any, key: int) -> int:
         i = 1 + (home + k) % n
         where = keys[i:].ctypes.data
         known = load_at(where)
-        if known == np.uint64(key) or (known == _ZERO and exchange_at(where, _ZERO, np.uint64(key))):
+        if known == np.uint64(key) or (known == ZERO and exchange_at(where, ZERO, np.uint64(key))):
             return int(i)
     for _ in range(n):  # a tenant keeps its number for itself
         if clients[1 + home].tenant == 0:

@@ -16,7 +16,7 @@ from numba import types
 
 from paellapy.instrument.numba_ext.link import address_of, part, reachable
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.atomics import call_asking
+from paellapy.scheduler.core.atomics import ZERO
 from paellapy.scheduler.core.heaps import before, queue_add, queue_first, queue_remove
 from paellapy.scheduler.core.instances import (
     close_instance,
@@ -28,14 +28,11 @@ from paellapy.scheduler.core.instances import (
     size_for,
     unready,
 )
-from paellapy.scheduler.core.job import READS_SEGMENT, READS_TOP
+from paellapy.scheduler.core.job import READS_TOP
 from paellapy.scheduler.core.launch import update_gpu_facts
-from paellapy.scheduler.core.requests import checked_rank, end_release, fill_job, fill_segment, fill_terms
+from paellapy.scheduler.core.requests import ask_about, checked_rank, end_release, fill_request_job, slots_of
 from paellapy.scheduler.core.shares import LIMIT_KEPT_NS
 from paellapy.scheduler.core.state import State
-
-_ZERO = np.uint64(0)
-
 
 # --- asking a policy's `admit`
 
@@ -81,7 +78,7 @@ def may_skip_admit(s: State, others: int) -> bool:
 def admits(s: State, now: int) -> bool:
     """The answer for the job in scratch row 0. If it may go later, notes when."""
     core = s.core[0]
-    answer = call_asking(s.call[0].admit, s.job.ctypes.data, s.call[0].admit_2, s.call[0].admit_3)
+    answer = ask_about(s, s.call[0].admit, 0)
     if np.isnan(answer):
         core.bad_ranks += 1
         return False
@@ -175,7 +172,7 @@ def slots_beside(s: State, c: int, m: int) -> int:
         return 0
     for k in range(s.instance[instance].taken):
         if s.slot[instance, k] >= 0 and s.slot_client[instance, k] == c:
-            return int(s.size[m, s.model[m].n_sizes - 1].batch - s.instance[instance].taken - s.model[m].queued)
+            return int(slots_of(s, m) - s.instance[instance].taken - s.model[m].queued)
     return 0
 
 
@@ -186,7 +183,7 @@ def allowed_by_limit(s: State, c: int, m: int, now: int) -> int:
     """
     at = limit_ends_ns(s, c, now)
     if at <= now:
-        return int(s.size[m, s.model[m].n_sizes - 1].batch)
+        return slots_of(s, m)
     s.core[0].admit_at_ns = min(s.core[0].admit_at_ns, np.ceil(at))
     return slots_beside(s, c, m)
 
@@ -201,7 +198,7 @@ def may_be_asked(s: State, c: int, m: int) -> bool:
         return False
     if s.core[0].by_client == 0:
         return True
-    room = s.size[m, s.model[m].n_sizes - 1].batch - queue.released
+    room = slots_of(s, m) - queue.released
     return bool(room > 0 and queue.refused_at != s.core[0].rounds)
 
 
@@ -219,19 +216,10 @@ def next_model(s: State, c: int) -> int:
 
 @part
 def fill_next_job(s: State, c: int, m: int, now: int) -> None:
-    """Fills scratch row 0 with the job that the client's next requests would form, by the facts of the first."""
+    """Fills scratch row 0 with the job that the client's next requests would form."""
     queue = s.held_back[c, m]
-    n = min(queue.n, s.size[m, s.model[m].n_sizes - 1].batch)
-    size = size_for(s, m, n)
-    request = s.request[queue_first(s, queue)]
-    fill_job(s, 0, m, c, now)
-    fill_terms(s, 0, m, request.arrival_ns, request.deadline_ns, request.priority, request.client_start_ns)
-    job = s.job[0]
-    job.total_ns = job.remaining_ns = s.size[m, size].total_ns
-    job.batch = n
-    job.started = 0.0
-    if s.core[0].facts & READS_SEGMENT:
-        fill_segment(s, job.segment, m, size, 0)
+    n = min(queue.n, slots_of(s, m))
+    fill_request_job(s, 0, queue_first(s, queue), size_for(s, m, n), n, now)
 
 
 @part
@@ -241,7 +229,7 @@ def release(s: State, c: int, m: int, most: int) -> None:
     limited, in_order = client.limit > 0.0, client.limit > 0.0 and s.core[0].by_client == 0
     n = min(client.held_back if in_order else queue.n, most)
     if s.core[0].by_client:
-        n = min(n, s.size[m, s.model[m].n_sizes - 1].batch - queue.released)
+        n = min(n, slots_of(s, m) - queue.released)
     each_ns = max(s.size[m, size_for(s, m, n)].total_ns / n, 1.0) if limited else 0.0
     for k in range(n):
         if in_order and k > 0 and next_model(s, c) != m:  # the client's next request is for another model
@@ -295,7 +283,7 @@ def release_held_back(s: State, now: int) -> int:
             s.held_back[c, m].asked_at = core.releases
             fill_next_job(s, c, m, now)
             if skips_admit:
-                rank = checked_rank(s, s.call[0].rank, 0, s.call[0].rank_2, s.call[0].rank_3)
+                rank = checked_rank(s, s.call[0].rank, 0)
                 if best_client < 0 or rank < least:
                     best_client, best_model, best_most, least = c, m, most, rank
             elif admits(s, now):
@@ -334,7 +322,7 @@ def is_staged(s: State, instance: int) -> bool:
     """
     if s.model[s.instance[instance].model].n_inputs > 0:
         for k in range(s.instance[instance].taken):
-            if s.slot[instance, k] >= 0 and s.request[s.slot[instance, k]].source == _ZERO:
+            if s.slot[instance, k] >= 0 and s.request[s.slot[instance, k]].source == ZERO:
                 return False
     return inputs_written(s, instance)
 

@@ -320,7 +320,5 @@ def attach_functions(state: State, policy: Policy) -> None:
     call, functions = state.call[0], policy.functions
     for role in ROLES:
         function = functions.get(role) or (functions["rank"] if role == "order" else None)
-        call[role] = function.address if function else 0
-        for k, name in enumerate(function.names if function else (), 1):
-            if f"{role}_{k}" in (state.call.dtype.names or ()):  # not for `job`, which the caller passes
-                call[f"{role}_{k}"] = where[name]
+        arguments = [where[name] for name in function.names] if function else []
+        call[role] = (function.address if function else 0, *arguments, 0, 0, 0)[:4]

@@ -157,7 +157,7 @@ def test_facts_are_worked_out_only_for_policies_that_read_them() -> None:
     assert find_policy("orion").facts == READS_SEGMENT | READS_TOP | READS_SHARES
     assert find_policy("token").facts == READS_PARAMS
     bench = two_models(find_policy("srpt"))
-    assert not any(bench.state.call[role][0] for role in ("admit", "tick", "done"))
+    assert not any(bench.state.call[role]["function"][0] for role in ("admit", "tick", "done"))
 
 
 def test_a_policy_sees_the_share_and_the_use_of_a_job() -> None:
