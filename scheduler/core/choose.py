@@ -206,7 +206,7 @@ def stays_active(s: State, instance: int, now: int) -> bool:
 
 @part
 def best_active(s: State, most: float, now: int) -> int:
-    """The active instance of the lowest rank, at most `most`, that has a segment to launch now; NONE if there is none."""
+    """The active instance of the lowest rank, at most `most`, that has a segment to launch now; NONE if none."""
     core = s.core[0]
     found = codes.NONE
     for k in range(core.active):

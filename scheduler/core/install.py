@@ -151,7 +151,7 @@ def remove(state: State, model: int) -> None:
 
 
 def post_message(state: State, kind: int, model: int = 0, *, request: int = 0, serial: int = 0, tag: int = 0) -> None:
-    """Posts a message that is not a submission: CANCEL, OPEN_MODEL, CLOSE_MODEL, DRAIN, or FAIL (error code as `tag`)."""
+    """Posts a message other than SUBMIT: CANCEL, OPEN_MODEL, CLOSE_MODEL, DRAIN, or FAIL (error code as `tag`)."""
     message = Message(kind=kind, request=request, serial=serial, tag=tag, model=model)
     if not post(state, 0, message.address):
         raise ProfileError("the submission ring is full: step the core, then try again", field="submit")

@@ -426,7 +426,7 @@ def poll_held(s: State) -> None:
 
 @part
 def awaits_reads(s: State) -> bool:
-    """Whether any request waits for an instance whose outputs are being read. If not, the core may learn of it later."""
+    """Whether a request waits for an instance whose outputs are being read. If not, the core may learn of it later."""
     core = s.core[0]
     if core.mode != codes.RUN_MODE:
         return bool(core.held > 0)

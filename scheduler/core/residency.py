@@ -189,7 +189,7 @@ def stop_busy_models(s: State, short: int, priority: int, now: int) -> None:
 
 @part
 def make_room(s: State, nbytes: int, priority: int, since: float, patience: float, now: int) -> bool:
-    """Whether this number of bytes is free, or will be once the orders made here are done; if not, nothing is ordered."""
+    """Whether this many bytes are free, or will be once the orders made here are done; if not, nothing is ordered."""
     need = s.residency[0].held_bytes + nbytes - s.residency[0].budget_bytes
     if need <= 0:
         return True
@@ -319,7 +319,7 @@ def resume_stopped(s: State) -> None:
 
 @reachable
 def order_moves(s: State, now: int) -> int:
-    """Orders the next moves, once all waiting requests are known; returns whether instances must be reconciled again."""
+    """Orders the next moves, once all waiting requests are known; returns whether to reconcile instances again."""
     if s.residency[0].managed == 0 or s.residency[0].pending == 0 or s.core[0].mode == codes.FAIL_MODE:
         return 0
     choose_moves(s, now)
@@ -508,7 +508,7 @@ def hit_rate(state: State) -> float:
 
 
 def reserve_arena(state: State, arena: int) -> None:
-    """Reserves the arena: no instance gets it from now on (`State.arena` may still name one). Call between two steps."""
+    """Reserves the arena: no instance gets it from now on (State.arena may still name one). Call between two steps."""
     state.arena_kept[arena] = 1
     _mark_arena_dirty(state, arena)
 

@@ -214,7 +214,7 @@ def _address(function: Any) -> int:
 
 
 def attach_step(state: State) -> None:
-    """Sets the step's address, by which loops call it: otherwise each loop would contain a compiled copy of the core."""
+    """Sets the address by which loops call the step; otherwise each loop would contain a compiled copy of the core."""
     state.call["step"][0] = address_of(step, State.numba_type, numba.types.int64)
 
 
