@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 from weakref import WeakSet
@@ -10,9 +9,7 @@ from weakref import WeakSet
 import numpy as np
 
 from paellapy.instrument.triton_ir import native
-from paellapy.instrument.triton_ir.types import Element, decode, encode, is_array, narrowed, rounder
-
-Function = Callable[..., Any]
+from paellapy.instrument.triton_ir.types import Element, Function, decode, encode, is_array, narrowed, rounder
 
 _elementwise: WeakSet[Function] = WeakSet()
 
@@ -312,25 +309,14 @@ def _towards_zero(x: Any, target: Element) -> Any:
     return value if is_array(x) else value[()]
 
 
-def to_integer(sign: bool, source: Element, target: Element) -> Function:
+def to_integer(sign: bool, target: Element) -> Function:
     """As PTX's `cvt.rzi`: rounds towards zero, and clamps to the range.
 
     The instruction has no 8-bit results; the compiler takes the lower half of 16 bits. NaN gives 0, or where either
     side has 64 bits the highest bit alone (PTX ISA, `cvt`).
     """
-    size = max(2, target.size)
-    limits = np.iinfo(f"{'i' if sign else 'u'}{size}")
-    not_a_number = 1 << (8 * size - 1) if 8 in (size, source.size) else 0
-    nan_bits = np.array(not_a_number, f"u{size}").view(limits.dtype)
-
-    def run(x: Any) -> Any:
-        low, high = x.dtype.type(limits.min), x.dtype.type(2.0 ** (8 * size - sign))
-        inside = (x > low) & (x < high)
-        whole = np.where(inside, x, x.dtype.type(0)).astype(limits.dtype)
-        ends = np.where(x >= high, limits.max, np.where(x <= low, limits.min, nan_bits))
-        return np.where(inside, whole, ends).astype(f"u{target.size}").view(target.compute)[()]
-
-    return run
+    wide = f"{'i' if sign else 'u'}{max(2, target.size)}"
+    return lambda x: round_to_integer(x, "rz", wide).astype(f"u{target.size}").view(target.compute)[()]
 
 
 def convert(name: str, source: Element, target: Element, rounding: str = "") -> Function:
@@ -346,7 +332,7 @@ def convert(name: str, source: Element, target: Element, rounding: str = "") -> 
     if name in ("arith.extui", "arith.uitofp"):
         return rounded(lambda x: unsigned(x).astype(target.compute), target)
     if name in ("arith.fptoui", "arith.fptosi"):
-        return to_integer(name == "arith.fptosi", source, target)
+        return to_integer(name == "arith.fptosi", target)
     if target.name == "i1" and name == "arith.trunci":
         return lambda x: (x & x.dtype.type(1)).astype(np.bool_)
     if source.name == "i1" and name in ("arith.extsi", "arith.sitofp"):

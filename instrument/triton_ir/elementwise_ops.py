@@ -16,16 +16,16 @@ from paellapy.instrument.triton_ir.machine import (
     Machine,
     Run,
     Slots,
+    assign,
     call,
     copy_slot,
     each,
     pure,
+    pure_many,
 )
 from paellapy.instrument.triton_ir.parse import Op, unescaped
 from paellapy.instrument.triton_ir.ptx_asm import UnknownPtx
-from paellapy.instrument.triton_ir.types import Ptr, full, is_array
-
-Ints = tuple[int, ...]
+from paellapy.instrument.triton_ir.types import Ints, Ptr, full, is_array
 
 
 @builds(*elementwise.FLOAT)
@@ -155,9 +155,7 @@ def assembly(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run | None:
     def run(active: Active, slots: Slots) -> None:
         values = [slots[i] if not shape else active.machine.call(full, slots[i], shape)
                   for i, shape in zip(args, shapes_in, strict=True)]  # fmt: skip
-        found = active.machine.call_many(fn, len(outs), *values)
-        for out, value in zip(outs, found, strict=True):
-            slots[out] = value
+        assign(slots, outs, active.machine.call_many(fn, len(outs), *values))
         active.flops += flops
 
     return run
@@ -183,12 +181,7 @@ def map_elementwise(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
         rows = [np.stack(found[k : k + pack], 1) for k in range(0, len(found), pack)]
         return tuple(r.reshape(whole[0].shape) for r in rows)
 
-    def run(active: Active, slots: Slots) -> None:
-        values = active.machine.call_many(mapped, len(outs), *[slots[i] for i in args])
-        for out, value in zip(outs, values, strict=True):
-            slots[out] = value
-
-    return run
+    return pure_many(mapped, args, outs)
 
 
 _NO_BUFFERS = Buffers([], [], [], frozenset())

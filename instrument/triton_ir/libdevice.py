@@ -6,7 +6,6 @@ import ctypes
 import ctypes.util
 import math
 import re
-from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -24,6 +23,7 @@ from paellapy.instrument.triton_ir.elementwise import (
     signed,
     unsigned,
 )
+from paellapy.instrument.triton_ir.types import Function
 
 # --- Bessel functions: of the first and second kind from the C library, modified ones from their series ---------------
 
@@ -67,8 +67,6 @@ def bessel_i(order: int, x: Any) -> Any:
             break
     return total[()] if isinstance(total, np.ndarray) else total
 
-
-Function = Callable[..., Any]
 
 erfc = in_double(native.erfc)
 

@@ -16,7 +16,7 @@ from paellapy.instrument.triton_ir import machine
 from paellapy.instrument.triton_ir.cost import critical_path, once_through
 from paellapy.instrument.triton_ir.machine import Active, Code, Function, Run, Slots, Step
 from paellapy.instrument.triton_ir.parse import Block, Func, Module, Op, Region, walk
-from paellapy.instrument.triton_ir.types import ELEMENTS, Array, Element, Type, decode
+from paellapy.instrument.triton_ir.types import ELEMENTS, Array, Element, Ints, Type, decode
 
 # --- `arith.constant`: parses the value in its text -------------------------------------------------------------------
 
@@ -374,9 +374,6 @@ def called(op: Op) -> str:
 
 
 # --- translations of control flow ops ---------------------------------------------------------------------------------
-
-Ints = tuple[int, ...]
-Shape = tuple[int, ...]
 
 
 def ranks(op: Op) -> Ints:

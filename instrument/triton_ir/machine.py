@@ -222,10 +222,14 @@ class Machine:
         """Bytes of a masked access: per block, the elements whose mask is set."""
         memory.count_bytes(self.cost, field, mask, size, site)
 
-
     def count_touched(self, count: Callable[..., None], *args: Any) -> None:
         """Lets a function of cost.py add to the cost table."""
         count(self.cost, *args)
+
+
+def _now(value: Any) -> Any:
+    """A value in the recording run."""
+    return value.value if type(value) is Sym else value
 
 
 class Recorder(Machine):
@@ -239,30 +243,28 @@ class Recorder(Machine):
     def known(self, value: Value) -> Any:
         if type(value) is Sym:
             self.tape = None
-            return value.value
-        return value
+        return _now(value)
 
     def call(self, fn: Callable[..., Any], *args: Any) -> Any:
         if not any(type(a) is Sym for a in args):
             return fn(*args)
-        value = fn(*[a.value if type(a) is Sym else a for a in args])
+        value = fn(*map(_now, args))
         return value if self.tape is None else self.tape.pure(fn, args, value)
 
     def call_many(self, fn: Callable[..., tuple[Any, ...]], n: int, *args: Any) -> tuple[Any, ...]:
         if not any(type(a) is Sym for a in args):
             return fn(*args)
-        values = fn(*[a.value if type(a) is Sym else a for a in args])
+        values = fn(*map(_now, args))
         return values if self.tape is None else self.tape.pure_many(fn, args, values)
 
     def effect(self, fn: Callable[..., Any], *args: Any) -> Any:
-        value = super().effect(fn, *[a.value if type(a) is Sym else a for a in args])
+        value = super().effect(fn, *map(_now, args))
         return value if self.tape is None else self.tape.effect(fn, args, value)
 
     def load(self, base: int, offset: Value, mask: Value, other: Value, element: Element, site: Site) -> Value:
         ref = BufferRef(base, element)
         if any(type(x) is Sym for x in (offset, mask, other)):
-            at, keep, fill = (x.value if type(x) is Sym else x for x in (offset, mask, other))
-            value = memory.gather(self.buffers.view(base, element), at, keep, fill, element, site)
+            value = super().load(base, *map(_now, (offset, mask, other)), element, site)
             if self.tape is None:
                 return value
             return self.tape.load(memory.gather, (ref, offset, mask, other, element, site), value)
@@ -273,7 +275,7 @@ class Recorder(Machine):
         return self.tape.load(plan, (ref,), plan(flat))
 
     def store(self, base: int, offset: Value, value: Value, mask: Value, element: Element, site: Site) -> None:
-        at, now, keep = (x.value if type(x) is Sym else x for x in (offset, value, mask))
+        at, now, keep = map(_now, (offset, value, mask))
         flat = self.buffers.view(base, element)
         if self.tape is None or type(offset) is Sym or type(mask) is Sym:
             memory.scatter(flat, at, now, keep, element, site)
@@ -293,11 +295,9 @@ class Recorder(Machine):
             memory.count_bytes(self.dynamic_cost, field, mask.value, size, site)
             self.tape.count(field, mask, size, site)
 
-
     def count_touched(self, count: Callable[..., None], *args: Any) -> None:
-        now = [a.value if type(a) is Sym else a for a in args]
         dynamic = self.tape is not None and any(type(a) is Sym for a in args)
-        count(self.dynamic_cost if dynamic else self.cost, *now)
+        count(self.dynamic_cost if dynamic else self.cost, *map(_now, args))
         if self.tape is not None and dynamic:
             self.tape.count_touched(count, args)
 
@@ -620,6 +620,16 @@ def pure(fn: Callable[..., Any], args: Sequence[int], out: int, flops: int = 0) 
 
     def run(active: Active, slots: Slots) -> None:
         slots[out] = active.machine.call(fn, *[slots[i] for i in args])
+        active.flops += flops
+
+    return run
+
+
+def pure_many(fn: Callable[..., tuple[Any, ...]], args: Sequence[int], outs: Sequence[int], flops: int = 0) -> Run:
+    """A step that computes several values from others."""
+
+    def run(active: Active, slots: Slots) -> None:
+        assign(slots, outs, active.machine.call_many(fn, len(outs), *[slots[i] for i in args]))
         active.flops += flops
 
     return run

@@ -10,7 +10,7 @@ import numpy as np
 
 from paellapy.instrument.errors import LaunchError, OutOfBoundsError
 from paellapy.instrument.triton_ir import native
-from paellapy.instrument.triton_ir.types import Array, Element, decode, encode, full, is_array
+from paellapy.instrument.triton_ir.types import Array, Element, Shape, decode, encode, full, is_array
 
 
 @dataclass(slots=True, frozen=True)
@@ -240,7 +240,6 @@ class PrefixStore:
 MIN_RUN = 4  # elements per run below which an index array is as fast
 MAX_JOINED = 1 << 20  # most addresses of one load that are kept for joining it with others
 
-Shape = tuple[int, ...]
 Runs = tuple[Array, Array, Array, Shape]
 
 

@@ -17,7 +17,7 @@ from paellapy.instrument.triton_ir.lower import Lowering, builds
 from paellapy.instrument.triton_ir.machine import LOADED, STORED, Active, BufferRef, Buffers, Run, Slots
 from paellapy.instrument.triton_ir.memory import Site
 from paellapy.instrument.triton_ir.parse import Op, unescaped
-from paellapy.instrument.triton_ir.types import ELEMENTS, PAD_NAN, Array, Element, Ptr, Sym, Value, Window
+from paellapy.instrument.triton_ir.types import ELEMENTS, PAD_NAN, Array, Element, Ints, Ptr, Shape, Sym, Value, Window
 
 # --- one memory op while it runs: its place in the source, its cost, and the arguments it accesses --------------------
 
@@ -236,8 +236,6 @@ def descriptor_store(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     return run
 
 
-Ints = tuple[int, ...]
-Shape = tuple[int, ...]
 _ANY = ELEMENTS["i8"]
 
 
@@ -257,7 +255,7 @@ def addptr(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     return run
 
 
-@builds("tt.load")
+@builds("tt.load", "tt.atomic_load")
 def load(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     (out,), type_ = outs, op.in_types[0]
     if type_.kind == "block_pointer":
@@ -280,7 +278,7 @@ def load(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     return run
 
 
-@builds("tt.store")
+@builds("tt.store", "tt.atomic_store")
 def store(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     low.writes(args[0])
     type_ = op.in_types[0]
@@ -346,28 +344,6 @@ def atomic_cas(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     return run
 
 
-@builds("tt.atomic_load")
-def atomic_load(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
-    (out,), type_ = outs, op.in_types[0]
-    access = Access(low, op, type_.shape, type_.element)
-
-    def run(active: Active, slots: Slots) -> None:
-        slots[out] = access.load(active, slots[args[0]], optional(slots, args, 1), None)
-
-    return run
-
-
-@builds("tt.atomic_store")
-def atomic_store(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
-    low.writes(args[0])
-    access = Access(low, op, op.in_types[0].shape, op.in_types[0].element)
-
-    def run(active: Active, slots: Slots) -> None:
-        access.store(active, slots[args[0]], slots[args[1]], optional(slots, args, 2))
-
-    return run
-
-
 @builds("tt.atomic_poll")
 def atomic_poll(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     """Waits until memory holds a value. Blocks take turns; a time-out never happens, because waiting takes no time."""
@@ -383,9 +359,14 @@ def atomic_poll(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     return run
 
 
+def _quoted(op: Op) -> str:
+    """The text in an op's body."""
+    return unescaped(op.body.split('"')[1]) if '"' in op.body else ""
+
+
 @builds("tt.assert")
 def device_assert(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
-    message = unescaped(op.body.split('"')[1]) if '"' in op.body else ""
+    message = _quoted(op)
     access = Access(low, op, (), _ANY)
 
     def run(active: Active, slots: Slots) -> None:
@@ -400,7 +381,7 @@ def device_assert(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
 
 @builds("tt.print")
 def device_print(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
-    prefix = unescaped(op.body.split('"')[1]) if '"' in op.body else ""
+    prefix = _quoted(op)
     access = Access(low, op, (), _ANY)
 
     def run(active: Active, slots: Slots) -> None:

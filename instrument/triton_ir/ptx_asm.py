@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Set
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,11 @@ import numpy as np
 
 from paellapy.instrument.triton_ir import elementwise as ew
 from paellapy.instrument.triton_ir import libdevice
-from paellapy.instrument.triton_ir.types import ELEMENTS, Array, Element, decode, encode
+from paellapy.instrument.triton_ir.types import ELEMENTS, Array, Element, Function, decode, encode
 
 # --- pieces of PTX written by hand: their instructions, and registers read and written as numbers of a type -----------
 # A register is an array of bits; each instruction interprets it as the type in its name.
 
-Function = Callable[..., Any]
 MODES = {"rn": "rn", "rz": "rz", "rm": "rd", "rp": "ru", "rni": "rn", "rzi": "rz", "rmi": "rd", "rpi": "ru"}
 _FLOATS = {"f16": "f16", "bf16": "bf16", "f32": "f32", "f64": "f64", "e4m3": "f8E4M3FN", "e5m2": "f8E5M2"}
 _TOKEN = re.compile(r"\{[^{}]*\}|[^,]+")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,9 @@ import numpy as np
 
 from paellapy.instrument.triton_ir import elementwise as ew
 from paellapy.instrument.triton_ir.lower import Lowering, builds
-from paellapy.instrument.triton_ir.machine import Active, Code, Run, Slots, pure
+from paellapy.instrument.triton_ir.machine import Active, Code, Run, Slots, pure, pure_many
 from paellapy.instrument.triton_ir.parse import Op, Region, walk
-from paellapy.instrument.triton_ir.types import Array, Type, full, is_array, rounder
+from paellapy.instrument.triton_ir.types import Array, Ints, Type, full, is_array, rounder
 
 Combine = Callable[..., tuple[Any, ...]]
 
@@ -207,8 +207,6 @@ def accumulate(r: Any, c: Any) -> Any:
 
 # --- translations of reductions, scans and dots -----------------------------------------------------------------------
 
-Ints = tuple[int, ...]
-
 
 def combine_region(low: Lowering, op: Op) -> tuple[Combine, Code]:
     """A combine region as a function of arrays. It never touches memory, so it runs the same in every mode."""
@@ -266,14 +264,7 @@ def reduce_or_scan(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
         many = reduce_arg(pick, combine, axis, shape)
     else:
         many = reduce_general(combine, axis, shape)
-
-    def run(active: Active, slots: Slots) -> None:
-        values = active.machine.call_many(many, len(outs), *[slots[i] for i in args])
-        for out, value in zip(outs, values, strict=True):
-            slots[out] = value
-        active.flops += flops
-
-    return run
+    return pure_many(many, args, outs, flops)
 
 
 @builds("tt.dot")
@@ -283,11 +274,14 @@ def dot(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     result = op.out_types[0]
     product = Dot(a.shape, b.shape, not a.element.is_float, result.element.compute)
     flops = 2 * result.size * a.shape[-1]
-    (out,) = outs
-    fn = ew.rounded(product, result.element)
+    return product_step(ew.rounded(product, result.element), args, outs[0], flops)
+
+
+def product_step(fn: Callable[..., Any], places: Sequence[int | None], out: int, flops: int) -> Run:
+    """A step that multiplies matrices; an operand without a place is None."""
 
     def run(active: Active, slots: Slots) -> None:
-        slots[out] = active.machine.call(fn, *[slots[i] for i in args])
+        slots[out] = active.machine.call(fn, *[None if i is None else slots[i] for i in places])
         active.dot_flops += flops
 
     return run
@@ -361,7 +355,7 @@ def _operands(op: Op) -> tuple[Operand, Operand, list[int | None]]:
 @builds("tt.dot_scaled")
 def dot_scaled(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     a, b, places = _operands(op)
-    result, (out,) = op.out_types[0], outs
+    result = op.out_types[0]
     low.facts.dot_dtype = low.facts.dot_dtype or ("f8" if a.format[0] == b.format[0] == "e" else "bf16")
     product: Callable[..., Any] = Dot(a.shape, b.shape, False, result.element.compute)
     flops = 2 * result.size * a.shape[-1]
@@ -369,8 +363,4 @@ def dot_scaled(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     def fn(x: Any, sx: Any, y: Any, sy: Any, c: Any) -> Any:
         return product(a.value(x, sx), b.value(y, sy), c)
 
-    def run(active: Active, slots: Slots) -> None:
-        slots[out] = active.machine.call(fn, *[None if p is None else slots[args[p]] for p in places])
-        active.dot_flops += flops
-
-    return run
+    return product_step(fn, [None if p is None else args[p] for p in places], outs[0], flops)

@@ -1,8 +1,7 @@
-"""Ops that move elements. Each function returns one that works on values with the block axis in front."""
+"""Translations of ops that make indices or move elements. Values have the block axis in front."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,23 +11,7 @@ from paellapy.instrument.errors import OutOfBoundsError
 from paellapy.instrument.triton_ir.lower import Lowering, builds
 from paellapy.instrument.triton_ir.machine import Active, Run, Slots, copy_slot, pure
 from paellapy.instrument.triton_ir.parse import Op
-from paellapy.instrument.triton_ir.types import Ptr, full, is_array
-
-Shape = tuple[int, ...]
-Function = Callable[..., Any]
-
-
-def splat(rank: int) -> Function:
-    tail = (1,) * rank
-    return lambda x: x.reshape((-1, *tail)) if is_array(x) else x
-
-
-def expand_dims(axis: int) -> Function:
-    return lambda x: np.expand_dims(x, axis + 1) if is_array(x) else x
-
-
-def reshape(old: Shape, new: Shape) -> Function:
-    return lambda x: full(x, old).reshape((x.shape[0], *new)) if is_array(x) else x
+from paellapy.instrument.triton_ir.types import Function, Ints, Ptr, Shape, full, is_array
 
 
 @dataclass(slots=True, frozen=True)
@@ -37,55 +20,6 @@ class Transpose:
 
     def __call__(self, x: Any) -> Any:
         return x.transpose((0, *(o + 1 for o in self.order))) if is_array(x) else x
-
-
-def join(shape: Shape) -> Function:
-    return lambda a, b: np.stack(np.broadcast_arrays(full(a, shape), full(b, shape)), -1)
-
-
-def half(shape: Shape, i: int) -> Function:
-    return lambda x: full(x, shape)[..., i] if is_array(x) else x
-
-
-def cat(shape: Shape) -> Function:
-    return lambda a, b: np.concatenate(np.broadcast_arrays(full(a, shape), full(b, shape)), 1)
-
-
-def gather(axis: int, source: Shape, index: Shape, where: str) -> Function:
-    a = axis + 1
-
-    def run(x: Any, at: Any) -> Any:
-        x, at = full(x, source), full(at, index)
-        nb = max(x.shape[0], at.shape[0])
-        x, at = np.broadcast_to(x, (nb, *source)), np.broadcast_to(at, (nb, *index))
-        if at.size and (at.min() < 0 or at.max() >= source[axis]):
-            bad = int(at[(at < 0) | (at >= source[axis])][0])
-            raise OutOfBoundsError(
-                f"{where}: tl.gather takes element {bad} along axis {axis}, which has {source[axis]}; keep the indices "
-                "within it", field="index", given=bad, limit=source[axis]
-            )
-        return np.take_along_axis(x, at, a)
-
-    return run
-
-
-def histogram(shape: Shape, bins: int, dtype: Any) -> Function:
-    def run(x: Any, mask: Any = None) -> Any:
-        x = full(x, shape)
-        nb = max(x.shape[0], mask.shape[0]) if is_array(mask) else x.shape[0]
-        keep = (x >= 0) & (x < bins)
-        if mask is not None:
-            keep = keep & full(mask, shape)
-        x = np.broadcast_to(x, (nb, *shape)) + np.arange(nb).reshape((-1,) + (1,) * len(shape)) * bins
-        counts = np.bincount(x[np.broadcast_to(keep, x.shape)].ravel(), minlength=nb * bins)
-        return counts.reshape(nb, bins).astype(dtype)
-
-    return run
-
-
-# --- translations of ops that make indices or move elements -----------------------------------------------------------
-
-Ints = tuple[int, ...]
 
 
 @builds("tt.get_program_id")
@@ -113,7 +47,7 @@ def make_range(low: Lowering, op: Op, args: Ints, outs: Ints) -> None:
     low.function.template[outs[0]] = np.arange(op.integer("start"), op.integer("end"), dtype=np.int32)[None]
 
 
-def shape_step(low: Lowering, op: Op, args: Ints, outs: Ints, fn: Callable[..., Any] | None) -> Run:
+def shape_step(low: Lowering, op: Op, args: Ints, outs: Ints, fn: Function | None) -> Run:
     """A step that moves elements without changing them, for numbers and pointers; None if nothing moves."""
     (out,) = outs
     if op.out_types[0].kind != "pointer":
@@ -138,8 +72,9 @@ def unsplat(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
 
 
 @builds("tt.splat")
-def lower_splat(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
-    return shape_step(low, op, args, outs, splat(len(op.out_types[0].shape)))
+def splat(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+    shape = (-1, *(1 for _ in op.out_types[0].shape))
+    return shape_step(low, op, args, outs, lambda x: x.reshape(shape) if is_array(x) else x)
 
 
 @builds("tt.broadcast", "ttg.convert_layout")
@@ -148,13 +83,17 @@ def broadcast(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
 
 
 @builds("tt.expand_dims")
-def lower_expand_dims(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
-    return shape_step(low, op, args, outs, expand_dims(op.integer("axis")))
+def expand_dims(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+    axis = op.integer("axis") + 1
+    return shape_step(low, op, args, outs, lambda x: np.expand_dims(x, axis) if is_array(x) else x)
 
 
 @builds("tt.reshape")
-def lower_reshape(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
-    return shape_step(low, op, args, outs, reshape(op.in_types[0].shape, op.out_types[0].shape))
+def reshape(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+    old, new = op.in_types[0].shape, op.out_types[0].shape
+    return shape_step(
+        low, op, args, outs, lambda x: full(x, old).reshape((x.shape[0], *new)) if is_array(x) else x
+    )
 
 
 @builds("tt.trans")
@@ -163,19 +102,29 @@ def trans(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
 
 
 @builds("tt.join")
-def lower_join(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
-    return shape_step(low, op, args, outs, join(op.in_types[0].shape))
+def join(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+    shape = op.in_types[0].shape
+    return shape_step(
+        low, op, args, outs, lambda a, b: np.stack(np.broadcast_arrays(full(a, shape), full(b, shape)), -1)
+    )
 
 
 @builds("tt.cat")
-def lower_cat(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
-    return shape_step(low, op, args, outs, cat(op.in_types[0].shape))
+def cat(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+    shape = op.in_types[0].shape
+    return shape_step(
+        low, op, args, outs, lambda a, b: np.concatenate(np.broadcast_arrays(full(a, shape), full(b, shape)), 1)
+    )
+
+
+def _half(shape: Shape, i: int) -> Function:
+    return lambda x: full(x, shape)[..., i] if is_array(x) else x
 
 
 @builds("tt.split")
 def split(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
-    halves = [half(op.in_types[0].shape, i) for i in range(2)]
-    steps = [shape_step(low, op, args, (out,), fn) for out, fn in zip(outs, halves, strict=True)]
+    shape = op.in_types[0].shape
+    steps = [shape_step(low, op, args, (out,), _half(shape, i)) for i, out in enumerate(outs)]
 
     def run(active: Active, slots: Slots) -> None:
         for step in steps:
@@ -185,13 +134,45 @@ def split(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
 
 
 @builds("tt.gather")
-def lower_gather(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+def gather(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     source, index = (t.shape for t in op.in_types[:2])
     where = f"kernel {low.kernel}, {low.line(op)}"
-    return pure(gather(op.integer("axis"), source, index, where), args, outs[0])
+    return pure(_gather(op.integer("axis"), source, index, where), args, outs[0])
 
 
 @builds("tt.histogram")
-def lower_histogram(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
-    fn = histogram(op.in_types[0].shape, op.out_types[0].size, op.out_types[0].element.compute)
+def histogram(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+    fn = _histogram(op.in_types[0].shape, op.out_types[0].size, op.out_types[0].element.compute)
     return pure(fn, args, outs[0])
+
+
+def _gather(axis: int, source: Shape, index: Shape, where: str) -> Function:
+    a = axis + 1
+
+    def run(x: Any, at: Any) -> Any:
+        x, at = full(x, source), full(at, index)
+        nb = max(x.shape[0], at.shape[0])
+        x, at = np.broadcast_to(x, (nb, *source)), np.broadcast_to(at, (nb, *index))
+        if at.size and (at.min() < 0 or at.max() >= source[axis]):
+            bad = int(at[(at < 0) | (at >= source[axis])][0])
+            raise OutOfBoundsError(
+                f"{where}: tl.gather takes element {bad} along axis {axis}, which has {source[axis]}; keep the indices "
+                "within it", field="index", given=bad, limit=source[axis]
+            )
+        return np.take_along_axis(x, at, a)
+
+    return run
+
+
+def _histogram(shape: Shape, bins: int, dtype: Any) -> Function:
+    def run(x: Any, mask: Any = None) -> Any:
+        x = full(x, shape)
+        nb = max(x.shape[0], mask.shape[0]) if is_array(mask) else x.shape[0]
+        keep = (x >= 0) & (x < bins)
+        if mask is not None:
+            keep = keep & full(mask, shape)
+        x = np.broadcast_to(x, (nb, *shape)) + np.arange(nb).reshape((-1,) + (1,) * len(shape)) * bins
+        counts = np.bincount(x[np.broadcast_to(keep, x.shape)].ravel(), minlength=nb * bins)
+        return counts.reshape(nb, bins).astype(dtype)
+
+    return run

@@ -19,6 +19,9 @@ import numpy as np
 from paellapy.instrument.triton_ir import native
 
 Array = np.ndarray[Any, Any]
+Shape = tuple[int, ...]
+Ints = tuple[int, ...]  # slots of operands or results
+Function = Callable[..., Any]  # of NumPy values
 
 
 @dataclass(frozen=True, slots=True)
