@@ -23,9 +23,10 @@ for m in models:
         f"segments, target {m.target_ms:.1f} ms"
     )
 
-# %% [markdown] Eight networks, with profiles made from times measured on an H200
-# (`scheduler/sim/recorded_profiles.py`). A policy sees a profile, not the network: its segments and how long each
-# takes. So a simulation runs thousands of requests in no time.
+# %% [markdown]
+# Eight networks, with profiles made from times measured on an H200 (`scheduler/sim/recorded_profiles.py`). A policy
+# sees a profile, not the network: its segments and how long each takes. So a simulation runs thousands of requests in
+# no time.
 #
 # Our load comes in bursts. Each request should be done within four times what it takes alone.
 

@@ -108,7 +108,9 @@ from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile  # noq
 
 models = [
     ModelProfile("net", {1: [SegmentProfile(100e3, blocks=200, warps=1600)] * 9}),
-    ModelProfile("train", {1: [SegmentProfile(100e3, blocks=2000, warps=8000)] * 30}, instances=1),
+    ModelProfile(
+        "train", {1: [SegmentProfile(100e3, blocks=2000, warps=8000)] * 30}, instances=1
+    ),
 ]
 ask = pp.Poisson(250, "net", duration=1.0, priority=1)
 alone = pp.simulate(models, ask, "priority").model("net").p99_ms

@@ -51,7 +51,7 @@ def run(lesson: Path) -> Any:
     with tempfile.TemporaryDirectory() as sockets:  # in the file system: no port is opened
         config = Config({"ConnectionFileMixin": {"transport": "ipc", "ip": f"{sockets}/kernel"}})
         where = {"metadata": {"path": str(FOLDER)}}
-        patience = {"timeout": PATIENCE_S, "startup_timeout": PATIENCE_S}
+        patience = {"timeout": PATIENCE_S, "startup_timeout": PATIENCE_S, "coalesce_streams": True}
         NotebookClient(notebook, kernel_name="python3", config=config, resources=where, **patience).execute()
     del notebook.cells[0]
     _tidy(notebook)
