@@ -28,8 +28,7 @@ from paellapy.instrument.numba_ext.link import compiled
 from paellapy.scheduler.core import codes, tables
 from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.atomics import store_at
-from paellapy.scheduler.core.install import install, open_model
-from paellapy.scheduler.core.profiles import Capacity, ModelProfile, SegmentProfile, set_capacity
+from paellapy.scheduler.core.profiles import Capacity, ModelProfile, SegmentProfile, install, open_model, set_capacity
 from paellapy.scheduler.core.rings import Message, post, publish, take_completions
 from paellapy.scheduler.core.step import step
 from paellapy.scheduler.policies.policy import attach_policy, find_policy

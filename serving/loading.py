@@ -20,8 +20,7 @@ import numpy as np
 from paellapy.instrument.device.driver import library
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core import admission
-from paellapy.scheduler.core.install import install
-from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
+from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile, install
 from paellapy.scheduler.core.state import Limits, new_state
 from paellapy.scheduler.core.step import attach_loop
 from paellapy.scheduler.core.tables import COMPLETION

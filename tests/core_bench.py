@@ -14,8 +14,15 @@ from paellapy.instrument.gpu_model.parts import part
 from paellapy.instrument.numba_ext.link import compiled
 from paellapy.scheduler.core import codes, rings, step, tables
 from paellapy.scheduler.core import state as st
-from paellapy.scheduler.core.install import install, open_model, post_message
-from paellapy.scheduler.core.profiles import Capacity, ModelProfile, SegmentProfile, set_capacity
+from paellapy.scheduler.core.profiles import (
+    Capacity,
+    ModelProfile,
+    SegmentProfile,
+    install,
+    open_model,
+    post_message,
+    set_capacity,
+)
 from paellapy.scheduler.policies.policy import Policy, attach_policy, find_policy
 
 # A producer in the core's process.

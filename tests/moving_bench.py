@@ -9,6 +9,7 @@ import numpy as np
 from core_bench import LIMITS, Bench
 
 from paellapy.scheduler.core import codes
+from paellapy.scheduler.core.profiles import install, open_model
 from paellapy.scheduler.core.residency import attach_moves
 from paellapy.scheduler.core.tuning import Tuning
 
@@ -39,8 +40,6 @@ class MovingBench(Bench):
         ours = {"chunk_bytes": CHUNK, "map_ns": 100.0, "patience": 4.0, "cold_lead_ns": 0.0, "cold_stretch": 1.0}
         s.tuning[:] = Tuning.for_part("h200", ours).row()
         s.residency["budget_bytes"], s.residency["ns_per_byte"] = self.budget, 1.0
-        from paellapy.scheduler.core.install import install, open_model
-
         for each in models:
             row, _ = install(s, each)
             s.weights["word"][row] = self.words[row].ctypes.data

@@ -53,6 +53,7 @@ LATER, WANTED, GIVEN_UP = range(3)
 # need them. RESIDENT: on the GPU. EVICTING: no instance uses them, and their memory is about to be reused.
 OFF_GPU, LOADING, RESIDENT, EVICTING = range(4)
 AUTO, PINNED, TRANSIENT = range(3)  # weights.keep: on demand; always on the GPU; only while requests wait or run
+KEEP = {"auto": AUTO, True: PINNED, False: TRANSIENT}  # by the users' values
 LOAD, EVICT = range(2)  # move.kind
 EVICTED, MOVE_FAILED = 1, 2  # State.moved, by the mover: an order to evict was carried out; an order failed
 MOVE_TAIL, MOVE_HEAD = range(2)  # State.move_ring

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
-from typing import Any
 
 import numba
 import numpy as np
@@ -435,7 +434,6 @@ def poll_moves(s: State, now: int) -> int:
 # --- from outside the core: setting the budget, giving orders, and reading the account
 
 
-KEEP: dict[Any, int] = {"auto": codes.AUTO, True: codes.PINNED, False: codes.TRANSIENT}  # by the users' values
 LOCATIONS = ("host", "loading", "resident", "leaving")  # weights.location as text
 
 

@@ -1,9 +1,9 @@
 """The dispatcher's whole state: flat NumPy tables that producers, the compiled core and the loops share.
 
 Nothing here is a Python object, so the tables can live in shared memory, where producers of other processes find them
-(`over`). The following parties use them:
+(`view_state`). The following parties use them:
 
-* **the installer** (the engine, or `install.install`) fills a model's rows while the model is ABSENT, then posts
+* **the installer** (the engine, or `profiles.install`) fills a model's rows while the model is ABSENT, then posts
   OPEN_MODEL on the submission ring; from then on only the core writes to them;
 * **producers** own request rows (`producer_rows`): they take a free row, post SUBMIT or CANCEL on their own submission
   ring, and get the row back with its one entry in their own completion ring. They may also reserve a slot of the
@@ -275,7 +275,7 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // 64) * 64  # no two tables share a cache line
 
 
-def over(limits: Limits, memory: NDArray[np.uint8]) -> State:
+def view_state(limits: Limits, memory: NDArray[np.uint8]) -> State:
     """The tables in given memory: another process's, or fresh and zeroed (`new_state` then fills it)."""
     tables, at = {}, 0
     for name, shape, dtype in _shapes(limits):
@@ -286,7 +286,7 @@ def over(limits: Limits, memory: NDArray[np.uint8]) -> State:
 
 
 def new_state(limits: Limits | None = None, memory: NDArray[np.uint8] | None = None) -> State:
-    """Empty tables; `install.install` adds models, `attach_policy` the policy. `memory` must be zeroed.
+    """Empty tables; `profiles.install` adds models, `attach_policy` the policy. `memory` must be zeroed.
 
     >>> new_state(Limits(models=2, instances=4)).instance.shape
     (4,)
@@ -300,7 +300,7 @@ def new_state(limits: Limits | None = None, memory: NDArray[np.uint8] | None = N
     if memory is None:
         raw = np.zeros(state_bytes(n) + 64, np.uint8)  # uses memory only where it is written
         memory = raw[-raw.ctypes.data % 64 :][: state_bytes(n)]
-    state = over(n, memory)
+    state = view_state(n, memory)
     for name in ("model_instance", "free_instance", "slot", "ready", "active", "flight", "held", "dirty_instances",
                  "dirty_models", "cancelled", "due"):  # fmt: skip
         getattr(state, name)[...] = codes.NONE

@@ -34,7 +34,6 @@ from paellapy.scheduler.core.errors import (
     UnknownModelError,
     WeightsError,
 )
-from paellapy.scheduler.core.install import remove
 from paellapy.scheduler.core.job import READS_SHARES
 from paellapy.scheduler.core.processes import SharedBlock
 from paellapy.scheduler.core.profiles import (
@@ -42,6 +41,7 @@ from paellapy.scheduler.core.profiles import (
     ModelProfile,
     checked_priority,
     is_finite_number,
+    remove,
     set_capacity,
     shortened,
 )

@@ -15,7 +15,7 @@ from typing import Any
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.backends.base import Backend, Launches, LoadedModel, device_lock, write_handles
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core import install as core_install
+from paellapy.scheduler.core import profiles as core_profiles
 from paellapy.scheduler.core.codes import CHOICES
 from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.core.profiles import TOGETHER
@@ -522,7 +522,7 @@ def install(state: State, loaded: LoadedModel, pool: int) -> None:
     """Fills the model's rows, so that it only remains to open it. Its launches use the streams of this pool."""
     model = loaded.model
     profile = model_profile(model, loaded.profiles, len(loaded.instances), len(state.request))
-    loaded.row, rows = core_install.install(state, profile, model.batch)
+    loaded.row, rows = core_profiles.install(state, profile, model.batch)
     loaded.generation = int(state.model["generation"][loaded.row])
     loaded.instance_of = dict(zip(rows, loaded.instances, strict=True))
     if model.stateful:  # only one of its instances runs at a time, as if the instances shared memory
@@ -544,7 +544,7 @@ def install_size(state: State, loaded: LoadedModel, batch: int) -> None:
     """Adds a batch size to a model that serves; call it between two steps of the core."""
     _write_launches(state, loaded, batch)
     profile = model_profile(loaded.model, loaded.profiles, len(loaded.instances), len(state.request))
-    core_install.install_size(state, loaded.row, profile, batch)
+    core_profiles.install_size(state, loaded.row, profile, batch)
 
 
 def _write_launches(state: State, loaded: LoadedModel, batch: int) -> None:

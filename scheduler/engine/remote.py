@@ -24,7 +24,7 @@ from paellapy.scheduler.core.errors import EngineAwayError, EngineFailedError, M
 from paellapy.scheduler.core.job import GPU, JOB
 from paellapy.scheduler.core.processes import SharedBlock
 from paellapy.scheduler.core.rings import Bell
-from paellapy.scheduler.core.state import Limits, State, new_state, over
+from paellapy.scheduler.core.state import Limits, State, new_state, view_state
 from paellapy.scheduler.core.tenants import tenants_stats
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.requests import Requester, Slot, find_model
@@ -115,7 +115,7 @@ class RemoteEngine(Requester):
     def attach(self, link: Link) -> None:
         """Connects to a new engine process."""
         assert self.link is None
-        shared = over(link.limits, link.state.array)
+        shared = view_state(link.limits, link.state.array)
         # Addresses of compiled functions are valid only in the process that wrote them, and predictions need our own.
         self.state = shared._replace(call=np.zeros_like(shared.call), job=np.zeros(2, JOB))
         self.limits = link.limits

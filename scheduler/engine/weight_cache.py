@@ -23,8 +23,8 @@ from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.backends.base import Backend, Launches, LoadedModel
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.errors import MemoryPlanError, ModelError, WeightsError
-from paellapy.scheduler.core.install import remove
-from paellapy.scheduler.core.residency import KEEP, hit_rate, set_weight_budget, value_in_host_memory, weights_state
+from paellapy.scheduler.core.profiles import remove
+from paellapy.scheduler.core.residency import hit_rate, set_weight_budget, value_in_host_memory, weights_state
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.engine.memory_budget import LOOK_S, ORDER_S, Budget, InstanceArenas
 from paellapy.scheduler.models.host_store import HostStore
@@ -467,7 +467,7 @@ class Residents:
                 self.budget.claim(model.name, model.weights_bytes, model.priority, f"weights of model {model.name!r}")
             return Placed(self.backend.upload(model), None)
         layout = Layout([part.nbytes for part in parts])
-        what, keep = f"weights of model {model.name!r}", KEEP[model.resident]
+        what, keep = f"weights of model {model.name!r}", codes.KEEP[model.resident]
         self.budget.place(model.name, max(layout.nbytes, 1), model.priority, keep, what)
 
         def fill(host: Any) -> None:
@@ -537,7 +537,7 @@ class Residents:
         def hand_over() -> None:
             w["bytes"], w["chunk_bytes"], w["chunks"] = found.held_bytes, found.chunk_bytes, found.chunks
             w["word"] = found.words.ctypes.data
-            w["keep"] = codes.PINNED if loaded.stays else KEEP[loaded.model.resident]
+            w["keep"] = codes.PINNED if loaded.stays else codes.KEEP[loaded.model.resident]
             w["location"], w["came_ns"], w["used_ns"] = codes.RESIDENT, time.monotonic_ns(), time.monotonic_ns()
             for profile in loaded.profiles:
                 self.write_needs(loaded, profile)

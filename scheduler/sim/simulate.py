@@ -23,9 +23,16 @@ from paellapy.scheduler.core import codes
 from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.admission import new_limits
 from paellapy.scheduler.core.errors import ProfileError
-from paellapy.scheduler.core.install import install, open_model
-from paellapy.scheduler.core.profiles import TOGETHER, Capacity, ModelProfile, busy_alone, set_capacity
-from paellapy.scheduler.core.residency import KEEP, needed_bytes, set_weight_budget
+from paellapy.scheduler.core.profiles import (
+    TOGETHER,
+    Capacity,
+    ModelProfile,
+    busy_alone,
+    install,
+    open_model,
+    set_capacity,
+)
+from paellapy.scheduler.core.residency import needed_bytes, set_weight_budget
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.step import attach_step
 from paellapy.scheduler.core.tables import Table
@@ -438,7 +445,7 @@ def manage_weights(state: State, models: Sequence[ModelProfile], memory_bytes: i
                 f"memory_bytes={memory_bytes:,}: set the model's weight_bytes, or raise memory_bytes",
                 model=each.name, field="weight_bytes", given=each.weight_bytes, limit=memory_bytes,
             )  # fmt: skip
-    needed = needed_bytes([(each.priority, each.weight_bytes, KEEP[each.resident]) for each in models])
+    needed = needed_bytes([(each.priority, each.weight_bytes, codes.KEEP[each.resident]) for each in models])
     if needed > memory_bytes:
         raise ProfileError(
             f"{needed:,} bytes of weights must be on the GPU at once, more than memory_bytes={memory_bytes:,}: models "

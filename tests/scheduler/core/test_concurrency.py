@@ -24,7 +24,7 @@ from paellapy.instrument.numba_ext.link import compiled
 from paellapy.scheduler.core import codes, step
 from paellapy.scheduler.core.concurrency import LEASE_NS, LINGERS, WAITS_NS, count_in_partition
 from paellapy.scheduler.core.errors import ModelError
-from paellapy.scheduler.core.install import install, remove
+from paellapy.scheduler.core.profiles import install, remove
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.engine.engine import Engine

@@ -12,8 +12,16 @@ from paellapy.scheduler.core import codes
 from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.admission import predict_finish
 from paellapy.scheduler.core.errors import ProfileError
-from paellapy.scheduler.core.install import estimate, install, install_size, open_model
-from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile, load_profiles, save_profiles
+from paellapy.scheduler.core.profiles import (
+    ModelProfile,
+    SegmentProfile,
+    estimated_demand,
+    install,
+    install_size,
+    load_profiles,
+    open_model,
+    save_profiles,
+)
 from paellapy.scheduler.core.state import Limits
 
 pytestmark = pytest.mark.quick
@@ -22,10 +30,10 @@ pytestmark = pytest.mark.quick
 def test_a_demand_that_was_not_measured_is_estimated_from_the_fullest_resource() -> None:
     state = Bench([]).state
     half = int(state.gpu["capacity_warps"][0] / 2)
-    assert estimate(state, [SegmentProfile(1e6, warps=half, registers=0)]) == pytest.approx(0.5)
+    assert estimated_demand(state, [SegmentProfile(1e6, warps=half, registers=0)]) == pytest.approx(0.5)
     busy = SegmentProfile(1e6, registers=0, kernels=round(state.gpu["capacity_issue"][0] * 1e-3 / 4))
-    assert estimate(state, [busy]) == pytest.approx(0.25, rel=0.01)
-    assert estimate(state, [busy, SegmentProfile(1e6, warps=10 * half, registers=0)]) == 1.0
+    assert estimated_demand(state, [busy]) == pytest.approx(0.25, rel=0.01)
+    assert estimated_demand(state, [busy, SegmentProfile(1e6, warps=10 * half, registers=0)]) == 1.0
 
 
 def test_profiles_survive_a_file(tmp_path: object) -> None:

@@ -18,8 +18,7 @@ from hypothesis import strategies as st_
 
 from paellapy.scheduler.core import codes, rings, step, tables
 from paellapy.scheduler.core.errors import ProfileError
-from paellapy.scheduler.core.install import install, remove
-from paellapy.scheduler.core.profiles import ModelProfile
+from paellapy.scheduler.core.profiles import ModelProfile, install, remove
 from paellapy.scheduler.core.tenants import Tenant, set_tenant
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.engine.stats import occupancy
