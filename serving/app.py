@@ -16,9 +16,9 @@ from aiohttp import web
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.serving.access import CLIENT, CLIENT_HEADER, Access, Key
 from paellapy.serving.admission import Mode
-from paellapy.serving.byte_limits import BODY_TIMEOUT_S, MAX_BODY_BYTES
 from paellapy.serving.dashboard_routes import add_dashboard
 from paellapy.serving.errors import SERVER, error_response, sign
+from paellapy.serving.limits import DEFAULTS, ConnectionLimits
 from paellapy.serving.load_report import add_outlook
 from paellapy.serving.logs import child_span, log_request, request_id
 from paellapy.serving.metrics import add_metrics
@@ -39,8 +39,9 @@ class AppOptions:
     admission: Mode = "targets"
     keys: Mapping[str, str | Key] = field(default_factory=dict)
     client_header: str = CLIENT_HEADER
-    max_body_bytes: int = MAX_BODY_BYTES
-    body_timeout_s: float | None = BODY_TIMEOUT_S
+    max_body_bytes: int = DEFAULTS.max_body_bytes
+    body_timeout_s: float | None = DEFAULTS.body_timeout_s
+    max_held_bytes: int = DEFAULTS.max_held_bytes
     access_log: bool = False
     hosts: Sequence[str] = ()
     model_control: bool = True
@@ -68,7 +69,10 @@ def create_app(
         registry = registry_of(engine) if isinstance(engine, Engine) else engine
         assert isinstance(registry, Registry)
         calls = Calls(registry)
-        service = Service(registry, o.admission, o.max_body_bytes, o.body_timeout_s, calls.call)
+        limits = ConnectionLimits(
+            max_body_bytes=o.max_body_bytes, body_timeout_s=o.body_timeout_s, max_held_bytes=o.max_held_bytes
+        )
+        service = Service(registry, o.admission, limits, calls.call)
     app[SERVICE] = service
     app[ACCESS] = access
     app.on_response_prepare.append(sign)

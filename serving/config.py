@@ -33,8 +33,8 @@ from msgspec import Meta
 
 from paellapy.serving.access import CLIENT_HEADER, ROLES, Role
 from paellapy.serving.admission import Mode
-from paellapy.serving.byte_limits import BODY_TIMEOUT_S, HELD_BYTES, MAX_BODY_BYTES
 from paellapy.serving.errors import ConfigError
+from paellapy.serving.limits import BODY_TIMEOUT_S, DEFAULTS, ConnectionLimits
 from paellapy.serving.logs import Format
 
 # The line of a value in a TOML file, which the standard library's parser does not report.
@@ -115,13 +115,14 @@ class ServerConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     host: Text = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     workers: Annotated[int, Meta(ge=0, le=64)] = 0  # HTTP processes in front of an engine process; 0: a single process
-    max_body_bytes: Count = MAX_BODY_BYTES
-    max_header_bytes: Annotated[int, Meta(ge=512)] = 8190  # limit of each header and of the request line
-    header_timeout_s: Positive = 20.0  # from opening the connection, or a request's first byte, to its header's end
-    held_mb: Positive = HELD_BYTES / 1e6  # limit of each process, for bodies of requests that are not answered yet
+    # What bounds a connection: see ConnectionLimits.
+    max_body_bytes: Count = DEFAULTS.max_body_bytes
+    max_header_bytes: Annotated[int, Meta(ge=512)] = DEFAULTS.max_header_bytes
+    header_timeout_s: Positive = DEFAULTS.header_timeout_s
+    held_mb: Positive = DEFAULTS.max_held_bytes / 1e6
     body_timeout_s: Positive = BODY_TIMEOUT_S
-    send_timeout_s: Positive = 30.0  # closes a connection whose client reads nothing for this long
-    keepalive_s: Positive = 75.0
+    send_timeout_s: Positive = DEFAULTS.send_timeout_s
+    keepalive_s: Positive = DEFAULTS.keepalive_s
     engine_timeout_s: Positive | None = None  # an engine silent this long is given up; None: 10, virtual GPU: 60
     # A second engine process that takes over: with models loaded, or only compiled code; None: the device decides.
     standby: Literal["loaded", "warm", "off"] | None = None
@@ -134,6 +135,18 @@ class ServerConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     access_log: bool = False
     log_format: Format = "text"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @property
+    def limits(self) -> ConnectionLimits:
+        return ConnectionLimits(
+            header_timeout_s=self.header_timeout_s,
+            body_timeout_s=self.body_timeout_s,
+            send_timeout_s=self.send_timeout_s,
+            keepalive_s=self.keepalive_s,
+            max_header_bytes=self.max_header_bytes,
+            max_body_bytes=self.max_body_bytes,
+            max_held_bytes=round(self.held_mb * 1e6),
+        )
 
 
 class KeyConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

@@ -17,9 +17,9 @@ from aiohttp import web
 from paellapy.scheduler.core.errors import EngineAwayError
 from paellapy.scheduler.policies.policy import PolicyError
 from paellapy.serving.access import open_to_all, operates
-from paellapy.serving.byte_limits import BESIDE_BYTES
 from paellapy.serving.errors import RequestError, json_response
 from paellapy.serving.inference import read
+from paellapy.serving.limits import BESIDE_BYTES
 from paellapy.serving.logs import log
 from paellapy.serving.registry import READY, UNAVAILABLE, Entry
 from paellapy.serving.service import SERVICE, Service

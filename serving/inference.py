@@ -24,16 +24,9 @@ from paellapy.scheduler.models.memory import Instance
 from paellapy.scheduler.models.model import Model
 from paellapy.serving.access import CLIENT, infers
 from paellapy.serving.admission import Ticket
-from paellapy.serving.byte_limits import (
-    IN_THREAD_BYTES,
-    answer_coding,
-    body_coding,
-    largest_request,
-    pack,
-    read_body,
-    unpacked,
-)
+from paellapy.serving.compression import IN_THREAD_BYTES, answer_coding, body_coding, pack, unpacked
 from paellapy.serving.errors import RefusedError, status_of
+from paellapy.serving.limits import largest_request, read_body
 from paellapy.serving.listening import Connection
 from paellapy.serving.protocol import HEADER_LENGTH, Request, decode, encode, known_answer
 from paellapy.serving.registry import VERSION
@@ -303,10 +296,10 @@ async def read(
     A body whose Content-Length is too large is not read, and a body that arrives too slowly is not waited for. Handlers
     call this function once the key is checked, so that nothing is decompressed for a client without a key.
     """
-    most = min(most_bytes, service.max_body_bytes)
+    most = min(most_bytes, service.limits.max_body_bytes)
     # Inside another application, the outer server has already decompressed the body.
     coding = body_coding(request.headers.get("Content-Encoding")) if isinstance(request.protocol, Connection) else None
-    body = bytes(await read_body(request, most, service.body_timeout_s, claim))
+    body = bytes(await read_body(request, most, service.limits.body_timeout_s, claim))
     if coding is not None:
         body = await unpacked(body, coding, most)
         claim(len(body))

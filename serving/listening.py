@@ -1,7 +1,8 @@
 """HTTP connections that slow clients cannot exhaust, the sockets that they come from, and a stop that answers clients.
 
-aiohttp limits idle connections (`keepalive_s`), and `body_timeout_s` limits bodies. Between the two are headers that
-arrive byte by byte, and answers that nobody reads: they have time limits here, as have TLS handshakes.
+`limits` has the limits. aiohttp keeps that of idle connections, and readers of bodies those of bodies. Between the two
+are headers that arrive byte by byte, and answers that nobody reads: their limits are kept here, as are those of TLS
+handshakes.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from multidict import CIMultiDict
 
 from paellapy.instrument.errors import PaellaError
-from paellapy.serving.byte_limits import ResponseBudget
 from paellapy.serving.errors import STOPPING, LateBodyError, json_response, short
+from paellapy.serving.limits import ConnectionLimits, ResponseBudget
 from paellapy.serving.logs import log
 
 UNFINISHED_S = 3.0  # once the server stops: for requests that have begun to arrive, and for clients that take no bytes
@@ -59,31 +60,20 @@ def unsent_bytes(transport: asyncio.Transport) -> int:
 
 
 class Connection(web.RequestHandler):
-    """aiohttp's connection with two further time limits.
-
-    `header_timeout_s` limits the time to a complete header, counted from the connection's opening and later from each
-    request's first byte. `send_timeout_s` limits the time in which the client reads nothing of an answer.
-    `log_rejected` also logs input that is not HTTP.
+    """aiohttp's connection with limits on the times of headers and of sending. `log_rejected` also logs input that is
+    not HTTP.
     """
 
     __slots__ = (
-        "__weakref__", "_began", "_content", "_header_timeout_s", "_log_rejected", "_rest", "_send_timeout_s",
+        "__weakref__", "_began", "_content", "_limits", "_log_rejected", "_rest", "_send_timeout_s",
         "_send_timer", "_timer", "_to_client", "_unread_answers", "_unsent", "fresh",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        manager: Connections,
-        *,
-        header_timeout_s: float,
-        send_timeout_s: float,
-        log_rejected: bool,
-        **options: Any,
-    ) -> None:
+    def __init__(self, manager: Connections, *, log_rejected: bool, **options: Any) -> None:
         super().__init__(manager, **options)
-        self._unread_answers, self._log_rejected = manager.unsent, log_rejected
-        self._header_timeout_s, self._began = header_timeout_s, False
-        self._send_timeout_s, self._unsent = send_timeout_s, 0
+        self._limits, self._unread_answers, self._log_rejected = manager.limits, manager.unsent, log_rejected
+        self._began = False  # a part of a header has arrived
+        self._send_timeout_s, self._unsent = self._limits.send_timeout_s, 0
         self._timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
         # Kept until it is closed; aiohttp drops its own reference earlier
@@ -96,7 +86,7 @@ class Connection(web.RequestHandler):
         super().connection_made(transport)
         self._to_client = cast(asyncio.Transport, transport)  # uvloop's class only has the methods of one
         self._to_client.set_write_buffer_limits(high=0)  # reports each answer that is not sent at once
-        self._timer = self._loop.call_later(self._header_timeout_s, self._too_late)
+        self._timer = self._loop.call_later(self._limits.header_timeout_s, self._too_late)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._disarm()
@@ -172,7 +162,7 @@ class Connection(web.RequestHandler):
         elif data and (self._request_count == 0 or (self._waiter is not None and not self._waiter.done())):
             self._began = True
             if self._timer is None:
-                self._timer = self._loop.call_later(self._header_timeout_s, self._too_late)
+                self._timer = self._loop.call_later(self._limits.header_timeout_s, self._too_late)
 
     def _read_on(self, n: int, data: bytes) -> None:
         """Handles `n` new messages from `data`. If the body being read turns out invalid, its reader gets the error.
@@ -279,10 +269,16 @@ class Connections(web.Server):
     """Makes the connections, and knows the answers that their clients have not taken yet."""
 
     def __init__(
-        self, connection: Callable[..., Connection], *handler: Any, max_unsent_bytes: int, **options: Any
+        self, connection: Callable[..., Connection], limits: ConnectionLimits, *handler: Any, **options: Any
     ) -> None:
-        super().__init__(*handler, **options)
-        self.unsent = ResponseBudget(max_unsent_bytes)
+        super().__init__(
+            *handler,
+            keepalive_timeout=limits.keepalive_s,
+            max_line_size=limits.max_header_bytes,
+            max_field_size=limits.max_header_bytes,
+            **options,
+        )
+        self.limits, self.unsent = limits, ResponseBudget(limits.max_held_bytes)
         self._connection = connection
         # Accepted but not open yet, as in a TLS handshake
         self.accepted: weakref.WeakSet[Connection] = weakref.WeakSet()
@@ -304,19 +300,29 @@ class Connections(web.Server):
 
 
 class Runner(web.AppRunner):
-    """An `AppRunner` that takes `header_timeout_s` too and can make another class of connections.
+    """An `AppRunner` whose connections are within limits, and may be of another class."""
 
-    `max_body_bytes` is the limit of a body, `max_unsent_bytes` that of all answers which clients have not taken yet.
-    """
-
-    __slots__ = ("_connection", "_max_body_bytes", "_max_unsent_bytes")
+    __slots__ = ("_connection", "limits")
 
     def __init__(
-        self, app: web.Application, connection: Callable[..., Connection] = Connection,
-        *, max_body_bytes: int, max_unsent_bytes: int, **more: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(app, **more)
-        self._connection, self._max_body_bytes, self._max_unsent_bytes = connection, max_body_bytes, max_unsent_bytes
+        self,
+        app: web.Application,
+        connection: Callable[..., Connection],
+        limits: ConnectionLimits,
+        *,
+        drain_s: float,
+        log_rejected: bool = False,
+    ) -> None:
+        """`drain_s`: time for requests in flight to finish once the server stops."""
+        super().__init__(
+            app,
+            access_log=None,
+            auto_decompress=False,  # inference.read does it, once the key is checked, and within limits
+            handler_cancellation=True,
+            shutdown_timeout=drain_s,
+            log_rejected=log_rejected,
+        )
+        self._connection, self.limits = connection, limits
 
     async def _make_server(self) -> Connections:
         made = await super()._make_server()
@@ -329,7 +335,7 @@ class Runner(web.AppRunner):
             if expected.lower() != "100-continue":
                 said = f"the expectation {short(expected)} is not known: send Expect: 100-continue, or none"
                 return json_response({"error": said}, 417)
-            if (request.content_length or 0) > self._max_body_bytes and "Expect" in request.headers:
+            if (request.content_length or 0) > self.limits.max_body_bytes and "Expect" in request.headers:
                 kept = CIMultiDict((name, value) for name, value in request.headers.items() if name.lower() != "expect")
                 request.protocol.linger(0.0)  # the client has sent no body, and will not
                 request = request.clone(headers=kept)
@@ -337,11 +343,11 @@ class Runner(web.AppRunner):
 
         return Connections(
             self._connection,
+            self.limits,
             handle,
             request_factory=made.request_factory,
             handler_cancellation=made.handler_cancellation,
             loop=asyncio.get_running_loop(),
-            max_unsent_bytes=self._max_unsent_bytes,
             **{name: value for name, value in self._kwargs.items() if name != "handler_cancellation"},
         )
 
@@ -352,15 +358,13 @@ FRESH_S = 1.0  # seconds after the last accept in which a silent new connection 
 
 
 class Site(web.SockSite):
-    """A socket that listens already. A TLS handshake that takes longer than `handshake_s` is aborted."""
+    """A socket that listens already. A TLS handshake may take as long as a header."""
 
     __slots__ = ("_handshake_s",)
 
-    def __init__(
-        self, runner: web.AppRunner, listening: socket.socket, tls: ssl.SSLContext | None, handshake_s: float
-    ) -> None:
+    def __init__(self, runner: Runner, listening: socket.socket, tls: ssl.SSLContext | None) -> None:
         super().__init__(runner, listening, ssl_context=tls, backlog=BACKLOG)
-        self._handshake_s = None if tls is None else handshake_s
+        self._handshake_s = None if tls is None else runner.limits.header_timeout_s
 
     async def start(self) -> None:
         await web.BaseSite.start(self)

@@ -15,8 +15,8 @@ import msgspec
 from aiohttp import web
 
 from paellapy.scheduler.core.admission import Predictor
-from paellapy.serving.byte_limits import largest_request
 from paellapy.serving.errors import RequestError, short
+from paellapy.serving.limits import largest_request
 from paellapy.serving.registry import READY, Entry
 from paellapy.serving.service import SERVICE, Service
 
@@ -97,7 +97,7 @@ class Outlooks:
         return ModelOutlook(
             state=READY,
             wanted=entry.wanted,
-            largest_bytes=min(largest_request(entry.model), self._service.max_body_bytes),
+            largest_bytes=min(largest_request(entry.model), self._service.limits.max_body_bytes),
             predicted_ms=(self._predictor.finish(state, row, now_ns) - now_ns) * 1e-6,
             step_ms=float(sizes["total_ns"][last]) / int(sizes["batch"][last]) / gain * 1e-6,
             alone_ms=float(sizes["total_ns"][0]) * 1e-6,

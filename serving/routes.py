@@ -16,10 +16,10 @@ from paellapy.scheduler.engine.remote import RemoteEngine
 from paellapy.scheduler.engine.stats import sizes_state
 from paellapy.scheduler.models.model import Model
 from paellapy.serving.access import open_to_all, operates
-from paellapy.serving.byte_limits import BESIDE_BYTES
 from paellapy.serving.counters import ModelCounters
 from paellapy.serving.errors import RequestError, json_response, short
 from paellapy.serving.inference import infer, read
+from paellapy.serving.limits import BESIDE_BYTES
 from paellapy.serving.protocol import DEFAULT_LEVEL, PRIORITY_LEVELS
 from paellapy.serving.registry import READY, VERSION, Catalogue, Entry
 from paellapy.serving.service import SERVICE

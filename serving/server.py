@@ -14,8 +14,6 @@ from functools import partial
 from typing import Any, NoReturn
 from weakref import WeakSet
 
-from aiohttp import web
-
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.errors import DeadlineError, EngineAwayError, EngineFailedError
 from paellapy.scheduler.engine.callbacks import Pulse
@@ -113,19 +111,19 @@ class Server:
             client_header=o.client_header,
             max_body_bytes=o.max_body_bytes,
             body_timeout_s=o.body_timeout_s,
+            max_held_bytes=o.limits.max_held_bytes,
             access_log=o.access_log,
             hosts=[o.host, *o.hosts],
             model_control=is_loopback(o.host) if o.model_control is None else o.model_control,
             service=service,
         )
-        self.service.held.max_bytes = round(o.held_mb * 1e6)
         self._listening, self._keys = listening, bool(keys)
         self._heartbeat: asyncio.Task[None] | None = None
         self._reloading: asyncio.Task[None] | None = None
         self._to_reload = False
         self.source: Source | None = None  # of the configuration, if there is a file
         self.reloader: Reloader | None = None  # if this process loads the models
-        self._runner: web.AppRunner | None = None
+        self._runner: Runner | None = None
         self._walked: WeakSet[Model] = WeakSet()
         registry.changed.append(self._walk_http)
         self.url = ""
@@ -141,18 +139,9 @@ class Server:
         self._runner = Runner(
             self.app,
             partial(FastConnection, handler=handler),
-            max_body_bytes=self.service.max_body_bytes,
-            max_unsent_bytes=self.service.held.max_bytes,
-            header_timeout_s=o.header_timeout_s,
-            send_timeout_s=o.send_timeout_s,
+            o.limits,
             log_rejected=o.access_log,
-            access_log=None,
-            auto_decompress=False,  # infer.read does it, once the key is checked, and within limits
-            handler_cancellation=True,
-            shutdown_timeout=o.drain_s,
-            keepalive_timeout=o.keepalive_s,
-            max_line_size=o.max_header_bytes,
-            max_field_size=o.max_header_bytes,
+            drain_s=o.drain_s,
         )
         await self._runner.setup()
         try:
@@ -161,7 +150,7 @@ class Server:
             await self._runner.cleanup()
             raise
         for each in sockets:
-            await Site(self._runner, each, self.tls, handshake_s=o.header_timeout_s).start()
+            await Site(self._runner, each, self.tls).start()
         timeout_s = o.engine_timeout_s or (VIRTUAL_TIMEOUT_S if self._is_virtual() else TIMEOUT_S)
         self._heartbeat = asyncio.create_task(Heartbeat(self.service, timeout_s, self.give_up).run())
         self.url = url_of(self._runner.addresses[0], self.tls is not None)

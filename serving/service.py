@@ -12,8 +12,8 @@ from paellapy.scheduler.engine.callbacks import Door
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.remote import RemoteEngine
 from paellapy.serving.admission import Admission, Mode
-from paellapy.serving.byte_limits import HELD_BYTES, RequestBudget
 from paellapy.serving.counters import Counters
+from paellapy.serving.limits import ConnectionLimits, RequestBudget
 from paellapy.serving.quarantine import Quarantine
 from paellapy.serving.registry import READY, Catalogue
 
@@ -38,8 +38,7 @@ class Service:
         self,
         registry: Catalogue,
         admission: Mode,
-        max_body_bytes: int,
-        body_timeout_s: float | None,
+        limits: ConnectionLimits,
         call: Call,
         counters: Counters | None = None,
         since: float | None = None,
@@ -48,11 +47,11 @@ class Service:
         """`call` reaches the engine (rpc.py); `since` is the server's start, if not now."""
         self.quarantine = Quarantine() if quarantine is None else quarantine  # `or` would replace an empty one
         self.registry = registry
-        self.max_body_bytes, self.body_timeout_s = max_body_bytes, body_timeout_s
+        self.limits = limits
         self.counters = counters or Counters(registry)
         self.admission = Admission(self.engine, admission)
         self.door = Door(self.engine)
-        self.held = RequestBudget(HELD_BYTES)
+        self.held = RequestBudget(limits.max_held_bytes)
         self.draining = False
         self.live: set[Live] = set()  # requests that the engine is working on
         self.silent = self.hung = False  # the engine does not respond, and has been given up: heartbeat.py

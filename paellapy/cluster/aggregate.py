@@ -16,8 +16,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from paellapy.cluster.engine_state import EngineView
 from paellapy.cluster.headers import digest_of
 from paellapy.cluster.router import Router
-from paellapy.serving.byte_limits import BESIDE_BYTES, read_body
 from paellapy.serving.errors import RefusedError, RequestError, json_response
+from paellapy.serving.limits import BESIDE_BYTES, read_body
 from paellapy.serving.registry import READY, VERSION
 
 UNCHECKED = "no engine answered to check the API key; try again"

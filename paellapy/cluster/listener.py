@@ -25,17 +25,15 @@ from paellapy.cluster.headers import digest_of
 from paellapy.cluster.router import Forward, Router
 from paellapy.serving import routes
 from paellapy.serving.access import open_to_all
-from paellapy.serving.byte_limits import BESIDE_BYTES, read_body
 from paellapy.serving.errors import RequestError, error_response, json_response, short, sign
 from paellapy.serving.fast_path.connection import FastConnection, read_buffer
 from paellapy.serving.fast_path.headers import Head, Heads
 from paellapy.serving.inference import Pieces
+from paellapy.serving.limits import BESIDE_BYTES, read_body
 from paellapy.serving.listening import Runner, Site, listen, stop_listening, url_of
 from paellapy.serving.logs import request_id
 from paellapy.serving.registry import VERSION
 from paellapy.serving.routes import Protocol
-
-HEADER_TIMEOUT_S, SEND_TIMEOUT_S, KEEPALIVE_S = 20.0, 30.0, 75.0  # as a server has them
 
 # Headers of one connection only, or set again by the next sender.
 _HOP = frozenset(
@@ -51,7 +49,6 @@ class RouterHandler:
         self._router = router
         self.heads = Heads(o.client_header, o.max_body_bytes)
         self.buffer = read_buffer()
-        self.body_timeout_s = o.body_timeout_s
 
     def begin(self, connection: FastConnection, head: Head, raw: bytes) -> Forward | None:
         router = self._router
@@ -176,17 +173,17 @@ class FrontDoor:
 
     def __init__(self, router: Router, listening: socket.socket | None = None) -> None:
         self.router, self._listening = router, listening
-        self._runner: web.AppRunner | None = None
+        self._runner: Runner | None = None
         self.url = ""
 
     async def start(self) -> None:
         o = self.router.options
         self._runner = Runner(
-            router_app(self.router), partial(FastConnection, handler=RouterHandler(self.router)),
-            max_body_bytes=o.max_body_bytes, max_unsent_bytes=o.max_held_bytes, header_timeout_s=HEADER_TIMEOUT_S,
-            send_timeout_s=SEND_TIMEOUT_S, log_rejected=False, access_log=None, auto_decompress=False,
-            handler_cancellation=True, shutdown_timeout=o.drain_s, keepalive_timeout=KEEPALIVE_S,
-        )  # fmt: skip
+            router_app(self.router),
+            partial(FastConnection, handler=RouterHandler(self.router)),
+            o.limits,
+            drain_s=o.drain_s,
+        )
         await self._runner.setup()
         try:
             sockets = listen(o.host, o.port) if self._listening is None else [self._listening]
@@ -194,7 +191,7 @@ class FrontDoor:
             await self._runner.cleanup()
             raise
         for each in sockets:
-            await Site(self._runner, each, None, handshake_s=HEADER_TIMEOUT_S).start()
+            await Site(self._runner, each, None).start()
         self.url = url_of(self._runner.addresses[0], tls=False)
 
     async def stop(self) -> None:

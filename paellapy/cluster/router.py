@@ -18,11 +18,11 @@ from paellapy.cluster.headers import AT_MOST_ONCE, KnownKeys, at_most_once, dige
 from paellapy.instrument.errors import ArgumentError
 from paellapy.scheduler.core.errors import UnknownModelError
 from paellapy.serving.access import CLIENT_HEADER
-from paellapy.serving.byte_limits import BESIDE_BYTES, BODY_TIMEOUT_S, MAX_BODY_BYTES, RequestBudget
 from paellapy.serving.errors import RefusedError, error_answer, short
 from paellapy.serving.fast_path.connection import FastConnection
 from paellapy.serving.fast_path.headers import Clock, Head, error_pieces
 from paellapy.serving.inference import Pieces
+from paellapy.serving.limits import BESIDE_BYTES, DEFAULTS, ConnectionLimits, RequestBudget
 from paellapy.serving.load_report import Outlook
 from paellapy.serving.logs import log, request_id
 
@@ -48,8 +48,8 @@ class RouterOptions:
     hold_s: float = 20.0  # limit of a request's wait for an engine with its model, unless its deadline is shorter
     key: str | None = None  # for engines that need one
     client_header: str = CLIENT_HEADER
-    max_body_bytes: int = MAX_BODY_BYTES
-    body_timeout_s: float | None = BODY_TIMEOUT_S
+    max_body_bytes: int = DEFAULTS.max_body_bytes
+    body_timeout_s: float | None = DEFAULTS.body_timeout_s
     drain_s: float = 30.0
     max_held_bytes: int = HELD_BYTES  # of all requests that are not answered yet
 
@@ -60,6 +60,12 @@ class RouterOptions:
         for name, value in (("every_ms", self.every_ms), ("hold_s", self.hold_s), ("held_mb", held_mb)):
             if not 0 < value < math.inf:
                 raise ArgumentError(f"{name} is {value:g}: give a finite number above 0", field=name, given=value)
+
+    @property
+    def limits(self) -> ConnectionLimits:
+        return ConnectionLimits(
+            max_body_bytes=self.max_body_bytes, body_timeout_s=self.body_timeout_s, max_held_bytes=self.max_held_bytes
+        )
 
 
 @dataclass(slots=True)

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from paellapy.instrument.errors import PaellaError
-from paellapy.serving.byte_limits import AHEAD_BYTES, FAST_HEADER_BYTES, FIRST_BYTES
 from paellapy.serving.errors import STOPPING, LateBodyError
 from paellapy.serving.fast_path.headers import Head, Heads, header_length, header_values
 from paellapy.serving.inference import Pieces
+from paellapy.serving.limits import AHEAD_BYTES, FAST_HEADER_BYTES, FIRST_BYTES
 from paellapy.serving.listening import Connection
 
 # Every copy of a large tensor costs time. So the socket's bytes are read into a buffer that all connections share, or
@@ -136,7 +136,6 @@ class Handler(Protocol):
 
     heads: Heads
     buffer: memoryview
-    body_timeout_s: float | None
 
     def begin(self, connection: FastConnection, head: Head, raw: bytes) -> Work | None:
         """Makes a request from its header, whose bytes are `raw`. None: aiohttp must handle it, since its key is not
@@ -229,8 +228,8 @@ class FastConnection(Connection):
             work.fail(e)
             return
         self.body = body
-        if self._handler.body_timeout_s is not None:
-            self._body_timer = self._loop.call_later(self._handler.body_timeout_s, self._body_is_late)
+        if (body_timeout_s := self._limits.body_timeout_s) is not None:
+            self._body_timer = self._loop.call_later(body_timeout_s, self._body_is_late)
         self._read_body(memoryview(data)[end:])
 
     def _find_head(self, start: bytes, idle: bool) -> tuple[bytes, Head | None]:

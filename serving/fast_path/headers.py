@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from email.utils import formatdate
 
 from paellapy.serving.access import given_key
-from paellapy.serving.byte_limits import FAST_HEADER_BYTES, FAST_HEADERS
 from paellapy.serving.errors import ErrorAnswer, encode_json
+from paellapy.serving.limits import FAST_HEADER_BYTES, FAST_HEADERS
 from paellapy.serving.protocol import HEADER_LENGTH
 
 REMEMBERED_HEADS = 512

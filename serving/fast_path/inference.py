@@ -6,11 +6,12 @@ import asyncio
 import threading
 
 from paellapy.serving.access import Access
-from paellapy.serving.byte_limits import BESIDE_BYTES, IN_THREAD_BYTES, answer_coding, largest_request, pack
+from paellapy.serving.compression import IN_THREAD_BYTES, answer_coding, pack
 from paellapy.serving.errors import RequestError, error_answer
 from paellapy.serving.fast_path.connection import FastConnection, read_buffer
 from paellapy.serving.fast_path.headers import Clock, Head, Heads, answer_head, error_pieces
 from paellapy.serving.inference import Inference, Pieces
+from paellapy.serving.limits import BESIDE_BYTES, largest_request
 from paellapy.serving.logs import log_request, request_id
 from paellapy.serving.service import Service
 
@@ -20,8 +21,8 @@ class FastHandler:
 
     def __init__(self, service: Service, access: Access, client_header: str, access_log: bool) -> None:
         """To be called in the event loop that reads the connections."""
-        self.service, self.body_timeout_s = service, service.body_timeout_s
-        self.heads = Heads(client_header, service.max_body_bytes)
+        self.service = service
+        self.heads = Heads(client_header, service.limits.max_body_bytes)
         self.clock = Clock()
         self.access_log = access_log
         self.loop, self.thread = asyncio.get_running_loop(), threading.get_ident()

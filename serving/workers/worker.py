@@ -347,7 +347,7 @@ class _WorkerServer(Server):
         o = worker.config.server
         counters = Counters(link.registry, worker.table, worker.producer - 1)
         service = Service(
-            link.registry, o.admission, o.max_body_bytes, o.body_timeout_s, link.call, counters, worker.since,
+            link.registry, o.admission, o.limits, link.call, counters, worker.since,
             Quarantine(worker.quarantine),
         )  # fmt: skip
         own = worker.shares[worker.producer - 1]

@@ -17,7 +17,7 @@ from paellapy.cluster import router as router_module
 from paellapy.cluster.cluster_file import ClusterSettings
 from paellapy.cluster.headers import KEPT_S, timeout_s
 from paellapy.cluster.router import RouterOptions
-from paellapy.serving.byte_limits import BESIDE_BYTES, largest_request
+from paellapy.serving.limits import BESIDE_BYTES, largest_request
 
 N = 1 << 19  # a request of 2 MiB, longer than the first memory of a body
 WAYS = pytest.mark.parametrize("more", ["", "traceparent: none\r\n"], ids=["fast path", "aiohttp"])

@@ -13,7 +13,7 @@ from hypothesis import strategies as some
 
 from paellapy.scheduler.models.model import Model, TensorSpec
 from paellapy.serving import tensors
-from paellapy.serving.byte_limits import choose_coding
+from paellapy.serving.compression import choose_coding
 from paellapy.serving.errors import RequestError
 from paellapy.serving.protocol import DEFAULT_LEVEL, PRIORITY_LEVELS, classify, decode, encode
 from paellapy.serving.tensors import DTYPES

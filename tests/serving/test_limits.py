@@ -21,8 +21,9 @@ from places import TESTS
 from raw_client import Client
 from serving_server import ask, infer_body, running
 
-from paellapy.serving import byte_limits, listening, metrics
-from paellapy.serving.byte_limits import BESIDE_BYTES, largest_request
+from paellapy.serving import compression, listening, metrics
+from paellapy.serving.errors import TooLargeError
+from paellapy.serving.limits import BESIDE_BYTES, ConnectionLimits, largest_request
 from paellapy.serving.listening import Connection, Connections, unsent_bytes
 from paellapy.serving.logs import configure, log
 
@@ -46,13 +47,13 @@ def open_server():
 @pytest.fixture
 def unpacked(monkeypatch):
     """Lengths of decompressed bodies, and the threads that decompressed them."""
-    found, unpack = [], byte_limits.unpack
+    found, unpack = [], compression.unpack
 
     def noted(body, *more):
         found.append((len(body), threading.current_thread().name))
         return unpack(body, *more)
 
-    monkeypatch.setattr(byte_limits, "unpack", noted)
+    monkeypatch.setattr(compression, "unpack", noted)
     return found
 
 
@@ -108,11 +109,12 @@ def test_codings_that_are_wrong_are_told_and_the_connection_goes_on(server, codi
 
 
 def test_a_ratio_beyond_all_data_is_refused_though_the_size_is_allowed():
-    zeros = bytes(4 * byte_limits.FREE_BYTES)
-    with pytest.raises(byte_limits.TooLargeError, match="more than"):
-        byte_limits.unpack(gzip.compress(zeros, mtime=0), "gzip", len(zeros))
-    noise = np.random.default_rng(0).bytes(4 * byte_limits.FREE_BYTES)
-    assert byte_limits.unpack(gzip.compress(noise, 1, mtime=0), "gzip", len(noise)) == noise
+    zeros = bytes(4 * compression.FREE_BYTES)
+    with pytest.raises(TooLargeError) as caught:
+        compression.unpack(gzip.compress(zeros, mtime=0), "gzip", len(zeros))
+    assert caught.value.given > caught.value.limit == compression.FREE_BYTES
+    noise = np.random.default_rng(0).bytes(4 * compression.FREE_BYTES)
+    assert compression.unpack(gzip.compress(noise, 1, mtime=0), "gzip", len(noise)) == noise
 
 
 # -- JSON
@@ -121,7 +123,7 @@ def test_a_ratio_beyond_all_data_is_refused_though_the_size_is_allowed():
 @pytest.mark.parametrize("more", ["", "traceparent: none\r\n"])  # the fast path, and aiohttp's
 def test_a_body_is_no_longer_than_the_largest_request_of_its_model(open_server, more):
     most = largest_request(open_server.engine.models["scale"])
-    assert most < open_server.service.max_body_bytes
+    assert most < open_server.service.limits.max_body_bytes
     with Client(open_server) as client:
         client.send(f"POST {INFER} HTTP/1.1\r\nHost: x\r\n{more}Content-Length: {most + 1}\r\n\r\n".encode())
         status, headers, body = client.answer()
@@ -284,9 +286,8 @@ def test_part_of_a_header_that_comes_with_the_connection_gets_an_answer():
         closed = asyncio.Event()
         transport.close.side_effect = closed.set
         loop = asyncio.get_running_loop()
-        options = {"header_timeout_s": 0.01, "send_timeout_s": 1.0, "log_rejected": False, "loop": loop}
-        connections = Connections(Connection, lambda request: None, max_unsent_bytes=1)
-        connection = Connection(connections, **options)
+        connections = Connections(Connection, ConnectionLimits(header_timeout_s=0.01), lambda request: None)
+        connection = Connection(connections, log_rejected=False, loop=loop)
         connection.connection_made(transport)
         connection.data_received(b"POST /v2/models/scale/inf")
         await closed.wait()
