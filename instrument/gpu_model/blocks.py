@@ -350,7 +350,6 @@ def end_block(s: State, slot: int) -> None:
     s.free[sm, tables.F_SHARED] += command.shared
     make_dirty(s, sm)
     gpu.freed += 1
-    gpu.block_events += 1
     if gpu.waiting > 0:
         gpu.place = 1
     command.ended += 1
@@ -518,10 +517,9 @@ def attach_within(s: State) -> None:
 
 @part
 def place(s: State) -> None:
-    """Places blocks: of the first waiting grid until it has no more or does not fit; with backfill, then of the next.
+    """Places blocks of the first waiting grid until it has no more, then of the next; one that does not fit delays all.
 
-    Without backfill, a grid that does not fit in its partition delays that partition only: a context has its own front
-    end.
+    A grid that does not fit in its partition delays that partition only: a context has its own front end.
     """
     gpu = s.gpu[0]
     gpu.passes += 1
@@ -541,10 +539,9 @@ def place(s: State) -> None:
             placed = place_one(s, handle)
         if not placed:
             command.blocked_at = gpu.freed
-            if gpu.backfill == 0:
-                if partition == 0:
-                    break
-                s.partition[partition, tables.W_HELD] = gpu.passes
+            if partition == 0:
+                break
+            s.partition[partition, tables.W_HELD] = gpu.passes
             k += 1
             continue
         if command.placed == command.blocks:

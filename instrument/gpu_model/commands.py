@@ -75,21 +75,31 @@ class Placed:
     epoch: int
 
 
+Footprint = tuple[int, int, int, int]  # of a block: warps, and the threads, registers and shared bytes of its SM
+
+
+def launch_row(kernel: Kernel, takes: Footprint, overhead_ns: float, **more: float) -> tuple[float, ...]:
+    """A launch as a row of COMMAND."""
+    warps, threads, registers, shared = takes
+    return tables.command(
+        kind=tables.LAUNCH, blocks=kernel.n_blocks, warps=warps, threads=threads, registers=registers, shared=shared,
+        cluster=kernel.cluster, kernel=kernel.kernel, first=kernel.first,
+        latency_ns=overhead_ns if kernel.latency_ns is None else kernel.latency_ns, **more,
+    )  # fmt: skip
+
+
 def checked_program(
-    kernels: Sequence[Kernel], footprints: Sequence[tuple[int, int, int, int]], partition: int, overhead_ns: float
+    kernels: Sequence[Kernel], footprints: Sequence[Footprint], partition: int, overhead_ns: float
 ) -> Program:
-    """The program of kernels whose blocks take these warps, threads, registers and shared bytes."""
+    """The program of kernels whose blocks take these footprints."""
     commands = np.zeros(len(kernels), tables.COMMAND)
     costs = []
     row = 0
     for k, (each, takes) in enumerate(zip(kernels, footprints, strict=True)):
-        warps, threads, registers, shared = takes
         table = cost_table(each.n_blocks, each.cost, each.duration_ns)
-        latency = overhead_ns if each.latency_ns is None else each.latency_ns
-        commands[k] = tables.command(
-            kind=tables.LAUNCH, blocks=each.n_blocks, warps=warps, threads=threads, registers=registers, shared=shared,
-            cluster=each.cluster, cost=row, cost_stride=len(table) > 1, kernel=each.kernel, first=each.first,
-            report=k == len(kernels) - 1, partition=partition, latency_ns=latency,
+        commands[k] = launch_row(
+            each, takes, overhead_ns,
+            cost=row, cost_stride=len(table) > 1, report=k == len(kernels) - 1, partition=partition,
         )  # fmt: skip
         costs.append(table)
         row += len(table)
@@ -191,7 +201,7 @@ class Partitions:
     def __init__(self, part: Part) -> None:
         self._part = part
         self._made: dict[tuple[int, int], int] = {}
-        self._footprints: dict[tuple[int, int, int, int, int], tuple[int, int, int, int]] = {}
+        self._footprints: dict[tuple[int, int, int, int, int], Footprint] = {}
 
     def make(self, s: tables.State, first: int, n: int) -> tuple[tables.State, int]:
         """The number of the partition of `n` SMs from `first` on."""
@@ -223,7 +233,7 @@ class Partitions:
                 field="partition", given=partition, limit=len(self._made),
             )
 
-    def footprint(self, s: tables.State, kernel: Kernel, partition: int) -> tuple[int, int, int, int]:
+    def footprint(self, s: tables.State, kernel: Kernel, partition: int) -> Footprint:
         """Warps of a block, and the threads, registers and shared bytes that it takes from its SM."""
         n_blocks, cluster = kernel.n_blocks, kernel.cluster
         threads, registers, shared = kernel.threads, kernel.registers, kernel.shared_bytes

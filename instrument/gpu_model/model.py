@@ -6,7 +6,7 @@
     sim.run()
     sim.finish_ns(k)
 
-The core is compiled. `SmModel` checks its input and keeps the arrays large enough; its base reads results.
+The core is compiled. `SmModel` checks its input, keeps the arrays large enough, and reads results.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from paellapy.instrument.gpu_model.commands import (
     Placed,
     Program,
     checked_program,
+    launch_row,
     placed_commands,
 )
 from paellapy.instrument.gpu_model.costs import Costs
@@ -205,96 +206,15 @@ class TracedRows:
             self._rows += len(blocks)
 
 
-class SmResults:
-    """A model as its readers see it."""
-
-    def __init__(self, part: Part, state: State, commands: CommandRows) -> None:
-        self.part = part
-        self._s = state
-        self._commands = commands
-        self._traced = TracedRows()
-
-    @property
-    def state(self) -> State:
-        """The state, for a compiled loop that runs the model. It is replaced whenever more room is needed."""
-        return self._s
-
-    @property
-    def now_ns(self) -> float:
-        return float(self._s.gpu["now_ns"][0])
-
-    @property
-    def next_event_ns(self) -> float:
-        """When the next event happens, if nothing else is submitted; infinite if there is none."""
-        return next_event(self._s)
-
-    @property
-    def last_handle(self) -> int:
-        """The handle of the latest command; records and waits have handles too."""
-        return self._commands.next - 1
-
-    def done(self, handle: int) -> bool:
-        return bool(self._s.command["status"][self._row(handle)] >= tables.DONE)
-
-    def start_ns(self, handle: int) -> float:
-        """When the first block, or the copy, started. NaN before."""
-        return float(self._s.command["start_ns"][self._row(handle)])
-
-    def notify_ns(self, handle: int) -> float:
-        """When the last block started: from then on the whole launch is on the SMs. NaN before."""
-        return float(self._s.command["notify_ns"][self._row(handle)])
-
-    def finish_ns(self, handle: int) -> float:
-        """When the last block, or the copy, ended. NaN before."""
-        return float(self._s.command["finish_ns"][self._row(handle)])
-
-    @property
-    def lines(self) -> NDArray[Any]:
-        """Each SM's live counters (SM_LINE)."""
-        return self._s.lines
-
-    def use_until(self, now_ns: float) -> tuple[float, NDArray[np.float64], NDArray[np.float64]]:
-        """A time, and per SM up to that time: warp-ns of resident warps, and ns with any resident warp.
-
-        The time is `now_ns`, or the next event if it comes first, because later events are not known yet.
-        """
-        until = max(self.now_ns, min(now_ns, self.next_event_ns))
-        use = self._s.use
-        resident = use[:, tables.U_WARPS]
-        more = np.where(resident > 0, until - use[:, tables.U_SINCE], 0.0)
-        return until, use[:, tables.U_WARP_NS] + resident * more, use[:, tables.U_BUSY_NS] + more
-
-    @property
-    def block_events(self) -> int:
-        """Blocks that have ended so far."""
-        return int(self._s.gpu["block_events"][0])
-
-    def blocks(self) -> NDArray[Any]:
-        """The ended blocks of traced launches (BLOCK), launch after launch, in order of block."""
-        return self._traced.ended(self._s)
-
-    def clear_blocks(self) -> None:
-        """Forget the blocks of finished launches, for long traced runs."""
-        self._traced.forget(self._s, self._commands.base)
-
-    def check_integrity(self) -> None:
-        """Checks that with nothing in flight all resources are free and all counters agree; AssertionError otherwise.
-        """
-        tables.check_idle(self._s, self.part)
-
-    def _row(self, handle: int) -> int:
-        return self._commands.row(self._s, handle)
-
-
 CopyKind = Literal["h2d", "d2h", "d2d"]
 _ENGINES: dict[CopyKind, int] = {"h2d": 0, "d2h": 1, "d2d": 2}
 
 
 class DeadlockError(PaellaError):
-    """Streams wait for events that can no longer happen; the message says which stream waits for which event."""
+    """Streams wait for events that can no longer happen: `waits` says which stream waits for which event."""
 
 
-class SmModel(SmResults):
+class SmModel:
     """One GPU in simulated time. Streams with a greater `priority` go first (CUDA's numbers are the negatives)."""
 
     def __init__(
@@ -305,13 +225,11 @@ class SmModel(SmResults):
         timing: Timing | None = None,
         false_dependencies: bool = False,
         connections: int | None = None,
-        backfill: bool = False,
         history: int | None = None,
         lines: NDArray[Any] | None = None,
     ) -> None:
         """`false_dependencies`: streams that share one of `connections` hardware queues wait for each other's heads.
 
-        `backfill`: a grid may pass one that does not fit at the moment; in hardware, later grids wait behind it.
         `history`: number of commands already returned by `completed()` that are kept, for long runs; None keeps all.
         `lines`: the SM_LINE counters to use, if others read them too.
         """
@@ -322,7 +240,10 @@ class SmModel(SmResults):
                 f"connections={self._connections}: the {part.title} allows 1 to {part.hardware_queues}",
                 field="connections", given=self._connections, limit=part.hardware_queues,
             )
-        super().__init__(part, tables.new_state(part, self.timing, seed, backfill, lines), CommandRows(history))
+        self.part = part
+        self._s = tables.new_state(part, self.timing, seed, lines)
+        self._commands = CommandRows(history)
+        self._traced = TracedRows()
         self._priorities: list[int] = []
         self._events = 0
         self._graphs = 0
@@ -404,7 +325,7 @@ class SmModel(SmResults):
         its blocks to some SMs; 0 means all.
         """
         at = self._check(stream, submit_ns)
-        warps, whole, allocated, shared = self._partitions.footprint(self._s, kernel, partition)
+        takes = self._partitions.footprint(self._s, kernel, partition)
         n_blocks, base = kernel.n_blocks, self._commands.base
         self._s, row, stride = self._costs.of_launch(self._s, base, n_blocks, kernel.cost, kernel.duration_ns)
         flag, epoch, ids = 0, 0, -1
@@ -412,16 +333,15 @@ class SmModel(SmResults):
             flag, epoch = kernel.under.flag, kernel.under.epoch
             self._s, ids = self._flags.keep(self._s, kernel)
         self._s, handle = self._commands.reserve(self._s)
-        latency = self.timing.block_overhead_ns if kernel.latency_ns is None else kernel.latency_ns
         trace_row = -1
         if trace:
             self._s, trace_row = self._traced.reserve(self._s, n_blocks)
         number = handle if launch_id is None else launch_id
-        self._s.command[self._row(handle)] = tables.command(
-            kind=tables.LAUNCH, stream=stream, priority=self._priorities[stream], status=tables.QUEUED, blocks=n_blocks,
-            warps=warps, threads=whole, registers=allocated, shared=shared, cluster=kernel.cluster, cost=row,
-            cost_stride=stride, trace=trace_row, launch=number, kernel=kernel.kernel, first=kernel.first, graph=graph,
-            report=report, partition=partition, flag=flag, epoch=epoch, ids=ids, submit_ns=at, latency_ns=latency,
+        self._s.command[self._row(handle)] = launch_row(
+            kernel, takes, self.timing.block_overhead_ns,
+            stream=stream, priority=self._priorities[stream], cost=row, cost_stride=stride, trace=trace_row,
+            launch=number, graph=graph, report=report, partition=partition, flag=flag, epoch=epoch, ids=ids,
+            submit_ns=at,
         )  # fmt: skip
         return handle
 
@@ -544,7 +464,7 @@ class SmModel(SmResults):
             )
         result = run(self._s, np.inf if until_ns is None else float(until_ns), int(stop_on_completion))
         if result == tables.IDLE and until_ns is None and self._s.gpu["pending"][0] > 0:
-            raise DeadlockError(tables.who_waits(self._s, self._commands.base))
+            raise self._deadlock()
         return self.now_ns
 
     def completed(self) -> NDArray[np.int64]:
@@ -559,11 +479,79 @@ class SmModel(SmResults):
         while not self.done(handle):
             following = self.next_event_ns
             if following == np.inf:
-                raise DeadlockError(tables.who_waits(self._s, self._commands.base))
+                raise self._deadlock()
             self.run(following)
         return self.finish_ns(handle)
 
+    # --- results ---------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> State:
+        """The state, for a compiled loop that runs the model. It is replaced whenever more room is needed."""
+        return self._s
+
+    @property
+    def now_ns(self) -> float:
+        return float(self._s.gpu["now_ns"][0])
+
+    @property
+    def next_event_ns(self) -> float:
+        """When the next event happens, if nothing else is submitted; infinite if there is none."""
+        return next_event(self._s)
+
+    @property
+    def last_handle(self) -> int:
+        """The handle of the latest command; records and waits have handles too."""
+        return self._commands.next - 1
+
+    def done(self, handle: int) -> bool:
+        return bool(self._s.command["status"][self._row(handle)] >= tables.DONE)
+
+    def start_ns(self, handle: int) -> float:
+        """When the first block, or the copy, started. NaN before."""
+        return float(self._s.command["start_ns"][self._row(handle)])
+
+    def notify_ns(self, handle: int) -> float:
+        """When the last block started: from then on the whole launch is on the SMs. NaN before."""
+        return float(self._s.command["notify_ns"][self._row(handle)])
+
+    def finish_ns(self, handle: int) -> float:
+        """When the last block, or the copy, ended. NaN before."""
+        return float(self._s.command["finish_ns"][self._row(handle)])
+
+    @property
+    def lines(self) -> NDArray[Any]:
+        """Each SM's live counters (SM_LINE)."""
+        return self._s.lines
+
+    def use_until(self, now_ns: float) -> tuple[float, NDArray[np.float64], NDArray[np.float64]]:
+        """A time, and per SM up to that time: warp-ns of resident warps, and ns with any resident warp.
+
+        The time is `now_ns`, or the next event if it comes first, because later events are not known yet.
+        """
+        until = max(self.now_ns, min(now_ns, self.next_event_ns))
+        use = self._s.use
+        resident = use[:, tables.U_WARPS]
+        more = np.where(resident > 0, until - use[:, tables.U_SINCE], 0.0)
+        return until, use[:, tables.U_WARP_NS] + resident * more, use[:, tables.U_BUSY_NS] + more
+
+    def blocks(self) -> NDArray[Any]:
+        """The ended blocks of traced launches (BLOCK), launch after launch, in order of block."""
+        return self._traced.ended(self._s)
+
+    def clear_blocks(self) -> None:
+        """Forget the blocks of finished launches, for long traced runs."""
+        self._traced.forget(self._s, self._commands.base)
+
+    def check_integrity(self) -> None:
+        """Checks that with nothing in flight all resources are free and all counters agree; AssertionError otherwise.
+        """
+        tables.check_idle(self._s, self.part)
+
     # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _row(self, handle: int) -> int:
+        return self._commands.row(self._s, handle)
 
     def _check(self, stream: int, submit_ns: float | None) -> float:
         """The time of a submission to this stream."""
@@ -589,6 +577,12 @@ class SmModel(SmResults):
                 field="event", given=event, limit=self._events,
             )
         return event
+
+    def _deadlock(self) -> DeadlockError:
+        pending, waits = int(self._s.gpu["pending"][0]), tables.who_waits(self._s, self._commands.base)
+        return DeadlockError(
+            f"{pending} commands can never run: {'; '.join(map(str, waits))}", given=pending, waits=waits
+        )
 
     def _simple(self, kind: int, stream: int, at: float, latency: float = 0.0) -> tuple[int, int]:
         self._s, handle = self._commands.reserve(self._s)

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from paellapy.instrument.errors import LaunchError, NoDeviceError, out_of_resources
+from paellapy.instrument.errors import LaunchError, NoDeviceError, PaellaError, also, out_of_resources
 
 WARP = 32
 KIB = 1024
@@ -276,12 +276,14 @@ class Timing:
         for field in fields(self):
             value = getattr(self, field.name)
             if not isinstance(value, int | float) or not value >= 0:
-                raise ValueError(f"timing {field.name}={value!r}: it must be a number of at least 0")
+                raise _impossible(field.name, value, "a number of at least 0")
         for name in ("bandwidth_efficiency", "flops_efficiency", "tensor_efficiency", "pcie_efficiency"):
             if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"timing {name}={getattr(self, name)}: it must be above 0 and at most 1")
-        if self.jitter >= 1 or self.sm_bytes_per_clock == 0:
-            raise ValueError("timing jitter must be below 1 and sm_bytes_per_clock above 0")
+                raise _impossible(name, getattr(self, name), "above 0 and at most 1")
+        if self.jitter >= 1:
+            raise _impossible("jitter", self.jitter, "below 1")
+        if self.sm_bytes_per_clock == 0:
+            raise _impossible("sm_bytes_per_clock", 0, "above 0")
 
     @classmethod
     def load(cls, path: Path) -> Timing:
@@ -304,6 +306,12 @@ class Timing:
     def save(self, path: Path, **about: object) -> None:
         """Writes a profile; `about` says how it was recorded (device, driver, date, error against the part)."""
         path.write_text(json.dumps({**about, "timing": asdict(self)}, indent=2) + "\n")
+
+
+def _impossible(name: str, value: Any, wanted: str) -> PaellaError:
+    return also(
+        PaellaError(f"timing {name}={value!r}: it must be {wanted}", field=name, given=value, limit=wanted), ValueError
+    )
 
 
 # --- occupancy --------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,10 +148,8 @@ GPU = np.dtype(
         ("unreported", "i8"),
         ("freed", "i8"),  # number of blocks that have ended
         ("passes", "i8"),  # number of placement passes
-        ("backfill", "i8"),
         ("grid_limit", "i8"),
         ("seed", "i8"),
-        ("block_events", "i8"),
         ("fp_threads", "i8"),  # the footprint for which the placement tree is valid
         ("fp_registers", "i8"),
         ("fp_shared", "i8"),
@@ -289,11 +287,11 @@ class State(TableSet):
 _KINDS = ("launch", "copy", "record", "wait")
 
 
-def new_state(part: Part, timing: Timing, seed: int, backfill: bool, lines: NDArray[Any] | None) -> State:
+def new_state(part: Part, timing: Timing, seed: int, lines: NDArray[Any] | None) -> State:
     sm, n, streams = part.sm, part.sms, 32
     slots = n * sm.blocks
     gpu = np.zeros(1, GPU)
-    gpu["backfill"], gpu["grid_limit"], gpu["seed"], gpu["fp_threads"] = backfill, part.concurrent_grids, seed, -1
+    gpu["grid_limit"], gpu["seed"], gpu["fp_threads"] = part.concurrent_grids, seed, -1
     for name in ("launch_ns", "jitter", "kernel_gap_ns", "graph_gap_ns", "grid_issue_ns", "block_issue_ns"):
         gpu[name] = getattr(timing, name)
     if lines is None:
@@ -398,23 +396,36 @@ def unfinished_launches(s: State, first: int) -> NDArray[np.int64]:
     return rows[unfinished]
 
 
-def who_waits(s: State, first: int) -> str:
+class Waiting(NamedTuple):
+    """A command that can never run. `event` is -1 if it waits for earlier work on its stream."""
+
+    stream: int
+    kind: str
+    handle: int
+    event: int = -1
+    recorded_on: int = -1  # the stream that will record the event; -1: none
+
+    def __str__(self) -> str:
+        cause = "earlier work on its stream"
+        if self.event >= 0:
+            when = "which is never recorded" if self.recorded_on < 0 else f"recorded later on stream {self.recorded_on}"
+            cause = f"event {self.event}, {when}"
+        return f"stream {self.stream} ({self.kind} {self.handle}) waits for {cause}"
+
+
+def who_waits(s: State, first: int) -> list[Waiting]:
     """For a state in which nothing can happen any more: each queue's head, and the event that it waits for."""
     rows = np.arange(first, int(s.gpu["next"][0])) & (len(s.command) - 1)
     records = rows[s.command["kind"][rows] == RECORD]
     waits = []
-    for handle in s.queue[s.queue[:, Q_HEAD] >= 0, Q_HEAD]:
+    for handle in s.queue[s.queue[:, Q_HEAD] >= 0, Q_HEAD].tolist():
         command = s.command[handle & (len(s.command) - 1)]
-        event = command["event"]
-        who = f"stream {command['stream']} ({_KINDS[command['kind']]} {handle})"
-        if command["kind"] != WAIT:
-            waits.append(f"{who} waits for earlier work on its stream")
-        elif not s.event[event, E_RECORDED]:
-            waits.append(f"{who} waits for event {event}, which is never recorded")
-        else:
-            by = s.command["stream"][records[s.command["event"][records] == event][0]]
-            waits.append(f"{who} waits for event {event}, recorded later on stream {by}")
-    return f"{s.gpu['pending'][0]} commands can never run: " + "; ".join(waits)
+        event = int(command["event"]) if command["kind"] == WAIT else -1
+        by = -1
+        if event >= 0 and s.event[event, E_RECORDED]:
+            by = int(s.command["stream"][records[s.command["event"][records] == event][0]])
+        waits.append(Waiting(int(command["stream"]), _KINDS[command["kind"]], handle, event, by))
+    return waits
 
 
 def check_idle(s: State, part: Part) -> None:

@@ -195,8 +195,8 @@ scripts = st.lists(launches, min_size=1, max_size=12).map(lambda script: sorted(
 priorities = st.lists(st.integers(-1, 1), min_size=5, max_size=5)
 
 
-def play(script: list[Launch], priority: list[int], *, work: bool = False, backfill: bool = False) -> SmModel:
-    sim = SmModel(SMALL, timing=EXACT, backfill=backfill)
+def play(script: list[Launch], priority: list[int], *, work: bool = False) -> SmModel:
+    sim = SmModel(SMALL, timing=EXACT)
     for each in priority:
         sim.stream(each)
     for each in script:
@@ -230,7 +230,7 @@ def choose(launch: Launch, free: np.ndarray) -> list[int]:
     return chosen
 
 
-def schedule(script: list[Launch], priority: list[int], backfill: bool) -> list[Row]:
+def schedule(script: list[Launch], priority: list[int]) -> list[Row]:
     free = np.tile(LIMITS, (SMS, 1))
     queued = {stream: [k for k, each in enumerate(script) if each.stream == stream] for stream in range(5)}
     unplaced = [each.n_blocks for each in script]
@@ -264,9 +264,9 @@ def schedule(script: list[Launch], priority: list[int], backfill: bool) -> list[
                     unplaced[k] -= 1
             if not unplaced[k]:
                 waiting.remove(k)
-            elif not backfill and each.partition is None:
+            elif each.partition is None:
                 break
-            elif not backfill:
+            else:
                 held.add(each.partition)
         times = [row[4] for row in running]
         times += [script[ks[0]].submit for s, ks in queued.items() if ks and s not in busy]
@@ -276,22 +276,20 @@ def schedule(script: list[Launch], priority: list[int], backfill: bool) -> list[
 
 
 @settings(max_examples=120, deadline=None)
-@given(scripts, priorities, st.booleans())
-def test_every_block_goes_where_the_rules_say(script: list[Launch], priority: list[int], backfill: bool):
-    sim = play(script, priority, backfill=backfill)
+@given(scripts, priorities)
+def test_every_block_goes_where_the_rules_say(script: list[Launch], priority: list[int]):
+    sim = play(script, priority)
     found = sim.blocks()[["launch", "block", "sm", "start_ns", "end_ns"]].tolist()
-    assert sorted(found) == schedule(script, priority, backfill)
+    assert sorted(found) == schedule(script, priority)
 
 
 # --- where blocks run ----------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)
-@given(scripts, priorities, st.booleans())
-def test_blocks_stay_in_their_partition_and_no_sm_is_overfull(
-    script: list[Launch], priority: list[int], backfill: bool
-):
-    blocks = play(script, priority, work=True, backfill=backfill).blocks()
+@given(scripts, priorities)
+def test_blocks_stay_in_their_partition_and_no_sm_is_overfull(script: list[Launch], priority: list[int]):
+    blocks = play(script, priority, work=True).blocks()
     for k, each in enumerate(script):
         mine = blocks[blocks["launch"] == k]
         assert len(mine) == each.n_blocks
@@ -375,9 +373,9 @@ def test_disjoint_partitions_do_not_delay_each_other(work: bool):
     assert ends([left, right]) == ends([left]) | ends([right])
 
 
-def started(partition: tuple[int, int] | None, *, backfill: bool = False) -> float:
+def started(partition: tuple[int, int] | None) -> float:
     """Start time of a small grid behind one that waits for room in the left half, while the right half is empty."""
-    sim = SmModel(SMALL, timing=EXACT, backfill=backfill)
+    sim = SmModel(SMALL, timing=EXACT)
     left = sim.partition(0, 4)
     sim.launch(sim.stream(), Kernel(7, 1024, duration_ns=100), partition=left)
     sim.launch(sim.stream(), Kernel(1, 1024, 32, 227 * KIB, duration_ns=100), partition=left, submit_ns=1)
@@ -396,7 +394,6 @@ def test_a_blocked_grid_holds_up_its_own_partition_only():
     assert started((4, 4)) == 2
     assert started((3, 4)) == 2  # overlapping is not the same
     assert started(None) == 2
-    assert started((0, 4), backfill=True) == 2
 
 
 def test_a_blocked_unconfined_grid_holds_up_all_partitions():
