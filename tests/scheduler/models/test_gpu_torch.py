@@ -76,6 +76,24 @@ def reference(net, x, dtype=torch.float32):
         return net(torch.from_numpy(x).to("cuda", dtype)).float().cpu().numpy()
 
 
+def ask_all(engine, name, x):
+    async def main():
+        return await asyncio.gather(*(engine.infer(name, {"input": each}) for each in x))
+
+    return [each["output"] for each in asyncio.run(main())]
+
+
+def compare(engine, name, net, x, dtype=torch.float32, rtol=1e-2, atol=1e-4):
+    """Compares the answers to single requests with the module's own outputs."""
+    for each, wanted in zip(x, reference(net, x.astype(np.float32), dtype), strict=True):
+        found = engine.infer_sync(name, {"input": each})["output"].astype(np.float32)
+        np.testing.assert_allclose(found, wanted, rtol=rtol, atol=atol)
+
+
+def model_of(net, **about):
+    return pp.Model.from_torch(net, torch.zeros(1, 3, 64, 64), **about)
+
+
 @pytest.fixture
 def engine():
     with pp.Engine("cuda", quantum_us=20) as engine:
@@ -87,7 +105,7 @@ def loaded():
     nets = {"a": Net(1), "b": Net(2, 48)}
     with pp.Engine("cuda", quantum_us=20) as engine:
         for name, net in nets.items():
-            engine.load(pp.Model.from_torch(net, torch.zeros(1, 3, 64, 64), name=name, channels_last=True))
+            engine.load(model_of(net, name=name, channels_last=True))
         yield engine, nets
 
 
@@ -119,12 +137,11 @@ def test_an_engine_loads_models_whatever_the_number_of_pools_before(engine):
     pools = [torch.cuda.MemPool() for _ in range(300)]
     assert max(pools[-1].id) > 256  # up to there Python keeps its numbers for ever
     del pools
-    net, x = Net(7), images(2)
+    net, x = Net(7), images(1)
     for k in range(5):
-        engine.load(pp.Model.from_torch(net, torch.zeros(1, 3, 64, 64), name=f"m{k}", batch=(1,), instances=2))
+        engine.load(model_of(net, name=f"m{k}", batch=(1,), instances=2))
         gc.collect()
-        found = engine.infer_sync(f"m{k}", {"input": x[0]})["output"]
-        np.testing.assert_allclose(found, reference(net, x)[0], rtol=1e-2, atol=1e-4)
+        compare(engine, f"m{k}", net, x)
 
 
 @pytest.mark.alone  # whether partitions are used depends on their measured times
@@ -134,19 +151,10 @@ def test_a_crowd_is_confined_to_partitions_of_sms_and_answers_the_same():
     net, x = Net(6), images(300)
     expected = reference(net, x)
     with pp.Engine("cuda", "srpt", quantum_us=20, sm_partitions=8, tuning=tuning) as engine:
-        engine.load(
-            pp.Model.from_torch(
-                net, torch.zeros(1, 3, 64, 64), name="crowd", channels_last=True, batch=(1,), instances=12
-            )
-        )
+        engine.load(model_of(net, name="crowd", channels_last=True, batch=(1,), instances=12))
         profile = engine.profile("crowd")[0]
         assert profile.partition_ns > 0
-
-        async def main():
-            return await asyncio.gather(*(engine.infer("crowd", {"input": each}) for each in x))
-
-        for found, wanted in zip(asyncio.run(main()), expected, strict=True):
-            np.testing.assert_allclose(found["output"], wanted, rtol=1e-2, atol=1e-4)
+        np.testing.assert_allclose(ask_all(engine, "crowd", x), expected, rtol=1e-2, atol=1e-4)
         assert 0 < engine.stats()["confined_launches"] < engine.stats()["launches"]
         check_at_rest(engine.state)
 
@@ -154,52 +162,35 @@ def test_a_crowd_is_confined_to_partitions_of_sms_and_answers_the_same():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(engine, dtype):
     net = Net(4)
-    engine.load(pp.Model.from_torch(net, torch.zeros(1, 3, 64, 64), name="half", dtype=dtype, channels_last=True))
-    spec = engine.models["half"].inputs["input"]
-    x = images(8).astype(spec.dtype)
-    expected = reference(net, x.astype(np.float32), dtype)
-    for each, wanted in zip(x, expected, strict=True):
-        found = engine.infer_sync("half", {"input": each})["output"].astype(np.float32)
-        np.testing.assert_allclose(found, wanted, atol=2e-2)
+    engine.load(model_of(net, name="half", dtype=dtype, channels_last=True))
+    x = images(8).astype(engine.models["half"].inputs["input"].dtype)
+    compare(engine, "half", net, x, dtype, rtol=1e-7, atol=2e-2)
 
 
 def test_autocast(engine):
     net = Net(5)
-    engine.load(pp.Model.from_torch(net, torch.zeros(1, 3, 64, 64), name="cast", autocast=torch.float16, batch=(1, 4)))
-    x = images(4)
-    expected = reference(net, x)
-    for each, wanted in zip(x, expected, strict=True):
-        found = engine.infer_sync("cast", {"input": each})["output"].astype(np.float32)
-        np.testing.assert_allclose(found, wanted, atol=1e-2)
+    engine.load(model_of(net, name="cast", autocast=torch.float16, batch=(1, 4)))
+    compare(engine, "cast", net, images(4), rtol=1e-7, atol=1e-2)
 
 
 @pytest.mark.filterwarnings("default")  # Inductor's own, about TF32 for one
 def test_a_compiled_module_with_triton_kernels(engine):
     net = Net(6)
-    engine.load(pp.Model.from_torch(net, torch.zeros(1, 3, 64, 64), name="compiled", compile=True, batch=(1, 2)))
-    x = images(6)
-    for each, wanted in zip(x, reference(net, x), strict=True):
-        found = engine.infer_sync("compiled", {"input": each})["output"]
-        np.testing.assert_allclose(found, wanted, rtol=1e-2, atol=1e-4)
+    engine.load(model_of(net, name="compiled", compile=True, batch=(1, 2)))
+    compare(engine, "compiled", net, images(6))
 
 
 def test_a_graph_that_forks_and_joins(engine):
     net = Branches()
     x = np.random.default_rng(0).standard_normal((50, 64)).astype(np.float32)
-    expected = reference(net, x)
     engine.load(pp.Model.from_torch(net, torch.zeros(1, 64), name="branches", batch=(1, 4)))
     assert not engine.profile("branches")[0].chain
-
-    async def main():
-        return await asyncio.gather(*(engine.infer("branches", {"input": each}) for each in x))
-
-    for found, wanted in zip(asyncio.run(main()), expected, strict=True):
-        np.testing.assert_allclose(found["output"], wanted, rtol=1e-2, atol=1e-3)
+    np.testing.assert_allclose(ask_all(engine, "branches", x), reference(net, x), rtol=1e-2, atol=1e-3)
 
 
 def test_weights_are_there_once_and_instances_memory_is_counted(engine):
     net = Net(7, 64)
-    model = pp.Model.from_torch(net, torch.zeros(1, 3, 64, 64), name="net", batch=(1, 8), instances=4)
+    model = model_of(net, name="net", batch=(1, 8), instances=4)
     engine.load(model)
     held = engine.memory.reservations["net"]
     assert held.instances == 4
@@ -215,7 +206,7 @@ def test_unloading_gives_the_memory_back(engine):
         return torch.cuda.memory_reserved()
 
     net = Net(8, 64)
-    model = pp.Model.from_torch(net, torch.zeros(1, 3, 64, 64), name="net", batch=(1, 8), instances=4)
+    model = model_of(net, name="net", batch=(1, 8), instances=4)
     engine.load(model)
     engine.infer_sync("net", {"input": images(1)[0]})
     assert not next(net.parameters()).is_cuda  # the caller's module stays where it was
@@ -244,11 +235,8 @@ def test_waiting_for_the_gpu_is_refused_and_the_line_is_named(engine):
     with failing(CaptureError, doing="waits for the GPU", location=location):
         engine.load(pp.Model.from_torch(waits, torch.zeros(1, 8), batch=(1,)))
     net = Net(10)
-    engine.load(pp.Model.from_torch(net, torch.zeros(1, 3, 64, 64), name="after", batch=(1,)))
-    x = images(1)
-    np.testing.assert_allclose(
-        engine.infer_sync("after", {"input": x[0]})["output"], reference(net, x)[0], rtol=1e-2, atol=1e-4
-    )
+    engine.load(model_of(net, name="after", batch=(1,)))
+    compare(engine, "after", net, images(1))
 
 
 def test_kernels_that_do_not_report_are_traced_at_segment_grain(loaded):
@@ -297,16 +285,12 @@ def of_torch(seed, seen=lambda x: None):
     return net
 
 
-def model_of(net, **about):
-    return pp.Model.from_torch(net, torch.zeros(1, 3, 64, 64), **about)
-
-
 def test_sizes_planned_at_once_in_their_threads_give_the_bits_of_sizes_planned_one_by_one(engine, monkeypatch):
     net, x = of_torch(11), images(8, seed=4)
     sizes, programs = (1, 2, 4, 8), {}
 
     def answers(name: str) -> dict[int, list[np.ndarray]]:
-        model = pp.Model.from_torch(net, torch.zeros(1, 3, 64, 64), name=name, batch=sizes, instances=3)
+        model = model_of(net, name=name, batch=sizes, instances=3)
         assert model.source.plans_convolutions == (name != "one by one")
         engine.load(model)
         loaded = engine._models[name]
@@ -339,9 +323,7 @@ def test_a_network_with_threads_is_traced_and_loaded_again(engine):
     for _ in range(2):
         engine.load(model)
         with engine.trace() as t:
-            for each, expected in zip(x, reference(net, x), strict=True):
-                found = engine.infer_sync("net", {"input": each})["output"]
-                np.testing.assert_allclose(found, expected, rtol=1e-2, atol=1e-4)
+            compare(engine, "net", net, x)
         assert len(t.jobs) == 3
         engine.unload("net")
 
@@ -357,10 +339,9 @@ def test_a_network_that_fails_at_one_size_says_so_though_sizes_run_at_once(engin
     assert model.source.plans_convolutions
     with failing(CaptureError, batch=4, __cause__=error):
         engine.load(model)
-    net, x = of_torch(14), images(1)
+    net = of_torch(14)
     engine.load(model_of(net, name="net", batch=(1, 2)))
-    found = engine.infer_sync("net", {"input": x[0]})["output"]
-    np.testing.assert_allclose(found, reference(net, x)[0], rtol=1e-2, atol=1e-4)
+    compare(engine, "net", net, images(1))
 
 
 def test_a_network_keeps_running_in_this_thread_where_its_settings_do(engine):

@@ -48,10 +48,19 @@ class Host:
 
 
 def filled(byte):
-    def fill(array):
-        array[:] = byte
+    return lambda array: array.fill(byte)
 
-    return fill
+
+def only(name):
+    """The worth of weights where one model is in demand."""
+    return lambda each: float(each == name)
+
+
+def put_on_disk(store, name, nbytes, byte):
+    """As if the GPU copied all that is in memory, so that nothing may leave it."""
+    store.in_use = lambda each: True
+    store.put(name, nbytes, filled(byte))
+    store.in_use = lambda each: False
 
 
 @pytest.fixture
@@ -164,9 +173,7 @@ def test_weights_in_demand_take_the_memory_of_weights_that_nobody_wants(store, h
 def test_many_requests_for_few_bytes_do_not_displace_many_bytes(host, tmp_path):
     store = HostStore(1000, host.allocate, tmp_path)
     store.put("large", 1000, filled(1))
-    store.in_use = lambda name: True
-    store.put("small", 10, filled(2))
-    store.in_use = lambda name: False
+    put_on_disk(store, "small", 10, 2)
     assert not store.promote("small", {"large": 1.0, "small": 50.0}.__getitem__)
     assert store.promote("small", {"large": 1.0, "small": 500.0}.__getitem__)
 
@@ -177,21 +184,19 @@ def test_a_file_is_written_once(store, monkeypatch):
     monkeypatch.setattr(host_store, "write_weights", lambda path, arrays: (written.append(path), write(path, arrays)))
     store.put("new", 1000, filled(2))
     for name in ("old", "new", "old", "new"):
-        assert store.promote(name, lambda each, name=name: float(each == name))
+        assert store.promote(name, only(name))
         assert store.where(name) == "host"
     assert len(written) == 2
 
 
 def test_weights_that_cannot_be_written_stay_in_memory(store, host, monkeypatch):
-    store.in_use = lambda name: True
-    store.put("new", 1000, filled(2))
-    store.in_use = lambda name: False
+    put_on_disk(store, "new", 1000, 2)
     full_disk(monkeypatch)
     with failing(MemoryPlanError, model="old", for_model="new"):
-        store.promote("new", lambda name: float(name == "new"))
+        store.promote("new", only("new"))
     assert (store.where("old"), store.where("new"), host.blocks, store.held_bytes) == ("host", "disk", 1, 1000)
     monkeypatch.undo()
-    assert store.promote("new", lambda name: float(name == "new"))
+    assert store.promote("new", only("new"))
 
 
 def test_without_memory_the_weights_stay_in_their_file(store, host):
@@ -200,10 +205,10 @@ def test_without_memory_the_weights_stay_in_their_file(store, host):
     def refuse(nbytes):
         raise MemoryPlanError("no pinned memory", needed_bytes=nbytes)
 
-    store.promote("old", lambda name: float(name == "old"))
+    store.promote("old", only("old"))
     store.allocate = refuse
     with failing(MemoryPlanError, needed_bytes=900):
-        store.promote("new", lambda name: float(name == "new"))
+        store.promote("new", only("new"))
     assert (store.where("old"), store.where("new"), host.blocks, store.held_bytes) == ("disk", "disk", 0, 0)
     store.allocate = host.allocate
     assert (store.take("new") == 2).all()
@@ -229,9 +234,7 @@ def test_while_a_file_is_written_anything_may_happen(host, tmp_path, monkeypatch
     host.limit_bytes = 1000
     store, write = HostStore(1000, host.allocate, tmp_path), weights.write_weights
     store.put("old", 600, filled(1))
-    store.in_use = lambda name: True
-    store.put("new", 700, filled(2))
-    store.in_use = lambda name: False
+    put_on_disk(store, "new", 700, 2)
 
     def slowly(path, arrays):
         monkeypatch.undo()
@@ -239,7 +242,7 @@ def test_while_a_file_is_written_anything_may_happen(host, tmp_path, monkeypatch
         write(path, arrays)
 
     monkeypatch.setattr(host_store, "write_weights", slowly)
-    done = store.promote("new", lambda name: float(name == "new"))
+    done = store.promote("new", only("new"))
     assert done == (meanwhile is dropped)
     assert store.where("new") == ("host" if done else "disk")
     wait_until(lambda: store.where("old") == ("" if done else "host"))

@@ -57,9 +57,10 @@ def test_a_module_that_draws_random_numbers_draws_new_ones_for_every_request(eng
     assert all(((each >= 1) & (each < 2)).all() for each in answers)
 
 
-def test_a_module_gives_what_it_gives_by_itself_at_every_batch_size(engine):
-    net = SmallNet().eval()
-    model = pp.Model.from_torch(net, torch.zeros(1, 3, 16, 16), name="net", batch=(1, 2, 4))
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_module_gives_what_it_gives_by_itself_at_every_batch_size(engine, channels_last):
+    net, options = SmallNet().eval(), {"channels_last": channels_last, "batch": (1, 2, 4)}
+    model = pp.Model.from_torch(net, torch.zeros(1, 3, 16, 16), name="net", **options)
     assert model.inputs["input"].shape == (3, 16, 16)
     assert model.outputs["output"].shape == (10,)
     engine.load(model)
@@ -110,35 +111,19 @@ def test_several_positional_inputs_are_numbered_or_named_by_the_caller():
     assert list(pp.Model.from_torch(product, examples, input_names=("x", "y")).inputs) == ["x", "y"]
 
 
-@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
-def test_half_precision_goes_in_and_comes_out(engine, kind):
-    dtype = getattr(torch, kind)
+@pytest.mark.parametrize(("options", "goes_in", "comes_out"), [
+    ({"dtype": torch.float16}, "float16", "float16"), ({"dtype": "bfloat16"}, "bfloat16", "bfloat16"),
+    ({"autocast": torch.bfloat16}, "float32", "bfloat16"),
+    ({"dtype": "float16", "autocast": "bfloat16"}, "float16", "bfloat16"),
+])  # fmt: skip
+def test_half_precision_goes_in_and_comes_out(engine, options, goes_in, comes_out):
     net = torch.nn.Linear(6, 4)
-    engine.load(pp.Model.from_torch(net, torch.zeros(1, 6), name="half", dtype=dtype, batch=(1,)))
-    spec = engine.models["half"].inputs["input"]
-    assert spec.dtype.name == kind
-    x = np.arange(6).astype(spec.dtype)
-    found = engine.infer_sync("half", {"input": x})["output"]
-    expected = net.to(dtype)(torch.arange(6).to(dtype)).float().detach().numpy()
-    np.testing.assert_allclose(found.astype(np.float32), expected, rtol=2e-2, atol=2e-2)
-
-
-def test_autocast_runs_products_in_the_type_it_is_given(engine):
-    net = torch.nn.Linear(6, 4)
-    model = pp.Model.from_torch(net, torch.zeros(1, 6), name="cast", autocast=torch.bfloat16, batch=(1,))
-    assert model.outputs["output"].dtype.name == "bfloat16"
+    model = pp.Model.from_torch(net, torch.zeros(1, 6), name="half", batch=(1,), **options)
+    assert (model.inputs["input"].dtype.name, model.outputs["output"].dtype.name) == (goes_in, comes_out)
     engine.load(model)
-    found = engine.infer_sync("cast", {"input": np.ones(6, np.float32)})["output"]
-    np.testing.assert_allclose(found.astype(np.float32), net(torch.ones(6)).detach().numpy(), atol=2e-2)
-
-
-def test_channels_last_changes_the_layout_and_not_the_answer(engine):
-    net = SmallNet().eval()
-    x = images(1)
-    with torch.no_grad():
-        expected = net(torch.from_numpy(x)).numpy()
-    engine.load(pp.Model.from_torch(net, torch.zeros(1, 3, 16, 16), name="net", channels_last=True, batch=(1,)))
-    np.testing.assert_allclose(engine.infer_sync("net", {"input": x[0]})["output"], expected[0], rtol=1e-4, atol=1e-5)
+    x = np.linspace(-1, 1, 6, dtype=np.float32)
+    found = engine.infer_sync("half", {"input": x.astype(model.inputs["input"].dtype)})["output"]
+    np.testing.assert_allclose(found.astype(np.float32), net(torch.from_numpy(x)).detach().numpy(), 2e-2, 2e-2)
 
 
 def test_the_weights_count_once_whatever_the_number_of_instances(engine):
@@ -217,11 +202,6 @@ def test_a_module_that_cannot_be_copied_is_refused_with_the_way_around():
     with failing(ModelError, model="Linear", field="module"):
         pp.Model.from_torch(net, torch.zeros(1, 2))
     assert pp.Model.from_torch(lambda x: net(x), torch.zeros(1, 2)).outputs["output"].shape == (2,)
-
-
-def test_types_may_be_given_by_name():
-    model = pp.Model.from_torch(torch.nn.Linear(2, 2), torch.zeros(1, 2), dtype="float16", autocast="bfloat16")
-    assert (model.inputs["input"].dtype.name, model.outputs["output"].dtype.name) == ("float16", "bfloat16")
 
 
 @pytest.mark.parametrize("wrong", ["half precision", "nn", np.float16, torch.int8, 16])

@@ -29,25 +29,28 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 class Trainer:
     """A user's training loop: the step is a method, and everything else is in `self`."""
 
-    def __init__(self):
+    def __init__(self, rate=0.1):
+        torch.manual_seed(0)
         self.net = torch.nn.Linear(4, 1)
-        self.opt = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        self.opt = torch.optim.Adam(self.net.parameters(), lr=rate)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.opt, 10)
-        self.plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(self.opt)
 
-    def plain(self):
+    def loss(self, x):
+        return self.net(x).square().mean()
+
+    def update(self, x):
         self.opt.zero_grad()
-        loss = self.net(torch.ones(4)).sum()
+        loss = self.loss(x)
         loss.backward()
         self.opt.step()
         return loss
 
-    def scheduled(self):
-        self.plain()
+    def scheduled(self, x):
+        self.update(x)
         self.schedule.step()
 
-    def by_loss(self):
-        self.plateau.step(self.plain())
+    def by_loss(self, x):
+        self.plateau.step(self.update(x))
 
 
 def use(optimizer, schedule=None):
@@ -58,7 +61,7 @@ def use(optimizer, schedule=None):
 
 def test_an_optimizer_that_state_lacks_is_found_in_self_and_in_partial():
     mine = Trainer()
-    for step, label in ((mine.plain, "opt"), (functools.partial(use, optimizer=mine.opt), "optimizer")):
+    for step, label in ((mine.update, "opt"), (functools.partial(use, optimizer=mine.opt), "optimizer")):
         with failing(ModelError, job="train", field="state", given=label):
             check_complete(torch, "train", step, [mine.net])
         check_complete(torch, "train", step, [mine.net, mine.opt])
@@ -67,6 +70,7 @@ def test_an_optimizer_that_state_lacks_is_found_in_self_and_in_partial():
 def test_a_step_that_uses_a_schedule_is_refused_with_the_remedy():
     mine = Trainer()
     opt, decay = mine.opt, mine.schedule
+    mine.plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(opt)
 
     def inner():
         opt.step()
@@ -104,7 +108,7 @@ def test_optimizers_tensors_and_generators_are_found_in_what_holds_them(put):
     mine, draw = Trainer(), torch.Generator()
     mine.opt.param_groups[0]["lr"] = 0.25
     state = [mine.net, put(mine.opt), put(draw), put(mine.net)]
-    check_complete(torch, "train", mine.plain, state)
+    check_complete(torch, "train", mine.update, state)
     assert 0.25 in settings_of(torch, state).values()
     assert generators_of(torch, state) == [draw]
     assert any(t is mine.net.weight for t in tensors_of(torch, [put(mine.opt)]))
@@ -146,7 +150,7 @@ def test_a_function_leaves_modules_untouched_wherever_it_finds_them():
         assert not module.running_mean.any()
 
 
-class Slotted:
+class SlottedHolder:
     __slots__ = ("norm",)
 
     def __init__(self):
@@ -176,7 +180,7 @@ def trainers():
 
 
 def test_a_function_leaves_modules_untouched_that_are_found_by_running_it_only():
-    slotted = Slotted()
+    slotted = SlottedHolder()
     for function, module in (*trainers(), (slotted, slotted.norm), (lambda x, held=slotted: held(x), slotted.norm)):
         before = [t.clone() for t in (*module.parameters(), *module.buffers())]
         with pp.Engine("virtual:h200") as engine:
@@ -264,26 +268,6 @@ def engine():
         yield engine
 
 
-class AdamTrainer:
-    """Everything of a training loop, with an optimizer that has moments."""
-
-    def __init__(self, rate=0.1):
-        torch.manual_seed(0)
-        self.net = torch.nn.Linear(4, 1)
-        self.opt = torch.optim.Adam(self.net.parameters(), lr=rate)
-        self.schedule = torch.optim.lr_scheduler.StepLR(self.opt, 10)
-
-    def loss(self, x):
-        return self.net(x).square().mean()
-
-    def update(self, x):
-        self.opt.zero_grad()
-        loss = self.loss(x)
-        loss.backward()
-        self.opt.step()
-        return loss
-
-
 def data(n):
     draw = torch.Generator().manual_seed(5)
     return [torch.randn(8, 4, generator=draw) for _ in range(n)]
@@ -299,16 +283,17 @@ def losses(engine, step, state, n=12):
     return found
 
 
-mine = AdamTrainer()
+mine = Trainer()
 
 
 def update_global(x):
     return mine.update(x)
 
 
-def test_an_optimizer_is_refused_by_name_wherever_a_step_finds_it(engine):
-    trainer = AdamTrainer()
-    net, opt = trainer.net, trainer.opt
+def refused_steps():
+    """Steps with an optimizer that state lacks, whose it is, and what the error calls it."""
+    trainer, hooked = Trainer(), Trainer()
+    net, opt, hidden = trainer.net, trainer.opt, {"both": [trainer]}
 
     def apply():
         opt.step()
@@ -319,41 +304,33 @@ def test_an_optimizer_is_refused_by_name_wherever_a_step_finds_it(engine):
         apply()
         return loss
 
-    steps = {
-        "mine.opt": lambda x: update_global(x),
-        "opt": in_a_closure,
-        "trainer.opt": lambda x: trainer.update(x),
-    }
-    for label, step in steps.items():
-        with failing(ModelError, field="state", given=label):
-            engine.background(step, state=[mine.net if label == "mine.opt" else net], data=data(3))
-    for step in (trainer.update, functools.partial(AdamTrainer.update, trainer)):
-        with failing(ModelError, field="state"):
-            engine.background(step, state=[trainer.net], data=data(3))
-    assert engine.jobs == {}
+    for p in hooked.net.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: hooked.opt.step())
 
-
-def test_an_optimizer_that_no_name_leads_to_is_refused_by_its_kind(engine):
-    hidden = {"both": [AdamTrainer()]}
-    trainer = hidden["both"][0]
-    with failing(ModelError, field="state", given="Adam"):
-        engine.background(lambda x: hidden["both"][0].update(x), state=[trainer.net], data=data(3))
-    in_backward = AdamTrainer()
-    for p in in_backward.net.parameters():
-        p.register_post_accumulate_grad_hook(lambda p: in_backward.opt.step())
-
-    def step(x):
-        loss = in_backward.loss(x)
+    def in_backward(x):
+        loss = hooked.loss(x)
         loss.backward()
         return loss
 
-    with failing(ModelError, field="state"):
-        engine.background(step, state=[in_backward.net], data=data(3))
+    yield lambda x: update_global(x), mine, "mine.opt"
+    yield in_a_closure, trainer, "opt"
+    yield lambda x: trainer.update(x), trainer, "trainer.opt"
+    yield trainer.update, trainer, "opt"
+    yield functools.partial(Trainer.update, trainer), trainer, "argument 0.opt"
+    yield lambda x: hidden["both"][0].update(x), trainer, "Adam"  # no name leads to it
+    yield in_backward, hooked, "hooked.opt"
+
+
+def test_an_optimizer_is_refused_by_name_wherever_a_step_finds_it(engine):
+    for step, owner, label in refused_steps():
+        with failing(ModelError, field="state", given=label):
+            engine.background(step, state=[owner.net], data=data(3))
+    assert engine.jobs == {}
 
 
 @pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
 def test_a_schedule_in_a_helper_is_refused(engine, rate):
-    trainer = AdamTrainer(rate)
+    trainer = Trainer(rate)
 
     def go_on():
         trainer.schedule.step()
@@ -382,13 +359,13 @@ class Counting(torch.optim.Optimizer):
 
 
 def test_an_optimizer_that_counts_in_python_is_refused(engine):
-    trainer = AdamTrainer()
+    trainer = Trainer()
     trainer.opt = Counting(trainer.net.parameters())
     with failing(ModelError, field="step", given=(1, 2)):
         engine.background(trainer.update, state=[trainer.net, trainer.opt], data=data(3))
 
 
-class Averaged(AdamTrainer):
+class Averaged(Trainer):
     """With a normalisation and an average of the weights, which feed back into the loss."""
 
     def __init__(self):
@@ -423,7 +400,7 @@ def test_an_optimizer_that_works_for_a_listed_one_is_no_other(engine):
         def step(self, closure=None):
             self.inner.step()
 
-    plain, job = AdamTrainer(), AdamTrainer()
+    plain, job = Trainer(), Trainer()
     for each in (plain, job):
         each.opt = Wrapper(each.net.parameters())
     expected = [float(plain.update(x).detach()) for x in data(12)]
