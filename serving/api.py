@@ -28,7 +28,7 @@ def serve(
     and override them. `workers` is the number of HTTP processes in front of the engine, which then runs in a process of
     its own; 0 runs everything in this process. `announce` is called with the URL once every model is loaded.
     """
-    from paellapy.serving.config import Source, file_with_options, load_config
+    from paellapy.serving.config import Source, load_config
 
     server = options.get("server", {})
     if not isinstance(server, Mapping):
@@ -37,11 +37,11 @@ def serve(
     if workers is not None:
         options["server"] = {**server, "workers": workers}
     if isinstance(models, str | Path):
-        config, source = file_with_options(models, options)
+        config, source = load_config(models, options=options)
         serve_config(config, source, announce=announce)
-        return
-    config, source = load_config(defaults=options)
-    serve_config(config, source, models=list(models), announce=announce)
+    else:
+        config, source = load_config(options=options)
+        serve_config(config, source, models=list(models), announce=announce)
 
 
 def serve_config(

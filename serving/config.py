@@ -221,14 +221,15 @@ class Source:
 def load_config(
     file: str | Path | None = None,
     overrides: Sequence[str] = (),
-    defaults: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
     models: Sequence[str] = (),
 ) -> tuple[Config, Source]:
-    """Reads the file, then applies `overrides` such as `server.port=9000` and adds `models`.
+    """Reads the file, merges `options` into it, applies `overrides` such as `server.port=9000`, and adds `models`.
 
-    A model is given as `package:factory{name="mlp"}`. `defaults` are used where there is no file.
+    A model is given as `package:factory{name="mlp"}`. Of `options`, tables are merged, and any other value replaces the
+    file's.
     """
-    tree, text = dict(defaults or {}), ""
+    tree, text = dict[str, Any](), ""
     if file is not None:
         try:
             text = Path(file).read_text(encoding="utf-8")
@@ -237,14 +238,18 @@ def load_config(
             raise ConfigError(f"{file}: {getattr(e, 'strerror', None) or e}") from None
         except (ValueError, RecursionError) as e:  # also numbers of thousands of digits, and endless nesting
             raise _syntax_error(str(file), text, e) from None
+    tree = _merged(tree, options or {})
     if models:
         tree["models"] = [_model(each) for each in models]
     paths = [_override(tree, each) for each in overrides]
     if models:
         paths.append(("models",))
-    source = Source(str(file) if file is not None else "", text, paths)
-    if file is not None:
-        source.again = partial(load_config, file, overrides, defaults, models)
+    if file is None:
+        source = Source(overrides=paths)
+    else:
+        elsewhere = "in the options" if options else "on the command line"
+        source = Source(str(file), text, [*paths, *_leaves(options or {})], elsewhere)
+        source.again = partial(load_config, file, overrides, options, models)
     try:
         config = msgspec.convert(tree, Config)
     except msgspec.ValidationError as e:
@@ -369,20 +374,6 @@ def _model(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as e:
         raise ConfigError(f"on the command line: {text!r}: the part in braces is not a TOML table: {e}") from None
     return {"factory": factory.strip(), "arguments": arguments}
-
-
-# A configuration file with overriding options from Python: `serve("config.toml", policy="edf")`.
-
-
-def file_with_options(file: str | Path, options: Mapping[str, Any]) -> tuple[Config, Source]:
-    """As `load_config`. Tables are merged; any other option replaces the file's value."""
-    config, source = load_config(file)  # reports the file's own errors with their lines
-    if not options:
-        return config, source
-    config, _ = load_config(defaults=_merged(tomllib.loads(source.text), options))
-    merged = Source(source.name, source.text, list(_leaves(options)), "in the options")
-    merged.again = partial(file_with_options, file, options)
-    return config, merged
 
 
 def _merged(file: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def load_cluster(path: Path) -> ClusterFile:
 def engine_config(tree: dict[str, Any], file: str) -> tuple[Config, Source]:
     """The settings of an engine."""
     try:
-        config, _ = load_config(defaults=tree)
+        config, _ = load_config(options=tree)
     except ConfigError as e:
         raise ConfigError(f"{file}: {e}") from None
     return config, Source(file, Path(file).read_text() if Path(file).is_file() else "")

@@ -196,7 +196,7 @@ def _config(task: EngineTask) -> Config:
         for each, name in zip(task.config["models"], task.names, strict=True)
     ]
     server = {**task.config.get("server", {}), "host": task.host, "port": task.port, "model_control": True}
-    return load_config(defaults={**task.config, "models": models, "server": server})[0]
+    return load_config(options={**task.config, "models": models, "server": server})[0]
 
 
 async def run_router(task: RouterTask) -> None:

@@ -223,7 +223,7 @@ def test_mistakes_on_the_command_line_are_said_to_be_there(write, overrides, mod
 )
 def test_mistakes_in_settings_given_from_python_are_said_to_be_there(settings, field):
     with pytest.raises(ConfigError, match="in the options: ") as caught:
-        load_config(defaults=settings)
+        load_config(options=settings)
     assert (caught.value.field, caught.value.line) == (field, None)
 
 
