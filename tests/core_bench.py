@@ -204,6 +204,12 @@ class Bench:
         """The GPU completes an instance's oldest launch."""
         ctypes.c_uint64.from_address(self.launched[instance].popleft()).value = 1
 
+    def finish(self, ns: int = 0) -> list[int]:
+        """The GPU completes each instance's oldest launch; returns the serials of completed requests."""
+        for instance in self.running:
+            self.finish_segment(instance)
+        return self.step(ns)
+
     def run_dry(self, limit: int = 5000, ns: int = 1000) -> None:
         """Lets producers and the GPU work until nothing is left."""
         for _ in range(limit):
@@ -214,7 +220,5 @@ class Bench:
                 self.write()
             while self.unread:
                 self.read()
-            for instance in self.running:
-                self.finish_segment(instance)
-            self.step(ns)
+            self.finish(ns)
         raise AssertionError(f"still waiting for {sorted(self.rows)}")

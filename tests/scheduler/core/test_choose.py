@@ -14,7 +14,7 @@ from hypothesis import strategies as st_
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.profiles import ModelProfile
 from paellapy.scheduler.core.tuning import Tuning
-from paellapy.scheduler.policies.policy import find_policy, policy_names
+from paellapy.scheduler.policies.policy import policy_names
 
 pytestmark = pytest.mark.quick
 TUNING = Tuning.for_part("h200")
@@ -196,9 +196,7 @@ def test_nothing_starves_under_paella(long_segments: int, shorts: int) -> None:
     served = 0
     while waiting not in bench.done:
         assert served < 20 + 4 * long_segments, "the long job starves"
-        for instance in bench.running:
-            bench.finish_segment(instance)
-        for serial in bench.step(1_000_000):
+        for serial in bench.finish(1_000_000):
             if serial != waiting:
                 served += 1
                 flood.append(bench.submit(0, client=served % 3))
@@ -214,14 +212,8 @@ def test_fair_shares_follow_the_weights_under_a_zero_threshold() -> None:
     for k in range(8):
         bench.submit(k % 2)
     for _ in range(200):
-        for instance in bench.running:
-            bench.finish_segment(instance)
-        for serial in bench.step(1_000_000):
+        for serial in bench.finish(1_000_000):
             bench.submit(int(bench.done[serial]["model"]))
     used = bench.state.model["used_ns"]
     assert used[0] / used[1] == pytest.approx(3.0, rel=0.15)
     bench.run_dry()
-
-
-def test_every_policy_is_known_by_name() -> None:
-    assert {find_policy(name).name for name in policy_names()} == set(policy_names())

@@ -14,9 +14,8 @@ from core_bench import LIMITS, Bench, profile
 from core_check import IntegrityError, check_at_rest, check_integrity
 from core_scripts import actions, play
 from engine_models import mlp_model, mlp_reference, random_inputs, scale_model, scale_reference
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as some
-from hypothesis import strategies as st_
 from moving_bench import CHUNK, MovingBench
 
 import paellapy as pp
@@ -89,9 +88,7 @@ def test_where_a_queue_stays_short_jobs_go_in_one_piece_and_long_ones_do_not() -
     for _ in range(60):
         bench.step(1_000_000)
     for _ in range(30):
-        for instance in bench.running:
-            bench.finish_segment(instance)
-        bench.step()
+        bench.finish()
     launched: dict[int, set[int]] = {0: set(), 1: set()}
     for instance, launches in bench.history.items():
         launched[int(bench.state.instance["model"][instance])] |= set(launches)
@@ -202,9 +199,7 @@ def test_a_batch_that_is_not_full_waits_for_room() -> None:
         bench.step(1_000_000)
     bench.submit(1)  # the only one of its model: three slots are free
     for _ in range(200):
-        for instance in bench.running:
-            bench.finish_segment(instance)
-        bench.step(1_000)
+        bench.finish(1_000)
         running = bench.state.instance["model"][bench.running]
         if (running == 1).any():
             assert len(running) <= 2 or bench.state.core["waiting_jobs"][0] < 1
@@ -260,8 +255,8 @@ def test_a_better_job_takes_the_place_of_a_worse_one_where_demand_is_the_limit()
     bench.run_dry()
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(script=actions, name=st_.sampled_from(["srpt", "paella", "slack", "edf"]), end=st_.sampled_from(["", "drain"]))
+@settings(max_examples=30, deadline=None)
+@given(script=actions, name=some.sampled_from(["srpt", "paella", "slack", "edf"]), end=some.sampled_from(["", "drain"]))
 def test_each_request_completes_once_on_an_oversubscribed_gpu(
     script: list[tuple[object, ...]], name: str, end: str
 ) -> None:

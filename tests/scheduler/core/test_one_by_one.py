@@ -51,9 +51,7 @@ def test_all_segments_of_a_short_job_come_before_those_of_a_long_one_that_has_be
     order = models_of(bench)
     bench.submit(1)
     while bench.rows:
-        for instance in bench.running:
-            bench.finish_segment(instance)
-        bench.step(1)
+        bench.finish(1)
         order += models_of(bench)
     assert order[:4] == [0, 1, 1, 1]
     assert 1 not in order[4:]

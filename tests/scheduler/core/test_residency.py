@@ -62,9 +62,7 @@ def test_with_a_lead_a_program_starts_with_its_first_weights_and_waits_for_the_o
     for k in range(1, 4):
         bench.chunk()
         bench.step(10)
-        for instance in bench.running:
-            bench.finish_segment(instance)
-        bench.step(10)
+        bench.finish(10)
         assert bench.state.core["segments_done"][0] == k
     bench.settle()
 
@@ -95,10 +93,8 @@ def test_one_that_is_used_all_the_time_gives_way_to_one_that_waits_for_long():
     waiting = bench.submit(1)
     for _ in range(200):
         bench.submit(0)
-        for instance in bench.running:
-            bench.finish_segment(instance)
         bench.chunk()
-        bench.step(CHUNK)
+        bench.finish(CHUNK)
         if waiting in bench.done:
             break
     assert bench.status(waiting) == codes.OK
@@ -181,10 +177,8 @@ def test_requests_that_a_limit_holds_back_keep_no_memory_from_others():
     for _ in range(3):
         other = bench.submit(1)
         for _ in range(40):
-            for instance in bench.running:
-                bench.finish_segment(instance)
             bench.chunk()
-            bench.step(CHUNK)
+            bench.finish(CHUNK)
         assert bench.status(other) == codes.OK
     assert bench.brought == [0, 1]
     assert bench.state.client["held_back"][1] == 1
@@ -255,9 +249,7 @@ def test_without_a_budget_nothing_is_looked_at():
     serial = bench.submit(0)
     bench.step()
     for _ in range(3):
-        for instance in bench.running:
-            bench.finish_segment(instance)
-        bench.step(1)
+        bench.finish(1)
     assert bench.status(serial) == codes.OK
 
 

@@ -11,6 +11,7 @@ import numba
 import numpy as np
 from core_bench import LIMITS, Bench, profile
 from core_check import check_integrity
+from core_producer import PRODUCERS, Producer, finish_all
 from hypothesis import settings
 from hypothesis import strategies as some
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -18,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from paellapy.scheduler.core import abort, codes, rings, tables
 from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.atomics import load_at, store_at
-from paellapy.scheduler.core.rings import ANYTHING, AWAKE, SLOTS, STAGED, Message, announce_sleep, must_ring
+from paellapy.scheduler.core.rings import ANYTHING, AWAKE, Message, announce_sleep, must_ring
 from paellapy.scheduler.engine import ring_calls as calls
 
 
@@ -37,86 +38,7 @@ def test_a_message_arrives_as_it_was_written() -> None:
     assert arrived == {**values, "sequence": 1}
 
 
-PRODUCERS = st.Limits(**{**{name: getattr(LIMITS, name) for name in LIMITS.__dataclass_fields__}, "producers": 3})
 WHO = some.sampled_from((1, 2))
-
-
-class Producer:
-    """A process that submits requests, one instruction at a time. `holder` stands for a slot's inputs."""
-
-    def __init__(self, bench: Bench, number: int, holder: dict[tuple[int, int], int]) -> None:
-        self.bench, self.number, self.holder = bench, number, holder
-        self.held = calls.Line(bench.state, number, 0)
-        self.line = self.held.address
-        self.rows = list(st.producer_rows(PRODUCERS, number))
-        self.serial = number << 20
-        self.claimed: list[tuple[int, int]] = []
-        self.unwritten: list[tuple[tuple[int, int], int]] = []
-        self.posted: dict[int, tuple[int, tuple[int, int] | None]] = {}  # serial → row, place
-        self.unread: list[tuple[int, int]] = []
-        self.ended: Counter[int] = Counter()  # serial → answers
-        self.statuses: Counter[int] = Counter()
-        self._taken = np.zeros((64, calls.COMPLETION_WORDS), np.int64)
-
-    def claim(self) -> None:
-        found = calls.claim(self.line, 0, 0)
-        if found != STAGED:
-            self.claimed.append(divmod(found, SLOTS))
-
-    def post(self, written: bool) -> None:
-        """Posts a claimed slot, or a request that has no slot yet."""
-        place = self.claimed.pop(0) if self.claimed else None
-        self.serial += 1
-        row = self.rows.pop()
-        instance, slot = place or (codes.NONE, codes.NONE)
-        self.posted[self.serial] = row, place
-        message = Message(
-            kind=codes.SUBMIT, request=row, serial=self.serial, instance=instance, slot=slot, arrival_ns=self.bench.now
-        )
-        if place is not None:
-            self.holder[place] = self.serial
-        if place is not None and written:
-            assert calls.post_written(self.line, message.address, *place)
-        else:
-            assert calls.post(self.line, message.address)
-            if place is not None:
-                self.unwritten.append((place, self.serial))
-
-    def write(self) -> None:
-        place, serial = self.unwritten.pop(0)
-        assert self.holder[place] == serial, "a slot was given to another before it was written"
-        calls.ready(self.line, *place)
-
-    def cancel(self, serial: int) -> None:
-        row, _ = self.posted[serial]
-        assert calls.post(self.line, Message(kind=codes.CANCEL, request=row, serial=serial).address)
-
-    def take(self) -> None:
-        n = calls.take(self.line, self._taken)
-        for entry in self._taken[:n].tolist():
-            row = entry[calls.E_REQUEST]
-            serial = next(s for s, (r, _) in self.posted.items() if r == row)
-            _, place = self.posted.pop(serial)
-            self.ended[serial] += 1
-            self.statuses[entry[calls.E_STATUS]] += 1
-            assert self.ended[serial] == 1
-            self.rows.append(row)
-            if entry[calls.E_STATUS] == codes.OK:
-                where = entry[calls.E_INSTANCE], entry[calls.E_SLOT]
-                if place is not None:
-                    assert place == where
-                    assert self.holder[where] == serial, "its slot was given to another before its answer was read"
-                self.unread.append(where)
-
-    def read(self) -> None:
-        calls.release(self.line, *self.unread.pop(0))
-
-    def die_publishing(self) -> None:
-        """Dies between taking a cell of the ring and publishing it: the core sees a gap, and waits for news of the
-        death.
-        """
-        ring = self.bench.state.ring[self.number]
-        ring[codes.SUBMIT_TAIL, 0] += np.uint64(1)
 
 
 class Protocol(RuleBasedStateMachine):
@@ -164,9 +86,7 @@ class Protocol(RuleBasedStateMachine):
 
     @rule()
     def finish(self) -> None:
-        for instance in self.bench.running:
-            self.bench.finish_segment(instance)
-        self.bench.step(1000)
+        self.bench.finish(1000)
 
     @rule(slot=some.integers(0, 3))
     def fault(self, slot: int) -> None:
@@ -201,19 +121,7 @@ class Protocol(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """All living producers finish, and nothing is left."""
-        for producer in self.producers.values():
-            while producer.claimed and producer.rows:
-                producer.post(True)
-            while producer.unwritten:
-                producer.write()
-        for _ in range(60):
-            for instance in self.bench.running:
-                self.bench.finish_segment(instance)
-            self.bench.step(1000)
-            for producer in self.producers.values():
-                producer.take()
-                while producer.unread:
-                    producer.read()
+        finish_all(self.bench, *self.producers.values())
         state = self.bench.state
         assert state.core["live"][0] == 0
         assert self.failed or state.model["free_n"][0] + (state.model["filling"][0] >= 0) == 2

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.tenants import Tenant, set_tenant, tenant_stats
+from paellapy.scheduler.core.state import Limits, new_state
+from paellapy.scheduler.core.tenants import Tenant, client_key, client_numbers, find_client, set_tenant, tenant_stats
 from paellapy.scheduler.policies.policy import attach_policy, find_policy, policy, policy_names
 
 LATER_NS = 1e9
@@ -42,13 +43,6 @@ def clients_in_instances(bench: Bench) -> set[int]:
     return set(bench.state.request["client"][rows].tolist())
 
 
-def finish(bench: Bench, ns: int = 1000) -> list[int]:
-    """All launches complete; returns the requests that are done."""
-    for instance in bench.running:
-        bench.finish_segment(instance)
-    return bench.step(ns)
-
-
 @pytest.mark.parametrize("instances", [1, 2])
 def test_others_pass_the_jobs_of_a_client_that_is_held_back(instances):
     bench = Bench([profile(segments=1, batch=(1, 4), instances=instances)], policy=holding)
@@ -58,7 +52,7 @@ def test_others_pass_the_jobs_of_a_client_that_is_held_back(instances):
         other = bench.submit(client=client, direct=True)
         bench.step()
         assert clients_in_instances(bench) == {client}
-        assert finish(bench) == [other]
+        assert bench.finish(1000) == [other]
     assert not clients_in_instances(bench)
     assert bench.state.core["wake_at_ns"][0] == LATER_NS
     bench.step(int(LATER_NS))
@@ -73,7 +67,7 @@ def test_a_batch_holds_no_request_of_a_client_that_is_held_back():
         bench.submit(client=client)
     bench.step()
     assert clients_in_instances(bench) == {2}
-    assert len(finish(bench)) == 2
+    assert len(bench.finish(1000)) == 2
     bench.step(int(LATER_NS))
     bench.run_dry()
 
@@ -90,7 +84,7 @@ def test_a_job_that_is_refused_when_its_turn_comes_gives_its_instance_up():
     bench.step()
     assert clients_in_instances(bench) == {2, 3}
     assert tenant_stats(bench.state, 1)["held_back"] == 2
-    finish(bench)
+    bench.finish(1000)
     bench.run_dry()
     assert all(bench.status(each) == codes.OK for each in [*held, other])
     assert bench.done[other]["finish_ns"] <= bench.done[held[0]]["finish_ns"]
@@ -109,7 +103,7 @@ def test_requests_that_passed_go_back_if_their_job_is_refused_after_all():
     assert bench.state.core["wake_at_ns"][0] == LATER_NS
     other = bench.submit(client=2)
     bench.step()
-    assert finish(bench) == [other]
+    assert bench.finish(1000) == [other]
     bench.step(int(LATER_NS))
     bench.run_dry()
     assert all(bench.status(each) == codes.OK for each in held)
@@ -120,7 +114,7 @@ def test_a_client_that_is_held_back_for_one_model_runs_another():
     bench = Bench([profile("a", segments=1), profile("b", segments=1)], policy=made)
     held, other = bench.submit(0, client=1), bench.submit(1, client=1)
     bench.step()
-    assert finish(bench) == [other]
+    assert bench.finish(1000) == [other]
     bench.cancel(held)
     assert bench.step() == [held]
 
@@ -131,8 +125,8 @@ def test_an_idle_gpu_takes_the_best_job_of_all_clients():
     last = bench.submit(client=1, priority=2)
     first = bench.submit(client=1, priority=1)
     bench.step()
-    assert finish(bench) == [first]
-    assert finish(bench) == [last]
+    assert bench.finish(1000) == [first]
+    assert bench.finish(1000) == [last]
 
 
 def test_staged_inputs_come_back_into_the_instance():
@@ -150,11 +144,11 @@ def test_staged_inputs_come_back_into_the_instance():
     held = [bench.submit(client=1, source=each.ctypes.data) for each in inputs]
     other = bench.submit(client=2, source=np.array([9.0]).ctypes.data)
     bench.step()
-    assert finish(bench) == [other]
+    assert bench.finish(1000) == [other]
     attach_policy(s, find_policy("fifo"))
     bench.step()
     assert slots[:3, 0].tolist() == [1.0, 2.0, 3.0]
-    assert finish(bench) == held
+    assert bench.finish(1000) == held
 
 
 def test_a_limit_and_admit_hold_back_together():
@@ -168,15 +162,21 @@ def test_a_limit_and_admit_hold_back_together():
     assert all(bench.status(each) == codes.OK for each in held)
 
 
-def test_a_model_closes_once_a_request_that_is_held_back_is_cancelled():
-    bench = Bench([profile(segments=1, instances=1)], policy=holding)
+@pytest.mark.parametrize("by_limit", [False, True])
+def test_a_model_closes_once_its_last_held_back_request_is_cancelled(by_limit):
+    bench = Bench([profile(segments=1, ns=1e6, instances=1)], policy="fifo" if by_limit else holding)
+    if by_limit:
+        set_tenant(bench.state, 1, "alice", Tenant(limit=0.001))
+        bench.submit(client=1)
     held = bench.submit(client=1)
     bench.step()
+    bench.finish(1_000_000)
     bench.tell(codes.CLOSE_MODEL, 0)
     bench.step()
     assert not bench.closed
     bench.cancel(held)
     bench.step()
+    assert bench.status(held) == codes.CANCELLED
     assert bench.closed == [0]
 
 
@@ -189,7 +189,7 @@ def test_the_queue_of_a_client_that_is_held_back_refuses_only_that_client():
     assert {bench.status(each) for each in refused} == {codes.QUEUE_FULL}
     other = bench.submit(client=2)
     bench.step()
-    assert finish(bench) == [other]
+    assert bench.finish(1000) == [other]
 
 
 @pytest.mark.parametrize("name", policy_names())
@@ -200,20 +200,17 @@ def test_no_policy_of_the_package_keeps_requests_out_of_instances(name):
     assert bench.unready == []  # the slot was claimed and written
 
 
-scripts = st.lists(
-    st.one_of(
-        st.tuples(st.just("submit"), st.integers(0, 1), st.integers(0, 3)),
-        st.tuples(st.just("submit"), st.integers(0, 1), st.integers(0, 3)),
-        st.tuples(st.just("finish"), st.integers(0, 7), st.just(0)),
-        st.tuples(st.just("cancel"), st.integers(1, 40), st.just(0)),
-        st.tuples(st.just("step"), st.just(0), st.just(0)),
-    ),
-    max_size=60,
-)
+submit = st.tuples(st.just("submit"), st.integers(0, 1), st.integers(0, 3))
+others = st.tuples(st.sampled_from(["finish", "cancel", "step"]), st.integers(0, 40), st.just(0))
 
 
 @settings(max_examples=100, deadline=None)
-@given(script=scripts, batch=st.sampled_from([(1,), (1, 4)]), instances=st.integers(1, 2), may_idle=st.booleans())
+@given(
+    script=st.lists(submit | submit | others, max_size=60),
+    batch=st.sampled_from([(1,), (1, 4)]),
+    instances=st.integers(1, 2),
+    may_idle=st.booleans(),
+)
 def test_a_client_that_is_held_back_has_an_instance_only_on_an_idle_gpu_and_delays_nobody(
     script, batch, instances, may_idle
 ):
@@ -241,56 +238,8 @@ def test_a_client_that_is_held_back_has_an_instance_only_on_an_idle_gpu_and_dela
     for _ in range(400):  # all others are served, before the time of the client that is held back
         if set(bench.rows) <= held:
             break
-        finish(bench)
+        bench.finish(1000)
     assert set(bench.rows) <= held
-    bench.step(int(LATER_NS))
-    bench.run_dry()
-    assert len(bench.done) == bench.serial
-
-
-POLICIES = [
-    holding,
-    working,
-    policy(name="alone", admit=client_1_alone)(oldest),
-    policy(name="one model", admit=only_model_1_of_client_1, may_idle=True)(oldest),
-    find_policy("fifo"),
-]
-submissions = st.tuples(
-    st.just("submit"), st.integers(0, 1), st.integers(0, 3), st.sampled_from([0, 0, 50, 500]), st.booleans()
-)
-changes = st.lists(
-    st.one_of(
-        submissions,
-        submissions,
-        st.tuples(st.just("finish"), st.integers(0, 7)),
-        st.tuples(st.just("cancel"), st.integers(1, 40)),
-        st.tuples(st.just("write")),
-        st.tuples(st.just("change"), st.sampled_from(POLICIES)),
-    ),
-    max_size=60,
-)
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    script=changes, batch=st.sampled_from([(1,), (1, 4)]), instances=st.integers(1, 2), first=st.sampled_from(POLICIES)
-)
-def test_no_request_is_lost_when_the_policy_changes_while_requests_wait(script, batch, instances, first):
-    bench = Bench([profile(name, segments=2, batch=batch, instances=instances) for name in "ab"], policy=first)
-    for action, *facts in script:
-        if action == "submit" and bench.free:
-            model, client, left_ns, direct = facts
-            deadline = bench.now + left_ns if left_ns else codes.NEVER
-            bench.submit(model, client=client, direct=direct, ready=not direct, deadline=deadline)
-        elif action == "finish" and bench.running:
-            bench.finish_segment(bench.running[facts[0] % len(bench.running)])
-        elif action == "cancel":
-            bench.cancel(facts[0])
-        elif action == "write" and bench.unready:
-            bench.write()
-        elif action == "change":
-            attach_policy(bench.state, facts[0])
-        bench.step(10)  # checks the tables
     bench.step(int(LATER_NS))
     bench.run_dry()
     assert len(bench.done) == bench.serial
@@ -310,38 +259,17 @@ def test_requests_of_a_tenant_at_its_limit_stay_out_of_instances() -> None:
     first = [bench.submit(client=1, direct=True) for _ in range(12)]
     bench.step()
     assert [len(found) for found in slots_of(bench, 1)] == [4]  # a batch, in one instance
-    for instance in bench.running:
-        bench.finish_segment(instance)
-    assert len(bench.step(1_000_000)) == 4
+    assert len(bench.finish(1_000_000)) == 4
     assert not slots_of(bench, 1)
     other = bench.submit(client=2, direct=True)
     bench.step()
-    for instance in bench.running:
-        bench.finish_segment(instance)
-    assert bench.step() == [other]
+    assert bench.finish() == [other]
     bench.cancel(first[-1])
     bench.step()
     assert bench.status(first[-1]) == codes.CANCELLED
     assert bench.state.client["held_back"][1] == 7
     bench.run_dry(ns=1_000_000)
     assert len(bench.done) == 13
-
-
-def test_a_model_closes_once_its_last_held_back_request_is_cancelled() -> None:
-    bench = Bench([profile(segments=1, ns=1e6, instances=1)], policy="fifo")
-    set_tenant(bench.state, 1, "alice", Tenant(limit=0.001))
-    bench.submit(client=1)
-    held = bench.submit(client=1)
-    bench.step()
-    bench.finish_segment(bench.running[0])
-    bench.step(1_000_000)
-    bench.tell(codes.CLOSE_MODEL, 0)
-    bench.step()
-    assert not bench.closed
-    bench.cancel(held)
-    bench.step()
-    assert bench.status(held) == codes.CANCELLED
-    assert bench.closed == [0]
 
 
 def test_a_short_queue_counts_only_held_back_requests_without_a_free_slot() -> None:
@@ -364,6 +292,23 @@ def test_requests_that_are_let_in_count_at_a_size_that_is_captured() -> None:
     bench.step()
     assert bench.state.client["released_ns"][1] == pytest.approx(bench.state.size["total_ns"][0, 2])
     bench.run_dry(ns=1_000_000)
+
+
+def test_a_client_has_one_number_for_all_producers():
+    s = Bench([profile()]).state  # four clients: nobody, and three numbers
+    found = [find_client(s.client_key, s.client, key) for key in (11, 22, 33, 22, 11)]
+    assert sorted(set(found)) == [1, 2, 3]
+    assert found[:2] == [found[4], found[3]]
+    assert find_client(s.client_key, s.client, 44) in (1, 2, 3)
+
+
+@given(st.lists(st.text(max_size=8) | st.integers(), max_size=12), st.integers(13, 40))
+@settings(max_examples=30)
+def test_a_clients_number_follows_from_its_name_and_the_earlier_names(names, clients):
+    s = new_state(Limits(models=1, instances=1, requests=4, clients=clients))
+    found = [find_client(s.client_key, s.client, client_key(name)) for name in names]
+    numbers = client_numbers(map(str, names), clients)
+    assert found == [numbers[str(name)] for name in names]
 
 
 def slots_of(bench: Bench, client: int) -> list[list[int]]:
