@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -132,24 +132,26 @@ class Picture:
         return "; ".join(f"{_plural(n, 'block record')} {why}" for n, why in lost if n)
 
 
-class Part(TypedDict, total=False):
+class Chosen(TypedDict, total=False):
     """Options that choose what a picture shows: see `plot_heatmap`."""
 
     by: By | None
     kernel: str | int | None
+    bins: int
+
+
+class Part(Chosen, total=False):
+    """The same with the part of one trace's time."""
+
     start_ns: int | None
     end_ns: int | None
-    bins: int
 
 
-class Parts(TypedDict, total=False):
+class Parts(Chosen, total=False):
     """The same for several traces, whose clocks differ: times may be given for each trace."""
 
-    by: By | None
-    kernel: str | int | None
     start_ns: Moment
     end_ns: Moment
-    bins: int
 
 
 def prepare(
@@ -190,17 +192,15 @@ def prepare(
 
 def prepare_all(
     traces: Sequence[Trace],
-    by: By | None = None,
-    kernel: str | int | None = None,
     start_ns: Moment = None,
     end_ns: Moment = None,
-    bins: int = BINS,
     axis: TimeAxis | None = None,
+    **chosen: Unpack[Chosen],
 ) -> list[Picture]:
     """The same part of each trace, on one scale. Clocks differ, so times may be given for each trace."""
     starts, ends = (_for_each(ns, len(traces)) for ns in (start_ns, end_ns))
     parts = zip(traces, starts, ends, strict=True)
-    pictures = [prepare(t, by, kernel, start, end, bins, axis) for t, start, end in parts]
+    pictures = [prepare(t, start_ns=start, end_ns=end, axis=axis, **chosen) for t, start, end in parts]
     return on_one_scale(pictures) if len(pictures) > 1 else pictures
 
 
@@ -573,58 +573,44 @@ def block_lanes(trace: Trace) -> NDArray[np.int64]:
     return lanes(trace.blocks["sm"], trace.blocks["start_ns"], trace.blocks["end_ns"])
 
 
-class RangeSlice(NamedTuple):
-    """A range on the time line: in its block's lane or, for a single warp, below it."""
-
-    name: str
-    place: int  # SM and lane in one number, as the other tools' files need it
-    warp: int | None
-    block: int
-    launch: int
-    start_ns: int
-    end_ns: int
-
-    @property
-    def lane(self) -> tuple[int, int]:
-        """Its place, and its warp or -1: the order of lanes in a picture."""
-        return self.place, -1 if self.warp is None else self.warp
-
-
-def range_slices(trace: Trace) -> list[RangeSlice]:
-    """Ranges, outer ones before those inside them."""
+def placed_ranges(trace: Trace) -> tuple[Records, NDArray[np.int64]]:
+    """Ranges in order of start, outer ones before those inside them; and for each its place: SM and lane in one number,
+    as other tools' files need it.
+    """
     records = trace.ranges.records
     records = records[np.lexsort((records["depth"], records["start_ns"]))]
     if not len(records):
-        return []
+        return records, np.zeros(0, np.int64)
     lane = block_lanes(trace)[block_rows(records, trace.blocks)]
-    place = (records["sm"].astype(np.int64) * LANES_PER_SM + lane).tolist()
-    columns = (records[name].tolist() for name in ("range", "warp", "block", "launch", "start_ns", "end_ns"))
-    return [
-        RangeSlice(trace.ranges.names[r], at, None if warp == WHOLE_BLOCK else warp, block, launch, start, end)
-        for at, r, warp, block, launch, start, end in zip(place, *columns, strict=True)
-    ]
+    return records, records["sm"] * np.int64(LANES_PER_SM) + lane
 
 
-def shown_slices(trace: Trace, sms: Sequence[int] | None) -> list[RangeSlice]:
-    """The ranges on these SMs, or on the first two that have any."""
-    slices = range_slices(trace)
-    if not slices:
+def shown_ranges(trace: Trace, sms: Sequence[int] | None) -> tuple[Records, NDArray[np.int64], list[str]]:
+    """The ranges on these SMs, or on the first two that have any; the row of each in a picture; the rows' names.
+
+    A row is a block's lane or, below it, a single warp of the lane.
+    """
+    records, place = placed_ranges(trace)
+    if not len(records):
         said = 'this trace has no ranges: mark some in the kernel with `with pp.range("load"):`'
         raise TraceError(said, field="ranges")
     if sms is None:
-        sms = sorted({s.place // LANES_PER_SM for s in slices})[:_FEW_RANGE_SMS]
-    shown = [s for s in slices if s.place // LANES_PER_SM in sms]
-    if not shown:
+        sms = np.unique(records["sm"])[:_FEW_RANGE_SMS].tolist()
+    chosen = np.isin(records["sm"], sms)
+    if not chosen.any():
         said = f"this trace has no ranges on SMs {list(sms)}: choose others, or leave out sms"
         raise TraceError(said, field="sms", given=list(sms))
-    return shown
+    records, place = records[chosen], place[chosen]
+    warp = np.where(records["warp"] == WHOLE_BLOCK, -1, records["warp"].astype(np.int64))
+    rows, row = np.unique(np.stack((place, warp), axis=1), axis=0, return_inverse=True)
+    return records, row.reshape(-1), [_row_name(*each) for each in rows.tolist()]
+
+
+def _row_name(place: int, warp: int) -> str:
+    sm, lane = divmod(place, LANES_PER_SM)
+    return f"SM {sm}, lane {lane}" + ("" if warp < 0 else f", warp {warp}")
 
 
 def depth_of(trace: Trace, number: int) -> int:
     depth = trace.ranges.records["depth"][trace.ranges.records["range"] == number]
     return int(depth.min(initial=3)) if len(depth) else 0
-
-
-def lane_name(place: int, warp: int) -> str:
-    sm, lane = divmod(place, LANES_PER_SM)
-    return f"SM {sm}, lane {lane}" + ("" if warp < 0 else f", warp {warp}")

@@ -461,23 +461,25 @@ def plot_ranges(trace: Trace, sms: Sequence[int] | None = None) -> Any:
     Ranges inside others are drawn thinner. Times count from the first range shown.
     """
     go = need("plotly.graph_objects", "plot_ranges()")
-    shown = data.shown_slices(trace, sms)
-    lanes = {lane: i for i, lane in enumerate(sorted({s.lane for s in shown}))}
-    origin = min(s.start_ns for s in shown)
+    records, row, names = data.shown_ranges(trace, sms)
+    start_us, end_us = ((records[at] - records["start_ns"].min()) / 1000 for at in ("start_ns", "end_ns"))
+    between = np.full(len(records), np.nan)  # the line ends there
+    x = np.stack((start_us, end_us, between), axis=1)
     figure = go.Figure()
     colour = colours(trace.ranges.names)
     for i, name in enumerate(trace.ranges.names):
-        mine = [s for s in shown if s.name == name]
-        x = [t for s in mine for t in ((s.start_ns - origin) / 1000, (s.end_ns - origin) / 1000, None)]
-        y = [v for s in mine for v in (lanes[s.lane],) * 2 + (None,)]
-        text = [v for s in mine for v in (f"block {s.block}, {s.end_ns - s.start_ns} ns",) * 2 + (None,)]
-        width = max(4, 16 - 5 * data.depth_of(trace, i))
-        line = {"color": colour[name], "width": width}
-        figure.add_trace(go.Scatter(x=x, y=y, text=text, name=name, mode="lines", line=line, hoverinfo="text+name+x"))
+        mine = records["range"] == i
+        said = [f"block {r['block']}, {r['end_ns'] - r['start_ns']} ns" for r in records[mine]]
+        line = {"color": colour[name], "width": max(4, 16 - 5 * data.depth_of(trace, i))}
+        figure.add_trace(
+            go.Scatter(
+                x=x[mine].ravel(), y=np.repeat(row[mine], 3), text=np.repeat(said, 3), name=name, mode="lines",
+                line=line, hoverinfo="text+name+x",
+            )
+        )  # fmt: skip
     figure.update_xaxes(title_text="µs")
-    names = [data.lane_name(*lane) for lane in lanes]
-    figure.update_yaxes(tickvals=list(range(len(lanes))), ticktext=names, autorange="reversed")
-    figure.update_layout(height=120 + 24 * min(len(lanes), _MOST_LANES), title_text=trace.device.name)
+    figure.update_yaxes(tickvals=list(range(len(names))), ticktext=names, autorange="reversed")
+    figure.update_layout(height=120 + 24 * min(len(names), _MOST_LANES), title_text=trace.device.name)
     return figure
 
 

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paellapy.instrument.records import WHOLE_BLOCK
 from paellapy.instrument.traces.summary import runs
 from paellapy.instrument.traces.trace import Trace
-from paellapy.viz.data import LANES_PER_SM, Requests, block_lanes, lanes, range_slices, requests_of
+from paellapy.viz.data import LANES_PER_SM, Requests, block_lanes, lanes, placed_ranges, requests_of
 
 Event = dict[str, Any]
 
@@ -156,15 +157,16 @@ def _blocks(trace: Trace) -> Iterator[Event]:
 
 def _ranges(trace: Trace) -> Iterator[Event]:
     """Ranges inside their blocks; ranges of single warps on tracks of their own below."""
-    slices = range_slices(trace)
-    for place, warp in sorted({(r.place, r.warp) for r in slices if r.warp is not None}):
-        sm, lane = divmod(place, LANES_PER_SM)
+    records, place = placed_ranges(trace)
+    of_warp = records["warp"] != WHOLE_BLOCK
+    for at, warp in np.unique((place[of_warp], records["warp"][of_warp]), axis=1).T.tolist():
+        sm, lane = divmod(at, LANES_PER_SM)
         name = f"lane {lane}, warp {warp}"
         yield from _thread(_SMS + sm, _warp_thread(lane, warp), name, (lane << 6) + warp + 1)
-    for r in slices:
-        sm, lane = divmod(r.place, LANES_PER_SM)
-        thread = lane if r.warp is None else _warp_thread(lane, r.warp)
-        yield _slice(_SMS + sm, thread, r.name, r.start_ns, r.end_ns, {"block": r.block, "launch": r.launch})
+    columns = (records[name].tolist() for name in ("range", "sm", "warp", "block", "launch", "start_ns", "end_ns"))
+    for at, r, sm, warp, block, launch, start, end in zip((place % LANES_PER_SM).tolist(), *columns, strict=True):
+        thread = at if warp == WHOLE_BLOCK else _warp_thread(at, warp)
+        yield _slice(_SMS + sm, thread, trace.ranges.names[r], start, end, {"block": block, "launch": launch})
 
 
 def _warp_thread(lane: int, warp: int) -> int:

@@ -401,24 +401,22 @@ VIEWS: dict[str, Callable[[Picture, Any, dict[str, str], Look], None]] = {
 def check_ranges(pictures: Sequence[Picture]) -> None:
     if len(pictures) > 1:
         raise TraceError("the view 'ranges' shows one trace: save a figure of each", field="view")
-    data.shown_slices(pictures[0].trace, None)
+    data.shown_ranges(pictures[0].trace, None)
 
 
 def ranges_view(picture: Picture, ax: Any, sms: tuple[int, int] | None) -> None:
     """A lane for each block resident at a time, or for each warp, on the first SMs that have ranges, or on `sms`."""
     trace = picture.trace
-    slices = data.shown_slices(trace, None if sms is None else range(sms[0], sms[1] + 1))
-    lanes = {lane: i for i, lane in enumerate(sorted({s.lane for s in slices}))}
+    records, row, names = data.shown_ranges(trace, None if sms is None else range(sms[0], sms[1] + 1))
     tone = range_colours([picture])
-    height = {name: _RANGE_HEIGHTS[min(data.depth_of(trace, i), 2)] for i, name in enumerate(trace.ranges.names)}
-    start, end = (np.array([getattr(s, at) for s in slices], np.int64) for at in ("start_ns", "end_ns"))
-    for name in trace.ranges.names:
-        mine = np.array([s.name == name for s in slices], np.bool_)
-        middle = np.array([lanes[s.lane] for s in slices if s.name == name], np.float64)
-        boxes(picture, ax, start[mine], end[mine], middle, height[name], [tone[name]] * len(middle))
-    shown = list(lanes)[:: -(-len(lanes) // _MOST_LABELS)]
-    ax.set_yticks([lanes[lane] for lane in shown], [data.lane_name(*lane) for lane in shown])
-    ax.set(ylabel="ranges", ylim=(len(lanes) - 0.5, -0.5))
+    for i, name in enumerate(trace.ranges.names):
+        mine = records["range"] == i
+        start, end = (records[at][mine] for at in ("start_ns", "end_ns"))
+        height = _RANGE_HEIGHTS[min(data.depth_of(trace, i), 2)]
+        boxes(picture, ax, start, end, row[mine].astype(np.float64), height, [tone[name]] * len(start))
+    step = -(-len(names) // _MOST_LABELS)
+    ax.set_yticks(range(0, len(names), step), names[::step])
+    ax.set(ylabel="ranges", ylim=(len(names) - 0.5, -0.5))
 
 
 def range_colours(pictures: Sequence[Picture]) -> dict[str, str]:
