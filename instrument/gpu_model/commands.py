@@ -80,12 +80,11 @@ Footprint = tuple[int, int, int, int]  # of a block: warps, and the threads, reg
 
 def launch_row(kernel: Kernel, takes: Footprint, overhead_ns: float, **more: float) -> tuple[float, ...]:
     """A launch as a row of COMMAND."""
-    warps, threads, registers, shared = takes
-    return tables.command(
-        kind=tables.LAUNCH, blocks=kernel.n_blocks, warps=warps, threads=threads, registers=registers, shared=shared,
-        cluster=kernel.cluster, kernel=kernel.kernel, first=kernel.first,
-        latency_ns=overhead_ns if kernel.latency_ns is None else kernel.latency_ns, **more,
-    )  # fmt: skip
+    more["warps"], more["threads"], more["registers"], more["shared"] = takes
+    more["kind"], more["blocks"], more["cluster"] = tables.LAUNCH, kernel.n_blocks, kernel.cluster
+    more["kernel"], more["first"] = kernel.kernel, kernel.first
+    more["latency_ns"] = overhead_ns if kernel.latency_ns is None else kernel.latency_ns
+    return tables.command(more)
 
 
 def checked_program(

@@ -587,5 +587,7 @@ class SmModel:
     def _simple(self, kind: int, stream: int, at: float, latency: float = 0.0) -> tuple[int, int]:
         self._s, handle = self._commands.reserve(self._s)
         i = self._row(handle)
-        self._s.command[i] = tables.command(kind=kind, stream=stream, submit_ns=at, latency_ns=latency)
+        self._s.command[i] = tables.command(
+            {"kind": kind, "stream": stream, "submit_ns": at, "latency_ns": latency}
+        )
         return handle, i

@@ -207,7 +207,7 @@ _LATER = ("start_ns", "notify_ns", "finish_ns")
 _NEW = {name: np.nan if name in _LATER else _AT_FIRST.get(name, 0) for name in COMMAND.names or ()}
 
 
-def command(**facts: float) -> tuple[float, ...]:
+def command(facts: dict[str, float]) -> tuple[float, ...]:
     """A row of COMMAND, to be assigned at once, which is five times as fast as field by field."""
     return tuple({**_NEW, **facts}.values())
 
