@@ -12,7 +12,7 @@ from paellapy.instrument.device import Device, Event, Launcher, Stream
 from paellapy.instrument.errors import LaunchError
 from paellapy.instrument.gpu_model.parts import limits_for_capability
 from paellapy.instrument.kernels.triton_source import TypeHandlers
-from paellapy.instrument.ptx.compiled import Source
+from paellapy.instrument.ptx.compiled import Draft, Source
 from paellapy.instrument.ptx.descriptor import PassConfig
 from paellapy.instrument.records import SM_LINE, Records
 
@@ -47,7 +47,7 @@ class StandInLauncher(Launcher):
         part: tuple[int, int] | None = None,
     ) -> None:
         if self.device.refuses(self.source):
-            raise LaunchError("this kernel needs more than there is")
+            raise LaunchError("this kernel needs more than there is", kernel=self.source.name)
         launch = Launch(
             self.source.name, self.config, grid, list(self.pick(values)), block, shared_bytes, part, self.source.threads
         )
@@ -130,8 +130,8 @@ class StandInDevice(Device):
     def synchronize(self) -> None:
         pass
 
-    def prepare(self, source: Source, config: PassConfig, pick: Any) -> StandInLauncher:
-        return StandInLauncher(self, source, config, pick)
+    def prepare(self, draft: Draft, config: PassConfig, pick: Any) -> StandInLauncher:
+        return StandInLauncher(self, draft.source, config, pick)
 
     def counts(self) -> Records:
         return self.lines

@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 from paellapy.instrument.arguments import Descriptor, Handlers
 from paellapy.instrument.errors import ArgumentError, LaunchError, NoDeviceError
 from paellapy.instrument.gpu_model.parts import SmLimits
-from paellapy.instrument.ptx.compiled import Compiled, Draft, Source
+from paellapy.instrument.ptx.compiled import Compiled, Draft
 from paellapy.instrument.ptx.descriptor import PassConfig
 from paellapy.instrument.ptx.ranges import Ranges, Sites
 from paellapy.instrument.records import MOST_EPOCHS, RANGE_HEAD, RANGE_RECORD, WHOLE_BLOCK, Records
@@ -133,6 +133,9 @@ def check_grid(kernel: str, grid: Sequence[int]) -> None:
             f"kernel {kernel!r}: grid {tuple(grid)} is too large: a GPU takes {most} blocks at most",
             kernel=kernel, field="grid", given=tuple(grid), limit=most,
         )
+
+
+Pick = Callable[[Sequence[Any]], Sequence[Any]]  # selects, from the bound values, those that the kernel takes
 
 
 class Launcher(ABC):
@@ -389,16 +392,11 @@ class Device(ABC):
         """The device called `name`, opened on first use."""
         if name == "auto":
             return cls.default()
-        if not isinstance(name, str):
-            raise NoDeviceError(
-                f"unknown device {name!r}; use a name such as {', '.join(cls.examples())} or 'auto'",
-                field="device", given=name,
-            )
-        kind, _, which = name.partition(":")
+        kind, _, which = name.partition(":") if isinstance(name, str) else ("", "", "")
         if kind not in cls.kinds:
+            examples = ", ".join(f"'{each}:…'" for each in cls.kinds)
             raise NoDeviceError(
-                f"unknown device {name!r}; use a name such as {', '.join(cls.examples())} or 'auto'",
-                field="device", given=name,
+                f"unknown device {name!r}; use a name such as {examples} or 'auto'", field="device", given=name
             )
         which = which or cls.kinds[kind].first
         full = f"{kind}:{which}" if which else kind
@@ -428,10 +426,6 @@ class Device(ABC):
             except NoDeviceError as e:
                 errors.append(str(e))
         raise NoDeviceError("no device found. " + " ".join(errors), field="device")
-
-    @classmethod
-    def examples(cls) -> list[str]:
-        return [f"'{kind}:…'" for kind in cls.kinds]
 
     @staticmethod
     def current() -> Device:
@@ -499,14 +493,8 @@ class Device(ABC):
         raise LaunchError(f"{self.name} does not support flags, which preempting launches needs", field="flag")
 
     @abstractmethod
-    def prepare(self, source: Source, config: PassConfig, pick: Callable[[Sequence[Any]], Sequence[Any]]) -> Launcher:
-        """Builds and loads a kernel. `pick` selects, from the bound values, those that are passed to the kernel."""
-
-    def prepare_draft(
-        self, draft: Draft, config: PassConfig, pick: Callable[[Sequence[Any]], Sequence[Any]]
-    ) -> Launcher:
-        """As `prepare`, for a device that can use a kernel before it is fully compiled."""
-        return self.prepare(draft.source, config, pick)
+    def prepare(self, draft: Draft, config: PassConfig, pick: Pick) -> Launcher:
+        """Builds and loads a kernel."""
 
     evaluates = False  # whether kernels are evaluated from their TTIR
 

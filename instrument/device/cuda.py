@@ -7,7 +7,7 @@ import functools
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from paellapy.instrument.arguments import Descriptor
 from paellapy.instrument.cache import protect_triton
-from paellapy.instrument.device.base import MOST_BYTES, Device, EventLayout, Events
+from paellapy.instrument.device.base import MOST_BYTES, Device, EventLayout, Events, Pick
 from paellapy.instrument.device.cuda_launch import CudaLauncher, cuda_handlers, encode_tile
 from paellapy.instrument.device.cuda_preempt import CudaFlag, Preemption
 from paellapy.instrument.device.driver import (
@@ -32,7 +32,7 @@ from paellapy.instrument.device.driver import (
 )
 from paellapy.instrument.errors import NoDeviceError
 from paellapy.instrument.gpu_model.parts import limits_for_capability
-from paellapy.instrument.ptx.compiled import Source
+from paellapy.instrument.ptx.compiled import Draft
 from paellapy.instrument.ptx.descriptor import PassConfig
 from paellapy.instrument.records import RING_RECORD, SM_LINE, Records
 
@@ -274,22 +274,18 @@ class CudaDevice(Device):
         check(driver().cuMemsetD8(array.ptr, 0, array.nbytes), "clearing memory")
 
     def copy_in(self, ptr: int, source: NDArray[Any]) -> None:
-        self.not_in_capture("copies an array to the GPU and waits for it")
-        self.activate()
-        if source.nbytes:
-            stream = self.current_stream()
-            cu = driver()
-            check(cu.cuMemcpyHtoDAsync(ptr, source.ctypes.data, source.nbytes, stream), "copying to the GPU")
-            check(cu.cuStreamSynchronize(stream), "copying to the GPU")
+        self._copy("to the GPU", driver().cuMemcpyHtoDAsync, ptr, source.ctypes.data, source.nbytes)
 
     def copy_out(self, target: NDArray[Any], ptr: int) -> None:
-        self.not_in_capture("copies an array to the host and waits for it")
+        self._copy("to the host", driver().cuMemcpyDtoHAsync, target.ctypes.data, ptr, target.nbytes)
+
+    def _copy(self, where: str, copy: Callable[..., Any], to: int, source: int, nbytes: int) -> None:
+        self.not_in_capture(f"copies an array {where} and waits for it")
         self.activate()
-        if target.nbytes:
+        if nbytes:
             stream = self.current_stream()
-            cu = driver()
-            check(cu.cuMemcpyDtoHAsync(target.ctypes.data, ptr, target.nbytes, stream), "copying from the GPU")
-            check(cu.cuStreamSynchronize(stream), "copying from the GPU")
+            check(copy(to, source, nbytes, stream), f"copying {where}")
+            check(driver().cuStreamSynchronize(stream), f"copying {where}")
 
     def stream(self, priority: int = 0) -> CudaStream:
         return CudaStream(self, priority)
@@ -332,12 +328,10 @@ class CudaDevice(Device):
     def _preemption(self) -> Preemption:
         return Preemption(self)
 
-    def prepare(
-        self, source: Source, config: PassConfig, pick: Callable[[Sequence[Any]], Sequence[Any]]
-    ) -> CudaLauncher:
+    def prepare(self, draft: Draft, config: PassConfig, pick: Pick) -> CudaLauncher:
         self.activate()
         with relaxed_capture():  # loading code allocates memory, which must not disturb a capture in this thread
-            return CudaLauncher(self, source.build(config), pick)
+            return CudaLauncher(self, draft.source.build(config), pick)
 
     def function_resources(self, function: int) -> tuple[int, int]:
         """Registers per thread and static shared bytes of a loaded function."""

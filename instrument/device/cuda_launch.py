@@ -6,19 +6,19 @@ import ctypes
 import functools
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.arguments import SCALARS, Descriptor, Handler, Handlers, param_offsets, pointer_keys
-from paellapy.instrument.device.base import Blocks, Call, Capture, EventLayout, Launcher, Work, check_grid
+from paellapy.instrument.device.base import Blocks, Call, Capture, EventLayout, Launcher, Pick, Work, check_grid
 from paellapy.instrument.device.cuda_preempt import CudaFlag, CudaRun
 from paellapy.instrument.device.driver import CudaArray, Gpu, check, driver, fail, library
 from paellapy.instrument.errors import ArgumentError, out_of_resources
 from paellapy.instrument.gpu_model.parts import SmLimits
-from paellapy.instrument.ptx.compiled import TRITON_PARAMS, Compiled, Source
+from paellapy.instrument.ptx.compiled import TRITON_PARAMS, Compiled, Draft
 from paellapy.instrument.ptx.descriptor import PassConfig
 from paellapy.instrument.ptx.ranges import Ranges, Sites
 from paellapy.instrument.records import DESCRIPTOR, MAGIC, field_offset
@@ -35,7 +35,7 @@ _FLAG, _TODO = (field_offset(DESCRIPTOR, n) for n in ("flag", "todo"))
 _RANGE_MASK, _RANGES = (field_offset(DESCRIPTOR, n) for n in ("range_mask", "ranges"))
 
 
-class LaunchGpu(Protocol):
+class LaunchGpu(Gpu, Protocol):
     """The parts of the GPU that a launch uses."""
 
     title: str
@@ -45,13 +45,8 @@ class LaunchGpu(Protocol):
     lines: CudaArray
     rings: CudaArray | None
 
-    @property
-    def stream_stack(self) -> list[int]: ...
-    def activate(self) -> None: ...
     def current_stream(self) -> int: ...
-    def prepare(
-        self, source: Source, config: PassConfig, pick: Callable[[Sequence[Any]], Sequence[Any]]
-    ) -> Launcher: ...
+    def prepare(self, draft: Draft, config: PassConfig, pick: Pick) -> Launcher: ...
     def next_notify_word(self) -> tuple[NDArray[np.uint64], int, int]: ...
     def place_for_events(self, layout: EventLayout, launch: int, stream: int) -> int: ...
 
@@ -96,7 +91,7 @@ class Notification:
 
 
 class CudaLauncher(Launcher):
-    def __init__(self, device: LaunchGpu, compiled: Compiled, pick: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
+    def __init__(self, device: LaunchGpu, compiled: Compiled, pick: Pick) -> None:
         cu = driver()
         source = compiled.source
         self.device, self.compiled, self.pick = device, compiled, pick
@@ -269,24 +264,21 @@ class CudaLauncher(Launcher):
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = block
         config.sharedMemBytes, config.hStream = shared_bytes, stream
-        attributes = []
+        attributes: list[Any] = []
+
+        def attribute(name: str) -> Any:
+            attributes.append(cu.CUlaunchAttribute())
+            attributes[-1].id = getattr(cu.CUlaunchAttributeID, f"CU_LAUNCH_ATTRIBUTE_{name}")
+            return attributes[-1].value
+
         source = self.compiled.source
         if source.cluster > 1:
-            cluster = cu.CUlaunchAttribute()
-            cluster.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            cluster.value.clusterDim.x = source.cluster
-            cluster.value.clusterDim.y = cluster.value.clusterDim.z = 1
-            attributes.append(cluster)
+            size = attribute("CLUSTER_DIMENSION").clusterDim
+            size.x, size.y, size.z = source.cluster, 1, 1
         if source.cooperative:
-            cooperative = cu.CUlaunchAttribute()
-            cooperative.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-            cooperative.value.cooperative = 1
-            attributes.append(cooperative)
+            attribute("COOPERATIVE").cooperative = 1
         if source.dependent:
-            dependent = cu.CUlaunchAttribute()
-            dependent.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            dependent.value.programmaticStreamSerializationAllowed = 1
-            attributes.append(dependent)
+            attribute("PROGRAMMATIC_STREAM_SERIALIZATION").programmaticStreamSerializationAllowed = 1
         config.attrs, config.numAttrs = attributes, len(attributes)
         return int(cu.cuLaunchKernelEx(config, cu.CUfunction(self._function), buffer.each or 0, buffer.extra or 0)[0])
 

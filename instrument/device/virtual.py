@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Self
 from weakref import WeakSet
 
@@ -20,13 +20,13 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from paellapy.instrument.arguments import SCALARS, Handler, Handlers, pointer_keys
-from paellapy.instrument.device.base import Device, Event, Events, Stream
+from paellapy.instrument.device.base import Device, Event, Events, Pick, Stream
 from paellapy.instrument.device.virtual_launch import NotedLaunch, VirtualFlag, VirtualLauncher, VirtualRun
 from paellapy.instrument.errors import ArgumentError
 from paellapy.instrument.gpu_model.costs import CostModel
 from paellapy.instrument.gpu_model.model import SmModel
 from paellapy.instrument.gpu_model.parts import part
-from paellapy.instrument.ptx.compiled import Draft, Source
+from paellapy.instrument.ptx.compiled import Draft
 from paellapy.instrument.ptx.descriptor import PassConfig
 from paellapy.instrument.records import RING_RECORD, SM_LINE, Records
 from paellapy.instrument.triton_ir.memory_ops import know
@@ -171,7 +171,7 @@ class VirtualDevice(Device):
         self._later: list[Callable[[], object]] = []
         self.handlers = virtual_handlers()
         self._default_stream = self._model.stream()
-        self._streams: list[int] = []
+        self.stream_stack: list[int] = []  # the streams that were entered
         self._host_ns = 0.0
         self._ring_size = 0
         self.noted: list[NotedLaunch] | None = None  # launches with their costs, while a caller collects them
@@ -220,16 +220,10 @@ class VirtualDevice(Device):
         return VirtualStream(self, self._model.stream(priority))
 
     def current_stream(self) -> int:
-        return self._streams[-1] if self._streams else self._default_stream
+        return self.stream_stack[-1] if self.stream_stack else self._default_stream
 
     def record(self) -> VirtualEvent:
         return VirtualStream(self, self.current_stream()).record()
-
-    def push_stream(self, stream: int) -> None:
-        self._streams.append(stream)
-
-    def pop_stream(self) -> None:
-        self._streams.pop()
 
     def synchronize(self) -> None:
         self.not_in_capture("waits for the GPU")
@@ -271,14 +265,7 @@ class VirtualDevice(Device):
 
     # -- kernels and their reports
 
-    def prepare(
-        self, source: Source, config: PassConfig, pick: Callable[[Sequence[Any]], Sequence[Any]]
-    ) -> VirtualLauncher:
-        return VirtualLauncher(self, Draft.of(source), config, pick)
-
-    def prepare_draft(
-        self, draft: Draft, config: PassConfig, pick: Callable[[Sequence[Any]], Sequence[Any]]
-    ) -> VirtualLauncher:
+    def prepare(self, draft: Draft, config: PassConfig, pick: Pick) -> VirtualLauncher:
         return VirtualLauncher(self, draft, config, pick)
 
     def counts(self) -> Records:
@@ -347,11 +334,11 @@ class VirtualStream(Stream):
         model.wait(self.handle, event.number, submit_ns=max(self.device.host_ns(), model.now_ns))
 
     def __enter__(self) -> Self:
-        self.device.push_stream(self.handle)
+        self.device.stream_stack.append(self.handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.device.pop_stream()
+        self.device.stream_stack.pop()
 
 
 class VirtualEvent(Event):

@@ -19,6 +19,7 @@ from paellapy.instrument.device.base import (
     Events,
     Flag,
     Launcher,
+    Pick,
     Run,
     Work,
     check_grid,
@@ -163,7 +164,7 @@ def events_of(
     )
 
 
-class Gpu(Protocol):
+class Gpu(Host, Protocol):
     """The parts of the virtual GPU that a launch uses."""
 
     part: Part
@@ -171,16 +172,10 @@ class Gpu(Protocol):
     capture: Capture | None
     session: Any
     noted: list[NotedLaunch] | None
-    runs: list[VirtualRun]
     events: list[Events]  # events of ranges, in the current trace
 
-    @property
-    def model(self) -> SmModel: ...
-    def submit(self) -> float: ...
     def place(self, submit: Callable[[], object]) -> None: ...
     def current_stream(self) -> int: ...
-    def wait_until(self, ns: float) -> None: ...
-    def settle(self) -> None: ...
     def finish(self, stream: int) -> None: ...
 
 
@@ -224,9 +219,7 @@ class NotedLaunch:
 
 
 class VirtualLauncher(Launcher):
-    def __init__(
-        self, device: Gpu, draft: Draft, config: PassConfig, pick: Callable[[Sequence[Any]], Sequence[Any]]
-    ) -> None:
+    def __init__(self, device: Gpu, draft: Draft, config: PassConfig, pick: Pick) -> None:
         if not draft.ttir:
             raise LaunchError(
                 f"kernel {draft.name!r} is CUDA C, which the virtual GPU compiles but cannot run: "

@@ -30,7 +30,7 @@ from paellapy.instrument.kernels.kernel import (
 from paellapy.instrument.kernels.preempt import Prepared
 from paellapy.instrument.kernels.ranges import CUDA_PRELUDE, cuda_has_ranges
 from paellapy.instrument.kernels.triton_source import target_capability
-from paellapy.instrument.ptx.compiled import Compiled, Source
+from paellapy.instrument.ptx.compiled import Compiled, Draft, Source
 from paellapy.instrument.ptx.descriptor import Exits, PassConfig, Report
 from paellapy.instrument.ptx.module import Function, Module
 
@@ -277,7 +277,7 @@ class CudaKernel(Kernel):
         launcher = self._launchers.get((device.session is None, part is None, device))
         source = self._source.source(device.target, marked=device.session is not None)
         if launcher is None:
-            launcher = device.prepare(source, self._config(device, part is not None), all_values)
+            launcher = device.prepare(Draft.of(source), self._config(device, part is not None), all_values)
             self._launchers[device.session is None, part is None, device] = launcher
         values = bind_values(self.name, source.metadata["codes"], args, device.handlers)
         if part is not None:
@@ -292,7 +292,8 @@ class CudaKernel(Kernel):
         def launcher(sliced: bool) -> Launcher:
             key = (device.session is None, not sliced, device, "preempt")
             if key not in self._launchers:
-                self._launchers[key] = device.prepare(source, self._config(device, sliced, preempt=True), all_values)
+                config = self._config(device, sliced, preempt=True)
+                self._launchers[key] = device.prepare(Draft.of(source), config, all_values)
             return self._launchers[key]
 
         values = bind_values(self.name, source.metadata["codes"], args, device.handlers)

@@ -14,7 +14,7 @@ from triton.backends.nvidia.compiler import CUDAOptions
 from triton.runtime.jit import JITFunction
 
 from paellapy.instrument.arguments import Handlers, as_type, bfloat16_bits
-from paellapy.instrument.device.base import Device, Launcher
+from paellapy.instrument.device.base import Device, Launcher, Pick
 from paellapy.instrument.errors import ArgumentError, InstrumentError, also
 from paellapy.instrument.gpu_model.parts import Occupancy
 from paellapy.instrument.kernels.autotune import Tuner, in_trial
@@ -302,7 +302,7 @@ class TritonKernel(Kernel):
         made = make(values, key, options, device.target, marked)
         draft = made if isinstance(made, Draft) else Draft.of(made)
         config = self._config(device, sliced, preempt)
-        launcher = device.prepare_draft(draft, config, _picker(draft.metadata, values, device))
+        launcher = device.prepare(draft, config, _picker(draft.metadata, values, device))
         launcher.result = self._result(Launched(draft, lambda: launcher.compiled), values, options)
         which = (key, device.session is None, not sliced, device)
         self._launchers[(*which, "preempt") if preempt else which] = launcher
@@ -359,7 +359,7 @@ class TritonKernel(Kernel):
         return occupancy_of(limits, threads, compiled)
 
 
-def _picker(facts: dict[str, Any], values: Sequence[Any], device: Device) -> Callable[[Sequence[Any]], Sequence[Any]]:
+def _picker(facts: dict[str, Any], values: Sequence[Any], device: Device) -> Pick:
     """Selects the values passed to the kernel: by index, which is fast, without tuples, descriptors and bfloat16."""
     signature = facts["signature"]
     if "bf16" in signature.values() and not device.evaluates:

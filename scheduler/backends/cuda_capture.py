@@ -24,6 +24,7 @@ from paellapy.instrument.device.cuda_launch import CudaLauncher
 from paellapy.instrument.device.driver import CudaStream, check, driver, relaxed_capture
 from paellapy.instrument.env import without_collection
 from paellapy.instrument.errors import InstrumentError, LaunchError
+from paellapy.instrument.ptx.compiled import Draft
 from paellapy.instrument.ptx.descriptor import PassConfig
 from paellapy.scheduler.backends.base import Backend, device_lock
 from paellapy.scheduler.backends.cuda_graphs import CapturedGraph, add_edges, describe, read_graph
@@ -195,7 +196,7 @@ def variant(launcher: CudaLauncher, config: PassConfig) -> Launcher | None:
     known = _variants.setdefault(launcher, {})
     if config not in known:
         try:
-            known[config] = launcher.device.prepare(compiled.source, config, launcher.pick)
+            known[config] = launcher.device.prepare(Draft.of(compiled.source), config, launcher.pick)
         except InstrumentError:
             known[config] = None
     return known[config]
