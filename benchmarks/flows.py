@@ -1,6 +1,6 @@
 """The number of Python files that a request, a reload of weights and a training step cross, on the virtual GPU.
 
-    python benchmarks/flows.py [--against CHECKOUT] [--only http] [--verbose]
+    python benchmarks/flows.py [--against CHECKOUT]
 
 Counts files of paellapy in which a Python function is called between two moments; compiled code is not seen. Threads of
 the engine are counted too, and listed one by one.
@@ -11,67 +11,59 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import subprocess
+import signal
 import sys
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, arguments, commit, environment, save, show
+import numpy as np
+import torch
+import uvloop
+from harness import arguments, commits, said_by, save, show, trees
 
-FLOWS = ("http", "reload", "step")
-FOLDERS = ("instrument", "scheduler", "serving", "paellapy")
-crossed: dict[str, list[str]] = defaultdict(
-    list
-)  # by thread, in order; a file is noted when the one before was another
-recording = False
+import paellapy as pp
+from paellapy import demo
+
+DEVICE = "virtual:h200"
+HERE = Path(pp.__file__).parents[1]
+INSIDE = tuple(f"{HERE / folder}/" for folder in ("instrument", "scheduler", "serving", "paellapy"))
+crossed: dict[str, set[str]] = defaultdict(set)  # files by thread
+watching = threading.Event()
 
 
 def watch(frame: Any, event: str, _: Any) -> None:
-    if recording and event == "call":
-        path = Path(frame.f_code.co_filename)
-        name = next((f"{top}/{str(path).rpartition(f'/{top}/')[2]}" for top in FOLDERS if f"/{top}/" in str(path)), "")
-        files = crossed[threading.current_thread().name]
-        if name and "site-packages" not in str(path) and (not files or files[-1] != name):
-            files.append(name)
+    file = frame.f_code.co_filename
+    if watching.is_set() and event == "call" and file.startswith(INSIDE):
+        crossed[threading.current_thread().name].add(os.path.realpath(file))
 
 
-class Recording:
-    def __enter__(self) -> None:
-        global recording
-        crossed.clear()
-        recording = True
+@contextmanager
+def watched() -> Iterator[None]:
+    crossed.clear()
+    watching.set()
+    yield
+    watching.clear()
 
-    def __exit__(self, *_: object) -> None:
-        global recording
-        recording = False
+
+def wait(condition: Callable[[], object]) -> None:
+    while not condition():
+        time.sleep(0.0005)
 
 
 def http_flow() -> None:
     """A warm binary request: server and engine in one process."""
-    import signal
-
-    import numpy as np
-    import uvloop
-
-    import paellapy as pp
-    from paellapy import demo
-
     signal.signal = lambda *_: None  # type: ignore[assignment]  # the server is not in the main thread
     uvloop.Loop.add_signal_handler = lambda *_, **__: None
     url: list[str] = []
-    ready = threading.Event()
     model = demo.load("mlp")
-
-    def announce(found: str) -> None:
-        url.append(found)
-        ready.set()
-
-    settings = {"device": "virtual:h200", "server": {"port": 0}, "announce": announce}
+    settings = {"device": DEVICE, "server": {"port": 0}, "announce": url.append}
     threading.Thread(target=lambda: pp.serve([model], **settings), name="server", daemon=True).start()
-    assert ready.wait(180)
+    wait(lambda: url)
     ((name, spec),) = model.inputs.items()
     x = np.zeros(spec.shape, np.float32)
     tensor = {"name": name, "datatype": "FP32", "shape": [1, *spec.shape], "parameters": {"binary_data_size": x.nbytes}}
@@ -82,25 +74,20 @@ def http_flow() -> None:
     def ask() -> None:
         line.request("POST", f"/v2/models/{model.name}/infer", head + x.tobytes(), headers)
         answer = line.getresponse()
-        assert answer.status == 200, answer.read()
-        answer.read()
+        said = answer.read()
+        assert answer.status == 200, said
 
     for _ in range(5):
         ask()
     time.sleep(0.5)
-    with Recording():
+    with watched():
         ask()
         time.sleep(0.05)
 
 
 def reload_flow() -> None:
     """A request whose model's weights were evicted."""
-    import numpy as np
-
-    import paellapy as pp
-    from paellapy import demo
-
-    with pp.Engine("virtual:h200", memory_bytes=24 << 20) as engine:
+    with pp.Engine(DEVICE, memory_bytes=24 << 20) as engine:
         models = [demo.load(name) for name in ("mlp", "cnn")]
         for model in models:
             engine.load(model)
@@ -112,16 +99,12 @@ def reload_flow() -> None:
             for model in models:
                 ask(model)
             engine.evict("mlp")
-        with Recording():
+        with watched():
             ask(models[0])
 
 
 def step_flow() -> None:
     """One step of a training job, its data included."""
-    import torch
-
-    import paellapy as pp
-
     net = torch.nn.Linear(8, 8)
     optimizer = torch.optim.SGD(net.parameters(), lr=torch.tensor(1e-3))
 
@@ -132,69 +115,45 @@ def step_flow() -> None:
         optimizer.step()
         return loss.detach()
 
-    def data() -> Any:
-        while True:
-            yield torch.randn(4, 8)
-
-    def wait(condition: Any) -> None:
-        while not condition():
-            time.sleep(0.0005)
-
-    with pp.Engine("virtual:h200") as engine:
-        job = engine.background(step, state=[net, optimizer], data=data())
+    data = (torch.randn(4, 8) for _ in range(1 << 20))
+    with pp.Engine(DEVICE) as engine:
+        job = engine.background(step, state=[net, optimizer], data=data)
         wait(lambda: job.steps >= 6)
         job.pause()
         wait(lambda: job.state == "paused")
         done = job.steps
         job.resume()
-        with Recording():
+        with watched():
             wait(lambda: job.steps > done)
         job.stop()
         job.join()
 
 
-def counted(checkout: Path, flow: str) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--flow", flow]
-    run = subprocess.run(command, env=environment(checkout), cwd=checkout, capture_output=True, text=True, check=False)
-    if run.returncode:
-        raise SystemExit(f"{flow} in {checkout}: {run.stderr[-1500:]}")
-    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
-    return found
+FLOWS = {"http": http_flow, "reload": reload_flow, "step": step_flow}
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--against", type=Path, help="another checkout")
-    parser.add_argument("--only", choices=FLOWS, action="append", help="may be repeated")
-    parser.add_argument("--verbose", action="store_true", help="list the files of each thread, in order")
+    parser = arguments(__doc__, against=True)
     parser.add_argument("--flow", choices=FLOWS, help="count one in this process")
     given = parser.parse_args()
     if given.flow:
         threading.setprofile(watch)
         sys.setprofile(watch)
-        {"http": http_flow, "reload": reload_flow, "step": step_flow}[given.flow]()
+        FLOWS[given.flow]()
         sys.setprofile(None)
-        print(json.dumps(dict(crossed)), flush=True)
+        print(json.dumps({thread: sorted(files) for thread, files in crossed.items()}), flush=True)
         os._exit(0)  # the server's thread would keep the process
-    trees = {"now": ROOT} | ({"before": given.against.resolve()} if given.against else {})
-    results: dict[str, Any] = {"commits": {name: commit(tree) for name, tree in trees.items()}}
+    results: dict[str, Any] = {"commits": commits(given)}
     rows = []
-    for flow in given.only or FLOWS:
+    for flow in FLOWS:
         row = [flow]
-        for name, tree in trees.items():
-            threads = counted(tree, flow)
-            files = {file for each in threads.values() for file in each}
-            by_thread = {thread: len(set(each)) for thread, each in threads.items()}
-            results.setdefault(flow, {})[name] = {"files": len(files), "by thread": by_thread}
-            row.append(f"{len(files)} ({', '.join(f'{thread} {n}' for thread, n in by_thread.items())})")
-            if given.verbose:
-                print(
-                    f"{flow}, {name}:",
-                    *(f"  {thread}: {' → '.join(each)}" for thread, each in threads.items()),
-                    sep="\n",
-                )
+        for name, tree in trees(given).items():
+            threads = said_by(__file__, "--flow", flow, checkout=tree)
+            by_thread = {thread: len(files) for thread, files in threads.items()}
+            results.setdefault(flow, {})[name] = {"files": len(set().union(*threads.values())), "by thread": by_thread}
+            row.append(f"{results[flow][name]['files']} ({', '.join(f'{t} {n}' for t, n in by_thread.items())})")
         rows.append(row)
-    show("Python files crossed, in all and by thread", ["flow", *trees], rows)
+    show("Python files crossed, in all and by thread", ["flow", *trees(given)], rows)
     print(save("flows", results, folder=given.out))
 
 
