@@ -48,7 +48,7 @@ def drive(
     s: Any, producer: int, ask: Any, limits: Any, n: int, at_ns: Any, model: Any, which: Any, loops: Any,
     until_ns: int, rows: Any, source: Any, priority: Any, client: Any, deadline_ns: Any, out_address: Any,
     out_bytes: Any, outstanding: int, think_ns: int, owner: Any, free: Any, buffer: Any, results: Any, arrival: Any,
-    finish: Any, size: Any, status: Any, word: Any, bell: int, pauses: Any, scratch: Any, asked: Any, message: Any,
+    finish: Any, status: Any, word: Any, bell: int, pauses: Any, scratch: Any, asked: Any, message: Any,
 ) -> int:  # fmt: skip
     """Sends request i < n at at_ns[i], at most `outstanding` at a time, and waits for all; how many were sent, or -1.
 
@@ -121,7 +121,7 @@ def drive(
             entry = buffer[j]
             row = entry.request
             i = owner[row]
-            finish[i], size[i], status[i] = entry.finish_ns, entry.batch, entry.status
+            finish[i], status[i] = entry.finish_ns, entry.status
             if entry.status == codes.OK:
                 n_bytes = out_bytes[model[i]]
                 where = out_address[entry.instance] + np.uint64(entry.slot * n_bytes)
@@ -145,15 +145,13 @@ def drive(
 
 
 @compiled
-def launch_alone(s: Any, instances: Any, size: int, source: Any, think_ns: int, times: Any, scratch: Any) -> None:
+def launch_alone(s: Any, instance: int, size: int, source: Any, think_ns: int, times: Any, scratch: Any) -> None:
     """One launch of an instance's whole graph, seen complete by spinning on its word: nothing can be quicker.
 
-    With `source` the inputs are first copied to where the graph reads them, as for every request. Several instances
-    take turns, as they do in an engine where requests overlap.
+    With `source` the inputs are first copied to where the graph reads them, as for every request.
     """
+    w = s.whole[instance, size]
     for k in range(times.shape[0]):
-        instance = instances[k % instances.shape[0]]
-        w = s.whole[instance, size]
         begin = read_clock(s, scratch)
         if source.shape[0] > 0:
             copy_inputs(s, source[k % source.shape[0]], instance, 0, s.instance[instance].model)
@@ -187,7 +185,6 @@ class Run:
     which: NDArray[np.int64]
     arrival_ns: NDArray[np.int64]
     latency_ns: NDArray[np.int64]
-    batch: NDArray[np.int64]
     status: NDArray[np.int64]
     outputs: NDArray[np.uint8]  # a row of bytes for each request: its first output
     took_ns: int
@@ -248,7 +245,7 @@ class Generator:
         """
         n, state = len(at_ns), self.engine.state
         room = n + (loop_room if loops else 0)
-        arrival, finish, size, status = (np.zeros(room, np.int64) for _ in range(4))
+        arrival, finish, status = (np.zeros(room, np.int64) for _ in range(3))
         models, whichs = np.zeros(room, np.int64), np.arange(room, dtype=np.int64)
         models[:n], whichs[:n] = model, which
         whichs[n:] %= min(len(each) for each in self.inputs)
@@ -269,7 +266,7 @@ class Generator:
             np.array(deadline_ns or none, np.int64), self._out_address,
             self._out_bytes, outstanding, think_ns, np.zeros(rows, np.int64),
             np.array(producer_rows(self.engine.limits, self._producer)),
-            np.zeros(256, tables.COMPLETION), outputs, arrival, finish, size, status, bell.word, bell.fd, pauses,
+            np.zeros(256, tables.COMPLETION), outputs, arrival, finish, status, bell.word, bell.fd, pauses,
             self._scratch, np.zeros(1, ADMISSION_REQUEST), message,
         )  # fmt: skip
         if sent < 0 or ((status[:sent] != codes.OK).any() and not may_fail):
@@ -279,25 +276,22 @@ class Generator:
             raise RuntimeError(f"the closed loops made {loop_room} requests before their time was over: give more room")
         cut = slice(0, sent)
         return Run(
-            models[cut], whichs[cut], arrival[cut], (finish - arrival)[cut], size[cut], status[cut], outputs[cut],
+            models[cut], whichs[cut], arrival[cut], (finish - arrival)[cut], status[cut], outputs[cut],
             int(self._scratch[7]), int(pauses[0]),
         )  # fmt: skip
 
-    def alone_ns(
-        self, model: int, size: int, repeats: int, copied: bool, instances: int = 1, think_ns: int = 0
-    ) -> NDArray[np.int64]:
-        """Times of single whole launches, without the engine; `copied`: with the copy of the inputs before each.
+    def alone_ns(self, model: int, repeats: int, copied: bool, think_ns: int) -> NDArray[np.int64]:
+        """Times of single whole launches of batch 1, without the engine; `copied`: each after the copy of its inputs.
 
         Of the instance that the engine would take next: on another, elsewhere in memory, the same takes a bit more or
         less.
         """
         times = np.zeros(repeats, np.int64)
         source = self._source[model, : len(self.inputs[model]) if copied else 0]
-        rows = list(self.loaded[model].instance_rows)
+        rows = self.loaded[model].instance_rows
         opened = int(self.engine.state.model["filling"][self._rows[model]])
-        first = rows.index(opened) if opened in rows else 0
-        rows = np.array((rows[first:] + rows[:first])[:instances], np.int64)
-        launch_alone(self.engine.state, rows, size, source, think_ns, times, self._scratch)
+        instance = opened if opened in rows else rows[0]
+        launch_alone(self.engine.state, instance, 0, source, think_ns, times, self._scratch)
         return times
 
 
@@ -406,19 +400,14 @@ class Loaded:
         }  # fmt: skip
 
     def loops(self, policy: Any, which: Sequence[int], seconds: float, **more: Any) -> dict[str, Any]:
-        """Closed loops; each model's part of the GPU: as time alone of what it completed, and by the core's account."""
+        """Closed loops; each model's part of the GPU, as time alone of what it completed, and its requests a second."""
         state, rows = self.engine.state, [each.row for each in self.generator.loaded]
-
-        def look() -> NDArray[np.float64]:
-            return np.array([*state.model[rows]["used_ns"], *state.model[rows]["gpu_ns"]])
-
-        before = look()
+        before = state.model["used_ns"][rows]
         given = {"loops": list(which), "until_ns": int(seconds * 1e9), "loop_room": ROOM, **more}
         run = self.offer(policy, NONE, NONE, NONE, **given)
-        had, names = (look() - before) / run.took_ns, [kind.label for kind in self.kinds]
+        had, names = (state.model["used_ns"][rows] - before) / run.took_ns, [kind.label for kind in self.kinds]
         return {
-            "alone_share": dict(zip(names, had[: len(rows)].tolist(), strict=True)),
-            "gpu_share": dict(zip(names, had[len(rows) :].tolist(), strict=True)),
+            "alone_share": dict(zip(names, had.tolist(), strict=True)),
             "per_s": {name: float((run.model == m).sum() / run.took_ns * 1e9) for m, name in enumerate(names)},
         }
 

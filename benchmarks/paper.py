@@ -144,7 +144,7 @@ def light(o: Any) -> Iterator[Point]:
         for name, copied in (("graph_us", True), ("launch_us", False)):
             on_gpu = loaded.engine.device.name.startswith("cuda")
             alone = loaded.alone_ns[m : m + 1].repeat(n)
-            times[name] = loaded.generator.alone_ns(m, 0, n, copied, 1, THINK_NS) if on_gpu else alone
+            times[name] = loaded.generator.alone_ns(m, n, copied, THINK_NS) if on_gpu else alone
         us = {name: float(np.median(each[n // 4 :])) / 1e3 for name, each in times.items()}
         return {**us, "ratio": us["engine_us"] / us["graph_us"]}
 
