@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from failing import failing
+from sim_models import requests
 
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.errors import ProfileError
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile, load_profiles, save_profiles
 from paellapy.scheduler.policies.policy import policy
 from paellapy.scheduler.sim.simulate import simulate
-from paellapy.scheduler.sim.workload import Poisson, TraceWorkload
+from paellapy.scheduler.sim.workload import Poisson
 
 GB = 1_000_000_000
 
@@ -23,16 +24,12 @@ def net(name, gb=0.64, ms=2.0, segments=20, **more):
     return ModelProfile(name, sizes, weight_bytes=nbytes, needs=needs, **more)
 
 
-def _at(seconds, name):
-    return (seconds, name, None, None, 0)
-
-
 def zipf(n):
     return {f"m{k}": 1 / (k + 1) for k in range(n)}
 
 
 def test_a_cold_request_takes_about_as_long_as_the_copy():
-    load = TraceWorkload([_at(0.0, "a"), _at(0.1, "b")])
+    load = requests((0.0, "a"), (0.1, "b"))
     result = simulate([net("a"), net("b")], load, "fifo", memory_bytes=GB, pcie_gbps=50)
     first, second = result.latency_ms
     assert first == pytest.approx(2.0, rel=0.1)
@@ -60,7 +57,7 @@ def test_whoever_stays_is_never_cold():
 
 def test_a_model_that_could_never_come_beside_higher_priorities_is_refused():
     models = [net("low", gb=0.5), *(net(name, gb=0.5, priority=1) for name in ("high", "higher"))]
-    load = TraceWorkload([_at(0.1 * k, each.name) for k, each in enumerate(models)])
+    load = requests(*((0.1 * k, each.name) for k, each in enumerate(models)))
     with failing(ProfileError, field="memory_bytes", given=GB, needed_bytes=1_500_000_000):
         simulate(models, load, "priority", memory_bytes=GB)
     assert simulate(models, load, "priority", memory_bytes=int(1.5 * GB)).counters["weight_hits"] == 3
@@ -75,7 +72,7 @@ def test_a_policy_may_choose_who_leaves():
         return job.arrival_ns
 
     models = [net("small", gb=0.2), net("large", gb=0.5), net("third", gb=0.3)]
-    load = TraceWorkload([_at(0.0, "small"), _at(0.1, "large"), _at(0.2, "third"), _at(0.3, "small")])
+    load = requests(*((0.1 * k, name) for k, name in enumerate(("small", "large", "third", "small"))))
     result = simulate(models, load, oldest, memory_bytes=int(0.9 * GB))
     assert result.counters["weight_misses"] == 1
 

@@ -10,13 +10,14 @@ import pytest
 from failing import failing
 from hypothesis import given
 from hypothesis import strategies as st_
+from sim_models import burst, net, requests, together
 
 from paellapy.instrument.errors import ArgumentError
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.profiles import TOGETHER, ModelProfile, SegmentProfile, busy_alone, usual_demand
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.sim.simulate import Fidelity, simulate
-from paellapy.scheduler.sim.workload import ClosedLoop, Poisson, TraceWorkload
+from paellapy.scheduler.sim.workload import ClosedLoop, Poisson
 
 
 def bound(name: str, **parts: float) -> ModelProfile:
@@ -26,9 +27,7 @@ def bound(name: str, **parts: float) -> ModelProfile:
 
 def rate(*models: ModelProfile, **tuning: float) -> float:
     """Rate of the first program while all run again and again."""
-    load = ClosedLoop(models[0].name, duration=0.05)
-    for other in models[1:]:
-        load = load + ClosedLoop(other.name, duration=0.05)  # type: ignore[assignment]
+    load = together(*(ClosedLoop(each.name, duration=0.05) for each in models))
     return simulate(list(models), load, "streams", tuning=tuning or None).model(models[0].name).throughput
 
 
@@ -56,11 +55,6 @@ def test_higher_stream_priority_is_slowed_less() -> None:
 
 
 TUNING = Tuning.for_part("h200")
-
-
-def net(name: str = "net", us: float = 50.0, segments: int = 4, blocks: int = 66, **more: object) -> ModelProfile:
-    segment = SegmentProfile(us * 1e3, blocks, blocks * 8, blocks * 8192, 0, 5)
-    return ModelProfile(name, {1: [segment] * segments}, **more)  # type: ignore[arg-type]
 
 
 @given(st_.floats(0.15, 0.99), st_.integers(2, 16))
@@ -115,7 +109,7 @@ def test_programs_that_want_the_gpu_independently_fill_it_little_by_little() -> 
 def last_ns(kernels: int, queues: int | None, policy: str = "streams", segments: int = 1) -> float:
     """End time of the last of six jobs of 100 ms that arrive together."""
     cut = [SegmentProfile(100e6 / segments, blocks=1, warps=1, registers=32, kernels=kernels // segments)] * segments
-    load = TraceWorkload(tuple((1e-6, "net", None, None, 0) for _ in range(6)))
+    load = burst(6)
     jobs = simulate([ModelProfile("net", {1: cut}, instances=6)], load, policy, queues=queues, host_launch_ns=0.0).jobs
     return float(np.max(jobs["finish_ns"]))
 
@@ -140,13 +134,9 @@ def test_segments_of_few_kernels_do_not_hold_up_a_hardware_queue() -> None:
 @pytest.mark.parametrize("since", [5_000, 300_000])
 def test_queues_of_short_kernels_end_late_in_simulated_time_too(policy: str, since: int) -> None:
     """There the last digit that a clock in nanoseconds has is worth something."""
-    nets = [
-        ModelProfile(
-            f"net{n}", {1: [SegmentProfile(100.0 * n, blocks=1, warps=1, registers=32, kernels=n)]}, instances=4
-        )
-        for n in (150, 300, 700)
-    ]
-    load = TraceWorkload(tuple((since + k * 1e-5, f"net{(150, 300, 700)[k % 3]}", None, None, 0) for k in range(3000)))
+    cuts = {n: [SegmentProfile(100.0 * n, blocks=1, warps=1, registers=32, kernels=n)] for n in (150, 300, 700)}
+    nets = [ModelProfile(f"net{n}", {1: cut}, instances=4) for n, cut in cuts.items()]
+    load = requests(*((since + k * 1e-5, nets[k % 3].name) for k in range(3000)))
     assert (simulate(nets, load, policy, queues=8).jobs["status"] == codes.OK).all()
 
 
@@ -157,7 +147,7 @@ def test_more_hardware_queues_never_take_longer(kernels: int, queues: int, more:
 
 def test_streams_share_hardware_queues_where_every_block_is_placed_too() -> None:
     net = ModelProfile("net", {1: [SegmentProfile(100e3, blocks=1, warps=1, registers=32, kernels=4)]}, instances=6)
-    load = TraceWorkload(tuple((1e-6, "net", None, None, 0) for _ in range(6)))
+    load = burst(6)
 
     def seconds(queues: int | None, policy: str = "streams") -> float:
         return simulate([net], load, policy, queues=queues, fidelity="blocks").seconds
@@ -170,7 +160,7 @@ def test_streams_share_hardware_queues_where_every_block_is_placed_too() -> None
 def test_who_waits_in_a_hardware_queue_takes_nothing_from_those_who_run() -> None:
     """Kernel issue is full with four: more queues never do less."""
     net = ModelProfile("net", {1: [SegmentProfile(100e3, blocks=1, warps=1, registers=32, kernels=50)]}, instances=32)
-    load = TraceWorkload(tuple((1e-6, "net", None, None, 0) for _ in range(32)))
+    load = burst(32)
     last = [simulate([net], load, "streams", queues=n, host_launch_ns=0.0).seconds for n in (1, 2, 4, 8, None)]
     assert all(later <= sooner * 1.001 for sooner, later in pairwise(last)), last
 
@@ -179,7 +169,7 @@ def test_kernel_issue_that_some_leave_is_used_by_the_others() -> None:
     """One that issues little beside three that would each issue all the time: what it leaves is theirs."""
     little = ModelProfile("little", {1: [SegmentProfile(100e6, kernels=1)]}, instances=1)
     much = ModelProfile("much", {1: [SegmentProfile(1e6, kernels=100_000)]}, instances=3)
-    load = TraceWorkload(tuple((1e-6, name, None, None, 0) for name in ("little", "much", "much", "much")))
+    load = requests((1e-6, "little"), *[(1e-6, "much")] * 3)
     jobs = simulate([little, much], load, "streams", host_launch_ns=0.0).jobs
     assert jobs["finish_ns"][jobs["model"] == 1].max() == pytest.approx(3e6, rel=0.01)
     assert jobs["finish_ns"][jobs["model"] == 0].max() == pytest.approx(100e6, rel=0.01)
@@ -188,7 +178,7 @@ def test_kernel_issue_that_some_leave_is_used_by_the_others() -> None:
 def test_inputs_that_waited_for_an_instance_are_copied_once_it_is_free() -> None:
     def finished(input_bytes: int, second: float) -> tuple[int, ...]:
         net = ModelProfile("net", {1: [SegmentProfile(200e3)], 4: [SegmentProfile(300e3)]}, instances=1)
-        load = TraceWorkload(tuple((t, "net", None, None, 0) for t in (1e-6, second, second)))
+        load = requests((1e-6, "net"), (second, "net"), (second, "net"))
         jobs = simulate(replace(net, input_bytes=input_bytes), load, "streams").jobs
         return tuple(jobs["finish_ns"])
 
@@ -204,7 +194,7 @@ def test_inputs_are_copied_while_an_instance_waits_for_its_turn() -> None:
 
     def finished(input_bytes: int) -> list[int]:
         net = ModelProfile("net", {1: [SegmentProfile(200e3)]}, instances=2, input_bytes=input_bytes)
-        load = TraceWorkload(tuple((1e-6, "net", None, None, 0) for _ in range(5)))
+        load = burst(5)
         return sorted(simulate(net, load, "serial").jobs["finish_ns"].tolist())
 
     assert TUNING.hand_over_ns + 400_000 / TUNING.copy_gbps < 200e3
@@ -218,17 +208,18 @@ def test_one_segment_at_a_time_loses_next_to_nothing(fidelity: Fidelity) -> None
     """The next is sent before the GPU runs dry, although nothing else happens at that time."""
     net = ModelProfile("net", {1: [SegmentProfile(100e3, blocks=132, warps=1056)] * 10}, instances=2)
     first = replace(net, name="first", priority=1)  # whom a job in one piece could not make way for
-    load = TraceWorkload(((1e-6, "net", None, None, 0),))
+    load = burst(1)
     one, two = (simulate([net, first], load, max_in_flight=ahead, fidelity=fidelity).seconds for ahead in (1, 2))
     assert one == pytest.approx(two, rel=0.002)
 
 
-def test_partitions_of_sms_let_a_crowd_do_more_and_change_little_for_few() -> None:
-    net = ModelProfile("net", {1: [SegmentProfile(50e3)] * 10}, instances=32, demand={1: 0.23}, together={1: 8})
+CROWD = ModelProfile("net", {1: [SegmentProfile(50e3)] * 10}, instances=32, demand={1: 0.23}, together={1: 8})
 
+
+def test_partitions_of_sms_let_a_crowd_do_more_and_change_little_for_few() -> None:
     def served(clients: int, partitions: int) -> int:
         load = ClosedLoop("net", clients, duration=0.1)
-        return simulate(net, load, "fifo", active=32, sm_partitions=partitions).all.completed
+        return simulate(CROWD, load, "fifo", active=32, sm_partitions=partitions).all.completed
 
     few, many = ([served(clients, partitions) for partitions in (0, 8)] for clients in (4, 24))
     assert few[0] <= few[1] <= 1.02 * few[0]  # few go in one piece, which saves the gaps
@@ -236,23 +227,18 @@ def test_partitions_of_sms_let_a_crowd_do_more_and_change_little_for_few() -> No
 
 
 def test_partitions_of_sms_are_not_for_streams_where_the_hardware_decides() -> None:
-    net = ModelProfile("net", {1: [SegmentProfile(50e3)] * 10}, instances=32, demand={1: 0.23}, together={1: 8})
     load = ClosedLoop("net", 24, duration=0.1)
-    without, asked = (simulate(net, load, "streams", sm_partitions=partitions) for partitions in (0, 8))
+    without, asked = (simulate(CROWD, load, "streams", sm_partitions=partitions) for partitions in (0, 8))
     assert np.array_equal(without.jobs, asked.jobs)
 
 
-@pytest.mark.parametrize(("fidelity", "demand"), [("blocks", {1: 0.3}), ("segments", {})])
-def test_partitions_are_simulated_where_demand_was_measured_and_for_segments(
-    fidelity: Fidelity, demand: dict[int, float]
+@pytest.mark.parametrize(("partitions", "fidelity", "demand"), [
+    (8, "blocks", {1: 0.3}), (8, "segments", {}),  # they need segments, and a demand that was measured
+    *((wrong, "segments", {1: 0.3}) for wrong in (True, 2, -1, 65)),
+])  # fmt: skip
+def test_partitions_that_cannot_be_simulated_are_refused(
+    partitions: int, fidelity: Fidelity, demand: dict[int, float]
 ) -> None:
-    net = ModelProfile("net", {1: [SegmentProfile(50e3)]}, demand=demand)
-    with failing(ArgumentError, field="sm_partitions"):
-        simulate(net, Poisson(10, "net"), sm_partitions=8, fidelity=fidelity)
-
-
-@pytest.mark.parametrize("wrong", [True, 2, -1, 65])
-def test_partitions_are_a_number_of_them_as_for_an_engine(wrong: int) -> None:
-    net = ModelProfile("net", {1: [SegmentProfile(50e3)]}, demand={1: 0.3})
-    with failing(ArgumentError, field="sm_partitions", given=wrong):
-        simulate(net, Poisson(10, "net"), sm_partitions=wrong)
+    model = ModelProfile("net", {1: [SegmentProfile(50e3)]}, demand=demand)
+    with failing(ArgumentError, field="sm_partitions", given=partitions):
+        simulate(model, Poisson(10, "net"), sm_partitions=partitions, fidelity=fidelity)

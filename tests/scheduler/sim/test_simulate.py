@@ -11,6 +11,7 @@ import pytest
 from failing import failing
 from hypothesis import given, settings
 from hypothesis import strategies as st_
+from sim_models import burst, net, requests
 
 from paellapy.instrument.errors import ArgumentError, PaellaError
 from paellapy.instrument.numba_ext.cache import fingerprint
@@ -22,11 +23,6 @@ from paellapy.scheduler.sim.segment_model import run_segments
 from paellapy.scheduler.sim.simulate import Fidelity, simulate
 from paellapy.scheduler.sim.workload import Background, ClosedLoop, Poisson, TraceWorkload, Workload
 from paellapy.viz.palette import OKABE_ITO
-
-
-def net(name: str = "net", us: float = 50.0, segments: int = 4, blocks: int = 66, **more: object) -> ModelProfile:
-    segment = SegmentProfile(us * 1e3, blocks, blocks * 8, blocks * 8192, 0, 5)
-    return ModelProfile(name, {1: [segment] * segments}, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("fidelity", ["segments", "blocks"])
@@ -41,7 +37,7 @@ def test_a_model_alone_takes_its_time_alone(fidelity: Fidelity) -> None:
 @pytest.mark.parametrize("blocks", [20, 500])
 def test_memory_traffic_is_part_of_the_time_alone(moved: float, blocks: int) -> None:
     model = ModelProfile("net", {1: [SegmentProfile(100e3, blocks, 4 * blocks, kernels=4, bytes=moved)] * 2})
-    result = simulate([model], TraceWorkload(((1e-3, "net", None, None, 0),)), "fifo", fidelity="blocks")
+    result = simulate([model], burst(1), "fifo", fidelity="blocks")
     np.testing.assert_allclose(result.latency_ms, 0.2, rtol=0.05)
 
 
@@ -68,16 +64,16 @@ def test_a_saturated_gpu_does_what_its_slots_allow() -> None:
 )
 @settings(max_examples=40)
 def test_few_requests_for_many_models_are_all_answered(rows: list[tuple[float, str]], policy: str) -> None:
-    load = TraceWorkload(tuple((t, name, None, None, 0) for t, name in sorted(rows)))
+    load = requests(*sorted(rows))
     result = simulate(mix_profiles(), load, policy)
     assert (result.jobs["status"] == codes.OK).sum() == len(rows)
 
 
-@pytest.mark.parametrize("requests", [0, 1, 2, 3, 5])
-def test_few_requests_are_all_answered_where_every_block_is_placed(requests: int) -> None:
-    load = TraceWorkload(tuple((0.0, f"net{k % 6}", None, None, 0) for k in range(requests)))
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 5])
+def test_few_requests_are_all_answered_where_every_block_is_placed(n: int) -> None:
+    load = requests(*((0.0, f"net{k % 6}") for k in range(n)))
     result = simulate([net(f"net{k}") for k in range(6)], load, "fifo", fidelity="blocks")
-    assert result.all.completed == requests
+    assert result.all.completed == n
 
 
 def test_batches_raise_throughput() -> None:
@@ -139,7 +135,7 @@ def test_results_print_and_plot(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fidelity", ["segments", "blocks"])
 def test_occupancy_covers_the_whole_run_however_long_it_goes_on(fidelity: Fidelity) -> None:
-    load = TraceWorkload(tuple((1e-6, "net", None, None, 0) for _ in range(300 if fidelity == "segments" else 60)))
+    load = burst(300 if fidelity == "segments" else 60)
     result = simulate([net(blocks=2000)], load, "streams", fidelity=fidelity)
     assert result.seconds > 100 * load.seconds
     assert result.bin_ms * len(result.occupancy) == pytest.approx(result.seconds * 1e3, abs=result.bin_ms)
@@ -158,7 +154,7 @@ def test_parts_of_the_gpu_stay_parts_where_demand_was_measured() -> None:
 
 
 def test_an_empty_run_has_figures_that_say_so() -> None:
-    result = simulate([net()], TraceWorkload(()), "fifo")
+    result = simulate([net()], requests(), "fifo")
     assert result.all.completed == 0
     assert np.isnan(result.all.p99_ms)
     assert str(result)

@@ -9,6 +9,7 @@ import pytest
 from failing import failing
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sim_models import together
 
 from paellapy.instrument.errors import ArgumentError
 from paellapy.scheduler.core.codes import OK
@@ -28,10 +29,7 @@ def net(name: str = "net", us: float = 100.0, segments: int = 4, **more: Any) ->
 
 
 def loops(*names: str, model: str | None = None, seconds: float = 0.4) -> Any:
-    first, *others = [ClosedLoop(model or name, clients=2, duration=seconds, client=name) for name in names]
-    for each in others:
-        first = first + each
-    return first
+    return together(*(ClosedLoop(model or name, clients=2, duration=seconds, client=name) for name in names))
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -152,10 +150,7 @@ def test_a_client_called_like_a_model_is_not_taken_for_it() -> None:
 def test_the_gpus_time_is_all_accounted_for(us: list[float], policy: str, seed: int) -> None:
     """What models and clients had adds up to the time in which something ran, by the simulated GPU's own account."""
     models = [net(f"m{k}", us=each) for k, each in enumerate(us)]
-    first, *others = [Poisson(200, each.name, duration=0.05, client=f"c{k}") for k, each in enumerate(models)]
-    load: Any = first
-    for each in others:
-        load = load + each
+    load = together(*(Poisson(200, each.name, duration=0.05, client=f"c{k}") for k, each in enumerate(models)))
     run = simulate(models, load, policy, seed=seed, host_launch_ns=0.0)
     busy = run.gpu_ms["busy"][""]
     assert sum(run.gpu_ms["models"].values()) == pytest.approx(busy, rel=1e-6)

@@ -9,17 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from failing import failing
+from sim_models import net
 
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.sim.simulate import simulate
 from paellapy.scheduler.sim.workload import Background, ClosedLoop, Lognormal, Poisson, TraceWorkload, WorkloadError
 
 pytestmark = pytest.mark.quick
-
-
-def net(name: str = "net") -> ModelProfile:
-    return ModelProfile(name, {1: [SegmentProfile(50e3, 66, 66 * 8, 66 * 8192, 0, 5)] * 4})
 
 
 def test_traces_come_from_csv(tmp_path: Path) -> None:
