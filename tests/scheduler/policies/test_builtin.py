@@ -24,9 +24,6 @@ def job(**facts: float) -> Any:
     return row[0]
 
 
-# --- ours -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", policy_names())
 def test_a_shipped_policy_passes_the_checks_it_is_spared(name: str) -> None:
     found = find_policy(name)
@@ -121,6 +118,3 @@ def test_clients_of_one_model_take_turns_under_paella() -> None:
         order += bench.step(1_000_000)
     assert order.index(single) <= 2
     assert [each for each in order if each != single] == flood
-
-
-# --- yours ----------------------------------------------------------------------------------------------------------

@@ -195,18 +195,6 @@ def test_what_top_priority_has_on_the_gpu_is_seen() -> None:
     bench.run_dry()
 
 
-def test_a_simulation_that_a_policy_stalls_says_so() -> None:
-    def seldom(job: Any, own: Any) -> bool:
-        return bool(own.had < 3.0)
-
-    def done(own: Any) -> None:
-        own.had += 1.0
-
-    made = policy(admit=seldom, done=done, state={"had": 0.0}, may_idle=True)(fifo)
-    with failing(PolicyError, requests=1):
-        simulate(profile("m", segments=2), ClosedLoop("m", duration=0.01), made)
-
-
 def test_a_simulation_warns_of_ranks_that_are_not_numbers() -> None:
     def rank(job: Any) -> float:
         return (job.now_ns - 1e6) / (job.now_ns - 1e6) * job.arrival_ns
@@ -224,6 +212,14 @@ def nothing_changes(own: Any) -> None:
     own.had += 0.0
 
 
+def three_times(job: Any, own: Any) -> bool:
+    return bool(own.had < 3.0)
+
+
+def counts(own: Any) -> None:
+    own.had += 1.0
+
+
 def never_from_then_on(job: Any, own: Any) -> bool:
     return bool(job.arrival_ns < 1.0)
 
@@ -233,6 +229,7 @@ def never_from_then_on(job: Any, own: Any) -> bool:
     "options",
     [
         {"admit": always_later},
+        {"admit": three_times, "done": counts, "state": {"had": 0.0}},
         {"admit": never_from_then_on, "tick": nothing_changes, "tick_us": 1e6, "state": {"had": 0.0}},
     ],
 )
