@@ -221,4 +221,4 @@ def ask_to_reload(file: Path) -> dict[str, Any]:
             found: dict[str, Any] = json.loads(said.read_text())
             return found
         time.sleep(0.05)
-    raise ConfigError(f"the server (process {pid}) has not answered for {PATIENCE_S:.0f} s: look into its log")
+    raise ConfigError(f"the server (process {pid}) has not answered for {PATIENCE_S:.0f} s: see its log")

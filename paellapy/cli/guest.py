@@ -35,7 +35,7 @@ class Guest:
         self, name: str, priority: int = -1, share: float = 1.0, engine: str | None = None, in_flight: int = 0
     ) -> None:
         if not 0 <= in_flight <= _MOST_IN_FLIGHT:
-            raise GreetingError(f"in_flight={in_flight}; it must be a number of kernels up to 2³², or 0 for no limit")
+            raise GreetingError(f"in_flight is {in_flight}: give a number of kernels up to 2³², or 0 for no limit")
         self._in_flight = in_flight
         self._about = Greeting(name, priority, share, os.getpid())
         self._engine = engine

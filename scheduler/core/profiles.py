@@ -199,7 +199,15 @@ class ModelProfile:
 
 
 def save_profiles(path: str | Path, profiles: Iterable[ModelProfile]) -> None:
-    """Writes profiles as JSON, for `load_profiles` and `paellapy simulate path`."""
+    """Writes profiles as JSON, for `load_profiles` and `paellapy simulate path`.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> net = ModelProfile("net", {1: [SegmentProfile(5e4)]})
+    >>> with TemporaryDirectory() as folder:
+    ...     save_profiles(f"{folder}/net.json", [net])
+    ...     load_profiles(f"{folder}/net.json") == [net]
+    True
+    """
     Path(path).write_text(json.dumps({"models": [asdict(each) for each in profiles]}, indent=1) + "\n")
 
 

@@ -229,7 +229,11 @@ def shipped() -> Mapping[str, Policy]:
 
 
 def policy_names() -> list[str]:
-    """The names of the policies that come with the package."""
+    """The names of the policies that come with the package.
+
+    >>> "srpt" in policy_names()
+    True
+    """
     return list(shipped())
 
 

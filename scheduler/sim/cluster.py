@@ -54,7 +54,11 @@ PARTS = 16  # consecutive parts of a run, for standard errors
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A GPU that fails at `at_s` and is away for `for_s`; it comes back empty."""
+    """A GPU that fails at `at_s` and is away for `for_s`; it comes back empty.
+
+    >>> Failure(gpu=3, at_s=0.1)
+    Failure(gpu=3, at_s=0.1, for_s=inf)
+    """
 
     gpu: int
     at_s: float
@@ -63,7 +67,11 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """A GPU that is slower than its profiles by the factor `times`, from `at_s` on."""
+    """A GPU that is slower than its profiles by the factor `times`, from `at_s` on.
+
+    >>> Straggler(gpu=0, times=2.0)
+    Straggler(gpu=0, times=2.0, at_s=0.0, for_s=inf)
+    """
 
     gpu: int
     times: float

@@ -183,7 +183,11 @@ class Poisson(_OpenLoop):
 
 @dataclass(frozen=True, slots=True)
 class Lognormal(_OpenLoop):
-    """Bursty arrivals: lognormal gaps. Paella is evaluated with sigma 1.5 and 2."""
+    """Bursty arrivals: lognormal gaps. Paella is evaluated with sigma 1.5 and 2.
+
+    >>> len(Lognormal(1000, "m", duration=2, sigma=2.0).arrivals(["m"], seed=0)) > 1000
+    True
+    """
 
     sigma: float = 1.5
 
@@ -198,7 +202,11 @@ class Lognormal(_OpenLoop):
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop(Workload):
-    """Clients that send a request, wait for the answer, think, and repeat, for `duration` seconds, under one name."""
+    """Clients that send a request, wait for the answer, think, and repeat, for `duration` seconds, under one name.
+
+    >>> ClosedLoop("net", clients=8, think_ms=2.0, client="alice").seconds
+    1.0
+    """
 
     model: str
     clients: int = 1
@@ -305,6 +313,9 @@ class TraceWorkload(Workload):
     """Recorded arrivals: (seconds, model, deadline in ms after that or None, priority, client) each, in any order.
 
     A CSV file has the columns t, model[, deadline, priority, client].
+
+    >>> TraceWorkload(((0.5, "net", 20.0, None, "alice"), (0.0, "net", None, None, "bob"))).rows[0]
+    (0.0, 'net', None, None, 'bob')
     """
 
     rows: tuple[Row, ...]

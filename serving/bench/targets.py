@@ -142,7 +142,7 @@ def made_up(model: str, inputs: list[dict[str, Any]], items: int, rng: np.random
             raise BenchError(f"model {model!r}, input {each['name']!r}: cannot make random {each['datatype']} values")
         shape = [items if extent < 0 else extent for extent in each["shape"]]
         if math.prod(shape) > MOST_NUMBERS:
-            raise BenchError(f"model {model!r}, input {each['name']!r}: the shape {shape} is too large to be made up")
+            raise BenchError(f"model {model!r}, input {each['name']!r}: the shape {shape} is too large for random data")
         dtype = DTYPES[each["datatype"]]
         values = rng.random(shape) if dtype.kind not in "biu" else rng.integers(0, 2, shape)
         found[each["name"]] = np.asarray(values).astype(dtype)
