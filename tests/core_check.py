@@ -245,17 +245,19 @@ def _check_instances(s: State) -> None:
     free = np.flatnonzero((s.instance["model"] >= 0) & (s.instance["state"] == codes.FREE))
     _check_free_instances(s, free)
     ids = np.flatnonzero((s.instance["model"] >= 0) & (s.instance["state"] != codes.FREE))
-    slots = s.slot[ids]
     words, filling, managed = s.instance_word[:, 0].tolist(), s.model["filling"].tolist(), s.residency["managed"][0]
     ready_of, known_of = (np.bitwise_count(each).sum(axis=1).tolist() for each in (s.instance_ready, s.instance_known))
+    most, in_flight = int(s.core["max_in_flight"][0]), int(s.core["flight"][0])
     # Plain numbers: reading a field of a record costs a hundred times as much, and tests check after every step.
-    for instance, row, slot in zip(ids.tolist(), s.instance[ids].tolist(), slots, strict=True):
+    names = ("instance", "model", "arrival_ns", "deadline_ns", "priority")
+    facts = list(zip(*(s.request[name].tolist() for name in names), strict=True))
+    for instance, row, slot in zip(ids.tolist(), s.instance[ids].tolist(), s.slot[ids].tolist(), strict=True):
         a = dict(zip(s.instance.dtype.names or (), row, strict=True))
         m = a["model"]
-        rows = slot[slot >= 0]
+        requests = [facts[each] for each in slot if each >= 0]
         word = words[instance]
         reserved, ready = (word >> codes.RESERVED_SHIFT) & codes.RESERVED_MASK, ready_of[instance]
-        require(len(rows) == a["live"], "an instance miscounts its requests", instance)
+        require(len(requests) == a["live"], "an instance miscounts its requests", instance)
         require(
             (ready <= reserved and a["taken"] <= reserved) or a["state"] == codes.HELD,
             "an instance overflows",
@@ -267,13 +269,13 @@ def _check_instances(s: State) -> None:
         )
         require((filling[m] == instance) == (a["state"] == codes.FILLING), "two instances of a model fill", instance)
         require(a["done"] <= a["issued"] <= max(a["segments"], a["issued"]), "segments are out of order", instance)
-        if len(rows):
-            facts = s.request[rows]
-            right = (facts["instance"] == instance).all() and (facts["model"] == m).all()
+        if requests:
+            at, of, arrivals, deadlines, priorities = zip(*requests, strict=True)
+            right = {*at} == {instance} and {*of} == {m}
             require(right, "a slot holds a request of another instance or model", instance)
-            require(a["arrival_ns"] == facts["arrival_ns"].min(), "an instance forgot its oldest request", instance)
-            require(a["deadline_ns"] == facts["deadline_ns"].min(), "an instance forgot a deadline", instance)
-            require(a["priority"] == facts["priority"].max(), "an instance forgot a priority", instance)
+            require(a["arrival_ns"] == min(arrivals), "an instance forgot its oldest request", instance)
+            require(a["deadline_ns"] == min(deadlines), "an instance forgot a deadline", instance)
+            require(a["priority"] == max(priorities), "an instance forgot a priority", instance)
         absent = managed and (
             s.weights["location"][m] != codes.RESIDENT or s.weights["stopped"][m]
         )  # all weights, or some
@@ -286,9 +288,8 @@ def _check_instances(s: State) -> None:
             require(a["done"] < a["segments"], "an instance is done and not ended", instance)
             require(_fits(s.size[m, : s.model["n_sizes"][m]], a), "an instance runs at the wrong size", instance)
             ahead = a["issued"] - a["done"]
-            most = s.core["max_in_flight"][0]
             require(ahead <= max(most, 1) + (most == 1), "an instance runs too far ahead", instance)
-            standing = a["active_at"] >= 0 and a["yields"] and s.core["flight"][0] > 0  # for a short job
+            standing = a["active_at"] >= 0 and a["yields"] and in_flight > 0  # for a short job
             later = s.core["one_by_one"][0] and s.core["changed"][0]  # the host comes to it after other launches
             forgotten = not (ahead > 0 or a["ready_at"] >= 0 or standing or ((absent or later) and a["active_at"] >= 0))
             require(not forgotten, "an instance with work is neither waiting nor active", instance)
@@ -328,14 +329,15 @@ def _check_sets(s: State) -> None:
 
 def _check_occupancy(s: State) -> None:
     """Checks that resident and pending resources are the sums over the segments in flight."""
-    sums = {kind: np.zeros(5) for kind in ("resident", "pending")}
-    for instance in s.flight[: s.core["flight"][0]]:
-        inst = s.instance[instance]
-        for k in range(inst["done"], inst["issued"]):
-            f = s.segment[inst["model"], inst["size"], 0 if inst["whole"] else k]
-            issue = f["kernels"] / max(f["time_ns"], 1.0) * 1e9
-            footprint = (f["blocks"], f["warps"], f["registers"], f["shared_bytes"], issue)
-            sums["resident" if k == inst["done"] else "pending"] += footprint
+    inst = s.instance[s.flight[: s.core["flight"][0]]]
+    n = inst["issued"] - inst["done"]
+    which = np.repeat(np.arange(len(n)), n)
+    ahead = np.arange(n.sum()) - np.repeat(n.cumsum() - n, n)  # 0: the oldest of its instance
+    segment = np.where(inst["whole"][which], 0, inst["done"][which] + ahead)
+    f = s.segment[inst["model"][which], inst["size"][which], segment]
+    issue = f["kernels"] / np.maximum(f["time_ns"], 1.0) * 1e9
+    footprint = np.array([f["blocks"], f["warps"], f["registers"], f["shared_bytes"], issue])
+    sums = {"resident": footprint[:, ahead == 0].sum(axis=1), "pending": footprint[:, ahead > 0].sum(axis=1)}
     for kind, expected in sums.items():
         names = [f"{kind}_{what}" for what in ("blocks", "warps", "registers", "shared_bytes", "issue")]
         counted = np.array([s.gpu[name][0] for name in names])

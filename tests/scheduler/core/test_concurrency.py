@@ -19,12 +19,10 @@ from hypothesis import strategies as some
 from moving_bench import CHUNK, MovingBench
 
 import paellapy as pp
-from paellapy.instrument.numba_ext.link import compiled
 from paellapy.scheduler.core import codes, step
-from paellapy.scheduler.core.concurrency import LEASE_NS, LINGERS, WAITS_NS, count_in_partition
+from paellapy.scheduler.core.concurrency import LEASE_NS, LINGERS, WAITS_NS
 from paellapy.scheduler.core.errors import ModelError
-from paellapy.scheduler.core.profiles import install, remove
-from paellapy.scheduler.core.state import State
+from paellapy.scheduler.core.profiles import ModelProfile, install, remove
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.loading import install_partitions
@@ -32,6 +30,17 @@ from paellapy.scheduler.models.profile import ProgramProfile
 from paellapy.scheduler.policies.policy import find_policy, policy_names
 
 TUNING = Tuning.for_part("h200")
+LARGE = replace(LIMITS, instances=80, instances_per_model=60, requests=160, segments=20)
+
+
+def wait_long(bench: Bench) -> None:
+    """The requests that wait now, wait for ten times as long as the length of the queue is averaged."""
+    bench.step()
+    bench.step(500_000_000)
+
+
+def large_bench(*models: ModelProfile, policy: str = "fifo", active: int = 60, demand: float = np.inf) -> Bench:
+    return Bench(list(models), policy=replace(find_policy(policy), active=active), demand=demand, limits=LARGE)
 
 
 @pytest.mark.parametrize(("limit", "together"), [(0.0, 1), (1.0, 2), (1.3, 3), (np.inf, 4)])
@@ -57,20 +66,17 @@ def test_more_jobs_share_the_gpu_where_each_keeps_to_a_partition_of_it() -> None
 
 
 def test_more_jobs_share_the_gpu_where_a_queue_stays() -> None:
-    limits = replace(LIMITS, instances=64, instances_per_model=60, requests=80)
-    models = [profile(segments=2, instances=60, demand={1: 0.1})]
-    bench = Bench(models, policy=replace(find_policy("fifo"), active=60), demand=0.2, limits=limits)
+    bench = large_bench(profile(segments=2, instances=60, demand={1: 0.1}), demand=0.2)
     for _ in range(60):
         bench.submit()
     bench.step()
     assert len(bench.running) == 2  # a burst changes nothing
-    for _ in range(40):  # but one that has not gone after a while does
-        bench.step(1_000_000)
+    wait_long(bench)  # but one that has not gone after a while does
     bench.finish_segment(bench.running[0])
     bench.step()
-    assert len(bench.running) == 5  # 0.2 times 1 + 2 (two times 16 wait) times 0.9, and no more
+    assert len(bench.running) == 6  # 0.2 times 1 + 2.5 (the largest growth) times 0.9, and no more
     bench.run_dry()
-    bench.step(500_000_000)
+    wait_long(bench)
     for _ in range(4):
         bench.submit()
     bench.step()
@@ -78,15 +84,12 @@ def test_more_jobs_share_the_gpu_where_a_queue_stays() -> None:
 
 
 def test_where_a_queue_stays_short_jobs_go_in_one_piece_and_long_ones_do_not() -> None:
-    limits = replace(LIMITS, instances=80, instances_per_model=40, requests=80, segments=20)
-    models = [profile("short", segments=2, instances=40), profile("long", segments=20, instances=2)]
-    bench = Bench(models, policy=replace(find_policy("fifo"), active=2), limits=limits)
+    bench = large_bench(profile("short", segments=2, instances=40), profile("long", segments=20, instances=2), active=2)
     for k in range(40):
         bench.submit(1 if k in (2, 3) else 0)
     bench.step()
     assert all(codes.WHOLE not in launches for launches in bench.history.values())  # a burst changes nothing
-    for _ in range(60):
-        bench.step(1_000_000)
+    wait_long(bench)
     for _ in range(30):
         bench.finish()
     launched: dict[int, set[int]] = {0: set(), 1: set()}
@@ -97,19 +100,16 @@ def test_where_a_queue_stays_short_jobs_go_in_one_piece_and_long_ones_do_not() -
 
 
 def oversubscribed_bench(policy: str = "srpt", deadline: int = codes.NEVER) -> Bench:
-    """Fifteen jobs of twenty segments share the GPU, where five would without a queue: demand 0.1 each, limit 0.5."""
-    limits = replace(LIMITS, instances=80, instances_per_model=60, requests=160, segments=20)
-    each = {"demand": {1: 0.1}}
-    models = [profile("short", segments=2, instances=8, **each), profile("long", segments=20, instances=60, **each)]
-    models.append(profile("other", segments=20, instances=2, **each))
-    bench = Bench(models, policy=replace(find_policy(policy), active=60), demand=0.5, limits=limits)
+    """Sixteen jobs of twenty segments share the GPU, where five would without a queue: demand 0.1 each, limit 0.5."""
+    shapes = (("short", 2, 8), ("long", 20, 60), ("other", 20, 2))
+    models = [profile(name, segments, instances=n, demand={1: 0.1}) for name, segments, n in shapes]
+    bench = large_bench(*models, policy=policy, demand=0.5)
     for _ in range(60):
         bench.submit(1, deadline=deadline)
-    for _ in range(60):
-        bench.step(1_000_000)
+    wait_long(bench)
     bench.finish_segment(bench.running[0])
     bench.step()
-    assert len(bench.running) == 15  # 0.5 times 1 + 2.4 (times 16 wait) times 0.9
+    assert len(bench.running) == 16  # 0.5 times 1 + 2.5 (the largest growth) times 0.9
     return bench
 
 
@@ -129,7 +129,7 @@ def test_long_jobs_yield_to_a_short_one_on_an_oversubscribed_gpu() -> None:
     assert bench.history[short] == [0, 1]
     bench.finish_segment(short)
     bench.step()
-    assert len(bench.running) == 15  # it is done: all of them go on
+    assert len(bench.running) == 16  # it is done: all of them go on
     bench.run_dry()
 
 
@@ -151,17 +151,12 @@ def test_a_job_that_ranks_first_does_not_yield() -> None:
 
 
 def test_no_job_yields_to_one_that_admit_has_stopped() -> None:
-    limits = replace(LIMITS, instances=80, instances_per_model=60, requests=160, segments=20)
-    each = {"demand": {1: 0.1}}
-    models = [
-        profile("low", segments=2, instances=60, **each),
-        profile("high", segments=20, instances=8, priority=1, **each),
-    ]
-    bench = Bench(models, policy=replace(find_policy("priority"), active=60), demand=0.5, limits=limits)
+    low = profile("low", segments=2, instances=60, demand={1: 0.1})
+    high = profile("high", segments=20, instances=8, demand={1: 0.1}, priority=1)
+    bench = large_bench(low, high, policy="priority", demand=0.5)
     for _ in range(60):
         bench.submit(0)
-    for _ in range(60):
-        bench.step(1_000_000)
+    wait_long(bench)
     bench.finish_segment(bench.running[0])
     bench.step()
     for instance in bench.running:
@@ -186,17 +181,12 @@ def test_no_job_yields_where_short_jobs_are_the_load() -> None:
 
 
 def test_a_batch_that_is_not_full_waits_for_room() -> None:
-    limits = replace(LIMITS, instances=64, instances_per_model=30, requests=160)
-    sizes = {1: 0.1, 4: 0.1}
-    models = [
-        profile("plain", instances=30, demand={1: 0.1}),
-        profile("batches", batch=(1, 4), instances=30, demand=sizes),
-    ]
-    bench = Bench(models, policy=replace(find_policy("fifo"), active=60), demand=0.2, limits=limits)
+    plain = profile("plain", instances=30, demand={1: 0.1})
+    batches = profile("batches", batch=(1, 4), instances=30, demand={1: 0.1, 4: 0.1})
+    bench = large_bench(plain, batches, demand=0.2)
     for _ in range(40):
         bench.submit(0)
-    for _ in range(60):
-        bench.step(1_000_000)
+    wait_long(bench)
     bench.submit(1)  # the only one of its model: three slots are free
     for _ in range(200):
         bench.finish(1_000)
@@ -208,15 +198,12 @@ def test_a_batch_that_is_not_full_waits_for_room() -> None:
 
 @pytest.mark.parametrize(("partitions", "most"), [(0, TUNING.most_demand), (8, TUNING.most_confined_demand)])
 def test_no_queue_lets_in_more_jobs_than_hardware_queues_or_partitions_can_take(partitions: int, most: float) -> None:
-    limits = replace(LIMITS, instances=64, instances_per_model=60, requests=80)
-    policy = replace(find_policy("fifo"), active=60)
-    bench = Bench([profile(segments=2, instances=60, demand={1: 0.4})], policy=policy, demand=4.0, limits=limits)
+    bench = large_bench(profile(segments=2, instances=60, demand={1: 0.4}), demand=4.0)
     bench.state.core["partitions"][0] = partitions
     bench.state.confined[...] = 1
     for _ in range(60):
         bench.submit()
-    for _ in range(200):
-        bench.step(1_000_000)
+    wait_long(bench)
     for _ in range(10):
         bench.finish_segment(bench.running[0])
         bench.step()
@@ -225,12 +212,10 @@ def test_no_queue_lets_in_more_jobs_than_hardware_queues_or_partitions_can_take(
 
 
 def test_a_queue_does_not_oversubscribe_the_gpu_with_jobs_that_fill_it() -> None:
-    limits = replace(LIMITS, instances=64, instances_per_model=60, requests=80)
-    bench = Bench([profile(segments=2, instances=60, demand={1: 1.0})], policy="fifo", demand=2.0, limits=limits)
+    bench = large_bench(profile(segments=2, instances=60, demand={1: 1.0}), demand=2.0)
     for _ in range(60):
         bench.submit()
-    for _ in range(40):
-        bench.step(1_000_000)
+    wait_long(bench)
     bench.finish_segment(bench.running[0])
     bench.step()
     assert len(bench.running) == 2
@@ -238,11 +223,8 @@ def test_a_queue_does_not_oversubscribe_the_gpu_with_jobs_that_fill_it() -> None
 
 
 def test_a_better_job_takes_the_place_of_a_worse_one_where_demand_is_the_limit() -> None:
-    long, short = (
-        profile(segments=8, instances=1, ns=1e6, demand={1: 0.9}),
-        profile("s", instances=1, ns=1e3, demand={1: 0.9}),
-    )
-    bench = Bench([long, short], policy="srpt", demand=1.0)
+    long = profile(segments=8, instances=1, ns=1e6, demand={1: 0.9})
+    bench = Bench([long, profile("s", instances=1, ns=1e3, demand={1: 0.9})], policy="srpt", demand=1.0)
     bench.submit(0)
     bench.submit(0)
     bench.step()
@@ -255,7 +237,7 @@ def test_a_better_job_takes_the_place_of_a_worse_one_where_demand_is_the_limit()
     bench.run_dry()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(script=actions, name=some.sampled_from(["srpt", "paella", "slack", "edf"]), end=some.sampled_from(["", "drain"]))
 def test_each_request_completes_once_on_an_oversubscribed_gpu(
     script: list[tuple[object, ...]], name: str, end: str
@@ -276,19 +258,14 @@ DEVICE = "virtual:h200"
 PARTITIONS = 4
 
 
-def bench_with_partitions(policy: str = "srpt", instances: int = 4) -> Bench:
-    bench = Bench(
-        [profile(instances=instances), profile("b", instances=instances), profile("c", instances=instances)],
-        policy=policy,
-    )
+def bench_with_partitions(policy: str = "srpt") -> Bench:
+    bench = Bench([profile(name, instances=4) for name in "abc"], policy=policy)
     s = bench.state
     s.core["max_active"][0] = 16
     install_partitions(s, [{(33 * k + i) % 132 for i in range(48)} for k in range(PARTITIONS)])
     used = np.flatnonzero(s.instance["model"] >= 0)
-    s.instance_partition[used, 0], s.instance_partition[used, 1] = (
-        used % PARTITIONS,
-        (used + PARTITIONS // 2) % PARTITIONS,
-    )
+    for k in range(2):
+        s.instance_partition[used, k] = (used + k * PARTITIONS // 2) % PARTITIONS
     s.launch["handle"] = s.whole["handle"] = 1
     s.confined[used, :, :, 0], s.confined[used, :, :, 1] = 2, 3
     return bench
@@ -353,9 +330,8 @@ def test_a_job_stays_with_its_stream_and_its_partition_unless_another_is_much_em
     instance = next(each for each in flight if s.instance["partition"][each] >= 0 and s.instance["issued"][each] > 1)
     here, stream = int(s.instance["partition"][instance]), int(s.instance["stream_at"][instance])
     there = next(int(w) for w in s.instance_partition[instance, :2] if w != here)
-    s.partition_load[:PARTITIONS] = (
-        100 + s.overlap[here, :PARTITIONS]
-    )  # as if as many were everywhere, and the instance here
+    # As if as many were everywhere, and the instance here.
+    s.partition_load[:PARTITIONS] = 100 + s.overlap[here, :PARTITIONS]
     s.partition_load[here] += fuller
     bench.finish_segment(instance)
     with pytest.raises(IntegrityError):  # that load is made up
@@ -365,18 +341,8 @@ def test_a_job_stays_with_its_stream_and_its_partition_unless_another_is_much_em
     assert s.instance["partition"][instance] == (there if moves else here)
 
 
-@compiled
-def fill(state: State, partition: int, change: int) -> None:
-    count_in_partition(state, partition, change)
-
-
-def test_partitions_that_share_sms_fill_each_other() -> None:
-    state = bench_with_partitions().state
-    assert state.overlap[0, :PARTITIONS].tolist() == [48, 15, 0, 15]
-    fill(state, 3, 1)
-    assert state.partition_load[:PARTITIONS].tolist() == [15, 0, 15, 48]
-    fill(state, 3, -1)
-    assert not state.partition_load.any()
+def test_partitions_know_how_many_sms_they_share() -> None:
+    assert bench_with_partitions().state.overlap[0, :PARTITIONS].tolist() == [48, 15, 0, 15]
 
 
 @pytest.mark.parametrize(("policy", "confinable"), [("streams", True), ("srpt", False)])
@@ -472,13 +438,13 @@ def test_blocks_keep_to_their_partitions_beside_others_and_to_nothing_alone():
         assert engine.profile("wide")[0].slowdown_in_partition <= TUNING.most_partition_stretch
         x = random_inputs(wide, np.random.default_rng(2))
 
-        async def crowd(n):
+        async def infer_all(n):
             await asyncio.gather(*(engine.infer("wide", x) for _ in range(n)))
 
         with engine.trace() as alone:
             engine.infer_sync("wide", x)
         with engine.trace() as together:
-            asyncio.run(crowd(12))
+            asyncio.run(infer_all(12))
         partition = math.ceil(TUNING.partition_share * engine.device.sm_count)
         assert min(spans(engine, alone)) > partition
         assert min(spans(engine, together)) <= partition < max(spans(engine, together))
@@ -500,12 +466,14 @@ def test_a_number_of_partitions_that_cannot_be_is_refused(wrong):
 
 
 def test_segments_are_longer_with_partitions_unless_said_otherwise():
+    tuning = {"quantum_us": 10, "partitions_quantum_us": 20}
+
     def segments(**how):
-        with Engine(DEVICE, **how) as engine:
-            engine.load(scale_model(steps=60, batch=(1,), n=1 << 20, instances=1))
+        with Engine(DEVICE, tuning=tuning, **how) as engine:
+            engine.load(scale_model(steps=30, batch=(1,), instances=1))
             return len(engine.profile("scale")[0].segments)
 
-    assert segments(quantum_us=100) == segments() > segments(sm_partitions=8) == segments(quantum_us=150)
+    assert segments(quantum_us=10) == segments() > segments(sm_partitions=8) == segments(quantum_us=20) > 1
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,6 @@ from paellapy.scheduler.core.profiles import (
     open_model,
     save_profiles,
 )
-from paellapy.scheduler.core.state import Limits
 
 pytestmark = pytest.mark.quick
 
@@ -70,14 +70,11 @@ def test_a_wrong_profile_is_refused(field: str, given: object, make: Any) -> Non
     assert (caught.value.field, caught.value.given) == (field, given)
 
 
-SIZES = Limits(
-    models=4, instances=16, instances_per_model=4, sizes=4, batch=8, segments=8, requests=48, clients=4, inputs=2
-)
 BATCH = (1, 2, 4, 8)
 
 
 def bench_without_the_sizes_between() -> tuple[Bench, int]:
-    bench = Bench([], limits=SIZES)
+    bench = Bench([], limits=replace(LIMITS, sizes=4))
     model, _ = install(bench.state, profile(batch=(1, 8), segments=2), BATCH)
     open_model(bench.state, model)
     bench.step()

@@ -258,7 +258,7 @@ PRIORITIES = (0, 0, 1, 2)
 actions = some.lists(
     some.tuples(some.sampled_from(["submit", "chunk", "chunk", "finish", "finish", "step", "evict", "prefetch",
                                    "cancel", "break", "mend"]), some.integers(0, 3)),
-    min_size=280, max_size=300,
+    min_size=140, max_size=150,
 )  # fmt: skip
 
 
@@ -270,7 +270,7 @@ actions = some.lists(
     some.booleans(),
 )
 def test_bytes_are_the_same_after_any_operations(todo, budget, keep, one_by_one):
-    """Ten thousand operations in all; the bench and the integrity check look after each of them."""
+    """Five thousand operations in all; the bench and the integrity check look after each of them."""
     made = [model(f"m{k}", n, priority=p) for k, (n, p) in enumerate(zip(CHUNKS, PRIORITIES, strict=True))]
     bench = MovingBench(made, budget * CHUNK, resident=keep)
     bench.one_by_one = bench.state.core["one_by_one"][0] = one_by_one
