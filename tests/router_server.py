@@ -10,21 +10,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from serving_server import ask, infer_body
+from serving_server import InLoop, ask, infer_body, looping
 
 from paellapy.cluster.engine_state import Member
 from paellapy.cluster.listener import FrontDoor
 from paellapy.cluster.router import Router, RouterOptions
 
 
-class RunningRouter:
+class RunningRouter(InLoop):
     def __init__(self, door: FrontDoor, loop: asyncio.AbstractEventLoop) -> None:
-        self.door, self.router, self.loop, self.url = door, door.router, loop, door.url
-        self.address = door.url.partition("://")[2]
-        self.port = int(self.address.rpartition(":")[2])
-
-    def call(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+        super().__init__(door.url, loop)
+        self.door, self.router = door, door.router
 
     def do(self, function: Any, *arguments: Any) -> Any:
         async def run() -> Any:
@@ -35,34 +31,20 @@ class RunningRouter:
     def set_engines(self, urls: dict[str, str]) -> None:
         self.do(self.router.set_members, [Member(name, url) for name, url in urls.items()])
 
-    def wait_until(self, condition: Any) -> None:
-        """Polls until the condition holds; the test's own timeout limits it."""
-        pause = threading.Event()
-        while not condition():
-            pause.wait(0.01)
-
 
 @contextlib.contextmanager
 def routing(urls: dict[str, str], models: tuple[str, ...] = (), **options: Any) -> Iterator[RunningRouter]:
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    try:
+    async def start() -> FrontDoor:
+        door = FrontDoor(Router(RouterOptions(**{"port": 0, "drain_s": 5.0, **options}), models))
+        await door.start()
+        return door
 
-        async def start() -> FrontDoor:
-            door = FrontDoor(Router(RouterOptions(**{"port": 0, "drain_s": 5.0, **options}), models))
-            await door.start()
-            return door
-
+    with looping() as loop:
         door = asyncio.run_coroutine_threadsafe(start(), loop).result()
         found = RunningRouter(door, loop)
         found.set_engines(urls)
         yield found
         found.call(door.stop())
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
 
 
 X = np.arange(64, dtype=np.float32).reshape(1, 64)

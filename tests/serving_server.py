@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import triton
 import triton.language as tl
+from waiting import wait_until
 
 import paellapy as pp
 from paellapy.scheduler.core.state import Limits
@@ -31,17 +32,42 @@ from paellapy.serving.tensors import DTYPES
 DEVICE = "virtual:h200"
 
 
-class Running:
-    """A server that listens: `url`, `address`, and a way to run code in its loop."""
+class InLoop:
+    """What serves in another thread of this process: its address, and a way to run code in its loop."""
 
-    def __init__(self, server: Server, loop: asyncio.AbstractEventLoop) -> None:
-        self.server, self.loop, self.url = server, loop, server.url
-        self.address = server.url.partition("://")[2]
+    def __init__(self, url: str, loop: asyncio.AbstractEventLoop) -> None:
+        self.url, self.loop = url, loop
+        self.address = url.partition("://")[2]
         self.port = int(self.address.rpartition(":")[2])
-        self.service, self.engine = server.service, server.registry.engine
 
     def call(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+
+    @staticmethod
+    def wait_until(condition: Any) -> None:
+        wait_until(condition, 250.0)
+
+
+@contextlib.contextmanager
+def looping(new_loop: Any = asyncio.new_event_loop) -> Iterator[asyncio.AbstractEventLoop]:
+    """An event loop that runs in a thread."""
+    loop = new_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield loop
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+class Running(InLoop):
+    """A server that listens."""
+
+    def __init__(self, server: Server, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(server.url, loop)
+        self.server, self.service, self.engine = server, server.service, server.registry.engine
 
     def connections(self) -> int:
         """Number of open connections."""
@@ -56,12 +82,6 @@ class Running:
             if slot._place is not None:
                 return slot
             slot.cancel()
-
-    def wait_until(self, condition: Any) -> None:
-        """Polls until the condition holds; the test's own timeout limits it."""
-        pause = threading.Event()
-        while not condition():
-            pause.wait(0.01)
 
 
 @contextlib.contextmanager
@@ -81,22 +101,14 @@ def running(
     with Engine(DEVICE, policy, limits=limits, **(engine or {})) as made:
         registry = Registry(made, [m if isinstance(m, Entry) else entry_of(m) for m in models])
         settings = ServerConfig(**{"port": 0, "grace_s": 0.0, "drain_s": 10.0, **options})
-        loop, thread = new_loop(), None
-        try:
+        with looping(new_loop) as loop:
             server = Server(registry, settings, keys, tls)
-            thread = threading.Thread(target=loop.run_forever)
-            thread.start()
             asyncio.run_coroutine_threadsafe(server.start(), loop).result()
             found = Running(server, loop)
             if load:
                 found.call(server.load())
             yield found
             found.call(server.stop())
-        finally:
-            loop.call_soon_threadsafe(loop.stop)
-            if thread is not None:
-                thread.join()
-            loop.close()
 
 
 @pp.kernel

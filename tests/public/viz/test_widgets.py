@@ -18,6 +18,7 @@ import pytest
 from aiohttp import web
 from browser import Browser, find_chromium
 from engine_models import random_inputs, scale_model
+from waiting import wait_until
 
 import paellapy as pp
 from paellapy.scheduler.core.errors import EngineClosedError
@@ -44,12 +45,6 @@ def view(engine):
 def ask(engine, count=1):
     for _ in range(count):
         engine.infer_sync("scale", random_inputs(engine.models["scale"], RNG))
-
-
-def wait_until(condition):
-    pause = threading.Event()
-    while not condition():
-        pause.wait(0.01)
 
 
 def looking():
