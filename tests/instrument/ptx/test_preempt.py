@@ -305,7 +305,7 @@ class Gpu:
             descriptor["todo"] = listed = LEFT + 0x1000
             self.memory.update((listed + 4 * k, number) for k, number in enumerate(todo))
         kernel = Kernel(passes.apply(self.ptx, PassConfig(preempt=True, sliced=todo is not None)), self.threads)
-        launched = kernel.launch(self.memory, blocks, [packed(NUMBERS), packed(COUNT), descriptor.tobytes()])
+        launched = kernel.launch(self.memory, (blocks, 1, 1), [packed(NUMBERS), packed(COUNT), descriptor.tobytes()])
         writes = [(value, copy) for value in values for copy in range(FLAG_COPIES)]
         pace = self.random.choice([3, 20, 100])  # instructions from one write to the next
         for k, _ in enumerate(steps(launched, self.random.randrange, TOGETHER)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 
 import hypothesis.strategies as st
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import triton
 import triton.language as tl
 from hypothesis import given
-from ptx_thread import Grid
+from ptx_machine import Kernel
 
 import paellapy as pp
 from paellapy.instrument.device.base import EventLayout
@@ -347,6 +348,14 @@ $loop:
 """
 
 
+def executed(ptx: str, descriptor: np.ndarray) -> dict[int, int]:
+    """What the grid wrote to its memory, which holds zeros before."""
+    memory = defaultdict(int)
+    for block in Kernel(ptx, THREADS).launch(memory, GRID, [bytes(8), descriptor.tobytes()]):
+        block.run()
+    return memory
+
+
 def run(per_warp: bool, rounds: int, records: int, where: int = 0x7_FFFF_F008) -> tuple[EventLayout, np.ndarray]:
     """Runs the grid with rings behind an address at which neither they nor their heads are aligned."""
     ptx = kernel(per_warp, rounds)
@@ -356,12 +365,11 @@ def run(per_warp: bool, rounds: int, records: int, where: int = 0x7_FFFF_F008) -
     descriptor = np.zeros((), DESCRIPTOR)
     descriptor["lines"], descriptor["rings"], descriptor["ring_mask"] = LINES, RINGS, 1023
     descriptor["ranges"], descriptor["range_mask"] = rings, layout.mask
-    grid = Grid(out, {"p": bytes(8), "k_paellapy": descriptor.tobytes()}, GRID, THREADS)
-    grid.run()
+    memory = executed(out, descriptor)
     begin = rings - layout.heads_bytes
-    ours = [address for address in grid.memory if address > RINGS + (1 << 20)]
+    ours = [address for address in memory if address > RINGS + (1 << 20)]
     assert all(begin <= address < begin + layout.nbytes for address in ours)
-    words = np.array([grid.memory.get(begin + at, 0xA5A5A5A5) for at in range(0, layout.nbytes, 4)], np.uint32)
+    words = np.array([memory.get(begin + at, 0xA5A5A5A5) for at in range(0, layout.nbytes, 4)], np.uint32)
     return layout, words.view(np.uint8)
 
 
@@ -389,6 +397,4 @@ def test_a_launch_without_room_for_records_writes_none():
     ptx = passes.apply(kernel(True, 2), PassConfig("trace"))
     descriptor = np.zeros((), DESCRIPTOR)
     descriptor["lines"], descriptor["rings"], descriptor["ring_mask"] = LINES, RINGS, 1023
-    grid = Grid(ptx, {"p": bytes(8), "k_paellapy": descriptor.tobytes()}, GRID, THREADS)
-    grid.run()
-    assert all(LINES <= address < RINGS + (1 << 20) for address in grid.memory)
+    assert all(LINES <= address < RINGS + (1 << 20) for address in executed(ptx, descriptor))
