@@ -31,7 +31,7 @@ def body_coding(header: str | None) -> str | None:
         return None
     if coding not in _WBITS:
         said = f"the Content-Encoding {short(header)} is not supported: send the body as gzip, deflate or uncompressed"
-        raise RequestError(said, 415, field="Content-Encoding", given=header)
+        raise RequestError(said, status=415, field="Content-Encoding", given=header)
     return coding
 
 

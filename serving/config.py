@@ -208,14 +208,15 @@ class Source:
         """An error `file:line: key: message`, followed by the line itself."""
         key = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")
         if any(path[: len(o)] == o or o[: len(path)] == path for o in self.overrides if path):
-            return ConfigError(f"{self._elsewhere}: {key or 'configuration'}: {message}", key)
+            return ConfigError(f"{self._elsewhere}: {key or 'configuration'}: {message}", field=key)
         if not self.name:
-            return ConfigError(f"in the options: {key}: {message}" if key else message, key)
+            return ConfigError(f"in the options: {key}: {message}" if key else message, field=key)
         number = line_of(self.text, path)
         shown = self.text.splitlines()[number - 1].strip() if self.text.strip() else ""
         if path[:1] == ("keys",):  # secrets are never shown
             shown = re.sub(r"(=\s*).*", r"\1…", shown)
-        return ConfigError(f"{self.name}:{number}: {key + ': ' if key else ''}{message}\n    {shown}", key, number)
+        said = f"{self.name}:{number}: {key + ': ' if key else ''}{message}\n    {shown}"
+        return ConfigError(said, field=key, line=number)
 
 
 def load_config(
@@ -354,7 +355,7 @@ def _override(tree: dict[str, Any], text: str) -> Path_:
                 at = at[here]
         at[path[-1]] = _value(value.strip())
     except (TypeError, IndexError, KeyError):
-        raise ConfigError(f"on the command line: {key}: the configuration has no such key", key.strip()) from None
+        raise ConfigError(f"on the command line: {key}: the configuration has no such key", field=key.strip()) from None
     return path
 
 

@@ -44,9 +44,8 @@ class ConfigError(PaellaError):
     as in `models[0].batch`, `line` its line in the file.
     """
 
-    def __init__(self, message: str, field: str = "", line: int | None = None) -> None:
-        super().__init__(message)
-        self.field, self.line = field, line
+    field: str = ""
+    line: int | None = None
 
 
 class RequestError(PaellaError):
@@ -56,32 +55,26 @@ class RequestError(PaellaError):
     """
 
     status = 400
-
-    def __init__(
-        self, message: str, status: int | None = None, *, field: str | None = None, limit: Any = None, given: Any = None
-    ) -> None:
-        super().__init__(message)
-        self.field, self.limit, self.given = field, limit, given
-        if status is not None:
-            self.status = status
+    field: str | None = None
+    limit: Any = None
+    given: Any = None
 
 
 class TooLargeError(RequestError):
     """A body that exceeds a size limit."""
 
     status = 413
-
-    def __init__(self, message: str, *, limit: int, given: int) -> None:
-        super().__init__(message, field="body", limit=limit, given=given)
+    field = "body"
 
 
 class LateBodyError(RequestError):
     """A body that has not arrived in time; its connection is closed."""
 
     status = 408
+    field = "body"
 
     def __init__(self, said: str = "the body did not arrive within the server's body_timeout_s") -> None:
-        super().__init__(said, field="body")
+        super().__init__(said)
 
 
 class RefusedError(RequestError):
@@ -89,11 +82,8 @@ class RefusedError(RequestError):
 
     status = 503
 
-    def __init__(
-        self, message: str, reason: str, retry_after_s: float = 1.0, *, limit: Any = None, given: Any = None
-    ) -> None:
-        super().__init__(message, limit=limit, given=given)
-        self.reason, self.retry_after_s = reason, retry_after_s
+    def __init__(self, message: str, reason: str, retry_after_s: float = 1.0, **facts: Any) -> None:
+        super().__init__(message, reason=reason, retry_after_s=retry_after_s, **facts)
 
 
 # The first class that matches counts. `reason` is a label in the metrics; None: the client's own mistake.

@@ -114,7 +114,8 @@ def _every_s(text: str) -> float:
     except ValueError:
         every_ms = math.nan
     if not LEAST_MS <= every_ms <= MOST_MS:
-        raise RequestError(f"every_ms is {short(text)}: give a number of milliseconds from {LEAST_MS:g} to {MOST_MS:g}")
+        said = f"every_ms is {short(text)}: give a number of milliseconds from {LEAST_MS:g} to {MOST_MS:g}"
+        raise RequestError(said, field="every_ms", limit=(LEAST_MS, MOST_MS), given=text)
     return every_ms * 1e-3
 
 

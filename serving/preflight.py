@@ -39,10 +39,11 @@ def _allow_descriptors() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             soft = hard
     if soft != resource.RLIM_INFINITY and soft < LEAST_DESCRIPTORS:
+        said = f"this process may open only {soft} files and connections, and a server needs {LEAST_DESCRIPTORS}"
         raise PaellaError(
-            f"this process may open only {soft} files and connections, and a server needs {LEAST_DESCRIPTORS}: "
-            "raise the limit (ulimit -n 65536, or LimitNOFILE= of a systemd unit)"
-        )
+            f"{said}: raise the limit (ulimit -n 65536, or LimitNOFILE= of a systemd unit)",
+            field="RLIMIT_NOFILE", limit=LEAST_DESCRIPTORS, given=soft,
+        )  # fmt: skip
 
 
 def _caches() -> Iterator[tuple[Path, str]]:
@@ -80,8 +81,9 @@ def own_folder() -> Iterator[Path]:
     try:
         made = tempfile.TemporaryDirectory(prefix=f"paellapy-{os.getpid()}-{born(os.getpid())}-")
     except OSError as e:
-        said = f"cannot make a temporary folder in {tempfile.gettempdir()}: {e.strerror}"
-        raise PaellaError(f"{said}; free space there, or set TMPDIR to another folder") from None
+        where = tempfile.gettempdir()
+        said = f"cannot make a temporary folder in {where}: {e.strerror}; free space there, or set TMPDIR to another"
+        raise PaellaError(said, field="TMPDIR", given=where) from e
     with made as name:
         yield Path(name)
 

@@ -58,7 +58,8 @@ async def reload_secrets(source: Source, access: Access, tls: ssl.SSLContext | N
         if access.has_keys:
             keys = build_keys(config, source)
             if not keys:
-                raise ConfigError("the file has no [keys] any more: only a restart opens this server to all", "keys")
+                said = "the file has no [keys] any more: only a restart opens this server to all"
+                raise ConfigError(said, field="keys")
             access.set_keys(keys)
         if tls is not None and config.tls is not None:
             load_certificates(tls, config.tls, source)
@@ -211,7 +212,7 @@ def ask_to_reload(file: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         running = False
     if not running:
-        raise ConfigError(f"no server of this user uses {file}: start one with `paellapy serve {file}`")
+        raise ConfigError(f"no server of this user uses {file}: start one with `paellapy serve {file}`", field="file")
     said = _path(file, "said")
     said.unlink(missing_ok=True)
     os.kill(pid, signal.SIGHUP)

@@ -58,7 +58,8 @@ class Load:
 
     def check(self) -> None:
         if sum(each is not None for each in (self.rate, self.concurrency, self.trace or None)) != 1:
-            raise BenchError("give exactly one of a rate (open-loop), a concurrency (closed-loop) and a trace", "load")
+            said = "give exactly one of a rate (open-loop), a concurrency (closed-loop) and a trace"
+            raise BenchError(said, field="load")
         above_zero = {
             "rate": self.rate, "concurrency": self.concurrency, "speed": self.speed, "duration": self.duration_s,
             "items": self.items, "connections": self.connections, "timeout_us": self.timeout_us,
@@ -66,13 +67,13 @@ class Load:
         }  # fmt: skip
         for name, value in above_zero.items():
             if value is not None and not 0 < value < math.inf:
-                raise BenchError(f"{name} is {value}: give a number above zero", name, value)
+                raise BenchError(f"{name} is {value}: give a number above zero", field=name, given=value)
         for name, least in (("warmup", self.warmup_s), ("seed", self.seed)):
             if not 0 <= least < math.inf:
-                raise BenchError(f"{name} is {least}: give zero or more", name, least)
+                raise BenchError(f"{name} is {least}: give zero or more", field=name, given=least)
         if not 0 <= self.sigma <= MOST_SIGMA:
             said = f"sigma is {self.sigma}: give a number from 0 (even gaps) to {MOST_SIGMA:g}"
-            raise BenchError(said, "sigma", self.sigma)
+            raise BenchError(said, field="sigma", given=self.sigma)
 
     @property
     def counted_s(self) -> float:
@@ -120,11 +121,11 @@ def read_trace(path: str | Path) -> tuple[Arrival, ...]:
         is_json = Path(path).suffix in (".jsonl", ".json", ".ndjson")
         rows = _lines(Path(path)) if is_json else TraceWorkload.from_csv(path).rows
     except OSError as e:
-        raise BenchError(f"{path}: {e.strerror}") from None
+        raise BenchError(f"{path}: {e.strerror}", field="trace") from None
     except UnicodeDecodeError as e:
-        raise BenchError(f"{path} is not a text file of JSON lines: {e}") from None
+        raise BenchError(f"{path} is not a text file of JSON lines: {e}", field="trace") from None
     if not rows:
-        raise BenchError(f"{path} has no requests: give one request per line")
+        raise BenchError(f"{path} has no requests: give one request per line", field="trace")
     first = rows[0][0]
     return tuple(
         Arrival(
@@ -147,5 +148,6 @@ def _lines(path: Path) -> tuple[tuple[float, str, float | None, int | None, int]
                 found.append((float(row["t"]), str(row["model"]), None if deadline is None else float(deadline),
                               None if priority is None else int(priority), 0))  # fmt: skip
             except (ValueError, TypeError, KeyError, AttributeError):
-                raise BenchError(f'{path}, line {number}: write {{"t": seconds, "model": "name"}}') from None
+                said = f'{path}, line {number}: write {{"t": seconds, "model": "name"}}'
+                raise BenchError(said, field="trace", line=number) from None
     return tuple(sorted(found, key=lambda each: each[0]))

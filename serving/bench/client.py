@@ -10,7 +10,7 @@ import asyncio
 import ssl
 from collections import deque
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
 from paellapy.instrument.errors import PaellaError
@@ -22,13 +22,14 @@ LONGEST_ANSWER = 1 << 30
 
 
 class BenchError(PaellaError):
-    """The endpoint cannot be reached or does not speak the protocol, or the load is invalid: then `field` is the wrong
-    part of it, and `given` its value.
+    """The endpoint cannot be reached or does not speak the protocol, or the load is invalid.
+
+    `field` is the wrong part of the answer or the load, `given` its value, and `limit` what is allowed.
     """
 
-    def __init__(self, message: str, field: str = "", given: object = None) -> None:
-        super().__init__(message)
-        self.field, self.given = field, given
+    field: str = ""
+    limit: Any = None
+    given: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Endpoint:
         >>> Endpoint.of("127.0.0.1:8000/v2").path
         ''
         """
-        wrong = BenchError(f"{url!r} is not a URL: give one such as http://127.0.0.1:8000")
+        wrong = BenchError(f"{url!r} is not a URL: give one such as http://127.0.0.1:8000", field="url", given=url)
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             port = parts.port
@@ -56,11 +57,12 @@ class Endpoint:
         tls = ssl.create_default_context() if parts.scheme == "https" else None
         if ca is not None:
             if tls is None:
-                raise BenchError(f"{url!r} is not https, so it has no certificate to check: leave out --ca")
+                said = f"{url!r} is not https, so it has no certificate to check: leave out --ca"
+                raise BenchError(said, field="ca", limit="https", given=url)
             try:
                 tls.load_verify_locations(ca)
             except (OSError, ssl.SSLError) as e:
-                raise BenchError(f"no certificates can be read from {ca}: {e}") from None
+                raise BenchError(f"no certificates can be read from {ca}: {e}", field="ca", given=ca) from None
         path = parts.path.rstrip("/").removesuffix("/v2")
         return Endpoint(parts.hostname, port or (443 if tls else 80), path, tls)
 

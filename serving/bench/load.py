@@ -257,7 +257,7 @@ def run_processes(url: str, load: Load, progress: Progress | None, clients: int)
     to_share = load.concurrency or len(load.trace) or clients
     if to_share < clients:
         said = f"{to_share} requests cannot be shared among {clients} client processes: use fewer processes"
-        raise BenchError(said, "clients", clients)
+        raise BenchError(said, field="clients", limit=to_share, given=clients)
     context = multiprocessing.get_context("spawn")
     begin, counts = context.Barrier(clients), context.Array("d", 3 * clients)
     with ProcessPoolExecutor(clients, context, _share, (begin, counts)) as pool:

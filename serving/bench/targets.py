@@ -86,18 +86,21 @@ class HttpTarget:
             async with asyncio.timeout(ANSWER_S):
                 status, body, _ = await self._pool.ask(self._endpoint.request(method, path, headers=self.load.headers))
         except TimeoutError:
-            raise BenchError(f"{self.url}{path} does not answer within {ANSWER_S:.0f} s") from None
+            said = f"{self.url}{path} does not answer within {ANSWER_S:.0f} s"
+            raise BenchError(said, field="answer", limit=ANSWER_S) from None
         except OSError as e:
-            raise BenchError(f"cannot reach {self.url}: {e}") from e
+            raise BenchError(f"cannot reach {self.url}: {e}", field="url", given=self.url) from e
         if status != 200:
             said = body[:200].decode(errors="replace")
-            raise BenchError(f"{self.url}{path} answered {status}: {said}", "status", status)
+            raise BenchError(f"{self.url}{path} answered {status}: {said}", field="status", given=status)
         try:
             return msgspec.json.decode(body, type=kind)
         except msgspec.ValidationError as e:
-            raise BenchError(f"{self.url}{path} does not answer as a v2 endpoint does: {e}") from None
+            said = f"{self.url}{path} does not answer as a v2 endpoint does: {e}"
+            raise BenchError(said, field="answer", limit="v2") from None
         except NOT_JSON:
-            raise BenchError(f"{self.url}{path} does not answer with JSON: is it a v2 endpoint?") from None
+            said = f"{self.url}{path} does not answer with JSON: is it a v2 endpoint?"
+            raise BenchError(said, field="answer", limit="JSON") from None
 
     def _request(self, name: str, k: int, timeout_us: int | None, level: int | None) -> bytes:
         key = (name, k, timeout_us, level)
@@ -139,10 +142,12 @@ def made_up(model: str, inputs: list[dict[str, Any]], items: int, rng: np.random
     found = {}
     for each in inputs:
         if each["datatype"] not in DTYPES:
-            raise BenchError(f"model {model!r}, input {each['name']!r}: cannot make random {each['datatype']} values")
+            said = f"model {model!r}, input {each['name']!r}: cannot make random {each['datatype']} values"
+            raise BenchError(said, field="datatype", limit=list(DTYPES), given=each["datatype"])
         shape = [items if extent < 0 else extent for extent in each["shape"]]
         if math.prod(shape) > MOST_NUMBERS:
-            raise BenchError(f"model {model!r}, input {each['name']!r}: the shape {shape} is too large for random data")
+            said = f"model {model!r}, input {each['name']!r}: the shape {shape} is too large for random data"
+            raise BenchError(said, field="shape", limit=MOST_NUMBERS, given=shape)
         dtype = DTYPES[each["datatype"]]
         values = rng.random(shape) if dtype.kind not in "biu" else rng.integers(0, 2, shape)
         found[each["name"]] = np.asarray(values).astype(dtype)
@@ -164,9 +169,11 @@ class EngineTarget:
         models = self._engine.models
         names = list(self.load.models) or sorted({each.model for each in self.load.trace}) or list(models)
         if unknown := [name for name in names if name not in models]:
-            raise BenchError(f"the engine has no model {', '.join(unknown)}; it has {', '.join(models) or 'none'}")
+            said = f"the engine has no model {', '.join(unknown)}; it has {', '.join(models) or 'none'}"
+            raise BenchError(said, field="models", limit=list(models), given=unknown)
         if self.load.items != 1:
-            raise BenchError("an engine takes one item per request: leave items at 1")
+            said = "an engine takes one item per request: leave items at 1"
+            raise BenchError(said, field="items", limit=1, given=self.load.items)
         for name in names:
             inputs = model_metadata(models[name])["inputs"]
             made = [made_up(name, inputs, 1, rng) for _ in range(BODIES)]

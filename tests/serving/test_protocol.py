@@ -305,7 +305,7 @@ BODIES = some.fixed_dictionaries(
 )
 
 
-@settings(max_examples=1500)
+@settings(max_examples=400)
 @given(BODIES, some.binary(max_size=40), some.none() | some.integers(-5, 300).map(str) | some.text(max_size=5))
 def test_no_body_is_more_than_a_400(body, tail, header_length):
     header = json.dumps(body).encode()
@@ -317,14 +317,14 @@ def test_no_body_is_more_than_a_400(body, tail, header_length):
     assert found.inputs["x"].dtype == np.float32
 
 
-@settings(max_examples=800)
+@settings(max_examples=300)
 @given(some.binary(max_size=200), some.none() | some.integers(0, 200).map(str))
 def test_no_bytes_are_more_than_a_400(body, header_length):
     with pytest.raises(RequestError):
         decode(VECTOR, body, header_length)
 
 
-@settings(max_examples=800)
+@settings(max_examples=300)
 @given(some.integers(0, 60), some.integers(-40, 40), some.integers(0, 40), some.integers(0, 3))
 def test_lengths_that_lie(cut, size_lie, extra, where):
     """A right binary body with one length changed, bytes cut off, or bytes too many."""

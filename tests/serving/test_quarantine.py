@@ -32,7 +32,7 @@ def test_who_was_alone_did_it():
     assert not quarantine
     assert seen(quarantine, 99, others=0)
     assert quarantine
-    with pytest.raises(RequestFailedError, match="this request"):
+    with pytest.raises(RequestFailedError):
         quarantine.check(MODEL, inputs(1, 99), 2)
     assert quarantine.check(MODEL, inputs(1, 98), 2) == []
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.core.errors import InputError
 from paellapy.scheduler.models.model import Model, TensorSpec
 from paellapy.serving import protocol
 from paellapy.serving.errors import RequestError
@@ -224,5 +224,6 @@ def test_values_are_checked_also_where_the_json_is_known():
     header = json.dumps({"inputs": [tensor]}).encode()
     for _ in range(2):
         decode(model, header + np.array([1, 2], np.int32).tobytes(), str(len(header)), as_bytes=True)
-    with pytest.raises(PaellaError, match="99"):
+    with pytest.raises(InputError) as caught:
         decode(model, header + np.array([1, 99], np.int32).tobytes(), str(len(header)), as_bytes=True)
+    assert (caught.value.field, caught.value.limit) == ("x", (0, 5))

@@ -127,5 +127,6 @@ def test_tenants_come_from_the_configuration(tmp_path) -> None:
 def test_a_wrong_tenant_is_pointed_at(tmp_path, text: str) -> None:
     file = tmp_path / "server.toml"
     file.write_text(f"[tenants.alice]\n{text}\n")
-    with pytest.raises(ConfigError, match=rf"server.toml:2: tenants\.alice\.{text.partition(' ')[0]}"):
+    with pytest.raises(ConfigError) as caught:
         load_config(file)
+    assert (caught.value.field, caught.value.line) == (f"tenants.alice.{text.partition(' ')[0]}", 2)

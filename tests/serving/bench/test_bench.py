@@ -26,9 +26,11 @@ from paellapy.cli import bench as command
 from paellapy.cli.bench import table
 from paellapy.cli.scripts import OutputError
 from paellapy.instrument.errors import PaellaError
+from paellapy.serving.bench import targets
 from paellapy.serving.bench.arrivals import Arrival, Load, gaps, read_trace
 from paellapy.serving.bench.client import BenchError, Endpoint, Pool
-from paellapy.serving.bench.load import PAUSE_S, Bench, Outcome, hdr, run_bench, summarize
+from paellapy.serving.bench.load import PAUSE_S, Bench, Outcome, hdr, run_bench, shares, summarize
+from paellapy.serving.bench.targets import MOST_NUMBERS
 from paellapy.serving.protocol import DEFAULT_LEVEL
 
 CERTIFICATE = Path(__file__).parents[2] / "tls" / "certificate.pem"
@@ -85,10 +87,11 @@ def test_the_load_that_nobody_asked_for_is_one_the_server_takes(monkeypatch, cap
 
 
 def test_certificates_to_trust_are_read_and_asked_for_where_they_make_sense(tmp_path):
-    with pytest.raises(BenchError, match="not https"):
-        Endpoint.of("http://127.0.0.1:1", str(tmp_path / "ca.pem"))
-    with pytest.raises(BenchError, match="no certificates can be read"):
-        Endpoint.of("https://127.0.0.1:1", str(tmp_path / "ca.pem"))
+    ca = str(tmp_path / "ca.pem")
+    for url, given in (("http://127.0.0.1:1", "http://127.0.0.1:1"), ("https://127.0.0.1:1", ca)):
+        with pytest.raises(BenchError) as caught:
+            Endpoint.of(url, ca)
+        assert (caught.value.field, caught.value.given) == ("ca", given)
     assert Endpoint.of("https://localhost:1", str(CERTIFICATE)).tls is not None
 
 
@@ -125,8 +128,7 @@ def test_loads_that_cannot_be_run(server, load, field, given):
 TRACE = [(k * 0.002, ("one", "two")[k % 2]) for k in range(60)]
 
 
-@pytest.mark.parametrize("kind", ["csv", "jsonl"])
-@pytest.mark.parametrize("clients", [1, 2])
+@pytest.mark.parametrize(("kind", "clients"), [("csv", 1), ("jsonl", 2)])
 def test_a_trace_is_followed_request_by_request(server, tmp_path, kind, clients):
     file = tmp_path / f"trace.{kind}"
     if kind == "csv":
@@ -148,37 +150,39 @@ def test_a_traces_deadlines_and_priorities_are_sent(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "facts"),
     [
-        ("a.csv", "x,model\n1,m\n", "no column t"),
-        ("a.csv", "t,model\n", "no requests"),
-        ("a.jsonl", '{"t": 1}\n', "line 1"),
-        ("a.jsonl", "[]\n", "line 1"),
-        ("a.jsonl", "\xff", "not a text"),
+        ("a.csv", "x,model\n1,m\n", {"field": "t"}),
+        ("a.csv", "t,model\n", {"field": "trace"}),
+        ("a.jsonl", '{"t": 1}\n', {"field": "trace", "line": 1}),
+        ("a.jsonl", "[]\n", {"field": "trace", "line": 1}),
+        ("a.jsonl", "\xff", {"field": "trace"}),
+        ("a.jsonl", None, {"field": "trace"}),
     ],
 )
-def test_traces_that_are_wrong_are_told(tmp_path, name, text, said):
-    (tmp_path / name).write_text(text, encoding="latin-1")
-    with pytest.raises(PaellaError, match=said):
+def test_traces_that_are_wrong_are_told(tmp_path, name, text, facts):
+    if text is not None:
+        (tmp_path / name).write_text(text, encoding="latin-1")
+    with pytest.raises(PaellaError) as caught:
         read_trace(tmp_path / name)
-    with pytest.raises(PaellaError, match="No such file"):
-        read_trace(tmp_path / "nowhere.jsonl")
+    assert vars(caught.value).items() >= facts.items()
 
 
-@pytest.mark.parametrize("how", [{"concurrency": 3}, {"rate": 60}])
-def test_several_client_processes_share_a_load(server, how):
+def test_several_client_processes_share_a_load(server):
     seen = []
-    result = run_bench(server.url, Load(("one",), **how, **QUICK), lambda *values: seen.append(values), clients=2)
+    result = run_bench(server.url, Load(("one",), rate=60, **QUICK), lambda *values: seen.append(values), clients=2)
     assert result["all"]["answered"] > 0
     assert not result["all"]["errors"]
     assert seen
+    assert [each.rate for each in shares(Load(rate=60), 2)] == [30, 30]
+    assert [each.concurrency for each in shares(Load(concurrency=3), 2)] == [2, 1]
 
 
 def test_a_client_process_that_fails_says_why(server):
-    with pytest.raises(BenchError, match="401"):
-        run_bench(server.url, Load(("one",), concurrency=2), clients=2)
-    with pytest.raises(BenchError, match=r"1 requests.* 2 client"):
-        run_bench(server.url, Load(("one",), concurrency=1), clients=2)
+    for concurrency, facts in ((2, {"field": "status", "given": 401}), (1, {"field": "clients", "limit": 1})):
+        with pytest.raises(BenchError) as caught:
+            run_bench(server.url, Load(("one",), concurrency=concurrency), clients=2)
+        assert vars(caught.value).items() >= facts.items()
 
 
 def test_the_same_load_on_an_engine_without_http(server):
@@ -189,8 +193,9 @@ def test_the_same_load_on_an_engine_without_http(server):
     assert not result["all"]["errors"]
     late = run_bench(server.engine, Load(("one",), rate=50, timeout_us=1, duration_s=0.2, warmup_s=0))
     assert late["all"]["answered"] == 0
-    with pytest.raises(BenchError, match="no model nope"):
+    with pytest.raises(BenchError) as caught:
         run_bench(server.engine, Load(("nope",), concurrency=1))
+    assert (caught.value.field, caught.value.given) == ("models", ["nope"])
 
 
 def test_percentiles_get_denser_towards_the_end():
@@ -204,13 +209,6 @@ def test_percentiles_get_denser_towards_the_end():
     assert found[-1][1] == pytest.approx(times.max() * 1e3)
     for p, value in found:
         assert value == pytest.approx(np.percentile(times, p) * 1e3, abs=1e-3)
-
-
-def test_an_endpoint_that_is_not_there():
-    with pytest.raises(BenchError, match=r"http://127\.0\.0\.1:1"):
-        run_bench("http://127.0.0.1:1", Load(concurrency=1))
-    with pytest.raises(BenchError, match="ftp://x"):
-        Endpoint.of("ftp://x")
 
 
 def test_the_command_line(server, tmp_path):
@@ -458,27 +456,24 @@ METADATA = b'{"inputs":[{"name":"x","datatype":"FP32","shape":%b}]}'
 
 
 @pytest.mark.parametrize(
-    ("body", "models", "said"),
+    ("body", "models", "field", "limit"),
     [
-        (b"null", (), "as a v2 endpoint does"),
-        (b'{"models": 5}', (), "as a v2 endpoint does"),
-        (b"[1, 2]", (), "as a v2 endpoint does"),
-        (b'[{"name": 5}]', (), "as a v2 endpoint does"),
-        (b"\xff", (), "JSON"),
-        (b"{}", ("m",), "as a v2 endpoint does"),
-        (METADATA % b'["a"]', ("m",), "as a v2 endpoint does"),
-        (METADATA % b"[100000, 100000]", ("m",), "too large"),
+        (b"null", (), "answer", "v2"),
+        (b'{"models": 5}', (), "answer", "v2"),
+        (b"[1, 2]", (), "answer", "v2"),
+        (b'[{"name": 5}]', (), "answer", "v2"),
+        (b"\xff", (), "answer", "JSON"),
+        (None, (), "answer", 0.1),
+        (b"{}", ("m",), "answer", "v2"),
+        (METADATA % b'["a"]', ("m",), "answer", "v2"),
+        (METADATA % b"[100000, 100000]", ("m",), "shape", MOST_NUMBERS),
     ],
 )
-def test_a_server_that_speaks_another_protocol_is_told(body, models, said):
-    with answering(body) as url, pytest.raises(BenchError, match=said):
+def test_a_server_that_speaks_another_protocol_or_is_silent_is_told(monkeypatch, body, models, field, limit):
+    monkeypatch.setattr(targets, "ANSWER_S", 0.1 if body is None else targets.ANSWER_S)
+    with answering(body) as url, pytest.raises(BenchError) as caught:
         run_bench(url, Load(models=models, concurrency=1, duration_s=0.1, warmup_s=0.0))
-
-
-def test_a_server_that_never_answers_ends_the_run(monkeypatch):
-    monkeypatch.setattr("paellapy.serving.bench.targets.ANSWER_S", 0.1)
-    with answering(None) as url, pytest.raises(BenchError, match="does not answer within"):
-        run_bench(url, Load(concurrency=1, duration_s=0.1, warmup_s=0.0))
+    assert (caught.value.field, caught.value.limit) == (field, limit)
 
 
 @pytest.mark.parametrize("how", [{"concurrency": 3}, {"rate": 200.0}])
@@ -503,7 +498,10 @@ def test_requests_that_are_never_answered_are_errors(monkeypatch, how):
     assert n >= 3
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "http://[::1", "http://x:port"])
-def test_an_address_that_cannot_be_is_told(url):
-    with pytest.raises(BenchError, match="is not a URL"):
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:1", "ftp://x", "http://127.0.0.1:99999", "http://[::1", "http://x:port"]
+)
+def test_an_address_where_nobody_is_or_can_be_is_told(url):
+    with pytest.raises(BenchError) as caught:
         run_bench(url, Load(concurrency=1))
+    assert (caught.value.field, caught.value.given) == ("url", url)
