@@ -14,12 +14,11 @@ import http.client
 import json
 import os
 import signal
-import socket
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from harness import arguments, save, show
 
 from paellapy import demo
 from paellapy.cluster import lifecycle
+from paellapy.cluster.actors import free_port
 
 CONFIG = """
 device = "virtual:h200"
@@ -47,12 +47,6 @@ arguments = {{ name = "cnn" }}
 PATIENCE_S = 90.0
 QUIET_S = 3.0  # before every event
 PACE_S = 0.05  # of each client: the machine is not to be busy with them
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Clients:
@@ -131,47 +125,39 @@ class Ray:
         import ray
         from ray.cluster_utils import Cluster
 
-        os.environ.update(RAY_worker_niceness="0", RAY_health_check_period_ms="1000")  # as docs/cluster.md says
-        self.port = free_port()
+        os.environ.update(lifecycle.RAY_SETTINGS)
+        self.port = free_port("127.0.0.1")
         self._cluster = Cluster()
         node = {"include_dashboard": False, "num_cpus": 1, "object_store_memory": 80 << 20}
-        self._nodes = [self._cluster.add_node(resources={"virtual_gpu": 2}, **node) for _ in range(3)]
+        self.nodes = [self._cluster.add_node(resources={"virtual_gpu": 2}, **node) for _ in range(3)]
         ray.init(address=self._cluster.address, namespace="paellapy", log_to_driver=False, logging_level="error")
         file.write_text(CONFIG.format(port=self.port))
         lifecycle.bring_up(file)
 
-    def has(self, placement: dict[str, set[str]] | int) -> Callable[[], bool]:
-        """Whether every engine has its models ready, and no others; with a number, whether that many have both."""
+    def ready(self) -> dict[str, set[str]]:
+        """The models that are ready, by engine; nothing while no router answers."""
+        try:
+            engines = lifecycle.front_door(f"http://127.0.0.1:{self.port}")["engines"]
+        except OSError:
+            return {}
+        return {
+            each["name"]: {name for name, model in each["models"].items() if each["up"] and model["state"] == "READY"}
+            for each in engines
+        }
 
-        def look() -> bool:
-            try:
-                found = lifecycle.front_door(f"http://127.0.0.1:{self.port}")["engines"]
-            except OSError:
-                return False
-            ready = {
-                each["name"]: {name for name, model in each["models"].items() if model["state"] == "READY"}
-                for each in found
-                if each["up"]
-            }
-            if isinstance(placement, int):
-                return len(found) == placement == sum(each == {"mlp", "cnn"} for each in ready.values())
-            return ready == placement
+    def has(self, engines: int) -> bool:
+        """Whether there are so many engines, each with both models."""
+        found = self.ready()
+        return len(found) == engines and all(each == {"mlp", "cnn"} for each in found.values())
 
-        return look
+    def seen(self, *path: str) -> Any:
+        """An entry of the cluster's status; None if there is none."""
+        return reduce(lambda found, name: found and found.get(name), path, lifecycle.status())
 
-    def engine(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = lifecycle.status()["engines"][name]
-        return found
-
-    def replaced(self, name: str, what: str) -> Callable[[], bool]:
-        """The engine has another `what` than now, and three engines have their models."""
-        now = self.engine(name)[what]
-
-        def look() -> bool:
-            found = lifecycle.status()["engines"][name]
-            return found is not None and found[what] not in (None, now) and self.has(3)()
-
-        return look
+    def replaced(self, *path: str) -> Callable[[], bool]:
+        """Whether an entry of the status is another than now, and three engines have their models."""
+        now = self.seen(*path)
+        return lambda: self.seen(*path) not in (None, now) and self.has(3)
 
     def move(self, placement: dict[str, set[str]]) -> None:
         import ray
@@ -179,15 +165,8 @@ class Ray:
         controller = ray.get_actor("paellapy-controller", namespace="paellapy")
         ray.get(controller.move.remote({name: sorted(models) for name, models in placement.items()}))
 
-    def remove_node(self, name: str) -> None:
-        """The one of that engine. Not the first: it is Ray's own head."""
-        there = self.engine(name)["node"]
-        self._cluster.remove_node(next(each for each in self._nodes if each.node_id == there), allow_graceful=False)
-
-    def away_from_head(self) -> str:
-        """An engine on another node than the first."""
-        engines = lifecycle.status()["engines"]
-        return next(name for name, each in engines.items() if each["node"] != self._nodes[0].node_id)
+    def remove_node(self, node_id: str) -> None:
+        self._cluster.remove_node(next(n for n in self.nodes if n.node_id == node_id), allow_graceful=False)
 
     def close(self) -> None:
         import ray
@@ -199,25 +178,22 @@ class Ray:
 
 def events(ray: Ray) -> Iterator[tuple[str, Callable[[], object], Callable[[], bool]]]:
     """What happens in turn; each with when it is over."""
-    plan = {"engine-0": {"mlp"}, "engine-1": {"cnn"}, "engine-2": {"mlp", "cnn"}}
-    yield "scale 1 to 3", lambda: lifecycle.scale(3), ray.has(3)
-    for name, engine, what, number in (
-        ("kill an engine", "engine-0", "pid", signal.SIGKILL),
-        ("kill a worker", "engine-1", "actor_pid", signal.SIGKILL),
-        ("stop an engine", "engine-2", "pid", signal.SIGSTOP),
+    yield "scale 1 to 3", lambda: lifecycle.scale(3), lambda: ray.has(3)
+    for name, path, number in (
+        ("kill an engine", ("engines", "engine-0", "pid"), signal.SIGKILL),
+        ("kill a worker", ("engines", "engine-1", "actor_pid"), signal.SIGKILL),
+        ("stop an engine", ("engines", "engine-2", "pid"), signal.SIGSTOP),
+        ("kill a router", ("routers", "router-0", "pid"), signal.SIGKILL),
+        ("kill the controller", ("pid",), signal.SIGKILL),
     ):
-        yield name, partial(os.kill, ray.engine(engine)[what], number), ray.replaced(engine, what)
-    router = lifecycle.status()["routers"]["router-0"]["pid"]
-    others = lambda: lifecycle.status()["routers"]["router-0"]["pid"] != router and ray.has(3)()  # noqa: E731
-    yield "kill a router", partial(os.kill, router, signal.SIGKILL), others
-    controller = lifecycle.status()["pid"]
-    back = lambda: lifecycle.status()["pid"] != controller and ray.has(3)()  # noqa: E731
-    yield "kill the controller", partial(os.kill, controller, signal.SIGKILL), back
-    yield "another plan", lambda: ray.move(plan), ray.has(plan)
-    yield "the plan before", lambda: ray.move({}), ray.has(3)
-    moved = ray.away_from_head()
-    yield "remove a Ray node", partial(ray.remove_node, moved), ray.replaced(moved, "node")
-    yield "scale 3 to 1", lambda: lifecycle.scale(1), ray.has(1)
+        yield name, partial(os.kill, ray.seen(*path), number), ray.replaced(*path)
+    plan = {"engine-0": {"mlp"}, "engine-1": {"cnn"}, "engine-2": {"mlp", "cnn"}}
+    yield "another plan", lambda: ray.move(plan), lambda: ray.ready() == plan
+    yield "the plan before", lambda: ray.move({}), lambda: ray.has(3)
+    head = ray.nodes[0].node_id  # Ray's own processes are there
+    node = next(("engines", name, "node") for name, e in ray.seen("engines").items() if e["node"] != head)
+    yield "remove a Ray node", partial(ray.remove_node, ray.seen(*node)), ray.replaced(*node)
+    yield "scale 3 to 1", lambda: lifecycle.scale(1), lambda: ray.has(1)
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from harness import arguments, save, show
+from harness import arguments, finish
 from trust import TARGETS_MS, Checked, Served, connections, requests, run_clients, served
 
 Outcome = tuple[str, float]  # and seconds from its arrival
@@ -123,12 +123,10 @@ def main() -> None:
             rows.append([machine, load, f"{each['refused']:.3f}", *("–" if c is None else f"{c:.3f}" for c in cells)])
     head = ["machine", "load ÷ capacity", "refused", "refused requests late when let in", "in time with admission",
             "in time without", "late though let in"]  # fmt: skip
-    show("admission", head, rows)
     late = [100 * each["late_though_let_in"] for load, each in found["quiet"]["loads"].items()
             if 0.8 <= float(load) <= 2.0 and each["late_though_let_in"] is not None]  # fmt: skip
     figures = {"trust.late-least": f"{min(late):.1f}", "trust.late-most": f"{max(late):.1f}"} if late else {}
-    tables = {"trust-calibration": [head, *rows]}
-    print(save("trust_calibration", found, folder=o.out, tables=tables, figures=figures))
+    finish(o, "trust_calibration", found, "admission", [head, *rows], figures=figures)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Time to build the pictures of 100,000 blocks on 132 SMs, their size, and the time a browser takes to draw them.
+"""Time to build all views of 100,000 blocks on 132 SMs, to draw them in a browser, and to zoom into a live one.
 
 python benchmarks/plot_speed.py [--blocks 100000]
 """
@@ -69,33 +69,24 @@ async def drawn_s(figure: Any, folder: Path) -> float:
 
 
 def main() -> None:
-
     from browser import find_chromium
 
     parser = arguments(__doc__)
     parser.add_argument("--blocks", type=int, default=100_000)
     o = parser.parse_args()
     t = waves(o.blocks)
-    results: dict[str, Any] = {"blocks": o.blocks, "SMs": t.device.n_sm}
-    t.plot()  # plotly is imported
-    for name in ("plot_heatmap", "plot_gantt", "plot_residency", "plot"):
-        draw = getattr(t, name)
-        results[name] = {"s": median_s(draw), "mb": len(draw().to_json()) / 1e6}
-    with tempfile.TemporaryDirectory() as folder:
-        for name, ending in {"to_html": "html", "save_figure": "png", "to_perfetto": "json"}.items():
-            write, path = getattr(t, name), Path(folder) / f"trace.{ending}"
-            results[name] = {"s": median_s(lambda write=write, path=path: write(path)), "mb": path.stat().st_size / 1e6}
-        if find_chromium() is not None:
-            results["plot, drawn by Chromium"] = {"s": asyncio.run(drawn_s(t.plot(), Path(folder)))}
+    figure = t.plot()  # plotly is imported
+    results = {"built": median_s(t.plot)}
+    if find_chromium() is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            results["drawn"] = asyncio.run(drawn_s(figure, Path(folder)))
     explored = t.explore()
     length = int(t.blocks["end_ns"].max() - t.blocks["start_ns"].min())
     zooms = iter(np.linspace(0.1, 0.5, ROUNDS) * length)
-    results["explore, zoomed"] = {"s": median_s(lambda: explored.update_xaxes(range=[0, next(zooms)]))}
-    rows = [[name, each["s"], each.get("mb", "")] for name, each in results.items() if isinstance(each, dict)]
-    show(f"pictures of {o.blocks:,} blocks", ["", "s", "MB"], rows)
-    names = {"plot.built": "plot", "plot.drawn": "plot, drawn by Chromium", "plot.zoomed": "explore, zoomed"}
-    figures = {name: f"{results[what]['s']:.2f}" for name, what in names.items() if what in results}
-    print(save("plot_speed", results, folder=o.out, figures=figures))
+    results["zoomed"] = median_s(lambda: explored.update_xaxes(range=[0, next(zooms)]))
+    show(f"all views of {o.blocks:,} blocks", ["", "s"], results.items())
+    figures = {f"plot.{name}": f"{s:.2f}" for name, s in results.items()}
+    print(save("plot_speed", {"blocks": o.blocks, **results}, folder=o.out, figures=figures))
 
 
 if __name__ == "__main__":

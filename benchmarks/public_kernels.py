@@ -23,10 +23,11 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
-from harness import arguments, need_gpu, save, show, stored
+from harness import arguments, finish, need_gpu, save, show, stored
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction, KernelInterface
 
@@ -92,15 +93,11 @@ def _with_ranges(fn: JITFunction, work: Any) -> Any:
 @contextlib.contextmanager
 def through(kernels: Kernels) -> Iterator[None]:
     """`fn[grid]` of every Triton kernel launches its pp.kernel instead."""
-    before = {kind: kind.__dict__["__getitem__"] for kind in (KernelInterface, JITFunction)
-              if "__getitem__" in kind.__dict__}  # fmt: skip
-    for kind in before:
-        kind.__getitem__ = lambda fn, grid: kernels.of(fn)[grid]
-    try:
+    with contextlib.ExitStack() as stack:
+        for kind in (KernelInterface, JITFunction):
+            if "__getitem__" in kind.__dict__:
+                stack.enter_context(mock.patch.object(kind, "__getitem__", lambda fn, grid: kernels.of(fn)[grid]))
         yield
-    finally:
-        for kind, method in before.items():
-            kind.__getitem__ = method
 
 
 @contextlib.contextmanager
@@ -109,21 +106,12 @@ def host_code_of_a_gpu() -> Iterator[None]:
     part = pp.Device.current()
     facts = types.SimpleNamespace(name=part.title, multi_processor_count=part.sm_count, major=9, minor=0)
     answers = {
-        "is_available": lambda: True,
-        "device": lambda *_: contextlib.nullcontext(),
-        "get_device_properties": lambda *_: facts,
-        "get_device_capability": lambda *_: part.capability,
+        "is_available": lambda: True, "device": lambda *_: contextlib.nullcontext(), "current_device": lambda: 0,
+        "get_device_properties": lambda *_: facts, "get_device_capability": lambda *_: part.capability,
         "get_device_name": lambda *_: part.title,
-        "current_device": lambda: 0,
-    }
-    before = {name: getattr(torch.cuda, name) for name in answers}
-    for name, answer in answers.items():
-        setattr(torch.cuda, name, answer)
-    try:
+    }  # fmt: skip
+    with mock.patch.multiple(torch.cuda, **answers):
         yield
-    finally:
-        for name, answer in before.items():
-            setattr(torch.cuda, name, answer)
 
 
 def computed(operator: Any, given: dict[str, Any], case: Any) -> list[torch.Tensor]:
@@ -239,19 +227,12 @@ def _compared(found: list[Any], plain: list[list[Any]], t: Any) -> dict[str, Any
 def gpu_table(runs: list[dict[str, Any]]) -> list[list[Any]]:
     """Of the runs with reports, and with reports and ranges."""
     kinds = {
-        "same bits as plain": "same bits",
-        "other bits in every plain run too (atomic sums)": "bits vary plain too",
-        "other bits": "other bits",
-        "failed": "crashed",
-        "refused by the package itself": "does not run plain",
-    }
+        "same bits as plain": "same bits", "other bits in every plain run too (atomic sums)": "bits vary plain too",
+        "other bits": "other bits", "failed": "crashed", "refused by the package itself": "does not run plain",
+    }  # fmt: skip
     rows = [[title, *(run.get("results", {}).get(kind, 0) for run in runs)] for title, kind in kinds.items()]
-    sums = {
-        "kernels": "kernels",
-        "launches": "launches",
-        "launches with every block exactly once": "every_block_once",
-        "ranges": "ranges",
-    }
+    sums = {"kernels": "kernels", "launches": "launches", "launches with every block exactly once": "every_block_once",
+            "ranges": "ranges"}  # fmt: skip
     rows += [[title, *(f"{run[key]:,}" if key in run else "–" for run in runs)] for title, key in sums.items()]
     return [["operators", "reporting", "reporting with ranges"], *rows]
 
@@ -278,9 +259,7 @@ def main() -> None:
             found[key] = sum(row.get(key, 0) for row in ran)
         names = ("public_kernels_gpu", "public_kernels_ranges")
         runs = [found if ranges == o.ranges else stored(name, o.out) for ranges, name in enumerate(names)]
-        tables = {"public-gpu": gpu_table(runs)}
-        show("bits", tables["public-gpu"][0], tables["public-gpu"][1:])
-        print(save(names[o.ranges], found, device, o.out, tables=tables))
+        finish(o, names[o.ranges], found, "bits", gpu_table(runs), device, table="public-gpu")
         return
     kernels, rows = Kernels(), {}
     with pp.Device("virtual:H200") as device:

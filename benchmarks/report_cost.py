@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from harness import arguments, in_turns, need_gpu, save, show
+from harness import arguments, finish, in_turns, need_gpu, save
 from kernels import Work, add, works
 
 import paellapy as pp
@@ -178,13 +178,12 @@ def preemptible(device: Any, o: Any) -> None:
     ratios = [each["preempt"]["ratio"] for each in costs.values()]
     reached = [f"{min(us):.0f} to {max(us):.0f}" for us in (fast, slow)]
     rows = [
+        ["figure", "aim", "reached"],
         ["µs from `preempt()` until the GPU is free, p99: blocks of 2 to 10 µs", "< 100", reached[0]],
         ["the same, blocks of 50 µs, which run to their end", "< 100", reached[1]],
         ["kernel that can be preempted ÷ plain kernel", "≤ 1.02", f"{min(ratios):.3f} to {max(ratios):.3f}"],
     ]  # fmt: skip
-    head = ["figure", "aim", "reached"]
-    show("preemption", head, rows)
-    print(save("preempt_latency", found, device, o.out, tables={"sharing": [head, *rows]}))
+    finish(o, "preempt_latency", found, "preemption", rows, device, table="sharing")
 
 
 def main() -> None:
@@ -211,10 +210,9 @@ def main() -> None:
     rows = [[name, f"{each['plain_us']:.1f}", *(f"{each[kind]['ratio']:.3f}" for kind in kinds)]
             for name, each in found.items()]  # fmt: skip
     head = ["kernel", "plain, µs", "`count`", "`trace`", "`notify`", "all blocks on one counter"]
-    show("instrumented ÷ plain", head, rows)
-    figures = {"launch": f"{launch['pp.kernel, count']['ratio']:.2f}"}
-    content = {"kernels": found, "launch": launch}
-    print(save("report_cost", content, device, o.out, tables={"costs": [head, *rows]}, figures=figures))
+    content, figures = {"kernels": found, "launch": launch}, {"launch": f"{launch['pp.kernel, count']['ratio']:.2f}"}
+    title = "instrumented ÷ plain"
+    finish(o, "report_cost", content, title, [head, *rows], device, table="costs", figures=figures)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from harness import ROOT, arguments, commit, environment, need_gpu, save, show, stored
+from harness import ROOT, arguments, commit, environment, finish, need_gpu, stored
 
 import paellapy as pp
 
@@ -164,8 +164,7 @@ def main() -> None:
             kernels = [row["kernels"] for row in others]
             shown.append([title, f"`{tool}`", at["plain"]["findings"], more, f"{min(kernels)} to {max(kernels)}"])
     head = ["kernels", "tool", "findings in plain kernels", "more in any variant", "kernels of a variant"]
-    show("findings", head, shown)
-    print(save("sanitize", results, device, o.out, tables={"sanitizer": [head, *shown]}))
+    finish(o, "sanitize", results, "findings", [head, *shown], device, table="sanitizer")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 from harness import arguments, finish, medians
-from serving_floor import SIZES, server
+from serving_floor import SIZES, in_rounds, server
 
 from paellapy.cluster.actors import free_port
 from paellapy.serving.bench.arrivals import Load
@@ -34,11 +34,8 @@ from paellapy.serving.bench.load import Bench, run_bench, summarize
 from paellapy.serving.bench.targets import BODIES, HttpTarget, Inputs, made_up
 from paellapy.serving.preflight import loop_factory
 
-CASES = {
-    "small, ours binary": ("small", True),
-    "small, all JSON": ("small", False),
-    "large, ours binary": ("large", True),
-}
+CASES = {"small, ours binary": ("small", True), "small, all JSON": ("small", False),
+         "large, ours binary": ("large", True)}  # fmt: skip
 LITSERVE = """
 import base64, sys
 import litserve as ls
@@ -108,31 +105,16 @@ def litserve(python: Path, script: Path, *options: str) -> Iterator[str]:
             process.wait()
 
 
-def ask(kind: str, url: str, load: Load) -> dict[str, Any]:
-    if not kind.startswith("litserve"):
-        return run_bench(url, load)["all"]
-    target = LitTarget(url, load)
-    bench = Bench(target, load)
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        runner.run(bench.run())
-    return summarize(url, load, [(bench.outcomes, bench.seconds, bench.late_s)])["all"]
-
-
-def measure(servers: dict[str, str], o: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for label, (model, binary) in CASES.items():
-        for clients in (1, 32):
-            load = Load((model,), concurrency=clients, binary=binary, duration_s=o.seconds, warmup_s=o.seconds / 3)
-            runs: dict[str, list[dict[str, Any]]] = {name: [] for name in servers}
-            for turn in range(o.rounds):
-                names = list(servers)
-                for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                    result = ask(name, servers[name], load)
-                    assert not result["errors"], (name, result["errors"])
-                    runs[name].append({"per_s": result["answered_per_s"], "p50_ms": result["latency_ms"]["p50"]})
-            title = f"{label}, {clients} client{'s' * (clients > 1)}"
-            found[title] = {name: medians(each) for name, each in runs.items()}
-    return found
+def ask(kind: str, url: str, load: Load) -> dict[str, float]:
+    if kind.startswith("litserve"):
+        bench = Bench(LitTarget(url, load), load)
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            runner.run(bench.run())
+        found = summarize(url, load, [(bench.outcomes, bench.seconds, bench.late_s)])["all"]
+    else:
+        found = run_bench(url, load)["all"]
+    assert not found["errors"], (kind, found["errors"])
+    return {"per_s": found["answered_per_s"], "p50_ms": found["latency_ms"]["p50"]}
 
 
 def main() -> None:
@@ -155,7 +137,8 @@ def main() -> None:
         servers["litserve"] = stack.enter_context(litserve(python, script))
         servers["litserve fast queue"] = stack.enter_context(litserve(python, script, "--fast-queue"))
         version = subprocess.check_output([python, "-c", "import litserve; print(litserve.__version__)"], text=True)
-        cases = measure(servers, o)
+        runs = in_rounds(list(servers), CASES, o, lambda kind, load: ask(kind, servers[kind], load))
+    cases = {label: {name: medians(each) for name, each in by_server.items()} for label, by_server in runs.items()}
     rows = []
     for label in CASES:
         row = cases[f"{label}, 32 clients"]

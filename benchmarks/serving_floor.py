@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ from paellapy.serving.bench.load import run_bench
 
 SMALL, LARGE = 64, 75_264  # floats; the larger is an image of 3 x 224 x 224 as FP16, 301 KB as FP32
 SIZES = {"small": SMALL, "large": LARGE}
+# The model of each case, and whether its tensors are binary.
+CASES = {"small binary": ("small", True), "small JSON": ("small", False), "large binary": ("large", True),
+         "large JSON": ("large", False)}  # fmt: skip
 SLOW = 4  # a load of megabytes of JSON takes this many times as long, for enough answers
 BEFORE = " before"  # behind the name of a server of another version
 
@@ -136,30 +140,33 @@ def one_run(asked: ServerProcess, load: Load) -> dict[str, Any]:
             "cpu_us": {**cpu_us, "client": own / requests * 1e6}}  # fmt: skip
 
 
-def cases(large_json: bool) -> dict[str, tuple[str, bool, int]]:
-    """Loads by their names: the model, whether its tensors are binary, and the number of clients."""
-    pairs = [("small", True), ("small", False), ("large", True), *([("large", False)] if large_json else [])]
-    found = [(model, binary, clients) for model, binary in pairs for clients in (1, 32)]
-    return {f"{m} {'binary' if b else 'JSON'}, {n} client{'s' * (n > 1)}": (m, b, n) for m, b, n in found}
-
-
 def measure(kinds: list[str], o: Any) -> Runs:
-    wanted = cases(large_json=o.against is not None)
-    runs: Runs = {label: {kind: [] for kind in kinds} for label in wanted}
-    servers: dict[str, ServerProcess] = {}
+    cases, servers = {case: CASES[case] for case in CASES if case != "large JSON" or o.against}, {}
     with contextlib.ExitStack() as stack:
         for kind in kinds:
             checkout = trees(o)["before"] if kind.endswith(BEFORE) else None
             servers[kind] = stack.enter_context(server(kind.removesuffix(BEFORE), checkout))
-        for k in range(o.rounds + 1):  # the first round warms up
-            for label, (model, binary, clients) in wanted.items():
-                seconds = o.seconds * (SLOW if model == "large" and not binary else 1)
-                load = Load((model,), concurrency=clients, binary=binary, duration_s=seconds, warmup_s=seconds / 4)
-                for kind in kinds[:: 1 if k % 2 else -1]:  # none is always behind the same other one
-                    found = one_run(servers[kind], load)
-                    if k:
-                        runs[label][kind].append(found)
-            print(f"round {k} of {o.rounds}", flush=True)
+        return in_rounds(kinds, cases, o, lambda kind, load: one_run(servers[kind], load))
+
+
+def in_rounds(
+    kinds: list[str], cases: dict[str, tuple[str, bool]], o: Any, ask: Callable[[str, Load], dict[str, Any]]
+) -> Runs:
+    """What each server does with one client and with 32, for each model, with binary tensors or not."""
+    loads: dict[str, Load] = {}
+    for case, (model, binary) in cases.items():
+        seconds = o.seconds * (SLOW if model == "large" and not binary else 1)
+        for n in (1, 32):
+            load = Load((model,), concurrency=n, binary=binary, duration_s=seconds, warmup_s=seconds / 4)
+            loads[f"{case}, {n} client{'s' * (n > 1)}"] = load
+    runs: Runs = {label: {kind: [] for kind in kinds} for label in loads}
+    for k in range(o.rounds + 1):  # the first round warms up
+        for label, load in loads.items():
+            for kind in kinds[:: 1 if k % 2 else -1]:  # none is always behind the same other one
+                found = ask(kind, load)
+                if k:
+                    runs[label][kind].append(found)
+        print(f"round {k} of {o.rounds}", flush=True)
     return runs
 
 

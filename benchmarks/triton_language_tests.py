@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from harness import arguments, environment, save, show
@@ -84,14 +85,12 @@ class Plugin:
 @contextlib.contextmanager
 def warming(kernels: Kernels) -> Iterator[None]:
     """`fn.warmup(…)` of every Triton kernel compiles its pp.kernel instead."""
-    before = {kind: kind.__dict__["warmup"] for kind in (KernelInterface, Autotuner)}
-    for kind in before:
-        kind.warmup = lambda fn, *args, **kwargs: kernels.of(fn).warmup(*args, **kwargs)
-    try:
+
+    def warmup(fn: Any, *args: Any, **kwargs: Any) -> Any:
+        return kernels.of(fn).warmup(*args, **kwargs)
+
+    with mock.patch.object(KernelInterface, "warmup", warmup), mock.patch.object(Autotuner, "warmup", warmup):
         yield
-    finally:
-        for kind, method in before.items():
-            kind.warmup = method
 
 
 def outcome_of(text: str) -> tuple[str, str]:
