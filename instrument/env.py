@@ -1,4 +1,4 @@
-"""The process that we run in: its share of the GPU's queues, its packages, and Python's garbage collector."""
+"""The process that we run in: its share of the GPU's queues, its packages and imports, and the garbage collector."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import ctypes
 import functools
 import gc
 import os
+import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 # --- hardware queues ------------------------------------------------------------------------------------------------
@@ -57,6 +60,39 @@ def gpu_in_use() -> bool:
         if not state and active.value:
             return True
     return False
+
+
+# --- modules that are imported later ----------------------------------------------------------------------------------
+
+
+class ImportHook:
+    """Finds no module itself: calls a function with one module once others have found and loaded it."""
+
+    def __init__(self, name: str, loaded: Callable[[ModuleType], object]) -> None:
+        self._name, self._loaded = name, loaded
+
+    def add(self) -> None:
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+    def remove(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != self._name:
+            return None
+        others = [finder for finder in sys.meta_path if finder is not self]
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_and_tell(module: ModuleType) -> None:
+                load(module)
+                self._loaded(module)
+
+            spec.loader.exec_module = load_and_tell  # type: ignore[method-assign]
+        return spec
 
 
 # --- versions of packages: for traces, benchmark results and `paellapy doctor` ---------------------------------------

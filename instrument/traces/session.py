@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import functools
-import importlib.abc
-import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.device.base import Device
-from paellapy.instrument.env import versions
+from paellapy.instrument.env import ImportHook, versions
 from paellapy.instrument.errors import TraceError
 from paellapy.instrument.ptx.compiled import Compiled
 from paellapy.instrument.ptx.descriptor import PassConfig
@@ -56,6 +53,7 @@ class _InductorRuns:
 
     def __init__(self) -> None:
         self._told: list[set[str]] = []
+        self._importing: ImportHook | None = None  # the first `torch.compile` may be inside a trace
         self._class: Any = None
         self._plain: Callable[..., Any] | None = None
 
@@ -63,8 +61,9 @@ class _InductorRuns:
         self._told.append(names)
         if _INDUCTOR in sys.modules:
             self.replace()
-        elif _importing not in sys.meta_path:
-            sys.meta_path.insert(0, _importing)
+        elif self._importing is None:
+            self._importing = ImportHook(_INDUCTOR, lambda _: self.replace())
+            self._importing.add()
 
     def replace(self) -> None:
         found = getattr(sys.modules.get(_INDUCTOR), "CachingAutotuner", None)
@@ -76,8 +75,9 @@ class _InductorRuns:
         self._told = [each for each in self._told if each is not names]
         if self._told:
             return
-        if _importing in sys.meta_path:
-            sys.meta_path.remove(_importing)
+        if self._importing is not None:
+            self._importing.remove()
+            self._importing = None
         if self._class is not None:
             self._class.run = self._plain
             self._class = None
@@ -93,26 +93,7 @@ class _InductorRuns:
         return tell
 
 
-class _Importing(importlib.abc.MetaPathFinder):
-    """Finds nothing itself, but notices that Inductor is imported: the first `torch.compile` may be inside a trace."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != _INDUCTOR:
-            return None
-        sys.meta_path.remove(self)  # the others are asked now
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
-
-            def run_and_replace(module: Any) -> None:
-                run(module)
-                _runs.replace()
-
-            spec.loader.exec_module = run_and_replace  # type: ignore[method-assign]
-        return spec
-
-
-_runs, _importing = _InductorRuns(), _Importing()
+_runs = _InductorRuns()
 
 
 _LEAST, _MOST = 16, 1 << 22
