@@ -18,6 +18,8 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+from paellapy.instrument.errors import FolderWarning
+
 OWN = "PAELLAPY_CACHE_DIR"
 
 
@@ -87,11 +89,11 @@ def trusted(folder: Path, variable: str) -> bool:
     alone = found.st_gid == 0 or found.st_gid == os.getgid() == os.getuid()  # many systems give each user a group
     if {found.st_uid, name.st_uid} <= ours and not found.st_mode & (0o002 if alone else 0o022):
         return True
-    warnings.warn(
+    text = (
         f"{folder} can be written by other users, so it is not used for code: run chmod go-w on it if it is yours, or "
-        f"set {variable} to a folder of your own",
-        stacklevel=2,
+        f"set {variable} to a folder of your own"
     )
+    warnings.warn(FolderWarning(text, field=variable, given=folder), stacklevel=2)
     return False
 
 

@@ -52,8 +52,20 @@ class UnsupportedOpError(PaellaError):
     """The virtual GPU met an operation it cannot evaluate; the message names op, kernel and source line."""
 
 
-class ViewWarning(UserWarning):
+class PaellaWarning(UserWarning):
+    """Base of warnings of ours that carry facts, as `PaellaError` does."""
+
+    def __init__(self, *args: object, **facts: Any) -> None:
+        super().__init__(*args)
+        self.__dict__.update(facts)
+
+
+class ViewWarning(PaellaWarning):
     """A kernel on the virtual GPU reached beyond a view it was given, into the array behind it."""
+
+
+class FolderWarning(PaellaWarning):
+    """A folder of compiled code is not used, because other users can write to it."""
 
 
 class OutOfBoundsError(PaellaError):

@@ -20,10 +20,13 @@ from paellapy.instrument.errors import LaunchError, NoDeviceError
 
 NOT_READY = 600  # CUDA_ERROR_NOT_READY
 
-_NO_GPU = (
-    "{why} Install NVIDIA's driver and paellapy[cuda12] or paellapy[cuda13], or use the virtual GPU: "
-    'pp.Device("virtual:h200").'
-)
+
+
+def _no_gpu(field: str, why: str) -> NoDeviceError:
+    return NoDeviceError(
+        f"{why} Install NVIDIA's driver and paellapy[cuda12] or paellapy[cuda13], or use the virtual GPU: "
+        'pp.Device("virtual:h200").', field=field
+    )
 
 
 @functools.cache
@@ -32,17 +35,17 @@ def driver() -> Any:
     try:
         from cuda.bindings import driver as cu
     except ImportError:
-        raise NoDeviceError(_NO_GPU.format(why="The Python package cuda-bindings is not installed.")) from None
+        raise _no_gpu("cuda-bindings", "The Python package cuda-bindings is not installed.") from None
     try:
         library()
     except OSError:
-        raise NoDeviceError(_NO_GPU.format(why="This machine has no CUDA driver (libcuda.so.1).")) from None
+        raise _no_gpu("libcuda", "This machine has no CUDA driver (libcuda.so.1).") from None
     try:
         (status,) = cu.cuInit(0)
     except RuntimeError as e:  # the binding's own loader
-        raise NoDeviceError(_NO_GPU.format(why=f"The CUDA driver cannot be used: {e}.")) from None
+        raise _no_gpu("libcuda", f"The CUDA driver cannot be used: {e}.") from None
     if int(status):
-        raise NoDeviceError(_NO_GPU.format(why=f"The CUDA driver found no usable GPU ({status.name})."))
+        raise _no_gpu("gpu", f"The CUDA driver found no usable GPU ({status.name}).")
     return cu
 
 

@@ -239,6 +239,7 @@ class VirtualLauncher(Launcher):
             occupancy(self.device.part, made.source.threads, made.registers, made.shared_bytes, made.source.cluster)
         except LaunchError as error:
             error.args = (f"kernel {self.name!r}: {error}",)
+            error.__dict__["kernel"] = self.name
             raise error from None
         return made
 

@@ -122,7 +122,7 @@ def _refuse_conflicts(configs: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if not kwargs.keys().isdisjoint(config.kwargs):
             both = ", ".join(sorted(kwargs.keys() & config.kwargs.keys()))
             text = f"{both} is given at the launch and by the autotuner: leave one of the two out"
-            raise also(ArgumentError(text), ValueError)  # Triton's kind of error
+            raise also(ArgumentError(text, field=both), ValueError)  # Triton's kind of error
 
 
 def _once(trial: Trial, inner: Tuner, kwargs: dict[str, Any], more: dict[str, Any]) -> None:

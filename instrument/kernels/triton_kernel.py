@@ -169,7 +169,9 @@ class TritonKernel(Kernel):
         if name.startswith("__") or name in ("_decorated", "_jit", "_source", "_tuner"):
             raise AttributeError(name)
         if name == "best_config":
-            raise AttributeError(f"kernel {self.name!r} has not been tuned: launch it under @triton.autotune first")
+            raise AttributeError(
+                f"kernel {self.name!r} has not been tuned: launch it under @triton.autotune first", name=name, obj=self
+            )
         if name in ("configs", "cache") and self._tuner is not None and self._tuner.tunes:
             return getattr(self._tuner, name)
         return getattr(self._decorated if hasattr(self._decorated, name) else self._jit, name)
@@ -276,7 +278,7 @@ class TritonKernel(Kernel):
         try:
             return self._source.bind(device.handlers, *args, **kwargs)
         except TypeError:
-            raise ArgumentError(self._source.misuse(device.handlers, args, kwargs)) from None
+            raise self._source.misuse(device.handlers, args, kwargs) from None
 
     def _with_options(self, key: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
         key = (*key, *sorted((o, tuple(v.items()) if isinstance(v, dict) else v) for o, v in options.items()))

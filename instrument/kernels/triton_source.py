@@ -401,21 +401,28 @@ class TritonSource:
             self._sources[cache_key] = self._finished(self._specialised(values, key, options, target, marked))
         return self._sources[cache_key]
 
-    def misuse(self, handlers: Handlers, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-        """The error for a call that `bind` refused, in the kernel's own terms."""
+    def misuse(self, handlers: Handlers, args: Sequence[Any], kwargs: dict[str, Any]) -> ArgumentError:
+        """The error for a call that `bind` refused, in the kernel's own terms. `argument` is the parameter's name."""
         named = {n: v for n, v in kwargs.items() if n in self.arg_names}
         takes = f"it takes {', '.join(self.arg_names) or 'no arguments'}"
         try:
             bound = self.fn.signature.bind(*args, **named).arguments
         except TypeError as e:
-            return f"kernel {self.name!r}: {e}; {takes}"
+            found = re.search(r"'(\w+)'", str(e))
+            return ArgumentError(
+                f"kernel {self.name!r}: {e}; {takes}",
+                kernel=self.name, field="arguments", argument=found[1] if found else None, limit=self.arg_names,
+            )
         for param in self.fn.params:
             try:
                 value = bound.get(param.name)
                 constant_key(value) if param.is_constexpr else (handlers.get(type(value)) or handlers.missing)(value)
             except ArgumentError as e:
-                return f"kernel {self.name!r}, argument {param.name!r}: {e}"
-        return f"kernel {self.name!r} cannot be called like this; {takes}"
+                text = f"kernel {self.name!r}, argument {param.name!r}: {e}"
+                return ArgumentError(text, **e.__dict__, kernel=self.name, argument=param.name)
+        return ArgumentError(
+            f"kernel {self.name!r} cannot be called like this; {takes}", kernel=self.name, field="arguments"
+        )
 
     def specialise(self, values: Sequence[Any], key: Sequence[Any]) -> tuple[dict[str, Any], dict[Any, Any], Any]:
         """Signature, constants and attributes as `triton.jit` would give them to its compiler."""
@@ -495,11 +502,13 @@ class TritonSource:
             with marking(work.marked):
                 return compile(source)
         except CompilationError as e:
-            refused = CompileError(f"kernel {self.name!r} does not compile:\n{e}{_reason(e)}")
+            text = f"kernel {self.name!r} does not compile:\n{e}{_reason(e)}"
+            refused = CompileError(text, kernel=self.name, field="source")
             raise also(refused, type(e), **e.__dict__) from e.__cause__
         except Exception as e:  # any error of Triton's passes; options that do not fit are a ValueError
             failed = CompileError(
-                f"kernel {self.name!r} does not compile for sm_{work.arch} with {work.options}:\n{e}"
+                f"kernel {self.name!r} does not compile for sm_{work.arch} with {work.options}:\n{e}",
+                kernel=self.name, field="options", given=work.options, limit=work.arch,
             )
             raise (also(failed, ValueError) if isinstance(e, ValueError) else failed) from e
         finally:

@@ -18,7 +18,7 @@ from typing import Any
 
 from paellapy.instrument import cache
 from paellapy.instrument.arguments import param_offsets
-from paellapy.instrument.errors import InstrumentError, PtxError, also
+from paellapy.instrument.errors import ArgumentError, InstrumentError, PtxError, also
 from paellapy.instrument.ptx import passes
 from paellapy.instrument.ptx.descriptor import Exits, PassConfig
 
@@ -142,7 +142,11 @@ def _run(tool: Ptxas, ptx: str, arch: str, entry: str, options: tuple[str, ...])
             ) from None
         log = done.stderr + done.stdout
         if done.returncode:
-            raise _refused(f"ptxas {tool.release[0]}.{tool.release[1]} refused kernel {entry!r} for {arch}:\n{log}")
+            from triton.runtime.errors import PTXASError
+
+            text = f"ptxas {tool.release[0]}.{tool.release[1]} refused kernel {entry!r} for {arch}:\n{log}"
+            ours = PtxError(text, kernel=entry, field="ptx", limit=arch, log=log)
+            raise also(ours, PTXASError, error_message=text)
         for found in _RESOURCES.finditer(log):
             if found["name"] == entry:
                 shared = re.search(r"(\d+) bytes smem", found["rest"])
@@ -156,12 +160,6 @@ def _run(tool: Ptxas, ptx: str, arch: str, entry: str, options: tuple[str, ...])
     raise PtxError(
         f"the output of ptxas does not list the resources of kernel {entry!r}:\n{log}", kernel=entry, field="resources"
     )
-
-
-def _refused(message: str) -> PtxError:
-    from triton.runtime.errors import PTXASError
-
-    return also(PtxError(message), PTXASError, error_message=message)
 
 
 # --- registers and the blocks that an SM holds ------------------------------------------------------------------------
@@ -410,7 +408,9 @@ class Stages(Mapping[str, Any]):
             return getattr(self._compiled(), stage)
         if stage in self._stages and (later := self._compiled().source.stage) is not None:
             return later(stage)
-        raise KeyError(f"kernel {self._name!r} has the stages {', '.join(self._stages)}, not {stage!r}")
+        text = f"kernel {self._name!r} has the stages {', '.join(self._stages)}, not {stage!r}"
+        facts = {"kernel": self._name, "field": "stage", "given": stage, "limit": self._stages}
+        raise also(ArgumentError(text, **facts), KeyError)
 
     def __contains__(self, stage: object) -> bool:
         return stage in self._stages

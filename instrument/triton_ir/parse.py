@@ -288,7 +288,9 @@ class _Reader:
         self.pos = 0
 
     def fail(self, what: str, loc: str) -> UnsupportedOpError:
-        return UnsupportedOpError(f"kernel {self.kernel}, {self.locations.line(loc)}: cannot read TTIR: {what}")
+        line = self.locations.line(loc)
+        text = f"kernel {self.kernel}, {line}: cannot read TTIR: {what}"
+        return UnsupportedOpError(text, kernel=self.kernel, field="ttir", line=line)
 
     def module(self) -> Module:
         funcs: dict[str, Func] = {}

@@ -139,18 +139,20 @@ class Signature:
         flat = as_strided(first, ((high - low) // element.size * element.size,), (1,), writeable=arg.flags.writeable)
         return flat.view(element.storage), origin + before // element.size
 
-    def _refuse(self, i: int, why: str) -> ArgumentError:
-        return ArgumentError(f"kernel {self.kernel}: argument {self.names[i]} {why}")
+    def _refuse(self, i: int, why: str, **facts: Any) -> ArgumentError:
+        name = self.names[i]
+        return ArgumentError(f"kernel {self.kernel}: argument {name} {why}", kernel=self.kernel, field=name, **facts)
 
     def _flatten(self, i: int, arg: Any, element: Element) -> tuple[Array, int]:
         """An array's memory as one axis, from its lowest to its highest element, and the place of its first element."""
         if not isinstance(arg, np.ndarray):
-            raise self._refuse(i, f"is a pointer to {element.name}; pass a NumPy array")
+            raise self._refuse(i, f"is a pointer to {element.name}; pass a NumPy array", given=type(arg))
         bits = (
             arg.dtype.kind in "iub" and arg.dtype.itemsize == element.size and (element.narrow or not element.is_float)
         )
         if arg.dtype != element.memory and not bits:
-            raise self._refuse(i, f"points to {element.name}, but the array holds {arg.dtype}: convert the array")
+            said = f"points to {element.name}, but the array holds {arg.dtype}: convert the array"
+            raise self._refuse(i, said, given=arg.dtype, limit=element.name)
         if arg.flags.c_contiguous or not arg.size:
             return arg.reshape(-1).view(element.storage), 0
         arg = arg.view(element.bits)  # NumPy's own functions do not know the types of ml_dtypes
@@ -167,7 +169,7 @@ class Signature:
         if (isinstance(arg, np.ndarray) and arg.ndim) or not isinstance(
             arg, bool | int | float | np.generic | np.ndarray
         ):
-            raise self._refuse(i, f"must be a scalar {element.name}, not {type(arg).__name__}")
+            raise self._refuse(i, f"must be a scalar {element.name}, not {type(arg).__name__}", given=type(arg))
         if element.is_float:
             value = element.compute.type(float(arg))
             to = rounder(element)
@@ -177,7 +179,7 @@ class Signature:
         bits = 8 * element.size
         number = int(arg)
         if not -(2 ** (bits - 1)) <= number < 2**bits:
-            raise self._refuse(i, f"is {number}, which does not fit in {element.name}")
+            raise self._refuse(i, f"is {number}, which does not fit in {element.name}", given=number)
         number &= 2**bits - 1
         return element.compute.type(number - 2**bits if number >= 2 ** (bits - 1) else number)
 
@@ -299,7 +301,9 @@ def take_turns(kernel: str, bodies: list[Body], memory: Callable[[], int]) -> No
                 before, seen = seen, memory()
                 idle, looks = 0, looks + 1
                 if before == seen or looks > MAX_LOOKS:
-                    raise LaunchError(_stuck(kernel, len(waiting), before == seen))
+                    still = before == seen
+                    text, given = _stuck(kernel, len(waiting), still), len(waiting)
+                    raise LaunchError(text, kernel=kernel, field="wait" if still else "poll", given=given)
     finally:
         for worker in workers:
             worker.cancel()
@@ -399,8 +403,8 @@ class TtirProgram:
                 flat[...] = copy
             cost = self._run(self._signature.bind(args, whole=True), shape, ids, record, marks)
             self._whole = True
-            warnings.warn(f"{error}. The element exists in the array that this argument is a view of, so the kernel "
-                          "continues, as it would on a GPU", ViewWarning, stacklevel=2)  # fmt: skip
+            text = f"{error}. The element exists in the array that this argument is a view of, so the kernel continues"
+            warnings.warn(ViewWarning(f"{text}, as it would on a GPU", kernel=self.kernel), stacklevel=2)
             return cost
 
     def _contents(

@@ -11,10 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from failing import warning
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paellapy.instrument import cache
+from paellapy.instrument.errors import FolderWarning
 
 
 @pytest.fixture(autouse=True)
@@ -139,7 +141,7 @@ def test_a_folder_of_ones_own_is_trusted_and_a_missing_one_is_made(folder: Path)
 def test_a_folder_that_everybody_may_write_is_not_trusted(folder: Path, mode: int) -> None:
     folder.mkdir()
     folder.chmod(mode)
-    with pytest.warns(UserWarning, match="SOME_DIR"):
+    with warning(FolderWarning, field="SOME_DIR"):
         assert not is_trusted(folder)
     assert not cache.trusted(folder, "SOME_DIR")  # without a second warning
 
@@ -164,7 +166,7 @@ def test_owner_and_group_count(
     if trust:
         assert is_trusted(folder)
     else:
-        with pytest.warns(UserWarning, match="SOME_DIR"):
+        with warning(FolderWarning, field="SOME_DIR"):
             assert not is_trusted(folder)
 
 
@@ -174,7 +176,7 @@ def test_a_link_of_another_user_is_not_trusted(folder: Path, tmp_path: Path, mon
     link.symlink_to(folder)
     assert is_trusted(link)
     monkeypatch.setattr(Path, "lstat", lambda self: SimpleNamespace(st_uid=OTHER))
-    with pytest.warns(UserWarning, match="SOME_DIR"):
+    with warning(FolderWarning, field="SOME_DIR"):
         assert not is_trusted(link)
 
 
@@ -183,7 +185,7 @@ def test_a_folder_that_others_may_write_is_neither_read_nor_written(folder: Path
     cache.write(key, b"code")
     folder.chmod(0o777)
     cache.trusted.cache_clear()
-    with pytest.warns(UserWarning, match="PAELLAPY_CACHE_DIR"):
+    with warning(FolderWarning, field="PAELLAPY_CACHE_DIR"):
         assert cache.read(key) is None
     cache.write(other, b"other")
     assert not (folder / other[:2] / other).exists()
@@ -201,7 +203,7 @@ def test_caches_of_libraries_are_moved_to_a_folder_of_ours(
     assert os.environ[variable] == str(theirs)
     theirs.chmod(0o777)
     cache.trusted.cache_clear()
-    with pytest.warns(UserWarning, match=variable):
+    with warning(FolderWarning, field=variable):
         cache.protect_inductor()
     moved = Path(os.environ[variable])
     assert moved.parent == folder
@@ -214,9 +216,9 @@ def test_without_a_safe_folder_of_ours_a_librarys_cache_lasts_as_long_as_the_pro
     folder.mkdir()
     folder.chmod(0o777)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
-    with pytest.warns(UserWarning, match="CACHE_DIR") as said:
+    with pytest.warns(FolderWarning) as said:
         cache.protect_triton()
-    assert ["TRITON_CACHE_DIR" in str(each.message) for each in said] == [True, False]
+    assert [each.message.field for each in said] == ["TRITON_CACHE_DIR", "PAELLAPY_CACHE_DIR"]
     moved = Path(os.environ["TRITON_CACHE_DIR"])
     assert folder not in moved.parents
     assert moved.stat().st_mode & 0o077 == 0

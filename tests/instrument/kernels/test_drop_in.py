@@ -69,8 +69,8 @@ def test_tensors_with_strides_and_gradients():
     assert torch.equal(out, x[:, 1])
 
 
-def test_sparse_tensors_are_refused_in_a_sentence():
-    with pytest.raises(ArgumentError, match=r"layout torch\.sparse_coo"):
+def test_sparse_tensors_are_refused():
+    with failing(ArgumentError, kernel="plain", argument="x", field="layout", given="torch.sparse_coo"):
         add[cover](torch.eye(8).to_sparse(), torch.ones(8), torch.zeros(8), 8, B=8)
 
 
@@ -277,7 +277,7 @@ def test_a_launch_returns_the_compiled_kernel_as_tritons_does():
     assert launched.n_regs == launched.registers > 0
     assert "ttg.num-warps" in launched.asm["ttgir"]
     assert "define" in launched.asm["llir"]
-    with pytest.raises(KeyError, match=r"has the stages .* cubin, not 'sass'"):
+    with failing(KeyError, kernel="plain", given="sass", limit=("ttir", "ttgir", "llir", "ptx", "cubin")):
         launched.asm["sass"]
 
 
@@ -458,19 +458,10 @@ def test_an_error_in_a_called_function_is_in_the_message():
     def caller(x):
         tl.store(x, broken_helper(1.0))
 
-    with pytest.raises(triton.CompilationError, match="undefined_name"):
+    with failing(triton.CompilationError, kernel="caller") as caught:  # Triton's kind of error, and ours
         pp.kernel(caller)[1,](torch.ones(1))
-
-
-def test_what_does_not_compile_raises_tritons_kind_of_error_too():
-    @triton.jit
-    def broken(x):
-        tl.store(x, undefined_name)  # noqa: F821
-
-    with pytest.raises(triton.CompilationError) as caught:
-        pp.kernel(broken)[1,](torch.ones(1))
     assert isinstance(caught.value, pp.CompileError)
-    assert "'broken' does not compile" in str(caught.value)
+    assert "undefined_name" in str(caught.value)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
@@ -494,7 +485,7 @@ def test_arrays_under_another_type(held: Any, as_type: Any, wanted: list[float])
 
 def test_the_configuration_that_was_chosen():
     kernel = pp.kernel(triton.autotune(CONFIGS, key=["n"])(plain))
-    with pytest.raises(AttributeError, match="tuned"):
+    with failing(AttributeError, name="best_config"):
         _ = kernel.best_config
     x = torch.ones(5000)
     assert (kernel.configs, kernel.cache) == (CONFIGS, {})

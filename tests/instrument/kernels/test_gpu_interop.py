@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import triton
 import triton.language as tl
+from failing import failing
 
 import paellapy as pp
 
@@ -50,7 +51,7 @@ def test_torch_tensors_unaligned_views_and_streams(gpu: pp.Device) -> None:
         kernel[(8,)](x, out, 1000, B=128)
     torch.cuda.synchronize()
     assert torch.equal(out, x * 2)
-    with pytest.raises(pp.ArgumentError, match="cpu"):
+    with failing(pp.ArgumentError, argument="x", field="device", given="cpu"):
         kernel[(8,)](x.cpu(), out, 1000, B=128)
 
 

@@ -166,7 +166,7 @@ def compiled(target: str = "sm_80", **options: Any) -> Any:
 
 
 def test_what_a_target_cannot_do_is_a_compile_error() -> None:
-    with pytest.raises(CompileError, match=r"'copy' does not compile for sm_80[^$]*num_ctas"):
+    with failing(CompileError, kernel="copy", field="options", limit=80):
         compiled(num_ctas=2)
 
 
@@ -177,8 +177,9 @@ def broken(x, B: tl.constexpr):
 
 
 def test_compile_errors_show_the_line() -> None:
-    with pytest.raises(CompileError, match=r"'broken' does not compile[^$]*static_assert[^$]*more than 64 only"):
+    with failing(CompileError, kernel="broken", field="source") as raised:
         TritonKernel(broken, None, "auto").compile("*fp32", B=64, target="sm_80")
+    assert 'tl.static_assert(B > 64, "tiles of more than 64 only")' in str(raised.value)
 
 
 @pytest.mark.parametrize(("target", "capability"), [("sm_80", 80), ("sm_90a", 90), ("sm_100", 100), ("sm_120f", 120)])
@@ -195,6 +196,14 @@ def test_unknown_targets_are_refused(target: str) -> None:
 # -- caching
 
 
+class RanAgain(Exception):
+    pass
+
+
+def never(*_: Any) -> Any:
+    raise RanAgain
+
+
 def test_a_specialisation_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = TritonKernel(copy, None, "auto")
     first = kernel.compile("*fp32", "*fp32", 7, B=128, target="sm_80")
@@ -206,13 +215,9 @@ def test_another_process_finds_the_machine_code_on_disk(tmp_path: Path, monkeypa
     monkeypatch.setenv("PAELLAPY_CACHE_DIR", str(tmp_path))
     first = compiled()
     assert any(path.is_file() for path in tmp_path.rglob("*"))
-
-    def never(*_: Any) -> Any:
-        raise AssertionError("ptxas ran again")
-
     monkeypatch.setattr(compiled_module, "_run", never)
     again = compiled()  # a kernel object of its own: nothing is left in memory but Triton's own cache
     assert again.cubin == first.cubin
     monkeypatch.setattr(cache, "read", lambda _: None)
-    with pytest.raises(AssertionError, match="ptxas ran again"):
+    with pytest.raises(RanAgain):
         compiled()

@@ -65,7 +65,7 @@ def warps_of(blocks: Records) -> list[int]:
 def test_blocks_are_sorted_by_start_then_sm_and_cannot_be_changed() -> None:
     trace = make([(1, 0, 2, 50, 5), (1, 1, 0, 10, 5), (2, 0, 1, 50, 1)])
     assert trace.blocks["sm"].tolist() == [0, 1, 2]
-    with pytest.raises(ValueError, match="read-only"):
+    with pytest.raises(ValueError):
         trace.blocks["sm"] = 0
 
 

@@ -129,7 +129,7 @@ def test_text_without_a_function_is_refused(text: str) -> None:
 
 
 def test_text_that_ends_early_is_refused() -> None:
-    with pytest.raises(UnsupportedOpError, match="ends inside"):
+    with failing(UnsupportedOpError, kernel="k", field="ttir"):
         parse(TEXT.split("%5:2")[0], "k")
 
 

@@ -185,7 +185,7 @@ def test_forms_that_are_not_evaluated_are_refused(text: str):
 
 
 def test_constraints_that_are_not_known_are_refused():
-    with pytest.raises(UnknownPtx, match="constraint '0'"):
+    with pytest.raises(UnknownPtx):
         Assembly.of("add.s32 $0, $0, 1;", "=r,0")
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import triton
 import triton.language as tl
-from failing import failing
+from failing import failing, warning
 from hypothesis import example, given
 from hypothesis import strategies as st
 from triton.language.extra.cuda import libdevice as triton_libdevice
@@ -265,7 +265,7 @@ def test_an_access_outside_of_all_memory_says_where_a_view_lies():
 
 def test_memory_behind_a_view_is_reached_with_a_warning():
     x, out = np.arange(64, dtype=np.float32), np.zeros(16, np.float32)
-    with pytest.warns(ViewWarning, match="before_the_view"):
+    with warning(ViewWarning, kernel="before_the_view"):
         pp.kernel(before_the_view)[1,](x[8:24], out, 16)
     assert out.tolist() == list(range(4, 20))
     with pytest.raises(OutOfBoundsError):
@@ -295,9 +295,9 @@ def test_memory_behind_a_view_is_reached_after_runs_within_it():
         by_grid[1,](x[:16], out, 16)
         assert (out == 1 + 4 * inside).all()
     out = np.ones(48, np.float32)
-    with pytest.warns(ViewWarning, match="double_taken"):
+    with warning(ViewWarning, kernel="double_taken"):
         by_data[1,](x[:32], outside, out, 16)
-    with pytest.warns(ViewWarning, match="double_next"):
+    with warning(ViewWarning, kernel="double_next"):
         by_grid[3,](x[:16], out, 16)
     assert (out == 1 + 2 * x[:48] + np.pad(2 * outside, (0, 32))).all()
 
@@ -305,7 +305,7 @@ def test_memory_behind_a_view_is_reached_after_runs_within_it():
 def test_memory_behind_a_broadcast_row_is_reached_with_a_warning():
     x, out = np.arange(64, dtype=np.float32), np.zeros(16, np.float32)
     rows = np.broadcast_to(x[:16], (4, 16))  # as many elements as the whole array
-    with pytest.warns(ViewWarning, match="double_taken"):
+    with warning(ViewWarning, kernel="double_taken"):
         pp.kernel(double_taken)[1,](rows, np.arange(20, 36, dtype=np.int32), out, 16)
     assert (out == 2 * x[20:36]).all()
 
