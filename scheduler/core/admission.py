@@ -27,7 +27,6 @@ from paellapy.scheduler.core.requests import (
     fill_job,
     fill_terms,
     fill_unstarted,
-    slots_of,
 )
 from paellapy.scheduler.core.rings import reserved_slots
 from paellapy.scheduler.core.state import State
@@ -41,22 +40,22 @@ def predict(s: State, m: int, priority: int, deadline: int, now: int) -> float:
     core = s.core[0]
     model = s.model[m]
     instance = model.filling
-    joins, queued_before = 1, 0.0
-    slots = slots_of(s, m)
+    full = s.size[m, model.n_sizes - 1]
+    joins, batches_before = 1, 0.0
     if instance < 0:
-        queued_before = model.queued / slots
+        batches_before = model.queued / full.batch
     else:
         # Producers may have taken slots that the core does not know yet.
         joins = max(s.instance[instance].taken, reserved_slots(s, instance)) + 1
-        if joins > slots:  # the instance is full: it goes first, with the requests queued behind it
-            joins, queued_before = 1, 1.0 + model.queued / slots
+        if joins > full.batch:  # the instance is full: it goes first, with the requests queued behind it
+            joins, batches_before = 1, 1.0 + model.queued / full.batch
     k = size_for(s, m, joins)
     alone = s.size[m, k].total_ns
     fill_job(s, 1, m, 0, now)
     fill_terms(s, 1, m, now, deadline, priority, core.client_virtual_ns)
     fill_unstarted(s, 1, m, k, joins)
     mine = ask_about(s, s.call[0].rank, 1)
-    ahead = queued_before * s.size[m, model.n_sizes - 1].total_ns
+    ahead = batches_before * full.total_ns
     demand, idle, beside = s.size[m, k].demand, 1.0 - s.size[m, k].demand, 0
     for other in range(s.instance.shape[0]):
         inst = s.instance[other]
@@ -67,16 +66,14 @@ def predict(s: State, m: int, priority: int, deadline: int, now: int) -> float:
         if inst.live > 0 and (inst.model == m or ask_about(s, s.call[0].rank, 0) <= mine):
             ahead += left
             if inst.state == codes.FILLING:
-                n = s.model[inst.model].n_sizes - 1
-                ahead += s.model[inst.model].queued / s.size[inst.model, n].batch * s.size[inst.model, n].total_ns
+                its = s.size[inst.model, s.model[inst.model].n_sizes - 1]
+                ahead += s.model[inst.model].queued / its.batch * its.total_ns
         elif inst.active_at >= 0:  # it ranks worse, but runs beside the new job
             ahead += min(left, alone)
         elif inst.issued > inst.done:  # its launched segments come first
-            rest = (
-                s.segment[inst.model, inst.size, inst.issued].tail_ns
-                if inst.issued < inst.segments and not inst.whole
-                else 0.0
-            )
+            rest = 0.0
+            if inst.issued < inst.segments and not inst.whole:
+                rest = s.segment[inst.model, inst.size, inst.issued].tail_ns
             ahead += left - rest
         if inst.active_at >= 0:
             demand += inst.demand

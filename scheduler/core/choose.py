@@ -50,9 +50,7 @@ def refresh_ranks(s: State, n: int, now: int) -> None:
             i = core.refresh_at
         instance = s.ready[i]
         rank = rank_instance(s, instance, now)
-        if (
-            rank != s.instance[instance].rank
-        ):  # most ranks have not changed, and then the instance's place in the heap is right
+        if rank != s.instance[instance].rank:  # most have not changed: the instance's place in the heap is right
             make_ready(s, instance, rank)
 
 

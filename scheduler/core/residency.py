@@ -106,14 +106,11 @@ def value_on_gpu(s: State, m: int, now: int) -> float:
 @part
 def is_evictable(s: State, m: int, priority: int) -> bool:
     """Whether a model may ever leave for one of this priority. A TRANSIENT one without requests leaves for any."""
-    weights, goes = s.weights[m], s.weights[m].keep == codes.TRANSIENT and waiting_requests(s, m) == 0
-    free = (
-        weights.location == codes.RESIDENT
-        and weights.keep != codes.PINNED
-        and weights.victim == 0
-        and weights.locked == 0
-    )
-    return bool(free and (goes or s.model[m].priority <= priority))
+    weights = s.weights[m]
+    if weights.location != codes.RESIDENT or weights.keep == codes.PINNED or weights.victim or weights.locked:
+        return False
+    goes = weights.keep == codes.TRANSIENT and waiting_requests(s, m) == 0
+    return bool(goes or s.model[m].priority <= priority)
 
 
 @part

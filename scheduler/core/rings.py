@@ -195,20 +195,8 @@ def producer_of(instance_word: Words, slot_producer: Words, instance: int, slot:
 
 @part
 def reserve(instance_word: Words, slot_producer: Words, instance: int, slots: int, producer: int) -> int:
-    """The next slot of an open instance, or NONE."""
-    return int(
-        reserve_at(
-            np.uint64(address(instance_word, instance)), np.uint64(address(slot_producer, instance)), slots, producer
-        )
-    )
-
-
-@part
-def reserve_at(where: Any, notes: Any, slots: Any, producer: Any) -> int:
-    """`reserve`, by the addresses of the instance's word and of its row of `slot_producer`.
-
-    One exchange both takes the slot and records its producer.
-    """
+    """The next slot of an open instance, or NONE. One exchange both takes the slot and records its producer."""
+    where, notes = np.uint64(address(instance_word, instance)), np.uint64(address(slot_producer, instance))
     while True:
         word = load_at(where)
         taken = reserved_of(word)

@@ -142,37 +142,31 @@ class State(TableSet):
     filling: Words = table(WORD, "models", 8)
     instance: Table = table(INSTANCE, "instances")
     instance_word: Words = table(WORD, "instances", 8)  # column 0: see CLOSED … PRODUCER_MASK. Atomic
-    instance_ready: Words = table(
-        WORD, "instances", codes.MASK_WORDS
-    )  # a bit for every slot whose inputs are written. Atomic
-    instance_hold: Words = table(
-        WORD, "instances", codes.MASK_WORDS
-    )  # a bit for every slot whose outputs are not read yet. Atomic
+    # a bit for every slot whose inputs are written. Atomic
+    instance_ready: Words = table(WORD, "instances", codes.MASK_WORDS)
+    # a bit for every slot whose outputs are not read yet. Atomic
+    instance_hold: Words = table(WORD, "instances", codes.MASK_WORDS)
     instance_known: Words = table(WORD, "instances", codes.MASK_WORDS)  # a bit for every slot the core has heard of
     # a bit for every slot on whose values the model failed; set by the backend, where the instance is `faulty`
     instance_fault: Words = table(WORD, "instances", codes.MASK_WORDS)
     slot: Ints = table(INT, "instances", "batch")  # request row, or NONE: empty, or its request is completed
-    slot_producer: Words = table(
-        WORD, "instances", "batch"
-    )  # who reserved it; of the last slot, instance_word says it. Atomic
+    # who reserved it; of the last slot, instance_word says it. Atomic
+    slot_producer: Words = table(WORD, "instances", "batch")
     slot_client: Ints = table(INT, "instances", "batch")  # the client that is charged for it; first by the producer
     # address of slot 0, by the installer; slot k is k · input_bytes further
     input_address: Words = table(WORD, "instances", "inputs")
     launch: Table = table(LAUNCH, "instances", "sizes", "segments")  # by the installer
     whole: Table = table(LAUNCH, "instances", "sizes")  # by the installer
     stream: Words = table(WORD, codes.POOLS, codes.POOL_STREAMS)  # streams for the backend's launches, by the installer
-    stream_jobs: Ints = table(
-        INT, codes.OF_PARTITIONS
-    )  # instances in flight on each stream, over all pools and partitions: by queue
+    # instances in flight on each stream, over all pools and partitions: by queue
+    stream_jobs: Ints = table(INT, codes.OF_PARTITIONS)
     # handles of the same launches in each of the instance's partitions, the whole program last; 0: none
     confined: Words = table(WORD, "instances", "sizes", "launches", codes.CHOICES)
-    instance_partition: Ints = table(
-        INT, "instances", codes.CHOICES
-    )  # the numbers of these partitions, by the installer; NONE: no more
+    # the numbers of these partitions, by the installer; NONE: no more
+    instance_partition: Ints = table(INT, "instances", codes.CHOICES)
     overlap: Ints = table(INT, codes.PARTITIONS, codes.PARTITIONS)  # SMs that two partitions share, by the installer
-    partition_load: Ints = table(
-        INT, codes.PARTITIONS
-    )  # for each confined instance in flight, the SMs that its partition shares
+    # for each confined instance in flight, the SMs that its partition shares
+    partition_load: Ints = table(INT, codes.PARTITIONS)
     # launch and end of each segment of the instance's latest run; segment 0 stands for a whole program
     segment_ns: Ints = table(INT, "instances", "segments", 2)
     # completion words for backends that have no pinned memory of their own
@@ -189,14 +183,12 @@ class State(TableSet):
     flight: Ints = table(INT, "instances")  # instances with launched, uncompleted segments
     held: Ints = table(INT, "instances")  # instances that wait for a producer: HELD and READY_WAIT
     dirty_instances: Ints = table(INT, "instances")  # instances to be reconciled within this step
-    dirty_models: Ints = table(
-        INT, "models"
-    )  # models that may want an instance opened, or closed for good, within this step
+    # models that may want an instance opened, or closed for good, within this step
+    dirty_models: Ints = table(INT, "models")
     cancelled: Ints = table(INT, "requests")  # requests cancelled within this step
     held_queues: Ints = table(INT, "requests")  # client << 32 | model of queues of requests that are HELD_BACK
-    refused: Ints = table(
-        INT, "instances"
-    )  # instances that `admit` refused while a turn was chosen, before their first launch
+    # instances that `admit` refused while a turn was chosen, before their first launch
+    refused: Ints = table(INT, "instances")
     due: Ints = table(INT, "requests")  # heap of requests with a deadline, earliest first
     submit: Table = table(SUBMISSION, "producers", "submit_cells")  # SUBMISSION rings, capacity a power of two
     # COMPLETION rings, capacity a power of two, at least rows + M: they never overflow
@@ -222,9 +214,8 @@ class State(TableSet):
     own: Floats = table(np.float64, OWN_NAMES + OWN_PER_MODEL * PER_MODEL)
     own_first: Floats = table(np.float64, OWN_PER_MODEL)
     model_params: Table = table(PARAM, "models", PARAMS)  # parameters of each model, by the installer
-    policy_params: Table = table(
-        PARAM, PARAMS
-    )  # parameters that the policy reads, with the defaults for models without them
+    # parameters that the policy reads, with the defaults for models without them
+    policy_params: Table = table(PARAM, PARAMS)
     param: Floats = table(np.float64, "models", PARAMS)  # their values for each model
     gate: Table = table(GATE, codes.GATES)  # written by the engine, while core.gates; then by the core
     clock: Ints = table(INT, 8)  # scratch of the core's thread

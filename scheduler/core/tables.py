@@ -47,10 +47,8 @@ CORE = np.dtype(
         ("refresh", "i8"),  # waiting instances that are ranked afresh with each decision
         ("timeless", "i8"),  # 1: a job's rank changes only with the job
         ("may_idle", "i8"),  # 1: `admit` also decides for an idle GPU
-        (
-            "by_client",
-            "i8",
-        ),  # 1: `admit` looks at the client, so refused jobs that have not started leave their instances
+        # 1: `admit` looks at the client, so refused jobs that have not started leave their instances
+        ("by_client", "i8"),
         ("tick_ns", "f8"),  # between two calls of `tick`
         ("facts", "i8"),  # READS_SEGMENT …
         ("limited", "i8"),  # clients that have a limit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -14,6 +13,7 @@ from paellapy.instrument.errors import ArgumentError
 from paellapy.instrument.numba_ext.link import compiled
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import ZERO, exchange_at, load_at, store_at
+from paellapy.scheduler.core.profiles import is_finite_number
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.tables import Words
 from paellapy.scheduler.core.throttle import attach_held_back
@@ -32,21 +32,17 @@ class Tenant:
     limit: float | None = None
 
     def __post_init__(self) -> None:
-        if not _is_number(self.share) or not 0 < self.share < math.inf:
+        if not is_finite_number(self.share) or not self.share > 0:
             raise ArgumentError(
                 f"share={self.share!r}: the weight must be finite and above 0; other clients have 1",
                 field="share",
                 given=self.share,
             )
-        if self.limit is not None and (not _is_number(self.limit) or not 0 < self.limit <= 1):
+        if self.limit is not None and (not is_finite_number(self.limit) or not 0 < self.limit <= 1):
             raise ArgumentError(
                 f"limit={self.limit!r}: the fraction of the GPU's time must be above 0 and at most 1, or None",
                 field="limit", given=self.limit,
             )  # fmt: skip
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def checked_tenants(given: Mapping[str, Any]) -> dict[str, Tenant]:
