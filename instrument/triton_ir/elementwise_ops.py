@@ -81,6 +81,9 @@ def convert(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
 def select(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     condition, a, b = args
     (out,) = outs
+    # A condition without a type of its own is a scalar: it needs the tensors' axes behind that of the blocks.
+    axes = len(op.out_types[0].shape) if len(op.in_types) == 1 else 0
+    where = partial(_where_block, axes) if axes else elementwise.where
     if op.out_types[0].kind == "pointer":
         low.same_pointer(a, b, out)
 
@@ -88,8 +91,8 @@ def select(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
             c, call = slots[condition], active.machine.call
             pair = (slots[a], slots[b])
             bases, whiches = active.common_bases(pair)
-            which = None if len(bases) == 1 else call(elementwise.where, c, *whiches)
-            slots[out] = Ptr(bases, which, call(elementwise.where, c, pair[0].offset, pair[1].offset), pair[0].element)
+            which = None if len(bases) == 1 else call(where, c, *whiches)
+            slots[out] = Ptr(bases, which, call(where, c, pair[0].offset, pair[1].offset), pair[0].element)
 
         return choose_pointer
 
@@ -102,9 +105,15 @@ def select(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
             if not c.any():
                 slots[out] = slots[b]
                 return
-        slots[out] = active.machine.call(elementwise.where, c, slots[a], slots[b])
+        slots[out] = active.machine.call(where, c, slots[a], slots[b])
 
     return choose
+
+
+def _where_block(axes: int, condition: Any, a: Any, b: Any) -> Any:
+    if is_array(condition):
+        condition = condition.reshape(-1, *(1,) * axes)
+    return elementwise.where(condition, a, b)
 
 
 @builds("tt.extern_elementwise")

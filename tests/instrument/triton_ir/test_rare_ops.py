@@ -55,6 +55,31 @@ def test_approximate_division():
     np.testing.assert_array_equal(out[:5], [0.0, -0.0, np.nan, np.inf, np.nan])
 
 
+# ---- choices ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def powers(x, out, n, N: tl.constexpr):
+    i = tl.arange(0, N)
+    first = tl.program_id(0) * 4
+    total = tl.zeros((N,), tl.float32)
+    if (n >= first) & (n < first + 8):  # Triton makes this a choice between tensors by one condition
+        total += 1.0
+    for _ in range(first, n, 4):
+        total *= tl.load(x + i)
+    tl.store(out + tl.program_id(0) * N + i, total)
+
+
+@given(n=st.integers(0, 24))
+@example(n=6)
+def test_a_scalar_condition_chooses_between_tensors(n: int):
+    x, out = some(16), np.zeros((5, 16), np.float32)
+    pp.kernel(powers)[5,](x, out, n, N=16)
+    for block, row in enumerate(out):
+        trips = max(0, -(-(n - 4 * block) // 4))
+        np.testing.assert_allclose(row, x**trips if 4 * block <= n < 4 * block + 8 else 0 * x, rtol=1e-6)
+
+
 # ---- inline PTX ------------------------------------------------------------------------------------------------------
 
 
