@@ -25,9 +25,8 @@ from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.profile import ProgramProfile
 from paellapy.scheduler.models.program import Cuts, Marks, Program
 from paellapy.scheduler.models.tensors import Arrays
-from paellapy.scheduler.models.weights import Layout, Steps, WeightRange
+from paellapy.scheduler.models.weights import Bounds, Layout, Steps, WeightRange
 
-Bounds = Sequence[tuple[int, int]]  # segments as (first node, past the last)
 RETRY_S = 0.1  # a loop goes on this long after an error, since the error may come again at once
 
 

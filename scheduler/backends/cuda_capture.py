@@ -180,7 +180,7 @@ class GraphCapture(InstanceCapture):
         divisible = source.cluster == 1 and not source.cooperative and not source.scratch_bytes
         return (
             replace(found, name=compiled.name, launch=number, part=part, cluster=source.cluster, divisible=divisible,
-                    digest=code_digest(compiled)),
+                    digest=code_digest(compiled.ptx)),
             traced,
         )  # fmt: skip
 

@@ -68,7 +68,7 @@ def describe(device: CudaDevice, node: Any, model: str) -> Node:
     """The kind and the resources of one node; `CaptureError` for a node that cannot be cut."""
     cu = driver()
     types = cu.CUgraphNodeType
-    kind = check(cu.cuGraphNodeGetType(node), "reading a graph's node")
+    kind = _kind_of(node)
     if kind == types.CU_GRAPH_NODE_TYPE_KERNEL:
         return _describe_kernel(device, node)
     if kind == types.CU_GRAPH_NODE_TYPE_MEMCPY:
@@ -88,9 +88,7 @@ def describe(device: CudaDevice, node: Any, model: str) -> Node:
 def _describe_kernel(device: CudaDevice, node: Any) -> Node:
     cu = driver()
     params = check(cu.cuGraphKernelNodeGetParams(node), "reading a kernel's node")
-    function = params.func
-    if not int(function):  # launched as a CUkernel, as the runtime does
-        function = check(cu.cuKernelGetFunction(params.kern), "finding a kernel's function")
+    function = _function_of(params)
     registers, static = device.function_resources(int(function))
     name = check(cu.cuFuncGetName(function), "naming a kernel")
     return Node(
@@ -101,6 +99,21 @@ def _describe_kernel(device: CudaDevice, node: Any) -> Node:
         registers=registers,
         shared_bytes=static + int(params.sharedMemBytes),
     )
+
+
+def _kind_of(node: Any) -> Any:
+    return check(driver().cuGraphNodeGetType(node), "reading a graph's node")
+
+
+def is_kernel(node: Any) -> bool:
+    return bool(_kind_of(node) == driver().CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL)
+
+
+def _function_of(params: Any) -> Any:
+    if int(params.func):
+        return params.func
+    # launched as a CUkernel, as the runtime does
+    return check(driver().cuKernelGetFunction(params.kern), "finding a kernel's function")
 
 
 def _copy_kind(cu: Any, copy: Any) -> NodeKind:
@@ -267,12 +280,6 @@ def _write_word(cu: Any, address: int, context: Any) -> Any:
     return params
 
 
-def is_kernel(node: Any) -> bool:
-    cu = driver()
-    kind = check(cu.cuGraphNodeGetType(node), "reading a graph's node")
-    return bool(kind == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL)
-
-
 def add_edges(cu: Any, graph: Any, before: Sequence[Any], after: Sequence[Any]) -> None:
     """Orders each pair of nodes."""
     bindings_13 = "edgeData" in (cu.cuGraphAddDependencies.__doc__ or "").split("\n", 1)[0]
@@ -386,9 +393,7 @@ def pointers_of(node: Any) -> list[int] | None:
     """
     cu = driver()
     params = check(cu.cuGraphKernelNodeGetParams(node), "reading a kernel's node")
-    function = params.func
-    if not int(function):
-        function = check(cu.cuKernelGetFunction(params.kern), "finding a kernel's function")
+    function = _function_of(params)
     where = int(params.kernelParams or 0)
     if not where:
         return _packed(int(params.extra or 0))
@@ -409,11 +414,8 @@ def pointers_of(node: Any) -> list[int] | None:
 
 def words_of(graph: Any) -> list[int]:
     """The launch arguments of all kernels in a PyTorch graph, as 8-byte numbers."""
-    cu = driver()
-    kernel = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
-    nodes = read_graph(cu.CUgraph(graph.raw_cuda_graph())).nodes
-    kernels = [each for each in nodes if check(cu.cuGraphNodeGetType(each), "reading a graph's node") == kernel]
-    return [word for each in kernels for word in pointers_of(each) or []]
+    nodes = read_graph(driver().CUgraph(graph.raw_cuda_graph())).nodes
+    return [word for each in nodes if is_kernel(each) for word in pointers_of(each) or []]
 
 
 def _packed(extra: int) -> list[int] | None:
@@ -438,7 +440,7 @@ def node_ends(nodes: list[Any], weights: WeightRange) -> list[tuple[int, int]]:
     kinds = cu.CUgraphNodeType
     ends = []
     for node in nodes:
-        kind = check(cu.cuGraphNodeGetType(node), "reading a graph's node")
+        kind = _kind_of(node)
         if kind == kinds.CU_GRAPH_NODE_TYPE_KERNEL:
             found = pointers_of(node)
         elif kind == kinds.CU_GRAPH_NODE_TYPE_MEMCPY:

@@ -32,47 +32,39 @@ _PORTABLE_MAPPED = 3  # portable and mapped, for both cuMemHostAlloc and cuMemHo
 
 
 class PinnedBlock:
-    """Host memory from which the GPU copies at full speed."""
+    """Host memory from which the GPU copies at full speed. `shared`: other processes can map it."""
 
-    def __init__(self, device: CudaDevice, nbytes: int) -> None:
+    def __init__(self, device: CudaDevice, nbytes: int, shared: bool = False) -> None:
         self._device = device
         device.activate()
         nbytes = max(1, nbytes)
-        self._at = int(check(driver().cuMemHostAlloc(nbytes, _PORTABLE_MAPPED), "allocating pinned memory"))
+        self.block = _pinned_shared(device, nbytes) if shared else None
+        if self.block is not None:
+            self._at = self.block.address
+        else:
+            self._at = int(check(driver().cuMemHostAlloc(nbytes, _PORTABLE_MAPPED), "allocating pinned memory"))
         self.host = _host_array(self._at, nbytes)
 
     def free(self) -> None:
         if self._at:
             self._device.activate()
-            driver().cuMemFreeHost(self._at)
-            self._at, self.host = 0, np.empty(0, np.uint8)
+            (driver().cuMemFreeHost if self.block is None else driver().cuMemHostUnregister)(self._at)
+            self._at, self.block, self.host = 0, None, np.empty(0, np.uint8)
 
 
-class SharedPinnedBlock:
-    """A pinned block that other processes can map. The driver cannot share memory that it allocates itself, so shared
-    memory is created first and then pinned.
-    """
-
-    def __init__(self, device: CudaDevice, nbytes: int) -> None:
-        cu = driver()
-        self._device = device
-        # Graphs, kernels and copies use host addresses directly, so the GPU must see memory at the same addresses.
-        same = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
-        if not int(check(cu.cuDeviceGetAttribute(same, device.index), "reading the GPU's attributes")):
-            raise LaunchError(
-                "this GPU maps registered host memory at other addresses than the host, so its instances cannot be "
-                "shared with other processes: serve without workers"
-            )
-        self.block: SharedBlock | None = SharedBlock(nbytes)
-        address, whole_pages = self.block.address, self.block.nbytes
-        check(cu.cuMemHostRegister(address, whole_pages, _PORTABLE_MAPPED), "pinning shared memory")
-        self.host = _host_array(address, nbytes)
-
-    def free(self) -> None:
-        if self.block is not None:
-            self._device.activate()
-            driver().cuMemHostUnregister(self.block.address)
-            self.block, self.host = None, np.empty(0, np.uint8)
+def _pinned_shared(device: CudaDevice, nbytes: int) -> SharedBlock:
+    """Shared memory that is pinned once it exists: the driver cannot share memory that it allocates itself."""
+    cu = driver()
+    # Graphs, kernels and copies use host addresses directly, so the GPU must see memory at the same addresses.
+    same = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+    if not int(check(cu.cuDeviceGetAttribute(same, device.index), "reading the GPU's attributes")):
+        raise LaunchError(
+            "this GPU maps registered host memory at other addresses than the host, so its instances cannot be "
+            "shared with other processes: serve without workers"
+        )
+    made = SharedBlock(nbytes)
+    check(cu.cuMemHostRegister(made.address, made.nbytes, _PORTABLE_MAPPED), "pinning shared memory")
+    return made
 
 
 def _host_array(address: int, nbytes: int) -> Bytes:
@@ -111,13 +103,13 @@ class CudaMemory(Memory):
         self._ptr, self._own = self._arena.ptr, arena is None
         self._draws: InstanceDraws | None = None
         try:
-            self._pinned = (SharedPinnedBlock if shared else PinnedBlock)(device, plan.host_bytes)
+            self._pinned = PinnedBlock(device, plan.host_bytes, shared)
         except PaellaError:
             if self._own:
                 self._arena.free()
             raise
         self.host = self._pinned.host
-        self.block = self._pinned.block if isinstance(self._pinned, SharedPinnedBlock) else None
+        self.block = self._pinned.block
         self.host[:] = 0
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> CudaArray:

@@ -138,13 +138,9 @@ class InstanceCapture(ModelCapture):
         return number, self.cuts[number]
 
 
-def code_digest(compiled: Any) -> str:
-    return _text_digest(compiled.ptx)
-
-
 @lru_cache(1024)  # a program launches the same few kernels again and again, on every instance
-def _text_digest(text: str) -> str:
-    return cache.digest(text)[:16]
+def code_digest(ptx: str) -> str:
+    return cache.digest(ptx)[:16]
 
 
 class GuardedArray(VirtualArray):
@@ -159,30 +155,6 @@ class GuardedArray(VirtualArray):
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return self._refuse(f"calls numpy.{function.__name__} on the host")
-
-    def numpy(self) -> Any:
-        return self._refuse("copies an array to the host")
-
-    def set(self, data: Any) -> None:
-        self._refuse("copies an array to the GPU")
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._refuse("writes to an array from the host")
-
-    def __float__(self) -> float:
-        return float(self._refuse("reads a number from the GPU"))
-
-    def __int__(self) -> int:
-        return int(self._refuse("reads a number from the GPU"))
-
-    def __bool__(self) -> bool:
-        return bool(self._refuse("branches on data"))
-
-    def item(self, *args: Any) -> Any:
-        return self._refuse("reads a number from the GPU")
-
-    def tolist(self) -> Any:
-        return self._refuse("copies an array to the host")
 
     def __getitem__(self, key: Any) -> Any:
         found = super().__getitem__(key)
@@ -199,20 +171,27 @@ class GuardedArray(VirtualArray):
         return found if not found.size or low <= found.ctypes.data < high else self._refuse(doing)
 
 
-def _on_the_host(name: str) -> Callable[..., Any]:
-    def method(self: GuardedArray, *_: Any, **__: Any) -> Any:
-        return self._refuse(f"computes {name}() on the host")
+# What an array's other methods do, in the words of the error.
+_DOING = {
+    "numpy": "copies an array to the host", "tolist": "copies an array to the host",
+    "set": "copies an array to the GPU", "__setitem__": "writes to an array from the host",
+    "item": "reads a number from the GPU", "__float__": "reads a number from the GPU",
+    "__int__": "reads a number from the GPU", "__bool__": "branches on data",
+    # These do not go through the two NumPy protocols above.
+    **{name: f"computes {name}() on the host" for name in (
+        "argpartition", "argsort", "astype", "byteswap", "choose", "compress", "copy", "fill", "flatten", "itemset",
+        "nonzero", "partition", "put", "ravel", "repeat", "resize", "searchsorted", "sort", "take", "tobytes",
+        "tofile", "__copy__", "__deepcopy__",
+    )},
+}  # fmt: skip
 
-    return method
+
+def _refusing(doing: str) -> Callable[..., Any]:
+    return lambda self, *_, **__: self._refuse(doing)
 
 
-# Methods of an array that do not go through the two NumPy protocols above.
-for _name in (
-    "argpartition", "argsort", "astype", "byteswap", "choose", "compress", "copy", "fill", "flatten", "itemset",
-    "nonzero", "partition", "put", "ravel", "repeat", "resize", "searchsorted", "sort", "take", "tobytes", "tofile",
-    "__copy__", "__deepcopy__",
-):  # fmt: skip
-    setattr(GuardedArray, _name, _on_the_host(_name))
+for _name, _doing in _DOING.items():
+    setattr(GuardedArray, _name, _refusing(_doing))
 
 
 def without_guard(value: Any) -> Any:
@@ -313,7 +292,7 @@ class Recording(InstanceCapture):
             first, count = each or (0, total)
             node = Node(
                 "kernel", compiled.name, count * cluster, launcher.threads, compiled.registers, compiled.shared_bytes,
-                launch=number, part=each, cluster=cluster, digest=code_digest(compiled),
+                launch=number, part=each, cluster=cluster, digest=code_digest(compiled.ptx),
                 divisible=cluster == 1 and not compiled.source.cooperative,
             )  # fmt: skip
             self.items.append(Recorded(node, launcher, (gx, gy, gz), plain, first))

@@ -156,7 +156,7 @@ class MemoryPlan:
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
-        self._held: dict[str, Reservation] = {}
+        self.reservations: dict[str, Reservation] = {}
         # Set where weights come and go: the bytes of weights on the GPU, and the state of each model's weights.
         self.weights_on_gpu: Callable[[], int] | None = None
         self.instances_held: Callable[[], int] | None = None
@@ -171,23 +171,25 @@ class MemoryPlan:
         """Inputs, outputs and scratch of all instances."""
         if self.instances_held is not None:
             return self.instances_held()
-        return sum(r.instance_bytes * r.instances for r in self._held.values())
+        return sum(r.instance_bytes * r.instances for r in self.reservations.values())
 
     def note(self, name: str, reservation: Reservation) -> Reservation:
         """Records a model's memory that was counted elsewhere."""
-        self._held[name] = reservation
+        self.reservations[name] = reservation
         return reservation
 
     @property
     def weights_bytes(self) -> int:
         """Weights that are on the GPU."""
-        return self.weights_on_gpu() if self.weights_on_gpu else sum(r.weights_bytes for r in self._held.values())
+        if self.weights_on_gpu is not None:
+            return self.weights_on_gpu()
+        return sum(r.weights_bytes for r in self.reservations.values())
 
     def __call__(self) -> dict[str, Any]:
         """The account: the engine's budget, the bytes of instances and weights, and the state of each model."""
         models = {
             name: {"weights_bytes": r.weights_bytes, "instances": r.instances, "instance_bytes": r.instance_bytes}
-            for name, r in self.reservations.items()
+            for name, r in list(self.reservations.items())  # another thread may load a model
         }
         about = self.account()
         for name, more in about.pop("models", {}).items():
@@ -200,10 +202,6 @@ class MemoryPlan:
             **about,
             "models": models,
         }
-
-    @property
-    def reservations(self) -> dict[str, Reservation]:
-        return dict(self._held)
 
     def reserve(self, name: str, weights_bytes: int, instance_bytes: int, wanted: int, least: int = 1) -> Reservation:
         """Reserves memory for the weights and `least` to `wanted` instances; MemoryPlanError if they do not fit."""
@@ -220,16 +218,16 @@ class MemoryPlan:
                 "Unload a model, use fewer instances or smaller batches, or give the engine more memory_bytes.",
                 model=name, needed_bytes=needed, free_bytes=free, limit_bytes=self.budget_bytes,
             )  # fmt: skip
-        self._held[name] = Reservation(weights_bytes, instance_bytes, instances)
-        return self._held[name]
+        self.reservations[name] = Reservation(weights_bytes, instance_bytes, instances)
+        return self.reservations[name]
 
     def release(self, name: str) -> None:
-        self._held.pop(name, None)
+        self.reservations.pop(name, None)
 
     def _others(self) -> str:
-        if not self._held:
+        if not self.reservations:
             return ""
-        return " (" + ", ".join(f"{n}: {readable_bytes(r.total_bytes)}" for n, r in self._held.items()) + ")"
+        return " (" + ", ".join(f"{n}: {readable_bytes(r.total_bytes)}" for n, r in self.reservations.items()) + ")"
 
 
 # -- arenas

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -57,7 +57,7 @@ class Program:
     def content(self) -> str:
         """A digest of the program's work, equal for all instances."""
         if not self._content:
-            self._content = content_digest(self.nodes)
+            self._content = cache.digest(*map(repr, self.nodes))
         return self._content
 
     def for_instance(self, instance: int, body: Any, marks: Marks) -> Program:
@@ -65,10 +65,6 @@ class Program:
         made = Program(self.model, instance, self.batch, self.nodes, self.chain, body, marks=marks)
         made._content = self.content()
         return made
-
-
-def content_digest(nodes: Iterable[Node]) -> str:
-    return cache.digest(*(repr(node) for node in nodes))
 
 
 def last_kernels(nodes: Sequence[Node], bounds: Sequence[tuple[int, int]]) -> Marks:

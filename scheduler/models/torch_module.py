@@ -30,6 +30,7 @@ from paellapy.scheduler.models.torch_tensors import (
     address_of,
     as_bytes,
     as_tensor,
+    by_name,
     change_tensors,
     load_file,
     needs_torch,
@@ -360,18 +361,12 @@ class Signature:
 def named_results(title: str, results: Any) -> dict[str, Any]:
     """The tensors that a module returned, by name."""
     torch = needs_torch()
-    if isinstance(results, torch.Tensor):
-        return {"output": results}
-    if isinstance(results, Mapping):
-        found = dict(results)
-    elif isinstance(results, tuple) and hasattr(results, "_fields"):
-        found = dict(zip(results._fields, results, strict=True))
-    elif isinstance(results, tuple | list):
-        found = {f"output{k}": each for k, each in enumerate(results)}
-    else:
+    if not isinstance(results, torch.Tensor | Mapping | tuple | list):
         why = "a model must return a tensor, a tuple of tensors, or a dict of them"
         raise wrong(title, "outputs", results, f"it returns a {type(results).__name__}; {why}")
-    found = {key: each for key, each in found.items() if each is not None}
+    if isinstance(results, tuple) and hasattr(results, "_fields"):
+        results = results._asdict()  # type: ignore[attr-defined]
+    found = {key: each for key, each in by_name(results, "output").items() if each is not None}
     for key, each in found.items():
         if not isinstance(each, torch.Tensor):
             why = f"its result {key!r} is a {type(each).__name__}; a model must return tensors only"

@@ -31,7 +31,7 @@ from paellapy.scheduler.models.torch_state import (
     tensors_of,
     wrong_job,
 )
-from paellapy.scheduler.models.torch_tensors import as_array, as_tensor, needs_torch, numpy_dtype, total_bytes
+from paellapy.scheduler.models.torch_tensors import as_array, as_tensor, by_name, needs_torch, numpy_dtype, total_bytes
 
 INSTANCES = 2  # while one runs, the data of the next step are written to the other
 _NUMBER_BYTES = 8  # memory up to this size is a single number, such as a count of steps, and may be on the host
@@ -46,15 +46,9 @@ class Batch:
     """The data of one step: tensors by name, and the form in which the step takes them."""
 
     def __init__(self, torch: Any, name: str, given: Any) -> None:
-        self._torch = torch
-        if isinstance(given, Mapping):
-            self.kind, tensors = "named", dict(given)
-        elif isinstance(given, tuple | list):
-            self.kind, tensors = "several", {f"data{k}": each for k, each in enumerate(given)}
-        else:
-            self.kind, tensors = "one", {"data": given}
+        self._torch, self._named = torch, isinstance(given, Mapping)
         self.tensors = {}
-        for key, value in tensors.items():
+        for key, value in by_name(given, "data").items():
             made = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
             if not isinstance(made, torch.Tensor):
                 raise wrong_job(
@@ -87,7 +81,7 @@ class Batch:
     def with_tensors(self, tensors: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """The arguments of a step, with other tensors of the same names."""
         given = {key: t.reshape(self.tensors[key].shape) for key, t in tensors.items()}
-        return ([], given) if self.kind == "named" else (list(given.values()), {})
+        return ([], given) if self._named else (list(given.values()), {})
 
 
 def check_job(name: str, share: float, params: Mapping[str, float] | None) -> None:
@@ -97,14 +91,7 @@ def check_job(name: str, share: float, params: Mapping[str, float] | None) -> No
 
 def results_of(torch: Any, name: str, returned: Any) -> dict[str, Any]:
     """Tensors that a step returned, by name."""
-    if returned is None:
-        return {}
-    if isinstance(returned, Mapping):
-        found = dict(returned)
-    elif isinstance(returned, tuple | list):
-        found = {f"output{k}": each for k, each in enumerate(returned)}
-    else:
-        found = {"output": returned}
+    found = {} if returned is None else by_name(returned, "output")
     for key, each in found.items():
         if not isinstance(each, torch.Tensor):
             why = "return tensors (a loss, not loss.item()), or nothing"

@@ -104,6 +104,13 @@ def tensors_in(torch: Any, value: Any) -> Iterator[Any]:
             yield from tensors_in(torch, each)
 
 
+def by_name(given: Any, word: str) -> dict[str, Any]:
+    """Values by name: those of a dict, several numbered as in `output0`, or one under the word itself."""
+    if isinstance(given, Mapping):
+        return dict(given)
+    return {f"{word}{k}": each for k, each in enumerate(given)} if isinstance(given, tuple | list) else {word: given}
+
+
 def address_of(tensor: Any) -> int:
     """Where the tensor's memory begins; 0: it has none, like tensors that stand for others."""
     try:
