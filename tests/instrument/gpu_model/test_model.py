@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from paellapy.instrument.errors import LaunchError, NoDeviceError
 from paellapy.instrument.gpu_model.commands import Kernel
 from paellapy.instrument.gpu_model.costs import BlockCost
 from paellapy.instrument.gpu_model.model import DeadlockError, SmModel
-from paellapy.instrument.gpu_model.parts import KIB, Footprint, Timing, footprint, occupancy
+from paellapy.instrument.gpu_model.parts import KIB, Timing, occupancy
 from paellapy.instrument.records import BLOCK, SM_LINE, WARP_SHIFT
 
 pytestmark = pytest.mark.quick
@@ -35,10 +34,6 @@ class Launch:
     shared: int
     duration: int
     submit: int
-
-    @property
-    def footprint(self) -> Footprint:
-        return footprint(SMALL.sm, self.threads, self.registers, self.shared)
 
 
 launches = st.builds(
@@ -78,41 +73,7 @@ def play(
     return sim, handles
 
 
-def resident(blocks: np.ndarray, script: list[Launch], at: int) -> dict[int, np.ndarray]:
-    """Threads, registers, shared bytes and blocks in use on each SM just after `at`."""
-    used: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(4, int))
-    for block in blocks[(blocks["start_ns"] <= at) & (blocks["end_ns"] > at)]:
-        f = script[block["launch"]].footprint
-        used[int(block["sm"])] += (f.threads, f.registers, f.shared_bytes, 1)
-    return used
-
-
-LIMITS = np.array([SMALL.sm.threads, SMALL.sm.registers, SMALL.sm.shared_bytes, SMALL.sm.blocks])
-
-
-def fits_somewhere(launch: Launch, used: dict[int, np.ndarray]) -> bool:
-    f = launch.footprint
-    need = np.array([f.threads, f.registers, f.shared_bytes, 1])
-    return any((used[sm] + need <= LIMITS).all() for sm in range(SMALL.sms))
-
-
 # --- invariants ----------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=60, deadline=None)
-@given(scripts, priorities, st.booleans())
-def test_every_block_runs_once_and_no_sm_is_overfull(script: list[Launch], priority: list[int], work: bool):
-    sim, handles = play(script, priority, work=work)
-    sim.run()
-    sim.check_integrity()
-    blocks = sim.blocks()
-    assert (blocks["start_ns"] < blocks["end_ns"]).all()
-    assert blocks["sm"].max() < SMALL.sms
-    for handle, launch in zip(handles, script, strict=True):
-        assert blocks[blocks["launch"] == handle]["block"].tolist() == list(range(launch.n_blocks))
-    for at in np.unique(blocks["start_ns"]):
-        for used in resident(blocks, script, at).values():
-            assert (used <= LIMITS).all()
 
 
 @settings(max_examples=60, deadline=None)
@@ -139,47 +100,6 @@ def test_a_stream_runs_in_order(script: list[Launch], priority: list[int], work:
         assert sim.start_ns(handle) >= max(launch.submit, last.get(launch.stream, 0))
         assert sim.start_ns(handle) <= sim.notify_ns(handle) < sim.finish_ns(handle)
         last[launch.stream] = sim.finish_ns(handle)
-
-
-def waiting_times(sim: SmModel, handles: list[int], script: list[Launch]) -> list[tuple[float, float]]:
-    """When each grid was ready for its blocks to be placed, and when its last block was placed."""
-    last: dict[int, float] = {}
-    spans = []
-    for handle, launch in zip(handles, script, strict=True):
-        spans.append((max(launch.submit, last.get(launch.stream, 0)), sim.notify_ns(handle)))
-        last[launch.stream] = sim.finish_ns(handle)
-    return spans
-
-
-@settings(max_examples=60, deadline=None)
-@given(scripts, priorities)
-def test_a_block_is_never_placed_past_a_waiting_grid_of_higher_priority(script: list[Launch], priority: list[int]):
-    sim, handles = play(script, priority)
-    sim.run()
-    spans = waiting_times(sim, handles, script)
-    for block in sim.blocks():
-        mine = priority[script[block["launch"]].stream]
-        for (ready, placed), other in zip(spans, script, strict=True):
-            assert not (priority[other.stream] > mine and ready <= block["start_ns"] < placed)
-
-
-@settings(max_examples=60, deadline=None)
-@given(scripts, priorities)
-def test_no_sm_has_room_for_the_block_that_waits_first(script: list[Launch], priority: list[int]):
-    sim, handles = play(script, priority)
-    sim.run()
-    blocks = sim.blocks()
-    spans = waiting_times(sim, handles, script)
-    for at in np.unique(np.concatenate([blocks["start_ns"], blocks["end_ns"]])):
-        waiting = [k for k, (ready, placed) in enumerate(spans) if ready <= at < placed]
-        if not waiting:
-            continue
-        used = resident(blocks, script, at)
-        urgent = max(priority[script[k].stream] for k in waiting)
-        ahead = [k for k in waiting if priority[script[k].stream] == urgent]
-        first = min(spans[k][0] for k in ahead)
-        # Grids that became ready at the same instant may go in either order.
-        assert not all(fits_somewhere(script[k], used) for k in ahead if spans[k][0] == first)
 
 
 @settings(max_examples=40, deadline=None)
@@ -462,17 +382,6 @@ def test_a_cycle_of_waits_is_a_deadlock():
 
 
 # --- clusters ------------------------------------------------------------------------------------------------------
-
-
-def test_a_cluster_starts_together_inside_one_gpc():
-    sim = SmModel(SMALL, timing=EXACT)
-    sim.launch(sim.stream(), Kernel(3, 1024, 32, duration_ns=30))
-    sim.launch(sim.stream(), Kernel(24, 1024, 32, cluster=4, duration_ns=[*range(10, 34)]))
-    sim.run()
-    sim.check_integrity()
-    clusters = sim.blocks()[3:].reshape(-1, 4)
-    assert (clusters["start_ns"] == clusters["start_ns"][:, :1]).all()
-    assert (clusters["sm"] // 2 == clusters["sm"][:, :1] // 2).all()
 
 
 def test_a_cluster_that_fits_nowhere_is_refused():

@@ -70,13 +70,14 @@ def test_a_source_without_parameters_has_none() -> None:
     assert codes(case.source, case.entry) == []
 
 
+def test_nvrtc_gets_memory_of_its_own() -> None:
+    assert len(cuda._room(0)) > 0, "one byte is shared by the whole process"
+    CudaSource(SCALE, "scale", OPTIONS).source("sm_75")
+    assert bytes(range(256))[32:33][0] == 32
+
+
 def test_options_reach_the_compiler() -> None:
     assert CudaSource(SCALE, "scale", OPTIONS).source("sm_80").metadata["codes"] == list(CODES)
-    with failing(CompileError, kernel="scale", field="source"):
-        CudaSource(SCALE, "scale").source("sm_80")
-
-
-def test_compile_errors_show_the_compilers_log_and_the_line() -> None:
     with failing(CompileError, kernel="scale", field="source"):
         CudaSource(SCALE, "scale").source("sm_80")
 

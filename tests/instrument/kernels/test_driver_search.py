@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-HEADS = {"triton first": "import triton, paellapy as pp", "paellapy first": "import paellapy as pp, triton"}
-
 
 def output_of(tmp_path: Path, script: str, command: tuple[str, ...] = ()) -> str:
     """What a script prints in a fresh process, whose driver nobody has asked for, on a machine without a GPU."""
@@ -21,19 +19,6 @@ def output_of(tmp_path: Path, script: str, command: tuple[str, ...] = ()) -> str
         [sys.executable, *command, str(path)], env=environment, cwd=tmp_path, capture_output=True, text=True
     )
     return done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
-def test_a_script_may_ask_for_the_active_driver_before_its_first_kernel(tmp_path: Path, head: str):
-    said = output_of(
-        tmp_path,
-        f"""{head}
-with pp.Device("virtual:h200"):
-    driver = triton.runtime.driver.active
-    print(driver.get_current_target().arch, driver.utils.get_device_properties(0)["multiprocessor_count"])
-""",
-    )
-    assert said.split() == ["90", "132"]
 
 
 def test_a_script_in_the_manner_of_tritons_tutorials_needs_only_the_decorator(tmp_path: Path):
@@ -57,6 +42,8 @@ def halve(x, out, n, B: tl.constexpr):
     tl.store(out + i, tl.load(x + i, mask=i < n) / 2, mask=i < n)
 
 
+driver = triton.runtime.driver.active
+print(driver.get_current_target().arch, driver.utils.get_device_properties(0)["multiprocessor_count"])
 x = torch.rand(300, device=DEVICE)
 out = torch.empty_like(x)
 assert x.device == DEVICE
@@ -68,12 +55,14 @@ assert triton.testing.do_bench(lambda: halve[grid](x, out, 300, B=128), warmup=0
 print("done")
 """,
     )
-    assert said.split() == ["done"]
+    assert said.split() == ["90", "132", "done"]
 
 
 LONE = """
 import triton
 import triton.language as tl
+
+print(triton.runtime.driver.active.get_current_target().arch)
 
 
 @triton.jit
@@ -94,6 +83,7 @@ def test_a_script_without_a_decorated_kernel_is_told_so(tmp_path: Path, head: st
     said = output_of(tmp_path, head + LONE, command)
     assert "'lone' is not a pp.kernel" in said
     assert "active drivers" not in said
+    assert said.startswith("90\n")
 
 
 def test_other_failures_of_the_search_remain(tmp_path: Path):

@@ -124,20 +124,6 @@ def copy_tile(source, target):
     target.store([0, 0], source.load([64, 32]))
 
 
-@pytest.mark.parametrize("report", [None, "count", "trace"])
-@pytest.mark.parametrize(
-    ("name", "place"), [("virtual:h200", "cpu"), pytest.param("cuda", "cuda", marks=pytest.mark.gpu)]
-)
-def test_tensor_descriptors_made_by_the_host(name, place, report):
-    x, out = torch.randn(128, 128, device=place).half(), torch.zeros(64, 32, device=place).half()
-    kernel = pp.kernel(copy_tile, report=report)
-    with pp.Device(name):
-        for _ in range(3):
-            kernel[1,](TensorDescriptor.from_tensor(x, [64, 32]), TensorDescriptor.from_tensor(out, [64, 32]))
-            assert torch.equal(out, x[64:, 32:64])
-            x += 1
-
-
 @pytest.mark.parametrize("name", ["virtual:h200", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_tensor_descriptors_over_arrays_of_ours(name, dtype):
@@ -463,24 +449,6 @@ def test_an_error_in_a_called_function_is_in_the_message():
     assert isinstance(caught.value, pp.CompileError)
     assert "undefined_name" in str(caught.value)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
-
-
-@pytest.mark.parametrize(("held", "as_type", "wanted"), [
-    (torch.int8, tl.uint8, [254, 1, 2]), (torch.int32, tl.float32, [-2.0, 1.0, 2.0]),
-    (torch.uint8, tl.float8e5, [-2.0, 1.0, 2.0]),
-])  # fmt: skip
-def test_arrays_under_another_type(held: Any, as_type: Any, wanted: list[float]):
-    @triton.jit
-    def widen(x, out):
-        i = tl.arange(0, 4)
-        tl.store(out + i, tl.load(x + i, mask=i < 3).to(tl.float32), mask=i < 3)
-
-    numbers = torch.tensor([-2, 1, 2])
-    stored = {tl.uint8: numbers.to(torch.int8), tl.float32: numbers.float().view(torch.int32),
-              tl.float8e5: numbers.to(torch.float8_e5m2).view(torch.uint8)}[as_type]  # fmt: skip
-    assert stored.dtype == held
-    pp.kernel(widen)[1,](triton.reinterpret(stored, as_type), out := torch.zeros(3))
-    assert out.tolist() == wanted
 
 
 def test_the_configuration_that_was_chosen():

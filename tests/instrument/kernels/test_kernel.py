@@ -103,11 +103,6 @@ def test_a_kernel_says_its_name_and_how_it_is_launched() -> None:
         cuda()
 
 
-def test_wrapping_twice_is_refused() -> None:
-    with failing(ArgumentError, kernel="scale"):
-        kernel(kernel(scale))
-
-
 def test_unknown_levels_and_exits_are_refused_at_once() -> None:
     with failing(InstrumentError, field="report", given="loud"):
         kernel(scale, report="loud")  # type: ignore[call-overload]

@@ -165,11 +165,6 @@ def compiled(target: str = "sm_80", **options: Any) -> Any:
     return TritonKernel(copy, None, "auto").compile("*fp32", "*fp32", "i32", B=256, target=target, **options)
 
 
-def test_what_a_target_cannot_do_is_a_compile_error() -> None:
-    with failing(CompileError, kernel="copy", field="options", limit=80):
-        compiled(num_ctas=2)
-
-
 @triton.jit
 def broken(x, B: tl.constexpr):
     tl.static_assert(B > 64, "tiles of more than 64 only")
