@@ -94,7 +94,7 @@ class MovingBench(Bench):
             if self.on_gpu[m] * CHUNK >= self._about[m].weight_bytes:
                 self.link.popleft()
 
-    def ask(self, m: int, **flags: int) -> None:
+    def order(self, m: int, **flags: int) -> None:
         for name, value in flags.items():
             self.state.weights[name][m] = value
         self.state.residency["pending"][0] = 1

@@ -15,7 +15,7 @@ def bench() -> Bench:
 
 
 @pytest.mark.parametrize("upto", ["publish", "claim", "post", "write", "run", "read"])
-def test_what_a_producer_had_when_it_died_holds_nobody_up(bench, upto):
+def test_slots_and_requests_of_a_dead_producer_block_no_other_producer(bench, upto):
     dying, other = Producer(bench, 1), Producer(bench, 2)
     dying.submit(upto)
     other.submit()

@@ -41,7 +41,7 @@ def note(limits, tuning, entered, now, limit_ns, number):
     some.lists(some.tuples(some.integers(1, 300), some.integers(0, 100), some.integers(1, 40)), max_size=60),
     some.integers(1, 16),
 )
-def test_a_servers_allowance_is_a_row_of_the_table(events, slots):
+def test_a_servers_admission_limit_is_a_row_of_the_table(events, slots):
     table, limit = new_limits([slots], TUNING), AdmissionLimit(slots, TUNING)
     now = 0
     for took, pause, number in events:
@@ -59,7 +59,7 @@ NET = ModelProfile(
 )
 
 
-def test_in_simulated_time_what_would_be_late_is_refused_and_the_rest_is_in_time():
+def test_in_simulated_time_late_requests_are_refused_and_the_others_are_in_time():
     """Some 6700 a second can be done; 16000 are asked for."""
     load = Poisson(16000, "net", duration=1.0)
     without, admitted = (simulate([NET], load, "slack", admission=asked) for asked in (False, True))
@@ -86,13 +86,13 @@ def test_deadlines_are_kept_as_targets_are():
 
 
 @pytest.mark.parametrize("other", [{"fidelity": "blocks"}, {"workload": ClosedLoop("net", 4, duration=0.1)}])
-def test_what_admission_cannot_be_simulated_with_is_refused(other):
+def test_admission_is_not_simulated_with_blocks_or_closed_loops(other):
     with pytest.raises(WorkloadError) as caught:
         simulate([NET], other.pop("workload", Poisson(100, "net", duration=0.1)), admission=True, **other)
     assert caught.value.field == "admission"
 
 
-def test_a_request_that_asks_for_the_impossible_leaves_the_window_as_it_is():
+def test_an_impossible_deadline_leaves_the_admission_limit_unchanged():
     limit = AdmissionLimit(16.0, TUNING)
     for k in range(300):
         limit.done(100 * MS * k, 100 * MS * k + 50 * MS, 120.0 * MS, 32)
@@ -104,7 +104,7 @@ def test_a_request_that_asks_for_the_impossible_leaves_the_window_as_it_is():
     assert limit.longest_admitted_ns(120.0 * MS, 50.0 * MS, 32, 100 * MS * 400) == 120.0 * MS
 
 
-def test_a_window_shrinks_where_nothing_has_ever_been_in_time():
+def test_an_admission_limit_shrinks_if_no_request_was_ever_in_time():
     limit = AdmissionLimit(16.0, TUNING)
     for k in range(50):
         limit.done(100 * MS * k, 100 * MS * k + 30 * MS, 20.0 * MS, 16)
@@ -126,7 +126,7 @@ def test_a_full_instance_that_waits_is_work_ahead():
 
 
 @pytest.mark.parametrize(("sizes", "whole"), [((1,), 150_000), ((1, 2, 4), 300_000)])
-def test_who_joins_those_that_the_core_has_not_heard_of_yet_is_predicted_their_batch(sizes, whole):
+def test_predictions_count_slots_that_the_core_does_not_know_yet(sizes, whole):
     bench = Bench([profile(batch=sizes, instances=4)], policy="fifo")
     bench.step()
     predicted = []
@@ -140,14 +140,14 @@ def test_who_joins_those_that_the_core_has_not_heard_of_yet_is_predicted_their_b
     bench.run_dry()
 
 
-def test_nothing_is_refused_where_all_can_be_in_time_or_nothing_is_asked():
+def test_no_request_is_refused_below_capacity_or_without_a_target():
     load = Poisson(300, "net", duration=1.0)
     assert set(simulate([NET], load, admission=True).statuses()) == {"ok"}
     lazy = ModelProfile("net", NET.sizes, instances=16, demand=NET.demand, together=NET.together)
     assert set(simulate([lazy], Poisson(8000, "net", duration=0.2), admission=True).statuses()) == {"ok"}
 
 
-def test_a_crowd_beside_it_makes_a_request_take_longer():
+def test_jobs_on_the_gpu_make_a_request_take_longer():
     """Whatever the policy puts first: what is on the GPU already stays there."""
     for policy in policy_names():
         bench = Bench(
@@ -163,7 +163,7 @@ def test_a_crowd_beside_it_makes_a_request_take_longer():
         bench.run_dry()
 
 
-def test_a_flood_on_an_idle_server_makes_few_late_from_the_beginning():
+def test_a_flood_on_an_idle_server_makes_few_requests_late_from_the_start():
     """What comes first is predicted for an idle GPU: what follows is in its way, and was not known of."""
     load = Poisson(20000, "net", duration=0.05)
     late = let_in = 0
@@ -176,7 +176,7 @@ def test_a_flood_on_an_idle_server_makes_few_late_from_the_beginning():
     assert let_in > 8 * 100
 
 
-def test_a_model_of_which_little_is_asked_is_not_refused_for_ever_beside_one_that_fills_the_queue():
+def test_a_model_with_few_requests_is_served_beside_one_that_fills_the_queue():
     """Its first requests would be in time, though not by as much as a margin wants that begins low."""
     step = [SegmentProfile(100e3)] * 10
     often, seldom = (
@@ -197,20 +197,15 @@ def test_tables_begin_with_room_for_two_batches():
 
 
 def test_predictions_grow_with_the_work_ahead() -> None:
-    bench = Bench([profile(segments=4, ns=100e3, instances=2), profile("short", ns=1e3, instances=1)], policy="fifo")
+    models = [profile(segments=4, ns=100e3, instances=2), profile("short", ns=1e3, instances=1)]
+    bench, shortest_first = Bench(models, policy="fifo"), Bench(models, policy="srpt")
     assert predict_finish(bench.state, 0, bench.now) == 400_000
     predicted = []
     for _ in range(6):
-        bench.submit(0)
-        bench.step()
+        for each in (bench, shortest_first):
+            each.submit(0)
+            each.step()
         predicted.append(predict_finish(bench.state, 0, bench.now))
     assert predicted == sorted(predicted)
     assert predicted[-1] > 2 * 400_000
-    shortest_first = Bench(
-        [profile(segments=4, ns=100e3, instances=2), profile("short", ns=1e3, instances=1)], policy="srpt"
-    )
-    for _ in range(6):
-        shortest_first.submit(0)
-        shortest_first.step()
     assert predict_finish(shortest_first.state, 1, 0) < predicted[-1] / 2
-    bench.run_dry()

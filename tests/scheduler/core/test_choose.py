@@ -59,7 +59,7 @@ def test_high_priority_goes_in_one_piece_beside_lower_ones(policy: str, high: in
     assert bench.done[serial]["status"] == codes.OK
 
 
-def test_one_segment_at_a_time_the_next_is_sent_when_the_last_block_has_started() -> None:
+def test_one_at_a_time_the_next_segment_goes_when_the_last_block_has_started() -> None:
     bench = Bench([profile(segments=4, instances=2)], policy=careful)
     bench.submit()
     bench.submit()
@@ -82,7 +82,7 @@ def test_one_segment_at_a_time_the_next_is_sent_when_the_last_block_has_started(
     bench.run_dry()
 
 
-def test_where_kernels_do_not_report_the_next_is_sent_just_before_the_end_that_is_predicted() -> None:
+def test_without_reports_the_next_segment_goes_just_before_the_predicted_end() -> None:
     bench = Bench([profile(segments=5, instances=2, ns=100e3)], policy=careful, reports=False)
     bench.submit()
     bench.submit()
@@ -125,7 +125,7 @@ def test_a_better_job_goes_before_the_next_segment_of_one_that_drains() -> None:
     bench.run_dry()
 
 
-def test_beside_a_higher_priority_an_idle_gpu_is_not_given_away_in_one_piece() -> None:
+def test_programs_below_the_highest_priority_are_never_launched_whole() -> None:
     bench = Bench([profile("high", priority=1, instances=2), profile("low", instances=2)], policy="priority")
     bench.submit(1)
     bench.step()
@@ -172,7 +172,7 @@ def test_where_the_hardware_decides_every_instance_has_its_own_stream() -> None:
     demand=st_.sampled_from([0.0, 0.4, 1.0, np.inf]),
     script=actions,
 )
-def test_the_gpu_is_never_idle_while_somebody_waits(
+def test_the_gpu_is_never_idle_while_a_request_waits(
     models: list[ModelProfile], name: str, demand: float, script: list[tuple[object, ...]]
 ) -> None:
     bench = Bench(models, policy=name, demand=demand)

@@ -196,9 +196,18 @@ def test_a_batch_that_is_not_full_waits_for_room() -> None:
     bench.run_dry()
 
 
-@pytest.mark.parametrize(("partitions", "most"), [(0, TUNING.most_demand), (8, TUNING.most_confined_demand)])
-def test_no_queue_lets_in_more_jobs_than_hardware_queues_or_partitions_can_take(partitions: int, most: float) -> None:
-    bench = large_bench(profile(segments=2, instances=60, demand={1: 0.4}), demand=4.0)
+@pytest.mark.parametrize(
+    ("demand", "limit", "partitions", "running"),
+    [
+        (0.4, 4.0, 0, int(TUNING.most_demand / 0.4)),
+        (0.4, 4.0, 8, int(TUNING.most_confined_demand / 0.4)),
+        (1.0, 2.0, 0, 2),  # jobs that fill the GPU
+    ],
+)
+def test_a_queue_admits_no_more_jobs_than_hardware_queues_or_partitions_take(
+    demand: float, limit: float, partitions: int, running: int
+) -> None:
+    bench = large_bench(profile(segments=2, instances=60, demand={1: demand}), demand=limit)
     bench.state.core["partitions"][0] = partitions
     bench.state.confined[...] = 1
     for _ in range(60):
@@ -207,18 +216,7 @@ def test_no_queue_lets_in_more_jobs_than_hardware_queues_or_partitions_can_take(
     for _ in range(10):
         bench.finish_segment(bench.running[0])
         bench.step()
-    assert len(bench.running) == int(most / 0.4)
-    bench.run_dry()
-
-
-def test_a_queue_does_not_oversubscribe_the_gpu_with_jobs_that_fill_it() -> None:
-    bench = large_bench(profile(segments=2, instances=60, demand={1: 1.0}), demand=2.0)
-    for _ in range(60):
-        bench.submit()
-    wait_long(bench)
-    bench.finish_segment(bench.running[0])
-    bench.step()
-    assert len(bench.running) == 2
+    assert len(bench.running) == running
     bench.run_dry()
 
 
@@ -317,7 +315,7 @@ def partition_of_stream(bench: Bench, instance: int) -> int:
 
 
 @pytest.mark.parametrize(("fuller", "moves"), [(0, False), (int(48 * TUNING.staying_jobs) - 1, False), (48, True)])
-def test_a_job_stays_with_its_stream_and_its_partition_unless_another_is_much_emptier(fuller: int, moves: bool) -> None:
+def test_a_job_keeps_its_stream_and_partition_unless_another_is_much_emptier(fuller: int, moves: bool) -> None:
     bench = bench_with_partitions()
     s = bench.state
     for k in range(TUNING.roomy_jobs + 2):
@@ -346,7 +344,7 @@ def test_partitions_know_how_many_sms_they_share() -> None:
 
 
 @pytest.mark.parametrize(("policy", "confinable"), [("streams", True), ("srpt", False)])
-def test_all_sms_are_for_what_hardware_orders_and_what_cannot_be_confined(policy: str, confinable: bool) -> None:
+def test_launches_under_streams_and_without_confined_graphs_have_all_sms(policy: str, confinable: bool) -> None:
     bench = bench_with_partitions(policy)
     bench.state.confined[...] *= confinable
     for k in range(12):
@@ -516,7 +514,7 @@ def test_a_gate_closes_for_requests_that_have_no_slot_yet(bench: Bench) -> None:
     assert word[0] == 0
 
 
-def test_a_slot_that_is_never_written_holds_other_processes_only_for_a_while(bench: Bench) -> None:
+def test_a_slot_that_is_never_written_closes_gates_only_for_a_while(bench: Bench) -> None:
     word = add_gate(bench, 0, -1)
     serial = bench.submit(direct=True, ready=False)
     bench.step(1000)
@@ -542,7 +540,7 @@ def test_a_slot_that_is_never_written_does_not_open_the_gate_for_other_requests(
     assert word[0] > bench.now
 
 
-def test_a_program_whose_next_weights_do_not_come_holds_other_processes_only_for_a_while() -> None:
+def test_a_program_that_waits_for_weights_closes_gates_only_for_a_while() -> None:
     needs = {1: [CHUNK, 2 * CHUNK, 2 * CHUNK]}
     about = profile(segments=3, ns=500.0, weight_bytes=2 * CHUNK, needs=needs)
     bench = MovingBench([about], budget=2 * CHUNK, policy="priority", now=1)

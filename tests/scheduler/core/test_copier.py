@@ -33,7 +33,7 @@ def engine(request):
         copier.close()
 
 
-def ask(engine, n, seed, deadlines=False):
+def infer_many(engine, n, seed, deadlines=False):
     """Outcomes of many concurrent requests, some of which are cancelled, and their inputs."""
     rng = np.random.default_rng(seed)
     names = rng.choice(["long", "short"], n)
@@ -53,10 +53,10 @@ def ask(engine, n, seed, deadlines=False):
 
 
 @pytest.mark.parametrize("deadlines", [False, True])
-def test_every_answer_is_right_whoever_gives_up_meanwhile(engine, deadlines):
+def test_every_answer_is_right_while_other_requests_are_cancelled(engine, deadlines):
     answered = 0
     for seed in range(6):
-        names, x, found = ask(engine, 80, seed, deadlines)
+        names, x, found = infer_many(engine, 80, seed, deadlines)
         for name, given, outcome in zip(names, x, found, strict=True):
             if isinstance(outcome, dict):
                 answered += 1
@@ -93,7 +93,7 @@ def sleeps(state, within_s):
 
 
 @pytest.mark.parametrize("awake", [False, True])
-def test_one_that_stays_awake_sleeps_when_the_last_request_is_gone(awake):
+def test_a_copier_that_stays_awake_sleeps_after_the_last_request(awake):
     state = new_state()
     state.core["live"][0] = 1
     bell = Bell(state.bell)
@@ -107,7 +107,7 @@ def test_one_that_stays_awake_sleeps_when_the_last_request_is_gone(awake):
         bell.close()
 
 
-def test_one_that_is_awake_ends_although_there_are_requests():
+def test_a_copier_that_stays_awake_can_be_closed_during_requests():
     state = new_state()
     state.core["live"][0] = 1
     bell = Bell(state.bell)
@@ -116,7 +116,7 @@ def test_one_that_is_awake_ends_although_there_are_requests():
 
 
 @pytest.mark.parametrize(("says", "most"), [("150000 100000", 1.5), ("max 100000", 1 << 20), ("", 1 << 20)])
-def test_cpus_are_those_that_a_container_may_use(tmp_path, says, most):
+def test_usable_cpus_are_within_the_quota_of_the_container(tmp_path, says, most):
     quota = tmp_path / "cpu.max"
     quota.write_text(says)
     assert usable_cpus(quota) == min(len(os.sched_getaffinity(0)), most)

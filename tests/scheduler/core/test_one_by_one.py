@@ -42,7 +42,7 @@ def test_a_short_request_waits_for_one_launch_only():
     bench.run_dry()
 
 
-def test_all_segments_of_a_short_job_come_before_those_of_a_long_one_that_has_begun():
+def test_a_short_job_runs_all_its_segments_before_a_long_job_continues():
     long, short = profile("long", segments=3, ns=1e6, instances=2), profile("short", ns=1e4, instances=2)
     bench = Bench([long, short], policy="srpt", one_by_one=True)
     bench.submit(0)
@@ -65,14 +65,10 @@ def is_ordinary(job):
     return job.priority == 0
 
 
-def test_a_job_that_has_begun_goes_before_younger_ones_though_an_older_one_is_refused():
-    held, long, short = (
-        profile("held", instances=1),
-        profile("long", segments=3, instances=1),
-        profile("short", 1, instances=4),
-    )
+def test_a_started_job_goes_before_younger_ones_while_an_older_one_is_refused():
+    models = [profile("held", 1, instances=1), profile("long", 3, instances=1), profile("short", 1, instances=4)]
     policy = make_policy(admit=is_ordinary, may_idle=True)(oldest)
-    bench = Bench([held, long, short], policy=policy, one_by_one=True)
+    bench = Bench(models, policy=policy, one_by_one=True)
     for model in range(3):
         bench.submit(model, priority=int(model == 0))
         bench.now += 1
@@ -102,7 +98,7 @@ def test_a_batch_stays_open_while_the_host_computes():
     assert all(bench.done[serial]["batch"] == 5 for serial in serials)
 
 
-def test_where_the_hardware_decides_all_is_launched_at_once():
+def test_where_the_hardware_decides_all_jobs_are_launched_at_once():
     bench = Bench([profile(instances=4)], policy="streams", one_by_one=True)
     for _ in range(4):
         bench.submit()
@@ -218,7 +214,7 @@ def outcome(load: float, one_by_one: bool = True, seconds: float = 3.0):
 
 
 @pytest.mark.parametrize("load", [0.5, 0.8])
-def test_a_host_below_its_capacity_refuses_nothing_and_makes_nobody_late(load):
+def test_below_its_capacity_a_host_refuses_and_delays_no_request(load):
     refused, _, in_time, without, late = outcome(load)
     assert not refused
     assert in_time == without == 1.0
@@ -226,14 +222,14 @@ def test_a_host_below_its_capacity_refuses_nothing_and_makes_nobody_late(load):
 
 
 @pytest.mark.parametrize("load", [1.2, 1.6])
-def test_beyond_its_capacity_a_host_refuses_what_would_be_late(load):
+def test_beyond_its_capacity_a_host_refuses_late_requests(load):
     _, rightly, in_time, without, late = outcome(load)
     assert rightly >= 0.8
     assert in_time >= without
     assert late < 0.02
 
 
-def test_a_model_with_cheap_requests_is_not_refused_for_another_with_dear_ones():
+def test_cheap_requests_are_not_refused_because_of_expensive_ones():
     refused, _, in_time, _, _ = outcome(1.2)
     assert refused[0] == refused[1] == 0
     assert refused[2] > 0

@@ -92,7 +92,7 @@ def run(bench: Bench, n: int) -> int:
     return found
 
 
-def test_batches_run_at_the_sizes_that_are_there_and_name_the_one_they_want():
+def test_batches_run_at_captured_sizes_and_mark_the_size_they_want():
     bench, model = bench_without_the_sizes_between()
     size = bench.state.size[model]
     assert run(bench, 1) == 1
@@ -120,7 +120,7 @@ def test_an_instance_that_runs_keeps_its_size_when_a_better_one_comes():
     assert len(bench.done) == 3
 
 
-def test_predictions_are_those_of_the_size_that_will_run():
+def test_predictions_use_the_captured_size_that_will_run():
     bench, model = bench_without_the_sizes_between()
     whole, _ = bench_without_the_sizes_between()
     for k in (1, 2):

@@ -54,7 +54,7 @@ def test_segments_start_as_soon_as_their_own_weights_are_there():
     assert bench.status(serial) == codes.OK
 
 
-def test_with_a_lead_a_program_starts_with_its_first_weights_and_waits_for_the_others():
+def test_with_a_lead_a_program_starts_with_its_first_weights():
     bench = MovingBench([model("m", 3)], budget=3 * CHUNK)
     bench.state.tuning["cold_lead_ns"][0] = 1e9
     bench.submit(0)
@@ -67,7 +67,7 @@ def test_with_a_lead_a_program_starts_with_its_first_weights_and_waits_for_the_o
     bench.settle()
 
 
-def test_what_does_not_fit_together_takes_turns():
+def test_models_that_do_not_fit_together_alternate():
     bench = MovingBench(models(3, 3), budget=4 * CHUNK)
     serials = [bench.submit(k % 2) for k in range(6)]
     bench.settle()
@@ -75,7 +75,7 @@ def test_what_does_not_fit_together_takes_turns():
     assert bench.evicted
 
 
-def test_the_least_wanted_leaves_first():
+def test_the_model_with_the_lowest_value_leaves_first():
     bench = MovingBench(models(1, 1, 1, 1), budget=3 * CHUNK)
     for m in (0, 1, 1, 2, 2, 0, 0):
         bench.submit(m)
@@ -85,7 +85,7 @@ def test_the_least_wanted_leaves_first():
     assert bench.evicted == [1]  # as many requests as 2 had, but longer ago
 
 
-def test_one_that_is_used_all_the_time_gives_way_to_one_that_waits_for_long():
+def test_a_busy_model_is_evicted_for_a_model_that_has_waited_long():
     bench = MovingBench(models(3, 3), budget=4 * CHUNK)
     for _ in range(3):
         bench.submit(0)
@@ -111,7 +111,7 @@ def test_a_model_is_never_evicted_for_one_of_lower_priority():
         bench.step(CHUNK)
     assert low not in bench.done
     assert bench.evicted == []
-    bench.ask(1, evict_requested=1)
+    bench.order(1, evict_requested=1)
     bench.settle()
     assert bench.status(low) == codes.OK
     bench.submit(1, priority=1)
@@ -119,7 +119,7 @@ def test_a_model_is_never_evicted_for_one_of_lower_priority():
     assert bench.evicted == [1, 0]
 
 
-def test_what_waits_is_evicted_for_higher_priority_and_comes_back():
+def test_a_waiting_model_is_evicted_for_higher_priority_and_comes_back():
     bench = MovingBench([model("low", 3), model("high", 3, priority=1)], budget=4 * CHUNK)
     bench.submit(0)
     bench.settle()
@@ -140,12 +140,12 @@ def test_models_that_stay_and_models_that_go(keep):
 
 def test_prefetching_and_evicting_by_hand():
     bench = MovingBench(models(2), budget=2 * CHUNK)
-    bench.ask(0, prefetch=1)
+    bench.order(0, prefetch=1)
     bench.settle()
     assert bench.location(0) == codes.RESIDENT
     serial = bench.submit(0)
     bench.step()
-    bench.ask(0, evict_requested=1)  # while a request runs
+    bench.order(0, evict_requested=1)  # while a request runs
     bench.step()
     assert bench.location(0) == codes.RESIDENT
     bench.settle()
@@ -154,7 +154,7 @@ def test_prefetching_and_evicting_by_hand():
     assert bench.state.residency["held_bytes"][0] == 0
 
 
-def test_who_waits_is_told_when_the_weights_cannot_come():
+def test_requests_fail_if_their_weights_cannot_come():
     bench = MovingBench(models(2, 2), budget=2 * CHUNK)
     bench.broken.add(0)
     lost, other = bench.submit(0), bench.submit(1)
@@ -188,7 +188,7 @@ def test_requests_that_a_limit_holds_back_keep_no_memory_from_others():
     assert bench.brought == [0, 1, 0]
 
 
-def test_a_load_gets_its_room_from_those_who_are_idle():
+def test_a_load_gets_its_memory_from_idle_models():
     bench = MovingBench(models(2, 2), budget=4 * CHUNK)
     bench.submit(0)
     bench.submit(1)
@@ -243,7 +243,7 @@ def test_a_prediction_knows_of_the_copy():
     assert cold > 8 * CHUNK
 
 
-def test_without_a_budget_nothing_is_looked_at():
+def test_without_a_budget_weights_never_delay_a_request():
     bench = MovingBench(models(8), budget=1)
     bench.state.residency["managed"] = 0
     serial = bench.submit(0)
@@ -269,7 +269,7 @@ actions = some.lists(
     some.lists(some.sampled_from([codes.AUTO, codes.AUTO, codes.TRANSIENT]), min_size=4, max_size=4),
     some.booleans(),
 )
-def test_bytes_are_the_same_after_any_operations(todo, budget, keep, one_by_one):
+def test_bytes_of_weights_are_counted_once_after_any_operations(todo, budget, keep, one_by_one):
     """Five thousand operations in all; the bench and the integrity check look after each of them."""
     made = [model(f"m{k}", n, priority=p) for k, (n, p) in enumerate(zip(CHUNKS, PRIORITIES, strict=True))]
     bench = MovingBench(made, budget * CHUNK, resident=keep)
@@ -282,9 +282,9 @@ def test_bytes_are_the_same_after_any_operations(todo, budget, keep, one_by_one)
         elif what == "finish" and bench.running:
             bench.finish_segment(bench.running[which % len(bench.running)])
         elif what == "evict" and bench.location(which) == codes.RESIDENT:
-            bench.ask(which, evict_requested=1)
+            bench.order(which, evict_requested=1)
         elif what == "prefetch" and bench.location(which) == codes.OFF_GPU:
-            bench.ask(which, prefetch=1)
+            bench.order(which, prefetch=1)
         elif what == "cancel" and bench.rows:
             bench.cancel(sorted(bench.rows)[which % len(bench.rows)])
         elif what == "break":
@@ -328,7 +328,7 @@ def served(bench, model):
     return serial
 
 
-def test_requests_for_the_memory_are_told_and_the_weights_that_stay_serve():
+def test_after_a_failed_eviction_waiting_requests_fail_and_the_weights_serve():
     bench = bench_of(codes.AUTO, codes.AUTO)
     lost, other = bench.submit(1), bench.submit(0)
     bench.settle()
@@ -355,14 +355,14 @@ def test_other_weights_leave_once_an_eviction_has_failed():
 
 def test_an_eviction_by_hand_is_tried_once():
     bench = bench_of(codes.AUTO)
-    bench.ask(0, evict_requested=1)
+    bench.order(0, evict_requested=1)
     bench.settle()
     assert bench.location(0) == codes.RESIDENT
     assert bench.state.weights["stuck"][0] == 1
     assert bench.status(served(bench, 0)) == codes.OK
 
 
-def test_weights_that_only_come_for_requests_are_not_evicted_again_and_again():
+def test_transient_weights_that_cannot_leave_are_evicted_once():
     bench = bench_of(codes.TRANSIENT, codes.AUTO)
     assert bench.location(0) == codes.RESIDENT
     assert bench.state.weights["stuck"][0] == 1
@@ -385,7 +385,7 @@ def bench_with_a_prefetched_model_of_higher_priority():
     bench = MovingBench(models, budget=CHUNK, resident=(codes.TRANSIENT, codes.AUTO))
     serial = bench.submit(0, priority=1)
     bench.step()
-    bench.ask(0, prefetch=1)
+    bench.order(0, prefetch=1)
     bench.settle()
     assert bench.status(serial) == codes.OK
     assert bench.location(0) == codes.RESIDENT

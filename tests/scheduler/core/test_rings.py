@@ -261,7 +261,7 @@ def sleeps(bell, post, begun, ended, seen):
             pass
 
 
-def test_nobody_sleeps_over_work_that_was_posted():
+def test_no_loop_sleeps_over_posted_work():
     words = np.zeros(4 * APART, np.uint64)
     shared = [np.uint64(words.ctypes.data + 8 * APART * k) for k in range(4)]
     rang, seen = (np.ones(ROUNDS + 1, np.bool_) for _ in range(2))

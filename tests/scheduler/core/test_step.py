@@ -103,7 +103,7 @@ def test_outputs_are_held_until_they_are_read() -> None:
     bench.run_dry()
 
 
-def test_nothing_begins_before_it_has_come() -> None:
+def test_no_job_starts_before_its_last_request_has_arrived() -> None:
     """A request may come after the core has read the clock, and before it looks for requests."""
     bench = Bench([profile(batch=(1, 2), instances=1)])
     first = bench.submit()
@@ -120,7 +120,7 @@ def test_nothing_begins_before_it_has_come() -> None:
     assert began == bench.done[second]["arrival_ns"] > bench.done[first]["arrival_ns"]
 
 
-def test_batches_form_while_the_gpu_is_busy_and_leave_in_the_smallest_size_that_fits() -> None:
+def test_batches_form_while_the_gpu_is_busy_and_run_at_the_smallest_size() -> None:
     bench = Bench([profile(batch=(1, 2, 8), instances=2)], policy="serial")
     first = bench.submit()
     bench.step()
@@ -206,7 +206,7 @@ def test_a_full_queue_refuses() -> None:
     assert [bench.status(each) for each in serials] == [codes.OK] * 3 + [codes.QUEUE_FULL] * 2
 
 
-def test_drain_finishes_what_was_accepted_and_refuses_the_rest() -> None:
+def test_drain_finishes_accepted_requests_and_refuses_new_ones() -> None:
     bench = Bench([profile(instances=2)])
     accepted = [bench.submit() for _ in range(5)]
     bench.tell(codes.DRAIN)
@@ -223,7 +223,7 @@ def test_an_unknown_model_is_refused() -> None:
     assert bench.status(serial) == codes.NO_MODEL
 
 
-def test_a_failure_answers_everybody_and_refuses_from_then_on() -> None:
+def test_a_failure_ends_every_request_and_refuses_new_ones() -> None:
     bench = Bench([profile(instances=2), profile("b", instances=1)])
     serials = [bench.submit(k % 2) for k in range(6)]
     bench.step()
@@ -267,7 +267,7 @@ def test_a_launch_that_the_backend_refuses_fails_the_engine() -> None:
     assert bench.state.model["lost"][0] == 1  # for the engine's error, although nothing flies any more
 
 
-def test_what_has_ended_when_the_failure_is_noticed_is_not_suspected() -> None:
+def test_requests_that_ended_before_the_failure_was_seen_are_not_suspected() -> None:
     bench = Bench([profile(instances=2, segments=1)])
     serials = bench.submit(), bench.submit()
     bench.step()
@@ -367,15 +367,9 @@ def test_many_threads_submit_while_the_core_runs() -> None:
             place = None if claimed == rings.STAGED else divmod(claimed, rings.SLOTS)
             instance, slot = place or (codes.NONE, codes.NONE)
             message = rings.Message(
-                kind=codes.SUBMIT,
-                request=row,
-                serial=serial,
-                model=model,
-                instance=instance,
-                slot=slot,
-                client=k,
+                kind=codes.SUBMIT, request=row, serial=serial, model=model, instance=instance, slot=slot, client=k,
                 arrival_ns=i,
-            )
+            )  # fmt: skip
             assert rings.post(s, 0, message.address)
             if place is not None:
                 mark_ready(s, *place)
@@ -408,7 +402,7 @@ def test_many_threads_submit_while_the_core_runs() -> None:
     check_integrity(s)
 
 
-def test_occupancy_follows_what_is_launched() -> None:
+def test_occupancy_follows_the_launches() -> None:
     bench = Bench([profile(segments=3, instances=2)])
     assert occupancy(bench.state).share == 0.0
     bench.submit()
@@ -487,7 +481,7 @@ patient = policy(admit=waits, may_idle=True)(lambda job: job.arrival_ns)
     script=actions,
     end=st_.sampled_from(["run dry", "drain", "close", "fail"]),
 )
-def test_whatever_happens_each_request_completes_exactly_once(
+def test_each_request_completes_exactly_once_in_any_script(
     models: list[ModelProfile],
     name: str | Policy,
     later: str | Policy | None,
@@ -528,7 +522,7 @@ def test_whatever_happens_each_request_completes_exactly_once(
         assert sorted(bench.closed) == list(range(len(models)))
 
 
-def test_a_slot_taken_in_vain_is_charged_to_no_earlier_client() -> None:
+def test_an_expired_request_in_a_slot_is_charged_to_no_earlier_client() -> None:
     bench = Bench([profile(batch=(1, 4), instances=1)], policy="fifo")
     for _ in range(2):
         bench.submit(client=1, direct=True)

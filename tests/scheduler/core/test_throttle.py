@@ -44,7 +44,7 @@ def clients_in_instances(bench: Bench) -> set[int]:
 
 
 @pytest.mark.parametrize("instances", [1, 2])
-def test_others_pass_the_jobs_of_a_client_that_is_held_back(instances):
+def test_other_clients_pass_the_jobs_of_a_held_back_client(instances):
     bench = Bench([profile(segments=1, batch=(1, 4), instances=instances)], policy=holding)
     held = [bench.submit(client=1, direct=True) for _ in range(20)]
     bench.step()
@@ -72,7 +72,7 @@ def test_a_batch_holds_no_request_of_a_client_that_is_held_back():
     bench.run_dry()
 
 
-def test_a_job_that_is_refused_when_its_turn_comes_gives_its_instance_up():
+def test_a_job_that_is_refused_before_its_launch_frees_its_instance():
     made = policy(admit=client_1_alone)(lambda job: job.tenant)  # client 1 comes first
     bench = Bench([profile("m", segments=2, batch=(1, 4), instances=1), profile("other", instances=2)], policy=made)
     bench.state.core["max_active"][0] = 1
@@ -90,7 +90,7 @@ def test_a_job_that_is_refused_when_its_turn_comes_gives_its_instance_up():
     assert bench.done[other]["finish_ns"] <= bench.done[held[0]]["finish_ns"]
 
 
-def test_requests_that_passed_go_back_if_their_job_is_refused_after_all():
+def test_released_requests_are_held_back_again_if_their_job_is_refused():
     def once(job: Any, own: Any) -> float:
         own.asked += job.tenant == 1
         return LATER_NS if job.tenant == 1 and own.asked > 1 else 1.0
@@ -211,9 +211,7 @@ others = st.tuples(st.sampled_from(["finish", "cancel", "step"]), st.integers(0,
     instances=st.integers(1, 2),
     may_idle=st.booleans(),
 )
-def test_a_client_that_is_held_back_has_an_instance_only_on_an_idle_gpu_and_delays_nobody(
-    script, batch, instances, may_idle
-):
+def test_a_held_back_client_has_an_instance_only_on_an_idle_gpu(script, batch, instances, may_idle):
     made = holding if may_idle else working
     bench = Bench([profile(name, segments=2, batch=batch, instances=instances) for name in "ab"], policy=made)
     held = set()
@@ -282,7 +280,7 @@ def test_a_short_queue_counts_only_held_back_requests_without_a_free_slot() -> N
     assert [bench.status(each) for each in first] == [codes.OK, codes.OK, codes.QUEUE_FULL]
 
 
-def test_requests_that_are_let_in_count_at_a_size_that_is_captured() -> None:
+def test_released_requests_are_charged_at_a_captured_size() -> None:
     bench = Bench([profile(segments=1, ns=1e6, instances=2, batch=(1, 2, 4))], policy="fifo")
     later = bench.state.size[0, 1]
     later["segments"], later["total_ns"], later["capture"] = 0, 0.0, codes.LATER

@@ -27,7 +27,7 @@ def test_a_device_has_the_numbers_of_its_part() -> None:
     assert Tuning.for_device(Device.open("virtual:h200")) == Tuning.for_part("h200")
 
 
-def test_what_is_set_for_an_experiment_is_named() -> None:
+def test_numbers_set_for_an_experiment_are_named() -> None:
     found = Tuning.for_part("h200", {"demand_limit": 3.5})
     assert found.row()[0]["demand_limit"] == 3.5
     assert "demand_limit" in found.note
