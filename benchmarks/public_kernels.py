@@ -146,7 +146,7 @@ def on_virtual(case: Any, kernels: Kernels) -> dict[str, Any]:
     given = case.inputs(torch.Generator().manual_seed(0))
     began = time.perf_counter()
     try:
-        wanted = computed(case.reference(), given, case)
+        wanted = computed(case.reference, given, case)
         with through(kernels), host_code_of_a_gpu():
             found = computed(case.operator(), given, case)
     except pp.PaellaError as e:

@@ -8,20 +8,16 @@ from . import (
     convolution,
     cuda_exits,
     cuda_kernels,
-    cuda_launches,
     elementwise,
     integers,
     matmul,
     memory,
-    reductions,
-    scans,
+    rows,
 )
 from .case import Call, Case, CudaCall, CudaCase, ast_source, relative_error
 
-_TRITON = (
-    elementwise, integers, reductions, scans, matmul, convolution, attention, control_flow, arguments, memory, atomics,
-)  # fmt: skip
+_TRITON = (elementwise, integers, rows, matmul, convolution, attention, control_flow, arguments, memory, atomics)
 TRITON_CASES: tuple[Case, ...] = tuple(case for module in _TRITON for case in module.CASES)
-CUDA_CASES: tuple[CudaCase, ...] = (*cuda_exits.CASES, *cuda_kernels.CASES, *cuda_launches.CASES)
+CUDA_CASES: tuple[CudaCase, ...] = (*cuda_exits.CASES, *cuda_kernels.CASES)
 
 __all__ = ["CUDA_CASES", "TRITON_CASES", "Call", "Case", "CudaCall", "CudaCase", "ast_source", "relative_error"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import triton
 import triton.language as tl
@@ -72,24 +74,14 @@ def make_helpers(rng: np.random.Generator, scale: float) -> Call:
     return Call(args, {"BLOCK": 256}, (blocks,), ("out", "signs"), reference, 1e-5)
 
 
-def _make_optional_bias(rng: np.random.Generator, scale: float, given: bool) -> Call:
+def make_optional_bias(rng: np.random.Generator, scale: float, given: bool) -> Call:
     rows, columns = scaled(23, scale), 100
     x = normal(rng, (rows, columns))
     bias = normal(rng, columns) if given else None
-    args = {
-        "x": x, "bias": bias, "out": poisoned(x.shape, np.float32), "rows": rows, "columns": columns, "negate": given,
-    }  # fmt: skip
-    return Call(
-        args, {"BLOCK": 128}, (rows,), ("out",), lambda: {"out": -(x.astype(np.float64) + bias) if given else x}, 1e-5
-    )
-
-
-def make_optional_given(rng: np.random.Generator, scale: float) -> Call:
-    return _make_optional_bias(rng, scale, given=True)
-
-
-def make_optional_none(rng: np.random.Generator, scale: float) -> Call:
-    return _make_optional_bias(rng, scale, given=False)
+    sizes = {"rows": rows, "columns": columns, "negate": given}
+    args = {"x": x, "bias": bias, "out": poisoned(x.shape, np.float32), **sizes}
+    reference = lambda: {"out": -(x.astype(np.float64) + bias) if given else x}  # noqa: E731
+    return Call(args, {"BLOCK": 128}, (rows,), ("out",), reference, 1e-5)
 
 
 def make_tuple_argument(rng: np.random.Generator, scale: float) -> Call:
@@ -104,7 +96,7 @@ def make_tuple_argument(rng: np.random.Generator, scale: float) -> Call:
 
 CASES = (
     Case("helpers", helpers, make_helpers),
-    Case("optional_bias_given", optional_bias, make_optional_given),
-    Case("optional_bias_none", optional_bias, make_optional_none),
+    Case("optional_bias_given", optional_bias, partial(make_optional_bias, given=True)),
+    Case("optional_bias_none", optional_bias, partial(make_optional_bias, given=False)),
     Case("tuple_argument", tuple_argument, make_tuple_argument),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import triton
 import triton.language as tl
@@ -91,7 +93,7 @@ def grid_barrier(x, partial, out, counter, n, BLOCK: tl.constexpr, BLOCKS: tl.co
     tl.store(out + i, v / total, mask=i < n)
 
 
-def _make_histogram(rng: np.random.Generator, scale: float, **constexprs: int) -> Call:
+def make_histogram(rng: np.random.Generator, scale: float, **constexprs: int) -> Call:
     n, bins = scaled(3001, scale), 32
     x, counts = rng.integers(0, bins, n, np.int32), rng.integers(1, 9, bins, np.int32)
     initial = counts.copy()
@@ -99,14 +101,6 @@ def _make_histogram(rng: np.random.Generator, scale: float, **constexprs: int) -
         {"x": x, "counts": counts, "n": n}, {"BLOCK": 256, **constexprs}, (-(-n // 256),), ("counts",),
         lambda: {"counts": initial + np.bincount(x, minlength=bins).astype(np.int32)}, 0.0,
     )  # fmt: skip
-
-
-def make_histogram_atomics(rng: np.random.Generator, scale: float) -> Call:
-    return _make_histogram(rng, scale)
-
-
-def make_histogram_tiles(rng: np.random.Generator, scale: float) -> Call:
-    return _make_histogram(rng, scale, BINS=32)
 
 
 def make_atomic_kinds(rng: np.random.Generator, scale: float) -> Call:
@@ -130,10 +124,7 @@ def make_float_atomics(rng: np.random.Generator, scale: float) -> Call:
     return Call(
         {"x": x, "total": np.float32([3]), "top": np.full(8, -1e30, np.float32), "n": n},
         {"BLOCK": 256}, (-(-n // 256),), ("total", "top"),
-        lambda: {
-            "total": np.array([3 + x.sum(dtype=np.float64)]),
-            "top": np.array([x[c::8].max() for c in range(8)]),
-        },
+        lambda: {"total": np.array([3 + x.sum(dtype=np.float64)]), "top": np.array([x[c::8].max() for c in range(8)])},
         1e-5,
     )  # fmt: skip
 
@@ -193,8 +184,8 @@ def make_grid_barrier(rng: np.random.Generator, scale: float) -> Call:
 
 
 CASES = (
-    Case("histogram_atomics", histogram_atomics, make_histogram_atomics),
-    Case("histogram_tiles", histogram_tiles, make_histogram_tiles),
+    Case("histogram_atomics", histogram_atomics, make_histogram),
+    Case("histogram_tiles", histogram_tiles, partial(make_histogram, BINS=32)),
     Case("atomic_kinds", atomic_kinds, make_atomic_kinds),
     Case("float_atomics", float_atomics, make_float_atomics, deterministic=False),
     Case("work_queue", work_queue, make_work_queue),

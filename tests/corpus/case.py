@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
+Draw = Callable[[np.random.Generator, int], Array]
 Argument = Array | int | float | bool | None | tuple[Array, ...]
 
 _TRITON_TYPES: dict[np.dtype[Any], str] = {
@@ -111,6 +112,31 @@ def blocks(n: int, block: int) -> tuple[int]:
 def scaled(size: int, scale: float) -> int:
     """`size` multiplied by `scale`, at least 1 and ragged where `size` is."""
     return max(1, round(size * scale)) | (size & 1)
+
+
+def drawn(low: int, high: int, dtype: Any = np.int32) -> Draw:
+    """Draws integers from `low` to below `high`."""
+    return lambda rng, n: rng.integers(low, high, n, dtype)
+
+
+def elementwise(
+    size: int, block: int, draws: dict[str, Draw], outputs: dict[str, Any], wanted: Callable[..., dict[str, Array]],
+    tolerance: float = 0.0, *, rows: tuple[int, ...] = (), constants: dict[str, float] | None = None, **compiler: int,
+) -> Callable[[np.random.Generator, float], Call]:  # fmt: skip
+    """Launches of a kernel with an element a lane: (inputs…, outputs…, constants…, n).
+
+    `outputs`: their types, with `rows` of n elements each; `wanted` computes them from the inputs.
+    """
+
+    def make(rng: np.random.Generator, scale: float) -> Call:
+        n = scaled(size, scale)
+        inputs = {name: draw(rng, n) for name, draw in draws.items()}
+        empty = {name: poisoned((*rows, n), dtype) for name, dtype in outputs.items()}
+        args = {**inputs, **empty, **(constants or {}), "n": n}
+        grid, reference = blocks(n, block), lambda: wanted(**inputs)
+        return Call(args, {"BLOCK": block}, grid, tuple(outputs), reference, tolerance, options(**compiler))
+
+    return make
 
 
 def normal(rng: np.random.Generator, shape: int | tuple[int, ...], dtype: Any = np.float32) -> Array:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from .case import Array, CudaCall, CudaCase, normal, poisoned, scaled
+from .case import Array, CudaCall, CudaCase, Draw, drawn, normal, poisoned, scaled
 
 Grid = tuple[int, int, int]
 
@@ -12,6 +14,21 @@ Grid = tuple[int, int, int]
 def covering(n: int, block: int) -> tuple[Grid, Grid]:
     """Grid and block of one dimension that cover `n` elements."""
     return (-(-n // block), 1, 1), (block, 1, 1)
+
+
+def mapped(
+    size: int, block: int, draw: Draw, wanted: Callable[[Array], Array], tolerance: float = 0.0, *more: np.generic,
+    shared_bytes: int = 0,
+) -> Callable[[np.random.Generator, float], CudaCall]:  # fmt: skip
+    """Launches of a kernel (x, out, n, more…) with an element a thread."""
+
+    def make(rng: np.random.Generator, scale: float) -> CudaCall:
+        n = scaled(size, scale)
+        x = draw(rng, n)
+        args = [x, poisoned(len(x), x.dtype), np.int32(len(x)), *more]
+        return CudaCall(args, *covering(len(x), block), (1,), lambda: {1: wanted(x)}, tolerance, shared_bytes)
+
+    return make
 
 
 SAXPY = r"""
@@ -130,17 +147,11 @@ def make_saxpy(rng: np.random.Generator, scale: float) -> CudaCall:
     )  # fmt: skip
 
 
-def make_several_returns(rng: np.random.Generator, scale: float) -> CudaCall:
-    n = scaled(2001, scale)
-    x = rng.integers(-500, 1000, n, np.int32)
-
-    def reference() -> dict[int, Array]:
-        turned = x.copy()
-        for k in range(16):
-            turned = np.where(k < x % 17, turned * np.int32(5) + np.int32(k), turned)
-        return {1: np.where(x < 0, np.int32(-1), np.where(x % 3 == 0, x // 3, turned))}
-
-    return CudaCall([x, poisoned(n, np.int32), np.int32(n)], *covering(n, 256), (1,), reference, 0.0)
+def _several_returns(x: Array) -> Array:
+    turned = x.copy()
+    for k in range(16):
+        turned = np.where(k < x % 17, turned * np.int32(5) + np.int32(k), turned)
+    return np.where(x < 0, np.int32(-1), np.where(x % 3 == 0, x // 3, turned))
 
 
 def make_return_in_loop(rng: np.random.Generator, scale: float) -> CudaCall:
@@ -156,38 +167,17 @@ def make_return_in_loop(rng: np.random.Generator, scale: float) -> CudaCall:
     return CudaCall(args, *covering(n, 96), (2,), reference, 0.0)
 
 
-def make_barrier_after_return(rng: np.random.Generator, scale: float) -> CudaCall:
-    n = 128 * scaled(6, scale) + 45
-    x = normal(rng, n)
-
-    def reference() -> dict[int, Array]:
-        tiles = [x[start : start + 128].astype(np.float64) for start in range(0, n, 128)]
-        return {1: np.concatenate([(np.roll(tile, 1) + np.roll(tile, -1))[::-1] for tile in tiles])}
-
-    return CudaCall([x, poisoned(n, np.float32), np.int32(n)], *covering(n, 128), (1,), reference, 1e-5)
+def _barrier_after_return(x: Array) -> Array:
+    tiles = [x[start : start + 128].astype(np.float64) for start in range(0, len(x), 128)]
+    return np.concatenate([(np.roll(tile, 1) + np.roll(tile, -1))[::-1] for tile in tiles])
 
 
-def make_switch(rng: np.random.Generator, scale: float) -> CudaCall:
-    n = scaled(1501, scale)
-    x = rng.integers(1, 10000, n, np.int32)
-
-    def reference() -> dict[int, Array]:
-        looped = x.copy()
-        for k in range(5):
-            looped = looped * np.int32(7) + np.int32(k)
-        arms = [x * 3, x ^ 0x55, np.full_like(x, 2), x << 2, x - 11, x | 0x1000, looped, -x]
-        return {1: np.choose(x & 7, arms)}
-
-    return CudaCall([x, poisoned(n, np.int32), np.int32(n)], *covering(n, 128), (1,), reference, 0.0)
-
-
-def make_doubled(rng: np.random.Generator, scale: float) -> CudaCall:
-    n = scaled(1501, scale)
-    x = normal(rng, n)
-    return CudaCall(
-        [x, poisoned(n, np.float32), np.int32(n)], *covering(n, 128), (1,),
-        lambda: {1: 2 * x.astype(np.float64)}, 1e-5,
-    )  # fmt: skip
+def _switched(x: Array) -> Array:
+    looped = x.copy()
+    for k in range(5):
+        looped = looped * np.int32(7) + np.int32(k)
+    arms = [x * 3, x ^ 0x55, np.full_like(x, 2), x << 2, x - 11, x | 0x1000, looped, -x]
+    return np.choose(x & 7, arms)
 
 
 def make_print_and_assert(rng: np.random.Generator, scale: float) -> CudaCall:
@@ -195,18 +185,22 @@ def make_print_and_assert(rng: np.random.Generator, scale: float) -> CudaCall:
     return CudaCall([rng.integers(1, 9, n, np.int32), np.int32(n)], *covering(n, 128), (), dict, 0.0)
 
 
+TORN = mapped(6, 128, lambda rng, n: normal(rng, 128 * n + 45), _barrier_after_return, 1e-5)
+DOUBLED = mapped(1501, 128, normal, lambda x: 2 * x.astype(np.float64), 1e-5)
 CASES = (
     CudaCase("saxpy", SAXPY, "saxpy", make_saxpy),
     CudaCase("saxpy_line_info", SAXPY, "saxpy", make_saxpy, options=("--generate-line-info",)),
     CudaCase("saxpy_debug", SAXPY, "saxpy", make_saxpy, options=("--device-debug",)),
-    CudaCase("several_returns", SEVERAL_RETURNS, "several_returns", make_several_returns),
-    CudaCase("return_in_loop", RETURN_IN_LOOP, "return_in_loop", make_return_in_loop),
-    CudaCase("barrier_after_return", BARRIER_AFTER_RETURN, "barrier_after_return", make_barrier_after_return),
-    CudaCase("switch", SWITCH, "switched", make_switch),
-    CudaCase("exit_in_entry", EXIT_IN_ENTRY, "exit_in_entry", make_doubled),
-    CudaCase("predicated_return", PREDICATED_RETURN, "predicated_return", make_doubled),
     CudaCase(
-        "exit_in_function", EXIT_IN_FUNCTION, "exit_in_function", make_doubled, instrumentable=False,
+        "several_returns", SEVERAL_RETURNS, "several_returns", mapped(2001, 256, drawn(-500, 1000), _several_returns)
+    ),
+    CudaCase("return_in_loop", RETURN_IN_LOOP, "return_in_loop", make_return_in_loop),
+    CudaCase("barrier_after_return", BARRIER_AFTER_RETURN, "barrier_after_return", TORN),
+    CudaCase("switch", SWITCH, "switched", mapped(1501, 128, drawn(1, 10000), _switched)),
+    CudaCase("exit_in_entry", EXIT_IN_ENTRY, "exit_in_entry", DOUBLED),
+    CudaCase("predicated_return", PREDICATED_RETURN, "predicated_return", DOUBLED),
+    CudaCase(
+        "exit_in_function", EXIT_IN_FUNCTION, "exit_in_function", DOUBLED, instrumentable=False,
         reason="exit inside a device function cannot be redirected to the entry's end",
     ),
     CudaCase("print_and_assert", PRINT_AND_ASSERT, "print_and_assert", make_print_and_assert, launchable=False),

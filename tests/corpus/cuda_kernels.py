@@ -1,11 +1,11 @@
-"""CUDA C kernels, by the feature they use: shared memory, templates, calls, shapes, atomics, shuffles, ranges."""
+"""CUDA C kernels, by the feature they use: shared memory, templates, calls, atomics, ranges; bounds and parameters."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from .case import Array, CudaCall, CudaCase, normal, poisoned, scaled
-from .cuda_exits import covering
+from .case import Array, CudaCall, CudaCase, drawn, normal, poisoned, scaled
+from .cuda_exits import covering, mapped
 
 BLOCK_SUM = r"""
 extern "C" __global__ void block_sum(const float* x, float* out, int n) {
@@ -155,6 +155,47 @@ extern "C" __global__ void device_ranges(const float* x, float* out, int n) {
 """
 
 
+LAUNCH_BOUNDS = r"""
+extern "C" __global__ void __launch_bounds__(64, 4) bounded(const float* __restrict__ a, const float* __restrict__ v,
+                                                            float* __restrict__ out, int rows, int columns) {
+    int row = blockIdx.x * 64 + threadIdx.x;
+    if (row >= rows) return;
+    float total = 0.0f;
+    #pragma unroll 4
+    for (int c = 0; c < columns; ++c) total = fmaf(a[row * columns + c], v[c], total);
+    out[row] = total;
+}
+"""
+
+NO_PARAMETERS = r"""
+extern "C" __device__ int marks[96];
+extern "C" __global__ void no_parameters() {
+    marks[blockIdx.x * 32 + threadIdx.x] = blockIdx.x * 100 + threadIdx.x;
+}
+"""
+
+MIXED_PARAMETERS = r"""
+struct Affine { float gain; int shift; float lift[3]; };
+extern "C" __global__ void mixed(signed char sign, double offset, short step, Affine map, const float* x, float* out,
+                                 unsigned long long n) {
+    unsigned long long i = blockIdx.x * (unsigned long long)blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    out[i] = sign * (map.gain * x[i] + map.lift[(i + map.shift) % 3]) + (float)offset * step;
+}
+"""
+
+CLUSTER = r"""
+extern "C" __global__ void __cluster_dims__(2, 1, 1) clusters(int* out) {
+    unsigned rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
+    out[blockIdx.x * blockDim.x + threadIdx.x] = blockIdx.x * 10 + rank;
+}
+"""
+
+AFFINE = np.dtype([("gain", "<f4"), ("shift", "<i4"), ("lift", "<f4", (3,))])
+
+
 def make_block_sum(rng: np.random.Generator, scale: float) -> CudaCall:
     n = scaled(3001, scale)
     grid, block = covering(n, 256)
@@ -167,44 +208,19 @@ def make_block_sum(rng: np.random.Generator, scale: float) -> CudaCall:
     return CudaCall([x, poisoned(grid[0], np.float32), np.int32(n)], grid, block, (1,), reference, 1e-5)
 
 
-def make_dynamic_shared(rng: np.random.Generator, scale: float) -> CudaCall:
-    n = scaled(1501, scale)
-    x = normal(rng, n)
-    return CudaCall(
-        [x, poisoned(n, np.float32), np.int32(n)], *covering(n, 128), (1,),
-        lambda: {1: np.concatenate([x[s : s + 128][::-1] for s in range(0, n, 128)])}, 0.0, shared_bytes=128 * 4,
-    )  # fmt: skip
+def _reversed_tiles(x: Array) -> Array:
+    return np.concatenate([x[start : start + 128][::-1] for start in range(0, len(x), 128)])
 
 
-def make_template(rng: np.random.Generator, scale: float) -> CudaCall:
-    n = scaled(1501, scale)
-    x = rng.integers(2, 50, n, np.uint32)
-
-    def reference() -> dict[int, Array]:
-        v = x.copy()
-        for _ in range(3):
-            v = v * v - v
-        return {1: v}
-
-    return CudaCall([x, poisoned(n, np.uint32), np.int32(n)], *covering(n, 128), (1,), reference, 0.0)
+def _repeated(x: Array) -> Array:
+    for _ in range(3):
+        x = x * x - x
+    return x
 
 
-def make_smooth(rng: np.random.Generator, scale: float) -> CudaCall:
-    n = scaled(2001, scale)
-    x = normal(rng, n)
-
-    def reference() -> dict[int, Array]:
-        v = np.pad(x.astype(np.float64), 1, mode="edge")
-        return {1: 0.25 * v[:-2] + 0.5 * v[1:-1] + 0.25 * v[2:]}
-
-    return CudaCall([x, poisoned(n, np.float32), np.int32(n)], *covering(n, 192), (1,), reference, 1e-5)
-
-
-def make_shift(rng: np.random.Generator, scale: float) -> CudaCall:
-    n, by = scaled(2001, scale), 77
-    x = normal(rng, n)
-    args = [x, poisoned(n, np.float32), np.int32(n), np.int32(by)]
-    return CudaCall(args, *covering(n, 192), (1,), lambda: {1: np.roll(x, by)}, 0.0)
+def _smoothed(x: Array) -> Array:
+    v = np.pad(x.astype(np.float64), 1, mode="edge")
+    return 0.25 * v[:-2] + 0.5 * v[1:-1] + 0.25 * v[2:]
 
 
 def make_noinline(rng: np.random.Generator, scale: float) -> CudaCall:
@@ -269,25 +285,53 @@ def make_warp_sum(rng: np.random.Generator, scale: float) -> CudaCall:
     return CudaCall(args, *covering(rows * 32, 128), (1,), lambda: {1: x.sum(axis=1, dtype=np.float64)}, 1e-5)
 
 
-def make_device_ranges(rng: np.random.Generator, scale: float) -> CudaCall:
-    n = scaled(1501, scale)
-    x = normal(rng, n)
+def _device_ranges(x: Array) -> Array:
+    tiles = np.pad(x.astype(np.float64), (0, -len(x) % 128)).reshape(-1, 128)
+    for _ in range(3):
+        tiles = 0.5 * (np.roll(tiles, 1, axis=1) + np.roll(tiles, -1, axis=1))
+    return tiles.ravel()[: len(x)]
+
+
+def make_launch_bounds(rng: np.random.Generator, scale: float) -> CudaCall:
+    rows, columns = scaled(301, scale), 50
+    a, v = normal(rng, (rows, columns)), normal(rng, columns)
+    args = [a, v, poisoned(rows, np.float32), np.int32(rows), np.int32(columns)]
+    return CudaCall(args, *covering(rows, 64), (2,), lambda: {2: a.astype(np.float64) @ v}, 1e-5)
+
+
+def make_no_parameters(rng: np.random.Generator, scale: float) -> CudaCall:
+    marks = (np.arange(3, dtype=np.int32)[:, None] * 100 + np.arange(32, dtype=np.int32)).ravel()
+    return CudaCall([], (3, 1, 1), (32, 1, 1), (), dict, 0.0, globals={"marks": marks})
+
+
+def make_mixed_parameters(rng: np.random.Generator, scale: float) -> CudaCall:
+    n = scaled(1001, scale)
+    x, affine = normal(rng, n), np.array((1.5, 4, (0.25, -2.0, 3.0)), AFFINE)[()]
 
     def reference() -> dict[int, Array]:
-        tiles = np.pad(x.astype(np.float64), (0, -n % 128)).reshape(-1, 128)
-        for _ in range(3):
-            tiles = 0.5 * (np.roll(tiles, 1, axis=1) + np.roll(tiles, -1, axis=1))
-        return {1: tiles.ravel()[:n]}
+        lift = affine["lift"].astype(np.float64)[(np.arange(n) + 4) % 3]
+        return {5: -3 * (1.5 * x.astype(np.float64) + lift) + 0.75 * 7}
 
-    return CudaCall([x, poisoned(n, np.float32), np.int32(n)], *covering(n, 128), (1,), reference, 1e-5)
+    args = [np.int8(-3), np.float64(0.75), np.int16(7), affine, x, poisoned(n, np.float32), np.uint64(n)]
+    return CudaCall(args, *covering(n, 128), (5,), reference, 1e-5)
+
+
+def make_cluster(rng: np.random.Generator, scale: float) -> CudaCall:
+    blocks = 2 * scaled(6, scale)
+    number = np.arange(blocks, dtype=np.int32)
+    wanted = np.repeat(number * 10 + number % 2, 64)
+    return CudaCall([poisoned(64 * blocks, np.int32)], (blocks, 1, 1), (64, 1, 1), (0,), lambda: {0: wanted}, 0.0)
 
 
 CASES = (
     CudaCase("block_sum", BLOCK_SUM, "block_sum", make_block_sum),
-    CudaCase("dynamic_shared", DYNAMIC_SHARED, "reverse_tiles", make_dynamic_shared),
-    CudaCase("template", TEMPLATE, "repeat", make_template, name_expression="repeat<unsigned, 3>"),
-    CudaCase("two_entries_first", TWO_ENTRIES, "smooth", make_smooth),
-    CudaCase("two_entries_second", TWO_ENTRIES, "shift", make_shift),
+    CudaCase("dynamic_shared", DYNAMIC_SHARED, "reverse_tiles",
+             mapped(1501, 128, normal, _reversed_tiles, shared_bytes=128 * 4)),
+    CudaCase("template", TEMPLATE, "repeat", mapped(1501, 128, drawn(2, 50, np.uint32), _repeated),
+             name_expression="repeat<unsigned, 3>"),
+    CudaCase("two_entries_first", TWO_ENTRIES, "smooth", mapped(2001, 192, normal, _smoothed, 1e-5)),
+    CudaCase("two_entries_second", TWO_ENTRIES, "shift",
+             mapped(2001, 192, normal, lambda x: np.roll(x, 77), 0.0, np.int32(77))),
     CudaCase("noinline", NOINLINE, "calls", make_noinline),
     CudaCase("grid_stride", GRID_STRIDE, "grid_stride", make_grid_stride),
     CudaCase("transpose", TRANSPOSE, "transpose", make_transpose),
@@ -295,5 +339,9 @@ CASES = (
     CudaCase("histogram", HISTOGRAM, "histogram", make_histogram),
     CudaCase("float_atomic", FLOAT_ATOMIC, "float_atomic", make_float_atomic, deterministic=False),
     CudaCase("warp_sum", WARP_SUM, "warp_sum", make_warp_sum),
-    CudaCase("device_ranges", DEVICE_RANGES, "device_ranges", make_device_ranges),
-)
+    CudaCase("device_ranges", DEVICE_RANGES, "device_ranges", mapped(1501, 128, normal, _device_ranges, 1e-5)),
+    CudaCase("launch_bounds", LAUNCH_BOUNDS, "bounded", make_launch_bounds),
+    CudaCase("no_parameters", NO_PARAMETERS, "no_parameters", make_no_parameters),
+    CudaCase("mixed_parameters", MIXED_PARAMETERS, "mixed", make_mixed_parameters),
+    CudaCase("cluster", CLUSTER, "clusters", make_cluster, min_sm=90, sliceable=False),
+)  # fmt: skip

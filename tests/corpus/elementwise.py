@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -10,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from .case import Array, Call, Case, blocks, normal, poisoned, scaled
+from .case import Array, Case, elementwise, normal
 
 
 @triton.jit
@@ -93,122 +94,58 @@ def _erf(x: Array) -> Array:
     return np.vectorize(math.erf, otypes=[np.float64])(x)
 
 
-def make_add(rng: np.random.Generator, scale: float) -> Call:
-    n = scaled(5003, scale)
-    x, y = normal(rng, n), normal(rng, n)
-    return Call(
-        {"x": x, "y": y, "out": poisoned(n, np.float32), "n": n}, {"BLOCK": 1024}, blocks(n, 1024), ("out",),
-        lambda: {"out": x.astype(np.float64) + y}, 1e-5,
-    )  # fmt: skip
+def _gelu_tanh(x: Array) -> dict[str, Array]:
+    v = x.astype(np.float64)
+    return {"out": 0.5 * v * (1 + np.tanh(np.sqrt(2 / np.pi) * (v + 0.044715 * v**3)))}
 
 
-def make_mul_add_relu(rng: np.random.Generator, scale: float) -> Call:
-    n = scaled(3001, scale)
-    x, y, z = (normal(rng, n) for _ in range(3))
-    return Call(
-        {"x": x, "y": y, "z": z, "out": poisoned(n, np.float32), "alpha": 1.75, "n": n},
-        {"BLOCK": 256}, blocks(n, 256), ("out",),
-        lambda: {"out": np.maximum(1.75 * x.astype(np.float64) * y + z, 0)}, 1e-5,
-    )  # fmt: skip
+def _mathematics(x: Array) -> dict[str, Array]:
+    v = x.astype(np.float64)
+    positive = np.abs(v) + 0.5
+    rows = [
+        np.exp(v) + np.exp2(-v),
+        np.log(positive) - np.log2(positive),
+        np.sin(v) * np.cos(v),
+        np.sqrt(positive) + 1 / np.sqrt(positive),
+        np.floor(v) - np.ceil(4 * v),
+        (v * positive + 3) / np.clip(v, 0.25, 0.75),
+        np.where(v > 0.5, -v, np.minimum(v, -0.125)),
+    ]
+    return {"out": np.stack(rows)}
 
 
-def make_gelu(rng: np.random.Generator, scale: float) -> Call:
-    n = scaled(2999, scale)
-    x = normal(rng, n)
-    return Call(
-        {"x": x, "out": poisoned(n, np.float32), "n": n}, {"BLOCK": 512}, blocks(n, 512), ("out",),
-        lambda: {"out": 0.5 * x.astype(np.float64) * (1 + _erf(x * np.sqrt(0.5)))}, 1e-5,
-    )  # fmt: skip
+def _casts(x: Array) -> dict[str, Array]:
+    whole = np.trunc(x).astype(np.int32)
+    return {
+        "as_half": x.astype(np.float16),
+        "as_brain": x.astype(BF16),
+        "as_int": whole.astype(np.int64) * 3,
+        "as_byte": whole.astype(np.int8),
+        "back": whole.astype(np.float64) + (x > 0),
+    }
 
 
-def make_gelu_tanh(rng: np.random.Generator, scale: float) -> Call:
-    n = scaled(2999, scale)
-    x = normal(rng, n)
-
-    def reference() -> dict[str, Array]:
-        v = x.astype(np.float64)
-        return {"out": 0.5 * v * (1 + np.tanh(np.sqrt(2 / np.pi) * (v + 0.044715 * v**3)))}
-
-    return Call(
-        {"x": x, "out": poisoned(n, np.float32), "n": n}, {"BLOCK": 512}, blocks(n, 512), ("out",), reference, 1e-5
-    )
+def _fp8_casts(x: Array) -> dict[str, Array]:
+    narrow = x.astype(E4M3)
+    return {"e4m3": narrow, "e5m2": x.astype(E5M2), "back": narrow.astype(np.float32)}
 
 
-def make_silu(rng: np.random.Generator, scale: float) -> Call:
-    n = scaled(4001, scale)
-    x = normal(rng, n, ml_dtypes.bfloat16)
-    return Call(
-        {"x": x, "out": poisoned(n, ml_dtypes.bfloat16), "n": n}, {"BLOCK": 1024}, blocks(n, 1024), ("out",),
-        lambda: {"out": x.astype(np.float64) / (1 + np.exp(-x.astype(np.float64)))}, 1e-2,
-    )  # fmt: skip
-
-
-def make_mathematics(rng: np.random.Generator, scale: float) -> Call:
-    n = scaled(1301, scale)
-    x = normal(rng, n)
-
-    def reference() -> dict[str, Array]:
-        v = x.astype(np.float64)
-        positive = np.abs(v) + 0.5
-        rows = [
-            np.exp(v) + np.exp2(-v),
-            np.log(positive) - np.log2(positive),
-            np.sin(v) * np.cos(v),
-            np.sqrt(positive) + 1 / np.sqrt(positive),
-            np.floor(v) - np.ceil(4 * v),
-            (v * positive + 3) / np.clip(v, 0.25, 0.75),
-            np.where(v > 0.5, -v, np.minimum(v, -0.125)),
-        ]
-        return {"out": np.stack(rows)}
-
-    return Call(
-        {"x": x, "out": poisoned((7, n), np.float32), "n": n}, {"BLOCK": 512}, blocks(n, 512), ("out",),
-        reference, 1e-5,
-    )  # fmt: skip
-
-
-def make_casts(rng: np.random.Generator, scale: float) -> Call:
-    n = scaled(1999, scale)
-    x = normal(rng, n) * np.float32(20)
-    outputs = {
-        "as_half": np.float16, "as_brain": ml_dtypes.bfloat16, "as_int": np.int64, "as_byte": np.int8,
-        "back": np.float64,
-    }  # fmt: skip
-
-    def reference() -> dict[str, Array]:
-        whole = np.trunc(x).astype(np.int32)
-        return {
-            "as_half": x.astype(np.float16),
-            "as_brain": x.astype(ml_dtypes.bfloat16),
-            "as_int": whole.astype(np.int64) * 3,
-            "as_byte": whole.astype(np.int8),
-            "back": whole.astype(np.float64) + (x > 0),
-        }
-
-    args = {"x": x, **{name: poisoned(n, dtype) for name, dtype in outputs.items()}, "n": n}
-    return Call(args, {"BLOCK": 256}, blocks(n, 256), tuple(outputs), reference, 0.0)
-
-
-def make_fp8_casts(rng: np.random.Generator, scale: float) -> Call:
-    n = scaled(1999, scale)
-    x = normal(rng, n)
-    outputs = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "back": np.float32}
-
-    def reference() -> dict[str, Array]:
-        narrow = x.astype(ml_dtypes.float8_e4m3fn)
-        return {"e4m3": narrow, "e5m2": x.astype(ml_dtypes.float8_e5m2), "back": narrow.astype(np.float32)}
-
-    args = {"x": x, **{name: poisoned(n, dtype) for name, dtype in outputs.items()}, "n": n}
-    return Call(args, {"BLOCK": 256}, blocks(n, 256), tuple(outputs), reference, 0.0)
-
-
+BF16, E4M3, E5M2 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+X, OUT = {"x": normal}, {"out": np.float32}
 CASES = (
-    Case("add", add, make_add),
-    Case("mul_add_relu", mul_add_relu, make_mul_add_relu),
-    Case("gelu", gelu, make_gelu),
-    Case("gelu_tanh", gelu_tanh, make_gelu_tanh),
-    Case("silu_bf16", silu, make_silu),
-    Case("mathematics", mathematics, make_mathematics),
-    Case("casts", casts, make_casts),
-    Case("fp8_casts", fp8_casts, make_fp8_casts, min_sm=90),
-)
+    Case("add", add, elementwise(5003, 1024, {"x": normal, "y": normal}, OUT,
+         lambda x, y: {"out": x.astype(np.float64) + y}, 1e-5)),
+    Case("mul_add_relu", mul_add_relu, elementwise(3001, 256, {"x": normal, "y": normal, "z": normal}, OUT,
+         lambda x, y, z: {"out": np.maximum(1.75 * x.astype(np.float64) * y + z, 0)}, 1e-5, constants={"alpha": 1.75})),
+    Case("gelu", gelu, elementwise(2999, 512, X, OUT,
+         lambda x: {"out": 0.5 * x.astype(np.float64) * (1 + _erf(x * np.sqrt(0.5)))}, 1e-5)),
+    Case("gelu_tanh", gelu_tanh, elementwise(2999, 512, X, OUT, _gelu_tanh, 1e-5)),
+    Case("silu_bf16", silu, elementwise(4001, 1024, {"x": partial(normal, dtype=BF16)}, {"out": BF16},
+         lambda x: {"out": x.astype(np.float64) / (1 + np.exp(-x.astype(np.float64)))}, 1e-2)),
+    Case("mathematics", mathematics, elementwise(1301, 512, X, OUT, _mathematics, 1e-5, rows=(7,))),
+    Case("casts", casts, elementwise(1999, 256, {"x": lambda rng, n: normal(rng, n) * np.float32(20)},
+         {"as_half": np.float16, "as_brain": BF16, "as_int": np.int64, "as_byte": np.int8, "back": np.float64},
+         _casts)),
+    Case("fp8_casts", fp8_casts, elementwise(1999, 256, X, {"e4m3": E4M3, "e5m2": E5M2, "back": np.float32},
+         _fp8_casts), min_sm=90),
+)  # fmt: skip

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from .case import Array, Call, Case, blocks, normal, poisoned, scaled
+from .case import Array, Call, Case, blocks, drawn, elementwise, normal, poisoned, scaled
 
 
 @triton.jit
@@ -90,46 +90,38 @@ def uniform(word: Array) -> Array:
     return np.where(signed < 0, ~signed, signed).astype(np.float32) * np.float32(4.6566127342e-10)
 
 
-def make_integers(rng: np.random.Generator, scale: float) -> Call:
-    n = scaled(777, scale)
-    x, y = (rng.integers(-(2**31) + 1, 2**31, n, np.int32) for _ in range(2))
+def _divisors(rng: np.random.Generator, n: int) -> Array:
+    y = rng.integers(-(2**31) + 1, 2**31, n, np.int32)
     y[::2] >>= 20
     y[(y == 0) | (y == -1)] = 7
-
-    def reference() -> dict[str, Array]:
-        a, b = x.astype(np.int64), y.astype(np.int64)
-        quotient = np.sign(a) * np.sign(b) * (np.abs(a) // np.abs(b))
-        rows = [
-            a * b + 12345,
-            quotient,
-            a - quotient * b,
-            np.minimum(a, b) - np.maximum(a, -b),
-            a * b >> 16,
-            np.abs(a >> 1),
-        ]
-        return {"out": np.stack(rows).astype(np.int32)}
-
-    return Call(
-        {"x": x, "y": y, "out": poisoned((6, n), np.int32), "n": n}, {"BLOCK": 256}, blocks(n, 256), ("out",),
-        reference, 0.0,
-    )  # fmt: skip
+    return y
 
 
-def make_unsigned(rng: np.random.Generator, scale: float) -> Call:
-    n = scaled(777, scale)
-    x, y = (rng.integers(1, 2**32, n, np.uint32) for _ in range(2))
+def _integers(x: Array, y: Array) -> dict[str, Array]:
+    a, b = x.astype(np.int64), y.astype(np.int64)
+    quotient = np.sign(a) * np.sign(b) * (np.abs(a) // np.abs(b))
+    rows = [
+        a * b + 12345,
+        quotient,
+        a - quotient * b,
+        np.minimum(a, b) - np.maximum(a, -b),
+        a * b >> 16,
+        np.abs(a >> 1),
+    ]
+    return {"out": np.stack(rows).astype(np.int32)}
+
+
+def _unsigned_divisors(rng: np.random.Generator, n: int) -> Array:
+    y = rng.integers(1, 2**32, n, np.uint32)
     y[::2] = (y[::2] >> 20) | 1
+    return y
 
-    def reference() -> dict[str, Array]:
-        a, b = x.astype(np.uint64), y.astype(np.uint64)
-        halved = (x.astype(np.float32) * np.float32(0.5)).astype(np.uint64)
-        rows = [a // b, a % b, a > b, a * b >> 32, np.maximum(a, b) - np.minimum(a, b), halved, a * b >> 7]
-        return {"out": np.stack([row.astype(np.uint32) for row in rows])}
 
-    return Call(
-        {"x": x, "y": y, "out": poisoned((7, n), np.uint32), "n": n}, {"BLOCK": 256}, blocks(n, 256), ("out",),
-        reference, 0.0,
-    )  # fmt: skip
+def _unsigned(x: Array, y: Array) -> dict[str, Array]:
+    a, b = x.astype(np.uint64), y.astype(np.uint64)
+    halved = (x.astype(np.float32) * np.float32(0.5)).astype(np.uint64)
+    rows = [a // b, a % b, a > b, a * b >> 32, np.maximum(a, b) - np.minimum(a, b), halved, a * b >> 7]
+    return {"out": np.stack([row.astype(np.uint32) for row in rows])}
 
 
 def make_bits(rng: np.random.Generator, scale: float) -> Call:
@@ -169,23 +161,18 @@ def make_dropout(rng: np.random.Generator, scale: float) -> Call:
     )  # fmt: skip
 
 
-def make_inline_asm(rng: np.random.Generator, scale: float) -> Call:
-    n = scaled(999, scale)
-    x = rng.integers(1, 2**31, n, np.int32)
-
-    def reference() -> dict[str, Array]:
-        bits = np.unpackbits(x.view(np.uint8).reshape(n, 4), axis=1, bitorder="little")
-        return {"out": np.packbits(bits[:, ::-1], axis=1, bitorder="little").view(np.int32).ravel()}
-
-    return Call(
-        {"x": x, "out": poisoned(n, np.int32), "n": n}, {"BLOCK": 256}, blocks(n, 256), ("out",), reference, 0.0
-    )
+def _reversed_bits(x: Array) -> dict[str, Array]:
+    bits = np.unpackbits(x.view(np.uint8).reshape(len(x), 4), axis=1, bitorder="little")
+    return {"out": np.packbits(bits[:, ::-1], axis=1, bitorder="little").view(np.int32).ravel()}
 
 
 CASES = (
-    Case("integers", integers, make_integers),
-    Case("unsigned", unsigned, make_unsigned),
+    Case("integers", integers, elementwise(777, 256, {"x": drawn(-(2**31) + 1, 2**31), "y": _divisors},
+         {"out": np.int32}, _integers, rows=(6,))),
+    Case("unsigned", unsigned, elementwise(777, 256, {"x": drawn(1, 2**32, np.uint32), "y": _unsigned_divisors},
+         {"out": np.uint32}, _unsigned, rows=(7,))),
     Case("bits", bits, make_bits),
     Case("dropout", dropout, make_dropout),
-    Case("inline_asm", inline_asm, make_inline_asm, evaluable=False),
-)
+    Case("inline_asm", inline_asm, elementwise(999, 256, {"x": drawn(1, 2**31)}, {"out": np.int32}, _reversed_bits),
+         evaluable=False),
+)  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -213,21 +212,17 @@ def make_split_k_gemm(rng: np.random.Generator, scale: float) -> Call:
     return Call(args, constexprs, grid, ("c",), lambda: {"c": _product(a, b) + initial}, 1e-5)
 
 
-def _gemm(**parameters: Any) -> Callable[[np.random.Generator, float], Call]:
-    return partial(make_gemm, **parameters)
-
-
 E4M3 = ml_dtypes.float8_e4m3fn
 CASES = (
-    Case("gemm_fp32", gemm, _gemm(dtype=np.float32, tolerance=1e-5)),
-    Case("gemm_tf32", gemm, _gemm(dtype=np.float32, precision="tf32", tolerance=2e-3)),
-    Case("gemm_tf32x3", gemm, _gemm(dtype=np.float32, precision="tf32x3", tolerance=1e-5)),
-    Case("gemm_fp16", gemm, _gemm(dtype=np.float16, precision="tf32", tolerance=1e-2, tile=(64, 64, 32))),
-    Case("gemm_bf16", gemm, _gemm(dtype=ml_dtypes.bfloat16, precision="tf32", tolerance=1e-2)),
-    Case("gemm_fp8", gemm, _gemm(dtype=E4M3, out=np.float16, precision="tf32", tolerance=5e-2), min_sm=90),
+    Case("gemm_fp32", gemm, partial(make_gemm, dtype=np.float32, tolerance=1e-5)),
+    Case("gemm_tf32", gemm, partial(make_gemm, dtype=np.float32, precision="tf32", tolerance=2e-3)),
+    Case("gemm_tf32x3", gemm, partial(make_gemm, dtype=np.float32, precision="tf32x3", tolerance=1e-5)),
+    Case("gemm_fp16", gemm, partial(make_gemm, dtype=np.float16, precision="tf32", tolerance=1e-2, tile=(64, 64, 32))),
+    Case("gemm_bf16", gemm, partial(make_gemm, dtype=ml_dtypes.bfloat16, precision="tf32", tolerance=1e-2)),
+    Case("gemm_fp8", gemm, partial(make_gemm, dtype=E4M3, out=np.float16, precision="tf32", tolerance=5e-2), min_sm=90),
     Case(
         "gemm_two_ctas", gemm,
-        _gemm(dtype=np.float16, precision="tf32", tolerance=1e-2, tile=(128, 64, 32), num_ctas=2),
+        partial(make_gemm, dtype=np.float16, precision="tf32", tolerance=1e-2, tile=(128, 64, 32), num_ctas=2),
         min_sm=90,
     ),
     Case("gemm_bias_relu", gemm_bias_relu, make_gemm_bias_relu),

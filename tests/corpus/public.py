@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 Operator = Callable[..., Any]
+Inputs = Callable[[torch.Generator], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -24,32 +25,18 @@ class PublicCase:
 
     name: str
     operator: Callable[[], Operator]  # imports when called: a package that fails to import fails its cases alone
-    reference: Callable[[], Operator]
-    inputs: Callable[[torch.Generator], dict[str, Any]]
+    reference: Operator
+    inputs: Inputs
     grad: bool = True
     constant: tuple[str, ...] = ()  # inputs that the operator gives no gradient of
     tolerance: float = 2e-3  # of the largest value: products of fp32 on tensor cores have 10 bits
 
 
-def _from(module: str, name: str) -> Callable[[], Operator]:
-    return lambda: getattr(importlib.import_module(module), name)
+def _first(out: Any) -> Any:
+    return out[0] if isinstance(out, (tuple, list)) else out
 
 
-def _applied(module: str, name: str, *rest: Any) -> Callable[[], Operator]:
-    """`Function.apply` of an operator of liger's, which takes its arguments by position."""
-
-    def find() -> Operator:
-        function = getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
-        return lambda **given: function.apply(*given.values(), *rest)
-
-    return find
-
-
-def _plain(function: Operator) -> Callable[[], Operator]:
-    return lambda: function
-
-
-def _normal(**shapes: tuple[int, ...]) -> Callable[[torch.Generator], dict[str, Any]]:
+def _normal(**shapes: tuple[int, ...]) -> Inputs:
     return lambda g: {name: torch.randn(shape, generator=g) for name, shape in shapes.items()}
 
 
@@ -98,24 +85,14 @@ def _log_probabilities(g: torch.Generator) -> dict[str, Any]:
     return {"x": x, "target": torch.randn((24, 301), generator=g).softmax(-1)}
 
 
-def _log_pairs(g: torch.Generator) -> dict[str, Any]:
-    x, target = (torch.randn((24, 301), generator=g).log_softmax(-1) for _ in range(2))
-    return {"x": x, "target": target}
+def _pairs(of: Callable[[Tensor], Tensor]) -> Inputs:
+    return lambda g: {name: of(torch.randn((24, 301), generator=g)) for name in ("x", "target")}
 
 
 def _jsd(x: Tensor, target: Tensor) -> Tensor:
     middle = torch.log((x.exp() + target.exp()) / 2)
     sides = [F.kl_div(middle, p, reduction="sum", log_target=True) for p in (x, target)]
     return (sides[0] + sides[1]) / 2 / len(x)
-
-
-def _tvd(x: Tensor, target: Tensor) -> Tensor:
-    return (x - target).abs().sum() / 2 / len(x)
-
-
-def _probabilities(g: torch.Generator) -> dict[str, Any]:
-    x, target = (torch.randn((24, 301), generator=g).softmax(-1) for _ in range(2))
-    return {"x": x, "target": target}
 
 
 def _sparsemax(x: Tensor) -> Tensor:
@@ -127,77 +104,55 @@ def _sparsemax(x: Tensor) -> Tensor:
     return (x - level).clamp(min=0)
 
 
-def _dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
-    return gamma * torch.tanh(alpha * x) + beta
-
-
 def _poly_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     powers = [x**n / torch.sqrt((x**n).square().mean(-1, keepdim=True) + 1e-6) for n in (3, 2, 1)]
     return w[0] * powers[0] + w[1] * powers[1] + w[2] * powers[2] + b
-
-
-def _cross_entropy(x: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(x, target)
-
-
-def _linear_cross_entropy(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(x @ w.T, target)
-
-
-def _embedding(w: Tensor, index: Tensor) -> Tensor:
-    return F.embedding(index, w)
 
 
 def _indexed(g: torch.Generator) -> dict[str, Any]:
     return {"w": torch.randn((77, 48), generator=g), "index": torch.randint(0, 77, (3, 11), generator=g)}
 
 
-def _liger_first(find: Callable[[], Operator]) -> Callable[[], Operator]:
-    """Of an operator that returns its loss among other things."""
-    return lambda: lambda **given: _first(find()(**given))
+def _liger(
+    module: str, name: str, reference: Operator, inputs: Inputs, *rest: Any, only_first: bool = False,
+    constant: tuple[str, ...] = (),
+) -> PublicCase:  # fmt: skip
+    """Its `Function.apply` takes arguments by position; `only_first`: it returns more than its loss."""
+
+    def find() -> Operator:
+        function = getattr(importlib.import_module(f"liger_kernel.ops.{module}"), f"Liger{name}Function")
+        operator = lambda **given: function.apply(*given.values(), *rest)  # noqa: E731
+        return (lambda **given: _first(operator(**given))) if only_first else operator
+
+    return PublicCase(module.rpartition(".")[2], find, reference, inputs, constant=constant)
 
 
-def _first(out: Any) -> Any:
-    return out[0] if isinstance(out, (tuple, list)) else out
-
-
-_ROWS = {"x": (12, 3, 200), "w": (200,)}
+_ROWS, _PAIR = {"x": (12, 3, 200), "w": (200,)}, {"a": (24, 200), "b": (24, 200)}
 LIGER = [
-    PublicCase("rms_norm", _applied("rms_norm", "LigerRMSNormFunction", 1e-6), _plain(_rms_norm), _normal(**_ROWS)),
-    PublicCase("layer_norm", _applied("layer_norm", "LigerLayerNormFunction", 1e-6),
-               _plain(lambda x, w, b: F.layer_norm(x, (200,), w, b, 1e-6)), _normal(**_ROWS, b=(200,))),
-    PublicCase("group_norm", _applied("group_norm", "LigerGroupNormFunction", 16, 4, 1e-6), _plain(_group_norm),
-               _normal(x=(3, 16, 40), w=(16,), b=(16,))),
-    PublicCase("fused_add_rms_norm", _applied("fused_add_rms_norm", "LigerFusedAddRMSNormFunction", 1e-6),
-               _plain(_add_rms_norm), _normal(x=(24, 200), r=(24, 200), w=(200,))),
-    PublicCase("geglu", _applied("geglu", "LigerGELUMulFunction"),
-               _plain(lambda a, b: F.gelu(a, approximate="tanh") * b), _normal(a=(24, 200), b=(24, 200))),
-    PublicCase("swiglu", _applied("swiglu", "LigerSiLUMulFunction"), _plain(lambda a, b: F.silu(a) * b),
-               _normal(a=(24, 200), b=(24, 200))),
-    PublicCase("relu_squared", _applied("relu_squared", "LigerReLUSquaredFunction"),
-               _plain(lambda x: F.relu(x).square()), _normal(x=(24, 200))),
-    PublicCase("rope", _applied("rope", "LigerRopeFunction"), _plain(_rope), _angles, constant=("cos", "sin")),
-    PublicCase("softmax", _applied("softmax", "LigerSoftmaxFunction"), _plain(lambda x: x.softmax(-1)),
-               _normal(x=(24, 301))),
-    PublicCase("sparsemax", _applied("sparsemax", "LigerSparsemaxFunction", -1), _plain(_sparsemax),
-               _normal(x=(24, 301))),
-    PublicCase("dyt", _applied("dyt", "LigerDyTFunction"), _plain(_dyt),
-               _normal(x=(24, 200), alpha=(1,), gamma=(200,), beta=(200,))),
-    PublicCase("poly_norm", _applied("poly_norm", "LigerPolyNormFunction", 1e-6, False), _plain(_poly_norm),
-               _normal(x=(24, 200), w=(3,), b=())),
-    PublicCase("cross_entropy",
-               _liger_first(_applied("cross_entropy", "LigerCrossEntropyFunction", None)),
-               _plain(_cross_entropy), _labels),
-    PublicCase("fused_linear_cross_entropy",
-               _liger_first(_applied("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction")),
-               _plain(_linear_cross_entropy), _hidden_labels),
-    PublicCase("kl_div", _applied("kl_div", "LigerKLDivLossFunction"),
-               _plain(lambda x, target: F.kl_div(x, target, reduction="batchmean")), _log_probabilities,
-               constant=("target",)),
-    PublicCase("jsd", _applied("jsd", "LigerJSDFunction"), _plain(_jsd), _log_pairs, constant=("target",)),
-    PublicCase("tvd", _applied("tvd", "LigerTVDLossFunction"), _plain(_tvd), _probabilities, constant=("target",)),
-    PublicCase("embedding", _applied("experimental.embedding", "LigerEmbeddingFunction"), _plain(_embedding),
-               _indexed),
+    _liger("rms_norm", "RMSNorm", _rms_norm, _normal(**_ROWS), 1e-6),
+    _liger("layer_norm", "LayerNorm", lambda x, w, b: F.layer_norm(x, (200,), w, b, 1e-6),
+           _normal(**_ROWS, b=(200,)), 1e-6),
+    _liger("group_norm", "GroupNorm", _group_norm, _normal(x=(3, 16, 40), w=(16,), b=(16,)), 16, 4, 1e-6),
+    _liger("fused_add_rms_norm", "FusedAddRMSNorm", _add_rms_norm, _normal(x=(24, 200), r=(24, 200), w=(200,)), 1e-6),
+    _liger("geglu", "GELUMul", lambda a, b: F.gelu(a, approximate="tanh") * b, _normal(**_PAIR)),
+    _liger("swiglu", "SiLUMul", lambda a, b: F.silu(a) * b, _normal(**_PAIR)),
+    _liger("relu_squared", "ReLUSquared", lambda x: F.relu(x).square(), _normal(x=(24, 200))),
+    _liger("rope", "Rope", _rope, _angles, constant=("cos", "sin")),
+    _liger("softmax", "Softmax", lambda x: x.softmax(-1), _normal(x=(24, 301))),
+    _liger("sparsemax", "Sparsemax", _sparsemax, _normal(x=(24, 301)), -1),
+    _liger("dyt", "DyT", lambda x, alpha, gamma, beta: gamma * torch.tanh(alpha * x) + beta,
+           _normal(x=(24, 200), alpha=(1,), gamma=(200,), beta=(200,))),
+    _liger("poly_norm", "PolyNorm", _poly_norm, _normal(x=(24, 200), w=(3,), b=()), 1e-6, False),
+    _liger("cross_entropy", "CrossEntropy", lambda x, target: F.cross_entropy(x, target), _labels, None,
+           only_first=True),
+    _liger("fused_linear_cross_entropy", "FusedLinearCrossEntropy",
+           lambda x, w, target: F.cross_entropy(x @ w.T, target), _hidden_labels, only_first=True),
+    _liger("kl_div", "KLDivLoss", lambda x, target: F.kl_div(x, target, reduction="batchmean"), _log_probabilities,
+           constant=("target",)),
+    _liger("jsd", "JSD", _jsd, _pairs(lambda x: x.log_softmax(-1)), constant=("target",)),
+    _liger("tvd", "TVDLoss", lambda x, target: (x - target).abs().sum() / 2 / len(x), _pairs(lambda x: x.softmax(-1)),
+           constant=("target",)),
+    _liger("experimental.embedding", "Embedding", lambda w, index: F.embedding(index, w), _indexed),
 ]  # fmt: skip
 
 
@@ -206,17 +161,15 @@ LIGER = [
 _T, _H, _D = 96, 2, 32
 
 
-def _heads(
-    *extra: str, gate: str = "", decay: float = 0.1, width: int = _D
-) -> Callable[[torch.Generator], dict[str, Any]]:
+def _heads(*extra: str, gate: str = "") -> Inputs:
     """q, k and v; a logarithm of decay named `gate` per key ("gk…") or per head; and strengths in (0, 1)."""
 
     def make(g: torch.Generator) -> dict[str, Any]:
-        given: dict[str, Any] = {n: torch.randn((2, _T, _H, width), generator=g) for n in "qkv"}
+        given: dict[str, Any] = {n: torch.randn((2, _T, _H, _D), generator=g) for n in "qkv"}
         given["q"], given["k"] = (F.normalize(given[n], dim=-1) for n in "qk")
         if gate:
-            shape = (2, _T, _H, width) if gate.endswith("+") else (2, _T, _H)
-            given[gate.rstrip("+")] = F.logsigmoid(torch.randn(shape, generator=g) + 3) * decay
+            shape = (2, _T, _H, _D) if gate.endswith("+") else (2, _T, _H)
+            given[gate.rstrip("+")] = F.logsigmoid(torch.randn(shape, generator=g) + 3) * 0.1
         for name in extra:
             given[name] = torch.rand((2, _T, _H), generator=g)
         return given
@@ -224,10 +177,12 @@ def _heads(
     return make
 
 
-def _fla(module: str, name: str, **options: Any) -> Callable[[], Operator]:
+def _fla(module: str, name: str, by_name: bool = True, **options: Any) -> Callable[[], Operator]:
     def find() -> Operator:
         operator = getattr(importlib.import_module(f"fla.{module}"), name)
-        return lambda **given: _first(operator(**given, **options))
+        if by_name:
+            return lambda **given: _first(operator(**given, **options))
+        return lambda **given: _first(operator(*given.values()))
 
     return find
 
@@ -320,70 +275,44 @@ def _path_of_stick(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhts,bshd->bthd", weights, v)
 
 
-def _gated_norm(**given: Tensor) -> Any:
-    from fla.modules.fused_norm_gate import rms_norm_gated
-
-    return _first(rms_norm_gated(given["x"], given["g"], given["weight"], None, activation="swish", eps=1e-5))
-
-
-def _fla_swiglu(x: Tensor, y: Tensor) -> Any:
-    from fla.modules.activations import swiglu
-
-    return swiglu(x, y)
-
-
-def _halved(inputs: Callable[[torch.Generator], dict[str, Any]]) -> Callable[[torch.Generator], dict[str, Any]]:
+def _halved(inputs: Inputs) -> Inputs:
     return lambda g: {name: value.bfloat16() for name, value in inputs(g).items()}
 
 
-def _causal_conv(**given: Tensor) -> Any:
-    from fla.modules.convolution import causal_conv1d
-
-    return _first(causal_conv1d(given["x"], given["weight"], activation="silu"))
+def _ops(name: str, folder: str, reference: Operator, inputs: Inputs, **about: Any) -> PublicCase:
+    return PublicCase(name, _fla(f"ops.{folder}", name), reference, inputs, **about)
 
 
-def _chunk_and_recurrent(
-    stem: str, folder: str, reference: Operator, inputs: Callable[[torch.Generator], dict[str, Any]], **options: Any
-) -> list[PublicCase]:
-    names = [f"{kind}_{stem}" for kind in ("chunk", "fused_recurrent")]
-    return [PublicCase(n, _fla(f"ops.{folder}", n, **options), _plain(reference), inputs) for n in names]
+def _chunk_and_recurrent(stem: str, reference: Operator, inputs: Inputs) -> list[PublicCase]:
+    return [_ops(f"{kind}_{stem}", stem, reference, inputs) for kind in ("chunk", "fused_recurrent")]
 
 
 FLA = [
-    *_chunk_and_recurrent("linear_attn", "linear_attn", _linear_attention, _heads(), normalize=False),
-    *_chunk_and_recurrent("simple_gla", "simple_gla", _gated_by_g, _heads(gate="g")),
-    PublicCase("chunk_delta_rule", _fla("ops.delta_rule", "chunk_delta_rule"), _plain(_delta), _halved(_heads("beta")),
-               tolerance=0.03),  # it takes no fp32
-    PublicCase("fused_recurrent_delta_rule", _fla("ops.delta_rule", "fused_recurrent_delta_rule"), _plain(_delta),
-               _heads("beta")),
-    PublicCase("chunk_gated_delta_rule", _fla("ops.gated_delta_rule", "chunk_gated_delta_rule"),
-               _plain(_gated_delta), _heads("beta", gate="g")),
-    PublicCase("fused_recurrent_gated_delta_rule",
-               _fla("ops.gated_delta_rule", "fused_recurrent_gated_delta_rule"), _plain(_gated_delta),
-               _heads("beta", gate="g"), grad=False),  # it has no backward pass
-    *_chunk_and_recurrent("retention", "retention", _retention, _heads()),
-    PublicCase("chunk_kda", _fla("ops.kda", "chunk_kda"), _plain(_gated_delta), _heads("beta", gate="g+")),
-    PublicCase("fused_recurrent_kda", _fla("ops.kda", "fused_recurrent_kda"), _plain(_gated_delta),
-               _heads("beta", gate="g+"), grad=False),
-    PublicCase("chunk_gla", _fla("ops.gla", "chunk_gla"), _plain(_gated_by_g), _heads(gate="g+")),
-    PublicCase("fused_recurrent_gla", _fla("ops.gla", "fused_recurrent_gla"), _plain(_gated_linear),
-               _heads(gate="gk+")),
-    PublicCase("fused_chunk_linear_attn", _fla("ops.linear_attn", "fused_chunk_linear_attn", normalize=False),
-               _plain(_linear_attention), _heads()),
-    PublicCase("parallel_retention", _fla("ops.retention", "parallel_retention"), _plain(_retention), _heads()),
-    PublicCase("parallel_simple_gla", _fla("ops.simple_gla", "parallel_simple_gla"), _plain(_gated_by_g),
-               _heads(gate="g")),
-    PublicCase("parallel_attn", _fla("ops.attn", "parallel_attn"), _plain(_attention), _heads()),
-    PublicCase("parallel_forgetting_attn", _fla("ops.forgetting_attn", "parallel_forgetting_attn"),
-               _plain(_forgetting), _heads(gate="g")),
-    PublicCase("parallel_stickbreaking_attn", _fla("ops.stickbreaking_attn", "parallel_stickbreaking_attn"),
-               _plain(_path_of_stick), _heads()),
-    PublicCase("fused_recurrent_hgrn", _fla("ops.hgrn", "fused_recurrent_hgrn"), _plain(_hgrn), _hgrn_inputs),
-    PublicCase("l2norm", _fla("modules.l2norm", "l2norm"), _plain(_l2norm), _normal(x=(24, 3, 64))),
-    PublicCase("rms_norm_gated", _plain(_gated_norm), _plain(_norm_gate),
-               _normal(x=(24, 128), g=(24, 128), weight=(128,))),
-    PublicCase("causal_conv1d", _plain(_causal_conv), _plain(_short_conv), _normal(x=(2, 48, 64), weight=(64, 4))),
-    PublicCase("swiglu", _plain(_fla_swiglu), _plain(lambda x, y: F.silu(x) * y),
+    *(PublicCase(f"{kind}_linear_attn", _fla("ops.linear_attn", f"{kind}_linear_attn", normalize=False),
+                 _linear_attention, _heads()) for kind in ("chunk", "fused_recurrent", "fused_chunk")),
+    *_chunk_and_recurrent("simple_gla", _gated_by_g, _heads(gate="g")),
+    _ops("chunk_delta_rule", "delta_rule", _delta, _halved(_heads("beta")), tolerance=0.03),  # it takes no fp32
+    _ops("fused_recurrent_delta_rule", "delta_rule", _delta, _heads("beta")),
+    _ops("chunk_gated_delta_rule", "gated_delta_rule", _gated_delta, _heads("beta", gate="g")),
+    _ops("fused_recurrent_gated_delta_rule", "gated_delta_rule", _gated_delta, _heads("beta", gate="g"),
+         grad=False),  # it has no backward pass
+    *_chunk_and_recurrent("retention", _retention, _heads()),
+    _ops("chunk_kda", "kda", _gated_delta, _heads("beta", gate="g+")),
+    _ops("fused_recurrent_kda", "kda", _gated_delta, _heads("beta", gate="g+"), grad=False),
+    _ops("chunk_gla", "gla", _gated_by_g, _heads(gate="g+")),
+    _ops("fused_recurrent_gla", "gla", _gated_linear, _heads(gate="gk+")),
+    _ops("parallel_retention", "retention", _retention, _heads()),
+    _ops("parallel_simple_gla", "simple_gla", _gated_by_g, _heads(gate="g")),
+    _ops("parallel_attn", "attn", _attention, _heads()),
+    _ops("parallel_forgetting_attn", "forgetting_attn", _forgetting, _heads(gate="g")),
+    _ops("parallel_stickbreaking_attn", "stickbreaking_attn", _path_of_stick, _heads()),
+    _ops("fused_recurrent_hgrn", "hgrn", _hgrn, _hgrn_inputs),
+    PublicCase("l2norm", _fla("modules.l2norm", "l2norm"), _l2norm, _normal(x=(24, 3, 64))),
+    PublicCase("rms_norm_gated", _fla("modules.fused_norm_gate", "rms_norm_gated", bias=None, activation="swish",
+               eps=1e-5), _norm_gate, _normal(x=(24, 128), g=(24, 128), weight=(128,))),
+    PublicCase("causal_conv1d", _fla("modules.convolution", "causal_conv1d", activation="silu"), _short_conv,
+               _normal(x=(2, 48, 64), weight=(64, 4))),
+    PublicCase("swiglu", _fla("modules.activations", "swiglu", by_name=False), lambda x, y: F.silu(x) * y,
                _normal(x=(24, 200), y=(24, 200))),
 ]  # fmt: skip
 
