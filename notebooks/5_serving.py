@@ -143,16 +143,7 @@ except urllib.error.HTTPError as refusal:
 # %%
 def bench(rate):
     out = folder / f"{rate}.json"
-    options = [
-        "--rate",
-        str(rate),
-        "--duration",
-        "2",
-        "--warmup",
-        "1",
-        "--json",
-        str(out),
-    ]
+    options = ["--rate", str(rate), "--duration", "1", "--warmup", "1", "--json", str(out)]
     subprocess.run([*paellapy, "bench", url, *options], check=True, capture_output=True)
     return json.loads(out.read_text())
 
@@ -196,7 +187,7 @@ offered = list(range(2000, 6001, 500))
 within = {}
 for policy in ("streams", "fifo", "paella", "slack"):
     runs = [
-        pp.simulate(models, pp.Lognormal(rate, shares, duration=1.0), policy)
+        pp.simulate(models, pp.Lognormal(rate, shares, duration=0.5), policy)
         for rate in offered
     ]
     within[policy] = [r.all.within_target for r in runs]

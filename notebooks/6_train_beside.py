@@ -46,7 +46,7 @@ with pp.Engine("virtual:h200", policy="priority") as engine:
         step,
         name="train",
         state=[net, optimizer],
-        data=batches(400),
+        data=batches(200),
         every=1,
         callback=lambda job: losses.append(float(job.outputs["output"])),
     )

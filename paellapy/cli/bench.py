@@ -72,17 +72,17 @@ def bench(
     from paellapy.serving.bench.client import BenchError
 
     if (url is None) == (engine is None):
-        raise BenchError("give either the URL of a server or --engine with a device")
+        raise BenchError("give either the URL of a server or --engine with a device", field="url", given=url)
     if url is not None and (config is not None or policy is not None):
-        raise BenchError("--config and --policy need --engine: a server at a URL has its own settings")
+        raise BenchError("--config and --policy need --engine: a server at a URL has its own settings", field="engine")
     if arrivals not in ARRIVALS:
-        raise BenchError(f"--arrivals is {arrivals!r}: choose one of {', '.join(ARRIVALS)}")
+        said = f"--arrivals is {arrivals!r}: choose one of {', '.join(ARRIVALS)}"
+        raise BenchError(said, field="arrivals", given=arrivals, limit=tuple(ARRIVALS))
     if clients < 1:
-        raise BenchError(f"--clients is {clients}: give 1 or more")
+        raise BenchError(f"--clients is {clients}: give 1 or more", field="clients", given=clients, limit=1)
     if trace is not None and (duration is not None or warmup is not None):
-        raise BenchError(
-            "the file of --trace sets the duration: leave out --duration and --warmup, or change --speed"
-        )
+        said = "the file of --trace sets the duration: leave out --duration and --warmup, or change --speed"
+        raise BenchError(said, field="trace", given=trace)
     by_itself = rate is None and concurrency is None and trace is None
     if by_itself:
         concurrency = max(DEFAULT_CONCURRENCY, clients)
@@ -90,7 +90,7 @@ def bench(
     for each in header or []:
         name, colon, value = each.partition(":")
         if not colon:
-            raise BenchError(f"{each!r} is not a header: write it as 'Name: value'")
+            raise BenchError(f"{each!r} is not a header: write it as 'Name: value'", field="header", given=each)
         headers[name.strip()] = value.strip()
     load = Load(
         models=tuple(model or ()), rate=rate, concurrency=concurrency, trace=read_trace(trace) if trace else (),

@@ -194,7 +194,7 @@ def run_traced(
     from paellapy.instrument.traces.session import trace
 
     if not script.is_file():
-        raise TraceError(f"there is no script {script}: check its path")
+        raise TraceError(f"there is no script {script}: check its path", field="script", given=script)
     before = sys.argv, sys.path[:]
     sys.argv, sys.path[:] = [str(script), *arguments], [str(script.resolve().parent), *sys.path]
     try:

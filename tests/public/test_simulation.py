@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
@@ -53,30 +52,30 @@ def test_profiles_keep_what_the_model_asks_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "facts"),
     [
-        (["nobody"], "no models 'nobody'"),
-        (["mix", "--arrivals", "sometimes"], "'sometimes'"),
-        (["mix", "--fidelity", "exact"], "segments or blocks"),
-        (["mix", "--batch", "many"], "'many'"),
-        (["mix", "--batch", "1,3"], "not measured at batch size 3: .*1, 2, 4, 8, 16, 32"),
-        (["mix", "--batch", "0"], "not measured at batch size 0"),
-        (["demo", "--batch", "0"], "integers from 1 up"),
-        (["mix", "--admission", "--fidelity", "blocks"], "admission needs"),
-        (["mix", "--sigma", "-1"], "sigma=-1.0: .*from 0"),
-        (["mix", "--sigma", "100"], "sigma=100.0: .*from 0"),
-        (["mix", "--seed", "-1"], "seed=-1"),
-        (["mix", "-p", "slack", "-p", "nobody"], "no policy named 'nobody'"),
-        (["."], r"no models '\.'"),
-        (["mix", "--arrivals", "."], r"no arrivals '\.'"),
-        (["mix", "--plot", "nowhere/x.png"], "folder nowhere"),
-        (["mix", "--plot", "."], "is a folder"),
+        (["nobody"], {"field": "models", "given": "nobody"}),
+        (["."], {"field": "models", "given": "."}),
+        (["mix", "--arrivals", "sometimes"], {"field": "arrivals", "given": "sometimes"}),
+        (["mix", "--arrivals", "."], {"field": "arrivals", "given": "."}),
+        (["mix", "--fidelity", "exact"], {"field": "fidelity", "given": "exact"}),
+        (["mix", "--batch", "many"], {"field": "batch", "given": "many"}),
+        (["mix", "--batch", "1,3"], {"field": "batch", "given": 3}),
+        (["mix", "--batch", "0"], {"field": "batch", "given": 0}),
+        (["demo", "--batch", "0"], {"field": "batch", "given": (0,)}),
+        (["mix", "--admission", "--fidelity", "blocks"], {"field": "admission", "given": True}),
+        (["mix", "--sigma", "-1"], {"field": "sigma", "given": -1.0}),
+        (["mix", "--sigma", "100"], {"field": "sigma", "given": 100.0}),
+        (["mix", "--seed", "-1"], {"field": "seed", "given": -1}),
+        (["mix", "-p", "slack", "-p", "nobody"], {"name": "nobody"}),
+        (["mix", "--plot", "nowhere/x.png"], {"path": Path("nowhere/x.png")}),
+        (["mix", "--plot", "."], {"path": Path()}),
     ],
 )
-def test_wrong_words_on_the_command_line_get_one_clear_error(arguments: list[str], message: str) -> None:
+def test_wrong_words_on_the_command_line_are_named(arguments: list[str], facts: dict[str, object]) -> None:
     result = CliRunner().invoke(cli.app, ["simulate", *arguments])
     assert isinstance(result.exception, pp.PaellaError), result.output
-    assert re.search(message, str(result.exception))
+    assert facts.items() <= vars(result.exception).items()
     assert not result.output.strip()
 
 
