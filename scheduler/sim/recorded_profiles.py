@@ -16,31 +16,19 @@ from paellapy.instrument.gpu_model.parts import part
 from paellapy.scheduler.core.errors import ProfileError
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile, load_profiles
 
-# Proportions of the models in Paella's figure 11.
-MIX = MappingProxyType(
-    {
-        "resnet18": 0.272,
-        "mobilenet_v2": 0.257,
-        "resnet34": 0.168,
-        "squeezenet1_1": 0.0895,
-        "resnet50": 0.0745,
-        "densenet121": 0.0706,
-        "googlenet": 0.0546,
-        "inception_v3": 0.0138,
-    }
-)
-ALONE_US = MappingProxyType(
-    {
-        "resnet18": 350.0,
-        "mobilenet_v2": 584.0,
-        "resnet34": 680.0,
-        "squeezenet1_1": 317.0,
-        "resnet50": 875.0,
-        "densenet121": 1800.0,
-        "googlenet": 1005.0,
-        "inception_v3": 1615.0,
-    }
-)
+# By model: its proportion in Paella's figure 11, and its time alone at batch 1 in µs.
+_MODELS = {
+    "resnet18": (0.272, 350.0),
+    "mobilenet_v2": (0.257, 584.0),
+    "resnet34": (0.168, 680.0),
+    "squeezenet1_1": (0.0895, 317.0),
+    "resnet50": (0.0745, 875.0),
+    "densenet121": (0.0706, 1800.0),
+    "googlenet": (0.0546, 1005.0),
+    "inception_v3": (0.0138, 1615.0),
+}
+MIX = MappingProxyType({name: part for name, (part, _) in _MODELS.items()})
+ALONE_US = MappingProxyType({name: us for name, (_, us) in _MODELS.items()})
 # batch: (time alone in µs, saturated requests per second)
 MEASURED = MappingProxyType(
     {

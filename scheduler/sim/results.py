@@ -160,7 +160,6 @@ class Results:
 
     def table(self) -> Any:
         """A rich table: one line per model, and one for all."""
-
         title = f"{self.policy} on {self.device}, {self.seconds:.2f} s"
         refusals = ["refused"] if self.admission or self.all.refused else []
         # Short enough for a terminal of 80 columns.
@@ -229,7 +228,6 @@ class Comparison:
         return found
 
     def table(self) -> Any:
-
         columns = ["policy", "who", "/s", "÷ first", "p50\nms", "p99\nms", "÷ first", "of the\nGPU"]
         rows = [
             [

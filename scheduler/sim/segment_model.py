@@ -161,8 +161,7 @@ def share(f: SimGpu, s: State) -> None:
     sim = f.sim[0]
     line_up(f, s)
     slots = memory = issue = compute = 0.0
-    for k in range(sim.running):
-        instance = f.run[k]
+    for instance in f.run[: sim.running]:
         if runs(f, instance):
             slots += used(f, s, instance, SLOTS)
             memory += used(f, s, instance, MEMORY)
@@ -170,8 +169,7 @@ def share(f: SimGpu, s: State) -> None:
             compute += used(f, s, instance, COMPUTE)
     common = 1.0 / max(1.0, slots, memory, compute)
     level = 1.0 if issue * common <= 1.0 else issue_level(f, s, common)
-    for k in range(sim.running):
-        instance = f.run[k]
+    for instance in f.run[: sim.running]:
         want = used(f, s, instance, ISSUE) * common
         f.rate[instance] = 0.0 if not runs(f, instance) else common if want <= level else common * level / want
     share_measured(f, s)
@@ -185,17 +183,16 @@ def prefer(f: SimGpu, s: State) -> None:
     """
     sim = f.sim[0]
     top, least = NO_PRIORITY, -NO_PRIORITY
-    for k in range(sim.running):
-        if runs(f, f.run[k]):
-            priority = s.model[s.instance[f.run[k]].model].priority
+    for instance in f.run[: sim.running]:
+        if runs(f, instance):
+            priority = s.model[s.instance[instance].model].priority
             top, least = max(top, priority), min(least, priority)
     if top <= least:
         return
     left, idle = 1.0, 1.0
     while top > NO_PRIORITY:  # from the highest downwards
         slots, wants, before, below = 0.0, 0.0, idle, NO_PRIORITY
-        for k in range(sim.running):
-            instance = f.run[k]
+        for instance in f.run[: sim.running]:
             priority = s.model[s.instance[instance].model].priority
             if runs(f, instance) and priority == top:
                 busy = measured_busy(f, s, instance)
@@ -204,8 +201,7 @@ def prefer(f: SimGpu, s: State) -> None:
                 wants += weight(busy)
             elif runs(f, instance) and priority < top:
                 below = max(below, priority)
-        for k in range(sim.running):
-            instance = f.run[k]
+        for instance in f.run[: sim.running]:
             if runs(f, instance) and s.model[s.instance[instance].model].priority == top:
                 busy = measured_busy(f, s, instance)
                 f.strict[instance] = min(1.0, left / max(slots, 1e-9))
@@ -214,8 +210,7 @@ def prefer(f: SimGpu, s: State) -> None:
         left = max(0.0, left - slots)
         top = below
     part = s.tuning[0].priority_share
-    for k in range(sim.running):
-        instance = f.run[k]
+    for instance in f.run[: sim.running]:
         if runs(f, instance):
             f.rate[instance] += part * (f.strict[instance] - f.rate[instance])
 
@@ -228,8 +223,7 @@ def issue_level(f: SimGpu, s: State, common: float) -> float:
     while True:  # upwards, from below every fair part: each round but the last settles at least one instance
         below = 0.0
         above = 0
-        for k in range(f.sim[0].running):
-            instance = f.run[k]
+        for instance in f.run[: f.sim[0].running]:
             if runs(f, instance):
                 want = used(f, s, instance, ISSUE) * common
                 if want > level:
@@ -254,8 +248,7 @@ def share_measured(f: SimGpu, s: State) -> None:
     apart = 1.0
     if core.partitions > 0 and not core.whole_always:  # where the hardware decides, no job is confined
         apart += s.tuning[0].apart_share * max(0, sim.running - s.tuning[0].roomy_jobs)
-    for k in range(sim.running):
-        instance = f.run[k]
+    for instance in f.run[: sim.running]:
         if runs(f, instance):
             busy = measured_busy(f, s, instance) / apart
             if busy == 0.0:
@@ -264,8 +257,7 @@ def share_measured(f: SimGpu, s: State) -> None:
             idle *= 1.0 - busy
             wants += weight(busy)
     memory = compute = 0.0
-    for k in range(sim.running):
-        instance = f.run[k]
+    for instance in f.run[: sim.running]:
         busy = measured_busy(f, s, instance) / apart
         if runs(f, instance) and busy > 0.0:
             f.rate[instance] = min(1.0, weight(busy) / wants * (1.0 - idle) / busy)
@@ -273,8 +265,7 @@ def share_measured(f: SimGpu, s: State) -> None:
         compute += used(f, s, instance, COMPUTE) * f.rate[instance]
     if max(memory, compute) <= 1.0:
         return
-    for k in range(sim.running):  # instances with a large part of an oversubscribed resource
-        instance = f.run[k]
+    for instance in f.run[: sim.running]:  # those with a large part of an oversubscribed resource
         if runs(f, instance) and measured_busy(f, s, instance) > 0.0:
             slower = 1.0 + min(1.0, 2.0 * used(f, s, instance, MEMORY)) * (max(1.0, memory) - 1.0)
             slower = max(slower, 1.0 + min(1.0, 2.0 * used(f, s, instance, COMPUTE)) * (max(1.0, compute) - 1.0))
@@ -352,8 +343,7 @@ def note(f: SimGpu, s: State, ns: float) -> None:
     """Adds an interval to the occupancy over time."""
     sim = f.sim[0]
     slots = memory = issue = 0.0
-    for k in range(sim.running):
-        instance = f.run[k]
+    for instance in f.run[: sim.running]:
         rate = f.rate[instance]
         slots += used(f, s, instance, SLOTS) * rate
         memory += used(f, s, instance, MEMORY) * rate
@@ -368,8 +358,7 @@ def next_event(f: SimGpu) -> float:
     """When the GPU, its link, or the load has its next event."""
     sim = f.sim[0]
     at = np.inf
-    for k in range(sim.running):
-        instance = f.run[k]
+    for instance in f.run[: sim.running]:
         if f.delay[instance] > 0.0:
             at = min(at, f.delay[instance])
         elif f.rate[instance] > 0.0:
