@@ -36,13 +36,7 @@ RUN = "from {root}.entry import entry; print(entry(10), sum(entry.stats.cache_hi
 
 
 @pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        ("core.submit", "SUBMISSIONS_PER_STEP"),
-        ("core.codes", "NONE"),
-        ("core.launch", "_ZERO"),
-        ("core.choose", "_ZERO"),
-    ],
+    ("module", "name"), [("core.submit", "SUBMISSIONS_PER_STEP"), ("core.codes", "NONE"), ("core.choose", "AGAIN")]
 )
 def test_a_step_knows_the_constants_of_its_parts(module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     function = step.py_func  # type: ignore[attr-defined]
@@ -54,13 +48,7 @@ def test_a_step_knows_the_constants_of_its_parts(module: str, name: str, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        ("sim.segment_model", "share"),
-        ("core.admission", "longest_admitted_ns"),
-        ("core.rings", "publish"),
-        ("core.admission", "predict"),
-    ],
+    ("module", "name"), [("sim.segment_model", "share"), ("core.rings", "publish"), ("core.admission", "predict")]
 )
 def test_a_simulation_knows_the_code_of_its_parts(module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     function = run_segments.py_func  # type: ignore[attr-defined]
