@@ -47,6 +47,7 @@ def server():
 QUICK = {"duration_s": 0.8, "warmup_s": 0.1, "headers": {"X-API-Key": "key"}}
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("how", [{"concurrency": 4}, {"rate": 100}, {"rate": 100, "arrivals": "lognormal"}])
 @pytest.mark.parametrize("binary", [True, False])
 def test_it_measures_every_model(server, how, binary):

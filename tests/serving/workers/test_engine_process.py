@@ -14,6 +14,8 @@ from paellapy.scheduler.core.errors import EngineFailedError
 from paellapy.serving.registry import Registry, entry_of
 from paellapy.serving.workers.engine_process import SavedState
 
+pytestmark = pytest.mark.quick
+
 
 def registry_with(engine, *names):
     return Registry(engine, [entry_of(scale_model(name, batch=(1,))) for name in names])
