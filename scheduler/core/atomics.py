@@ -6,6 +6,7 @@ through this module.
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,12 @@ from paellapy.instrument.numba_ext.link import Generated, call
 
 # Numba turns a u64 plus an int into a float, so every number combined with a word is a u64.
 ZERO, ONE, ALL = np.uint64(0), np.uint64(1), np.uint64((1 << 64) - 1)
+
+
+def c_address(function: Any) -> int:
+    """The address of a function of a C library, or of a ctypes callback."""
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
 
 _I64 = ir.IntType(64)
 _I32 = ir.IntType(32)

@@ -7,7 +7,7 @@ NONE = -1  # no row
 OWN_ROWS = 64  # request rows of the engine's own process, where other processes have producers
 RECENT = 4096  # latencies kept per model: a power of two
 TENANT_NAME = 64  # bytes of a tenant's name
-TAP_SIZE = 1 << 14  # completions kept for watchers of requests from other processes
+LOG_SIZE = 1 << 14  # completions kept for watchers of requests from other processes
 
 ABSENT, OPEN, CLOSING = range(3)  # model.state; a CLOSING model finishes accepted requests and refuses new ones
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from paellapy.instrument.numba_ext.link import compiled, part
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.atomics import ONE, ZERO, call_write, copy_bytes, load_at, or_at, store_at
+from paellapy.scheduler.core.atomics import ONE, ZERO, c_address, call_write, copy_bytes, load_at, or_at, store_at
 from paellapy.scheduler.core.processes import usable_cpus
 from paellapy.scheduler.core.rings import (
     ANYTHING,
@@ -116,7 +116,7 @@ class Copier:
         state.core["copier_fd"][0] = self._fd
 
     def _run(self) -> None:
-        read = ctypes.cast(ctypes.CDLL(None).read, ctypes.c_void_p).value or 0
+        read = c_address(ctypes.CDLL(None).read)
         copy_until(self._state, self._stop, np.zeros(4, np.int64), self._fd, read, self._bell.fd, self._awake)
 
     def close(self) -> None:

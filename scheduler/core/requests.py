@@ -96,9 +96,9 @@ def post_completion(s: State, row: int, model: int, status: int, now: int) -> No
         request.instance = request.slot = codes.NONE
         request.cancelled = 0
         count_outcome(s, entry)
-        if core.tapped > 0:
-            s.tap[core.tap_tail & (s.tap.shape[0] - 1)] = entry
-            core.tap_tail += 1
+        if core.logs_completions > 0:
+            s.completion_log[core.log_tail & (s.completion_log.shape[0] - 1)] = entry
+            core.log_tail += 1
     store_at(address(s.ring[producer], codes.DONE_TAIL), tail + np.uint64(1))
 
 

@@ -229,28 +229,9 @@ def claim_slot(s: State, producer: int, model: int, client: int) -> int:
 
 
 @part
-def publish(s: State, producer: int, message: int) -> bool:
-    """Copies a message, a SUBMISSION at an address, into the producer's ring; False if the ring is full."""
-    tail = s.ring[producer, codes.SUBMIT_TAIL :].ctypes.data
-    mask = np.uint64(s.submit.shape[1] - 1)
-    while True:
-        position = load_at(tail)
-        at = np.int64(position & mask)
-        cell = np.uint64(s.submit[producer, at:].ctypes.data)
-        turn = load_at(cell)
-        if turn == position:
-            if exchange_at(tail, position, position + ONE):
-                break
-        elif turn < position:
-            return False
-    copy_bytes(cell + _WORD, np.uint64(message) + _WORD, _MESSAGE_BYTES)  # all but the cell's own sequence number
-    store_at(cell, position + ONE)
-    return True
-
-
-@part
 def publish_all(s: State, producer: int, messages: int, n: int) -> bool:
-    """Copies n messages, which lie one behind the other; False if the ring has no room for all of them now.
+    """Copies n messages, SUBMISSIONs that lie one behind the other at an address, into the producer's ring; False if
+    the ring has no room for all of them now.
 
     The first becomes visible last, so the core takes all of them in one step.
     """
@@ -260,19 +241,24 @@ def publish_all(s: State, producer: int, messages: int, n: int) -> bool:
     while True:
         position = load_at(tail)
         at = np.int64((position + last) & mask)
-        turn = load_at(s.submit[producer, at:].ctypes.data)
-        if turn == position + last:  # the core takes messages in order, so the cells before it are free too
+        sequence = load_at(s.submit[producer, at:].ctypes.data)
+        if sequence == position + last:  # the core takes messages in order, so the cells before it are free too
             if exchange_at(tail, position, position + np.uint64(n)):
                 break
-        elif turn < position + last:
+        elif sequence < position + last:
             return False
     for k in range(n - 1, -1, -1):
         at = np.int64((position + np.uint64(k)) & mask)
         cell = np.uint64(s.submit[producer, at:].ctypes.data)
         source = np.uint64(messages) + np.uint64(k) * (_MESSAGE_BYTES + _WORD)
-        copy_bytes(cell + _WORD, source + _WORD, _MESSAGE_BYTES)
+        copy_bytes(cell + _WORD, source + _WORD, _MESSAGE_BYTES)  # all but the cell's own sequence number
         store_at(cell, position + np.uint64(k) + ONE)
     return True
+
+
+@part
+def publish(s: State, producer: int, message: int) -> bool:
+    return bool(publish_all(s, producer, message, 1))
 
 
 @part

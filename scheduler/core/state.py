@@ -116,8 +116,8 @@ class Limits:
         return _power_of_two(2 * self.models)
 
     @property
-    def tap_cells(self) -> int:
-        return codes.TAP_SIZE if self.producers > 1 else 1
+    def log_cells(self) -> int:
+        return codes.LOG_SIZE if self.producers > 1 else 1
 
     @property
     def _most_rows(self) -> int:
@@ -205,7 +205,8 @@ class State(TableSet):
     # requests by outcome; the last column is the sum of the batch sizes of OK requests
     outcome: Ints = table(INT, "models", len(codes.STATUS) + 1)
     recent_ns: Ints = table(INT, "models", codes.RECENT, 2)  # latency and wait of the latest OK requests
-    tap: Table = table(COMPLETION, "tap_cells")  # the latest completions of all producers, while core.tapped
+    # the latest completions of all producers, while core.logs_completions
+    completion_log: Table = table(COMPLETION, "log_cells")
     out: Table = table(OUT, "out_cells")
     job: Table = table(JOB, 2)  # the core's scratch; readers have their own
     done_segment: Table = table(DONE, 1)  # also scratch

@@ -7,7 +7,6 @@ completion words. `run` is the loop for real time.
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import numba
 import numpy as np
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from paellapy.instrument.numba_ext.link import address_of, call_with, compiled, part, reachable
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.abort import expire, fail_all
-from paellapy.scheduler.core.atomics import ZERO, call_telling, load_at, store_at
+from paellapy.scheduler.core.atomics import ZERO, c_address, call_telling, load_at, store_at
 from paellapy.scheduler.core.choose import choose, reconcile_all
 from paellapy.scheduler.core.concurrency import LINGERS, average_queue, update_gates
 from paellapy.scheduler.core.instances import mark_instance_dirty, poll_held
@@ -209,10 +208,6 @@ def run(s: State, stop: Words, linger_ns: int, scratch: NDArray[np.int64]) -> in
     return 1
 
 
-def _address(function: Any) -> int:
-    return ctypes.cast(function, ctypes.c_void_p).value or 0
-
-
 def attach_step(state: State) -> None:
     """Sets the address by which loops call the step; otherwise each loop would contain a compiled copy of the core."""
     state.call["step"][0] = address_of(step, State.numba_type, numba.types.int64)
@@ -222,5 +217,5 @@ def attach_loop(state: State) -> None:
     """Sets the functions that loops in real time call: the step, and functions of the C library."""
     attach_step(state)
     libc = ctypes.CDLL(None)
-    state.call["clock"][0] = _address(libc.clock_gettime)
-    state.call["write"][0] = _address(libc.write)
+    state.call["clock"][0] = c_address(libc.clock_gettime)
+    state.call["write"][0] = c_address(libc.write)

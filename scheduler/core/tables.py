@@ -56,7 +56,7 @@ CORE = np.dtype(
         ("own_names", "i8"),  # how many such numbers there are
         ("partitions", "i8"),  # number of SM partitions
         ("copier_fd", "i8"),  # eventfd that wakes the copier; NONE: there is none
-        ("tapped", "i8"),  # 1: completions are also written to `tap`
+        ("logs_completions", "i8"),  # 1: completions are also written to `completion_log`
         ("gates", "i8"),  # number of gates of other processes
         # current state
         ("mode", "i8"),  # RUN_MODE …
@@ -86,7 +86,7 @@ CORE = np.dtype(
         ("refresh_at", "i8"),  # index in `ready` of the instance that was ranked afresh last
         ("first_of_batch", "i8"),  # 1: the next completion is the first of its batch
         ("next_producer", "i8"),  # whose submissions are read next
-        ("tap_tail", "i8"),
+        ("log_tail", "i8"),
         ("top_priority", "i8"),  # highest priority of an open model
         ("least_priority", "i8"),  # lowest priority of an open model
         ("yielding", "i8"),  # active instances that launch nothing while a short job runs

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from paellapy.instrument.numba_ext.link import brief, part
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.atomics import call_write, load_at
+from paellapy.scheduler.core.atomics import c_address, call_write, load_at
 from paellapy.scheduler.core.errors import QueueFullError
 from paellapy.scheduler.core.processes import SharedBlock
 from paellapy.scheduler.core.rings import (
@@ -64,7 +64,7 @@ class Line:
     """The line of one producer. It is valid for as long as it and the state are kept."""
 
     def __init__(self, state: State, producer: int, bell_fd: int) -> None:
-        write = ctypes.cast(ctypes.CDLL(None).write, ctypes.c_void_p).value or 0
+        write = c_address(ctypes.CDLL(None).write)
         self._row = np.array([(1, state.address, producer, bell_fd, write)], LINE)
         self.address = int(self._row.ctypes.data)
 

@@ -166,10 +166,10 @@ class Tap:
         """Adds a watcher; call the returned function to remove it."""
         with self._lock:
             if not self._watchers:
-                self._seen = int(self._state.core["tap_tail"][0])
-                self._state.core["tapped"][0] = 1
+                self._seen = int(self._state.core["log_tail"][0])
+                self._state.core["logs_completions"][0] = 1
                 self._stop = threading.Event()
-                self._thread = threading.Thread(target=self._run, args=(self._stop,), name="paellapy-tap", daemon=True)
+                self._thread = threading.Thread(target=self._run, args=(self._stop,), name="paellapy-log", daemon=True)
                 self._thread.start()
             self._watchers.append(watcher)
         return lambda: self._leave(watcher)
@@ -178,7 +178,7 @@ class Tap:
         with self._lock:
             self._watchers.remove(watcher)
             if not self._watchers:
-                self._state.core["tapped"][0] = 0
+                self._state.core["logs_completions"][0] = 0
                 self._stop.set()
 
     def _run(self, stop: threading.Event) -> None:
@@ -188,8 +188,8 @@ class Tap:
     def look(self) -> None:
         """Passes new completions to the watchers."""
         with self._lock:
-            ring = self._state.tap
-            tail = int(self._state.core["tap_tail"][0])
+            ring = self._state.completion_log
+            tail = int(self._state.core["log_tail"][0])
             first = max(self._seen, tail - len(ring) + _SLACK)
             self._seen = tail
             for entry in ring[np.arange(first, tail) & (len(ring) - 1)]:
