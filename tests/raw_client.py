@@ -40,4 +40,7 @@ class Client:
         return self
 
     def __exit__(self, *_):
+        self.close()
+
+    def close(self):
         self._socket.close()

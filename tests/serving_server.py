@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import triton
 import triton.language as tl
+from prometheus_client.parser import text_string_to_metric_families
 from waiting import wait_until
 
 import paellapy as pp
@@ -135,9 +136,15 @@ def mixed_model() -> Model:
     return echo_model("mixed", ["FP32", "FP16", "BF16", "INT8", "UINT64", "BOOL"], batch=(1, 4))
 
 
+INFER = "/v2/models/scale/infer"
+
+
 def infer_body(name: str, array: np.ndarray, datatype: str = "FP32", **more: Any) -> dict[str, Any]:
     tensor = {"name": name, "shape": list(array.shape), "datatype": datatype, "data": array.reshape(-1).tolist()}
     return {"inputs": [tensor], **more}
+
+
+BODY = json.dumps(infer_body("x", np.ones((1, 64), np.float32))).encode()  # for `scale_model`, whose answer is 2.0
 
 
 # -- as a process
@@ -168,6 +175,19 @@ def read_until(stream: Any, text: str) -> str:
     return "".join(lines)
 
 
+def url_once(process: subprocess.Popen[str], said: str = '"message":"loaded"') -> str:
+    """The URL of a process with a JSON log, once the log says this."""
+    lines = read_until(process.stderr, said).splitlines()
+    return next(json.loads(line)["url"] for line in lines if '"listening"' in line)
+
+
+class At:
+    """A server at a URL, for `ask`."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.port = url, int(url.rpartition(":")[2])
+
+
 def ask(server, method, path, body=None, headers=None):
     """Status, headers and content of one request on a new connection."""
     connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
@@ -178,3 +198,9 @@ def ask(server, method, path, body=None, headers=None):
     kind = answer.headers.get("Content-Type", "")
     decoded = json.loads(content) if kind.startswith("application/json") and content else content
     return answer.status, answer.headers, decoded
+
+
+def scrape(server):
+    """All samples of /metrics."""
+    text = ask(server, "GET", "/metrics")[2].decode()
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]

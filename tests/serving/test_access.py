@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 
-import numpy as np
 import pytest
 from engine_models import scale_model
-from serving_server import ask, infer_body, running
+from serving_server import BODY, INFER, ask, running
 
 from paellapy.serving.access import Access, Key
 from paellapy.serving.build import build_keys
@@ -17,8 +15,6 @@ from paellapy.serving.errors import ConfigError
 from paellapy.serving.logs import log
 from paellapy.serving.server import ServerConfig, warn_of_neighbours
 
-INFER = "/v2/models/scale/infer"
-BODY = json.dumps(infer_body("x", np.ones((1, 64), np.float32))).encode()
 OPERATIONS = [
     ("/v2/repository/models/scale/load", b""),
     ("/v2/repository/models/spare/unload", b""),

@@ -40,6 +40,7 @@ factory = "paellapy.demo:load"
 arguments = { name = "cnn" }
 priority = 5
 load = false
+capture = "on_demand"
 """
 
 
@@ -63,6 +64,7 @@ def test_what_a_file_says_is_what_there_is(write, monkeypatch):
     model = first.make()
     assert (model.batch, model.target_ms, model.priority) == ((1, 2), 20, 0)
     assert second.make().priority == 5
+    assert second.make().later_batch
     with build_engine(config, source) as engine:
         assert engine.device.name == "virtual:t4"
         assert engine.policy == "edf"

@@ -10,13 +10,12 @@ import re
 import threading
 from urllib.parse import urljoin
 
-import numpy as np
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from engine_models import scale_model
 from raw_client import Client
-from serving_server import infer_body, running
+from serving_server import BODY, INFER, ask, running
 
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.serving import rpc
@@ -31,15 +30,6 @@ SWITCH = {"Content-Type": "application/json", SWITCH_HEADER: "1"}
 def server():
     with running([scale_model("scale", target_ms=500.0)]) as server:
         yield server
-
-
-def ask(server, method, path, body=None, headers=None):
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    connection.request(method, path, body, headers or {})
-    answer = connection.getresponse()
-    found = answer.read()
-    connection.close()
-    return answer.status, dict(answer.headers), found
 
 
 class Viewer:
@@ -146,9 +136,8 @@ def test_events_show_what_the_engine_does(server):
         first = viewer.next()
         assert first["models"][0]["name"] == "scale"
         assert first["models"][0]["recent"] == 0
-        body = json.dumps(infer_body("x", np.ones((1, 64), np.float32)))
         for _ in range(5):
-            assert ask(server, "POST", "/v2/models/scale/infer", body)[0] == 200
+            assert ask(server, "POST", INFER, BODY)[0] == 200
         found = viewer.next()
         while found["models"][0]["recent"] < 5:
             found = viewer.next()
@@ -182,16 +171,14 @@ def test_only_so_many_may_look(server):
     try:
         with Viewer(server) as viewer:
             assert viewer.next()
-            status, _, body = ask(server, "GET", "/dashboard/events")
-            assert status == 503
-            assert b"limit of 1 " in body
+            assert ask(server, "GET", "/dashboard/events")[0] == 503
     finally:
         hub.max_viewers = before
 
 
 def test_the_policy_is_switched(server):
-    status, _, body = ask(server, "POST", "/dashboard/policy", b'{"policy": "srpt"}', SWITCH)
-    assert (status, json.loads(body)) == (200, {"policy": "srpt"})
+    found = ask(server, "POST", "/dashboard/policy", b'{"policy": "srpt"}', SWITCH)
+    assert found[::2] == (200, {"policy": "srpt"})
     assert server.engine.policy == "srpt"
     with Viewer(server) as viewer:
         assert viewer.next()["policy"]["current"] == "srpt"
@@ -214,7 +201,7 @@ def test_what_no_page_of_ours_would_send_changes_nothing(server, body, headers, 
     before = server.engine.policy
     found, _, answer = ask(server, "POST", "/dashboard/policy", body, headers)
     assert found == status
-    assert says in json.loads(answer)["error"]
+    assert says in answer["error"]
     assert server.engine.policy == before
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
-import socket
 import zlib
 
 import aiohttp
 import numpy as np
 import pytest
 from engine_models import scale_model
-from serving_server import infer_body, read_until, running, serving
+from raw_client import Client
+from serving_server import infer_body, running
 
 from paellapy.instrument.errors import LaunchError
 from paellapy.scheduler.engine.engine import Engine
@@ -30,30 +30,15 @@ def head(model, length):
     return f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode()
 
 
-def connect(server):
-    return socket.create_connection(("127.0.0.1", server.port), timeout=120)
-
-
-def answer_of(connection):
-    """Status and JSON of one answer on a socket."""
-    data = b""
-    while b"\r\n\r\n" not in data:
-        piece = connection.recv(65536)
-        assert piece, data
-        data += piece
-    header, _, body = data.partition(b"\r\n\r\n")
-    length = int(header.lower().split(b"content-length:")[1].split(b"\r\n")[0])
-    while len(body) < length:
-        body += connection.recv(65536)
-    return int(header[9:12]), json.loads(body)
+def check_right(client):
+    status, _, body = client.answer()
+    assert (status, json.loads(body)["outputs"][0]["data"]) == (200, RIGHT)
 
 
 def check_serves(server, model="scale"):
-    with connect(server) as connection:
-        connection.sendall(head(model, len(BODY)) + BODY)
-        status, found = answer_of(connection)
-    assert status == 200
-    assert found["outputs"][0]["data"] == RIGHT
+    with Client(server) as client:
+        client.send(head(model, len(BODY)) + BODY)
+        check_right(client)
 
 
 @pytest.fixture(scope="module")
@@ -77,20 +62,19 @@ def test_clients_that_leave_while_they_wait_free_their_work(server):
     """Everything behind a held instance waits; those whose clients leave are gone from the engine before it is let go.
     """
     held = server.hold("single")
-    connections = [connect(server) for _ in range(30)]
-    for connection in connections:
-        connection.sendall(head("single", len(BODY)) + BODY)
+    clients = [Client(server) for _ in range(30)]
+    for client in clients:
+        client.send(head("single", len(BODY)) + BODY)
     server.wait_until(lambda: server.engine.stats()["queued"] == 30)
     before = server.service.counters.of("single").left
-    for connection in connections[1:]:
-        connection.close()
+    for client in clients[1:]:
+        client.close()
     server.wait_until(lambda: server.engine.stats()["live"] == 2)  # the one that stays, and the held one
     assert server.service.counters.of("single").left - before == 29
     assert server.service.in_flight == 1
     held.cancel()
-    with connections[0]:
-        status, found = answer_of(connections[0])
-    assert (status, found["outputs"][0]["data"]) == (200, RIGHT)
+    with clients[0] as client:
+        check_right(client)
     server.wait_until(lambda: server.engine.stats()["live"] == 0)
 
 
@@ -101,17 +85,17 @@ def test_an_answer_that_cannot_be_written_is_an_error_for_its_client_alone(serve
     with monkeypatch.context() as patch:
         patch.setattr(inference, "encode", broken)
         patch.setattr(inference, "known_answer", lambda request: None)
-        with connect(server) as connection:
-            connection.sendall(head("scale", len(BODY)) + BODY)
-            assert answer_of(connection)[0] == 500
+        with Client(server) as client:
+            client.send(head("scale", len(BODY)) + BODY)
+            assert client.answer()[0] == 500
     check_serves(server)
 
 
 def test_clients_that_leave_within_their_body_leave_nothing(server):
     sent = (1, len(BODY) // 2, len(BODY) - 1)
     for length in sent:
-        with connect(server) as connection:
-            connection.sendall(head("scale", len(BODY)) + BODY[:length])
+        with Client(server) as client:
+            client.send(head("scale", len(BODY)) + BODY[:length])
             server.wait_until(lambda: server.service.in_flight == 1)
         server.wait_until(lambda: server.service.in_flight == 0)
     assert server.engine.stats()["live"] == 0
@@ -121,15 +105,15 @@ def test_clients_that_leave_within_their_body_leave_nothing(server):
 def test_a_compressed_body_that_ends_early_is_told_and_the_next_one_is_served(server):
     packed = zlib.compress(BODY)
     header = head("scale", len(packed) - 9).replace(b"\r\n\r\n", b"\r\nContent-Encoding: deflate\r\n\r\n")
-    with connect(server) as connection:
-        connection.sendall(header)
+    with Client(server) as client:
+        client.send(header)
         server.wait_until(lambda: server.service.in_flight == 1)
-        connection.sendall(packed[:-9])
-        status, found = answer_of(connection)
+        client.send(packed[:-9])
+        status, _, body = client.answer()
         assert status == 400
-        assert "decompressed" in found["error"]
-        connection.sendall(head("scale", len(BODY)) + BODY)
-        assert answer_of(connection)[0] == 200
+        assert "decompressed" in json.loads(body)["error"]
+        client.send(head("scale", len(BODY)) + BODY)
+        assert client.answer()[0] == 200
 
 
 @pytest.mark.parametrize("turns", range(5))
@@ -150,23 +134,23 @@ def test_a_chunk_that_is_none_is_told_however_soon_it_follows(server, monkeypatc
 
     header = b"POST /v2/models/scale/infer HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     monkeypatch.setattr(Connection, "data_received", apart)
-    with connect(server) as connection:
-        connection.sendall(header + b"no length\r\n")
-        status, found = answer_of(connection)
-        assert connection.recv(1) == b""  # one answer, and the end
+    with Client(server) as client:
+        client.send(header + b"no length\r\n")
+        status, _, body = client.answer()
+        assert client.closed  # one answer, and the end
     assert status == 400
-    assert found["error"]
+    assert json.loads(body)["error"]
     monkeypatch.undo()
     check_serves(server)
 
 
 def test_what_is_not_http_gets_a_json_answer(server):
     for data, said in ((b"nonsense\r\n\r\n", "HTTP/1.1"), (b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\n\r\n", "longer")):
-        with connect(server) as connection:
-            connection.sendall(data)
-            status, found = answer_of(connection)
+        with Client(server) as client:
+            client.send(data)
+            status, _, body = client.answer()
         assert status == 400
-        assert said in found["error"]
+        assert said in json.loads(body)["error"]
 
 
 @pytest.mark.parametrize(
@@ -183,24 +167,25 @@ def test_what_is_not_http_gets_a_json_answer(server):
     ],
 )
 def test_headers_that_are_wrong_are_named(server, headers, status, said):
-    with connect(server) as connection:
-        connection.sendall(f"POST /v2/models/scale/infer HTTP/1.1\r\n{headers}\r\n\r\n{{}}".encode())
-        answer, found = answer_of(connection)
+    with Client(server) as client:
+        client.send(f"POST /v2/models/scale/infer HTTP/1.1\r\n{headers}\r\n\r\n{{}}".encode())
+        answer, _, body = client.answer()
     assert answer == status
-    assert said in found["error"]
+    assert said in json.loads(body)["error"]
 
 
 # -- clients that are slow
 
 
 def test_a_header_that_drips_is_not_waited_for(impatient):
-    with connect(impatient) as connection:
-        connection.sendall(b"GET /v2 HTTP/1.1\r\nX-Slow: ")
+    with Client(impatient) as client:
+        client.send(b"GET /v2 HTTP/1.1\r\nX-Slow: ")
+        connection = client._socket
         connection.settimeout(0.02)
         answer = None
         while answer is None:
             try:
-                connection.sendall(b"a")
+                client.send(b"a")
                 answer = connection.recv(1000)
             except TimeoutError:
                 continue
@@ -211,17 +196,17 @@ def test_a_header_that_drips_is_not_waited_for(impatient):
 
 
 def test_a_connection_that_never_says_anything_is_closed(impatient):
-    with connect(impatient) as connection:
-        assert connection.recv(1) == b""
+    with Client(impatient) as client:
+        assert client.closed
 
 
 def test_a_second_header_that_stops_midway_is_not_waited_for(impatient):
-    with connect(impatient) as connection:
-        connection.sendall(head("scale", len(BODY)) + BODY)
-        assert answer_of(connection)[0] == 200
-        connection.sendall(b"POST /v2/models/scale")
-        assert answer_of(connection)[0] == 408
-        assert connection.recv(1) == b""
+    with Client(impatient) as client:
+        client.send(head("scale", len(BODY)) + BODY)
+        assert client.answer()[0] == 200
+        client.send(b"POST /v2/models/scale")
+        assert client.answer()[0] == 408
+        assert client.closed
 
 
 # -- many connections
@@ -268,47 +253,6 @@ def test_two_thousand_open_connections_and_requests_are_answered():
             assert server.engine.stats()["live"] == 0
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-# -- a model that cannot be loaded
-
-CONFIG = """
-device = "virtual:h200"
-[server]
-port = 0
-log_format = "json"
-[[models]]
-name = "good"
-factory = "paellapy.demo:load"
-arguments = { name = "mlp", batch = [1] }
-[[models]]
-name = "bad"
-factory = "broken_factory:load"
-"""
-
-
-def test_a_server_goes_on_without_a_model_that_cannot_be_loaded_and_says_why(tmp_path):
-    (tmp_path / "broken_factory.py").write_text("def load():\n    raise OSError('its weights are gone')\n")
-    (tmp_path / "paella.toml").write_text(CONFIG)
-
-    async def main(url):
-        async with aiohttp.ClientSession() as session:
-            async with session.get(f"{url}/v2/models/good/ready") as answer:
-                assert answer.status == 200
-            async with session.get(f"{url}/v2/health/ready") as answer:
-                assert answer.status == 503
-            async with session.post(f"{url}/v2/repository/index") as answer:
-                return {each["name"]: each for each in await answer.json()}
-
-    with serving(str(tmp_path / "paella.toml")) as process:
-        said = read_until(process.stderr, "could not be loaded")
-        url = next(json.loads(line)["url"] for line in said.splitlines() if '"listening"' in line)
-        index = asyncio.run(main(url))
-        process.terminate()
-        assert process.wait(120) == 0
-    assert index["good"]["state"] == "READY"
-    assert index["bad"]["state"] == "UNAVAILABLE"
-    assert "its weights are gone" in index["bad"]["reason"]
 
 
 def test_the_error_of_a_server_names_whose_work_was_on_the_gpu():

@@ -20,7 +20,6 @@ import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as some
-from prometheus_client.parser import text_string_to_metric_families
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -28,7 +27,7 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from serving_server import ask, read_until, serving
+from serving_server import At, ask, scrape, serving, url_once
 
 from paellapy.serving.openapi import document
 from paellapy.serving.tensors import DTYPES
@@ -55,13 +54,9 @@ TIMEOUT_S = 60.0  # of one answer: reached only by a server that hangs
 MORE = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck), "phases": [Phase.generate]}
 
 
-class Server:
-    def __init__(self, url):
-        self.url, self.port = url, int(url.rpartition(":")[2])
-
+class Server(At):
     def measure(self):
-        families = text_string_to_metric_families(ask(self, "GET", "/metrics")[2].decode())
-        return {s.name: s.value for family in families for s in family.samples if not s.labels}
+        return {s.name: s.value for s in scrape(self) if not s.labels}
 
     def check_right(self):
         header, tail = binary(ARRAYS)
@@ -123,8 +118,7 @@ def server(tmp_path_factory):
     config = tmp_path_factory.mktemp("fuzz") / "paella.toml"
     config.write_text(CONFIG)
     with serving(str(config)) as process:
-        said = read_until(process.stderr, '"message":"loaded"')
-        found = Server(next(json.loads(line)["url"] for line in said.splitlines() if '"listening"' in line))
+        found = Server(url_once(process))
         for _ in range(20):  # what is made on first use is there
             found.check_right()
             ask(found, "POST", INFER, b"{}")
@@ -218,7 +212,7 @@ def lying_requests(draw):
 def test_binary_bodies_that_lie_do_no_harm(server):
     statuses = set()
 
-    @settings(max_examples=500, **MORE)
+    @settings(max_examples=300, **MORE)
     @given(lying_requests())
     def run(request):
         status, _, content = ask(server, "POST", INFER, *request)
@@ -280,7 +274,7 @@ def nearly_http(draw):
 def test_bytes_that_are_hardly_http_do_no_harm(server):
     statuses, several = set(), []
 
-    @settings(max_examples=800, **MORE)
+    @settings(max_examples=500, **MORE)
     @given(nearly_http() | nearly_http() | some.binary(max_size=200) | some.just(PLAIN))
     def collect(data):
         several.append(data)

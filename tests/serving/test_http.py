@@ -6,7 +6,6 @@ import asyncio
 import io
 import json
 import re
-import socket
 from urllib.parse import urljoin
 
 import aiohttp
@@ -14,8 +13,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 from engine_models import faulty_model, lookup_model, lose_the_gpu_on_faults, scale_model
-from prometheus_client.parser import text_string_to_metric_families
-from serving_server import DEVICE, ask, infer_body, running
+from serving_server import BODY, DEVICE, INFER, ask, infer_body, running
 
 from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.core.state import Limits
@@ -28,8 +26,6 @@ from paellapy.serving.registry import Entry
 pytestmark = pytest.mark.quick
 
 ONES = np.ones((1, 64), np.float32)
-RIGHT = json.dumps(infer_body("x", ONES)).encode()
-INFER = "/v2/models/scale/infer"
 
 
 def broken():
@@ -40,7 +36,6 @@ def broken():
 def server():
     models = [
         scale_model(batch=(1, 4)),
-        scale_model("long", steps=300, batch=(1,), instances=1),
         Entry("broken", broken, wanted=False),
     ]
     with running(models, max_body_bytes=100_000) as found:
@@ -48,7 +43,7 @@ def server():
 
 
 def check_serves(server):
-    status, _, found = ask(server, "POST", INFER, RIGHT)
+    status, _, found = ask(server, "POST", INFER, BODY)
     assert status == 200
     assert found["outputs"][0] == {"name": "y", "datatype": "FP32", "shape": [1, 64], "data": [2.0] * 64}
 
@@ -66,16 +61,16 @@ def test_health_bodies_are_json(server):
 
 def test_both_addresses_of_a_model_serve(server):
     check_serves(server)
-    assert ask(server, "POST", "/v2/models/scale/versions/1/infer", RIGHT)[0] == 200
+    assert ask(server, "POST", "/v2/models/scale/versions/1/infer", BODY)[0] == 200
     assert ask(server, "GET", "/v2/models/scale/versions/1")[2]["versions"] == ["1"]
 
 
 @pytest.mark.parametrize(
     ("method", "path", "body", "status"),
     [
-        ("POST", "/v2/models/nope/infer", RIGHT, 404),
-        ("POST", "/v2/models/scale/versions/2/infer", RIGHT, 404),
-        ("POST", "/v2/models/broken/infer", RIGHT, 404),
+        ("POST", "/v2/models/nope/infer", BODY, 404),
+        ("POST", "/v2/models/scale/versions/2/infer", BODY, 404),
+        ("POST", "/v2/models/broken/infer", BODY, 404),
         ("GET", "/v2/models/nope", None, 404),
         ("GET", "/v2/models/nope/config", None, 404),
         ("GET", "/v2/models/nope/stats", None, 404),
@@ -108,11 +103,11 @@ def test_every_error_is_json_with_its_status(server, method, path, body, status)
 def test_long_names_come_back_short(server):
     name = "n" * 4000
     for method, path, body in (
-        ("POST", f"/v2/models/{name}/infer", RIGHT),
+        ("POST", f"/v2/models/{name}/infer", BODY),
         ("GET", f"/v2/models/{name}", None),
         ("GET", f"/v2/models/{name}/ready", None),
         ("POST", f"/v2/repository/models/{name}/load", b""),
-        ("POST", f"/v2/models/scale/versions/{name}/infer", RIGHT),
+        ("POST", f"/v2/models/scale/versions/{name}/infer", BODY),
     ):
         status, _, content = ask(server, method, path, body)
         assert status == 404
@@ -141,18 +136,13 @@ def test_a_model_that_fails_to_load_says_why_and_harms_nobody(server):
     assert index["broken"]["state"] == "UNAVAILABLE"
     assert "weights" in index["broken"]["reason"]
     ready = ask(server, "POST", "/v2/repository/index", b'{"ready": true}')[2]
-    assert {each["name"] for each in ready} == {"scale", "long"}
-    check_serves(server)
-
-
-def test_headers_that_are_too_long_are_refused(server):
-    assert ask(server, "GET", "/v2", headers={"X-Long": "a" * 20_000})[0] == 400
+    assert {each["name"] for each in ready} == {"scale"}
     check_serves(server)
 
 
 def test_request_ids_and_traces_come_back(server):
     given = {"X-Request-Id": "mine", "traceparent": f"00-{'a' * 32}-{'b' * 16}-01", "tracestate": "v=1"}
-    _, headers, _ = ask(server, "POST", INFER, RIGHT, given)
+    _, headers, _ = ask(server, "POST", INFER, BODY, given)
     assert headers["X-Request-Id"] == "mine"
     version, trace, span, flags = headers["traceparent"].split("-")
     assert (version, trace, flags) == ("00", "a" * 32, "01")
@@ -161,30 +151,6 @@ def test_request_ids_and_traces_come_back(server):
     _, headers, _ = ask(server, "GET", "/nothing", headers={"traceparent": "nonsense", "X-Request-Id": "two words"})
     assert "traceparent" not in headers
     assert headers["X-Request-Id"] != "two words"
-
-
-# -- clients that behave badly
-
-
-def test_a_client_that_leaves_frees_its_work(server):
-    body = json.dumps(infer_body("x", ONES)).encode()
-    head = f"POST /v2/models/long/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    counters = server.service.counters.of("long")
-    before = counters.left
-    connections = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(40)]
-    for connection in connections:
-        connection.sendall(head + body)
-    server.wait_until(lambda: server.service.in_flight + counters.answered >= 20)
-    for connection in connections:
-        connection.close()
-    server.wait_until(lambda: server.service.in_flight == 0 and server.engine.stats()["live"] == 0)
-    assert counters.left > before
-    check_serves(server)
-
-
-def test_it_still_serves_after_all_that(server):
-    check_serves(server)
-    assert server.engine.stats()["live"] == 0
 
 
 def test_many_clients_get_their_own_answers(server):
@@ -203,6 +169,22 @@ def test_many_clients_get_their_own_answers(server):
     asyncio.run(main())
 
 
+def test_the_index_names_batch_sizes_that_are_captured_on_demand():
+    with running([scale_model(batch=(1, 2, 4, 8), capture="on_demand"), scale_model("ahead")]) as server:
+
+        def sizes():
+            index = ask(server, "POST", "/v2/repository/index", b"{}")[2]
+            return {each["name"]: each.get("batch_sizes") for each in index}
+
+        assert sizes() == {"scale": {"captured": [1, 8], "later": [2, 4], "failed": []}, "ahead": None}
+        for items in (2, 4):
+            x = np.arange(items, dtype=np.float32).repeat(64).reshape(items, 64)
+            found = ask(server, "POST", INFER, json.dumps(infer_body("x", x)))[2]
+            assert found["outputs"][0]["data"] == (2 * x).reshape(-1).tolist()
+        server.wait_until(lambda: sizes()["scale"] is None)
+        assert server.engine.stats()["models"]["scale"]["sizes"]["captured"] == [1, 2, 4, 8]
+
+
 # -- keys
 
 
@@ -210,47 +192,17 @@ def test_keys():
     with running([scale_model(batch=(1,))], keys={"alice": "a-key", "bob": "b-key"}) as server:
         assert ask(server, "GET", "/v2/health/ready")[0] == 200
         for headers in ({}, {"X-API-Key": "wrong"}, {"Authorization": "Bearer"}, {"Authorization": "Basic a-key"}):
-            status, found, content = ask(server, "POST", INFER, RIGHT, headers)
+            status, found, content = ask(server, "POST", INFER, BODY, headers)
             assert status == 401
             assert found["WWW-Authenticate"] == "Bearer"
             assert "key" in content["error"]
         for path in ("/metrics", "/v2/models/x%2Fv2%2Fhealth%2Flive", "/x/v2/health/live", "/v2/models/scale"):
             assert ask(server, "GET", path)[0] == 401
         for headers in ({"X-API-Key": "a-key"}, {"Authorization": "Bearer b-key"}):
-            assert ask(server, "POST", INFER, RIGHT, headers)[0] == 200
+            assert ask(server, "POST", INFER, BODY, headers)[0] == 200
 
 
 # -- what can be seen
-
-
-def test_metrics(server):
-    check_serves(server)
-    ask(server, "POST", INFER, b"")
-    ask(server, "POST", INFER, json.dumps(infer_body("x", ONES, parameters={"timeout": 1})).encode())
-    status, headers, content = ask(server, "GET", "/metrics")
-    assert status == 200
-    assert headers["Content-Type"].startswith("text/plain")
-
-    def label(sample):
-        return next((sample.labels[key] for key in ("le", "reason", "resource") if key in sample.labels), None)
-
-    found = {
-        (s.name, s.labels.get("model"), label(s)): s.value
-        for family in text_string_to_metric_families(content.decode())
-        for s in family.samples
-    }
-    answered = found["paellapy_requests_answered_total", "scale", None]
-    assert answered >= 1
-    assert found["paellapy_request_seconds_count", "scale", None] == answered
-    assert found["paellapy_request_seconds_bucket", "scale", "+Inf"] == answered
-    assert ("paellapy_queue_seconds_bucket", "scale", "0.0001") in found
-    assert found["nv_inference_request_success", "scale", None] == answered
-    assert found["nv_inference_count", "scale", None] == found["paellapy_items_total", "scale", None] > 0
-    assert found["paellapy_refusals_total", "scale", "predicted_deadline"] >= 1
-    assert found["paellapy_batch_size_count", "scale", None] == found["paellapy_batches_total", "scale", None]
-    assert found["paellapy_occupancy_ratio", None, "warps"] == 0
-    assert found["paellapy_model_ready", "broken", None] == 0
-    assert found["paellapy_ready", None, None] == 1
 
 
 def test_the_documentation_lists_every_address(server):
@@ -314,12 +266,12 @@ def test_it_lives_under_another_application():
 def test_a_value_that_a_model_fails_on_is_a_500_of_its_own_and_not_to_be_tried_again():
     with running([faulty_model(), scale_model(batch=(1,))]) as server:
         for _ in range(2):
-            status, headers, content = ask(server, "POST", "/v2/models/faulty/infer", RIGHT)
+            status, headers, content = ask(server, "POST", "/v2/models/faulty/infer", BODY)
             assert status == 500
             assert "Retry-After" not in headers
             assert headers["X-Request-Id"] in content["error"]
             assert ".py" not in content["error"]
-            assert ask(server, "POST", INFER, RIGHT)[0] == 200
+            assert ask(server, "POST", INFER, BODY)[0] == 200
             assert ask(server, "GET", "/v2/health/ready")[0] == 200
 
 
@@ -327,11 +279,11 @@ def test_a_lost_gpu_is_a_503_and_not_ready(monkeypatch):
     lose_the_gpu_on_faults(monkeypatch)
     with running([faulty_model(), scale_model(batch=(1,))]) as server:
         assert ask(server, "GET", "/v2/health/ready")[0] == 200
-        status, headers, content = ask(server, "POST", "/v2/models/faulty/infer", RIGHT)
+        status, headers, content = ask(server, "POST", "/v2/models/faulty/infer", BODY)
         assert status == 500  # nobody else was on the GPU
         assert "Retry-After" not in headers
         assert ".py" not in content["error"]  # nothing of the server's own code
-        status, headers, _ = ask(server, "POST", INFER, RIGHT)
+        status, headers, _ = ask(server, "POST", INFER, BODY)
         assert status == 503
         assert "Retry-After" in headers
         assert ask(server, "GET", "/v2/health/ready")[::2] == (503, {"ready": False})
@@ -342,7 +294,7 @@ def test_a_full_queue_is_a_503():
     slow = scale_model("long", steps=300, batch=(1,), instances=1)
 
     async def one(session, url):
-        async with session.post(f"{url}/v2/models/long/infer", data=RIGHT) as answer:
+        async with session.post(f"{url}/v2/models/long/infer", data=BODY) as answer:
             return answer.status, await answer.json()
 
     async def main(url):
@@ -364,7 +316,7 @@ def test_a_client_that_floods_the_server_gets_429_and_others_are_served(more):
 
     async def one(session, url, name):
         headers = {"X-Client-Id": name, **more}
-        async with session.post(f"{url}/v2/models/long/infer", data=RIGHT, headers=headers) as answer:
+        async with session.post(f"{url}/v2/models/long/infer", data=BODY, headers=headers) as answer:
             return answer.status, answer.headers, await answer.json()
 
     async def main(url):

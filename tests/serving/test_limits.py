@@ -19,7 +19,7 @@ import uvloop
 from engine_models import scale_model
 from places import TESTS
 from raw_client import Client
-from serving_server import ask, infer_body, running
+from serving_server import BODY, INFER, ask, infer_body, running
 
 from paellapy.serving import compression, listening, metrics
 from paellapy.serving.errors import TooLargeError
@@ -27,8 +27,6 @@ from paellapy.serving.limits import BESIDE_BYTES, ConnectionLimits, largest_requ
 from paellapy.serving.listening import Connection, Connections, unsent_bytes
 from paellapy.serving.logs import configure, log
 
-INFER = "/v2/models/scale/infer"
-BODY = json.dumps(infer_body("x", np.ones((1, 64), np.float32))).encode()
 TLS = TESTS / "tls"
 
 
@@ -319,15 +317,6 @@ def test_no_answer_names_versions(open_server):
         ):
             client.send(request)
             assert client.answer()[1]["server"] == "paellapy"
-
-
-@pytest.mark.parametrize("path", [INFER, "/v2/repository/index"])
-def test_a_missing_host_is_told_on_both_ways(open_server, path):
-    with Client(open_server) as client:
-        client.send(f"POST {path} HTTP/1.1\r\nContent-Length: 2\r\n\r\n{{}}".encode())
-        status, _, body = client.answer()
-    assert status == 400
-    assert "Host" in json.loads(body)["error"]
 
 
 # -- nobody waits for what another one asks for

@@ -7,8 +7,7 @@ import json
 import numpy as np
 import pytest
 from chain_models import SMALL, N, chain, expected, room_for, settle
-from prometheus_client.parser import text_string_to_metric_families
-from serving_server import DEVICE, ask, infer_body, running
+from serving_server import DEVICE, ask, infer_body, running, scrape
 
 from paellapy.scheduler.engine.monitor import Monitor
 
@@ -32,11 +31,7 @@ def places(server):
 
 
 def metrics(server):
-    found = {}
-    for family in text_string_to_metric_families(ask(server, "GET", "/metrics")[2].decode()):
-        for each in family.samples:
-            found[each.name, *each.labels.values()] = each.value
-    return found
+    return {(each.name, *each.labels.values()): each.value for each in scrape(server)}
 
 
 def test_index_dashboard_and_metrics_say_where_weights_are(server):

@@ -8,10 +8,10 @@ import json
 import numpy as np
 import pytest
 from engine_models import scale_model
-from prometheus_client.parser import text_string_to_metric_families
-from serving_server import ask, infer_body, running
+from serving_server import INFER, ask, infer_body, running, scrape
 
 from paellapy.serving.metrics import _Page
+from paellapy.serving.registry import Entry
 
 # What Triton documents for every model and, below, per GPU and machine. Left out: power, energy and response caches,
 # which a virtual GPU has not, and summaries and pinned pools, which Triton itself shows only when asked to.
@@ -29,17 +29,37 @@ PER_MACHINE = (
 
 @pytest.fixture(scope="module")
 def server():
-    with running([scale_model(batch=(1, 4))]) as found:
+    with running([scale_model(batch=(1, 4)), Entry("absent", scale_model, wanted=False)]) as found:
         yield found
 
 
-def scrape(server):
-    text = ask(server, "GET", "/metrics")[2].decode()
-    return [s for family in text_string_to_metric_families(text) for s in family.samples]
+def infer(server, x, status=200, **parameters):
+    body = json.dumps(infer_body("x", x, parameters=parameters))
+    assert ask(server, "POST", INFER, body)[0] == status
 
 
-def infer(server, x):
-    assert ask(server, "POST", "/v2/models/scale/infer", json.dumps(infer_body("x", x)))[0] == 200
+def test_requests_items_and_batches_are_counted(server):
+    infer(server, np.ones((1, 64), np.float32))
+    infer(server, np.ones((1, 63), np.float32), 400)
+    infer(server, np.ones((1, 64), np.float32), 503, timeout=1)
+    assert ask(server, "GET", "/metrics")[1]["Content-Type"].startswith("text/plain")
+
+    def label(sample):
+        return next((sample.labels[key] for key in ("le", "reason", "resource") if key in sample.labels), None)
+
+    found = {(s.name, s.labels.get("model"), label(s)): s.value for s in scrape(server)}
+    answered = found["paellapy_requests_answered_total", "scale", None]
+    assert answered >= 1
+    assert found["paellapy_request_seconds_count", "scale", None] == answered
+    assert found["paellapy_request_seconds_bucket", "scale", "+Inf"] == answered
+    assert ("paellapy_queue_seconds_bucket", "scale", "0.0001") in found
+    assert found["nv_inference_request_success", "scale", None] == answered
+    assert found["nv_inference_count", "scale", None] == found["paellapy_items_total", "scale", None] > 0
+    assert found["paellapy_refusals_total", "scale", "predicted_deadline"] >= 1
+    assert found["paellapy_batch_size_count", "scale", None] == found["paellapy_batches_total", "scale", None]
+    assert found["paellapy_occupancy_ratio", None, "warps"] == 0
+    assert found["paellapy_model_ready", "absent", None] == 0
+    assert found["paellapy_ready", None, None] == 1
 
 
 def test_every_sm_tells_how_long_it_held_warps(server):
@@ -103,9 +123,3 @@ def test_every_reader_gets_a_page_made_after_it_asked():
             assert int(await task) > before
 
     asyncio.run(read_all())
-
-
-def test_no_answer_names_the_versions_of_libraries(server):
-    for headers in ({"Expect": "nothing"}, {}):
-        _, found, _ = ask(server, "GET", "/v2", None, headers)
-        assert found["Server"] == "paellapy"

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from urllib.request import urlopen
 
 import aiohttp
 import numpy as np
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
-from serving_server import infer_body, read_until, serving
+from serving_server import At, infer_body, scrape, serving, url_once
 
 from paellapy import demo
 
@@ -32,10 +29,8 @@ instances = 1
 
 
 def left(url):
-    with urlopen(f"{url}/metrics", timeout=60) as answer:
-        families = text_string_to_metric_families(answer.read().decode())
     wanted = ("paellapy_requests_in_flight", "paellapy_items_live", "paellapy_items_queued")
-    return sum(s.value for family in families for s in family.samples if s.name in wanted)
+    return sum(s.value for s in scrape(At(url)) if s.name in wanted)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -45,27 +40,27 @@ def test_under_overload_every_answer_is_right_or_a_refusal(tmp_path, workers):
     (tmp_path / "paella.toml").write_text(CONFIG.format(workers=workers))
     right, refused, wrong = [], [], []
 
-    async def client(session, url, k):
+    async def digit(session, url, k):
+        """The class of an image; None: the request was refused."""
         body = infer_body("image", IMAGES[k : k + 1], outputs=[{"name": "scores", "parameters": {"classification": 1}}])
+        async with session.post(f"{url}/v2/models/cnn/infer", json=body) as answer:
+            found = await answer.json()
+            if answer.status == 200:
+                return int(found["outputs"][0]["data"][0].split(":")[1])
+            assert answer.status == 503, found
+            assert int(answer.headers["Retry-After"]) >= 1
+            return None
+
+    async def client(session, url, k):
         for _ in range(EACH):
-            async with session.post(f"{url}/v2/models/cnn/infer", json=body) as answer:
-                found = await answer.json()
-                if answer.status == 200:
-                    digit = int(found["outputs"][0]["data"][0].split(":")[1])
-                    (right if digit == expected[k] else wrong).append(digit)
-                else:
-                    assert answer.status == 503, found
-                    assert int(answer.headers["Retry-After"]) >= 1
-                    refused.append(found["error"])
+            found = await digit(session, url, k)
+            (refused if found is None else right if found == expected[k] else wrong).append(found)
 
     async def ask_one(session, url, k):
         """Asks until it is admitted, which it is once it is alone."""
-        body = infer_body("image", IMAGES[k : k + 1], outputs=[{"name": "scores", "parameters": {"classification": 1}}])
-        while True:
-            async with session.post(f"{url}/v2/models/cnn/infer", json=body) as answer:
-                if answer.status == 200:
-                    return int((await answer.json())["outputs"][0]["data"][0].split(":")[1])
-                assert answer.status == 503
+        while (found := await digit(session, url, k)) is None:
+            pass
+        return found
 
     async def main(url):
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
@@ -76,8 +71,7 @@ def test_under_overload_every_answer_is_right_or_a_refusal(tmp_path, workers):
 
     expected = []
     with serving(str(tmp_path / "paella.toml")) as process:
-        said = read_until(process.stderr, '"message":"loaded"')
-        url = next(json.loads(line)["url"] for line in said.splitlines() if '"listening"' in line)
+        url = url_once(process)
         after = asyncio.run(main(url))
         while left(url):
             pass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import shutil
@@ -14,11 +13,10 @@ import threading
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from engine_models import scale_model
 from serving_processes import children
-from serving_server import ask, infer_body, read_until, serving
+from serving_server import BODY, At, ask, read_until, serving, url_once
 from typer.testing import CliRunner
 
 import paellapy as pp
@@ -66,12 +64,6 @@ name = "second"
 factory = "own_models:model"
 arguments = { name = "second" }
 """
-BODY = json.dumps(infer_body("x", np.ones((1, 64), np.float32))).encode()
-
-
-class At:
-    def __init__(self, url):
-        self.port = int(url.rpartition(":")[2])
 
 
 @pytest.fixture
@@ -86,12 +78,6 @@ def pids(parent, name):
     found = [pid for pid in children(parent) if Path(f"/proc/{pid}/comm").read_text().strip() == name]
     assert found
     return found
-
-
-def listening(process):
-    """The server's address, once everything is loaded."""
-    lines = read_until(process.stderr, '"message":"loaded"').splitlines()
-    return next(json.loads(each)["url"] for each in lines if '"listening"' in each)
 
 
 def first(server, name="own"):
@@ -116,7 +102,7 @@ def test_edited_code_a_new_model_and_one_that_is_gone(folder, workers):
     config.write_text(CONFIG.format(server=f"workers = {workers}"))
     run = CliRunner()
     with serving(str(config)) as process:
-        url = listening(process)
+        url = url_once(process)
         server = At(url)
         shown = process.stdout.readline() + process.stdout.readline()
         assert f"Serving own at {url}/v2" in shown
@@ -174,7 +160,7 @@ def test_certificates_and_keys_are_taken_up(folder):
             return int(secure.recv(4096).split()[1])
 
     with serving(str(config)) as process:
-        port = At(listening(process)).port
+        port = At(url_once(process)).port
         assert (status(port, "old"), status(port, "new")) == (200, 401)
         config.write_text(CONFIG.format(server="workers = 0") + tls.format(key="new"))
         found = CliRunner().invoke(app, ["reload", str(config)])

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from forked import Forked
 from places import TESTS
-from serving_server import infer_body, read_until, running, serving
+from serving_server import BODY, infer_body, read_until, running, serving, url_once
 
 from paellapy import demo
 from paellapy.cli.serve import picture
@@ -103,9 +103,7 @@ def test_a_stop_signal_under_load_loses_no_accepted_request(tmp_path):
         await asyncio.gather(*tasks)
 
     with serving(str(config)) as process:
-        lines = read_until(process.stderr, '"message":"loaded"')
-        url = next(json.loads(line)["url"] for line in lines.splitlines() if '"listening"' in line)
-        asyncio.run(main(process, url))
+        asyncio.run(main(process, url_once(process)))
         assert process.wait(60) == 0
         rest = process.stderr.read()
     assert outcomes["closed"] == 16
@@ -128,17 +126,15 @@ def test_a_lost_gpu_is_told_and_ends_the_server(tmp_path):
     """In one process nothing could start its engine again: whoever started the server must know."""
     config = tmp_path / "paella.toml"
     config.write_text(FAULTY)
-    body = json.dumps(infer_body("x", np.ones((1, 64), np.float32))).encode()
 
     async def main(url):
         path = f"{url}/v2/models/faulty/infer"
-        async with aiohttp.ClientSession() as session, session.post(path, data=body) as answer:
+        async with aiohttp.ClientSession() as session, session.post(path, data=BODY) as answer:
             assert answer.status == 500
             assert "fault_if" not in (await answer.json())["error"]  # the log has it
 
     with serving(str(config)) as process:
-        lines = read_until(process.stderr, '"message":"loaded"')
-        asyncio.run(main(next(json.loads(line)["url"] for line in lines.splitlines() if '"listening"' in line)))
+        asyncio.run(main(url_once(process)))
         assert process.wait(60) == 1
         rest = process.stderr.read()
     told = json.loads(next(line for line in rest.splitlines() if '"message":"the GPU failed"' in line))
@@ -265,8 +261,7 @@ def test_a_stop_signal_while_models_are_loaded_ends_the_server(tmp_path, workers
                     assert "is being loaded" in (await answer.json())["error"]
 
     with serving(str(config), "--workers", workers) as process:
-        lines = read_until(process.stderr, '"message":"loading"')
-        asyncio.run(statuses(next(json.loads(line)["url"] for line in lines.splitlines() if '"listening"' in line)))
+        asyncio.run(statuses(url_once(process, '"message":"loading"')))
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
         rest = [json.loads(line) for line in process.stderr.read().splitlines()]

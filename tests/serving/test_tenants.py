@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPConnection
 
-import numpy as np
 import pytest
 from engine_models import scale_model
-from prometheus_client.parser import text_string_to_metric_families
-from serving_server import ask, infer_body, running
+from serving_server import BODY, INFER, ask, running, scrape
 
 from paellapy.serving.access import Key
 from paellapy.serving.build import build_engine, build_keys
 from paellapy.serving.config import load_config
 from paellapy.serving.errors import ConfigError
-
-INFER = "/v2/models/scale/infer"
-BODY = json.dumps(infer_body("x", np.ones((1, 64), np.float32))).encode()
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +35,7 @@ def test_the_header_names_the_tenant(server) -> None:
 
 def test_metrics_say_whose_the_gpus_time_was(server) -> None:
     ask(server, "POST", INFER, BODY, {"X-Client-Id": "b"})
-    with contextlib.closing(HTTPConnection("127.0.0.1", server.port, timeout=60)) as connection:
-        connection.request("GET", "/metrics")
-        text = connection.getresponse().read().decode()
-    samples = {(s.name, s.labels.get("tenant") or s.labels.get("model")): s.value
-               for family in text_string_to_metric_families(text) for s in family.samples}  # fmt: skip
+    samples = {(s.name, s.labels.get("tenant") or s.labels.get("model")): s.value for s in scrape(server)}
     busy = samples["paellapy_gpu_busy_seconds_total", None]
     assert 0 < samples["paellapy_tenant_gpu_seconds_total", "b"] <= busy
     assert samples["paellapy_model_gpu_seconds_total", "scale"] == pytest.approx(busy, rel=0.03)
