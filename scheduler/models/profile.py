@@ -104,17 +104,12 @@ def load(where: str) -> ProgramProfile | None:
         return None
     try:
         found = json.loads(data)
-        return ProgramProfile(
-            batch=found["batch"],
-            bounds=tuple((int(a), int(b)) for a, b in found["bounds"]),
-            segments=tuple(SegmentProfile(**s) for s in found["segments"]),
-            whole_ns=found["whole_ns"],
-            cuts={int(k): tuple((int(a), int(b)) for a, b in parts) for k, parts in found["cuts"].items()},
-            chain=found["chain"],
-            demand=found["demand"],
-            together=found["together"],
-            partition_ns=found["partition_ns"],
-            shares=found.get("shares", False),
-        )
+        found |= {
+            "bounds": tuple((int(a), int(b)) for a, b in found["bounds"]),
+            "segments": tuple(SegmentProfile(**s) for s in found["segments"]),
+            "cuts": {int(k): tuple((int(a), int(b)) for a, b in parts) for k, parts in found["cuts"].items()},
+            "needs": (),
+        }
+        return ProgramProfile(**found)
     except (ValueError, KeyError, TypeError):
         return None

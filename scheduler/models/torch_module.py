@@ -60,6 +60,13 @@ class TorchOptions:
         dtype, autocast = (torch_dtype(torch, title, each, getattr(self, each)) for each in ("dtype", "autocast"))
         return replace(self, dtype=dtype, autocast=autocast)
 
+    def casting(self, torch: Any, kind: str) -> contextlib.AbstractContextManager[Any]:
+        """The context for runs on this kind of device. The cache of autocast would keep weights that were cast during
+        one capture for the next, in memory of the first.
+        """
+        off = self.autocast is None
+        return contextlib.nullcontext() if off else torch.autocast(kind, self.autocast, cache_enabled=False)
+
     def arrange(self, torch: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         """The inputs in the requested memory layout."""
         if not self.channels_last:
@@ -123,12 +130,10 @@ def _example_outputs(
     """
     kind = next(iter(given.values())).device.type
     try:
-        with torch.no_grad():
-            cast = torch.autocast(kind, options.autocast) if options.autocast is not None else contextlib.nullcontext()
-            with cast:
-                arranged = options.arrange(torch, given)
-                run = functools.partial(find_ranges, torch, arranged, lambda: signature.call(call, arranged))
-                (returned, ranges), touched = find_touched(torch, arranged.values(), run)
+        with torch.no_grad(), options.casting(torch, kind):
+            arranged = options.arrange(torch, given)
+            run = functools.partial(find_ranges, torch, arranged, lambda: signature.call(call, arranged))
+            (returned, ranges), touched = find_touched(torch, arranged.values(), run)
     except Exception as e:
         why = f"it fails on its example inputs: {type(e).__name__}: {e}"
         raise wrong(title, "example_inputs", list(given), why) from e
@@ -297,7 +302,7 @@ class TorchModule:
     def compute(self, torch: Any, call: Callable[..., Any], inputs: Arrays, outputs: Arrays) -> None:
         """Runs the module on our arrays and copies its results to the outputs."""
         given = {key: as_tensor(torch, array) for key, array in inputs.items()}
-        with self._settings(torch, next(iter(given.values())).device.type):
+        with torch.no_grad(), self.options.casting(torch, next(iter(given.values())).device.type):
             results = self.signature.call(call, self.options.arrange(torch, given))
             for key, value in self.signature.name_results(results).items():
                 target = as_tensor(torch, outputs[key])
@@ -308,16 +313,6 @@ class TorchModule:
                         given=tuple(value.shape), limit=tuple(target.shape),
                     )  # fmt: skip
                 target.copy_(value)
-
-    @contextlib.contextmanager
-    def _settings(self, torch: Any, kind: str) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            if self.options.autocast is not None:
-                # The cache of autocast would keep weights that were cast during one capture for the next, in memory of
-                # the first.
-                stack.enter_context(torch.autocast(kind, self.options.autocast, cache_enabled=False))
-            yield
 
 
 def own_module(torch: Any, title: str, module: Any) -> Any:

@@ -225,17 +225,15 @@ class TorchStep:
     @contextlib.contextmanager
     def preserved(self) -> Iterator[None]:
         """A context in which runs of the step, made to load it, leave its state unchanged."""
-        if self.torch.cuda.is_available():
-            self.torch.cuda.synchronize()
+        wait = self.torch.cuda.synchronize if self.torch.cuda.is_available() else _nothing
+        wait()
         kept = Kept(self.torch, [*self.state, *self._unlisted])
         try:
             yield
         finally:
-            if self.torch.cuda.is_available():
-                self.torch.cuda.synchronize()
+            wait()
             kept.put_back()
-            if self.torch.cuda.is_available():
-                self.torch.cuda.synchronize()
+            wait()
         if settings_of(self.torch, list(self.state)) != self.settings:
             self.check_settings()
 
@@ -276,4 +274,4 @@ class TorchStep:
 
 
 def _nothing(*_: Any) -> None:
-    """A placeholder: the job's thread computes the data."""
+    """A placeholder: the job's thread computes the data, and a CPU has nothing to wait for."""

@@ -154,12 +154,6 @@ def check_names(function: str, given: Iterable[str], options: type[Any]) -> None
             raise ArgumentError(text, field=name, remedy=near[0] if near else None)
 
 
-def asked_options(given: Mapping[str, Any]) -> SimulationOptions:
-    """The options by name; ArgumentError for a name that no option has, or for a wrong value."""
-    check_names("simulate", given, SimulationOptions)
-    return SimulationOptions(**given)
-
-
 def simulated_part(device: str) -> Part:
     """The GPU for a device's name."""
     kind, _, name = str(device).partition(":")
@@ -191,7 +185,8 @@ def simulate(
     90
     """
     models = [models] if isinstance(models, ModelProfile) else models
-    asked = asked_options(options)
+    check_names("simulate", options, SimulationOptions)
+    asked = SimulationOptions(**options)
     chosen, gpu = asked.policy(policy), simulated_part(device)
     names = [each.name for each in models]
     if not models or len(set(names)) < len(names):
