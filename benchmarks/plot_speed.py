@@ -15,10 +15,6 @@ from typing import Any
 import numpy as np
 from harness import arguments, save, show
 
-import paellapy as pp
-from paellapy.instrument.records import BLOCK, LAUNCH
-from paellapy.instrument.traces.trace import DeviceFacts
-
 ROUNDS = 5
 # Plotly itself is there before, as in a notebook.
 DRAW = """(async () => {
@@ -28,23 +24,6 @@ DRAW = """(async () => {
   await Plotly.newPlot(place, shown.data, shown.layout);
   return performance.now() - began;
 })()"""
-
-
-def waves(blocks: int, n_sm: int = 132, per_sm: int = 8, kernels: int = 3) -> pp.Trace:
-    """Kernels one after the other, `per_sm` blocks of 1 to 3 µs at a time on each SM, none of them idle."""
-    slots = n_sm * per_sm
-    rounds = -(-blocks // slots)
-    kernel = np.arange(blocks) * kernels // blocks
-    duration = np.zeros(rounds * slots, np.int64)
-    duration[:blocks] = np.random.default_rng(0).integers(32, 96, blocks) * 32
-    end = np.cumsum(duration.reshape(rounds, slots), axis=0).ravel()
-    rows, launches = np.zeros(blocks, BLOCK), np.zeros(kernels, LAUNCH)
-    rows["launch"], rows["kernel"], rows["block"] = kernel + 1, kernel, np.arange(blocks)
-    rows["sm"] = np.arange(blocks) % slots % n_sm
-    rows["start_ns"], rows["end_ns"] = (end - duration)[:blocks], end[:blocks]
-    launches["launch"], launches["kernel"] = np.arange(kernels) + 1, np.arange(kernels)
-    launches["warps"], launches["registers"], launches["blocks"] = 8, 32, np.bincount(kernel)
-    return pp.Trace(rows, launches, [f"kernel_{k}" for k in range(kernels)], DeviceFacts("H200", n_sm, 64, (9, 0)))
 
 
 def median_s(call: Callable[[], Any]) -> float:
@@ -70,11 +49,12 @@ async def drawn_s(figure: Any, folder: Path) -> float:
 
 def main() -> None:
     from browser import find_chromium
+    from viz_traces import many
 
     parser = arguments(__doc__)
     parser.add_argument("--blocks", type=int, default=100_000)
     o = parser.parse_args()
-    t = waves(o.blocks)
+    t = many(o.blocks)
     figure = t.plot()  # plotly is imported
     results = {"built": median_s(t.plot)}
     if find_chromium() is not None:

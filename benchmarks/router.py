@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import ServerProcess, announce, arguments, medians, save, show
+from serving_floor import cpu_s
 
 import paellapy as pp
 from paellapy import demo
@@ -21,11 +22,6 @@ from paellapy.cluster.processes import Routers
 from paellapy.cluster.router import RouterOptions
 from paellapy.serving.bench.arrivals import Load
 from paellapy.serving.bench.load import run_bench
-
-
-def cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def memory_mb(pid: int) -> float:
@@ -45,9 +41,9 @@ def compare(sides: dict[str, tuple[int, str]], o: Any) -> dict[str, Any]:
         rounds.append({"p50_ms": {}, "per_cpu_s": {}})
         for name, (pid, url) in sides.items():
             rounds[-1]["p50_ms"][name] = ask(url, 1, o.seconds)["latency_ms"]["p50"]
-            before = cpu_s(pid)
+            before = sum(cpu_s(pid).values())
             answered = ask(url, 32, o.seconds)["answered_per_s"] * o.seconds * 9 / 8  # the warm-up's too
-            rounds[-1]["per_cpu_s"][name] = answered / (cpu_s(pid) - before)
+            rounds[-1]["per_cpu_s"][name] = answered / (sum(cpu_s(pid).values()) - before)
     found = medians(rounds)
     ratios = {key: found[key]["router"] / found[key]["server"] for key in found}
     return {**found, "p50_ratio": ratios["p50_ms"], "throughput_ratio": ratios["per_cpu_s"]}

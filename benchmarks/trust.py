@@ -17,8 +17,6 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -31,6 +29,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 from harness import arguments, commit, environment, save, show, stored
+from serving_processes import Processes, processes
 
 from paellapy import demo
 from paellapy.demo.reference import forward
@@ -83,37 +82,24 @@ def model():
 """
 
 
+@dataclass(slots=True)
 class Served:
     """`paellapy serve` with workers, in a folder of its own."""
 
-    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
-        self.process, self.folder, self.url, self.harmed_at = process, folder, "", 0.0
+    processes: Processes
+    folder: Path
+    harmed_at: float = 0.0
 
-    def said(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / "log").read_text().splitlines() if line.endswith("}")]
+    @property
+    def url(self) -> str:
+        return self.processes.url
 
-    def wait(self) -> None:
-        """Until all models are loaded."""
-        while not self.url or sum(each["message"] == "loaded" for each in self.said()) < len(demo.names()) + 1:
-            assert self.process.poll() is None, self.said()[-3:]
-            self.url = next((each["url"] for each in self.said() if each["message"] == "listening"), "")
-            time.sleep(0.1)
-
-    def children(self, name: str, ended: bool = False) -> list[int]:
-        """The numbers of the server's processes of that name: engine, spare, work1, … `ended`: also of those that the
-        system still cleans up after, which takes seconds with a real GPU; they have no command line any more.
-        """
-        found = []
-        for each in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError, IndexError):
-                parent = int((each / "stat").read_text().rpartition(")")[2].split()[1])
-                alive = parent == self.process.pid and (ended or (each / "cmdline").read_bytes())
-                if alive and (each / "comm").read_text().strip() == f"paellapy-{name}":
-                    found.append(int(each.name))
-        return found
+    def children(self, name: str) -> list[int]:
+        """The server's processes of that name (engine, spare, work1, …) that have not ended."""
+        return [pid for pid in self.processes.pids(name) if Path(f"/proc/{pid}/cmdline").read_bytes()]
 
     def has_standby(self) -> bool:
-        ready = [each["pid"] for each in self.said() if each["message"] == "a standby is ready"]
+        ready = [each["pid"] for each in self.processes.lines() if each["message"] == "a standby is ready"]
         return bool(ready) and ready[-1:] == self.children("spare")
 
 
@@ -121,25 +107,15 @@ class Served:
 def served(device: str, workers: int = 2, more: str = "") -> Iterator[Served]:
     """Up and loaded; `more`: settings under [server]."""
     with tempfile.TemporaryDirectory(prefix="trust-") as name:
-        folder = Path(name)
+        folder, file = Path(name), Path(name) / "trust.toml"
         models = "".join(MODEL.format(name=each, target_ms=TARGETS_MS[each]) for each in demo.names())
-        (folder / "trust.toml").write_text(CONFIG.format(device=device, workers=workers, more=more) + models)
+        file.write_text(CONFIG.format(device=device, workers=workers, more=more) + models)
         (folder / "lookup_model.py").write_text(LOOKUP)
-        command = [sys.executable, "-m", "paellapy", "serve", str(folder / "trust.toml")]
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left running
-        with (folder / "log").open("w") as log:
-            env = environment(XDG_RUNTIME_DIR=name)
-            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log, env=env)
-        try:
-            server = Served(process, folder)
-            server.wait()
-            yield server
-        finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
+        os.environ.update(environment(XDG_RUNTIME_DIR=name))
+        with processes(str(file), workers) as server:
+            said = lambda: [each["message"] for each in server.lines()]  # noqa: E731
+            server.wait_until(lambda: said().count("loaded") > len(demo.names()))
+            yield Served(server, folder)
 
 
 def connections() -> aiohttp.ClientSession:
@@ -277,7 +253,7 @@ async def killed_twice(server: Served) -> None:
 
 async def killed_without_standby(server: Served) -> None:
     await kill("spare")(server)
-    while server.children("spare", ended=True):
+    while server.processes.pids("spare"):
         await asyncio.sleep(0.01)
     server.harmed_at = time.monotonic()  # the standby's end harms nobody
     await kill("engine")(server)
@@ -312,7 +288,7 @@ async def reload_signal(server: Served) -> None:
     before = config.read_text()
     for text in ("[[[", before):
         config.write_text(text)
-        os.kill(server.process.pid, signal.SIGHUP)
+        os.kill(server.processes.process.pid, signal.SIGHUP)
         await asyncio.sleep(0.5)
 
 
