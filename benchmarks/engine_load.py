@@ -251,7 +251,7 @@ class Generator:
         whichs[n:] %= min(len(each) for each in self.inputs)
         outputs = np.zeros((room, int(self._out_bytes.max())), np.uint8)
         rows = len(state.request)
-        bell = self.engine._backend._bell  # type: ignore[attr-defined]
+        bell = self.engine.core.bell
         none = [0] * len(self.names)
         self._scratch[6:] = 0
         if admission and loops:

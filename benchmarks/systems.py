@@ -74,7 +74,7 @@ def limits(loaded: Loaded, o: Any, seed: int) -> Tasks:
     """A model that is held to a part of the time, alone and beside another; shares of models and of tenants; TGS."""
     rows = [each.row for each in loaded.generator.loaded]
     state, seconds = loaded.engine.state, 0.4 * o.seconds
-    change = loaded.engine._between_steps
+    change = loaded.engine.core.run
 
     def held(policy: str, param: str, limit: float, both: bool) -> dict[str, Any]:
         own = {"request": limit} if policy == "token" else {}  # a model gets its request, and at most its limit

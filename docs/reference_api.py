@@ -36,9 +36,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 ERRORS, REST = "Errors", "More"
 # Members that other rooms of the package call: no promise to users, so not in the reference.
 INNER: dict[str, frozenset[str]] = {
-    "Engine": frozenset(
-        {"open_turns", "unload_job", "sm_totals", "loaded_rows", "call_in_loop", "count", "on_fault", "want_weights"}
-    ),
+    "Engine": frozenset({"sm_totals", "loaded_rows", "count", "on_fault"}),
     "Trace": frozenset({"fill"}),
     "Kernel": frozenset({"prepare_preemptible"}),
     "TritonKernel": frozenset({"prepare_preemptible"}),

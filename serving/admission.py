@@ -150,7 +150,8 @@ class Admission:
             raise _overloaded(model, limit, kind, limit_ms)
         if verdict == admission.TOO_LATE:
             predicted_ms, longest_ms = asked.predicted_ns * 1e-6, asked.longest_admitted_ns * 1e-6
-            self._engine.want_weights(row)  # else a model whose copy takes longer than its target would never be copied
+            # else a model whose copy takes longer than its target would never be copied
+            self._engine.client.want_weights(row)
             beyond = "" if predicted_ms > limit_ms else f", of which predictions may use {longest_ms:.3g} ms for now"
             raise RefusedError(
                 f"model {model.name!r}: this request would take {predicted_ms:.3g} ms; its {kind} is {limit_ms:.3g} ms"

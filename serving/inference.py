@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.errors import DeadlineError, EngineAwayError, SuspectError, UnknownModelError
-from paellapy.scheduler.engine.callbacks import ByteCall, Call
+from paellapy.scheduler.engine.callbacks import Call, ItemCall
 from paellapy.scheduler.models.memory import Instance
 from paellapy.scheduler.models.model import Model
 from paellapy.serving.access import CLIENT, infers
@@ -54,7 +54,7 @@ class Inference(ABC):
         self._model: Model
         self._request: Request
         self._ticket: Ticket | None = None
-        self._call: Call | ByteCall | None = None
+        self._call: Call | ItemCall | None = None
         self._suspected: Sequence[int] = ()  # digests of its items that were on the GPU when it failed
         service.counters.enter()
 
@@ -113,7 +113,7 @@ class Inference(ABC):
         row = service.registry.entries[self.name].row
         client = self.client or None
         # Else others would be refused for the delay that its limit causes
-        if client is None or not service.door.is_limited(client):
+        if client is None or not service.callbacks.is_limited(client):
             self._ticket = service.admission.enter(model, row, request.priority, deadline_ms)
         service.live.add(self)
         if service.quarantine:
@@ -121,11 +121,11 @@ class Inference(ABC):
         try:
             if request.tail is not None and request.repeated is not None:
                 pieces = request.repeated.pieces(model.inputs, request.tail)
-                self._call = service.door.submit_bytes(
+                self._call = service.callbacks.submit_bytes(
                     self.name, pieces, deadline_ms, request.priority, client, self, self.loop
                 )
             else:
-                self._call = service.door.submit(
+                self._call = service.callbacks.submit(
                     self.name, request.inputs, request.items, deadline_ms, request.priority, client, self
                 )
         except UnknownModelError as e:

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.scheduler.engine.requests import check_ranges
+from paellapy.scheduler.engine.client import check_ranges
 from paellapy.scheduler.models.model import Model, TensorSpec
 from paellapy.serving.errors import RequestError, short
 from paellapy.serving.tensors import NOT_JSON, Where, check_datatype, datatype, number_bytes, numbers

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from paellapy.scheduler.core.errors import RequestFailedError, SuspectError
-from paellapy.scheduler.engine.requests import digest_of, digest_of_all
+from paellapy.scheduler.engine.client import digest_of, digest_of_all
 from paellapy.scheduler.models.model import Model
 from paellapy.serving.logs import log
 

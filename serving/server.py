@@ -16,7 +16,7 @@ from weakref import WeakSet
 
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.errors import DeadlineError, EngineAwayError, EngineFailedError
-from paellapy.scheduler.engine.callbacks import Pulse
+from paellapy.scheduler.engine.callbacks import Watchdog
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.remote import RemoteEngine
 from paellapy.scheduler.models.model import Model
@@ -50,7 +50,7 @@ class Heartbeat:
 
     def __init__(self, service: Service, timeout_s: float, give_up: Callable[[], None]) -> None:
         self._service, self._timeout_s, self._give_up = service, timeout_s, give_up
-        self._pulse = Pulse(service.engine)
+        self._watchdog = Watchdog(service.engine.client)
         self._silent_s, self._given_up = 0.0, False
 
     async def run(self) -> None:
@@ -63,7 +63,7 @@ class Heartbeat:
         been too.
         """
         service = self._service
-        if self._pulse.beats():
+        if self._watchdog.responds():
             if service.silent:
                 log.warning("the engine responds again")
             self._silent_s, self._given_up, service.silent = 0.0, False, False

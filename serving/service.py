@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from paellapy.scheduler.engine.callbacks import Door
+from paellapy.scheduler.engine.callbacks import CallbackClient
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.remote import RemoteEngine
 from paellapy.serving.admission import Admission, Mode
@@ -50,7 +50,7 @@ class Service:
         self.limits = limits
         self.counters = counters or Counters(registry)
         self.admission = Admission(self.engine, admission)
-        self.door = Door(self.engine)
+        self.callbacks = CallbackClient(self.engine.client)
         self.held = RequestBudget(limits.max_held_bytes)
         self.draining = False
         self.live: set[Live] = set()  # requests that the engine is working on

@@ -22,8 +22,8 @@ from waiting import wait_until
 
 import paellapy as pp
 from paellapy.scheduler.core.state import Limits
+from paellapy.scheduler.engine.client import Slot
 from paellapy.scheduler.engine.engine import Engine
-from paellapy.scheduler.engine.requests import Slot
 from paellapy.scheduler.models.model import Model, TensorSpec
 from paellapy.serving.config import ServerConfig
 from paellapy.serving.registry import Entry, Registry, entry_of

@@ -25,7 +25,7 @@ def held_core(engine: Any) -> Iterator[None]:
         begun.set()
         go_on.wait(60)
 
-    engine.call_in_loop(hold)
+    engine.core.call(hold)
     assert begun.wait(60)
     try:
         yield

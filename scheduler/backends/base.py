@@ -65,6 +65,12 @@ class LoadedModel:
     later: dict[int, str] = field(default_factory=dict)  # batch sizes not captured yet; the error of a failed capture
     spare: Instance | None = None  # memory to capture and measure these sizes in, because the instances are in service
     stays: bool = False  # the model changes its weights, so they cannot leave the GPU
+    kind: str = "model"  # or "job", "lease"
+
+    @property
+    def title(self) -> str:
+        """Its name, for messages."""
+        return f"{self.model.name!r}" if self.kind == "model" else f"{self.kind} {self.model.name!r}"
 
     @property
     def instance_rows(self) -> list[int]:

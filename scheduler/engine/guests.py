@@ -16,10 +16,10 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,7 @@ from paellapy.instrument.device.launch_hook import LEAST_SHARE
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.processes import SharedBlock
 from paellapy.scheduler.core.profiles import checked_priority, shortened
-from paellapy.scheduler.core.state import State
+from paellapy.scheduler.engine.core_loop import CoreLoop
 
 # How other processes find an engine: a socket in a folder of this user's, named after the engine's process.
 
@@ -172,12 +172,6 @@ _LINES = 64  # most connections: without a limit, other processes could use up t
 _ALIVE_NS = 2_000_000_000  # a guest assumes that the engine is alive for this long after the engine's last message
 
 
-class Host(Protocol):
-    state: State
-
-    def call_in_loop(self, function: Callable[[], None]) -> None: ...
-
-
 @dataclass(slots=True)
 class Guest:
     """Another process whose launches the engine can hold back."""
@@ -198,8 +192,8 @@ class Guest:
 class Guests:
     """All guests of one engine, and the thread that accepts them."""
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
+    def __init__(self, core: CoreLoop) -> None:
+        self._core, self._gates = core, core.state.gate
         self._lock = threading.Lock()
         self._guests: dict[socket.socket, Guest] = {}
         self._ended = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -218,7 +212,7 @@ class Guests:
 
     def _stats(self, guest: Guest) -> dict[str, Any]:
         words = guest.words
-        row = self._host.state.gate[guest.row]
+        row = self._gates[guest.row]
         return {
             "kind": "process",
             "state": "held" if launch_hook.closed_at(words, time.monotonic_ns()) else "running",
@@ -246,13 +240,13 @@ class Guests:
         for line, guest in list(self._guests.items()):
             guest.words[launch_hook.CLOSED_UNTIL_NS] = guest.words[launch_hook.ALIVE_UNTIL_NS] = 0
             line.close()
-        self._host.call_in_loop(self._close_all)
+        self._core.call(self._close_all)
         os.close(self._ended)
         self._door = None
 
     def _close_all(self) -> None:
-        self._host.state.gate["word"] = 0
-        self._host.state.core["gates"][0] = 0
+        self._gates["word"] = 0
+        self._core.state.core["gates"][0] = 0
 
     def free(self) -> None:
         """Frees the memory that guests share with the core, which writes to it while it finishes the last requests."""
@@ -333,7 +327,7 @@ class Guests:
 
     def _greet(self, line: socket.socket, said: bytes) -> None:
         asked = Greeting.read(said)
-        state = self._host.state
+        state = self._core.state
         with self._lock:
             free = set(range(len(state.gate))) - {each.row for each in self._guests.values()}
             if not free:
@@ -348,11 +342,11 @@ class Guests:
             guest.words[launch_hook.SHARE] = np.uint64(asked.share * launch_hook.SHARE_UNIT)
             guest.words[launch_hook.ALIVE_UNTIL_NS] = np.uint64(time.monotonic_ns() + _ALIVE_NS)
             self._guests[line] = guest
-        self._host.call_in_loop(lambda: self._open(guest))
+        self._core.call(lambda: self._open(guest))
         socket.send_fds(line, [json.dumps({"name": name}).encode()], [block.fd])
 
     def _open(self, guest: Guest) -> None:
-        state = self._host.state
+        state = self._core.state
         state.gate[guest.row] = np.zeros((), state.gate.dtype)
         state.gate["priority"][guest.row] = guest.priority
         state.gate["word"][guest.row] = guest.block.address
@@ -365,13 +359,13 @@ class Guests:
             return
 
         def leave() -> None:  # the block is kept until the core no longer writes to it
-            state = self._host.state
+            state = self._core.state
             state.gate["word"][guest.row] = 0
             state.core["gates"][0] -= 1
             with self._lock:
                 self._guests.pop(line, None)
 
-        self._host.call_in_loop(leave)
+        self._core.call(leave)
 
 
 def _refuse(line: socket.socket, why: str) -> None:

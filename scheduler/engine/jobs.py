@@ -18,24 +18,29 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from paellapy.instrument.device import VirtualDevice
 from paellapy.scheduler.backends.base import LoadedModel
-from paellapy.scheduler.core.errors import EngineClosedError, MemoryPlanError, ModelError
-from paellapy.scheduler.engine.requests import Outputs, Requester, Slot
+from paellapy.scheduler.core.errors import EngineClosedError, MemoryPlanError, ModelError, UnknownModelError
+from paellapy.scheduler.core.profiles import shortened
+from paellapy.scheduler.engine.client import Outputs, RequestClient, Slot
+from paellapy.scheduler.engine.loaded_models import LoadedModels, model_priority
+from paellapy.scheduler.engine.loading import check_quantum
 from paellapy.scheduler.engine.ring_client import Waiter
 from paellapy.scheduler.models.tensors import TensorSpec
-from paellapy.scheduler.models.torch_step import Batch, TorchStep
+from paellapy.scheduler.models.torch_step import Batch, TorchStep, check_job
+from paellapy.scheduler.models.torch_tensors import needs_torch
 
 # Data of a background job: a separate thread fetches the next batch while a step runs.
 
 
-_LOOK_S = 0.05  # how often a thread that waits for the other checks whether the feed was stopped
+_LOOK_S = 0.05  # how often a thread that waits for the other checks whether the prefetcher was stopped
 
 
-class Feed:
+class Prefetcher:
     """Batches in order, fetched ahead if the job wants that. `take` raises any error that the data raised.
 
     `skip_ragged`: batches whose shapes or types differ from the first batch's are left out and counted.
@@ -49,8 +54,9 @@ class Feed:
             self._left: Iterator[Any] = iter(data)
         except TypeError:
             raise ModelError(
-                f"job {name!r}: data={data!r} is no iterable of batches: give a data loader, a list or a generator"
-            ) from None
+                f"job {name!r}: data={data!r} is no iterable of batches: give a data loader, a list or a generator",
+                model=name, field="data", given=data,
+            ) from None  # fmt: skip
         self._ahead: queue.Queue[Batch | BaseException | None] = queue.Queue(1)
         self._stopped, self._fetches_ahead = threading.Event(), True
         self._asked = threading.Semaphore(0)  # batches that `take` asked for and the thread has not begun to fetch
@@ -60,7 +66,10 @@ class Feed:
         """Fetches the first batch, in this thread."""
         found = self._next()
         if found is None:
-            raise ModelError(f"job {self._name!r}: `data` yielded no batch; give an iterable with at least one")
+            raise ModelError(
+                f"job {self._name!r}: `data` yielded no batch; give an iterable with at least one", model=self._name,
+                field="data",
+            )  # fmt: skip
         self._specs = found.specs
         return found
 
@@ -122,19 +131,49 @@ _log = logging.getLogger("paellapy.jobs")
 _RATE_STEPS = 64  # the rate `steps_per_s` is computed over the latest 64 steps
 
 
-class Host(Protocol):
-    """The methods of the engine that a job uses."""
-
-    def unload_job(self, job: Job) -> None: ...
-    def outside(self, whose: str) -> contextlib.AbstractContextManager[None]: ...
-
-
 @dataclass(frozen=True, slots=True)
-class Reports:
-    """When a job's callback is called, and the job's limits."""
+class JobOptions:
+    """The options of `Engine.background`, checked."""
 
-    every: int = 100
-    callback: Callable[[Job], object] | None = None
+    name: str
+    state: Sequence[Any]
+    data: Iterable[Any] | None
+    priority: int
+    share: float
+    memory_bytes: int | None
+    quantum_us: float | None
+    every: int
+    callback: Callable[[Job], object] | None
+    params: Mapping[str, float] | None
+    skip_ragged: bool
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.every, int) or self.every < 1:
+            raise self._wrong("every", "the number of steps between two callbacks must be an integer of at least 1")
+        if self.callback is not None and not callable(self.callback):
+            raise self._wrong("callback", "it cannot be called: give a function of the job")
+        if self.quantum_us is not None:
+            check_quantum(self.quantum_us, f"job {self.name!r}: ")
+        memory = self.memory_bytes
+        if memory is not None and (not isinstance(memory, int) or memory < 1):
+            raise self._wrong("memory_bytes", "give a number of bytes above 0, or None")
+        object.__setattr__(self, "priority", model_priority(f"job {self.name!r}", self.priority))
+        check_job(self.name, self.share, self.params)  # before the first step, which changes the state
+        try:
+            object.__setattr__(self, "state", list(self.state))
+        except TypeError:
+            raise self._wrong(
+                "state", "give a list of everything that the step changes, for example state=[net, optimizer]"
+            ) from None
+
+    def _wrong(self, field: str, why: str) -> ModelError:
+        given = getattr(self, field)
+        return ModelError(f"job {self.name!r}: {field}={shortened(given)}; {why}", model=self.name, field=field,
+                          given=given)  # fmt: skip
+
+    def is_due(self, step: int) -> bool:
+        """Whether the callback is called after this step."""
+        return self.callback is not None and step % self.every == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +187,10 @@ class _Begun:
 class Job:
     """A background job. `steps`, `steps_per_s`, `outputs` and `error` may be read at any time."""
 
-    def __init__(self, engine: Requester, host: Host, step: TorchStep, feed: Feed | None, reports: Reports) -> None:
+    def __init__(self, jobs: Jobs, step: TorchStep, batches: Prefetcher | None, options: JobOptions) -> None:
         self.name = step.name
-        self._engine, self._host, self.step, self.feed, self._reports = engine, host, step, feed, reports
-        self._loaded: LoadedModel | None = None
+        self._jobs, self.step, self._batches, self._options = jobs, step, batches, options
+        self.loaded: LoadedModel | None = None
         self._computes = False  # True where the host computes the step because there is no GPU
         self._go, self._stopping = threading.Event(), threading.Event()
         self._go.set()
@@ -169,11 +208,9 @@ class Job:
         self._running_s = 0.0  # time from the start to the latest step, without pauses
         self._thread = threading.Thread(target=self._run, name=f"paellapy-job-{self.name}", daemon=True)
 
-    def adopt(self, loaded: LoadedModel) -> None:
-        self._loaded = loaded
-
-    def start(self, loaded: LoadedModel, computes: bool) -> None:
-        self._loaded, self._computes = loaded, computes
+    def start(self, computes: bool) -> None:
+        """Begins with the second step; its model is loaded."""
+        self._computes = computes
         draws = self.step.draws
         # The host computes the step and fetches the data: both may draw from one generator, in the plain loop's order.
         self._in_order = computes and self.step.drew
@@ -181,8 +218,8 @@ class Job:
         # random numbers cannot be queued: the host must write the generator state before each step.
         drawing = self._in_order or (draws is not None and any(draws.drawn))
         self._ahead = 1 if drawing else 2
-        if self.feed is not None:
-            self.feed.start(ahead=not self._in_order)
+        if self._batches is not None:
+            self._batches.start(ahead=not self._in_order)
         self._thread.start()
 
     # -- for its owner
@@ -200,8 +237,8 @@ class Job:
     def stop(self) -> None:
         """Ends the job after the running step and the step queued behind it. `join` waits for the end."""
         self._stopping.set()
-        if self.feed is not None:
-            self.feed.stop()
+        if self._batches is not None:
+            self._batches.stop()
         self._go.set()
 
     def join(self, timeout_s: float | None = None) -> bool:
@@ -234,14 +271,10 @@ class Job:
     @property
     def skipped(self) -> int:
         """Batches left out because their shapes or types differ from the first batch's."""
-        return 0 if self.feed is None else self.feed.skipped
-
-    @property
-    def loaded(self) -> LoadedModel | None:
-        return self._loaded
+        return 0 if self._batches is None else self._batches.skipped
 
     def stats(self) -> dict[str, Any]:
-        model = None if self._loaded is None else self._loaded.model
+        model = None if self.loaded is None else self.loaded.model
         return {
             "kind": "background",
             "state": self.state,
@@ -269,9 +302,9 @@ class Job:
             self.error = e
             _log.warning("job %r failed after %d steps: %s: %s", self.name, self.steps, type(e).__name__, e)
         finally:
-            if self.feed is not None:
-                self.feed.stop()
-            self._host.unload_job(self)
+            if self._batches is not None:
+                self._batches.stop()
+            self._jobs.unload(self)
 
     def _train(self) -> None:
         begun: deque[_Begun] = deque()
@@ -303,7 +336,7 @@ class Job:
         """
         if self._slot is None or self._stopping.is_set() or not self._go.is_set() or begun >= self._ahead:
             return False
-        return begun == 0 or not self._reports_after(self.steps + begun)
+        return begun == 0 or not self._options.is_due(self.steps + begun)
 
     def _begin(self, begun: deque[_Begun], batch: Batch | None) -> Batch | None:
         """Submits the step whose data are in the slot; returns the batch of the next step, whose slot is reserved too,
@@ -347,16 +380,16 @@ class Job:
         self._slot = self._reserve(batch)
 
     def _fetch(self) -> Batch | None:
-        return None if self.feed is None else self.feed.take()
+        return None if self._batches is None else self._batches.take()
 
     def _reserve(self, batch: Batch | None) -> Slot | None:
         """Reserves a slot for the next step and writes its data; None when there are no more data."""
-        if self.feed is not None and batch is None:
+        if self._batches is not None and batch is None:
             return None
-        assert self._loaded is not None
+        assert self.loaded is not None
         # Steps must run in order. A step that took a slot in an open instance could overtake the step submitted before
         # it.
-        slot = Slot(self._engine, self._loaded, None, None, None, in_turn=True)
+        slot = self._jobs.client.reserve(self.loaded, in_turn=True)
         if batch is not None:
             try:
                 batch.write(self.name, slot.inputs)
@@ -373,25 +406,82 @@ class Job:
         self._running_s = now - self._since
         self._report()
 
-    def _reports_after(self, step: int) -> bool:
-        return self._reports.callback is not None and step % self._reports.every == 0
-
     def _report(self) -> None:
-        if self._reports.callback is None or not self._reports_after(self.steps):
+        if self._options.callback is None or not self._options.is_due(self.steps):
             return
-        with self._host.outside(f"job {self.name!r}"):
-            self._reports.callback(self)
+        with self._jobs.core.outside(f"job {self.name!r}"):
+            self._options.callback(self)
             if self.step.draws is not None:
                 # work launched by the callback must finish before the next step
                 self.step.torch.cuda.current_stream().synchronize()
         self.step.check_settings()
 
 
-def check_memory(step: TorchStep, instance_bytes: int, memory_bytes: int | None) -> None:
+class Jobs:
+    """The background jobs of one engine that are not over."""
+
+    def __init__(self, client: RequestClient, models: LoadedModels) -> None:
+        self.client, self.core, self._models = client, models.core, models
+        self.by_name: dict[str, Job] = {}
+
+    def start(self, step: Callable[..., Any], options: JobOptions) -> Job:
+        name = options.name
+        with self._models.lock:
+            self.core.check_open()
+            self._models.check_name(name, "stop or unload it first")
+            batches = None
+            if options.data is not None:
+                batches = Prefetcher(needs_torch(), name, options.data, options.skip_ragged)
+            with self.core.outside(f"job {name!r}"):
+                first = None if batches is None else batches.first()
+                job = Job(self, TorchStep(name, step, options.state, first), batches, options)
+                self._load(job, options)
+                return job
+
+    def _load(self, job: Job, options: JobOptions) -> None:
+        about = {key: getattr(options, key) for key in ("priority", "share", "params", "quantum_us")}
+        try:
+            job.loaded = self._models.load(job.step.model(**about))
+            _check_memory(job.step, job.loaded.reservation.total_bytes, options.memory_bytes)
+            self.by_name[job.name] = job
+            job.start(computes=isinstance(self.core.backend.device, VirtualDevice))
+        except BaseException:
+            job.stop()
+            self.unload(job)
+            raise
+
+    def unload(self, job: Job) -> None:
+        """Removes a job that is over; called from the job's own thread."""
+        with self._models.lock:
+            self.by_name.pop(job.name, None)
+            if job.loaded is not None:
+                self._models.close(job.loaded)
+
+    def find(self, name: str) -> LoadedModel:
+        job = self.by_name.get(name)
+        if job is None or job.loaded is None:
+            running = ", ".join(self.by_name) or "none"
+            raise UnknownModelError(f"no job named {name!r} runs; running: {running}", model=name)
+        return job.loaded
+
+    def stats(self) -> dict[str, dict[str, Any]]:
+        return {name: job.stats() for name, job in self.by_name.copy().items()}
+
+    def end(self) -> None:
+        """Stops all jobs, and waits until they are over."""
+        jobs = list(self.by_name.values())
+        for job in jobs:
+            job.stop()
+        for job in jobs:
+            job.join()
+
+
+def _check_memory(step: TorchStep, instance_bytes: int, memory_bytes: int | None) -> None:
     """Raises `MemoryPlanError` if the job's state and one step together need more than `memory_bytes`."""
     total = step.state_bytes + instance_bytes
     if memory_bytes is not None and total > memory_bytes:
         raise MemoryPlanError(
             f"job {step.name!r} needs {total:,} bytes ({step.state_bytes:,} state, {instance_bytes:,} for a step)"
-            f"; memory_bytes={memory_bytes:,} is too small: raise it or use smaller batches"
-        )
+            f"; memory_bytes={memory_bytes:,} is too small: raise it or use smaller batches", model=step.name,
+            field="memory_bytes", given=memory_bytes, limit=total,
+        )  # fmt: skip

@@ -12,21 +12,20 @@ rank, admit and charge it like any other. A lease that has been wanted back for 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 
-from paellapy.scheduler.backends.base import Backend, Launches, LoadedModel
+from paellapy.scheduler.backends.base import Launches, LoadedModel
 from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.core.profiles import SegmentProfile
-from paellapy.scheduler.core.state import State
-from paellapy.scheduler.engine.requests import Requester, Slot
+from paellapy.scheduler.engine.client import RequestClient
+from paellapy.scheduler.engine.loaded_models import LoadedModels, model_priority
+from paellapy.scheduler.engine.ring_client import Entry, Pending
 from paellapy.scheduler.models.memory import Instance, MemoryPlan, plan_instance
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.profile import ProgramProfile
@@ -39,41 +38,31 @@ from paellapy.scheduler.models.tensors import Arrays, TensorSpec
 _USUAL_NS = 1e6  # assumed duration of a lease until one has been measured
 
 
-class Host(Protocol):
-    """The parts of the engine that leases use."""
-
-    state: State
-    memory: MemoryPlan
-
-    @property
-    def backend(self) -> Backend: ...
-    def open_leases(self, loaded: LoadedModel) -> None: ...
-    def outside(self, whose: str) -> AbstractContextManager[None]: ...
-    def count_outside(self) -> None: ...
-
-
 def _never(weights: Arrays, inputs: Arrays, outputs: Arrays) -> None:
     raise AssertionError("the core never runs the code of a lease; its owner does")
 
 
-def load_leases(host: Host, name: str, priority: int, share: float) -> LoadedModel:
+def load_leases(
+    models: LoadedModels, memory: MemoryPlan, name: str, priority: int, share: float
+) -> LoadedModel:
     """Loads a model whose only segment signals that a lease is granted; no work on the GPU ends it."""
     nothing = {"nothing": TensorSpec((1,), np.uint8)}
     model = Model(
         name, _never, inputs=nothing, outputs=nothing, batch=(1,), instances=1, priority=priority, share=share
     )
     plan = plan_instance(model, 0, 1)
-    reservation = host.memory.reserve(name, 0, plan.device_bytes, 1)
-    instance = Instance(0, model, plan, host.backend.instance_memory(plan))
-    handle = host.backend.grant(int(instance.draining.ctypes.data))
+    reservation = memory.reserve(name, 0, plan.device_bytes, 1)
+    backend, state = models.core.backend, models.core.state
+    instance = Instance(0, model, plan, backend.instance_memory(plan))
+    handle = backend.grant(int(instance.draining.ctypes.data))
     segment = SegmentProfile(_USUAL_NS, blocks=1, warps=1, registers=0)
     profile = ProgramProfile(1, ((0, 1),), (segment,), _USUAL_NS, {}, True)
     launches = Launches(Program(model, 0, 1, [], True, None), ((0, 1),), [handle], 0, [instance])
-    loaded = LoadedModel(model, {}, reservation, [instance], [profile], [[launches]])
-    host.open_leases(loaded)
+    loaded = LoadedModel(model, {}, reservation, [instance], [profile], [[launches]], kind="lease")
+    models.open_leases(loaded)
     row = loaded.instance_rows[0]
-    host.state.whole["handle"][row, 0] = handle  # the program has one segment, so the whole program is the same launch
-    host.state.whole["word"][row, 0] = host.state.launch["word"][row, 0, 0]
+    state.whole["handle"][row, 0] = handle  # the program has one segment, so the whole program is the same launch
+    state.whole["word"][row, 0] = state.launch["word"][row, 0, 0]
     return loaded
 
 
@@ -120,46 +109,44 @@ def _me() -> object:
 class Leases:
     """All leases of one engine, and the thread that takes overdue leases back."""
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
+    def __init__(self, client: RequestClient, models: LoadedModels, memory: MemoryPlan) -> None:
+        self.client, self.core, self._models, self._memory = client, models.core, models, memory
         self._lock = threading.Lock()
         self._names: dict[str, LoadedModel] = {}
         self._busy: dict[str, _Busy] = {}
         self._held: list[Lease] = []
+        self._astray: list[Lease] = []  # those that were taken back while their code went on
         self._wake, self._ended = threading.Event(), False
         self._thread: threading.Thread | None = None
+
+    def make(self, name: str, priority: int, share: float, give_back_ms: float) -> Lease:
+        """A lease that its owner can enter."""
+        self.core.check_open()
+        rank = model_priority(f"lease {name!r}", priority)
+        with self._models.lock:
+            self._models.check_name(name, "give the lease another name")
+            places = len(self.core.state.model)
+            if name not in self._names and len(self.core.models.by_row) >= places:
+                raise ModelError(
+                    f"no room for leases named {name!r}: models, jobs and the names of leases take all {places} "
+                    "places, and a name keeps its place: give leases an earlier name, unload a model, or raise the "
+                    "engine's limits", field="name", given=name, limit=places,
+                )  # fmt: skip
+            return Lease(self, name, rank, share, give_back_ms)
 
     def find(self, name: str, priority: int, share: float) -> tuple[LoadedModel, _Busy]:
         with self._lock:
             if name not in self._names:
-                self._names[name] = load_leases(self._host, name, priority, share)
+                self._names[name] = load_leases(self._models, self._memory, name, priority, share)
                 self._busy[name] = _Busy(name)
             model = self._names[name].model
             if (model.priority, model.share) != (priority, share):
                 raise ModelError(
                     f"leases named {name!r} have priority {model.priority} and share {model.share}: give leases "
-                    "with other values another name"
-                )
+                    "with other values another name", field="name", given=name, priority=model.priority,
+                    share=model.share,
+                )  # fmt: skip
             return self._names[name], self._busy[name]
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._names
-
-    @property
-    def held(self) -> list[str]:
-        """Names of leases that their owners have: also of those that were taken back while their code went on."""
-        return [lease.name for lease in list(self._held)]
-
-    @property
-    def astray(self) -> int:
-        """The number of leases that were taken back while their code went on."""
-        return sum(lease.over for lease in list(self._held))
-
-    def count_astray(self) -> None:
-        self._host.count_outside()
-
-    def outside(self, name: str) -> contextlib.AbstractContextManager[None]:
-        return self._host.outside(f"lease {name!r}")
 
     def watch(self, lease: Lease) -> None:
         with self._lock:
@@ -170,8 +157,20 @@ class Leases:
         self._wake.set()
 
     def forget(self, lease: Lease) -> None:
-        with self._lock, contextlib.suppress(ValueError):
-            self._held.remove(lease)
+        """The lease's code has ended."""
+        with self._lock:
+            if lease in self._held:
+                self._held.remove(lease)
+            if lease in self._astray:
+                self._astray.remove(lease)
+                self.core.end_outside(lease.title)
+
+    def note_taken(self, lease: Lease) -> None:
+        """The lease was taken back: if its code goes on, it runs beside other work."""
+        with self._lock:
+            if lease in self._held:
+                self._astray.append(lease)
+                self.core.begin_outside(lease.title)
 
     def end(self) -> None:
         """Ends every lease, because the engine closes."""
@@ -193,12 +192,12 @@ class Leases:
                     self._wake.set()
 
     def stats(self) -> dict[str, Any]:
-        held = set(self.held)
+        held = {lease.name for lease in list(self._held)}
         return {
             name: {
                 "kind": "leases",
                 "state": "running" if name in held else "waiting",
-                "steps": int(self._host.state.outcome[loaded.row, 0]),
+                "steps": int(self.core.state.outcome[loaded.row, 0]),
                 "priority": loaded.model.priority,
                 "share": loaded.model.share,
             }
@@ -209,13 +208,17 @@ class Leases:
 class Lease:
     """Repeated leases on the GPU for one owner: a context manager, also for asyncio."""
 
-    def __init__(self, engine: Requester, leases: Leases, name: str, priority: int, share: float, give_back_ms: float):
+    def __init__(self, leases: Leases, name: str, priority: int, share: float, give_back_ms: float):
         if not give_back_ms > 0:
-            raise ModelError(f"lease {name!r}: give_back_ms={give_back_ms}; the time must be above 0")
-        self.name, self._engine, self._leases, self._give_back_s = name, engine, leases, give_back_ms * 1e-3
+            raise ModelError(
+                f"lease {name!r}: give_back_ms={give_back_ms}; the time must be above 0", field="give_back_ms",
+                given=give_back_ms,
+            )  # fmt: skip
+        self.name, self.title = name, f"lease {name!r}"
+        self._leases, self._core, self._give_back_s = leases, leases.core, give_back_ms * 1e-3
         self._loaded, self._busy = leases.find(name, priority, share)
         self._instance = self._loaded.instances[0]
-        self._ended = _Ended()
+        self._ended = _Request(self._loaded)
         self._taking = threading.Lock()
         self._since_s = 0.0  # when it was first wanted back
         self._inside = False  # between the begin and the end of `with`
@@ -225,7 +228,7 @@ class Lease:
 
     def wanted(self) -> bool:
         """Whether work of higher priority exists, or work of the same priority waits."""
-        state, own = self._engine.state, self._loaded.model.priority
+        state, own = self._core.state, self._loaded.model.priority
         core = state.core[0]
         mine = self._loaded.instance_rows[0]
         active = state.active[: int(core["active"])]
@@ -282,11 +285,11 @@ class Lease:
 
     def _ask(self) -> None:
         try:
-            self._engine._check_open()
+            self._core.check_open()
             self._instance.draining[0] = 0
             self.over, self._since_s = False, 0.0
-            self._ended = _Ended()
-            Slot(self._engine, self._loaded, None, None, None).begin_for(self._ended)
+            self._ended = _Request(self._loaded)
+            self._leases.client.reserve(self._loaded).begin_for(self._ended)
         except BaseException:
             self._inside = False
             self._busy.release()
@@ -317,8 +320,8 @@ class Lease:
     def _granted(self) -> bool:
         if self._instance.draining[0]:
             return True
-        self._engine._check_open()
-        self._engine._producer.drain()  # the lease's instance may wait until the end of the last lease is read
+        self._core.check_open()
+        self._core.ring.drain()  # the lease's instance may wait until the end of the last lease is read
         return False
 
     def _give_up(self) -> None:
@@ -330,8 +333,8 @@ class Lease:
 
         def end() -> None:
             try:
-                while not self._instance.draining[0] and not self._ended.is_set() and not self._engine.over:
-                    self._engine._producer.drain()
+                while not self._instance.draining[0] and not self._ended.over and not self._core.over:
+                    self._core.ring.drain()
                     time.sleep(_LATE_S)
                 self._end()
             finally:
@@ -348,7 +351,7 @@ class Lease:
 
     def _release(self) -> None:
         try:
-            with self._leases.outside(self.name):
+            with self._core.outside(self.title):
                 self._leases.forget(self)
                 _wait_for_work()
         finally:
@@ -357,8 +360,8 @@ class Lease:
     def _end(self) -> None:
         """Ends the lease, and waits until the core knows."""
         self.take_back()
-        while not self._ended.is_set() and not self._engine.over:
-            self._engine._producer.drain()
+        while not self._ended.over and not self._core.over:
+            self._core.ring.drain()
             time.sleep(_SOON_S)
 
     def take_back(self) -> None:
@@ -366,9 +369,9 @@ class Lease:
         with self._taking:
             if not self.over:
                 self.over = True
-                self._leases.count_astray()
+                self._leases.note_taken(self)
                 self._instance.words[0] = 1
-                self._engine._producer.nudge()
+                self._core.ring.nudge()
 
     def look(self) -> None:
         """Takes the lease back if it has been wanted for too long; called by the thread that watches leases."""
@@ -383,14 +386,20 @@ class Lease:
             self.take_back()
 
 
-class _Ended(threading.Event):
-    """The core's answer to a lease, set when the lease has ended in any way."""
+class _Request(Pending):
+    """A lease as a request to the core. `over`: it has ended, in any way."""
 
-    def __call__(self, entry: Any) -> None:
-        self.set()
+    __slots__ = ("over",)
 
-    def answer(self, result: Any) -> None:
-        self.set()
+    def __init__(self, loaded: LoadedModel) -> None:
+        super().__init__(loaded)
+        self.over = False
+
+    def finish(self, entry: Entry) -> None:
+        self.over = True
+
+    def fail(self, error: Exception) -> None:
+        self.over = True
 
 
 async def _in_thread(function: Callable[[], None]) -> None:

@@ -8,20 +8,19 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.backends.base import Backend, Launches, LoadedModel, device_lock, write_handles
-from paellapy.scheduler.core import codes
 from paellapy.scheduler.core import profiles as core_profiles
 from paellapy.scheduler.core.codes import CHOICES
 from paellapy.scheduler.core.errors import ModelError
-from paellapy.scheduler.core.profiles import TOGETHER
+from paellapy.scheduler.core.profiles import TOGETHER, is_finite_number, shortened
 from paellapy.scheduler.core.state import Limits, State
 from paellapy.scheduler.core.tuning import Tuning
-from paellapy.scheduler.engine.weight_cache import Residents
+from paellapy.scheduler.engine.weight_cache import WeightCache
 from paellapy.scheduler.models import profile as profiles
 from paellapy.scheduler.models.memory import Arena, Instance, InstancePlan, MemoryPlan, Reservation, plan_instance
 from paellapy.scheduler.models.model import Model
@@ -129,6 +128,14 @@ def _watch(times: LoadTimes, ended: threading.Event) -> None:
 _REPEATS = 15
 _BRIEF_NS = 10e6  # a program that takes longer in one piece is not run merely to warm up its first launch
 _ROUNDS = 3  # rounds of TOGETHER instances at once, to measure the throughput of a full GPU
+
+
+def check_quantum(quantum_us: float, whose: str = "") -> None:
+    if not is_finite_number(quantum_us) or quantum_us < 1:
+        raise ModelError(
+            f"{whose}quantum_us={shortened(quantum_us)}: the duration of a segment must be a number of at least 1 µs",
+            field="quantum_us", given=quantum_us, limit=1,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,9 +345,9 @@ class Loader:
 
     def __init__(
         self, backend: Backend, memory: MemoryPlan, limits: Limits, tuning: Tuning, quantum_ns: float,
-        residents: Residents | None = None,
+        weight_cache: WeightCache | None = None,
     ) -> None:  # fmt: skip
-        self.backend, self.memory, self.limits, self.residents = backend, memory, limits, residents
+        self.backend, self.memory, self.limits, self.weight_cache = backend, memory, limits, weight_cache
         self.tuning, self.quantum_ns = tuning, quantum_ns
         self._loads = 0
 
@@ -356,7 +363,7 @@ class Loader:
         # Reserve weights first: a model whose weights alone do not fit is refused before any of them is copied.
         self.memory.reserve(model.name, weights_bytes, 0, 1)
         later = model.later_batch
-        spare = bool(later) and self.residents is None
+        spare = bool(later) and self.weight_cache is None
         sizes = [batch for batch in model.batch if batch not in later]
         instances: list[Instance] = []
         made: list[list[Launches]] = []
@@ -377,14 +384,15 @@ class Loader:
             self._loads += 1
             served = instances[:-1] if spare else instances
             made += ([] for _ in served)
-            loaded = LoadedModel(model, weights, reservation, served, [], made, range=found)
+            kind = "job" if model.stateful else "model"
+            loaded = LoadedModel(model, weights, reservation, served, [], made, range=found, kind=kind)
             loaded.later, loaded.spare = dict.fromkeys(later, ""), instances[-1] if spare else None
             with self._to_itself(arenas):
                 for batch in sizes:
                     Preparation(self._rules(), loaded, batch, times, alone).make()
-                if self.residents is not None:
+                if self.weight_cache is not None:
                     with times.phase("weights"):
-                        self.residents.settle(loaded)
+                        self.weight_cache.settle(loaded)
         except BaseException:
             self.memory.release(model.name)
             self._free(instances, made)
@@ -414,19 +422,19 @@ class Loader:
 
     def _place(self, model: Model, order: Sequence[str] = ()) -> tuple[Arrays, WeightRange | None]:
         """The weights on the GPU; where they may come and go, in a range, those named in `order` first."""
-        if self.residents is None:
+        if self.weight_cache is None:
             return self.backend.upload(model), None
-        placed = self.residents.place(model, order)
+        placed = self.weight_cache.place(model, order)
         return placed.weights, placed.range
 
     def _forget(self, model: Model, found: WeightRange | None) -> None:
-        if self.residents is not None:
-            self.residents.forget(model.name, found)
+        if self.weight_cache is not None:
+            self.weight_cache.forget(model.name, found)
 
     def _to_itself(self, arenas: Sequence[Arena | None]) -> contextlib.AbstractContextManager[None]:
         """Keeps other models out of shared instance memory while this model runs to be measured."""
         shared = [each for each in arenas if each is not None]
-        return contextlib.nullcontext() if self.residents is None else self.residents.arenas.kept(shared)
+        return contextlib.nullcontext() if self.weight_cache is None else self.weight_cache.arenas.kept(shared)
 
     def _rules(self) -> Rules:
         return Rules(self.backend, self.limits, self.tuning, self.quantum_ns, self.measure_shares)
@@ -441,12 +449,12 @@ class Loader:
     @contextlib.contextmanager
     def _with_spare(self, loaded: LoadedModel) -> Iterator[None]:
         """Gives the model a spare instance, where memory is too short to keep one for every model."""
-        if self.residents is None:
+        if self.weight_cache is None:
             yield
             return
         like = loaded.instances[0]
         assert like.arena is not None
-        with self.residents.arenas.beside(loaded.model, like.arena) as arena:
+        with self.weight_cache.arenas.beside(loaded.model, like.arena) as arena:
             memory = self.backend.instance_memory(like.plan, arena.memory)
             loaded.spare = Instance(len(loaded.instances), loaded.model, like.plan, memory, like.partitions)
             try:
@@ -473,11 +481,11 @@ class Loader:
         """
         # Instances that take turns share the memory that other libraries allocate.
         instance_bytes = plan.device_bytes + (-(-foreign // (model.instances or 1)) if model.stateful else foreign)
-        if self.residents is None:
+        if self.weight_cache is None:
             least, most = (model.instances or 1) + spare, (model.instances or wanted) + spare
             reservation = self.memory.reserve(model.name, weights_bytes, instance_bytes, most, least)
             return reservation, [None] * reservation.instances
-        arenas = self.residents.arenas.instances_for(model, plan.device_bytes, foreign, wanted)
+        arenas = self.weight_cache.arenas.instances_for(model, plan.device_bytes, foreign, wanted)
         return self.memory.note(model.name, Reservation(weights_bytes, instance_bytes, len(arenas))), arenas
 
     def _check(self, model: Model) -> None:
@@ -489,7 +497,10 @@ class Loader:
             ("instances", model.instances or 1, n.instances_per_model),
         ):
             if count > limit:
-                raise ModelError(f"model {model.name!r} has {count} {what}; the engine takes up to {limit}")
+                raise ModelError(
+                    f"model {model.name!r} has {count} {what}; the engine takes up to {limit}", model=model.name,
+                    field=what, given=count, limit=limit,
+                )  # fmt: skip
 
     def _partitions(self, instance: int) -> tuple[int, ...]:
         """A selection of partitions spread over the GPU, different for each instance and each model."""
@@ -566,107 +577,3 @@ def install_partitions(state: State, partitions: Sequence[Collection[int]]) -> N
     """Writes the SMs of each partition. Where two partitions share SMs, a job in one also fills the other."""
     n = state.core["partitions"][0] = len(partitions)
     state.overlap[:n, :n] = [[len(set(a) & set(b)) for b in partitions] for a in partitions]
-
-
-# Captures batch sizes of models that serve: each when a batch first wanted it, in a thread of its own.
-
-
-_LOOK_S = 0.02  # how often the thread looks for sizes that batches wanted
-
-
-class LaterSizes:
-    """`loading` is the lock that loads and unloads hold; `in_loop` runs a function between two steps of the core, and
-    waits; `alone` tells whether no request is there.
-    """
-
-    def __init__(
-        self, state: State, loader: Loader, loading: threading.RLock, in_loop: Callable[[Callable[[], None]], None],
-        alone: Callable[[], bool],
-    ) -> None:  # fmt: skip
-        self._state, self._loader, self._loading, self._in_loop, self._alone = state, loader, loading, in_loop, alone
-        self._models: list[LoadedModel] = []  # those with sizes left to capture
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def add(self, loaded: LoadedModel) -> None:
-        """Captures the model's later sizes from now on; the caller holds the lock."""
-        if loaded.later:
-            self._models.append(loaded)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._watch, name="paellapy-sizes", daemon=True)
-                self._thread.start()
-
-    def forget(self, loaded: LoadedModel) -> None:
-        """The model is unloaded; the caller holds the lock."""
-        if loaded in self._models:
-            self._models.remove(loaded)
-
-    def close(self) -> None:
-        """Ends the thread, after the capture that is under way. The caller must not hold the lock."""
-        self._ended.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._ended.wait(_LOOK_S):
-            if not any(self._wanted(each) for each in list(self._models)):
-                continue
-            # With a time-out: whoever holds the lock may be waiting for this thread to end, or for memory.
-            if self._loading.acquire(timeout=_LOOK_S):
-                try:
-                    self._capture_one()
-                finally:
-                    self._loading.release()
-            else:
-                self._hold([])
-        self._hold([])
-
-    def _hold(self, models: Sequence[LoadedModel]) -> None:
-        """Keeps the weights of these models on the GPU, once they have come, and of no others."""
-        if self._loader.residents is not None:
-            with contextlib.suppress(PaellaError):  # the engine has failed: no weights move any more
-                self._loader.residents.hold(models)
-
-    def _is_there(self, loaded: LoadedModel) -> bool:
-        """Whether the weights are on the GPU until they are let go."""
-        return self._loader.residents is None or self._loader.residents.holds(loaded)
-
-    def _wanted(self, loaded: LoadedModel) -> list[int]:
-        """Batch sizes that are wanted and not captured."""
-        sizes = self._state.size[loaded.row, : len(loaded.model.batch)]
-        return [int(b) for b in sizes["batch"][(sizes["capture"] == codes.WANTED) & (sizes["segments"] == 0)]]
-
-    def _capture_one(self) -> None:
-        """One size at a time, so that loads and unloads get their turn. A trace records the sizes it began with."""
-        if self._ended.is_set() or self._loader.backend.tracing:
-            self._hold([])
-            return
-        wanting = [each for each in self._models if self._wanted(each)]
-        self._hold(wanting)  # weights that are away are not brought for this: requests will bring them
-        loaded = next((each for each in wanting if self._is_there(each)), None)
-        if loaded is None:
-            return
-        self._hold([loaded])
-        self._capture(loaded, self._wanted(loaded)[0])
-        self._hold([])
-        if "" not in loaded.later.values():
-            self._models.remove(loaded)
-            self._loader.free_spare(loaded)
-
-    def _capture(self, loaded: LoadedModel, batch: int) -> None:
-        row = self._state.size[loaded.row, loaded.model.batch.index(batch)]
-        try:
-            self._loader.add_size(loaded, batch, self._alone())
-            self._in_loop(lambda: self._install(loaded, batch))
-        except Exception as e:  # concerns this size alone: batches go on at the sizes that are there
-            loaded.later[batch] = f"{type(e).__name__}: {e}"
-            row["capture"] = codes.GIVEN_UP
-            _log.warning("model %r: batch size %d could not be captured: %s", loaded.model.name, batch, e)
-        else:
-            del loaded.later[batch]
-
-    def _install(self, loaded: LoadedModel, batch: int) -> None:
-        install_size(self._state, loaded, batch)
-        if self._loader.residents is not None:
-            (profile,) = (each for each in loaded.profiles if each.batch == batch)
-            self._loader.residents.write_needs(loaded, profile)

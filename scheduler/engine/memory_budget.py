@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from paellapy.scheduler.backends.base import Backend
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.errors import MemoryPlanError
 from paellapy.scheduler.core.residency import needed_bytes, release_arena, reserve_arena
 from paellapy.scheduler.core.state import State
+from paellapy.scheduler.engine.core_loop import CoreLoop
 from paellapy.scheduler.models.memory import Arena, Arenas, Need, readable_bytes
 from paellapy.scheduler.models.model import Model
 
@@ -33,15 +33,10 @@ class Placing:
 
 
 class Budget:
-    """`in_loop` runs a function between two steps of the core and waits; `check` raises if the engine has ended."""
-
-    def __init__(
-        self, state: State, nbytes: int, in_loop: Callable[[Callable[[], None]], None], check: Callable[[], None]
-    ) -> None:
-        self._state, self.nbytes, self._in_loop, self._check = state, nbytes, in_loop, check
-        self.taken: dict[
-            str, int
-        ] = {}  # bytes that models hold permanently: instances, and weights while they are loaded
+    def __init__(self, core: CoreLoop, nbytes: int) -> None:
+        self._core, self._state, self.nbytes = core, core.state, nbytes
+        # bytes that models hold permanently: instances, and weights while they are loaded
+        self.taken: dict[str, int] = {}
         self.lost_bytes = 0  # of unloaded models whose memory could not be freed
         self.placing: Placing | None = None
         self.why_stuck: Callable[[], str] = str  # says why the latest eviction failed
@@ -95,20 +90,20 @@ class Budget:
                 r["load_bytes"] = r["load_granted"] = 0
                 r["pending"] = 1
 
-        self._in_loop(ask)
+        self._core.run(ask)
         end = time.monotonic() + ORDER_S
         while not r["load_granted"] and time.monotonic() < end:
-            self._check()
+            self._core.check_open()
             time.sleep(LOOK_S)
         if r["load_granted"] <= 0:
             why = self.why_stuck() if r["load_granted"] else (
                 f"models in use hold it since {ORDER_S:.0f} s. Load the model while they have fewer requests, give it "
                 "their priority, unload one of them, or give the engine more memory_bytes."
             )  # fmt: skip
-            self._in_loop(drop)
+            self._core.run(drop)
             if not r["load_granted"]:
                 raise MemoryPlanError(f"{what} of {readable_bytes(nbytes)} get no memory: {why}")
-        self._in_loop(take)
+        self._core.run(take)
         self.taken[name] = self.taken.get(name, 0) + nbytes
 
     def give(self, name: str, nbytes: int | None = None) -> None:
@@ -119,7 +114,7 @@ class Budget:
             self._state.residency["budget_bytes"][0] += back
             self._state.residency["pending"][0] = 1
 
-        self._in_loop(put)
+        self._core.run(put)
         self.taken[name] = self.taken.get(name, 0) - back
         if not self.taken[name]:
             del self.taken[name]
@@ -155,18 +150,13 @@ APART_SHARE = 0.35  # the same, if models of different priority would share them
 
 
 class InstanceArenas(Arenas):
-    """`in_loop` runs a function between two steps of the core and waits; `check` raises if the engine has ended."""
-
-    def __init__(
-        self, backend: Backend, state: State, budget: Budget, in_loop: Callable[[Callable[[], None]], None],
-        check: Callable[[], None],
-    ) -> None:  # fmt: skip
+    def __init__(self, core: CoreLoop, budget: Budget) -> None:
         super().__init__(
-            backend.arena,
+            core.backend.arena,
             lambda nbytes: budget.claim(SHARED, nbytes, codes.NEVER, f"instances of model {self._loading!r}"),
             lambda nbytes: budget.give(SHARED, nbytes),
         )
-        self._state, self._budget, self._in_loop, self._check = state, budget, in_loop, check
+        self._core, self._state, self._budget = core, core.state, budget
         self._loading = ""  # name of the model that gets instances
 
     def instances_for(self, model: Model, nbytes: int, foreign_bytes: int, wanted: int) -> list[Arena]:
@@ -192,14 +182,14 @@ class InstanceArenas(Arenas):
             for each in numbers:
                 what(self._state, each)
 
-        self._in_loop(lambda: change(reserve_arena))
+        self._core.run(lambda: change(reserve_arena))
         try:
             while self._state.arena[numbers].any():
-                self._check()
+                self._core.check_open()
                 time.sleep(LOOK_S)
             yield
         finally:
-            self._in_loop(lambda: change(release_arena))
+            self._core.run(lambda: change(release_arena))
 
     @contextlib.contextmanager
     def beside(self, model: Model, arena: Arena) -> Iterator[Arena]:

@@ -11,7 +11,6 @@ import contextlib
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,11 +25,12 @@ from paellapy.scheduler.core.processes import SharedBlock
 from paellapy.scheduler.core.rings import Bell
 from paellapy.scheduler.core.state import Limits, State, new_state, view_state
 from paellapy.scheduler.core.tenants import tenants_stats
+from paellapy.scheduler.engine.client import RequestClient
+from paellapy.scheduler.engine.core_loop import Core, ModelTable
 from paellapy.scheduler.engine.engine import Engine
-from paellapy.scheduler.engine.requests import Requester, Slot, find_model
 from paellapy.scheduler.engine.ring_calls import SharedStage
-from paellapy.scheduler.engine.ring_client import RingClient
-from paellapy.scheduler.engine.stats import core_stats, live_stats, model_stats
+from paellapy.scheduler.engine.ring_client import Pending, RingClient
+from paellapy.scheduler.engine.stats import GpuUse, core_stats, live_stats, model_stats, occupancy
 from paellapy.scheduler.models.memory import Instance, InstancePlan, Memory
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.policies.policy import Policy, attach_functions
@@ -91,23 +91,58 @@ class Link:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-class RemoteEngine(Requester):
-    """An engine for a process that only submits requests."""
+class RemoteCore(Core):
+    """The core of another process, or a placeholder while there is none."""
 
     def __init__(self) -> None:
         self.limits = Limits(models=1, instances=1, requests=1, segments=1)
         self.state = _placeholder(self.limits)
         self.link: Link | None = None
+        self.over = True
+        self.models = ModelTable[RemoteModel]()
+        self.ring = RingClient(self.state, self.limits, 0, Bell(self.state.bell), -1)
+        self.ring.closed = True
+
+    def attach(self, link: Link) -> None:
+        shared = view_state(link.limits, link.state.array)
+        # Addresses of compiled functions are valid only in the process that wrote them, and predictions need our own.
+        self.state = shared._replace(call=np.zeros_like(shared.call), job=np.zeros(2, JOB))
+        bell, stage = Bell(self.state.bell, fd=link.bell_fd), SharedStage(link.stage, link.stage_address)
+        before, self.ring = self.ring, RingClient(self.state, link.limits, link.producer, bell, link.wake_fd, stage)
+        self.ring.watchers, self.ring.counters = before.watchers, before.counters
+        self.limits, self.link, self.over = link.limits, link, False
+
+    def lose(self) -> list[Pending]:
+        """The process is gone: the requests whose answers will never come."""
+        self.link, self.over = None, True
+        with contextlib.suppress(Exception):  # an error of one caller; the others still get their answers
+            self.ring.drain()  # answers that the process posted before it ended, such as the cause of a GPU failure
+        left = self.ring.abandon()
+        self.ring.detach_all()
+        self.models.by_name, self.models.by_row = {}, {}
+        return left
+
+    def check_open(self) -> None:
+        if self.link is None:
+            raise EngineAwayError(AWAY)
+
+    def failed(self, status: int) -> EngineFailedError:
+        # The engine's process logs the cause, and ends.
+        why = f" (CUDA's status {status})" if status else ""
+        return EngineFailedError(
+            f"the GPU failed{why}: the server's log says why; the engine is being started again", status=status
+        )
+
+
+class RemoteEngine:
+    """An engine for a process that only submits requests."""
+
+    def __init__(self) -> None:
+        self.core = RemoteCore()
+        self.client = RequestClient(self.core)
         self.failure: BaseException | None = None
         self.policy = ""
         self.facts: dict[str, Any] = {"memory": {"budget_bytes": 0, "held_bytes": 0}}
-        self._producer = RingClient(self.state, self.limits, 0, Bell(self.state.bell), -1)
-        self._producer.closed = True
-        self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()
-        self._models: dict[str, RemoteModel] = {}
-        self._by_row: dict[int, RemoteModel] = {}
-        self._watchers: list[Callable[[Any], None]] = []
-        self._counters: list[Callable[[Any], None]] = []
         self._since = time.monotonic()
 
     # -- the other process
@@ -115,17 +150,9 @@ class RemoteEngine(Requester):
     def attach(self, link: Link) -> None:
         """Connects to a new engine process."""
         assert self.link is None
-        shared = view_state(link.limits, link.state.array)
-        # Addresses of compiled functions are valid only in the process that wrote them, and predictions need our own.
-        self.state = shared._replace(call=np.zeros_like(shared.call), job=np.zeros(2, JOB))
-        self.limits = link.limits
-        bell = Bell(self.state.bell, fd=link.bell_fd)
-        self._producer = RingClient(
-            self.state, link.limits, link.producer, bell, link.wake_fd, SharedStage(link.stage, link.stage_address)
-        )
-        self._producer.watchers, self._producer.counters = self._watchers, self._counters
+        self.core.attach(link)
         self.set_policy(link.policy)
-        self.link, self.facts = link, link.facts or self.facts
+        self.facts = link.facts or self.facts
 
     def set_policy(self, policy: Policy) -> None:
         """Sets the policy that the engine's process uses from now on, for predictions here."""
@@ -134,41 +161,48 @@ class RemoteEngine(Requester):
 
     def set_models(self, models: Mapping[str, RemoteModel]) -> None:
         """Sets the loaded models. A model that is being unloaded is kept until its outstanding answers have arrived."""
-        answering = {each.loaded.row for each in self._producer.pending()}
-        kept = {row: each for row, each in self._by_row.items() if row in answering}
-        self._models = dict(models)
-        self._by_row = kept | {each.row: each for each in models.values()}
+        table = self.core.models
+        answering = {each.loaded.row for each in self.core.ring.pending()}
+        kept = {row: each for row, each in table.by_row.items() if row in answering}
+        table.by_name = dict(models)
+        table.by_row = kept | {each.row: each for each in models.values()}
 
     def lose(self) -> None:
         """Disconnects from a process that is gone: tells every waiting caller, and drops its memory."""
-        producer, self.link = self._producer, None
-        with contextlib.suppress(Exception):  # an error of one caller; the others still get their answers
-            producer.drain()  # answers that the process posted before it ended, such as the cause of a GPU failure
-        left = producer.abandon()
-        producer.detach_all()
-        self._models, self._by_row = {}, {}
-        for pending in left:
-            answer = getattr(pending, "answer", None) or getattr(pending.finish, "answer", None)
-            if answer is not None:  # otherwise it is a slot that is not submitted yet
-                answer(EngineAwayError(AWAY))
+        for pending in self.core.lose():
+            pending.fail(EngineAwayError(AWAY))
 
     # -- the interface of an engine
 
     @property
+    def state(self) -> State:
+        return self.core.state
+
+    @property
+    def limits(self) -> Limits:
+        return self.core.limits
+
+    @property
+    def link(self) -> Link | None:
+        return self.core.link
+
+    @property
     def models(self) -> dict[str, Model]:
-        return {name: each.model for name, each in self._models.items()}
+        return {name: each.model for name, each in self.core.models.by_name.items()}
 
     def loaded_rows(self) -> dict[int, RemoteModel]:
-        return {each.row: each for each in self._models.values()}
+        return {each.row: each for each in self.core.models.by_name.values()}
 
     def watch(self, watcher: Callable[[Any], None]) -> Callable[[], None]:
         """Calls `watcher` for the requests of this process; see `Engine.watch`."""
-        self._watchers.append(watcher)
-        return lambda: self._watchers.remove(watcher)
+        return self.core.ring.watch(watcher)
 
     def count(self, counter: Callable[[Any], None]) -> Callable[[], None]:
-        self._counters.append(counter)
-        return lambda: self._counters.remove(counter)
+        return self.core.ring.count(counter)
+
+    def occupancy(self) -> GpuUse:
+        """The GPU's occupancy by the engine's launches."""
+        return occupancy(self.state)
 
     def stats(self) -> dict[str, Any]:
         """Counts from the core's shared tables: of all producers together."""
@@ -185,32 +219,10 @@ class RemoteEngine(Requester):
                     "instances": len(each.instance_of),
                     "memory_bytes": each.memory_bytes,
                 }
-                for name, each in self._models.items()
+                for name, each in self.core.models.by_name.items()
             },
             "tenants": tenants_stats(self.state),
         }
-
-    # -- as a Requester
-
-    def _find(self, name: str) -> RemoteModel:
-        self._check_open()
-        return find_model(self._models, name)
-
-    def _row(self, row: int) -> RemoteModel | None:
-        return self._by_row.get(row)
-
-    def _check_open(self) -> None:
-        if self.link is None:
-            raise EngineAwayError(AWAY)
-
-    def _failed(self, status: int) -> EngineFailedError:
-        # The engine's process logs the cause, and ends.
-        why = f" (CUDA's status {status})" if status else ""
-        return EngineFailedError(f"the GPU failed{why}: the server's log says why; the engine is being started again")
-
-    @property
-    def over(self) -> bool:
-        return self.link is None
 
 
 def _placeholder(limits: Limits) -> State:
@@ -263,7 +275,7 @@ class Producers:
             found[0] = abort.reclaim(state, producer, time.monotonic_ns())
             done.set()
 
-        self._engine.call_in_loop(take_back)
+        self._engine.core.call(take_back)
         while not done.wait(0.1):
             if self._engine.closed:
                 break

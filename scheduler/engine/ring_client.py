@@ -19,6 +19,7 @@ import struct
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import FrameType
@@ -51,16 +52,6 @@ _fill = struct.Struct("=" + "".join("Q" if kind == "u" else "q" for kind in _KIN
 Terms = tuple[int, int, int, int]
 
 
-class Request(Protocol):
-    """The parts of a pending request that its message has."""
-
-    row: int
-    serial: int
-
-    @property
-    def loaded(self) -> Any: ...
-
-
 class Messages(threading.local):
     """The message of each thread."""
 
@@ -68,7 +59,7 @@ class Messages(threading.local):
         self._memory = np.zeros(1, SUBMISSION)
         self._one = self._memory.view(np.uint8).data, int(self._memory.ctypes.data)
 
-    def fill(self, request: Request, instance: int, slot: int, source: int, terms: Terms) -> int:
+    def fill(self, request: Pending, instance: int, slot: int, source: int, terms: Terms) -> int:
         """Fills in this thread's message, and returns its address."""
         memory, address = self._one
         loaded = request.loaded
@@ -212,8 +203,8 @@ _REMEMBERED_CLIENTS = 4096
 
 ENGINE_CLOSED = "the engine is closed; create a new one to submit requests"
 
-Entry = list[int]  # a completion: see producer_calls.E_…
-Finish = Callable[[Entry], None]
+Entry = list[int]  # a completion: see ring_calls.E_…
+Place = tuple[int, int]  # instance and slot
 
 
 class Loaded(Protocol):
@@ -229,15 +220,23 @@ class Loaded(Protocol):
     def instance_of(self) -> dict[int, Instance]: ...
 
 
-class Pending:
-    """One request that has not completed. `finish(entry)` is called once, in the thread that reads the completions."""
+class Pending(ABC):
+    """A request that has not completed. One of its two methods is called, once."""
 
-    __slots__ = ("client", "finish", "keep", "loaded", "row", "serial")
+    __slots__ = ("client", "keep", "loaded", "row", "serial")
 
-    def __init__(self, loaded: Loaded, finish: Finish) -> None:
-        self.loaded, self.finish = loaded, finish
+    def __init__(self, loaded: Loaded) -> None:
+        self.loaded = loaded
         self.row = self.serial = self.client = -1
         self.keep: Any = None  # keeps staged inputs alive
+
+    @abstractmethod
+    def finish(self, entry: Entry) -> None:
+        """Called with the completion, in the thread that reads it."""
+
+    @abstractmethod
+    def fail(self, error: Exception) -> None:
+        """No completion will come."""
 
 
 Staged = tuple[Pending, int, Any]  # a request, the address of its inputs for the core, and the token of their memory
@@ -249,13 +248,8 @@ class RingClient:
     def __init__(
         self, state: State, limits: Limits, producer: int, bell: Bell, wake_fd: int, stage: Stage | None = None
     ) -> None:
-        self.state, self.producer, self.bell, self.wake_fd, self.stage = (
-            state,
-            producer,
-            bell,
-            wake_fd,
-            stage or OwnStage(),
-        )
+        self.state, self.producer, self.bell, self.wake_fd = state, producer, bell, wake_fd
+        self.stage = stage or OwnStage()
         self._held_line = calls.Line(state, producer, bell.fd)
         self._line = self._held_line.address
         self._messages = Messages()
@@ -270,8 +264,8 @@ class RingClient:
         self._entries = self._numbers.view(COMPLETION).reshape(_DRAIN)
         self._closed_models: dict[int, Callable[[], None]] = {}
         self._loops: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
-        self.watchers: list[Callable[[Any], None]] = []  # called with every completion of this producer: traces
-        self.counters: list[Callable[[Any], None]] = []  # the same, with many completions at a time (COMPLETION)
+        self.watchers: list[Callable[[Any], None]] = []
+        self.counters: list[Callable[[Any], None]] = []
         self._failed: Exception | None = None  # an error raised while a completion was answered, not yet reported
         self._starved_ns = 0  # when a request found no open instance, if no completion was read since; else 0
         self.closed = False  # the core is gone: nothing may be posted any more
@@ -312,7 +306,7 @@ class RingClient:
             self.give_back(pending)
             raise EngineClosedError(ENGINE_CLOSED)
 
-    def claim(self, loaded: Loaded, client: int) -> tuple[int, int] | None:
+    def claim(self, loaded: Loaded, client: int) -> Place | None:
         """Claims a slot whose inputs can be written at once. None: the inputs must be staged."""
         found = calls.claim(self._line, loaded.row, client)
         if found >= 0 and not self._starved_ns:
@@ -398,6 +392,16 @@ class RingClient:
 
     # -- out
 
+    def watch(self, watcher: Callable[[Any], None]) -> Callable[[], None]:
+        """Calls `watcher` with every completion of this producer (COMPLETION); the returned function ends that."""
+        self.watchers.append(watcher)
+        return lambda: self.watchers.remove(watcher)
+
+    def count(self, counter: Callable[[Any], None]) -> Callable[[], None]:
+        """As `watch`, with several completions at a time."""
+        self.counters.append(counter)
+        return lambda: self.counters.remove(counter)
+
     def drain(self) -> int:
         """Answers all completions in the ring and returns their number."""
         with self._draining:
@@ -471,10 +475,14 @@ class RingClient:
             self._pending.clear()
         return left
 
-    @property
-    def answering(self) -> threading.Lock:
-        """The lock held while completions are answered: its holder knows that no answer is in progress."""
-        return self._draining
+    def hand_over(self, pending: Pending, to: Pending) -> bool:
+        """Has another object answered in place of this request; False if the request has ended already."""
+        with self._draining:
+            if self._pending.get(pending.row) is not pending:
+                return False
+            to.row, to.serial, to.client = pending.row, pending.serial, pending.client
+            self._pending[to.row] = to
+            return True
 
     def give_back(self, pending: Pending) -> None:
         """Frees the row of a request that was never posted."""
@@ -500,7 +508,7 @@ class RingClient:
     def detach_all(self) -> None:
         for loop in list(self._loops):
             if not loop.is_closed():
-                if _running_here(loop):
+                if is_running(loop):
                     loop.remove_reader(self.wake_fd)
                 else:
                     with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
@@ -524,7 +532,8 @@ class RingClient:
         return True
 
 
-def _running_here(loop: asyncio.AbstractEventLoop) -> bool:
+def is_running(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether this event loop runs in this thread."""
     try:
         return asyncio.get_running_loop() is loop
     except RuntimeError:

@@ -12,6 +12,7 @@ import numpy as np
 from paellapy.scheduler.backends.base import LoadedModel
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.state import State
+from paellapy.scheduler.engine.core_loop import CoreLoop
 
 
 def model_stats(state: State, row: int) -> dict[str, Any]:
@@ -144,19 +145,20 @@ def occupancy(state: State) -> GpuUse:
     )
 
 
-# Observes the requests of all producers from the core's own process; the core records them only while observed.
+LOOK_S = 0.01  # completions of other processes are seen at most this late
+_SLACK = 256  # entries of the log that may be overwritten while it is read
 
 
-LOOK_S = 0.01  # completions are seen at most this late
-_SLACK = 256  # entries of the ring that may be overwritten while it is read
+class CompletionLog:
+    """Passes completions (tables.COMPLETION) to watchers.
 
+    Where other processes submit too (`shared`), the core writes all completions into a log while anybody watches, and a
+    thread reads it.
+    """
 
-class Tap:
-    """Passes completions to watchers. Its thread runs only while there is a watcher."""
-
-    def __init__(self, state: State) -> None:
-        self._state = state
-        self._watchers: list[Callable[[Any], None]] = []
+    def __init__(self, core: CoreLoop, shared: bool) -> None:
+        self._core, self._state, self._shared = core, core.state, shared
+        self._watchers: list[Callable[[Any], None]] = []  # of the shared log
         self._seen = 0
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
@@ -164,6 +166,8 @@ class Tap:
 
     def watch(self, watcher: Callable[[Any], None]) -> Callable[[], None]:
         """Adds a watcher; call the returned function to remove it."""
+        if not self._shared:
+            return self._core.ring.watch(watcher)
         with self._lock:
             if not self._watchers:
                 self._seen = int(self._state.core["log_tail"][0])
@@ -183,10 +187,15 @@ class Tap:
 
     def _run(self, stop: threading.Event) -> None:
         while not stop.wait(LOOK_S):
-            self.look()
+            self._look()
 
-    def look(self) -> None:
-        """Passes new completions to the watchers."""
+    def flush(self) -> None:
+        """Passes all completions so far to the watchers."""
+        self._core.ring.drain()
+        if self._shared:
+            self._look()
+
+    def _look(self) -> None:
         with self._lock:
             ring = self._state.completion_log
             tail = int(self._state.core["log_tail"][0])

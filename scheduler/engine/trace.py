@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.device.base import Device
 from paellapy.instrument.env import versions
 from paellapy.instrument.errors import TraceError
 from paellapy.instrument.records import BLOCK, LAUNCH, Records
 from paellapy.instrument.traces import trace
 from paellapy.instrument.traces.summary import counted
 from paellapy.instrument.traces.trace import DeviceFacts, Trace
-from paellapy.scheduler.backends.base import LoadedModel, TracedBlocks, TracedPiece
+from paellapy.scheduler.backends.base import TracedBlocks, TracedPiece
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core import state as st
+from paellapy.scheduler.engine.core_loop import CoreLoop
+from paellapy.scheduler.engine.stats import CompletionLog
 
 # One request that ended during the trace. Times are ns on the clock of the trace's blocks.
 JOB_RECORD = np.dtype(
@@ -165,43 +167,38 @@ def segment_times(state: st.State, instance: int) -> tuple[NDArray[np.int64], bo
     return times, bool(row["whole"])
 
 
-class Traceable(Protocol):
-    """The parts of an engine that a trace uses."""
-
-    device: Device
-    state: st.State
-
-    @property
-    def policy(self) -> str: ...
-    def begin_trace(self, records_per_sm: int, note: Callable[[Any], None]) -> None: ...
-    def end_trace(self, note: Callable[[Any], None]) -> tuple[TracedBlocks, Callable[[int], int]]: ...
-    def loaded_rows(self) -> dict[int, LoadedModel]: ...
-
-
 class trace_engine:
     """The context manager of `engine.trace()`: `with engine.trace() as t:` fills `t` when the block is left."""
 
-    def __init__(self, engine: Traceable, records_per_sm: int) -> None:
-        self._engine, self._records_per_sm = engine, records_per_sm
+    def __init__(self, core: CoreLoop, loading: threading.RLock, log: CompletionLog, records_per_sm: int) -> None:
+        """`loading`: the lock that loads and unloads hold."""
+        self._core, self._loading, self._log, self._records_per_sm = core, loading, log, records_per_sm
         self._entries: list[Any] = []
         self._runs: dict[tuple[int, int], HostRun] = {}
 
     def __enter__(self) -> EngineTrace:
-        device = self._engine.device
+        backend = self._core.backend
+        device = backend.device
         facts = DeviceFacts(device.title, device.sm_ids, device.limits.warps, device.capability, versions())
         self.result = EngineTrace(np.zeros(0, BLOCK), np.zeros(0, LAUNCH), (), facts)
-        self._engine.begin_trace(self._records_per_sm, self._note)
+        with self._loading:
+            backend.begin_trace(self._records_per_sm, list(self._core.models.by_row.values()))
+            self._unwatch = self._log.watch(self._note)
         self.result.recording = True
         return self.result
 
     def __exit__(self, *_: object) -> None:
         self.result.recording = False
-        recorded, to_trace_ns = self._engine.end_trace(self._note)
-        loaded = self._engine.loaded_rows()
+        core = self._core
+        with self._loading:
+            recorded = core.backend.end_trace(list(core.models.by_row.values()))
+            self._log.flush()
+            self._unwatch()
+        loaded = dict(core.models.by_row)
         models = {row: each.model for row, each in loaded.items()}
         instances = {instance: row for row, each in loaded.items() for instance in each.instance_rows}
-        whole = bool(self._engine.state.core["whole_always"][0])
-        engine = TracedEngine(models, instances, to_trace_ns, self._engine.policy, whole)
+        whole = bool(core.state.core["whole_always"][0])
+        engine = TracedEngine(models, instances, core.backend.to_trace_ns, core.policy.name, whole)
         fill_engine_trace(self.result, recorded, self._entries, engine, list(self._runs.values()))
 
     def _note(self, entry: Any) -> None:
@@ -211,7 +208,7 @@ class trace_engine:
         if entry["status"] == codes.OK:
             instance, started = int(entry["instance"]), int(entry["started_ns"])
             if (instance, started) not in self._runs:
-                times, whole = segment_times(self._engine.state, instance)
+                times, whole = segment_times(self._core.state, instance)
                 self._runs[instance, started] = HostRun(instance, int(entry["size"]), whole, times)
 
 

@@ -6,46 +6,40 @@ The core decides which weights come and which leave (core/residency.py); this mo
 from __future__ import annotations
 
 import logging
-import math
 import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from paellapy.instrument.errors import PaellaError
-from paellapy.scheduler.backends.base import Backend, Launches, LoadedModel
+from paellapy.scheduler.backends.base import LoadedModel
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.errors import MemoryPlanError, ModelError, WeightsError
 from paellapy.scheduler.core.profiles import remove
 from paellapy.scheduler.core.residency import hit_rate, set_weight_budget, value_in_host_memory, weights_state
 from paellapy.scheduler.core.state import State
+from paellapy.scheduler.engine.core_loop import CoreLoop
 from paellapy.scheduler.engine.memory_budget import LOOK_S, ORDER_S, Budget, InstanceArenas
+from paellapy.scheduler.engine.weight_dependencies import Trials
 from paellapy.scheduler.models.host_store import HostStore
-from paellapy.scheduler.models.memory import Instance
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.profile import ProgramProfile
-from paellapy.scheduler.models.tensors import Arrays, TensorSpec
+from paellapy.scheduler.models.tensors import Arrays
 from paellapy.scheduler.models.weights import Layout, WeightRange
 
 # The mover: a thread that carries out the core's orders about weights, one after the other.
 
 
-class Mover:
+class WeightMover:
     """Calls `bring` and `evict` with a model's row, and reports errors of both to the core."""
 
-    def __init__(
-        self, state: State, bring: Callable[[int], None], evict: Callable[[int], None], ring: Callable[[], None]
-    ) -> None:
-        """`ring` wakes the core's loop."""
-        self._state, self._bring, self._evict, self._ring = state, bring, evict, ring
-        self.errors: dict[int, PaellaError] = {}  # by row: why the latest order to bring weights failed
+    def __init__(self, core: CoreLoop, bring: Callable[[int], None], evict: Callable[[int], None]) -> None:
+        self._core, self._state, self._bring, self._evict = core, core.state, bring, evict
         self.stuck: dict[int, PaellaError] = {}  # by row: why the latest eviction failed; the weights are still there
         self.last_stuck: PaellaError | None = None
         self.ordered: dict[int, bool] = {}  # by row: whether the latest order by hand was to come
@@ -54,7 +48,7 @@ class Mover:
         self._fd = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="paellapy-mover", daemon=True)
         self._thread.start()
-        state.residency["mover_fd"][0] = self._fd
+        self._state.residency["mover_fd"][0] = self._fd
 
     def _run(self) -> None:
         ring, head = self._state.move_ring, 0
@@ -74,7 +68,7 @@ class Mover:
                 self._evict(row)
                 self._state.moved[row, 0] = codes.EVICTED
             else:
-                self.errors.pop(row, None)
+                self._core.weight_errors.pop(row, None)
                 self._check_memory(number)
                 self._bring(row)
         except Exception as e:  # an order without an answer would leave requests waiting for ever
@@ -83,9 +77,9 @@ class Mover:
                 self.stuck[row] = self.last_stuck = error
                 self._unfreed.add(row)
             else:
-                self.errors[row] = error
+                self._core.weight_errors[row] = error
             self._state.moved[row, 0] = codes.MOVE_FAILED
-        self._ring()
+        self._core.wake()
 
     def _check_memory(self, number: int) -> None:
         """Refuses an order that the core gave before it knew of a failed eviction: its memory may not be free."""
@@ -144,51 +138,6 @@ class Promoter:
             self._thread.join()
 
 
-# Orders by hand: weights that come to the GPU or leave it although no request requires it.
-
-
-def order_weights(
-    state: State, mover: Mover, in_loop: Callable[[Callable[[], None]], None], check: Callable[[], None], row: int,
-    wanted: bool,
-) -> None:  # fmt: skip
-    """Orders the weights of a model to come or to leave, and waits until they have. `check` raises if they cannot: the
-    model or the engine is gone.
-    """
-    w, aim = state.weights[row], codes.RESIDENT if wanted else codes.OFF_GPU
-
-    def flag() -> None:
-        w["prefetch"], w["evict_requested"] = int(wanted), int(not wanted and w["location"] != codes.OFF_GPU)
-        if wanted and w["location"] == codes.OFF_GPU:
-            w["ordered_ns"] = time.monotonic_ns()
-        mover.ordered[row] = wanted
-        state.residency["pending"][0] = 1
-
-    if not wanted and w["keep"] == codes.PINNED:
-        raise ModelError(
-            "these weights cannot be evicted, because the model has resident=True, changes its weights, or has none: "
-            "unload the model instead"
-        )
-    # counted, because the weights may move again before this thread looks
-    counter = "brought" if wanted else "evicted"
-    before, stuck = int(w[counter]), int(w["stuck"])
-    mover.errors.pop(row, None)  # of an earlier order
-    in_loop(flag)
-    end = time.monotonic() + ORDER_S
-    while w["location"] != aim and w[counter] == before:
-        check()
-        if mover.ordered[row] != wanted and w["location"] == (codes.OFF_GPU if wanted else codes.RESIDENT):
-            raise ModelError(f"the weights were ordered to {'leave' if wanted else 'come'} by another call meanwhile")
-        if row in mover.errors and w["location"] == codes.OFF_GPU:
-            raise mover.errors[row]
-        if not wanted and w["stuck"] != stuck:
-            raise mover.stuck[row]
-        if time.monotonic() > end:
-            raise MemoryPlanError(
-                f"the weights did not move within {ORDER_S:.0f} s: models in use or of higher priority hold all memory"
-            )
-        time.sleep(LOOK_S)
-
-
 # The account of weights that come and go: their places, hits and misses, and the moves so far.
 
 
@@ -228,155 +177,6 @@ def weights_account(state: State, models: Mapping[int, Model], store: HostStore)
     }
 
 
-# Which weights each segment needs: guessed from the launch arguments of its kernels, and verified by test runs.
-#
-# A kernel's pointer arguments show which weights it reads. Some kernels hide a pointer in a structure that cannot be
-# read; libraries also leave stale pointers in structures that they fill partly, to weights that the kernel never reads.
-# So there are several guesses: the most that a kernel's pointers ask for, the least, and the needs of as many kernels
-# as agree that weights are used in order. A guess is accepted if the program gives the same outputs when weights arrive
-# no sooner than the guess says, in memory that held other contents before. A larger guess that only some segments
-# require is then lowered for the other segments. Weights arrive in chunks, so all needs are whole chunks.
-
-
-Needs = tuple[int, ...]
-_LATER = (0, 1, 2, 4)  # guesses shift the needs by this many segments
-# byte patterns; the second is a small positive number in every type, so a ReLU lets it through
-_NO_NUMBERS, _NUMBERS = 0xFF, 0x3C
-_NEAR = 1e-2
-_MOST_TESTS = 48  # of lowered needs: each copies the weights to the GPU once or twice
-
-
-class Trials:
-    """Test runs of one program on an instance that is not in service yet."""
-
-    def __init__(
-        self, backend: Backend, weights: WeightRange, source: Any, instance: Instance, launches: Launches
-    ) -> None:
-        self._backend, self._weights, self._source, self._instance = backend, weights, source, instance
-        self._launches = launches
-        self._fill_inputs()
-        self._expected = self._run(None)
-        # Kernels that add in varying order give different bits in each run.
-        self._exact = same(self._expected, self._run(None), exact=True)
-
-    def tried(self, least: Sequence[Needs], most: Needs) -> Needs:
-        """The smallest needs found with which the program runs correctly; at worst all weights from the start."""
-        chunk, whole = self._weights.chunk_bytes, self._weights.layout.nbytes
-        most, *least = (tuple(min(-(-n // chunk) * chunk, whole) for n in each) for each in (most, *least))
-        every = guesses(least, most) if self._exact else guesses([most], most)
-        try:
-            found = next((each for each in every if self._runs_with(each)), (whole,) * len(most))
-            smallest = tuple(map(min, zip(*every, strict=True)))
-            return found if found == smallest or not self._exact else lowered(smallest, found, self._runs_with, chunk)
-        finally:
-            self._weights.write(self._source, 0, whole)
-
-    def _runs_with(self, guess: Needs) -> bool:
-        return all(same(self._expected, self._run(guess, old), self._exact) for old in (_NO_NUMBERS, _NUMBERS))
-
-    def _fill_inputs(self) -> None:
-        """Writes random values like a request's: with zeros as inputs, weights might make no difference."""
-        draw = np.random.default_rng(0)
-        for name, array in self._instance.inputs.items():
-            values = _drawn(draw, self._instance.model.inputs[name], array.shape)
-            if values is not None:
-                array[...] = values.astype(array.dtype)
-
-    def _run(self, needs: Needs | None, old: int = _NO_NUMBERS) -> list[Any]:
-        """The outputs of one run. With `needs`, weights arrive just before the segment that needs them, and the last
-        ones not at all.
-        """
-        if needs is not None:
-            self._weights.fill(old)
-        there = 0
-        for k in range(len(self._launches.handles)):
-            if needs is not None and needs[k] > there:
-                self._weights.write(self._source, there, needs[k])
-                there = needs[k]
-            self._backend.run_segment(self._launches, k)
-        return [array.copy() for array in self._instance.outputs.values()]
-
-
-def _drawn(draw: np.random.Generator, spec: TensorSpec, shape: tuple[int, ...]) -> NDArray[Any] | None:
-    """Values that an input may have: also masks and indices, so that all parts of tables count. None: not known."""
-    if spec.low is not None and spec.high is not None and spec.dtype.kind in "iu":
-        if {spec.low, spec.high} & {-math.inf, math.inf}:  # as good as no bound
-            return None
-        limits = np.iinfo(spec.dtype)
-        low, high = max(math.ceil(spec.low), limits.min), min(math.floor(spec.high), limits.max)
-        return draw.integers(low, high, shape, spec.dtype.newbyteorder("="), endpoint=True) if low <= high else None
-    if spec.dtype.kind == "b":
-        return draw.integers(0, 2, shape)
-    return draw.standard_normal(shape) if spec.dtype.kind in "fV" and not spec.has_range else None
-
-
-def guesses(least: Sequence[Needs], most: Needs) -> list[Needs]:
-    """The guesses to test, smallest needs first: the needs that the pointers show, then the needs of a slightly later
-    segment, for kernels that hide pointers.
-
-    >>> guesses([(1, 2, 3)], (1, 3, 3))
-    [(1, 2, 3), (1, 3, 3), (2, 3, 3), (3, 3, 3)]
-    """
-    last = len(most) - 1
-    shifted = {tuple(needs[min(k + n, last)] for k in range(last + 1)) for needs in (*least, most) for n in _LATER}
-    return sorted(shifted, key=lambda needs: (sum(needs), needs))
-
-
-def lowered(
-    smallest: Needs, found: Needs, runs_with: Callable[[Needs], bool], chunk: int, most: int = _MOST_TESTS
-) -> Needs:
-    """Needs between the smallest ones and those that were found to suffice, lowered segment by segment from the
-    producer.
-
-    More weights than needed never harm, so both the segments that can do with the smallest needs and the need of the
-    first segment that cannot are found by bisection.
-
-    >>> lowered((1, 2, 3, 4), (4, 4, 4, 4), lambda needs: all(map(int.__ge__, needs, (1, 3, 3, 4))), 1)
-    (1, 3, 3, 4)
-    """
-    wanted, best, tests = list(smallest), found, 0
-
-    def passes(ahead: Sequence[int]) -> bool:
-        """Whether these needs of the first segments suffice, with the needs that were found behind them."""
-        nonlocal best, tests
-        tests += 1
-        needs = tuple(accumulate([*ahead, *found[len(ahead) :]], max))
-        if not runs_with(needs):
-            return False
-        best = min(best, needs, key=sum)
-        return True
-
-    first = 0
-    while tests < most and not passes(wanted):
-        last = len(found)  # segments before `first` are known to pass, and some before `last` not
-        while last - first > 1 and tests < most:
-            middle = (first + last) // 2
-            first, last = (middle, last) if passes(wanted[:middle]) else (first, middle)
-        steps = [*range(wanted[first] // chunk * chunk + chunk, found[first], chunk), found[first]]
-        low, high = 0, len(steps) - 1
-        while low < high and tests < most:
-            middle = (low + high) // 2
-            low, high = (low, middle) if passes([*wanted[:first], steps[middle]]) else (middle + 1, high)
-        if tests == most:
-            break
-        wanted[first:] = [max(each, steps[high]) for each in wanted[first:]]
-        first += 1
-    return best
-
-
-def same(expected: Sequence[Any], found: Sequence[Any], exact: bool) -> bool:
-    """Whether outputs are equal: bit by bit if `exact`, else within the tolerance of sums in varying order."""
-    for a, b in zip(expected, found, strict=True):
-        if a.tobytes() == b.tobytes():
-            continue
-        if exact or a.dtype.kind not in "fV":  # kind V: the dtypes of ml_dtypes
-            return False
-        x, y = a.astype(np.float32), b.astype(np.float32)
-        if not np.isfinite(y).all() or np.abs(x - y).max() > _NEAR * max(float(np.abs(x).max()), 1e-6):
-            return False
-    return True
-
-
 @dataclass(slots=True)
 class Placed:
     """A model's weights in their range, as its function receives them."""
@@ -385,27 +185,21 @@ class Placed:
     range: WeightRange | None  # None: the weights stay where they are
 
 
-class Residents:
-    """`in_loop` runs a function between two steps of the core and waits; `check` raises if the engine has ended."""
+class WeightCache:
+    """The weights of an engine's models: all of them on the host, and on the GPU as many as its memory holds."""
 
-    def __init__(
-        self, backend: Backend, state: State, budget_bytes: int, host_bytes: int,
-        in_loop: Callable[[Callable[[], None]], None], check: Callable[[], None],
-    ) -> None:  # fmt: skip
-        self.backend, self.state = backend, state
-        backend.weights_limit_bytes = budget_bytes
-        self._in_loop, self._check = in_loop, check
-        self.store = HostStore(host_bytes, backend.host_block, in_use=self._reads)
+    def __init__(self, core: CoreLoop, budget_bytes: int, host_bytes: int) -> None:
+        self._core, self._backend, self._state = core, core.backend, core.state
+        self._backend.weights_limit_bytes = budget_bytes
+        self.store = HostStore(host_bytes, self._backend.host_block, in_use=self._reads)
         self._rows: dict[int, LoadedModel] = {}
-        self.budget = Budget(state, budget_bytes, in_loop, check)
+        self.budget = Budget(core, budget_bytes)
         self._noting = threading.Lock()
         self._promoter = Promoter(self._promote)
-        self.arenas = InstanceArenas(backend, state, self.budget, in_loop, check)
-        set_weight_budget(state, budget_bytes)
-
-    def start(self, ring: Callable[[], None]) -> None:
-        self.mover = Mover(self.state, self._bring, self._evict, ring)
-        self.budget.why_stuck = lambda: str(self.mover.last_stuck)
+        self.arenas = InstanceArenas(core, self.budget)
+        set_weight_budget(self._state, budget_bytes)
+        self._mover = WeightMover(core, self._bring, self._evict)
+        self.budget.why_stuck = lambda: str(self._mover.last_stuck)
 
     # -- called by the mover
 
@@ -425,14 +219,14 @@ class Residents:
         placing = self.budget.placing
         if placing is not None and placing.name == name:
             return True
-        return any(self.state.weights["location"][row] == codes.LOADING for row in self._rows_of(name))
+        return any(self._state.weights["location"][row] == codes.LOADING for row in self._rows_of(name))
 
     def _rows_of(self, name: str) -> list[int]:
         return [row for row, each in list(self._rows.items()) if each.model.name == name]
 
     def _promote(self, name: str) -> None:
         def worth(each: str) -> float:
-            return max((value_in_host_memory(self.state, row) for row in self._rows_of(each)), default=0.0)
+            return max((value_in_host_memory(self._state, row) for row in self._rows_of(each)), default=0.0)
 
         if self.store.promote(name, worth):
             self._note_places()
@@ -442,8 +236,8 @@ class Residents:
         with self._noting:
             for row, loaded in list(self._rows.items()):
                 slow = self.store.where(loaded.model.name) == "disk"
-                ns = 1.0 / float(self.state.tuning["file_gbps"][0]) if slow else 0.0
-                self.state.weights["ns_per_byte"][row] = ns
+                ns = 1.0 / float(self._state.tuning["file_gbps"][0]) if slow else 0.0
+                self._state.weights["ns_per_byte"][row] = ns
 
     def _evict(self, row: int) -> None:
         loaded = self._rows[row]
@@ -465,7 +259,7 @@ class Residents:
         if not parts:  # its weights are unknown, or they change: they stay on the GPU
             if model.weights_bytes:  # the weights of a background job belong to its owner
                 self.budget.claim(model.name, model.weights_bytes, model.priority, f"weights of model {model.name!r}")
-            return Placed(self.backend.upload(model), None)
+            return Placed(self._backend.upload(model), None)
         layout = Layout([part.nbytes for part in parts])
         what, keep = f"weights of model {model.name!r}", codes.KEEP[model.resident]
         self.budget.place(model.name, max(layout.nbytes, 1), model.priority, keep, what)
@@ -477,13 +271,13 @@ class Residents:
         self.store.put(model.name, layout.nbytes, fill)
         found: WeightRange | None = None
         try:
-            chunk_bytes, map_bytes = (int(self.state.tuning[each][0]) for each in ("chunk_bytes", "map_bytes"))
-            found = self.backend.weight_range(layout, chunk_bytes, map_bytes)
+            chunk_bytes, map_bytes = (int(self._state.tuning[each][0]) for each in ("chunk_bytes", "map_bytes"))
+            found = self._backend.weight_range(layout, chunk_bytes, map_bytes)
             if found.held_bytes > layout.nbytes:
                 rest = found.held_bytes - max(layout.nbytes, 1)
                 self.budget.place(model.name, rest, model.priority, keep, f"the last page of {what}")
             found.write(self.store.take(model.name), 0, layout.nbytes)
-            return Placed(model.place_over(self.backend.device, found, order), found)
+            return Placed(model.place_over(self._backend.device, found, order), found)
         except BaseException:
             self.forget(model.name, found)
             raise
@@ -523,13 +317,13 @@ class Residents:
             return
         for k in range(len(loaded.profiles)):
             profile = loaded.profiles[k]
-            trials = Trials(self.backend, found, source, loaded.instances[0], loaded.launches[0][k])
+            trials = Trials(self._backend, found, source, loaded.instances[0], loaded.launches[0][k])
             loaded.profiles[k] = profile.with_needs(trials.tried(loaded.least_needs[k], profile.needs))
 
     def add(self, loaded: LoadedModel) -> None:
         """Hands the weights over to the core. The model's rows are written and not open yet."""
         found, row = loaded.range, loaded.row
-        w, r = self.state.weights[row], self.state.residency[0]
+        w, r = self._state.weights[row], self._state.residency[0]
         if found is None:
             self._rows_of_arenas(loaded)
             return
@@ -546,7 +340,7 @@ class Residents:
 
         self._rows_of_arenas(loaded)
         self._rows[row] = loaded
-        self._in_loop(hand_over)
+        self._core.run(hand_over)
         self._note_places()
         self.budget.taken.pop(loaded.model.name)  # the model itself holds nothing else
         self.budget.placing = None
@@ -557,33 +351,33 @@ class Residents:
         whole = 0 if found is None else found.layout.nbytes
         needs = np.array(profile.needs or (whole,) * len(profile.segments))
         chunk = 1 if found is None else found.chunk_bytes
-        self.state.segment["chunks"][loaded.row, k, : len(needs)] = -(-needs // chunk)
+        self._state.segment["chunks"][loaded.row, k, : len(needs)] = -(-needs // chunk)
 
     def hold(self, models: Sequence[LoadedModel]) -> None:
         """Keeps the weights of these models, and of no others, on the GPU: from now on, or once they have come."""
         rows = sorted(each.row for each in models if each.range is not None)
 
         def change() -> None:
-            self.state.weights["locked"] = 0
-            self.state.weights["locked"][rows] = 1
-            self.state.residency["pending"][0] = 1
+            self._state.weights["locked"] = 0
+            self._state.weights["locked"][rows] = 1
+            self._state.residency["pending"][0] = 1
 
-        if np.flatnonzero(self.state.weights["locked"]).tolist() != rows:
-            self._in_loop(change)
+        if np.flatnonzero(self._state.weights["locked"]).tolist() != rows:
+            self._core.run(change)
 
     def holds(self, loaded: LoadedModel) -> bool:
         """Whether the weights are on the GPU, and stay until `hold` says otherwise."""
-        w = self.state.weights[loaded.row]
+        w = self._state.weights[loaded.row]
         return loaded.range is None or bool(w["locked"] and w["location"] == codes.RESIDENT)
 
     def _rows_of_arenas(self, loaded: LoadedModel) -> None:
         for instance, row in zip(loaded.instances, loaded.instance_rows, strict=True):
-            self.state.instance["arena"][row] = codes.NONE if instance.arena is None else instance.arena.index
+            self._state.instance["arena"][row] = codes.NONE if instance.arena is None else instance.arena.index
 
     def take_out(self, loaded: LoadedModel) -> None:
         """Takes the weights of a closed model out of the core. They may be moving at that moment."""
         row, found = loaded.row, loaded.range
-        w, r = self.state.weights[row], self.state.residency[0]
+        w, r = self._state.weights[row], self._state.residency[0]
         done = False
 
         def out() -> None:
@@ -591,14 +385,14 @@ class Residents:
             if w["location"] in (codes.LOADING, codes.EVICTING):
                 return
             held = found.held_bytes if found is not None and w["location"] == codes.RESIDENT else 0
-            remove(self.state, row)
+            remove(self._state, row)
             r["budget_bytes"] -= held
             if held:
                 self.budget.taken[loaded.model.name] = self.budget.taken.get(loaded.model.name, 0) + held
             done = True
 
         while not done:
-            self._in_loop(out)
+            self._core.run(out)
             time.sleep(0 if done else LOOK_S)
         self._rows.pop(row, None)
 
@@ -606,27 +400,58 @@ class Residents:
 
     def account(self) -> dict[str, Any]:
         """The core's and the store's figures for every model."""
-        return weights_account(self.state, {row: each.model for row, each in list(self._rows.items())}, self.store)
+        return weights_account(self._state, {row: each.model for row, each in list(self._rows.items())}, self.store)
 
     # -- by hand
 
-    def ask(self, row: int, wanted: bool) -> None:
-        """Orders weights to come or to leave although no request requires it, and waits for it."""
-        loaded = self._rows.get(row)
+    def move(self, loaded: LoadedModel, wanted: bool) -> None:
+        """Orders weights to come or to leave although no request requires it, and waits until they have."""
+        row, mover, errors = loaded.row, self._mover, self._core.weight_errors
+        known = self._rows.get(row)  # None: its weights are not managed
+        w, aim = self._state.weights[row], codes.RESIDENT if wanted else codes.OFF_GPU
 
-        def check() -> None:
-            self._check()
-            if self._rows.get(row) is not loaded:
-                raise ModelError("the model was unloaded meanwhile")
+        def flag() -> None:
+            w["prefetch"], w["evict_requested"] = int(wanted), int(not wanted and w["location"] != codes.OFF_GPU)
+            if wanted and w["location"] == codes.OFF_GPU:
+                w["ordered_ns"] = time.monotonic_ns()
+            mover.ordered[row] = wanted
+            self._state.residency["pending"][0] = 1
 
-        order_weights(self.state, self.mover, self._in_loop, check, row, wanted)
+        if not wanted and w["keep"] == codes.PINNED:
+            raise ModelError(
+                "these weights cannot be evicted, because the model has resident=True, changes its weights, or has "
+                "none: unload the model instead", model=loaded.model.name, field="resident",
+            )  # fmt: skip
+        # counted, because the weights may move again before this thread looks
+        counter = "brought" if wanted else "evicted"
+        before, stuck = int(w[counter]), int(w["stuck"])
+        errors.pop(row, None)  # of an earlier order
+        self._core.run(flag)
+        end = time.monotonic() + ORDER_S
+        while w["location"] != aim and w[counter] == before:
+            self._core.check_open()
+            if self._rows.get(row) is not known:
+                raise ModelError("the model was unloaded meanwhile", model=loaded.model.name)
+            if mover.ordered[row] != wanted and w["location"] == (codes.OFF_GPU if wanted else codes.RESIDENT):
+                other = "leave" if wanted else "come"
+                raise ModelError(f"the weights were ordered to {other} by another call meanwhile", ordered=other)
+            if row in errors and w["location"] == codes.OFF_GPU:
+                raise errors[row]
+            if not wanted and w["stuck"] != stuck:
+                raise mover.stuck[row]
+            if time.monotonic() > end:
+                raise MemoryPlanError(
+                    f"the weights did not move within {ORDER_S:.0f} s: models in use or of higher priority hold all "
+                    "memory", model=loaded.model.name, limit=ORDER_S,
+                )  # fmt: skip
+            time.sleep(LOOK_S)
 
     def state_of(self, row: int) -> str:
         """The place of the weights: `resident`, `loading 43 %`, `leaving`, `host` or `disk`."""
-        return weights_state(self.state, row)
+        return weights_state(self._state, row)
 
     def close(self) -> None:
-        self.mover.close()
+        self._mover.close()
         self._promoter.close()
 
     def close_store(self) -> None:

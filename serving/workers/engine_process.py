@@ -234,7 +234,7 @@ class EngineHost:
                 "title": engine.device.title,
                 "pid": os.getpid(),
             },
-            [self._producers.state.fd, engine.bell.fd, wake_fd, stage.fd],
+            [self._producers.state.fd, engine.core.bell.fd, wake_fd, stage.fd],
         )
         self._tell(worker)
 

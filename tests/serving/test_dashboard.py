@@ -148,7 +148,7 @@ def test_events_show_what_the_engine_does(server):
 
 def test_viewers_share_snapshots_and_without_any_nothing_is_computed(server, monkeypatch):
     monkeypatch.setattr(rpc, "UNWATCHED_S", 0.2)
-    hub, watchers = server.server.app[HUB], server.engine._producer.watchers
+    hub, watchers = server.server.app[HUB], server.engine.core.ring.watchers
     server.wait_until(lambda: hub.viewers == 0)
     with Viewer(server) as viewer:  # an earlier test's monitor ends with this one's
         assert viewer.next()

@@ -261,7 +261,7 @@ def test_the_error_of_a_server_names_whose_work_was_on_the_gpu():
             pass
         assert engine.state.core["outside"][0] == 0
         with engine.outside("job 'train'"):
-            engine._fail(LaunchError("the GPU is gone"))
+            engine.core.fail(LaunchError("the GPU is gone"))
         error = asyncio.run(failure_of(engine))
         assert engine.state.core["outside"][0] == 1  # a request beside the job is not to blame alone
     assert str(error) == "the GPU is gone (running at that time: job 'train')"

@@ -10,7 +10,7 @@ from engine_models import scale_model
 from serving_server import DEVICE
 
 from paellapy.scheduler.core.errors import DeadlineError, EngineAwayError
-from paellapy.scheduler.engine.callbacks import Pulse
+from paellapy.scheduler.engine.callbacks import Watchdog
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.serving.server import DOUBTFUL_S, TICK_S, Heartbeat
 
@@ -35,13 +35,13 @@ def given_up():
 
 @pytest.fixture
 def service():
-    return SimpleNamespace(engine=None, live=set(), silent=False, draining=False)
+    return SimpleNamespace(engine=SimpleNamespace(client=None), live=set(), silent=False, draining=False)
 
 
 @pytest.fixture
 def heartbeat(service, given_up):
     found = Heartbeat(service, 10.0, lambda: given_up.append(True))
-    found._pulse = SimpleNamespace(beats=lambda: service.alive)
+    found._watchdog = SimpleNamespace(responds=lambda: service.alive)
     service.alive = False
     return found
 
@@ -87,16 +87,15 @@ def test_a_server_that_stops_does_not_wait_for_a_silent_engine(heartbeat, servic
     assert given_up == [True]
 
 
-def test_an_engine_that_works_has_a_pulse_and_one_that_stands_still_has_none():
+def test_an_engine_that_works_responds_and_one_that_stands_still_does_not():
     with Engine(DEVICE) as engine:
         engine.load(scale_model(batch=(1,)))
-        pulse = Pulse(engine)
-        assert pulse.beats()
+        watchdog = Watchdog(engine.client)
+        assert watchdog.responds()
         engine.infer_sync("scale", {"x": np.ones(64, np.float32)})  # posted after it, and so read after it
-        assert pulse.beats()
-        producer = engine._producer
-        pulse._producer, pulse._posted = producer, pulse._posted + 1000  # as if the core had read nothing since
-        assert not pulse.beats()
+        assert watchdog.responds()
+        watchdog._posted += 1000  # as if the core had read nothing since
+        assert not watchdog.responds()
 
 
 def test_an_engine_whose_core_is_still_compiled_is_not_silent():
@@ -104,6 +103,5 @@ def test_an_engine_whose_core_is_still_compiled_is_not_silent():
         closed = False
         state = SimpleNamespace(core={"steps": [0]}, ring=None)
 
-    engine = SimpleNamespace(_producer=Starting())
-    pulse = Pulse(engine)
-    assert all(pulse.beats() for _ in range(5))
+    watchdog = Watchdog(SimpleNamespace(core=SimpleNamespace(ring=Starting())))
+    assert all(watchdog.responds() for _ in range(5))

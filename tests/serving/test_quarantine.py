@@ -7,7 +7,7 @@ import pytest
 from engine_models import lookup_model
 
 from paellapy.scheduler.core.errors import RequestFailedError, SuspectError
-from paellapy.scheduler.engine.requests import digest_of
+from paellapy.scheduler.engine.client import digest_of
 from paellapy.serving.quarantine import MOST_REQUESTS, Quarantine, quarantine_table
 
 MODEL = lookup_model()

@@ -58,12 +58,12 @@ def test_who_waits_over_http_is_served_by_shares(server) -> None:
     engine = server.server.service.engine
     released, order = threading.Event(), list[int]()
     unwatch = engine.watch(lambda entry: order.append(int(entry["client"])))
-    engine.call_in_loop(released.wait)  # until all have asked
+    engine.core.call(released.wait)  # until all have asked
     with ThreadPoolExecutor(36) as clients:
         answers = [
             clients.submit(ask, server, "POST", INFER, BODY, {"X-Client-Id": name}) for name in "abc" for _ in range(12)
         ]
-        while engine._producer.waiting < len(answers):
+        while engine.core.ring.waiting < len(answers):
             assert not any(each.done() for each in answers)
             time.sleep(0.01)
         released.set()
@@ -71,7 +71,7 @@ def test_who_waits_over_http_is_served_by_shares(server) -> None:
     unwatch()
     had = Counter(order[:20])
     for name, share in {"a": 0.1, "b": 0.3, "c": 0.6}.items():
-        assert had[engine._producer.client_number(name)] == pytest.approx(20 * share, abs=2)
+        assert had[engine.core.ring.client_number(name)] == pytest.approx(20 * share, abs=2)
 
 
 def test_nobody_is_refused_for_requests_that_a_limit_holds_back() -> None:

@@ -63,9 +63,9 @@ def test_it_follows_the_requests_that_run(engine, view):
 
 
 def test_a_paused_view_stands_still_and_watches_nothing(engine, view):
-    watchers = len(engine._producer.watchers)
+    watchers = len(engine.core.ring.watchers)
     view.paused = True
-    assert len(engine._producer.watchers) == watchers - 1
+    assert len(engine.core.ring.watchers) == watchers - 1
     seen = view.snapshot
     ask(engine, 3)
     assert view.snapshot["models"][0]["recent"] == seen["models"][0]["recent"] == 0
@@ -75,13 +75,13 @@ def test_a_paused_view_stands_still_and_watches_nothing(engine, view):
 
 
 def test_closing_it_leaves_no_thread_and_the_engine_running(engine):
-    before, watchers = looking(), len(engine._producer.watchers)
+    before, watchers = looking(), len(engine.core.ring.watchers)
     view = pp.live(engine)
     assert len(looking()) == len(before) + 1
     view.close()
     view.close()
     assert looking() == before
-    assert len(engine._producer.watchers) == watchers
+    assert len(engine.core.ring.watchers) == watchers
     ask(engine)
 
 

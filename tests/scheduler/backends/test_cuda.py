@@ -115,7 +115,7 @@ def test_clones_of_nodes_are_found_whatever_the_order_in_which_a_driver_lists_th
 
         fake.cuGraphGetNodes, fake.cuGraphNodeFindInClone = turned, counted
         with Engine("cuda", quantum_us=20) as engine:
-            engine._backend.node_times_ns = lambda program: [2e4] * len(program.nodes)
+            engine.backend.node_times_ns = lambda program: [2e4] * len(program.nodes)
             engine.load(scale_model("many", 1.5, steps=40, batch=(1,), instances=1))
             bounds = engine.profile("many")[0].bounds
             assert len(bounds) == 42
@@ -132,10 +132,10 @@ def test_nodes_that_are_not_our_launches_are_described_for_the_first_instance_on
         copies, read = [], fake.cuGraphMemcpyNodeGetParams
         fake.cuGraphMemcpyNodeGetParams = lambda node: (copies.append(node), read(node))[1]
         with Engine("cuda", quantum_us=20) as engine:
-            engine._backend.node_times_ns = lambda program: [5e4] * len(program.nodes)
+            engine.backend.node_times_ns = lambda program: [5e4] * len(program.nodes)
             engine.load(scale_model("six", 2.0, steps=6, batch=(1, 2), instances=4))
             assert len(copies) == 2 * 2  # an input and an output for each size
-            programs = [each.program for instance in engine._models["six"].launches for each in instance]
+            programs = [each.program for instance in engine.core.models.by_name["six"].launches for each in instance]
             for size in (0, 1):
                 for each in programs[size::2]:
                     alike = [(node.kind, node.name, node.blocks, node.launch) for node in each.nodes]
@@ -148,11 +148,11 @@ def test_nodes_that_are_not_our_launches_are_described_for_the_first_instance_on
 def test_on_an_idle_gpu_only_the_first_instance_waits_for_its_first_launches(run, alone):
     run(f"""
         with Engine("cuda", quantum_us=20) as engine:
-            backend, seen = engine._backend, []
+            backend, seen = engine.backend, []
             launch, ended = backend.launch_first, backend.await_first
             backend.launch_first = lambda launches, wholes, wait: (seen.append(wait), launch(launches, wholes, wait))
             backend.await_first = lambda model: (seen.append("all"), ended(model))
-            engine._is_idle = lambda: {alone}
+            type(engine.core).is_idle = {alone}
             engine.load(scale_model("six", 2.0, steps=6, batch=(1, 2), instances=3))
             assert seen == [True, not {alone}, not {alone}, "all"] * 2, seen
             check_answers(engine, 1)
@@ -181,7 +181,7 @@ def test_the_last_kernel_of_a_segment_tells(run, report):
         from paellapy.scheduler.policies.policy import find_policy
         kernel = pp.kernel(scale.jit, report={report!r})
         with Engine("cuda", quantum_us=50) as engine:
-            engine._backend.node_times_ns = lambda program: [5e4] * len(program.nodes)
+            engine.backend.node_times_ns = lambda program: [5e4] * len(program.nodes)
             engine.load(scale_model("six", 2.0, steps=6, batch=(1, 2), instances=2, kernel=kernel))
             loaded = next(iter(engine.loaded_rows().values()))
             segments = len(engine.profile("six")[0].bounds)
@@ -200,13 +200,13 @@ def test_a_crowd_is_confined_to_partitions_and_what_is_made_for_it_goes_with_the
         fake.by_kernel = True
         with Engine("cuda", "srpt", quantum_us=20, max_active=12, sm_partitions=8) as engine:
             times = lambda launches, *how: ([1e4] * len(launches.bounds), 1e5, 1.1e5)
-            engine._backend.segment_times_ns = times
+            engine.backend.segment_times_ns = times
             engine.load(scale_model("six", 2.0, steps=6, batch=(1,), instances=12))
             assert engine.profile("six")[0].partition_ns > 0
             assert len(fake.partitions) == 8
             assert {len(each) for each in fake.partitions.values()} == {6}  # groups of eight SMs
             assert len({tuple(each) for each in fake.partitions.values()}) == 8
-            partitions = engine._backend._partitions.sms
+            partitions = engine.backend._partitions.sms
             assert set().union(*partitions) == set(range(132))
             assert {len(each) for each in partitions} == {48, 52}  # with the SMs that make up no group
             fake.confined.clear()
@@ -231,12 +231,12 @@ def test_graphs_are_launched_before_requests_come_long_ones_in_segments(run, who
     run(f"""
         fake.by_kernel = True
         with Engine("cuda", "srpt", quantum_us=20, sm_partitions=8) as engine:
-            engine._backend.segment_times_ns = lambda launches, *how: (
+            engine.backend.segment_times_ns = lambda launches, *how: (
                 [{whole_ns} / len(launches.bounds)] * len(launches.bounds), {whole_ns}, 1.1 * {whole_ns}
             )
-            engine._backend.saturated_ns = lambda instances, rounds: {whole_ns}
+            engine.backend.saturated_ns = lambda instances, rounds: {whole_ns}
             engine.load(scale_model("six", 2.0, steps=6, batch=(1, 2), instances=3))
-            made = [each for instance in engine._models["six"].launches for each in instance]
+            made = [each for instance in engine.core.models.by_name["six"].launches for each in instance]
             assert len(made) == 6 and all(each.confined for each in made)
             parts = {{h for each in made for some, _ in ((each.handles, 0), *each.confined) for h in some if h}}
             pieces = {{w for each in made for _, w in ((0, each.whole), *each.confined)}}
@@ -252,7 +252,7 @@ def test_a_first_launch_that_fails_is_a_load_that_fails_and_nothing_is_left_of_i
         with Engine("cuda", quantum_us=20) as engine:
             engine.load(scale_model("other", 3.0, batch=(1,), instances=2))
             before = len(fake.executables), len(fake.graphs)
-            launch, backend = engine._backend.launch_first, engine._backend
+            launch, backend = engine.backend.launch_first, engine.backend
 
             def refused(*how):
                 fake.fails = 2  # CUDA_ERROR_OUT_OF_MEMORY
@@ -276,7 +276,7 @@ def test_partitions_have_streams_for_every_priority(run):
     run("""
         fake.by_kernel = True
         with Engine("cuda", "srpt", quantum_us=20, max_active=12, sm_partitions=8) as engine:
-            engine._backend.segment_times_ns = lambda launches, *how: ([1e4] * len(launches.bounds), 1e5, 1.1e5)
+            engine.backend.segment_times_ns = lambda launches, *how: ([1e4] * len(launches.bounds), 1e5, 1.1e5)
             for name, priority in (("low", 0), ("high", 1)):
                 engine.load(scale_model(name, 2.0, steps=6, batch=(1,), instances=8, priority=priority))
             check_answers(engine, 200, names=("low", "high"))
@@ -296,7 +296,7 @@ def test_a_load_that_fails_for_want_of_a_stream_leaves_none_and_the_next_has_the
 
         fake.cuGreenCtxStreamCreate = fails
         with Engine("cuda", "srpt", quantum_us=20, max_active=12, sm_partitions=8) as engine:
-            engine._backend.segment_times_ns = lambda launches, *how: ([1e4] * len(launches.bounds), 1e5, 1.1e5)
+            engine.backend.segment_times_ns = lambda launches, *how: ([1e4] * len(launches.bounds), 1e5, 1.1e5)
             model = scale_model("six", 2.0, steps=6, batch=(1,), instances=12)
             with failing(pp.LaunchError, doing="creating a stream"):
                 engine.load(model)
@@ -313,7 +313,7 @@ def test_partitions_are_of_groups_alone_where_the_driver_takes_nothing_beside_th
         fake.by_kernel = fake.groups_only = True
         with Engine("cuda", sm_partitions=8) as engine:
             assert len(fake.partitions) == 8
-            partitions = engine._backend._partitions.sms
+            partitions = engine.backend._partitions.sms
             assert set().union(*partitions) == set(range(120))
             assert {len(each) for each in partitions} == {48}
         assert not fake.partitions
@@ -341,7 +341,7 @@ def test_what_was_made_goes_also_where_a_load_or_a_trace_fails(run):
     run("""
         fake.by_kernel = True
         engine = Engine("cuda", "srpt", quantum_us=20, sm_partitions=8)
-        backend = engine._backend
+        backend = engine.backend
         times = lambda launches, *how: ([1e4] * len(launches.bounds), 1e5, 1.1e5)
         backend.segment_times_ns = times
         model = scale_model("six", 2.0, steps=6, batch=(1, 2), instances=4)
@@ -396,7 +396,7 @@ def test_a_program_of_which_the_driver_refuses_to_confine_a_kernel_stays_on_all_
     run(f"""
         fake.by_kernel, fake.sends = True, {sends}
         with Engine("cuda", "srpt", quantum_us=20, sm_partitions=8) as engine:
-            engine._backend.segment_times_ns = lambda launches, *how: ([1e4] * len(launches.bounds), 1e5, 0.0)
+            engine.backend.segment_times_ns = lambda launches, *how: ([1e4] * len(launches.bounds), 1e5, 0.0)
             engine.load(scale_model("six", 2.0, steps=6, batch=(1,), instances=12))
             assert engine.profile("six")[0].partition_ns == 0
             check_answers(engine, 50)
@@ -469,7 +469,7 @@ def test_an_idle_loop_sleeps(run):
         with Engine("cuda") as engine:
             engine.load(scale_model(batch=(1,)))
             engine.infer_sync("scale", ONES)
-            while not engine._backend._bell.armed:
+            while not engine.backend._bell.armed:
                 threading.Event().wait(0.01)
             before = int(engine.state.core["steps"][0])
             threading.Event().wait(0.3)
@@ -511,8 +511,8 @@ def test_nothing_is_collected_inside_a_capture(run):
             assert not all(seen) and any(seen)  # off in captures, on in rehearsals
             assert gc.isenabled()
             check_answers(engine, 1, 4)
-            assert engine._backend._streams.pools
-        assert not engine._backend._streams.pools  # gone with the engine, not when the collector comes by
+            assert engine.backend._streams.pools
+        assert not engine.backend._streams.pools  # gone with the engine, not when the collector comes by
     """)
 
 

@@ -56,7 +56,7 @@ def test_an_error_in_the_loop_ends_requests_with_it():
     with Engine("virtual:h200") as engine:
         engine.load(scale_model("scale"))
         engine.infer_sync("scale", X)
-        engine.call_in_loop(wrong)
+        engine.core.call(wrong)
         wait_until(lambda: engine.failure is not None)
         assert engine.failure.__cause__ is BROKEN
         with failing(EngineFailedError, __cause__=engine.failure):
@@ -88,7 +88,7 @@ def test_a_call_in_the_loop_waits_for_two_launches_at_most(monkeypatch):
         for _ in range(30):
             waited.clear()
             called = threading.Event()
-            engine.call_in_loop(called.set)
+            engine.core.call(called.set)
             called.wait()
             most = max(most, len(waited))
         done.set()

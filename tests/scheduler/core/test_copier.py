@@ -26,7 +26,7 @@ N = Tuning.for_part("h200").long_copy_bytes // 4 + 3
 @pytest.fixture(params=[False, True])
 def engine(request):
     with Engine("virtual:h200") as found:
-        copier = Copier(found.state, found.bell, awake=request.param)
+        copier = Copier(found.state, found.core.bell, awake=request.param)
         found.load(scale_model("long", 3.0, n=N, batch=(1, 2, 4), instances=2))
         found.load(scale_model("short", 5.0, n=8, batch=(1,), instances=1))
         yield found

@@ -410,7 +410,7 @@ def test_an_engine_that_several_threads_close_is_closed_once():
     go.set()
     for thread in threads:
         thread.join(60)
-    assert (errors, engine.over, job.error) == ([], True, None)
+    assert (errors, engine.core.over, job.error) == ([], True, None)
 
 
 def test_closing_an_engine_that_starts_a_job_ends():
@@ -431,7 +431,7 @@ def test_closing_an_engine_that_starts_a_job_ends():
     go.set()
     starting.join(60)
     closing.join(60)
-    assert engine.over
+    assert engine.core.over
     assert jobs[0].join(60)
     assert isinstance(jobs[0].error, EngineClosedError)
 
@@ -469,10 +469,10 @@ def lose_the_gpu(engine, while_running):
     cause = LaunchError("the GPU is gone")
 
     def look():
-        if engine._on_gpu() == while_running:
-            engine._fail(cause)
+        if engine.core.on_gpu == [while_running]:
+            engine.core.fail(cause)
 
-    wait_until(lambda: engine._between_steps(look) or engine.failure is not None)
+    wait_until(lambda: engine.core.run(look) or engine.failure is not None)
 
 
 def test_a_fault_of_the_gpu_names_the_job_and_nothing_hangs():
@@ -495,7 +495,7 @@ def test_a_fault_of_the_gpu_names_the_lease_also_when_it_was_taken_back():
     with pp.Engine(DEVICE) as engine:
         engine.load(scale_model())
         with engine.lease("script") as lease:
-            assert engine._on_gpu() == "lease 'script'"
+            assert engine.core.on_gpu == ["lease 'script'"]
             lease.take_back()
             lose_the_gpu(engine, "lease 'script'")
         with pytest.raises(EngineFailedError, match="lease 'script'"):
@@ -539,4 +539,4 @@ def test_an_ordinary_error_outside_of_the_core_leaves_the_engine_as_it_is(engine
         engine.background(lambda: 1 / 0, name="train", state=[x])
     engine.load(scale_model())
     assert engine.failure is None
-    assert engine._outside == []
+    assert engine.state.core["outside"][0] == 0

@@ -24,7 +24,7 @@ def test_a_model_that_stays_takes_no_instances_that_the_others_need(device):
         for seed in range(2):
             for model, weights in made.items():
                 ask(server, model.name, weights, seed)
-        budget = server._residents.budget
+        budget = server.weight_cache.budget
         assert budget.needed_bytes() <= budget.nbytes
 
 

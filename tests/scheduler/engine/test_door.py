@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from core_check import check_at_rest
 from engine_models import scale_model
+from engine_requests import Asked, ask_items
 from waiting import held_core
 
 import paellapy as pp
@@ -20,21 +21,8 @@ from paellapy.scheduler.core.errors import (
     QueueFullError,
     SuspectError,
 )
-from paellapy.scheduler.engine.callbacks import ByteCall, Call, Door
+from paellapy.scheduler.engine.callbacks import Call, CallbackClient, ItemCall
 from paellapy.scheduler.engine.remote import RemoteEngine
-
-
-class Asked:
-    """Who submits, and waits for the outputs."""
-
-    def __init__(self) -> None:
-        self.answer = asyncio.get_running_loop().create_future()
-
-    def done(self, outputs) -> None:
-        self.answer.set_result({key: array.copy() for key, array in outputs.items()})
-
-    def failed(self, error: Exception) -> None:
-        self.answer.set_exception(error)
 
 
 @pytest.fixture
@@ -45,11 +33,8 @@ def engine():
 
 
 async def submit(engine, items):
-    asked = Asked()
     x = np.arange(items * 64, dtype=np.float32).reshape(items, 64)
-    Door(engine).submit("scale", {"x": x}, items, None, None, None, asked)
-    (found,) = (await asyncio.wait_for(asked.answer, 60)).values()
-    np.testing.assert_array_equal(found, 2 * x)
+    np.testing.assert_array_equal((await ask_items(engine, "scale", x))["y"], 2 * x)
 
 
 def test_items_that_fit_into_a_batch_are_one(engine):
@@ -64,25 +49,25 @@ class Lost:
 
     errors = (SuspectError("lost", (7,), 2, 5), EngineFailedError("lost"), SuspectError("lost", (9,), 2, 5))
 
-    def _result(self, entry):
+    def result(self, entry):
         return self.errors[entry]
 
 
 def test_items_of_one_request_are_not_others_beside_it_when_the_gpu_fails():
     told = []
-    call = Call(Lost(), SimpleNamespace(), None, 3, SimpleNamespace(failed=told.append))
+    call = Call(Lost(), None, 3, SimpleNamespace(failed=told.append))
     for k in (2, 0, 1):
         assert not told
-        call.item(k, k)
+        call.finish(k, k)
     (error,) = told
     assert (error.digests, error.others, error.failure) == ((7, 9), 1, 5)
 
 
 def test_items_that_were_on_the_gpu_are_told_if_the_process_ends_before_the_others_are():
     told = []
-    call = Call(Lost(), SimpleNamespace(), None, 3, SimpleNamespace(failed=told.append))
-    call.item(0, 0)
-    call.answer(EngineAwayError("gone"))
+    call = Call(Lost(), None, 3, SimpleNamespace(failed=told.append))
+    call.finish(0, 0)
+    call.fail(EngineAwayError("gone"))
     assert told[0].digests == (7,)
 
 
@@ -95,22 +80,22 @@ def test_items_that_find_no_memory_end_all_and_hold_nothing(engine, monkeypatch)
         raise QueueFullError("no memory for inputs; try again later")
 
     with monkeypatch.context() as without:
-        without.setattr(engine._producer.stage, "take", none)
+        without.setattr(engine.core.ring.stage, "take", none)
         with pytest.raises(QueueFullError):
             asyncio.run(submit(engine, 40))
-        without.setattr(engine._producer, "claim", lambda loaded, client: None)
+        without.setattr(engine.core.ring, "claim", lambda loaded, client: None)
         with pytest.raises(QueueFullError):
             asyncio.run(submit(engine, 1))
         with pytest.raises(QueueFullError):
             engine.reserve("scale")
     asyncio.run(submit(engine, 4))
-    assert engine._producer.waiting == 0
+    assert engine.core.ring.waiting == 0
     check_at_rest(engine.state)
 
 
 def test_items_that_find_no_open_instance_are_one_batch_too(engine, monkeypatch):
     # as while a model's only instance is being read
-    monkeypatch.setattr(engine._producer, "claim", lambda loaded, client: None)
+    monkeypatch.setattr(engine.core.ring, "claim", lambda loaded, client: None)
     for _ in range(5):
         asyncio.run(submit(engine, 4))
     assert engine.stats()["models"]["scale"]["mean_batch"] == 4
@@ -155,7 +140,7 @@ def submit_bytes(door, value, deadline_ms=None):
 
 def test_requests_of_bytes_are_answered_from_slots_and_from_memory_for_inputs_without_one(engine):
     async def ask():
-        door = Door(engine)
+        door = CallbackClient(engine.client)
         with held_core(engine):  # so that the later ones find no open instance
             asked = [submit_bytes(door, k)[0] for k in range(40)]
         return [await asyncio.wait_for(each.answer, 60) for each in asked]
@@ -166,19 +151,19 @@ def test_requests_of_bytes_are_answered_from_slots_and_from_memory_for_inputs_wi
 
 def test_a_request_of_bytes_is_told_once_of_its_failure_and_of_nothing_after_it_is_withdrawn(engine):
     async def ask():
-        door = Door(engine)
+        door = CallbackClient(engine.client)
         with held_core(engine):
             late, _ = submit_bytes(door, 1, deadline_ms=1e-3)
             lost, call = submit_bytes(door, 2)
             left, withdrawn = submit_bytes(door, 3)
-            call.answer(EngineAwayError("the engine is away"))
+            call.fail(EngineAwayError("the engine is away"))
             withdrawn.cancel()
         last, _ = submit_bytes(door, 4)
         await asyncio.wait_for(last.answer, 60)
         for each, error in ((late, DeadlineError), (lost, EngineAwayError)):
             with pytest.raises(error):
                 await asyncio.wait_for(each.answer, 60)
-        while engine._producer.waiting:
+        while engine.core.ring.waiting:
             await asyncio.sleep(1e-3)
         assert not left.answer.done()
 
@@ -189,7 +174,7 @@ def test_a_request_of_bytes_is_told_once_of_its_failure_and_of_nothing_after_it_
 def test_requests_of_bytes_are_told_that_their_engine_is_lost():
     async def lose():
         engine, asked = RemoteEngine(), AskedInBytes()
-        engine._producer._pending[0] = ByteCall(engine, engine._producer, None, asked)
+        engine.core.ring.take_row(ItemCall(engine.client, None, asked), 0)
         engine.lose()
         with pytest.raises(EngineAwayError):
             await asyncio.wait_for(asked.answer, 60)
@@ -203,8 +188,8 @@ def test_answers_that_an_event_loop_has_not_read_keep_no_request_from_its_instan
     x = np.arange(64, dtype=np.float32).reshape(1, 64)
 
     async def ask(engine) -> None:
-        loop, door, asked = asyncio.get_running_loop(), Door(engine), [Asked() for _ in range(6)]
-        row = engine._find("scale").row
+        loop, door, asked = asyncio.get_running_loop(), CallbackClient(engine.client), [Asked() for _ in range(6)]
+        row = engine.client.find("scale").row
 
         def completed(n: int) -> bool:
             end = loop.time() + 30

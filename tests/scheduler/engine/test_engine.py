@@ -23,6 +23,7 @@ from engine_models import (
     scale_model,
     scale_reference,
 )
+from engine_requests import post
 from waiting import held_core
 
 import paellapy as pp
@@ -42,9 +43,8 @@ from paellapy.scheduler.core.errors import (
     UnknownModelError,
 )
 from paellapy.scheduler.core.state import Limits
-from paellapy.scheduler.engine import requests as requests_module
+from paellapy.scheduler.engine import client as requests_module
 from paellapy.scheduler.engine.engine import Engine
-from paellapy.scheduler.engine.requests import Slot
 from paellapy.scheduler.policies.policy import find_policy, policy, policy_names
 
 pytestmark = pytest.mark.quick
@@ -235,16 +235,16 @@ def test_a_request_that_meets_the_end_of_closing_is_refused(monkeypatch):
 def test_a_slot_that_comes_too_late_keeps_no_engine_open(monkeypatch):
     engine = Engine(DEVICE)
     engine.load(scale_model(batch=(1,)))
-    slot = Slot(engine, engine._find("scale"), None, None, None, in_turn=True)  # its inputs are staged
+    slot = engine.client.reserve(engine.client.find("scale"), in_turn=True)  # its inputs are staged
 
     def closed() -> None:
         raise EngineClosedError
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_check_open", closed)
+        patch.setattr(engine.core, "check_open", closed)
         with pytest.raises(EngineClosedError):
             slot.submit_sync()
-    assert engine._producer.waiting == 0
+    assert engine.core.ring.waiting == 0
     engine.close()
 
 
@@ -342,8 +342,8 @@ def test_cancelling_the_task_frees_its_request(loaded):
 
 def settle(engine):
     """Reads completions until none is outstanding."""
-    while engine._producer.waiting:
-        engine._producer.drain()
+    while engine.core.ring.waiting:
+        engine.core.ring.drain()
 
 
 def test_a_timeout_around_infer_takes_the_request_back(loaded):
@@ -684,7 +684,7 @@ def test_two_engines_live_side_by_side(loaded, engine):
 
 def test_an_idle_engine_sleeps(loaded):
     loaded.infer_sync("short", {"x": np.ones(64, np.float32)})
-    while not loaded._backend._bell.armed:
+    while not loaded.backend._bell.armed:
         threading.Event().wait(0.01)
     before = int(loaded.state.core["steps"][0])
     threading.Event().wait(0.2)
@@ -773,7 +773,7 @@ def test_an_engine_whose_gpu_is_lost_is_closed_although_nothing_can_be_freed(mon
     engine, abandoned, tried = Engine(DEVICE), [], []
     engine.load(faulty_model())
     engine.load(scale_model())
-    real, backend = engine._forget, engine.backend
+    real, backend = engine.loaded_models.free, engine.backend
 
     def fail(free):
         free()
@@ -785,7 +785,7 @@ def test_an_engine_whose_gpu_is_lost_is_closed_although_nothing_can_be_freed(mon
         engine.infer_sync("faulty", {"x": np.ones(64, np.float32)})
     assert sorted(abandoned) == ["faulty", "scale"]
     end = backend.close
-    monkeypatch.setattr(engine, "_forget", lambda loaded: fail(lambda: real(loaded)))
+    monkeypatch.setattr(engine.loaded_models, "free", lambda loaded: fail(lambda: real(loaded)))
     monkeypatch.setattr(backend, "close", lambda: fail(end))
     engine.close()
     assert engine.closed
@@ -884,7 +884,7 @@ def test_outputs_read_while_the_core_sleeps_free_their_instance_for_the_next_req
     x = {"x": np.arange(64, dtype=np.float32)}
     for _ in range(200):
         np.testing.assert_array_equal(engine.infer_sync("scale", x)["y"], 2 * x["x"])
-        while not engine.bell.armed:  # until it is asleep
+        while not engine.core.bell.armed:  # until it is asleep
             os.sched_yield()
 
     async def several():
@@ -918,10 +918,10 @@ def test_a_request_that_finds_no_instance_open_reads_the_answers_that_hold_them(
     engine.load(scale_model(batch=(1,), instances=instances))
     x, answers = {"x": np.arange(64, dtype=np.float32)}, []
     for n in range(1, 21):
-        engine._submit(engine._find("scale"), x, None, None, None, lambda entry: answers.append(engine._result(entry)))
+        post(engine, "scale", x, lambda entry: answers.append(engine.client.result(entry)))
         until_completed(engine, n)
         assert len(answers) >= n - instances
-    engine._producer.drain()
+    engine.core.ring.drain()
     assert len(answers) == 20
     assert all((found["y"] == 2 * x["x"]).all() for found in answers)
     engine.unload("scale")
@@ -935,7 +935,7 @@ def test_an_answer_that_fails_is_told_by_who_reads_next_and_not_by_a_request_bes
     def fails(entry):
         raise ZeroDivisionError("not the other's fault")
 
-    engine._submit(engine._find("scale"), x, None, None, None, fails)
+    post(engine, "scale", x, fails)
     until_completed(engine, 1)
     told = []
 

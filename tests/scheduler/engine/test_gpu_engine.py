@@ -360,15 +360,15 @@ def test_cancelled_requests_free_their_slots(loaded):
         assert sum(isinstance(each, asyncio.CancelledError) for each in found) == 280
 
     asyncio.run(main())
-    while loaded._producer.waiting:
-        loaded._producer.drain()
+    while loaded.core.ring.waiting:
+        loaded.core.ring.drain()
     assert loaded.stats()["live"] == 0
     check_at_rest(loaded.state)
 
 
 def test_an_idle_engine_uses_almost_no_cpu(loaded):
     loaded.infer_sync("short", ONES)
-    while not loaded._backend._bell.armed:
+    while not loaded.backend._bell.armed:
         threading.Event().wait(0.01)
     before = resource.getrusage(resource.RUSAGE_SELF)
     steps = int(loaded.state.core["steps"][0])

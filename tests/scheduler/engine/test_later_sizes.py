@@ -9,36 +9,19 @@ import numpy as np
 import pytest
 from core_check import check_at_rest, check_integrity
 from engine_models import scale_model
+from engine_requests import ask_items
 from waiting import wait_until
 
 import paellapy as pp
 from paellapy.scheduler.core.errors import ModelError
-from paellapy.scheduler.engine.callbacks import Door
 
 BATCH = (1, 2, 4, 8)
 
 
-class Asked:
-    def __init__(self) -> None:
-        self.answer = asyncio.get_running_loop().create_future()
-
-    def done(self, outputs) -> None:
-        self.answer.set_result(outputs["y"].copy())
-
-    def failed(self, error: Exception) -> None:
-        self.answer.set_exception(error)
-
-
 def ask(engine, items: int, name: str = "scale", times: int = 2) -> None:
     """Runs a request of several items, which are one batch on an idle engine, and checks its answer."""
-
-    async def one() -> None:
-        asked = Asked()
-        x = np.random.default_rng(items).standard_normal((items, 64)).astype(np.float32)
-        Door(engine).submit(name, {"x": x}, items, None, None, None, asked)
-        np.testing.assert_array_equal(await asyncio.wait_for(asked.answer, 60), times * x)
-
-    asyncio.run(one())
+    x = np.random.default_rng(items).standard_normal((items, 64)).astype(np.float32)
+    np.testing.assert_array_equal(asyncio.run(ask_items(engine, name, x))["y"], times * x)
 
 
 def sizes(engine, name: str = "scale"):
@@ -78,7 +61,7 @@ def test_in_the_end_the_core_knows_what_it_knows_of_a_model_captured_ahead(engin
         ask(engine, items, times=16)
     engine.load(scale_model("ahead", **options))
     wait_until(lambda: not sizes(engine)["later"])
-    ahead, later = (engine._find(name).row for name in ("ahead", "scale"))
+    ahead, later = (engine.client.find(name).row for name in ("ahead", "scale"))
     for column in ("batch", "segments", "total_ns"):
         assert engine.state.size[column][later].tolist() == engine.state.size[column][ahead].tolist()
     for column in ("time_ns", "tail_ns", "blocks", "copy_bytes"):
@@ -123,14 +106,14 @@ def test_requests_of_all_go_on_while_sizes_come(engine):
 
 def test_a_model_is_unloaded_and_loaded_again_while_a_size_is_captured(engine, monkeypatch):
     began, go = threading.Event(), threading.Event()
-    add_size = engine._loader.add_size
+    add_size = engine.loader.add_size
 
     def slowly(*given) -> None:
         began.set()
         assert go.wait(60)
         add_size(*given)
 
-    monkeypatch.setattr(engine._loader, "add_size", slowly)
+    monkeypatch.setattr(engine.loader, "add_size", slowly)
     engine.load(scale_model(batch=BATCH, capture="on_demand"))
     ask(engine, 2)
     assert began.wait(60)
@@ -178,16 +161,16 @@ def test_a_size_that_cannot_be_captured_is_that_size_s_fault_alone(engine, caplo
             ask(engine, items, name)
     wait_until(lambda: sizes(engine) == {"captured": [1, 4, 8], "later": [], "failed": [2]})
     wait_until(lambda: sizes(engine, "other")["captured"] == [1, 2, 4, 8])
-    assert engine._find("scale").spare is None
+    assert engine.client.find("scale").spare is None
 
 
 def test_sizes_wait_for_the_end_of_a_trace(engine):
     engine.load(scale_model(batch=BATCH, capture="on_demand"))
     with engine.trace():
         ask(engine, 2)
-        with engine._loading:
-            assert engine._later._wanted(engine._find("scale")) == [2]
-            engine._later._capture_one()
+        with engine.loaded_models.lock:
+            assert engine.loaded_models.lazy_capture.wanted(engine.client.find("scale")) == [2]
+            engine.loaded_models.lazy_capture.capture_next()
         assert sizes(engine)["later"] == [2, 4]
     wait_until(lambda: sizes(engine)["later"] == [4])
 
@@ -196,7 +179,7 @@ def test_models_without_sizes_between_have_none_to_come(engine):
     for batch in ((1,), (2, 8)):
         engine.load(scale_model(batch=batch, capture="on_demand"))
         assert sizes(engine) == {"captured": list(batch), "later": [], "failed": []}
-        assert engine._find("scale").spare is None
+        assert engine.client.find("scale").spare is None
         engine.unload("scale")
 
 

@@ -13,11 +13,11 @@ from chain_models import SMALL, N, chain, come_and_go, expected
 from chain_models import ask as ask_one
 from core_check import check_at_rest, check_integrity
 from engine_models import scale
+from engine_requests import ask_items
 from waiting import wait_until
 
 import paellapy as pp
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.engine.callbacks import Door
 
 BATCH = (1, 2, 4, 8)
 LATER = {"batch": BATCH, "capture": "on_demand"}
@@ -42,27 +42,11 @@ def engine(device, models, instances=1, **options):
     return pp.Engine(device, **{"quantum_us": 2, "tuning": SMALL, **options})
 
 
-class Asked:
-    def __init__(self):
-        self.answer = asyncio.get_running_loop().create_future()
-
-    def done(self, outputs):
-        self.answer.set_result(outputs["y"].copy())
-
-    def failed(self, error):
-        self.answer.set_exception(error)
-
-
 def ask(server, name, made, items, seed=0):
     """A request of several items, which are one batch on an idle engine; checks its answer."""
     x = np.random.default_rng(seed).standard_normal((items, N)).astype(np.float32)
-
-    async def one():
-        asked = Asked()
-        Door(server).submit(name, {"x": x}, items, None, None, None, asked)
-        return await asyncio.wait_for(asked.answer, 60)
-
-    np.testing.assert_allclose(asyncio.run(one()), expected(made, x), rtol=2e-3, atol=2e-3)
+    found = asyncio.run(ask_items(server, name, x))["y"]
+    np.testing.assert_allclose(found, expected(made, x), rtol=2e-3, atol=2e-3)
 
 
 def sizes(server, name):
@@ -95,7 +79,7 @@ def test_sizes_come_and_answer_rightly_after_evictions(device, instances):
         check_at_rest(server.state)
         server.unload("m")
         assert server.memory.held_bytes == 0
-        assert server._residents.budget.taken == {}
+        assert server.weight_cache.budget.taken == {}
 
 
 @pytest.mark.parametrize("alike", [True, False])
@@ -108,7 +92,7 @@ def test_segments_of_later_sizes_wait_for_their_weights(alike):
         server.load(model)
         server.load(chain("ahead", 1, instances=1, batch=BATCH)[0])
         until_captured(server, "later", made)
-        rows = [server._find(name).row for name in ("later", "ahead")]
+        rows = [server.client.find(name).row for name in ("later", "ahead")]
         later, ahead = (server.state.segment["chunks"][row] for row in rows)
         whole = int(server.state.weights["chunks"][rows[0]])
         for k in range(4):
@@ -137,12 +121,12 @@ def test_weights_that_are_away_are_not_brought_for_a_capture():
     with engine("virtual:h200", 3) as server:
         model, made = chain("m", 1, instances=1, **LATER)
         server.load(model)
-        with server._loading:  # no capture begins
+        with server.loaded_models.lock:  # no capture begins
             ask(server, "m", made, 4)
             server.evict("m")
-        assert server._later._wanted(server._find("m"))
+        assert server.loaded_models.lazy_capture.wanted(server.client.find("m"))
         brought = server.memory()["models"]["m"]["brought"]
-        wait_until(lambda: server.state.weights["locked"][server._find("m").row] == 1)
+        wait_until(lambda: server.state.weights["locked"][server.client.find("m").row] == 1)
         assert server.weights_state("m") == "host"
         assert sizes(server, "m")["captured"] == [1, 8]
         ask(server, "m", made, 1)  # a request brings them
@@ -159,7 +143,7 @@ def test_weights_stay_while_a_size_is_captured(monkeypatch, resident):
         for k, name in enumerate(("m", "other")):
             model, made[name] = chain(name, k, instances=1, resident=resident, **LATER)
             server.load(model)
-        began, go, add_size = threading.Event(), threading.Event(), server._loader.add_size
+        began, go, add_size = threading.Event(), threading.Event(), server.loader.add_size
 
         def slowly(loaded, batch, alone):
             began.set()
@@ -168,7 +152,7 @@ def test_weights_stay_while_a_size_is_captured(monkeypatch, resident):
             add_size(loaded, batch, alone)
             assert server.state.weights["location"][loaded.row] == codes.RESIDENT
 
-        monkeypatch.setattr(server._loader, "add_size", slowly)
+        monkeypatch.setattr(server.loader, "add_size", slowly)
         ask(server, "m", made["m"], 2)
         if not began.wait(1):  # they left at once: the next request brings them
             ask(server, "m", made["m"], 2)
@@ -189,10 +173,10 @@ def test_a_load_does_not_wait_for_weights_that_are_held():
     with engine("virtual:h200", 1) as server:
         model, made = chain("m", 1, instances=1, **LATER)
         server.load(model)
-        row = server._find("m").row
-        with server._loading:
+        row = server.client.find("m").row
+        with server.loaded_models.lock:
             ask(server, "m", made, 2)
-            server._residents.hold([server._find("m")])
+            server.weight_cache.hold([server.client.find("m")])
             assert server.state.weights["locked"][row] == 1
             server.load(chain("new", 2, instances=1)[0])
         assert server.weights_state("m") in ("host", "resident")
@@ -204,8 +188,8 @@ def test_a_capture_has_memory_apart_if_it_is_free(plenty):
     with engine("virtual:h200", 1, **({"memory_bytes": 1 << 30} if plenty else {})) as server:
         model, made = chain("m", 1, instances=1, **LATER)
         server.load(model)
-        held, own = server.memory.instances_bytes, server._find("m").instances[0].arena
-        with server._residents.arenas.beside(model, own) as arena:
+        held, own = server.memory.instances_bytes, server.client.find("m").instances[0].arena
+        with server.weight_cache.arenas.beside(model, own) as arena:
             assert (arena is not own) == plenty
             assert server.memory.instances_bytes == held + (arena.total_bytes if plenty else 0)
             assert server.state.arena_kept[own.index] == (not plenty)
@@ -238,7 +222,7 @@ def test_models_come_and_go_while_their_sizes_come(device):
         for name in made:
             server.unload(name)
         assert server.memory.held_bytes == 0
-        assert server._residents.budget.taken == {}
+        assert server.weight_cache.budget.taken == {}
 
 
 def test_an_engine_is_closed_while_weights_are_held():

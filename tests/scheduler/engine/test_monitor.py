@@ -155,14 +155,14 @@ def test_expired_requests_are_slow_ones_without_segments(engine):
 
 
 def test_nothing_is_watched_once_it_stops(engine):
-    watchers = len(engine._producer.watchers)
+    watchers = len(engine.core.ring.watchers)
     monitor = Monitor(engine)
     monitor.start()
     monitor.start()
-    assert len(engine._producer.watchers) == watchers + 1
+    assert len(engine.core.ring.watchers) == watchers + 1
     monitor.stop()
     monitor.stop()
-    assert len(engine._producer.watchers) == watchers
+    assert len(engine.core.ring.watchers) == watchers
 
 
 def test_it_switches_policies_and_finds_the_way_back_to_one_of_your_own(engine):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import paellapy as pp
-from paellapy.scheduler.engine.weight_cache import Trials, guesses, lowered
+from paellapy.scheduler.engine.weight_dependencies import Trials, guesses, lowered
 
 
 class Table:

@@ -10,7 +10,6 @@ from core_check import check_at_rest
 
 import paellapy as pp
 from paellapy.scheduler.core.errors import ModelError, UnknownModelError
-from paellapy.scheduler.engine.weight_cache import order_weights
 
 
 @pytest.fixture
@@ -25,14 +24,18 @@ def server(device):
 
 
 @pytest.mark.parametrize(("name", "wanted", "other"), [("one", True, "leave"), ("two", False, "come")])
-def test_an_order_that_another_one_cancels_ends(server, name, wanted, other):
-    row, mover = server._find(name).row, server._residents.mover
+def test_an_order_that_another_one_cancels_ends(server, monkeypatch, name, wanted, other):
+    loaded = server.client.find(name)
 
     def cancelled(flag):
-        mover.ordered[row] = not wanted
+        monkeypatch.undo()
+        mover.ordered[loaded.row] = not wanted
 
-    with pytest.raises(ModelError, match=other):
-        order_weights(server.state, mover, cancelled, lambda: None, row, wanted)
+    mover = server.weight_cache._mover
+    monkeypatch.setattr(server.core, "run", cancelled)
+    with pytest.raises(ModelError) as raised:
+        server.weight_cache.move(loaded, wanted)
+    assert raised.value.ordered == other
 
 
 def test_orders_of_many_threads_all_end(server):

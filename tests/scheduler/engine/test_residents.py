@@ -62,7 +62,7 @@ def test_a_model_of_high_priority_does_not_wait_for_the_memory_of_another(device
     with pp.Engine(device, memory_bytes=room_for(device, 12), quantum_us=2, tuning=SMALL) as server:
         for k, priority in enumerate((0, 0, 1, 0, 1)):
             server.load(chain(f"m{k}", k, priority=priority)[0])
-        arenas = server._residents.arenas._all.values()
+        arenas = server.weight_cache.arenas._all.values()
         assert all(len({*each.users.values()}) == 1 for each in arenas)
         assert any({*each.users.values()} == {1} for each in arenas)
 
@@ -120,7 +120,7 @@ def test_what_stays_leaves_noroom_for(device):
 def test_beyond_the_hosts_memory_weights_are_in_files(device, tmp_path):
     room = room_for(device, 1)
     with pp.Engine(device, memory_bytes=room, host_bytes=WEIGHTS + 5000, quantum_us=2, tuning=SMALL) as server:
-        server._residents.store.folder = tmp_path
+        server.weight_cache.store.folder = tmp_path
         weights = {}
         for k in range(3):
             model, weights[f"m{k}"] = chain(f"m{k}", k)
@@ -130,11 +130,11 @@ def test_beyond_the_hosts_memory_weights_are_in_files(device, tmp_path):
         for k in (0, 1, 2, 0):
             ask(server, f"m{k}", weights[f"m{k}"])
         server.evict("m0")
-        kept = server._residents.store._kept["m0"]
+        kept = server.weight_cache.store._kept["m0"]
         if kept.host is not None:
-            kept = server._residents.store._kept["m1"]
+            kept = server.weight_cache.store._kept["m1"]
             server.evict("m1") if server.weights_state("m1") == "resident" else None
-        name = "m0" if kept is server._residents.store._kept["m0"] else "m1"
+        name = "m0" if kept is server.weight_cache.store._kept["m0"] else "m1"
         whole = kept.file.read_bytes()
         kept.file.write_bytes(whole[: len(whole) // 2])
         with pytest.raises(WeightsError, match="truncated"):
@@ -151,7 +151,7 @@ def test_a_model_in_demand_moves_from_its_file_to_the_hosts_memory(device, tmp_p
     """It takes the memory of a model that nobody asks for, which goes to a file."""
     room, host = room_for(device, 1), 2 * WEIGHTS + 5000
     with pp.Engine(device, memory_bytes=room, host_bytes=host, quantum_us=2, tuning=SMALL) as server:
-        server._residents.store.folder = tmp_path
+        server.weight_cache.store.folder = tmp_path
         weights = {}
         for k in range(3):
             model, weights[f"m{k}"] = chain(f"m{k}", k)
@@ -177,7 +177,7 @@ def test_a_model_in_demand_moves_from_its_file_to_the_hosts_memory(device, tmp_p
 
 def test_the_weights_of_a_model_that_is_being_loaded_stay_in_the_hosts_memory(monkeypatch):
     with pp.Engine("virtual:h200", memory_bytes=1 << 28, host_bytes=WEIGHTS + 5000, tuning=SMALL) as server:
-        residents, seen = server._residents, []
+        residents, seen = server.weight_cache, []
         settle_needs = residents.settle
 
         def watched(loaded):
@@ -203,7 +203,7 @@ def test_weights_are_right_while_they_move_between_files_and_memory(device):
         made = {f"m{k}": chain(f"m{k}", k) for k in range(6)}
         for model, _ in made.values():
             server.load(model)
-        store, over = server._residents.store, threading.Event()
+        store, over = server.weight_cache.store, threading.Event()
 
         def client(seed):
             pick = random.Random(seed)
@@ -244,8 +244,8 @@ def test_models_come_and_go_while_requests_arrive(device):
         for name in made:
             server.unload(name)
         assert server.memory.held_bytes == 0
-        assert server._residents.store.held_bytes == 0
-        assert server._residents.budget.taken == {}
+        assert server.weight_cache.store.held_bytes == 0
+        assert server.weight_cache.budget.taken == {}
 
 
 def test_while_a_model_is_loaded_nobody_else_runs_in_its_memory(device):
@@ -257,7 +257,7 @@ def test_while_a_model_is_loaded_nobody_else_runs_in_its_memory(device):
         backend, run = server.backend, server.backend.run_segment
 
         def watched(launches, k):
-            arenas = server._residents.arenas._all.values()
+            arenas = server.weight_cache.arenas._all.values()
             alone.append(all(server.state.arena[each.index] == 0 for each in arenas if "late" in each.users))
             run(launches, k)
 
@@ -370,7 +370,7 @@ def test_tied_weights_of_a_module_are_there_once(device):
     module = Tied().eval()
     with pp.Engine(device, memory_bytes=1 << 30) as server:
         server.load(pp.Model.from_torch(module, torch.zeros(1, 64), name="tied", batch=(1,), instances=1))
-        assert len(server._residents._rows[0].range.layout.offsets) == 6  # five of layers, and the buffer
+        assert len(server.weight_cache._rows[0].range.layout.offsets) == 6  # five of layers, and the buffer
         x = torch.randn(1, 64)
         for _ in range(2):
             server.evict("tied")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from core_check import check_at_rest
 from engine_models import scale_model
+from engine_requests import post
 from waiting import wait_until
 
 import paellapy as pp
@@ -23,7 +24,7 @@ def engine():
     with pp.Engine("virtual:h200") as found:
         found.load(scale_model(instances=2, batch=(1,)))
         found.infer_sync("scale", {"x": X})
-        while found._producer.drain():
+        while found.core.ring.drain():
             pass
         yield found
 
@@ -32,22 +33,22 @@ class Caller:
     """Submits requests, which nobody reads before the test does."""
 
     def __init__(self, engine) -> None:
-        self.engine, self.producer = engine, engine._producer
+        self.engine, self.producer = engine, engine.core.ring
         self.answered: list[int] = []
-        self._row = engine._find("scale").row
+        self._row = engine.client.find("scale").row
 
     def submit(self, number: int, then=lambda: None) -> None:
         def finish(entry) -> None:
             self.answered.append(number)
             then()
 
-        self.engine._submit(self.engine._find("scale"), {"x": X}, None, None, None, finish)
+        post(self.engine, "scale", {"x": X}, finish)
 
     def wait(self, completed: int) -> None:
         """Waits until the core has completed this many requests, and has woken everybody for them."""
         wait_until(lambda: int(self.engine.state.model["completed"][self._row]) == completed)
         looked = threading.Event()
-        self.engine.call_in_loop(looked.set)
+        self.engine.core.call(looked.set)
         assert looked.wait(60)
 
     def wake_ups(self) -> int:

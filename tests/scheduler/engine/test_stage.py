@@ -111,7 +111,7 @@ def test_inputs_that_find_no_open_instance_arrive_unchanged(n):
             with held_core(engine):
                 tasks = [asyncio.create_task(engine.infer("scale", {"x": x})) for x in inputs]
                 await asyncio.sleep(0)
-                assert engine._producer.waiting == len(inputs)
+                assert engine.core.ring.waiting == len(inputs)
             found = await asyncio.wait_for(asyncio.gather(*tasks), 60)
             for x, each in zip(inputs, found, strict=True):
                 np.testing.assert_array_equal(each["y"], 2 * x)

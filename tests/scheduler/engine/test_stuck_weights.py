@@ -30,7 +30,7 @@ def server(room):
 
 def stick(server, name, monkeypatch):
     """Lets evictions of the model's weights fail."""
-    found = server._find(name).range
+    found = server.client.find(name).range
 
     def fail():
         raise RuntimeError("no unmapping")
@@ -68,7 +68,7 @@ def test_a_model_whose_weights_cannot_leave_is_unloaded(server, monkeypatch):
 
 
 def test_memory_that_cannot_be_freed_is_named(server, monkeypatch):
-    found = server._find("one").range
+    found = server.client.find("one").range
 
     def fail():
         raise PaellaError("no unmapping")
@@ -86,7 +86,7 @@ def test_requests_are_told_when_others_took_the_memory_and_the_next_one_tries_ag
     def fail(source):
         raise MemoryPlanError("the GPU has only 1.0 MiB free")
 
-    monkeypatch.setattr(server._find("two").range, "bring", fail)
+    monkeypatch.setattr(server.client.find("two").range, "bring", fail)
     for _ in range(2):
         with pytest.raises(WeightsError, match=r"'two'.*1\.0 MiB"):
             ask(server, "two", chain("two", 1)[1])

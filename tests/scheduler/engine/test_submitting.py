@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
+from engine_requests import Told
 
-from paellapy.scheduler.engine.requests import submit
+from paellapy.scheduler.engine.client import submit
 from paellapy.scheduler.engine.ring_calls import OwnStage
 
 pytestmark = pytest.mark.quick
@@ -43,13 +43,16 @@ class Producer:
         self.freed.append(pending)
 
 
+def pending(loaded):
+    return [Told(loaded, print) for _ in range(2)]
+
+
 def test_staged_items_that_were_answered_are_not_freed_again():
     producer = Producer()
-    instance = SimpleNamespace(inputs={"x": np.zeros((1, 4), np.float32)})
-    loaded = SimpleNamespace(instance_of={0: instance})
-    items = [{"x": np.ones(4, np.float32)}, {"x": np.ones(3, np.float32)}]  # the second one does not fit its slot
-    with pytest.raises(ValueError, match="shape"):
-        submit(producer, loaded, items, TERMS, [print, print])
+    slot = [memoryview(bytearray(16))]
+    loaded = SimpleNamespace(instance_of={0: SimpleNamespace(slot_bytes=lambda k: (slot, {}))})
+    with pytest.raises(ValueError):
+        submit(producer, pending(loaded), [[bytes(16)], [bytes(12)]], TERMS)  # the second one does not fit its slot
     assert len(producer.given) == 1
     assert not producer.freed
     assert len(producer.cancelled) == 2
@@ -58,9 +61,8 @@ def test_staged_items_that_were_answered_are_not_freed_again():
 def test_items_that_were_not_posted_are_freed():
     producer = Producer()
     producer.claims = [None, None]
-    items = [{"x": np.ones(4, np.float32)}, {"x": None}]
-    with pytest.raises(AttributeError):
-        submit(producer, SimpleNamespace(instance_of={}), items, TERMS, [print, print])
+    with pytest.raises(TypeError):
+        submit(producer, pending(SimpleNamespace(instance_of={})), [[bytes(16)], [None]], TERMS)
     assert len(producer.given) == 1
     assert len(producer.freed) == 2
     assert not producer.cancelled

@@ -70,7 +70,7 @@ def asked(engine):
     ],
 )
 def test_a_call_that_is_interrupted_anywhere_harms_no_later_one(engine, monkeypatch, ask, where):
-    producer = engine._producer
+    producer = engine.core.ring
     with monkeypatch.context() as patch:
         patch.setattr(producer, where, interrupting(getattr(producer, where)))
         with pytest.raises(KeyboardInterrupt):

@@ -293,14 +293,14 @@ def test_sizes_planned_at_once_in_their_threads_give_the_bits_of_sizes_planned_o
         model = model_of(net, name=name, batch=sizes, instances=3)
         assert model.source.plans_convolutions == (name != "one by one")
         engine.load(model)
-        loaded = engine._models[name]
+        loaded = engine.core.models.by_name[name]
         programs[name] = [[each.program.content() for each in instance] for instance in loaded.launches]
         found = {}
         for k, batch in enumerate(sizes):
             for instance, launches in zip(loaded.instances, loaded.launches, strict=True):
                 instance.inputs["input"][:batch] = x[:batch]
                 for segment in range(len(launches[k].handles)):
-                    engine._backend.run_segment(launches[k], segment)
+                    engine.backend.run_segment(launches[k], segment)
                 found.setdefault(batch, []).append(instance.outputs["output"][:batch].copy())
         return found
 

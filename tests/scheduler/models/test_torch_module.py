@@ -308,14 +308,14 @@ def test_kernels_that_do_not_report_are_traced_at_segment_grain(engine, monkeypa
     net = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(40)))
     engine.load(pp.Model.from_torch(net, torch.zeros(1, 512), name="deep", batch=(1,)))
     assert len(engine.profile("deep")[0].segments) > 2
-    ends = engine._backend.end_trace
+    ends = engine.backend.end_trace
 
     def silent(models):
         found = ends(models)
         pieces = [replace(p, launches=()) for p in found.pieces]
         return replace(found, blocks=found.blocks[:0], launches=found.launches[:0], pieces=pieces)
 
-    monkeypatch.setattr(engine._backend, "end_trace", silent)
+    monkeypatch.setattr(engine.backend, "end_trace", silent)
     x = np.ones(512, np.float32)
 
     async def main():

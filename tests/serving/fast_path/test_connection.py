@@ -17,7 +17,7 @@ from serving_server import infer_body, running
 
 from paellapy.scheduler.core.errors import QueueFullError, UnknownModelError
 from paellapy.scheduler.engine import callbacks
-from paellapy.scheduler.engine import requests as submitting
+from paellapy.scheduler.engine import client as request_client
 from paellapy.serving.access import Key
 from paellapy.serving.app import ACCESS
 from paellapy.serving.fast_path import connection, inference
@@ -258,14 +258,11 @@ def test_a_body_that_says_it_is_too_large_is_not_waited_for(server, path, more):
 @pytest.mark.parametrize("known", [False, True])  # whether the request's JSON is: its inputs then stay bytes
 @pytest.mark.parametrize("more", [(), ("traceparent: none",)])
 def test_a_request_that_an_unload_overtakes_is_to_be_sent_again(server, monkeypatch, more, known):
-    place, name = (callbacks, "submit_bytes") if known else (server.engine, "_submit")
-    submit = getattr(place, name)
+    submit = callbacks.submit_one
 
-    def unloaded(*request):
-        done = submit(*request)
-        call = request[1] if known else request[-1]
-        call.answer(UnknownModelError("unloaded"))
-        return done
+    def unloaded(ring, pending, *request):
+        submit(ring, pending, *request)
+        pending.fail(UnknownModelError("unloaded"))
 
     def not_there(*request):
         raise UnknownModelError("not there")
@@ -277,12 +274,12 @@ def test_a_request_that_an_unload_overtakes_is_to_be_sent_again(server, monkeypa
                 client.send(post(1.0, number, *more))
                 check(client.answer(), 1.0, number)
             with monkeypatch.context() as patch:
-                patch.setattr(place, name, each)
+                patch.setattr(callbacks, "submit_one", each)
                 client.send(post(1.0, number, *more))
                 status, headers, body = client.answer()
         assert (status, headers["retry-after"]) == (503, "2")
         assert "unloaded before" in json.loads(body)["error"]
-    server.wait_until(lambda: not server.engine._producer.waiting)
+    server.wait_until(lambda: not server.engine.core.ring.waiting)
 
 
 def is_refused(client, items):
@@ -292,39 +289,39 @@ def is_refused(client, items):
 
 
 def test_items_beside_one_that_has_failed_are_withdrawn(server, monkeypatch):
-    written, write = [], submitting.write
+    written, write = [], request_client.write
 
     def second_fails(producer, pending, *rest):
         written.append(pending)
         write(producer, pending, *rest)
         if len(written) == 2:
-            pending.finish.answer(QueueFullError("no room"))
+            pending.fail(QueueFullError("no room"))
 
-    monkeypatch.setattr(submitting, "write", second_fails)
+    monkeypatch.setattr(request_client, "write", second_fails)
     with Client(server) as client:
         is_refused(client, items=4)
         client.send(post(2.0, 2, items=4))
         check(client.answer(), 2.0, 2, items=4)
-    server.wait_until(lambda: not server.engine._producer.waiting)
+    server.wait_until(lambda: not server.engine.core.ring.waiting)
 
 
 def test_a_request_whose_items_fail_twice_counts_once(server, monkeypatch):
-    written, write = [], submitting.write
+    written, write = [], request_client.write
     counts = server.service.counters.of("scale")
     before = counts.refused["queue_full"]
 
     def second_fails_and_cannot_be_written(producer, pending, *rest):
         if written:
-            pending.finish.answer(QueueFullError("no room"))
+            pending.fail(QueueFullError("no room"))
             raise QueueFullError("no room here either")
         written.append(pending)
         write(producer, pending, *rest)
 
-    monkeypatch.setattr(submitting, "write", second_fails_and_cannot_be_written)
+    monkeypatch.setattr(request_client, "write", second_fails_and_cannot_be_written)
     with Client(server) as client:
         is_refused(client, items=3)
     assert counts.refused["queue_full"] == before + 1
-    server.wait_until(lambda: not server.engine._producer.waiting)
+    server.wait_until(lambda: not server.engine.core.ring.waiting)
 
 
 # -- requests for other protocols

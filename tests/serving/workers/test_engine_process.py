@@ -48,7 +48,7 @@ def test_a_wish_is_kept_after_the_engine_has_failed(tmp_path):
         registry.changed += [partial(SavedState(tmp_path / "kept").save, registry), lambda: told.append(1)]
         registry.load("a")
         registry.load("b")
-        engine._fail(RuntimeError("on purpose"))
+        engine.core.fail(RuntimeError("on purpose"))
         told.clear()
         with pytest.raises(EngineFailedError):
             registry.unload("a")

@@ -1,0 +1,624 @@
+"""`RequestClient`: requests to an engine, submitted with checked inputs and answered with outputs.
+
+The engine's core is in this process (`core_loop.CoreLoop`) or in another one (`remote.RemoteCore`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paellapy.scheduler.core import codes
+from paellapy.scheduler.core.errors import (
+    DeadlineError,
+    EngineAwayError,
+    EngineClosedError,
+    InputError,
+    QueueFullError,
+    SuspectError,
+    UnknownModelError,
+)
+from paellapy.scheduler.core.residency import want_weights
+from paellapy.scheduler.engine.core_loop import Core
+from paellapy.scheduler.engine.ring_calls import (
+    E_ARRIVAL_NS,
+    E_ERROR,
+    E_FINISH_NS,
+    E_INSTANCE,
+    E_MODEL,
+    E_SLOT,
+    E_STATUS,
+)
+from paellapy.scheduler.engine.ring_client import (
+    Entry,
+    Loaded,
+    Pending,
+    Place,
+    RingClient,
+    Staged,
+    Terms,
+    Uninterrupted,
+    Waiter,
+    is_running,
+    thread_waiter,
+)
+from paellapy.scheduler.models.model import Model
+
+# Checks of a request: its model, inputs, deadline and priority; and the number that identifies its inputs.
+
+
+Inputs = Mapping[str, Any]
+
+
+def request_times(deadline_ms: float | None) -> tuple[int, int]:
+    """Arrival and deadline (ns) of a request that arrives now."""
+    now = time.monotonic_ns()
+    if deadline_ms is None:
+        return now, codes.NEVER
+    try:
+        if not deadline_ms > 0:
+            raise DeadlineError(
+                f"deadline_ms={deadline_ms}: the deadline counts from now and must be above 0", field="deadline_ms",
+                given=deadline_ms,
+            )  # fmt: skip
+        return now, min(codes.NEVER, now + int(min(deadline_ms, 1e12) * 1e6))
+    except (TypeError, ValueError):
+        raise InputError(
+            f"deadline_ms={deadline_ms!r}: the deadline must be a number of milliseconds from now, or None",
+            field="deadline_ms", given=deadline_ms,
+        ) from None  # fmt: skip
+
+
+def request_rank(priority: int) -> int:
+    """A request's own priority, as a number that the core can hold."""
+    try:
+        rank = int(priority)
+    except (TypeError, ValueError, OverflowError):
+        rank = codes.NEVER
+    if not -codes.NEVER < rank < codes.NEVER:
+        raise InputError(
+            f"priority={priority!r}: the priority must be an integer between -2⁶² and 2⁶², or None for the model's own",
+            field="priority", given=priority, limit=codes.NEVER,
+        )  # fmt: skip
+    return rank
+
+
+def check_inputs(model: Model, inputs: Inputs) -> dict[str, NDArray[Any]]:
+    """The inputs in the model's order; an InputError says what is wrong with them."""
+    try:
+        given = inputs.keys()
+    except AttributeError:
+        raise InputError(
+            f"model {model.name!r} takes a dict of arrays ({', '.join(model.inputs)}), not a {type(inputs).__name__}",
+            model=model.name, given=type(inputs).__name__,
+        ) from None  # fmt: skip
+    if given != model.inputs.keys():
+        missing, extra = sorted(model.inputs.keys() - given), sorted(map(str, given - model.inputs.keys()))
+        problem = [f"no {', '.join(missing)}"] * bool(missing) + [f"unknown {', '.join(extra)}"] * bool(extra)
+        raise InputError(
+            f"model {model.name!r} takes {', '.join(model.inputs)}; the request has {' and '.join(problem)}",
+            model=model.name, missing=missing, unknown=extra,
+        )  # fmt: skip
+    arrays = {}
+    for key, spec in model.inputs.items():
+        try:
+            array = np.asarray(inputs[key])
+        except (TypeError, ValueError) as e:
+            raise _wrong_input(model, key, f"cannot be converted to an array: {e}", inputs[key], spec.dtype) from e
+        if array.shape != spec.shape:
+            wrong = f"has shape {array.shape}; it must be {spec.shape}, without the batch dimension"
+            raise _wrong_input(model, key, wrong, array.shape, spec.shape)
+        if array.dtype != spec.dtype:
+            wrong = f"is {array.dtype.name}; it must be {spec.dtype.name}"
+            raise _wrong_input(model, key, wrong, array.dtype, spec.dtype)
+        arrays[key] = array
+    if model.ranges:
+        check_ranges(model, arrays)
+    return arrays
+
+
+def check_ranges(model: Model, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Checks the values of inputs that have a range; an InputError names the first value outside it."""
+    for key, spec in model.ranges.items():
+        if (wrong := spec.outside(arrays[key])) is not None:
+            raise _wrong_input(model, key, wrong, arrays[key], (spec.low, spec.high))
+
+
+def _wrong_input(model: Model, key: str, wrong: str, given: Any, limit: Any) -> InputError:
+    return InputError(f"model {model.name!r}, input {key!r} {wrong}", model=model.name, field=key, given=given,
+                      limit=limit)  # fmt: skip
+
+
+def digest_of(name: str, inputs: Mapping[str, NDArray[Any]]) -> int:
+    """A number that identifies one item of a model: equal inputs have equal numbers."""
+    digest = blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8)
+    for array in inputs.values():
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return int.from_bytes(digest.digest(), "little") or 1
+
+
+def digest_of_all(digests: Sequence[int]) -> int:
+    """A number that identifies a request of these items, in this order."""
+    if len(digests) == 1:
+        return digests[0]
+    joined = b"".join(each.to_bytes(8, "little") for each in digests)
+    return int.from_bytes(blake2b(joined, digest_size=8).digest(), "little") or 1
+
+
+# Requests that wait for their answer: each is answered once, in the thread that reads its completion.
+
+
+Outputs = dict[str, NDArray[Any]]
+
+
+class Request(Pending):
+    """A request whose completion becomes outputs or an error."""
+
+    __slots__ = ("_client",)
+
+    def __init__(self, client: RequestClient, loaded: Loaded) -> None:
+        super().__init__(loaded)
+        self._client = client
+
+    @abstractmethod
+    def answer(self, result: Outputs | Exception) -> None: ...
+
+    def finish(self, entry: Entry) -> None:
+        self.answer(self._client.result(entry))  # read the result now: the instance is released after this call
+
+    def fail(self, error: Exception) -> None:
+        self.answer(error)
+
+
+class AsyncRequest(Request):
+    """Completes an asyncio future, from any thread that reads the completion."""
+
+    __slots__ = ("_loop", "future")
+
+    def __init__(self, client: RequestClient, loaded: Loaded, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(client, loaded)
+        self._loop = loop
+        self.future: asyncio.Future[Outputs] = loop.create_future()
+
+    def answer(self, result: Outputs | Exception) -> None:
+        if is_running(self._loop):
+            _set(self.future, result)
+        elif not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(_set, self.future, result)
+
+
+def _set(future: asyncio.Future[Outputs], result: Outputs | Exception) -> None:
+    if future.done():  # its task was cancelled meanwhile
+        return
+    if isinstance(result, Exception):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
+
+
+class SyncRequest(Request):
+    """Wakes a thread through its waiter."""
+
+    __slots__ = ("_left", "_result", "_waiter")
+
+    def __init__(self, client: RequestClient, loaded: Loaded, waiter: Waiter) -> None:
+        super().__init__(client, loaded)
+        self._waiter, self._left = waiter, False
+        self._result: Outputs | Exception = {}
+
+    def answer(self, result: Outputs | Exception) -> None:
+        self._result = result
+        if not self._left:
+            self._waiter.set()
+
+    def leave(self) -> None:
+        """Withdraws the request. Nobody waits any more: the waiter is that of its thread's next request."""
+        self._left = True
+        if self.row >= 0:
+            self._client.core.ring.cancel(self)
+
+    def wait(self) -> Outputs:
+        """Blocks this thread until the answer is there."""
+        try:
+            self._client.core.ring.wait(self._waiter)
+        except BaseException:  # for example KeyboardInterrupt
+            self.leave()
+            raise
+        if isinstance(self._result, Exception):
+            raise self._result
+        return self._result
+
+
+class _Uncollected(Pending):
+    """One of several requests whose outputs nobody reads. The last to end wakes their thread."""
+
+    __slots__ = ("_left", "_waiter")
+
+    def __init__(self, loaded: Loaded, waiter: Waiter, left: Iterator[int]) -> None:
+        super().__init__(loaded)
+        self._waiter, self._left = waiter, left
+
+    def finish(self, entry: Entry) -> None:
+        if next(self._left) == 0:
+            self._waiter.set()
+
+    def fail(self, error: Exception) -> None:
+        self._waiter.set()
+
+
+# Submitting requests: each gets a row and a slot, or staged memory for its inputs, and is posted to the core.
+
+
+_SHORT_BYTES = 4096  # of shorter arrays, one more copy takes less time than two views
+Pieces = Sequence[bytes | memoryview]  # the inputs of one item, in the model's order
+
+
+def pieces_of(arrays: Iterable[NDArray[Any]]) -> Pieces:
+    """The bytes of the arrays."""
+    return [
+        array.tobytes()
+        if array.nbytes <= _SHORT_BYTES
+        else np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        for array in arrays
+    ]
+
+
+def submit_one(ring: RingClient, pending: Pending, pieces: Pieces, terms: Terms) -> None:
+    """As `submit`, for one item: most requests have no more, and need no lists."""
+    ring.take_row(pending, terms[0])
+    claimed = ring.claim(pending.loaded, terms[0])
+    posted = False
+    try:
+        if claimed is None:
+            staged = _stage(ring, pending, pieces)
+            posted = True
+            ring.post_staged([staged], *terms)
+        else:
+            write(ring, pending, claimed, pieces, terms)
+    except Exception:
+        _withdraw(ring, [(pending, claimed)], 0, terms, posted)
+        raise
+
+
+def submit(ring: RingClient, pending: Sequence[Pending], items: Sequence[Pieces], terms: Terms) -> None:
+    """Submits the items of one request, which run as one batch if the engine is idle and they fit into one: all claim a
+    slot before the first is posted, and those without a slot are posted together. On an error, no item runs.
+    """
+    for k, each in enumerate(pending):
+        try:
+            ring.take_row(each, terms[0])
+        except (QueueFullError, EngineClosedError):
+            for earlier in pending[:k]:
+                ring.give_back(earlier)
+            raise
+    placed = [(each, ring.claim(each.loaded, terms[0])) for each in pending]
+    staged: list[Staged] = []
+    written, posted = 0, False
+    try:
+        for (each, claimed), pieces in zip(placed, items, strict=True):
+            if claimed is None:
+                staged.append(_stage(ring, each, pieces))
+        if staged:
+            posted = True
+            ring.post_staged(staged, *terms)
+        for written, ((each, claimed), pieces) in enumerate(zip(placed, items, strict=True)):  # noqa: B007
+            if claimed is not None:
+                write(ring, each, claimed, pieces, terms)
+    except Exception:
+        if not posted:
+            for _, _, keep in staged:
+                ring.stage.give(keep)
+        _withdraw(ring, placed, written, terms, posted)
+        raise
+
+
+def _withdraw(
+    ring: RingClient, placed: Sequence[tuple[Pending, Place | None]], written: int, terms: Terms, posted: bool
+) -> None:
+    """Withdraws items. Before the item `written`, claimed slots are posted; the others are posted now, because their
+    instance waits for them. If items without a slot were `posted`, their completions free rows and staged memory.
+    """
+    for k, (each, claimed) in enumerate(placed):
+        if claimed is None and not posted:
+            ring.give_back(each)
+            continue
+        if claimed is not None and k >= written:
+            ring.post_written(each, *claimed, *terms)
+        ring.cancel(each)
+
+
+def _stage(ring: RingClient, pending: Pending, pieces: Pieces) -> Staged:
+    """Copies the inputs to memory from which the core takes them later."""
+    staged, source, keep = ring.stage.take(sum(map(len, pieces)))
+    memory, at = staged.data, 0
+    for piece in pieces:
+        memory[at : at + len(piece)] = piece
+        at += len(piece)
+    return pending, source, keep
+
+
+def write(ring: RingClient, pending: Pending, claimed: Place, pieces: Pieces, terms: Terms) -> None:
+    """Writes the inputs to the claimed slot, and posts the request."""
+    instance = pending.loaded.instance_of.get(claimed[0])
+    if instance is not None:
+        # If the instance is not this model's, its row holds another model by now, and the core refuses the request.
+        for slot, piece in zip(instance.slot_bytes(claimed[1])[0], pieces, strict=True):
+            slot[:] = piece
+    ring.post_written(pending, *claimed, *terms)
+
+
+# Slots: memory for one request's inputs, reserved, written in place by the caller, and submitted.
+
+
+class Slot:
+    """One request that is being written: fill `inputs`, then `await slot.submit()` or `slot.submit_sync()`."""
+
+    def __init__(self, client: RequestClient, loaded: Loaded, terms: Terms, in_turn: bool = False) -> None:
+        """`in_turn`: place the request behind all earlier requests of the model. In an open instance, it could overtake
+        a request that the core has not read yet.
+        """
+        self._client, self._ring, self._loaded, self._terms = client, client.core.ring, loaded, terms
+        with Uninterrupted():
+            self._take(in_turn)
+
+    def _take(self, in_turn: bool) -> None:
+        """Takes a row, and a slot of an instance or staged memory."""
+        model = self._loaded.model
+        # Not the slot itself: the pending request must not keep a forgotten slot alive.
+        self._pending: Pending = _Unsubmitted(self._loaded)
+        self._ring.take_row(self._pending, self._terms[0])
+        self._open = True
+        self._client.slots.add(self)
+        self._place = None if in_turn else self._ring.claim(self._loaded, self._terms[0])
+        if self._place is not None:
+            instance, slot = self._place
+            self._ring.post_claimed(self._pending, instance, slot, *self._terms)
+            ours = self._loaded.instance_of.get(instance)
+            if ours is not None:
+                self.inputs = {key: ours.inputs[key][slot, ...] for key in model.inputs}
+            else:  # the row holds another model by now, and the core refuses the request
+                self.inputs = {key: np.zeros(spec.shape, spec.dtype) for key, spec in model.inputs.items()}
+        else:
+            nbytes = sum(spec.nbytes for spec in model.inputs.values())
+            try:
+                staged, self._source, self._keep = self._ring.stage.take(nbytes)
+            except QueueFullError:
+                self._open = False
+                self._ring.give_back(self._pending)
+                raise
+            self.inputs, at = {}, 0
+            for key, spec in model.inputs.items():
+                self.inputs[key] = staged[at : at + spec.nbytes].view(spec.dtype).reshape(spec.shape)
+                at += spec.nbytes
+
+    async def submit(self) -> Outputs:
+        """Runs the request, once its inputs are written."""
+        loop = asyncio.get_running_loop()
+        if self._open:
+            self._ring.attach(loop)
+        request = AsyncRequest(self._client, self._loaded, loop)
+        self.begin_for(request)
+        try:
+            return await request.future
+        except asyncio.CancelledError:
+            self._ring.cancel(request)
+            raise
+
+    def submit_sync(self) -> Outputs:
+        """As `submit`; blocks this thread."""
+        return self.begin()()
+
+    def begin(self, waiter: Waiter | None = None) -> Callable[[], Outputs]:
+        """Runs the request, once its inputs are written. The returned function waits for the answer, in this thread.
+
+        If this thread has several requests in flight, each needs a waiter of its own.
+        """
+        request = SyncRequest(self._client, self._loaded, thread_waiter() if waiter is None else waiter)
+        try:
+            self.begin_for(request)
+        except KeyboardInterrupt:  # came meanwhile
+            request.leave()
+            raise
+        return request.wait
+
+    def begin_for(self, request: Pending) -> None:
+        """Runs the request, once its inputs are written, and has this object answered."""
+        with Uninterrupted():
+            self._post(request)
+
+    def cancel(self) -> None:
+        """Gives the slot back without running the request."""
+        if self._open:
+            with Uninterrupted():
+                self._cancel()
+
+    def _cancel(self) -> None:
+        self._open = False
+        if self._place is not None:
+            self._ring.cancel(self._pending)
+            self._ring.ready(*self._place)
+        else:
+            self._ring.give_back(self._pending)
+            self._ring.stage.give(self._keep)
+
+    def _post(self, request: Pending) -> None:
+        if not self._open:
+            raise InputError("this slot was already submitted or cancelled; reserve another one")
+        try:
+            check_ranges(self._loaded.model, self.inputs)
+        except InputError:
+            for key, spec in self._loaded.model.ranges.items():  # the batch still runs, with the slot's contents
+                self.inputs[key][...] = spec.neutral
+            self._cancel()
+            raise
+        self._open = False
+        early: Entry | None = None
+        if not self._ring.hand_over(self._pending, request):
+            early = self._pending.entry
+            if early is None:
+                raise EngineAwayError("the engine's process ended before the request was submitted; try again")
+        if self._place is not None:
+            self._ring.ready(*self._place)
+        elif early is None:
+            try:
+                self._client.core.check_open()
+            except BaseException:  # the engine would wait for a request that was never posted
+                self._ring.give_back(request)
+                self._ring.stage.give(self._keep)
+                raise
+            self._ring.post_staged([(request, self._source, self._keep)], *self._terms)
+        if early is not None:
+            request.finish(early)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+
+    def __del__(self) -> None:
+        if getattr(self, "_open", False) and not self._client.core.over:
+            self.cancel()
+
+
+class _Unsubmitted(Pending):
+    """The request of a slot until it is submitted. `entry`: it has ended already, expired or with the GPU's failure."""
+
+    __slots__ = ("entry",)
+
+    def __init__(self, loaded: Loaded) -> None:
+        super().__init__(loaded)
+        self.entry: Entry | None = None
+
+    def finish(self, entry: Entry) -> None:
+        self.entry = entry
+
+    def fail(self, error: Exception) -> None:
+        """`submit` finds that the engine's process is gone."""
+
+
+class RequestClient:
+    """The request side of an engine, in this process or in another one: takes requests, returns results."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self.slots: weakref.WeakSet[Slot] = weakref.WeakSet()  # reserved, and perhaps not submitted yet
+
+    def find(self, name: str) -> Any:
+        """The loaded model; an UnknownModelError if there is none."""
+        self.core.check_open()
+        return self.core.models.find(name)
+
+    def terms(self, loaded: Loaded, deadline_ms: float | None, priority: int | None, client: Hashable) -> Terms:
+        """Raises for a deadline, a priority or a client that is refused: before anything is taken."""
+        arrival_ns, deadline_ns = request_times(deadline_ms)
+        number = 0 if client is None else self.core.ring.client_number(client)
+        rank = loaded.model.priority if priority is None else request_rank(priority)
+        return number, rank, arrival_ns, deadline_ns
+
+    async def infer(
+        self, name: str, inputs: Inputs, deadline_ms: float | None, priority: int | None, client: Hashable
+    ) -> Outputs:
+        """See `Engine.infer`."""
+        loaded = self.find(name)
+        arrays = check_inputs(loaded.model, inputs)
+        loop = asyncio.get_running_loop()
+        ring = self.core.ring
+        ring.attach(loop)
+        request = AsyncRequest(self, loaded, loop)
+        terms = self.terms(loaded, deadline_ms, priority, client)
+        submit_one(ring, request, pieces_of(arrays.values()), terms)
+        try:
+            return await request.future
+        except asyncio.CancelledError:
+            ring.cancel(request)
+            raise
+
+    def infer_sync(
+        self, name: str, inputs: Inputs, deadline_ms: float | None, priority: int | None, client: Hashable
+    ) -> Outputs:
+        """See `Engine.infer_sync`."""
+        loaded = self.find(name)
+        arrays = check_inputs(loaded.model, inputs)
+        request = SyncRequest(self, loaded, thread_waiter())
+        try:
+            with Uninterrupted():
+                terms = self.terms(loaded, deadline_ms, priority, client)
+                submit_one(self.core.ring, request, pieces_of(arrays.values()), terms)
+        except KeyboardInterrupt:  # came meanwhile
+            request.leave()
+            raise
+        return request.wait()
+
+    def reserve(
+        self, loaded: Loaded, deadline_ms: float | None = None, priority: int | None = None, client: Hashable = None,
+        in_turn: bool = False,
+    ) -> Slot:  # fmt: skip
+        """See `Engine.reserve`. `in_turn`: behind all earlier requests of the model."""
+        return Slot(self, loaded, self.terms(loaded, deadline_ms, priority, client), in_turn)
+
+    def run_all(self, loaded: Loaded, items: Sequence[Pieces]) -> None:
+        """Runs these items of a model as one request, and drops their outputs."""
+        waiter, left = thread_waiter(), itertools.count(len(items) - 1, -1)
+        submit(self.core.ring, [_Uncollected(loaded, waiter, left) for _ in items], items,
+               self.terms(loaded, None, None, None))  # fmt: skip
+        self.core.ring.wait(waiter)
+
+    def cancel_slots(self) -> None:
+        """Gives back the slots that were not submitted: their instances would wait for ever."""
+        for slot in list(self.slots):
+            slot.cancel()
+
+    def want_weights(self, row: int) -> None:
+        """Has a model's weights brought for its next requests, if they are not on the GPU. Returns at once."""
+        if want_weights(self.core.state, row):
+            self.core.ring.nudge()  # the core's loop may be asleep
+
+    def result(self, entry: Entry) -> Outputs | Exception:
+        """The outputs or the error that a completion stands for."""
+        core, status = self.core, entry[E_STATUS]
+        loaded = core.models.by_row.get(entry[E_MODEL])
+        if status == codes.OK:
+            assert loaded is not None
+            slot = entry[E_SLOT]
+            return {key: array[slot].copy() for key, array in loaded.instance_of[entry[E_INSTANCE]].outputs.items()}
+        name = "?" if loaded is None else loaded.model.name
+        if status == codes.EXPIRED:
+            late_ms = (entry[E_FINISH_NS] - entry[E_ARRIVAL_NS]) * 1e-6
+            return DeadlineError(f"model {name!r}: the deadline passed after {late_ms:.1f} ms", model=name)
+        if status == codes.FAILED:
+            return core.failed(entry[E_ERROR])
+        if status == codes.SUSPECTED:
+            return self._suspected(loaded, entry)
+        if status == codes.FAULTED:
+            return core.faulted(name, entry[E_INSTANCE], entry[E_SLOT])
+        if status == codes.QUEUE_FULL:
+            return QueueFullError(f"model {name!r} has reached its limit of waiting requests; try again later",
+                                  model=name)  # fmt: skip
+        if status == codes.NO_MODEL:
+            return UnknownModelError(f"model {name!r} was unloaded before the request could run", model=name)
+        if status == codes.NO_WEIGHTS:
+            return core.no_weights(entry[E_MODEL], name)
+        return EngineClosedError(f"the request for model {name!r} was not run: {codes.STATUS[status]}", model=name)
+
+    def _suspected(self, loaded: Loaded | None, entry: Entry) -> Exception:
+        """The error for a request that was on the GPU when it failed. Its inputs are still in its slot."""
+        failed = self.core.failed(entry[E_ERROR])
+        instance = None if loaded is None else loaded.instance_of.get(entry[E_INSTANCE])
+        if loaded is None or instance is None:
+            return failed
+        inputs = {key: array[entry[E_SLOT]] for key, array in instance.inputs.items()}
+        core = self.core.state.core[0]
+        others, failure = int(core["suspects"]) - 1, int(core["lost_ns"])
+        error = SuspectError(str(failed), (digest_of(loaded.model.name, inputs),), others, failure)
+        error.__cause__ = failed.__cause__
+        return error
