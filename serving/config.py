@@ -39,7 +39,6 @@ from paellapy.serving.logs import Format
 
 # The line of a value in a TOML file, which the standard library's parser does not report.
 
-
 _HEADER = re.compile(r"\s*(\[\[?)\s*([^\[\]]+?)\s*\]\]?\s*(#.*)?$")
 _KEY = re.compile(r"\s*((?:[\w-]+|\"[^\"]*\"|'[^']*')(?:\s*\.\s*(?:[\w-]+|\"[^\"]*\"|'[^']*'))*)\s*=")
 _PART = re.compile(r"[\w-]+|\"[^\"]*\"|'[^']*'")

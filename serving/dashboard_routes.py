@@ -30,7 +30,6 @@ from paellapy.serving.tensors import NOT_JSON
 # A viewer that cannot keep up gets the latest snapshot when it is ready for one; nothing is queued for it. A viewer
 # that reads nothing for a while is dropped.
 
-
 Take = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[bytes], Awaitable[None]]
 

@@ -1,6 +1,6 @@
 """`Inference`: one request from its header to its end, whichever front end read it.
 
-aiohttp's handlers (infer.py) and the fast path (fast_path/) read requests and write answers. Everything in between is
+The handler `infer` below and the fast path (fast_path/) read requests and write answers. Everything in between is
 here: finding the model, admission, submitting the items to the engine, errors and counters.
 """
 
@@ -217,8 +217,7 @@ def _met_unload(name: str) -> RefusedError:
     return RefusedError(said, "loading", retry_after_s=2.0)
 
 
-# `POST …/infer` through aiohttp: reads the body and sends the answer. `inference.py` does the work in between.
-
+# `POST …/infer` through aiohttp: reads the body and sends the answer.
 
 Answer = tuple[bytes, int | None]  # the body, and the length of its JSON if binary tensors follow
 

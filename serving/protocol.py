@@ -25,7 +25,6 @@ from paellapy.serving.tensors import NOT_JSON, Where, check_datatype, datatype, 
 # The JSON was checked the first time, and its meaning does not depend on the tensors. If the tensors follow it in
 # binary, only their length is checked again; if they are one flat list of numbers inside it, only that list is read.
 
-
 REMEMBERED = 256  # per model
 LONGEST = 4096  # bytes; longer JSON is not remembered
 
@@ -387,7 +386,6 @@ def engine_priority(model: Model, level: int | None) -> int | None:
 
 
 # Answers of the Open Inference Protocol v2: JSON, the binary tensor extension, and the classification extension.
-
 
 _encode = msgspec.json.Encoder().encode
 

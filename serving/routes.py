@@ -27,7 +27,6 @@ from paellapy.serving.tensors import NOT_JSON, datatype
 
 # What the server reports about itself and its models: metadata, configuration, statistics.
 
-
 PLATFORM = "paellapy"
 EXTENSIONS = [
     "binary_tensor_data",

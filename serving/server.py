@@ -39,7 +39,6 @@ from paellapy.serving.service import SERVICE, Service
 # that it was read. While it is not, the worker enforces deadlines itself; after DOUBTFUL_S the server is not ready and
 # refuses new requests; after `engine_timeout_s` the engine is given up.
 
-
 TICK_S = 0.25
 DOUBTFUL_S = 2.0  # seconds without a sign of life until the server is not ready and refuses requests
 SILENT = "the engine does not respond; try again later"

@@ -54,7 +54,7 @@ class Service:
         self.held = RequestBudget(limits.max_held_bytes)
         self.draining = False
         self.live: set[Live] = set()  # requests that the engine is working on
-        self.silent = self.hung = False  # the engine does not respond, and has been given up: heartbeat.py
+        self.silent = self.hung = False  # the engine does not respond, and has been given up: see server.Heartbeat
         self.since = time.time() if since is None else since
         self.call = call
 

@@ -89,7 +89,6 @@ def check_servable(model: Model) -> None:
 # Reading JSON holds the interpreter. Megabytes of text are therefore read piece by piece in a thread: between two
 # pieces the event loop can run.
 
-
 MAX_RANK = 64  # NumPy's limit on dimensions
 # Errors of the decoder: its own class does not cover invalid UTF-8 or unlimited nesting.
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import triton
 import triton.language as tl
@@ -186,6 +188,40 @@ class At:
 
     def __init__(self, url: str) -> None:
         self.url, self.port = url, int(url.rpartition(":")[2])
+
+
+async def stop_under_load(process: subprocess.Popen[str], url: str, bodies: list[bytes]) -> list[tuple[bytes, Any]]:
+    """Tells a server to stop while each of some clients sends one body again and again, until its last answer.
+
+    Returns the bodies with their answers: none may be missing.
+    """
+    answers: list[tuple[bytes, Any]] = []
+    closed = 0
+    stopping = asyncio.Event()
+
+    async def client(body: bytes) -> None:
+        nonlocal closed
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1)) as session:
+            while True:
+                try:
+                    async with session.post(url, data=body) as answer:
+                        assert answer.status == 200
+                        answers.append((body, await answer.json()))
+                        if answer.headers.get("Connection") == "close":
+                            closed += 1
+                            return
+                except aiohttp.ClientConnectorError:
+                    assert stopping.is_set()
+                    return
+
+    tasks = [asyncio.create_task(client(body)) for body in bodies]
+    while len(answers) < 100:
+        await asyncio.sleep(0.005)
+    stopping.set()
+    process.send_signal(signal.SIGTERM)
+    await asyncio.gather(*tasks)
+    assert closed == len(bodies)
+    return answers
 
 
 def ask(server, method, path, body=None, headers=None):

@@ -12,7 +12,7 @@ from serving_server import At, infer_body, scrape, serving, url_once
 from paellapy import demo
 
 IMAGES, LABELS = demo.held_out()
-CLIENTS, EACH = 80, 12
+CLIENTS, EACH = 80, 4
 
 CONFIG = """
 device = "virtual:h200"

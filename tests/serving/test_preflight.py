@@ -116,24 +116,7 @@ def searched_afterwards():
     stop_sparing()
 
 
-def test_a_server_that_has_loaded_its_models_spares_their_objects_until_one_is_unloaded():
-    spared = []
-    with Engine("virtual:h200") as engine:
-        registry = Registry(engine, [entry_of(demo.load("mlp", batch=(1,)))])
-        server = Server(registry, ServerConfig(port=0, grace_s=0.0))
-
-        def ready(_):
-            spared.append(gc.get_freeze_count())
-            registry.unload("mlp")
-            spared.append(gc.get_freeze_count())
-            os.kill(os.getpid(), signal.SIGTERM)
-
-        asyncio.run(run(server, ready))
-    assert spared[0] > 0
-    assert spared[1] == 0
-
-
-def test_objects_of_models_that_are_loaded_later_are_spared_too():
+def test_a_server_spares_objects_of_loaded_models_until_one_is_unloaded_or_it_stops():
     made = []
 
     def make():
@@ -149,10 +132,14 @@ def test_objects_of_models_that_are_loaded_later_are_spared_too():
         server = Server(registry, ServerConfig(port=0, grace_s=0.0))
 
         def ready(_):
+            assert gc.get_freeze_count() > 0
             registry.load("cnn")
             assert is_spared(made[0])
             registry.load("cnn")  # anew: the first one is unloaded, so that all objects are searched
             assert is_spared(made[1])
+            registry.unload("cnn")
+            assert gc.get_freeze_count() == 0
+            spare_objects()
             os.kill(os.getpid(), signal.SIGTERM)
 
         asyncio.run(run(server, ready))
@@ -181,10 +168,3 @@ def test_a_spared_object_is_found_again_once_all_are_searched():
     gc.unfreeze()
     gc.collect()
     assert seen() is None
-
-
-def test_a_server_that_has_stopped_lets_the_interpreter_free_all():
-    with Engine("virtual:h200") as engine:
-        server = Server(Registry(engine, [entry_of(demo.load("mlp", batch=(1,)))]), ServerConfig(port=0, grace_s=0.0))
-        asyncio.run(run(server, lambda _: os.kill(os.getpid(), signal.SIGTERM)))
-    assert gc.get_freeze_count() == 0

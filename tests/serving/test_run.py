@@ -14,11 +14,10 @@ import threading
 from urllib.request import urlopen
 
 import aiohttp
-import numpy as np
 import pytest
 from forked import Forked
 from places import TESTS
-from serving_server import BODY, infer_body, read_until, running, serving, url_once
+from serving_server import BODY, infer_body, read_until, running, serving, stop_under_load, url_once
 
 from paellapy import demo
 from paellapy.cli.serve import picture
@@ -72,41 +71,12 @@ def test_the_demo_server_prints_a_line_that_classifies_a_digit():
 def test_a_stop_signal_under_load_loses_no_accepted_request(tmp_path):
     config = tmp_path / "paella.toml"
     config.write_text(CONFIG)
-    outcomes = {"answered": 0, "closed": 0, "refused": 0}
-
-    async def client(url, k, stopping):
-        """Sends requests on one connection until the server announces its last answer."""
-        body = json.dumps(infer_body("image", IMAGES[k : k + 1])).encode()
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1)) as session:
-            while True:
-                try:
-                    async with session.post(f"{url}/v2/models/mlp/infer", data=body) as answer:
-                        assert answer.status == 200
-                        found = np.array((await answer.json())["outputs"][0]["data"])
-                        assert found.shape == (10,)
-                        outcomes["answered"] += 1
-                        if answer.headers.get("Connection") == "close":
-                            outcomes["closed"] += 1
-                            return
-                except aiohttp.ClientConnectorError:
-                    assert stopping.is_set()
-                    outcomes["refused"] += 1
-                    return
-
-    async def main(process, url):
-        stopping = asyncio.Event()
-        tasks = [asyncio.create_task(client(url, k, stopping)) for k in range(16)]
-        while outcomes["answered"] < 100:
-            await asyncio.sleep(0.005)
-        stopping.set()
-        process.send_signal(signal.SIGTERM)
-        await asyncio.gather(*tasks)
-
+    bodies = [json.dumps(infer_body("image", IMAGES[k : k + 1])).encode() for k in range(16)]
     with serving(str(config)) as process:
-        asyncio.run(main(process, url_once(process)))
+        found = asyncio.run(stop_under_load(process, f"{url_once(process)}/v2/models/mlp/infer", bodies))
         assert process.wait(60) == 0
         rest = process.stderr.read()
-    assert outcomes["closed"] == 16
+    assert {len(answer["outputs"][0]["data"]) for _, answer in found} == {10}
     assert all(json.loads(line)["level"] == "info" for line in rest.splitlines())
     assert json.loads(rest.splitlines()[-1])["message"] == "stopped"
 

@@ -255,31 +255,44 @@ def test_a_table_of_80_columns_has_every_number_in_full():
     assert "transformera_model_whose_name_is_[very]_longall" in names
 
 
-class Nobody:
-    """A server that has ended."""
+class Stub:
+    """A target whose requests all end in `outcome`, an awaitable function."""
 
-    url = "http://127.0.0.1:1"
+    url = "nowhere"
 
-    def __init__(self):
-        self.asked = 0
+    def __init__(self, outcome):
+        self.asked, self._outcome = 0, outcome
 
     async def prepare(self, rng):
         return ["one"]
 
-    async def ask(self, name, k, timeout_us, level):
+    async def ask(self, *given):
         self.asked += 1
-        raise ConnectionRefusedError("nobody is there")
+        await self._outcome()
 
     def close(self):
         pass
 
 
 def test_clients_that_wait_for_answers_pause_where_nobody_is_there():
-    target, load = Nobody(), Load(concurrency=2, duration_s=0.25, warmup_s=0.0)
+    async def refuse():
+        raise ConnectionRefusedError("nobody is there")
+
+    target, load = Stub(refuse), Load(concurrency=2, duration_s=0.25, warmup_s=0.0)
     bench = Bench(target, load)
     asyncio.run(bench.run())
     assert 2 <= target.asked <= 2 * (2 + math.ceil(load.duration_s / PAUSE_S))
     assert set(bench.outcomes["one"].errors) == {"connection: nobody is there"}
+
+
+@pytest.mark.parametrize("how", [{"concurrency": 3}, {"rate": 200.0}])
+def test_requests_that_are_never_answered_are_errors(monkeypatch, how):
+    monkeypatch.setattr("paellapy.serving.bench.load.PATIENCE_S", 0.05)
+    bench = Bench(Stub(lambda: asyncio.Event().wait()), Load(duration_s=0.1, warmup_s=0.0, **how))
+    asyncio.run(bench.run())
+    ((said, n),) = bench.outcomes["one"].errors.items()
+    assert "no answer" in said
+    assert n >= 3
 
 
 @pytest.fixture
@@ -389,17 +402,20 @@ def test_answers_are_read_wherever_they_are_cut(cut):
     assert answered_by(whole[:cut], whole[cut:], ask=2) == [(503, b"abcdef")] * 2
 
 
-def test_of_an_answer_is_kept_as_much_as_is_wanted():
-    assert answered_by(HEAD + b"ab", b"cd", b"ef", ask=2, most=3) == [(503, b"abc")] * 2
+CLOSING = HEAD.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
 
 
-def test_an_answer_without_a_body():
-    assert answered_by(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n") == [(200, b"")]
-
-
-def test_a_server_that_closes_gets_another_connection():
-    closing = HEAD.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
-    assert answered_by(closing + b"abcdef", ask=3) == [(503, b"abcdef")] * 3
+@pytest.mark.parametrize(
+    ("pieces", "most", "answer"),
+    [
+        ([HEAD + b"ab", b"cd", b"ef"], 3, (503, b"abc")),
+        ([b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"], 100, (200, b"")),
+        ([CLOSING + b"abcdef"], 100, (503, b"abcdef")),
+    ],
+    ids=["as much as is wanted", "no body", "another connection each time"],
+)
+def test_answers_are_read_one_after_another(pieces, most, answer):
+    assert answered_by(*pieces, ask=3, most=most) == [answer] * 3
 
 
 @pytest.mark.parametrize(
@@ -475,28 +491,6 @@ def test_a_server_that_speaks_another_protocol_or_is_silent_is_told(monkeypatch,
     with answering(body) as url, pytest.raises(BenchError) as caught:
         run_bench(url, Load(models=models, concurrency=1, duration_s=0.1, warmup_s=0.0))
     assert (caught.value.field, caught.value.limit) == (field, limit)
-
-
-@pytest.mark.parametrize("how", [{"concurrency": 3}, {"rate": 200.0}])
-def test_requests_that_are_never_answered_are_errors(monkeypatch, how):
-    class Silent:
-        url = "nowhere"
-
-        async def prepare(self, rng):
-            return ["m"]
-
-        async def ask(self, *given):
-            await asyncio.Event().wait()
-
-        def close(self):
-            pass
-
-    monkeypatch.setattr("paellapy.serving.bench.load.PATIENCE_S", 0.05)
-    bench = Bench(Silent(), Load(duration_s=0.1, warmup_s=0.0, **how))
-    asyncio.run(bench.run())
-    ((said, n),) = bench.outcomes["m"].errors.items()
-    assert "no answer" in said
-    assert n >= 3
 
 
 @pytest.mark.parametrize(

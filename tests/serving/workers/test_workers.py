@@ -16,7 +16,7 @@ import aiohttp
 import numpy as np
 import pytest
 from serving_processes import HERE, children, processes, wait_for_end
-from serving_server import BODY, INFER, ask, infer_body, scrape
+from serving_server import BODY, INFER, ask, infer_body, scrape, stop_under_load
 
 from paellapy.cli.guest import Guest
 from paellapy.scheduler.core import abort
@@ -384,43 +384,15 @@ def test_health_says_what_is_there_while_the_engine_is_away(server):
 
 
 def test_a_stop_signal_under_load_loses_no_accepted_request():
-    outcomes = {"answered": 0, "closed": 0}
-
-    async def client(url, k, stopping):
-        """Sends requests on one connection until the server announces its last answer."""
-        body = json.dumps(infer_body("x", np.full((1, 64), k, np.float32))).encode()
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1)) as session:
-            while True:
-                try:
-                    async with session.post(url + INFER, data=body) as answer:
-                        content = await answer.json()
-                        assert answer.status == 200
-                        assert content["outputs"][0]["data"] == [2.0 * k] * 64
-                        outcomes["answered"] += 1
-                        if answer.headers.get("Connection") == "close":
-                            outcomes["closed"] += 1
-                            return
-                except aiohttp.ClientConnectorError:
-                    assert stopping.is_set()
-                    return
-
-    async def main(server):
-        stopping = asyncio.Event()
-        tasks = [asyncio.create_task(client(server.url, k, stopping)) for k in range(16)]
-        while outcomes["answered"] < 100:
-            await asyncio.sleep(0.005)
-        stopping.set()
-        server.process.send_signal(signal.SIGTERM)
-        await asyncio.gather(*tasks)
-
+    values = {json.dumps(infer_body("x", np.full((1, 64), k, np.float32))).encode(): k for k in range(16)}
     with processes("served_models:pair", server={"grace_s": 1.0}) as server:
         pids = children(server.process.pid)
         assert len(pids) == 3
-        asyncio.run(main(server))
+        found = asyncio.run(stop_under_load(server.process, server.url + INFER, list(values)))
         assert server.process.wait(120) == 0
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
         lines = server.lines()
-    assert outcomes["closed"] == 16
+    assert all(answer["outputs"][0]["data"] == [2.0 * values[body]] * 64 for body, answer in found)
     assert all(line["level"] == "info" for line in lines), lines
     assert lines[-1]["message"] == "stopped"
 
