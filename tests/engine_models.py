@@ -14,6 +14,7 @@ import triton.language as tl
 
 import paellapy as pp
 from paellapy.scheduler.backends.virtual_loop import Faults
+from paellapy.scheduler.models.memory import Instance, plan_instance
 from paellapy.scheduler.models.model import Model, TensorSpec
 
 
@@ -196,3 +197,11 @@ def asking(engine, gap_s=0.0):
     finally:
         stop.set()
         thread.join()
+
+
+def instances_of(backend: Any, model: Model, n: int = 1) -> tuple[Any, list[Instance]]:
+    """The weights of a model on a backend, and instances for captures, after a warm-up run."""
+    weights = backend.upload(model)
+    scratch, _ = backend.warm_up_all(model, weights, model.batch)
+    plan = plan_instance(model, scratch, segments=8)
+    return weights, [Instance(k, model, plan, backend.instance_memory(plan)) for k in range(n)]

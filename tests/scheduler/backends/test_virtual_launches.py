@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_models import mlp_model
+from engine_models import instances_of, mlp_model
 from hypothesis import given
 from hypothesis import strategies as some
 
@@ -15,7 +15,6 @@ import paellapy as pp
 from paellapy import demo
 from paellapy.scheduler.backends.virtual import VirtualBackend
 from paellapy.scheduler.backends.virtual_memory import VirtualMemory
-from paellapy.scheduler.models.memory import Instance, plan_instance
 
 Pair = namedtuple("Pair", "a b")
 
@@ -29,10 +28,7 @@ def described(value: Any) -> Any:
 @pytest.mark.parametrize("model", [mlp_model(batch=(1, 4)), demo.load("cnn", batch=(2,))], ids=lambda m: m.name)
 def test_a_program_moved_to_another_instance_is_what_a_capture_there_records(model):
     backend = VirtualBackend(pp.Device("virtual:h200"))
-    weights = backend.upload(model)
-    scratch, _ = backend.warm_up_all(model, weights, model.batch)
-    plan = plan_instance(model, scratch, 8)
-    first, other = (Instance(k, model, plan, backend.instance_memory(plan)) for k in range(2))
+    weights, (first, other) = instances_of(backend, model, 2)
     for batch in model.batch:
         recorded = backend.capture(first, weights, batch, {})
         moved, captured = backend.copied(recorded, first, other, {}), backend.capture(other, weights, batch, {})
@@ -72,12 +68,10 @@ def test_costs_seen_in_the_rehearsal_are_those_of_the_program():
     costs = []
     for rehearsed in (True, False):
         backend = VirtualBackend(pp.Device("virtual:h200"))
-        weights = backend.upload(model)
-        scratch, _ = backend.warm_up_all(model, weights, model.batch)
+        weights, (instance,) = instances_of(backend, model)
         if not rehearsed:
             backend.costs.warm_ups.clear()
-        plan = plan_instance(model, scratch, 8)
-        program = backend.capture(Instance(0, model, plan, backend.instance_memory(plan)), weights, 2, {})
+        program = backend.capture(instance, weights, 2, {})
         assert (backend.costs.seen(program) is not None) == rehearsed
         costs.append(backend.costs.of(program))
     for a, b in zip(*costs, strict=True):

@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import triton
-from engine_models import mlp_model, mlp_reference, random_inputs, scale, scale_model
+from engine_models import instances_of, mlp_model, mlp_reference, random_inputs, scale, scale_model
 from failing import failing
 
 import paellapy as pp
 from paellapy.scheduler.backends.virtual import VirtualBackend
 from paellapy.scheduler.core.errors import CaptureError
-from paellapy.scheduler.models.memory import Instance, plan_instance
 from paellapy.scheduler.models.model import Model, TensorSpec
 
 pytestmark = pytest.mark.quick
@@ -22,13 +21,6 @@ SPECS = {"inputs": {"x": TensorSpec((64,))}, "outputs": {"y": TensorSpec((64,))}
 @pytest.fixture
 def backend():
     return VirtualBackend(pp.Device("virtual:h200"))
-
-
-def instances_of(backend, model, n=1):
-    weights = backend.upload(model)
-    scratch = max(backend.warm_up(model, weights, batch) for batch in model.batch)
-    plan = plan_instance(model, scratch, segments=8)
-    return weights, [Instance(k, model, plan, backend.instance_memory(plan)) for k in range(n)]
 
 
 def test_a_program_is_copies_in_kernels_copies_out(backend):

@@ -28,14 +28,24 @@ def fake_torch(monkeypatch):
         def snapshot(self):
             raise AssertionError("a pool's own snapshot gives back references it does not own")
 
+        def use_count(self):
+            return fake.uses
+
+        def __del__(self):
+            fake.deleted += 1
+
+    def empty_cache():
+        fake.emptied += 1
+
     segments = [
         {"total_size": size, "segment_pool_id": pool}
         for pool, size in (((0, 0), 1 << 30), ((0, 300), 2 << 20), ((0, 299), 5), ((0, 300), 20 << 20))
     ]
     cuda = SimpleNamespace(
-        MemPool=MemPool, device=lambda index: contextlib.nullcontext(), memory_snapshot=lambda: segments
-    )
-    fake = SimpleNamespace(cuda=cuda)
+        MemPool=MemPool, device=lambda index: contextlib.nullcontext(), memory_snapshot=lambda: segments,
+        empty_cache=empty_cache,
+    )  # fmt: skip
+    fake = SimpleNamespace(cuda=cuda, uses=1, deleted=0, emptied=0)
     monkeypatch.setitem(sys.modules, "torch", fake)
     return fake
 
@@ -47,32 +57,22 @@ def test_a_pool_holds_its_own_segments_and_is_not_asked_for_them(fake_torch):
 @pytest.mark.parametrize("uses", [1, 2])
 def test_a_pool_that_a_graph_still_holds_is_kept(fake_torch, uses):
     """PyTorch ends the process when a pool in use is deleted."""
-    deleted = []
-    fake_torch.cuda.MemPool.use_count = lambda self: uses
-    fake_torch.cuda.MemPool.__del__ = lambda self: deleted.append(uses)
-    fake_torch.cuda.empty_cache = lambda: None
-    pool = TorchPool(0)
-    pool.free()
-    assert deleted == [1] * (uses == 1)
-    fake_torch.cuda.MemPool.__del__ = lambda self: None
+    fake_torch.uses = uses
+    TorchPool(0).free()
+    assert fake_torch.deleted == (uses == 1)
 
 
 @pytest.mark.parametrize(("status", "kept"), [(0, False), (201, False), (710, True)])
 def test_a_pool_of_a_lost_gpu_is_kept(fake_torch, monkeypatch, status, kept):
     """PyTorch ends the process if it cannot free the memory of a pool that is deleted."""
-    deleted, emptied = [], []
-    fake_torch.cuda.MemPool.use_count = lambda self: 1
-    fake_torch.cuda.MemPool.__del__ = lambda self: deleted.append(self)
-    fake_torch.cuda.empty_cache = lambda: emptied.append(True)
     monkeypatch.setattr(torch_capture, "driver", lambda: SimpleNamespace(cuMemGetInfo=lambda: (status, 0, 0)))
     monkeypatch.setattr(torch_capture, "_in_use", [])
     pool = TorchPool(0)
     pool.free()
-    assert (len(deleted), len(emptied)) == ((0, 0) if kept else (1, 1))
+    assert (fake_torch.deleted, fake_torch.emptied) == ((0, 0) if kept else (1, 1))
     assert pool.nbytes == 0
     pool.free()
-    assert len(deleted) == (not kept)
-    fake_torch.cuda.MemPool.__del__ = lambda self: None
+    assert fake_torch.deleted == (not kept)
 
 
 def test_a_first_graph_keeps_the_pool_until_it_is_freed(fake_torch, monkeypatch):
@@ -87,8 +87,7 @@ def test_a_first_graph_keeps_the_pool_until_it_is_freed(fake_torch, monkeypatch)
             begun.append("end")
 
     monkeypatch.setattr(torch_capture, "begin_capture", lambda graph, pool: begun.append((graph, pool)))
-    fake_torch.cuda.MemPool.use_count = lambda self: 1
-    fake_torch.cuda.CUDAGraph, fake_torch.cuda.empty_cache = Graph, lambda: None
+    fake_torch.cuda.CUDAGraph = Graph
     fake_torch.zeros = lambda *_, **__: None
     pool, graphs = TorchPool(0), [object(), object()]
     for graph in graphs:
