@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numba
 import pytest
 
 from paellapy.instrument.gpu_model import model
@@ -32,7 +31,6 @@ def scaled(x: int) -> int:
 def entry(x: int) -> int:
     return scaled(x) + {plus}
 """
-RUN = "from {root}.entry import entry; print(entry(10), sum(entry.stats.cache_hits.values()))"
 
 
 @pytest.mark.parametrize(
@@ -72,19 +70,22 @@ def test_the_sm_model_knows_the_constants_of_its_parts(
     assert before != fingerprint(model.run.py_func)
 
 
-def test_the_disk_has_what_is_unchanged_and_nothing_else(tmp_path: Path) -> None:
+def test_the_disk_has_what_is_unchanged_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "some_package"
     package.mkdir()
     (package / "__init__.py").touch()
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.syspath_prepend(tmp_path)
 
     def run(factor: int, plus: int, comment: str) -> list[int]:
+        """The result of an entry point that is imported anew, and how often the disk had it."""
         (package / "constants.py").write_text(f"FACTOR = {factor}\n")
         (package / "entry.py").write_text(ENTRY.format(root=package.name, plus=plus, comment=comment))
-        environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
-        environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-        code = RUN.format(root=package.name)
-        done = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
-        return [int(each) for each in done.stdout.split()]
+        for name in [name for name in sys.modules if name.startswith(package.name)]:
+            del sys.modules[name]
+        entry = importlib.import_module(f"{package.name}.entry").entry
+        return [entry(10), sum(entry.stats.cache_hits.values())]
 
     assert run(2, 1, "# first") == [21, 0]
     assert run(2, 1, "# other words") == [21, 1]
