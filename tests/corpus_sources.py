@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,14 @@ def source_of(case: Case | CudaCase, target: str | None = None) -> Source:
     return kernel.source(values, (*key, *sorted(chosen.items())), chosen, target)
 
 
+def ttir(kernel: Any, call: Call, sm: int = 80) -> str:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "tl.make_block_ptr is deprecated")  # Triton 3.7 and 3.8
+        built = triton.compile(ast_source(kernel, call), target=GPUTarget("cuda", sm, 32), options=call.options)
+    text: str = built.asm["ttir"]
+    return text
+
+
 def compiled(kernel: Any, args: dict[str, Argument], **constexprs: Any) -> TtirProgram:
     call = Call(args, constexprs, (1,), (), dict, 0.0, options())
-    built = triton.compile(ast_source(kernel, call), target=GPUTarget("cuda", 80, 32), options=call.options)
-    return TtirProgram.parse(built.asm["ttir"], kernel.__name__)
+    return TtirProgram.parse(ttir(kernel, call), kernel.__name__)

@@ -146,6 +146,28 @@ def normal(rng: np.random.Generator, shape: int | tuple[int, ...], dtype: Any = 
     return values.astype(dtype)
 
 
+def upload(device: Any, value: Any) -> Any:
+    """An argument in the memory of a device."""
+    if isinstance(value, tuple):
+        return tuple(upload(device, each) for each in value)
+    return device.array(value) if isinstance(value, np.ndarray) else value
+
+
+def assert_right(call: Any, found: Any = None) -> None:
+    """Compares the outputs, by default those in the arguments of the call, with the reference."""
+    expected = call.reference()
+    for name in call.outputs:
+        out = np.asarray((call.args if found is None else found)[name])
+        assert relative_error(out, expected[name]) <= call.tolerance, name
+
+
+def assert_same(case: Any, call: Any, found: dict[Any, Array], plain: dict[Any, Array]) -> None:
+    """Compares the outputs of a kernel that was changed with those of the plain one, and with the reference."""
+    for name, out in found.items():
+        assert not case.deterministic or out.tobytes() == plain[name].tobytes(), f"{name} is not the plain kernel's"
+    assert_right(call, found)
+
+
 def relative_error(out: Array, reference: Array) -> float:
     """|out - reference| / |reference| in float64; NaN left in `out` gives NaN, so compare with `<=`.
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import triton
 import triton.language as tl
-from corpus import CUDA_CASES, TRITON_CASES, Case, relative_error
+from corpus import CUDA_CASES, TRITON_CASES, Case, assert_right, relative_error
 from failing import failing
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -49,18 +49,12 @@ def _call(kernel: Any, call: Any, part: tuple[int, int] | None = None) -> None:
         kernel.slice(call.grid, *part)(**rest)
 
 
-def _right(call: Any) -> None:
-    expected = call.reference()
-    for name in call.outputs:
-        assert relative_error(np.asarray(call.args[name]), expected[name]) <= call.tolerance, name
-
-
 @pytest.mark.parametrize("case", [c for c in TRITON_CASES if c.evaluable], ids=str)
 def test_decorated_corpus_kernels_are_right_and_traced(case: Case, device: Any) -> None:
     call = case.make(np.random.default_rng(zlib.crc32(case.name.encode())), 0.5)
     with pp.trace() as trace:
         _call(pp.kernel(case.kernel), call)
-    _right(call)
+    assert_right(call)
     total = int(np.prod(call.grid)) * call.options.get("num_ctas", 1)
     assert np.array_equal(np.sort(trace.blocks["block"]), np.arange(total))
     assert (trace.blocks["start_ns"] < trace.blocks["end_ns"]).all()
@@ -98,7 +92,7 @@ def test_random_slices_in_random_order_equal_the_whole(case: Case, random: Any) 
         kernel = pp.kernel(case.kernel)
         for part in parts:
             _call(kernel, call, part)
-        _right(call)
+        assert_right(call)
 
 
 def test_streams_run_in_order_and_beside_each_other(device: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from corpus import CUDA_CASES, TRITON_CASES, relative_error
+from corpus import CUDA_CASES, TRITON_CASES, assert_same, upload
 
 import paellapy as pp
 from paellapy.instrument.gpu_model.parts import occupancy
@@ -21,20 +21,12 @@ def _rng(name: str) -> np.random.Generator:
     return np.random.default_rng(zlib.crc32(name.encode()))
 
 
-def _upload(device: pp.Device, value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return device.array(value)
-    if isinstance(value, tuple):
-        return tuple(_upload(device, v) for v in value)
-    return value
-
-
 def _cases(device_sm: int = 90) -> list[Any]:
     return [c for c in TRITON_CASES if c.min_sm <= device_sm]
 
 
 def _run_triton(device: pp.Device, kernel: Any, call: Any, parts: Any = None) -> dict[str, np.ndarray]:
-    args = {name: _upload(device, value) for name, value in call.args.items()}
+    args = {name: upload(device, value) for name, value in call.args.items()}
     rest = {**call.constexprs, **call.options}
     if parts is None:
         kernel[call.grid](**args, **rest)
@@ -50,18 +42,6 @@ def _parts(rng: np.random.Generator, total: int) -> list[tuple[int, int]]:
     parts = [(a, b - a) for a, b in itertools.pairwise(edges)]
     rng.shuffle(parts)
     return [tuple(map(int, p)) for p in parts]
-
-
-def _same(case: Any, call: Any, got: dict[Any, np.ndarray], plain: dict[Any, np.ndarray]) -> None:
-    reference = call.reference()
-    for name, out in got.items():
-        if case.deterministic:
-            assert out.tobytes() == plain[name].tobytes(), f"{name} differs from the plain kernel's"
-        expected = reference[name]
-        if call.tolerance:
-            assert relative_error(out, expected) <= call.tolerance
-        else:
-            np.testing.assert_array_equal(out, expected)
 
 
 def _check_trace(device: pp.Device, trace: pp.Trace, total: int) -> None:
@@ -81,23 +61,23 @@ def test_triton_kernels_are_unchanged_and_reported(case: Any, gpu: pp.Device) ->
     call = case.make(_rng(case.name), 1.0)
     plain = _run_triton(gpu, pp.kernel(case.kernel, report=None), call)
     for level in LEVELS:
-        _same(case, call, _run_triton(gpu, pp.kernel(case.kernel, report=level), call), plain)
+        assert_same(case, call, _run_triton(gpu, pp.kernel(case.kernel, report=level), call), plain)
     kernel = pp.kernel(case.kernel, report=None)
     with pp.trace() as trace:
         traced = _run_triton(gpu, kernel, call)
-    _same(case, call, traced, plain)
+    assert_same(case, call, traced, plain)
     total = int(np.prod(call.grid)) * call.options.get("num_ctas", 1)
     _check_trace(gpu, trace, total)
     if case.sliceable and call.options.get("num_ctas", 1) == 1:
         parts = _parts(_rng(case.name + "parts"), total)
-        _same(case, call, _run_triton(gpu, kernel, call, parts), plain)
+        assert_same(case, call, _run_triton(gpu, kernel, call, parts), plain)
         with pp.trace() as sliced:
-            _same(case, call, _run_triton(gpu, kernel, call, parts), plain)
+            assert_same(case, call, _run_triton(gpu, kernel, call, parts), plain)
         assert np.array_equal(np.sort(sliced.blocks["block"]), np.arange(total))
 
 
 def _run_cuda(device: pp.Device, kernel: Any, call: Any, parts: Any = None) -> dict[int, np.ndarray]:
-    args = [_upload(device, a) for a in call.args]
+    args = [upload(device, a) for a in call.args]
     config = (call.grid, call.block, call.shared_bytes)
     if parts is None:
         kernel[config](*args)
@@ -118,23 +98,23 @@ def test_cuda_kernels_are_unchanged_and_reported(case: Any, gpu: pp.Device) -> N
 
     plain = _run_cuda(gpu, kernel(None), call)
     for level in LEVELS:
-        _same(case, call, _run_cuda(gpu, kernel(level), call), plain)
+        assert_same(case, call, _run_cuda(gpu, kernel(level), call), plain)
     instrumented = kernel(None)
     with pp.trace() as trace:
         traced = _run_cuda(gpu, instrumented, call)
-    _same(case, call, traced, plain)
+    assert_same(case, call, traced, plain)
     total = int(np.prod(call.grid))
     _check_trace(gpu, trace, total)
     if case.sliceable:
         parts = _parts(_rng(case.name + "parts"), total)
-        _same(case, call, _run_cuda(gpu, instrumented, call, parts), plain)
+        assert_same(case, call, _run_cuda(gpu, instrumented, call, parts), plain)
 
 
 def test_a_thousand_launches_from_several_streams_lose_nothing(gpu: pp.Device) -> None:
     add = pp.kernel(TRITON_CASES[0].kernel)
     call = TRITON_CASES[0].make(_rng("streams"), 1.0)
     rest = {**call.constexprs, **call.options}
-    lanes = [({n: _upload(gpu, v) for n, v in call.args.items()}, gpu.stream()) for _ in range(4)]
+    lanes = [({n: upload(gpu, v) for n, v in call.args.items()}, gpu.stream()) for _ in range(4)]
     before = pp.counts()
     with pp.trace() as trace:
         for i in range(1000):
@@ -179,7 +159,7 @@ def test_a_small_ring_keeps_the_newest_and_counts_the_rest(gpu: pp.Device) -> No
 def test_notify_tells_that_the_last_block_started(gpu: pp.Device) -> None:
     case = TRITON_CASES[0]
     call = case.make(_rng("notify"), 1.0)
-    args = {n: _upload(gpu, v) for n, v in call.args.items()}
+    args = {n: upload(gpu, v) for n, v in call.args.items()}
     told = pp.kernel(case.kernel, report="notify")[call.grid](**args, **call.constexprs, **call.options)
     gpu.synchronize()
     assert told

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from corpus import CUDA_CASES, TRITON_CASES, relative_error
+from corpus import CUDA_CASES, TRITON_CASES, assert_same, upload
 from failing import failing
 
 import paellapy as pp
@@ -227,20 +227,6 @@ def disturbed(flag: pp.Flag, seed: int) -> Iterator[None]:
         thread.join()
 
 
-def upload(device: Any, value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(upload(device, each) for each in value)
-    return device.array(value) if isinstance(value, np.ndarray) else value
-
-
-def same(case: Any, call: Any, got: dict[Any, np.ndarray], plain: dict[Any, np.ndarray]) -> None:
-    reference = call.reference()
-    for name, out in got.items():
-        if case.deterministic:
-            assert out.tobytes() == plain[name].tobytes(), f"{name} differs from the plain kernel's"
-        assert relative_error(out, reference[name]) <= call.tolerance
-
-
 @pytest.mark.parametrize("case", [c for c in TRITON_CASES if c.name not in REFUSED and c.min_sm <= 90], ids=str)
 def test_preempted_triton_kernels_compute_the_same(case: Any, gpu: Any) -> None:
     call = case.make(np.random.default_rng(zlib.crc32(case.name.encode())), 1.0)
@@ -256,7 +242,7 @@ def test_preempted_triton_kernels_compute_the_same(case: Any, gpu: Any) -> None:
         args = fresh()
         with disturbed(flag, k):
             finish(kernel.preemptible(flag)[call.grid](**args, **rest))
-        same(case, call, {name: args[name].numpy() for name in call.outputs}, plain)
+        assert_same(case, call, {name: args[name].numpy() for name in call.outputs}, plain)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +260,7 @@ def test_preempted_cuda_kernels_compute_the_same(case: Any, gpu: Any) -> None:
         args = [upload(gpu, value) for value in call.args]
         with disturbed(flag, k):
             finish(kernel.preemptible(flag)[config](*args))
-        same(case, call, {i: args[i].numpy() for i in call.outputs}, plain)
+        assert_same(case, call, {i: args[i].numpy() for i in call.outputs}, plain)
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED - {"cluster"}))

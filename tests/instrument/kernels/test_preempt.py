@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import triton
 import triton.language as tl
-from corpus import TRITON_CASES, Case, relative_error
+from corpus import TRITON_CASES, Case, assert_same
 from failing import failing
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -306,11 +306,7 @@ def test_whenever_the_flag_changes_the_result_is_the_plain_kernel_s(
                     launch.resume()
     total = int(np.prod(call.grid))
     assert np.array_equal(np.sort(trace.blocks["block"]), np.arange(total)), "every block once"
-    for name in call.outputs:
-        out, same = np.asarray(call.args[name]), np.asarray(plain.args[name])
-        if case.deterministic:
-            assert out.tobytes() == same.tobytes(), name
-        assert relative_error(out, call.reference()[name]) <= call.tolerance
+    assert_same(case, call, *({name: np.asarray(each.args[name]) for name in call.outputs} for each in (call, plain)))
 
 
 times = st.floats(1.0, 1e7)

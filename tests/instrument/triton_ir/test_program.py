@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,12 +13,12 @@ import numpy as np
 import pytest
 import triton
 import triton.language as tl
-from corpus import TRITON_CASES, Case, ast_source, relative_error
+from corpus import TRITON_CASES, Case, assert_right
 from corpus.case import Argument, Call, options
+from corpus_sources import compiled, ttir
 from failing import failing
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from triton.backends.compiler import GPUTarget
 
 from paellapy.instrument.errors import ArgumentError, LaunchError, OutOfBoundsError, UnsupportedOpError
 from paellapy.instrument.triton_ir import TtirProgram, program
@@ -27,13 +26,6 @@ from paellapy.instrument.triton_ir import TtirProgram, program
 pytestmark = pytest.mark.quick
 
 EVALUABLE = [case for case in TRITON_CASES if case.evaluable]
-
-
-def ttir(kernel: Any, call: Call, sm: int = 80) -> str:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "tl.make_block_ptr is deprecated")  # Triton 3.7 and 3.8
-        built = triton.compile(ast_source(kernel, call), target=GPUTarget("cuda", sm, 32), options=call.options)
-    return built.asm["ttir"]
 
 
 def flat(args: dict[str, Argument]) -> list[Any]:
@@ -45,17 +37,6 @@ def flat(args: dict[str, Argument]) -> list[Any]:
 @cache
 def corpus_program(case: Case, scale: float) -> TtirProgram:
     return TtirProgram.parse(ttir(case.kernel, case.make(np.random.default_rng(0), scale), case.min_sm), case.name)
-
-
-def compiled(kernel: Any, args: dict[str, Argument], **constexprs: Any) -> TtirProgram:
-    call = Call(args, constexprs, (1,), (), dict, 0.0, options())
-    return TtirProgram.parse(ttir(kernel, call), kernel.__name__)
-
-
-def assert_right(call: Call) -> None:
-    expected = call.reference()
-    for name in call.outputs:
-        assert relative_error(call.args[name], expected[name]) <= call.tolerance, name
 
 
 # ---- the corpus ------------------------------------------------------------------------------------------------------
