@@ -115,9 +115,8 @@ class Load:
             model = pp.Model.from_torch(small_net(), torch.zeros(1, 3, 16, 16), **about)
         else:
             half = {"dtype": torch.float16, "channels_last": True}
-            model = pp.Model.from_torch(
-                torchvision_model("resnet50").eval().cuda(), torch.zeros(1, 3, 224, 224), **half, **about
-            )
+            net = torchvision_model("resnet50").eval().cuda()
+            model = pp.Model.from_torch(net, torch.zeros(1, 3, 224, 224), **half, **about)
         engine.load(model)
         rng, spec = np.random.default_rng(0), model.inputs["input"]
         inputs = rng.standard_normal((INPUTS, *spec.shape)).astype(spec.dtype)
@@ -163,11 +162,11 @@ class Run:
     def __init__(self, engine: pp.Engine, load: Load, o: argparse.Namespace) -> None:
         self._engine, self._load, self._o = engine, load, o
         self._where = "cpu" if o.device.startswith("virtual") else "cuda"
-        self._known = stored("background", o.out)
-        self.found = dict(self._known)
+        self.found = stored("background", o.out)
+        self._known = set(self.found) if o.resume else set()
 
     def point(self, name: str, measure: Callable[[], Any]) -> None:
-        if not (self._o.resume and name in self._known):
+        if name not in self._known:
             self.found[name] = measure()
             save("background", self.found, self._engine.device, self._o.out, **quoted(self.found))
             print(f"{name}: {str(self.found[name])[:160]}", flush=True)
@@ -222,10 +221,8 @@ class Run:
                 found[way].append(self._load(k, self._o.seconds))
                 if job is not None:
                     self._end(job)
-        rounds = {
-            way: {name: [float(f(each)) for each in times] for name, f in FIGURES.items()}
-            for way, times in found.items()
-        }
+        rounds = {way: {name: [float(f(each)) for each in times] for name, f in FIGURES.items()}
+                  for way, times in found.items()}  # fmt: skip
         return {"requests": {way: sum(map(len, each)) for way, each in found.items()}, "rounds": rounds}
 
     def losses(self, kind: str) -> dict[str, Any]:
@@ -275,10 +272,8 @@ def quoted(points: dict[str, Any]) -> dict[str, Any]:
     for name in sorted(points, key=lambda name: name.split(",")[0]):
         job, _, way = name.partition(": ")
         plain = points.get(f"{job.split(',')[0]}: plain loop")
-        if (
-            "steps_per_s" in (points[name] if isinstance(points[name], dict) else ())
-            and f"{job}: alone again" in points
-        ):
+        is_beside = isinstance(points[name], dict) and "steps_per_s" in points[name]
+        if is_beside and f"{job}: alone again" in points:
             p99 = [p99_to(name, f"{job}: alone {when}") for when in ("before", "again")]
             speed = statistics.median(points[name]["steps_per_s"])
             cells = (*p99, statistics.median(points[name]["p99_ms"]), speed / alone_speed(job, way))

@@ -19,9 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness import arguments, commits, environment, finish, trees
+from harness import PRODUCT, arguments, commits, environment, finish, trees
 
-FOLDERS = ("paellapy", "serving", "scheduler", "instrument")
 MIX = """
 import paellapy as pp
 try:
@@ -114,7 +113,7 @@ def measure(tree: Path, code: str, caches: Path) -> tuple[float, float, str]:
 def once(tree: Path, task: str) -> dict[tuple[str, str], tuple[float, float]]:
     """CPU-seconds and seconds of one task in one tree, with empty caches and with filled ones."""
     # Python's own byte code is not measured here: an installed package has it.
-    folders = [str(tree / name) for name in FOLDERS if (tree / name).is_dir()]
+    folders = [str(tree / name) for name in PRODUCT if (tree / name).is_dir()]
     subprocess.run([sys.executable, "-m", "compileall", "-q", *folders], check=True)
     with tempfile.TemporaryDirectory() as folder:  # the files are in memory from now on
         measure(tree, "import paellapy as pp; [getattr(pp, n) for n in pp.__all__]", Path(folder))

@@ -24,14 +24,14 @@ from typing import Any
 import numpy as np
 import torch
 import uvloop
-from harness import arguments, commits, said_by, save, show, trees
+from harness import PRODUCT, arguments, commits, said_by, save, show, trees
 
 import paellapy as pp
 from paellapy import demo
 
 DEVICE = "virtual:h200"
 HERE = Path(pp.__file__).parents[1]
-INSIDE = tuple(f"{HERE / folder}/" for folder in ("instrument", "scheduler", "serving", "paellapy"))
+INSIDE = tuple(f"{HERE / folder}/" for folder in PRODUCT)
 crossed: dict[str, set[str]] = defaultdict(set)  # files by thread
 watching = threading.Event()
 

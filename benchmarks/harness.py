@@ -23,6 +23,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
+PRODUCT = ("instrument", "scheduler", "serving", "paellapy")  # its folders
 WIDTH = 120  # of a line in a result file, unless it is one array of numbers
 DIGITS = 6  # of a stored figure
 sys.path.append(str(ROOT / "tests"))  # for the corpus of kernels and the browser

@@ -8,9 +8,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from harness import RESULTS, arguments, commits, save, show, trees
+from harness import PRODUCT, RESULTS, arguments, commits, save, show, trees
 
-PRODUCT = ("instrument", "scheduler", "serving", "paellapy")
 LIMITS = {
     "product modules": 230, "product lines": 63_000, "benchmarks, scripts": 35, "benchmarks, lines of Python": 6_500,
     "results, lines": 20_000, "docs, lines of Python": 1_000, "tests, lines of Python": 43_000, "tracked files": 700,

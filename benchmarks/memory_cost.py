@@ -63,12 +63,11 @@ def main() -> None:
             counts["evicted"] += loaded.engine.memory()["evicted"] if WAYS[way] else 0
             loaded.close()
     ratios = {name: spread(np.divide(each["with"], each["without"]).tolist()) for name, each in values.items()}
-    rows = [
-        [name, f"{each['median']:.3f}", f"{each['least']:.3f} to {each['most']:.3f}"] for name, each in ratios.items()
-    ]
-    head = ["load, figure", "with a budget ÷ without, median of the rounds", "least to most"]
+    rows = [["load, figure", "with a budget ÷ without, median of the rounds", "least to most"]]
+    for name, each in ratios.items():
+        rows.append([name, f"{each['median']:.3f}", f"{each['least']:.3f} to {each['most']:.3f}"])
     content = {"budget_bytes": WAYS["with"], "ratios": ratios, **counts}
-    finish(o, "memory_cost", content, "the cost of a budget", [head, *rows], pp.Device(o.device))
+    finish(o, "memory_cost", content, "the cost of a budget", rows, pp.Device(o.device))
 
 
 if __name__ == "__main__":

@@ -383,10 +383,8 @@ class Report:
             return f"; {statistics.median(values):.2f}×" if values else ""
 
         for system in (*list(SYSTEMS)[:3], *MPS, *list(SYSTEMS)[3:]):
-            loads = [
-                (list(self.sustained(system, each).values()), self.load(system, "streams", each))
-                for each in ("1.5", "2.0")
-            ]
+            loads = [(list(self.sustained(system, each).values()), self.load(system, "streams", each))
+                     for each in ("1.5", "2.0")]  # fmt: skip
             at, full = self.points.get(f"fig11|{system}|1.5|4000"), self.points.get(f"saturation|{system}")
             slower, most = self.slower(system), self.full(system)
             yield [
@@ -398,11 +396,9 @@ class Report:
     def beyond(self) -> Iterator[list[str]]:
         for name, p in self.points.items():
             if name.startswith("beyond|"):
-                answered, admitted = (
-                    100 * np.divide(p[a], p[b]) for a, b in (("answered", "offered"), ("late", "let_in"))
-                )
+                answered, late = 100 * np.divide(p["answered"], p["offered"]), 100 * np.divide(p["late"], p["let_in"])
                 yield [*name.split("|")[1:], ranged(answered.tolist(), 1), ranged(p["p99_slowdown"]),
-                       ranged((100 - admitted).tolist(), 1), ranged(p["throughput"], 0)]  # fmt: skip
+                       ranged((100 - late).tolist(), 1), ranged(p["throughput"], 0)]  # fmt: skip
 
     def priority(self) -> Iterator[list[str]]:
         for name, p in self.points.items():
@@ -457,10 +453,8 @@ def quoted(results: dict[str, Any]) -> dict[str, Any]:
                       "÷ two alone"], *report.priority()],
     }  # fmt: skip
     ours = {"load.hrrn-windows": report.load("hrrn, batches, windows"), "load.batcher": report.load("dynamic batcher")}
-    return {
-        "tables": tables,
-        "figures": {name: f"{statistics.median(each):.1f}" for name, each in ours.items() if each},
-    }
+    figures = {name: f"{statistics.median(each):.1f}" for name, each in ours.items() if each}
+    return {"tables": tables, "figures": figures}
 
 
 def compared(results: Any) -> dict[str, float]:

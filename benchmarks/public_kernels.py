@@ -272,9 +272,8 @@ def main() -> None:
     total = {kind: sum(row["result"] == kind for row in rows.values()) for kind in kinds}
     total["kernels"] = len({kernel for row in rows.values() for kernel in row.get("kernels", ())})
     total["variants"] = sum(row.get("variants", 0) for row in rows.values())
-    total |= {
-        key: sum(len(row.get(key, ())) for row in rows.values()) for key in ("variants_refused", "variants_failed")
-    }
+    for key in ("variants_refused", "variants_failed"):
+        total[key] = sum(len(row.get(key, ())) for row in rows.values())
     figures = {f"public.{name}": str(total[name]) for name in ("right", "kernels", "variants")}
     show("public kernels", ["", "number"], list(total.items()))
     print(save("public_kernels", total, device, o.out, figures=figures))

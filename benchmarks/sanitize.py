@@ -9,7 +9,6 @@ of its loops. Each variant first runs once without a tool, so that everything is
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -75,7 +74,6 @@ def triton_launches(variant: str) -> Iterator[Launch]:
 
 
 def cuda_launches(variant: str) -> Iterator[Launch]:
-    """CUDA C kernels: made from a `cupy.RawKernel` where CuPy is installed, from their text elsewhere."""
     from corpus import CUDA_CASES
     from corpus.ranged import inserted_cuda
 
@@ -85,12 +83,7 @@ def cuda_launches(variant: str) -> Iterator[Launch]:
         call = case.make(np.random.default_rng(0), 0.1)
         text = inserted_cuda(case.source, case.entry) if variant == "ranges" else case.source
         name = case.name_expression or case.entry
-        if importlib.util.find_spec("cupy") is None:
-            kernel = pp.kernel(source=text, name=name, options=case.options, report=_report(variant))
-        else:
-            import cupy
-
-            kernel = pp.kernel(cupy.RawKernel(text, name, options=case.options), report=_report(variant))
+        kernel = pp.kernel(source=text, name=name, options=case.options, report=_report(variant))
         given = [pp.array(v) if isinstance(v, np.ndarray) else v for v in call.args]
         yield Launch(case.name, kernel, (call.grid, call.block, call.shared_bytes), call.grid, given)
 

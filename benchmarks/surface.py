@@ -18,10 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, arguments, commits, said_by, save, trees
+from harness import PRODUCT, ROOT, arguments, commits, said_by, save, trees
 
 SETTINGS = ("paellapy.serving.config", "paellapy.cluster.cluster_file")
-FOLDERS = ("instrument", "scheduler", "serving", "paellapy")
 
 
 def members(name: str, found: Any) -> Iterator[str]:
@@ -65,7 +64,7 @@ def fields() -> Iterator[str]:
 
 
 def named(folder: Path, pattern: str) -> set[str]:
-    texts = [path.read_text() for top in FOLDERS for path in (folder / top).rglob("*.py") if not path.is_symlink()]
+    texts = [path.read_text() for top in PRODUCT for path in (folder / top).rglob("*.py") if not path.is_symlink()]
     return {found for text in texts for found in re.findall(pattern, text)}
 
 

@@ -242,9 +242,7 @@ def table(points: dict[str, Any]) -> list[list[str]]:
 
     def large(policy: str) -> str:
         rows = []
-        for kind in dict.fromkeys(
-            name.split("|")[1] for name in points if name.startswith("high|") and "alone 2" in name
-        ):
+        for kind in (name.split("|")[1] for name in points if name.startswith("high|") and name.endswith("|alone 2")):
             cells = []
             for each in (policy, "priority") if policy == "reef" else (policy,):
                 own = at(f"high|{kind}|{each}", "low_per_s") / at(f"high|{kind}|alone 2", "per_s", kind)
@@ -262,10 +260,9 @@ def table(points: dict[str, Any]) -> list[list[str]]:
         return f"{what}: " + ", ".join(cells)
 
     def pack() -> str:
-        sums = {
-            each: np.sum([*points[f"order|pack|{each}"]["alone_share"].values()], axis=0) for each in ("pack", "serial")
-        }
-        return "work of one GPU: " + ", ".join(f"{name} {np.median(each):.2f}" for name, each in sums.items())
+        shares = {each: [*points[f"order|pack|{each}"]["alone_share"].values()] for each in ("pack", "serial")}
+        sums = (f"{name} {np.median(np.sum(each, axis=0)):.2f}" for name, each in shares.items())
+        return "work of one GPU: " + ", ".join(sums)
 
     made: dict[str, Callable[[], str]] = {
         **{name: functools.partial(limited, name) for name in ("token", "quota", "antman")}, "fair": fair, "tgs": tgs,

@@ -265,9 +265,8 @@ async def gzip_bombs(server: Served) -> None:
 
 
 async def unread(server: Served) -> None:
-    opened = [
-        await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]), limit=1) for _ in range(100)
-    ]
+    port = server.processes.port
+    opened = [await asyncio.open_connection("127.0.0.1", port, limit=1) for _ in range(100)]
     for _, writer in opened:
         writer.write(b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 20)
     await asyncio.sleep(2.0)
@@ -350,11 +349,8 @@ class Prober:
         """Waits until all was right for a while, every model was asked meanwhile, and no answer is overdue."""
         end = time.monotonic() + LONGEST_S
         while (now := time.monotonic()) < end:
-            if (
-                self.good >= 2 * len(self._work)
-                and now - self.last_good < QUIET_S / 2
-                and now - self.good_since >= QUIET_S
-            ):
+            is_calm = now - self.last_good < QUIET_S / 2 and now - self.good_since >= QUIET_S
+            if is_calm and self.good >= 2 * len(self._work):
                 return True
             await asyncio.sleep(0.02)
         return False
