@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
@@ -521,6 +522,15 @@ class Device(ABC):
     def tile(self, descriptor: Descriptor, facts: Any) -> Any:
         """A tensor descriptor in the form that this device's kernels take; `facts` come from Triton's compiler."""
         return descriptor
+
+    @contextlib.contextmanager
+    def untraced(self) -> Iterator[None]:
+        """Launches inside, such as trials, are not part of a trace."""
+        session, self.session = self.session, None
+        try:
+            yield
+        finally:
+            self.session = session
 
     def is_capturing(self, stream: Any) -> bool:
         """Whether launches on `stream` are recorded for later instead of run."""

@@ -97,6 +97,12 @@ def _number(value: int) -> Any:
     return ir.Constant(_I64, value)
 
 
+def _blocks(function: Any, *names: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Basic blocks of a function, and a builder of the code in each."""
+    blocks = {name: function.append_basic_block(name) for name in names}
+    return blocks, {name: ir.IRBuilder(block) for name, block in blocks.items()}
+
+
 class _Gate:
     """Machine code of a gate and of all functions behind it, generated at once."""
 
@@ -141,30 +147,35 @@ class _Gate:
 
     def _make_wait(self, usleep: int) -> None:
         """Waits while the gate is closed (see `gate.closed_at`); the words may change during each sleep."""
-        names = ("begin", "look", "share", "alive", "period", "sleep", "end")
-        blocks = [self._wait.append_basic_block(name) for name in names]
-        begin, look, share_of, alive, period, sleep, end = (ir.IRBuilder(each) for each in blocks)
-        began = begin.call(self._now, [])
-        begin.branch(blocks[1])
-        words, now = look.phi(_I64), look.phi(_I64)
-        words.add_incoming(self._wait.args[0], blocks[0])
-        now.add_incoming(began, blocks[0])
-        look.cbranch(look.icmp_unsigned("<", now, self._load(look, words)), blocks[5], blocks[2])
-        share = self._load(share_of, self._at(share_of, words, SHARE))
-        share_of.cbranch(share_of.icmp_unsigned("<", share, _number(SHARE_UNIT)), blocks[3], blocks[6])
-        until = self._load(alive, self._at(alive, words, ALIVE_UNTIL_NS))
-        alive.cbranch(alive.icmp_unsigned("<", now, until), blocks[4], blocks[6])
-        part = period.mul(period.urem(now, _number(PERIOD_NS)), _number(SHARE_UNIT))
-        over = period.icmp_unsigned(">=", part, period.mul(share, _number(PERIOD_NS)))
-        period.cbranch(over, blocks[5], blocks[6])
-        self._call(sleep, usleep, ir.FunctionType(_I32, [_I32]), [ir.Constant(_I32, _SLEEP_US)])
-        now.add_incoming(sleep.call(self._now, []), blocks[5])
-        words.add_incoming(sleep.call(self._words, []), blocks[5])
-        sleep.branch(blocks[1])
-        with end.if_then(end.icmp_unsigned("!=", now, began)):
-            self._add(end, words, WAITS, _number(1))
-            self._add(end, words, WAITED_NS, end.sub(now, began))
-        end.ret(now)
+        blocks, code = _blocks(self._wait, "begin", "look", "share", "alive", "period", "sleep", "end")
+        b = code["begin"]
+        began = b.call(self._now, [])
+        b.branch(blocks["look"])
+        b = code["look"]
+        words, now = b.phi(_I64), b.phi(_I64)
+        words.add_incoming(self._wait.args[0], blocks["begin"])
+        now.add_incoming(began, blocks["begin"])
+        b.cbranch(b.icmp_unsigned("<", now, self._load(b, words)), blocks["sleep"], blocks["share"])
+        b = code["share"]
+        share = self._load(b, self._at(b, words, SHARE))
+        b.cbranch(b.icmp_unsigned("<", share, _number(SHARE_UNIT)), blocks["alive"], blocks["end"])
+        b = code["alive"]
+        until = self._load(b, self._at(b, words, ALIVE_UNTIL_NS))
+        b.cbranch(b.icmp_unsigned("<", now, until), blocks["period"], blocks["end"])
+        b = code["period"]
+        part = b.mul(b.urem(now, _number(PERIOD_NS)), _number(SHARE_UNIT))
+        over = b.icmp_unsigned(">=", part, b.mul(share, _number(PERIOD_NS)))
+        b.cbranch(over, blocks["sleep"], blocks["end"])
+        b = code["sleep"]
+        self._call(b, usleep, ir.FunctionType(_I32, [_I32]), [ir.Constant(_I32, _SLEEP_US)])
+        now.add_incoming(b.call(self._now, []), blocks["sleep"])
+        words.add_incoming(b.call(self._words, []), blocks["sleep"])
+        b.branch(blocks["look"])
+        b = code["end"]
+        with b.if_then(b.icmp_unsigned("!=", now, began)):
+            self._add(b, words, WAITS, _number(1))
+            self._add(b, words, WAITED_NS, b.sub(now, began))
+        b.ret(now)
 
     def _make_passes(self) -> None:
         code = ir.IRBuilder(self.passes.append_basic_block())
@@ -201,9 +212,7 @@ class _Gate:
         drain = self._drain = ir.Function(self.module, ir.FunctionType(ir.VoidType(), [_I64]), "drain")
         count = ir.GlobalVariable(self.module, _I64, "kernels")
         count.initializer = _number(0)
-        names = ("begin", "due", "asks", "look", "end")
-        blocks = {name: drain.append_basic_block(name) for name in names}
-        code = {name: ir.IRBuilder(block) for name, block in blocks.items()}
+        blocks, code = _blocks(drain, "begin", "due", "asks", "look", "end")
         b = code["begin"]
         status = b.alloca(_I32)
         words = b.call(self._words, [])
@@ -331,10 +340,7 @@ def _make_scan(module: Any) -> Any:
     """for at in range(first, last, 8): if word(at) − low < span: found[seen++] = at + away; while there is room"""
     function = ir.Function(module, ir.FunctionType(_I64, [_I64] * 8), "scan")
     first, last, away, low, span, found, most, before = function.args
-    blocks = {
-        name: function.append_basic_block(name) for name in ("begin", "word", "look", "hit", "note", "next", "end")
-    }
-    code = {name: ir.IRBuilder(block) for name, block in blocks.items()}
+    blocks, code = _blocks(function, "begin", "word", "look", "hit", "note", "next", "end")
     code["begin"].branch(blocks["word"])
     b = code["word"]
     at, seen = b.phi(_I64), b.phi(_I64)
@@ -365,8 +371,7 @@ def _make_find(module: Any, pread: int) -> None:
     scan = _make_scan(module)
     function = ir.Function(module, ir.FunctionType(_I64, [_I64] * 8), "find")
     pieces, rows, low, span, found, most, file, into = function.args
-    blocks = {name: function.append_basic_block(name) for name in ("begin", "row", "open", "read", "scan", "end")}
-    code = {name: ir.IRBuilder(block) for name, block in blocks.items()}
+    blocks, code = _blocks(function, "begin", "row", "open", "read", "scan", "end")
     code["begin"].branch(blocks["row"])
     b = code["row"]
     row, count = b.phi(_I64), b.phi(_I64)

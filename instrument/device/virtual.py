@@ -210,11 +210,11 @@ class VirtualDevice(Device):
         # Poisoned, so that a kernel that reads unwritten memory does not work here by accident.
         out = np.empty(shape, dtype)
         out.view(np.uint8).fill(0xFF) if out.dtype.kind in "fV" and out.size else out.fill(0)
-        return _known(out.view(VirtualArray))
+        return know(out.view(VirtualArray))
 
     def array(self, data: NDArray[Any]) -> VirtualArray:
         self.not_in_capture("copies an array to the GPU and waits for it")
-        return _known(np.array(data, order="C").view(VirtualArray))
+        return know(np.array(data, order="C").view(VirtualArray))
 
     def stream(self, priority: int = 0) -> VirtualStream:
         return VirtualStream(self, self._model.stream(priority))
@@ -290,11 +290,6 @@ class VirtualDevice(Device):
         found = self.read_trace()
         self.model.clear_blocks()
         return found
-
-
-def _known(array: VirtualArray) -> VirtualArray:
-    know(array)
-    return array
 
 
 def _rings(blocks: Records, sm_ids: int, size: int) -> tuple[Records, Records]:

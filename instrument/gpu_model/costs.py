@@ -437,7 +437,7 @@ class KernelCost:
             wait = self.factor * self._beside_flow(self.lone, cost, traffic, flops, tensor)
         else:
             # A product's latency is hidden behind its arithmetic once that takes longer.
-            busy = tensor / (part.fp16_tensor_tflops * 1e3 * timing.tensor_efficiency / part.sms)
+            busy = tensor / timing.sm_rates(part)[2]
             latency = np.maximum(timing.dot_ns * cost["dots"] - busy, 0.0)
             wait = self.factor * (self.model.wait_ns(cost, self.threads) + latency)
         # Atomic updates of one line wait for each other: those of all blocks that are on the GPU at once.
@@ -459,12 +459,8 @@ class KernelCost:
         """The time that a lone block takes beyond its traffic and arithmetic, which flow at an SM's full rates."""
         part, timing = self.model.part, self.model.timing
         total_ns = lone.cycles_of(cost) * timing.cycle_ns + lone.fetched * timing.fetch_ns
-        per_ns = (
-            timing.sm_bytes_per_clock * part.clock_mhz / 1e3,
-            part.fp32_tflops * 1e3 * timing.flops_efficiency / part.sms,
-            part.fp16_tensor_tflops * 1e3 * timing.tensor_efficiency / part.sms,
-        )
-        flow_ns = np.max([work / rate for work, rate in zip((traffic, flops, tensor), per_ns, strict=True)], axis=0)
+        rates = timing.sm_rates(part)
+        flow_ns = np.max([work / rate for work, rate in zip((traffic, flops, tensor), rates, strict=True)], axis=0)
         wait: NDArray[np.float64] = np.maximum(total_ns - flow_ns, 0.0)
         return wait
 

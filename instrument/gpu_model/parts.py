@@ -285,6 +285,14 @@ class Timing:
         if self.sm_bytes_per_clock == 0:
             raise _impossible("sm_bytes_per_clock", 0, "above 0")
 
+    def sm_rates(self, part: Part) -> tuple[float, float, float]:
+        """The most that one SM reaches: bytes, fp32 and tensor flops per nanosecond."""
+        return (
+            self.sm_bytes_per_clock * part.clock_mhz / 1000,
+            part.fp32_tflops * 1000 * self.flops_efficiency / part.sms,
+            part.fp16_tensor_tflops * 1000 * self.tensor_efficiency / part.sms,
+        )
+
     @classmethod
     def load(cls, path: Path) -> Timing:
         """Reads a recorded profile: JSON, with any of these names under "timing"; the others keep their defaults."""

@@ -344,10 +344,8 @@ def _clocks(part: Part, timing: Timing) -> NDArray[np.float64]:
     """The pools' rates per nanosecond: GB/s are bytes per ns, TFLOPS are a thousand flops per ns."""
     clock = np.zeros((POOLS, 5))
     clock[MEMORY, C_TOTAL] = part.bandwidth_gbps * timing.bandwidth_efficiency
-    clock[MEMORY, C_PER_SM] = timing.sm_bytes_per_clock * part.clock_mhz / 1000
     clock[[FP32, TENSOR], C_TOTAL] = np.inf
-    clock[FP32, C_PER_SM] = part.fp32_tflops * 1000 * timing.flops_efficiency / part.sms
-    clock[TENSOR, C_PER_SM] = part.fp16_tensor_tflops * 1000 * timing.tensor_efficiency / part.sms
+    clock[[MEMORY, FP32, TENSOR], C_PER_SM] = timing.sm_rates(part)
     return clock
 
 

@@ -135,8 +135,7 @@ def _fastest(
     """The configuration that takes the least time on the device."""
     times: list[float] = []
     failure: PaellaError | None = None
-    session, device.session = device.session, None  # trials are not part of a trace
-    try:
+    with device.untraced():
         for config in configs:
             best, full = float("inf"), {**named, **config.all_kwargs()}
             try:
@@ -159,8 +158,6 @@ def _fastest(
                 keep.after(full, e)
             keep.put_back()
             times.append(best)
-    finally:
-        device.session = session
     if failure is not None and min(times) == float("inf"):
         raise failure
     return configs[times.index(min(times))]

@@ -133,15 +133,12 @@ class _Interface:
 def _benchmark(call: Callable[[], Any], quantiles: Sequence[float] | None = None, **_: Any) -> Any:
     """A kernel's time on the virtual GPU, in milliseconds, for Triton's autotuner."""
     device, times = Device.current(), []
-    session, device.session = device.session, None  # trials are not part of a trace
-    try:
+    with device.untraced():
         for _attempt in range(_TIMES):
             start, end = _TimedEvent(), _TimedEvent()
             start.record()
             call()
             end.record()
             times.append(start.elapsed_time(end))
-    finally:
-        device.session = session
     times = times[1:]
     return [float(q) for q in np.quantile(times, quantiles)] if quantiles else float(np.mean(times))

@@ -185,11 +185,8 @@ class TritonKernel(Kernel):
         device = Device.current()
         if device.session is None or not in_trial():
             return self._run(grid, None, *args, **kwargs)
-        session, device.session = device.session, None  # trials are not part of a trace
-        try:
+        with device.untraced():
             return self._run(grid, None, *args, **kwargs)
-        finally:
-            device.session = session
 
     def warmup(self, *args: Any, grid: Grid = (1,), **kwargs: Any) -> Any:
         """Compiles for the current device and launches nothing; dtypes stand for arrays.

@@ -6,7 +6,7 @@ import bisect
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -401,14 +401,16 @@ def nothing(low: Lowering, op: Op, args: Ints, outs: Ints) -> None:
 # Addresses are those of this process. Memory is read through an address only if it lies in a known array: an argument
 # of the launch, an array from `pp.array`, `pp.empty` or `pp.zeros`, or a live PyTorch tensor.
 
+Known = TypeVar("Known", bound=Array)
 _BYTES = ELEMENTS["i8"]
 _known: weakref.WeakValueDictionary[int, Array] = weakref.WeakValueDictionary()
 _seen: dict[int, weakref.ref[Any]] = {}  # tensors, by the addresses of their memory
 
 
-def know(array: Array) -> None:
-    """Lets kernels access an array through its address, as long as it is alive."""
+def know(array: Known) -> Known:
+    """Lets kernels access an array through its address, as long as it is alive; returns it."""
     _known[array.__array_interface__["data"][0]] = array
+    return array
 
 
 def _bytes(lowest: Array, size: int) -> Array:
