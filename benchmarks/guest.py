@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,7 @@ def main() -> None:
     if o.train:
         train(o.quick)
     points, under = stored("guest", o.out), " under MPS" if o.mps else ""
-    with mps_daemon(o.mps) as env:
+    with mps_daemon() if o.mps else nullcontext({}) as env:
         os.environ.update(env)
         with serving(o.device, o.quick) as (engine, load):
             points[f"alone{under}"] = {**load.alone(o), "commit": commit()}

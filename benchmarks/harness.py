@@ -326,11 +326,8 @@ MPS_CONTROL = "nvidia-cuda-mps-control"
 
 
 @contextmanager
-def mps_daemon(wanted: bool = True) -> Iterator[dict[str, str]]:
+def mps_daemon() -> Iterator[dict[str, str]]:
     """Variables for processes that share the GPU through an MPS daemon of their own, which ends afterwards."""
-    if not wanted:
-        yield {}
-        return
     if shutil.which(MPS_CONTROL) is None:
         raise SystemExit(f"{MPS_CONTROL} is not on this machine: it comes with NVIDIA's driver")
     with tempfile.TemporaryDirectory() as scratch:
