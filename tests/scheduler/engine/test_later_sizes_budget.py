@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from chain_models import SMALL, N, chain, come_and_go, expected
 from chain_models import ask as ask_one
-from core_check import check_at_rest, check_integrity
+from core_check import check_at_rest
 from engine_models import scale
 from engine_requests import ask_items
 from waiting import wait_until
@@ -212,7 +212,7 @@ def test_models_come_and_go_while_their_sizes_come(device):
 
         come_and_go(server, made, 8, 10, some_came)  # some of the clients' requests form batches
         wait_until(lambda: server.memory.instances_bytes == before)
-        check_integrity(server.state)
+        check_at_rest(server.state)
         for name, (_, weights) in made.items():
             assert sizes(server, name)["failed"] == []
             server.evict(name)
