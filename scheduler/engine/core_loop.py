@@ -9,6 +9,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -24,7 +25,8 @@ from paellapy.scheduler.core.errors import (
     WeightsError,
 )
 from paellapy.scheduler.core.rings import Bell
-from paellapy.scheduler.core.state import Limits, State
+from paellapy.scheduler.core.state import Limits, State, new_state
+from paellapy.scheduler.engine import ring_calls
 from paellapy.scheduler.engine.ring_client import ENGINE_CLOSED, Loaded, RingClient, Waiter
 from paellapy.scheduler.policies.policy import Policy
 
@@ -101,6 +103,7 @@ class CoreLoop(Core):
         return fd
 
     def start(self) -> None:
+        _load_ring_calls()
         step.attach_loop(self.state)
         self.backend.on_fault = self._note_fault
         self.backend.start(self.state, self.bell, self.fail)
@@ -263,6 +266,12 @@ class CoreLoop(Core):
     def forget(self) -> None:
         """In a forked process: the loop, and the holders of its locks, exist only in the parent."""
         self.closing = self._forked = True
+
+
+@cache
+def _load_ring_calls() -> None:
+    """Loads the compiled code that submits and answers, for which the first request would wait."""
+    ring_calls.warm_up(new_state(Limits(models=1, instances=1, requests=1, segments=1)))
 
 
 def _forget_all() -> None:

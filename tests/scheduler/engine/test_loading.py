@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import time
 
 import pytest
@@ -65,3 +67,32 @@ def test_a_long_load_says_so_also_without_a_terminal(capsys, caplog, monkeypatch
             assert time.monotonic() < end
             said += caplog.text if logged else capsys.readouterr().err
     assert logged or said.count("\n") == 1
+
+
+_FIRST_REQUEST = """
+import asyncio, sys
+import numpy as np
+from numba.core.dispatcher import Dispatcher
+import paellapy as pp
+from paellapy import demo
+
+with pp.Engine("virtual:h200") as engine:
+    model = demo.load("mlp")
+    engine.load(model)
+    inputs = {name: np.zeros(spec.shape, spec.dtype) for name, spec in model.inputs.items()}
+    compiled, imported, compile = [], set(sys.modules), Dispatcher.compile
+
+    def noted(self, signature):
+        compiled.append(self.py_func.__name__)
+        return compile(self, signature)
+
+    Dispatcher.compile = noted
+    engine.infer_sync("mlp", inputs)
+    asyncio.run(engine.infer("mlp", inputs))
+    print((compiled, sorted(set(sys.modules) - imported)))
+"""
+
+
+def test_the_first_request_finds_everything_imported_and_compiled():
+    run = subprocess.run([sys.executable, "-c", _FIRST_REQUEST], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-1] == "([], [])"
