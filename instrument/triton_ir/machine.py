@@ -264,7 +264,8 @@ class Recorder(Machine):
     def load(self, base: int, offset: Value, mask: Value, other: Value, element: Element, site: Site) -> Value:
         ref = BufferRef(base, element)
         if any(type(x) is Sym for x in (offset, mask, other)):
-            value = super().load(base, *map(_now, (offset, mask, other)), element, site)
+            at, keep, filler = map(_now, (offset, mask, other))
+            value = super().load(base, at, keep, filler, element, site)
             if self.tape is None:
                 return value
             return self.tape.load(memory.gather, (ref, offset, mask, other, element, site), value)

@@ -43,6 +43,11 @@ class Launches:
     # the same launches in each of the instance's partitions
     confined: list[tuple[list[int], int]] = field(default_factory=list)
 
+    @property
+    def everywhere(self) -> list[tuple[list[int], int]]:
+        """The handles of the segments and of the whole program: on all SMs, then in each partition."""
+        return [(self.handles, self.whole), *self.confined]
+
 
 @dataclass(slots=True)
 class LoadedModel:

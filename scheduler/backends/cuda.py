@@ -17,7 +17,6 @@ from paellapy.instrument.errors import LaunchError, PaellaError
 from paellapy.instrument.traces.session import Session, trace
 from paellapy.scheduler.backends.base import (
     Backend,
-    Bounds,
     Launches,
     LoadedModel,
     TracedBlocks,
@@ -68,7 +67,7 @@ from paellapy.scheduler.models.profile import ProgramProfile
 from paellapy.scheduler.models.program import Cuts, Marks, Program
 from paellapy.scheduler.models.tensors import Arrays
 from paellapy.scheduler.models.torch_capture import TorchPool, torch_in_use
-from paellapy.scheduler.models.weights import Layout, WeightRange
+from paellapy.scheduler.models.weights import Bounds, Layout, WeightRange
 
 
 class CudaBackend(Backend):

@@ -21,11 +21,11 @@ import numpy as np
 from paellapy.instrument.device.cuda import CudaDevice
 from paellapy.instrument.device.driver import CudaStream, check, driver, fail, library
 from paellapy.instrument.errors import LaunchError
-from paellapy.scheduler.backends.base import Bounds, Launches
+from paellapy.scheduler.backends.base import Launches
 from paellapy.scheduler.core.errors import CaptureError
 from paellapy.scheduler.models.memory import Instance
 from paellapy.scheduler.models.program import Node, NodeKind, Program, topological
-from paellapy.scheduler.models.weights import WeightRange
+from paellapy.scheduler.models.weights import Bounds, WeightRange
 
 _SAMPLED = 8  # about this many nodes of a clone are searched for, to check the order in which it lists its nodes
 
@@ -362,7 +362,7 @@ def _graphs(
 
 def launch_first(launches: Launches, wholes: bool, stream: int, wait: bool) -> None:
     """Launches every segment once, and the whole program if `wholes`; waits for the end of each launch if `wait`."""
-    for handles, whole in ((launches.handles, launches.whole), *launches.confined):
+    for handles, whole in launches.everywhere:
         # In order, as in service: a kernel may need results of a segment that cannot be confined.
         launch_once((own or wide for own, wide in zip(handles, launches.handles, strict=True)), stream, wait)
         if wholes:
@@ -370,7 +370,7 @@ def launch_first(launches: Launches, wholes: bool, stream: int, wait: bool) -> N
 
 
 def release(launches: Launches) -> None:
-    for handles, whole in ((launches.handles, launches.whole), *launches.confined):
+    for handles, whole in launches.everywhere:
         _destroy(handle for handle in (*handles, whole) if handle)
     launches.keep.clear()
     launches.handles.clear()

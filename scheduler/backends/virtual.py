@@ -20,7 +20,7 @@ from paellapy.instrument.env import without_collection
 from paellapy.instrument.errors import TraceError
 from paellapy.instrument.gpu_model.commands import Kernel
 from paellapy.instrument.gpu_model.model import SmModel
-from paellapy.scheduler.backends.base import Backend, Bounds, Launches, LoadedModel, TracedBlocks
+from paellapy.scheduler.backends.base import Backend, Launches, LoadedModel, TracedBlocks
 from paellapy.scheduler.backends.virtual_launches import (
     Piece,
     PieceTracer,
@@ -40,7 +40,7 @@ from paellapy.scheduler.models.memory import Instance, InstancePlan
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.program import Cuts, Marks, Program
 from paellapy.scheduler.models.tensors import Arrays
-from paellapy.scheduler.models.weights import COPY_BYTES, Layout, WeightRange
+from paellapy.scheduler.models.weights import COPY_BYTES, Bounds, Layout, WeightRange
 
 _LEVELS = 5  # stream priorities above the default, as many as an H200's driver offers; there are none below
 _HISTORY = 1 << 12  # finished commands that the SM model keeps: none is read here, and each takes 240 bytes

@@ -17,13 +17,13 @@ from paellapy.instrument.gpu_model.model import SmModel
 from paellapy.instrument.gpu_model.parts import Part, Timing
 from paellapy.instrument.records import Records
 from paellapy.instrument.traces.session import Session
-from paellapy.scheduler.backends.base import Bounds, Launches, TracedBlocks, TracedPiece
+from paellapy.scheduler.backends.base import Launches, TracedBlocks, TracedPiece
 from paellapy.scheduler.backends.virtual_memory import VirtualMemory
 from paellapy.scheduler.models.capture import GuardedArray, Recorded, Recording, call_model, capturing
 from paellapy.scheduler.models.memory import Instance
 from paellapy.scheduler.models.program import Cuts, Marks, Program
 from paellapy.scheduler.models.tensors import Arrays
-from paellapy.scheduler.models.weights import WeightRange
+from paellapy.scheduler.models.weights import Bounds, WeightRange
 
 Step = SmProgram | tuple[str, int]  # kernels, or the kind and bytes of a copy
 
@@ -92,7 +92,6 @@ class VirtualLaunches:
         self._next = 1
         self.pieces: dict[int, Piece] = {}
         self.grants: dict[int, ctypes.c_uint64] = {}
-        self.instances: dict[int, Instance] = {}  # the instance of each piece
 
     def cut(self, program: Program, bounds: Bounds, instance: Instance, partitions: Sequence[int]) -> Launches:
         """Makes the segments launchable, on all SMs and in each of these partitions of the SM model."""
@@ -114,8 +113,7 @@ class VirtualLaunches:
         if key not in self._programs:
             self._programs[key] = self.steps(program, first, end, partition)
         handle, self._next = self._next, self._next + 1
-        self.pieces[handle] = Piece(program.body[first:end], self._programs[key])
-        self.instances[handle] = instance
+        self.pieces[handle] = Piece(program.body[first:end], self._programs[key], instance)
         return handle
 
     def steps(self, program: Program, first: int, end: int, partition: int) -> list[Step]:
@@ -146,11 +144,10 @@ class VirtualLaunches:
         return handle
 
     def release(self, launches: Launches) -> None:
-        for handles, whole in ((launches.handles, launches.whole), *launches.confined):
+        for handles, whole in launches.everywhere:
             for handle in (*handles, whole):
                 self.pieces.pop(handle, None)
-                self.grants.pop(handle, None)
-                self.instances.pop(handle, None)
+                self.grants.pop(handle, None)  # of a lease
 
 
 class Handles(NamedTuple):
@@ -163,8 +160,8 @@ class Handles(NamedTuple):
 class Piece:
     """A run of recorded items that is launched at once: its computation, and its commands for the SM model."""
 
-    def __init__(self, items: Sequence[Recorded], steps: Sequence[Step]) -> None:
-        self.items, self.steps = items, steps
+    def __init__(self, items: Sequence[Recorded], steps: Sequence[Step], instance: Instance | None = None) -> None:
+        self.items, self.steps, self.instance = items, steps, instance
         self.kernels = [item for item in items if item.node.kind == "kernel"]
         self._runs = 0
         self._prepared: list[Callable[[], Any]] = []

@@ -339,7 +339,8 @@ class VirtualLoop:
                 piece.run()
             except Exception as e:
                 whole = self._launches.pieces[int(self._state.whole["handle"][instance, size])]
-                self._faults.isolate(instance, size, self._launches.instances[handle], whole.items, e)
+                assert piece.instance is not None
+                self._faults.isolate(instance, size, piece.instance, whole.items, e)
         # Not before: a launch that makes the GPU fail never ends.
         self.set_when("flight", placed.last, word)
         if draining:
