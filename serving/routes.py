@@ -186,11 +186,16 @@ async def stats(request: web.Request) -> web.Response:
 
 
 async def index(request: web.Request) -> web.Response:
-    body = await _optional_json(request)
-    ready_only = body.get("ready", False)
+    body = await read(request, request.app[SERVICE], BESIDE_BYTES)
+    return json_response(repository_index(request.app[SERVICE].registry, asks_for_ready(body)))
+
+
+def asks_for_ready(body: bytes | bytearray) -> bool:
+    """Whether a request for the index asks only for ready models."""
+    ready_only = json_object(body).get("ready", False)
     if not isinstance(ready_only, bool):
         raise RequestError('"ready" must be true or false', field="ready", given=ready_only)
-    return json_response(repository_index(request.app[SERVICE].registry, ready_only))
+    return ready_only
 
 
 @operates
@@ -225,9 +230,8 @@ def _entry(request: web.Request) -> Entry:
     return request.app[SERVICE].registry.find(request.match_info["model"])
 
 
-async def _optional_json(request: web.Request) -> dict[str, Any]:
-    """The body as a JSON object; an empty body counts as {}."""
-    body = await read(request, request.app[SERVICE], BESIDE_BYTES)
+def json_object(body: bytes | bytearray) -> dict[str, Any]:
+    """A body as a JSON object; an empty one counts as {}."""
     try:
         return msgspec.json.decode(body, type=dict[str, Any]) if body.strip() else {}
     except NOT_JSON as e:
@@ -235,7 +239,8 @@ async def _optional_json(request: web.Request) -> dict[str, Any]:
 
 
 async def _parameters(request: web.Request) -> dict[str, Any]:
-    found = (await _optional_json(request)).get("parameters") or {}
+    body = await read(request, request.app[SERVICE], BESIDE_BYTES)
+    found = json_object(body).get("parameters") or {}
     if not isinstance(found, dict):
         raise RequestError('"parameters" must be a JSON object', field="parameters", given=found)
     return found

@@ -19,6 +19,7 @@ from paellapy.cluster.router import Router
 from paellapy.serving.errors import RefusedError, RequestError, json_response
 from paellapy.serving.limits import BESIDE_BYTES, read_body
 from paellapy.serving.registry import READY, VERSION
+from paellapy.serving.routes import asks_for_ready
 
 UNCHECKED = "no engine answered to check the API key; try again"
 PATIENCE_S = 2.0  # for an engine's part; without it, the answer has the rest
@@ -136,14 +137,7 @@ async def merged_statistics(request: web.Request) -> web.Response:
 async def merged_index(request: web.Request) -> web.Response:
     router = request.app[ROUTER]
     await check_key(request)
-    try:
-        body = await read_body(request, BESIDE_BYTES, router.options.body_timeout_s)
-        asked = msgspec.json.decode(body, type=dict[str, Any]) if body.strip() else {}
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise RequestError(f"the body is not a JSON object: {e}") from None
-    ready_only = asked.get("ready", False)
-    if not isinstance(ready_only, bool):
-        raise RequestError('"ready" must be true or false')
+    ready_only = asks_for_ready(await read_body(request, BESIDE_BYTES, router.options.body_timeout_s))
     found = []
     for name in sorted(router.models):
         there = [view.name for view in router.views.values() if view.up and name in view.offers()]

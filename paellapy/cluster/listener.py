@@ -102,15 +102,6 @@ def _header(request: web.Request, length: int) -> bytes:
     return "".join(f"{line}\r\n" for line in [*lines, ""]).encode("utf-8", "surrogateescape")
 
 
-async def server(request: web.Request) -> web.Response:
-    return json_response(routes.server_metadata())
-
-
-@open_to_all
-async def live(request: web.Request) -> web.Response:
-    return json_response({"live": True})
-
-
 @open_to_all
 async def ready(request: web.Request) -> web.Response:
     router = request.app[ROUTER]
@@ -160,7 +151,7 @@ def router_app(router: Router) -> web.Application:
     app[ROUTER] = router
     app.on_response_prepare.append(sign)
     Protocol(
-        server=server, live=live, ready=ready, infer=forwarded, model=forwarded, model_ready=model_ready,
+        server=routes.server, live=routes.live, ready=ready, infer=forwarded, model=forwarded, model_ready=model_ready,
         config=forwarded, stats=merged_statistics, index=merged_index, load=placed, unload=placed,
     ).add_to(app)  # fmt: skip
     app.router.add_get("/v2/cluster", status)
