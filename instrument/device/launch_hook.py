@@ -523,10 +523,8 @@ class Cells:
         return found
 
     def _loaded(self) -> Any:
-        return ctypes.CDLL(next(line.split(maxsplit=5)[5].strip() for line in self._lines()))
-
-    def _lines(self) -> list[str]:
-        return [line for line in loaded_objects() if self._library in line]
+        line = next(line for line in loaded_objects() if self._library in line)
+        return ctypes.CDLL(line.split(maxsplit=5)[5].strip())
 
     def _streams(self) -> tuple[int, int] | None:
         library, names = self._loaded(), ("cuStreamIsCapturing", "cuStreamQuery")

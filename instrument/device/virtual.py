@@ -52,7 +52,8 @@ def _find(kind: type) -> Handler | None:
         return _array_handler()
     torch = sys.modules.get("torch")
     if torch is not None and issubclass(kind, torch.Tensor):
-        return _tensor_handler()
+        handle = _array_handler()
+        return lambda t: handle(as_array(t))  # the kernel works on the tensor's own memory
     if hasattr(kind, "__cuda_array_interface__") or hasattr(kind, "data_ptr"):
 
         def refuse(_: Any) -> tuple[Any, Any]:
@@ -76,12 +77,6 @@ def _array_handler() -> Handler:
         return a, aligned.get(a.dtype) or lookup(a.dtype, True)
 
     return handle
-
-
-def _tensor_handler() -> Handler:
-    """Handles PyTorch's CPU tensors like NumPy arrays: the kernel works on their own memory."""
-    handle = _array_handler()
-    return lambda t: handle(as_array(t))
 
 
 def numpy_dtype(dtype: Any) -> np.dtype[Any]:

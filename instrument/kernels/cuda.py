@@ -32,7 +32,7 @@ from paellapy.instrument.kernels.ranges import CUDA_PRELUDE, cuda_has_ranges
 from paellapy.instrument.kernels.triton_source import target_capability
 from paellapy.instrument.ptx.compiled import Compiled, Draft, Source
 from paellapy.instrument.ptx.descriptor import Exits, PassConfig, Report
-from paellapy.instrument.ptx.module import Function, Module
+from paellapy.instrument.ptx.module import Module
 
 # --- CUDA C front end: compiles source to PTX with NVRTC (no GPU needed), and reads the parameters from the PTX -------
 # Takes a string, a `cupy.RawKernel` or a `cupy.RawModule`.
@@ -81,7 +81,7 @@ class CudaSource:
                     f'CUDA kernel {self.name!r} was not found: {e}. Declare it extern "C" __global__, or give a C++ '
                     "name expression such as 'scale<float>'.", kernel=self.name, field="name"
                 ) from None
-            codes = [_param_code(p) for p in _param_declarations(function)]
+            codes = [_param_code([t.text for t in param]) for param in function.params]
             found = re.search(r"^\s*\.target\s+(\w+)", ptx, re.M)
             self._sources[which] = Source(
                 name=entry,
@@ -172,10 +172,6 @@ def _include_dirs() -> tuple[str, ...]:
             continue
         roots += [Path(p) / "include" for p in (spec.submodule_search_locations or ())] if spec else []
     return tuple(str(r) for r in roots if (r / "cuda_fp16.h").is_file())[:1]
-
-
-def _param_declarations(function: Function) -> list[list[str]]:
-    return [[t.text for t in param] for param in function.params]
 
 
 def _param_code(texts: list[str]) -> str:

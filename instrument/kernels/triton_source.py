@@ -70,13 +70,12 @@ def block_threads(ptx: str) -> int:
 
 
 def exits_of(ptx: str) -> Exits:
-    """How the end of a block is detected: Triton branches per block, never per thread."""
-    return "spare-barrier" if _is_warp_specialised(ptx) else "barrier"
+    """How the end of a block is detected: Triton branches per block, never per thread.
 
-
-def _is_warp_specialised(ptx: str) -> bool:
-    """Whether a kernel is warp-specialised: groups of warps exchange registers, or wait at counted barriers."""
-    return "setmaxnreg" in ptx or re.search(r"\bbar(rier)?\.sync(\.aligned)?\s+\d+\s*,\s*\d+", ptx) is not None
+    In a warp-specialised kernel, groups of warps exchange registers, or wait at counted barriers.
+    """
+    specialised = "setmaxnreg" in ptx or re.search(r"\bbar(rier)?\.sync(\.aligned)?\s+\d+\s*,\s*\d+", ptx)
+    return "spare-barrier" if specialised else "barrier"
 
 
 def ptxas_options(enable_fp_fusion: bool) -> tuple[str, ...]:

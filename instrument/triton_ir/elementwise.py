@@ -46,10 +46,6 @@ def divide(a: Any, b: Any) -> Any:
     return np.add(q, (q * b != a) & ((a < 0) != (b < 0)), dtype=q.dtype)
 
 
-def _ceil_divide(a: Any, b: Any) -> Any:
-    return -(-a // b)
-
-
 def high_product(a: Any, b: Any, sign: bool) -> Any:
     """The upper half of a product of twice the width."""
     bits = 8 * a.dtype.itemsize
@@ -193,7 +189,7 @@ INTEGER: dict[str, Function] = {
     "arith.subi": np.subtract,
     "arith.muli": np.multiply,
     "arith.divsi": divide,
-    "arith.ceildivsi": _ceil_divide,
+    "arith.ceildivsi": lambda a, b: -(-a // b),
     "arith.floordivsi": np.floor_divide,
     "arith.remsi": np.fmod,
     "arith.divui": _on_unsigned(np.floor_divide),
