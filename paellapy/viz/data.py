@@ -471,6 +471,11 @@ def has_requests(trace: Trace) -> bool:
     return isinstance(trace, EngineTrace) and len(trace.jobs) > 0
 
 
+def check_requests(*traces: Trace) -> None:
+    if not all(map(has_requests, traces)):
+        raise TraceError("this trace has no requests: record them with `with engine.trace() as t:`", field="requests")
+
+
 def requests_of(trace: Trace, most: int | None = None) -> Requests | None:
     """The requests of an `EngineTrace`, at most the slowest `most`; None for other traces."""
     if not isinstance(trace, EngineTrace) or not len(trace.jobs):

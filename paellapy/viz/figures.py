@@ -14,7 +14,6 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from paellapy.instrument.errors import TraceError
 from paellapy.instrument.traces.explain import Explanation
 from paellapy.instrument.traces.summary import readable_time
 from paellapy.instrument.traces.trace import Trace
@@ -76,8 +75,7 @@ def plot_requests(trace: Trace, **options: Any) -> Any:
 
     Options as in `plot_heatmap`.
     """
-    if not data.has_requests(trace):
-        raise TraceError("this trace has no requests: record them with `with engine.trace() as t:`", field="requests")
+    data.check_requests(trace)
     return build([trace], (requests_view,), **options)
 
 

@@ -192,12 +192,13 @@ def _chosen(pictures: Sequence[Picture], view: ViewName | Sequence[ViewName]) ->
         said = f"there is no view {unknown[0]!r}: choose from all, {', '.join(VIEWS)}, ranges"
         raise TraceError(said, field="view", given=unknown[0])
     if "ranges" in wanted:
-        check_ranges(pictures)
-    there = [data.has_requests(p.whole) for p in pictures]
-    if "requests" in wanted and not all(there):
-        raise TraceError("this trace has no requests: record them with `with engine.trace() as t:`", field="requests")
+        if len(pictures) > 1:
+            raise TraceError("the view 'ranges' shows one trace: save a figure of each", field="view", given="ranges")
+        data.shown_ranges(pictures[0].trace, None)  # there must be some
+    if "requests" in wanted:
+        data.check_requests(*(p.whole for p in pictures))
     if "all" in wanted:
-        every = [name for name in VIEWS if name != "requests" or any(there)]
+        every = [name for name in VIEWS if name != "requests" or any(data.has_requests(p.whole) for p in pictures)]
         return [*every, *(name for name in wanted if name == "ranges")]
     return wanted
 
@@ -396,12 +397,6 @@ VIEWS: dict[str, Callable[[Picture, Any, dict[str, str], Look], None]] = {
     "residency": residency_view,
     "requests": requests_view,
 }
-
-
-def check_ranges(pictures: Sequence[Picture]) -> None:
-    if len(pictures) > 1:
-        raise TraceError("the view 'ranges' shows one trace: save a figure of each", field="view")
-    data.shown_ranges(pictures[0].trace, None)
 
 
 def ranges_view(picture: Picture, ax: Any, sms: tuple[int, int] | None) -> None:
