@@ -177,6 +177,13 @@ def poisson(rng: np.random.Generator, rate: float, n: int) -> NDArray[np.int64]:
     return np.cumsum(rng.exponential(1e9 / rate, n)).astype(np.int64) + 1
 
 
+def in_order(times: Sequence[NDArray[np.int64]], models: Sequence[int]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Arrivals for each of the models as those of one client: times and models."""
+    at, model = np.concatenate(times), np.repeat(np.array(models, np.int64), [len(each) for each in times])
+    order = np.argsort(at, kind="stable")
+    return at[order], model[order]
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """What became of the requests of one run."""
@@ -410,6 +417,29 @@ class Loaded:
             "alone_share": dict(zip(names, had.tolist(), strict=True)),
             "per_s": {name: float((run.model == m).sum() / run.took_ns * 1e9) for m, name in enumerate(names)},
         }
+
+    def beside(
+        self, policy: str, seed: int, rate: float, seconds: float, high: Sequence[int], low: Sequence[int],
+        arrivals: str = "poisson", active: int | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Requests for each of `high` at this rate (0: a closed loop of the first), beside loops of `low`."""
+        rng = np.random.default_rng(seed)
+        at, model, loops, until = NONE, NONE, list(low), 0
+        if rate:
+            n = max(20, int(rate * seconds))
+            even = (np.arange(n) * (1e9 / rate)).astype(np.int64) + 1
+            times = [poisson(rng, rate, n) if arrivals == "poisson" else even + int(1e9 / rate / len(high) * k)
+                     for k in range(len(high))]  # fmt: skip
+            at, model = in_order(times, high)
+        else:
+            loops, until = [high[0], *low], int(seconds * 1e9)
+        which = rng.integers(0, VARIANTS, len(at))
+        run = self.offer(policy, at, model, which, active, loops=loops, until_ns=until, loop_room=ROOM)
+        us = run.latency_ns[np.isin(run.model, high) & (run.status == codes.OK)] / 1e3
+        return {
+            "p50_us": float(np.quantile(us, 0.5)), "p99_us": float(np.quantile(us, 0.99)),
+            "low_per_s": float(np.isin(run.model, low).sum() / run.took_ns * 1e9),
+        }  # fmt: skip
 
     def profiles(self) -> list[ModelProfile]:
         """The measurements made when the models were loaded."""

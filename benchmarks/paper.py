@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engine_load import Loaded, Setup, lognormal_gaps, poisson
+from engine_load import Loaded, Setup, lognormal_gaps
 from harness import Points, arguments, dumps, finish, in_turns, medians, ranged, save, stored
 from models import FIG11, TINY, VARIANTS, Kind
 
@@ -168,13 +168,8 @@ def best_effort(o: Any) -> Iterator[Point]:
     for seed, kind, (name, (policy, priorities, jobs)) in product(o.seeds, low, systems.items()):
 
         def run(loaded: Loaded, p: str = policy, s: int = seed, k: int = jobs) -> dict[str, Any]:
-            rng = np.random.default_rng(s)
-            rate = 20.0 if o.quick else HP_RATE
-            n = max(20, int(rate * o.seconds * 2))
-            at, none = poisson(rng, rate, n), np.zeros(n, np.int64)
-            both = loaded.offer(p, at, none, rng.integers(0, VARIANTS, n), loops=[1] * k, until_ns=0, loop_room=100_000)
-            found = {"hp_p99_us": float(np.quantile(both.latency_ns[:n], 0.99)) / 1e3}
-            found["be_per_s"] = (len(both.model) - n) / both.took_ns * 1e9
+            both = loaded.beside(p, s, 20.0 if o.quick else HP_RATE, 2 * o.seconds, [0], [1] * k)
+            found = {"hp_p99_us": both["p99_us"], "be_per_s": both["low_per_s"]}
             for count in (1, 2):  # in one piece each, as with the GPU to itself; two fill each other's gaps
                 alone = loaded.loops("streams", [1] * count, 0.5 * o.seconds)["per_s"][loaded.kinds[1].label]
                 found[f"be_share_{count}"] = found["be_per_s"] / alone

@@ -11,11 +11,11 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from engine_load import NONE, ROOM, Loaded, Setup, poisson
+from engine_load import Loaded, Setup, in_order, poisson
 from harness import Points, arguments, save, show, stored
 from models import DISB, TINY, VARIANTS, Bound, Kind
 
@@ -41,33 +41,6 @@ CLAIMS = {
     "pack": "Salus: jobs that fit run at once",
 }
 Tasks = Iterator[tuple[str, Callable[[], dict[str, Any]]]]  # a point's name, and how to measure it
-
-
-def beside(
-    loaded: Loaded, policy: Any, seed: int, rate: float, seconds: float, high: Sequence[int], low: Sequence[int],
-    arrivals: str = "poisson", active: int | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Requests for each of `high` at this rate (0: a closed loop of the first), beside loops of `low`."""
-    rng = np.random.default_rng(seed)
-    at = model = NONE
-    loops, until = list(low), 0
-    if rate:
-        n = max(8, int(rate * seconds))
-        even = (np.arange(n) * (1e9 / rate)).astype(np.int64) + 1
-        times = [poisson(rng, rate, n) if arrivals == "poisson" else even + int(1e9 / rate / len(high) * k)
-                 for k in range(len(high))]  # fmt: skip
-        at, model = np.concatenate(times), np.repeat(np.array(high, np.int64), n)
-        order = np.argsort(at, kind="stable")
-        at, model = at[order], model[order]
-    else:
-        loops, until = [high[0], *low], int(seconds * 1e9)
-    which = rng.integers(0, VARIANTS, len(at))
-    run = loaded.offer(policy, at, model, which, active, loops=loops, until_ns=until, loop_room=ROOM)
-    us = run.latency_ns[np.isin(run.model, high) & (run.status == codes.OK)] / 1e3
-    return {
-        "p50_us": float(np.quantile(us, 0.5)), "p99_us": float(np.quantile(us, 0.99)),
-        "low_per_s": float(np.isin(run.model, low).sum() / run.took_ns * 1e9),
-    }  # fmt: skip
 
 
 def limits(loaded: Loaded, o: Any, seed: int) -> Tasks:
@@ -106,14 +79,14 @@ def limits(loaded: Loaded, o: Any, seed: int) -> Tasks:
 def high(loaded: Loaded, o: Any, seed: int) -> Tasks:
     """High priority (250 a second) beside large batches that follow each other."""
     given = (seed, 20.0 if o.quick else 250.0, 1.2 * o.seconds, [0])
-    yield "alone", lambda: beside(loaded, "priority", *given, [])
+    yield "alone", lambda: loaded.beside("priority", *given, [])
     for low in (1, 2):
         kind = loaded.kinds[low].label
         for jobs in (1, 2):
             yield f"{kind}|alone {jobs}", functools.partial(loaded.loops, "streams", [low] * jobs, 0.4 * o.seconds)
         for policy in ("priority", "orion", "reef", "tally", "muxflow", "tgs", "streams"):
             jobs_beside = [low] if policy == "streams" else [low, low]
-            yield f"{kind}|{policy}", functools.partial(beside, loaded, policy, *given, jobs_beside)
+            yield f"{kind}|{policy}", functools.partial(loaded.beside, policy, *given, jobs_beside)
 
 
 def pairs(loaded: Loaded, o: Any, seed: int) -> Tasks:
@@ -123,9 +96,9 @@ def pairs(loaded: Loaded, o: Any, seed: int) -> Tasks:
         rate = 20.0 if o.quick else 0.5e9 / float(loaded.alone_ns[first])
         given = (seed, rate, 0.5 * o.seconds, [first])
         pair = f"{names[first]}+{names[low]}"
-        yield f"{pair}|alone", functools.partial(beside, loaded, "priority", *given, [])
+        yield f"{pair}|alone", functools.partial(loaded.beside, "priority", *given, [])
         for policy in ("priority", "orion"):
-            yield f"{pair}|{policy}", functools.partial(beside, loaded, policy, *given, [low])
+            yield f"{pair}|{policy}", functools.partial(loaded.beside, policy, *given, [low])
 
 
 def disb(loaded: Loaded, o: Any, seed: int) -> Tasks:
@@ -139,7 +112,7 @@ def disb(loaded: Loaded, o: Any, seed: int) -> Tasks:
     for name, (real, rest, rate, arrivals) in loads.items():
         given = (seed, rate, 2.0 * o.seconds, real)  # with fewer than 200 requests a p99 is the slowest of them
         for which, policy, jobs in (("alone", "priority", []), ("reef", "reef", rest), ("priority", "priority", rest)):
-            yield f"{name}|{which}", functools.partial(beside, loaded, policy, *given, jobs, arrivals)
+            yield f"{name}|{which}", functools.partial(loaded.beside, policy, *given, jobs, arrivals)
 
 
 def deadlines(loaded: Loaded, policy: str, seed: int, o: Any) -> dict[str, Any]:
@@ -150,10 +123,9 @@ def deadlines(loaded: Loaded, policy: str, seed: int, o: Any) -> dict[str, Any]:
     due_ns = [10**10] * len(due_ns) if o.quick else due_ns  # a virtual GPU computes with the CPU, which takes longer
     rates = [20.0 if o.quick else part * 1e9 / float(loaded.alone_ns[m]) for m, (part, _) in parts.items()]
     times = [poisson(rng, rate, max(8, int(rate * o.seconds))) for rate in rates]
-    at, model = np.concatenate(times), np.repeat(np.array(list(parts), np.int64), [len(each) for each in times])
-    order = np.argsort(at, kind="stable")
+    at, model = in_order(times, list(parts))
     which = rng.integers(0, VARIANTS, len(at))
-    run = loaded.offer(policy, at[order], model[order], which, active=1, deadline_ns=due_ns, may_fail=True)
+    run = loaded.offer(policy, at, model, which, active=1, deadline_ns=due_ns, may_fail=True)
     met = (run.status == codes.OK) & (run.latency_ns <= np.array(due_ns)[run.model])
     return {"met": float(met.mean())}
 
@@ -164,9 +136,9 @@ def order(loaded: Loaded, o: Any, seed: int) -> Tasks:
     Under `mlfq` and `lax` one job is active at a time: the figures show the order of the jobs, not the gain of sharing.
     """
     given = (seed, 20.0 if o.quick else 100.0, 0.8 * o.seconds, [0])
-    yield "mlfq|alone", lambda: beside(loaded, "fifo", *given, [], active=1)
+    yield "mlfq|alone", lambda: loaded.beside("fifo", *given, [], active=1)
     for policy in ("mlfq", "fifo", "srpt"):
-        yield f"mlfq|{policy}", functools.partial(beside, loaded, policy, *given, [3, 3], active=1)
+        yield f"mlfq|{policy}", functools.partial(loaded.beside, policy, *given, [3, 3], active=1)
     for policy in ("lax", "edf", "fifo"):
         yield f"lax|{policy}", functools.partial(deadlines, loaded, policy, seed, o)
     for policy in ("pack", "serial"):
