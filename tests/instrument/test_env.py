@@ -23,11 +23,11 @@ def in_process(code: str, **given: str) -> str:
     return done.stdout.strip() + done.stderr.strip()
 
 
-@pytest.mark.parametrize(
-    "package", ["paellapy", "paellapy.scheduler.engine.engine", "paellapy.instrument.device.driver"]
-)
-def test_an_import_asks_for_all_of_them_before_anything_uses_the_gpu(package: str) -> None:
-    assert in_process(f"import os, {package}; print(os.environ['{CONNECTIONS}'])") == "32"
+def test_an_import_asks_for_all_of_them_and_loads_no_driver() -> None:
+    """The package itself does so, and Python imports it before any of its modules."""
+    loaded = "env.gpu_in_use(), 'libcuda.so' in open('/proc/self/maps').read()"
+    code = f"import os; from paellapy.instrument import env; print(os.environ['{CONNECTIONS}'], {loaded})"
+    assert in_process(code) == "32 False False"
 
 
 def test_a_number_that_was_chosen_stays() -> None:
@@ -50,12 +50,6 @@ def test_few_queues_are_told_of_where_nobody_chose_them(
     assert os.environ[CONNECTIONS] == (chosen or "32")
     assert [w for w in recwarn if f"set {CONNECTIONS}=32" in str(w.message)] == list(recwarn)
     assert bool(recwarn.list) == warned
-
-
-def test_to_ask_whether_the_gpu_is_in_use_does_not_load_its_driver() -> None:
-    loaded = "'libcuda.so' in open('/proc/self/maps').read()"
-    code = f"from paellapy.instrument import env; print(env.gpu_in_use(), {loaded})"
-    assert in_process(code) == "False False"
 
 
 @pytest.mark.gpu
