@@ -101,8 +101,6 @@ for k in range(100_000):  # wrong
     total += k * job.batch
 return total
 
-return FACTORS[job.model]  # wrong
-
 return FACTORS[job.tenant]  # wrong
 
 return FACTORS[4]  # wrong
@@ -129,18 +127,9 @@ factors = [1.0, 2.0]
 factors[0] = job.batch  # wrong
 return factors[0]
 
-return min(job.deadline_ns, float("inf"))  # wrong
-
-return getattr(job, "priority")  # wrong
-
 if job.batch > 1:
     return job.arrival_ns
 return job.arrival_ns / job.deficit_ns  # wrong
-
-found = None
-if job.batch > 1:
-    found = job.arrival_ns
-return found  # wrong
 
 global COUNT  # wrong
 COUNT += 1
@@ -158,13 +147,9 @@ return job.priority
 gpu.max_active = 3.0  # wrong
 return job.arrival_ns
 
-return job.remainning_ns  # wrong
-
 return job.name  # wrong
 
 return job.segment.time_ns  # wrong
-
-return job.arrival_ns * job.params.limit  # wrong
 
 rank = job.arrival_ns  # wrong
 
@@ -190,10 +175,6 @@ return job.arrival_ns
 
 return job.arrival_ns * SETTINGS.limit  # wrong
 
-return plain_helper(job.arrival_ns)  # wrong
-
-return time.time() - job.arrival_ns  # wrong
-
 import math as m  # wrong
 return m.sqrt(job.batch)
 
@@ -215,8 +196,6 @@ return key(job.batch)
 
 return math.square(job.batch)  # wrong
 
-return random.choice((1.0, 2.0))  # wrong
-
 if (n := job.batch) > 1:  # wrong
     return n
 return 1.0
@@ -228,9 +207,6 @@ if job.batch > 4:
 return 1.0
 
 assert job.batch > 0  # wrong
-return 1.0
-
-print(job.batch)  # wrong
 return 1.0
 
 return sum([job.batch for _ in range(2) if print(job.batch)])  # wrong
@@ -248,14 +224,10 @@ return 0.0 if job.model == "resnet18" else 1.0  # wrong
 
 return 0.0 if job.model in ("resnet18", "resnet34") else 1.0  # wrong
 
-return 0.0 if job.model != FIRST else 1.0  # wrong
-
 return (job.now_ns - job.now_ns) / (job.now_ns - job.now_ns)  # wrong
 
 own.limit += 1.0  # wrong
 return own.limit
-
-return own.limits  # wrong
 
 return own.used_ns[job.client]  # wrong
 
@@ -321,61 +293,63 @@ segment.ns = 0.0  # wrong
 own.used_ns = segment.ns  # wrong
 """),
 }
-CASES = [("rank", body) for body in RANKS] + [(role, body) for role, bodies in OTHERS.items() for body in bodies]
+# With the name in the error, and words that it must have.
+WORDING: list[tuple[str, str | None, str]] = [
+    ("return job.remainning_ns  # wrong", "remainning_ns", r"did you mean job\.remaining_ns"),
+    ("return own.limits  # wrong", "limits", r"did you mean own\.limit.*state=\{'limits': 0\.0\}"),
+    ("return job.params.limit  # wrong", "limit", r"@policy\(params=\{'limit': 1\.0\}\)"),
+    ("return FACTORS[job.model]  # wrong", None, r"job\.params"),
+    ("return min(job.batch, float('inf'))  # wrong", "float", r"math\.inf"),
+    ("return getattr(job, 'priority')  # wrong", "getattr", r"job\.priority"),
+    ("return job.arrival_ns / job.deficit_ns  # wrong", "arrival_ns=5e+12, deficit_ns=0", r"deficit_ns=0\b.*divisors"),
+    ("found = None\nif job.batch > 1:\n    found = 1.0\nreturn found  # wrong", None, "returns None"),
+    ("return random.choice((1.0, 2.0))  # wrong", "choice", r"random\.random\(\)"),
+    ("return job.batch * 2**64  # wrong", None, r"18446744073709551616.*64 bits"),
+    ("return plain_helper(job.batch)  # wrong", "plain_helper", r"@numba\.njit"),
+    ("return time.time()  # wrong", "time", r"job\.now_ns"),
+    ("print(job.batch)  # wrong\nreturn 1.0", "print", "without Python"),
+    ("return 1.0 if job.model == FIRST else 0.0  # wrong", "resnet18", r"job\.priority"),
+    ("if job.batch > 4:\n    raise ValueError  # wrong\nreturn 1.0", None, "a large number"),
+]
+CASES = [
+    *(("rank", body, None, "") for body in RANKS), *(("rank", *each) for each in WORDING),
+    *((role, body, None, "") for role, bodies in OTHERS.items() for body in bodies),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("role", "body"), CASES)
-def test_a_faulty_function_is_refused_with_its_line_and_a_remedy(role: str, body: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("role", "body", "name", "words"), CASES)
+def test_a_faulty_function_is_refused_with_its_line_and_a_remedy(
+    role: str, body: str, name: str | None, words: str, tmp_path: Path
+) -> None:
     error, line = refused(body, tmp_path, role)
     assert (error.policy, error.line) == (role, line)
+    assert name is None or error.name == name
     assert error.remedy
     said = str(error)
     assert said.startswith(f"{role} ({tmp_path / 'tried.py'}:{line}) ")
     assert said.endswith(error.remedy)
+    assert re.search(words, said)
     assert not INTERNALS.search(said.partition(") ")[2].replace("@numba.njit", ""))
     assert "\n" not in said
 
 
-WORDING = [
-    ("nonlocal count\ncount += 1\nreturn count", "count", r"nonlocal count.*state=\{'count': 0\.0\}"),
-    ("return job.remainning_ns", "remainning_ns", r"did you mean job\.remaining_ns"),
-    ("return own.limits", "limits", r"did you mean own\.limit.*state=\{'limits': 0\.0\}"),
-    ("return job.params.limit", "limit", r"@policy\(params=\{'limit': 1\.0\}\)"),
-    ("return FACTORS[job.model]", None, r"job\.params"),
-    ("return min(job.batch, float('inf'))", "float", r"math\.inf"),
-    ("return getattr(job, 'priority')", "getattr", r"job\.priority"),
-    ("return job.arrival_ns / job.deficit_ns", "arrival_ns=5e+12, deficit_ns=0", r"deficit_ns=0\b.*divisors"),
-    ("found = None\nif job.batch > 1:\n    found = 1.0\nreturn found", None, "returns None"),
-    ("return random.choice((1.0, 2.0))", "choice", r"random\.random\(\)"),
-    ("return job.batch * 2**64", None, r"18446744073709551616.*64 bits"),
-    ("return plain_helper(job.batch)", "plain_helper", r"@numba\.njit"),
-    ("return time.time()", "time", r"job\.now_ns"),
-    ("print(job.batch)\nreturn 1.0", "print", "without Python"),
-    ("return loud_helper(job.batch)", "print", "without Python"),
-    ("return 1.0 if job.model == FIRST else 0.0", "resnet18", r"job\.priority"),
-    ("if job.batch > 4:\n    raise ValueError\nreturn 1.0", None, "a large number"),
-]
+def test_a_fault_in_a_function_that_it_calls_has_the_line_there(tmp_path: Path) -> None:
+    error, _ = refused("return loud_helper(job.batch)", tmp_path)
+    line = loud_helper.py_func.__code__.co_firstlineno + 2
+    assert (error.policy, error.name, error.line) == ("loud_helper", "print", line)
 
 
-@pytest.mark.parametrize(("body", "name", "said"), WORDING)
-def test_an_error_names_what_is_wrong_and_how_to_mend_it(
-    body: str, name: str | None, said: str, tmp_path: Path
-) -> None:
-    if body.startswith("nonlocal"):
-        count = 0
+def test_a_count_outside_of_the_function_is_refused() -> None:
+    count = 0
 
-        def counting(job: Any) -> float:
-            nonlocal count
-            count += 1
-            return float(count)
+    def counting(job: Any) -> float:
+        nonlocal count
+        count += 1
+        return float(count)
 
-        with pytest.raises(PolicyError) as caught:
-            policy(counting)
-        error = caught.value
-    else:
-        error = refused(body, tmp_path)[0]
-    assert re.search(said, str(error))
-    assert name is None or error.name == name
+    with failing(PolicyError, name="count") as caught:
+        policy(counting)
+    assert "state={'count': 0.0}" in caught.value.remedy
 
 
 ACCEPTED = blocks("""
