@@ -50,12 +50,6 @@ def inputs_of(case: Any, scale: float, seed: int) -> Any:
 # -- on the GPU
 
 
-def upload(device: Any, value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return device.array(value)
-    return tuple(upload(device, v) for v in value) if isinstance(value, tuple) else value
-
-
 def spans(trace: pp.Trace) -> dict[str, float]:
     """Medians over the launches but the first two, which meet cold caches: first start to last end, blocks' times."""
     rows = []
@@ -68,6 +62,8 @@ def spans(trace: pp.Trace) -> dict[str, float]:
 
 
 def measure_case(device: Any, case: Any, scale: float, seed: int) -> dict[str, Any]:
+    from corpus import upload
+
     call = inputs_of(case, scale, seed)
     kernel = pp.kernel(case.kernel, report=None)
     args = {name: upload(device, value) for name, value in call.args.items()}
@@ -123,7 +119,6 @@ def measure_pairs(device: Any, seed: int) -> dict[str, Any]:
 
 
 def record(o: Any) -> None:
-
     from corpus import TRITON_CASES
 
     device = pp.Device("cuda")
@@ -271,7 +266,6 @@ def report(o: Any, name: str, lines: dict[str, Array], unknown: Array, head: str
 
 
 def fit_or_check(o: Any) -> None:
-
     from corpus import TRITON_CASES
 
     measured, device = stored(name_of(o), o.out), pp.Device(f"virtual:{o.part}")

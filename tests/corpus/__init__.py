@@ -14,17 +14,7 @@ from . import (
     memory,
     rows,
 )
-from .case import (
-    Call,
-    Case,
-    CudaCall,
-    CudaCase,
-    assert_right,
-    assert_same,
-    ast_source,
-    relative_error,
-    upload,
-)
+from .case import Call, Case, CudaCall, CudaCase, assert_right, assert_same, ast_source, relative_error, upload
 
 _TRITON = (elementwise, integers, rows, matmul, convolution, attention, control_flow, arguments, memory, atomics)
 TRITON_CASES: tuple[Case, ...] = tuple(case for module in _TRITON for case in module.CASES)
