@@ -195,7 +195,7 @@ def test_the_last_kernel_of_a_segment_tells(run, report):
     """)
 
 
-def test_a_crowd_is_confined_to_partitions_and_what_is_made_for_it_goes_with_the_engine(run):
+def test_a_crowd_is_confined_to_partitions_which_are_freed_with_the_engine(run):
     run("""
         fake.by_kernel = True
         with Engine("cuda", "srpt", quantum_us=20, max_active=12, sm_partitions=8) as engine:
@@ -285,7 +285,7 @@ def test_partitions_have_streams_for_every_priority(run):
     """)
 
 
-def test_a_load_that_fails_for_want_of_a_stream_leaves_none_and_the_next_has_them_all(run):
+def test_a_load_that_lacks_a_stream_leaves_none_and_the_next_load_has_them_all(run):
     run("""
         fake.by_kernel = True
         create, left = fake.cuGreenCtxStreamCreate, [100]
@@ -508,7 +508,7 @@ def test_nothing_is_collected_inside_a_capture(run):
         object.__setattr__(model, "fn", fn)
         with Engine("cuda") as engine:
             engine.load(model)
-            assert not all(seen) and any(seen)  # off in captures, on in rehearsals
+            assert not all(seen) and any(seen)  # off in captures, on in warm-up runs
             assert gc.isenabled()
             check_answers(engine, 1, 4)
             assert engine.backend._streams.pools

@@ -76,7 +76,7 @@ def test_runs_that_agree_are_not_repeated_and_others_are(gpu):
     assert len(settled_times_ns([1, 2], 15, 0, None)) == 15
 
 
-def test_one_graph_runs_again_and_again_behind_a_single_one_in_producer_of_it(gpu):
+def test_one_graph_runs_again_and_again_behind_a_single_one_in_front_of_it(gpu):
     gpu.times = [9.0, 5.0, 5.0, 5.01]
     assert settled_times_ns([1], 15, 0, None).tolist() == [[5.0], [5.0], [5.01]]
     assert gpu.calls == [[4]]

@@ -63,16 +63,16 @@ def test_what_may_hold_arrays_out_of_sight_is_not_moved():
         memory.moved((1, object()), VirtualMemory(64, 64))
 
 
-def test_costs_seen_in_the_rehearsal_are_those_of_the_program():
+def test_costs_seen_in_the_warm_up_run_are_those_of_the_program():
     model = demo.load("cnn", batch=(2,))
     costs = []
-    for rehearsed in (True, False):
+    for warmed_up in (True, False):
         backend = VirtualBackend(pp.Device("virtual:h200"))
         weights, (instance,) = instances_of(backend, model)
-        if not rehearsed:
+        if not warmed_up:
             backend.costs.warm_ups.clear()
         program = backend.capture(instance, weights, 2, {})
-        assert (backend.costs.seen(program) is not None) == rehearsed
+        assert (backend.costs.seen(program) is not None) == warmed_up
         costs.append(backend.costs.of(program))
     for a, b in zip(*costs, strict=True):
         assert (a is None) == (b is None)

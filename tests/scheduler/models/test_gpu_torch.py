@@ -285,7 +285,7 @@ def of_torch(seed, seen=lambda x: None):
     return net
 
 
-def test_sizes_planned_at_once_in_their_threads_give_the_bits_of_sizes_planned_one_by_one(engine, monkeypatch):
+def test_sizes_planned_at_once_give_the_bits_of_sizes_planned_one_by_one(engine, monkeypatch):
     net, x = of_torch(11), images(8, seed=4)
     sizes, programs = (1, 2, 4, 8), {}
 

@@ -92,7 +92,7 @@ def failing_disk(monkeypatch):
 
 @pytest.mark.parametrize("disk", [full_disk, failing_disk])
 @pytest.mark.parametrize("nbytes", [1000, 2000])  # displaces the other model; goes to the disk itself
-def test_with_host_memory_and_disk_full_the_error_names_the_new_model_and_the_old_one_stays(
+def test_with_memory_and_disk_full_the_error_names_the_model_and_nothing_is_lost(
     store, host, tmp_path, monkeypatch, disk, nbytes
 ):
     disk(monkeypatch)

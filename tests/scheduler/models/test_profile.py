@@ -62,7 +62,7 @@ def test_another_program_or_quantum_is_measured_anew():
     assert load(scale_model(steps=3, batch=(1,)))[1].measured == 0
 
 
-def test_what_a_model_demands_is_measured_again_with_more_instances_and_not_with_fewer():
+def test_demand_is_measured_again_with_more_instances_and_not_with_fewer():
     seen = [load(mlp_model(batch=(1,)), instances=instances)[0].profiles[0] for instances in (1, 2, 8, 3)]
     assert [each.together for each in seen] == [0, 2, 8, 8]
     assert seen[0].demand == 0.0
