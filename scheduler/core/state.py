@@ -9,7 +9,7 @@ Nothing here is a Python object, so the tables can live in shared memory, where 
   ring, and get the row back with its one entry in their own completion ring. They may also reserve a slot of the
   model's filling instance and write inputs straight into it. Producer 0 is the engine's own process;
 * **the copier** (`copier.Copier`), where there is one, copies long inputs into slots for the core;
-* **the mover** (`engine.weight_cache.Mover`), where weights come and go, carries out the core's orders on `move`;
+* **the mover** (`engine.weight_cache.WeightMover`), where weights come and go, carries out the core's orders on `move`;
 * **the core** (`step.step`) owns everything else.
 
 Some words are written by one party while another reads them, and are therefore accessed only through `atomics`:

@@ -411,7 +411,7 @@ WEIGHTS = np.dtype(
         ("chunks", "i8"),
         ("word", "u8"),  # address of one word per chunk, which the copy sets when the chunk has arrived
         ("keep", "i8"),  # AUTO …
-        ("ns_per_byte", "f8"),  # of its copy, if not from host memory; 0: from host memory. Written by `Residents`
+        ("ns_per_byte", "f8"),  # of its copy, if not from host memory; 0: from host memory. Written by `WeightCache`
         ("locked", "i8"),  # 1: the weights stay, because a batch size of the model is being captured
         # by the core
         ("location", "i8"),  # OFF_GPU …

@@ -517,27 +517,24 @@ def _check_settings(
 ) -> None:
     check_quantum(quantum_us)
     if max_active is not None and (not _is_number(max_active) or max_active < 1):
-        raise ModelError(
-            f"max_active={shortened(max_active)}: the number of batches that share the GPU must be at least 1, or None"
-        )
+        why = "the number of batches that share the GPU must be at least 1, or None"
+        raise _wrong_setting("max_active", max_active, why)
     for name, given in (("memory_bytes", memory_bytes), ("host_bytes", host_bytes)):
         if given is not None and not _is_number(given):
-            raise ModelError(f"{name}={shortened(given)}: the number of bytes must be an integer, such as 24 << 30")
+            raise _wrong_setting(name, given, "the number of bytes must be an integer, such as 24 << 30")
     if memory_bytes is not None and memory_bytes < 1:
-        raise ModelError(
-            f"memory_bytes={memory_bytes}: the number of bytes must be at least 1, or None for most of the GPU's memory"
-        )
+        why = "the number of bytes must be at least 1, or None for most of the GPU's memory"
+        raise _wrong_setting("memory_bytes", memory_bytes, why)
     if host_bytes is not None and (memory_bytes is None or host_bytes < 0):
-        raise ModelError(
-            f"host_bytes={host_bytes}: the number of bytes must be at least 0, and memory_bytes must be given with it"
-        )
-    if not _is_number(sm_partitions) or (
-        sm_partitions != 0 and not codes.LEAST_PARTITIONS <= sm_partitions <= codes.PARTITIONS
-    ):
-        raise ModelError(
-            f"sm_partitions={shortened(sm_partitions)}: the number must be 0, for none, or {codes.LEAST_PARTITIONS} to "
-            f"{codes.PARTITIONS}"
-        )
+        why = "the number of bytes must be at least 0, and memory_bytes must be given with it"
+        raise _wrong_setting("host_bytes", host_bytes, why)
+    least, most = codes.LEAST_PARTITIONS, codes.PARTITIONS
+    if not _is_number(sm_partitions) or (sm_partitions != 0 and not least <= sm_partitions <= most):
+        raise _wrong_setting("sm_partitions", sm_partitions, f"the number must be 0, for none, or {least} to {most}")
+
+
+def _wrong_setting(field: str, given: Any, why: str) -> ModelError:
+    return ModelError(f"{field}={shortened(given)}: {why}", field=field, given=given)
 
 
 def _is_number(given: Any) -> bool:

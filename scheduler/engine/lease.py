@@ -82,8 +82,8 @@ class _Busy:
         if self._holder == me:
             raise ModelError(
                 f"lease {self._name!r} is held here already, so a second one would wait for ever: use the first, or "
-                "another name"
-            )
+                "another name", field="name", given=self._name,
+            )  # fmt: skip
         if not self._lock.acquire(blocking):
             return False
         self._holder = me

@@ -47,11 +47,13 @@ class LoadedModels:
         with self.lock:
             self.check_name(model.name, "unload it first", leases_too=True)
             free = int(np.count_nonzero(self.state.instance["model"] == codes.NONE))
-            if free < (model.instances or 1) or len(self._by_row) >= len(self.state.model):
+            wanted, loaded_already, places = model.instances or 1, len(self._by_row), len(self.state.model)
+            if free < wanted or loaded_already >= places:
+                field, given, limit = ("instances", wanted, free) if free < wanted else ("models", places + 1, places)
                 raise ModelError(
-                    f"no room for model {model.name!r}: {len(self._by_row)} of {len(self.state.model)} models and all "
-                    f"but {free} of {len(self.state.instance)} instances are in use; unload a model, or raise the "
-                    "engine's limits", model=model.name, limit=len(self.state.model), free_instances=free,
+                    f"no room for model {model.name!r}: {loaded_already} of {places} models and all but {free} of "
+                    f"{len(self.state.instance)} instances are in use; unload a model, or raise the engine's limits",
+                    model=model.name, field=field, given=given, limit=limit,
                 )  # fmt: skip
             times = LoadTimes(model.name)
             with shown(times):

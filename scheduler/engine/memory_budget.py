@@ -70,8 +70,8 @@ class Budget:
                 f"{readable_bytes(self.instance_bytes)}, and the weights that must be there at once "
                 f"{readable_bytes(needed - self.instance_bytes)}: weights that stay on the GPU, weights of higher "
                 "priority than another model's, and the largest of the others. Unload a model, use fewer instances or "
-                "smaller batches, or give the engine more memory_bytes."
-            )
+                "smaller batches, or give the engine more memory_bytes.", given=needed + more, limit=self.nbytes,
+            )  # fmt: skip
 
     def _take(self, name: str, nbytes: int, priority: int, what: str) -> None:
         r = self._state.residency[0]

@@ -109,21 +109,23 @@ class Rows:
         return bool(self._state.client_key.any())
 
     def _full(self) -> QueueFullError:
-        return QueueFullError(f"the engine already holds {self.total} requests, its maximum; try again later")
+        return QueueFullError(
+            f"the engine already holds {self.total} requests, its maximum; try again later", limit=self.total
+        )
 
     def _refusal(self, client: int, n: int) -> QueueFullError:
         clients = sum(map(bool, self._of))
         if client == 0:
             return QueueFullError(
                 f"clients without a name already have {n} of the engine's {self.total} requests, and the others are "
-                "kept for clients with a name; try again later, or name the client"
-            )
+                "kept for clients with a name; try again later, or name the client", given=n, limit=self.total,
+            )  # fmt: skip
         if n * (clients + 1) <= self.total:  # it has less than an equal part: there are many clients
             return self._full()
         return TooManyRequestsError(
             f"this client already has {n} of the engine's {self.total} requests, and the others are kept for other "
-            "clients; wait for answers before you send more"
-        )
+            "clients; wait for answers before you send more", given=n, limit=self.total,
+        )  # fmt: skip
 
 
 # Waiters: objects on which threads sleep until their own request or event is done.
@@ -279,8 +281,9 @@ class RingClient:
             known = self._clients.get(client)
         except TypeError:
             raise InputError(
-                f"client={client!r}: a client is named by a string, a number or a tuple of these"
-            ) from None
+                f"client={client!r}: a client is named by a string, a number or a tuple of these", field="client",
+                given=client,
+            ) from None  # fmt: skip
         if known is not None and self.state.client_key[known[0]] == known[1]:
             return known[0]
         key = client_key(client)

@@ -293,7 +293,7 @@ def test_a_slot_that_expires_says_so_when_it_is_submitted(loaded):
      {"quantum_us": math.nan}, {"sm_partitions": 2}, {"sm_partitions": None}],
 )  # fmt: skip
 def test_settings_that_cannot_be_are_refused(wrong):
-    with pytest.raises(ModelError, match=f"{next(iter(wrong))}="):
+    with pytest.raises(ModelError, check=lambda e: e.field in wrong):
         Engine(DEVICE, **wrong)
 
 
@@ -381,55 +381,50 @@ def test_a_deadline_far_away_changes_nothing(loaded):
 
 @pytest.mark.parametrize("deadline", [0, -5, float("nan")])
 def test_a_deadline_in_the_past_is_refused_at_once(loaded, deadline):
-    with pytest.raises(DeadlineError, match="deadline_ms="):
+    with pytest.raises(DeadlineError, check=lambda e: e.field == "deadline_ms"):
         loaded.infer_sync("short", {"x": np.ones(64, np.float32)}, deadline_ms=deadline)
 
 
 @pytest.mark.parametrize(
-    ("inputs", "said"),
+    ("inputs", "facts"),
     [
-        ({}, "no x"),
-        ({"x": np.ones(64, np.float32), "z": 1}, "unknown z"),
-        ({"y": np.ones(64, np.float32)}, "no x and unknown y"),
-        ({"x": np.ones(65, np.float32)}, r"\(65,\).*\(64,\)"),
-        ({"x": np.ones((1, 64), np.float32)}, "without the batch"),
-        ({"x": np.ones(64)}, "float64.*float32"),
-        ({"x": "text"}, "shape"),
-        ({"x": [[1.0], [1.0, 2.0]]}, "input 'x' cannot be converted"),
-        ({"x": np.ones(64, np.float32), 7: 1}, "unknown 7"),
-        (None, r"takes a dict of arrays \(x\), not a NoneType"),
-        ([np.ones(64, np.float32)], r"takes a dict of arrays \(x\), not a list"),
+        ({}, {"missing": ["x"]}),
+        ({"x": np.ones(64, np.float32), "z": 1}, {"missing": [], "unknown": ["z"]}),
+        ({"y": np.ones(64, np.float32)}, {"missing": ["x"], "unknown": ["y"]}),
+        ({"x": np.ones(65, np.float32)}, {"field": "x", "given": (65,), "limit": (64,)}),
+        ({"x": np.ones((1, 64), np.float32)}, {"field": "x", "given": (1, 64), "limit": (64,)}),
+        ({"x": np.ones(64)}, {"field": "x", "given": np.float64, "limit": np.float32}),
+        ({"x": "text"}, {"field": "x", "given": (), "limit": (64,)}),
+        ({"x": [[1.0], [1.0, 2.0]]}, {"field": "x", "given": [[1.0], [1.0, 2.0]]}),
+        ({"x": np.ones(64, np.float32), 7: 1}, {"unknown": ["7"]}),
+        (None, {"given": "NoneType"}),
+        ([np.ones(64, np.float32)], {"given": "list"}),
     ],
 )
-def test_wrong_inputs_are_named(loaded, inputs, said):
-    with pytest.raises(InputError, match=said) as caught:
+def test_wrong_inputs_are_named(loaded, inputs, facts):
+    with pytest.raises(InputError) as caught:
         loaded.infer_sync("short", inputs)
-    assert "'short'" in str(caught.value)
+    error = caught.value
+    assert {key: getattr(error, key) for key in ("model", *facts)} == {"model": "short", **facts}
     assert loaded.stats()["live"] == 0
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"deadline_ms": "x"}, "deadline_ms='x'.*milliseconds"),
-        ({"deadline_ms": np.ones(2)}, "deadline_ms=array.*milliseconds"),
-        ({"priority": "x"}, "priority='x'.*integer"),
-        ({"priority": 1 << 70}, "priority=.*integer"),
-        ({"priority": float("inf")}, "priority=inf.*integer"),
-        ({"client": []}, r"client=\[\]"),
-    ],
-)
-def test_a_request_that_makes_no_sense_is_refused_and_holds_nothing(loaded, options, said):
+    "options",
+    [{"deadline_ms": "x"}, {"deadline_ms": np.ones(2)}, {"priority": "x"}, {"priority": 1 << 70},
+     {"priority": float("inf")}, {"client": []}],
+)  # fmt: skip
+def test_a_request_that_makes_no_sense_is_refused_and_holds_nothing(loaded, options):
     x = {"x": np.ones(64, np.float32)}
     for ask in (lambda: loaded.infer_sync("short", x, **options), lambda: loaded.reserve("short", **options)):
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(InputError, check=lambda e: options[e.field] is e.given):
             ask()
     assert loaded.stats()["live"] == 0
     check(loaded.infer_sync("short", x), {"y": np.full(64, 3.0)})
 
 
 def test_an_unknown_model_is_named_beside_the_known(loaded):
-    with pytest.raises(UnknownModelError, match=r"'nope'.*short, long, mlp"):
+    with pytest.raises(UnknownModelError, check=lambda e: e.model == "nope"):
         loaded.infer_sync("nope", {})
     with pytest.raises(UnknownModelError):
         loaded.unload("nope")
@@ -438,7 +433,7 @@ def test_an_unknown_model_is_named_beside_the_known(loaded):
 
 
 def test_one_name_is_loaded_once(loaded):
-    with pytest.raises(ModelError, match="loaded already"):
+    with pytest.raises(ModelError, check=lambda e: e.field == "name"):
         loaded.load(scale_model("short"))
 
 
@@ -523,15 +518,15 @@ def test_a_model_that_cannot_be_captured_leaves_the_engine_as_it_was(engine):
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("what", "field"),
     [
         ({"batch": tuple(range(1, 20))}, "batch sizes"),
-        ({"batch": (1, 500)}, "largest batch"),
+        ({"batch": (1, 500)}, "requests in its largest batch"),
         ({"instances": 1000}, "instances"),
     ],
 )
-def test_a_model_beyond_the_engines_limits_is_refused(engine, what, said):
-    with pytest.raises(ModelError, match=said):
+def test_a_model_beyond_the_engines_limits_is_refused(engine, what, field):
+    with pytest.raises(ModelError, check=lambda e: e.field == field and e.given > e.limit):
         engine.load(scale_model(**what))
 
 
@@ -956,11 +951,11 @@ def test_a_value_outside_its_range_is_refused_before_it_runs(engine):
     told = []
     engine.on_fault(lambda name, error: told.append(error))
     for bad in (16, -1, 1 << 40):
-        with pytest.raises(InputError, match="it takes 0 to 15"):
+        with pytest.raises(InputError, check=lambda e: e.limit == (0, 15)):
             engine.infer_sync("lookup", {"i": np.array([bad])})
         slot = engine.reserve("lookup")
         slot.inputs["i"][...] = bad
-        with pytest.raises(InputError, match=f"has the value {bad}"):
+        with pytest.raises(InputError, check=lambda e: e.limit == (0, 15)):
             slot.submit_sync()
     assert set(engine.infer_sync("lookup", {"i": np.array([15])})["y"]) == {15}
     assert not told

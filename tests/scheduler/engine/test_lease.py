@@ -104,21 +104,21 @@ def test_an_exception_in_a_lease_is_its_owner_s(engine):
 
 
 def test_what_cannot_be_a_lease_is_refused(engine):
-    with pytest.raises(ModelError, match="give_back_ms=0"):
+    with pytest.raises(ModelError, check=lambda e: e.field == "give_back_ms"):
         engine.lease("script", give_back_ms=0)
-    with pytest.raises(ModelError, match="named 'scale'"):
+    with pytest.raises(ModelError, check=lambda e: (e.field, e.given) == ("name", "scale")):
         engine.lease("scale")
     with engine.lease("script"):
         pass
-    with pytest.raises(ModelError, match="priority -1"):
+    with pytest.raises(ModelError, check=lambda e: e.priority == -1):
         engine.lease("script", priority=3)
 
 
 def test_a_lease_inside_a_lease_of_the_same_name_is_refused(engine):
     with engine.lease("script") as lease:
-        with pytest.raises(ModelError, match="'script' is held here"), engine.lease("script"):
+        with pytest.raises(ModelError, check=lambda e: e.given == "script"), engine.lease("script"):
             pass
-        with pytest.raises(ModelError, match="'script' is held here"), lease:
+        with pytest.raises(ModelError, check=lambda e: e.given == "script"), lease:
             pass
         with engine.lease("other", give_back_ms=1):
             pass
@@ -127,7 +127,7 @@ def test_a_lease_inside_a_lease_of_the_same_name_is_refused(engine):
         async with engine.lease("script"), engine.lease("script"):
             pass
 
-    with pytest.raises(ModelError, match="'script' is held here"):
+    with pytest.raises(ModelError, check=lambda e: e.given == "script"):
         asyncio.run(nested())
     with engine.lease("script"):
         ask(engine)
@@ -195,7 +195,7 @@ def test_names_of_leases_are_limited_with_the_remedy():
     with pp.Engine("virtual:h200") as engine:
         for k in range(len(engine.state.model)):
             engine.lease(f"script{k}")
-        with pytest.raises(ModelError, match="earlier name"):
+        with pytest.raises(ModelError, check=lambda e: e.field == "name" and e.limit):
             engine.lease("one more")
         with engine.lease("script0"):
             pass

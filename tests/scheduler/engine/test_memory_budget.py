@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from chain_models import SMALL, WEIGHTS, N, ask, chain, room_for
@@ -95,7 +97,7 @@ def budget_whose_core_grants(state, at_last):
             r["load_granted"], r["held_bytes"] = 1, r["load_bytes"]
         function()
 
-    return Budget(state, 100, in_loop, lambda: None), calls
+    return Budget(SimpleNamespace(state=state, run=in_loop, check_open=lambda: None), 100), calls
 
 
 @pytest.mark.parametrize("at_last", [False, True])

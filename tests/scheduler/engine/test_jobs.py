@@ -344,7 +344,7 @@ def test_a_job_is_no_model_to_ask(engine):
     with pytest.raises(UnknownModelError):
         engine.infer_sync("count", {"nothing": np.zeros(1, np.uint8)})
     assert engine.models == {}
-    with pytest.raises(ModelError, match="named 'count'"):
+    with pytest.raises(ModelError, check=lambda e: (e.field, e.given) == ("name", "count")):
         engine.background(lambda: x.add_(1.0), name="count", state=[x])
     job.stop()
 
@@ -370,9 +370,9 @@ def test_what_cannot_be_a_job_is_refused_with_the_remedy(engine):
         engine.background(lambda: None, state=torch.nn.Linear(1, 1))
     with pytest.raises(ModelError, match=r"list\(net\.parameters\(\)\)"):
         engine.background(lambda: x.add_(1), state=[x, torch.nn.Linear(1, 1).parameters()])
-    with pytest.raises(ModelError, match="no batch"):
+    with pytest.raises(ModelError, check=lambda e: e.field == "data"):
         engine.background(lambda batch: x.add_(1), state=[x], data=[])
-    with pytest.raises(MemoryPlanError, match="memory_bytes=10"):
+    with pytest.raises(MemoryPlanError, check=lambda e: (e.field, e.given) == ("memory_bytes", 10)):
         engine.background(lambda: x.add_(1), state=[x], memory_bytes=10)
     assert engine.jobs == {}
 
@@ -485,9 +485,9 @@ def test_a_fault_of_the_gpu_names_the_job_and_nothing_hangs():
         assert isinstance(job.error, EngineFailedError)
         for told in (str(job.error), engine.failure_text, Monitor(engine).snapshot()["failure"]):
             assert told.endswith("the GPU is gone (running at that time: job 'train')")
-        with pytest.raises(EngineFailedError, match="job 'train'"):
+        with pytest.raises(EngineFailedError, check=lambda e: e.running == ["job 'train'"]):
             engine.infer_sync("scale", {"x": np.ones(64, np.float32)})
-        with pytest.raises(EngineFailedError, match="job 'train'"):
+        with pytest.raises(EngineFailedError, check=lambda e: e.running == ["job 'train'"]):
             engine.background(lambda: x.add_(1.0), name="again", state=[x])
 
 
@@ -498,7 +498,7 @@ def test_a_fault_of_the_gpu_names_the_lease_also_when_it_was_taken_back():
             assert engine.core.on_gpu == ["lease 'script'"]
             lease.take_back()
             lose_the_gpu(engine, "lease 'script'")
-        with pytest.raises(EngineFailedError, match="lease 'script'"):
+        with pytest.raises(EngineFailedError, check=lambda e: e.running == ["lease 'script'"]):
             engine.infer_sync("scale", {"x": np.ones(64, np.float32)})
 
 
@@ -529,7 +529,7 @@ def test_work_outside_of_the_core_that_loses_the_gpu_is_named(monkeypatch, where
                     engine.background(lose, name="train", state=[x])
             error = caught.value
         assert whose.rpartition(" ")[2] in str(error)
-        with pytest.raises(EngineFailedError, match=f"running at that time: {whose}"):
+        with pytest.raises(EngineFailedError, check=lambda e: e.running == [whose]):
             engine.infer_sync("scale", {"x": np.ones(64, np.float32)})
 
 
