@@ -28,7 +28,7 @@ from paellapy.scheduler.core.tenants import tenants_stats
 from paellapy.scheduler.engine.client import RequestClient
 from paellapy.scheduler.engine.core_loop import Core, ModelTable
 from paellapy.scheduler.engine.engine import Engine
-from paellapy.scheduler.engine.ring_calls import SharedStage
+from paellapy.scheduler.engine.input_staging import SharedStage
 from paellapy.scheduler.engine.ring_client import Pending, RingClient
 from paellapy.scheduler.engine.stats import GpuUse, core_stats, live_stats, model_stats, occupancy
 from paellapy.scheduler.models.memory import Instance, InstancePlan, Memory

@@ -35,7 +35,8 @@ from paellapy.scheduler.core.state import Limits, State, producer_rows
 from paellapy.scheduler.core.tables import COMPLETION, SUBMISSION
 from paellapy.scheduler.core.tenants import client_key, find_client
 from paellapy.scheduler.engine import ring_calls as calls
-from paellapy.scheduler.engine.ring_calls import E_INSTANCE, E_MODEL, E_REQUEST, E_SLOT, E_STATUS, OwnStage, Stage
+from paellapy.scheduler.engine.input_staging import OwnStage, Stage
+from paellapy.scheduler.engine.ring_calls import E_INSTANCE, E_MODEL, E_REQUEST, E_SLOT, E_STATUS
 from paellapy.scheduler.models.memory import Instance
 from paellapy.scheduler.models.model import Model
 

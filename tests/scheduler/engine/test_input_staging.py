@@ -17,7 +17,7 @@ from waiting import held_core
 import paellapy as pp
 from paellapy.scheduler.core.errors import QueueFullError
 from paellapy.scheduler.core.processes import SharedBlock
-from paellapy.scheduler.engine.ring_calls import OwnStage, SharedStage, Stage
+from paellapy.scheduler.engine.input_staging import OwnStage, SharedStage, Stage
 
 pytestmark = pytest.mark.quick
 
