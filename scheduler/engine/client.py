@@ -374,7 +374,7 @@ class Slot:
         """Takes a row, and a slot of an instance or staged memory."""
         model = self._loaded.model
         # Not the slot itself: the pending request must not keep a forgotten slot alive.
-        self._pending: Pending = _Unsubmitted(self._loaded)
+        self._pending = _Unsubmitted(self._loaded)
         self._ring.take_row(self._pending, self._terms[0])
         self._open = True
         self._client.slots.add(self)

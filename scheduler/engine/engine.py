@@ -220,7 +220,7 @@ class Engine:
         if known_ns:
             self.state.model["trial_ns"][loaded.row] = known_ns
             return known_ns
-        model = loaded.model
+        model: Model = loaded.model
         batch = min(model.max_batch, codes.OWN_ROWS // 2)
         pieces = pieces_of(np.full(spec.shape, spec.neutral, spec.dtype) for spec in model.inputs.values())
         began = time.monotonic_ns()
