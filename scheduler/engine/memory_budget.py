@@ -41,12 +41,13 @@ class Budget:
         self.placing: Placing | None = None
         self.why_stuck: Callable[[], str] = str  # says why the latest eviction failed
 
-    def place(self, name: str, nbytes: int, priority: int, keep: int, what: str) -> None:
+    def place(self, name: str, nbytes: int, priority: int, keep: int) -> None:
         """Takes memory for the weights of a model that is being loaded; a second call takes more for the same model."""
         before = 0 if self.placing is None else self.placing.nbytes
         self.placing = Placing(name, before + nbytes, priority, keep)
-        self._check_fit(0, f"{what} of {readable_bytes(nbytes)}")
-        self._take(name, nbytes, priority, what)
+        what = f"weights of model {name!r} of {readable_bytes(nbytes)}"
+        self._check_fit(name, 0, what)
+        self._take(name, name, nbytes, priority, what)
 
     def keep_placed(self) -> None:
         """The model that is being loaded stays on the GPU, whatever its user said; MemoryPlanError if that is too
@@ -54,15 +55,24 @@ class Budget:
         """
         if self.placing is not None:
             self.placing.keep = codes.PINNED
-            self._check_fit(0, f"weights of model {self.placing.name!r}, which must stay on the GPU because the model "
-                               "changes them,")  # fmt: skip
+            name = self.placing.name
+            why = "which must stay on the GPU because the model changes them,"
+            self._check_fit(name, 0, f"weights of model {name!r}, {why}")
 
-    def claim(self, name: str, nbytes: int, priority: int, what: str) -> None:
-        """Takes memory out of the budget permanently, evicting models if needed; MemoryPlanError if that fails."""
-        self._check_fit(nbytes, f"{what} of {readable_bytes(nbytes)}")
-        self._take(name, nbytes, priority, what)
+    def claim(self, name: str, nbytes: int, priority: int) -> None:
+        """Takes memory for a model's weights out of the budget permanently, evicting models if needed."""
+        self._claim(name, name, nbytes, priority, "weights")
 
-    def _check_fit(self, more: int, what: str) -> None:
+    def claim_instances(self, model: str, nbytes: int) -> None:
+        """Takes memory for an arena, which the model is the first to use, as `claim` does."""
+        self._claim(SHARED, model, nbytes, codes.NEVER, "instances")
+
+    def _claim(self, owner: str, model: str, nbytes: int, priority: int, kind: str) -> None:
+        what = f"{kind} of model {model!r} of {readable_bytes(nbytes)}"
+        self._check_fit(model, nbytes, what)
+        self._take(owner, model, nbytes, priority, what)
+
+    def _check_fit(self, model: str, more: int, what: str) -> None:
         needed = self.needed_bytes()
         if needed + more > self.nbytes:
             raise MemoryPlanError(
@@ -70,10 +80,11 @@ class Budget:
                 f"{readable_bytes(self.instance_bytes)}, and the weights that must be there at once "
                 f"{readable_bytes(needed - self.instance_bytes)}: weights that stay on the GPU, weights of higher "
                 "priority than another model's, and the largest of the others. Unload a model, use fewer instances or "
-                "smaller batches, or give the engine more memory_bytes.", given=needed + more, limit=self.nbytes,
+                "smaller batches, or give the engine more memory_bytes.", model=model, needed_bytes=needed + more,
+                limit_bytes=self.nbytes,
             )  # fmt: skip
 
-    def _take(self, name: str, nbytes: int, priority: int, what: str) -> None:
+    def _take(self, owner: str, model: str, nbytes: int, priority: int, what: str) -> None:
         r = self._state.residency[0]
 
         def ask() -> None:
@@ -102,9 +113,11 @@ class Budget:
             )  # fmt: skip
             self._core.run(drop)
             if not r["load_granted"]:
-                raise MemoryPlanError(f"{what} of {readable_bytes(nbytes)} get no memory: {why}")
+                raise MemoryPlanError(
+                    f"{what} get no memory: {why}", model=model, needed_bytes=nbytes, limit_bytes=self.nbytes
+                )
         self._core.run(take)
-        self.taken[name] = self.taken.get(name, 0) + nbytes
+        self.taken[owner] = self.taken.get(owner, 0) + nbytes
 
     def give(self, name: str, nbytes: int | None = None) -> None:
         """Returns bytes to the budget; without a number, all bytes of the model."""
@@ -153,7 +166,7 @@ class InstanceArenas(Arenas):
     def __init__(self, core: CoreLoop, budget: Budget) -> None:
         super().__init__(
             core.backend.arena,
-            lambda nbytes: budget.claim(SHARED, nbytes, codes.NEVER, f"instances of model {self._loading!r}"),
+            lambda nbytes: budget.claim_instances(self._loading, nbytes),
             lambda nbytes: budget.give(SHARED, nbytes),
         )
         self._core, self._state, self._budget = core, core.state, budget

@@ -258,11 +258,10 @@ class WeightCache:
         parts = model.weight_parts(order)
         if not parts:  # its weights are unknown, or they change: they stay on the GPU
             if model.weights_bytes:  # the weights of a background job belong to its owner
-                self.budget.claim(model.name, model.weights_bytes, model.priority, f"weights of model {model.name!r}")
+                self.budget.claim(model.name, model.weights_bytes, model.priority)
             return Placed(self._backend.upload(model), None)
         layout = Layout([part.nbytes for part in parts])
-        what, keep = f"weights of model {model.name!r}", codes.KEEP[model.resident]
-        self.budget.place(model.name, max(layout.nbytes, 1), model.priority, keep, what)
+        self.budget.place(model.name, max(layout.nbytes, 1), model.priority, codes.KEEP[model.resident])
 
         def fill(host: Any) -> None:
             for part, offset in zip(parts, layout.offsets, strict=True):
@@ -275,7 +274,7 @@ class WeightCache:
             found = self._backend.weight_range(layout, chunk_bytes, map_bytes)
             if found.held_bytes > layout.nbytes:
                 rest = found.held_bytes - max(layout.nbytes, 1)
-                self.budget.place(model.name, rest, model.priority, keep, f"the last page of {what}")
+                self.budget.place(model.name, rest, model.priority, codes.KEEP[model.resident])
             found.write(self.store.take(model.name), 0, layout.nbytes)
             return Placed(model.place_over(self._backend.device, found, order), found)
         except BaseException:

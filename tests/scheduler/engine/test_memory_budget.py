@@ -9,6 +9,7 @@ import pytest
 from chain_models import SMALL, WEIGHTS, N, ask, chain, room_for
 from core_bench import Bench
 from engine_models import scale
+from failing import failing
 
 import paellapy as pp
 from paellapy.scheduler.core import codes
@@ -37,7 +38,7 @@ def test_models_that_could_never_run_beside_higher_priorities_are_refused(device
         made = {name: chain(name, k, priority=int(name != "low")) for k, name in enumerate(order)}
         for name in order[:2]:
             server.load(made[name][0])
-        with pytest.raises(MemoryPlanError, match=rf"{order[2]!r}.*priority"):
+        with failing(MemoryPlanError, model=order[2], limit_bytes=room_for(device, 2)):
             server.load(made[order[2]][0])
         for name in order[:2]:
             ask(server, name, made[name][1])
@@ -78,7 +79,7 @@ def test_a_model_that_turns_out_to_stay_is_refused_where_the_others_would_not_fi
     with pp.Engine(device, memory_bytes=room_for(device, 1), quantum_us=2, tuning=SMALL) as server:
         one, weights = chain("one", 1)
         server.load(one)
-        with pytest.raises(MemoryPlanError, match="'counter'"):
+        with failing(MemoryPlanError, model="counter"):
             server.load(pp.Model("counter", fn, weights={"state": large}, batch=(1,), instances=1, **specs))
         ask(server, "one", weights)
         assert list(server.models) == ["one"]
@@ -106,11 +107,11 @@ def test_a_load_does_not_wait_for_ever_for_memory_of_models_in_use(monkeypatch, 
     state = Bench([]).state
     budget, calls = budget_whose_core_grants(state, at_last)
     if at_last:
-        budget.place("low", 60, 0, codes.AUTO, "weights")
+        budget.place("low", 60, 0, codes.AUTO)
         assert calls == ["ask", "drop", "take"]
     else:
-        with pytest.raises(MemoryPlanError, match="memory_bytes"):
-            budget.place("low", 60, 0, codes.AUTO, "weights")
+        with failing(MemoryPlanError, model="low", needed_bytes=60, limit_bytes=100):
+            budget.place("low", 60, 0, codes.AUTO)
         assert calls == ["ask", "drop"]
     r = state.residency[0]
     assert (r["load_bytes"], r["load_granted"], r["held_bytes"]) == (0, 0, 0)
