@@ -64,6 +64,10 @@ class ViewWarning(PaellaWarning):
     """A kernel on the virtual GPU reached beyond a view it was given, into the array behind it."""
 
 
+class LaunchWarning(PaellaWarning):
+    """An earlier launch of kernel `kernel` was refused with `error`, after its results had been computed."""
+
+
 class FolderWarning(PaellaWarning):
     """A folder of compiled code is not used, because other users can write to it."""
 

@@ -14,6 +14,7 @@ from .instrument.errors import ArgumentError as ArgumentError
 from .instrument.errors import CompileError as CompileError
 from .instrument.errors import InstrumentError as InstrumentError
 from .instrument.errors import LaunchError as LaunchError
+from .instrument.errors import LaunchWarning as LaunchWarning
 from .instrument.errors import NoDeviceError as NoDeviceError
 from .instrument.errors import OutOfBoundsError as OutOfBoundsError
 from .instrument.errors import PaellaError as PaellaError

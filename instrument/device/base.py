@@ -383,6 +383,7 @@ class Device(ABC):
     limits: SmLimits
     handlers: Handlers
     session: Any = None  # the active trace, if any
+    timing: bool = False  # trials run, whose errors must be those of their own launch
     capture: Capture | None = None  # set while a function's launches are captured
 
     def __new__(cls, name: str = "auto") -> Self:
@@ -525,12 +526,13 @@ class Device(ABC):
 
     @contextlib.contextmanager
     def untraced(self) -> Iterator[None]:
-        """Launches inside, such as trials, are not part of a trace."""
-        session, self.session = self.session, None
+        """Launches inside are trials: they are timed, and are not part of a trace."""
+        before = self.session, self.timing
+        self.session, self.timing = None, True
         try:
             yield
         finally:
-            self.session = session
+            self.session, self.timing = before
 
     def is_capturing(self, stream: Any) -> bool:
         """Whether launches on `stream` are recorded for later instead of run."""

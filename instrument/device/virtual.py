@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Self
 from weakref import WeakSet
@@ -22,7 +23,7 @@ from numpy.typing import DTypeLike, NDArray
 from paellapy.instrument.arguments import SCALARS, Handler, Handlers, pointer_keys
 from paellapy.instrument.device.base import Device, Event, Events, Pick, Stream
 from paellapy.instrument.device.virtual_launch import NotedLaunch, VirtualFlag, VirtualLauncher, VirtualRun
-from paellapy.instrument.errors import ArgumentError
+from paellapy.instrument.errors import ArgumentError, LaunchWarning, PaellaError
 from paellapy.instrument.gpu_model.costs import CostModel
 from paellapy.instrument.gpu_model.model import SmModel
 from paellapy.instrument.gpu_model.parts import part
@@ -164,6 +165,7 @@ class VirtualDevice(Device):
         self.costs = CostModel.for_part(self.part)
         self._model = SmModel(self.part, timing=self.costs.timing, history=_HISTORY)
         self._later: list[Callable[[], object]] = []
+        self._failed: list[PaellaError] = []  # of preemptible launches, whose data are computed late
         self.handlers = virtual_handlers()
         self._default_stream = self._model.stream()
         self.stream_stack: list[int] = []  # the streams that were entered
@@ -177,15 +179,25 @@ class VirtualDevice(Device):
 
     @property
     def model(self) -> SmModel:
-        """The SM model, with all launches so far submitted. One that cannot be compiled is reported once."""
+        """The SM model, with all launches so far submitted.
+
+        A launch that the GPU refuses leaves a warning here, since its caller is not the one who asks for the model. Its
+        next launch raises the error.
+        """
+        for error in self._submit_later():
+            _warn_of(error)
+        return self._model
+
+    def _submit_later(self) -> list[PaellaError]:
+        """Submits the launches that wait for it; returns the errors of those that the GPU refuses."""
         later, self._later = self._later, []
-        for k, submit in enumerate(later):
+        refused = []
+        for submit in later:
             try:
                 submit()
-            except BaseException:
-                self._later = later[k + 1 :] + self._later
-                raise
-        return self._model
+            except PaellaError as error:
+                refused.append(error)
+        return refused
 
     def place(self, submit: Callable[[], object]) -> None:
         """Submits a launch to the SM model once its result is needed.
@@ -222,6 +234,18 @@ class VirtualDevice(Device):
 
     def synchronize(self) -> None:
         self.not_in_capture("waits for the GPU")
+        refused = self._submit_later()
+        self.wait_until(self._model.run())
+        refused += self._failed
+        self._failed = []
+        for error in refused[1:]:
+            _warn_of(error)
+        if refused:
+            raise refused[0]
+
+    def _drain(self) -> None:
+        """Waits for all launches; errors belong to others."""
+        self.not_in_capture("waits for the GPU")
         self.wait_until(self.model.run())
 
     # -- the host's clock
@@ -248,6 +272,7 @@ class VirtualDevice(Device):
         while done := next((run for run in self.runs if self.model.done(run.handle)), None):
             self.runs.remove(done)
             done.settle()
+            self._failed += [done.error] if done.error is not None else []
         (self.deferring.add if self.runs else self.deferring.discard)(self)
 
     def finish(self, stream: int) -> None:
@@ -269,7 +294,7 @@ class VirtualDevice(Device):
         return self.model.lines.copy()
 
     def begin_trace(self, records_per_sm: int) -> None:
-        self.synchronize()
+        self._drain()
         self.model.clear_blocks()
         self._ring_size = records_per_sm
         self.events = []
@@ -278,13 +303,19 @@ class VirtualDevice(Device):
         return [events for events in self.events if events.launch in launches]
 
     def read_trace(self) -> tuple[Records, Records]:
-        self.synchronize()
+        self._drain()
         return _rings(self.model.blocks(), self.sm_ids, self._ring_size)
 
     def end_trace(self) -> tuple[Records, Records]:
         found = self.read_trace()
         self.model.clear_blocks()
         return found
+
+
+def _warn_of(error: PaellaError) -> None:
+    kernel = getattr(error, "kernel", None)
+    text = f"an earlier launch of kernel {kernel!r} does not run on this GPU and takes no time here: {error}"
+    warnings.warn(LaunchWarning(text, kernel=kernel, error=error), stacklevel=4)
 
 
 def _rings(blocks: Records, sm_ids: int, size: int) -> tuple[Records, Records]:

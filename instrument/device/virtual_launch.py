@@ -80,6 +80,7 @@ class VirtualRun(Run):
         self.epoch, self.handle, self.stream = under.epoch, handle, stream
         self._device, self._blocks, self._costs, self._compute = device, under.blocks, costs, compute
         self._left: NDArray[np.int64] | None = None
+        self.error: PaellaError | None = None  # of its blocks, which `left` raises
         device.runs.append(self)
         device.settle()
 
@@ -94,16 +95,21 @@ class VirtualRun(Run):
             self._device.wait_until(self._device.model.run_until_done(self.handle))
 
     def settle(self) -> None:
-        """Computes the data of the blocks that ran, now that they are known."""
+        """Computes the data of the blocks that ran, now that they are known. Any call of the device may lead here."""
         self._left = self._device.model.take_left(self.handle)
         ran = np.setdiff1d(self._blocks, self._left, assume_unique=True)
-        if len(ran):
-            self._compute(ran)
+        try:
+            if len(ran):
+                self._compute(ran)
+        except PaellaError as error:
+            self.error = error
 
     def count_left(self) -> int:
         return len(self.left())
 
     def left(self) -> NDArray[np.int64]:
+        if self.error is not None:
+            raise self.error.with_traceback(None)
         assert self._left is not None, "ask a run that is over"
         return self._left
 
@@ -171,6 +177,7 @@ class Gpu(Host, Protocol):
     costs: CostModel
     capture: Capture | None
     session: Any
+    timing: bool
     noted: list[NotedLaunch] | None
     events: list[Events]  # events of ranges, in the current trace
 
@@ -228,18 +235,23 @@ class VirtualLauncher(Launcher):
             )
         self.device, self.config, self.pick = device, config, pick
         self.name, self._draft = draft.name, draft
+        self._refusal: PaellaError | None = None
         self.program = TtirProgram.parse(draft.ttir, draft.name, WARP * draft.metadata.get("num_warps", 4))
+        if "tt.elementwise_inline_asm" in draft.ttir:
+            _ = self.compiled  # only `ptxas` knows whether this GPU has the instructions
 
     @functools.cached_property
     def compiled(self) -> Compiled:  # type: ignore[override]  # other launchers have it from the beginning
         """The fully compiled kernel, for a block's resources on an SM; LaunchError if a block fits on none."""
-        made = self._draft.source.build(self.config)
-        assert made.source.threads is not None
         try:
+            made = self._draft.source.build(self.config)
+            assert made.source.threads is not None
             occupancy(self.device.part, made.source.threads, made.registers, made.shared_bytes, made.source.cluster)
-        except LaunchError as error:
-            error.args = (f"kernel {self.name!r}: {error}",)
-            error.__dict__["kernel"] = self.name
+        except PaellaError as error:
+            if not hasattr(error, "kernel"):
+                error.args = (f"kernel {self.name!r}: {error}",)
+                error.__dict__["kernel"] = self.name
+            self._refusal = error
             raise error from None
         return made
 
@@ -268,6 +280,8 @@ class VirtualLauncher(Launcher):
         check_grid(self.name, (gx, gy, gz))
         if min(gx, gy, gz) == 0:
             return None  # an empty grid launches nothing, as in Triton
+        if self._refusal is not None:
+            raise self._refusal.with_traceback(None)
         if launch_hook.hold is not None:
             launch_hook.hold()
         first, count = part or (0, gx * gy * gz)
@@ -275,7 +289,7 @@ class VirtualLauncher(Launcher):
         marks: list[Mark] | None = [] if device.session is not None and self.program.facts.ranges.names else None
         cost = self.evaluate(values, (gx, gy, gz), first, count, marks)
         submit = Submission((gx, gy, gz), first, count, device.submit(), device.current_stream())
-        if device.session is None and device.noted is None and not self.config.notifies:
+        if device.session is None and device.noted is None and not (self.config.notifies or device.timing):
             device.place(functools.partial(self._place, cost, values, submit))
             return None
         handle = self._place(cost, values, submit, device.session, device.noted)

@@ -249,6 +249,9 @@ _FACTS = {
 }  # fmt: skip
 
 
+_TMA_GATHER = re.compile(r"\btt\.descriptor_(?:gather|scatter)\b")
+
+
 @dataclass(frozen=True, slots=True)
 class Translated:
     """A kernel as text; `ptx` and most facts exist only if the compiler went that far."""
@@ -491,7 +494,15 @@ class TritonSource:
 
     def _translate(self, work: _Work, last: Stage) -> Translated:
         variant = "ranges" if work.marked else ""
-        return self._compiled(work, lambda source: translate(source, work.arch, work.options, last, variant))
+        made = self._compiled(work, lambda source: translate(source, work.arch, work.options, last, variant))
+        op = _TMA_GATHER.search(made.ttir)
+        if op and 90 <= work.arch < 100:  # older parts have no TMA unit, and Triton uses plain accesses there
+            raise CompileError(
+                f"kernel {self.name!r} gathers or scatters rows through a tensor descriptor ({op[0]}), which needs a "
+                f"GPU of sm_100 or newer; the target is sm_{work.arch}. Use tl.load or tl.store with addresses.",
+                kernel=self.name, field="target", given=f"sm_{work.arch}", limit="sm_100", op=op[0],
+            )
+        return made
 
     def _compiled(self, work: _Work, compile: Callable[[ASTSource], T]) -> T:
         """The result of a run of Triton's compiler; its errors name the kernel."""

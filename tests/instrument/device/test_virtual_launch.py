@@ -9,8 +9,12 @@ import numpy as np
 import pytest
 import triton
 import triton.language as tl
+from failing import failing
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import paellapy as pp
+from paellapy.instrument.errors import CompileError, LaunchError, LaunchWarning, PaellaError
 from paellapy.instrument.kernels import triton_source
 from paellapy.instrument.kernels.triton_kernel import TritonKernel
 from paellapy.instrument.ptx import compiled
@@ -116,3 +120,126 @@ def test_what_others_want_to_see_between_the_stages_goes_through_triton(device: 
     monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)
     launch(pp.kernel(scale))
     assert asked
+
+
+# ---- a kernel that fails changes nothing for others ------------------------------------------------------------------
+
+
+@triton.jit
+def plus_one(x, y, B: tl.constexpr):
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    tl.store(y + i, tl.load(x + i) + 1)
+
+
+@triton.jit
+def gather_rows(x, at, out, rows, B: tl.constexpr):
+    tiles = tl.make_tensor_descriptor(x, [rows, B], [B, 1], [1, B])
+    cells = tl.arange(0, B)[:, None] * B + tl.arange(0, B)[None, :]
+    tl.store(out + cells, tiles.gather(tl.load(at + tl.arange(0, B)), 0))
+
+
+@triton.jit
+def of_another_gpu(x, B: tl.constexpr):
+    i = tl.arange(0, B)
+    value = tl.inline_asm_elementwise("tcgen05.wait::ld.sync.aligned; mov.b32 $0, $1;", "=r,r", [i], tl.int32, True, 1)
+    tl.store(x + i, value)
+
+
+@triton.jit
+def far_outside(x, B: tl.constexpr):
+    tl.store(x + 100_000 + tl.arange(0, B), 1.0)
+
+
+@triton.jit
+def too_much_shared(x, out, n, B: tl.constexpr):
+    i, total = tl.arange(0, B), tl.zeros((B, B), tl.float32)
+    for k in range(0, n, B):
+        left, right = tl.load(x + i[:, None] * n + k + i), tl.load(x + (k + i[:, None]) * n + i)
+        total = tl.dot(left, right, total)
+    tl.store(out + i[:, None] * n + i, total)
+
+
+BAD = (gather_rows, of_another_gpu, far_outside, too_much_shared)
+
+
+@pytest.fixture
+def kernels() -> dict[str, Any]:
+    return {k.__name__: pp.kernel(k) for k in (plus_one, *BAD)}
+
+
+def bad(kernels: dict[str, Any], which: str) -> None:
+    kernel, square = kernels[which], np.zeros((256, 256), np.float32)
+    args: Any = {
+        "gather_rows": (np.zeros((64, 32), np.float32), np.zeros(32, np.int32), np.zeros((32, 32), np.float32), 64, 32),
+        "of_another_gpu": (np.zeros(32, np.int32), 32), "far_outside": (np.zeros(8, np.float32), 8),
+        "too_much_shared": (square, np.zeros_like(square), 256, 128),
+    }  # fmt: skip
+    kernel[1,](*args[which], num_stages=4)
+
+
+def good(kernels: dict[str, Any], how: str) -> Any:
+    x, y = np.arange(512, dtype=np.float32), np.zeros(512, np.float32)
+    launch: Any = lambda: kernels["plus_one"][4,](x, y, 128)  # noqa: E731
+    seen: Any = None
+    if how == "trace":
+        with pp.trace() as t:
+            launch()
+        seen = [(k.kernel, k.launches, k.blocks) for k in t.summary().kernels]
+    elif how == "bench":
+        seen = triton.testing.do_bench(launch, warmup=0.01, rep=0.02)
+    elif how == "event":
+        before = pp.Device.current().record()
+        launch()
+        seen = pp.Device.current().record().elapsed_ns(before)
+    else:
+        launch()
+    return seen, y.tolist()
+
+
+WAYS = ["launch", "trace", "bench", "event"]
+steps = st.lists(st.sampled_from([*WAYS, *(k.__name__ for k in BAD)]), min_size=2, max_size=8)
+
+
+@given(steps)
+@settings(max_examples=25)
+@pytest.mark.filterwarnings("ignore::paellapy.instrument.errors.LaunchWarning")
+def test_good_kernels_do_the_same_among_bad_ones(todo: list[str]):
+    kernels = {k.__name__: pp.kernel(k) for k in (plus_one, *BAD)}
+    with pp.Device("virtual:h200"):
+        alone = {how: good(kernels, how) for how in WAYS}
+        failed: set[str] = set()
+        for step in todo:
+            if step in WAYS:
+                assert good(kernels, step)[1] == alone[step][1]
+                if step == "trace":
+                    assert good(kernels, step) == alone[step]
+                continue
+            if step == "too_much_shared" and step not in failed:
+                bad(kernels, step)  # computed before it is compiled
+                pp.Device.current().clock_ns()
+            else:
+                with failing(PaellaError, kernel=step):
+                    bad(kernels, step)
+            failed.add(step)
+
+
+def test_a_late_refusal_is_a_warning_elsewhere_and_an_error_at_the_next_launch(kernels: dict[str, Any]):
+    with pp.Device("virtual:h200"):
+        bad(kernels, "too_much_shared")
+        with pytest.warns(LaunchWarning) as warned:
+            assert good(kernels, "bench")[0] > 0
+        assert [(w.message.kernel, w.message.error.field) for w in warned] == [("too_much_shared", "shared memory")]
+        with failing(LaunchError, kernel="too_much_shared", field="shared memory"):
+            bad(kernels, "too_much_shared")
+
+
+def test_measuring_a_kernel_that_is_refused_raises(kernels: dict[str, Any]):
+    with pp.Device("virtual:h200"), failing(LaunchError, kernel="too_much_shared"):
+        triton.testing.do_bench(lambda: bad(kernels, "too_much_shared"), warmup=0.01, rep=0.02)
+
+
+def test_rows_are_gathered_by_a_descriptor_only_where_the_gpu_can(kernels: dict[str, Any]):
+    args = ("*fp32:16", "*i32:16", "*fp32:16", 64, 32)
+    with failing(CompileError, kernel="gather_rows", field="target", given="sm_90", limit="sm_100"):
+        kernels["gather_rows"].compile(*args, target="sm_90")
+    assert "tt.descriptor_gather" in kernels["gather_rows"].compile(*args, target="sm_100").asm["ttir"]
