@@ -1,0 +1,1 @@
+"""Language models: a decoder described by its configuration, its kernels, its pages of keys and values, its tokens."""
