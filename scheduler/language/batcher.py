@@ -1,0 +1,347 @@
+"""Continuous batching: which tokens enter the next chunk, and which sequences the next decode step has.
+
+A sequence waits, is prefilled in chunks, then joins the decode batch until it ends. The next step is planned before the
+tokens of the one before are known: the GPU hands them on. Chunks and decode steps are jobs of their own and may run at
+once, so pages of a sequence that leaves are given back only when no step that was planned with it is unfinished.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paellapy.scheduler.core.errors import InputError
+from paellapy.scheduler.language.pages import PAGE, PagePool
+from paellapy.scheduler.language.rows import ROW
+from paellapy.scheduler.language.sampling import Sampling
+
+PIECES = 16  # of sequences that one chunk may have
+
+Words = NDArray[np.int32]
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One text that grows: its prompt and the tokens chosen so far."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    seed: int
+    priority: int = 0
+    tokens: list[int] = field(default_factory=list)  # chosen, and known to the host
+    finish: str | None = None  # why it ended: "stop", "length", "cancelled"
+    shared_tokens: int = 0  # of the prompt, found in kept pages
+    recomputed: int = 0  # how often its pages were taken away
+    # the batcher's own
+    number: int = -1  # of its row in the state on the GPU
+    arrival: int = -1
+    pages: list[int] = field(default_factory=list)
+    chains: list[int] = field(default_factory=list)  # of its full pages
+    computed: int = 0  # tokens whose keys and values are in the pages, or will be by a step that was planned
+    decoding: bool = False
+    in_flight: int = 0  # steps that were planned and have not ended
+    evicted: bool = False  # its pages are to be given back as soon as no step uses them
+
+    @property
+    def known(self) -> int:
+        """Tokens that the host knows."""
+        return len(self.prompt) + len(self.tokens)
+
+    def text(self, first: int, end: int) -> tuple[int, ...]:
+        """Tokens of prompt and answer."""
+        n = len(self.prompt)
+        return (*self.prompt[first:end], *self.tokens[max(0, first - n) : max(0, end - n)])
+
+
+@dataclass(slots=True)
+class Batch:
+    """A decode step: its sequences, and a record for each."""
+
+    sequences: list[Sequence]
+    rows: NDArray[Any]  # of ROW
+
+
+@dataclass(slots=True)
+class Chunk:
+    """A prefill step: pieces of sequences, packed. Arrays have their full sizes; unused entries say so."""
+
+    pieces: list[tuple[Sequence, int]]  # sequence and number of its tokens
+    ends: list[Sequence]  # those whose last known token the chunk has, in the order of `rows`
+    tokens: Words
+    positions: Words
+    slots: Words
+    tiles: Words
+    updates: Words
+    rows: NDArray[Any]
+
+
+class Batcher:
+    """Plans steps over a pool of pages. The caller runs them, in order per kind, and reports their tokens."""
+
+    def __init__(
+        self, pool: PagePool, *, sequences: int, context: int, chunks: Items[int], tile_tokens: int,
+        eos: Items[int] = (),
+    ) -> None:  # fmt: skip
+        """`chunks`: the sizes of chunks, ascending. `context`: the longest sequence, prompt and answer."""
+        self.pool, self.context = pool, min(context, pool.count * PAGE)
+        self._chunks, self._tile, self._eos = tuple(chunks), tile_tokens, frozenset(eos)
+        self._numbers = list(range(sequences - 1, -1, -1))
+        self._waiting: list[tuple[int, int, Sequence]] = []  # by priority, then by arrival
+        self._running: list[Sequence] = []  # admitted, in order of arrival
+        self._arrivals = 0
+
+    # -- sequences
+
+    def add(self, sequence: Sequence) -> None:
+        """A new sequence waits for its turn."""
+        if not sequence.prompt:
+            raise InputError("the prompt is empty: give at least one token", field="prompt", given=0, limit=1)
+        if len(sequence.prompt) >= self.context:
+            raise InputError(
+                f"the prompt has {len(sequence.prompt):,} tokens: prompt and answer may have {self.context:,}",
+                field="prompt", given=len(sequence.prompt), limit=self.context - 1,
+            )  # fmt: skip
+        self._arrivals += 1
+        sequence.arrival = self._arrivals
+        self._wait(sequence)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """The sequence takes no further part."""
+        if sequence.finish is None:
+            self._end(sequence, "cancelled")
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def idle(self) -> bool:
+        return not self._waiting and not self._running
+
+    # -- chunks
+
+    def plan_chunk(self) -> Chunk | None:
+        """The next chunk: first the rest of sequences that have begun, then those that wait; None if nothing can
+        enter.
+        """
+        room = self._chunks[-1]
+        pieces: list[tuple[Sequence, int]] = []
+        for sequence in [s for s in self._running if not s.decoding and not s.evicted]:
+            if sequence.in_flight or sequence.computed >= sequence.known:
+                continue
+            room -= self._piece(sequence, room, pieces)
+        while room > 0 and len(pieces) < PIECES and self._waiting and self._numbers:
+            sequence = self._waiting[0][2]
+            if not self._admit(sequence):
+                break
+            room -= self._piece(sequence, room, pieces)
+        return self._packed(pieces) if pieces else None
+
+    def end_chunk(self, chunk: Chunk, chosen: Items[int]) -> list[Sequence]:
+        """Takes the tokens that a chunk chose; returns the sequences that have a new one."""
+        for sequence, _ in chunk.pieces:
+            sequence.in_flight -= 1
+            self._keep(sequence)
+        changed = []
+        for sequence, token in zip(chunk.ends, chosen, strict=True):
+            if sequence.finish is None and not sequence.evicted:
+                sequence.decoding = True
+                self._append(sequence, token)
+                changed.append(sequence)
+        self._settle(s for s, _ in chunk.pieces)
+        return changed
+
+    # -- decode steps
+
+    def plan_step(self, most: int) -> Batch | None:
+        """The next token of up to `most` sequences, the oldest first. Where pages run out, the youngest sequence gives
+        its own away and is computed again later.
+        """
+        chosen: list[tuple[Sequence, int, int]] = []
+        for sequence in list(self._running):
+            if len(chosen) == most:
+                break
+            if not self._grows(sequence):
+                continue
+            place, page = -1, 0
+            if sequence.computed % PAGE == 0:
+                if not self._make_room(sequence):
+                    continue
+                (page,) = self.pool.take(1)
+                place = sequence.computed // PAGE
+                sequence.pages.append(page)
+            chosen.append((sequence, place, page))
+        chosen = [(s, place, page) for s, place, page in chosen if not s.evicted]
+        if not chosen:
+            return None
+        rows = np.zeros(len(chosen), ROW)
+        for row, (sequence, place, page) in zip(rows, chosen, strict=True):
+            self._describe(row, sequence, sequence.computed)
+            row["place"], row["page"] = place, page
+            sequence.computed += 1
+            sequence.in_flight += 1
+        return Batch([s for s, _, _ in chosen], rows)
+
+    def end_step(self, batch: Batch, chosen: Items[int]) -> list[Sequence]:
+        """Takes the tokens that a decode step chose; returns the sequences that have a new one."""
+        changed = []
+        for sequence, token in zip(batch.sequences, chosen, strict=True):
+            sequence.in_flight -= 1
+            if sequence.finish is None and not sequence.evicted:
+                self._append(sequence, token)
+                self._keep(sequence)
+                changed.append(sequence)
+        self._settle(batch.sequences)
+        return changed
+
+    def check(self) -> None:
+        """Raises AssertionError if pages or sequences are counted wrongly."""
+        self.pool.check()
+        held = [page for s in self._running for page in s.pages]
+        assert self.pool.count - self.pool.free == len(set(held)), "pages are held by nobody"
+        numbers = [s.number for s in self._running] + self._numbers
+        assert len(numbers) == len(set(numbers)), "two sequences have one number"
+
+    # -- parts
+
+    def _wait(self, sequence: Sequence) -> None:
+        bisect.insort(self._waiting, (-sequence.priority, sequence.arrival, sequence), key=lambda entry: entry[:2])
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Gives a waiting sequence a number and the pages that it shares; False while it must wait."""
+        wanted = -(-sequence.known // PAGE)
+        shared = self.pool.shared(sequence.text(0, sequence.known - 1))
+        # A page in hand for each sequence that decodes: those admitted last would otherwise soon be thrown out again.
+        if wanted - len(shared) + sum(s.decoding for s in self._running) > self.pool.free and self._running:
+            self.pool.leave(shared)
+            return False
+        self._waiting.pop(0)
+        sequence.number = self._numbers.pop()
+        sequence.pages = shared
+        sequence.chains = [self.pool.chain(page) for page in shared]
+        sequence.computed = len(shared) * PAGE
+        sequence.shared_tokens = max(sequence.shared_tokens, sequence.computed if not sequence.tokens else 0)
+        bisect.insort(self._running, sequence, key=lambda s: s.arrival)
+        return True
+
+    def _piece(self, sequence: Sequence, room: int, pieces: list[tuple[Sequence, int]]) -> int:
+        """Adds as much of a sequence to a chunk as fits and as has pages; returns the number of tokens."""
+        held = len(sequence.pages) * PAGE
+        count = min(room, sequence.known - sequence.computed, held + self.pool.free * PAGE - sequence.computed)
+        if count <= 0 or len(pieces) == PIECES:
+            return 0
+        sequence.pages += self.pool.take(-(-(sequence.computed + count) // PAGE) - len(sequence.pages))
+        sequence.in_flight += 1
+        pieces.append((sequence, count))
+        return count
+
+    def _packed(self, pieces: list[tuple[Sequence, int]]) -> Chunk:
+        total = sum(count for _, count in pieces)
+        size = self._chunks[bisect.bisect_left(self._chunks, total)]
+        tokens, positions = np.zeros(size, np.int32), np.zeros(size, np.int32)
+        slots = np.full(size, -1, np.int32)
+        tiles = np.zeros((size // self._tile + PIECES, 4), np.int32)
+        updates = np.full((size // PAGE + 2 * PIECES, 3), -1, np.int32)
+        rows = np.zeros(PIECES, ROW)
+        rows["sequence"], rows["top_p"], rows["repetition"] = -1, 1, 1
+        ends: list[Sequence] = []
+        at = tile = update = 0
+        for sequence, count in pieces:
+            first, number = sequence.computed, sequence.number
+            span = slice(at, at + count)
+            place = np.arange(first, first + count)
+            tokens[span], positions[span] = sequence.text(first, first + count), place
+            slots[span] = np.asarray(sequence.pages)[place // PAGE] * PAGE + place % PAGE
+            for offset in range(0, count, self._tile):
+                tiles[tile] = at + offset, min(self._tile, count - offset), first + offset, number
+                tile += 1
+            # The pages from the first that this piece writes; all of them when the sequence has a new number.
+            begin = 0 if sequence.in_flight == 1 and first == len(sequence.chains) * PAGE else first // PAGE
+            for k in range(begin, -(-(first + count) // PAGE)):
+                if update < len(updates):
+                    updates[update] = number, k, sequence.pages[k]
+                    update += 1
+            sequence.computed += count
+            at += count
+            if sequence.computed == sequence.known:
+                row = rows[len(ends)]
+                self._describe(row, sequence, sequence.computed - 1)
+                row["token"], row["place"] = at - 1, -1
+                ends.append(sequence)
+        return Chunk(pieces, ends, tokens, positions, slots, tiles, updates, rows)
+
+    def _describe(self, row: Any, sequence: Sequence, position: int) -> None:
+        row["sequence"], row["position"], row["seed"] = sequence.number, position, sequence.seed
+        names = ROW.names
+        assert names is not None
+        for name, value in zip(names[6:], sequence.sampling.parameters, strict=True):
+            row[name] = value
+
+    def _grows(self, sequence: Sequence) -> bool:
+        """Whether a further token of the sequence may be planned."""
+        if not sequence.decoding or sequence.evicted or sequence.finish is not None:
+            return False
+        most = sequence.sampling.max_tokens
+        ahead = sequence.computed - sequence.known + 1  # tokens planned that the host does not know yet
+        end = self.context if most is None else min(self.context, len(sequence.prompt) + most)
+        return sequence.known + ahead < end
+
+    def _make_room(self, sequence: Sequence) -> bool:
+        """Frees a page for this sequence if none is free; False: it must wait for one."""
+        if self.pool.free:
+            return True
+        youngest = next(s for s in reversed(self._running) if not s.evicted)
+        youngest.evicted = True
+        youngest.recomputed += 1
+        self._settle([youngest])
+        return youngest is not sequence and self.pool.free > 0
+
+    def _append(self, sequence: Sequence, token: int) -> None:
+        sequence.tokens.append(int(token))
+        sampling, count = sequence.sampling, len(sequence.tokens)
+        ends = token in sampling.stop_ids or (token in self._eos and not sampling.ignore_eos)
+        if ends and count >= sampling.min_tokens:
+            self._end(sequence, "stop")
+        elif count == sampling.max_tokens or sequence.known >= self.context:
+            self._end(sequence, "length")
+
+    def _end(self, sequence: Sequence, why: str) -> None:
+        sequence.finish = why
+        entry = (-sequence.priority, sequence.arrival, sequence)
+        if sequence.number < 0:
+            self._waiting.remove(entry)
+        self._settle([sequence])
+
+    def _keep(self, sequence: Sequence) -> None:
+        """Remembers the full pages whose tokens are known and written."""
+        written = min(sequence.known - (1 if sequence.decoding else 0), sequence.computed)
+        if sequence.in_flight and not sequence.decoding:
+            return
+        while (len(sequence.chains) + 1) * PAGE <= written:
+            k = len(sequence.chains)
+            chain = sequence.chains[-1] if sequence.chains else -1
+            made = self.pool.keep(sequence.pages[k], sequence.text(k * PAGE, (k + 1) * PAGE), chain)
+            sequence.chains.append(made)
+
+    def _settle(self, sequences: Any) -> None:
+        """Takes the pages of sequences that have ended or were evicted, once no step uses them."""
+        for sequence in list(sequences):
+            if sequence.in_flight or sequence.number < 0 or not (sequence.finish or sequence.evicted):
+                continue
+            self.pool.leave(sequence.pages)
+            self._numbers.append(sequence.number)
+            self._running.remove(sequence)
+            sequence.number, sequence.computed = -1, 0
+            sequence.pages, sequence.chains = [], []
+            sequence.decoding = sequence.evicted = False
+            if sequence.finish is None:
+                self._wait(sequence)

@@ -1,0 +1,247 @@
+"""Choosing the next token on the GPU: the record of each row's parameters, and the kernel.
+
+A token depends on its own row's logits, parameters, seed and position only, so it is the same whatever shares the batch
+or the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import triton
+import triton.language as tl
+
+from paellapy.instrument.kernels.decorator import kernel
+from paellapy.scheduler.core.errors import InputError
+from paellapy.scheduler.language.rows import PARAMETERS, POSITION, SEED, SEQUENCE, WORDS
+
+MOST_LOGPROBS = 20
+LARGEST_TOP_K = 1 << 20
+
+# How the kernel counts a token of a sequence: how often it was chosen, and whether the prompt has it.
+IN_PROMPT = tl.constexpr(1 << 30)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a request's tokens are chosen, and when it ends.
+
+    >>> Sampling(temperature=0.7, top_p=0.9, seed=1).penalises
+    False
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    max_tokens: int | None = None  # None: up to the context
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # how many alternatives to name beside the token's own; None: no logprobs
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, (low, high, whole) in _LIMITS.items():
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
+            kinds = int if whole else int | float
+            if not isinstance(value, kinds) or isinstance(value, bool) or not low <= value <= high:
+                kind = "an integer" if whole else "a number"
+                raise InputError(
+                    f"{name}={value!r}: it must be {kind} from {low:g} to {high:g}", field=name, given=value,
+                    limit=(low, high),
+                )  # fmt: skip
+        if self.top_p == 0 or self.repetition_penalty == 0:
+            name = "top_p" if self.top_p == 0 else "repetition_penalty"
+            raise InputError(f"{name}=0: it must be above 0", field=name, given=0, limit=0)
+
+    @property
+    def penalises(self) -> bool:
+        """Whether tokens' counts matter."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def parameters(self) -> tuple[float, ...]:
+        """Those that the kernel reads, in the order of `rows.ROW`."""
+        return (
+            self.temperature, self.top_p, self.min_p, self.top_k, self.repetition_penalty, self.presence_penalty,
+            self.frequency_penalty,
+        )  # fmt: skip
+
+
+# By parameter: the smallest and the largest value, and whether it is an integer.
+_LIMITS: dict[str, tuple[float, float, bool]] = {
+    "temperature": (0, 100, False), "top_p": (0, 1, False), "top_k": (0, LARGEST_TOP_K, True), "min_p": (0, 1, False),
+    "repetition_penalty": (0, 100, False), "presence_penalty": (-100, 100, False),
+    "frequency_penalty": (-100, 100, False), "seed": (-(2**63), 2**64 - 1, True), "max_tokens": (1, 2**31 - 1, True),
+    "min_tokens": (0, 2**31 - 1, True), "logprobs": (0, MOST_LOGPROBS, True),
+}  # fmt: skip
+_OPTIONAL = ("seed", "max_tokens", "logprobs")
+
+
+def levels(dtype: str, penalised: bool) -> int:
+    """How many leading bits of a float32 tell logits apart: those of the type, or all after a penalty."""
+    return {"bfloat16": 16, "float16": 20}.get(dtype, 32) if not penalised else 32
+
+
+@triton.jit
+def _logits(logits, mask, seen, at, b, sequence, n, repetition, presence, frequency, V: tl.constexpr):
+    """Logits of the tokens n: -inf where the mask forbids them, less penalties for tokens that were seen."""
+    x = tl.load(logits + at + n, mask=n < V, other=-float("inf")).to(tl.float32)
+    if mask is not None:
+        words: tl.constexpr = (V + 31) // 32
+        word = tl.load(mask + b * words + n // 32, mask=n < V, other=0)
+        x = tl.where((word >> (n % 32)) & 1 != 0, x, -float("inf"))
+    if seen is not None:
+        times = tl.load(seen + sequence.to(tl.int64) * V + n, mask=n < V, other=0)
+        x = tl.where(times != 0, tl.where(x > 0, x / repetition, x * repetition), x)
+        chosen = times & (IN_PROMPT - 1)
+        x -= tl.where(chosen > 0, presence, 0.0) + frequency * chosen
+    return x
+
+
+@triton.jit
+def _order(x):
+    """An unsigned integer for each float that compares as the float does."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.uint32, bitcast=True) ^ 0x80000000
+
+
+@kernel
+@triton.jit
+def sample(
+    logits, rows, mask, seen, tokens, out, V: tl.constexpr, LEVELS: tl.constexpr, TOP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Chooses one token for each row: writes it to `tokens` of its sequence, counts it in `seen`, and fills `out`.
+
+    `out` (B, 2 + 2 TOP) has the token, its log probability, and TOP alternatives with theirs. Log probabilities are
+    those of the logits before temperature and filters, after mask and penalties.
+    """
+    b = tl.program_id(0)
+    p = rows + b * WORDS
+    sequence, position, seed = tl.load(p + SEQUENCE), tl.load(p + POSITION), tl.load(p + SEED)
+    p += PARAMETERS
+    temperature = tl.load(p).to(tl.float32, bitcast=True)
+    top_p, min_p = tl.load(p + 1).to(tl.float32, bitcast=True), tl.load(p + 2).to(tl.float32, bitcast=True)
+    top_k = tl.load(p + 3)
+    repetition = tl.load(p + 4).to(tl.float32, bitcast=True)
+    presence = tl.load(p + 5).to(tl.float32, bitcast=True)
+    frequency = tl.load(p + 6).to(tl.float32, bitcast=True)
+    at = b.to(tl.int64) * V
+    r = tl.maximum(sequence, 0)
+    i = tl.arange(0, BLOCK)
+
+    # The largest logit, and the first token that has it.
+    best = tl.full((BLOCK,), -float("inf"), tl.float32)
+    place = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, V, BLOCK):
+        x = _logits(logits, mask, seen, at, b, r, start + i, repetition, presence, frequency, V)
+        place = tl.where(x > best, start + i, place)
+        best = tl.maximum(x, best)
+    largest = tl.max(best, 0)
+    token = tl.min(tl.where(best == largest, place, V), 0)
+
+    if temperature > 0:
+        least = (tl.zeros((), tl.int32)).to(tl.uint32)  # order of the smallest logit that may be chosen
+        if (top_k > 0) & (top_k < V):
+            for bit in range(30, 30 - LEVELS, -2):
+                one = tl.full((), 1, tl.uint32) << tl.cast(bit, tl.uint32)
+                c1 = tl.zeros((BLOCK,), tl.int32)
+                c2 = tl.zeros((BLOCK,), tl.int32)
+                c3 = tl.zeros((BLOCK,), tl.int32)
+                for start in range(0, V, BLOCK):
+                    x = _logits(logits, mask, seen, at, b, r, start + i, repetition, presence, frequency, V)
+                    o = _order(x)
+                    c1 += ((o >= least + one) & (start + i < V)).to(tl.int32)
+                    c2 += ((o >= least + 2 * one) & (start + i < V)).to(tl.int32)
+                    c3 += ((o >= least + 3 * one) & (start + i < V)).to(tl.int32)
+                steps = (tl.sum(c1, 0) >= top_k).to(tl.uint32) + (tl.sum(c2, 0) >= top_k).to(tl.uint32)
+                least += one * (steps + (tl.sum(c3, 0) >= top_k).to(tl.uint32))
+        if top_p < 1:
+            sums = tl.zeros((BLOCK,), tl.float32)
+            for start in range(0, V, BLOCK):
+                x = _logits(logits, mask, seen, at, b, r, start + i, repetition, presence, frequency, V)
+                sums += tl.where(_order(x) >= least, tl.exp((x - largest) / temperature), 0.0)
+            wanted = tl.sum(sums, 0) * top_p
+            floor = least
+            least = (tl.zeros((), tl.int32)).to(tl.uint32)
+            for bit in range(30, 30 - LEVELS, -2):
+                one = tl.full((), 1, tl.uint32) << tl.cast(bit, tl.uint32)
+                s1 = tl.zeros((BLOCK,), tl.float32)
+                s2 = tl.zeros((BLOCK,), tl.float32)
+                s3 = tl.zeros((BLOCK,), tl.float32)
+                for start in range(0, V, BLOCK):
+                    x = _logits(logits, mask, seen, at, b, r, start + i, repetition, presence, frequency, V)
+                    o = _order(x)
+                    w = tl.where(o >= floor, tl.exp((x - largest) / temperature), 0.0)
+                    s1 += tl.where(o >= least + one, w, 0.0)
+                    s2 += tl.where(o >= least + 2 * one, w, 0.0)
+                    s3 += tl.where(o >= least + 3 * one, w, 0.0)
+                steps = (tl.sum(s1, 0) >= wanted).to(tl.uint32) + (tl.sum(s2, 0) >= wanted).to(tl.uint32)
+                least += one * (steps + (tl.sum(s3, 0) >= wanted).to(tl.uint32))
+            least = tl.maximum(least, floor)
+        lowest = largest + temperature * tl.log(min_p)  # -inf for a min_p of 0
+        # The largest of the logits, each with its own Gumbel noise, is a draw from their distribution.
+        best = tl.full((BLOCK,), -float("inf"), tl.float32)
+        place = tl.zeros((BLOCK,), tl.int32)
+        for start in range(0, V, BLOCK):
+            x = _logits(logits, mask, seen, at, b, r, start + i, repetition, presence, frequency, V)
+            bits, _, _, _ = tl.philox(seed, start + i, position, 0, 0)
+            uniform = ((bits >> 8).to(tl.float32) + 0.5) * (1.0 / (1 << 24))
+            noisy = x / temperature - tl.log(-tl.log(uniform))
+            allowed = (_order(x) >= least) & (x >= lowest) & (x > -float("inf"))
+            noisy = tl.where(allowed, noisy, -float("inf"))
+            place = tl.where(noisy > best, start + i, place)
+            best = tl.maximum(noisy, best)
+        top = tl.max(best, 0)
+        token = tl.min(tl.where(best == top, place, V), 0)
+
+    to = out + b * (2 + 2 * TOP)
+    token = tl.minimum(token, V - 1)
+    if sequence >= 0:
+        tl.store(tokens + sequence, token)
+    tl.store(to, token)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, V, BLOCK):
+        x = _logits(logits, mask, seen, at, b, r, start + i, repetition, presence, frequency, V)
+        sums += tl.exp(x - largest)
+    base = largest + tl.log(tl.sum(sums, 0))
+    own = tl.zeros((1,), tl.int32) + token
+    chosen = _logits(logits, mask, seen, at, b, r, own, repetition, presence, frequency, V)
+    tl.store(to + 1 + tl.zeros((1,), tl.int32), (chosen - base).to(tl.int32, bitcast=True))
+    before = tl.full((), float("inf"), tl.float32)
+    last = tl.full((), -1, tl.int32)
+    for rank in range(TOP):  # the next token in order of logit and number
+        best = tl.full((BLOCK,), -float("inf"), tl.float32)
+        place = tl.full((BLOCK,), V, tl.int32)
+        for start in range(0, V, BLOCK):
+            x = _logits(logits, mask, seen, at, b, r, start + i, repetition, presence, frequency, V)
+            later = (x < before) | ((x == before) & (start + i > last))
+            x = tl.where(later, x, -float("inf"))
+            place = tl.where(x > best, start + i, place)
+            best = tl.maximum(x, best)
+        before = tl.max(best, 0)
+        last = tl.min(tl.where(best == before, place, V), 0)
+        tl.store(to + 2 + 2 * rank, last)
+        tl.store(to + 3 + 2 * rank, (before - base).to(tl.int32, bitcast=True))
+    if seen is not None:  # noqa: SIM102  the compiler knows this
+        if sequence >= 0:
+            count = seen + sequence.to(tl.int64) * V + token
+            tl.store(count, tl.load(count) + 1)
+
+
+def seed_of(sampling: Sampling, drawn: int) -> int:
+    """32 bits from the request's seed, or from a number that was drawn for it."""
+    given = drawn if sampling.seed is None else sampling.seed
+    given &= (1 << 64) - 1
+    return (given ^ (given >> 32)) & 0xFFFFFFFF
+
