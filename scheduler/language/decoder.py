@@ -1,0 +1,217 @@
+"""The steps of a decoder: the launches that compute the next tokens, over given memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paellapy.instrument.device.base import Device
+from paellapy.scheduler.language import kernels as _kernels
+from paellapy.scheduler.language import sampling as _sampling
+from paellapy.scheduler.language.config import DecoderConfig
+from paellapy.scheduler.language.pages import PAGE
+
+kernels: Any = _kernels  # launched as kernel[grid](…)
+sample: Any = _sampling.sample
+
+Arrays = Mapping[str, Any]
+_FEWEST_HEADS = 16  # rows of a product on tensor cores
+_MOST_PARTS = 16  # blocks that share one row's tokens
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What stays on the GPU between steps: of each sequence its last token and its pages, and all keys and values."""
+
+    tokens: Any  # (sequences)
+    table: Any  # (sequences, pages of the longest)
+    keys: Any  # (layers, pages, heads, PAGE, elements)
+    values: Any
+    seen: Any = None  # (sequences, vocabulary): how often each token was chosen, for penalties
+
+    @classmethod
+    def on(cls, device: Device, config: DecoderConfig, sequences: int, context: int, pages: int) -> State:
+        shape = (config.layers, pages, config.kv_heads, PAGE, config.head_width)
+        table = np.zeros((sequences, -(-context // PAGE)), np.int32)
+        dtype = element_type(config.dtype)
+        cache = [device.empty(shape, dtype) for _ in range(2)]
+        return cls(device.array(np.zeros(sequences, np.int32)), device.array(table), *cache)
+
+
+def element_type(name: str) -> np.dtype[Any]:
+    import ml_dtypes
+
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+class Decoder:
+    """Launches the steps of one model. `weights` are its tensors by the names of the hub, with `qkv`, `gate_up` joined,
+    and the rotary table."""
+
+    def __init__(self, config: DecoderConfig, weights: Arrays, state: State, empty: Any) -> None:
+        self.config, self.weights, self.state, self._empty = config, weights, state, empty
+        self._precision = "ieee" if config.dtype == "float32" else "tf32"
+
+    # -- steps
+
+    def decode(self, rows: Any, out: Any, mask: Any = None, top: int = 0) -> Any:
+        """One token for each row: its last one enters, the next is chosen. Returns the logits."""
+        c, w, state = self.config, self.weights, self.state
+        batch, pages = rows.shape[0], state.table.shape[1]
+        x = self._new(batch, c.width)
+        kernels.embed[(batch,)](
+            rows, state.tokens, w["embed"], x, state.table, pages, D=c.width, BLOCK=_power(c.width)
+        )  # fmt: skip
+        parts = self._parts(batch)
+        heads = max(_FEWEST_HEADS, _power(c.group))
+        of_parts = batch * c.kv_heads * parts * heads
+        partial, sums = self._new(of_parts, c.head_width, dtype=np.float32), self._new(of_parts, 2, dtype=np.float32)
+        arrived = self._zeros(batch * c.kv_heads)
+        qkv, mixed, wide = self._new(batch, c.qkv_width), self._new(batch, c.heads * c.head_width), None
+        for k in range(c.layers):
+            self._product(x, w[f"{k}.qkv"], qkv, norm=w[f"{k}.norm1"])
+            kernels.attend[batch, c.kv_heads, parts](
+                qkv, w.get(f"{k}.qkv_bias"), w.get(f"{k}.q_norm"), w.get(f"{k}.k_norm"), w["cosines"], w["sines"], rows,
+                state.table, state.keys[k], state.values[k], partial, sums, arrived, mixed, pages, EPS=c.norm_eps,
+                SCALE=c.head_width**-0.5, WINDOW=c.window, PRECISION=self._precision, H=c.heads, KV=c.kv_heads,
+                HD=c.head_width, PAGE=PAGE, G=c.group, GP=heads, S=parts, BN=64, launch_pdl=True,
+            )  # fmt: skip
+            self._product(mixed, w[f"{k}.out"], x, residual=x)
+            wide = self._gated(x, k, wide)
+            self._product(wide, w[f"{k}.down"], x, residual=x)
+        return self._choose(x, rows, out, None, mask, top)
+
+    def prefill(self, chunk: Arrays, rows: Any, out: Any, mask: Any = None, top: int = 0) -> Any:
+        """A chunk of tokens enters; for each of `rows`, whose sequence's last token it has, the next is chosen.
+
+        `chunk` has tokens, positions, slots, tiles and updates, as in `batcher.Chunk`.
+        """
+        c, w, state = self.config, self.weights, self.state
+        tokens, tiles, updates = chunk["tokens"], chunk["tiles"], chunk["updates"]
+        count, pages = tokens.shape[0], state.table.shape[1]
+        block = min(256, _power(updates.shape[0]))
+        kernels.set_pages[(-(-updates.shape[0] // block),)](
+            updates, state.table, updates.shape[0], pages, BLOCK=block
+        )  # fmt: skip
+        x = self._new(count, c.width)
+        kernels.embed_chunk[(count,)](tokens, w["embed"], x, D=c.width, BLOCK=_power(c.width))
+        qkv, mixed, wide = self._new(count, c.qkv_width), self._new(count, c.heads * c.head_width), None
+        for k in range(c.layers):
+            self._product(x, w[f"{k}.qkv"], qkv, norm=w[f"{k}.norm1"])
+            kernels.turn_and_store[(count,)](
+                qkv, w.get(f"{k}.qkv_bias"), w.get(f"{k}.q_norm"), w.get(f"{k}.k_norm"), w["cosines"], w["sines"],
+                chunk["positions"], chunk["slots"], state.keys[k], state.values[k], H=c.heads,
+                KV=c.kv_heads, HD=c.head_width, PAGE=PAGE, EPS=c.norm_eps, HP=_power(c.heads), launch_pdl=True,
+            )  # fmt: skip
+            kernels.attend_chunk[tiles.shape[0], c.kv_heads](
+                qkv, tiles, state.table, state.keys[k], state.values[k], mixed, pages, SCALE=c.head_width**-0.5,
+                WINDOW=c.window, PRECISION=self._precision, H=c.heads, KV=c.kv_heads, HD=c.head_width, PAGE=PAGE,
+                G=c.group, BM=tile_rows(c), BN=64, launch_pdl=True,
+            )  # fmt: skip
+            self._product(mixed, w[f"{k}.out"], x, residual=x)
+            wide = self._gated(x, k, wide)
+            self._product(wide, w[f"{k}.down"], x, residual=x)
+        return self._choose(x, rows, out, rows, mask, top)
+
+    # -- parts of a step
+
+    def _choose(self, x: Any, rows: Any, out: Any, picked: Any, mask: Any, top: int) -> Any:
+        c, w, batch = self.config, self.weights, rows.shape[0]
+        logits = self._new(batch, c.vocabulary)
+        self._product(x, w["head"], logits, norm=w["norm"], rows=picked)
+        sample[(batch,)](
+            logits, rows, mask, self.state.seen, self.state.tokens, out, V=c.vocabulary, TOP=top,
+            LEVELS=_sampling.levels(c.dtype, self.state.seen is not None), BLOCK=min(4096, _power(c.vocabulary)),
+        )  # fmt: skip
+        return logits
+
+    def _gated(self, x: Any, k: int, wide: Any) -> Any:
+        c, w, batch = self.config, self.weights, x.shape[0]
+        wide = self._new(batch, c.ffn_width) if wide is None else wide
+        if batch == 1:
+            self._row_product(x, w[f"{k}.gate_up"], wide, w[f"{k}.norm2"], None, gated=True)
+            return wide
+        both = self._new(batch, 2 * c.ffn_width)
+        self._product(x, w[f"{k}.gate_up"], both, norm=w[f"{k}.norm2"])
+        block = min(1024, _power(c.ffn_width))
+        kernels.gate[batch, -(-c.ffn_width // block)](both, wide, F=c.ffn_width, BLOCK=block, launch_pdl=True)
+        return wide
+
+    def _product(
+        self, x: Any, weight: Any, y: Any, *, norm: Any = None, residual: Any = None, rows: Any = None
+    ) -> None:
+        """y = f(x) @ weight.T + residual, where f norms, and picks rows."""
+        if y.shape[0] == x.shape[0] == 1:
+            self._row_product(x, weight, y, norm, residual, gated=False)
+            return
+        if norm is not None:
+            normed = self._new(y.shape[0], x.shape[1])
+            kernels.norm[(y.shape[0],)](
+                x, norm, normed, rows, EPS=self.config.norm_eps, D=x.shape[1], BLOCK=_power(x.shape[1]), launch_pdl=True
+            )  # fmt: skip
+            x = normed
+        m, (n, k) = x.shape[0], weight.shape
+        bm, bn, bk = max(16, min(64, _power(m))), 64, min(64, _power(k))
+        kernels.product[-(-m // bm), -(-n // bn)](
+            x, weight, residual, y, m, N=n, K=k, PRECISION=self._precision, BM=bm, BN=bn, BK=bk, launch_pdl=True
+        )  # fmt: skip
+
+    def _row_product(self, x: Any, weight: Any, y: Any, norm: Any, residual: Any, *, gated: bool) -> None:
+        n, k = y.shape[1], weight.shape[1]
+        bn, bk, warps = row_blocks(n, k, gated)
+        kernels.row_product[(-(-n // bn),)](
+            x, norm, weight, residual, y, EPS=self.config.norm_eps, N=n, K=k, NORM=norm is not None, GATED=gated,
+            BN=bn, BK=bk, num_warps=warps, launch_pdl=True,
+        )  # fmt: skip
+
+    def _parts(self, batch: int) -> int:
+        """Blocks that share one row's tokens: as many as give each SM two."""
+        wanted = max(1, min(_MOST_PARTS, 264 // (batch * self.config.kv_heads)))
+        return 1 << (wanted.bit_length() - 1)
+
+    def _new(self, *shape: int, dtype: Any = None) -> Any:
+        return self._empty(shape, element_type(self.config.dtype) if dtype is None else np.dtype(dtype))
+
+    def _zeros(self, count: int) -> Any:
+        made = self._empty((count,), np.dtype(np.int32))
+        kernels.clear[(1,)](made, count, BLOCK=_power(count))
+        return made
+
+
+def row_blocks(n: int, k: int, gated: bool) -> tuple[int, int, int]:
+    """Rows and columns of a block's tile, and its warps, in `row_product`.
+
+    Measured on an H200 (products of 0.6B, 1B and 8B shapes, bf16, alone in a graph): a warp reads 2 to 4 KiB of a row
+    ahead; the long, gated products want many small blocks.
+    """
+    if gated:
+        return (1, min(1024, _power(k)), 2) if n * k >= 1 << 24 else (2, min(1024, _power(k)), 2)
+    columns = min(2048 if k <= 4096 else 4096, _power(k))
+    return (8, columns, 8) if n * k >= 1 << 24 else (4, columns, 4)
+
+
+def tile_rows(config: DecoderConfig) -> int:
+    """Rows of a tile of `attend_chunk`: tokens times the heads that share keys."""
+    return max(64, _power(config.group))
+
+
+def tile_tokens(config: DecoderConfig) -> int:
+    return tile_rows(config) // config.group
+
+
+def tiles_of(config: DecoderConfig, pieces: Sequence[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
+    """The tiles of a chunk from its pieces: (first token in the chunk, tokens, position of the first, sequence)."""
+    size = tile_tokens(config)
+    return [
+        (first + at, min(size, count - at), position + at, sequence)
+        for first, count, position, sequence in pieces
+        for at in range(0, count, size)
+    ]
+
+
+def _power(n: int) -> int:
+    return 1 << max(0, math.ceil(math.log2(n)))
