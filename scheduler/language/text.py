@@ -1,0 +1,160 @@
+"""Text to tokens and back: the tokenizer and chat template of a model's folder, text that grows, stop strings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from paellapy.scheduler.core.errors import InputError
+from paellapy.scheduler.language.config import LanguageModelError, read_json
+
+
+class TextCodec:
+    """The tokenizer of a folder, and its chat template."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        path = self.folder / "tokenizer.json"
+        if not path.exists():
+            raise LanguageModelError(
+                f"{path} is missing: download the model's tokenizer.json into the folder", path=path, field="tokenizer"
+            )
+        try:
+            self.tokenizer = Tokenizer.from_file(str(path))
+        except Exception as e:  # the library raises plain Exceptions
+            raise LanguageModelError(f"{path} cannot be read ({e}): download the file again", path=path) from None
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        about = self.folder / "tokenizer_config.json"
+        self._about = read_json(about) if about.exists() else {}
+
+    @property
+    def vocabulary(self) -> int:
+        return self.tokenizer.get_vocab_size()
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, with those that the tokenizer puts around it."""
+        return list(self.tokenizer.encode(text).ids)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """The tokens of a conversation as the model was trained to see it; the assistant's turn is next."""
+        text = self.chat_text(messages, **options)
+        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def chat_text(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """A conversation as text, by the folder's template."""
+        special = {
+            name: token["content"] if isinstance(token, Mapping) else token or ""
+            for name, token in self._about.items()
+            if name.endswith("_token")
+        }
+        given = {"add_generation_prompt": True, **special, **options, "messages": messages}
+        try:
+            return self._template.render(**given)
+        except jinja2.TemplateError as e:
+            raise InputError(
+                f"the model's chat template refuses these messages: {e}", field="messages", given=len(messages)
+            ) from None
+        except (TypeError, AttributeError, KeyError) as e:
+            raise InputError(
+                f"the model's chat template cannot use these messages ({type(e).__name__}: {e}): each needs a role and "
+                "a content", field="messages", given=len(messages),
+            ) from None  # fmt: skip
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(tokens)))
+
+    @property
+    def has_chat(self) -> bool:
+        """Whether the folder has a chat template."""
+        return self._template_text is not None
+
+    @cached_property
+    def _template_text(self) -> str | None:
+        path = self.folder / "chat_template.jinja"
+        if path.exists():
+            return path.read_text(encoding="utf-8")
+        given = self._about.get("chat_template")
+        if isinstance(given, list):  # several, by name
+            given = {each["name"]: each["template"] for each in given}.get("default")
+        return given
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        text = self._template_text
+        if text is None:
+            raise InputError(
+                "this model has no chat template: send a prompt to /v1/completions, or add chat_template.jinja to its "
+                "folder", field="messages",
+            )  # fmt: skip
+        extensions = ["jinja2.ext.loopcontrols"]
+        around = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        around.filters["tojson"] = _to_json
+        around.globals["raise_exception"] = _refuse
+        around.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        return around.from_string(text)
+
+
+def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **_: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _refuse(why: str) -> None:
+    raise jinja2.TemplateError(why)
+
+
+class GrowingText:
+    """The text of tokens that come one by one. Bytes of a character are held back until it is whole; text that may be
+    the beginning of a stop string, until that is known.
+
+    `stopped` is the stop string that was found; the text ends before it.
+    """
+
+    def __init__(self, codec: TextCodec, stop: Sequence[str] = ()) -> None:
+        self._codec, self._stream = codec, DecodeStream(skip_special_tokens=True)
+        self._stop = [text for text in stop if text]
+        self._held = ""
+        self.stopped: str | None = None
+
+    def add(self, token: int) -> str:
+        """The text that is certain now."""
+        if self.stopped is not None:
+            return ""
+        return self._certain(self._stream.step(self._codec.tokenizer, token) or "")
+
+    def end(self) -> str:
+        """The text that was held back."""
+        held, self._held = self._held, ""
+        return "" if self.stopped is not None else held
+
+    def _certain(self, piece: str) -> str:
+        text = self._held + piece
+        found = [(text.index(stop), -len(stop), stop) for stop in self._stop if stop in text]
+        if found:
+            at, _, self.stopped = min(found)
+            self._held = ""
+            return text[:at]
+        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of a text begin the stop string.
+
+    >>> _overlap("a <en", "<end>"), _overlap("text", "<end>")
+    (3, 0)
+    """
+    for n in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:n]):
+            return n
+    return 0
