@@ -9,8 +9,7 @@ import hashlib
 import json
 import math
 import operator
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,19 @@ from paellapy.scheduler.core.errors import ProfileError
 from paellapy.scheduler.core.job import PARAMS
 from paellapy.scheduler.core.rings import Message, post
 from paellapy.scheduler.core.state import State
+from paellapy.scheduler.core.values import (
+    Rule,
+    check_values,
+    integer,
+    is_finite_number,
+    number,
+    or_none,
+    shortened,
+)
+
+MOST_NS = 1e18  # 32 years; times in ns are 64-bit integers
 
 # --- parameters of models, by name: numbers that a model carries for policies, which declare the ones they read
-
-
-def is_finite_number(value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        return False
-    return bool(-sys.float_info.max <= value <= sys.float_info.max)  # false for NaN too
 
 
 def checked_params(given: Mapping[str, float]) -> dict[str, float]:
@@ -59,9 +63,6 @@ def _key(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1  # 0 stands for no name
 
 
-_LONGEST = 40
-
-
 def checked_priority(given: Any) -> int:
     """The priority as an integer; ProfileError if it is none, or out of range.
 
@@ -79,15 +80,6 @@ def checked_priority(given: Any) -> int:
     return number
 
 
-def shortened(given: Any) -> str:
-    """A value as in Python, cut where it is long."""
-    try:
-        text = repr(given)
-    except ValueError:  # Python does not print integers of many thousand digits
-        text = f"an integer of {given.bit_length()} bits"
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
-
-
 @dataclass(frozen=True, slots=True)
 class SegmentProfile:
     """One segment alone on the GPU. Footprints are the resources resident at once: those of the largest kernel."""
@@ -103,16 +95,15 @@ class SegmentProfile:
     memory: float = 0.0  # the same; 0: computed from `bytes`
 
     def __post_init__(self) -> None:
-        for column, valid, rule in (
-            ("time_ns", math.isfinite(self.time_ns) and self.time_ns > 0, "finite and above 0"),
-            *((name, getattr(self, name) >= 1, "at least 1") for name in ("blocks", "warps", "kernels")),
-            *((name, getattr(self, name) >= 0, "at least 0") for name in ("registers", "shared_bytes", "bytes")),
-            *((name, 0.0 <= getattr(self, name) <= 1.0, "from 0 to 1") for name in ("compute", "memory")),
-        ):
-            if not valid:
-                raise ProfileError(
-                    f"{column}={getattr(self, column)}: it must be {rule}", field=column, given=getattr(self, column)
-                )
+        check_values(self, _OF_SEGMENT, ProfileError)
+
+
+_OF_SEGMENT = {
+    "time_ns": number(0, MOST_NS, above=True),
+    **dict.fromkeys(("blocks", "warps", "kernels"), number(1, MOST_NS)),
+    **dict.fromkeys(("registers", "shared_bytes", "bytes"), number(0, MOST_NS)),
+    **dict.fromkeys(("compute", "memory"), number(0, 1)),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,33 +136,13 @@ class ModelProfile:
     needs: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        segments = {batch: len(program) for batch, program in self.sizes.items()}
-        for column, valid, rule in (
-            (
-                "sizes",
-                segments and all(batch >= 1 and n >= 1 for batch, n in segments.items()),
-                "batches from 1 up, with segments",
-            ),
-            ("share", self.share > 0 and math.isfinite(self.share), "finite and above 0"),
-            ("instances", self.instances >= 1, "at least 1"),
-            ("queue_limit", self.queue_limit >= 0, "at least 0"),
-            ("input_bytes", self.input_bytes >= 0, "the bytes of one request, or 0"),
-            ("weight_bytes", self.weight_bytes >= 0, "at least 0"),
-            (
-                "needs",
-                all(len(each) == segments.get(b, len(each)) for b, each in self.needs.items()),
-                "one per segment",
-            ),
-            ("demand", all(0 < each < math.inf for each in self.demand.values()), "parts of the GPU above 0"),
-            ("target_ms", self.target_ms is None or self.target_ms > 0, "above 0, or None"),
-            ("resident", self.resident in ("auto", True, False), "'auto', True or False"),
-        ):
-            if not valid:
-                given = getattr(self, column)
-                shown = sorted(given) if column == "sizes" else given
-                raise ProfileError(
-                    f"{self.name}: {column}={shown!r}: it must be {rule}", model=self.name, field=column, given=given
-                )
+        check_values(self, _OF_MODEL, ProfileError, f"{shortened(self.name)}: ", model=self.name)
+        object.__setattr__(self, "priority", checked_priority(self.priority))
+        if wrong := [batch for batch, each in self.needs.items() if len(each) != len(self.sizes.get(batch, each))]:
+            raise ProfileError(
+                f"{self.name}: needs has {len(self.needs[wrong[0]])} entries for batches of {wrong[0]}: it must have "
+                "one for each segment", model=self.name, field="needs", given=self.needs,
+            )  # fmt: skip
         try:
             object.__setattr__(self, "params", checked_params(self.params))
         except ProfileError as e:
@@ -196,6 +167,36 @@ class ModelProfile:
                 model=self.name, field="batch", given=batch, limit=most,
             )  # fmt: skip
         return math.fsum(segment.time_ns for segment in self.sizes[fitting[0]])
+
+
+def _is_program(batch: Any, program: Any) -> bool:
+    some = isinstance(program, Sequence) and len(program) > 0
+    return _BATCH.fits(batch) and some and all(isinstance(each, SegmentProfile) for each in program)
+
+
+def _each(rule: Rule) -> Callable[[Any], bool]:
+    return lambda given: isinstance(given, Mapping) and all(map(rule.fits, given.values()))
+
+
+_BATCH = integer(1, 1 << 20)
+_ABOVE = number(0, above=True)
+_OF_MODEL = {
+    **dict.fromkeys(("name", "about"), Rule(lambda given: isinstance(given, str), "a text")),
+    "sizes": Rule(
+        lambda given: isinstance(given, Mapping) and bool(given) and all(_is_program(*each) for each in given.items()),
+        "a dict of at least one batch size, from 1 up, each with its segments",
+    ),
+    "target_ms": or_none(number(0, MOST_NS / 1e6, above=True)),
+    "share": _ABOVE,
+    "instances": integer(1, 1 << 20),
+    "queue_limit": integer(0, 1 << 62),
+    "input_bytes": integer(0, 1 << 62),
+    "weight_bytes": integer(0, 1 << 62),
+    "demand": Rule(_each(_ABOVE), "a dict of parts of the GPU above 0"),
+    "together": Rule(_each(_BATCH), "a dict of numbers of runs from 1 up"),
+    "resident": Rule(lambda given: given == "auto" or isinstance(given, bool), "'auto', True or False"),
+    "needs": Rule(lambda given: isinstance(given, Mapping), "a dict of bytes for each segment"),
+}
 
 
 def save_profiles(path: str | Path, profiles: Iterable[ModelProfile]) -> None:

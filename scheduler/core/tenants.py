@@ -13,10 +13,10 @@ from paellapy.instrument.errors import ArgumentError
 from paellapy.instrument.numba_ext.link import compiled
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import ZERO, exchange_at, load_at, store_at
-from paellapy.scheduler.core.profiles import is_finite_number
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.tables import Words
 from paellapy.scheduler.core.throttle import attach_held_back
+from paellapy.scheduler.core.values import is_finite_number
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ own uses the H200's numbers and says so. The compiled core reads the numbers fro
 
 from __future__ import annotations
 
-import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -21,6 +20,7 @@ import numpy as np
 from paellapy.instrument.device.base import Device
 from paellapy.instrument.errors import PaellaError
 from paellapy.instrument.gpu_model.parts import PROFILES
+from paellapy.scheduler.core.values import Rule, check_values, number
 
 MEASURED_ON = "h200"  # the part whose numbers are used by parts without a file of their own
 
@@ -38,6 +38,10 @@ class Number:
     value: float
     meaning: str
     source: str
+
+
+_NUMBER = number(0)
+_WHOLE = Rule(lambda value: _NUMBER.fits(value) and value == int(value), "an integer of at least 0")
 
 
 def _number(meaning: str, *, whole: bool = False) -> Any:
@@ -118,16 +122,8 @@ class Tuning:
     priority_share: float = _number("influence of stream priorities, from 0 (none) to 1 (they alone decide)")
 
     def __post_init__(self) -> None:
-        for each in _fields():
-            value = getattr(self, each.name)
-            if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-                raise TuningError(
-                    f"tuning {each.name}={value!r}: it must be a finite number of at least 0",
-                    field=each.name,
-                    given=value,
-                )
-            if each.metadata["whole"] and value != int(value):
-                raise TuningError(f"tuning {each.name}={value!r}: it must be an integer", field=each.name, given=value)
+        rules = {each.name: _WHOLE if each.metadata["whole"] else _NUMBER for each in _fields()}
+        check_values(self, rules, TuningError, "tuning ")
 
     @staticmethod
     def for_part(part: str, changes: Tuning | Mapping[str, float] | None = None) -> Tuning:

@@ -27,11 +27,12 @@ from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.core.job import READS_SHARES
 from paellapy.scheduler.core.processes import SharedBlock
-from paellapy.scheduler.core.profiles import Capacity, ModelProfile, set_capacity, shortened
+from paellapy.scheduler.core.profiles import Capacity, ModelProfile, set_capacity
 from paellapy.scheduler.core.state import Limits, new_state, state_bytes
 from paellapy.scheduler.core.tenants import checked_tenants, set_tenant, tenants_stats
 from paellapy.scheduler.core.throttle import attach_held_back
 from paellapy.scheduler.core.tuning import Tuning
+from paellapy.scheduler.core.values import shortened
 from paellapy.scheduler.engine.client import Inputs, Outputs, RequestClient, Slot, pieces_of
 from paellapy.scheduler.engine.core_loop import CoreLoop
 from paellapy.scheduler.engine.guests import Guests

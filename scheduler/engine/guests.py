@@ -28,7 +28,8 @@ from paellapy.instrument.device import launch_hook
 from paellapy.instrument.device.launch_hook import LEAST_SHARE
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.processes import SharedBlock
-from paellapy.scheduler.core.profiles import checked_priority, shortened
+from paellapy.scheduler.core.profiles import checked_priority
+from paellapy.scheduler.core.values import shortened
 from paellapy.scheduler.engine.core_loop import CoreLoop
 
 # How other processes find an engine: a socket in a folder of this user's, named after the engine's process.

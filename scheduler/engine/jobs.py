@@ -25,7 +25,7 @@ from typing import Any
 from paellapy.instrument.device import VirtualDevice
 from paellapy.scheduler.backends.base import LoadedModel
 from paellapy.scheduler.core.errors import EngineClosedError, MemoryPlanError, ModelError, UnknownModelError
-from paellapy.scheduler.core.profiles import shortened
+from paellapy.scheduler.core.values import shortened
 from paellapy.scheduler.engine.client import Outputs, RequestClient, Slot
 from paellapy.scheduler.engine.loaded_models import LoadedModels, model_priority
 from paellapy.scheduler.engine.loading import check_quantum

@@ -17,9 +17,10 @@ from paellapy.scheduler.backends.base import Backend, Launches, LoadedModel, dev
 from paellapy.scheduler.core import profiles as core_profiles
 from paellapy.scheduler.core.codes import CHOICES
 from paellapy.scheduler.core.errors import ModelError
-from paellapy.scheduler.core.profiles import TOGETHER, is_finite_number, shortened
+from paellapy.scheduler.core.profiles import TOGETHER
 from paellapy.scheduler.core.state import Limits, State
 from paellapy.scheduler.core.tuning import Tuning
+from paellapy.scheduler.core.values import is_finite_number, shortened
 from paellapy.scheduler.engine.weight_cache import WeightCache
 from paellapy.scheduler.models import profile as profiles
 from paellapy.scheduler.models.memory import Arena, Instance, InstancePlan, MemoryPlan, Reservation, plan_instance

@@ -25,7 +25,7 @@ from numba.extending import overload
 
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core import job as facts
-from paellapy.scheduler.core.profiles import is_finite_number
+from paellapy.scheduler.core.values import is_finite_number
 
 Rank = Callable[..., float]
 Admit = Callable[..., float]

@@ -33,6 +33,7 @@ from paellapy.scheduler.policies.compile import (
     PolicyError,
     Rank,
     Tell,
+    arguments,
     calls_others,
     compile_function,
     facts_read,
@@ -80,6 +81,8 @@ class Policy:
         object.__setattr__(self, "name", self.name or str(getattr(self.rank, "__name__", self.rank)))
         self._check_options()
         if not all(map(_is_ours, self.plain.values())):  # our own are checked by the tests, and compiled at first use
+            for role, function in self.plain.items():
+                arguments(role, function, self.layout)
             self._make()
 
     def _check_options(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -26,16 +26,23 @@ from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.atomics import call_advance
 from paellapy.scheduler.core.codes import NEVER, NONE, OK
 from paellapy.scheduler.core.processes import usable_cpus
-from paellapy.scheduler.core.profiles import ModelProfile
+from paellapy.scheduler.core.profiles import MOST_NS, ModelProfile
 from paellapy.scheduler.core.tables import Table
+from paellapy.scheduler.core.values import Rule, check_names, check_values, integer, number, one_of, or_none
+from paellapy.scheduler.policies.policy import Policy, Rank
 from paellapy.scheduler.sim import tables
 from paellapy.scheduler.sim.segment_model import MORE_RECORDS, advance
 from paellapy.scheduler.sim.simulate import (
     SimulationOptions,
-    check_names,
+    check_conserved,
+    check_ordered,
+    checked_models,
+    checked_workload,
     loaded_gpu,
     new_core,
+    numbers_for,
     prepare,
+    requests_of,
     simulated_part,
 )
 from paellapy.scheduler.sim.tables import ARRIVAL, FACTOR, GAIN, LIVE
@@ -46,10 +53,17 @@ ROUTINGS: tuple[Routing, ...] = get_args(Routing)
 PREDICTED, LEAST_LOADED, TWO_CHOICES, ROUND_ROBIN = range(4)
 INBOX = 512  # most requests sent to a GPU in one period
 ROWS = 1024  # most requests waiting at one GPU
+HELD_S = 20.0  # longest time for which a router holds a request that no GPU can take
 NOTICED_MS = 1.0  # time until a router resends a request whose GPU has failed and whose connection breaks
+MOST_GPUS = 1 << 16
 LONGEST_TAIL_S = 60.0  # after the last arrival
 MANY_GPUS = 64  # with fewer, to hand a period to threads takes longer than to simulate it (on 2 ARM cores)
 PARTS = 16  # consecutive parts of a run, for standard errors
+
+
+_GPU = integer(0, MOST_GPUS - 1)
+_FOR = number(0, MOST_NS / 1e9, above=True, infinite=True)
+_WHEN = {"gpu": _GPU, "at_s": number(0, MOST_NS / 1e9), "for_s": _FOR}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +77,9 @@ class Failure:
     gpu: int
     at_s: float
     for_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        check_values(self, _WHEN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +95,38 @@ class Straggler:
     at_s: float = 0.0
     for_s: float = math.inf
 
+    def __post_init__(self) -> None:
+        check_values(self, _WHEN | {"times": _FACTOR})
+
+
+_FACTOR = number(1e-6, 1e6)  # of a speed
+
+
+def _list_of(kind: type) -> Rule:
+    return Rule(
+        lambda given: isinstance(given, Sequence) and all(isinstance(each, kind) for each in given),
+        f"a list, such as [{kind.__name__}(gpu=0, …)]",
+    )
+
+
+_OPTIONS = {
+    "gpus": integer(1, MOST_GPUS),
+    "router": one_of(*ROUTINGS),
+    "placement": or_none(Rule(
+        lambda given: isinstance(given, Sequence) and all(isinstance(each, Sequence | Set) for each in given),
+        "one list of models for each GPU",
+    )),
+    "stale_ms": number(0.01, 1000),
+    "speeds": Rule(
+        lambda given: isinstance(given, list | tuple) and bool(given) and all(map(_FACTOR.fits, given)),
+        f"a list of {_FACTOR.wanted} each; 1 is the speed of the profiles",
+    ),
+    "routers": integer(1, 1024),
+    "failures": _list_of(Failure),
+    "stragglers": _list_of(Straggler),
+    "threads": or_none(integer(1, 1024)),
+}  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOptions:
@@ -91,33 +140,21 @@ class ClusterOptions:
     routers: int = 1
     failures: Sequence[Failure] = ()
     stragglers: Sequence[Straggler] = ()
-    policy: str = "paella"
+    policy: str | Policy | Rank = "paella"
     device: str = "virtual:h200"
     seed: int = 0
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        checks = {
-            "gpus": (self.gpus >= 1, "at least 1"),
-            "routers": (self.routers >= 1, "at least 1"),
-            "router": (self.router in ROUTINGS, f"one of {', '.join(ROUTINGS)}"),
-            "stale_ms": (0.01 <= self.stale_ms <= 1000, "from 0.01 to 1000 ms"),
-            "speeds": (
-                bool(self.speeds) and all(0 < each < math.inf for each in self.speeds),
-                "above 0 each; 1 is the speed of the profiles",
-            ),
-            "placement": (
-                self.placement is None or len(self.placement) == self.gpus,
-                f"one list of models for each of the {self.gpus} GPUs",
-            ),
-        }
+        check_values(self, _OPTIONS)
+        if self.placement is not None and len(self.placement) != self.gpus:
+            text = f"placement has {len(self.placement)} lists of models: it must have one for each of {self.gpus} GPUs"
+            raise ArgumentError(text, field="placement", given=self.placement, limit=self.gpus)
         for name in ("failures", "stragglers"):
-            fits = all(0 <= each.gpu < self.gpus for each in getattr(self, name))
-            checks[name] = fits, f"of the GPUs 0 to {self.gpus - 1}"
-        for name, (fits, wanted) in checks.items():
-            if not fits:
-                given = getattr(self, name)
-                raise ArgumentError(f"{name}={given!r}: it must be {wanted}", field=name, given=given)
+            for each in getattr(self, name):
+                if each.gpu >= self.gpus:
+                    text = f"{name} names GPU {each.gpu}, but the cluster has the GPUs 0 to {self.gpus - 1}"
+                    raise ArgumentError(text, field=name, given=each, limit=self.gpus)
 
 
 def simulate_cluster(
@@ -136,14 +173,10 @@ def simulate_cluster(
     >>> found.lost
     0
     """
-    models = [profiles] if isinstance(profiles, ModelProfile) else list(profiles)
-    names = [each.name for each in models]
-    if not models or len(set(names)) < len(names):
-        text = f"the models' names are {names}: give at least one model, each with a different name"
-        raise ArgumentError(text, field="profiles", given=names)
+    models = checked_models(profiles, "profiles")
     check_names("simulate_cluster", options, ClusterOptions)
     o = ClusterOptions(gpus=gpus, **options)
-    return _Cluster(models, workload, o).run()
+    return _Cluster(models, checked_workload(workload), o).run()
 
 
 # -- tables
@@ -153,7 +186,7 @@ FLEET = np.dtype(  # [1]
         ("routing", "i8"),
         ("routers", "i8"),
         ("random", "u8"),  # state of the random generator
-        ("unplaced", "i8"),  # requests that no GPU could take
+        ("unplaced", "i8"),  # requests of this period that no GPU could take
     ],
     align=True,
 )
@@ -162,7 +195,11 @@ ASKED = np.dtype(  # a request as the cluster sees it
     [
         ("first_ns", "i8"),  # when its client sent it
         ("time_ns", "i8"),  # when it was sent to its GPU
+        ("held_ns", "i8"),  # since when its router has looked for a GPU
+        ("deadline_ns", "i8"),
+        ("priority", "i8"),
         ("model", "i4"),
+        ("client", "i4"),
         ("gpu", "i4"),
         ("record", "i4"),  # its number among the GPU's requests
         ("sent", "i4"),  # how often it was sent, including requests that it replaces
@@ -287,7 +324,8 @@ def send(f: Fleet, asked: Table, i: int, router: int, gpu: int) -> None:
     m = a.model
     row = f.row[gpu, m]
     entry = f.inbox[gpu, f.arrived[gpu]]
-    entry.time_ns, entry.deadline_ns, entry.model, entry.priority, entry.client = a.time_ns, NEVER, row, 0, 0
+    entry.time_ns, entry.deadline_ns, entry.model = a.time_ns, a.deadline_ns, row
+    entry.priority, entry.client = a.priority, a.client
     entry.predicted_ns = f.report[gpu, row] + f.added_ns[router, gpu] * f.fleet[0].routers
     f.arrived[gpu] += 1
     a.gpu, a.record = gpu, f.records[gpu]
@@ -308,6 +346,7 @@ def route(f: Fleet, asked: Table, first: int, last: int) -> None:
     f.added_ns[:] = 0.0
     f.sent[:] = 0
     f.arrived[:] = 0
+    f.fleet[0].unplaced = 0
     if f.fleet[0].routing < TWO_CHOICES:
         for router in range(f.fleet[0].routers):
             for m in range(models):
@@ -353,10 +392,12 @@ class _Cluster:
         self._models, self._o = models, o
         self._names = [each.name for each in models]
         self._placement = self._checked_placement()
-        self._asked = self._requests(workload)
-        self._seconds = workload.seconds
         self._gpu, self._options = simulated_part(o.device), SimulationOptions(seed=o.seed)
+        self._asked, self._sent_ns, self._clients = self._requests(workload)
+        self._seconds = workload.seconds
         self._policy = self._options.policy(o.policy)
+        self._away = [0] * o.gpus  # number of failures of each GPU that have begun and not ended
+        self._slow: list[list[float]] = [[] for _ in range(o.gpus)]  # factors of its stragglers, the same
         rows = np.full((o.gpus, len(models)), NONE, np.int64)
         steps_ns = np.zeros((o.gpus, len(models)))
         for gpu, there in enumerate(self._placement):
@@ -379,31 +420,33 @@ class _Cluster:
             return everywhere
         unknown = {name for each in self._o.placement for name in each} - set(self._names)
         if unknown:
-            text = f"the placement names {', '.join(sorted(unknown))}, but there is no profile of that name"
-            raise ArgumentError(text, field="placement", given=sorted(unknown))
+            text = f"the placement names {', '.join(sorted(map(str, unknown)))}, but there is no profile of that name"
+            raise ArgumentError(text, field="placement", given=unknown, limit=self._names)
         return [sorted(self._names.index(name) for name in set(each)) for each in self._o.placement]
 
-    def _requests(self, workload: Workload) -> Table:
-        if len(workload.loop_clients(self._names)):
+    def _requests(self, workload: Workload) -> tuple[Table, NDArray[np.int64], int]:
+        arrivals, loops, numbers = requests_of(workload, self._models, self._options)
+        if len(loops):
             text = "a cluster cannot be simulated with closed loops: use Poisson, Lognormal or a trace"
             raise WorkloadError(text, field="workload", given=workload)
-        arrivals = workload.arrivals(self._names, self._o.seed)
         asked = np.zeros(len(arrivals), ASKED)
-        asked["first_ns"] = asked["time_ns"] = arrivals["time_ns"]
-        asked["model"], asked["gpu"], asked["record"] = arrivals["model"], NONE, NONE
-        asked["finish_ns"] = NEVER
-        return asked
+        asked["first_ns"] = asked["held_ns"] = arrivals["time_ns"]
+        for name in ("time_ns", "model", "client", "priority", "deadline_ns"):
+            asked[name] = arrivals[name]
+        asked["gpu"], asked["record"], asked["finish_ns"] = NONE, NONE, NEVER
+        return asked, asked["first_ns"].copy(), numbers_for(len(numbers))
 
     def _speed(self, gpu: int) -> float:
         return float(self._o.speeds[gpu % len(self._o.speeds)])
 
     def _new_gpu(self, gpu: int) -> tuple[st.State, tables.SimGpu]:
         own = [self._models[m] for m in self._placement[gpu]]
-        core = new_core(own, ROWS)
+        core = new_core(own, ROWS, self._clients)
         prepare(core, own, self._policy, self._gpu, self._options)
         nobody = np.zeros(0, tables.LOOP_CLIENT)
         one = loaded_gpu(core, own, self._gpu, self._seconds, self._fleet.inbox[gpu], nobody, self._options)
         slow_down(core, one, self._speed(gpu))
+        one.work[...] *= math.prod(self._slow[gpu])
         expected = max(256, int(1.5 * len(self._asked) / self._o.gpus))
         return core, one._replace(records=np.zeros(expected, tables.RECORD), report=self._fleet.report[gpu])
 
@@ -433,15 +476,21 @@ class _Cluster:
                     late = late[~due]
                 last = bisect_left(self._asked["time_ns"], until, first)  # NumPy's search would copy the column
                 route(self._fleet, self._asked, first, last)
+                if self._fleet.fleet["unplaced"][0]:
+                    last, held = self._held(first, last, until, events[0][0] if events else math.inf)
+                    late = np.concatenate([late, held])
                 self._advance(pool, edges, function, until)
                 first, now_ns = last, until
         self._note_done(range(o.gpus))
+        requests = self._asked[self._asked["sent"] >= 0]
+        check_conserved(self._sent_ns, requests["first_ns"])
+        check_ordered(requests["first_ns"], requests["held_ns"], requests["time_ns"], requests["finish_ns"])
         return ClusterResults(
             models=tuple(self._models),
             router=o.router,
             gpus=o.gpus,
             seconds=self._seconds,
-            requests=self._asked[self._asked["sent"] >= 0],
+            requests=requests,
             events=sum(int(each.sim["events"][0]) for each in self._gpus),
         )
 
@@ -480,35 +529,60 @@ class _Cluster:
             if failure.for_s < math.inf:
                 yield (failure.at_s + failure.for_s) * 1e9, lambda f=failure: self._return(f)
         for slow in self._o.stragglers:
-            yield slow.at_s * 1e9, lambda s=slow: self._change_speed(s.gpu, s.times)
+            yield slow.at_s * 1e9, lambda s=slow: self._slow_down(s)
             if slow.for_s < math.inf:
-                yield (slow.at_s + slow.for_s) * 1e9, lambda s=slow: self._change_speed(s.gpu, 1.0 / s.times)
+                yield (slow.at_s + slow.for_s) * 1e9, lambda s=slow: self._speed_up(s)
 
-    def _change_speed(self, gpu: int, times: float) -> Table:
-        self._gpus[gpu].work[...] *= times
+    def _slow_down(self, slow: Straggler) -> Table:
+        self._slow[slow.gpu].append(slow.times)
+        self._gpus[slow.gpu].work[...] *= slow.times
+        return np.zeros(0, ASKED)
+
+    def _speed_up(self, slow: Straggler) -> Table:
+        self._slow[slow.gpu].remove(slow.times)
+        self._gpus[slow.gpu].work[...] /= slow.times
         return np.zeros(0, ASKED)
 
     def _fail(self, failure: Failure) -> Table:
         """Takes a GPU down with all its requests, and returns them to be sent again."""
         gpu, asked = failure.gpu, self._asked
+        self._away[gpu] += 1
         self._note_done([gpu])
         mine = np.flatnonzero(asked["gpu"] == gpu)
-        lost = mine[asked["finish_ns"][mine] == NEVER]
+        lost = mine[asked["finish_ns"][mine] > failure.at_s * 1e9]
         again = asked[lost].copy()
-        again["time_ns"], again["gpu"] = failure.at_s * 1e9 + NOTICED_MS * 1e6, NONE
+        noticed = np.maximum(again["time_ns"], int(failure.at_s * 1e9 + NOTICED_MS * 1e6))
+        again["time_ns"] = again["held_ns"] = noticed
+        again["gpu"], again["finish_ns"] = NONE, NEVER
         asked["sent"][lost] = -1  # the new copies stand for them
         asked["gpu"][mine] = NONE
         self._cores[gpu], self._gpus[gpu] = self._new_gpu(gpu)
         self._fleet.records[gpu] = 0
         self._attach(gpu)
-        set_hosts(self._fleet, np.flatnonzero(self._fleet.up * (np.arange(self._o.gpus) != gpu)).tolist())
+        self._set_hosts()
         return np.asarray(again)
 
     def _return(self, failure: Failure) -> Table:
-        now = np.flatnonzero(self._fleet.up).tolist()
+        self._away[failure.gpu] -= 1
         self._gpus[failure.gpu].sim["now_ns"] = (failure.at_s + failure.for_s) * 1e9
-        set_hosts(self._fleet, sorted({*now, failure.gpu}))
+        self._set_hosts()
         return np.zeros(0, ASKED)
+
+    def _set_hosts(self) -> None:
+        set_hosts(self._fleet, [gpu for gpu, failures in enumerate(self._away) if not failures])
+
+    def _held(self, first: int, last: int, until: float, event_ns: float) -> tuple[int, Table]:
+        """Takes the requests that no GPU could take out of a period, to be sent again in the next one, or after
+        the next event where no GPU with the model is up; not those that their routers would hold too long. Returns the
+        period's new end, and the requests.
+        """
+        some = self._asked[first:last]
+        when = np.where(self._fleet.hosts[some["model"]] > 0, until, max(until, event_ns))
+        held = (some["gpu"] == NONE) & (some["sent"] >= 0) & (when - some["held_ns"] <= HELD_S * 1e9)
+        again = some[held].copy()
+        again["time_ns"] = when[held]
+        self._asked = np.delete(self._asked, first + np.flatnonzero(held))
+        return last - len(again), again
 
     def _mix_in(self, late: Table, first: int) -> None:
         """Merges requests to be sent again into those of this period."""
@@ -563,8 +637,7 @@ class ClusterResults:
         return np.asarray((rows["finish_ns"] - rows["first_ns"]) / alone[rows["model"]])
 
     def attainment(self, model: str | None = None) -> float:
-        """The fraction of all requests answered within their model's target, or answered at all for models without one.
-        """
+        """The fraction of all requests that met their deadline or model's target, or were answered without either."""
         met = self._met()
         if model is not None:
             met = met[self.requests["model"] == [each.name for each in self.models].index(model)]
@@ -577,7 +650,8 @@ class ClusterResults:
 
     def _met(self) -> NDArray[np.bool_]:
         rows, target = self.requests, np.array([float(each.target_ns) for each in self.models])
-        found: NDArray[np.bool_] = self.done & (rows["finish_ns"] - rows["first_ns"] <= target[rows["model"]])
+        due = np.where(rows["deadline_ns"] < NEVER, rows["deadline_ns"], rows["first_ns"] + target[rows["model"]])
+        found: NDArray[np.bool_] = self.done & (rows["finish_ns"] <= due)
         return found
 
     def summary(self) -> dict[str, float]:

@@ -7,16 +7,17 @@ print(result); result.plot()
 
 from __future__ import annotations
 
-import difflib
+import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from paellapy.instrument.errors import ArgumentError, NoDeviceError
+from paellapy.instrument.errors import ArgumentError, NoDeviceError, PaellaError
 from paellapy.instrument.gpu_model.parts import Part, Timing, part
 from paellapy.instrument.gpu_model.tables import heap_push
 from paellapy.scheduler.core import codes
@@ -24,6 +25,7 @@ from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.admission import new_limits
 from paellapy.scheduler.core.errors import ProfileError
 from paellapy.scheduler.core.profiles import (
+    MOST_NS,
     TOGETHER,
     Capacity,
     ModelProfile,
@@ -38,44 +40,54 @@ from paellapy.scheduler.core.step import attach_step
 from paellapy.scheduler.core.tables import Table
 from paellapy.scheduler.core.tenants import Tenant, checked_tenants, client_numbers, set_tenant
 from paellapy.scheduler.core.tuning import Tuning
+from paellapy.scheduler.core.values import (
+    TRUE_OR_FALSE,
+    Rule,
+    check_names,
+    check_values,
+    integer,
+    number,
+    one_of,
+    or_none,
+    shortened,
+)
 from paellapy.scheduler.policies.policy import Policy, PolicyError, Rank, attach_policy, find_policy
 from paellapy.scheduler.sim import tables
 from paellapy.scheduler.sim.block_model import BlocksGpu, OwnKernels, TracedGpu
 from paellapy.scheduler.sim.results import Results
 from paellapy.scheduler.sim.segment_model import MORE_RECORDS, run_segments
 from paellapy.scheduler.sim.tables import ISSUE, MEMORY, Programs
-from paellapy.scheduler.sim.workload import Workload, WorkloadError
+from paellapy.scheduler.sim.workload import SEED, Workload, WorkloadError
 
 Fidelity = Literal["segments", "blocks"]
 FIDELITIES: tuple[Fidelity, ...] = ("segments", "blocks")
+MOST_JOBS = 1 << 20
 MAX_ROWS = 1 << 17  # requests waiting at a time; further ones are refused
 BINS = 400  # most bins into which the time of a run is divided
 
 
-def _is_whole(given: Any, least: int) -> bool:
-    return bool(isinstance(given, int | np.integer) and given >= least)
-
-
-def _is_number(given: Any, least: float, above: bool = False) -> bool:
-    number = isinstance(given, int | float | np.number) and math.isfinite(given)
-    return bool(number and (given > least if above else given >= least))
-
-
 _LEAST, _MOST = codes.LEAST_PARTITIONS, codes.PARTITIONS
-# By option: whether a value is valid, and the valid values in words.
-_OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "fidelity": (lambda x: x in FIDELITIES, " or ".join(FIDELITIES)),
-    "seed": (lambda x: _is_whole(x, 0), "an integer of at least 0"),
-    "queues": (lambda x: x is None or _is_whole(x, 1), "an integer of at least 1, or None"),
-    "demand": (lambda x: x is None or _is_number(x, 0, above=True), "a number of GPUs above 0, or None"),
-    "host_launch_ns": (lambda x: x is None or _is_number(x, 0), "a finite number of at least 0"),
-    "memory_bytes": (lambda x: x is None or _is_number(x, 1), "a number of at least 1, or None"),
-    "pcie_gbps": (lambda x: x is None or _is_number(x, 0, above=True), "a number of GB/s above 0"),
-    "tenants": (lambda x: isinstance(x, Mapping), "a dict by name, as in tenants={'alice': pp.Tenant(share=3)}"),
-    "sm_partitions": (
-        lambda x: _is_number(x, 0) and (x == 0 or _LEAST <= x <= _MOST), f"0, for none, or {_LEAST} to {_MOST}"
+_OPTIONS = {
+    "fidelity": one_of(*FIDELITIES),
+    "seed": SEED,
+    "active": or_none(integer(1, MOST_JOBS)),
+    "max_in_flight": or_none(integer(1, MOST_JOBS)),
+    "queues": or_none(integer(1, MOST_JOBS)),
+    "demand": or_none(number(0, above=True)),
+    "admission": TRUE_OR_FALSE,
+    "host_launch_ns": or_none(number(0, MOST_NS)),
+    "memory_bytes": or_none(number(1, MOST_NS)),
+    "pcie_gbps": or_none(number(0, above=True)),
+    "tuning": or_none(Rule(lambda x: isinstance(x, Tuning | Mapping), "a dict of numbers by name")),
+    "tenants": Rule(lambda x: isinstance(x, Mapping), "a dict by name, as in tenants={'alice': pp.Tenant(share=3)}"),
+    "sm_partitions": Rule(
+        lambda x: x == 0 or integer(_LEAST, _MOST).fits(x), f"0, for none, or {_LEAST} to {_MOST}"
     ),
 }
+
+
+class SimulationError(PaellaError):
+    """The simulator contradicts itself: its results are not returned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +128,7 @@ class SimulationOptions:
     tenants: Mapping[str, Tenant | Mapping[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, (fits, wanted) in _OPTIONS.items():
-            given = getattr(self, name)
-            if not fits(given):
-                raise ArgumentError(f"{name}={given!r}: it must be {wanted}", field=name, given=given)
+        check_values(self, _OPTIONS)
         if self.pcie_gbps is not None and self.memory_bytes is None:
             raise ArgumentError(
                 f"pcie_gbps={self.pcie_gbps!r} has no effect without memory_bytes, because no weights move: set "
@@ -143,15 +152,27 @@ class SimulationOptions:
         return found if self.max_in_flight is None else replace(found, max_in_flight=self.max_in_flight)
 
 
-def check_names(function: str, given: Iterable[str], options: type[Any]) -> None:
-    """Raises ArgumentError for a name that is no field of the class of a function's options."""
-    names = [each.name for each in fields(options)]
-    for name in given:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, 1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            text = f"{function} has no option {name!r}: {hint}The options are {', '.join(names)}"
-            raise ArgumentError(text, field=name, remedy=near[0] if near else None)
+def checked_models(given: Sequence[ModelProfile] | ModelProfile, field: str = "models") -> list[ModelProfile]:
+    """The models as a list; ProfileError unless there is at least one, each with a different name."""
+    models = [given] if isinstance(given, ModelProfile) else list(given) if isinstance(given, Iterable) else []
+    if not models or not all(isinstance(each, ModelProfile) for each in models):
+        text = f"{field}={shortened(given)}: give at least one ModelProfile"
+        raise ProfileError(text, field=field, given=given)
+    names = [each.name for each in models]
+    if len(set(names)) < len(names):
+        text = f"the models' names are {names}: give each a different name"
+        raise ProfileError(text, field=field, given=names)
+    return models
+
+
+def checked_workload(given: Any) -> Workload:
+    """The workload; WorkloadError if it is none."""
+    if not isinstance(given, Workload):
+        raise WorkloadError(
+            f"workload={shortened(given)}: it must be a workload, such as pp.Poisson(1000, 'net', duration=1.0); join "
+            "several with +", field="workload", given=given,
+        )  # fmt: skip
+    return given
 
 
 def simulated_part(device: str) -> Part:
@@ -184,17 +205,13 @@ def simulate(
     >>> simulate([net], Poisson(1000, "net", duration=0.1), "fifo").all.completed
     90
     """
-    models = [models] if isinstance(models, ModelProfile) else models
+    models = checked_models(models)
     check_names("simulate", options, SimulationOptions)
     asked = SimulationOptions(**options)
     chosen, gpu = asked.policy(policy), simulated_part(device)
-    names = [each.name for each in models]
-    if not models or len(set(names)) < len(names):
-        text = f"the models' names are {names}: give at least one model, each with a different name"
-        raise ProfileError(text, field="models", given=names)
-    arrivals, clients, numbers = _load(workload, models, asked)
+    arrivals, clients, numbers = requests_of(checked_workload(workload), models, asked)
     _check(asked, models, clients)
-    state = new_core(models, len(arrivals) + len(clients), _numbers_for(len(numbers)))
+    state = new_core(models, len(arrivals) + len(clients), numbers_for(len(numbers)))
     prepare(state, models, chosen, gpu, asked)
     _give_tenants(state, numbers, asked)
     f = loaded_gpu(state, models, gpu, workload.seconds, arrivals, clients, asked)
@@ -210,6 +227,9 @@ def simulate(
         trace = traced.trace(chosen.name)
     _check_end(state, chosen)
     jobs = _jobs(f, numbers)
+    check_conserved(arrivals["time_ns"], jobs[jobs["source"] == codes.NONE]["arrival_ns"])
+    answered = jobs[jobs["status"] == codes.OK]
+    check_ordered(answered["arrival_ns"], answered["started_ns"], answered["finish_ns"])
     end_ns = float(jobs["finish_ns"].max()) if len(jobs) else 0.0
     return Results(
         policy=chosen.name,
@@ -228,6 +248,21 @@ def simulate(
     )
 
 
+def check_conserved(sent: NDArray[np.int64], recorded: NDArray[np.int64]) -> None:
+    """Raises SimulationError unless every request of the load, by its time, has exactly one record."""
+    if not np.array_equal(np.sort(sent), np.sort(recorded)):
+        text = f"the run has {len(recorded)} records for {len(sent)} requests, or others than those: report this fault"
+        raise SimulationError(text, field="requests", given=len(recorded), limit=len(sent))
+
+
+def check_ordered(*times_ns: NDArray[np.int64]) -> None:
+    """Raises SimulationError unless the times of every request, such as arrival, start and end, follow each other."""
+    for before, after in itertools.pairwise(times_ns):
+        if backwards := int((after < before).sum()):
+            text = f"{backwards} requests of the run were answered before they began or came: report this fault"
+            raise SimulationError(text, field="times", given=backwards, limit=0)
+
+
 def _jobs(f: tables.SimGpu, numbers: Mapping[str, int]) -> Table:
     """The records of all requests, with each client's place among the clients instead of its number."""
     jobs = f.records[: f.sim["records"][0]].copy()
@@ -242,15 +277,10 @@ def _counters(state: st.State, f: tables.SimGpu, asked: SimulationOptions) -> di
     return counters if asked.memory_bytes is None else counters | weight_counters(state)
 
 
-def _load(
+def requests_of(
     workload: Workload, models: Sequence[ModelProfile], options: SimulationOptions
 ) -> tuple[Table, Table, dict[str, int]]:
     """Arrivals, closed-loop clients, and all clients' numbers by name. Requests default to their model's priority."""
-    if not isinstance(workload, Workload):
-        raise WorkloadError(
-            f"workload={workload!r}: it must be a workload, such as pp.Poisson(1000, 'net', duration=1.0); join "
-            "several with +", field="workload", given=workload,
-        )  # fmt: skip
     names = [each.name for each in models]
     arrivals, clients = workload.arrivals(names, options.seed), workload.loop_clients(names)
     priorities = np.array([each.priority for each in models])
@@ -262,13 +292,13 @@ def _load(
     nobody = next((title[k] for k, name in known.items() if name is None), None)
     # As in an engine whose tenants were made first. Its clients without a name have one number, 0.
     given = [each for each in [*options.tenants, *title.values()] if each != nobody or nobody in options.tenants]
-    number = client_numbers(given, _numbers_for(len(known)))
+    number = client_numbers(given, numbers_for(len(known)))
     for asked in (arrivals, clients):
         asked["client"] = [number.get(title[k], 0) for k in asked["client"].tolist()]
     return arrivals, clients, {name: number.get(name, 0) for name in title.values()}
 
 
-def _numbers_for(clients: int) -> int:
+def numbers_for(clients: int) -> int:
     """Client numbers of the core: as many as in an engine, or enough for all clients."""
     return max(st.Limits().clients, clients + 1)
 

@@ -25,7 +25,7 @@ BATCH = 256
 # time of answers, and the number of live requests.
 GAIN, FACTOR, LIVE = -3, -2, -1
 LEARN = 0.05  # weight of the newest answer in a router's averages
-MODELS_PRIORITY = -(1 << 31)  # stands for a request without its own priority
+MODELS_PRIORITY = -NEVER  # stands for a request without its own priority
 
 SIM = np.dtype(  # [1]
     [
@@ -59,7 +59,7 @@ RECORD = np.dtype(
     [
         ("model", "i4"),
         ("client", "i4"),
-        ("priority", "i4"),
+        ("priority", "i8"),
         ("batch", "i4"),
         ("status", "i4"),
         ("source", "i4"),  # closed-loop client that sent it, or NONE
@@ -76,13 +76,13 @@ ARRIVAL = np.dtype(
         ("time_ns", "i8"),
         ("deadline_ns", "i8"),
         ("model", "i4"),
-        ("priority", "i4"),
+        ("priority", "i8"),
         ("client", "i4"),
         ("predicted_ns", "f8"),
     ],
     align=True,
 )
-LOOP_CLIENT = np.dtype([("think_ns", "i8"), ("model", "i4"), ("priority", "i4"), ("client", "i4")], align=True)
+LOOP_CLIENT = np.dtype([("think_ns", "i8"), ("model", "i4"), ("priority", "i8"), ("client", "i4")], align=True)
 
 
 class Programs(NamedTuple):

@@ -16,11 +16,15 @@ import numpy as np
 
 from paellapy.instrument.errors import ArgumentError
 from paellapy.scheduler.core.profiles import ModelProfile
+from paellapy.scheduler.core.values import check_values, integer, number, shortened
 from paellapy.scheduler.policies.policy import Policy, Rank
-from paellapy.scheduler.sim.simulate import simulate
-from paellapy.scheduler.sim.workload import Lognormal
+from paellapy.scheduler.sim.simulate import checked_models, simulate
+from paellapy.scheduler.sim.workload import MOST_SIGMA, SEED, Lognormal
 
 ITERATIONS, PATIENCE = 50, 10  # IADeep's values
+_RATE = number(0, above=True)
+_COUNTS = dict.fromkeys(("gpus", "iterations", "patience"), integer(1, 1 << 16))
+_RUN = {"seconds": number(0, above=True), "sigma": number(0, MOST_SIGMA), "seed": SEED}
 _WORST = 1e4  # slowdown of requests that were not answered
 
 
@@ -156,23 +160,15 @@ def tune(
     >>> tune(some, {"resnet18": 4000, "resnet50": 1000}, seconds=0.05, iterations=3).cost < 100
     True
     """
-    models = [models] if isinstance(models, ModelProfile) else models
-    known = {each.name: each for each in models}
-    if len(known) < len(models):
-        names = [each.name for each in models]
-        raise ArgumentError(f"the models' names are {names}: each must be different", field="models", given=names)
-    if not isinstance(rates, Mapping) or not all(isinstance(rate, int | float) for rate in rates.values()):
-        text = f"rates={rates!r}: it must be a dict of requests per second by the models' names"
+    known = {each.name: each for each in checked_models(models)}
+    if not isinstance(rates, Mapping) or set(rates) != set(known) or not all(map(_RATE.fits, rates.values())):
+        text = f"rates={shortened(rates)}: it must be a dict with {_RATE.wanted} for each of {', '.join(known)}"
         raise ArgumentError(text, field="rates", given=rates)
-    if not known or set(rates) != set(known) or not all(0 < rate < math.inf for rate in rates.values()):
-        text = f"rates={dict(rates)}: tune needs a rate above 0 for each of {', '.join(known)}"
-        raise ArgumentError(text, field="rates", given=rates)
-    for name, given in (("gpus", gpus), ("iterations", iterations), ("patience", patience)):
-        if not isinstance(given, int) or given < 1:
-            raise ArgumentError(f"{name}={given}: it must be an integer of at least 1", field=name, given=given)
-    if unknown := set(run) - {"seconds", "sigma", "seed"}:
-        text = f"tune has no option {min(unknown)!r}: the options are seconds, sigma and seed"
+    check_values({"gpus": gpus, "iterations": iterations, "patience": patience}, _COUNTS)
+    if unknown := set(run) - set(_RUN):
+        text = f"tune has no option {min(unknown)!r}: the options are {', '.join(_RUN)}"
         raise ArgumentError(text, field=min(unknown))
+    check_values(run, {name: _RUN[name] for name in run})
     search = _Search(known, rates, {"policy": policy, "device": device, "seconds": 0.5, "sigma": 1.5, "seed": 0, **run})
     best = _spread(known, rates, gpus)
     cost = first = search.cost(best)

@@ -7,7 +7,6 @@ Lognormal(4000, mix, duration=10, sigma=1.5) + ClosedLoop("batch_model", clients
 from __future__ import annotations
 
 import csv
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,13 +18,17 @@ from numpy.typing import NDArray
 
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.codes import NEVER
+from paellapy.scheduler.core.profiles import MOST_NS
 from paellapy.scheduler.core.tables import Table
+from paellapy.scheduler.core.values import Rule, check_values, integer, number, or_none, shortened
 from paellapy.scheduler.sim.tables import ARRIVAL, LOOP_CLIENT, MODELS_PRIORITY
 
 Mix = str | Mapping[str, float] | Sequence[str]
 # Above this, nearly all gaps are close to zero, and the rate deviates from the given one: at 7, 4000 becomes 500,000.
 MOST_SIGMA = 5.0
-MOST_MS = 1e12  # 32 years; times in ns are 64-bit integers
+MOST_MS = MOST_NS / 1e6
+MOST_REQUESTS = 10**8  # of one workload
+MOST_CLIENTS = 1 << 20
 MOST_KEPT = 1 << 30  # numbers of clients have 32 bits in the tables
 Row = tuple[float, str, float | None, int | None, int | str]  # as in TraceWorkload
 
@@ -67,7 +70,30 @@ def _parts(workload: Workload) -> tuple[Workload, ...]:
 
 def wrong(field: str, given: Any, why: str) -> WorkloadError:
     """The error for an option that a workload cannot have."""
-    return WorkloadError(f"{field}={given!r}: {why}", field=field, given=given)
+    return WorkloadError(f"{field}={shortened(given)}: {why}", field=field, given=given)
+
+
+SEED = integer(0, (1 << 64) - 1)
+_MODEL = Rule(lambda value: isinstance(value, str), "a model's name")
+_DEADLINE = or_none(number(0, MOST_MS, above=True))
+_PRIORITY = or_none(integer(-NEVER + 1, NEVER - 1))
+_ARRIVES = number(0, MOST_MS / 1e3)
+_RULES = {
+    "rate": number(0, above=True),
+    "duration": number(0, MOST_MS / 1e3, above=True),
+    "deadline_ms": _DEADLINE,
+    "priority": _PRIORITY,
+    "clients": integer(1, MOST_CLIENTS),
+    "client": or_none(Rule(lambda value: isinstance(value, str) and bool(value), "a name")),
+    "sigma": number(0, MOST_SIGMA),
+    "model": _MODEL,
+    "think_ms": number(0, MOST_MS),
+    "gap_us": number(0, MOST_MS),
+}
+
+
+def _check(workload: Workload, *names: str, **others: Rule) -> None:
+    check_values(workload, {name: _RULES[name] for name in names} | others, WorkloadError)
 
 
 def model_index(models: Sequence[str], name: str) -> int:
@@ -81,40 +107,21 @@ def priority_of(priority: int | None) -> int:
     return MODELS_PRIORITY if priority is None else priority
 
 
-def check_priority(priority: int | None) -> None:
-    whole = isinstance(priority, int | np.integer) and not isinstance(priority, bool)
-    if priority is not None and not (whole and abs(priority) < -MODELS_PRIORITY):
-        raise wrong("priority", priority, "it must be an integer of less than 32 bits, or None")
-
-
-def _check_clients(clients: int) -> None:
-    if not isinstance(clients, int | np.integer) or clients < 1:
-        raise wrong("clients", clients, "it must be an integer of at least 1; a name goes to client=")
-
-
-def _check_finite(above: bool = False, **given: float) -> None:
-    for field, value in given.items():
-        if not (0 < value < math.inf if above else 0 <= value < math.inf):
-            raise wrong(field, value, f"it must be finite and {'above' if above else 'at least'} 0")
-
-
 def _weights(mix: Mix) -> dict[str, float]:
     """Weights by model; models given by name only have equal weights."""
-    if isinstance(mix, Mapping):
-        return dict(mix)
     names = [mix] if isinstance(mix, str) else mix
-    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+    if not isinstance(names, Mapping | Sequence) or not all(isinstance(name, str) for name in names):
         raise wrong("mix", mix, "it must be a model's name, a list of names, or a dict of weights by name")
-    return {name: float(names.count(name)) for name in names}
+    weights = dict(names) if isinstance(names, Mapping) else {name: float(names.count(name)) for name in names}
+    if not all(map(number(0).fits, weights.values())) or not number(0, above=True).fits(sum(weights.values())):
+        raise wrong("mix", weights, "the weights must be finite, at least 0, and not all 0")
+    return weights
 
 
 def _choose(models: Sequence[str], mix: Mix, n: int, random: np.random.Generator) -> NDArray[np.int64]:
     weights = _weights(mix)
-    numbers_only = all(isinstance(w, int | float | np.number) and math.isfinite(w) and w >= 0 for w in weights.values())
-    if not weights or not numbers_only or not sum(weights.values()):
-        raise wrong("mix", weights, "the weights must be at least 0, and not all 0")
     numbers = np.array([model_index(models, name) for name in weights])
-    p = np.array(list(weights.values()))
+    p = np.array([float(each) for each in weights.values()])
     return numbers[random.choice(len(numbers), n, p=p / p.sum())]
 
 
@@ -131,13 +138,10 @@ class _OpenLoop(Workload):
     client: str | None = None  # name of the client
 
     def __post_init__(self) -> None:
-        _check_finite(rate=self.rate, duration=self.duration, above=True)
-        if not math.isfinite(self.rate * self.duration):
-            raise wrong("rate", self.rate, f"rate × duration must be finite, and duration={self.duration}")
-        if self.deadline_ms is not None and not 0 < self.deadline_ms < MOST_MS:
-            raise wrong("deadline_ms", self.deadline_ms, f"it must be above 0 and below {MOST_MS:g}, or None")
-        _check_clients(self.clients)
-        check_priority(self.priority)
+        _check(self, "rate", "duration", "deadline_ms", "priority", "clients", "client")
+        if self.rate * self.duration > MOST_REQUESTS:
+            raise wrong("rate", self.rate, f"rate × duration must be at most {MOST_REQUESTS:,} requests")
+        _weights(self.mix)
 
     @abstractmethod
     def gaps(self, n: int, random: np.random.Generator) -> NDArray[np.float64]:
@@ -193,8 +197,7 @@ class Lognormal(_OpenLoop):
 
     def __post_init__(self) -> None:
         _OpenLoop.__post_init__(self)  # not super(): with slots, the class is created anew
-        if not 0 <= self.sigma <= MOST_SIGMA:
-            raise wrong("sigma", self.sigma, f"it must be from 0 (even gaps) to {MOST_SIGMA:g}")
+        _check(self, "sigma")
 
     def gaps(self, n: int, random: np.random.Generator) -> NDArray[np.float64]:
         return random.lognormal(-(self.sigma**2) / 2, self.sigma, n)
@@ -216,11 +219,7 @@ class ClosedLoop(Workload):
     client: str | None = None  # name of the client; each loop without a name is a client of its own
 
     def __post_init__(self) -> None:
-        if not 0 <= self.think_ms < MOST_MS:
-            raise wrong("think_ms", self.think_ms, f"it must be at least 0 and below {MOST_MS:g}")
-        _check_finite(duration=self.duration, above=True)
-        _check_clients(self.clients)
-        check_priority(self.priority)
+        _check(self, "model", "clients", "think_ms", "duration", "priority", "client")
 
     @property
     def seconds(self) -> float:
@@ -253,8 +252,7 @@ class Background(Workload):
     duration: float = 0.0  # of a job that runs alone
 
     def __post_init__(self) -> None:
-        _check_finite(gap_us=self.gap_us, duration=self.duration)
-        check_priority(self.priority)
+        _check(self, "model", "priority", "gap_us", duration=_ARRIVES)
 
     @property
     def seconds(self) -> float:
@@ -288,13 +286,13 @@ class Mixed(Workload):
         places, n = [], 0
         for each in self.parts:
             place = {}
-            for number, name in each.clients_named().items():
+            for k, name in each.clients_named().items():
                 if name is None or name not in known:
-                    place[number], n = n, n + 1
+                    place[k], n = n, n + 1
                     if name is not None:
-                        known[name] = place[number]
+                        known[name] = place[k]
                 else:
-                    place[number] = known[name]
+                    place[k] = known[name]
             places.append(place)
         return places
 
@@ -321,6 +319,8 @@ class TraceWorkload(Workload):
     rows: tuple[Row, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.rows, Sequence) or isinstance(self.rows, str | bytes):
+            raise wrong("rows", self.rows, f"it must be a list of {_FORM}")
         checked = [_checked(row, f"row {k} of the trace") for k, row in enumerate(self.rows)]
         object.__setattr__(self, "rows", tuple(sorted(checked, key=lambda each: each[0])))
 
@@ -374,32 +374,26 @@ class TraceWorkload(Workload):
 def _row(row: Mapping[str, str | None], where: str) -> Row:
     try:
         at, deadline = float(row["t"] or ""), float(row["deadline"] or "") if row.get("deadline") else None
-        _check_times(at, deadline)
         priority = int(row["priority"] or "") if row.get("priority") else None
-        check_priority(priority)
         client = row.get("client") or "0"
-        return at, row["model"] or "", deadline, priority, int(client) if client.isdecimal() else client
+        read = at, row["model"] or "", deadline, priority, int(client) if client.isdecimal() else client
     except ValueError as e:
         raise WorkloadError(f"{where}: {e}", where=where) from e
-
-
-def _check_times(at: float, deadline: float | None) -> None:
-    if not 0 <= at < MOST_MS / 1e3:
-        raise ValueError(f"the arrival time is {at} s, and must be at least 0 and below {MOST_MS / 1e3:g}")
-    if deadline is not None and not 0 < deadline < MOST_MS:
-        raise ValueError(f"the deadline is {deadline} ms, and must be above 0 and below {MOST_MS:g}, or None")
+    return _checked(read, where)
 
 
 def _checked(row: Row, where: str) -> Row:
-    try:
-        at, model, deadline, priority, client = row
-        _check_times(at, deadline)
-        if not isinstance(model, str):
-            raise ValueError(f"the model is {model!r}, and must be a name")
-        if not isinstance(client, int | np.integer | str):
-            raise ValueError("the client must be an integer or a name")
-        check_priority(priority)
-    except (TypeError, ValueError) as e:
-        form = "(seconds, model, deadline in ms or None, priority or None, client)"
-        raise WorkloadError(f"{where} is {row!r}, but a row must be {form}: {e}", where=where, given=row) from e
+    if not isinstance(row, Sequence) or len(row) != 5:
+        raise WorkloadError(f"{where} is {shortened(row)}, but a row must be {_FORM}", where=where, given=row)
+    check_values(dict(zip(_OF_ROW, row, strict=True)), _OF_ROW, WorkloadError, f"{where}: ", where=where)
     return row
+
+
+_FORM = "(seconds, model, deadline in ms or None, priority or None, client)"
+_OF_ROW = {
+    "t": _ARRIVES,
+    "model": _MODEL,
+    "deadline": _DEADLINE,
+    "priority": _PRIORITY,
+    "client": Rule(lambda x: isinstance(x, str) or integer(-NEVER, NEVER).fits(x), "an integer of 64 bits or a name"),
+}

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paellapy.instrument.errors import ArgumentError
-from paellapy.scheduler.core.codes import NEVER
+from paellapy.scheduler.core.codes import NEVER, OK
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.sim.cluster import ROUTINGS, Failure, Straggler, simulate_cluster
 from paellapy.scheduler.sim.simulate import simulate
@@ -23,11 +23,51 @@ BOTH = [SHORT, LONG]
 
 
 def test_one_gpu_of_a_cluster_is_a_gpu():
-    """Reports change nothing on it: every request is done when it is without a router."""
-    workload = Poisson(500, ["short", "long"], duration=0.2)
-    alone = simulate(BOTH, workload)
-    found = simulate_cluster(BOTH, workload, gpus=1)
-    assert sorted(found.requests["finish_ns"]) == sorted(alone.jobs["finish_ns"])
+    """Reports change nothing on it: every request, with its priority, deadline and client, is done when it is without a
+    router.
+    """
+    workload = (
+        Poisson(300, "short", duration=0.2, priority=3, client="alice")
+        + Poisson(200, "short", duration=0.2, deadline_ms=2.0)
+        + Poisson(400, "long", duration=0.2, clients=3)
+    )
+    for policy in ("paella", "priority", "edf"):
+        alone = simulate(BOTH, workload, policy)
+        rows = simulate_cluster(BOTH, workload, gpus=1, policy=policy).requests
+        answered = alone.jobs["status"] == OK
+        finish_ns = np.where(answered, alone.jobs["finish_ns"], NEVER)
+        assert sorted(rows["finish_ns"]) == sorted(finish_ns)
+        assert (alone.jobs["priority"] == 3).sum() == (rows["priority"] == 3).sum() > 0
+
+
+def test_a_straggler_that_failed_returns_as_slow_as_it_was():
+    slow = Straggler(0, 4.0, at_s=0.0, for_s=0.1)
+    load = Poisson(50, "long", duration=0.3)
+    found = simulate_cluster(LONG, load, gpus=1, stragglers=[slow], failures=[Failure(0, 0.05, 0.01)])
+    rows = found.requests
+    took_ns = rows["finish_ns"] - rows["time_ns"]
+    assert took_ns.min() >= 0.999 * LONG.alone_ns()
+    assert took_ns[rows["time_ns"] < 0.095e9].min() >= 3.999 * LONG.alone_ns()
+
+
+def test_requests_wait_while_no_gpu_is_up():
+    away = [Failure(gpu, 0.05, 0.05) for gpu in range(3)]
+    found = simulate_cluster(SHORT, Poisson(3000, "short", duration=0.2), gpus=3, failures=away)
+    assert found.lost == 0
+    rows = found.requests
+    held = rows[(rows["first_ns"] > 0.052e9) & (rows["first_ns"] < 0.1e9)]
+    assert len(held) > 100
+    assert (held["time_ns"] >= 0.1e9).all()
+    longer = simulate_cluster(SHORT, Poisson(3000, "short", duration=0.1), gpus=1, failures=[Failure(0, 0.05, 30.0)])
+    assert 0 < longer.lost == len(longer.requests) - longer.done.sum()
+
+
+def test_failures_of_one_gpu_may_overlap():
+    away = [Failure(0, 0.02, 0.02), Failure(0, 0.03, 0.05)]
+    rows = simulate_cluster(SHORT, Poisson(2000, "short", duration=0.15), gpus=2, failures=away).requests
+    there = rows[rows["gpu"] == 0]["time_ns"]
+    assert not ((there > 0.022e9) & (there < 0.08e9)).any()
+    assert (there > 0.08e9).any()
 
 
 @given(st.sampled_from(ROUTINGS), st.integers(1, 5), st.integers(1, 3), st.integers(0, 3), st.booleans(), st.booleans())
@@ -44,8 +84,7 @@ def test_every_request_is_answered_once(router, gpus, routers, seed, fails, slow
     assert sorted(rows["first_ns"]) == sorted(asked["time_ns"])
     answered = rows[rows["finish_ns"] != NEVER]
     assert (answered["finish_ns"] > answered["first_ns"]).all()
-    if not fails or gpus > 1:  # a lone GPU is missed while it is gone
-        assert found.lost == 0
+    assert found.lost == 0
     assert (rows["sent"] <= 2).all()
 
 

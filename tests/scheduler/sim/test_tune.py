@@ -9,7 +9,7 @@ from failing import failing
 from typer.testing import CliRunner
 
 from paellapy.cli import app
-from paellapy.instrument.errors import ArgumentError, PaellaError
+from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile, save_profiles
 from paellapy.scheduler.sim.tune import ITERATIONS, PATIENCE, tune
 
@@ -52,7 +52,7 @@ A = net("a", 100)
     ([A], {"a": 100}, 1, {"second": 1}, "second"),
 ])  # fmt: skip
 def test_what_makes_no_sense_is_refused(models, rates, gpus, more, field) -> None:
-    with failing(ArgumentError, field=field):
+    with failing(PaellaError, field=field):
         tune(models, rates, gpus, **more)
 
 

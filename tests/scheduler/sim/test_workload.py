@@ -33,7 +33,7 @@ def test_traces_come_from_csv(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", [
     "time,model\n1,a\n", "t,model\nsoon,a\n", "t,model\nnan,a\n", "t,model\ninf,a\n", "t,model\n-1,a\n",
     "model,t\na\n", "t,model,priority\n1,a,high\n", "t,model,deadline\n1,a,inf\n",
-    "t,model,priority\n1,a,3000000000\n", "t,model\n1e12,a\n", "\xff\xfe",
+    "t,model,priority\n1,a,5000000000000000000\n", "t,model\n1e12,a\n", "\xff\xfe",
 ])  # fmt: skip
 def test_a_wrong_trace_names_the_file(tmp_path: Path, text: str) -> None:
     path = tmp_path / "wrong.csv"
@@ -58,7 +58,7 @@ def test_the_rows_of_a_trace_may_come_in_any_order() -> None:
 @pytest.mark.parametrize("row", [
     (-1.0, "m", None, None, 0), (float("nan"), "m", None, None, 0), ("soon", "m", None, None, 0),
     (0.0, "m", float("nan"), None, 0), (0.0, "m", -1.0, None, 0), (0.0, 3, None, None, 0),
-    (0.0, "m", None, "high", 0), (0.0, "m", None, 1 << 40, 0), (1e12, "m", None, None, 0), (0.0, "m", 1e20, None, 0),
+    (0.0, "m", None, "high", 0), (0.0, "m", None, 1 << 62, 0), (1e12, "m", None, None, 0), (0.0, "m", 1e20, None, 0),
     (0.0, "m"), 0.0,
 ])  # fmt: skip
 def test_a_wrong_row_of_a_trace_is_named(row: object) -> None:
@@ -115,7 +115,7 @@ def test_a_list_of_models_is_asked_for_in_equal_shares() -> None:
     (lambda: Poisson(10, "m", duration=-1), "duration"),
     (lambda: Poisson(10, "m", deadline_ms=0), "deadline_ms"),
     (lambda: Poisson(10, "m", deadline_ms=math.inf), "deadline_ms"),
-    (lambda: Poisson(10, "m", priority=1 << 40), "priority"),
+    (lambda: Poisson(10, "m", priority=1 << 62), "priority"),
     (lambda: Poisson(10, "m", clients=1.5), "clients"),
     (lambda: Lognormal(10, "m", sigma=-1), "sigma"),
     (lambda: Lognormal(0, "m"), "rate"),
