@@ -6,6 +6,7 @@ tells which is best and which attainment to expect. `moves` leads from one place
 
 from __future__ import annotations
 
+import difflib
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -17,8 +18,10 @@ import numpy as np
 
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.profiles import ModelProfile
+from paellapy.scheduler.core.values import Rule, check_values, integer, number
 from paellapy.scheduler.sim.cluster import simulate_cluster
-from paellapy.scheduler.sim.workload import Lognormal
+from paellapy.scheduler.sim.simulate import checked_models
+from paellapy.scheduler.sim.workload import MOST_SIGMA, Lognormal
 
 Placement = tuple[tuple[str, ...], ...]
 
@@ -29,10 +32,34 @@ MOST_REQUESTS = 640_000  # in the last simulation
 # parts are shorter than the queues that a burst leaves.
 SURE = 0.002
 MOST_GPUS = 4096
+LEAST_USE = 0.02  # part of the GPUs' time in use, below which more GPUs do not make requests faster
 
 
 class PlanError(PaellaError):
     """No plan is possible; the message says what is missing."""
+
+
+def _by_name(rule: Rule) -> Rule:
+    def fits(given: Any) -> bool:
+        return isinstance(given, Mapping) and all(isinstance(k, str) and rule.fits(v) for k, v in given.items())
+
+    return Rule(fits, f"a dict by the models' names, each {rule.wanted}")
+
+
+_GPUS = integer(1, MOST_GPUS)
+_SPEED = number(1e-6, 1e6)
+_GOAL = number(0, 1, above=True)
+_OF_FLEET = {
+    "rates": _by_name(number(0, 1e9)),
+    "gpus": _GPUS,
+    "memory_gb": _by_name(number(0)),
+    "gpu_gb": number(0, above=True, infinite=True),
+    "speeds": Rule(
+        lambda given: isinstance(given, list | tuple) and bool(given) and all(map(_SPEED.fits, given)),
+        f"a list, {_SPEED.wanted} each",
+    ),
+    "sigma": number(0, MOST_SIGMA),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +75,15 @@ class Fleet:
     sigma: float = 1.5  # spread of the gaps between arrivals
 
     def __post_init__(self) -> None:
-        names = {each.name for each in self.profiles}
+        check_values(self, _OF_FLEET, PlanError)
+        names = [each.name for each in checked_models(self.profiles, "profiles")]
         for what in (self.rates, self.memory_gb):
-            if unknown := sorted(set(what) - names):
+            if unknown := sorted(set(what) - set(names)):
                 said = f"there is no profile of {', '.join(unknown)}"
                 raise PlanError(f"{said}: add it, or choose models from {', '.join(names)}", field="profiles")
-        if self.gpus < 1:
-            raise PlanError(f"the fleet has {self.gpus} GPUs: give 1 or more", field="gpus", given=self.gpus)
-        if not any(rate > 0 for rate in self.rates.values()) or any(rate < 0 for rate in self.rates.values()):
+        if not any(self.rates.values()):
             said = "give each model's rate in requests per second, at least one of them above zero"
-            raise PlanError(said, field="rates")
+            raise PlanError(said, field="rates", given=self.rates)
         for name in self.rates:
             if self.gb(name) > self.gpu_gb:
                 said = f"model {name!r} takes {self.gb(name):g} GB, and a GPU has {self.gpu_gb:g}"
@@ -200,6 +226,9 @@ def expect(fleet: Fleet, placement: Placement, seed: int = 0, sure: float = SURE
 def enough_gpus(fleet: Fleet, goal: float) -> Plan:
     """The plan with the fewest GPUs that meets the goal, starting from the fleet's number."""
 
+    check_values({"goal": goal}, {"goal": _GOAL}, PlanError)
+    most = _most_useful(fleet, goal)
+
     def is_met(gpus: int) -> bool:
         try:
             return _best_at_a_glance(replace(fleet, gpus=gpus)).attainment >= goal
@@ -208,16 +237,39 @@ def enough_gpus(fleet: Fleet, goal: float) -> Plan:
 
     low = high = fleet.gpus
     while not is_met(high):
-        low, high = high + 1, high * 2
-        if high > MOST_GPUS:
-            said = f"{MOST_GPUS} GPUs do not reach {goal:.0%}: a model may take longer than its target"
-            raise PlanError(said, field="goal", given=goal, limit=MOST_GPUS)
+        if high >= most:
+            said = f"{high} GPUs do not reach {goal:.0%}: a model may take longer than its target"
+            raise PlanError(said, field="goal", given=goal, limit=high)
+        low, high = high + 1, min(high * 2, most)
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if is_met(middle) else (middle + 1, high)
     while (found := plan(replace(fleet, gpus=high))).attainment < goal:  # a short simulation may be too optimistic
+        if high >= most:
+            raise PlanError(f"{high} GPUs do not reach {goal:.0%}", field="goal", given=goal, limit=high)
         high += 1
     return found
+
+
+def _most_useful(fleet: Fleet, goal: float) -> int:
+    """The number of GPUs beyond which more would stay idle; PlanError if some requests are late on an idle GPU and the
+    others are too few for the goal.
+    """
+    best = max(fleet.speeds)
+    times = {each.name: (each.alone_ns() / best, each.target_ns) for each in fleet.profiles}
+    late = [name for name in fleet.rates if times[name][0] > times[name][1]]
+    reachable = 1.0 - sum(map(fleet.rates.__getitem__, late)) / sum(fleet.rates.values())
+    if reachable < goal:
+        name = late[0]
+        ms, target_ms = (each / 1e6 for each in times[name])
+        raise PlanError(
+            f"goal={goal:g}: at most {reachable:.1%} can be reached, because {name} takes {ms:.3g} ms alone on a GPU "
+            f"and has a target of {target_ms:.3g} ms: raise the target, or lower the goal",
+            field="goal", given=goal, limit=reachable, model=name,
+        )  # fmt: skip
+    enough = max(sum(map(fleet.work, fleet.rates)) / min(fleet.speeds) / LEAST_USE, 2 * len(fleet.rates), fleet.gpus)
+    memory = sum(map(fleet.gb, fleet.rates)) / fleet.gpu_gb
+    return min(MOST_GPUS, math.ceil(enough + 2 * memory))
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,28 +316,35 @@ def load_fleet(path: Path) -> tuple[Fleet, float | None]:
     models = tree.get("models")
     if not isinstance(models, dict) or not models:
         raise PlanError(f"{path} names no models: add a table [models.NAME] with a rate for each", field="models")
+    _check_keys(tree, ("profiles", "gpus", "goal", "gpu_gb", "speeds", "models"), f"{path}")
+    for name, each in models.items():
+        if not isinstance(each, dict) or "rate" not in each:
+            said = f"{path}: [models.{name}] has no rate: give its requests a second, as in rate = 100"
+            raise PlanError(said, field="rate", model=name)
+        _check_keys(each, ("rate", "memory_gb"), f"{path}: [models.{name}]")
     given = str(tree.get("profiles", "mix"))
     profiles, _ = named_models(given if given == "mix" else str(path.parent / given), None, "virtual:h200")
-    if unrated := [name for name, each in models.items() if not isinstance(each, dict) or "rate" not in each]:
-        said = f"{path}: [models.{unrated[0]}] has no rate: give its requests a second, as in rate = 100"
-        raise PlanError(said, field="rate", model=unrated[0])
-    goal = tree.get("goal", 0.99)
-    if not isinstance(goal, int | float) or not 0 < goal <= 1:
-        said = f"{path}: goal = {goal!r}: it is the part of requests within target, above 0 and at most 1"
-        raise PlanError(said, field="goal", given=goal)
+    goal, gpus = tree.get("goal", 0.99), tree.get("gpus", "auto")
     try:
-        memory_gb = {name: float(each.get("memory_gb", 0.0)) for name, each in models.items()}
-        gpu_gb, gpus = float(tree.get("gpu_gb", math.inf)), tree.get("gpus", "auto")
-        counted = gpus == "auto"
+        check_values({"goal": goal}, {"goal": _GOAL}, PlanError)
         fleet = Fleet(
             profiles,
-            {name: float(each["rate"]) for name, each in models.items()},
-            max(1, math.ceil(sum(memory_gb.values()) / gpu_gb)) if counted else int(gpus),
-            memory_gb,
-            gpu_gb,
-            tuple(float(each) for each in tree.get("speeds", (1.0,))),
+            {name: each["rate"] for name, each in models.items()},
+            MOST_GPUS if gpus == "auto" else gpus,
+            {name: each.get("memory_gb", 0.0) for name, each in models.items()},
+            tree.get("gpu_gb", math.inf),
+            tree.get("speeds", (1.0,)),
         )
-        return fleet, float(goal) if counted else None
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
-        said = f"{path}: {type(e).__name__}: {e}; each model needs a rate, given as a number"
-        raise PlanError(said, field="rate") from None
+    except PlanError as e:
+        raise PlanError(f"{path}: {e}", **e.__dict__) from None
+    if gpus != "auto":
+        return fleet, None
+    return replace(fleet, gpus=max(1, math.ceil(sum(map(fleet.gb, models)) / fleet.gpu_gb))), float(goal)
+
+
+def _check_keys(given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise PlanError(f"{where} has no setting {name!r}: {hint}The settings are {', '.join(known)}", field=name)

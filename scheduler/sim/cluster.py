@@ -469,6 +469,7 @@ class _Cluster:
             while now_ns < end_ns and not (first == len(self._asked) and not len(late) and self._idle()):
                 while events and events[0][0] <= now_ns:
                     late = np.concatenate([late, events.pop(0)[1]()])
+                now_ns = self._skipped(now_ns, first, late, events)
                 until = now_ns + period_ns
                 due = late["time_ns"] < until
                 if due.any():
@@ -493,6 +494,15 @@ class _Cluster:
             requests=requests,
             events=sum(int(each.sim["events"][0]) for each in self._gpus),
         )
+
+    def _skipped(self, now_ns: float, first: int, late: Table, events: list[tuple[float, Any]]) -> float:
+        """The time, or the start of the next period with an event or a request where all GPUs are idle until then."""
+        times = [float(self._asked["time_ns"][first])] if first < len(self._asked) else []
+        times += [float(late["time_ns"].min())] if len(late) else []
+        times += [events[0][0]] if events else []
+        period_ns = self._o.stale_ms * 1e6
+        periods = (min(times, default=now_ns) - now_ns) // period_ns
+        return now_ns + periods * period_ns if periods >= 1 and self._idle() else now_ns
 
     def _idle(self) -> bool:
         return not any(core.core["live"][0] for core in self._cores)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 
 import pytest
+from failing import failing
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paellapy.cluster.plan import Fleet, PlanError, enough_gpus, expect, load_fleet, moves, pack, plan
+from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 
 pytestmark = pytest.mark.quick
@@ -90,7 +92,6 @@ def test_more_load_takes_more_gpus(short_runs):
     [
         ({"rates": {"x": 1}}, "profiles", None),
         ({"rates": {"a": 0}}, "rates", None),
-        ({"gpus": 0}, "gpus", None),
         ({"memory_gb": {"a": 20}, "gpu_gb": 10}, "memory_gb", 10),
         ({"memory_gb": {"a": 8, "b": 8}, "gpu_gb": 10, "gpus": 1}, "memory_gb", 10),
     ],
@@ -98,6 +99,30 @@ def test_more_load_takes_more_gpus(short_runs):
 def test_fleets_without_sense_are_refused(more, field, limit):
     with pytest.raises(PlanError, check=lambda e: (e.field, getattr(e, "limit", None)) == (field, limit)):
         Fleet(PROFILES, **{"rates": {"a": 10, "b": 1}, "gpus": 2, **more})
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("gpus", 0), ("gpus", 2.7), ("gpus", 1 << 70), ("rates", {"a": math.inf}), ("rates", {"a": math.nan}),
+    ("rates", {"a": -1}), ("rates", 3), ("memory_gb", {"a": -4}), ("memory_gb", 3), ("gpu_gb", math.nan),
+    ("gpu_gb", 0), ("speeds", ()), ("speeds", (0.0,)), ("sigma", -1), ("profiles", 3),
+])  # fmt: skip
+def test_bad_values_of_a_fleet_are_refused(field, value):
+    with failing(PaellaError, field=field, given=value):
+        Fleet(PROFILES if field != "profiles" else value, **{"rates": {"a": 10}, "gpus": 2} | {
+            name: each for name, each in {field: value}.items() if name != "profiles"})  # fmt: skip
+
+
+def test_a_plan_takes_no_longer_for_a_small_rate(monkeypatch):
+    monkeypatch.setattr("paellapy.cluster.plan.REQUESTS", 300)
+    found = plan(Fleet(PROFILES, {"a": 0.001}, 1), sure=math.inf)
+    assert found.attainment > 0.99  # load reports every 2 ms of these 3.5 days would take hours
+
+
+def test_a_goal_that_no_number_of_gpus_meets_is_refused_before_a_simulation(monkeypatch):
+    monkeypatch.setattr("paellapy.cluster.plan.simulate_cluster", None)
+    slow = ModelProfile("slow", {1: [SegmentProfile(3e6)]}, target_ms=2.0)
+    with failing(PlanError, field="goal", model="slow", limit=0.75):
+        enough_gpus(Fleet([*PROFILES, slow], {"a": 300, "slow": 100}, 1), 0.9)
 
 
 def test_a_fleet_is_read_from_a_file(tmp_path):
@@ -109,7 +134,9 @@ def test_a_fleet_is_read_from_a_file(tmp_path):
     assert load_fleet(file)[1] == 0.99
     wrong = (
         (b"gpus = 2", "models"), (b"[models.resnet18]", "rate"), (b"x = ", "file"), (b"\xff\xfe", "file"),
-        (b"goal = 1.5\n[models.resnet18]\nrate = 1", "goal"), (b'[models.resnet18]\nrate = "x"', "rate"),
+        (b"goal = 1.5\n[models.resnet18]\nrate = 1", "goal"), (b'[models.resnet18]\nrate = "x"', "rates"),
+        (b"gpu = 2\n[models.resnet18]\nrate = 1", "gpu"), (b"[models.resnet18]\nrate = 1\nmemory = 3", "memory"),
+        (b"gpus = 2.7\n[models.resnet18]\nrate = 1", "gpus"), (b"[models.resnet18]\nrate = inf", "rates"),
     )  # fmt: skip
     for text, field in wrong:
         file.write_bytes(text)
