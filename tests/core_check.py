@@ -236,7 +236,7 @@ def _check_free_instances(s: State, ids: Any) -> None:
 
 def _fits(sizes: Any, instance: Any) -> bool:
     """Whether the instance runs at the smallest size for its requests, or at the smallest there was when it started."""
-    best = np.flatnonzero(sizes["batch"] >= instance["taken"])[0]
+    best = np.flatnonzero(sizes["batch"] >= instance["items"])[0]
     right = instance["size"] == best or (instance["size"] > best and sizes["capture"][best] != codes.LATER)
     return bool(right and sizes["segments"][instance["size"]] > 0)
 

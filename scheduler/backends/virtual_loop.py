@@ -385,7 +385,8 @@ class Faults:
         live = [slot for slot in range(taken) if state.slot[k, slot] >= 0]
         inputs = {key: array[:batch].copy() for key, array in instance.inputs.items()}
         outputs = {key: array[:batch].copy() for key, array in instance.outputs.items()}
-        found: dict[int, Exception] = {live[0]: cause} if len(live) == batch == 1 else {}
+        alone = len(live) == 1 and (batch == 1 or instance.model.whole_batches)
+        found: dict[int, Exception] = {live[0]: cause} if alone else {}
         for slot in live:
             if slot in found:
                 continue

@@ -40,7 +40,7 @@ def size_for(s: State, m: int, n: int) -> int:
 def choose_size(s: State, instance: int) -> None:
     """Selects the size at which the instance runs."""
     inst = s.instance[instance]
-    inst.size = size_for(s, inst.model, inst.taken)
+    inst.size = size_for(s, inst.model, inst.items)
 
 
 @part
@@ -49,7 +49,7 @@ def choose_size_to_run(s: State, instance: int) -> None:
     choose_size(s, instance)
     inst = s.instance[instance]
     k = inst.size
-    while k > 0 and s.size[inst.model, k - 1].batch >= inst.taken:
+    while k > 0 and s.size[inst.model, k - 1].batch >= inst.items:
         k -= 1
     if k < inst.size and s.size[inst.model, k].capture == codes.LATER:
         s.size[inst.model, k].capture = codes.WANTED
@@ -83,6 +83,7 @@ def fill_slot(s: State, instance: int, slot: int, row: int) -> None:
     """Puts the request into this slot and updates the instance's facts. NONE: the slot was reserved in vain."""
     inst = s.instance[instance]
     inst.taken += 1
+    inst.items += s.request[row].items if row >= 0 else 1
     s.instance_known[instance, slot >> 6] |= bit_of(slot)
     s.slot[instance, slot] = row
     choose_size(s, instance)
@@ -238,7 +239,7 @@ def fill_instance(s: State, m: int) -> None:
         instance = s.free_instance[m, model.free_n]
         inst = s.instance[instance]
         inst.state = codes.FILLING
-        inst.size = inst.taken = inst.live = inst.issued = inst.done = inst.whole = inst.faulty = 0
+        inst.size = inst.taken = inst.items = inst.live = inst.issued = inst.done = inst.whole = inst.faulty = 0
         inst.segments = codes.NONE
         inst.started_ns = codes.NEVER
         inst.generation = (inst.generation + 1) & codes.GENERATION_MASK
@@ -316,7 +317,7 @@ def free_instance(s: State, instance: int) -> None:
     inst.state = codes.FREE
     for k in range(inst.taken):
         s.slot_client[instance, k] = 0  # a producer may take a slot and die before it says for whom
-    inst.taken = inst.live = 0
+    inst.taken = inst.items = inst.live = 0
     s.free_instance[m, s.model[m].free_n] = instance
     s.model[m].free_n += 1
     s.model[m].warm = 1

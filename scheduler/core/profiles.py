@@ -358,13 +358,13 @@ def estimated_demand(state: State, program: Sequence[SegmentProfile]) -> float:
     return min(max(used / total, 0.01), 1.0)
 
 
-def _check_limits(state: State, profile: ModelProfile) -> None:
+def _check_limits(state: State, profile: ModelProfile, slots: int) -> None:
     _, sizes, segments = state.segment.shape
     rows = int(((state.model["state"] == codes.ABSENT) & (state.model["n_instances"] == 0)).sum())
     instances = int((state.instance["model"] == codes.NONE).sum())
     for column, given, most in (
         ("sizes", len(profile.sizes), sizes),
-        ("batch", max(profile.batch), state.slot.shape[1]),
+        ("batch", slots, state.slot.shape[1]),
         ("segments", max(len(each) for each in profile.sizes.values()), segments),
         ("instances_per_model", profile.instances, state.model_instance.shape[1]),
         ("instances", profile.instances, instances),
@@ -377,14 +377,17 @@ def _check_limits(state: State, profile: ModelProfile) -> None:
             )  # fmt: skip
 
 
-def install(state: State, profile: ModelProfile, batch: Sequence[int] = ()) -> tuple[int, list[int]]:
+def install(
+    state: State, profile: ModelProfile, batch: Sequence[int] = (), whole_batches: bool = False
+) -> tuple[int, list[int]]:
     """Fills a free model row and free instances from a profile; returns their numbers. `open_model` then lets requests
     in. `batch` also names sizes that `install_size` adds later; the smallest and the largest must be in the profile.
+    `whole_batches`: each request is a batch of its own, which no other request joins.
 
     Completion words are the state's own. A backend that writes to other words sets `launch` and `whole` of the
     instances, their inputs, and `n_inputs`, before it opens the model.
     """
-    _check_limits(state, profile)
+    _check_limits(state, profile, 1 if whole_batches else max(profile.batch))
     rows = np.flatnonzero((state.model["state"] == codes.ABSENT) & (state.model["n_instances"] == 0))
     instances = np.flatnonzero(state.instance["model"] == codes.NONE)[: profile.instances]
     m = int(rows[0])
@@ -392,7 +395,7 @@ def install(state: State, profile: ModelProfile, batch: Sequence[int] = ()) -> t
     row["priority"], row["share"], row["target_ns"] = profile.priority, profile.share, profile.target_ns
     sizes = sorted({*profile.batch, *batch})
     row["queue_limit"], row["n_sizes"], row["n_instances"] = profile.queue_limit, len(sizes), len(instances)
-    row["n_inputs"] = 0
+    row["n_inputs"], row["whole_batches"] = 0, whole_batches
     row["generation"] += 1
     state.outcome[m] = 0
     state.model["trial_ns"][m] = 0.0

@@ -26,8 +26,8 @@ from paellapy.scheduler.core.weights import missing_bytes, ready_ns
 
 @part
 def slots_of(s: State, m: int) -> int:
-    """The slots of each instance of the model: its largest batch size."""
-    return int(s.size[m, s.model[m].n_sizes - 1].batch)
+    """The slots of each instance of the model: one for each item of its largest batch, or one for a whole batch."""
+    return 1 if s.model[m].whole_batches else int(s.size[m, s.model[m].n_sizes - 1].batch)
 
 
 # --- completions ---------------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ def post_completion(s: State, row: int, model: int, status: int, now: int) -> No
         entry.serial = request.serial
         entry.tag = request.tag
         if request.instance >= 0:
-            entry.batch = s.instance[request.instance].taken
+            entry.batch = s.instance[request.instance].items
             entry.size = s.instance[request.instance].size
             entry.started_ns = s.instance[request.instance].started_ns
         request.state = codes.UNUSED
@@ -196,7 +196,7 @@ def fill_instance_job(s: State, instance: int, now: int) -> None:
         job.remaining_ns = total if inst.done == 0 else 0.0
     else:
         job.remaining_ns = s.segment[m, inst.size, inst.done].tail_ns
-    job.batch = inst.taken
+    job.batch = inst.items
     job.started = inst.issued > 0
     if s.core[0].facts & READS_SEGMENT:
         fill_segment(s, job.segment, m, inst.size, min(inst.issued, s.size[m, inst.size].segments - 1))

@@ -130,6 +130,7 @@ class Message(ctypes.Structure):
     deadline_ns: int
     source: int
     generation: int
+    items: int
 
     def __init__(self, **values: int) -> None:
         """Defaults: no slot, no deadline, otherwise zero."""

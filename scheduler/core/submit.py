@@ -56,8 +56,11 @@ def enqueue(s: State, row: int, now: int) -> None:
     """Puts a request into its model's queue in the policy's order, or into a held-back queue."""
     request = s.request[row]
     m = request.model
-    fill_request_job(s, 1, row, 0, 1, now)
-    request.order = checked_rank(s, s.call[0].order, 1)
+    if s.model[m].whole_batches:
+        request.order = 0.0
+    else:
+        fill_request_job(s, 1, row, 0, 1, now)
+        request.order = checked_rank(s, s.call[0].order, 1)
     if must_hold_back(s, request.client):
         hold_back(s, row)
         return
@@ -76,6 +79,7 @@ def fill_request(s: State, row: int, producer: int, cell: Any) -> None:
     request.tag = cell.tag
     request.model = cell.model
     request.source = cell.source
+    request.items = max(cell.items, 1)
     request.client = cell.client if 0 <= cell.client < s.client.shape[0] else cell.client % s.client.shape[0]
     request.priority = cell.priority
     request.arrival_ns = cell.arrival_ns

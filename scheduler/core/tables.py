@@ -156,6 +156,7 @@ MODEL = np.dtype(
         ("n_sizes", "i8"),
         ("n_instances", "i8"),
         ("n_inputs", "i8"),
+        ("whole_batches", "i8"),  # 1: a request is a batch of its own; they run in the order in which they came
         ("trial_ns", "f8"),  # latency of a full batch when the model was loaded; 0: not measured
         # written by the core
         ("free_n", "i8"),  # instances on the stack free_instance[m]
@@ -211,6 +212,7 @@ INSTANCE = np.dtype(
         ("state", "i8"),
         ("size", "i8"),  # index into the model's sizes, once closed; before, the size that would fit
         ("taken", "i8"),  # slots for which the core knows the requests
+        ("items", "i8"),  # of these slots: the size of the batch
         ("live", "i8"),  # requests among them that are not completed
         ("segments", "i8"),  # segments of the size it runs at; 1 when launched whole
         ("issued", "i8"),
@@ -268,6 +270,7 @@ REQUEST = np.dtype(
         ("order", "f8"),  # key in its queue, before `sequence`
         ("sequence", "i8"),
         ("source", "u8"),  # staged inputs; 0: none to copy
+        ("items", "i8"),  # more than 1 only for a model whose requests are whole batches
         ("left", "i8"),  # in the leftist heap of its queue; in the list, the one before
         ("right", "i8"),  # in the list, the one behind
         ("up", "i8"),
@@ -297,6 +300,7 @@ SUBMISSION = np.dtype(  # every field is a word: see `rings.Message`
         ("deadline_ns", "i8"),
         ("source", "u8"),
         ("generation", "u8"),  # of the model's row as the producer knows it; 0: any
+        ("items", "i8"),  # 0: one
     ],
     align=True,
 )

@@ -31,6 +31,7 @@ from paellapy.scheduler.core.residency import want_weights
 from paellapy.scheduler.engine.core_loop import Core
 from paellapy.scheduler.engine.ring_calls import (
     E_ARRIVAL_NS,
+    E_BATCH,
     E_ERROR,
     E_FINISH_NS,
     E_INSTANCE,
@@ -362,11 +363,15 @@ def write(ring: RingClient, pending: Pending, claimed: Place, pieces: Pieces, te
 class Slot:
     """One request that is being written: fill `inputs`, then `await slot.submit()` or `slot.submit_sync()`."""
 
-    def __init__(self, client: RequestClient, loaded: Loaded, terms: Terms, in_turn: bool = False) -> None:
+    def __init__(
+        self, client: RequestClient, loaded: Loaded, terms: Terms, in_turn: bool = False, items: int = 0
+    ) -> None:
         """`in_turn`: place the request behind all earlier requests of the model. In an open instance, it could overtake
-        a request that the core has not read yet.
+        a request that the core has not read yet. `items`: of a whole batch. Its inputs have room for the largest
+        batch; the program of the next larger size also reads rows behind the items.
         """
         self._client, self._ring, self._loaded, self._terms = client, client.core.ring, loaded, terms
+        self._items = items
         with Uninterrupted():
             self._take(in_turn)
 
@@ -378,7 +383,7 @@ class Slot:
         self._ring.take_row(self._pending, self._terms[0])
         self._open = True
         self._client.slots.add(self)
-        self._place = None if in_turn else self._ring.claim(self._loaded, self._terms[0])
+        self._place = None if in_turn or self._items else self._ring.claim(self._loaded, self._terms[0])
         if self._place is not None:
             instance, slot = self._place
             self._ring.post_claimed(self._pending, instance, slot, *self._terms)
@@ -388,7 +393,8 @@ class Slot:
             else:  # the row holds another model by now, and the core refuses the request
                 self.inputs = {key: np.zeros(spec.shape, spec.dtype) for key, spec in model.inputs.items()}
         else:
-            nbytes = sum(spec.nbytes for spec in model.inputs.values())
+            slot_items = model.slot_items
+            nbytes = sum(spec.nbytes for spec in model.inputs.values()) * slot_items
             try:
                 staged, self._source, self._keep = self._ring.stage.take(nbytes)
             except QueueFullError:
@@ -397,8 +403,9 @@ class Slot:
                 raise
             self.inputs, at = {}, 0
             for key, spec in model.inputs.items():
-                self.inputs[key] = staged[at : at + spec.nbytes].view(spec.dtype).reshape(spec.shape)
-                at += spec.nbytes
+                array = staged[at : at + spec.nbytes * slot_items].view(spec.dtype).reshape(slot_items, *spec.shape)
+                self.inputs[key] = array if self._items else array[0]
+                at += spec.nbytes * slot_items
 
     async def submit(self) -> Outputs:
         """Runs the request, once its inputs are written."""
@@ -461,6 +468,7 @@ class Slot:
             self._cancel()
             raise
         self._open = False
+        request.items = max(self._items, 1)
         early: Entry | None = None
         if not self._ring.hand_over(self._pending, request):
             early = self._pending.entry
@@ -561,10 +569,10 @@ class RequestClient:
 
     def reserve(
         self, loaded: Loaded, deadline_ms: float | None = None, priority: int | None = None, client: Hashable = None,
-        in_turn: bool = False,
+        in_turn: bool = False, items: int = 0,
     ) -> Slot:  # fmt: skip
-        """See `Engine.reserve`. `in_turn`: behind all earlier requests of the model."""
-        return Slot(self, loaded, self.terms(loaded, deadline_ms, priority, client), in_turn)
+        """See `Engine.reserve`. `in_turn` and `items`: see `Slot`."""
+        return Slot(self, loaded, self.terms(loaded, deadline_ms, priority, client), in_turn, items)
 
     def run_all(self, loaded: Loaded, items: Sequence[Pieces]) -> None:
         """Runs these items of a model as one request, and drops their outputs."""
@@ -589,8 +597,10 @@ class RequestClient:
         loaded = core.models.by_row.get(entry[E_MODEL])
         if status == codes.OK:
             assert loaded is not None
-            slot = entry[E_SLOT]
-            return {key: array[slot].copy() for key, array in loaded.instance_of[entry[E_INSTANCE]].outputs.items()}
+            slot, outputs = entry[E_SLOT], loaded.instance_of[entry[E_INSTANCE]].outputs
+            if loaded.model.whole_batches:
+                return {key: array[: entry[E_BATCH]].copy() for key, array in outputs.items()}
+            return {key: array[slot].copy() for key, array in outputs.items()}
         name = "?" if loaded is None else loaded.model.name
         if status == codes.EXPIRED:
             late_ms = (entry[E_FINISH_NS] - entry[E_ARRIVAL_NS]) * 1e-6

@@ -534,14 +534,14 @@ def install(state: State, loaded: LoadedModel, pool: int) -> None:
     """Fills the model's rows, so that it only remains to open it. Its launches use the streams of this pool."""
     model = loaded.model
     profile = model_profile(model, loaded.profiles, len(loaded.instances), len(state.request))
-    loaded.row, rows = core_profiles.install(state, profile, model.batch)
+    loaded.row, rows = core_profiles.install(state, profile, model.batch, model.whole_batches)
     loaded.generation = int(state.model["generation"][loaded.row])
     loaded.instance_of = dict(zip(rows, loaded.instances, strict=True))
     if model.stateful:  # only one of its instances runs at a time, as if the instances shared memory
         state.instance["arena"][rows] = rows[0]
     state.model["n_inputs"][loaded.row] = len(model.inputs)
     for k, spec in enumerate(model.inputs.values()):
-        state.input_bytes[loaded.row, k] = spec.nbytes
+        state.input_bytes[loaded.row, k] = spec.nbytes * model.slot_items
     for instance, row in zip(loaded.instances, loaded.instance_rows, strict=True):
         instance.words[:] = instance.draining[:] = 0
         state.instance["pool"][row] = pool

@@ -66,7 +66,7 @@ class Messages(threading.local):
         loaded = request.loaded
         client, priority, arrival_ns, deadline_ns = terms
         _fill(memory, 0, 0, SUBMIT, request.row, request.serial, 0, loaded.row, instance, slot, client, priority,
-              arrival_ns, deadline_ns, source, loaded.generation)  # fmt: skip
+              arrival_ns, deadline_ns, source, loaded.generation, request.items)  # fmt: skip
         return address
 
 
@@ -226,10 +226,11 @@ class Loaded(Protocol):
 class Pending(ABC):
     """A request that has not completed. One of its two methods is called, once."""
 
-    __slots__ = ("client", "keep", "loaded", "row", "serial")
+    __slots__ = ("client", "items", "keep", "loaded", "row", "serial")
 
     def __init__(self, loaded: Loaded) -> None:
         self.loaded = loaded
+        self.items = 1  # more only for a model whose requests are whole batches
         self.row = self.serial = self.client = -1
         self.keep: Any = None  # keeps staged inputs alive
 

@@ -198,6 +198,16 @@ class Model:
         return self.source is not None and self.source.stateful
 
     @property
+    def whole_batches(self) -> bool:
+        """Whether each request is a batch of its own, whose size chooses the program."""
+        return self.source is not None and self.source.whole_batches
+
+    @property
+    def slot_items(self) -> int:
+        """Items that one request may have."""
+        return self.max_batch if self.whole_batches else 1
+
+    @property
     def later_batch(self) -> tuple[int, ...]:
         """The batch sizes that are not captured while the model is loaded. A function with state of its own has none:
         trying out a size changes that state, and it can be set back only before the model serves.
@@ -311,7 +321,7 @@ class ImportedGraph:
     """
 
     uses_torch = False
-    stateful = keeps_state = False
+    stateful = keeps_state = whole_batches = False
     nbytes = 0
 
     def __init__(self, name: str, graph: Any, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:

@@ -125,6 +125,8 @@ class Capturable(Protocol):
     @property
     def stateful(self) -> bool: ...
     @property
+    def whole_batches(self) -> bool: ...
+    @property
     def source(self) -> Any: ...
 
 
@@ -133,6 +135,8 @@ class Weights(Protocol):
 
     uses_torch: bool  # whether the model's function calls PyTorch
     stateful: bool  # whether the model's function changes them
+
+    whole_batches: bool  # whether each request is a batch of its own
 
     @property
     def keeps_state(self) -> bool:

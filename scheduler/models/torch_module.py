@@ -162,6 +162,8 @@ class TorchModule:
         self.drawn: dict[int, int] = {}  # by batch size, on a GPU: how far a run advances the random generator
         self.mapped: list[NDArray[Any]] = []  # weights that are a mapped file
 
+    whole_batches = False
+
     @property
     def keeps_state(self) -> bool:
         return bool(self._state(needs_torch()))

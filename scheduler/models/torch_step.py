@@ -104,6 +104,7 @@ class TorchStep:
 
     uses_torch = True
     stateful = keeps_state = True
+    whole_batches = False
 
     def __init__(self, name: str, step: Callable[..., Any], state: Sequence[Any], batch: Batch | None) -> None:
         self.torch = needs_torch()
