@@ -257,10 +257,10 @@ def test_two_thousand_open_connections_and_requests_are_answered():
 
 def test_the_error_of_a_server_names_whose_work_was_on_the_gpu():
     with Engine("virtual:h200") as engine:
-        with engine.outside("lease 'script'"):
+        with engine.core.outside("lease 'script'"):
             pass
         assert engine.state.core["outside"][0] == 0
-        with engine.outside("job 'train'"):
+        with engine.core.outside("job 'train'"):
             engine.core.fail(LaunchError("the GPU is gone"))
         error = asyncio.run(failure_of(engine))
         assert engine.state.core["outside"][0] == 1  # a request beside the job is not to blame alone
