@@ -28,7 +28,7 @@ from paellapy.instrument.errors import LaunchError, PaellaError
 from paellapy.instrument.gpu_model.commands import Kernel, Under
 from paellapy.instrument.gpu_model.costs import BlockCost, CostModel, KernelCost
 from paellapy.instrument.gpu_model.model import SmModel
-from paellapy.instrument.gpu_model.parts import WARP, Part, occupancy
+from paellapy.instrument.gpu_model.parts import WARP, Part, active_clusters, occupancy
 from paellapy.instrument.ptx.compiled import Compiled, Draft
 from paellapy.instrument.ptx.descriptor import PassConfig
 from paellapy.instrument.ptx.ranges import Ranges
@@ -237,8 +237,16 @@ class VirtualLauncher(Launcher):
         self.name, self._draft = draft.name, draft
         self._refusal: PaellaError | None = None
         self.program = TtirProgram.parse(draft.ttir, draft.name, WARP * draft.metadata.get("num_warps", 4))
+        self.program.resident = self._resident
         if "tt.elementwise_inline_asm" in draft.ttir:
             _ = self.compiled  # only `ptxas` knows whether this GPU has the instructions
+
+    def _resident(self) -> int:
+        """The number of its blocks that the GPU holds at once, in programs of Triton's."""
+        made, part = self.compiled, self.device.part
+        cluster = made.source.cluster
+        held = occupancy(part, self.threads, made.registers, made.shared_bytes, cluster).blocks_per_sm
+        return active_clusters(part, held, cluster) if cluster > 1 else held * part.sms
 
     @functools.cached_property
     def compiled(self) -> Compiled:  # type: ignore[override]  # other launchers have it from the beginning

@@ -331,6 +331,7 @@ def waits(path: Array) -> Run:
 
 # --- loops that poll memory: another block can end them, so blocks must take turns ------------------------------------
 
+_PAST_L1 = re.compile(r"\bc[vg]\b")  # cache modifiers of loads that see what other SMs write
 _ATOMICS = ("tt.atomic_rmw", "tt.atomic_cas", "tt.atomic_poll", "tt.atomic_load")
 
 
@@ -364,6 +365,8 @@ def polls(op: Op, module: Module) -> bool:
     if op.name == "tt.call":
         func = module.funcs.get(called(op))
         return func is not None and any(polls(inner, module) for inner in walk(func.region))
+    if op.name == "tt.load" and any(_PAST_L1.search(v) for k, v in op.attributes.items() if k.startswith("cache")):
+        return True
     return op.name in _ATOMICS or op.flag("isVolatile")
 
 

@@ -196,7 +196,7 @@ class Machine:
         self.kernel, self.buffers, self.grid, self.ids = kernel, buffers, grid, ids
         self.cost = np.zeros((len(ids), len(COST_FIELDS)), np.int64)
         self.marks: list[Mark] | None = None  # where ranges begin and end, if requested
-        self.give_way: Callable[[], None] = lambda: None  # called by a block while it waits for others
+        self.give_way: Callable[[Any], None] = lambda state: None  # called by a block while it waits for others
 
     def call(self, fn: Callable[..., Any], *args: Any) -> Any:
         return fn(*args)
@@ -592,7 +592,7 @@ def while_loop(
             execute(after, group, own)
             values = tuple(own[i] for i in after.values)
             if waits:
-                group.machine.give_way()
+                group.machine.give_way((id(after), values))
 
     return run
 

@@ -352,7 +352,7 @@ def atomic_poll(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
 
     def run(active: Active, slots: Slots) -> None:
         while not np.all(access.load(active, slots[args[0]], None, None) == slots[args[1]]):
-            active.machine.give_way()
+            active.machine.give_way(id(op))
         if outs:
             slots[outs[0]] = np.bool_(True)
 

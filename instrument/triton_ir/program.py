@@ -204,11 +204,13 @@ def is_view(arg: Any) -> bool:
 # one runs at any time. A thread runs blocks one after the other until one of them waits; then the next thread takes
 # over.
 
-MAX_WAITING = 4096  # threads; more than the blocks that any GPU holds at once
+MAX_RESIDENT = 4096  # blocks started at once where the GPU is unknown; more than any GPU holds
 MAX_ROUNDS = 200  # turns of every waiting block without any finishing, before memory is checked
 MAX_LOOKS = 5_000  # checks with changed memory but without a finished block, after which the kernel counts as endless
+STILL_ROUNDS = 2  # turns of every waiting block in which nothing changes: then nothing ever will
 
-Body = Callable[[Callable[[], None]], None]  # one block; it calls its argument while it waits
+Wait = Callable[[Any], None]  # called by a block while it waits, with its loop and the values that the loop carries
+Body = Callable[[Wait], None]  # one block
 
 
 class Turns:
@@ -230,8 +232,10 @@ class Worker:
 
     def __init__(self, turns: Turns) -> None:
         self.finished = False
+        self.still = False  # in its last turn the block came back to the same loop with the same values
         self.error: BaseException | None = None
         self._turns, self._cancelled = turns, False
+        self._state: Any = None
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
         context = contextvars.copy_context()  # it holds NumPy's error state
         self._thread = threading.Thread(target=context.run, args=(self._main,), daemon=True)
@@ -250,8 +254,9 @@ class Worker:
         self.finished = True
         self._back.release()
 
-    def give_way(self) -> None:
+    def give_way(self, state: Any) -> None:
         """Called by the block itself."""
+        self.still, self._state = same_values(state, self._state), state
         self._back.release()
         self._go.acquire()
         if self._cancelled:
@@ -275,46 +280,74 @@ class _Cancelled(BaseException):
     """Raised inside a cancelled block."""
 
 
-def take_turns(kernel: str, bodies: list[Body], memory: Callable[[], int]) -> None:
+def same_values(a: Any, b: Any) -> bool:
+    """Whether two states of a waiting block are equal; other objects than numbers and pointers are not compared."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(same_values, a, b))
+    if isinstance(a, Ptr):
+        return a.bases == b.bases and same_values((a.which, a.offset), (b.which, b.offset))
+    if isinstance(a, np.ndarray | np.generic):
+        return bool(np.array_equal(a, b, equal_nan=a.dtype.kind == "f"))
+    return a is b or (isinstance(a, int | str) and a == b)
+
+
+def take_turns(kernel: str, bodies: list[Body], memory: Callable[[], int], resident: int = MAX_RESIDENT) -> None:
     """Runs all bodies to their ends; each receives a function to call while it waits.
 
-    `memory` returns a number that stands for the contents of the memory that the kernel writes. Blocks that take work
-    from a queue may loop many times before one of them finishes, and changes of memory show that they make progress.
+    At most `resident` blocks have started and not ended, as on a GPU. `memory` returns a number that stands for the
+    contents of the memory that the kernel writes. Blocks that take work from a queue may loop many times before one of
+    them finishes, and changes of memory show that they make progress. If neither memory nor any block changes while
+    each has its turns, they wait for ever.
     """
     turns = Turns(bodies)
     workers: list[Worker] = []
     waiting: deque[Worker] = deque()
-    idle, done, seen, looks = 0, 0, memory(), 0
+    idle, still, done, seen, looks = 0, 0, 0, memory(), 0
     try:
         while turns.left or waiting:
-            if turns.left and len(waiting) < MAX_WAITING:
+            full = not turns.left or len(waiting) >= resident
+            if full:
+                worker = waiting.popleft()
+            else:
                 worker = Worker(turns)
                 workers.append(worker)
-            else:
-                worker = waiting.popleft()
             worker.resume()
             if not worker.finished:
                 waiting.append(worker)
             idle = 0 if turns.done > done else idle + 1
             done, looks = turns.done, looks if idle else 0
-            if idle > MAX_ROUNDS * max(1, len(waiting)):
+            still = still + 1 if full and idle and worker.still else 0
+            if still >= STILL_ROUNDS * len(waiting) or idle > MAX_ROUNDS * max(1, len(waiting)):
                 before, seen = seen, memory()
-                idle, looks = 0, looks + 1
-                if before == seen or looks > MAX_LOOKS:
-                    still = before == seen
-                    text, given = _stuck(kernel, len(waiting), still), len(waiting)
-                    raise LaunchError(text, kernel=kernel, field="wait" if still else "poll", given=given)
+                quiet = still > 0 and before == seen
+                looks += idle > MAX_ROUNDS * max(1, len(waiting))
+                if quiet or looks > MAX_LOOKS:
+                    raise _stuck(kernel, len(waiting), len(bodies) if turns.left else None, quiet)
+                idle, still = 1, 0
     finally:
         for worker in workers:
             worker.cancel()
 
 
-def _stuck(kernel: str, waiting: int, still: bool) -> str:
-    if still:
-        why = "wait for each other without progress; a barrier over the grid needs all its blocks in one launch"
-    else:
+def _stuck(kernel: str, waiting: int, total: int | None, quiet: bool) -> LaunchError:
+    field, given, limit = "wait" if quiet else "poll", waiting, None
+    if not quiet:
         why = f"poll in a loop, and none has finished in {MAX_LOOKS * MAX_ROUNDS:,} turns; bound that loop"
-    return f"kernel {kernel}: {waiting} blocks {why}"
+    elif total is not None:
+        field, given, limit = "grid", total, waiting
+        why = (
+            f"fill the GPU and wait for the other {total - waiting}, which start only when one of them ends: launch "
+            f"at most {waiting} blocks"
+        )
+    else:
+        why = (
+            "wait for memory that no block changes any more: release the lock, set the flag, or let the barrier "
+            "count the blocks of this launch"
+        )
+    text = f"kernel {kernel}: {waiting} blocks {why}"
+    return LaunchError(text, kernel=kernel, field=field, given=given, limit=limit)
 
 
 COST_DTYPE = np.dtype([(name, np.int64) for name in COST_FIELDS])
@@ -346,6 +379,7 @@ class TtirProgram:
 
     def __init__(self, module: Module, kernel: str, threads: int = 128) -> None:
         self.kernel = kernel
+        self.resident: Callable[[], int] = lambda: MAX_RESIDENT  # blocks that the GPU holds at once
         self.module = module
         lowering = Lowering(module, kernel, threads)
         self._entry = lowering.program()
@@ -512,8 +546,8 @@ class TtirProgram:
         """Runs blocks that wait for each other one by one."""
         cost = np.zeros((len(ids), len(COST_FIELDS)), np.int64)
 
-        def body(row: int) -> Callable[[Callable[[], None]], None]:
-            def run(give_way: Callable[[], None]) -> None:
+        def body(row: int) -> Body:
+            def run(give_way: Wait) -> None:
                 machine = Machine(self.kernel, bound.buffers, grid, np.asarray([ids[row]], np.int64))
                 machine.give_way, machine.marks = give_way, marks
                 cost[row] = self._execute(machine, bound)[0]
@@ -525,7 +559,7 @@ class TtirProgram:
         def contents() -> int:
             return hash(tuple(zlib.crc32(flat.data) for flat in written if flat is not None))
 
-        take_turns(self.kernel, [body(row) for row in range(len(ids))], contents)
+        take_turns(self.kernel, [body(row) for row in range(len(ids))], contents, self.resident())
         return cost
 
     def _remember(self, key: Any, recorded: Recorded) -> None:

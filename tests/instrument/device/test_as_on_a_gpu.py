@@ -194,6 +194,42 @@ def test_a_loop_that_polls_and_stores_ends_when_the_other_block_says_so():
 
 
 @triton.jit
+def poll_past_l1(flag, out, HOW: tl.constexpr):
+    if tl.program_id(0) == 1:
+        seen, rounds = tl.load(flag), 0
+        while seen == 0:
+            tl.store(out, rounds)
+            rounds += 1
+            seen = tl.load(flag, cache_modifier=HOW)
+    else:
+        tl.store(flag, 1)
+    tl.store(out + 1 + tl.program_id(0), 7)
+
+
+@pytest.mark.parametrize("how", [".cv", ".cg"])
+def test_a_load_past_l1_sees_what_other_blocks_store(how: str):
+    out = np.zeros(3, np.int32)
+    pp.kernel(poll_past_l1)[2,](np.zeros(1, np.int32), out, how)
+    assert out.tolist() == [0, 7, 7]
+
+
+@triton.jit
+def all_arrive(count, blocks):
+    tl.atomic_add(count, 1)
+    while tl.atomic_add(count, 0) < blocks:
+        pass
+
+
+def test_a_barrier_over_the_grid_needs_all_blocks_on_the_gpu_at_once():
+    kernel, count = pp.kernel(all_arrive), np.zeros(1, np.int32)
+    held = 2 * 132  # blocks of 1,024 threads
+    kernel[held,](count, held, num_warps=32)
+    assert count == held
+    with failing(LaunchError, kernel="all_arrive", field="grid", given=held + 1, limit=held):
+        kernel[held + 1,](np.zeros(1, np.int32), held + 1, num_warps=32)
+
+
+@triton.jit
 def never(flag, out):
     seen = tl.atomic_add(flag, 0)
     while seen == 0:

@@ -201,7 +201,7 @@ steps = st.lists(st.sampled_from([*WAYS, *(k.__name__ for k in BAD)]), min_size=
 
 
 @given(steps)
-@settings(max_examples=25)
+@settings(max_examples=12)
 @pytest.mark.filterwarnings("ignore::paellapy.instrument.errors.LaunchWarning")
 def test_good_kernels_do_the_same_among_bad_ones(todo: list[str]):
     kernels = {k.__name__: pp.kernel(k) for k in (plus_one, *BAD)}
