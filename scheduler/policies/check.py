@@ -91,6 +91,8 @@ def _check_code(function: Any) -> None:
         code = [step for step in steps(each.__code__) if step[0].opname not in ("CACHE", "EXTENDED_ARG")]
         for (step, line), (after, _) in zip(code, [*code[1:], code[-1]], strict=True):
             value = values.get(step.argval) if step.opname in _LOADS else None
+            if inspect.isfunction(value) and value.__code__ is each.__code__:
+                raise fault(each, "calls itself", "write a loop", line=line, name=step.argval)
             # Libraries such as Ray replace some builtins.
             found = {k for k, v in _OF_PYTHON.items() if value is v or value is getattr(builtins, k, v)}
             if step.opname == "RAISE_VARARGS":
@@ -141,6 +143,8 @@ class _Source:
                 )  # fmt: skip
             if (refused := _REFUSED.get(type(each))) is not None:
                 raise self.fault(each, *refused)
+            if isinstance(each, ast.BinOp):
+                self._power(each)
             if isinstance(each, ast.Call):
                 self._call(each)
             if isinstance(each, ast.Subscript):
@@ -150,6 +154,27 @@ class _Source:
             if isinstance(each, ast.Name):
                 self._name(each)
         self._returns()
+
+    def _power(self, node: ast.BinOp) -> None:
+        """Powers and shifts of constants beyond 64 bits, which compiled code would compute as 0."""
+        left, right = self._integer(node.left), self._integer(node.right)
+        shift = isinstance(node.op, ast.LShift)
+        if right is None or not (shift or isinstance(node.op, ast.Pow)):
+            return
+        small = left is not None and -(2**63) <= left < 2**63
+        beyond = small and right >= 0 and abs(left or 0) > 1 and (
+            right > 63 or not -(2**63) <= (left << right if shift else left**right) < 2**63  # type: ignore[operator]
+        )  # fmt: skip
+        if beyond or (shift and left is None and right > 62):
+            problem = f"computes `{ast.unparse(node)}` in integers of 64 bits, which it does not fit"
+            raise self.fault(node, problem, "write a float, as in 2.0**70")
+
+    def _integer(self, node: ast.expr) -> int | None:
+        """The value of an integer, or of the name of one from outside; None for other expressions."""
+        value = constant(node)
+        if value is None and isinstance(node, ast.Name) and node.id not in self.local:
+            value = self.outside.get(node.id)
+        return int(value) if isinstance(value, int | np.integer) and not isinstance(value, bool) else None
 
     def _call(self, call: ast.Call) -> None:
         """Calls that compile but never do the expected, and options that pp.Where does not have."""
@@ -248,6 +273,8 @@ class _Source:
                 raise self.fault(node, f"uses `{name}` as a whole", remedy, name)
         elif name in self.outside:
             self._value(node, self.outside[name])
+        elif name == self.function.__name__ and name not in self.local:  # not bound yet while it is decorated
+            raise self.fault(node, "calls itself", "write a loop", name)
         elif name not in self.local and not hasattr(builtins, name):
             remedy = "define it above, or declare it in state={…}"
             raise self.fault(node, f"uses the name `{name}`, which is not defined", remedy, name)

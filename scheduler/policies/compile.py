@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import dis
 import inspect
@@ -242,7 +243,11 @@ def outside(function: Any) -> dict[str, Any]:
     # Python 3.11 compiles a comprehension to a function of its own, which inspect does not look into.
     read = {step.argval for step, _ in steps(function.__code__) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     found = {name: function.__globals__[name] for name in read if name in function.__globals__}
-    return {**found, **inspect.getclosurevars(function).nonlocals}
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    for name, cell in cells:
+        with contextlib.suppress(ValueError):  # of a name that has no value yet
+            found[name] = cell.cell_contents
+    return found
 
 
 def with_helpers(function: Any) -> Iterator[Any]:
@@ -417,6 +422,8 @@ def compile_function(role: str, function: Any, layout: Layout, cache: bool = Fal
     for each in caught:
         unset = re.match(r"Detected uninitialized variable (\w+)", str(each.message))
         loc = getattr(each.message, "loc", None)
+        if unset is None and "uninitialized variable" in str(each.message):
+            continue  # a temporary value, which has no name in the source
         if unset is None:
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
         elif loc and loc.filename == function.__code__.co_filename and unset[1] in plain.__code__.co_varnames:
@@ -458,7 +465,7 @@ _KINDS = {
 
 def _explained(error: Exception, role: str, function: Any, layout: Layout, names: tuple[str, ...]) -> PolicyError:
     """The error in plain words: Numba's own messages assume knowledge of Numba."""
-    text, line = str(error), getattr(getattr(error, "loc", None), "line", None)
+    text, line = str(error), getattr(getattr(error, "loc", None), "line", None) or None
     if isinstance(error, KeyError):  # how Numba reports that a record has no such field
         fields = "; ".join(f"the fields of {each} are {', '.join(layout.fields(each))}" for each in names)
         return fault(function, f"reads the field {text}, which does not exist", fields, name=text.strip("'"))
