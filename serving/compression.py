@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from paellapy.serving.errors import RequestError, TooLargeError, short
+from paellapy.serving.limits import RequestBudget
 
 COMPRESS_FROM_BYTES = 1024  # below this size the headers outweigh the saving
 IN_THREAD_BYTES = 1 << 16  # larger bodies take a millisecond or more, so they leave the event loop
@@ -35,44 +37,50 @@ def body_coding(header: str | None) -> str | None:
     return coding
 
 
-def unpack(body: bytes, coding: str, max_bytes: int) -> bytes:
-    """Decompresses a body in steps and stops at its size limit.
+def unpack(body: bytes, coding: str, max_bytes: int, held: RequestBudget | None = None) -> bytearray:
+    """Decompresses a body in steps and stops at its size limit, or where `held` has no room for it.
 
-    >>> unpack(pack(b"text", "gzip"), "gzip", 100)
+    >>> bytes(unpack(pack(b"text", "gzip"), "gzip", 100))
     b'text'
     """
+    with (held or RequestBudget(max_bytes)).holding() as claim:
+        return _unpack(body, coding, max_bytes, claim)
+
+
+def _unpack(body: bytes, coding: str, max_bytes: int, claim: Callable[[int], None]) -> bytearray:
     most = min(max_bytes, max(FREE_BYTES, MAX_RATIO * len(body)))
     wbits = _WBITS[coding]
     if coding == "deflate" and body[:1] and body[0] & 0x0F != zlib.DEFLATED:  # some clients omit zlib's frame
         wbits = -zlib.MAX_WBITS
-    unpacker, pieces, size = zlib.decompressobj(wbits), list[bytes](), 0
+    unpacker, found = zlib.decompressobj(wbits), bytearray()
     try:
         while not unpacker.eof:
             piece = unpacker.decompress(body, STEP_BYTES)
             body = unpacker.unconsumed_tail
-            size += len(piece)
-            if size > most:
+            if (size := len(found) + len(piece)) > most:
                 said = f"the body decompresses to more than the {most:,} bytes allowed"
                 raise TooLargeError(said, limit=most, given=size)
-            pieces.append(piece)
+            claim(size)
+            found += piece
             if not piece and not body and not unpacker.eof:
                 raise _not_coded(f"its {coding} data ends early", coding)
     except zlib.error as e:
         raise _not_coded(f"it is not {coding} ({e})", coding) from None
     if unpacker.unused_data:
         raise _not_coded(f"bytes follow the end of its {coding} data", coding)
-    return b"".join(pieces)
+    return found
 
 
 def _not_coded(why: str, coding: str) -> RequestError:
     return RequestError(f"the body cannot be decompressed: {why}", field="Content-Encoding", given=coding)
 
 
-async def unpacked(body: bytes, coding: str, max_bytes: int) -> bytes:
+async def unpacked(body: bytes, coding: str, max_bytes: int, held: RequestBudget) -> memoryview:
     """`unpack`, in one of a few threads where it may take long, so that the event loop goes on."""
     if len(body) * MAX_RATIO <= IN_THREAD_BYTES:
-        return unpack(body, coding, max_bytes)
-    return await asyncio.get_running_loop().run_in_executor(_unpacking, unpack, body, coding, max_bytes)
+        return memoryview(unpack(body, coding, max_bytes, held))
+    found = asyncio.get_running_loop().run_in_executor(_unpacking, unpack, body, coding, max_bytes, held)
+    return memoryview(await found)
 
 
 def answer_coding(accepted: str | None, size: int, binary: bool) -> str | None:

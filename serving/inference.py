@@ -26,13 +26,12 @@ from paellapy.serving.access import CLIENT, infers
 from paellapy.serving.admission import Ticket
 from paellapy.serving.compression import IN_THREAD_BYTES, answer_coding, body_coding, pack, unpacked
 from paellapy.serving.errors import RefusedError, status_of
-from paellapy.serving.limits import largest_request, read_body
+from paellapy.serving.limits import JSON_COPIES, MAPPED_BYTES, largest_request, read_body
 from paellapy.serving.listening import Connection
-from paellapy.serving.protocol import HEADER_LENGTH, Request, decode, encode, known_answer
+from paellapy.serving.protocol import HEADER_LENGTH, Request, decode, encode, known_answer, split
 from paellapy.serving.registry import VERSION
 from paellapy.serving.service import SERVICE, Service
-
-LONG_BYTES = 1 << 17  # JSON of this size takes a millisecond or more to read
+from paellapy.serving.tensors import PIECE_BYTES
 
 Pieces = list[bytes | memoryview]
 
@@ -44,13 +43,14 @@ class Inference(ABC):
     `leave`.
     """
 
-    __slots__ = ("_call", "_model", "_request", "_suspected", "_ticket", "client", "name", "over",
+    __slots__ = ("_call", "_held_bytes", "_model", "_request", "_suspected", "_ticket", "client", "name", "over",
                  "service", "started_ns", "version")  # fmt: skip
 
     def __init__(self, service: Service, name: str, version: str | None, client: str) -> None:
         self.service, self.name, self.version, self.client = service, name, version, client
         self.started_ns = time.monotonic_ns()
         self.over = False
+        self._held_bytes = 0
         self._model: Model
         self._request: Request
         self._ticket: Ticket | None = None
@@ -80,20 +80,33 @@ class Inference(ABC):
         service.admission.check_room(model)
         return model
 
+    def claim(self, nbytes: int) -> None:
+        """Holds that many bytes of memory for the body. RefusedError: there is no room."""
+        self.service.held.change(self._held_bytes, nbytes)
+        self._held_bytes = nbytes
+
     def start(self, body: bytes | memoryview, header_length: str | None) -> None:
         """Submits the request, whose body is complete, to the engine, or refuses it."""
         try:
             model = self.look()  # the model may have been reloaded while the body arrived
-            if len(body) >= LONG_BYTES and header_length is None:
-                self._start_slowly(model, bytes(body))
+            if len(body) > PIECE_BYTES and len(split(memoryview(body), header_length)[0]) > PIECE_BYTES:
+                self._start_slowly(model, body, header_length)
                 return
             self._request = decode(model, body, header_length, as_bytes=True)
             self._submit(model, self._request)
         except Exception as e:
             self.fail(e)
 
-    def _start_slowly(self, model: Model, body: bytes) -> None:
+    def _start_slowly(self, model: Model, body: bytes | memoryview, header_length: str | None) -> None:
         """Reads long JSON in one of a few threads, so that other requests go on."""
+        self.claim(len(body))
+        if len(body) <= MAPPED_BYTES:  # it may lie in memory that the connection uses again
+            body = bytes(body)
+
+        def read() -> Request:
+            with self.service.held.holding() as claim:
+                claim(JSON_COPIES * len(body))
+                return decode(model, body, header_length)
 
         def decoded(future: asyncio.Future[Request]) -> None:
             if self.over:  # its client has left
@@ -105,7 +118,7 @@ class Inference(ABC):
                 self.fail(e)
 
         loop = asyncio.get_running_loop()
-        loop.run_in_executor(_reading, decode, model, body, None).add_done_callback(decoded)
+        loop.run_in_executor(_reading, read).add_done_callback(decoded)
 
     def _submit(self, model: Model, request: Request) -> None:
         service = self.service
@@ -262,18 +275,19 @@ async def infer(request: web.Request) -> web.StreamResponse:
     service, where = request.app[SERVICE], request.match_info
     work = _Awaited(service, where["model"], where.get("version"), request[CLIENT])
     try:
-        with service.held.holding() as claim:
-            try:
-                body = await read(request, service, largest_request(work.look()), claim)
-            except Exception as e:
-                work.fail(e)
-            else:
-                work.start(body, request.headers.get(HEADER_LENGTH))
-            answer, json_length = await work.answer
+        try:
+            body = await read(request, service, largest_request(work.look()), work.claim)
+        except Exception as e:
+            work.fail(e)
+        else:
+            work.start(body, request.headers.get(HEADER_LENGTH))
+            del body
+        answer, json_length = await work.answer
     except asyncio.CancelledError:
         work.leave()
         raise
     finally:
+        work.claim(0)
         service.counters.leave()
     binary = json_length is not None
     headers = {"Content-Type": "application/octet-stream" if binary else "application/json"}
@@ -289,7 +303,7 @@ async def infer(request: web.Request) -> web.StreamResponse:
 
 async def read(
     request: web.Request, service: Service, most_bytes: int, claim: Callable[[int], None] = lambda nbytes: None
-) -> bytes:
+) -> bytes | memoryview:
     """The decompressed body: at most `most_bytes` and `max_body_bytes`. `claim` is called with its size as it grows.
 
     A body whose Content-Length is too large is not read, and a body that arrives too slowly is not waited for. Handlers
@@ -298,8 +312,9 @@ async def read(
     most = min(most_bytes, service.limits.max_body_bytes)
     # Inside another application, the outer server has already decompressed the body.
     coding = body_coding(request.headers.get("Content-Encoding")) if isinstance(request.protocol, Connection) else None
-    body = bytes(await read_body(request, most, service.limits.body_timeout_s, claim))
-    if coding is not None:
-        body = await unpacked(body, coding, most)
-        claim(len(body))
-    return body
+    body = memoryview(await read_body(request, most, service.limits.body_timeout_s, claim))
+    if coding is None:
+        return body
+    whole = await unpacked(bytes(body), coding, most, service.held)
+    claim(len(whole))
+    return whole

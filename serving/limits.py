@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -42,7 +43,10 @@ NUMBER_BYTES = 48  # per number of JSON: up to 24 digits with sign and exponent,
 FAST_HEADER_BYTES = 4096
 FAST_HEADERS = 100
 AHEAD_BYTES = 1 << 16  # kept behind a request that is still being answered
-FIRST_BYTES = 1 << 20  # of memory for a body at its start; it grows with what arrives, whatever the Content-Length
+MAPPED_BYTES = 1 << 20  # longer bodies have memory of their own, which the system gives page by page as bytes arrive
+HEADERS = 4  # the header of a request is at most this many times as long as its longest line
+HEADER_COPIES = 3  # in memory, of a header that is not complete
+JSON_COPIES = 2  # of JSON, while its numbers are read: its arrays, and pieces
 
 RETRY_S = 1.0  # for a request that finds no room
 
@@ -64,26 +68,29 @@ class RequestBudget:
     paellapy.serving.errors.RefusedError: 60 of at most 100 bytes of requests are held: try again
     """
 
-    __slots__ = ("full", "max_bytes", "nbytes")
+    __slots__ = ("_lock", "full", "max_bytes", "nbytes")
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.nbytes = max_bytes, 0
+        self._lock = threading.Lock()  # threads that decompress and read JSON claim memory too
         self.full = 0  # requests refused for lack of room
 
     def change(self, before: int, after: int) -> None:
         """A request holds `after` bytes in place of `before`. RefusedError: there is no room for more."""
-        more = after - before
-        if more > 0 and self.nbytes + more > self.max_bytes:
+        with self._lock:
+            more, held = after - before, self.nbytes
+            if more <= 0 or held + more <= self.max_bytes:
+                self.nbytes += more
+                return
             self.full += 1
-            raise RefusedError(
-                f"{self.nbytes:,} of at most {self.max_bytes:,} bytes of requests are held: try again", "overloaded",
-                RETRY_S, limit=self.max_bytes, given=self.nbytes + more,
-            )  # fmt: skip
-        self.nbytes += more
+        raise RefusedError(
+            f"{held:,} of at most {self.max_bytes:,} bytes of requests are held: try again", "overloaded",
+            RETRY_S, limit=self.max_bytes, given=held + more,
+        )  # fmt: skip
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[Callable[[int], None]]:
-        """For one request: yields a function that sets the number of bytes that it holds."""
+        """Yields a function that sets the number of bytes that are held until the end of the block."""
         held = 0
 
         def claim(nbytes: int) -> None:

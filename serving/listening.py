@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import json
 import math
 import os
 import socket
@@ -23,19 +24,26 @@ from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from multidict import CIMultiDict
 
 from paellapy.instrument.errors import PaellaError
-from paellapy.serving.errors import STOPPING, LateBodyError, json_response, short
-from paellapy.serving.limits import ConnectionLimits, ResponseBudget
+from paellapy.serving.errors import SERVER, STOPPING, LateBodyError, RefusedError, json_response, short
+from paellapy.serving.limits import HEADER_COPIES, HEADERS, ConnectionLimits, RequestBudget, ResponseBudget
 from paellapy.serving.logs import log
 
 UNFINISHED_S = 3.0  # once the server stops: for requests that have begun to arrive, and for clients that take no bytes
 LOOK_S = 0.02
 MOST_SEARCHED, MOST_CUTS = 1 << 14, 16  # bytes of input in which a header Upgrade is looked for, and how often
 
-_BODY = b'{"error":"the header did not arrive in time"}'
-_LATE = (
-    b"HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    b"Content-Length: %d\r\n\r\n%s" % (len(_BODY), _BODY)
-)
+
+
+def _refusal(status: str, said: str) -> bytes:
+    """An answer to a header that is not complete."""
+    body = json.dumps({"error": said}).encode()
+    head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nConnection: close\r\nServer: {SERVER}\r\n"
+    return b"%sContent-Length: %d\r\n\r\n%s" % (head.encode(), len(body), body)
+
+
+_LATE = _refusal("408 Request Timeout", "the header did not arrive in time")
+_LONG = _refusal("431 Request Header Fields Too Large", "the header is longer than this server accepts: send less")
+_FULL = _refusal("503 Service Unavailable", "the server holds as many bytes as it may: try again")
 # Messages of aiohttp's parser, which may quote bytes of the request, and the texts sent in their place
 _MISTAKES = {
     "Too many headers": "the request has more headers than this server accepts: send fewer",
@@ -65,14 +73,15 @@ class Connection(web.RequestHandler):
     """
 
     __slots__ = (
-        "__weakref__", "_began", "_content", "_limits", "_log_rejected", "_rest", "_send_timeout_s",
-        "_send_timer", "_timer", "_to_client", "_unread_answers", "_unsent", "fresh",
+        "__weakref__", "_began", "_content", "_header_bytes", "_held", "_limits", "_log_rejected", "_rest",
+        "_send_timeout_s", "_send_timer", "_timer", "_to_client", "_unread_answers", "_unsent", "fresh",
     )  # fmt: skip
 
     def __init__(self, manager: Connections, *, log_rejected: bool, **options: Any) -> None:
         super().__init__(manager, **options)
         self._limits, self._unread_answers, self._log_rejected = manager.limits, manager.unsent, log_rejected
         self._began = False  # a part of a header has arrived
+        self._header_bytes, self._held = 0, manager.held  # of that part
         self._send_timeout_s, self._unsent = self._limits.send_timeout_s, 0
         self._timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
@@ -85,10 +94,12 @@ class Connection(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._to_client = cast(asyncio.Transport, transport)  # uvloop's class only has the methods of one
-        self._to_client.set_write_buffer_limits(high=0)  # reports each answer that is not sent at once
+        if transport.get_extra_info("sslcontext") is None:  # uvloop's TLS would never report that it has sent all
+            self._to_client.set_write_buffer_limits(high=0)  # reports each answer that is not sent at once
         self._timer = self._loop.call_later(self._limits.header_timeout_s, self._too_late)
 
     def connection_lost(self, exc: BaseException | None) -> None:
+        self._hold_header(0)
         self._disarm()
         if self._send_timer is not None:
             self._send_timer.cancel()
@@ -152,9 +163,12 @@ class Connection(web.RequestHandler):
 
     def _parse(self, data: bytes) -> None:
         self._rest = max(0, self._rest - len(data))
+        if not self._reads_body and not self._has_room(data):
+            return
         before = self._request_count
         super().data_received(data)
         if self._request_count != before:  # a header is complete
+            self._hold_header(0)
             if self._timer is not None:
                 self._disarm()
             self._read_on(self._request_count - before, data)
@@ -163,6 +177,30 @@ class Connection(web.RequestHandler):
             self._began = True
             if self._timer is None:
                 self._timer = self._loop.call_later(self._limits.header_timeout_s, self._too_late)
+
+    @property
+    def _reads_body(self) -> bool:
+        content = self._content
+        return content is not None and not content.is_eof() and content.exception() is None
+
+    def _has_room(self, data: bytes) -> bool:
+        """Counts the bytes of a header that is not complete. If they are too many, the connection ends."""
+        end = data.find(b"\r\n\r\n")
+        size = self._header_bytes + (len(data) if end < 0 else end)
+        refusal = _LONG if size > HEADERS * self._limits.max_header_bytes else b""
+        try:
+            self._hold_header(size if not refusal and end < 0 else 0)
+        except RefusedError:
+            refusal = _FULL
+        if refusal and self.transport is not None:
+            self._hold_header(0)
+            self.transport.write(refusal)
+            self.force_close()
+        return not refusal
+
+    def _hold_header(self, nbytes: int) -> None:
+        self._held.change(HEADER_COPIES * self._header_bytes, HEADER_COPIES * nbytes)
+        self._header_bytes = nbytes
 
     def _read_on(self, n: int, data: bytes) -> None:
         """Handles `n` new messages from `data`. If the body being read turns out invalid, its reader gets the error.
@@ -231,9 +269,7 @@ class Connection(web.RequestHandler):
     @property
     def arriving(self) -> bool:
         """Whether a part of a request has arrived, and not all of it."""
-        content = self._content
-        has_begun = content is not None and not content.is_eof() and content.exception() is None
-        return self.transport is not None and (self._began or has_begun)
+        return self.transport is not None and (self._began or self._reads_body)
 
     def end_arrival(self) -> None:
         """Waits no longer for the rest of a request."""
@@ -269,7 +305,12 @@ class Connections(web.Server):
     """Makes the connections, and knows the answers that their clients have not taken yet."""
 
     def __init__(
-        self, connection: Callable[..., Connection], limits: ConnectionLimits, *handler: Any, **options: Any
+        self,
+        connection: Callable[..., Connection],
+        limits: ConnectionLimits,
+        *handler: Any,
+        held: RequestBudget | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(
             *handler,
@@ -279,6 +320,7 @@ class Connections(web.Server):
             **options,
         )
         self.limits, self.unsent = limits, ResponseBudget(limits.max_held_bytes)
+        self.held = held or RequestBudget(limits.max_held_bytes)
         self._connection = connection
         # Accepted but not open yet, as in a TLS handshake
         self.accepted: weakref.WeakSet[Connection] = weakref.WeakSet()
@@ -302,7 +344,7 @@ class Connections(web.Server):
 class Runner(web.AppRunner):
     """An `AppRunner` whose connections are within limits, and may be of another class."""
 
-    __slots__ = ("_connection", "limits")
+    __slots__ = ("_connection", "_held", "limits")
 
     def __init__(
         self,
@@ -311,9 +353,10 @@ class Runner(web.AppRunner):
         limits: ConnectionLimits,
         *,
         drain_s: float,
+        held: RequestBudget,
         log_rejected: bool = False,
     ) -> None:
-        """`drain_s`: time for requests in flight to finish once the server stops."""
+        """`drain_s`: time for requests in flight to finish once the server stops; `held` bounds headers too."""
         super().__init__(
             app,
             access_log=None,
@@ -322,7 +365,7 @@ class Runner(web.AppRunner):
             shutdown_timeout=drain_s,
             log_rejected=log_rejected,
         )
-        self._connection, self.limits = connection, limits
+        self._connection, self.limits, self._held = connection, limits, held
 
     async def _make_server(self) -> Connections:
         made = await super()._make_server()
@@ -345,6 +388,7 @@ class Runner(web.AppRunner):
             self._connection,
             self.limits,
             handle,
+            held=self._held,
             request_factory=made.request_factory,
             handler_cancellation=made.handler_cancellation,
             loop=asyncio.get_running_loop(),

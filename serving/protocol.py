@@ -7,7 +7,8 @@ also be sent without that axis. `decode` makes all checks, so that its result ca
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import finalize
 
@@ -18,7 +19,8 @@ from numpy.typing import NDArray
 from paellapy.scheduler.engine.client import check_ranges
 from paellapy.scheduler.models.model import Model, TensorSpec
 from paellapy.serving.errors import RequestError, short
-from paellapy.serving.tensors import NOT_JSON, Where, check_datatype, datatype, number_bytes, numbers
+from paellapy.serving.limits import BESIDE_BYTES
+from paellapy.serving.tensors import NOT_JSON, PIECE_BYTES, Where, check_datatype, datatype, number_bytes, numbers
 
 # Requests whose JSON was seen before. Clients send the same JSON again and again, around tensors that differ.
 #
@@ -175,7 +177,10 @@ def decode(model: Model, body: bytes | memoryview, header_length: str | None, as
     header, tail = split(memoryview(body), header_length)
     around: tuple[bytes, bytes] | None = None  # the parts of a known JSON that do not change
     text = b""  # its list of numbers, which does
-    if len(tail):
+    lists: dict[int, memoryview] = {}  # long lists of numbers, by their place in the JSON without them
+    if len(header) > PIECE_BYTES:
+        header, lists = _without_lists(header, len(model.inputs))
+    elif len(tail):
         if len(header) <= LONGEST:
             around = bytes(header), b""
     else:
@@ -197,6 +202,12 @@ def decode(model: Model, body: bytes | memoryview, header_length: str | None, as
         request = _decode(header)
     except NOT_JSON as e:
         raise RequestError(f"the body is not a v2 inference request: {e}", field="body") from None
+    for tensor in request.inputs if lists else ():
+        if isinstance(tensor.data, msgspec.Raw):
+            cut = lists.pop(_address(tensor.data) - _address(header), None)
+            tensor.data = tensor.data if cut is None else msgspec.Raw(cut)
+    if lists:
+        raise RequestError("a list of numbers is not the data of an input", field="body")
     binary = BinaryTensors(tail)
     arrays: dict[str, NDArray[Any]] = {}
     for tensor in request.inputs:
@@ -265,6 +276,70 @@ def split(body: memoryview, header_length: str | None) -> tuple[memoryview, memo
         said = f"{HEADER_LENGTH} is {length}, but the body has {len(body)} bytes"
         raise RequestError(said, field=HEADER_LENGTH, limit=len(body), given=length)
     return body[:length], body[length:]
+
+
+# Long JSON is mostly lists of numbers. They are cut out before the rest is decoded, so that the decoder, which holds the
+# interpreter, gets no long text, whatever a client sends.
+
+CUT_BYTES = 512  # length from which a text between two quotation marks is searched for a list
+EDGE_BYTES = 4096  # of such a text, at both ends, in which its list begins and ends
+_BEGIN = re.compile(rb"\s*:\s*(\[[\s\[]*)")
+_END = re.compile(rb"[^\s\[\]{},]([\s\[\]{},]*)\Z")
+
+
+def _without_lists(header: memoryview, inputs: int) -> tuple[memoryview, dict[int, memoryview]]:
+    """The JSON with `null` in place of long lists of numbers, and these lists by their place in it. RequestError: the
+    rest is longer than a request to a model with so many inputs can need.
+    """
+    kept, lists = bytearray(), dict[int, memoryview]()
+    most = BESIDE_BYTES + 2 * CUT_BYTES * inputs
+    begin = 0  # of the part that is not kept yet
+    previous = -1  # place of the last quotation mark
+
+    def keep(upto: int) -> None:
+        nonlocal begin
+        if len(kept) + upto - begin > most:
+            said = f"the JSON has more than {most:,} bytes beside the data of its inputs"
+            raise RequestError(said, status=413, field="body", limit=most, given=len(kept) + upto - begin)
+        kept.extend(header[begin:upto])
+        begin = upto
+
+    for mark in _quotation_marks(header):
+        if mark - previous > CUT_BYTES and previous >= 0:
+            found = _list_in(header, previous + 1, mark)
+            if found is not None:
+                keep(found[0])
+                lists[len(kept)] = header[found[0] : found[1]]
+                kept += b"null"
+                begin = found[1]
+        previous = mark
+        if mark - begin > EDGE_BYTES:
+            keep(mark)
+    keep(len(header))
+    return memoryview(bytes(kept)), lists
+
+
+def _quotation_marks(text: memoryview) -> Iterator[int]:
+    """The places of all quotation marks, and the text's end."""
+    for at in range(0, len(text), PIECE_BYTES):
+        for mark in np.flatnonzero(np.frombuffer(text[at : at + PIECE_BYTES], np.uint8) == ord('"')).tolist():
+            yield at + mark
+    yield len(text)
+
+
+def _list_in(text: memoryview, begin: int, end: int) -> tuple[int, int] | None:
+    """Begin and end of the list that follows a name between these places."""
+    first = _BEGIN.match(bytes(text[begin : min(end, begin + EDGE_BYTES)]))
+    edge = max(begin, end - EDGE_BYTES)
+    last = _END.search(bytes(text[edge:end]))
+    if first is None or last is None:
+        return None
+    at = edge + last.start(1)
+    for closed in last[1].replace(b"[", b"{").split(b"]")[: first[1].count(b"[")]:
+        if closed.strip():  # another list or object
+            return None
+        at += len(closed) + 1
+    return (begin + first.start(1), at) if at <= end else None
 
 
 class BinaryTensors:

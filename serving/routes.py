@@ -190,7 +190,7 @@ async def index(request: web.Request) -> web.Response:
     return json_response(repository_index(request.app[SERVICE].registry, asks_for_ready(body)))
 
 
-def asks_for_ready(body: bytes | bytearray) -> bool:
+def asks_for_ready(body: bytes | bytearray | memoryview) -> bool:
     """Whether a request for the index asks only for ready models."""
     ready_only = json_object(body).get("ready", False)
     if not isinstance(ready_only, bool):
@@ -230,10 +230,10 @@ def _entry(request: web.Request) -> Entry:
     return request.app[SERVICE].registry.find(request.match_info["model"])
 
 
-def json_object(body: bytes | bytearray) -> dict[str, Any]:
+def json_object(body: bytes | bytearray | memoryview) -> dict[str, Any]:
     """A body as a JSON object; an empty one counts as {}."""
     try:
-        return msgspec.json.decode(body, type=dict[str, Any]) if body.strip() else {}
+        return msgspec.json.decode(body, type=dict[str, Any]) if bytes(body).strip() else {}
     except NOT_JSON as e:
         raise RequestError(f"the body is not a JSON object: {e}", field="body") from None
 

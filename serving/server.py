@@ -141,6 +141,7 @@ class Server:
             o.limits,
             log_rejected=o.access_log,
             drain_s=o.drain_s,
+            held=self.service.held,
         )
         await self._runner.setup()
         try:

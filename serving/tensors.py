@@ -112,32 +112,63 @@ def numbers(data: msgspec.Raw | bytes, dtype: np.dtype[Any], shape: tuple[int, .
     >>> numbers(b"[[1, 2], [3, 4]]", np.dtype(np.int8), (2, 2), Where("m", "x")).tolist()
     [[1, 2], [3, 4]]
     """
-    text = bytes(data)
+    text = memoryview(data)
     count = math.prod(shape)
-    commas = _count(text, b",")
-    # n numbers have n - 1 commas between them, however they are nested; a longer list is not read.
-    if commas + 1 > count and text.startswith(b"["):
-        raise where.wrong_count(commas + 1, count)
     kind = dtype.kind if dtype.kind in _LISTS else "f"  # bfloat16 has another kind
     try:
-        if len(text) > PIECE_BYTES and (inner := _inside(text, shape)) is not None:
-            found = np.empty(count, dtype)
-            at = 0
-            for piece in _pieces(inner):
-                values = _LISTS[kind](piece)
-                found[at : at + len(values)] = _array(values, dtype, kind)
-                at += len(values)
-            if at != count:
-                raise where.wrong_count(at, count)
-        else:
-            found = _array(_flat(text, kind, count, where), dtype, kind)
-        return found.reshape(shape)
+        if len(text) > PIECE_BYTES:
+            return _long_array(text, dtype, kind, shape, where).reshape(shape)
+        short_text = bytes(text)
+        commas = short_text.count(b",")
+        # n numbers have n - 1 commas between them, however they are nested; a longer list is not read.
+        if commas + 1 > count and short_text.startswith(b"["):
+            raise where.wrong_count(commas + 1, count)
+        return _array(_flat(short_text, kind, count, where), dtype, kind).reshape(shape)
     except msgspec.ValidationError as e:
         raise where.error(str(e), "data") from None
     except NOT_JSON as e:
         raise where.error(f"its data is not a JSON list of numbers: {e}", "data") from None
     except (OverflowError, FloatingPointError):
         raise where.error(f"a number is outside the range of {datatype(dtype)}", "data", datatype(dtype)) from None
+
+
+def _long_array(
+    text: memoryview, dtype: np.dtype[Any], kind: str, shape: tuple[int, ...], where: Where
+) -> NDArray[Any]:
+    """The numbers of a long list. Its brackets and commas are checked before any number is read."""
+    count = math.prod(shape)
+    commas, at = 0, 0
+    wanted = b""  # the brackets and commas of a list of this shape
+    differs = False
+    for piece in _pieces(text, where):
+        marks = piece.translate(None, _NOT_STRUCTURE)
+        commas += marks.count(b",")
+        if not at:
+            wanted = _brackets(shape) if marks.startswith(b"[[") else _brackets((count,))
+        differs = differs or wanted[at : at + len(marks)] != marks
+        at += len(marks)
+    if commas + 1 != count:
+        raise where.wrong_count(commas + 1, count)
+    if differs or at != len(wanted):
+        raise where.error("its data is not a flat list, nor nested as its shape says", "data", shape)
+    found = np.empty(count, dtype)
+    at = 0
+    for piece in _pieces(text, where):
+        values = _LISTS[kind](b"[" + piece.translate(None, b"[]").rstrip(_SPACE).removesuffix(b",") + b"]")
+        found[at : at + len(values)] = _array(values, dtype, kind)
+        at += len(values)
+    return found
+
+
+def _brackets(shape: tuple[int, ...]) -> bytes:
+    """
+    >>> _brackets((2, 2))
+    b'[[,],[,]]'
+    """
+    nested = b""
+    for n in reversed(shape):
+        nested = b"[" + b",".join([nested] * n) + b"]"
+    return nested
 
 
 def number_bytes(text: bytes, dtype: np.dtype[Any], count: int) -> bytes | None:
@@ -184,35 +215,15 @@ def _flatten(nested: list[Any], where: Where) -> list[Any]:
     raise where.error("its data is nested deeper than its shape", "data", MAX_RANK)
 
 
-def _inside(text: bytes, shape: tuple[int, ...]) -> bytes | None:
-    """The comma-separated numbers of a list that is flat, or nested like the shape; None: it is neither.
-
-    A string or an object among the numbers is found later, when its piece is read.
-    """
-    if b'"' in text or b"{" in text:
-        return None
-    trimmed = text.strip(_SPACE)
-    if trimmed.startswith(b"[") and trimmed.find(b"[", 1) < 0 and trimmed.find(b"]") + 1 == len(trimmed):
-        return trimmed[1:-1]
-    structure = text.translate(None, _NOT_STRUCTURE)
-    nested = b""
-    for n in reversed(shape):
-        nested = b"[" + b",".join([nested] * n) + b"]"
-    return text.translate(None, b"[]") if structure == nested else None
-
-
-def _count(text: bytes, character: bytes) -> int:
-    """`text.count`, which is slow for characters that are everywhere in a long text."""
-    if len(text) < PIECE_BYTES:
-        return text.count(character)
-    return int(np.count_nonzero(np.frombuffer(text, np.uint8) == ord(character)))
-
-
-def _pieces(inner: bytes) -> Iterator[bytes]:
-    """Lists with a part of the numbers each."""
+def _pieces(text: memoryview, where: Where) -> Iterator[bytes]:
+    """Parts of a long list, each but the last up to a comma."""
     at = 0
-    while at < len(inner):
-        end = inner.find(b",", at + PIECE_BYTES)
-        end = len(inner) if end < 0 else end
-        yield b"[" + inner[at:end] + b"]"
-        at = end + 1
+    while at < len(text):
+        piece = bytes(text[at : at + PIECE_BYTES])
+        if at + len(piece) < len(text):
+            end = piece.rfind(b",") + 1
+            if not end:
+                raise where.error("a number of its data is too long", "data", PIECE_BYTES)
+            piece = piece[:end]
+        yield piece
+        at += len(piece)

@@ -174,6 +174,7 @@ class FrontDoor:
             partial(FastConnection, handler=RouterHandler(self.router)),
             o.limits,
             drain_s=o.drain_s,
+            held=self.router.held,
         )
         await self._runner.setup()
         try:

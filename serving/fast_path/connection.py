@@ -10,16 +10,17 @@ goes through aiohttp (`benchmarks/serving_floor.py`).
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
 from typing import Any, Protocol
 
 import numpy as np
 
 from paellapy.instrument.errors import PaellaError
-from paellapy.serving.errors import STOPPING, LateBodyError
+from paellapy.serving.errors import STOPPING, LateBodyError, RefusedError
 from paellapy.serving.fast_path.headers import Head, Heads, header_length, header_values
 from paellapy.serving.inference import Pieces
-from paellapy.serving.limits import AHEAD_BYTES, FAST_HEADER_BYTES, FIRST_BYTES
+from paellapy.serving.limits import AHEAD_BYTES, FAST_HEADER_BYTES, MAPPED_BYTES, RETRY_S
 from paellapy.serving.listening import Connection
 
 # Every copy of a large tensor costs time. So the socket's bytes are read into a buffer that all connections share, or
@@ -43,37 +44,25 @@ class Body:
 
     def __init__(self, length: int) -> None:
         self.length, self.at = length, 0
-        self._memory = np.empty(min(length, FIRST_BYTES), np.uint8)
-
-    @property
-    def size(self) -> int:
-        """Bytes of memory."""
-        return len(self._memory)
-
-    @property
-    def next_size(self) -> int:
-        """Bytes of memory once this much is full."""
-        return min(self.length, 2 * len(self._memory))
+        if length <= MAPPED_BYTES:
+            self._memory = np.empty(length, np.uint8).data
+        else:
+            try:
+                self._memory = memoryview(mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+            except OSError as e:
+                said = f"the system gives no {length:,} bytes for a body: try again"
+                raise RefusedError(said, "overloaded", RETRY_S, given=length) from e
 
     def room(self) -> memoryview:
         """Memory for the next bytes; the caller advances `at` by the number of bytes received."""
-        if self.at == len(self._memory):
-            larger = np.empty(self.next_size, np.uint8)
-            larger[: self.at] = self._memory
-            self._memory = larger
-        return self._memory.data[self.at :]
+        return self._memory[self.at :]
 
     def add(self, data: bytes | memoryview) -> None:
-        at = 0
-        while at < len(data):
-            room = self.room()
-            n = min(len(room), len(data) - at)
-            room[:n] = memoryview(data)[at : at + n]
-            at += n
-            self.at += n
+        self._memory[self.at : self.at + len(data)] = data
+        self.at += len(data)
 
     def all(self) -> memoryview:
-        return self._memory.data
+        return self._memory
 
 
 def descriptor(transport: asyncio.Transport) -> int:
@@ -117,7 +106,7 @@ class Work(Protocol):
         """Called before the body arrives; PaellaError if the request is refused."""
 
     def claim(self, nbytes: int) -> None:
-        """Called before the body takes that many bytes of memory; PaellaError if there is no room."""
+        """Called as the body takes that many bytes of memory; PaellaError if there is no room."""
 
     def start(self, body: memoryview, json_length: str | None) -> None:
         """Called with the complete body. The connection may reuse the body's memory when this returns."""
@@ -219,10 +208,9 @@ class FastConnection(Connection):
             self._ahead = bytes(data[body_end:])
             work.start(memoryview(data)[end:body_end], head.json_length)
             return
-        body = Body(head.length)
         try:
             work.look()
-            work.claim(body.size)
+            body = Body(head.length)
         except PaellaError as e:
             self._to_drop = body_end - len(data)
             work.fail(e)
@@ -272,8 +260,8 @@ class FastConnection(Connection):
         if work is None or body is not self.body:
             return
         if body.at < body.length:
-            try:  # under TLS its memory has grown already if a piece did not fit
-                work.claim(body.next_size if body.at == body.size else body.size)
+            try:
+                work.claim(body.at)
             except PaellaError as e:
                 self._forget_body()
                 self._to_drop = body.length - body.at

@@ -45,20 +45,15 @@ class FastHandler:
 class FastInference(Inference):
     """One request. Its answer is written to its connection in the thread that reads completions."""
 
-    __slots__ = ("_connection", "_handler", "_held_bytes", "head")
+    __slots__ = ("_connection", "_handler", "head")
 
     def __init__(self, connection: FastConnection, handler: FastHandler, head: Head, client: str) -> None:
         super().__init__(handler.service, head.model, head.version, client)
         self._connection, self._handler, self.head = connection, handler, head
-        self._held_bytes = 0  # of a body that did not arrive at once
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
         return self._handler.loop
-
-    def claim(self, nbytes: int) -> None:
-        self.service.held.change(self._held_bytes, nbytes)
-        self._held_bytes = nbytes
 
     def answered(self, pieces: Pieces, json_length: int | None) -> None:
         number, size = request_id(self.head.id), sum(map(len, pieces))

@@ -21,8 +21,8 @@ from places import TESTS
 from raw_client import Client
 from serving_server import BODY, INFER, ask, infer_body, running
 
-from paellapy.serving import compression, listening, metrics
-from paellapy.serving.errors import TooLargeError
+from paellapy.serving import compression, inference, listening, metrics, protocol, tensors
+from paellapy.serving.errors import RequestError, TooLargeError
 from paellapy.serving.limits import BESIDE_BYTES, ConnectionLimits, largest_request
 from paellapy.serving.listening import Connection, Connections, unsent_bytes
 from paellapy.serving.logs import configure, log
@@ -128,8 +128,8 @@ def test_a_body_is_no_longer_than_the_largest_request_of_its_model(open_server, 
         assert (status, headers["connection"]) == (413, "close")
         assert f"{most:,} bytes" in json.loads(body)["error"]
     with Client(open_server) as client:
-        padded = BODY + b" " * (most - len(BODY))
-        client.send(f"POST {INFER} HTTP/1.1\r\nHost: x\r\n{more}Content-Length: {most}\r\n\r\n".encode() + padded)
+        padded = BODY + b" " * (BESIDE_BYTES - len(BODY))
+        client.send(f"POST {INFER} HTTP/1.1\r\nHost: x\r\n{more}Content-Length: {len(padded)}\r\n\r\n".encode() + padded)
         assert client.answer()[0] == 200
 
 
@@ -158,17 +158,125 @@ def test_the_bodies_of_all_requests_are_bounded_and_who_finds_no_room_may_try_ag
         slow.send(whole[:-1000])
         server.wait_until(lambda: server.service.held.nbytes > 200_000)
         other.send(whole[:100_000])  # in pieces: a body that is there at once is not held
-        if not more:  # the fast path knows the length from the beginning
-            assert other.answer()[0] == 503
+        server.wait_until(lambda: server.service.held.nbytes > 300_000)  # there is room for what has come
         other.send(whole[100_000:])
-        if more:
-            assert other.answer()[0] == 503
+        assert other.answer()[0] == 503
         other.send(b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (INFER.encode(), len(BODY), BODY))
         assert other.answer()[0] == 200
         slow.send(whole[-1000:])
         assert slow.answer()[0] == 200
         server.wait_until(lambda: server.service.held.nbytes == 0)
         assert server.service.counters.of("wide").refused == {"overloaded": 1}
+
+
+def test_a_length_without_bytes_takes_no_place():
+    """Clients that announce much and send little keep nobody away."""
+    claimed = b"POST /v2/models/wide/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 260000\r\n\r\n{"
+    with running([scale_model("wide", n=1 << 16, batch=(1,))], held_mb=0.4) as server, contextlib.ExitStack() as opened:
+        for _ in range(50):
+            opened.enter_context(Client(server)).send(claimed)
+        server.wait_until(lambda: server.service.in_flight == 50)
+        assert server.service.held.nbytes == 50
+        with Client(server) as honest:
+            whole = wide_request()
+            honest.send(whole[:100_000])
+            server.wait_until(lambda: server.service.held.nbytes > 50_000)
+            honest.send(whole[100_000:])
+            assert honest.answer()[0] == 200
+
+
+LINE = b"X-%d: " + b"a" * 8000 + b"\r\n"
+
+
+def test_a_header_is_bounded_as_a_whole(server):
+    with Client(server) as client:
+        client.send(b"GET /v2 HTTP/1.1\r\nHost: x\r\n" + b"".join(LINE % k for k in range(6)))
+        status, headers, _ = client.answer()
+        assert (status, headers["connection"]) == (431, "close")
+        assert client.closed
+    with Client(server) as client:
+        client.send(b"GET /v2 HTTP/1.1\r\nHost: x\r\nX-API-Key: secret\r\n" + LINE % 1)
+        client.send(LINE % 2)
+        client.send(b"\r")
+        client.send(b"\n")
+        assert client.answer()[0] == 200
+    server.wait_until(lambda: server.service.held.nbytes == 0)
+
+
+def test_unfinished_headers_are_bounded_in_sum():
+    begun = b"GET /v2 HTTP/1.1\r\nHost: x\r\n" + LINE % 1
+    with running([scale_model(batch=(1,))], held_mb=0.1) as server, contextlib.ExitStack() as opened:
+        clients = [opened.enter_context(Client(server)) for _ in range(5)]
+        for k, client in enumerate(clients):
+            client.send(begun)
+            if k < 4:
+                server.wait_until(lambda k=k: server.service.held.nbytes > k * 24_000)
+        assert clients[4].answer()[0] == 503
+        clients[0].send(b"\r\n")
+        assert clients[0].answer()[0] == 200
+        assert ask(server, "POST", INFER, BODY)[0] == 200
+        opened.close()
+        server.wait_until(lambda: server.service.held.nbytes == 0)
+
+
+def hostile(kind: str, n: int) -> bytes:
+    """A body of n bytes for the model `wide` that is not mostly numbers where numbers belong."""
+    start = b'{"inputs":[{"name":"x","shape":[1,65536],"datatype":"FP32","data":['
+    return {
+        "outputs": b'{"outputs":[' + b'{"name":"y"},' * (n // 13) + b'{"name":"y"}],' + start[1:] + b"1]}]}",
+        "inputs": start + b"1]}" + b',{"name":"x","shape":[1],"datatype":"FP32","data":[1]}' * (n // 54) + b"]}",
+        "shape": b'{"inputs":[{"name":"x","datatype":"FP32","data":[1],"shape":[' + b"1," * (n // 2) + b"1]}]}",
+        "parameters": b'{"parameters":{"a":[' + b"1," * (n // 2) + b"1]}," + start[1:] + b"1]}]}",
+        "names": b'{"parameters":{' + b'"a":1,' * (n // 6) + b'"a":1},' + start[1:] + b"1]}]}",
+        "id": b'{"id":"' + b"a" * n + b'",' + start[1:] + b"1]}]}",
+        "escapes": b'{"id":"' + b"\\u00e9" * (n // 6) + b'",' + start[1:] + b"1]}]}",
+        "blanks": b" " * n + start + b"1]}]}",
+        "quotes": b'"' * n,
+        "nothing": b"",
+        "lists": start + b"[1]," * (n // 4) + b"[1]]}]}",
+        "open": start + b"[" * n,
+        "digits": start + b"1" * n + b"]}]}",
+        "gaps": start + b"1," + b" " * n + b"1]}]}",
+    }[kind]
+
+
+KINDS = ["outputs", "inputs", "shape", "parameters", "names", "id", "escapes", "blanks", "quotes", "lists", "open",
+         "digits", "gaps"]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_long_text_reaches_the_decoder(kind, monkeypatch):
+    """The decoder holds the interpreter: what it gets at once is short, whatever a client sends."""
+    model = scale_model("wide", n=1 << 16, batch=(1,))
+    given = []
+    for module, name in ((protocol, "_decode"), (tensors, "_decode_any")):
+        monkeypatch.setattr(module, name, lambda text, f=getattr(module, name): (given.append(len(text)), f(text))[1])
+    lists = {k: (lambda text, f=f: (given.append(len(text)), f(text))[1]) for k, f in tensors._LISTS.items()}
+    monkeypatch.setattr(tensors, "_LISTS", lists)
+    with pytest.raises(RequestError) as caught:
+        protocol.decode(model, hostile(kind, 1_000_000), None)
+    assert caught.value.status in (400, 413)
+    assert max(given, default=0) <= BESIDE_BYTES + 2 * protocol.CUT_BYTES
+
+
+@pytest.mark.parametrize("header_length", [False, True])
+def test_long_json_is_read_away_from_the_loop_and_counted(header_length, monkeypatch):
+    seen, decode = [], inference.decode
+
+    def noted(model, body, length, as_bytes=False):
+        seen.append((threading.current_thread().name, server.service.held.nbytes))
+        return decode(model, body, length, as_bytes)
+
+    monkeypatch.setattr(inference, "decode", noted)
+    body = json.dumps(infer_body("x", np.ones((1, 1 << 16), np.float32))).encode()
+    headers = {"Inference-Header-Content-Length": str(len(body))} if header_length else {}
+    with running([scale_model("wide", n=1 << 16, batch=(1,))]) as server:
+        status, _, said = ask(server, "POST", "/v2/models/wide/infer", body, headers)
+        assert (status, set(said["outputs"][0]["data"])) == (200, {2.0})
+        server.wait_until(lambda: server.service.held.nbytes == 0)
+    ((thread, held),) = seen
+    assert thread.startswith("json")
+    assert held >= 2 * len(body)
 
 
 def server_tls():

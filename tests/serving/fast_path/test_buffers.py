@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import mmap
 import threading
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -58,7 +60,7 @@ def test_tensors_arrive_and_leave_whole_however_the_bytes_are_cut(server, models
     stream = b"".join(post(m, x) for m, x in zip(models, arrays, strict=True))
     edges = sorted({0, len(stream), *(cut % (len(stream) + 1) for cut in cuts)})
     with pytest.MonkeyPatch.context() as patch, Client(server) as client:
-        patch.setattr(connection, "FIRST_BYTES", first)
+        patch.setattr(connection, "MAPPED_BYTES", first)
         patch.setattr(connection, "COPIED_BYTES", copied)
 
         def send() -> None:  # beside reading: what is pipelined may be more than the sockets hold
@@ -89,7 +91,7 @@ def test_clients_that_send_at_once_get_their_own_answers(server):
 def test_a_body_is_what_was_added(pieces, first, in_place):
     whole = b"".join(pieces)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(connection, "FIRST_BYTES", first)
+        patch.setattr(connection, "MAPPED_BYTES", first)
         body = Body(len(whole))
         for piece in pieces:
             while in_place and piece:
@@ -103,7 +105,14 @@ def test_a_body_is_what_was_added(pieces, first, in_place):
 
 
 def test_a_length_alone_takes_no_memory():
-    assert len(Body(1 << 40).all()) == connection.FIRST_BYTES
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    before = resident()
+    body = Body(1 << 30)
+    body.add(b"x" * 1000)
+    assert resident() - before < 1 << 24
+    assert body.at == 1000
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
