@@ -249,18 +249,28 @@ def load_config(
     else:
         elsewhere = "in the options" if options else "on the command line"
         source = Source(str(file), text, [*paths, *_leaves(options or {})], elsewhere)
-        source.again = partial(load_config, file, overrides, options, models)
     try:
         config = msgspec.convert(tree, Config)
     except msgspec.ValidationError as e:
         path, message = _where(str(e))
         raise source.error(_with_name(tree, path), message) from None
+    if file is not None:
+        source.again = partial(_load_again, config, file, overrides, options, models)
     if config.server.access_log and config.server.log_level in ("warning", "error"):
         raise source.error(
             ("server", "access_log"),
             f'its lines have the level info, which log_level = "{config.server.log_level}" suppresses: '
             'set log_level to "info", or access_log to false',
         )
+    return config, source
+
+
+def _load_again(before: Config, *arguments: Any) -> tuple[Config, Source]:
+    """`load_config` for a server that runs. A file that lost its models was cut short: it would unload them all."""
+    config, source = load_config(*arguments)
+    if before.models and not config.models:
+        said = "the file has no [[models]] any more: write it again, or stop the server if it should serve none"
+        raise source.error(("models",), said)
     return config, source
 
 

@@ -33,7 +33,6 @@ LOOK_S = 0.02
 MOST_SEARCHED, MOST_CUTS = 1 << 14, 16  # bytes of input in which a header Upgrade is looked for, and how often
 
 
-
 def _refusal(status: str, said: str) -> bytes:
     """An answer to a header that is not complete."""
     body = json.dumps({"error": said}).encode()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import os
 import re
 import secrets
+import select
 import sys
 import time
 from typing import Any, Literal
@@ -122,6 +124,39 @@ class _Lines(logging.Formatter):
         return f"{moment} {record.levelname.lower()} {_escaped(record.getMessage())}{said}{below}"
 
 
+class Output(logging.StreamHandler[Any]):
+    """Writes lines to a file descriptor and never waits: lines that nobody takes are dropped and counted."""
+
+    dropped = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = self.format(record) + "\n"
+        try:
+            fd = self.stream.fileno()
+        except (OSError, ValueError):  # a text in memory, or closed
+            super().emit(record)
+            return
+        if self.dropped and self._write(fd, f"{self.dropped} lines of the log were dropped: nobody read them\n"):
+            self.dropped = 0
+        if self.dropped or not self._write(fd, line):
+            self.dropped += 1
+
+    @staticmethod
+    def _write(fd: int, text: str) -> bool:
+        """Whether all was written. A pipe that can be written takes PIPE_BUF bytes without waiting."""
+        rest = memoryview(text.encode("utf-8", "backslashreplace"))
+        ready = select.poll()
+        try:
+            ready.register(fd, select.POLLOUT)
+            while rest:
+                if not any(event & select.POLLOUT for _, event in ready.poll(0)):
+                    return False
+                rest = rest[os.write(fd, rest[: select.PIPE_BUF]) :]
+        except OSError:  # the disk is full, or the reader is gone
+            return False
+        return True
+
+
 def configure(style: Format = "text", level: str = "info", process: str = "") -> None:
     """Sends the server's log to standard error. Applications that embed the server configure logging themselves.
 
@@ -129,7 +164,7 @@ def configure(style: Format = "text", level: str = "info", process: str = "") ->
     """
     global _prefix
     _prefix = secrets.token_hex(6)  # a forked process starts with its parent's
-    handler = logging.StreamHandler(sys.stderr)
+    handler = Output(sys.stderr)
     handler.setFormatter(_Lines(style, process))
     log.handlers[:] = [handler]
     log.propagate = False

@@ -198,16 +198,7 @@ def decode(model: Model, body: bytes | memoryview, header_length: str | None, as
                 check_ranges(model, found)
             priority = engine_priority(model, level)
             return Request(number, items, True, found, outputs, priority, timeout_us, repeated)
-    try:
-        request = _decode(header)
-    except NOT_JSON as e:
-        raise RequestError(f"the body is not a v2 inference request: {e}", field="body") from None
-    for tensor in request.inputs if lists else ():
-        if isinstance(tensor.data, msgspec.Raw):
-            cut = lists.pop(_address(tensor.data) - _address(header), None)
-            tensor.data = tensor.data if cut is None else msgspec.Raw(cut)
-    if lists:
-        raise RequestError("a list of numbers is not the data of an input", field="body")
+    request = _parsed(header, lists)
     binary = BinaryTensors(tail)
     arrays: dict[str, NDArray[Any]] = {}
     for tensor in request.inputs:
@@ -234,6 +225,21 @@ def decode(model: Model, body: bytes | memoryview, header_length: str | None, as
         repeated = Repeated(arrays, (request.id, items, outputs, level, timeout_us), len(tail))
         keep(model, around, repeated)
     return Request(request.id, items, batched, arrays, outputs, engine_priority(model, level), timeout_us, repeated)
+
+
+def _parsed(header: memoryview, lists: dict[int, memoryview]) -> RequestBody:
+    """The decoded JSON, with the long lists that were cut out of it."""
+    try:
+        request = _decode(header)
+    except NOT_JSON as e:
+        raise RequestError(f"the body is not a v2 inference request: {e}", field="body") from None
+    for tensor in request.inputs if lists else ():
+        if isinstance(tensor.data, msgspec.Raw):
+            cut = lists.pop(_address(tensor.data) - _address(header), None)
+            tensor.data = tensor.data if cut is None else msgspec.Raw(cut)
+    if lists:
+        raise RequestError("a long list of numbers is not the data of an input", field="body")
+    return request
 
 
 def _comes_again(
@@ -278,8 +284,8 @@ def split(body: memoryview, header_length: str | None) -> tuple[memoryview, memo
     return body[:length], body[length:]
 
 
-# Long JSON is mostly lists of numbers. They are cut out before the rest is decoded, so that the decoder, which holds the
-# interpreter, gets no long text, whatever a client sends.
+# Long JSON is mostly lists of numbers. They are cut out before the rest is decoded: the decoder holds the interpreter,
+# so it gets no long text, whatever a client sends.
 
 CUT_BYTES = 512  # length from which a text between two quotation marks is searched for a list
 EDGE_BYTES = 4096  # of such a text, at both ends, in which its list begins and ends
@@ -300,7 +306,7 @@ def _without_lists(header: memoryview, inputs: int) -> tuple[memoryview, dict[in
         nonlocal begin
         if len(kept) + upto - begin > most:
             said = f"the JSON has more than {most:,} bytes beside the data of its inputs"
-            raise RequestError(said, status=413, field="body", limit=most, given=len(kept) + upto - begin)
+            raise RequestError(said, field="body", limit=most, given=len(kept) + upto - begin)
         kept.extend(header[begin:upto])
         begin = upto
 

@@ -6,6 +6,7 @@ the demo models, and the message shows a digit to classify.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import ssl
@@ -174,9 +175,11 @@ def _announce(url: str, config: Config, source: Source, instead: Announce | None
         command = request_line(url, _get(f"{url}/v2/models/{names[0]}", key), flags)
         console.print(f"\nServing {', '.join(names)} at [bold]{url}/v2[/bold]; dashboard {url}/, API {url}/docs")
         console.print(command, markup=False)
+        sys.stdout.flush()
     except (OSError, PaellaError, ValueError, LookupError):  # the server is ready in any case
-        console.print(f"\nServing at [bold]{url}/v2[/bold]")
-    sys.stdout.flush()
+        with contextlib.suppress(OSError):  # a full device, or a reader that is gone
+            console.print(f"\nServing at [bold]{url}/v2[/bold]")
+            sys.stdout.flush()
 
 
 def request_line(url: str, model: dict[str, Any], flags: str = "") -> str:

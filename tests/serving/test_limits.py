@@ -129,7 +129,8 @@ def test_a_body_is_no_longer_than_the_largest_request_of_its_model(open_server, 
         assert f"{most:,} bytes" in json.loads(body)["error"]
     with Client(open_server) as client:
         padded = BODY + b" " * (BESIDE_BYTES - len(BODY))
-        client.send(f"POST {INFER} HTTP/1.1\r\nHost: x\r\n{more}Content-Length: {len(padded)}\r\n\r\n".encode() + padded)
+        head = f"POST {INFER} HTTP/1.1\r\nHost: x\r\n{more}Content-Length: {len(padded)}\r\n\r\n"
+        client.send(head.encode() + padded)
         assert client.answer()[0] == 200
 
 
@@ -249,10 +250,13 @@ def test_no_long_text_reaches_the_decoder(kind, monkeypatch):
     """The decoder holds the interpreter: what it gets at once is short, whatever a client sends."""
     model = scale_model("wide", n=1 << 16, batch=(1,))
     given = []
-    for module, name in ((protocol, "_decode"), (tensors, "_decode_any")):
-        monkeypatch.setattr(module, name, lambda text, f=getattr(module, name): (given.append(len(text)), f(text))[1])
-    lists = {k: (lambda text, f=f: (given.append(len(text)), f(text))[1]) for k, f in tensors._LISTS.items()}
-    monkeypatch.setattr(tensors, "_LISTS", lists)
+
+    def noted(decode):
+        return lambda text: (given.append(len(text)), decode(text))[1]
+
+    monkeypatch.setattr(protocol, "_decode", noted(protocol._decode))
+    monkeypatch.setattr(tensors, "_decode_any", noted(tensors._decode_any))
+    monkeypatch.setattr(tensors, "_LISTS", {kind: noted(decode) for kind, decode in tensors._LISTS.items()})
     with pytest.raises(RequestError) as caught:
         protocol.decode(model, hostile(kind, 1_000_000), None)
     assert caught.value.status in (400, 413)

@@ -11,7 +11,7 @@ import pytest
 
 import paellapy as pp
 from paellapy.instrument.errors import PaellaError
-from paellapy.serving.logs import _Lines, log
+from paellapy.serving.logs import Output, _Lines, log
 
 
 def line(message="request", style="text", exc_info=None, **fields):
@@ -75,3 +75,36 @@ def test_a_server_with_json_logs_writes_no_other_lines(monkeypatch):
 
 def test_json_holds_values_as_they_are():
     assert json.loads(line(style="json", path="/a\nb"))["path"] == "/a\nb"
+
+
+# -- a log that nobody reads
+
+
+def test_a_log_that_nobody_reads_holds_nobody_up_and_says_what_it_dropped():
+    read, write = os.pipe()
+    with open(write, "w") as stream, open(read, "rb", buffering=0) as reader:
+        output = Output(stream)
+        text = "x" * 1000
+
+        def log_one():
+            output.emit(logging.LogRecord("paellapy.serving", logging.INFO, "", 0, text, None, None))
+
+        for _ in range(200):  # three times what a pipe holds
+            log_one()
+        assert 0 < (dropped := output.dropped) < 200
+        taken = reader.read(1 << 20)
+        assert taken.count(b"\n") == 200 - dropped
+        log_one()
+        said, line = reader.read(1 << 20).splitlines()
+        assert (said.split()[0], line) == (str(dropped).encode(), text.encode())
+        assert output.dropped == 0
+        reader.close()
+        log_one()  # the reader is gone
+        assert output.dropped == 1
+
+
+def test_a_log_on_a_full_device_is_dropped():
+    with open("/dev/full", "wb", buffering=0) as stream:
+        output = Output(stream)
+        output.emit(logging.LogRecord("paellapy.serving", logging.INFO, "", 0, "text", None, None))
+        assert output.dropped == 1

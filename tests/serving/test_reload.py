@@ -213,6 +213,21 @@ def test_a_file_with_a_mistake_changes_nothing(reloader, folder, text, said):
     assert (list(reloader._registry.entries), reloader._registry.engine.policy) == (["own"], "paella")
 
 
+@pytest.mark.parametrize("text", ["", "[server]\nport = 0\n"])
+def test_a_file_that_was_cut_short_unloads_nothing(reloader, folder, text):
+    """As an editor or a full disk leaves it. The next engine process keeps the models too."""
+    path = folder / "paella.toml"
+    latest = Latest(*load_config(path))
+    path.write_text(text)
+    assert "[[models]]" in reloader.reload()["error"]
+    assert [entry.reason for entry in reloader._registry.entries.values()] == ["not loaded yet"]
+    latest.read_again()
+    assert [each.name for each in latest.config.models] == ["own"]
+    with pytest.raises(ConfigError) as caught:
+        reloader._source.again()
+    assert caught.value.field == "models"
+
+
 def test_settings_that_need_a_restart_are_named_until_it(reloader, folder):
     changed(folder, '[tenants.ann]\nshare = 2\n[keys]\nann = "x"\n', "host_bytes = 0\n", "keepalive_s = 1")
     needs = {"needs a restart": ["host_bytes", "server", "tenants", "keys"]}

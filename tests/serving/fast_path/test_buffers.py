@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import mmap
+import socket
 import threading
 from itertools import pairwise
 from pathlib import Path
