@@ -46,6 +46,27 @@ def divide(a: Any, b: Any) -> Any:
     return np.add(q, (q * b != a) & ((a < 0) != (b < 0)), dtype=q.dtype)
 
 
+def _by_zero(fn: Function, result: Function) -> Function:
+    """An integer division that gives what a GPU does for a divisor of 0; NumPy gives 0. PTX leaves it open."""
+
+    def run(a: Any, b: Any) -> Any:
+        found = fn(a, b)
+        if np.all(b):
+            return found
+        patched: Any = np.where(b == 0, result(a), found)
+        return patched[()]
+
+    return run
+
+
+def _quotient_by_zero(a: Any) -> Any:
+    return np.asarray(-1).astype(a.dtype)
+
+
+def _remainder_by_zero(a: Any) -> Any:
+    return a
+
+
 def high_product(a: Any, b: Any, sign: bool) -> Any:
     """The upper half of a product of twice the width."""
     bits = 8 * a.dtype.itemsize
@@ -106,8 +127,23 @@ def narrow_fma(a: Any, b: Any, c: Any) -> Any:
     return np.where((exact == near) | (odd != 0) | ~np.isfinite(exact), near, towards)[()]
 
 
+def _flushed(x: Any) -> Any:
+    """Denormal float32 as zeros: for functions that PTX has only as `.approx.ftz`, as Triton lowers them."""
+    if x.dtype != np.float32:
+        return x
+    return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x)[()]
+
+
+def sqrt(x: Any) -> Any:
+    return np.sqrt(_flushed(x))
+
+
 def rsqrt(x: Any) -> Any:
-    return x.dtype.type(1) / np.sqrt(x)
+    return x.dtype.type(1) / np.sqrt(_flushed(x))
+
+
+def exp2(x: Any) -> Any:
+    return _flushed(np.exp2(x))
 
 
 @elementwise
@@ -150,13 +186,13 @@ FLOAT: dict[str, tuple[Function, int]] = {
     "arith.maximumf": (np.maximum, 1),
     "arith.minimumf": (np.minimum, 1),
     "math.exp": (np.exp, 1),
-    "math.exp2": (np.exp2, 1),
+    "math.exp2": (exp2, 1),
     "math.expm1": (np.expm1, 1),
     "math.log": (np.log, 1),
     "math.log2": (np.log2, 1),
     "math.log10": (np.log10, 1),
     "math.log1p": (np.log1p, 1),
-    "math.sqrt": (np.sqrt, 1),
+    "math.sqrt": (sqrt, 1),
     "math.rsqrt": (rsqrt, 2),
     "math.cbrt": (np.cbrt, 1),
     "math.sin": (np.sin, 1),
@@ -188,13 +224,13 @@ INTEGER: dict[str, Function] = {
     "arith.addi": np.add,
     "arith.subi": np.subtract,
     "arith.muli": np.multiply,
-    "arith.divsi": divide,
+    "arith.divsi": _by_zero(divide, _quotient_by_zero),
     "arith.ceildivsi": lambda a, b: -(-a // b),
     "arith.floordivsi": np.floor_divide,
-    "arith.remsi": np.fmod,
-    "arith.divui": _on_unsigned(np.floor_divide),
+    "arith.remsi": _by_zero(np.fmod, _remainder_by_zero),
+    "arith.divui": _by_zero(_on_unsigned(np.floor_divide), _quotient_by_zero),
     "arith.ceildivui": _on_unsigned(lambda a, b: a // b + (a % b != 0)),
-    "arith.remui": _on_unsigned(np.remainder),
+    "arith.remui": _by_zero(_on_unsigned(np.remainder), _remainder_by_zero),
     "arith.andi": np.bitwise_and,
     "arith.ori": np.bitwise_or,
     "arith.xori": np.bitwise_xor,
@@ -315,6 +351,14 @@ def to_integer(sign: bool, target: Element) -> Function:
     return lambda x: round_to_integer(x, "rz", wide).astype(f"u{target.size}").view(target.compute)[()]
 
 
+def _to_odd(x: Any) -> Any:
+    """A number as float32 for a second rounding: an inexact one has an odd last bit, so that no tie arises."""
+    x = x if x.dtype.kind == "f" else x.astype(f"{x.dtype.kind}8")
+    below, above = (np.asarray(to_float(x, mode, "f4")) for mode in ("rd", "ru"))
+    towards_zero = np.where(below < 0, above, below)
+    return (towards_zero.view(np.uint32) | (below != above)).astype(np.uint32).view(np.float32)[()]
+
+
 def convert(name: str, source: Element, target: Element, rounding: str = "") -> Function:
     """The conversion op `name` from `source` to `target`."""
     if name in ("arith.extf", "arith.truncf", "tt.fp_to_fp"):
@@ -323,8 +367,13 @@ def convert(name: str, source: Element, target: Element, rounding: str = "") -> 
                 return lambda x: _towards_zero(x, target)
             to = rounder(target)
             assert to is not None
+            if source.size == 8 and target.size == 2:  # `cvt.rn.bf16.f64` rounds once; to fp8 there are two steps
+                return lambda x: to(_to_odd(x))
             return to
         return lambda x: x.astype(target.compute)
+    if name in ("arith.sitofp", "arith.uitofp") and target.size == 2 and source.size >= 4:
+        sign = name == "arith.sitofp"  # `cvt.rn.bf16.s32` rounds once
+        return rounded(lambda x: _to_odd(x if sign else unsigned(x)), target)
     if name in ("arith.extui", "arith.uitofp"):
         return rounded(lambda x: unsigned(x).astype(target.compute), target)
     if name in ("arith.fptoui", "arith.fptosi"):

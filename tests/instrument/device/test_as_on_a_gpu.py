@@ -102,6 +102,61 @@ def test_a_negative_number_is_zero_as_an_unsigned_byte():
 
 
 @triton.jit
+def cast(x, out, T: tl.constexpr):
+    i = tl.arange(0, 2)
+    tl.store(out + i, tl.load(x + i).to(T).to(tl.float64))
+
+
+TIE = 2**24 + 2**16  # between two bfloat16; one more is above the tie, which float32 cannot hold
+
+
+@pytest.mark.parametrize(("dtype", "to", "value", "nearest"), [
+    *((t, tl.bfloat16, TIE + 1, 2**24 + 2**17) for t in (np.int32, np.uint32, np.int64, np.uint64)),
+    (np.int64, tl.bfloat16, -TIE - 1, -(2**24) - 2**17), (np.int32, tl.bfloat16, TIE, 2**24),
+    (np.float64, tl.bfloat16, 1 + 2**-8 + 2**-40, 1 + 2**-7), (np.float64, tl.bfloat16, 1e39, np.inf),
+    (np.float64, tl.float16, 1 + 2**-11 + 2**-40, 1 + 2**-10), (np.int64, tl.float16, 70000, np.inf),
+])  # fmt: skip
+def test_conversions_to_half_precision_round_once(dtype: Any, to: Any, value: float, nearest: float):
+    """PTX: `cvt.rn.bf16.s64` and the like."""
+    out = np.zeros(2)
+    pp.kernel(cast)[1,](np.array([value, value], dtype), out, to)
+    assert out.tolist() == [nearest, nearest]
+
+
+@triton.jit
+def divide(x, by, quotient, remainder):
+    i = tl.arange(0, 4)
+    tl.store(quotient + i, tl.load(x + i) // tl.load(by + i))
+    tl.store(remainder + i, tl.load(x + i) % tl.load(by + i))
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.int64, np.uint8, np.uint32, np.uint64])
+def test_an_integer_divided_by_zero_has_all_bits_set(dtype: Any):
+    """PTX leaves it open; the hardware gives all ones, and the dividend as the remainder."""
+    ones = np.zeros(1, dtype) - np.ones(1, dtype)
+    x, quotient, remainder = np.array([5, 0, 7, 9], dtype), np.zeros(4, dtype), np.zeros(4, dtype)
+    pp.kernel(divide)[1,](x, np.array([0, 0, 2, 1], dtype), quotient, remainder)
+    assert quotient.tolist() == [ones[0], ones[0], 3, 9]
+    assert remainder.tolist() == [5, 0, 1, 0]
+
+
+@triton.jit
+def roots(x, out):
+    i = tl.arange(0, 4)
+    tl.store(out + i, tl.rsqrt(tl.load(x + i)))
+    tl.store(out + 4 + i, tl.sqrt(tl.load(x + i)))
+    tl.store(out + 8 + i, tl.sqrt_rn(tl.load(x + i)))
+
+
+def test_approximate_roots_take_denormals_as_zero():
+    """PTX: `rsqrt.approx.ftz.f32` and `sqrt.approx.ftz.f32`, but `sqrt.rn.f32`."""
+    x, out = np.array([1e-40, -1e-40, 4, 0], np.float32), np.zeros(12, np.float32)
+    pp.kernel(roots)[1,](x, out)
+    assert out[:8].tolist() == [np.inf, -np.inf, 0.5, np.inf, 0, 0, 2, 0]
+    assert out[8] == np.sqrt(x[0]) > 0
+
+
+@triton.jit
 def fused(a, b, c, out, N: tl.constexpr):
     i = tl.arange(0, N)
     tl.store(out + i, tl.fma(tl.load(a + i), tl.load(b + i), tl.load(c + i)))
