@@ -65,10 +65,11 @@ def srpt(job: Job) -> float:
 
 @policy(order=by_arrival)
 def hrrn(job: Job) -> float:
-    """Highest response ratio next: shortest remaining time per request, divided by a factor that grows with waiting.
+    """Shortest remaining time per request, divided by the response ratio: 1 + waiting ÷ length.
 
-    A job that has just arrived ranks as under `srpt`. A job that has waited as long as it takes counts with half its
-    time, so slowdowns stay close together and no job starves.
+    A job that has just arrived ranks as under `srpt`; one that has waited as long as it takes counts with half its
+    time. Highest response ratio next, after which it is named, divides by nothing but the length. Under overload long
+    jobs wait as long as under `srpt`; `paella` and `fair` bound that.
     """
     waited = (job.now_ns - job.arrival_ns) / job.total_ns
     return job.remaining_ns / job.batch / (1.0 + waited)

@@ -88,9 +88,21 @@ def quota(job: Job) -> float:
 # --- best effort beside high priority ---------------------------------------------------------------------------------
 
 
+TGS_GAP_NS = 10e3  # shorter gaps between production's jobs stay free
+
+
+def tgs_admit(job: Job, gpu: Gpu, own: Own) -> float:
+    if job.priority >= own.top:
+        return 1.0
+    if job.priority >= gpu.active_priority:
+        return float(own.quiet_ns)
+    return float(own.next_ns) if gpu.occupancy + job.segment.occupancy <= 1.0 else 0.0
+
+
 def tgs_done(job: Job, segment: DoneSegment, own: Own) -> None:
     if job.priority >= own.top:
         own.top, own.alone_ns, own.took_ns = job.priority, own.alone_ns + segment.ns, own.took_ns + segment.took_ns
+        own.quiet_ns = job.now_ns + TGS_GAP_NS
     else:
         own.next_ns = max(own.next_ns, job.now_ns - segment.took_ns) + segment.ns / own.rate
 
@@ -104,11 +116,17 @@ def tgs_tick(gpu: Gpu, own: Own) -> None:
     own.next_ns = gpu.now_ns + 5e6 if own.ticks == 0.0 and speed > 0.0 else min(own.next_ns, gpu.now_ns + 5e6)
 
 
-@policy(admit=top_or_from_time, done=tgs_done, tick=tgs_tick, tick_us=5000, may_idle=True, max_in_flight=1,
-        top_whole=True,
-        state={"rate": 0.05, "top": -1e9, "next_ns": 1, "best": 1, "speed": 1, "alone_ns": 0, "took_ns": 0, "ticks": 0})
+@policy(admit=tgs_admit, done=tgs_done, tick=tgs_tick, tick_us=5000, may_idle=True, max_in_flight=1, top_whole=True,
+        state={"rate": 0.05, "top": -1e9, "next_ns": 1, "quiet_ns": 1, "best": 1, "speed": 1, "alone_ns": 0,
+               "took_ns": 0, "ticks": 0})
 def tgs(job: Job) -> float:
-    """TGS (NSDI'23): best effort grows while top priority keeps its speed alone. TGS itself measures arrival rates."""
+    """TGS (NSDI'23): best effort gets the time that production leaves, and beside it a rate that adapts.
+
+    Production is the highest priority seen. The rate grows while production keeps its speed of the ticks in which best
+    effort pauses, and falls otherwise. TGS limits the rate at which kernels are sent, also on an idle GPU, and measures
+    the rate of production's kernels. Here idle time is free, except for gaps below 10 µs, and a segment runs beside
+    production only if it fits.
+    """
     return job.arrival_ns - STEP * job.priority
 
 
@@ -132,7 +150,8 @@ def orion(job: Job) -> float:
     High priority is always admitted. A best-effort segment runs beside it if one of the two is bound by compute and the
     other by memory, both fit together, and the best-effort work in flight stays under 160 µs (Orion: 2.5 % of the
     high-priority latency). Orion decides for each kernel; here the unit is a segment. A segment without a measured
-    profile is held back.
+    profile is held back. Best-effort jobs whose segments alternate between the two can fall into step while they wait,
+    and get less than under `priority`.
     """
     return job.arrival_ns - STEP * job.priority
 
