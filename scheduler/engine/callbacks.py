@@ -140,8 +140,8 @@ class ItemCall(Pending):
     __slots__ = ("_caller", "_client", "over")
 
     def __init__(self, client: RequestClient, loaded: Loaded, caller: Caller) -> None:
-        self._client, self._caller = client, caller
-        self.loaded, self.keep, self.over = loaded, None, False
+        super().__init__(loaded)
+        self._client, self._caller, self.over = client, caller, False
 
     def finish(self, entry: Entry) -> None:
         if self.over:
