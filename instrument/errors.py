@@ -68,6 +68,10 @@ class LaunchWarning(PaellaWarning):
     """An earlier launch of kernel `kernel` was refused with `error`, after its results had been computed."""
 
 
+class HintWarning(PaellaWarning):
+    """`tl.assume`, `tl.multiple_of` or `tl.max_contiguous` promises what does not hold."""
+
+
 class FolderWarning(PaellaWarning):
     """A folder of compiled code is not used, because other users can write to it."""
 

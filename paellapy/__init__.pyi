@@ -12,6 +12,7 @@ from .instrument.device import zeros as zeros
 from .instrument.device.base import Flag as Flag
 from .instrument.errors import ArgumentError as ArgumentError
 from .instrument.errors import CompileError as CompileError
+from .instrument.errors import HintWarning as HintWarning
 from .instrument.errors import InstrumentError as InstrumentError
 from .instrument.errors import LaunchError as LaunchError
 from .instrument.errors import LaunchWarning as LaunchWarning

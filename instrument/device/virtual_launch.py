@@ -236,7 +236,8 @@ class VirtualLauncher(Launcher):
         self.device, self.config, self.pick = device, config, pick
         self.name, self._draft = draft.name, draft
         self._refusal: PaellaError | None = None
-        self.program = TtirProgram.parse(draft.ttir, draft.name, WARP * draft.metadata.get("num_warps", 4))
+        threads, has_tma = WARP * draft.metadata.get("num_warps", 4), device.part.sm.capability >= (9, 0)
+        self.program = TtirProgram.parse(draft.ttir, draft.name, threads, has_tma)
         self.program.resident = self._resident
         if "tt.elementwise_inline_asm" in draft.ttir:
             _ = self.compiled  # only `ptxas` knows whether this GPU has the instructions

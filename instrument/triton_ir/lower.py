@@ -12,11 +12,11 @@ import numpy as np
 
 from paellapy.instrument.errors import UnsupportedOpError
 from paellapy.instrument.ptx.ranges import Marker, Ranges
-from paellapy.instrument.triton_ir import machine
+from paellapy.instrument.triton_ir import machine, memory
 from paellapy.instrument.triton_ir.cost import critical_path, once_through
 from paellapy.instrument.triton_ir.machine import Active, Code, Function, Run, Slots, Step
 from paellapy.instrument.triton_ir.parse import Block, Func, Module, Op, Region, walk
-from paellapy.instrument.triton_ir.types import ELEMENTS, Array, Element, Ints, Type, decode
+from paellapy.instrument.triton_ir.types import ELEMENTS, Array, Element, Ints, Ptr, Type, decode
 
 # --- `arith.constant`: parses the value in its text -------------------------------------------------------------------
 
@@ -110,11 +110,15 @@ class Facts:
     written: set[int] = field(default_factory=set)  # indices of arguments that may be stored to
 
 
+_HINTS = {"tt.divisibility", "tt.contiguity"}  # of `tl.multiple_of` and `tl.max_contiguous`
+
+
 class Lowering:
     """Translates one module. `pointers` joins slots that may hold the same pointer, to find changed arguments."""
 
-    def __init__(self, module: Module, kernel: str, threads: int) -> None:
+    def __init__(self, module: Module, kernel: str, threads: int, has_tma: bool = True) -> None:
         self.module, self.kernel, self.threads, self.facts = module, kernel, threads, Facts()
+        self.has_tma = has_tma  # tensor descriptors go to a unit that is particular about them
         self.functions: dict[str, Function] = {}
         self.pointers: dict[tuple[str, int], tuple[str, int]] = {}
         self.stored: set[tuple[str, int]] = set()
@@ -260,7 +264,25 @@ class Lowering:
         inner, self.inner_reads = self.inner_reads, outer
         if run is None:
             return None
+        if _HINTS & op.attributes.keys():
+            run = self._checked(op, run, outs[0])
         return LoweredStep(run, f"{op.name} at {self.line(op)}", (), (*args, *inner))
+
+    def _checked(self, op: Op, run: Run, out: int) -> Run:
+        """The op, and a check of the promises about its result."""
+        steps, runs = (op.dense(f"tt.{name}") for name in ("divisibility", "contiguity"))
+        line, shape, seen = self.line(op), op.out_types[0].shape, memory.Once()
+
+        def checked(active: Active, slots: Slots) -> None:
+            run(active, slots)
+            value, size = slots[out], 1
+            if isinstance(value, Ptr):
+                value, size = value.offset, value.element.size
+            on, rows = active.machine, active.rows
+            site = memory.Site(self.kernel, line, op.name, "", on.grid, on.ids[rows], rows, shape)
+            on.observe(memory.check_hint, value, steps, runs, size, site, seen)
+
+        return checked
 
     def next_loop(self, op: Op) -> int:
         """The number of a loop, in the order of the text."""

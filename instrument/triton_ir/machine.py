@@ -212,6 +212,10 @@ class Machine:
         """Calls a function that touches memory or the outside world, in order. `BufferRef`s become the arrays."""
         return fn(*[self.buffers.view(a.index, a.element) if type(a) is BufferRef else a for a in args])
 
+    def observe(self, fn: Callable[..., Any], value: Value, *args: Any) -> None:
+        """Calls a function that checks a value; one that is known before the data is checked now, for every replay."""
+        fn(value, *args) if type(value) is not Sym else self.effect(fn, value, *args)
+
     def load(self, base: int, offset: Value, mask: Value, other: Value, element: Element, site: Site) -> Value:
         return memory.gather(self.buffers.view(base, element), offset, mask, other, element, site)
 

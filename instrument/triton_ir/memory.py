@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
 
-from paellapy.instrument.errors import LaunchError, OutOfBoundsError
+from paellapy.instrument.errors import HintWarning, LaunchError, OutOfBoundsError
 from paellapy.instrument.triton_ir import native
 from paellapy.instrument.triton_ir.types import Array, Element, Shape, decode, encode, full, is_array
 
@@ -176,6 +177,75 @@ def device_assert(condition: Any, message: str, site: Site) -> None:
         f"kernel {site.kernel}, {site.line}: device_assert failed in {site.block(row)}: {message}",
         kernel=site.kernel, line=site.line, given=message,
     )
+
+
+# --- what a kernel promises: a GPU's compiler believes it, and nobody else checks -------------------------------------
+
+
+class Once:
+    """Whether a place has warned."""
+
+    warned = False
+
+
+def _broken(site: Site, promise: str, given: Any, limit: Any, seen: Once) -> None:
+    seen.warned = True
+    text = f"kernel {site.kernel}, {site.line}: {promise} does not hold; on a GPU the result may be wrong"
+    facts = {"kernel": site.kernel, "line": site.line, "field": promise.partition("(")[0], "given": given}
+    warnings.warn(HintWarning(text, **facts, limit=limit), stacklevel=2)
+
+
+def check_assumption(holds: Any, site: Site, seen: Once) -> None:
+    """`tl.assume`."""
+    if not seen.warned and not np.all(holds):
+        _broken(site, "assume(…)", False, True, seen)
+
+
+_VECTOR = 16  # bytes of the widest access of a thread, the reason for such promises
+
+
+def check_hint(value: Any, steps: Shape, runs: Shape, size: int, site: Site, seen: Once) -> None:
+    """`tl.multiple_of` and `tl.max_contiguous`, as far as one access of a thread needs them.
+
+    `size` is that of a pointer's element, whose promises are in bytes, or 1. Many kernels promise more than what
+    holds in their last tile, where it does no harm.
+    """
+    if seen.warned:
+        return None
+    x = np.asarray(value)
+    x = full(x, site.shape) if x.ndim else x.reshape((1,) * (1 + len(site.shape)))
+    for axis, n in enumerate(site.shape):
+        run = runs[axis] if axis < len(runs) else 0
+        group = min(run, _VECTOR // (size if size > 1 else 4), n)
+        if group > 1 and n % group == 0:
+            step = np.diff(np.moveaxis(x, axis + 1, -1).reshape(-1, group), axis=1)
+            if not bool(((step == 1).all(1) | (step == 0).all(1)).all()):  # equal ones are a filling
+                return _broken(site, f"max_contiguous({run})", group, run, seen)
+    for axis, step in enumerate(steps):
+        if site.shape:
+            every = max(1, runs[axis]) if runs else x.shape[axis + 1]
+            first = np.moveaxis(x, axis + 1, -1)[..., ::every]
+        else:
+            first = x
+        if step > 1 and bool((first.astype(np.int64) * size % min(step, _VECTOR)).any()):
+            return _broken(site, f"multiple_of({step})", int(first.reshape(-1)[0]), step, seen)
+    return None
+
+
+def check_descriptor(flat: Array, offset: Any, size: int, site: Site, *strides: Any) -> None:
+    """The rules of the TMA unit for a tensor descriptor that a kernel makes."""
+    start = flat.__array_interface__["data"][0] + int(np.asarray(offset).reshape(-1)[0]) * size
+    bad = [("base", start, f"begins at address {start:#x}")] if start % _VECTOR else []
+    *outer, last = (np.asarray(s).reshape(-1) for s in strides)
+    wrong = [s for s in outer if (s * size % _VECTOR).any()]
+    bad += [("strides", int(s[0]), f"has a stride of {int(s[0]) * size} bytes") for s in wrong]
+    bad += [("strides", int(last[0]), f"has a last stride of {int(last[0])} elements")] if (last != 1).any() else []
+    for field, given, why in bad:
+        raise LaunchError(
+            f"kernel {site.kernel}, {site.line}: a tensor descriptor {why}. A GPU takes bases and strides that are "
+            f"multiples of {_VECTOR} bytes, and a last stride of 1: pad the rows, or use tl.load",
+            kernel=site.kernel, line=site.line, field=field, given=given, limit=_VECTOR,
+        )
 
 
 def device_print(prefix: str, site: Site, *values: Any) -> None:

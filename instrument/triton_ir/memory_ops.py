@@ -17,7 +17,7 @@ from paellapy.instrument.triton_ir.lower import Lowering, builds
 from paellapy.instrument.triton_ir.machine import LOADED, STORED, Active, BufferRef, Buffers, Run, Slots
 from paellapy.instrument.triton_ir.memory import Site
 from paellapy.instrument.triton_ir.parse import Op, unescaped
-from paellapy.instrument.triton_ir.types import ELEMENTS, PAD_NAN, Array, Element, Ints, Ptr, Shape, Sym, Value, Window
+from paellapy.instrument.triton_ir.types import ELEMENTS, PAD_NAN, Array, Element, Ints, Ptr, Shape, Value, Window
 
 # --- one memory op while it runs: its place in the source, its cost, and the arguments it accesses --------------------
 
@@ -111,9 +111,17 @@ def make_window(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     rank = len(block)
     low.same_pointer(args[0], out)
     padding = PAD_NAN if "pad_nan" in op.attributes.get("padding", "").lower() else 0
+    checked = low.has_tma and op.name == "tt.make_tensor_descriptor"
+    access = Access(low, op, (), ELEMENTS["i8"])
 
     def run(active: Active, slots: Slots) -> None:
         values = [slots[i] for i in args]
+        if checked:
+            base, strides = values[0], tuple(values[1 + rank : 1 + 2 * rank])
+            for k in base.bases if base.which is None else ():
+                site = access.site(active, k)
+                ref = BufferRef(k, base.element)
+                active.machine.effect(memory.check_descriptor, ref, base.offset, base.element.size, site, *strides)
         offsets = tuple(values[1 + 2 * rank : 1 + 3 * rank])
         slots[out] = Window(
             values[0], tuple(values[1 : 1 + rank]), tuple(values[1 + rank : 1 + 2 * rank]), offsets, block, padding
@@ -370,11 +378,7 @@ def device_assert(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     access = Access(low, op, (), _ANY)
 
     def run(active: Active, slots: Slots) -> None:
-        condition, site = slots[args[0]], access.bare_site(active)
-        if type(condition) is Sym:
-            active.machine.effect(memory.device_assert, condition, message, site)
-        else:  # known before the data: checked now, for every replay
-            memory.device_assert(condition, message, site)
+        active.machine.observe(memory.device_assert, slots[args[0]], message, access.bare_site(active))
 
     return run
 
@@ -391,7 +395,18 @@ def device_print(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     return run
 
 
-@builds("gpu.barrier", "ttg.barrier", "ttg.local_barrier", "llvm.intr.assume", "tt.debug_barrier",
+@builds("llvm.intr.assume")
+def assume(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+    site, seen = Access(low, op, (), _ANY), memory.Once()
+
+    def run(active: Active, slots: Slots) -> None:
+        holds = slots[args[0]]
+        active.machine.observe(memory.check_assumption, holds, site.bare_site(active), seen)
+
+    return run
+
+
+@builds("gpu.barrier", "ttg.barrier", "ttg.local_barrier", "tt.debug_barrier",
         "tt.grid_dependency_wait", "tt.grid_dependency_launch_dependents")  # fmt: skip
 def nothing(low: Lowering, op: Op, args: Ints, outs: Ints) -> None:
     """Barriers need no step: a block's elements move together."""

@@ -224,6 +224,10 @@ class Op:
         text = self.attributes.get(name, "")
         return tuple(int(x) for x in re.findall(r"-?\d+", re.sub(r"array<\w+:?|: *i\d+", "", text)))
 
+    def dense(self, name: str) -> tuple[int, ...]:
+        """The integers of `dense<[1, 4]> : tensor<2xi32>`, or `dense<4> : tensor<1xi32>`."""
+        return tuple(int(x) for x in re.findall(r"\d+", self.attributes.get(name, "").partition(":")[0]))
+
     def flag(self, name: str) -> bool:
         return self.attributes.get(name, "false").startswith("true")
 

@@ -377,11 +377,11 @@ class TtirProgram:
         cost["bytes_loaded"].sum()
     """
 
-    def __init__(self, module: Module, kernel: str, threads: int = 128) -> None:
+    def __init__(self, module: Module, kernel: str, threads: int = 128, has_tma: bool = True) -> None:
         self.kernel = kernel
         self.resident: Callable[[], int] = lambda: MAX_RESIDENT  # blocks that the GPU holds at once
         self.module = module
-        lowering = Lowering(module, kernel, threads)
+        lowering = Lowering(module, kernel, threads, has_tma)
         self._entry = lowering.program()
         self.facts: Facts = lowering.facts
         names = [name.removeprefix("%") for name, _ in module.entry.args]
@@ -395,9 +395,9 @@ class TtirProgram:
         self._whole = False  # the kernel reaches beyond its views, into their base arrays
 
     @classmethod
-    def parse(cls, text: str, kernel: str, threads: int = 128) -> TtirProgram:
+    def parse(cls, text: str, kernel: str, threads: int = 128, has_tma: bool = True) -> TtirProgram:
         """Translates TTIR text (`asm["ttir"]` of `triton.compile`). An unknown op raises `UnsupportedOpError`."""
-        program = cls(parse(text, kernel), kernel, threads)
+        program = cls(parse(text, kernel), kernel, threads, has_tma)
         program.facts.ranges = Ranges.in_text(text)
         return program
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from triton import knobs
 from triton.language.extra import libdevice
 
 import paellapy as pp
-from paellapy.instrument.errors import LaunchError
+from paellapy.instrument.errors import HintWarning, LaunchError
 from paellapy.instrument.triton_ir import elementwise
 from paellapy.instrument.triton_ir import libdevice as ours
 from paellapy.instrument.triton_ir.types import ELEMENTS
@@ -56,6 +57,63 @@ def test_triton_debug_checks_all_kernels(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(knobs.runtime, "debug", True)  # what TRITON_DEBUG=1 sets as Triton is imported
     with failing(LaunchError, kernel="unchecked", given="not zero"):
         pp.kernel(unchecked)[1,](np.ones(1, np.float32))
+
+
+# ---- promises --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def promises(x, out, n, step, N: tl.constexpr):
+    tl.assume(n >= N)
+    i = tl.max_contiguous(tl.multiple_of(tl.arange(0, N) * step, 4), 4)
+    tl.store(out + tl.arange(0, N), tl.load(x + i, mask=i < n, other=0.0))
+
+
+@pytest.mark.parametrize(("n", "step", "broken"), [(64, 1, []), (5, 1, ["assume"]), (64, 3, ["max_contiguous"])])
+def test_a_promise_that_does_not_hold_is_a_warning_once(n: int, step: int, broken: list[str]):
+    kernel = pp.kernel(promises)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            kernel[1,](np.zeros(64, np.float32), np.zeros(8, np.float32), n, step, 8)
+    assert [w.message.field for w in caught if isinstance(w.message, HintWarning)] == broken
+
+
+@triton.jit
+def promised_last_tile(x, out, n, N: tl.constexpr):
+    i = tl.arange(0, N)
+    i = tl.max_contiguous(tl.multiple_of(tl.where(i < n, i, 0), N), N)
+    tl.store(out + tl.arange(0, N), tl.load(x + i))
+
+
+def test_a_promise_may_fail_where_no_access_needs_it():
+    pp.kernel(promised_last_tile)[1,](np.zeros(64, np.float32), np.zeros(16, np.float32), 12, 16)
+
+
+@triton.jit
+def through_descriptor(x, out, rows, columns, stride, B: tl.constexpr):
+    tiles = tl.make_tensor_descriptor(x, [rows, columns], [stride, 1], [B, B])
+    tl.store(out + tl.arange(0, B)[:, None] * B + tl.arange(0, B)[None, :], tiles.load([0, 0]))
+
+
+@pytest.mark.parametrize(("first", "stride", "field"), [(0, 30, "strides"), (1, 32, "base"), (0, 32, None)])
+def test_a_tensor_descriptor_that_no_gpu_takes_is_refused(first: int, stride: int, field: str | None):
+    x, out = np.arange(8 + 16 * 32, dtype=np.float16), np.zeros((16, 16), np.float16)
+    x = x[-x.ctypes.data % 16 // 2 + first :]
+    launch: Any = lambda: pp.kernel(through_descriptor)[1,](x, out, 15, stride, stride, 16)  # noqa: E731
+    if field is None:
+        launch()
+        assert out[0].tolist() == x[:16].tolist()
+    else:
+        with failing(LaunchError, kernel="through_descriptor", field=field, limit=16):
+            launch()
+
+
+def test_a_gpu_without_tma_takes_any_tensor_descriptor():
+    x, out = np.arange(512, dtype=np.float16), np.zeros((16, 16), np.float16)
+    with pp.Device("virtual:a100"):
+        pp.kernel(through_descriptor)[1,](x, out, 15, 30, 30, 16)
+    assert out[1].tolist() == x[30:46].tolist()
 
 
 # ---- numbers -------------------------------------------------------------------------------------------------------
