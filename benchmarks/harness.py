@@ -250,7 +250,9 @@ def medians(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def environment(checkout: Path | None = None, **more: str) -> dict[str, str]:
     """Of a process that imports paellapy from that checkout."""
-    return {**os.environ, "PYTHONPATH": str(checkout or ROOT), **more}
+    path = [str(checkout or ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    others = [each for each in path[1:] if each and Path(each) != ROOT]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([path[0], *others]), **more}
 
 
 def script_in(checkout: Path | None, script: str) -> list[str]:
@@ -316,7 +318,7 @@ def in_turns(
         for which in list(checkouts)[:: 1 if k % 2 else -1]:
             runs[which].append(figures(run_in(checkouts[which], script, name, *options)))
     pairs = list(zip(runs["now"], runs["before"], strict=True))
-    shared = [name for name in pairs[0][0] if name in pairs[0][1]]
+    shared = [name for name in pairs[0][0] if all(before.get(name) for _, before in pairs)]
     ratios = {name: spread(now[name] / before[name] for now, before in pairs) for name in shared}
     show("now ÷ before", ["", "median", "least", "most"], [[name, *each.values()] for name, each in ratios.items()])
     return {"commits": commits(given), "rounds": rounds, "ratios": ratios}

@@ -78,7 +78,7 @@ def prepared(kernel: Any, device: Any, work: Work, **options: bool) -> tuple[Cud
 def one_counter(launcher: CudaLauncher) -> CudaLauncher:
     """The `count` variant with every SM's line moved onto the first one."""
     compiled, source = launcher.compiled, launcher.compiled.source
-    line = f"mad.wide.u32 %paellapy_a, %paellapy_sm, {SM_LINE.itemsize}, %paellapy_a;"
+    line = f"mad.wide.u32 %paellapy_line, %paellapy_sm, {SM_LINE.itemsize}, %paellapy_line;"
     text = compiled.ptx.replace(line, "")
     assert text != compiled.ptx
     code = assemble(text, source.arch, source.name, source.ptxas_options, source.ptxas_path)
