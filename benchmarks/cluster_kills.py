@@ -1,10 +1,9 @@
-"""Kills every part of a three-node Ray cluster in turn, while clients check every answer: the effect, and for how long.
+"""A cluster on three Ray nodes whose parts are killed in turn, and that is changed, while clients check every answer.
 
-    python benchmarks/cluster_kills.py
+    python benchmarks/cluster_kills.py [--rounds 5] [--kills 3] [--against CHECKOUT]
 
-Clients ask for two models all the time; some mark their requests X-At-Most-Once. For every event it reports wrong
-answers, errors, the longest time without any answer, the slowest request, and the seconds until every engine has its
-models again.
+For every event: wrong answers, errors, the longest time without any answer, the slowest request, and the seconds until
+two engines have their models again. Before that: the median time of a request, and requests a second.
 """
 
 from __future__ import annotations
@@ -14,25 +13,30 @@ import http.client
 import json
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from functools import partial, reduce
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import arguments, save, show
+from harness import arguments, medians, save, show, trees
 
 from paellapy import demo
-from paellapy.cluster import lifecycle
-from paellapy.cluster.actors import free_port
+from paellapy.cluster.processes import free_port
+from paellapy.serving.bench.arrivals import Load
+from paellapy.serving.bench.load import run_bench
 
 CONFIG = """
+policy = "{policy}"
 device = "virtual:h200"
 [cluster]
-engines = 1
+engines = 2
 routers = 2
 port = {port}
 resource = "virtual_gpu"
@@ -47,49 +51,55 @@ arguments = {{ name = "cnn" }}
 PATIENCE_S = 90.0
 QUIET_S = 3.0  # before every event
 PACE_S = 0.05  # of each client: the machine is not to be busy with them
+RAY = {"RAY_worker_niceness": "0", "RAY_health_check_period_ms": "1000"}
+# Words in the command lines of parts, here and in checkouts before there was a control plane of Ray Serve
+PARTS = {
+    "engine": ("paellapy-engines", "ray::EngineActor"),
+    "replica of an engine": ("paellapy-engines", "ray::EngineActor"),
+    "router": ("paellapy-routers", "ray::RouterActor"),
+    "replica of a router": ("paellapy-routers", "ray::RouterActor"),
+    "controller": ("ray::ServeController", "ray::Controller"),
+}
 
 
 class Clients:
-    """Ask for both models all the time and compare every answer with the first; half of them mark their requests."""
+    """Ask for both models all the time and compare every answer with the first."""
 
     def __init__(self, port: int, number: int = 8) -> None:
         self._port, self._stop = port, threading.Event()
         self.answers: list[tuple[float, float]] = []  # from, until
         self.wrong: list[Any] = []
         self.errors: list[Any] = []
-        self.not_again = self.broken = 0  # marked requests whose engine ended; connections to a router that ended
+        self.broken = 0  # connections to a router that ended
         self._threads = [threading.Thread(target=self._run, args=(k,)) for k in range(number)]
         for each in self._threads:
             each.start()
 
     def _run(self, k: int) -> None:
-        name, marked = ("mlp", "cnn")[k % 2], k % 4 >= 2
+        name = ("mlp", "cnn")[k % 2]
         ((key, spec),) = demo.load(name).inputs.items()
         x = np.random.default_rng(k).random((1, *spec.shape), np.float32)
         tensor = {"name": key, "shape": list(x.shape), "datatype": "FP32", "data": x.reshape(-1).tolist()}
         body, first = json.dumps({"inputs": [tensor]}).encode(), None
-        headers = {"X-At-Most-Once": "1"} if marked else {}
         while not self._stop.wait(PACE_S):
             began_at = time.monotonic()
             try:
                 connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=30)
-                connection.request("POST", f"/v2/models/{name}/infer", body, headers)
+                connection.request("POST", f"/v2/models/{name}/infer", body)
                 answer = connection.getresponse()
                 said = json.loads(answer.read())
                 connection.close()
             except (OSError, http.client.HTTPException):
                 self.broken += 1
                 continue
-            if marked and answer.status == 503:
-                self.not_again += 1
-            elif answer.status != 200:
+            if answer.status != 200:
                 self.errors.append((answer.status, said))
-            else:
-                data = said["outputs"][0]["data"]
-                first = data if first is None else first
-                if not np.allclose(first, data, rtol=1e-5, atol=1e-6):
-                    self.wrong.append((name, data))
-                self.answers.append((began_at, time.monotonic()))
+                continue
+            data = said["outputs"][0]["data"]
+            first = data if first is None else first
+            if not np.allclose(first, data, rtol=1e-5, atol=1e-6):
+                self.wrong.append((name, data))
+            self.answers.append((began_at, time.monotonic()))
 
     def close(self) -> None:
         self._stop.set()
@@ -97,125 +107,156 @@ class Clients:
             each.join()
 
 
-def event(clients: Clients, what: Callable[[], object], restored: Callable[[], bool]) -> dict[str, Any]:
+def children(pid: int) -> list[int]:
+    """Its children, theirs, and so on."""
+    found = [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return found + [each for child in found for each in children(child)]
+
+
+def command(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    return ""
+
+
+class Cluster:
+    """Three Ray nodes on this machine and a cluster on them, all of them processes of one checkout."""
+
+    def __init__(self, tree: Path, folder: Path) -> None:
+        self.port, ray_port = free_port("127.0.0.1"), free_port("127.0.0.1")
+        self._file, self._policy = folder / "cluster.toml", "paella"
+        self._env = {**os.environ, **RAY, "PYTHONPATH": str(tree), "RAY_ADDRESS": f"127.0.0.1:{ray_port}"}
+        self._started: list[subprocess.Popen[bytes]] = []
+        here = [f"--port={ray_port}", "--head", "--include-dashboard=false", f"--temp-dir={folder / 'ray'}"]
+        for place in (here, [f"--address=127.0.0.1:{ray_port}"], [f"--address=127.0.0.1:{ray_port}"]):
+            self._start("ray.scripts.scripts", "start", *place, "--block", "--num-cpus=1",
+                        f"--object-store-memory={80 << 20}", '--resources={"virtual_gpu": 2}')  # fmt: skip
+            time.sleep(4.0)
+        self._write()
+        self._start("paellapy", "cluster", "serve", str(self._file))
+        while not self.has_two():
+            time.sleep(0.2)
+
+    def _start(self, module: str, *arguments: str) -> None:
+        command = [sys.executable, "-m", module, *arguments]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self._started.append(subprocess.Popen(command, env=self._env, **quiet))  # type: ignore[call-overload]
+
+    def _write(self) -> None:
+        self._file.write_text(CONFIG.format(port=self.port, policy=self._policy))
+
+    def has_two(self) -> bool:
+        """Whether two engines have both models."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/v2/cluster", timeout=2.0) as answer:
+                engines = json.load(answer)["engines"]
+        except (OSError, http.client.HTTPException):
+            return False
+        ready = [each["up"] and [m["state"] for m in each["models"].values()] == ["READY"] * 2 for each in engines]
+        return ready.count(True) == 2
+
+    def part(self, name: str) -> int:
+        """A process of this kind: the last one, since the first is where routers were started."""
+        found = [pid for each in self._started for pid in children(each.pid) if each.poll() is None]
+        actors = [pid for pid in found if any(word in command(pid) for word in PARTS[name])]
+        own = [pid for pid in children(actors[-1]) if "paellapy.cluster" in command(pid)]
+        return own[-1] if name in ("engine", "router") and own else actors[-1]
+
+    def signal(self, name: str, number: int) -> None:
+        os.kill(self.part(name), number)
+
+    def kill_node(self) -> None:
+        """Kills a node that is not the first, with all its workers."""
+        for pid in (*children(self._started[2].pid), self._started[2].pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def change(self) -> None:
+        """Sets another policy: in place, or by taking the cluster down if its version cannot do that."""
+        self._policy = "srpt" if self._policy == "paella" else "paella"
+        self._write()
+        run = [sys.executable, "-m", "paellapy", "cluster"]
+        if subprocess.run([*run, "apply", str(self._file)], env=self._env, capture_output=True).returncode:
+            subprocess.run([*run, "down"], env=self._env, check=True, capture_output=True)
+            self._start("paellapy", "cluster", "serve", str(self._file))
+
+    def close(self) -> None:
+        for each in reversed(self._started):
+            each.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                each.wait(60)
+            each.kill()
+            each.wait()
+
+
+def event(clients: Clients, cluster: Cluster, what: Callable[[], object]) -> dict[str, Any]:
     """What clients see of something that happens, and for how long."""
     time.sleep(QUIET_S)
-    n, wrong, errors, not_again = len(clients.answers), len(clients.wrong), len(clients.errors), clients.not_again
-    at = time.monotonic()
+    wrong, errors, broken, at = len(clients.wrong), len(clients.errors), clients.broken, time.monotonic()
     what()
-    while not restored() and time.monotonic() - at < PATIENCE_S:
+    time.sleep(1.0)
+    while not cluster.has_two() and time.monotonic() - at < PATIENCE_S:
         time.sleep(0.1)
-    full_s = time.monotonic() - at
-    time.sleep(1.5)
-    first, last, answers = at - 0.1, time.monotonic(), list(clients.answers)
-    ends = sorted(end for _, end in answers if first <= end <= last)
-    took = [end - begin for begin, end in answers if first <= begin <= last]
+    again_s = time.monotonic() - at
+    time.sleep(1.0)
+    ends = sorted(end for _, end in clients.answers if end >= at - 0.1)
+    took = [end - begin for begin, end in clients.answers if begin >= at - 0.1]
     return {
-        "answers": len(answers) - n, "wrong": len(clients.wrong) - wrong, "errors": clients.errors[errors:],
-        "marked_and_not_sent_again": clients.not_again - not_again,
-        "longest_pause_s": float(max(np.diff([first, *ends, last]))), "slowest_s": max(took, default=0.0),
-        "full_again_s": full_s if full_s < PATIENCE_S else None,
+        "answers": len(ends), "wrong": len(clients.wrong) - wrong, "errors": len(clients.errors) - errors,
+        "broken": clients.broken - broken, "longest_pause_s": float(max(np.diff([at - 0.1, *ends, time.monotonic()]))),
+        "slowest_s": max(took, default=0.0), "two_again_s": again_s,
     }  # fmt: skip
 
 
-class Ray:
-    """Three nodes on this machine, and a cluster on them."""
-
-    def __init__(self, file: Path) -> None:
-        import ray
-        from ray.cluster_utils import Cluster
-
-        os.environ.update(lifecycle.RAY_SETTINGS)
-        self.port = free_port("127.0.0.1")
-        self._cluster = Cluster()
-        node = {"include_dashboard": False, "num_cpus": 1, "object_store_memory": 80 << 20}
-        self.nodes = [self._cluster.add_node(resources={"virtual_gpu": 2}, **node) for _ in range(3)]
-        ray.init(address=self._cluster.address, namespace="paellapy", log_to_driver=False, logging_level="error")
-        file.write_text(CONFIG.format(port=self.port))
-        lifecycle.bring_up(file)
-
-    def ready(self) -> dict[str, set[str]]:
-        """The models that are ready, by engine; nothing while no router answers."""
-        try:
-            engines = lifecycle.front_door(f"http://127.0.0.1:{self.port}")["engines"]
-        except OSError:
-            return {}
-        return {
-            each["name"]: {name for name, model in each["models"].items() if each["up"] and model["state"] == "READY"}
-            for each in engines
-        }
-
-    def has(self, engines: int) -> bool:
-        """Whether there are so many engines, each with both models."""
-        found = self.ready()
-        return len(found) == engines and all(each == {"mlp", "cnn"} for each in found.values())
-
-    def seen(self, *path: str) -> Any:
-        """An entry of the cluster's status; None if there is none."""
-        return reduce(lambda found, name: found and found.get(name), path, lifecycle.status())
-
-    def replaced(self, *path: str) -> Callable[[], bool]:
-        """Whether an entry of the status is another than now, and three engines have their models."""
-        now = self.seen(*path)
-        return lambda: self.seen(*path) not in (None, now) and self.has(3)
-
-    def move(self, placement: dict[str, set[str]]) -> None:
-        import ray
-
-        controller = ray.get_actor("paellapy-controller", namespace="paellapy")
-        ray.get(controller.move.remote({name: sorted(models) for name, models in placement.items()}))
-
-    def remove_node(self, node_id: str) -> None:
-        self._cluster.remove_node(next(n for n in self.nodes if n.node_id == node_id), allow_graceful=False)
-
-    def close(self) -> None:
-        import ray
-
-        lifecycle.take_down()
-        ray.shutdown()
-        self._cluster.shutdown()
+def events(cluster: Cluster, kills: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    for name in PARTS:
+        for _ in range(kills):
+            yield f"kill: {name}", partial(cluster.signal, name, signal.SIGKILL)
+    yield "stop for ever: router", partial(cluster.signal, "router", signal.SIGSTOP)
+    yield "stop for ever: engine", partial(cluster.signal, "engine", signal.SIGSTOP)
+    yield "another policy", cluster.change
+    yield "kill: node", cluster.kill_node
 
 
-def events(ray: Ray) -> Iterator[tuple[str, Callable[[], object], Callable[[], bool]]]:
-    """What happens in turn; each with when it is over."""
-    yield "scale 1 to 3", lambda: lifecycle.scale(3), lambda: ray.has(3)
-    for name, path, number in (
-        ("kill an engine", ("engines", "engine-0", "pid"), signal.SIGKILL),
-        ("kill a worker", ("engines", "engine-1", "actor_pid"), signal.SIGKILL),
-        ("stop an engine", ("engines", "engine-2", "pid"), signal.SIGSTOP),
-        ("kill a router", ("routers", "router-0", "pid"), signal.SIGKILL),
-        ("kill the controller", ("pid",), signal.SIGKILL),
-    ):
-        yield name, partial(os.kill, ray.seen(*path), number), ray.replaced(*path)
-    plan = {"engine-0": {"mlp"}, "engine-1": {"cnn"}, "engine-2": {"mlp", "cnn"}}
-    yield "another plan", lambda: ray.move(plan), lambda: ray.ready() == plan
-    yield "the plan before", lambda: ray.move({}), lambda: ray.has(3)
-    head = ray.nodes[0].node_id  # Ray's own processes are there
-    node = next(("engines", name, "node") for name, e in ray.seen("engines").items() if e["node"] != head)
-    yield "remove a Ray node", partial(ray.remove_node, ray.seen(*node)), ray.replaced(*node)
-    yield "scale 3 to 1", lambda: lifecycle.scale(1), lambda: ray.has(1)
+def round_of(tree: Path, o: Any) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(Cluster(tree, Path(folder))) as cluster:
+        speed = {}
+        for number in (1, 32):
+            load = Load(("mlp",), concurrency=number, duration_s=o.seconds, warmup_s=o.seconds / 4)
+            found = run_bench(f"http://127.0.0.1:{cluster.port}", load)["all"]
+            speed[str(number)] = {"p50_ms": found["latency_ms"]["p50"], "per_s": found["answered_per_s"]}
+        with contextlib.closing(Clients(cluster.port)) as clients:
+            seen: dict[str, list[dict[str, Any]]] = {}
+            for name, what in events(cluster, o.kills):
+                seen.setdefault(name, []).append(event(clients, cluster, what))
+                print(name, seen[name][-1], flush=True)
+    worst = {name: {key: max(run[key] for run in runs) for key in runs[0]} for name, runs in seen.items()}
+    return {"speed": speed, "events": worst}
 
 
 def main() -> None:
-    o = arguments(__doc__).parse_args()
+    parser = arguments(__doc__, seconds=4.0, rounds=5, against=True)
+    parser.add_argument("--kills", type=int, default=3, help="of each part in a round")
+    o = parser.parse_args()
+    sides = trees(o)
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+    for _ in range(o.rounds):
+        for name, tree in sides.items():
+            runs[name].append(round_of(tree, o))
+    results = {name: medians(each) for name, each in runs.items()}
     head = ["event", "answers", "wrong", "errors", "longest time without an answer, s", "slowest request, s",
-            "all placed again after, s"]  # fmt: skip
-    results: dict[str, Any] = {}
-    rows = [["aim", "", "0", "0", "", "", "≤ 15"]]
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        contextlib.closing(Ray(Path(folder) / "cluster.toml")) as ray,
-        contextlib.closing(Clients(ray.port)) as clients,
-    ):
-        for name, what, restored in events(ray):
-            each = results[name] = event(clients, what, restored)
-            took = (each["longest_pause_s"], each["slowest_s"])
-            placed = f"{each['full_again_s'] or float('inf'):.1f}"
-            counts = (f"{each['answers']:,}", each["wrong"], len(each["errors"]))
-            rows.append([name, *counts, *(f"{s:.2f}" for s in took), placed])
-            content = {"events": results, "broken_connections": clients.broken}
-            save("cluster_kills", content, folder=o.out, tables={"cluster-kills": [head, *rows]})
-    show("events", head, rows)
+            "two engines again after, s"]  # fmt: skip
+    tables: dict[str, list[Sequence[object]]] = {}
+    for name, found in results.items():
+        rows = [
+            [what, *(f"{e[key]:,.0f}" for key in ("answers", "wrong", "errors")),
+             *(f"{e[key]:.2f}" for key in ("longest_pause_s", "slowest_s")), f"{e['two_again_s']:.1f}"]
+            for what, e in found["events"].items()
+        ]  # fmt: skip
+        print({clients: found["speed"][clients] for clients in found["speed"]})
+        show(f"a cluster whose parts are killed ({name})", head, rows)
+        tables["cluster-kills" if name == "now" else "cluster-kills-before"] = [head, *rows]
+    save("cluster_kills", {"rounds": o.rounds, "kills": o.kills, **results}, folder=o.out, tables=tables)
 
 
 if __name__ == "__main__":

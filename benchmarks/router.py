@@ -18,7 +18,7 @@ from serving_floor import cpu_s
 
 import paellapy as pp
 from paellapy import demo
-from paellapy.cluster.processes import Routers
+from paellapy.cluster.listener import Routers
 from paellapy.cluster.router import RouterOptions
 from paellapy.serving.bench.arrivals import Load
 from paellapy.serving.bench.load import run_bench
@@ -62,8 +62,8 @@ def main() -> None:
         ServerProcess(__file__, "--serve") as server,
         Routers({"engine": server.url}, RouterOptions(port=0)) as routers,
     ):
-        pid = routers.processes[0].pid
         ask(routers.url, 4, 2.0)
+        (pid,) = routers.kept.health.pids
         results = compare({"server": (server.process.pid, server.url), "router": (pid, routers.url)}, o)
         grew, seen = [memory_mb(pid)], 0.0
         while seen < o.requests:

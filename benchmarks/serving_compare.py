@@ -28,7 +28,7 @@ import numpy as np
 from harness import arguments, finish, medians
 from serving_floor import SIZES, in_rounds, server
 
-from paellapy.cluster.actors import free_port
+from paellapy.cluster.processes import free_port
 from paellapy.serving.bench.arrivals import Load
 from paellapy.serving.bench.load import Bench, run_bench, summarize
 from paellapy.serving.bench.targets import BODIES, HttpTarget, Inputs, made_up

@@ -43,7 +43,7 @@ def route(
     ] = None,
 ) -> None:
     """Route requests to running engines, without Ray, until SIGTERM or Ctrl-C."""
-    from paellapy.cluster.processes import run_routers
+    from paellapy.cluster.listener import run_routers
     from paellapy.cluster.router import RouterOptions
 
     if not 0 < held_mb < math.inf:
@@ -64,10 +64,10 @@ def serve(
     """Start engines on Ray, each with a GPU of its own, and serve their models at one address until SIGTERM
     or Ctrl-C.
     """
-    from paellapy.cluster import lifecycle
+    from paellapy.cluster import control
 
     typer.echo("starting the cluster; the first start on a machine compiles, which takes a minute …", err=True)
-    url, started = lifecycle.bring_up(file)
+    url, started = control.bring_up(file)
     typer.echo(f"serving at {url}")
     if detach and not started:
         return
@@ -77,10 +77,26 @@ def serve(
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, lambda *_: stop.set())
     while not stop.wait(1.0):
-        if not lifecycle.is_up():
+        if not control.is_up():
             typer.echo("the cluster has been taken down")
             return
-    lifecycle.take_down()
+    control.take_down()
+
+
+@app.command()
+def apply(
+    file: Annotated[Path, typer.Argument(help="the cluster file, changed")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="show the difference and change nothing")] = False,
+) -> None:
+    """Change a running cluster into that of the file, engine by engine, without refusing a request."""
+    from paellapy.cluster import control
+
+    def show(changes: list[str]) -> None:
+        typer.echo("\n".join(changes) or "nothing changes")
+
+    control.connect()
+    if control.apply(file, show, dry_run):
+        typer.echo("the cluster has changed")
 
 
 @app.command()
@@ -88,11 +104,11 @@ def status() -> None:
     """Show the engines with their models, load, predicted time and memory."""
     from rich.console import Console
 
-    from paellapy.cluster import lifecycle
+    from paellapy.cluster import control
     from paellapy.cluster.aggregate import status_table
 
-    lifecycle.connect()
-    found = lifecycle.status()
+    control.connect()
+    found = control.status()
     console = Console()
     if found["front_door"] is None:
         console.print(f"the front door at {found['url']} does not answer")
@@ -103,29 +119,30 @@ def status() -> None:
 @app.command()
 def scale(engines: Annotated[int, typer.Argument(help="new number of engines")]) -> None:
     """Add engines, or drain the newest."""
-    from paellapy.cluster import lifecycle
+    from paellapy.cluster import control
 
-    lifecycle.connect()
-    typer.echo(f"{', '.join(lifecycle.scale(engines))}: `paellapy cluster status` shows when new ones are ready")
+    control.connect()
+    control.scale(engines)
+    typer.echo("`paellapy cluster status` shows when new engines are ready")
 
 
 @app.command()
 def drain(engine: Annotated[str, typer.Argument(help="name of the engine, as shown by status")]) -> None:
     """Take one engine out after it has finished its requests."""
-    from paellapy.cluster import lifecycle
+    from paellapy.cluster import control
 
-    lifecycle.connect()
-    lifecycle.drain(engine)
+    control.connect()
+    control.drain(engine)
     typer.echo(f"{engine} has left the cluster")
 
 
 @app.command()
 def down() -> None:
     """Take the cluster down; Ray keeps running."""
-    from paellapy.cluster import lifecycle
+    from paellapy.cluster import control
 
-    lifecycle.connect()
-    lifecycle.take_down()
+    control.connect()
+    control.take_down()
     typer.echo("the cluster is down")
 
 

@@ -1,1 +1,1 @@
-"""Many GPUs: routers in front of engines, placement, and engines on Ray."""
+"""Many GPUs: routers in front of engines, placement, and engines on Ray Serve."""

@@ -13,7 +13,12 @@ arguments = { name = "mlp" }
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+import ipaddress
 import secrets
+import socket
+import sys
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +28,9 @@ from msgspec import Meta
 
 from paellapy.cluster.plan import Placement
 from paellapy.cluster.router import HELD_BYTES
+from paellapy.instrument.errors import PaellaError
+from paellapy.instrument.gpu_model.parts import part
+from paellapy.scheduler.core.profiles import load_profiles
 from paellapy.serving.access import Key
 from paellapy.serving.build import build_entries, build_keys, build_policy
 from paellapy.serving.config import Config, NotNegative, Positive, Source, load_config
@@ -42,7 +50,8 @@ class ClusterSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     replicas: dict[str, Count] = {}
     ready_s: Positive = 300.0  # limit of an engine's start
     hung_s: Positive = 5.0  # an engine silent this long is restarted; routers avoid it after 0.6 s
-    standby: bool = True  # a process beside every engine, ready to take over: 0.3 GB of memory, no GPU memory
+    max_engines: Count | None = None  # engines are added up to this number while predictions are above the target
+    target_lateness_s: Positive = 0.05  # predicted time of a new request
     every_ms: Positive = 5.0
     hold_s: Positive = 20.0
     held_mb: Positive = HELD_BYTES / 1e6  # limit of each router, for all requests that are not answered yet
@@ -53,17 +62,20 @@ class ClusterSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ClusterFile(msgspec.Struct, kw_only=True):
-    """All facts that engines, routers and the controller need."""
+    """All facts that engines and routers need."""
 
     settings: ClusterSettings
     engine: dict[str, Any]  # settings in the form of `paellapy serve`
     models: list[str]
     folder: str
-    key: str | None  # used by the cluster's own parts to reach engines, if clients need keys
+    key: str | None = None  # used by the cluster's own parts to reach engines, if clients need keys
+    code: dict[str, str] = {}  # digest of each factory's module, which shows that a model has changed
 
 
-def load_cluster(path: Path) -> ClusterFile:
-    """Reads a cluster file and imports every model's factory once. Errors name the file and the allowed values."""
+def load_cluster(path: Path, key: str | None = None) -> ClusterFile:
+    """Reads a cluster file and imports every model's factory once, so that a wrong file starts nothing. Errors name the
+    file and the allowed values. `key`: the own key of the cluster that the file is for, if it runs.
+    """
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
@@ -75,24 +87,67 @@ def load_cluster(path: Path) -> ClusterFile:
     config, source = engine_config(tree, str(path))
     build_policy(config, source)
     models = [each.name for each in build_entries(config, source)]
-    for key, named in (("replicas", settings.replicas), ("memory_gb", settings.memory_gb)):
+    for key_name, named in (("replicas", settings.replicas), ("memory_gb", settings.memory_gb)):
         if unknown := sorted(set(named) - set(models)):
-            said = f"[cluster.{key}] names unknown models {', '.join(unknown)}: choose from {', '.join(models)}"
-            raise ConfigError(f"{path}: {said}")
-    if settings.replan_s and settings.profiles is None:
-        raise ConfigError(f"{path}: cluster.replan_s needs cluster.profiles, a file written by pp.save_profiles")
+            said = f"[cluster.{key_name}] names unknown models {', '.join(unknown)}: choose from {', '.join(models)}"
+            raise ConfigError(f"{path}: {said}", field=f"cluster.{key_name}")
+    _check_settings(path, settings, config.device, models)
     if config.tls is not None:
-        raise ConfigError(f"{path}: [tls]: routers do not support TLS: remove it, and put a proxy with TLS in front")
+        raise ConfigError(
+            f"{path}: [tls]: routers do not support TLS: remove it, and put a proxy with TLS in front", field="tls"
+        )
     keys = build_keys(config, source)
-    own = secrets.token_urlsafe(32) if keys else None
+    own = (key or secrets.token_urlsafe(32)) if keys else None
     if own is not None:
         if OWN_KEY in keys:
-            raise ConfigError(f"{path}: [keys]: {OWN_KEY!r} is reserved for the cluster's own key: choose another name")
+            raise ConfigError(
+                f"{path}: [keys]: {OWN_KEY!r} is reserved for the cluster's own key: choose another name", field="keys"
+            )
         keys[OWN_KEY] = Key(own)
     # Read from the environment here: other nodes have another environment.
-    tree["keys"] = {name: {"key": k.secret, "roles": k.roles, "tenant": k.tenant} for name, k in keys.items()}
+    tree["keys"] = {name: {"key": k.secret, "roles": sorted(k.roles), "tenant": k.tenant} for name, k in keys.items()}
     folder = str(path.resolve().parent)
-    return ClusterFile(settings=settings, engine=tree, models=models, folder=folder, key=own)
+    code = {each.factory: _digest(each.factory) for each in config.models if each.factory}
+    return ClusterFile(settings=settings, engine=tree, models=models, folder=folder, key=own, code=code)
+
+
+def _digest(factory: str) -> str:
+    module = sys.modules.get(factory.partition(":")[0])
+    try:
+        return hashlib.sha256(inspect.getsource(module).encode()).hexdigest()[:12] if module else ""
+    except (OSError, TypeError):  # no Python source
+        return ""
+
+
+def _check_settings(path: Path, s: ClusterSettings, device: str, models: list[str]) -> None:
+    def wrong(field: str, given: object, said: str) -> ConfigError:
+        return ConfigError(f"{path}: {field} = {given!r}: {said}", field=field, given=given)
+
+    if device.startswith("virtual:"):
+        try:
+            part(device.partition(":")[2])
+        except PaellaError as e:
+            raise wrong("device", device, str(e)) from None
+    if s.engine_host != "node":
+        try:
+            ipaddress.ip_address(s.engine_host)
+            with socket.socket() as probe:
+                probe.bind((s.engine_host, 0))
+        except (OSError, ValueError):
+            said = 'engines cannot listen there: give "node", or an address of this machine if all run on it'
+            raise wrong("cluster.engine_host", s.engine_host, said) from None
+    if s.replan_s and s.profiles is None:
+        raise wrong("cluster.replan_s", s.replan_s, "it needs cluster.profiles, a file written by pp.save_profiles")
+    if s.max_engines is not None and (s.max_engines < s.engines or s.replicas or s.replan_s):
+        said = f"give at least the {s.engines} engines, and neither replicas nor replan_s"
+        raise wrong("cluster.max_engines", s.max_engines, said)
+    if s.profiles is not None:
+        try:
+            known = {each.name for each in load_profiles(path.resolve().parent / s.profiles)}
+        except (PaellaError, OSError) as e:
+            raise wrong("cluster.profiles", s.profiles, str(e)) from None
+        if missing := sorted(set(models) - known):
+            raise wrong("cluster.profiles", s.profiles, f"it has no profile of {', '.join(missing)}")
 
 
 def engine_config(tree: dict[str, Any], file: str) -> tuple[Config, Source]:
@@ -114,3 +169,32 @@ def first_placement(file: ClusterFile, engines: int) -> Placement:
             placed[(turn + k) % engines].append(name)
         turn += wanted % engines
     return tuple(tuple(sorted(each)) for each in placed)
+
+
+def difference(old: ClusterFile, new: ClusterFile) -> list[str]:
+    """What changes from one file to another, a line each; keys are not shown.
+
+    >>> a = ClusterFile(settings=ClusterSettings(), engine={"policy": "paella"}, models=[], folder="")
+    >>> difference(a, ClusterFile(settings=ClusterSettings(engines=2), engine={"policy": "srpt"}, models=[], folder=""))
+    ['cluster.engines: 1 -> 2', 'policy: "paella" -> "srpt"']
+    """
+    before, after = (
+        _flat({"cluster": msgspec.to_builtins(each.settings), "code": each.code, **each.engine}) for each in (old, new)
+    )
+    found = []
+    for name in sorted({*before, *after}):
+        was, now = before.get(name, "none"), after.get(name, "none")
+        if was != now:
+            found.append(f"{name}: changed" if name.startswith("keys.") else f"{name}: {was} -> {now}")
+    return found
+
+
+def _flat(tree: Any, name: str = "") -> dict[str, str]:
+    """Leaves of a tree by their full names."""
+    if not isinstance(tree, dict | list):
+        return {name: msgspec.json.encode(tree, enc_hook=str).decode()}
+    each = tree.items() if isinstance(tree, dict) else ((f"[{k}]", value) for k, value in enumerate(tree))
+    found: dict[str, str] = {}
+    for key, value in each:
+        found |= _flat(value, f"{name}{key}" if str(key).startswith("[") else f"{name}.{key}".lstrip("."))
+    return found

@@ -6,7 +6,12 @@ Through aiohttp's server a request takes 3.6 times the router's processor time.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import signal
 import socket
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -21,8 +26,11 @@ from paellapy.cluster.aggregate import (
     merged_metrics,
     merged_statistics,
 )
+from paellapy.cluster.engine_state import Member
 from paellapy.cluster.headers import digest_of
-from paellapy.cluster.router import Forward, Router
+from paellapy.cluster.processes import Kept, RouterTask
+from paellapy.cluster.router import Forward, Router, RouterOptions
+from paellapy.instrument.errors import ArgumentError
 from paellapy.serving import routes
 from paellapy.serving.access import open_to_all
 from paellapy.serving.errors import RequestError, error_response, json_response, short, sign
@@ -30,10 +38,12 @@ from paellapy.serving.fast_path.connection import FastConnection, read_buffer
 from paellapy.serving.fast_path.headers import Head, Heads
 from paellapy.serving.inference import Pieces
 from paellapy.serving.limits import BESIDE_BYTES, read_body
-from paellapy.serving.listening import Runner, Site, listen, stop_listening, url_of
-from paellapy.serving.logs import request_id
+from paellapy.serving.listening import Runner, Shares, Site, listen, stop_listening, url_of
+from paellapy.serving.logs import log, request_id
 from paellapy.serving.registry import VERSION
 from paellapy.serving.routes import Protocol
+
+LOOK_S = 0.2
 
 # Headers of one connection only, or set again by the next sender.
 _HOP = frozenset(
@@ -194,3 +204,53 @@ class FrontDoor:
             await self._runner.cleanup()
             self._runner = None
         await self.router.close()
+
+
+class Routers:
+    """`number` routers on one port, in front of the same engines; they do not know of each other."""
+
+    def __init__(self, engines: Mapping[str, str], options: RouterOptions, number: int = 1) -> None:
+        if not engines:
+            said = "a router needs engines: give the address of each, as in http://127.0.0.1:8001"
+            raise ArgumentError(said, field="engines")
+        if len({Member(name, url).address for name, url in engines.items()}) < len(engines):
+            raise ArgumentError("two engines have the same address: list each engine once", field="engines")
+        if number < 1:
+            raise ArgumentError(f"there cannot be {number} routers: give 1 or more", field="number", given=number)
+        self._options = options
+        self._shares = Shares(options.host, options.port, number)
+        self.url = url_of(self._shares.address, tls=False)
+        descriptors = [self._shares[k].fileno() for k in range(number)]
+        self._task = RouterTask(engines=dict(engines), options=asdict(options), descriptors=descriptors)
+        self.kept = Kept(self._task, descriptors)
+
+    def look(self) -> None:
+        """Starts a keeper that has ended again. The sockets stay open, so that connections wait there meanwhile."""
+        if self.kept.ended:
+            log.error("the routers ended and are started again")
+            self.kept.end()
+            self.kept = Kept(self._task, self._task.descriptors)
+
+    def close(self) -> None:
+        self._shares.close()
+        self.kept.end(self._options.drain_s + 4.0)
+
+    def __enter__(self) -> Routers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def run_routers(
+    engines: Mapping[str, str], options: RouterOptions, number: int, announce: Callable[[str], None] | None = None
+) -> None:
+    """Runs until SIGTERM or SIGINT."""
+    stop = threading.Event()
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, lambda *_: stop.set())
+    with contextlib.closing(Routers(engines, options, number)) as routers:
+        if announce is not None:
+            announce(routers.url)
+        while not stop.wait(LOOK_S):
+            routers.look()

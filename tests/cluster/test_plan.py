@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 
 import pytest
 from failing import failing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paellapy.cluster.plan import Fleet, PlanError, enough_gpus, expect, load_fleet, moves, pack, plan
+from paellapy.cluster.plan import Fleet, PlanError, enough_gpus, expect, load_fleet, pack, plan, regroup, steps
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 
@@ -48,22 +50,22 @@ def test_packing_places_every_model_and_overfills_no_gpu(fleet, spread):
 placements = st.lists(st.sets(st.sampled_from(NAMES)), min_size=1, max_size=4)
 
 
-@given(placements, st.data())
-def test_moves_lead_to_the_wanted_placement_and_from_there_nowhere(now, data):
-    wanted = tuple(
-        tuple(sorted(each))
-        for each in data.draw(st.lists(st.sets(st.sampled_from(NAMES)), min_size=len(now), max_size=len(now)))
-    )
-    found = moves([sorted(each) for each in now], wanted)
-    after = [set(each) for each in now]
-    for gpu, name in found.load:
-        assert name not in after[gpu]
-        after[gpu].add(name)
-    for gpu, name in found.unload:
-        after[gpu].discard(name)
-    assert sorted(map(sorted, after)) == sorted(map(sorted, map(set, wanted)))
-    again = moves([sorted(each) for each in after], wanted)
-    assert (again.load, again.unload) == ((), ())
+@given(placements, placements)
+def test_steps_lead_to_the_wanted_placement_and_lose_no_model_on_the_way(now, wanted):
+    now, wanted = (tuple(tuple(sorted(each)) for each in placement) for placement in (now, wanted))
+    old = regroup([], now)
+    new = regroup(old, wanted)
+    taken = steps(old, new)
+    assert taken[-1] == new
+    assert Counter(each.models for each in new for _ in range(each.engines)) == Counter(wanted)
+    assert len({each.name for each in new}) == len(new)
+    assert steps(new, new) == [new]
+    kept = {name for each in wanted for name in each} & {name for each in now for name in each}
+    for before, after in itertools.pairwise([old, *taken]):
+        models = {each.name: set(each.models) for each in before}
+        # On engines that neither start nor load anything in this step
+        there = [models[each.name] & set(each.models) for each in after if each.name in models]
+        assert kept <= set().union(*there)
 
 
 @pytest.fixture

@@ -24,6 +24,8 @@ from typer.testing import CliRunner
 
 from paellapy.cli import app
 from paellapy.cli.cluster import named_engines
+from paellapy.cluster.cluster_file import first_placement, load_cluster
+from paellapy.cluster.plan import regroup
 from paellapy.serving.config import load_config
 
 DEPLOY = ROOT / "deploy"
@@ -127,6 +129,30 @@ def test_kserve_knows_every_field_of_its_objects():
         kind = made["apiVersion"].partition("/")[2].capitalize() + made["kind"]
         assert unknown_fields(made, kind) == []
         assert unknown_fields({**made, "spec": {**made["spec"], "wrong": 1}}, kind) == ["wrong"]
+
+
+def test_kuberays_service_has_all_parts_of_its_cluster_file(tmp_path, monkeypatch):
+    schema = pytest.importorskip("ray.serve.schema")
+    from paellapy.cluster import control
+
+    monkeypatch.delenv("PAELLAPY_ROUTER_KEY", raising=False)
+    config, service, front = yaml.safe_load_all((DEPLOY / "ray_serve/ray-service.yaml").read_text())
+    for each in (config, front):
+        validate(each)
+    ray = service["spec"]["rayClusterConfig"]
+    for template in (ray["headGroupSpec"]["template"], ray["workerGroupSpecs"][0]["template"]):
+        validate({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": template["spec"]})
+    assert front["spec"]["selector"].items() <= ray["headGroupSpec"]["template"]["metadata"]["labels"].items()
+    file = tmp_path / "cluster.toml"
+    file.write_text(config["data"]["cluster.toml"])
+    served = schema.ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"])).applications
+    assert {each.import_path for each in served} == {"paellapy.cluster.control:application"}
+    parts = {each.name: control.application({**each.args, "file": str(file)}) for each in served}
+    groups = regroup([], first_placement(load_cluster(file), 2))
+    wanted = control.applications(control.State(file=load_cluster(file), groups=groups, node="x"))
+    assert set(parts) == {control.APP + name for name in wanted}
+    with pytest.raises(control.ClusterError, check=lambda e: e.given == "engines-9"):
+        control.application({"file": str(file), "part": "engines-9"})
 
 
 @needs_helm

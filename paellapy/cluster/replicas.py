@@ -1,0 +1,207 @@
+"""A cluster's engines and routers as deployments of Ray Serve.
+
+Serve places replicas, starts them again, drains them and rolls changes through. Requests never pass through it: each
+engine writes its address to Ray's store, and routers read there which engines there are.
+
+This module imports little, so that replicas start quickly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+
+import msgspec
+import ray
+from ray import serve
+from ray.experimental.internal_kv import _internal_kv_del as forget
+from ray.experimental.internal_kv import _internal_kv_get as read
+from ray.experimental.internal_kv import _internal_kv_list as keys
+from ray.experimental.internal_kv import _internal_kv_put
+
+from paellapy.cluster.processes import EngineTask, Kept, RouterTask, be_as_important_as_others, free_port
+from paellapy.serving.logs import configure, log
+
+ENGINES, ROUTERS, DRAINS = b"paellapy-engine:", b"paellapy-router:", b"paellapy-drain:"
+FEED_S = 0.1
+COUNT_S = 1.0
+LOAD_S = 600.0
+ASK_S = 2.0
+MOST_STARTS = 3  # of a server that never answers
+
+
+def entries(prefix: bytes) -> dict[str, bytes]:
+    """Entries of replicas in Ray's store, by replica. Those that replicas left behind when they ended are removed."""
+    found = {key: read(key) for key in keys(prefix)}
+    # Looked up after the entries: who has an entry was there before
+    alive = {each["name"].rpartition("#")[2] for each in ray.util.list_named_actors(all_namespaces=True)}
+    names = {key: key.removeprefix(prefix).decode() for key in found}
+    for key, name in names.items():
+        if name.rpartition("-")[2] not in alive:
+            forget(key)
+            del found[key]
+    return {names[key]: value for key, value in found.items() if value}
+
+
+def write(key: bytes, value: bytes) -> None:
+    _internal_kv_put(key, value, overwrite=True)
+
+
+def _own_name(kind: str) -> str:
+    return f"{kind}-{serve.get_replica_context().replica_id.unique_id}"
+
+
+class EngineReplica:
+    """A server on the GPU that Ray has assigned, with a keeper that forks it again when it ends or falls silent."""
+
+    def __init__(self, task: dict[str, Any], key: str | None, host: str | None, ready_s: float) -> None:
+        configure("text", "info")
+        be_as_important_as_others()  # its server inherits the priority
+        host = host or str(ray.util.get_node_ip_address())
+        self._task = EngineTask(**task, loaded=[], host=host, port=free_port(host))
+        self._url = f"http://{host}:{self._task.port}"
+        self._headers = {} if key is None else {"X-API-Key": key}
+        self.name, self._ready_s = _own_name("engine"), ready_s
+        self._kept: Kept | None = None
+        self._leaving: threading.Thread | None = None
+
+    async def reconfigure(self, config: dict[str, list[str]]) -> None:
+        """Called after the start, and when a plan changes the models: they are loaded before others are unloaded."""
+        await asyncio.to_thread(self._start if self._kept is None else self._change, config["models"])
+
+    def _start(self, models: list[str]) -> None:
+        self._task.loaded = models
+        self._kept = kept = Kept(self._task)
+        until = time.monotonic() + self._ready_s
+        while not self._is_ready():
+            if kept.ended or (not kept.health.alive and kept.health.starts > MOST_STARTS):
+                kept.end(0.0)
+                raise RuntimeError("the engine's server ended while it started: see this replica's log")
+            if time.monotonic() > until:
+                kept.end(0.0)
+                raise RuntimeError(f"the engine was not ready within ready_s = {self._ready_s:g}")
+            time.sleep(0.05)
+        write(ENGINES + self.name.encode(), self._url.encode())
+
+    def _change(self, models: list[str]) -> None:
+        assert self._kept is not None
+        self._kept.tell(loaded=models)
+        ready = set(self._predicted_s())
+        for name in [*(set(models) - ready), *(ready - set(models))]:
+            what = "load" if name in models else "unload"
+            try:
+                self._call(f"/v2/repository/models/{name}/{what}", b"{}", LOAD_S)
+            except urllib.error.HTTPError as e:
+                fields = {"engine": self.name, "model": name, "why": e.read().decode()}
+                log.error("a model could not be moved", extra={"fields": fields})
+                return  # those it has stay
+
+    def _call(self, path: str, data: bytes | None = None, within_s: float = ASK_S) -> bytes:
+        request = urllib.request.Request(self._url + path, data, self._headers)
+        with urllib.request.urlopen(request, timeout=within_s) as answer:
+            found: bytes = answer.read()
+            return found
+
+    def _is_ready(self) -> bool:
+        try:
+            return bool(self._call("/v2/health/ready"))
+        except OSError:
+            return False
+
+    def _predicted_s(self) -> dict[str, float]:
+        """For each loaded model, the seconds that a new request would take."""
+        models = json.loads(self._call("/v2/outlook"))["models"]
+        return {name: each["predicted_ms"] * 1e-3 for name, each in models.items() if each["state"] == "READY"}
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        return await asyncio.to_thread(self._predicted_s)
+
+    def check_health(self) -> None:
+        """Also looks whether it has to leave (`paellapy cluster drain`)."""
+        if self._leaving is None and read(DRAINS + self.name.encode()):
+            self._leaving = threading.Thread(target=self.leave)
+            self._leaving.start()
+        if self._kept is not None and self._kept.ended:
+            raise RuntimeError("the engine's keeper has ended")
+
+    def leave(self) -> None:
+        """Routers forget the engine, then it finishes its requests."""
+        forget(ENGINES + self.name.encode())
+        time.sleep(2 * FEED_S)
+        if self._kept is not None:
+            self._kept.end()
+
+    def __del__(self) -> None:  # Serve calls it when a replica has to go
+        self.leave()
+
+
+class RouterReplica:
+    """A router with a keeper. Routers of one machine share the port, and the kernel spreads connections over them."""
+
+    def __init__(self, options: dict[str, Any], models: list[str]) -> None:
+        configure("text", "warning")
+        be_as_important_as_others()
+        self.name, self._drain_s = _own_name("router"), options["drain_s"]
+        self._socket = _shared_socket(options["host"], options["port"])
+        fd = self._socket.fileno()
+        self._kept = Kept(RouterTask(engines={}, options=options, models=models, descriptors=[fd], waits=True), [fd])
+        for each in (self._feed, self._count):
+            threading.Thread(target=each, daemon=True).start()
+
+    def _feed(self) -> None:
+        """Tells the router of every change of the engines. While Ray's store is away, it keeps those it knows."""
+        known: dict[str, bytes] = {}
+        while not self._kept.ended:
+            with contextlib.suppress(Exception):
+                if (found := entries(ENGINES)) != known:
+                    known = found
+                    self._kept.tell(engines={name: url.decode() for name, url in known.items()})
+            time.sleep(FEED_S)
+
+    def _count(self) -> None:
+        """Writes for plans how many requests there were."""
+        while not self._kept.ended:
+            with contextlib.suppress(Exception):
+                write(ROUTERS + self.name.encode(), msgspec.json.encode(self._kept.health.by_model))
+            time.sleep(COUNT_S)
+
+    def check_health(self) -> None:
+        if self._kept.ended:
+            raise RuntimeError("the router's keeper has ended")
+
+    def __del__(self) -> None:
+        self._socket.close()
+        self._kept.end(self._drain_s + 4.0)
+
+
+def _shared_socket(host: str, port: int) -> socket.socket:
+    """A socket that joins those on a port; a router listens with it once it has heard its engines."""
+    family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    found = socket.socket(family, kind, proto)
+    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+        found.setsockopt(socket.SOL_SOCKET, option, 1)
+    found.bind(address)
+    return found
+
+
+class PredictedFinish:
+    """Serve's rule for the number of replicas: in proportion to the predicted time of a new request, where that is
+    longest. One engine leaves at a time, since predictions of a few milliseconds say little.
+    """
+
+    def __init__(self, target_s: float) -> None:
+        self._target_s = target_s
+
+    def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
+        soonest = [min(each.values()) for each in (context.aggregated_metrics or {}).values() if each]
+        now = context.current_num_replicas
+        wanted = math.ceil(now * max(soonest, default=0.0) / self._target_s)
+        return min(max(wanted, now - 1, 1), 2 * max(now, 1)), {}

@@ -1,0 +1,319 @@
+"""Clusters on Ray, for real: three nodes, and engines that are killed, changed and scaled while clients check every
+answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+import types
+from http.client import HTTPException
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from router_server import INFER, X, body
+from serving_server import ask
+
+from paellapy.cluster import control
+from paellapy.cluster.cluster_file import ClusterFile, ClusterSettings, difference, first_placement, load_cluster
+from paellapy.cluster.control import ClusterError, Planner, State
+from paellapy.cluster.plan import regroup
+from paellapy.cluster.processes import free_port
+from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile, save_profiles
+from paellapy.serving.errors import ConfigError
+
+pytest.importorskip("ray")
+# Ray's own
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning"),
+    pytest.mark.xdist_group("ray"),  # one Ray for all
+]
+
+KEY = "for tests only"
+CONFIG = """
+device = "virtual:h200"
+[cluster]
+engines = 1
+port = {port}
+resource = "virtual_gpu"
+engine_host = "127.0.0.1"
+hung_s = 3.0
+[keys]
+tests = "env:PAELLAPY_TEST_KEY"
+[server]
+grace_s = 0.2
+drain_s = 2.0
+[[models]]
+name = "scale"
+factory = "served_models:plain"
+"""
+SPARE = '[[models]]\nname = "spare"\nfactory = "served_models:spare"\n'
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch):
+    monkeypatch.setenv("PAELLAPY_TEST_KEY", KEY)
+
+
+@contextlib.contextmanager
+def served(tmp_path, text=CONFIG):
+    port, file = free_port("127.0.0.1"), tmp_path / "cluster.toml"
+    file.write_text(text.format(port=port))
+    url, started = control.bring_up(file)
+    assert not started
+    try:
+        yield types.SimpleNamespace(url=url, port=port)
+    finally:
+        control.take_down()
+
+
+@contextlib.contextmanager
+def asking(door):
+    """Clients that ask all the time; the last marks its requests X-At-Most-Once.
+
+    A client may retry after a broken connection to a router. An error is a failure, unless it says that a marked
+    request is not sent again.
+    """
+    answers, wrong, stop = [], [], threading.Event()
+
+    def client(k, headers):
+        x = X + k
+        while not stop.is_set():
+            try:
+                status, found, said = ask(door, "POST", INFER, body(x), {"X-API-Key": KEY, **headers})
+            except (OSError, HTTPException):
+                time.sleep(0.05)
+                continue
+            if status == 503 and headers:
+                continue
+            if status != 200 or not np.array_equal(said["outputs"][0]["data"], (2 * x).reshape(-1)):
+                wrong.append((status, said))
+            answers.append((time.monotonic(), found.get("X-Engine")))
+            time.sleep(0.02)  # engines that start need the CPU too
+
+    each = ({}, {"X-At-Most-Once": "1"})
+    threads = [threading.Thread(target=client, args=(k, headers)) for k, headers in enumerate(each)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield answers
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+
+
+def until(condition):
+    """Polls until the condition holds; the test's own timeout limits it."""
+    while not condition():
+        time.sleep(0.05)
+
+
+def ready(door, model="scale"):
+    """Engines that have the model."""
+    try:
+        status, _, said = ask(door, "GET", "/v2/cluster", None, {"X-API-Key": KEY})
+    except (OSError, HTTPException):
+        return set()
+    if status != 200:  # a router that has just started knows no engines yet
+        return set()
+    return {
+        each["name"] for each in said["engines"] if each["up"] and each["models"].get(model, {}).get("state") == "READY"
+    }
+
+
+def processes(kind, folder):
+    """Processes with these words in their command line or in their task: pid → its parent."""
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            task = Path(f"/proc/{pid}/environ").read_bytes() if b"paellapy.cluster.keeper" in command else b""
+            if kind.encode() in command or (f'"{kind}"'.encode() in task and f'"folder":"{folder}"'.encode() in task):
+                yield int(pid), int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def servers(folder):
+    """Engines' servers: the children of their keepers."""
+    found = dict(processes("EngineTask", folder))
+    return [pid for pid, parent in found.items() if parent in found]
+
+
+@pytest.mark.timeout(600)  # on a machine with six times more work than cores it took more than four minutes
+def test_a_cluster_survives_what_is_killed_and_follows_its_scale(nodes, tmp_path):
+    text = CONFIG + SPARE
+    with served(tmp_path, text) as door, asking(door) as answers:
+        assert ask(door, "POST", INFER, body())[0] == 401
+        control.scale(3)
+        until(lambda: len(ready(door)) == 3)
+
+        # At once: a Ray node is lost with its workers, and a server is killed.
+        before = ready(door)
+        os.kill(servers(tmp_path)[0], signal.SIGKILL)
+        nodes.remove_node(nodes.list_all_nodes()[-1], allow_graceful=False)
+        time.sleep(1.0)
+        until(lambda: len(ready(door)) == 3)
+
+        # At once: Serve's controller, a router's replica and an engine's are killed, and a server is stopped for ever.
+        stopped = servers(tmp_path)[-1]
+        for kind in ("ray::ServeController", "paellapy-routers", "paellapy-engines-0"):
+            os.kill(next(processes(f"{kind}", tmp_path))[0], signal.SIGKILL)
+        os.kill(stopped, signal.SIGSTOP)
+        gone_at = time.monotonic()
+        until(lambda: sum(at > gone_at + 1.0 for at, _ in answers) > 20)
+        until(lambda: stopped not in servers(tmp_path) and len(ready(door)) == 3)
+        assert ready(door) != before
+
+        # One model is on two engines only; then the policy changes as well.
+        file = tmp_path / "cluster.toml"
+        file.write_text(file.read_text().replace("[keys]", "[cluster.replicas]\nspare = 2\n[keys]", 1))
+        shown = []
+        assert not control.apply(file, shown.extend, dry_run=True)
+        assert len(ready(door, "spare")) == 3
+        file.write_text('policy = "srpt"\n' + file.read_text().replace("engines = 1", "engines = 3"))
+        assert control.apply(file, shown.append)
+        assert shown[0] == "cluster.replicas.spare: none -> 2"
+        assert shown[1] == ["cluster.engines: 1 -> 3", shown[0], 'policy: none -> "srpt"']
+        until(lambda: len(ready(door)) == 3 and len(ready(door, "spare")) == 2)
+        assert not control.apply(file, shown.append)
+
+        leaving = min(ready(door))
+        control.drain(leaving)
+        control.scale(1)
+        until(lambda: len({name for _, name in answers[-10:]} - {leaving}) == 1)
+        (only,) = control._engines()
+        for wrong, given in (
+            (lambda: control.drain("engine-7"), "engine-7"),
+            (lambda: control.drain(only), only),
+            (lambda: control.scale(50), 50),
+            (lambda: control.scale(0), 0),
+        ):
+            with pytest.raises(ClusterError, check=lambda e, given=given: e.given == given):
+                wrong()
+        assert control.status()["front_door"]["ready"]
+        with pytest.raises(ClusterError, check=lambda e: e.field == "cluster"):
+            control.bring_up(file)
+    with pytest.raises(ClusterError, check=lambda e: e.field == "cluster"):
+        control.status()
+    until(lambda: not servers(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "field"),
+    [
+        ('resource = "virtual_gpu"', 'resource = "GPU"', "GPU"),
+        ("engines = 1", "engines = 50", "virtual_gpu"),
+        ('"virtual:h200"', '"cuda"', "device"),
+        ("plain", "endless", "cluster.ready_s"),
+    ],
+)
+def test_a_cluster_that_cannot_start_leaves_nothing_behind(nodes, tmp_path, old, new, field):
+    text = CONFIG.replace(old, new).replace("engines = 1", "engines = 1\nready_s = 4")
+    with pytest.raises(ClusterError, check=lambda e: e.field == field), served(tmp_path, text):
+        pass
+    with pytest.raises(ClusterError, check=lambda e: e.field == "cluster"):
+        control.status()
+    until(lambda: not servers(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "field"),
+    [
+        ("[server]", "[cluster.replicas]\nother = 1\n[server]", "cluster.replicas"),
+        ("served_models:plain", "served_models:nothing", None),
+        ("engines = 1", "engines = 0", None),
+        ("engines = 1", "replan_s = 5.0", "cluster.replan_s"),
+        ("engines = 1", 'replan_s = 5.0\nprofiles = "none.json"', "cluster.profiles"),
+        ("engines = 1", "engines = 3\nmax_engines = 2", "cluster.max_engines"),
+        ("127.0.0.1", "192.0.2.77", "cluster.engine_host"),
+        ('"virtual:h200"', '"virtual:h2000"', "device"),
+        ('device = "virtual:h200"', "device = ", None),
+        ("drain_s = 2.0", "drain = 2.0", None),
+        ("env:PAELLAPY_TEST_KEY", "env:PAELLAPY_NO_KEY", None),
+        ("tests = ", "paellapy-cluster = ", "keys"),
+        ("[server]", '[tls]\ncertificate = "a"\nkey = "b"\n[server]', "tls"),
+    ],
+)
+def test_files_without_sense_are_refused(tmp_path, old, new, field):
+    file = tmp_path / "cluster.toml"
+    file.write_text(CONFIG.format(port=8000).replace(old, new))
+    with pytest.raises(ConfigError, check=lambda e: field in (None, e.field)):
+        load_cluster(file)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    file = tmp_path / "cluster.toml"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError):
+        load_cluster(file)
+
+
+def test_a_file_keeps_the_clusters_key_and_shows_no_others(tmp_path, monkeypatch):
+    file = tmp_path / "cluster.toml"
+    file.write_text(CONFIG.format(port=8000))
+    first = load_cluster(file)
+    monkeypatch.setenv("PAELLAPY_TEST_KEY", "another one")
+    assert difference(first, load_cluster(file, first.key)) == ["keys.tests.key: changed"]
+
+
+def test_models_are_dealt_out(tmp_path):
+    file = tmp_path / "cluster.toml"
+    file.write_text(CONFIG.format(port=8000).replace("[server]", "[cluster.replicas]\nspare = 1\n[server]") + SPARE)
+    placement = first_placement(load_cluster(file), 3)
+    assert [name for each in placement for name in each].count("scale") == 3
+    assert [name for each in placement for name in each].count("spare") == 1
+
+
+def test_placement_follows_the_load_with_few_moves_and_then_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr("paellapy.cluster.plan.REQUESTS", 4000)
+    monkeypatch.setattr(Planner, "_run", lambda self: None)
+    profiles = [ModelProfile(name, {1: [SegmentProfile(400e3)]}, target_ms=4.0, instances=4) for name in ("m", "n")]
+    save_profiles(tmp_path / "profiles.json", profiles)
+    settings = ClusterSettings(replan_s=10.0, profiles="profiles.json", gpu_gb=1.0, memory_gb={"m": 1, "n": 1})
+    file = ClusterFile(settings=settings, engine={}, models=["m", "n"], folder=str(tmp_path))
+    state = State(file=file, groups=regroup([], (("m",), ("m",), ("m",), ("n",))), node="")
+    planner, now, counts = Planner(), time.monotonic(), {"m": 0, "n": 0}
+
+    def pass_time(seconds, **rates):
+        """Returns another placement, or None."""
+        nonlocal now
+        now += seconds
+        counts.update({name: counts[name] + int(rate * seconds) for name, rate in rates.items()})
+        halves = [{name: count // 2 for name, count in counts.items()}, {n: c - c // 2 for n, c in counts.items()}]
+        return planner.replan(state, halves, now)
+
+    assert pass_time(10, m=20_000, n=100) is None  # nothing to compare with
+    assert pass_time(10, m=20_000, n=100) is None  # it fits the load
+    state = msgspec.structs.replace(state, groups=regroup(state.groups, pass_time(10, m=100, n=20_000)))
+    assert {each.models: each.engines for each in state.groups} == {("m",): 1, ("n",): 3}
+    for _ in range(3):
+        assert pass_time(10, m=100, n=20_000) is None
+    assert pass_time(10) is None  # nobody asks: no reason to move
+
+
+@pytest.mark.parametrize("version", ["1.13.0", "2.9.3", "3.0.0"])
+def test_a_ray_that_does_not_fit_is_refused(version):
+    with pytest.raises(ClusterError, check=lambda e: e.given == version):
+        control.check_version(version)
+
+
+@pytest.mark.parametrize(
+    ("engines", "predicted_s", "wanted"),
+    [
+        (2, {"m": {"a": 0.04, "b": 0.5}}, 2),  # a request goes to the first
+        (2, {"m": {"a": 0.01, "b": 0.01}, "n": {"a": 0.08}}, 4),
+        (4, {"m": {"a": 9.0}}, 8),  # not more than twice as many at once
+        (4, {"m": {"a": 0.001}}, 3),
+        (1, {}, 1),
+    ],
+)
+def test_the_number_of_engines_follows_the_longest_prediction(engines, predicted_s, wanted):
+    from paellapy.cluster.replicas import PredictedFinish
+
+    context = types.SimpleNamespace(current_num_replicas=engines, aggregated_metrics=predicted_s)
+    assert PredictedFinish(0.05)(context)[0] == wanted
