@@ -15,6 +15,7 @@ from paellapy.instrument.numba_ext.link import call_with, part
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import ZERO
 from paellapy.scheduler.core.concurrency import choose_yielding, has_room, may_yield_to, must_yield, shortest_active
+from paellapy.scheduler.core.heaps import heap_down
 from paellapy.scheduler.core.instances import (
     close_instance,
     deactivate,
@@ -37,9 +38,17 @@ AGAIN = -2
 
 @part
 def refresh_ranks(s: State, n: int, now: int) -> None:
-    """Ranks the heap's top and n other instances afresh, so that a rank that depends on the time does not get old."""
+    """Ranks the heap's top and n other instances afresh, or all of them, so that a rank that depends on the time does
+    not get old.
+    """
     core = s.core[0]
     if core.timeless:
+        return
+    if n >= core.ready:
+        for k in range(core.ready):
+            s.instance[s.ready[k]].rank = rank_instance(s, s.ready[k], now)
+        for k in range(core.ready // 2 - 1, -1, -1):
+            heap_down(s.ready, core.ready, s.instance["ready_at"], s.instance["rank"], s.instance["arrival_ns"], k)
         return
     for k in range(min(n + 1, core.ready)):
         i = 0

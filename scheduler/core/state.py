@@ -67,6 +67,8 @@ from paellapy.scheduler.core.tables import (
 )
 from paellapy.scheduler.core.tuning import MEASURED_ON, TUNING, Tuning
 
+REFRESH = 3  # waiting instances, besides the first, that are ranked again with each decision
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 INT, WORD = np.int64, np.uint64
@@ -311,7 +313,7 @@ def new_state(limits: Limits | None = None, memory: NDArray[np.uint8] | None = N
     state.client["share"] = 1.0
     state.tuning[:] = Tuning.for_part(MEASURED_ON).row()
     core = state.core[0]
-    core["max_active"], core["max_in_flight"], core["whole_idle"], core["refresh"] = 8, 2, 1, 3
+    core["max_active"], core["max_in_flight"], core["whole_idle"], core["refresh"] = 8, 2, 1, REFRESH
     core["copier_fd"], core["gain"], core["demand_limit"] = codes.NONE, 1.0, np.inf
     state.residency["mover_fd"] = codes.NONE
     return state

@@ -23,7 +23,7 @@ import numpy as np
 
 from paellapy.scheduler.core.job import PER_MODEL
 from paellapy.scheduler.core.profiles import declare_params
-from paellapy.scheduler.core.state import State
+from paellapy.scheduler.core.state import REFRESH, State
 from paellapy.scheduler.policies.check import check_source
 from paellapy.scheduler.policies.compile import (
     ROLES,
@@ -71,6 +71,7 @@ class Policy:
     whole: bool = False
     top_whole: bool = False
     may_idle: bool = False
+    fresh: bool = False
     # Compiled code, by role, function and names of numbers. Copies of a policy with other options share it.
     _code: dict[Any, Compiled] = field(default_factory=dict, repr=False, compare=False)
 
@@ -98,7 +99,7 @@ class Policy:
             whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
             if not (whole and 1 <= value <= _MOST) and (option, value) != ("active", None):
                 raise refuse(option, f"it must be an integer of at least 1 and at most {_MOST}")
-        for option in ("whole", "top_whole", "may_idle"):
+        for option in ("whole", "top_whole", "may_idle", "fresh"):
             if not isinstance(getattr(self, option), bool):
                 raise refuse(option, "it must be True or False")
         if self.tick_us is not None and not (isinstance(self.tick_us, int | float) and 1 <= self.tick_us < math.inf):
@@ -147,7 +148,7 @@ class Policy:
     @property
     def timeless(self) -> bool:
         """Whether a job's rank changes only with the job, so that the core need not compute it again."""
-        moves = reads(self.rank, "gpu", "own", *(f"job.{each}" for each in _MOVING))
+        moves = self.fresh or reads(self.rank, "gpu", "own", *(f"job.{each}" for each in _MOVING))
         return not (moves or calls_others(self.rank))
 
     @property
@@ -207,7 +208,7 @@ def policy(rank: Rank | None = None, /, **options: Any) -> Policy | Callable[[Ra
     `active`: number of jobs that may launch at a time; by default the engine decides. `max_in_flight`: number of
     segments that a job may have on the GPU; if 1, the next segment is launched just before the current one ends.
     `whole`: always launch programs in one piece. `top_whole`: launch programs of the highest priority in one piece,
-    where models of lower priority are loaded.
+    where models of lower priority are loaded. `fresh`: rank all waiting jobs again before each decision.
 
     >>> @policy(active=4)
     ... def oldest(job):
@@ -309,6 +310,7 @@ def attach_policy(state: State, policy: Policy) -> None:
     core["max_in_flight"] = policy.max_in_flight
     core["whole_always"], core["top_whole"] = policy.whole, policy.top_whole
     core["timeless"] = policy.timeless
+    core["refresh"] = _MOST if policy.fresh else REFRESH
     core["may_idle"], core["by_client"] = policy.may_idle, policy.admits_by_client
     core["tick_ns"], core["tick_at_ns"] = (policy.tick_us or 0.0) * 1e3, 0.0
     core["facts"] = policy.facts

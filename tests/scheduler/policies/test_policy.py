@@ -418,3 +418,34 @@ def test_faulty_options_are_refused(option: str, options: dict[str, Any]) -> Non
 def test_a_policy_is_made_from_a_plain_function_only(given: Any) -> None:
     with pytest.raises(PolicyError):
         policy()(given)
+
+
+def test_fresh_ranks_are_those_of_the_moment_of_the_decision() -> None:
+    """Jobs rise at different speeds, so their order changes while they wait."""
+    speeds = [1.0, 3.0, 9.0, 2.0, 5.0, 30.0, 0.5, 12.0, 7.0, 20.0]
+    models = [
+        ModelProfile(f"m{k}", {1: [SegmentProfile(1e6)]}, instances=1, params={"speed": speed})
+        for k, speed in enumerate(speeds)
+    ]
+    load = Poisson(1500, [each.name for each in models], duration=0.1)
+
+    def missed(fresh: bool) -> float:
+        @policy(active=1, whole=True, fresh=fresh, params={"speed": 1.0})
+        def rising(job: Any) -> float:
+            return (job.arrival_ns - job.now_ns) * job.params.speed
+
+        jobs = simulate(models, load, rising, host_launch_ns=0).jobs
+        first = [jobs[jobs["model"] == m] for m in range(len(models))]
+        late = 0
+        for job in jobs:
+            now = job["started_ns"]
+            waiting = [each[(each["arrival_ns"] < now - 1000) & (each["started_ns"] >= now)][:1] for each in first]
+            best = max(
+                (((now - one["arrival_ns"][0]) * speeds[m], m) for m, one in enumerate(waiting) if len(one)),
+                default=(0.0, job["model"]),
+            )
+            late += best[1] != job["model"]
+        return late / len(jobs)
+
+    assert missed(fresh=True) < 0.01
+    assert missed(fresh=False) > 2 * missed(fresh=True)
