@@ -5,6 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import ssl
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +24,10 @@ from paellapy.scheduler.policies.policy import Policy, find_policy
 from paellapy.serving.access import Key
 from paellapy.serving.config import Config, KeyConfig, ModelConfig, Path_, Source, TlsConfig
 from paellapy.serving.errors import ConfigError
+from paellapy.serving.logs import log
 from paellapy.serving.registry import FACTORY_ERRORS, Entry, check_name, find_factory
+
+PATIENCE_S = 10.0  # between log lines while a factory works
 
 
 def build_policy(config: Config, source: Source) -> Policy:
@@ -97,7 +104,7 @@ def build_entries(config: Config, source: Source) -> list[Entry]:
     for k, each in enumerate(config.models):
         path: Path_ = ("models", k)
         _import(each.factory, (*path, "factory"), source)
-        make = partial(make_model, each, source.folder)
+        make = partial(make_model, each, source.folder, config.server.factory_timeout_s)
         if each.name is not None:
             name = each.name
         else:
@@ -113,10 +120,12 @@ def build_entries(config: Config, source: Source) -> list[Entry]:
     return list(entries.values())
 
 
-def make_model(config: ModelConfig, folder: Path) -> Model:
+def make_model(config: ModelConfig, folder: Path, within_s: float) -> Model:
     """Calls the factory, in its present version, and applies the settings of the configuration."""
     factory = find_factory(config.factory, folder)
-    found = factory if isinstance(factory, Model) else factory(**config.arguments)
+    found = factory
+    if not isinstance(factory, Model):
+        found = in_time(partial(factory, **config.arguments), config.factory, within_s)
     if not isinstance(found, Model):
         raise ModelError(f"{config.factory} returned a {type(found).__name__}; a factory must return a paellapy Model")
 
@@ -131,6 +140,26 @@ def make_model(config: ModelConfig, folder: Path) -> Model:
         resident=config.resident,
         capture=config.capture,
     )
+
+
+def in_time(factory: Callable[[], Any], name: str, within_s: float) -> Any:
+    """What the factory returns. ModelError: it has not returned within the time; its thread is left alone."""
+    made: Future[Any] = Future()
+
+    def call() -> None:
+        try:
+            made.set_result(factory())
+        except BaseException as e:  # SystemExit too, which a script raises that parses its arguments
+            made.set_exception(e)
+
+    began = time.monotonic()
+    threading.Thread(target=call, name="factory", daemon=True).start()
+    while (left_s := began + within_s - time.monotonic()) > 0:
+        if wait((made,), min(left_s, PATIENCE_S)).done:
+            return made.result()
+        log.info("a factory has not returned yet", extra={"fields": {"factory": name, "at_most_s": within_s}})
+    said = f"{name} has not returned for {within_s:g} s: make it faster, or raise server.factory_timeout_s"
+    raise ModelError(said, field="server.factory_timeout_s", limit=within_s)
 
 
 def build_keys(config: Config, source: Source) -> dict[str, Key]:

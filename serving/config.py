@@ -123,6 +123,7 @@ class ServerConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     send_timeout_s: Positive = DEFAULTS.send_timeout_s
     keepalive_s: Positive = DEFAULTS.keepalive_s
     engine_timeout_s: Positive | None = None  # an engine silent this long is given up; None: 10, virtual GPU: 60
+    factory_timeout_s: Positive = 600.0  # a factory that has not returned within this time has failed
     # A second engine process that takes over: with models loaded, or only compiled code; None: the device decides.
     standby: Literal["loaded", "warm", "off"] | None = None
     grace_s: NotNegative = 0.5  # after a stop signal: answers but is not ready, so that load balancers notice

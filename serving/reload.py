@@ -24,11 +24,11 @@ from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.models.model import Model
 from paellapy.serving.access import Access
 from paellapy.serving.build import build_entries, build_keys, build_policy, build_tls, load_certificates
-from paellapy.serving.config import Config, Source
+from paellapy.serving.config import Config, ModelConfig, Source
 from paellapy.serving.errors import ConfigError
 from paellapy.serving.logs import log
 from paellapy.serving.preflight import born, is_alive
-from paellapy.serving.registry import Registry, code_number
+from paellapy.serving.registry import Entry, Registry, code_number, made
 
 GONE = "it was removed from the configuration"
 PATIENCE_S = 120.0
@@ -96,6 +96,9 @@ class Reloader:
             entries = {each.name: each for each in build_entries(config, source)} if config.models else {}
             policy = build_policy(config, source) if config.policy != self._config.policy else None
             check_secrets(config, source)
+            before, after = self._models, dict(zip(entries, config.models, strict=True))
+            changed = {name: each for name, each in entries.items() if self._differs(each, after[name])}
+            models = {name: made(each) for name, each in changed.items() if each.wanted or self._is_loaded(name)}
         except PaellaError as e:
             log.error("not reloaded", extra={"fields": {"error": str(e)}})
             return self._note({"error": str(e)})
@@ -104,24 +107,21 @@ class Reloader:
         if policy is not None:
             self._registry.engine.set_policy(policy)
             told["policy"] = policy.name
-        before = self._models
-        after = dict(zip(entries, config.models, strict=True))
         for name in before.keys() - after.keys():
             told.setdefault("unloaded", []).append(name)
             entry = self._registry.find(name)
             entry.make = _gone
             self._registry.unload(name)
             entry.reason = GONE
-        for name, made in entries.items():
+        for name, each in changed.items():
             known = self._registry.entries.get(name)
-            if known is not None and before.get(name) == after[name] and known.code == code_number(made.factory):
-                continue
             if known is None:
-                self._registry.add(made)
+                self._registry.add(each)
             else:
-                known.make, known.factory = made.make, made.factory
-            if made.wanted or (known is not None and known.model is not None):
-                self._load(name, told)
+                known.make, known.factory = each.make, each.factory
+                known.code = each.code if name in models else known.code
+            if name in models:
+                self._load(name, models[name], told)
         self._config, self._source, self._models = config, source, after
         self._registry.tell()
         log.info("reloaded", extra={"fields": told})
@@ -136,9 +136,19 @@ class Reloader:
             needs.append("tls.client_ca")  # authorities that are gone stay trusted
         return needs
 
-    def _load(self, name: str, told: dict[str, Any]) -> None:
+    def _differs(self, entry: Entry, settings: ModelConfig) -> bool:
+        """Whether the server has no such model, or one with other settings or of older code."""
+        known = self._registry.entries.get(entry.name)
+        same = known is not None and self._models.get(entry.name) == settings
+        return not same or known is None or known.code != code_number(entry.factory)
+
+    def _is_loaded(self, name: str) -> bool:
+        known = self._registry.entries.get(name)
+        return known is not None and known.model is not None
+
+    def _load(self, name: str, model: Model, told: dict[str, Any]) -> None:
         try:
-            self._registry.load(name)
+            self._registry.load(name, model)
             told.setdefault("loaded", []).append(name)
         except PaellaError as e:
             told.setdefault("could not be loaded", {})[name] = str(e)

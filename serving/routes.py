@@ -165,7 +165,7 @@ async def model(request: web.Request) -> web.Response:
 async def model_ready(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     entry = service.registry.find(*_which(request))
-    is_ready = entry.state == READY and not service.draining
+    is_ready = entry.state == READY and service.alive
     return json_response({"name": entry.name, "ready": is_ready}, 200 if is_ready else 503)
 
 

@@ -118,7 +118,7 @@ class Server:
         )
         self._listening, self._keys = listening, bool(keys)
         self._heartbeat: asyncio.Task[None] | None = None
-        self._reloading: asyncio.Task[None] | None = None
+        self.reloading: asyncio.Task[None] | None = None  # as SIGHUP asked
         self._to_reload = False
         self.source: Source | None = None  # of the configuration, if there is a file
         self.reloader: Reloader | None = None  # if this process loads the models
@@ -178,8 +178,8 @@ class Server:
     def hang_up(self) -> None:
         """SIGHUP: applies the changed configuration. If that is under way, it is done once more afterwards."""
         self._to_reload = True
-        if self._reloading is None or self._reloading.done():
-            self._reloading = asyncio.create_task(self._reload_while_asked())
+        if self.reloading is None or self.reloading.done():
+            self.reloading = asyncio.create_task(self._reload_while_asked())
 
     async def _reload_while_asked(self) -> None:
         while self._to_reload:
@@ -266,13 +266,14 @@ async def run(
         await server.stop()
         if server.service.hung:
             end_now(code, "stopped without closing the engine, which does not respond")
-        if not await ends(loading, max(0.0, began + server.options.drain_s - loop.time())):
-            end_now(code)
+        for work in (loading, server.reloading):
+            if work is not None and not await ends(work, max(0.0, began + server.options.drain_s - loop.time())):
+                end_now(code)
     log.log(level, "stopped")
 
 
-async def ends(loading: asyncio.Task[None], within_s: float) -> bool:
-    """Waits up to `within_s` for a load that a stop signal interrupted."""
+async def ends(loading: asyncio.Future[Any], within_s: float) -> bool:
+    """Waits up to `within_s` for a load or a reload that a stop signal interrupted."""
     await asyncio.wait((loading,), timeout=min(within_s, LOOK_S))
     if not loading.done():
         log.info("waiting for a model that is being loaded", extra={"fields": {"at_most_s": round(within_s, 1)}})

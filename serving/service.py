@@ -68,16 +68,16 @@ class Service:
         return self.counters.in_flight
 
     @property
-    def ready(self) -> bool:
-        """Whether every wanted model is loaded and the server is not about to stop."""
+    def alive(self) -> bool:
+        """Whether the engine responds and the server is not about to stop."""
         engine = self.engine
-        return (
-            not self.draining
-            and not self.silent
-            and engine.failure is None
-            and (isinstance(engine, Engine) or engine.link is not None)
-            and all(e.state == READY for e in self.registry.entries.values() if e.wanted)
-        )
+        attached = isinstance(engine, Engine) or engine.link is not None
+        return not self.draining and not self.silent and engine.failure is None and attached
+
+    @property
+    def ready(self) -> bool:
+        """Whether the server is alive and every wanted model is loaded."""
+        return self.alive and all(e.state == READY for e in self.registry.entries.values() if e.wanted)
 
     def close(self) -> None:
         self.counters.close()

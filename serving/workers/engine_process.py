@@ -424,6 +424,7 @@ class _Life:
         self._tell, self._drain_s = tell, drain_s
         self._host = EngineHost(registry, path, SavedState(path.with_name(SAVED)))
         self._stop = asyncio.Event()
+        self._reloads: list[asyncio.Future[Any]] = []
 
     def _stopping(self) -> None:
         self._tell(IS_STOPPING)
@@ -454,8 +455,9 @@ class _Life:
             if failed.done():
                 raise failed.result()
             await self._host.stop()
-            if not await ends(loading, self._drain_s):
-                end_now(0)
+            for work in (loading, *self._reloads):
+                if not await ends(work, self._drain_s):
+                    end_now(0)
         finally:
             stop_sparing()
             for task in (stopped, failed, calling):
@@ -468,7 +470,12 @@ class _Life:
         self._host.start()
         self._engine.guests.show()
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGHUP, lambda: loop.run_in_executor(None, self._reloader.reload))
+
+        def hang_up() -> None:
+            unfinished = [each for each in self._reloads if not each.done()]
+            self._reloads = [*unfinished, loop.run_in_executor(None, self._reloader.reload)]
+
+        loop.add_signal_handler(signal.SIGHUP, hang_up)
 
     async def _settle(self, loading: asyncio.Task[None]) -> None:
         """Waits for the load to end. Its errors have already been logged."""

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from engine_models import scale_model
-from serving_server import DEVICE
+from serving_server import DEVICE, ask, running
 
 from paellapy.scheduler.core.errors import DeadlineError, EngineAwayError
 from paellapy.scheduler.engine.callbacks import Watchdog
@@ -85,6 +85,14 @@ def test_a_server_that_stops_does_not_wait_for_a_silent_engine(heartbeat, servic
     service.draining = True
     tick(heartbeat, DOUBTFUL_S)
     assert given_up == [True]
+
+
+def test_no_model_of_a_silent_engine_is_ready(monkeypatch):
+    monkeypatch.setattr("paellapy.serving.server.TICK_S", 1e4)
+    with running([scale_model(batch=(1,))]) as server:
+        assert ask(server, "GET", "/v2/models/scale/ready")[0] == 200
+        server.service.silent = True
+        assert ask(server, "GET", "/v2/models/scale/ready")[0] == 503
 
 
 def test_an_engine_that_works_responds_and_one_that_stands_still_does_not():

@@ -33,6 +33,8 @@ from paellapy.serving.workers.engine_process import EngineProcess, Latest, Polic
 
 TLS = Path(__file__).parents[1] / "tls"
 CODE = """
+import threading
+
 import paellapy as pp
 from engine_models import scale_model
 from own_part import FACTOR
@@ -42,6 +44,9 @@ def model(name="own"):
 
 def leaving():
     raise SystemExit(2)
+
+def hanging():
+    threading.Event().wait()
 
 @pp.policy
 def longest_first(job):
@@ -228,6 +233,28 @@ def test_a_file_that_was_cut_short_unloads_nothing(reloader, folder, text):
     assert caught.value.field == "models"
 
 
+@pytest.mark.parametrize("name", ["", 'name = "third"\n'])
+@pytest.mark.parametrize(("factory", "said"), [("hanging", "0.1 s"), ("leaving", "SystemExit: 2")])
+def test_a_reload_whose_last_model_cannot_be_made_changes_nothing(reloader, folder, name, factory, said):
+    last = f'[[models]]\n{name}factory = "own_models:{factory}"\n'
+    changed(folder, MORE + last, 'policy = "edf"\n', server="factory_timeout_s = 0.1")
+    assert said in reloader.reload()["error"]
+    assert (list(reloader._registry.entries), reloader._registry.engine.policy) == (["own"], "paella")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_server_ends_though_a_factory_hangs(folder, workers):
+    path = folder / "paella.toml"
+    changed(folder, "", server=f"drain_s = 0.2\nworkers = {workers}")
+    with serving(str(path)) as process:
+        read_until(process.stderr, '"listening"')
+        changed(folder, '[[models]]\nfactory = "own_models:hanging"\n', server=f"drain_s = 0.2\nworkers = {workers}")
+        time.sleep(1)
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+
+
 def test_settings_that_need_a_restart_are_named_until_it(reloader, folder):
     changed(folder, '[tenants.ann]\nshare = 2\n[keys]\nann = "x"\n', "host_bytes = 0\n", "keepalive_s = 1")
     needs = {"needs a restart": ["host_bytes", "server", "tenants", "keys"]}
@@ -307,6 +334,14 @@ def test_a_reload_may_add_models_while_others_are_loaded(folder, monkeypatch):
     assert asyncio.run(load_both()) == ["own", "later"]
 
 
+def test_a_load_has_its_outcome_though_the_model_is_unloaded_at_once(monkeypatch):
+    with pp.Engine("virtual:h200") as engine:
+        registry = Registry(engine, [entry_of(scale_model(batch=(1,)))])
+        monkeypatch.setattr("paellapy.serving.registry.spare_more_objects", lambda: registry.unload("scale"))
+        assert registry.load("scale") > 0
+        assert not engine.models
+
+
 def test_a_signal_that_comes_during_a_reload_is_not_lost(monkeypatch):
     begun = []
 
@@ -325,10 +360,10 @@ def test_a_signal_that_comes_during_a_reload_is_not_lost(monkeypatch):
             for _ in range(3):  # the configuration is read once more, not three times
                 server.hang_up()
             go.set()
-            await server._reloading
+            await server.reloading
             assert len(begun) == 2
             server.hang_up()
-            await server._reloading
+            await server.reloading
             assert len(begun) == 3
 
     asyncio.run(hang_up_twice())
