@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from traceback import clear_frames
 from typing import Any
 
 from aiohttp import web
@@ -108,6 +109,7 @@ def middleware_of(access: Access, client_header: str, access_log: bool) -> Any:
             raise
         except Exception as e:
             response = error_response(e, request, number)
+            clear_frames(e.__traceback__)  # they hold the body, and the error itself
         if not response.prepared:  # a stream that has begun has sent its headers
             response.headers["X-Request-Id"] = number
             response.headers["Server"] = SERVER

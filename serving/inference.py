@@ -111,6 +111,11 @@ class Inference(ABC):
         def decoded(future: asyncio.Future[Request]) -> None:
             if self.over:  # its client has left
                 return
+            # Raised here, the error would refer to this function, and so to itself: the body would stay in memory
+            error = future.exception()
+            if isinstance(error, Exception):
+                self.fail(error)
+                return
             try:
                 self._request = future.result()
                 self._submit(model, self._request)

@@ -27,6 +27,7 @@ from paellapy.serving.listening import Connection
 # directly into the request's body, and an answer is sent directly from its slot.
 
 READ_BYTES = 1 << 20  # per read; the kernel usually holds less for one connection
+TURN_BYTES = 1 << 18  # of a body in one turn of the loop, in which other connections wait
 COPIED_BYTES = 1 << 14  # shorter pieces are copied, which is faster than sending them separately
 
 _START = b"POST /v2/models/"
@@ -55,7 +56,7 @@ class Body:
 
     def room(self) -> memoryview:
         """Memory for the next bytes; the caller advances `at` by the number of bytes received."""
-        return self._memory[self.at :]
+        return self._memory[self.at : self.at + TURN_BYTES]
 
     def add(self, data: bytes | memoryview) -> None:
         self._memory[self.at : self.at + len(data)] = data
