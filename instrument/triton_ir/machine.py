@@ -159,6 +159,8 @@ class Buffers:
     origin: list[int]
     element: list[Element | None]
     fragile: frozenset[int]  # arguments that may change while the kernel runs: written, or overlapping written ones
+    views: dict[int, tuple[int, int]] = field(default_factory=dict)  # arguments' own parts, where memory has more
+    warned: set[tuple[str, str]] = field(default_factory=set)  # places that reached beyond them
     others: list[str] = field(default_factory=list)  # names of arrays beyond the arguments, accessed by their addresses
     places: list[Any] = field(default_factory=list)  # the arrays by their addresses, once a kernel has used one
 

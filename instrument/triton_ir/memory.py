@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from paellapy.instrument.errors import HintWarning, LaunchError, OutOfBoundsError
+from paellapy.instrument.errors import HintWarning, LaunchError, OutOfBoundsError, ViewWarning
 from paellapy.instrument.triton_ir import native
 from paellapy.instrument.triton_ir.types import Array, Element, Shape, decode, encode, full, is_array
 
@@ -27,6 +27,8 @@ class Site:
     rows: Array  # their rows in the cost table of the run
     shape: tuple[int, ...]  # shape of the tensor, without the block axis
     origin: int = 0  # place of the argument's first element in its flat memory
+    view: tuple[int, int] | None = None  # the argument's own part of its flat memory, if that is of a larger array
+    warned: set[tuple[str, str]] | None = None  # lines and arguments with accesses beyond their views, so far
 
     @property
     def full_shape(self) -> tuple[int, ...]:
@@ -36,6 +38,25 @@ class Site:
         linear = int(self.ids[row if len(self.ids) > row else 0])
         gx, gy, _ = self.grid
         return f"block {linear} (x={linear % gx}, y={linear // gx % gy}, z={linear // (gx * gy)})"
+
+    def beyond_view(self, offset: Array, mask: Any) -> None:
+        """Warns of the first access at this place outside the view; a GPU does not know views."""
+        place = (self.line, self.argument)
+        if self.view is None or self.warned is None or place in self.warned:
+            return
+        low, high = self.view
+        bad = (offset < low) | (offset >= high)
+        bad = bad if mask is None else bad & mask
+        if bad.any():
+            self.warned.add(place)
+            first = int(np.broadcast_to(offset, bad.shape)[bad][0]) - self.origin
+            text = (
+                f"kernel {self.kernel}, {self.line}: {self.op} touches element {first} of argument {self.argument}, "
+                f"a view of {high - low} elements. The element exists in the array behind it, so the kernel continues, "
+                "as it would on a GPU"
+            )
+            facts = {"kernel": self.kernel, "line": self.line, "field": self.argument, "given": first}
+            warnings.warn(ViewWarning(text, **facts, limit=high - low), stacklevel=2)
 
     def out_of_bounds(self, offset: Array, bad: Array, size: int) -> NoReturn:
         at = tuple(int(i[0]) for i in np.nonzero(bad))
@@ -51,13 +72,16 @@ class Site:
 
 def check(offset: Array, mask: Any, size: int, site: Site) -> None:
     """Raises if any unmasked offset lies outside [0, size)."""
-    if not offset.size or (offset.min() >= 0 and offset.max() < size):
-        return
-    bad = (offset < 0) | (offset >= size)
-    if mask is not None:
-        bad, offset = bad & mask, np.broadcast_to(offset, np.broadcast_shapes(offset.shape, np.shape(mask)))
-    if bad.any():
-        site.out_of_bounds(offset, bad, size)
+    if offset.size and not (offset.min() >= 0 and offset.max() < size):
+        bad = (offset < 0) | (offset >= size)
+        if mask is not None:
+            bad, at = bad & mask, np.broadcast_to(offset, np.broadcast_shapes(offset.shape, np.shape(mask)))
+        else:
+            at = offset
+        if bad.any():
+            site.out_of_bounds(at, bad, size)
+    if site.view is not None:
+        site.beyond_view(offset, mask)
 
 
 _NO_MASK = np.ones((1, 1), np.bool_)
@@ -84,7 +108,8 @@ def gather(flat: Array, offset: Any, mask: Any, other: Any, element: Element, si
     if mask is not None:
         fill = element.compute.type(0) if other is None or varying else np.asarray(other).reshape(-1)[0]
         out.fill(encode(np.asarray(fill, element.compute), element).view(element.bits).reshape(-1)[0])
-    if not native.gather(flat.view(element.bits), at, keep, mask is not None, out):
+    inside = native.gather(flat.view(element.bits), at, keep, mask is not None, out)
+    if not inside or site.view is not None:
         check(np.broadcast_to(offset, (at.shape[0], *tensor)), mask, flat.size, site)
     value = decode(out.view(element.storage), element).reshape((out.shape[0], *tensor))
     return np.where(mask, value, other) if varying and mask is not None else value
@@ -218,8 +243,8 @@ def check_hint(value: Any, steps: Shape, runs: Shape, size: int, site: Site, see
         run = runs[axis] if axis < len(runs) else 0
         group = min(run, _VECTOR // (size if size > 1 else 4), n)
         if group > 1 and n % group == 0:
-            step = np.diff(np.moveaxis(x, axis + 1, -1).reshape(-1, group), axis=1)
-            if not bool(((step == 1).all(1) | (step == 0).all(1)).all()):  # equal ones are a filling
+            apart = np.diff(np.moveaxis(x, axis + 1, -1).reshape(-1, group), axis=1)
+            if not bool(((apart == 1).all(1) | (apart == 0).all(1)).all()):  # equal ones are a filling
                 return _broken(site, f"max_contiguous({run})", group, run, seen)
     for axis, step in enumerate(steps):
         if site.shape:

@@ -37,7 +37,9 @@ class Access:
     def site(self, active: Active, base: int) -> Site:
         machine = active.machine
         own = machine.buffers.element[base]
-        origin = machine.buffers.origin[base] * (own.size if own else 1) // self.element.size
+        scale = own.size if own else 1
+        origin = machine.buffers.origin[base] * scale // self.element.size
+        view = machine.buffers.views.get(base)
         return Site(
             self.kernel,
             self.line,
@@ -48,6 +50,8 @@ class Access:
             active.rows,
             self.shape,
             origin,
+            view and (view[0] * scale // self.element.size, view[1] * scale // self.element.size),
+            machine.buffers.warned,
         )
 
     def bare_site(self, active: Active) -> Site:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextvars
 import threading
-import warnings
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from threading import Lock
 from typing import Any
@@ -17,7 +16,7 @@ import numpy as np
 from numpy.lib.array_utils import byte_bounds
 from numpy.lib.stride_tricks import as_strided
 
-from paellapy.instrument.errors import ArgumentError, LaunchError, OutOfBoundsError, ViewWarning
+from paellapy.instrument.errors import ArgumentError, LaunchError, OutOfBoundsError
 from paellapy.instrument.ptx.ranges import Ranges
 
 # These modules register translations.
@@ -73,6 +72,7 @@ class Signature:
             )
         flats: list[Array | None] = [None] * len(args)
         origins = [0] * len(args)
+        views: dict[int, tuple[int, int]] = {}
         key: list[Any] = []
         spans: dict[int, tuple[int, int]] = {}
         for i, (arg, element) in enumerate(zip(args, self.elements, strict=True)):
@@ -84,7 +84,9 @@ class Signature:
             if self.types[i].kind == "descriptor":
                 arg = arg.base
             if whole and isinstance(arg, np.ndarray) and arg.base is not None:
-                flat, origins[i] = self._storage(i, arg, element)
+                flat, origins[i], own = self._storage(i, arg, element)
+                if own[1] - own[0] < flat.size:
+                    views[i] = own
             elif type(arg) is np.ndarray and arg.dtype == element.storage and arg.flags.c_contiguous:
                 flat = arg.reshape(-1)
             else:
@@ -106,7 +108,7 @@ class Signature:
                     "writable array", kernel=self.kernel, field=self.names[j]
                 )
         key.append(frozenset(fragile))
-        return Bound(args, Buffers(flats, origins, list(self.elements), key[-1]), tuple(key))
+        return Bound(args, Buffers(flats, origins, list(self.elements), key[-1], views), tuple(key))
 
     def values(self, bound: Bound) -> list[Any]:
         """The values of the kernel's arguments at its entry."""
@@ -124,8 +126,8 @@ class Signature:
         padding = np.int32(PAD_NAN) if descriptor.nan_padding else None
         return Window(base, shape, strides, (), self.types[i].block, padding)
 
-    def _storage(self, i: int, arg: Array, element: Element) -> tuple[Array, int]:
-        """The whole memory of the base array of `arg`, and the place of `arg` in it."""
+    def _storage(self, i: int, arg: Array, element: Element) -> tuple[Array, int, tuple[int, int]]:
+        """The whole memory of the base array of `arg`, and in it the first element of `arg` and the bounds of `arg`."""
         root = arg
         while isinstance(root.base, np.ndarray):
             root = root.base
@@ -134,10 +136,11 @@ class Signature:
         before = own.__array_interface__["data"][0] - low
         lowest = root[tuple(slice(None, None, -1) if s < 0 else slice(None) for s in root.strides)]
         if before % element.size or not root.size:
-            return own, origin
+            return own, origin, (0, own.size)
         first = as_strided(lowest.view(f"u{root.itemsize}"), (1,), (root.itemsize,)).view(np.uint8)
         flat = as_strided(first, ((high - low) // element.size * element.size,), (1,), writeable=arg.flags.writeable)
-        return flat.view(element.storage), origin + before // element.size
+        skipped = before // element.size
+        return flat.view(element.storage), origin + skipped, (skipped, skipped + own.size)
 
     def _refuse(self, i: int, why: str, **facts: Any) -> ArgumentError:
         name = self.names[i]
@@ -392,6 +395,7 @@ class TtirProgram:
         self._lock = Lock()
         # control flow depends on data: nothing can be recorded
         self._dynamic = self.facts.serial or self.facts.addresses
+        self._warned: set[tuple[str, str]] = set()  # lines and arguments that reached beyond a view
         self._whole = False  # the kernel reaches beyond its views, into their base arrays
 
     @classmethod
@@ -423,23 +427,28 @@ class TtirProgram:
         """
         shape = _grid(grid, self.kernel)
         ids = _block_ids(blocks, shape, self.kernel)
-        bound = self._signature.bind(args, self._whole)
+        bound = self._bind(args)
         if not len(ids):
             return np.zeros(0, COST_DTYPE)
         before = None if self._whole else self._contents(bound, shape, ids)
         try:
             return self._run(bound, shape, ids, record, marks)
-        except OutOfBoundsError as error:
+        except OutOfBoundsError:
             if before is None:
                 raise
             # A GPU does not know views: the base array of a view can be accessed.
             for flat, copy in before:
                 flat[...] = copy
-            cost = self._run(self._signature.bind(args, whole=True), shape, ids, record, marks)
             self._whole = True
-            text = f"{error}. The element exists in the array that this argument is a view of, so the kernel continues"
-            warnings.warn(ViewWarning(f"{text}, as it would on a GPU", kernel=self.kernel), stacklevel=2)
-            return cost
+            try:
+                return self._run(self._bind(args), shape, ids, record, marks)
+            except OutOfBoundsError:
+                self._whole = False
+                raise
+
+    def _bind(self, args: Sequence[Any]) -> Bound:
+        bound = self._signature.bind(args, self._whole)
+        return replace(bound, buffers=replace(bound.buffers, warned=self._warned)) if self._whole else bound
 
     def _contents(
         self, bound: Bound, shape: tuple[int, int, int], ids: range | Array
@@ -482,7 +491,7 @@ class TtirProgram:
         For callers that run it often, with floating-point warnings off, and do not need its cost.
         """
         shape = _grid(grid, self.kernel)
-        bound = self._signature.bind(args, self._whole)
+        bound = self._bind(args)
         ids = _block_ids(blocks, shape, self.kernel)
         if len(ids) > max(1, CHUNK_ELEMENTS // self.facts.tile):
             return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import warnings
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -295,6 +296,19 @@ def test_memory_behind_a_view_is_reached_with_a_warning():
     assert out.tolist() == list(range(4, 20))
     with pytest.raises(OutOfBoundsError):
         pp.kernel(before_the_view)[1,](x[2:24], out, 16)
+
+
+def test_each_place_that_reaches_beyond_a_view_warns_once():
+    x, out, kernel = np.arange(64, dtype=np.float32), np.zeros(64, np.float32), pp.kernel(double_next)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            kernel[1,](x[8:12], out, 16)
+            kernel[1,](x[:16], out[8:12], 16)
+    found = [(w.message.field, w.message.given, w.message.limit) for w in caught]
+    assert sorted(found) == [("out", 4, 4), ("x", 4, 4)]
+    i = np.arange(24)
+    assert (out[:24] == np.where(i < 16, 6 * (i + 8), 0) + np.where(i >= 8, 6 * (i - 8), 0)).all()
 
 
 @triton.jit
