@@ -410,7 +410,7 @@ def call_with(typing: Any, function: Any, tables: Any, number: Any) -> Generated
 _OURS = __name__.partition(".")[0] + "."
 PATIENCE_S = 1.0  # a shorter compilation shows no line
 _PAUSE_S = 2.0  # pause after which a new compilation counts as a new one
-COMPILING = "paellapy: compiling the scheduler for this machine, once; this takes some seconds …"
+COMPILING = "paellapy: compiling for this machine, once; this takes some seconds …"
 
 
 class Announcer(event.Listener):  # type: ignore[misc]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import runpy
 import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated
@@ -113,8 +115,14 @@ def trace_script(
     records_per_sm: Annotated[int, typer.Option(help="most records kept per SM, a power of two")] = 1 << 14,
     dark: Annotated[bool, typer.Option("--dark", help="use dark colours in the report")] = False,
     explain: Annotated[bool, typer.Option(help="print what limits each kernel, a line each, after the table")] = True,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print the table and the limits as the last line of standard output, in JSON")
+    ] = False,
 ) -> None:
-    """Run a script and trace every pp.kernel it launches. Writes the trace and an HTML report."""
+    """Run a script and trace every pp.kernel it launches. Writes the trace and an HTML report.
+
+    Its exit status is that of the script, or 1 if nothing was recorded.
+    """
     check_output(out)
     report = out.with_suffix(".html")
     if report == out:
@@ -131,12 +139,16 @@ def trace_script(
             trace.save(out)  # now the work of its launches is known
         console.print(f"trace: {out}", highlight=False, soft_wrap=True)
         _write_report(trace, report, script.name, dark, console)
+        if as_json:
+            limits = asdict(trace.explain())["kernels"]
+            facts = {"trace": str(out), "summary": asdict(trace.summary()), "limits": limits}
+            typer.echo(json.dumps(facts, default=float))
     else:
         # An earlier run's trace is worth more than an empty one, so nothing is written.
         why = f"the script ended with exit code {exit_code}" if exit_code else _WHAT_REPORTS
         console.print(f"nothing was recorded, so no trace is written: {why}", highlight=False, soft_wrap=True)
-    if exit_code:
-        raise typer.Exit(exit_code)
+    if exit_code or not len(trace.blocks):
+        raise typer.Exit(exit_code or 1)
 
 
 def _write_report(trace: Trace, path: Path, title: str, dark: bool, console: Console) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ def test_an_engine_of_the_script_is_on_the_device_that_was_asked_for(script: Pat
     script.write_text("import paellapy as pp\nwith pp.Engine() as engine:\n    print(engine.stats()['device'])\n")
     with pytest.warns(UserWarning, match=r"engine\.trace\(\)"):  # its requests are not in the trace
         result = CliRunner().invoke(cli.app, ["trace", "--device", "virtual:t4", str(script)])
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 1, result.output  # it launches no kernel
     assert result.stdout == "NVIDIA T4 16GB (virtual)\n"
 
 
@@ -100,11 +101,20 @@ def test_what_a_script_raises_is_shown_as_ever_and_the_trace_is_written(script: 
     assert Path("other.html").exists()
 
 
+def test_json_is_the_last_line_of_standard_output(script: Path) -> None:
+    result = trace("--json", script)
+    assert result.exit_code == 0
+    facts = json.loads(result.stdout.splitlines()[-1])
+    (kernel,) = facts["summary"]["kernels"]
+    assert kernel["blocks"] == len(Trace.load(facts["trace"]).blocks)
+    assert [limits["kernel"] for limits in facts["limits"]] == [kernel["kernel"]]
+
+
 @pytest.mark.parametrize(("ending", "code"), [("sys.exit(3)", 3), ("sys.exit()", 0), ("sys.exit('why')", 1)])
 def test_exit_codes_are_those_of_the_script(script: Path, ending: str, code: int) -> None:
     script.write_text(f"import sys\n{ending}\n")
     result = trace(script)
-    assert result.exit_code == code
+    assert result.exit_code == (code or 1)  # nothing was recorded
     assert ("why" in result.stderr) == ("why" in ending)
     assert "nothing was recorded" in result.stderr
     assert ("only kernels made by pp.kernel" in result.stderr) == (code == 0)
@@ -113,7 +123,7 @@ def test_exit_codes_are_those_of_the_script(script: Path, ending: str, code: int
 
 @pytest.mark.parametrize(
     ("wrong", "code"),
-    [("raise RuntimeError('boom')\n", 1), ("def f(:\n", 1), ("import sys; sys.exit(3)\n", 3), ("\n", 0)],
+    [("raise RuntimeError('boom')\n", 1), ("def f(:\n", 1), ("import sys; sys.exit(3)\n", 3), ("\n", 1)],
 )
 def test_a_script_that_records_nothing_leaves_an_earlier_trace(script: Path, wrong: str, code: int) -> None:
     assert trace(script).exit_code == 0
