@@ -234,10 +234,10 @@ def launch_segments(s: State, instance: int, now: int) -> bool:
     if inst.issued == 0:
         # A program in one piece could not be held back for jobs of higher priority, which may come at any moment.
         first = inst.priority >= core.top_priority
-        alone = core.whole_idle == 1 and is_uncontended(s, instance)
+        fitting = core.whole_idle == 1 and (is_uncontended(s, instance) or may_launch_whole(s, instance))
         unequalled = core.top_whole == 1 and core.least_priority < core.top_priority
         if core.whole_always or (
-            first and (alone or unequalled or may_launch_whole(s, instance)) and weights_resident(s, inst.model)
+            first and (fitting or unequalled) and weights_resident(s, inst.model)
         ):
             inst.whole = 1
             inst.segments = 1

@@ -41,7 +41,7 @@ CORE = np.dtype(
         ("whole_always", "i8"),  # 1: the hardware decides, programs are launched in one piece
         # 1: programs of the highest priority are launched in one piece, where there are lower ones
         ("top_whole", "i8"),
-        ("whole_idle", "i8"),  # 1: a program alone on the GPU is launched in one piece
+        ("whole_idle", "i8"),  # 1: a program alone on the GPU, or short in a queue, is launched in one piece
         ("hold", "i8"),  # 1: instances wait until their outputs are read
         ("one_by_one", "i8"),  # 1: the host computes each launch; the next is chosen when that is done
         ("refresh", "i8"),  # waiting instances that are ranked afresh with each decision

@@ -70,6 +70,7 @@ class Policy:
     max_in_flight: int = 2
     whole: bool = False
     top_whole: bool = False
+    never_whole: bool = False
     may_idle: bool = False
     fresh: bool = False
     # Compiled code, by role, function and names of numbers. Copies of a policy with other options share it.
@@ -99,7 +100,7 @@ class Policy:
             whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
             if not (whole and 1 <= value <= _MOST) and (option, value) != ("active", None):
                 raise refuse(option, f"it must be an integer of at least 1 and at most {_MOST}")
-        for option in ("whole", "top_whole", "may_idle", "fresh"):
+        for option in ("whole", "top_whole", "never_whole", "may_idle", "fresh"):
             if not isinstance(getattr(self, option), bool):
                 raise refuse(option, "it must be True or False")
         if self.tick_us is not None and not (isinstance(self.tick_us, int | float) and 1 <= self.tick_us < math.inf):
@@ -208,7 +209,8 @@ def policy(rank: Rank | None = None, /, **options: Any) -> Policy | Callable[[Ra
     `active`: number of jobs that may launch at a time; by default the engine decides. `max_in_flight`: number of
     segments that a job may have on the GPU; if 1, the next segment is launched just before the current one ends.
     `whole`: always launch programs in one piece. `top_whole`: launch programs of the highest priority in one piece,
-    where models of lower priority are loaded. `fresh`: rank all waiting jobs again before each decision.
+    where models of lower priority are loaded. `never_whole`: programs are always launched in segments, so that later
+    jobs can go before the rest of one that was alone. `fresh`: rank all waiting jobs again before each decision.
 
     >>> @policy(active=4)
     ... def oldest(job):
@@ -308,7 +310,7 @@ def attach_policy(state: State, policy: Policy) -> None:
     core["max_active"] = min(policy.active or int(state.tuning["default_active"][0]), len(state.instance))
     core["demand_limit"] = np.inf
     core["max_in_flight"] = policy.max_in_flight
-    core["whole_always"], core["top_whole"] = policy.whole, policy.top_whole
+    core["whole_always"], core["top_whole"], core["whole_idle"] = policy.whole, policy.top_whole, not policy.never_whole
     core["timeless"] = policy.timeless
     core["refresh"] = _MOST if policy.fresh else REFRESH
     core["may_idle"], core["by_client"] = policy.may_idle, policy.admits_by_client

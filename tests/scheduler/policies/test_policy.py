@@ -449,3 +449,17 @@ def test_fresh_ranks_are_those_of_the_moment_of_the_decision() -> None:
 
     assert missed(fresh=True) < 0.01
     assert missed(fresh=False) > 2 * missed(fresh=True)
+
+
+def test_never_whole_lets_an_urgent_job_go_before_the_rest_of_one_that_was_alone() -> None:
+    one = SegmentProfile(100e3, warps=8448)
+    models = [ModelProfile("long", {1: [one] * 40}), ModelProfile("short", {1: [one]})]
+    load = TraceWorkload(((0.0, "long", 100.0, None, 0), (1e-3, "short", 0.5, None, 0)))
+    met, launches = [], []
+    for never in (False, True):
+        by_deadline = policy(active=1, max_in_flight=1, never_whole=never)(lambda job: job.deadline_ns)
+        run = simulate(models, load, by_deadline)
+        met.append(run.model("short").within_target)
+        launches.append(run.counters["launches"])
+    assert met == [0.0, 1.0]
+    assert launches == [1, 41]  # the short job expires behind the whole program
