@@ -19,6 +19,7 @@ import numpy as np
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.errors import EngineAwayError
 from paellapy.scheduler.core.processes import SharedBlock
+from paellapy.serving.logs import log
 
 PACKET_BYTES = 1 << 15
 MOST_DESCRIPTORS = 250  # per packet; Linux allows 253
@@ -123,7 +124,11 @@ class Channel:
     def _readable(self) -> None:
         for _ in range(64):
             try:
-                packet, descriptors, _, _ = socket.recv_fds(self._socket, 2 * PACKET_BYTES, MOST_DESCRIPTORS)
+                packet, descriptors, flags, _ = socket.recv_fds(self._socket, 2 * PACKET_BYTES, MOST_DESCRIPTORS)
+                if flags & socket.MSG_CTRUNC:  # some are lost; a worker asks for all of them again on a new connection
+                    _close_all(descriptors)
+                    log.error("too many files are open to take memory from another process: raise `ulimit -n`")
+                    packet, descriptors = b"", []
             except BlockingIOError:
                 return
             except OSError:

@@ -320,6 +320,19 @@ def test_a_tls_connection_that_is_closed_twice_has_nothing_to_send():
     assert asyncio.run(left()) == 0
 
 
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_pipelined_requests_are_all_answered_under_tls(new_loop):
+    trusting = ssl.create_default_context(cafile=TLS / "certificate.pem")
+    one = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (INFER.encode(), len(BODY), BODY)
+    with running([scale_model(batch=(1, 4))], tls=server_tls(), new_loop=new_loop) as server:
+        for request in (one, b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"):
+            with Client(server) as client, trusting.wrap_socket(client._socket, server_hostname="localhost") as wrapped:
+                wrapped.settimeout(20)
+                client._socket = wrapped
+                client.send(request * 20)
+                assert [client.answer()[0] for _ in range(20)] == [200] * 20
+
+
 # -- clients that do not read
 
 
