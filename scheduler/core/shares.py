@@ -64,8 +64,8 @@ def count_ended(s: State, m: int, c: int) -> None:
 @part
 def charge(s: State, instance: int, time_ns: float, gpu_ns: float, began_ns: int) -> None:
     """Charges a completed segment: its model, and the clients of its slots in equal parts, are charged its time alone
-    and its part of the GPU's time. A client with a limit may continue once its time alone is within the limit's
-    fraction of the elapsed time.
+    and its part of the GPU's time. Shares count the GPU's time; a client with a limit may continue once its time alone
+    is within the limit's fraction of the elapsed time.
     """
     core = s.core[0]
     inst = s.instance[instance]
@@ -74,20 +74,20 @@ def charge(s: State, instance: int, time_ns: float, gpu_ns: float, began_ns: int
     s.model[m].used_ns += time_ns
     s.model[m].gpu_ns += gpu_ns
     if core.shares > 0.0:
-        core.virtual_ns += time_ns / core.shares
+        core.virtual_ns += gpu_ns / core.shares
     each, each_gpu = time_ns / inst.taken, gpu_ns / inst.taken
     for k in range(inst.taken):
         c = s.slot_client[instance, k]
         client = s.client[c]
         client.used_ns += each
         client.gpu_ns += each_gpu
-        client.virtual_ns += each / client.share
+        client.virtual_ns += each_gpu / client.share
         flow = s.flow[flow_of(s, c), m]
-        flow.virtual_ns += each / max(flow.share, 1e-9)
+        flow.virtual_ns += each_gpu / max(flow.share, 1e-9)
         if client.limit > 0.0:
             client.resume_ns = max(client.resume_ns, began_ns - LIMIT_KEPT_NS) + each / client.limit
     if core.client_shares > 0.0:
-        core.client_virtual_ns += time_ns / core.client_shares
+        core.client_virtual_ns += gpu_ns / core.client_shares
 
 
 @part

@@ -1,4 +1,4 @@
-"""Simulations against queueing theory: M/D/1, M/G/1, Little's law, and the utilisation."""
+"""Simulations against queueing theory: M/D/1, M/G/1, Little's law, utilisation, and shares of the GPU's time."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
+from paellapy.scheduler.core.tenants import Tenant
 from paellapy.scheduler.sim.simulate import simulate
-from paellapy.scheduler.sim.workload import Poisson
+from paellapy.scheduler.sim.workload import ClosedLoop, Poisson
 
 FULL = {"blocks": 4224, "warps": 8448}  # an H200, so that a second job would slow the first
 NO_GAPS = {"host_launch_ns": 0, "tuning": {"segment_gap_ns": 0, "hand_over_ns": 0}}
@@ -59,3 +60,15 @@ def test_littles_law_and_the_utilisation_hold(policy):
     work_ns = sum((jobs["model"] == k).sum() * each.alone_ns() for k, each in enumerate(models))
     busy_ns = run.gpu_ms["busy"][""] * 1e6
     assert 0.99 * work_ns <= busy_ns <= 1.12 * work_ns
+
+
+@pytest.mark.parametrize("by_tenant", [False, True])
+def test_fair_divides_the_gpus_time_by_shares_among_unlike_models(by_tenant):
+    shapes, weights = {"a": (20, 40), "b": (90, 11), "c": (900, 1)}, {"a": 1.0, "b": 3.0, "c": 6.0}
+    models = [net(name, *shapes[name], share=1.0 if by_tenant else weights[name]) for name in shapes]
+    load = ClosedLoop("a", clients=4, client="alice") + ClosedLoop("b", clients=4, client="bob")
+    load += ClosedLoop("c", clients=4, client="carol")
+    tenants = {name: Tenant(share=each) for name, each in zip(("alice", "bob", "carol"), (1, 3, 6), strict=True)}
+    run = simulate(models, load, "fair", tenants=tenants if by_tenant else {})
+    for name, weight in weights.items():
+        assert run.part_of_gpu("models", name) == pytest.approx(weight / 10, abs=0.01)
