@@ -18,6 +18,7 @@ import msgspec
 from aiohttp import ClientConnectorError, ClientError, ClientResponse, ClientSession, ClientTimeout
 
 from paellapy.instrument.errors import ArgumentError
+from paellapy.scheduler.core.admission import PREDICTED_WEIGHT, SLOW
 from paellapy.serving.load_report import Outlook
 from paellapy.serving.logs import log
 from paellapy.serving.registry import READY
@@ -89,6 +90,7 @@ class EngineView:
         self.quiet_ticks = 0
         self.silent = False  # given up, until it is heard again
         self.added_ms = 0.0  # work sent since its latest line
+        self.added = 0  # requests sent since then
         self.outstanding = 0  # this router's requests in flight there
         self.sent = 0
         self.learned: dict[str, Learned] = {}
@@ -98,7 +100,8 @@ class EngineView:
         before = self.offers() if self.up else None
         if self.outlook is None or self.outlook.since != outlook.since:
             self.learned.clear()
-        self.outlook, self.added_ms, self.quiet_ticks, self.silent = outlook, 0.0, 0, False
+        self.outlook, self.added_ms, self.added = outlook, 0.0, 0
+        self.quiet_ticks, self.silent = 0, False
         self.up = not outlook.draining
         if not self.outstanding:
             for each in self.learned.values():
@@ -135,8 +138,20 @@ class EngineView:
         learned = self.learned.get(model)
         return predicted_ms if learned is None else max(predicted_ms, LEAST_MS) * learned.factor
 
+    def cost_ms(self, model: str) -> float | None:
+        """What a router minimizes: the work there, as if all requests took as long as this one, and a part of the
+        estimate. None: it does not have the model.
+        """
+        estimate_ms = self.estimate_ms(model)
+        if estimate_ms is None or self.outlook is None:
+            return None
+        slow = max(1.0, self.learned[model].factor / SLOW) if model in self.learned else 1.0
+        work_ms = (self.outlook.live + self.added + 1) * self.outlook.models[model].step_ms * slow
+        return work_ms + PREDICTED_WEIGHT * estimate_ms
+
     def note_sent(self, model: str) -> None:
         self.outstanding += 1
+        self.added += 1
         self.sent += 1
         if self.outlook is not None and (found := self.outlook.models.get(model)) is not None:
             self.added_ms += found.step_ms

@@ -1,6 +1,4 @@
-"""`Router`: sends requests to the engine with the earliest predicted finish, and holds requests that no engine can
-take.
-"""
+"""`Router`: sends requests to the engine where they cost least, and holds requests that no engine can take."""
 
 from __future__ import annotations
 
@@ -83,7 +81,7 @@ class Counts:
 class Forward(Exchange):
     """A request from its arrival to its answer. `answer` is called once, with the parts of a whole HTTP answer.
 
-    It goes to the engine likely to finish it first. It goes to another one when that engine refuses it, and when that
+    It goes to the engine of the least cost. It goes to another one when that engine refuses it, and when that
     engine is lost before its answer is complete: no byte of an answer is passed on before all of it has arrived. With
     the header `X-At-Most-Once` it goes to another engine only if it cannot have run: the connection was not made, or
     the model has left the engine (404).
@@ -363,13 +361,13 @@ class Router:
             raise UnknownModelError(f"no model is named {short(model)}{names}")
 
     def choose(self, model: str, tried: Iterable[str] = ()) -> EngineView | None:
-        """The engine likely to finish first; equal ones take turns."""
+        """The engine of the least cost; equal ones take turns."""
         best, best_key = None, (float("inf"), 0, 0)
         turn, n = next(self._turn), max(1, len(self.views))
         for k, view in enumerate(self.views.values()):
-            estimate_ms = view.estimate_ms(model)
-            if estimate_ms is not None and view.name not in tried:
-                key = (estimate_ms, view.outstanding, (k - turn) % n)
+            cost_ms = view.cost_ms(model)
+            if cost_ms is not None and view.name not in tried:
+                key = (cost_ms, view.outstanding, (k - turn) % n)
                 if key < best_key:
                     best, best_key = view, key
         return best

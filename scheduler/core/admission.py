@@ -34,6 +34,11 @@ from paellapy.scheduler.core.tables import Table
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.core.weights import ready_ns
 
+# Of routers: weight of the predicted finish beside the work at a GPU. With more, routers avoid stragglers and GPUs that
+# lack weights better; with less, fewer routers choose the same GPU by old reports (`benchmarks/cluster_sim.py`).
+PREDICTED_WEIGHT = 0.25
+SLOW = 2.0  # of routers: a GPU that takes more times its predictions than this counts as slower than its profiles
+
 
 @compiled
 def predict(s: State, m: int, priority: int, deadline: int, now: int) -> float:

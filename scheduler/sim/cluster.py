@@ -23,6 +23,7 @@ from paellapy.instrument.gpu_model.tables import Floats, Ints, new_tree, tree_fi
 from paellapy.instrument.numba_ext.link import address_of, compiled, part
 from paellapy.instrument.numba_ext.tables import TableSet, table, table_set
 from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core.admission import PREDICTED_WEIGHT, SLOW
 from paellapy.scheduler.core.atomics import call_advance
 from paellapy.scheduler.core.codes import NEVER, NONE, OK
 from paellapy.scheduler.core.processes import usable_cpus
@@ -48,9 +49,9 @@ from paellapy.scheduler.sim.simulate import (
 from paellapy.scheduler.sim.tables import ARRIVAL, FACTOR, GAIN, LIVE
 from paellapy.scheduler.sim.workload import Workload, WorkloadError
 
-Routing = Literal["predicted", "least_loaded", "two_choices", "round_robin"]
+Routing = Literal["weighted", "predicted", "least_loaded", "two_choices", "round_robin"]
 ROUTINGS: tuple[Routing, ...] = get_args(Routing)
-PREDICTED, LEAST_LOADED, TWO_CHOICES, ROUND_ROBIN = range(4)
+WEIGHTED, PREDICTED, LEAST_LOADED, TWO_CHOICES, ROUND_ROBIN = range(5)
 INBOX = 512  # most requests sent to a GPU in one period
 ROWS = 1024  # most requests waiting at one GPU
 HELD_S = 20.0  # longest time for which a router holds a request that no GPU can take
@@ -133,7 +134,7 @@ class ClusterOptions:
     """Options of `simulate_cluster`."""
 
     gpus: int = 1000
-    router: Routing = "predicted"
+    router: Routing = "weighted"
     placement: Sequence[Sequence[str]] | None = None  # names of the models of each GPU; None: all GPUs have all models
     stale_ms: float = 2.0  # age of the load reports by which routers choose
     speeds: Sequence[float] = (1.0,)  # relative speeds, assigned to the GPUs in turn: 0.5 takes twice as long
@@ -162,14 +163,15 @@ def simulate_cluster(
 ) -> ClusterResults:
     """Runs the workload on `gpus` GPUs to its end.
 
-    `options`: `router` is "predicted", "least_loaded", "two_choices" or "round_robin", and there are `routers` of them;
-    `stale_ms`, the age of the load reports by which they choose; `placement`, the names of each GPU's models (None: all
-    GPUs have all models); `speeds`, relative to the profiles and assigned to the GPUs in turn; `failures` and
-    `stragglers`; `policy`, `device`, `seed`; `threads`, the host's for the simulation.
+    `options`: `router` is "weighted" (what our routers do), "predicted", "least_loaded", "two_choices" or
+    "round_robin", and there are `routers` of them; `stale_ms`, the age of the load reports by which they choose;
+    `placement`, the names of each GPU's models (None: all GPUs have all models); `speeds`, relative to the profiles and
+    assigned to the GPUs in turn; `failures` and `stragglers`; `policy`, `device`, `seed`; `threads`, the host's for the
+    simulation.
 
     >>> from paellapy.scheduler.sim.recorded_profiles import MIX, mix_profiles
     >>> from paellapy.scheduler.sim.workload import Poisson
-    >>> found = simulate_cluster(mix_profiles(), Poisson(4000, MIX, duration=0.05), gpus=2, router="predicted")
+    >>> found = simulate_cluster(mix_profiles(), Poisson(4000, MIX, duration=0.05), gpus=2)
     >>> found.lost
     0
     """
@@ -258,7 +260,8 @@ def set_hosts(f: Fleet, up: Sequence[int] | range) -> None:
 
 # -- routers: they assign each request of a period to a GPU, by the reports of that period
 #
-# `predicted` keeps, for every router and model, a tree of the GPUs' estimates, so that a choice takes log(GPUs) steps.
+# The first three rules keep, for every router and model, a tree of the GPUs' keys, so that a choice takes log(GPUs)
+# steps.
 # A router knows the requests that it has sent since the last report, and assumes that the other routers have sent as
 # many.
 
@@ -315,6 +318,10 @@ def key_of(f: Fleet, router: int, gpu: int, model: int) -> float:
     """The key that the router minimizes; infinite for a GPU without the model."""
     if f.fleet[0].routing == PREDICTED:
         return estimate(f, router, gpu, model)
+    if f.fleet[0].routing == WEIGHTED:
+        slow = max(1.0, f.report[gpu, f.report.shape[1] + FACTOR] / SLOW)
+        work_ns = (load_of(f, router, gpu) + 1.0) * f.step_ns[gpu, model] * slow
+        return float(work_ns + PREDICTED_WEIGHT * estimate(f, router, gpu, model))
     return load_of(f, router, gpu) if f.up[gpu] == 1 and f.row[gpu, model] != NONE else np.inf
 
 

@@ -339,11 +339,13 @@ def test_views_correct_what_was_published_by_what_they_send_and_hear():
     view.hear(outlook(m=ModelOutlook(state="READY", predicted_ms=2.0, step_ms=0.5)))
     view.note_sent("m")
     assert view.estimate_ms("m") == 2.5
+    assert view.cost_ms("m") == 2 * 0.5 + 0.25 * 2.5  # it would be the second there
     view.hear(outlook(m=ModelOutlook(state="READY", predicted_ms=3.0, step_ms=0.5)))
     assert view.estimate_ms("m") == 3.0
     for _ in range(100):
         view.note_answer("m", 3.0, 9.0)  # three times as slow as it says
     assert view.estimate_ms("m") == pytest.approx(9.0)
+    assert view.cost_ms("m") == pytest.approx(0.5 * 3.0 / 2.0 + 0.25 * 9.0)
     view.outstanding = 0
     for _ in range(2000):  # nobody asks it any more: it gets another chance
         view.hear(outlook(m=ModelOutlook(state="READY", predicted_ms=3.0)))

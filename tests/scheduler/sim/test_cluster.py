@@ -12,6 +12,7 @@ from paellapy.instrument.errors import ArgumentError
 from paellapy.scheduler.core.codes import NEVER, OK
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.sim.cluster import ROUTINGS, Failure, Straggler, simulate_cluster
+from paellapy.scheduler.sim.recorded_profiles import MIX, mix_profiles
 from paellapy.scheduler.sim.simulate import simulate
 from paellapy.scheduler.sim.workload import ClosedLoop, Lognormal, Poisson, WorkloadError
 
@@ -104,14 +105,26 @@ def test_requests_go_where_their_model_is():
     assert set(rows["gpu"][rows["model"] == 1]) == {1, 2}
 
 
-def test_predictions_know_slow_gpus_and_learn_of_stragglers():
+@pytest.mark.parametrize("router", ["weighted", "predicted"])
+def test_predictions_know_slow_gpus_and_learn_of_stragglers(router):
     workload = Poisson(3000, "short", duration=0.3)
     slow = {"gpus": 4, "stragglers": [Straggler(0, 8.0)]}
-    by_router = {each: simulate_cluster(SHORT, workload, router=each, **slow) for each in ROUTINGS}
-    p99 = {name: found.summary()["p99_ms"] for name, found in by_router.items()}
-    assert p99["predicted"] < 0.7 * p99["round_robin"]
-    rows = by_router["predicted"].requests
-    assert (rows["gpu"] == 0).mean() < 0.15
+    found, other = (simulate_cluster(SHORT, workload, router=each, **slow) for each in (router, "round_robin"))
+    assert found.summary()["p99_ms"] < 0.7 * other.summary()["p99_ms"]
+    assert (found.requests["gpu"] == 0).mean() < 0.15
+
+
+def test_weighted_routing_is_within_a_hundredth_of_the_best_rule():
+    profiles = mix_profiles()
+    for speeds in ((1.0,), (1.0, 0.75, 0.5)):
+        load = Lognormal(4900 * sum(speeds[k % len(speeds)] for k in range(6)), MIX, duration=0.2)
+        for stale_ms in (0.5, 5.0):
+            found = {
+                router: simulate_cluster(profiles, load, gpus=6, router=router, speeds=speeds, stale_ms=stale_ms)
+                for router in ROUTINGS
+            }
+            part = {router: each.attainment() for router, each in found.items()}
+            assert part["weighted"] > max(part.values()) - 0.01
 
 
 def test_a_failed_gpu_gets_nothing_and_its_requests_are_sent_again():
