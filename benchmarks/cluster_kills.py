@@ -123,15 +123,16 @@ class Cluster:
     """Three Ray nodes on this machine and a cluster on them, all of them processes of one checkout."""
 
     def __init__(self, tree: Path, folder: Path) -> None:
-        self.port, ray_port = free_port("127.0.0.1"), free_port("127.0.0.1")
+        from ray.cluster_utils import Cluster as Nodes
+
+        self.port = free_port("127.0.0.1")
         self._file, self._policy = folder / "cluster.toml", "paella"
-        self._env = {**os.environ, **RAY, "PYTHONPATH": str(tree), "RAY_ADDRESS": f"127.0.0.1:{ray_port}"}
+        os.environ.update({**RAY, "PYTHONPATH": str(tree)})
+        self._nodes = Nodes()
+        node = {"include_dashboard": False, "num_cpus": 1, "object_store_memory": 80 << 20}
+        self._ray = [self._nodes.add_node(resources={"virtual_gpu": 2}, **node) for _ in range(3)]
+        self._env = {**os.environ, "RAY_ADDRESS": self._nodes.address}
         self._started: list[subprocess.Popen[bytes]] = []
-        here = [f"--port={ray_port}", "--head", "--include-dashboard=false", f"--temp-dir={folder / 'ray'}"]
-        for place in (here, [f"--address=127.0.0.1:{ray_port}"], [f"--address=127.0.0.1:{ray_port}"]):
-            self._start("ray.scripts.scripts", "start", *place, "--block", "--num-cpus=1",
-                        f"--object-store-memory={80 << 20}", '--resources={"virtual_gpu": 2}')  # fmt: skip
-            time.sleep(4.0)
         self._write()
         self._start("paellapy", "cluster", "serve", str(self._file))
         while not self.has_two():
@@ -157,8 +158,7 @@ class Cluster:
 
     def part(self, name: str) -> int:
         """A process of this kind: the last one, since the first is where routers were started."""
-        found = [pid for each in self._started for pid in children(each.pid) if each.poll() is None]
-        actors = [pid for pid in found if any(word in command(pid) for word in PARTS[name])]
+        actors = [pid for pid in children(os.getpid()) if any(word in command(pid) for word in PARTS[name])]
         own = [pid for pid in children(actors[-1]) if "paellapy.cluster" in command(pid)]
         return own[-1] if name in ("engine", "router") and own else actors[-1]
 
@@ -167,9 +167,7 @@ class Cluster:
 
     def kill_node(self) -> None:
         """Kills a node that is not the first, with all its workers."""
-        for pid in (*children(self._started[2].pid), self._started[2].pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        self._nodes.remove_node(self._ray[-1], allow_graceful=False)
 
     def change(self) -> None:
         """Sets another policy: in place, or by taking the cluster down if its version cannot do that."""
@@ -187,6 +185,7 @@ class Cluster:
                 each.wait(60)
             each.kill()
             each.wait()
+        self._nodes.shutdown()
 
 
 def event(clients: Clients, cluster: Cluster, what: Callable[[], object]) -> dict[str, Any]:
