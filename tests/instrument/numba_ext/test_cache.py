@@ -60,7 +60,7 @@ def test_a_simulation_knows_the_code_of_its_parts(module: str, name: str, monkey
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), [("blocks", "WARP_SHIFT"), ("tables", "W_SMS"), ("tables", "REACHED")]
+    ("module", "name"), [("blocks", "WARP_SHIFT"), ("tables", "W_HELD"), ("tables", "REACHED")]
 )
 def test_the_sm_model_knows_the_constants_of_its_parts(
     module: str, name: str, monkeypatch: pytest.MonkeyPatch
