@@ -40,6 +40,7 @@ def _refusal(status: str, said: str) -> bytes:
     return b"%sContent-Length: %d\r\n\r\n%s" % (head.encode(), len(body), body)
 
 
+_END = b"\r\n\r\n"  # of a header
 _LATE = _refusal("408 Request Timeout", "the header did not arrive in time")
 _LONG = _refusal("431 Request Header Fields Too Large", "the header is longer than this server accepts: send less")
 _FULL = _refusal("503 Service Unavailable", "the server holds as many bytes as it may: try again")
@@ -72,8 +73,8 @@ class Connection(web.RequestHandler):
     """
 
     __slots__ = (
-        "__weakref__", "_began", "_content", "_header_bytes", "_held", "_limits", "_log_rejected", "_rest",
-        "_send_timeout_s", "_send_timer", "_timer", "_to_client", "_unread_answers", "_unsent", "fresh",
+        "__weakref__", "_began", "_content", "_header_bytes", "_header_end", "_held", "_limits", "_log_rejected",
+        "_rest", "_send_timeout_s", "_send_timer", "_timer", "_to_client", "_unread_answers", "_unsent", "fresh",
     )  # fmt: skip
 
     def __init__(self, manager: Connections, *, log_rejected: bool, **options: Any) -> None:
@@ -81,6 +82,7 @@ class Connection(web.RequestHandler):
         self._limits, self._unread_answers, self._log_rejected = manager.limits, manager.unsent, log_rejected
         self._began = False  # a part of a header has arrived
         self._header_bytes, self._held = 0, manager.held  # of that part
+        self._header_end = b""  # its last bytes
         self._send_timeout_s, self._unsent = self._limits.send_timeout_s, 0
         self._timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
@@ -162,7 +164,8 @@ class Connection(web.RequestHandler):
 
     def _parse(self, data: bytes) -> None:
         self._rest = max(0, self._rest - len(data))
-        if not self._reads_body and not self._has_room(data):
+        # While requests wait for their turn, aiohttp keeps what follows unparsed, and stops reading soon.
+        if not self._reads_body and not self._messages and not self._has_room(data):
             return
         before = self._request_count
         super().data_received(data)
@@ -184,7 +187,10 @@ class Connection(web.RequestHandler):
 
     def _has_room(self, data: bytes) -> bool:
         """Counts the bytes of a header that is not complete. If they are too many, the connection ends."""
-        end = data.find(b"\r\n\r\n")
+        end = data.find(_END)
+        if end < 0 and _END in self._header_end + data[:3]:  # it comes in two pieces
+            end = 0
+        self._header_end = (self._header_end + data[-3:])[-3:]
         size = self._header_bytes + (len(data) if end < 0 else end)
         refusal = _LONG if size > HEADERS * self._limits.max_header_bytes else b""
         try:

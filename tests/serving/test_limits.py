@@ -333,6 +333,28 @@ def test_pipelined_requests_are_all_answered_under_tls(new_loop):
                 assert [client.answer()[0] for _ in range(20)] == [200] * 20
 
 
+@pytest.mark.parametrize("cut", [*range(1, 5), 30])
+def test_a_header_may_end_in_two_pieces_before_a_long_body(open_server, cut):
+    """The body is longer than a header may be."""
+    request = wide_request("traceparent: none")
+    end = request.index(b"\r\n\r\n") + 4
+    with Client(open_server) as client:
+        client.send(request[: end - cut])
+        open_server.wait_until(lambda: open_server.service.held.nbytes > 0)
+        client.send(request[end - cut :])
+        assert client.answer()[0] == 200
+
+
+def test_requests_that_wait_for_their_turn_are_no_header(open_server):
+    """aiohttp keeps bytes behind a full queue unparsed."""
+    count = 60
+    with Client(open_server) as client:
+        sender = threading.Thread(target=client.send, args=(wide_request("traceparent: none") * count,))
+        sender.start()
+        assert [client.answer()[0] for _ in range(count)] == [200] * count
+        sender.join()
+
+
 # -- clients that do not read
 
 
