@@ -151,7 +151,7 @@ class CudaBackend(Backend):
             return 0, 0  # a captured graph needs no warm-up, and its memory belongs to its owner
         if not torch_in_use(model.uses_torch):
             return super().warm_up_all(model, weights, sizes)
-        if model.stateful:
+        if model.stateful and model.uses_torch:
             return self._warm_up_step(model, weights, sizes)
         self._warm_up_pool = TorchPool(self.device.index)
         try:

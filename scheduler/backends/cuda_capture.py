@@ -90,7 +90,7 @@ def capture_program(
 
 def _drawing(model: Capturable, draws: InstanceDraws | None) -> contextlib.AbstractContextManager[None]:
     """The context that provides random numbers while the model is captured."""
-    if model.stateful:
+    if model.stateful and model.uses_torch:
         found: contextlib.AbstractContextManager[None] = model.source.draws.recording()
         return found
     return contextlib.nullcontext() if draws is None else draws.drawing()
@@ -266,9 +266,10 @@ class TorchRecorder(Recorder):
 
 
 def recorder_for(stream: int, pool: TorchPool | None, model: Capturable, drawn: int) -> Recorder:
-    if pool is None or not (model.stateful or drawn):
+    step = model.stateful and model.uses_torch
+    if pool is None or not (step or drawn):
         return Recorder(stream)
-    return TorchRecorder(stream, pool, model.source.draws if model.stateful else None)
+    return TorchRecorder(stream, pool, model.source.draws if step else None)
 
 
 # -- graphs that were captured elsewhere
@@ -376,7 +377,7 @@ def run_steps(device: CudaDevice, steps: Sequence[Step]) -> None:
 
 def instance_pool(device: CudaDevice, model: Capturable) -> TorchPool:
     """The pool of an instance. Instances of a model that changes its weights run one at a time, and share a pool."""
-    if not model.stateful:
+    if not (model.stateful and model.uses_torch):
         return TorchPool(device.index)
     if model.source.pool is None:
         model.source.pool = TorchPool(device.index)
