@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.scheduler.core.errors import InputError
+from paellapy.scheduler.language.kernels import ROW
 from paellapy.scheduler.language.pages import PAGE, PagePool
-from paellapy.scheduler.language.rows import ROW
 from paellapy.scheduler.language.sampling import Sampling
 
 PIECES = 16  # of sequences that one chunk may have

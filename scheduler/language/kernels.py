@@ -6,17 +6,45 @@ before it reads anything that the step itself writes. Only constant data may be 
 before the previous one may still run then.
 
 Keys and values lie in pages of PAGE tokens, (page, head, token, element). Row r of `table` has the pages of sequence
-number r. `rows` describes the rows of a batch (`rows.ROW`); one whose sequence is -1 is not used.
+number r. `rows` describes the rows of a batch (`ROW`); one whose sequence is -1 is not used.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paellapy.instrument.kernels.decorator import kernel
-from paellapy.scheduler.language.rows import PAGE_NUMBER, PLACE, POSITION, SEQUENCE, TOKEN, WORDS
+
+# What the host says about each row of a batch.
+ROW = np.dtype(
+    [
+        ("sequence", np.int32),  # its number; -1: the row is not used
+        ("position", np.int32),  # of the token that enters the model; the next one is chosen
+        ("token", np.int32),  # of a chunk: the token after which the next one is chosen
+        ("place", np.int32),  # where a page joins the sequence; -1: none does
+        ("page", np.int32),
+        ("seed", np.uint32),
+        ("temperature", np.float32),  # 0: the most probable token
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("top_k", np.int32),  # 0: all
+        ("repetition", np.float32),
+        ("presence", np.float32),
+        ("frequency", np.float32),
+    ]
+)
+
+
+def _word(name: str) -> tl.constexpr:
+    return tl.constexpr(ROW.fields[name][1] // 4)  # type: ignore[index]
+
+
+WORDS = tl.constexpr(ROW.itemsize // 4)
+SEQUENCE, POSITION, TOKEN, PLACE, PAGE_NUMBER = map(_word, ("sequence", "position", "token", "place", "page"))
+SEED, PARAMETERS = _word("seed"), _word("temperature")
 
 # Scores of tokens that a query does not see. Not -inf: the difference of two of them must be a number.
 UNSEEN = tl.constexpr(-1e30)

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from paellapy.instrument.kernels.decorator import kernel
 from paellapy.scheduler.core.errors import InputError
-from paellapy.scheduler.language.rows import PARAMETERS, POSITION, SEED, SEQUENCE, WORDS
+from paellapy.scheduler.language.kernels import PARAMETERS, POSITION, SEED, SEQUENCE, WORDS
 
 MOST_LOGPROBS = 20
 LARGEST_TOP_K = 1 << 20
@@ -70,7 +70,7 @@ class Sampling:
 
     @property
     def parameters(self) -> tuple[float, ...]:
-        """Those that the kernel reads, in the order of `rows.ROW`."""
+        """Those that the kernel reads, in the order of `kernels.ROW`."""
         return (
             self.temperature, self.top_p, self.min_p, self.top_k, self.repetition_penalty, self.presence_penalty,
             self.frequency_penalty,
@@ -93,14 +93,19 @@ def levels(dtype: str, penalised: bool) -> int:
 
 
 @triton.jit
-def _logits(logits, mask, seen, at, b, sequence, n, repetition, presence, frequency, V: tl.constexpr):
-    """Logits of the tokens n: -inf where the mask forbids them, less penalties for tokens that were seen."""
+def _logits(logits, mask, seen, at, b, sequence, n, p, V: tl.constexpr):
+    """Logits of the tokens n: -inf where the mask forbids them, less penalties for tokens that were seen. `p` points to
+    the row's parameters.
+    """
     x = tl.load(logits + at + n, mask=n < V, other=-float("inf")).to(tl.float32)
     if mask is not None:
         words: tl.constexpr = (V + 31) // 32
         word = tl.load(mask + b * words + n // 32, mask=n < V, other=0)
         x = tl.where((word >> (n % 32)) & 1 != 0, x, -float("inf"))
     if seen is not None:
+        repetition = tl.load(p + 4).to(tl.float32, bitcast=True)
+        presence = tl.load(p + 5).to(tl.float32, bitcast=True)
+        frequency = tl.load(p + 6).to(tl.float32, bitcast=True)
         times = tl.load(seen + sequence.to(tl.int64) * V + n, mask=n < V, other=0)
         x = tl.where(times != 0, tl.where(x > 0, x / repetition, x * repetition), x)
         chosen = times & (IN_PROMPT - 1)
@@ -113,6 +118,41 @@ def _order(x):
     """An unsigned integer for each float that compares as the float does."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.uint32, bitcast=True) ^ 0x80000000
+
+
+@triton.jit
+def _threshold(
+    logits, mask, seen, at, b, sequence, p, largest, floor, wanted, COUNT: tl.constexpr, V: tl.constexpr,
+    LEVELS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The largest order that leaves enough tokens, of those from `floor` on: `wanted` tokens with COUNT, otherwise that
+    part of their probability. Two bits of it are found at a time.
+    """
+    i = tl.arange(0, BLOCK)
+    temperature = tl.load(p).to(tl.float32, bitcast=True)
+    if not COUNT:
+        sums = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, V, BLOCK):
+            x = _logits(logits, mask, seen, at, b, sequence, start + i, p, V)
+            sums += tl.where(_order(x) >= floor, tl.exp((x - largest) / temperature), 0.0)
+        wanted *= tl.sum(sums, 0)
+    least = (tl.zeros((), tl.int32)).to(tl.uint32)
+    for bit in range(30, 30 - LEVELS, -2):
+        one = tl.full((), 1, tl.uint32) << tl.cast(bit, tl.uint32)
+        s1 = tl.zeros((BLOCK,), tl.float32)
+        s2 = tl.zeros((BLOCK,), tl.float32)
+        s3 = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, V, BLOCK):
+            x = _logits(logits, mask, seen, at, b, sequence, start + i, p, V)
+            o = _order(x)
+            w = tl.where(start + i < V, 1.0, 0.0) if COUNT else tl.exp((x - largest) / temperature)
+            w = tl.where(o >= floor, w, 0.0)
+            s1 += tl.where(o >= least + one, w, 0.0)
+            s2 += tl.where(o >= least + 2 * one, w, 0.0)
+            s3 += tl.where(o >= least + 3 * one, w, 0.0)
+        steps = (tl.sum(s1, 0) >= wanted).to(tl.uint32) + (tl.sum(s2, 0) >= wanted).to(tl.uint32)
+        least += one * (steps + (tl.sum(s3, 0) >= wanted).to(tl.uint32))
+    return tl.maximum(least, floor)
 
 
 @kernel
@@ -133,9 +173,6 @@ def sample(
     temperature = tl.load(p).to(tl.float32, bitcast=True)
     top_p, min_p = tl.load(p + 1).to(tl.float32, bitcast=True), tl.load(p + 2).to(tl.float32, bitcast=True)
     top_k = tl.load(p + 3)
-    repetition = tl.load(p + 4).to(tl.float32, bitcast=True)
-    presence = tl.load(p + 5).to(tl.float32, bitcast=True)
-    frequency = tl.load(p + 6).to(tl.float32, bitcast=True)
     at = b.to(tl.int64) * V
     r = tl.maximum(sequence, 0)
     i = tl.arange(0, BLOCK)
@@ -144,7 +181,7 @@ def sample(
     best = tl.full((BLOCK,), -float("inf"), tl.float32)
     place = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, V, BLOCK):
-        x = _logits(logits, mask, seen, at, b, r, start + i, repetition, presence, frequency, V)
+        x = _logits(logits, mask, seen, at, b, r, start + i, p, V)
         place = tl.where(x > best, start + i, place)
         best = tl.maximum(x, best)
     largest = tl.max(best, 0)
@@ -153,48 +190,17 @@ def sample(
     if temperature > 0:
         least = (tl.zeros((), tl.int32)).to(tl.uint32)  # order of the smallest logit that may be chosen
         if (top_k > 0) & (top_k < V):
-            for bit in range(30, 30 - LEVELS, -2):
-                one = tl.full((), 1, tl.uint32) << tl.cast(bit, tl.uint32)
-                c1 = tl.zeros((BLOCK,), tl.int32)
-                c2 = tl.zeros((BLOCK,), tl.int32)
-                c3 = tl.zeros((BLOCK,), tl.int32)
-                for start in range(0, V, BLOCK):
-                    x = _logits(logits, mask, seen, at, b, r, start + i, repetition, presence, frequency, V)
-                    o = _order(x)
-                    c1 += ((o >= least + one) & (start + i < V)).to(tl.int32)
-                    c2 += ((o >= least + 2 * one) & (start + i < V)).to(tl.int32)
-                    c3 += ((o >= least + 3 * one) & (start + i < V)).to(tl.int32)
-                steps = (tl.sum(c1, 0) >= top_k).to(tl.uint32) + (tl.sum(c2, 0) >= top_k).to(tl.uint32)
-                least += one * (steps + (tl.sum(c3, 0) >= top_k).to(tl.uint32))
+            least = _threshold(
+                logits, mask, seen, at, b, r, p, largest, least, top_k.to(tl.float32), True, V, LEVELS, BLOCK
+            )  # fmt: skip
         if top_p < 1:
-            sums = tl.zeros((BLOCK,), tl.float32)
-            for start in range(0, V, BLOCK):
-                x = _logits(logits, mask, seen, at, b, r, start + i, repetition, presence, frequency, V)
-                sums += tl.where(_order(x) >= least, tl.exp((x - largest) / temperature), 0.0)
-            wanted = tl.sum(sums, 0) * top_p
-            floor = least
-            least = (tl.zeros((), tl.int32)).to(tl.uint32)
-            for bit in range(30, 30 - LEVELS, -2):
-                one = tl.full((), 1, tl.uint32) << tl.cast(bit, tl.uint32)
-                s1 = tl.zeros((BLOCK,), tl.float32)
-                s2 = tl.zeros((BLOCK,), tl.float32)
-                s3 = tl.zeros((BLOCK,), tl.float32)
-                for start in range(0, V, BLOCK):
-                    x = _logits(logits, mask, seen, at, b, r, start + i, repetition, presence, frequency, V)
-                    o = _order(x)
-                    w = tl.where(o >= floor, tl.exp((x - largest) / temperature), 0.0)
-                    s1 += tl.where(o >= least + one, w, 0.0)
-                    s2 += tl.where(o >= least + 2 * one, w, 0.0)
-                    s3 += tl.where(o >= least + 3 * one, w, 0.0)
-                steps = (tl.sum(s1, 0) >= wanted).to(tl.uint32) + (tl.sum(s2, 0) >= wanted).to(tl.uint32)
-                least += one * (steps + (tl.sum(s3, 0) >= wanted).to(tl.uint32))
-            least = tl.maximum(least, floor)
+            least = _threshold(logits, mask, seen, at, b, r, p, largest, least, top_p, False, V, LEVELS, BLOCK)
         lowest = largest + temperature * tl.log(min_p)  # -inf for a min_p of 0
         # The largest of the logits, each with its own Gumbel noise, is a draw from their distribution.
         best = tl.full((BLOCK,), -float("inf"), tl.float32)
         place = tl.zeros((BLOCK,), tl.int32)
         for start in range(0, V, BLOCK):
-            x = _logits(logits, mask, seen, at, b, r, start + i, repetition, presence, frequency, V)
+            x = _logits(logits, mask, seen, at, b, r, start + i, p, V)
             bits, _, _, _ = tl.philox(seed, start + i, position, 0, 0)
             uniform = ((bits >> 8).to(tl.float32) + 0.5) * (1.0 / (1 << 24))
             noisy = x / temperature - tl.log(-tl.log(uniform))
@@ -212,11 +218,11 @@ def sample(
     tl.store(to, token)
     sums = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, V, BLOCK):
-        x = _logits(logits, mask, seen, at, b, r, start + i, repetition, presence, frequency, V)
+        x = _logits(logits, mask, seen, at, b, r, start + i, p, V)
         sums += tl.exp(x - largest)
     base = largest + tl.log(tl.sum(sums, 0))
     own = tl.zeros((1,), tl.int32) + token
-    chosen = _logits(logits, mask, seen, at, b, r, own, repetition, presence, frequency, V)
+    chosen = _logits(logits, mask, seen, at, b, r, own, p, V)
     tl.store(to + 1 + tl.zeros((1,), tl.int32), (chosen - base).to(tl.int32, bitcast=True))
     before = tl.full((), float("inf"), tl.float32)
     last = tl.full((), -1, tl.int32)
@@ -224,7 +230,7 @@ def sample(
         best = tl.full((BLOCK,), -float("inf"), tl.float32)
         place = tl.full((BLOCK,), V, tl.int32)
         for start in range(0, V, BLOCK):
-            x = _logits(logits, mask, seen, at, b, r, start + i, repetition, presence, frequency, V)
+            x = _logits(logits, mask, seen, at, b, r, start + i, p, V)
             later = (x < before) | ((x == before) & (start + i > last))
             x = tl.where(later, x, -float("inf"))
             place = tl.where(x > best, start + i, place)

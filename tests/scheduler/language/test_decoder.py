@@ -12,8 +12,8 @@ from language_families import FAMILIES, family
 import paellapy as pp
 from paellapy.scheduler.language.config import read_config
 from paellapy.scheduler.language.decoder import Decoder, State, tiles_of
+from paellapy.scheduler.language.kernels import ROW
 from paellapy.scheduler.language.pages import PAGE
-from paellapy.scheduler.language.rows import ROW
 from paellapy.scheduler.language.weights import decoder_weights, read_tensors
 
 CONTEXT = 128

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import paellapy as pp
 from paellapy.scheduler.core.errors import InputError
 from paellapy.scheduler.language import sampling
-from paellapy.scheduler.language.rows import ROW
+from paellapy.scheduler.language.kernels import ROW
 from paellapy.scheduler.language.sampling import Sampling
 
 VOCABULARY = 200
