@@ -295,7 +295,7 @@ _END = re.compile(rb"[^\s\[\]{},]([\s\[\]{},]*)\Z")
 
 def _without_lists(header: memoryview, inputs: int) -> tuple[memoryview, dict[int, memoryview]]:
     """The JSON with `null` in place of long lists of numbers, and these lists by their place in it. RequestError: the
-    rest is longer than a request to a model with so many inputs can need.
+    rest is longer than any request with this number of inputs needs.
     """
     kept, lists = bytearray(), dict[int, memoryview]()
     most = BESIDE_BYTES + 2 * CUT_BYTES * inputs

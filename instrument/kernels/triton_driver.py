@@ -66,7 +66,7 @@ class VirtualDriver(DriverBase):  # type: ignore[misc]
         return _benchmark
 
     def get_device_interface(self) -> type[_Interface]:
-        Device.current().clock_ns()  # places earlier launches, whose errors are not those of what is measured
+        Device.current().clock_ns()  # raises errors of earlier launches before the measurement begins
         return _Interface
 
     def get_empty_cache_for_benchmark(self) -> None:
