@@ -7,13 +7,11 @@ import warnings
 from typing import Any
 
 import numpy as np
-import triton
 from corpus import Case, CudaCase, ast_source
 from corpus.case import Argument, Call, options
-from triton.backends.compiler import GPUTarget
 
 from paellapy.instrument.kernels.cuda import CudaSource
-from paellapy.instrument.kernels.triton_source import TritonSource, TypeHandlers
+from paellapy.instrument.kernels.triton_source import TritonSource, TypeHandlers, translate
 from paellapy.instrument.ptx.compiled import Source
 from paellapy.instrument.triton_ir import TtirProgram
 
@@ -33,9 +31,7 @@ def source_of(case: Case | CudaCase, target: str | None = None) -> Source:
 def ttir(kernel: Any, call: Call, sm: int = 80) -> str:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "tl.make_block_ptr is deprecated")  # Triton 3.7 and 3.8
-        built = triton.compile(ast_source(kernel, call), target=GPUTarget("cuda", sm, 32), options=call.options)
-    text: str = built.asm["ttir"]
-    return text
+        return translate(ast_source(kernel, call), sm, call.options, "ttir").ttir
 
 
 def compiled(kernel: Any, args: dict[str, Argument], **constexprs: Any) -> TtirProgram:

@@ -272,7 +272,9 @@ def translate(source: Any, arch: int, options: dict[str, Any], last: Stage, vari
     backend = compiler.make_backend(target)
     parsed = backend.parse_options({**options, **source.parse_options()})
     environment = sorted(compiler.get_cache_invalidating_env_vars().items())
-    what = source.hash(), str(target), parsed.hash(), str(environment)
+    # Triton's hash of a kernel leaves out its file, which the text names.
+    file = source.fn.fn.__code__.co_filename
+    what = file, source.hash(), str(target), parsed.hash(), str(environment)
     work = cache.digest("triton", installed(), *what, variant)
     key = cache.digest(work, last)
     if stored := cache.read(key):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import runpy
 import subprocess
 import sys
 import zlib
@@ -195,6 +197,16 @@ def test_an_access_outside_an_array_is_named(device: Any) -> None:
         assert part in message
     with pytest.raises(pp.OutOfBoundsError):
         pp.kernel(wide)[(8,)](x, out, B=128)
+
+
+def test_equal_kernels_in_two_files_each_name_their_own_file(device: Any, tmp_path: Path) -> None:
+    text = "import triton\nimport triton.language as tl\n\n" + inspect.getsource(shift.fn)
+    for name in ("first.py", "second.py"):
+        (tmp_path / name).write_text(text)
+        kernel = pp.kernel(runpy.run_path(str(tmp_path / name))["shift"])
+        with pytest.raises(pp.OutOfBoundsError) as caught:
+            kernel[(8,)](np.zeros(1000, np.float32), pp.empty(1000), 1000, 500, B=128)
+        assert f"{tmp_path / name}:" in str(caught.value)
 
 
 @pytest.mark.parametrize("grid", [(1, 70_000), (1, 1, 70_000), (2**31,), (-1,)])
