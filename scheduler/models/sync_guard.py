@@ -7,17 +7,23 @@ in others.
 On the virtual GPU the CPU computes, which never waits. So `Waits` checks the calls themselves: those that bring the
 model's data to the host, or whose shape depends on the data. Other tensors, which would be on the host beside a GPU
 too, may be read.
+
+Libraries ask whether the stream is captured, and avoid such operations if it is. `answering_as_captured` gives runs
+outside a capture the same answer.
 """
 
 from __future__ import annotations
 
 import contextlib
+import linecache
 import math
+import re
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from paellapy.scheduler.core.errors import CaptureError
@@ -30,6 +36,8 @@ _DECIDES = (
     "_local_scalar_dense", "allclose", "equal", "nonzero", "masked_select", "_unique", "_unique2", "unique_dim",
     "unique_consecutive", "bincount",
 )  # fmt: skip
+_WAITING = "waits for the GPU"
+_CHOOSES = re.compile("mask|size|shape|grid|len")  # in the name of an input: modules read such inputs
 _AFTER_S = 10.0  # an operation that began before the end warns when it is over
 _lock = threading.Lock()  # guards the following two, and the list of filters against our own threads
 _refusing: dict[int, int] = {}  # threads in which waits are errors now, and how often each began
@@ -119,8 +127,51 @@ def refusing_to_wait() -> Iterator[None]:
 def _refused(location: str, example: str) -> CaptureError:
     return CaptureError(
         f"waits for the GPU at {location} (.item(), .cpu(), a condition on data, {example}); a captured module only "
-        "launches: keep these values on the GPU, or compute them before", location=location, doing="waits for the GPU"
+        "launches: keep these values on the GPU, or compute them before", location=location, doing=_WAITING
     )  # fmt: skip
+
+
+def with_remedy(error: CaptureError, module: Any, dtype: Any, inputs: Iterable[str]) -> CaptureError:
+    """The error of a wait with what the module's user can do about it: by the words of the line that waits, by the
+    settings that the module has, and by the names of its inputs.
+    """
+    path, _, number = str(error.__dict__.get("location", "")).rpartition(":")
+    if error.__dict__.get("doing") != _WAITING or "remedies" in error.__dict__:
+        return error
+    line = linecache.getline(path, int(number)) if number.isdigit() else ""
+    words = Path(path).name + line
+    experts = any(word in words for word in ("moe", "expert", "grouped_mm"))
+    found = [] if experts else [f"a function that fixes the input {name}" for name in inputs if _CHOOSES.search(name)]
+    if experts and "bfloat16" not in str(dtype):
+        found.append("dtype=torch.bfloat16, for which PyTorch has a product of all experts")
+    if experts and hasattr(module, "set_experts_implementation"):
+        found.append('set_experts_implementation("batched_mm") on the module')
+    elif hasattr(module, "set_attn_implementation") and ("mask" in words or "attn" in words):
+        found.insert(0, 'set_attn_implementation("eager") on the module')
+    found.append("a model that ends before this line; compute the rest from its outputs")
+    return CaptureError(f"{error}. Try: {'; or '.join(found)}", **{**error.__dict__, "remedies": found})
+
+
+_captured = threading.local()
+
+
+@contextlib.contextmanager
+def answering_as_captured(torch: Any) -> Iterator[None]:
+    """Makes PyTorch say in this thread that the stream is captured, as it says in the capture itself."""
+    graphs = torch.cuda.graphs
+    asked = graphs._cuda_isCurrentStreamCapturing  # noqa: SLF001  PyTorch's own
+    if not hasattr(asked, "of_paellapy"):
+
+        def answer() -> bool:
+            return getattr(_captured, "depth", 0) > 0 or asked()
+
+        answer.of_paellapy = True  # type: ignore[attr-defined]
+        graphs._cuda_isCurrentStreamCapturing = answer  # noqa: SLF001  PyTorch's own
+    _captured.depth = getattr(_captured, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _captured.depth -= 1
 
 
 class Waits:
@@ -164,6 +215,8 @@ class Waits:
     def _waits(self, name: str, args: Any, kwargs: Any) -> bool:
         if name in _DECIDES:
             return True
+        if name == "_grouped_mm":  # PyTorch's own kernel takes one type; others go through a loop on the host
+            return args[0].dtype is not self._torch.bfloat16
         if name == "repeat_interleave":
             return kwargs.get("output_size") is None
         masked = name in ("index", "index_put", "index_put_") and any(

@@ -22,7 +22,7 @@ from paellapy.instrument.device.base import Device
 from paellapy.scheduler.core.errors import CaptureError, ModelError
 from paellapy.scheduler.models import torch_capture
 from paellapy.scheduler.models.capture import Counting
-from paellapy.scheduler.models.sync_guard import refusing_to_wait
+from paellapy.scheduler.models.sync_guard import answering_as_captured, refusing_to_wait, with_remedy
 from paellapy.scheduler.models.tensors import Arrays, TensorSpec, wrong
 from paellapy.scheduler.models.torch_cpu import Operation, count_operations, record_or_run
 from paellapy.scheduler.models.torch_state import Kept, Touched, find_touched, state_behind, watching
@@ -130,7 +130,7 @@ def _example_outputs(
     """
     kind = next(iter(given.values())).device.type
     try:
-        with torch.no_grad(), options.casting(torch, kind):
+        with torch.no_grad(), options.casting(torch, kind), answering_as_captured(torch):
             arranged = options.arrange(torch, given)
             run = functools.partial(find_ranges, torch, arranged, lambda: signature.call(call, arranged))
             (returned, ranges), touched = find_touched(torch, arranged.values(), run)
@@ -276,21 +276,29 @@ class TorchModule:
     def run(self, weights: Arrays, inputs: Arrays, outputs: Arrays) -> None:
         """The model's function."""
         torch = needs_torch()
-        call = weights["call"]
+        try:
+            self._run(torch, weights["call"], inputs, outputs)
+        except CaptureError as e:
+            first = next(iter(weights["call"].parameters()), None) if isinstance(self._call, torch.nn.Module) else None
+            raise with_remedy(e, self._call, getattr(first, "dtype", None), inputs) from e.__cause__
+
+    def _run(self, torch: Any, call: Any, inputs: Arrays, outputs: Arrays) -> None:
+        capture = Device.current().capture
         if isinstance(next(iter(inputs.values())), np.ndarray):
             given, found = ({key: array.view(np.ndarray) for key, array in each.items()} for each in (inputs, outputs))
             run = functools.partial(self.compute, torch, call, given, found)
             record_or_run(functools.partial(self._operations_of, torch, call, given, run), run)
-            return
-        if not isinstance(Device.current().capture, Counting):
+        elif capture is None:  # libraries may still tune themselves
+            self._compute(torch, call, inputs, outputs)
+        elif not isinstance(capture, Counting):
             self.compute(torch, call, inputs, outputs)
-            return
-        first = next(iter(inputs.values()))
-        generator = torch.cuda.default_generators[first.device.index]
-        before = generator.get_offset()
-        with refusing_to_wait():
-            self.compute(torch, call, inputs, outputs)
-        self.drawn[first.shape[0]] = generator.get_offset() - before
+        else:
+            first = next(iter(inputs.values()))
+            generator = torch.cuda.default_generators[first.device.index]
+            before = generator.get_offset()
+            with refusing_to_wait():
+                self.compute(torch, call, inputs, outputs)
+            self.drawn[first.shape[0]] = generator.get_offset() - before
 
     def _operations_of(self, torch: Any, call: Any, inputs: Arrays, run: Callable[[], None]) -> list[Operation]:
         """The operations for these inputs; they are the same for every instance."""
@@ -302,7 +310,11 @@ class TorchModule:
         return self.operations[batch]
 
     def compute(self, torch: Any, call: Callable[..., Any], inputs: Arrays, outputs: Arrays) -> None:
-        """Runs the module on our arrays and copies its results to the outputs."""
+        """Runs the module as it runs in a capture, on our arrays, and copies its results to the outputs."""
+        with answering_as_captured(torch):
+            self._compute(torch, call, inputs, outputs)
+
+    def _compute(self, torch: Any, call: Callable[..., Any], inputs: Arrays, outputs: Arrays) -> None:
         given = {key: as_tensor(torch, array) for key, array in inputs.items()}
         with torch.no_grad(), self.options.casting(torch, next(iter(given.values())).device.type):
             results = self.signature.call(call, self.options.arrange(torch, given))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import subprocess
 import sys
 import threading
@@ -263,6 +264,73 @@ def test_what_would_wait_for_a_gpu_is_refused_with_the_line_without_one(engine, 
     assert (caught.value.model, caught.value.doing, path) == (kind, "waits for the GPU", __file__)
     assert f'"{kind}": lambda' in Path(__file__).read_text().splitlines()[int(line) - 1]
     assert not engine.models
+
+
+class Layer(torch.nn.Linear):
+    """With the settings of a library's model, and a step of its experts or of its attention that waits."""
+
+    def __init__(self, experts: bool) -> None:
+        super().__init__(4, 4)
+        self.experts, self.set_attn_implementation = experts, print
+        self.set_experts_implementation = print
+
+    def forward(self, x, mask):
+        of_experts = of_attn = super().forward(x)
+        if self.experts:
+            return of_experts.sum().item() * x
+        return of_attn.sum().item() * x
+
+
+@pytest.mark.parametrize(("experts", "words"), [
+    (True, ["dtype=torch.bfloat16", "set_experts_implementation", "ends before"]),
+    (False, ["set_attn_implementation", "input mask", "ends before"]),
+])  # fmt: skip
+def test_a_refused_wait_comes_with_what_to_do_about_it(engine, experts, words):
+    example = {"x": torch.ones(1, 4), "mask": torch.ones(1, 4)}
+    with pytest.raises(CaptureError) as caught:
+        engine.load(pp.Model.from_torch(Layer(experts), example, batch=(1,)))
+    found = caught.value.remedies
+    assert len(found) == len(words)
+    assert all(word in remedy for word, remedy in zip(words, found, strict=True))
+
+
+def test_products_of_experts_wait_in_all_types_but_one(engine):
+    def product(x, dtype):
+        made = torch.ones(2, 16, 16, dtype=dtype)
+        ends = torch.tensor([1, len(x)], dtype=torch.int32)
+        return torch.nn.functional.grouped_mm(x.to(dtype), made, offs=ends).float()
+
+    def load(dtype):
+        call = functools.partial(product, dtype=dtype)
+        engine.load(pp.Model.from_torch(call, torch.ones(1, 16), name="experts", batch=(2, 4)))
+
+    with failing(CaptureError, doing="waits for the GPU"):
+        load(torch.float16)
+    load(torch.bfloat16)
+    assert (engine.infer_sync("experts", {"input": np.ones(16, np.float32)})["output"] == 16).all()
+
+
+def test_code_that_avoids_waits_in_captures_avoids_them_in_trial_runs(engine):
+    def captured():
+        try:
+            return torch.cuda.is_current_stream_capturing()
+        except RuntimeError:  # a build of PyTorch without CUDA
+            return False
+
+    elsewhere = []
+
+    def masked(x, mask):
+        asking = threading.Thread(target=lambda: elsewhere.append(captured()))
+        asking.start()
+        asking.join()
+        return x if not captured() and mask.all() else x * mask
+
+    example = {"x": torch.ones(1, 4), "mask": torch.ones(1, 4)}
+    engine.load(pp.Model.from_torch(masked, example, batch=(1, 2)))
+    given = {"x": np.full(4, 3, np.float32), "mask": np.array([1, 1, 0, 1], np.float32)}
+    np.testing.assert_array_equal(engine.infer_sync("masked", given)["output"], [3, 3, 0, 3])
+    assert elsewhere
+    assert not any([*elsewhere, captured()])
 
 
 class Weighing(torch.nn.Module):
