@@ -7,11 +7,13 @@ import os
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from paellapy.instrument.device.base import Device
 from paellapy.instrument.errors import PaellaError
@@ -22,7 +24,7 @@ from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.policies.policy import Policy, find_policy
 from paellapy.serving.access import Key
-from paellapy.serving.config import Config, KeyConfig, ModelConfig, Path_, Source, TlsConfig
+from paellapy.serving.config import Config, KeyConfig, ModelConfig, Path_, Source, TensorConfig, TlsConfig
 from paellapy.serving.errors import ConfigError
 from paellapy.serving.logs import log
 from paellapy.serving.registry import FACTORY_ERRORS, Entry, check_name, find_factory
@@ -103,7 +105,9 @@ def build_entries(config: Config, source: Source) -> list[Entry]:
     entries: dict[str, Entry] = {}
     for k, each in enumerate(config.models):
         path: Path_ = ("models", k)
-        _import(each.factory, (*path, "factory"), source)
+        for key in ("factory", "before", "after"):
+            if (dotted := getattr(each, key)) is not None:
+                _import(dotted, (*path, key), source)
         make = partial(make_model, each, source.folder, config.server.factory_timeout_s)
         if each.name is not None:
             name = each.name
@@ -128,7 +132,7 @@ def make_model(config: ModelConfig, folder: Path, within_s: float) -> Model:
         found = in_time(partial(factory, **config.arguments), config.factory, within_s)
     if not isinstance(found, Model):
         raise ModelError(f"{config.factory} returned a {type(found).__name__}; a factory must return a paellapy Model")
-
+    before, after = (each and find_factory(each, folder) for each in (config.before, config.after))
     return found.changed(
         name=config.name,
         batch=config.batch,
@@ -139,7 +143,19 @@ def make_model(config: ModelConfig, folder: Path, within_s: float) -> Model:
         params=config.params,
         resident=config.resident,
         capture=config.capture,
+        before=before,
+        after=after,
+        takes=_tensors(config.takes),
+        gives=_tensors(config.gives),
+        workers=config.workers,
+        processes=config.processes,
     )
+
+
+def _tensors(given: Mapping[str, str | TensorConfig] | None) -> dict[str, Any] | None:
+    if given is None:
+        return None
+    return {key: msgspec.structs.asdict(e) if isinstance(e, TensorConfig) else e for key, e in given.items()}
 
 
 def in_time(factory: Callable[[], Any], name: str, within_s: float) -> Any:

@@ -93,10 +93,20 @@ Text = Annotated[str, Meta(min_length=1)]
 Path_ = tuple[str | int, ...]  # of a value in the file
 
 
+Function = Annotated[str, Meta(pattern=r"^[\w.]+:[\w.]+$")]
+
+
+class TensorConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A value of a request or of an answer."""
+
+    shape: list[Count] = []
+    dtype: Text = "float32"
+
+
 class ModelConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """One model. A setting that is left out keeps the factory's value."""
 
-    factory: Annotated[str, Meta(pattern=r"^[\w.]+:[\w.]+$")]
+    factory: Function
     arguments: dict[str, Any] = {}
     name: Text | None = None
     batch: Annotated[list[Count], Meta(min_length=1)] | None = None
@@ -107,6 +117,12 @@ class ModelConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     params: dict[str, float] | None = None  # parameters for policies, as in params = {request = 0.3, limit = 0.6}
     resident: bool | Literal["auto"] | None = None  # whether its weights stay on the GPU when not all models fit
     capture: Literal["ahead", "on_demand"] | None = None  # when batch sizes are captured
+    before: Function | None = None  # functions before and after the model
+    after: Function | None = None
+    takes: dict[str, str | TensorConfig] | None = None  # values of requests and of answers, by name
+    gives: dict[str, str | TensorConfig] | None = None
+    workers: Count | None = None  # threads of before and after
+    processes: bool | None = None  # whether each of them has a process
     load: bool = True  # False: the model waits for POST /v2/repository/models/…/load
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.errors import DeadlineError, EngineAwayError, SuspectError, UnknownModelError
-from paellapy.scheduler.engine.callbacks import Call, ItemCall
+from paellapy.scheduler.engine.callbacks import Call, ItemCall, StepsCall
 from paellapy.scheduler.models.memory import Instance
 from paellapy.scheduler.models.model import Model
 from paellapy.serving.access import CLIENT, infers
@@ -54,7 +54,7 @@ class Inference(ABC):
         self._model: Model
         self._request: Request
         self._ticket: Ticket | None = None
-        self._call: Call | ItemCall | None = None
+        self._call: Call | ItemCall | StepsCall | None = None
         self._suspected: Sequence[int] = ()  # digests of its items that were on the GPU when it failed
         service.counters.enter()
 
@@ -92,7 +92,7 @@ class Inference(ABC):
             if len(body) > PIECE_BYTES and len(split(memoryview(body), header_length)[0]) > PIECE_BYTES:
                 self._start_slowly(model, body, header_length)
                 return
-            self._request = decode(model, body, header_length, as_bytes=True)
+            self._request = decode(model, body, header_length, as_bytes=not model.has_steps)
             self._submit(model, self._request)
         except Exception as e:
             self.fail(e)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ class ConnectionLimits:
 DEFAULTS = ConnectionLimits()
 
 BESIDE_BYTES = 1 << 16  # of a body besides the numbers: names, parameters, an id; the limit where there are no tensors
+TEXT_BYTES = 1 << 20  # of JSON with texts, which is read at once: that holds the interpreter for about a millisecond
 NUMBER_BYTES = 48  # per number of JSON: up to 24 digits with sign and exponent, a comma, and blanks of a pretty printer
 
 # Of the fast path; aiohttp reads longer ones.
@@ -53,7 +55,9 @@ RETRY_S = 1.0  # for a request that finds no room
 
 def largest_request(model: Model) -> int:
     """Largest size in bytes of a valid request to the model, in JSON or binary."""
-    values = sum(math.prod(spec.shape) for spec in model.inputs.values())
+    if any(spec.is_text for spec in model.takes.values()):
+        return sys.maxsize  # texts and files have any length; the server's own limit holds
+    values = sum(math.prod(spec.shape) for spec in model.takes.values())
     return BESIDE_BYTES + model.max_batch * values * NUMBER_BYTES
 
 

@@ -16,11 +16,23 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.scheduler.engine.client import check_ranges
+from paellapy.scheduler.engine.request_values import check_ranges
 from paellapy.scheduler.models.model import Model, TensorSpec
 from paellapy.serving.errors import RequestError, short
-from paellapy.serving.limits import BESIDE_BYTES
-from paellapy.serving.tensors import NOT_JSON, PIECE_BYTES, Where, check_datatype, datatype, number_bytes, numbers
+from paellapy.serving.limits import BESIDE_BYTES, TEXT_BYTES
+from paellapy.serving.tensors import (
+    NOT_JSON,
+    PIECE_BYTES,
+    Where,
+    binary_texts,
+    check_datatype,
+    datatype,
+    json_texts,
+    number_bytes,
+    numbers,
+    text_bytes,
+    text_values,
+)
 
 # Requests whose JSON was seen before. Clients send the same JSON again and again, around tensors that differ.
 #
@@ -179,7 +191,7 @@ def decode(model: Model, body: bytes | memoryview, header_length: str | None, as
     text = b""  # its list of numbers, which does
     lists: dict[int, memoryview] = {}  # long lists of numbers, by their place in the JSON without them
     if len(header) > PIECE_BYTES:
-        header, lists = _without_lists(header, len(model.inputs))
+        header, lists = _without_lists(header, model.takes)
     elif len(tail):
         if len(header) <= LONGEST:
             around = bytes(header), b""
@@ -202,16 +214,16 @@ def decode(model: Model, body: bytes | memoryview, header_length: str | None, as
     binary = BinaryTensors(tail)
     arrays: dict[str, NDArray[Any]] = {}
     for tensor in request.inputs:
-        spec = model.inputs.get(tensor.name)
+        spec = model.takes.get(tensor.name)
         if spec is None or tensor.name in arrays:
             problem = "is not an input of" if spec is None else "appears twice in a request to"
-            takes = ", ".join(model.inputs)
+            takes = ", ".join(model.takes)
             said = f"{short(tensor.name)} {problem} model {model.name!r}; it takes {takes}"
-            raise RequestError(said, field="inputs", limit=list(model.inputs), given=tensor.name)
+            raise RequestError(said, field="inputs", limit=list(model.takes), given=tensor.name)
         arrays[tensor.name] = _array(tensor, spec, binary, model)
-    if missing := [key for key in model.inputs if key not in arrays]:
+    if missing := [key for key in model.takes if key not in arrays]:
         said = f"model {model.name!r} needs the missing input {', '.join(missing)}"
-        raise RequestError(said, field="inputs", limit=list(model.inputs), given=list(arrays))
+        raise RequestError(said, field="inputs", limit=list(model.takes), given=list(arrays))
     binary.check_used()
     if model.ranges:
         check_ranges(model, arrays)
@@ -221,7 +233,8 @@ def decode(model: Model, body: bytes | memoryview, header_length: str | None, as
     outputs = _outputs(model, request)
     level, timeout_us = _scheduling(request.parameters)
     repeated = None
-    if around is not None and batched and _comes_again(request, arrays, header, tail, around):
+    lasts = around is not None and batched and not has_texts(model.takes)
+    if around is not None and lasts and _comes_again(request, arrays, header, tail, around):
         repeated = Repeated(arrays, (request.id, items, outputs, level, timeout_us), len(tail))
         keep(model, around, repeated)
     return Request(request.id, items, batched, arrays, outputs, engine_priority(model, level), timeout_us, repeated)
@@ -293,19 +306,25 @@ _BEGIN = re.compile(rb"\s*:\s*(\[[\s\[]*)")
 _END = re.compile(rb"[^\s\[\]{},]([\s\[\]{},]*)\Z")
 
 
-def _without_lists(header: memoryview, inputs: int) -> tuple[memoryview, dict[int, memoryview]]:
+def has_texts(specs: Mapping[str, TensorSpec]) -> bool:
+    return any(spec.is_text for spec in specs.values())
+
+
+def _without_lists(
+    header: memoryview, takes: Mapping[str, TensorSpec]
+) -> tuple[memoryview, dict[int, memoryview]]:
     """The JSON with `null` in place of long lists of numbers, and these lists by their place in it. RequestError: the
-    rest is longer than any request with this number of inputs needs.
+    rest is longer than any request for these inputs needs.
     """
     kept, lists = bytearray(), dict[int, memoryview]()
-    most = BESIDE_BYTES + 2 * CUT_BYTES * inputs
+    most = BESIDE_BYTES + 2 * CUT_BYTES * len(takes) + has_texts(takes) * TEXT_BYTES
     begin = 0  # of the part that is not kept yet
     previous = -1  # place of the last quotation mark
 
     def keep(upto: int) -> None:
         nonlocal begin
         if len(kept) + upto - begin > most:
-            said = f"the JSON has more than {most:,} bytes beside the data of its inputs"
+            said = f"the JSON has more than {most:,} bytes beside its numbers: send long texts as binary tensors"
             raise RequestError(said, field="body", limit=most, given=len(kept) + upto - begin)
         kept.extend(header[begin:upto])
         begin = upto
@@ -388,9 +407,13 @@ def _array(tensor: RequestTensor, spec: TensorSpec, binary: BinaryTensors, model
     if size is None:
         if isinstance(tensor.data, msgspec.UnsetType):
             raise where.error('send "data" or the parameter "binary_data_size"', "data")
+        if spec.is_text:
+            return json_texts(tensor.data, spec.dtype, shape, where)
         return numbers(tensor.data, spec.dtype, shape, where)
     if not isinstance(tensor.data, msgspec.UnsetType):
         raise where.error('send "data" or the parameter "binary_data_size", not both', "data")
+    if spec.is_text and isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return binary_texts(binary.take(size, where), spec.dtype, shape, where)
     if not isinstance(size, int) or isinstance(size, bool) or size != count * spec.dtype.itemsize:
         wanted_bytes = count * spec.dtype.itemsize
         said = f"binary_data_size is {short(size)}, but the shape takes {wanted_bytes} bytes of {tensor.datatype}"
@@ -403,7 +426,7 @@ def _array(tensor: RequestTensor, spec: TensorSpec, binary: BinaryTensors, model
 
 def _batch(model: Model, arrays: dict[str, NDArray[Any]]) -> tuple[int, bool]:
     """The number of items in the request, and whether its tensors have a batch axis."""
-    found = {key: a.shape[0] if a.ndim > len(model.inputs[key].shape) else None for key, a in arrays.items()}
+    found = {key: a.shape[0] if a.ndim > len(model.takes[key].shape) else None for key, a in arrays.items()}
     counts = set(found.values())
     if len(counts) > 1:
         said = ", ".join(f"{key}: {'no batch axis' if n is None else n}" for key, n in found.items())
@@ -416,14 +439,14 @@ def _batch(model: Model, arrays: dict[str, NDArray[Any]]) -> tuple[int, bool]:
 def _outputs(model: Model, request: RequestBody) -> list[Output]:
     everything = _flag(request.parameters, "binary_data_output", False)
     if not request.outputs:
-        return [Output(key, everything) for key in model.outputs]
+        return [Output(key, everything) for key in model.gives]
     found: dict[str, Output] = {}
     for each in request.outputs:
-        spec = model.outputs.get(each.name)
+        spec = model.gives.get(each.name)
         if spec is None or each.name in found:
             problem = "is not an output of" if spec is None else "is asked for twice of"
-            said = f"{short(each.name)} {problem} model {model.name!r}; it has {', '.join(model.outputs)}"
-            raise RequestError(said, field="outputs", limit=list(model.outputs), given=each.name)
+            said = f"{short(each.name)} {problem} model {model.name!r}; it has {', '.join(model.gives)}"
+            raise RequestError(said, field="outputs", limit=list(model.gives), given=each.name)
         where = Where(model.name, each.name, "output")
         for name in _UNSUPPORTED:
             if name in each.parameters:
@@ -513,16 +536,18 @@ def encode(
     tail: list[bytes | memoryview] = []
     for output in request.outputs:
         array = results[output.name]
-        name = datatype(model.outputs[output.name].dtype)
+        name = datatype(model.gives[output.name].dtype)
         if output.classes:
             array, name = classify(array, output.classes), "BYTES"
         shape = list(array.shape if request.batched else array.shape[1:])
         if output.binary:
-            data = _texts(array) if name == "BYTES" else _raw(array)
+            data = text_bytes(array) if name == "BYTES" else _raw(array)
             tail.append(data)
             tensors.append(ResponseTensor(output.name, name, shape, {"binary_data_size": len(data)}))
         else:
-            tensors.append(ResponseTensor(output.name, name, shape, data=_values(array)))
+            where = Where(model.name, output.name, "output")
+            values = text_values(array, where) if name == "BYTES" else _values(array)
+            tensors.append(ResponseTensor(output.name, name, shape, data=values))
     header = _encode(ResponseBody(model.name, version, tensors, request.id))
     if repeated is not None and not any(output.classes for output in request.outputs):
         if len(tail) == len(tensors):
@@ -558,9 +583,3 @@ def classify(scores: NDArray[Any], classes: int) -> NDArray[Any]:
     score = str if scores.dtype.kind in "iu" else "{:f}".format
     texts = [[f"{score(row[k].item())}:{k}" for k in ks] for row, ks in zip(scores, best, strict=True)]
     return np.array(texts, dtype=object)
-
-
-def _texts(array: NDArray[Any]) -> bytes:
-    """BYTES: each element is its length in four bytes, followed by the text."""
-    parts = (str(each).encode() for each in array.reshape(-1))
-    return b"".join(len(part).to_bytes(4, "little") + part for part in parts)

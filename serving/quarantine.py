@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from paellapy.scheduler.core.errors import RequestFailedError, SuspectError
-from paellapy.scheduler.engine.client import digest_of, digest_of_all
+from paellapy.scheduler.engine.request_values import digest_of, digest_of_all
 from paellapy.scheduler.models.model import Model
 from paellapy.serving.logs import log
 
@@ -110,4 +110,4 @@ def _with_whole(digests: Sequence[int]) -> Sequence[int]:
 
 def _digests(model: Model, inputs: dict[str, Any], items: int) -> Iterator[int]:
     for k in range(items):
-        yield digest_of(model.name, {key: inputs[key][k] for key in model.inputs})
+        yield digest_of(model.name, {key: inputs[key][k] for key in model.takes})

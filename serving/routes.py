@@ -14,7 +14,7 @@ from paellapy.scheduler.core.residency import weights_state
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.remote import RemoteEngine
 from paellapy.scheduler.engine.stats import sizes_state
-from paellapy.scheduler.models.model import Model
+from paellapy.scheduler.models.model import Model, TensorSpec
 from paellapy.serving.access import open_to_all, operates
 from paellapy.serving.counters import ModelCounters
 from paellapy.serving.errors import RequestError, json_response, short
@@ -54,7 +54,7 @@ def model_metadata(model: Model) -> dict[str, Any]:
                 {"name": name, "datatype": datatype(spec.dtype), "shape": [-1, *spec.shape]}
                 for name, spec in specs.items()
             ]
-            for key, specs in (("inputs", model.inputs), ("outputs", model.outputs))
+            for key, specs in (("inputs", model.takes), ("outputs", model.gives))
         },
     }
 
@@ -63,10 +63,10 @@ def model_config(model: Model, engine: Engine | RemoteEngine) -> dict[str, Any]:
     """A model's configuration in the format that Triton's clients read."""
     tensors = {
         key: [
-            {"name": name, "data_type": f"TYPE_{datatype(spec.dtype)}", "dims": list(spec.shape)}
+            {"name": name, "data_type": _data_type(spec), "dims": list(spec.shape)}
             for name, spec in specs.items()
         ]
-        for key, specs in (("input", model.inputs), ("output", model.outputs))
+        for key, specs in (("input", model.takes), ("output", model.gives))
     }
     instances = engine.stats()["models"].get(model.name, {}).get("instances", 0)
     own = {"priority": model.priority, "share": model.share, "target_ms": model.target_ms, "policy": engine.policy}
@@ -86,6 +86,10 @@ def model_config(model: Model, engine: Engine | RemoteEngine) -> dict[str, Any]:
         },
         "parameters": {key: {"string_value": str(value)} for key, value in own.items() if value is not None},
     }
+
+
+def _data_type(spec: TensorSpec) -> str:
+    return "TYPE_STRING" if spec.is_text else f"TYPE_{datatype(spec.dtype)}"
 
 
 def model_statistics(name: str, counters: ModelCounters) -> dict[str, Any]:

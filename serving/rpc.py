@@ -11,11 +11,14 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
+from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.engine.monitor import Monitor
 from paellapy.serving.logs import log
 from paellapy.serving.metrics import DeviceCollector
 from paellapy.serving.registry import Registry
+from paellapy.serving.tensors import packed, unpacked
 
+STEP = "step"  # runs a function before or after a model, in the model's own threads or processes
 UNWATCHED_S = 10.0  # a monitor stops this long after its last snapshot
 
 
@@ -38,10 +41,19 @@ class Calls:
         }
 
     async def call(self, name: str, data: Any = None) -> Any:
-        """Calls the function; KeyError if there is no function of that name."""
+        """Calls the function; PaellaError if there is no function of that name."""
+        if name == STEP:
+            return await self._run_step(*data)
+        if name not in self.functions:
+            raise PaellaError(f"the engine has no function {name!r}")
         if name == "snapshot":
             self._stop_later()
         return await asyncio.to_thread(self.functions[name], data)
+
+    async def _run_step(self, model: str, step: str, values: Any, deadline_ns: int) -> Any:
+        runner = self._engine.steps.of(self._engine.client.find(model).model)
+        with runner.request():
+            return packed(await runner.run(step, unpacked(values), deadline_ns))
 
     def set_policy(self, name: str) -> str:
         """Switches the policy, and logs it, so that the log says which policy decided when."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.scheduler.core.errors import ModelError
-from paellapy.scheduler.models.model import Model
+from paellapy.scheduler.models.model import Model, TensorSpec
 from paellapy.serving.errors import RequestError, short
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -38,10 +38,10 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def datatype(dtype: np.dtype[Any]) -> str:
     """The protocol's name of a NumPy type.
 
-    >>> datatype(np.dtype("float16"))
-    'FP16'
+    >>> datatype(np.dtype("float16")), datatype(np.dtype(str))
+    ('FP16', 'BYTES')
     """
-    return NAMES[dtype]
+    return "BYTES" if dtype.kind in "SU" else NAMES[dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +62,9 @@ class Where:
 
 def check_datatype(name: str, wanted: np.dtype[Any], where: Where) -> None:
     """Raises RequestError unless the request's datatype is the model's."""
-    if DTYPES.get(name) == wanted:
+    if name == datatype(wanted):
         return
-    if name == "BYTES":
-        said = f"BYTES is not supported; send {datatype(wanted)}"
-    elif name not in DTYPES:
+    if name not in DTYPES and name != "BYTES":
         said = f"the datatype {name!r} does not exist; send {datatype(wanted)}"
     else:
         said = f"the datatype is {datatype(wanted)}, not {name}"
@@ -75,13 +73,106 @@ def check_datatype(name: str, wanted: np.dtype[Any], where: Where) -> None:
 
 def check_servable(model: Model) -> None:
     """Raises ModelError unless the protocol has a name for the type of every tensor."""
-    for kind, specs in (("input", model.inputs), ("output", model.outputs)):
+    for kind, specs in (("input", model.takes), ("output", model.gives)):
         for key, spec in specs.items():
-            if spec.dtype not in NAMES:
+            if spec.dtype not in NAMES and not spec.is_text:
                 raise ModelError(
                     f"model {model.name!r}, {kind} {key!r} has the type {spec.dtype.name}, which the protocol cannot "
                     f"carry: use one of {', '.join(DTYPES)}"
                 )
+
+
+# Texts and bytes: in JSON a list of strings; in binary, each with its length before it.
+
+_decode_texts = msgspec.json.Decoder(list[str]).decode
+
+
+def json_texts(data: msgspec.Raw, dtype: np.dtype[Any], shape: tuple[int, ...], where: Where) -> NDArray[Any]:
+    """An array of texts from a JSON list, flat or nested."""
+    count = math.prod(shape)
+    try:
+        try:
+            found = _decode_texts(data)
+        except msgspec.ValidationError:
+            nested = _decode_any(data)
+            found = _decode_texts(_encode(_flatten(nested if isinstance(nested, list) else [nested], where)))
+    except NOT_JSON as e:
+        raise where.error(f"its data is not a JSON list of strings: {e}", "data") from None
+    if len(found) != count:
+        raise where.wrong_count(len(found), count)
+    return _of_objects([each.encode() for each in found] if dtype.kind == "S" else found, shape)
+
+
+def binary_texts(data: memoryview, dtype: np.dtype[Any], shape: tuple[int, ...], where: Where) -> NDArray[Any]:
+    """An array of texts, each behind its length in four bytes."""
+    found: list[Any] = []
+    at = 0
+    for k in range(math.prod(shape)):
+        size = int.from_bytes(data[at : at + 4], "little")
+        if at + 4 + size > len(data):
+            raise where.error(f"its bytes end inside element {k}", "binary_data_size", at + 4 + size, len(data))
+        each = bytes(data[at + 4 : at + 4 + size])
+        at += 4 + size
+        try:
+            found.append(each if dtype.kind == "S" else each.decode())
+        except UnicodeDecodeError as e:
+            said = f"element {k} is no text: {e.reason} at byte {e.start}; send UTF-8"
+            raise where.error(said, "data", "UTF-8", e.start) from None
+    if at != len(data):
+        raise where.error(f"{len(data) - at} bytes follow its last element", "binary_data_size", at, len(data))
+    return _of_objects(found, shape)
+
+
+def text_bytes(array: NDArray[Any]) -> bytes:
+    """BYTES: each element is its length in four bytes, followed by the text."""
+    parts = (each if isinstance(each, bytes) else str(each).encode() for each in array.reshape(-1))
+    return b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+
+
+def text_values(array: NDArray[Any], where: Where) -> list[str]:
+    """The elements as JSON strings."""
+    try:
+        return [each.decode() if isinstance(each, bytes) else str(each) for each in array.reshape(-1)]
+    except UnicodeDecodeError:
+        raise where.error("it is no text: ask for it with binary_data", "binary_data", True, False) from None
+
+
+def _of_objects(values: list[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    found = np.empty(len(values), object)
+    found[:] = values
+    return found.reshape(shape)
+
+
+# Values of one request as JSON values and bytes, for another process.
+
+
+def packed(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: [datatype(value.dtype), list(value.shape), value.tobytes()] if isinstance(value, np.ndarray | np.generic)
+        else {"": value}
+        for key, value in values.items()
+    }  # fmt: skip
+
+
+def unpacked(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: value[""] if isinstance(value, dict) else np.frombuffer(value[2], DTYPES[value[0]]).reshape(value[1])
+        for key, value in values.items()
+    }
+
+
+def told_specs(specs: Mapping[str, TensorSpec]) -> list[list[Any]]:
+    """The tensors of a model as JSON values, for another process."""
+    return [[key, list(s.shape), _TEXTS.get(s.dtype.kind) or datatype(s.dtype), s.low, s.high]
+            for key, s in specs.items()]  # fmt: skip
+
+
+def specs_told(told: Iterable[list[Any]]) -> dict[str, TensorSpec]:
+    kinds = {**DTYPES, **{name: np.dtype(kind) for kind, name in _TEXTS.items()}}
+    return {key: TensorSpec(tuple(shape), kinds[kind], low=low, high=high) for key, shape, kind, low, high in told}
+
+
+_TEXTS = {"S": "bytes", "U": "str"}
 
 
 # JSON numbers of a request to arrays: flat or nested, counted before they are read, and long lists in pieces.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from engine_models import lookup_model, lose_the_gpu_on_faults, scale_model
 from serving_server import echo_model
+from step_functions import GIVES, TAKES, read, say
 
 from paellapy import demo
 from paellapy.scheduler.models.model import Model
@@ -59,3 +60,8 @@ def crashing() -> Model:
 def endless() -> None:
     """Loads longer than any first start that compiles."""
     threading.Event().wait()
+
+
+def words() -> list[Model]:
+    """Takes a text of numbers, and says their doubles."""
+    return [scale_model("words", batch=(1, 4), before=read, after=say, takes=TAKES, gives=GIVES)]

@@ -17,7 +17,7 @@ from paellapy.serving.config import load_config
 
 EXAMPLES = ROOT / "examples"
 SERVED = {"client.py", "aiohttp_app.py"}  # run against a server, below
-TORCH = {"two_torch_models.py", "train_beside.py"}
+NEEDS = {"two_torch_models": "torch", "train_beside": "torch", "jpeg_label": "simplejpeg"}
 
 
 @pytest.fixture
@@ -29,8 +29,7 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("beside")
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py") if path.name not in SERVED))
 def test_a_script_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if name in TORCH:
-        pytest.importorskip("torch")
+    pytest.importorskip(NEEDS.get(Path(name).stem, "numpy"))
     runpy.run_path(name, run_name="__main__")
     assert capsys.readouterr().out
 
@@ -38,8 +37,7 @@ def test_a_script_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.usefixtures("beside")
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.name)
 def test_a_configuration_is_right_and_its_factories_exist(path: Path) -> None:
-    if path.with_suffix(".py").name in TORCH:
-        pytest.importorskip("torch")
+    pytest.importorskip(NEEDS.get(path.stem, "numpy"))
     config, source = load_config(path)
     entries = build_entries(config, source)
     assert len(entries) == len(config.models) > 0

@@ -66,6 +66,10 @@ class RequestFailedError(PaellaError):
     """The model failed on the values of this request only; `__cause__` has the cause, if it is known."""
 
 
+class StepError(PaellaError):
+    """A model's function `before` or `after` failed on one request; `model`, `step`. `__cause__` has the cause."""
+
+
 class EngineAwayError(PaellaError):
     """The engine's own process has ended, and the next one is not ready yet."""
 

@@ -17,9 +17,9 @@ from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.errors import EngineFailedError, SuspectError
 from paellapy.scheduler.engine.client import Outputs, Pieces, RequestClient, pieces_of, submit, submit_one
 from paellapy.scheduler.engine.ring_calls import E_INSTANCE, E_MODEL, E_SLOT, E_STATUS
-from paellapy.scheduler.engine.ring_client import Entry, Loaded, Pending, RingClient
+from paellapy.scheduler.engine.ring_client import Entry, Loaded, Pending, RingClient, Terms
 from paellapy.scheduler.models.memory import Instance
-from paellapy.scheduler.models.model import Model
+from paellapy.scheduler.models.model import Model, TensorSpec
 
 
 class Caller(Protocol):
@@ -57,7 +57,7 @@ class CallbackClient:
         priority: int | None,
         client: Hashable,
         caller: Caller,
-    ) -> ItemCall | Call:
+    ) -> ItemCall | Call | StepsCall:
         """Submits [items, …] that fit the model: all items run, or none. Must be called inside an asyncio loop.
 
         Errors that are known at once are raised here; the caller is told of all later ones.
@@ -66,6 +66,8 @@ class CallbackClient:
         ring = self._client.core.ring
         ring.attach(asyncio.get_running_loop())
         terms = self._client.terms(loaded, deadline_ms, priority, client)
+        if loaded.model.has_steps:
+            return StepsCall(self._client, loaded, inputs, items, terms, caller)
         pieces = [pieces_of(inputs[key][k] for key in loaded.model.inputs) for k in range(items)]
         if items == 1:
             one = ItemCall(self._client, loaded, caller)
@@ -218,6 +220,53 @@ class Call:
         if self._left == 0:
             self.over = True
             self._caller.done(self._results)
+
+
+class StepsCall:
+    """A request of a model with functions before or after it. Its items are answered together."""
+
+    def __init__(
+        self, client: RequestClient, loaded: Loaded, inputs: Mapping[str, NDArray[Any]], items: int, terms: Terms,
+        caller: Caller,
+    ) -> None:  # fmt: skip
+        self._caller, self.over = caller, False
+        each = [{key: _item(array[k]) for key, array in inputs.items()} for k in range(items)]
+        self._task = asyncio.create_task(self._run(client, loaded, each, terms))
+
+    async def _run(self, client: RequestClient, loaded: Loaded, items: list[dict[str, Any]], terms: Terms) -> None:
+        tasks = [asyncio.create_task(client.infer_with_steps(loaded, item, terms)) for item in items]
+        try:
+            answers = await asyncio.gather(*tasks)
+            outputs = {key: stacked(spec, [each[key] for each in answers]) for key, spec in loaded.model.gives.items()}
+        except Exception as e:
+            if not self.over:
+                self.over = True
+                self._caller.failed(e)
+            return
+        finally:
+            for task in tasks:
+                task.cancel()
+        if not self.over:
+            self.over = True
+            self._caller.done(outputs)
+
+    def cancel(self) -> None:
+        """Withdraws the request. The caller is told nothing more."""
+        if not self.over:
+            self.over = True
+            self._task.cancel()
+
+
+def _item(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray) and value.dtype == object else value
+
+
+def stacked(spec: TensorSpec, values: list[Any]) -> NDArray[Any]:
+    """The values of several items as one array [items, …]."""
+    found = np.empty((len(values), *spec.shape), object if spec.is_text else spec.dtype)
+    for k, value in enumerate(values):
+        found[k] = value
+    return found
 
 
 def _of_all(lost: dict[int, EngineFailedError]) -> EngineFailedError:

@@ -11,7 +11,6 @@ import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from hashlib import blake2b
 from typing import Any, Self
 
 import numpy as np
@@ -29,6 +28,7 @@ from paellapy.scheduler.core.errors import (
 )
 from paellapy.scheduler.core.residency import want_weights
 from paellapy.scheduler.engine.core_loop import Core
+from paellapy.scheduler.engine.request_values import check_inputs, check_ranges, checked, digest_of
 from paellapy.scheduler.engine.ring_calls import (
     E_ARRIVAL_NS,
     E_BATCH,
@@ -52,9 +52,10 @@ from paellapy.scheduler.engine.ring_client import (
     is_running,
     thread_waiter,
 )
+from paellapy.scheduler.engine.steps import StepPools, Steps, late
 from paellapy.scheduler.models.model import Model
 
-# Checks of a request: its model, inputs, deadline and priority; and the number that identifies its inputs.
+# A request's deadline and priority.
 
 
 Inputs = Mapping[str, Any]
@@ -91,68 +92,6 @@ def request_rank(priority: int) -> int:
             field="priority", given=priority, limit=codes.NEVER,
         )  # fmt: skip
     return rank
-
-
-def check_inputs(model: Model, inputs: Inputs) -> dict[str, NDArray[Any]]:
-    """The inputs in the model's order; an InputError says what is wrong with them."""
-    try:
-        given = inputs.keys()
-    except AttributeError:
-        raise InputError(
-            f"model {model.name!r} takes a dict of arrays ({', '.join(model.inputs)}), not a {type(inputs).__name__}",
-            model=model.name, given=type(inputs).__name__,
-        ) from None  # fmt: skip
-    if given != model.inputs.keys():
-        missing, extra = sorted(model.inputs.keys() - given), sorted(map(str, given - model.inputs.keys()))
-        problem = [f"no {', '.join(missing)}"] * bool(missing) + [f"unknown {', '.join(extra)}"] * bool(extra)
-        raise InputError(
-            f"model {model.name!r} takes {', '.join(model.inputs)}; the request has {' and '.join(problem)}",
-            model=model.name, missing=missing, unknown=extra,
-        )  # fmt: skip
-    arrays = {}
-    for key, spec in model.inputs.items():
-        try:
-            array = np.asarray(inputs[key])
-        except (TypeError, ValueError) as e:
-            raise _wrong_input(model, key, f"cannot be converted to an array: {e}", inputs[key], spec.dtype) from e
-        if array.shape != spec.shape:
-            wrong = f"has shape {array.shape}; it must be {spec.shape}, without the batch dimension"
-            raise _wrong_input(model, key, wrong, array.shape, spec.shape)
-        if array.dtype != spec.dtype:
-            wrong = f"is {array.dtype.name}; it must be {spec.dtype.name}"
-            raise _wrong_input(model, key, wrong, array.dtype, spec.dtype)
-        arrays[key] = array
-    if model.ranges:
-        check_ranges(model, arrays)
-    return arrays
-
-
-def check_ranges(model: Model, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Checks the values of inputs that have a range; an InputError names the first value outside it."""
-    for key, spec in model.ranges.items():
-        if (wrong := spec.outside(arrays[key])) is not None:
-            raise _wrong_input(model, key, wrong, arrays[key], (spec.low, spec.high))
-
-
-def _wrong_input(model: Model, key: str, wrong: str, given: Any, limit: Any) -> InputError:
-    return InputError(f"model {model.name!r}, input {key!r} {wrong}", model=model.name, field=key, given=given,
-                      limit=limit)  # fmt: skip
-
-
-def digest_of(name: str, inputs: Mapping[str, NDArray[Any]]) -> int:
-    """A number that identifies one item of a model: equal inputs have equal numbers."""
-    digest = blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8)
-    for array in inputs.values():
-        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return int.from_bytes(digest.digest(), "little") or 1
-
-
-def digest_of_all(digests: Sequence[int]) -> int:
-    """A number that identifies a request of these items, in this order."""
-    if len(digests) == 1:
-        return digests[0]
-    joined = b"".join(each.to_bytes(8, "little") for each in digests)
-    return int.from_bytes(blake2b(joined, digest_size=8).digest(), "little") or 1
 
 
 # Requests that wait for their answer: each is answered once, in the thread that reads its completion.
@@ -517,8 +456,10 @@ class _Unsubmitted(Pending):
 class RequestClient:
     """The request side of an engine, in this process or in another one: takes requests, returns results."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, steps: Steps | None = None) -> None:
+        """`steps` runs the functions before and after models; None: this process does."""
         self.core = core
+        self.steps: Steps = StepPools() if steps is None else steps
         self.slots: weakref.WeakSet[Slot] = weakref.WeakSet()  # reserved, and perhaps not submitted yet
 
     def find(self, name: str) -> Any:
@@ -538,12 +479,17 @@ class RequestClient:
     ) -> Outputs:
         """See `Engine.infer`."""
         loaded = self.find(name)
+        if loaded.model.has_steps:
+            values = checked(name, loaded.model.takes, inputs)
+            return await self.infer_with_steps(loaded, values, self.terms(loaded, deadline_ms, priority, client))
         arrays = check_inputs(loaded.model, inputs)
+        return await self._run(loaded, arrays, self.terms(loaded, deadline_ms, priority, client))
+
+    async def _run(self, loaded: Loaded, arrays: Mapping[str, NDArray[Any]], terms: Terms) -> Outputs:
         loop = asyncio.get_running_loop()
         ring = self.core.ring
         ring.attach(loop)
         request = AsyncRequest(self, loaded, loop)
-        terms = self.terms(loaded, deadline_ms, priority, client)
         submit_one(ring, request, pieces_of(arrays.values()), terms)
         try:
             return await request.future
@@ -551,16 +497,48 @@ class RequestClient:
             ring.cancel(request)
             raise
 
+    async def infer_with_steps(self, loaded: Loaded, values: Mapping[str, Any], terms: Terms) -> dict[str, Any]:
+        """Runs one request that has what the model takes, with the functions before and after the model."""
+        model: Model = loaded.model
+        deadline_ns = terms[3]
+        left_s = None if deadline_ns == codes.NEVER else max(0.0, (deadline_ns - time.monotonic_ns()) * 1e-9)
+        steps = self.steps.of(model)
+        with steps.request():
+            try:
+                async with asyncio.timeout(left_s):
+                    if model.before is not None:
+                        values = await steps.run("before", values, deadline_ns)
+                        check_ranges(model, values)
+                    outputs = await self._run(loaded, values, terms)
+                    return outputs if model.after is None else await steps.run("after", outputs, deadline_ns)
+            except DeadlineError:
+                raise
+            except TimeoutError:
+                raise late(model.name) from None
+
     def infer_sync(
         self, name: str, inputs: Inputs, deadline_ms: float | None, priority: int | None, client: Hashable
     ) -> Outputs:
         """See `Engine.infer_sync`."""
         loaded = self.find(name)
-        arrays = check_inputs(loaded.model, inputs)
+        model: Model = loaded.model
+        if not model.has_steps:
+            arrays = check_inputs(model, inputs)
+            return self._run_sync(loaded, arrays, self.terms(loaded, deadline_ms, priority, client))
+        values: Mapping[str, Any] = checked(name, model.takes, inputs)
+        terms = self.terms(loaded, deadline_ms, priority, client)
+        steps = self.steps.of(model)
+        with steps.request():
+            if model.before is not None:
+                values = steps.run_sync("before", values, terms[3])
+                check_ranges(model, values)
+            outputs = self._run_sync(loaded, values, terms)
+            return outputs if model.after is None else steps.run_sync("after", outputs, terms[3])
+
+    def _run_sync(self, loaded: Loaded, arrays: Mapping[str, NDArray[Any]], terms: Terms) -> Outputs:
         request = SyncRequest(self, loaded, thread_waiter())
         try:
             with Uninterrupted():
-                terms = self.terms(loaded, deadline_ms, priority, client)
                 submit_one(self.core.ring, request, pieces_of(arrays.values()), terms)
         except KeyboardInterrupt:  # came meanwhile
             request.leave()

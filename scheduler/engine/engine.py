@@ -41,6 +41,7 @@ from paellapy.scheduler.engine.lease import Lease, Leases
 from paellapy.scheduler.engine.loaded_models import LoadedModels
 from paellapy.scheduler.engine.loading import Loader, check_quantum, install_partitions
 from paellapy.scheduler.engine.stats import CompletionLog, GpuUse, core_stats, loaded_stats, occupancy
+from paellapy.scheduler.engine.steps import StepPools
 from paellapy.scheduler.engine.trace import trace_engine
 from paellapy.scheduler.engine.weight_cache import WeightCache
 from paellapy.scheduler.models.memory import MemoryPlan
@@ -114,7 +115,8 @@ class Engine:
         self.state.core["hold"][0] = 1
 
         self.core = CoreLoop(self.backend, self.state, self.limits)
-        self.client = RequestClient(self.core)
+        self.steps = StepPools()
+        self.client = RequestClient(self.core, self.steps)
         self.memory = MemoryPlan(memory_bytes or self.backend.default_memory_bytes())
         self.weight_cache = None if memory_bytes is None else self._manage_memory(memory_bytes, host_bytes)
         self.loader = Loader(self.backend, self.memory, self.limits, self.tuning, quantum_us * 1e3, self.weight_cache)
@@ -181,12 +183,20 @@ class Engine:
 
     def load(self, model: Model) -> None:
         """Compiles, captures, measures and opens a model. Loaded models keep running meanwhile."""
-        self.loaded_models.add(model)
+        opened = self.steps.open(model)
+        try:
+            self.loaded_models.add(model)
+        except BaseException:
+            if opened:
+                self.steps.close(model)
+            raise
 
     def unload(self, name: str) -> None:
         """Finishes the model's requests, refuses new ones, and frees its memory. Other models keep running."""
         with self.loaded_models.lock:
-            self.loaded_models.remove(self.client.find(name))
+            loaded = self.client.find(name)
+            self.loaded_models.remove(loaded)
+        self.steps.close(loaded.model)
 
     @property
     def models(self) -> dict[str, Model]:
@@ -464,6 +474,7 @@ class Engine:
         finally:
             self._begins_to_close.release()
         self.client.cancel_slots()
+        self.steps.close_all()
         with self.loaded_models.lock:
             core.stop()
             self.guests.free()

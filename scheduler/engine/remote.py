@@ -31,6 +31,7 @@ from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.input_staging import SharedStage
 from paellapy.scheduler.engine.ring_client import Pending, RingClient
 from paellapy.scheduler.engine.stats import GpuUse, core_stats, live_stats, model_stats, occupancy
+from paellapy.scheduler.engine.steps import Steps
 from paellapy.scheduler.models.memory import Instance, InstancePlan, Memory
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.policies.policy import Policy, attach_functions
@@ -137,9 +138,10 @@ class RemoteCore(Core):
 class RemoteEngine:
     """An engine for a process that only submits requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: Steps | None = None) -> None:
+        """`steps` has the engine's process run the steps of models."""
         self.core = RemoteCore()
-        self.client = RequestClient(self.core)
+        self.client = RequestClient(self.core, steps)
         self.failure: BaseException | None = None
         self.policy = ""
         self.facts: dict[str, Any] = {"memory": {"budget_bytes": 0, "held_bytes": 0}}

@@ -23,6 +23,9 @@ from paellapy.scheduler.models.weights import WeightRange, check_mapped, map_wei
 
 __all__ = ["Arrays", "Model", "ModelFunction", "TensorSpec"]
 
+Step = Callable[..., Any]  # before or after a model
+MOST_WORKERS = 1024  # threads or processes of one model's steps
+
 
 class Model:
     """A model to be served: `fn(weights, inputs, outputs)` launches kernels over three dicts of device arrays.
@@ -45,6 +48,12 @@ class Model:
     params: dict[str, float]
     resident: bool | str
     capture: str
+    before: Step | None
+    after: Step | None
+    takes: dict[str, TensorSpec]
+    gives: dict[str, TensorSpec]
+    workers: int
+    processes: bool
     quantum_us: float | None = None  # approximate duration of a segment; None: the engine's quantum
 
     def __init__(  # noqa: PLR0913  the options of a model
@@ -63,6 +72,12 @@ class Model:
         params: Mapping[str, float] | None = None,
         resident: bool | str = "auto",
         capture: str = "ahead",
+        before: Step | None = None,
+        after: Step | None = None,
+        takes: Mapping[str, Any] | None = None,
+        gives: Mapping[str, Any] | None = None,
+        workers: int = 4,
+        processes: bool = False,
     ) -> None:
         """`target_ms` is the target latency of requests without a deadline; models with larger `priority` go first.
 
@@ -76,18 +91,26 @@ class Model:
 
         `capture` says when batch sizes are captured: "ahead", all while the model is loaded, or "on_demand", only the
         smallest and the largest; each other size follows, while the model serves, when a batch first wants it.
+
+        `before` makes the model's inputs from what a request has, and `after` the answer from the model's outputs. Both
+        are called for one request at a time, with values by name, and return a dict, or the one value. `takes` and
+        `gives` are what requests and answers have, by name: a TensorSpec, or `str`, `bytes` or a number's type. Left
+        out, they are the model's own inputs and outputs. The functions run in `workers` threads; with `processes`, each
+        thread has a process. A ValueError of `before` refuses the request.
+
+            pp.Model("net", fn, …, before=decode, takes={"jpeg": bytes}, after=best, gives={"label": str})
         """
+        self.inputs, self.outputs = _own_specs(name, "inputs", inputs), _own_specs(name, "outputs", outputs)
         self.configure(
             name=name, batch=batch, target_ms=target_ms, priority=priority, share=share, instances=instances,
-            params=params or {}, resident=resident, capture=capture,
+            params=params or {}, resident=resident, capture=capture, before=before, after=after, workers=workers,
+            processes=processes, takes=inputs if takes is None else takes, gives=outputs if gives is None else gives,
         )  # fmt: skip
         if isinstance(weights, str | Path):
             weights = map_weights(weights)
         if not callable(fn):
             raise wrong(name, "fn", fn, "fn must be callable with (weights, inputs, outputs)")
         self.fn = fn
-        self.inputs = _specs(name, "inputs", inputs)
-        self.outputs = _specs(name, "outputs", outputs)
         self.ranges = {key: spec for key, spec in self.inputs.items() if spec.has_range}
         arrays = weights if isinstance(weights, Mapping) else {}
         self.weights = {key: np.ascontiguousarray(value) for key, value in arrays.items()}
@@ -105,28 +128,20 @@ class Model:
                 made = _CONVERTED.get(key, lambda given: given)(value)
             except ValueError as e:
                 raise wrong(name, key, value, str(e)) from None
-            setattr(self, key, made)
+            setattr(self, key, specs(name, key, made) if key in ("takes", "gives") else made)
+        for key, step, own in (("takes", "before", self.inputs), ("gives", "after", self.outputs)):
+            if getattr(self, step) is None and getattr(self, key) != own:
+                why = f"without {step}, they are the model's own tensors: give {step}, or leave {key} out"
+                raise wrong(name, key, getattr(self, key), why)
 
-    def changed(  # noqa: PLR0913  the options of a model
-        self,
-        *,
-        name: str | None = None,
-        batch: Sequence[int] | None = None,
-        target_ms: float | None = None,
-        priority: int | None = None,
-        share: float | None = None,
-        instances: int | None = None,
-        params: Mapping[str, float] | None = None,
-        resident: bool | str | None = None,
-        capture: str | None = None,
-    ) -> Self:
-        """The same model with other settings; a setting that is None is not changed."""
+    def changed(self, **settings: Any) -> Self:
+        """The same model with other options, by their names in `Model`; an option that is None is not changed."""
+        if unknown := sorted(settings.keys() - _SETTINGS):
+            raise wrong(self.name, "settings", unknown, f"{', '.join(unknown)}: options are {', '.join(_SETTINGS)}")
         made = copy.copy(self)
         if getattr(self.fn, "__self__", None) is self:  # fn is a method of this model: bind it to the new one
             made.fn = getattr(made, self.fn.__name__)
-        given = {"name": name, "batch": batch, "target_ms": target_ms, "priority": priority, "share": share,
-                 "instances": instances, "params": params, "resident": resident, "capture": capture}  # fmt: skip
-        made.configure(**{key: value for key, value in given.items() if value is not None})
+        made.configure(**{key: value for key, value in settings.items() if value is not None})
         return made
 
     @classmethod
@@ -203,6 +218,11 @@ class Model:
         return self.source is not None and self.source.whole_batches
 
     @property
+    def has_steps(self) -> bool:
+        """Whether functions run before or after the model."""
+        return self.before is not None or self.after is not None
+
+    @property
     def slot_items(self) -> int:
         """Items that one request may have."""
         return self.max_batch if self.whole_batches else 1
@@ -265,13 +285,33 @@ class Model:
         return f"<Model {self.name!r}: {len(self.inputs)} inputs, {len(self.outputs)} outputs, batch {self.batch}>"
 
 
-def _specs(model: str, what: str, given: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    if not given:
-        raise wrong(model, what, given, f"it has no {what}: give at least one tensor by name")
-    for key, spec in given.items():
+def _own_specs(model: str, what: str, given: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """The tensors of the model's function, which are of numbers."""
+    for key, spec in (given or {}).items():
         if not isinstance(spec, TensorSpec):
             raise wrong(model, what, spec, f"{what}[{key!r}] is a {type(spec).__name__}: it must be a TensorSpec")
-    return dict(given)
+        if spec.is_text:
+            why = f"{what}[{key!r}] holds {spec.dtype.name}, which no GPU takes: use before, after, takes and gives"
+            raise wrong(model, what, spec, why)
+    return specs(model, what, given)
+
+
+def specs(model: str, what: str, given: Mapping[str, Any]) -> dict[str, TensorSpec]:
+    """Tensors by name, each given as a TensorSpec, as a type, or as a table of a settings file."""
+    if not given or not isinstance(given, Mapping):
+        raise wrong(model, what, given, f"it has no {what}: give at least one tensor by name")
+    found = {}
+    for key, each in given.items():
+        about = each if isinstance(each, Mapping) else {"dtype": each}
+        if unknown := sorted(about.keys() - {"shape", "dtype"}):
+            raise wrong(model, what, each, f"{what}[{key!r}] has {', '.join(unknown)}: it may have shape and dtype")
+        made = each
+        if not isinstance(each, TensorSpec):
+            made = TensorSpec(about.get("shape", ()), about.get("dtype", "float32"))
+        if made.dtype.kind not in "biufcSUV" or (made.dtype.kind in "SU" and made.dtype.itemsize):
+            raise wrong(model, what, each, f"{what}[{key!r}] is {made.dtype}: give str, bytes or a number's type")
+        found[key] = made
+    return found
 
 
 def _are_sizes(given: Any) -> bool:
@@ -294,6 +334,12 @@ _SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "params": (_any, ""),
     "resident": (lambda given: given in ("auto", True, False), "'auto', True or False"),
     "capture": (lambda given: given in ("ahead", "on_demand"), "'ahead' or 'on_demand'"),
+    "before": (lambda given: given is None or callable(given), "a function, or None"),
+    "after": (lambda given: given is None or callable(given), "a function, or None"),
+    "takes": (_any, ""),
+    "gives": (_any, ""),
+    "workers": (lambda n: isinstance(n, int) and 1 <= n <= MOST_WORKERS, f"an integer from 1 to {MOST_WORKERS}"),
+    "processes": (lambda given: isinstance(given, bool), "True or False"),
 }
 # The stored form of an option. A ValueError says what is wrong.
 _CONVERTED: dict[str, Callable[[Any], Any]] = {

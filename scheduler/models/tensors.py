@@ -35,6 +35,8 @@ class TensorSpec:
     48
     >>> TensorSpec((128,), "int64", low=0, high=30521)
     TensorSpec((128,), 'int64', low=0, high=30521)
+
+    Requests with steps before the model may also hold texts and files: `TensorSpec((), str)`, `TensorSpec((), bytes)`.
     """
 
     shape: tuple[int, ...]
@@ -73,6 +75,11 @@ class TensorSpec:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def is_text(self) -> bool:
+        """Whether its elements are texts or bytes, of any length."""
+        return self.dtype.kind in "SU"
 
     @property
     def has_range(self) -> bool:

@@ -34,7 +34,7 @@ from paellapy.serving.registry import READY, Entry, Registry, entry_of
 from paellapy.serving.reload import FIXED, Reloader, check_secrets
 from paellapy.serving.rpc import Calls
 from paellapy.serving.server import end_now, ends, failure_of
-from paellapy.serving.tensors import datatype
+from paellapy.serving.tensors import told_specs
 from paellapy.serving.workers.channel import CALL, HELLO, MOST_DESCRIPTORS, STATE, Channel, Message
 from paellapy.serving.workers.supervisor import IS_READY, IS_STOPPING, MODELS_CHANGED, Tell
 
@@ -97,8 +97,11 @@ def describe_model(entry: Entry, loaded: LoadedModel) -> dict[str, Any]:
     """All facts that a worker needs to write inputs and read outputs. The instances' memory is sent separately."""
     model = loaded.model
     return {
-        "inputs": [[key, list(s.shape), datatype(s.dtype), s.low, s.high] for key, s in model.inputs.items()],
-        "outputs": [[key, list(s.shape), datatype(s.dtype), None, None] for key, s in model.outputs.items()],
+        "inputs": told_specs(model.inputs),
+        "outputs": told_specs(model.outputs),
+        "takes": told_specs(model.takes),
+        "gives": told_specs(model.gives),
+        "steps": [model.before is not None, model.after is not None],
         "batch": list(model.batch),
         "target_ms": model.target_ms,
         "priority": model.priority,
@@ -205,8 +208,6 @@ class EngineHost:
             if call.name == HELLO:
                 self._hello(worker, call)
                 return
-            if call.name not in self._calls.functions:
-                raise PaellaError(f"the engine has no function {call.name!r}")
             found = await self._calls.call(call.name, call.data)
             if not channel.closed:
                 channel.answer(call, found)

@@ -11,7 +11,7 @@ import os
 import socket
 import ssl
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from paellapy.scheduler.core.processes import SharedBlock
 from paellapy.scheduler.core.state import Limits
 from paellapy.scheduler.engine.remote import AWAY, Link, RemoteEngine, RemoteModel
 from paellapy.scheduler.models.memory import InstancePlan
-from paellapy.scheduler.models.model import Model, TensorSpec
+from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.policies.policy import Policy
 from paellapy.serving.access import Key
 from paellapy.serving.build import build_keys, build_policy, build_tls, check_fork
@@ -36,9 +36,10 @@ from paellapy.serving.preflight import keep_memory, loop_factory, own_folder, sh
 from paellapy.serving.quarantine import Quarantine, quarantine_table
 from paellapy.serving.registry import LOADING, READY, Catalogue, Entry
 from paellapy.serving.reload import noted
+from paellapy.serving.rpc import STEP
 from paellapy.serving.server import Announce, Server, run, warn_of_neighbours
 from paellapy.serving.service import Service
-from paellapy.serving.tensors import DTYPES
+from paellapy.serving.tensors import packed, specs_told, unpacked
 from paellapy.serving.workers.channel import HELLO, STATE, Channel, Message
 from paellapy.serving.workers.engine_process import EngineProcess, Latest, Policies
 from paellapy.serving.workers.supervisor import ENGINE_HUNG, IS_READY, IS_STOPPING, Process, Supervisor, Tell
@@ -118,16 +119,16 @@ def _no_factory() -> Model:
 
 
 def _model(name: str, told: dict[str, Any], descriptors: list[int]) -> RemoteModel:
-    def specs(tensors: list[list[Any]]) -> dict[str, TensorSpec]:
-        return {
-            key: TensorSpec(tuple(shape), DTYPES[kind], low=low, high=high) for key, shape, kind, low, high in tensors
-        }
-
+    before, after = (_elsewhere if has else None for has in told["steps"])
     model = Model(
         name,
         _elsewhere,
-        inputs=specs(told["inputs"]),
-        outputs=specs(told["outputs"]),
+        inputs=specs_told(told["inputs"]),
+        outputs=specs_told(told["outputs"]),
+        takes=specs_told(told["takes"]),
+        gives=specs_told(told["gives"]),
+        before=before,
+        after=after,
         batch=tuple(told["batch"]),
         target_ms=told["target_ms"],
         priority=told["priority"],
@@ -142,12 +143,37 @@ def _model(name: str, told: dict[str, Any], descriptors: list[int]) -> RemoteMod
     return RemoteModel.over(model, told["row"], told["generation"], plan, instances, told["memory_bytes"])
 
 
+@dataclass(frozen=True, slots=True)
+class _RemoteSteps:
+    """Has the engine's process run the functions before and after models."""
+
+    call: Callable[[str, Any], Awaitable[Any]]
+
+    def of(self, model: Model) -> _RemoteRunner:
+        return _RemoteRunner(self.call, model.name)
+
+
+@dataclass(frozen=True, slots=True)
+class _RemoteRunner:
+    call: Callable[[str, Any], Awaitable[Any]]
+    name: str
+
+    def request(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    async def run(self, step: str, values: Mapping[str, Any], deadline_ns: int) -> dict[str, Any]:
+        return unpacked(await self.call(STEP, [self.name, step, packed(values), deadline_ns]))
+
+    def run_sync(self, step: str, values: Mapping[str, Any], deadline_ns: int) -> dict[str, Any]:
+        raise NotImplementedError("requests of workers are answered in their event loop")
+
+
 class EngineLink:
     """Keeps a worker connected to the engine's process, across restarts."""
 
     def __init__(self, path: Path, producer: int, policies: Callable[[str], Policy]) -> None:
         self._path, self._producer, self._policies = path, producer, policies
-        self.engine = RemoteEngine()
+        self.engine = RemoteEngine(_RemoteSteps(self.call))
         self.registry = RemoteRegistry(self.engine, self.call)
         self._channel: Channel | None = None
         self._ended = asyncio.Event()
