@@ -231,7 +231,7 @@ def decode(model: Model, body: bytes | memoryview, header_length: str | None, as
     if not batched:
         arrays = {key: array[np.newaxis] for key, array in arrays.items()}
     outputs = _outputs(model, request)
-    level, timeout_us = _scheduling(request.parameters)
+    level, timeout_us = scheduling(request.parameters)
     repeated = None
     lasts = around is not None and batched and not has_texts(model.takes)
     if around is not None and lasts and _comes_again(request, arrays, header, tail, around):
@@ -470,7 +470,7 @@ def _flag(parameters: Parameters, name: str, default: bool, of: str = "parameter
     return value
 
 
-def _scheduling(parameters: Parameters) -> tuple[int | None, float | None]:
+def scheduling(parameters: Parameters) -> tuple[int | None, float | None]:
     """The priority and the timeout in microseconds."""
     level, timeout_us = parameters.get("priority"), parameters.get("timeout")
     if level is not None and (type(level) is not int or not 0 <= level <= PRIORITY_LEVELS):
