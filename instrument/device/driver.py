@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
+import operator
 import weakref
 from collections.abc import Iterator
 from typing import Any, Protocol, Self
@@ -143,7 +145,7 @@ class Gpu(Protocol):
 class CudaArray:
     """Device memory with shape and element type (including bfloat16 and float8, by ml_dtypes)."""
 
-    __slots__ = ("__weakref__", "device", "dtype", "ptr", "shape")
+    __slots__ = ("__weakref__", "_owner", "device", "dtype", "ptr", "shape")
 
     def __init__(self, device: Gpu, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         self.device, self.shape, self.dtype = device, shape, dtype
@@ -151,11 +153,37 @@ class CudaArray:
         weakref.finalize(self, device.free, self.ptr)
 
     @classmethod
-    def over(cls, device: Gpu, ptr: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> CudaArray:
-        """An array over memory that belongs to another owner, who must keep it while the array is used."""
+    def over(
+        cls, device: Gpu, ptr: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: object = None
+    ) -> CudaArray:
+        """An array over memory of another owner, who is kept with it; without one, the caller keeps the memory."""
         array = cls.__new__(cls)
-        array.device, array.ptr, array.shape, array.dtype = device, ptr, shape, dtype
+        array.device, array.ptr, array.shape, array.dtype, array._owner = device, ptr, shape, dtype, owner
         return array
+
+    def __getitem__(self, key: int | slice) -> CudaArray:
+        """A view of one entry of the first axis, or of several that lie side by side."""
+        n = self.shape[0] if self.shape else 0
+        if isinstance(key, slice):
+            first, end, step = key.indices(n)
+            if step != 1:
+                raise IndexError(f"a view of GPU memory cannot skip entries: the step is {step}; it must be 1")
+            shape: tuple[int, ...] = (max(0, end - first), *self.shape[1:])
+        else:
+            first = operator.index(key)
+            if not -n <= first < n:
+                raise IndexError(f"index {first} is outside the first axis of shape {self.shape}")
+            first, shape = first % n, self.shape[1:]
+        entry = math.prod(self.shape[1:]) * self.dtype.itemsize
+        return CudaArray.over(self.device, self.ptr + first * entry, shape, self.dtype, self)
+
+    def reshape(self, *shape: int) -> CudaArray:
+        """A view of the same memory in another shape; one extent may be -1."""
+        known = math.prod(n for n in shape if n != -1)
+        made = tuple(self.size // known if n == -1 and known else n for n in shape)
+        if math.prod(made) != self.size or shape.count(-1) > 1:
+            raise ValueError(f"an array of shape {self.shape} cannot have the shape {shape}")
+        return CudaArray.over(self.device, self.ptr, made, self.dtype, self)
 
     @property
     def size(self) -> int:

@@ -16,13 +16,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.scheduler.core.errors import InputError
-from paellapy.scheduler.language.kernels import ROW
+from paellapy.scheduler.language.kernels import ROW, TILE
 from paellapy.scheduler.language.pages import PAGE, PagePool
 from paellapy.scheduler.language.sampling import Sampling
 
 PIECES = 16  # of sequences that one chunk may have
 
 Words = NDArray[np.int32]
+
+
+def most_tiles(chunk: int, tile_tokens: int) -> int:
+    """Tiles that a chunk of this size may have."""
+    return chunk // tile_tokens + PIECES
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +43,7 @@ class Sequence:
     shared_tokens: int = 0  # of the prompt, found in kept pages
     recomputed: int = 0  # how often its pages were taken away
     # the batcher's own
-    number: int = -1  # of its row in the state on the GPU
+    number: int = 0  # of its row in the state on the GPU; 0: it has none
     arrival: int = -1
     pages: list[int] = field(default_factory=list)
     chains: list[int] = field(default_factory=list)  # of its full pages
@@ -76,8 +81,8 @@ class Chunk:
     positions: Words
     slots: Words
     tiles: Words
-    updates: Words
     rows: NDArray[Any]
+    entries: list[tuple[int, int, Words]]  # to be written to the table before: sequence, first place, pages
 
 
 class Batcher:
@@ -90,7 +95,8 @@ class Batcher:
         """`chunks`: the sizes of chunks, ascending. `context`: the longest sequence, prompt and answer."""
         self.pool, self.context = pool, min(context, pool.count * PAGE)
         self._chunks, self._tile, self._eos = tuple(chunks), tile_tokens, frozenset(eos)
-        self._numbers = list(range(sequences - 1, -1, -1))
+        self._rows = np.zeros(sequences + 1, ROW)  # what stays the same of each sequence's rows
+        self._numbers = list(range(sequences, 0, -1))
         self._waiting: list[tuple[int, int, Sequence]] = []  # by priority, then by arrival
         self._running: list[Sequence] = []  # admitted, in order of arrival
         self._arrivals = 0
@@ -183,10 +189,10 @@ class Batcher:
         chosen = [(s, place, page) for s, place, page in chosen if not s.evicted]
         if not chosen:
             return None
-        rows = np.zeros(len(chosen), ROW)
-        for row, (sequence, place, page) in zip(rows, chosen, strict=True):
-            self._describe(row, sequence, sequence.computed)
-            row["place"], row["page"] = place, page
+        rows = self._rows[[sequence.number for sequence, _, _ in chosen]]
+        rows["position"] = [sequence.computed for sequence, _, _ in chosen]
+        rows["place"], rows["page"] = [place for _, place, _ in chosen], [page for _, _, page in chosen]
+        for sequence, _, _ in chosen:
             sequence.computed += 1
             sequence.in_flight += 1
         return Batch([s for s, _, _ in chosen], rows)
@@ -219,13 +225,16 @@ class Batcher:
     def _admit(self, sequence: Sequence) -> bool:
         """Gives a waiting sequence a number and the pages that it shares; False while it must wait."""
         wanted = -(-sequence.known // PAGE)
-        shared = self.pool.shared(sequence.text(0, sequence.known - 1))
+        # Penalties count all tokens of a text, so all of them must pass through chunks.
+        penalises = sequence.sampling.penalises
+        shared = [] if penalises else self.pool.shared(sequence.text(0, sequence.known - 1))
         # A page in hand for each sequence that decodes: those admitted last would otherwise soon be thrown out again.
         if wanted - len(shared) + sum(s.decoding for s in self._running) > self.pool.free and self._running:
             self.pool.leave(shared)
             return False
         self._waiting.pop(0)
-        sequence.number = self._numbers.pop()
+        number = sequence.number = self._numbers.pop()
+        self._rows[number] = (number, 0, 0, 0, 0, sequence.seed, *sequence.sampling.parameters)
         sequence.pages = shared
         sequence.chains = [self.pool.chain(page) for page in shared]
         sequence.computed = len(shared) * PAGE
@@ -248,43 +257,36 @@ class Batcher:
         total = sum(count for _, count in pieces)
         size = self._chunks[bisect.bisect_left(self._chunks, total)]
         tokens, positions = np.zeros(size, np.int32), np.zeros(size, np.int32)
-        slots = np.full(size, -1, np.int32)
-        tiles = np.zeros((size // self._tile + PIECES, 4), np.int32)
-        updates = np.full((size // PAGE + 2 * PIECES, 3), -1, np.int32)
+        slots = np.zeros(size, np.int32)
+        tiles = np.zeros((most_tiles(size, self._tile), TILE.value), np.int32)
         rows = np.zeros(PIECES, ROW)
-        rows["sequence"], rows["top_p"], rows["repetition"] = -1, 1, 1
         ends: list[Sequence] = []
-        at = tile = update = 0
+        entries: list[tuple[int, int, Words]] = []
+        at = tile = 0
         for sequence, count in pieces:
             first, number = sequence.computed, sequence.number
             span = slice(at, at + count)
             place = np.arange(first, first + count)
             tokens[span], positions[span] = sequence.text(first, first + count), place
             slots[span] = np.asarray(sequence.pages)[place // PAGE] * PAGE + place % PAGE
+            prompt = len(sequence.prompt)
             for offset in range(0, count, self._tile):
-                tiles[tile] = at + offset, min(self._tile, count - offset), first + offset, number
+                n, position = min(self._tile, count - offset), first + offset
+                counted = min(n, max(0, prompt - position)) if sequence.sampling.penalises else -1
+                tiles[tile] = at + offset, n, position, number, counted
                 tile += 1
             # The pages from the first that this piece writes; all of them when the sequence has a new number.
             begin = 0 if sequence.in_flight == 1 and first == len(sequence.chains) * PAGE else first // PAGE
-            for k in range(begin, -(-(first + count) // PAGE)):
-                if update < len(updates):
-                    updates[update] = number, k, sequence.pages[k]
-                    update += 1
+            new = sequence.pages[begin : -(-(first + count) // PAGE)]
+            entries.append((number, begin, np.array(new, np.int32)))
             sequence.computed += count
             at += count
             if sequence.computed == sequence.known:
+                rows[len(ends)] = self._rows[number]
                 row = rows[len(ends)]
-                self._describe(row, sequence, sequence.computed - 1)
-                row["token"], row["place"] = at - 1, -1
+                row["position"], row["token"], row["place"] = sequence.computed - 1, at - 1, -1
                 ends.append(sequence)
-        return Chunk(pieces, ends, tokens, positions, slots, tiles, updates, rows)
-
-    def _describe(self, row: Any, sequence: Sequence, position: int) -> None:
-        row["sequence"], row["position"], row["seed"] = sequence.number, position, sequence.seed
-        names = ROW.names
-        assert names is not None
-        for name, value in zip(names[6:], sequence.sampling.parameters, strict=True):
-            row[name] = value
+        return Chunk(pieces, ends, tokens, positions, slots, tiles, rows, entries)
 
     def _grows(self, sequence: Sequence) -> bool:
         """Whether a further token of the sequence may be planned."""
@@ -317,7 +319,7 @@ class Batcher:
     def _end(self, sequence: Sequence, why: str) -> None:
         sequence.finish = why
         entry = (-sequence.priority, sequence.arrival, sequence)
-        if sequence.number < 0:
+        if sequence.number == 0:
             self._waiting.remove(entry)
         self._settle([sequence])
 
@@ -335,12 +337,12 @@ class Batcher:
     def _settle(self, sequences: Any) -> None:
         """Takes the pages of sequences that have ended or were evicted, once no step uses them."""
         for sequence in list(sequences):
-            if sequence.in_flight or sequence.number < 0 or not (sequence.finish or sequence.evicted):
+            if sequence.in_flight or sequence.number == 0 or not (sequence.finish or sequence.evicted):
                 continue
             self.pool.leave(sequence.pages)
             self._numbers.append(sequence.number)
             self._running.remove(sequence)
-            sequence.number, sequence.computed = -1, 0
+            sequence.number = sequence.computed = 0
             sequence.pages, sequence.chains = [], []
             sequence.decoding = sequence.evicted = False
             if sequence.finish is None:

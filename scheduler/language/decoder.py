@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,27 +19,37 @@ kernels: Any = _kernels  # launched as kernel[grid](…)
 sample: Any = _sampling.sample
 
 Arrays = Mapping[str, Any]
+Shape = tuple[int, ...]
 _FEWEST_HEADS = 16  # rows of a product on tensor cores
 _MOST_PARTS = 16  # blocks that share one row's tokens
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What stays on the GPU between steps: of each sequence its last token and its pages, and all keys and values."""
+    """What stays on the GPU between steps: of each sequence its last token, its pages and the counts of its tokens; and
+    all keys and values. Sequences and pages count from 1.
+    """
 
     tokens: Any  # (sequences)
     table: Any  # (sequences, pages of the longest)
+    seen: Any  # (sequences, vocabulary): how often each token was chosen, for penalties
     keys: Any  # (layers, pages, heads, PAGE, elements)
     values: Any
-    seen: Any = None  # (sequences, vocabulary): how often each token was chosen, for penalties
+
+    @staticmethod
+    def shapes(config: DecoderConfig, sequences: int, context: int, pages: int) -> dict[str, tuple[Shape, Any]]:
+        """Shape and element type of each array, for so many sequences and pages."""
+        n, whole, dtype = sequences + 1, np.dtype(np.int32), element_type(config.dtype)
+        cache = (config.layers, pages + 1, config.kv_heads, PAGE, config.head_width), dtype
+        table, seen = (n, -(-context // PAGE)), (n, config.vocabulary)
+        return {"tokens": ((n,), whole), "table": (table, whole), "seen": (seen, whole), "keys": cache, "values": cache}
 
     @classmethod
     def on(cls, device: Device, config: DecoderConfig, sequences: int, context: int, pages: int) -> State:
-        shape = (config.layers, pages, config.kv_heads, PAGE, config.head_width)
-        table = np.zeros((sequences, -(-context // PAGE)), np.int32)
-        dtype = element_type(config.dtype)
-        cache = [device.empty(shape, dtype) for _ in range(2)]
-        return cls(device.array(np.zeros(sequences, np.int32)), device.array(table), *cache)
+        shapes = cls.shapes(config, sequences, context, pages)
+        cache = {name: device.empty(*shapes[name]) for name in ("keys", "values")}
+        rest = {name: device.array(np.zeros(*shapes[name])) for name in ("tokens", "table", "seen")}
+        return cls(**rest, **cache)
 
 
 def element_type(name: str) -> np.dtype[Any]:
@@ -58,7 +68,7 @@ class Decoder:
 
     # -- steps
 
-    def decode(self, rows: Any, out: Any, mask: Any = None, top: int = 0) -> Any:
+    def decode(self, rows: Any, out: Any, mask: Any = None) -> Any:
         """One token for each row: its last one enters, the next is chosen. Returns the logits."""
         c, w, state = self.config, self.weights, self.state
         batch, pages = rows.shape[0], state.table.shape[1]
@@ -83,19 +93,22 @@ class Decoder:
             self._product(mixed, w[f"{k}.out"], x, residual=x)
             wide = self._gated(x, k, wide)
             self._product(wide, w[f"{k}.down"], x, residual=x)
-        return self._choose(x, rows, out, None, mask, top)
+        return self._choose(x, rows, out, None, mask)
 
-    def prefill(self, chunk: Arrays, rows: Any, out: Any, mask: Any = None, top: int = 0) -> Any:
+    def prefill(self, chunk: Arrays, rows: Any, out: Any, mask: Any = None) -> Any:
         """A chunk of tokens enters; for each of `rows`, whose sequence's last token it has, the next is chosen.
 
-        `chunk` has tokens, positions, slots, tiles and updates, as in `batcher.Chunk`.
+        `chunk` has tokens, positions, slots and tiles, as in `batcher.Chunk`.
         """
         c, w, state = self.config, self.weights, self.state
-        tokens, tiles, updates = chunk["tokens"], chunk["tiles"], chunk["updates"]
+        tokens, tiles = chunk["tokens"], chunk["tiles"]
         count, pages = tokens.shape[0], state.table.shape[1]
-        block = min(256, _power(updates.shape[0]))
-        kernels.set_pages[(-(-updates.shape[0] // block),)](
-            updates, state.table, updates.shape[0], pages, BLOCK=block
+        block = min(4096, _power(c.vocabulary))
+        kernels.forget_tokens[tiles.shape[0], -(-c.vocabulary // block)](
+            tiles, state.seen, V=c.vocabulary, BLOCK=block
+        )  # fmt: skip
+        kernels.count_tokens[(tiles.shape[0],)](
+            tokens, tiles, state.seen, V=c.vocabulary, BLOCK=_power(tile_tokens(c))
         )  # fmt: skip
         x = self._new(count, c.width)
         kernels.embed_chunk[(count,)](tokens, w["embed"], x, D=c.width, BLOCK=_power(c.width))
@@ -115,17 +128,17 @@ class Decoder:
             self._product(mixed, w[f"{k}.out"], x, residual=x)
             wide = self._gated(x, k, wide)
             self._product(wide, w[f"{k}.down"], x, residual=x)
-        return self._choose(x, rows, out, rows, mask, top)
+        return self._choose(x, rows, out, rows, mask)
 
     # -- parts of a step
 
-    def _choose(self, x: Any, rows: Any, out: Any, picked: Any, mask: Any, top: int) -> Any:
+    def _choose(self, x: Any, rows: Any, out: Any, picked: Any, mask: Any) -> Any:
         c, w, batch = self.config, self.weights, rows.shape[0]
         logits = self._new(batch, c.vocabulary)
         self._product(x, w["head"], logits, norm=w["norm"], rows=picked)
         sample[(batch,)](
-            logits, rows, mask, self.state.seen, self.state.tokens, out, V=c.vocabulary, TOP=top,
-            LEVELS=_sampling.levels(c.dtype, self.state.seen is not None), BLOCK=min(4096, _power(c.vocabulary)),
+            logits, rows, mask, self.state.seen, self.state.tokens, out, V=c.vocabulary, WIDTH=out.shape[1],
+            LEVELS=_sampling.LEVELS[c.dtype], BLOCK=min(4096, _power(c.vocabulary)),
         )  # fmt: skip
         return logits
 
@@ -201,16 +214,6 @@ def tile_rows(config: DecoderConfig) -> int:
 
 def tile_tokens(config: DecoderConfig) -> int:
     return tile_rows(config) // config.group
-
-
-def tiles_of(config: DecoderConfig, pieces: Sequence[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
-    """The tiles of a chunk from its pieces: (first token in the chunk, tokens, position of the first, sequence)."""
-    size = tile_tokens(config)
-    return [
-        (first + at, min(size, count - at), position + at, sequence)
-        for first, count, position, sequence in pieces
-        for at in range(0, count, size)
-    ]
 
 
 def _power(n: int) -> int:

@@ -6,7 +6,8 @@ before it reads anything that the step itself writes. Only constant data may be 
 before the previous one may still run then.
 
 Keys and values lie in pages of PAGE tokens, (page, head, token, element). Row r of `table` has the pages of sequence
-number r. `rows` describes the rows of a batch (`ROW`); one whose sequence is -1 is not used.
+number r. `rows` describes the rows of a batch (`ROW`). Sequence 0 and page 0 are nobody's: rows, slots and entries that
+are not used are 0.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from paellapy.instrument.kernels.decorator import kernel
 # What the host says about each row of a batch.
 ROW = np.dtype(
     [
-        ("sequence", np.int32),  # its number; -1: the row is not used
+        ("sequence", np.int32),  # its number; 0: the row is not used
         ("position", np.int32),  # of the token that enters the model; the next one is chosen
         ("token", np.int32),  # of a chunk: the token after which the next one is chosen
         ("place", np.int32),  # where a page joins the sequence; -1: none does
@@ -34,6 +35,7 @@ ROW = np.dtype(
         ("repetition", np.float32),
         ("presence", np.float32),
         ("frequency", np.float32),
+        ("logprobs", np.int32),  # 0: none; n: of the chosen token and of n - 1 alternatives
     ]
 )
 
@@ -46,6 +48,11 @@ WORDS = tl.constexpr(ROW.itemsize // 4)
 SEQUENCE, POSITION, TOKEN, PLACE, PAGE_NUMBER = map(_word, ("sequence", "position", "token", "place", "page"))
 SEED, PARAMETERS = _word("seed"), _word("temperature")
 
+TILE = tl.constexpr(5)  # words of a tile of a chunk
+
+# How a token of a sequence is counted for penalties: how often it was chosen, and whether the prompt has it.
+IN_PROMPT = tl.constexpr(1 << 30)
+
 # Scores of tokens that a query does not see. Not -inf: the difference of two of them must be a number.
 UNSEEN = tl.constexpr(-1e30)
 
@@ -56,8 +63,8 @@ def embed(rows, tokens, embeddings, x, table, T, D: tl.constexpr, BLOCK: tl.cons
     """x = the embeddings of the tokens that the rows' sequences have last; enters one new page for each row."""
     b = tl.program_id(0)
     sequence, place = tl.load(rows + b * WORDS + SEQUENCE), tl.load(rows + b * WORDS + PLACE)
-    token = tl.load(tokens + tl.maximum(sequence, 0)).to(tl.int64)
-    if (sequence >= 0) & (place >= 0):
+    token = tl.load(tokens + sequence).to(tl.int64)
+    if (sequence > 0) & (place >= 0):
         tl.store(table + sequence * T + place, tl.load(rows + b * WORDS + PAGE_NUMBER))
     gdc_launch_dependents()
     i = tl.arange(0, BLOCK)
@@ -86,12 +93,28 @@ def clear(counters, N, BLOCK: tl.constexpr):
 
 @kernel
 @triton.jit
-def set_pages(updates, table, N, T, BLOCK: tl.constexpr):
-    """Enters pages into the lists of sequences: `updates` (N, 3) has row, place and page; a row of -1 is none."""
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(updates + 3 * i, mask=i < N, other=-1)
-    place = tl.load(updates + 3 * i + 1, mask=row >= 0, other=0)
-    tl.store(table + row * T + place, tl.load(updates + 3 * i + 2, mask=row >= 0, other=0), mask=row >= 0)
+def forget_tokens(tiles, seen, V: tl.constexpr, BLOCK: tl.constexpr):
+    """Clears the counts of sequences that begin in this chunk, if penalties need them."""
+    tile = tiles + tl.program_id(0) * TILE
+    count, position, sequence, of_prompt = (
+        tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
+    )  # fmt: skip
+    if (count > 0) & (position == 0) & (of_prompt >= 0):
+        i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(seen + sequence.to(tl.int64) * V + i, 0, mask=i < V)
+
+
+@kernel
+@triton.jit
+def count_tokens(tokens, tiles, seen, V: tl.constexpr, BLOCK: tl.constexpr):
+    """Counts the tokens of a chunk for penalties."""
+    tile = tiles + tl.program_id(0) * TILE
+    first, count, sequence, of_prompt = tl.load(tile), tl.load(tile + 1), tl.load(tile + 3), tl.load(tile + 4)
+    i = tl.arange(0, BLOCK)
+    here = (i < count) & (of_prompt >= 0)
+    place = seen + sequence.to(tl.int64) * V + tl.load(tokens + first + i, mask=here, other=0)
+    tl.atomic_or(place, IN_PROMPT, mask=here & (i < of_prompt))
+    tl.atomic_add(place, 1, mask=here & (i >= of_prompt))
 
 
 @kernel
@@ -103,7 +126,7 @@ def norm(x, gain, y, rows, EPS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constex
     g = tl.load(gain + i, mask=i < D, other=0.0).to(tl.float32)
     gdc_wait()
     gdc_launch_dependents()
-    at = r if rows is None else tl.maximum(tl.load(rows + r * WORDS + TOKEN), 0)
+    at = r if rows is None else tl.load(rows + r * WORDS + TOKEN)
     v = tl.load(x + at.to(tl.int64) * D + i, mask=i < D, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(v * v, 0) / D + EPS)
     tl.store(y + r * D + i, (v * scale).to(y.dtype.element_ty).to(tl.float32) * g, mask=i < D)
@@ -222,7 +245,7 @@ def turn_and_store(
 ):  # fmt: skip
     """Turns the queries of each token in place; writes its keys and values to its slot, page * PAGE + place.
 
-    A slot of -1 is none. `bias`, `q_gain` and `k_gain` may be None.
+    `bias`, `q_gain` and `k_gain` may be None.
     """
     t = tl.program_id(0)
     half: tl.constexpr = HD // 2
@@ -238,7 +261,7 @@ def turn_and_store(
     low, high = _heads(token, bias, q_gain, h * HD, i, h < H, half, EPS)
     tl.store(token + h * HD + i, low * c - high * s, mask=h < H)
     tl.store(token + h * HD + half + i, high * c + low * s, mask=h < H)
-    kept = (h < KV) & (slot >= 0)
+    kept = (h < KV) & (slot >= PAGE)
     to = (((slot // PAGE).to(tl.int64) * KV + h) * PAGE + slot % PAGE) * HD
     low, high = _heads(token, bias, k_gain, (H + h) * HD, i, kept, half, EPS)
     tl.store(keys + to + i, low * c - high * s, mask=kept)
@@ -257,12 +280,12 @@ def attend_chunk(
 ):  # fmt: skip
     """Attention of a chunk's tokens to all earlier ones, whose keys and values are in the pages.
 
-    A tile has up to BM // G tokens of one sequence: `tiles` (tiles, 4) has its first token in the chunk, its number of
-    tokens, the position of the first, and the sequence's row in `table`. Its rows are tokens times the G heads of
-    queries that share a head of keys.
+    A tile has up to BM // G tokens of one sequence. `tiles` (tiles, 5) has its first token in the chunk, its number of
+    tokens, the position of the first, the sequence, and how many of them are the prompt's (-1: nobody asks). The rows
+    of a tile are its tokens times the G heads of queries that share a head of keys.
     """
     kv = tl.program_id(1)
-    tile = tiles + tl.program_id(0) * 4
+    tile = tiles + tl.program_id(0) * TILE
     first, count, position, row = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
     m = tl.arange(0, BM)
     e = tl.arange(0, HD)
@@ -322,7 +345,7 @@ def attend(
     i = tl.arange(0, half)
     e = tl.arange(0, HD)
     sequence = tl.load(rows + b * WORDS + SEQUENCE)
-    position = tl.where(sequence >= 0, tl.load(rows + b * WORDS + POSITION), -1)
+    position = tl.where(sequence > 0, tl.load(rows + b * WORDS + POSITION), -1)
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(position - WINDOW + 1, 0)
@@ -333,7 +356,7 @@ def attend(
     c = tl.load(cosines + tl.maximum(position, 0) * half + i)
     s = tl.load(sines + tl.maximum(position, 0) * half + i)
     gdc_wait()
-    pages = table + tl.maximum(sequence, 0) * T
+    pages = table + sequence * T
     n = first + tl.arange(0, BN)
     page = tl.load(pages + n // PAGE, mask=n < end, other=0)
     token = qkv + b * (H + 2 * KV) * HD

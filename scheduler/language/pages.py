@@ -24,7 +24,7 @@ class _Page:
 
 
 class PagePool:
-    """Pages by number, with the sequences that use each.
+    """Pages by number, from 1, with the sequences that use each. Page 0 is nobody's.
 
     >>> pool = PagePool(4)
     >>> pages = pool.take(2)
@@ -35,15 +35,15 @@ class PagePool:
     """
 
     def __init__(self, count: int) -> None:
-        self._pages = [_Page() for _ in range(count)]
-        self._empty = list(range(count - 1, -1, -1))  # pages whose contents nobody can ask for
+        self._pages = [_Page() for _ in range(count + 1)]
+        self._empty = list(range(count, 0, -1))  # pages whose contents nobody can ask for
         self._left: OrderedDict[int, None] = OrderedDict()  # kept pages without a user, those left first in front
         self._kept: dict[tuple[int, tuple[int, ...]], int] = {}
         self._chains = 0
 
     @property
     def count(self) -> int:
-        return len(self._pages)
+        return len(self._pages) - 1
 
     @property
     def free(self) -> int:

@@ -14,13 +14,11 @@ import triton.language as tl
 
 from paellapy.instrument.kernels.decorator import kernel
 from paellapy.scheduler.core.errors import InputError
-from paellapy.scheduler.language.kernels import PARAMETERS, POSITION, SEED, SEQUENCE, WORDS
+from paellapy.scheduler.language.kernels import IN_PROMPT, PARAMETERS, POSITION, SEED, SEQUENCE, WORDS
 
 MOST_LOGPROBS = 20
 LARGEST_TOP_K = 1 << 20
-
-# How the kernel counts a token of a sequence: how often it was chosen, and whether the prompt has it.
-IN_PROMPT = tl.constexpr(1 << 30)
+OUT_WORDS = 2 + 2 * MOST_LOGPROBS  # of a row of `sample`'s output
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +71,7 @@ class Sampling:
         """Those that the kernel reads, in the order of `kernels.ROW`."""
         return (
             self.temperature, self.top_p, self.min_p, self.top_k, self.repetition_penalty, self.presence_penalty,
-            self.frequency_penalty,
+            self.frequency_penalty, 0 if self.logprobs is None else self.logprobs + 1,
         )  # fmt: skip
 
 
@@ -87,9 +85,16 @@ _LIMITS: dict[str, tuple[float, float, bool]] = {
 _OPTIONAL = ("seed", "max_tokens", "logprobs")
 
 
-def levels(dtype: str, penalised: bool) -> int:
-    """How many leading bits of a float32 tell logits apart: those of the type, or all after a penalty."""
-    return {"bfloat16": 16, "float16": 20}.get(dtype, 32) if not penalised else 32
+# How many leading bits of a float32 tell logits of a type apart.
+LEVELS = {"bfloat16": 16, "float16": 20, "float32": 32}
+
+
+@triton.jit
+def _penalises(p):
+    """Whether the parameters at `p` lower logits of tokens that were seen."""
+    repetition = tl.load(p + 4).to(tl.float32, bitcast=True)
+    presence, frequency = tl.load(p + 5).to(tl.float32, bitcast=True), tl.load(p + 6).to(tl.float32, bitcast=True)
+    return (repetition != 1) | (presence != 0) | (frequency != 0)
 
 
 @triton.jit
@@ -106,7 +111,8 @@ def _logits(logits, mask, seen, at, b, sequence, n, p, V: tl.constexpr):
         repetition = tl.load(p + 4).to(tl.float32, bitcast=True)
         presence = tl.load(p + 5).to(tl.float32, bitcast=True)
         frequency = tl.load(p + 6).to(tl.float32, bitcast=True)
-        times = tl.load(seen + sequence.to(tl.int64) * V + n, mask=n < V, other=0)
+        counted = (n < V) & _penalises(p)
+        times = tl.load(seen + sequence.to(tl.int64) * V + n, mask=counted, other=0)
         x = tl.where(times != 0, tl.where(x > 0, x / repetition, x * repetition), x)
         chosen = times & (IN_PROMPT - 1)
         x -= tl.where(chosen > 0, presence, 0.0) + frequency * chosen
@@ -126,9 +132,11 @@ def _threshold(
     LEVELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The largest order that leaves enough tokens, of those from `floor` on: `wanted` tokens with COUNT, otherwise that
-    part of their probability. Two bits of it are found at a time.
+    part of their probability. Two bits of it are found at a time; only LEVELS of them tell logits apart, or all after a
+    penalty.
     """
     i = tl.arange(0, BLOCK)
+    levels = 32 if seen is None else tl.where(_penalises(p), 32, LEVELS)
     temperature = tl.load(p).to(tl.float32, bitcast=True)
     if not COUNT:
         sums = tl.zeros((BLOCK,), tl.float32)
@@ -137,7 +145,7 @@ def _threshold(
             sums += tl.where(_order(x) >= floor, tl.exp((x - largest) / temperature), 0.0)
         wanted *= tl.sum(sums, 0)
     least = (tl.zeros((), tl.int32)).to(tl.uint32)
-    for bit in range(30, 30 - LEVELS, -2):
+    for bit in range(30, 30 - levels, -2):
         one = tl.full((), 1, tl.uint32) << tl.cast(bit, tl.uint32)
         s1 = tl.zeros((BLOCK,), tl.float32)
         s2 = tl.zeros((BLOCK,), tl.float32)
@@ -158,12 +166,12 @@ def _threshold(
 @kernel
 @triton.jit
 def sample(
-    logits, rows, mask, seen, tokens, out, V: tl.constexpr, LEVELS: tl.constexpr, TOP: tl.constexpr,
+    logits, rows, mask, seen, tokens, out, V: tl.constexpr, LEVELS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Chooses one token for each row: writes it to `tokens` of its sequence, counts it in `seen`, and fills `out`.
 
-    `out` (B, 2 + 2 TOP) has the token, its log probability, and TOP alternatives with theirs. Log probabilities are
+    `out` (B, WIDTH) has the token and, as far as the row wants them, its log probability and alternatives with theirs:
     those of the logits before temperature and filters, after mask and penalties.
     """
     b = tl.program_id(0)
@@ -174,7 +182,7 @@ def sample(
     top_p, min_p = tl.load(p + 1).to(tl.float32, bitcast=True), tl.load(p + 2).to(tl.float32, bitcast=True)
     top_k = tl.load(p + 3)
     at = b.to(tl.int64) * V
-    r = tl.maximum(sequence, 0)
+    r = sequence
     i = tl.arange(0, BLOCK)
 
     # The largest logit, and the first token that has it.
@@ -211,11 +219,25 @@ def sample(
         top = tl.max(best, 0)
         token = tl.min(tl.where(best == top, place, V), 0)
 
-    to = out + b * (2 + 2 * TOP)
+    to = out + b * WIDTH
     token = tl.minimum(token, V - 1)
-    if sequence >= 0:
-        tl.store(tokens + sequence, token)
     tl.store(to, token)
+    if sequence > 0:
+        tl.store(tokens + sequence, token)
+        if seen is not None:
+            count = seen + sequence.to(tl.int64) * V + token
+            tl.store(count, tl.load(count) + 1, mask=_penalises(p))
+    logprobs = tl.load(p + 7)
+    if logprobs > 0:
+        _name(logits, mask, seen, at, b, r, p, largest, token, logprobs, to, V, BLOCK)
+
+
+@triton.jit
+def _name(
+    logits, mask, seen, at, b, r, p, largest, token, logprobs, to, V: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Writes the log probabilities of the chosen token and of the most probable ones."""
+    i = tl.arange(0, BLOCK)
     sums = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, V, BLOCK):
         x = _logits(logits, mask, seen, at, b, r, start + i, p, V)
@@ -226,7 +248,7 @@ def sample(
     tl.store(to + 1 + tl.zeros((1,), tl.int32), (chosen - base).to(tl.int32, bitcast=True))
     before = tl.full((), float("inf"), tl.float32)
     last = tl.full((), -1, tl.int32)
-    for rank in range(TOP):  # the next token in order of logit and number
+    for rank in range(logprobs - 1):  # the next token in order of logit and number
         best = tl.full((BLOCK,), -float("inf"), tl.float32)
         place = tl.full((BLOCK,), V, tl.int32)
         for start in range(0, V, BLOCK):
@@ -239,10 +261,6 @@ def sample(
         last = tl.min(tl.where(best == before, place, V), 0)
         tl.store(to + 2 + 2 * rank, last)
         tl.store(to + 3 + 2 * rank, (before - base).to(tl.int32, bitcast=True))
-    if seen is not None:  # noqa: SIM102  the compiler knows this
-        if sequence >= 0:
-            count = seen + sequence.to(tl.int64) * V + token
-            tl.store(count, tl.load(count) + 1)
 
 
 def seed_of(sampling: Sampling, drawn: int) -> int:

@@ -34,12 +34,11 @@ class FakeGpu:
         self.last: dict[int, int] = {}
 
     def chunk(self, chunk: Chunk) -> list[int]:
-        for sequence, place, page in chunk.updates.tolist():
-            if sequence >= 0:
-                self.table[sequence, place] = page
+        for sequence, first, pages in chunk.entries:
+            self.table.update({(sequence, first + k): page for k, page in enumerate(pages.tolist())})
         whose = {
             first + i: (position + i, sequence)
-            for first, count, position, sequence in chunk.tiles.tolist()
+            for first, count, position, sequence, _ in chunk.tiles.tolist()
             for i in range(count)
         }
         assert sorted(whose) == list(range(sum(count for _, count in chunk.pieces)))
@@ -47,7 +46,7 @@ class FakeGpu:
             assert position == chunk.positions[i]
             assert chunk.slots[i] == self._slot(sequence, position)
             self.cache[int(chunk.slots[i])] = int(chunk.tokens[i])
-        assert (chunk.slots[len(whose) :] == -1).all()
+        assert not chunk.slots[len(whose) :].any()
         for row in chunk.rows[: len(chunk.ends)]:
             assert whose[int(row["token"])] == (row["position"], row["sequence"])
         return [self._next(row) for row in chunk.rows[: len(chunk.ends)]]

@@ -11,7 +11,7 @@ from language_families import FAMILIES, family
 
 import paellapy as pp
 from paellapy.scheduler.language.config import read_config
-from paellapy.scheduler.language.decoder import Decoder, State, tiles_of
+from paellapy.scheduler.language.decoder import Decoder, State, tile_tokens
 from paellapy.scheduler.language.kernels import ROW
 from paellapy.scheduler.language.pages import PAGE
 from paellapy.scheduler.language.weights import decoder_weights, read_tensors
@@ -31,7 +31,7 @@ class Steps:
         self._decoder = Decoder(self.config, weights, self.state, device.empty)
 
     def row(self, sequence: int, position: int, token: int = 0) -> Any:
-        return (sequence, position, token, -1, 0, 0, 0.0, 1.0, 0.0, 0, 1.0, 0.0, 0.0)
+        return (sequence, position, token, -1, 0, 0, 0.0, 1.0, 0.0, 0, 1.0, 0.0, 0.0, 0)
 
     def _words(self, rows: list[Any]) -> Any:
         return self._device.array(np.array(rows, ROW).view(np.int32).reshape(len(rows), -1))
@@ -42,22 +42,23 @@ class Steps:
         place = np.arange(first, end, dtype=np.int32)
         unused = np.zeros(padding, np.int32)
         slots = np.array([PAGES[p // PAGE] * PAGE + p % PAGE for p in place], np.int32)
-        tiles = [*tiles_of(self.config, [(0, n, first, 1)]), (0, 0, 0, 0)]
-        updates = np.array([(1, k, page) for k, page in enumerate(PAGES)] + [(-1, -1, -1)], np.int32)
+        size = tile_tokens(self.config)
+        tiles = [(at, min(size, n - at), first + at, 1, -1) for at in range(0, n, size)] + [(0, 0, 0, 0, 0)]
+        self.state.table[1][: len(PAGES)].set(np.array(PAGES, np.int32))
         out = array(np.zeros((1, 2), np.int32))
         chunk = {
             "tokens": array(np.concatenate([tokens[first:end], unused])),
-            "positions": array(np.concatenate([place, unused])), "slots": array(np.concatenate([slots, unused - 1])),
-            "tiles": array(np.array(tiles, np.int32)), "updates": array(updates),
+            "positions": array(np.concatenate([place, unused])), "slots": array(np.concatenate([slots, unused])),
+            "tiles": array(np.array(tiles, np.int32)),
         }  # fmt: skip
         logits = self._decoder.prefill(chunk, self._words([self.row(1, end - 1, n - 1)]), out)
         return logits.numpy()[0], int(out.numpy()[0, 0])
 
     def decode(self, token: int, position: int, rows: int) -> Any:
         """Logits after one token that enters alone, or beside rows that are not used."""
-        self.state.tokens.set(np.array([0, token, 0], np.int32))
+        self.state.tokens[1:2].set(np.array([token], np.int32))
         out = self._device.array(np.zeros((rows, 2), np.int32))
-        words = self._words([self.row(-1, 0)] * (rows - 1) + [self.row(1, position)])
+        words = self._words([self.row(0, 0)] * (rows - 1) + [self.row(1, position)])
         logits = self._decoder.decode(words, out)
         chosen = int(out.numpy()[-1, 0])
         assert self.state.tokens.numpy()[1] == chosen

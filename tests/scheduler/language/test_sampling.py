@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import paellapy as pp
 from paellapy.scheduler.core.errors import InputError
 from paellapy.scheduler.language import sampling
-from paellapy.scheduler.language.kernels import ROW
+from paellapy.scheduler.language.kernels import IN_PROMPT, ROW
 from paellapy.scheduler.language.sampling import Sampling
 
 VOCABULARY = 200
@@ -24,14 +24,15 @@ def choose(logits: Any, options: list[Sampling], *, mask: Any = None, seen: Any 
     """The kernel's output for rows of logits: tokens, their log probabilities, and three alternatives with theirs."""
     rows = np.zeros(len(options), ROW)
     for k, each in enumerate(options):
-        rows[k] = (k, 7, 0, -1, 0, k if seeds is None else seeds[k], *each.parameters)
+        rows[k] = (k + 1, 7, 0, -1, 0, k if seeds is None else seeds[k], *each.parameters)
+    rows["logprobs"] = 4
     with pp.Device("virtual:h200"):
         out = pp.zeros((len(options), 8), np.int32)
         counts = None if seen is None else pp.array(seen)
         sample[(len(options),)](
             pp.array(logits.astype(np.float32)), pp.array(rows.view(np.int32).reshape(len(options), -1)),
-            None if mask is None else pp.array(mask), counts, pp.zeros(len(options), np.int32), out, V=VOCABULARY,
-            LEVELS=32, TOP=3, BLOCK=64,
+            None if mask is None else pp.array(mask), counts, pp.zeros(len(options) + 1, np.int32), out, V=VOCABULARY,
+            LEVELS=32, WIDTH=8, BLOCK=64,
         )  # fmt: skip
         found = out.numpy()
         if counts is not None:
@@ -107,8 +108,8 @@ def test_a_mask_leaves_only_its_tokens():
 def test_tokens_that_were_seen_are_penalised_and_the_chosen_one_is_counted():
     logits = np.zeros((3, VOCABULARY))
     logits[:, 4], logits[:, 8] = 5.0, 4.0
-    seen = np.zeros((3, VOCABULARY), np.int32)
-    seen[0, 4], seen[1, 4], seen[2, 4] = sampling.IN_PROMPT.value, 2, sampling.IN_PROMPT.value
+    seen = np.zeros((4, VOCABULARY), np.int32)
+    seen[1, 4], seen[2, 4], seen[3, 4] = IN_PROMPT.value, 2, IN_PROMPT.value
     options = [
         Sampling(temperature=0, repetition_penalty=2.0),
         Sampling(temperature=0, frequency_penalty=0.4, presence_penalty=0.3),
@@ -116,7 +117,7 @@ def test_tokens_that_were_seen_are_penalised_and_the_chosen_one_is_counted():
     ]  # fmt: skip
     tokens, _, _ = choose(logits, options, seen=seen)
     assert tokens.tolist() == [8, 8, 4]  # presence and frequency look at chosen tokens only
-    assert [seen[0, 8], seen[1, 8], seen[2, 4] - sampling.IN_PROMPT.value] == [1, 1, 1]
+    assert [seen[1, 8], seen[2, 8], seen[3, 4] - IN_PROMPT.value] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
