@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 BASE = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -40,6 +41,23 @@ def family(name: str, folder: Path) -> Any:
                 parameter *= 3  # the initial weights give almost equal logits
     model.save_pretrained(folder)
     return model
+
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def byte_tokenizer(folder: Path) -> None:
+    """Writes a tokenizer with one token for each byte, and a chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({each: k for k, each in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    about = {"chat_template": TEMPLATE, "eos_token": {"content": "|"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
 
 
 def edited_config(folder: Path, **changes: Any) -> None:

@@ -145,11 +145,12 @@ class Gpu(Protocol):
 class CudaArray:
     """Device memory with shape and element type (including bfloat16 and float8, by ml_dtypes)."""
 
-    __slots__ = ("__weakref__", "_owner", "device", "dtype", "ptr", "shape")
+    __slots__ = ("__weakref__", "device", "dtype", "owner", "ptr", "shape")
 
     def __init__(self, device: Gpu, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         self.device, self.shape, self.dtype = device, shape, dtype
         self.ptr = device.allocate(max(1, self.nbytes))
+        self.owner: object = None  # of the memory, if this is a view
         weakref.finalize(self, device.free, self.ptr)
 
     @classmethod
@@ -158,7 +159,7 @@ class CudaArray:
     ) -> CudaArray:
         """An array over memory of another owner, who is kept with it; without one, the caller keeps the memory."""
         array = cls.__new__(cls)
-        array.device, array.ptr, array.shape, array.dtype, array._owner = device, ptr, shape, dtype, owner
+        array.device, array.ptr, array.shape, array.dtype, array.owner = device, ptr, shape, dtype, owner
         return array
 
     def __getitem__(self, key: int | slice) -> CudaArray:

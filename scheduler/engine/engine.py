@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from html import escape
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -48,6 +48,10 @@ from paellapy.scheduler.models.memory import MemoryPlan
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.profile import model_profile
 from paellapy.scheduler.policies.policy import Policy, attach_policy, find_policy
+
+if TYPE_CHECKING:  # they need packages that only language models need
+    from paellapy.scheduler.engine.generation import Generation, Generators
+    from paellapy.scheduler.language.model import LanguageModel
 
 _TRACED = (
     "a trace of the virtual GPU does not record the requests of an engine, only how its models are loaded: write "
@@ -125,6 +129,7 @@ class Engine:
         instances = min(max_active or self.tuning.default_active, self.limits.instances_per_model)
         self.loaded_models = LoadedModels(self.core, self.loader, instances)
         self._jobs = Jobs(self.client, self.loaded_models)
+        self._generators: Generators | None = None  # made with the first language model
         self._leases = Leases(self.client, self.loaded_models, self.memory)
         self._completions = CompletionLog(self.core, shared)
         self.core.start()
@@ -179,10 +184,38 @@ class Engine:
         """
         return self.client.reserve(self.client.find(name), deadline_ms, priority, client)
 
+    def generate(
+        self,
+        name: str,
+        prompt: str | Sequence[int],
+        *,
+        priority: int | None = None,
+        client: Hashable = None,
+        **sampling: Any,
+    ) -> Generation:
+        """A language model goes on with a text, or with the ids of tokens: iterate over the pieces of its answer.
+
+        `sampling`: temperature, top_p, max_tokens, stop, seed and the other fields of `Sampling`; what is not given is
+        as the model's folder says.
+        """
+        return self._language().find(name).generate(prompt, priority, client, sampling)
+
+    def _language(self) -> Generators:
+        if self._generators is None:
+            from paellapy.scheduler.engine.generation import Generators
+
+            self._generators = Generators(self.client, self.loaded_models, self.memory)
+        return self._generators
+
     # -- models
 
-    def load(self, model: Model) -> None:
+    def load(self, model: Model | LanguageModel) -> None:
         """Compiles, captures, measures and opens a model. Loaded models keep running meanwhile."""
+        if not isinstance(model, Model):
+            self._language().add(model)
+            return
+        if self._generators is not None:
+            self._generators.check_name(model.name)
         opened = self.steps.open(model)
         try:
             self.loaded_models.add(model)
@@ -193,6 +226,9 @@ class Engine:
 
     def unload(self, name: str) -> None:
         """Finishes the model's requests, refuses new ones, and frees its memory. Other models keep running."""
+        if name in self.language_models:
+            self._language().remove(name)
+            return
         with self.loaded_models.lock:
             loaded = self.client.find(name)
             self.loaded_models.remove(loaded)
@@ -202,6 +238,11 @@ class Engine:
     def models(self) -> dict[str, Model]:
         """The models that are loaded, by name."""
         return {name: loaded.model for name, loaded in self.core.models.by_name.items()}
+
+    @property
+    def language_models(self) -> dict[str, LanguageModel]:
+        """The language models that are loaded, by name."""
+        return {} if self._generators is None else self._generators.models
 
     def loaded_rows(self) -> dict[int, LoadedModel]:
         """Loaded models, jobs and leases by their row in the core."""
@@ -400,6 +441,7 @@ class Engine:
                 for each in self.loaded_rows().values()
                 if each.kind == "model"
             },
+            "language_models": {} if self._generators is None else self._generators.stats(),
             "jobs": self.job_stats(),
             "tenants": self.tenants,
         }
@@ -467,6 +509,8 @@ class Engine:
             return
         try:
             self._jobs.end()
+            if self._generators is not None:
+                self._generators.end()
             self._leases.end()
             self.guests.end()
             self.loaded_models.end_captures()

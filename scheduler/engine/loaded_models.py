@@ -32,8 +32,6 @@ class LoadedModels:
         """Loads a model that takes requests by its name."""
         with self.lock:
             self.core.check_open()
-            if not isinstance(model, Model):
-                raise ModelError(f"load() takes a pp.Model, not a {type(model).__name__}", field="model", given=model)
             if model.resident is False and self.weight_cache is None:
                 raise ModelError(
                     f"model {model.name!r}: resident=False has no effect where all weights stay on the GPU: create the "

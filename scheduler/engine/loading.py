@@ -493,7 +493,7 @@ class Loader:
         n = self.limits
         for what, count, limit in (
             ("batch sizes", len(model.batch), n.sizes),
-            ("requests in its largest batch", model.max_batch, n.batch),
+            ("requests in its largest batch", 1 if model.whole_batches else model.max_batch, n.batch),
             ("inputs", len(model.inputs), n.inputs),
             ("instances", model.instances or 1, n.instances_per_model),
         ):

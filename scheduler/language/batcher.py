@@ -39,7 +39,7 @@ class Sequence:
     seed: int
     priority: int = 0
     tokens: list[int] = field(default_factory=list)  # chosen, and known to the host
-    finish: str | None = None  # why it ended: "stop", "length", "cancelled"
+    finish: str | None = None  # why it ended: "stop", "length", "cancelled", "failed"
     shared_tokens: int = 0  # of the prompt, found in kept pages
     recomputed: int = 0  # how often its pages were taken away
     # the batcher's own
@@ -105,6 +105,13 @@ class Batcher:
 
     def add(self, sequence: Sequence) -> None:
         """A new sequence waits for its turn."""
+        self.check_prompt(sequence)
+        self._arrivals += 1
+        sequence.arrival = self._arrivals
+        self._wait(sequence)
+
+    def check_prompt(self, sequence: Sequence) -> None:
+        """InputError: it cannot be written."""
         if not sequence.prompt:
             raise InputError("the prompt is empty: give at least one token", field="prompt", given=0, limit=1)
         if len(sequence.prompt) >= self.context:
@@ -112,14 +119,21 @@ class Batcher:
                 f"the prompt has {len(sequence.prompt):,} tokens: prompt and answer may have {self.context:,}",
                 field="prompt", given=len(sequence.prompt), limit=self.context - 1,
             )  # fmt: skip
-        self._arrivals += 1
-        sequence.arrival = self._arrivals
-        self._wait(sequence)
 
-    def cancel(self, sequence: Sequence) -> None:
+    def end(self, sequence: Sequence, why: str) -> None:
         """The sequence takes no further part."""
         if sequence.finish is None:
-            self._end(sequence, "cancelled")
+            self._end(sequence, why)
+
+    def drop(self, step: Chunk | Batch) -> list[Sequence]:
+        """A step that was planned failed: its sequences end. Returns those that had not ended before."""
+        sequences = [s for s, _ in step.pieces] if isinstance(step, Chunk) else step.sequences
+        dropped = [s for s in sequences if s.finish is None]
+        for sequence in sequences:
+            sequence.in_flight -= 1
+            self.end(sequence, "failed")
+        self._settle(sequences)
+        return dropped
 
     @property
     def waiting(self) -> int:

@@ -65,6 +65,7 @@ class Decoder:
     def __init__(self, config: DecoderConfig, weights: Arrays, state: State, empty: Any) -> None:
         self.config, self.weights, self.state, self._empty = config, weights, state, empty
         self._precision = "ieee" if config.dtype == "float32" else "tf32"
+        self._between: dict[Shape, Any] = {}  # results between two kernels, by shape: all layers use the same memory
 
     # -- steps
 
@@ -148,7 +149,7 @@ class Decoder:
         if batch == 1:
             self._row_product(x, w[f"{k}.gate_up"], wide, w[f"{k}.norm2"], None, gated=True)
             return wide
-        both = self._new(batch, 2 * c.ffn_width)
+        both = self._reused(batch, 2 * c.ffn_width)
         self._product(x, w[f"{k}.gate_up"], both, norm=w[f"{k}.norm2"])
         block = min(1024, _power(c.ffn_width))
         kernels.gate[batch, -(-c.ffn_width // block)](both, wide, F=c.ffn_width, BLOCK=block, launch_pdl=True)
@@ -162,7 +163,7 @@ class Decoder:
             self._row_product(x, weight, y, norm, residual, gated=False)
             return
         if norm is not None:
-            normed = self._new(y.shape[0], x.shape[1])
+            normed = self._reused(y.shape[0], x.shape[1])
             kernels.norm[(y.shape[0],)](
                 x, norm, normed, rows, EPS=self.config.norm_eps, D=x.shape[1], BLOCK=_power(x.shape[1]), launch_pdl=True
             )  # fmt: skip
@@ -188,6 +189,11 @@ class Decoder:
 
     def _new(self, *shape: int, dtype: Any = None) -> Any:
         return self._empty(shape, element_type(self.config.dtype) if dtype is None else np.dtype(dtype))
+
+    def _reused(self, *shape: int) -> Any:
+        if shape not in self._between:
+            self._between[shape] = self._new(*shape)
+        return self._between[shape]
 
     def _zeros(self, count: int) -> Any:
         made = self._empty((count,), np.dtype(np.int32))

@@ -6,8 +6,7 @@ or the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
@@ -43,7 +42,6 @@ class Sampling:
     stop_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # how many alternatives to name beside the token's own; None: no logprobs
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, (low, high, whole) in _LIMITS.items():

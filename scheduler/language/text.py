@@ -73,6 +73,9 @@ class TextCodec:
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens)))
 
+    def growing(self, stop: Sequence[str] = ()) -> GrowingText:
+        return GrowingText(self, stop)
+
     @property
     def has_chat(self) -> bool:
         """Whether the folder has a chat template."""

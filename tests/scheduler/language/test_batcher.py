@@ -108,7 +108,7 @@ def test_every_text_is_what_it_is_alone(seed: int) -> None:
         elif steps:
             batcher.end_step(steps[0], gpu.step(steps.pop(0)))
         if r.random() < 0.003 and (chosen := r.choice(texts)) not in coming:
-            batcher.cancel(chosen)
+            batcher.end(chosen, "cancelled")
         batcher.check()
     for text in texts:
         wanted = alone(text, batcher.context)

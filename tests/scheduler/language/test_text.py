@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from failing import failing
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from language_families import byte_tokenizer
 
 from paellapy.scheduler.core.errors import InputError
 from paellapy.scheduler.language.config import LanguageModelError
 from paellapy.scheduler.language.text import GrowingText, TextCodec
 
-TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
-    "<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer with one token for each byte, and a chat template."""
     made = tmp_path_factory.mktemp("model")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({each: k for k, each in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(made / "tokenizer.json"))
-    about = {"chat_template": TEMPLATE, "eos_token": {"content": "|"}}
-    (made / "tokenizer_config.json").write_text(json.dumps(about))
+    byte_tokenizer(made)
     return made
 
 

@@ -1,0 +1,590 @@
+"""Text from language models: `engine.generate` gives a `Generation`, a `Generator` runs the steps of one model.
+
+Prefill and decode are two models of the core, which policies order with everything else. A thread per language model
+plans steps, submits them, and hands their tokens on. Two decode steps are in flight: the next one reads its tokens on
+the GPU, so the GPU does not wait for the host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.backends.base import LoadedModel
+from paellapy.scheduler.core import codes
+from paellapy.scheduler.core.errors import (
+    EngineClosedError,
+    EngineFailedError,
+    InputError,
+    ModelError,
+    QueueFullError,
+    UnknownModelError,
+)
+from paellapy.scheduler.core.values import shortened
+from paellapy.scheduler.engine.client import Outputs, Request, RequestClient, Slot, request_rank
+from paellapy.scheduler.engine.loaded_models import LoadedModels
+from paellapy.scheduler.engine.ring_client import Waiter, is_running
+from paellapy.scheduler.language.batcher import Batch, Batcher, Chunk, Sequence
+from paellapy.scheduler.language.decoder import tile_tokens
+from paellapy.scheduler.language.model import ChunkLayout, LanguageModel, state_of, write_rows
+from paellapy.scheduler.language.pages import PagePool
+from paellapy.scheduler.language.sampling import OUT_WORDS, Sampling, seed_of
+from paellapy.scheduler.models.memory import MemoryPlan
+
+if TYPE_CHECKING:
+    from paellapy.scheduler.language.text import GrowingText
+
+_STEPS_AHEAD = 2  # decode steps in flight
+_MOST_WAITING = 4096  # texts that have not begun
+_RETRY_S = 0.001  # until a step that found the engine full is submitted again
+
+_SAMPLING = frozenset(each.name for each in fields(Sampling))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One token of an answer. Its `text` is empty while a character or a stop string is not complete."""
+
+    text: str
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()  # the most probable tokens, with their log probabilities
+    finish_reason: str | None = None  # of the last piece: "stop" or "length"
+
+
+class _Stream:
+    """The pieces of one text on their way from the model's thread to whoever reads them."""
+
+    def __init__(self, sequence: Sequence, text: GrowingText) -> None:
+        self.sequence, self.text = sequence, text
+        self.began_ns = time.monotonic_ns()
+        self.first_ns = self.last_ns = 0  # when its first and its latest token were there
+        self.pieces: deque[Piece] = deque()
+        self.finish: str | None = None
+        self.error: Exception | None = None
+        self.ended = False
+        self.waiter: Callable[[], None] | None = None  # of the reader, until it is woken
+
+    def add(self, token: int, words: Any) -> bool:
+        """Takes a token that was chosen. True: a stop string ends the text."""
+        sequence = self.sequence
+        text = self.text.add(token)
+        stopped = self.text.stopped is not None
+        finish = "stop" if stopped else sequence.finish
+        if finish is not None and not stopped:
+            text += self.text.end()
+        logprob: float | None = None
+        top: tuple[tuple[int, float], ...] = ()
+        wanted = sequence.sampling.logprobs
+        if wanted is not None:
+            found = words[1::2].copy().view(np.float32)
+            logprob = float(found[0])
+            top = tuple(zip(words[2::2][:wanted].tolist(), found[1 : wanted + 1].tolist(), strict=True))
+        self.pieces.append(Piece(text, token, logprob, top, finish))
+        if finish is not None:
+            self.finish, self.ended = finish, True
+        return stopped
+
+    def end(self, error: Exception | None = None) -> None:
+        """Without an error: it was cancelled."""
+        if not self.ended:
+            self.finish, self.error = None if error else "cancelled", error
+            self.ended = True
+
+
+class Generation:
+    """A text that is being written: `async for piece in generation`, or `for piece in generation` in a thread.
+
+    Leaving it before its end cancels it.
+    """
+
+    def __init__(self, generator: Generator, stream: _Stream) -> None:
+        self._generator, self._stream = generator, stream
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self._stream.sequence.prompt)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt whose keys and values were kept from earlier prompts."""
+        return self._stream.sequence.shared_tokens
+
+    @property
+    def tokens(self) -> int:
+        """Tokens chosen so far."""
+        return len(self._stream.sequence.tokens)
+
+    @property
+    def finish_reason(self) -> str | None:
+        """ "stop", "length" or "cancelled"; None while it goes on."""
+        return self._stream.finish
+
+    @property
+    def ttft_ms(self) -> float | None:
+        """Time from the request to its first token; None before it is there."""
+        stream = self._stream
+        return (stream.first_ns - stream.began_ns) * 1e-6 if stream.first_ns else None
+
+    def cancel(self) -> None:
+        """Ends the text at the next step. Pieces that are there can still be read."""
+        if not self._stream.ended:
+            self._generator.cancel(self._stream)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Piece:
+        stream = self._stream
+        loop = asyncio.get_running_loop()
+        while not stream.pieces:
+            if stream.ended and not stream.pieces:
+                self._finish(StopAsyncIteration)
+            future: asyncio.Future[None] = loop.create_future()
+            stream.waiter = _Wake(loop, future)
+            if stream.pieces or stream.ended:
+                continue
+            try:
+                await future
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
+        return stream.pieces.popleft()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Piece:
+        stream = self._stream
+        while not stream.pieces:
+            if stream.ended and not stream.pieces:
+                self._finish(StopIteration)
+            woken = threading.Event()
+            stream.waiter = woken.set
+            if not (stream.pieces or stream.ended):
+                woken.wait()
+        return stream.pieces.popleft()
+
+    def text(self) -> str:
+        """The rest of the text, when it has ended; blocks this thread."""
+        return "".join(piece.text for piece in self)
+
+    def _finish(self, end: type[Exception]) -> None:
+        if self._stream.error is not None:
+            raise self._stream.error
+        raise end
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):  # `__init__` failed
+            self.cancel()
+
+    def __repr__(self) -> str:
+        return f"<Generation: {self.prompt_tokens} + {self.tokens} tokens, {self.finish_reason or 'going on'}>"
+
+
+class _Wake:
+    """Completes a future of an event loop."""
+
+    __slots__ = ("future", "loop")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None:
+        self.loop, self.future = loop, future
+
+    def __call__(self) -> None:
+        _complete([self.future])
+
+
+def _complete(futures: list[asyncio.Future[None]]) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_result(None)
+
+
+class _Step(Request):
+    """A chunk or a decode step on its way."""
+
+    __slots__ = ("done", "planned", "result")
+
+    def __init__(self, client: RequestClient, loaded: LoadedModel, planned: Chunk | Batch, done: Any) -> None:
+        super().__init__(client, loaded)
+        self.planned, self.done = planned, done
+        self.result: Outputs | Exception | None = None
+
+    def answer(self, result: Outputs | Exception) -> None:
+        self.result = result
+        self.done()
+
+
+class Generator:
+    """Writes the texts of one language model, in a thread of its own."""
+
+    def __init__(
+        self, client: RequestClient, model: LanguageModel, prefill: LoadedModel, decode: LoadedModel, pages: int
+    ) -> None:
+        self.model, self.prefill, self.decode = model, prefill, decode
+        self._client, self._state = client, state_of(decode.weights)
+        self._pool = PagePool(pages)
+        self._batcher = Batcher(
+            self._pool, sequences=model.sequences, context=model.context, chunks=model.chunk_sizes,
+            tile_tokens=tile_tokens(model.config), eos=model.eos,
+        )  # fmt: skip
+        self._layout = ChunkLayout(model.config, model.chunk_sizes[0])
+        self._coming: deque[_Stream] = deque()
+        self._leaving: deque[_Stream] = deque()
+        self._streams: dict[int, _Stream] = {}  # by the id of their sequence
+        self._chunks: deque[_Step] = deque()  # in flight, in order
+        self._steps: deque[_Step] = deque()
+        self._unsent: deque[tuple[LoadedModel, Chunk | Batch]] = deque()  # the engine was full
+        self._closing: Exception | None = None  # what new texts are told
+        self._failure: Exception | None = None
+        self._drains = False
+        self.stats = GeneratorStats()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"paellapy-{model.name}", daemon=True)
+        self._thread.start()
+        self._ready.wait()
+
+    # -- from any thread
+
+    def generate(
+        self, prompt: str | Items[int], priority: int | None, client: Hashable, given: Mapping[str, Any]
+    ) -> Generation:
+        """Adds a text. InputError: the prompt or a sampling argument is wrong."""
+        model = self.model
+        unknown = sorted(given.keys() - _SAMPLING)
+        if unknown:
+            raise InputError(
+                f"unknown sampling arguments {', '.join(unknown)}; known: {', '.join(sorted(_SAMPLING))}",
+                field=unknown[0], given=given[unknown[0]],
+            )  # fmt: skip
+        sampling = Sampling(**{**model.defaults, **{key: value for key, value in given.items() if value is not None}})
+        tokens = self._tokens(prompt)
+        rank = model.priority if priority is None else request_rank(priority)
+        sequence = Sequence(tokens, sampling, seed_of(sampling, int.from_bytes(os.urandom(8), "little")), rank)
+        self._batcher.check_prompt(sequence)
+        stream = _Stream(sequence, model.codec.growing(sampling.stop))
+        self._check_open()
+        if len(self._streams) + len(self._coming) >= _MOST_WAITING:
+            raise QueueFullError(
+                f"language model {model.name!r} already has {_MOST_WAITING} texts to write; try again later",
+                model=model.name, limit=_MOST_WAITING,
+            )  # fmt: skip
+        self._coming.append(stream)
+        self._waiter.set()
+        if self._closing is not None:  # looked at after it was added: the thread sees it, or this does
+            stream.end(self._closing)
+        return Generation(self, stream)
+
+    def cancel(self, stream: _Stream) -> None:
+        self._leaving.append(stream)
+        self._waiter.set()
+
+    def close(self, why: Exception, drains: bool) -> None:
+        """Refuses new texts. `drains`: finishes the others first; otherwise they end with this error."""
+        self._drains = drains
+        self._closing = why
+        self._waiter.set()
+        self._thread.join()
+
+    def now(self) -> dict[str, Any]:
+        """Counts so far."""
+        return {
+            "waiting": self._batcher.waiting + len(self._coming), "running": self._batcher.running,
+            "pages": self._pool.count, "free_pages": self._pool.free, "kept_pages": self._pool.kept,
+            **self.stats.counts(),
+        }  # fmt: skip
+
+    def _check_open(self) -> None:
+        if self._closing is not None:
+            raise self._closing
+        self._client.core.check_open()
+
+    def _tokens(self, prompt: str | Items[int]) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return tuple(self.model.codec.encode(prompt))
+        most = self.model.config.vocabulary
+        try:
+            tokens = tuple(map(int, prompt))
+        except (TypeError, ValueError):
+            raise InputError(
+                f"prompt={shortened(prompt)}: it must be a text or a list of token ids", field="prompt", given=prompt
+            ) from None
+        wrong = next((token for token in tokens if not 0 <= token < most), None)
+        if wrong is not None:
+            raise InputError(
+                f"token {wrong} of the prompt is outside the model's vocabulary of {most:,}", field="prompt",
+                given=wrong, limit=most - 1,
+            )  # fmt: skip
+        return tokens
+
+    # -- in its own thread
+
+    def _run(self) -> None:
+        self._waiter = Waiter()
+        self._ready.set()
+        try:
+            while self._turn():
+                full = bool(self._unsent)
+                self._client.core.ring.wait(self._waiter, _RETRY_S if full else None)
+        except Exception as e:
+            self._fail(e)
+
+    def _turn(self) -> bool:
+        """Takes what has come and what has ended, and submits what may run; False at the end."""
+        self._take()
+        woken: list[_Stream] = []
+        for steps in (self._chunks, self._steps):
+            while steps and steps[0].result is not None:
+                woken += self._end(steps.popleft())
+        if self._closing is not None and (self._failure is not None or not self._drains):
+            woken += self._end_all(self._failure or self._closing)
+        else:
+            self._submit()
+        _wake(woken)
+        return self._closing is None or bool(self._chunks or self._steps or self._coming or not self._batcher.idle)
+
+    def _take(self) -> None:
+        while self._coming:
+            stream = self._coming.popleft()
+            if not stream.ended:
+                self._streams[id(stream.sequence)] = stream
+                self._batcher.add(stream.sequence)
+        while self._leaving:
+            stream = self._leaving.popleft()
+            if not stream.ended:
+                self._batcher.end(stream.sequence, "cancelled")
+                self._forget(stream)
+                stream.end()
+                _wake([stream])
+
+    def _submit(self) -> None:
+        while self._unsent:
+            if not self._send(*self._unsent[0]):
+                return
+            self._unsent.popleft()
+        if not self._chunks and (chunk := self._batcher.plan_chunk()) is not None:
+            self._begin(self.prefill, chunk)
+        while len(self._steps) < _STEPS_AHEAD:
+            batch = self._batcher.plan_step(self.model.sequences)
+            if batch is None:
+                break
+            self._begin(self.decode, batch)
+
+    def _begin(self, loaded: LoadedModel, planned: Chunk | Batch) -> None:
+        if self._unsent or not self._send(loaded, planned):
+            self._unsent.append((loaded, planned))
+
+    def _send(self, loaded: LoadedModel, planned: Chunk | Batch) -> bool:
+        """Submits a step; False if the engine holds too many requests now."""
+        client, now = self._client, time.monotonic_ns()
+        if isinstance(planned, Chunk):
+            sequences, n = [s for s, _ in planned.pieces], len(planned.tokens)
+            arrival = min(self._streams[id(s)].began_ns if id(s) in self._streams else now for s in sequences)
+        else:
+            sequences, n, arrival = planned.sequences, len(planned.rows), now
+        rank = max(s.priority for s in sequences)
+        try:
+            slot = Slot(client, loaded, (0, rank, arrival, codes.NEVER), items=n)
+        except QueueFullError:
+            return False
+        if isinstance(planned, Chunk):
+            for number, first, pages in planned.entries:
+                self._state.table[number][first : first + len(pages)].set(pages)
+            self._layout.write(slot.inputs["words"][:n].reshape(-1), planned)
+        else:
+            write_rows(slot.inputs["rows"], planned)
+        step = _Step(client, loaded, planned, self._waiter.set)
+        (self._chunks if isinstance(planned, Chunk) else self._steps).append(step)
+        slot.begin_for(step)
+        return True
+
+    def _end(self, step: _Step) -> list[_Stream]:
+        """Hands on the tokens of a step; returns the texts that have something new."""
+        planned, result = step.planned, step.result
+        if isinstance(result, Exception):
+            if isinstance(result, EngineClosedError | EngineFailedError):
+                self._closing = self._failure = result
+            return self._drop(planned, result)
+        assert result is not None
+        members = planned.ends if isinstance(planned, Chunk) else planned.sequences
+        out = result["out"].reshape(-1)[: len(members) * OUT_WORDS].reshape(-1, OUT_WORDS)
+        chosen = out[:, 0].tolist()
+        if isinstance(planned, Chunk):
+            changed = self._batcher.end_chunk(planned, chosen)
+        else:
+            changed = self._batcher.end_step(planned, chosen)
+        now = time.monotonic_ns()
+        places = {id(sequence): k for k, sequence in enumerate(members)}
+        woken = []
+        for sequence in changed:
+            stream = self._streams[id(sequence)]
+            self.stats.token(stream, now)
+            if stream.add(sequence.tokens[-1], out[places[id(sequence)]]):
+                self._batcher.end(sequence, "stop")
+            if sequence.finish is not None:
+                self._forget(stream)
+            woken.append(stream)
+        self.stats.step(planned, len(changed))
+        return woken
+
+    def _drop(self, planned: Chunk | Batch, error: Exception) -> list[_Stream]:
+        dropped = [self._streams[id(sequence)] for sequence in self._batcher.drop(planned)]
+        for stream in dropped:
+            self._forget(stream)
+            stream.end(error)
+        return dropped
+
+    def _end_all(self, error: Exception) -> list[_Stream]:
+        """Ends all texts; steps that are on their way are waited for."""
+        for _, planned in self._unsent:
+            self._batcher.drop(planned)
+        self._unsent.clear()
+        left = list(self._streams.values())
+        for stream in left:
+            self._batcher.end(stream.sequence, "cancelled")
+            self._forget(stream)
+            stream.end(error)
+        return left
+
+    def _fail(self, error: Exception) -> None:
+        """The engine is gone, or a fault of ours: everything ends with this error."""
+        told = error if isinstance(error, PaellaError) else EngineClosedError(f"text generation failed: {error!r}")
+        told.__cause__ = error if told is not error else error.__cause__
+        self._closing = told
+        left = [*self._streams.values(), *self._coming]
+        self._streams.clear()
+        for stream in left:
+            stream.end(told)
+        _wake(left)
+
+    def _forget(self, stream: _Stream) -> None:
+        self._streams.pop(id(stream.sequence), None)
+
+
+def _wake(streams: Items[_Stream]) -> None:
+    """Wakes those who wait for these texts: an event loop once for all of its own."""
+    futures: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+    for stream in streams:
+        waiter, stream.waiter = stream.waiter, None
+        if isinstance(waiter, _Wake):
+            futures.setdefault(waiter.loop, []).append(waiter.future)
+        elif waiter is not None:
+            waiter()
+    for loop, theirs in futures.items():
+        if is_running(loop):
+            _complete(theirs)
+        else:
+            with contextlib.suppress(RuntimeError):  # the loop was closed
+                loop.call_soon_threadsafe(_complete, theirs)
+
+
+class GeneratorStats:
+    """Counts and latencies of a language model."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = self.shared_tokens = self.tokens = self.texts = self.chunks = self.steps = 0
+        self.batched = 0  # tokens of decode steps
+        self.watchers: list[Callable[[str, float], None]] = []  # called with "ttft" or "tbt" and seconds
+
+    def token(self, stream: _Stream, now: int) -> None:
+        self.tokens += 1
+        if stream.first_ns:
+            self._tell("tbt", now - stream.last_ns)
+        else:
+            stream.first_ns = now
+            self.texts += 1
+            self.prompt_tokens += len(stream.sequence.prompt)
+            self.shared_tokens += stream.sequence.shared_tokens
+            self._tell("ttft", now - stream.began_ns)
+        stream.last_ns = now
+
+    def step(self, planned: Chunk | Batch, tokens: int) -> None:
+        if isinstance(planned, Chunk):
+            self.chunks += 1
+        else:
+            self.steps += 1
+            self.batched += tokens
+
+    def counts(self) -> dict[str, int]:
+        return {key: value for key, value in vars(self).items() if isinstance(value, int)}
+
+    def _tell(self, what: str, ns: int) -> None:
+        for watcher in self.watchers:
+            watcher(what, ns * 1e-9)
+
+
+class Generators:
+    """The language models of an engine."""
+
+    def __init__(self, client: RequestClient, loaded_models: LoadedModels, memory: MemoryPlan) -> None:
+        self._client, self._loaded, self._memory = client, loaded_models, memory
+        self.by_name: dict[str, Generator] = {}
+
+    def add(self, model: LanguageModel) -> None:
+        """Loads a language model, which takes requests by its name."""
+        if not isinstance(model, LanguageModel):
+            raise ModelError(
+                f"load() takes a pp.Model or a pp.LanguageModel, not a {type(model).__name__}", field="model",
+                given=model,
+            )  # fmt: skip
+        with self._loaded.lock, contextlib.ExitStack() as undo:
+            self._client.core.check_open()
+            self._loaded.check_name(model.name, "unload it first", leases_too=True)
+            self.check_name(model.name)
+            pages = model.pages(self._memory.budget_bytes - self._memory.held_bytes)
+            made = []
+            for program in reversed(model.programs(pages)):  # the one that counts the memory first
+                with self._loaded.core.outside(repr(program.name)):
+                    made.append(self._loaded.load(program))
+                made[-1].kind = "language model"
+                undo.callback(self._loaded.close, made[-1])
+            decode, prefill = made
+            self.by_name[model.name] = Generator(self._client, model, prefill, decode, pages)
+            undo.pop_all()
+
+    @property
+    def models(self) -> dict[str, LanguageModel]:
+        return {name: each.model for name, each in self.by_name.items()}
+
+    def stats(self) -> dict[str, Any]:
+        return {name: each.now() for name, each in self.by_name.items()}
+
+    def find(self, name: str) -> Generator:
+        self._client.core.check_open()
+        found = self.by_name.get(name)
+        if found is None:
+            known = ", ".join(map(repr, self.by_name)) or "none"
+            raise UnknownModelError(f"no language model {name!r} is loaded; loaded: {known}", model=name)
+        return found
+
+    def check_name(self, name: str) -> None:
+        """Raises if the name belongs to a language model."""
+        if name in self.by_name:
+            raise ModelError(f"a language model named {name!r} is loaded already; unload it first", field="name",
+                             given=name)  # fmt: skip
+
+    def remove(self, name: str) -> None:
+        """Finishes the model's texts, refuses new ones, and frees its memory."""
+        generator = self.by_name.pop(name)
+        generator.close(UnknownModelError(f"language model {name!r} is being unloaded", model=name), drains=True)
+        with self._loaded.lock:
+            for loaded in (generator.prefill, generator.decode):
+                self._loaded.close(loaded)
+
+    def end(self) -> None:
+        """Ends all texts: the engine closes."""
+        for name, generator in list(self.by_name.items()):
+            why = EngineClosedError(f"the engine was closed while language model {name!r} wrote this text", model=name)
+            generator.close(why, drains=False)
+        self.by_name.clear()

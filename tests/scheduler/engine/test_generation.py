@@ -1,0 +1,171 @@
+"""Texts from a language model: each is what it is alone, whatever shares the engine, and ends as it should."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from core_check import check_at_rest
+from engine_models import scale_model
+from failing import failing
+from language_families import byte_tokenizer, family
+
+import paellapy as pp
+from paellapy.scheduler.core.errors import EngineClosedError, InputError, ModelError, UnknownModelError
+from paellapy.scheduler.language.config import LanguageModelError
+from paellapy.scheduler.language.pages import PAGE
+
+VOCABULARY = 256  # of the tokenizer; the model has more
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("tiny")
+    byte_tokenizer(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Any:
+    """The model of transformers whose weights are in the folder."""
+    return family("Qwen3", folder)
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path, reference: Any) -> Iterator[pp.Engine]:
+    with pp.Engine("virtual:h200") as made:
+        made.load(tiny(folder))
+        yield made
+        check_at_rest(made.state)
+
+
+def tiny(folder: Path, **options: Any) -> pp.LanguageModel:
+    """Few pages: texts must wait, and be computed again."""
+    page_gb = PAGE * 2 * 2 * 2 * 32 * 4 * 1e-9
+    given = {"name": "tiny", "context": 128, "sequences": 4, "chunk": 64, "kv_gb": 18.5 * page_gb, **options}
+    return pp.LanguageModel(folder, **given)
+
+
+def prompts(n: int) -> list[list[int]]:
+    """Prompts of which some begin alike."""
+    rng = np.random.default_rng(5)
+    begin = rng.integers(0, VOCABULARY, 70).tolist()
+    return [begin[: int(rng.integers(0, 70))] + rng.integers(0, VOCABULARY, 3).tolist() for _ in range(n)]
+
+
+def tokens_of(generation: Any) -> list[int]:
+    return [piece.token for piece in generation]
+
+
+def test_greedy_texts_are_those_of_the_library_whatever_shares_the_engine(engine: pp.Engine, reference: Any) -> None:
+    import torch
+
+    async def texts() -> list[list[int]]:
+        async def one(prompt: list[int], n: int) -> list[int]:
+            writing = engine.generate("tiny", prompt, max_tokens=n, temperature=0, ignore_eos=True)
+            return [piece.token async for piece in writing]
+
+        return await asyncio.gather(*(one(prompt, 6 + k) for k, prompt in enumerate(prompts(10))))
+
+    for k, (prompt, found) in enumerate(zip(prompts(10), asyncio.run(texts()), strict=True)):
+        with torch.no_grad():
+            known = torch.tensor([prompt])
+            wanted = reference.generate(
+                known, attention_mask=torch.ones_like(known), max_new_tokens=6 + k, do_sample=False, eos_token_id=None,
+                pad_token_id=0,
+            )[0, len(prompt) :].tolist()  # fmt: skip
+        assert found == wanted
+    counts = engine.stats()["language_models"]["tiny"]
+    assert counts["shared_tokens"] > 0
+    assert counts["free_pages"] == counts["pages"] == 18
+
+
+def test_a_seed_gives_the_same_text_beside_others(engine: pp.Engine) -> None:
+    drawn = {"temperature": 1.2, "max_tokens": 8, "ignore_eos": True}
+    alone = tokens_of(engine.generate("tiny", "abc", seed=7, **drawn))
+    begun = [engine.generate("tiny", "abc", seed=seed, **drawn) for seed in (7, 8, 7)]
+    texts = [tokens_of(each) for each in begun]
+    assert texts[0] == texts[2] == alone != texts[1]
+
+
+def test_penalties_count_prompt_and_answer(engine: pp.Engine) -> None:
+    often = tokens_of(engine.generate("tiny", [3, 4, 5], max_tokens=24, temperature=0, ignore_eos=True))
+    assert len(set(often)) < 24
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
+    once = tokens_of(engine.generate("tiny", [3, 4, 5], repetition_penalty=100.0, presence_penalty=100.0, **options))
+    assert len({3, 4, 5, *once}) == 27
+
+
+def test_log_probabilities_name_the_chosen_and_the_most_probable(engine: pp.Engine) -> None:
+    pieces = list(engine.generate("tiny", "abc", max_tokens=4, temperature=0, logprobs=3, ignore_eos=True))
+    for piece in pieces:
+        assert piece.top[0] == (piece.token, piece.logprob)
+        assert [p for _, p in piece.top] == sorted((p for _, p in piece.top), reverse=True)
+    assert [piece.finish_reason for piece in pieces] == [None, None, None, "length"]
+
+
+def test_a_stop_string_ends_the_text_before_it(engine: pp.Engine) -> None:
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
+    whole = engine.generate("tiny", "Once", **options).text()
+    at = next(k for k in range(2, 18) if whole[k : k + 2] not in whole[:k])
+    generation = engine.generate("tiny", "Once", stop=(whole[at : at + 2],), **options)
+    assert generation.text() == whole[:at]
+    assert generation.finish_reason == "stop"
+
+
+def test_a_text_that_is_left_gives_its_place_to_others(engine: pp.Engine) -> None:
+    async def leave() -> None:
+        generation = engine.generate("tiny", "a", max_tokens=100, ignore_eos=True)
+        async for _ in generation:
+            break
+        generation.cancel()
+        assert [piece async for piece in generation] == [] or generation.tokens < 100
+        assert generation.finish_reason == "cancelled"
+
+    asyncio.run(leave())
+    del_me = engine.generate("tiny", "b", max_tokens=100, ignore_eos=True)
+    next(iter(del_me))
+    del del_me
+    assert len(tokens_of(engine.generate("tiny", "c", max_tokens=100, ignore_eos=True))) == 100
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "field"),
+    [
+        ([], {}, "prompt"), ([1] * 128, {}, "prompt"), ([1, -1], {}, "prompt"), ([1, 300], {}, "prompt"),
+        (7, {}, "prompt"), ("a", {"temperature": -1}, "temperature"), ("a", {"colour": 1}, "colour"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_written_is_refused(engine: pp.Engine, prompt: Any, sampling: Any, field: str) -> None:
+    with failing(InputError, field=field):
+        engine.generate("tiny", prompt, **sampling)
+
+
+def test_names_and_options_are_checked(engine: pp.Engine, folder: Path) -> None:
+    with failing(UnknownModelError, model="other"):
+        engine.generate("other", "a")
+    for taken in (tiny(folder), scale_model("tiny")):
+        with failing(ModelError, field="name", given="tiny"):
+            engine.load(taken)
+    for option in ({"kv_gb": 1e-9}, {"tbt_ms": 0}, {"context": 1000}, {"sequences": 0}, {"dtype": "int8"}):
+        with failing(LanguageModelError, field=next(iter(option))):
+            engine.load(tiny(folder, **{"name": "second", **option}))
+
+
+def test_texts_end_with_an_engine_and_are_finished_by_an_unload(folder: Path, reference: Any) -> None:
+    with pp.Engine("virtual:h200") as engine:
+        engine.load(scale_model("other"))
+        engine.load(tiny(folder))
+        begun = [engine.generate("tiny", "abc", max_tokens=20, ignore_eos=True) for _ in range(6)]
+        engine.unload("tiny")
+        assert [len(tokens_of(each)) for each in begun] == [20] * 6
+        assert set(engine.memory()["models"]) == {"other"}
+        engine.load(tiny(folder))
+        left = engine.generate("tiny", "abc", max_tokens=120, ignore_eos=True)
+        next(iter(left))
+    with failing(EngineClosedError, model="tiny"):
+        tokens_of(left)
