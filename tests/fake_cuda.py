@@ -65,6 +65,7 @@ class FakeCuda:
         self.streams: dict[int, Stream] = {}
         self.fails, self.silent, self.by_kernel, self.groups_only = 0, False, False, False
         self.sent, self.sends = 0, math.inf
+        self.lost = 0  # the status that launches and waits return since a block failed
         self.partitions: dict[int, list[int]] = {}
         self.confined: Counter[int] = Counter()
         self.partition_streams: dict[int, int] = {}
@@ -152,8 +153,9 @@ class FakeCuda:
         fields = (ctypes.c_void_p * 5).from_address(extra)
         parameters = ctypes.string_at(fields[1], ctypes.c_size_t.from_address(fields[3]).value)
         facts = {"grid": (gx, gy, gz), "block": (bx, by, bz), "shared": shared, "parameters": parameters}
-        self._do(stream, "kernel", function=function, **facts)
-        return 0
+        if not self.lost:
+            self._do(stream, "kernel", function=function, **facts)
+        return self.lost
 
     def is_capturing(self, stream, status):
         status._obj.value = int(self._stream(stream).capturing is not None)
@@ -191,7 +193,7 @@ class FakeCuda:
         return _OK, self._contexts.stack.pop()
 
     def cuCtxSynchronize(self):
-        return (_OK,)
+        return (real.CUresult(self.lost),)
 
     def cuCtxGetStreamPriorityRange(self):
         return _OK, 0, -5
@@ -273,7 +275,7 @@ class FakeCuda:
         return (_OK,)
 
     def cuStreamSynchronize(self, stream):
-        return (_OK,)
+        return (real.CUresult(self.lost),)
 
     def cuStreamQuery(self, stream):
         return (real.CUresult(700 if self.silent else 0),)
@@ -326,10 +328,10 @@ class FakeCuda:
         return (_OK,)
 
     def cuEventQuery(self, event):
-        return (_OK,)
+        return (real.CUresult(self.lost),)
 
     def cuEventSynchronize(self, event):
-        return (_OK,)
+        return (real.CUresult(self.lost),)
 
     def cuEventElapsedTime(self, start, end):
         return _OK, max(1e-4, (self.events[int(end)] - self.events[int(start)]) * 1e-6)

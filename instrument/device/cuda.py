@@ -26,6 +26,7 @@ from paellapy.instrument.device.driver import (
     check,
     driver,
     fail,
+    finished,
     free_in,
     library,
     relaxed_capture,
@@ -286,6 +287,7 @@ class CudaDevice(Device):
             stream = self.current_stream()
             check(copy(to, source, nbytes, stream), f"copying {where}")
             check(driver().cuStreamSynchronize(stream), f"copying {where}")
+            finished(stream)
 
     def stream(self, priority: int = 0) -> CudaStream:
         return CudaStream(self, priority)
@@ -318,6 +320,7 @@ class CudaDevice(Device):
         self.not_in_capture("waits for the GPU")
         self.activate()
         check(driver().cuCtxSynchronize(), "running kernels")
+        finished()
 
     # -- kernels and their reports
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from paellapy.instrument.arguments import SCALARS, Descriptor, Handler, Handlers, param_offsets, pointer_keys
 from paellapy.instrument.device.base import Blocks, Call, Capture, EventLayout, Launcher, Pick, Work, check_grid
 from paellapy.instrument.device.cuda_preempt import CudaFlag, CudaRun
-from paellapy.instrument.device.driver import CudaArray, Gpu, check, driver, fail, library
+from paellapy.instrument.device.driver import CudaArray, Gpu, check, driver, fail_launch, library, unfinished
 from paellapy.instrument.errors import ArgumentError, out_of_resources
 from paellapy.instrument.gpu_model.parts import SmLimits
 from paellapy.instrument.ptx.compiled import TRITON_PARAMS, Compiled, Draft
@@ -27,6 +27,7 @@ _INVALID_CONTEXT = 201
 _DEFAULT_SHARED_LIMIT = 48 * 1024
 # CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE, CU_LAUNCH_PARAM_END
 _BUFFER_POINTER, _BUFFER_SIZE, _END = 1, 2, 0
+_launched = unfinished.append
 _WORD, _QWORD = struct.Struct("<I"), struct.Struct("<Q")
 _SLICE = struct.Struct("<4I")  # first, grid_x, grid_y, grid_z: adjacent in the descriptor
 _FLAG_AND_EPOCH, _LISTS = struct.Struct("<QI"), struct.Struct("<2Q")  # flag, epoch; todo, left: adjacent too
@@ -94,7 +95,7 @@ class CudaLauncher(Launcher):
     def __init__(self, device: LaunchGpu, compiled: Compiled, pick: Pick) -> None:
         cu = driver()
         source = compiled.source
-        self.device, self.compiled, self.pick = device, compiled, pick
+        self.device, self.compiled, self.pick, self._name = device, compiled, pick, compiled.name
         self._module = check(cu.cuModuleLoadData(compiled.cubin), f"loading kernel {compiled.name!r}")
         function = check(cu.cuModuleGetFunction(self._module, compiled.name.encode()), "finding the kernel")
         self._function = int(function)
@@ -221,7 +222,9 @@ class CudaLauncher(Launcher):
         if scratch and (device.capture is None or not device.capture.mine):
             check(driver().cuMemFreeAsync(scratch, stream), "freeing scratch memory")
         if status:
-            fail(status, f"launching kernel {self.compiled.name!r} on grid {grid} with blocks of {(bx, by, bz)}")
+            doing = f"launching kernel {self._name!r} on grid {grid} with blocks of {(bx, by, bz)}"
+            fail_launch(status, stream, self._name, grid, doing)
+        _launched((stream, self._name, grid))
         return notification
 
     def under(self, flag: CudaFlag, work: Work, blocks: Blocks) -> CudaRun:

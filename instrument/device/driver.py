@@ -10,7 +10,9 @@ import ctypes
 import functools
 import math
 import operator
+import os
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from typing import Any, Protocol, Self
 
@@ -97,24 +99,56 @@ def fail(status: int, doing: str) -> None:
     cu = driver()
     code = cu.CUresult(status)
     text = cu.cuGetErrorString(code)[1]
-    message = f"{doing} failed: {text.decode() if text else code.name} ({code.name})"
-    remedy = _REMEDIES.get(code.name)
+    said = f"{text.decode() if text else code.name} ({code.name})"
+    if code.name in _DEFERRED:
+        launches = tuple(dict.fromkeys((kernel, grid) for _, kernel, grid in unfinished))
+        names = ", ".join(f"{kernel!r} on grid {grid}" for kernel, grid in launches[-_NAMED:]) or "none of paellapy's"
+        raise LaunchError(
+            f"{doing} reports the error of an earlier launch: {said}. It belongs to one that was not waited for "
+            f"({names}), or to a launch that paellapy did not make. {_LOST}", doing=doing, status=status, launches=launches,
+        )
+    message, remedy = f"{doing} failed: {said}", _REMEDIES.get(code.name)
     raise LaunchError(f"{message}. {remedy}" if remedy else message, doing=doing, status=status)
 
 
-_STICKY = (
-    "A kernel launched earlier accessed invalid memory, and the CUDA context is lost: restart the process. "
-    "Run the kernel on the virtual GPU to find the line, block and index."
-)
 _REMEDIES = {
-    "CUDA_ERROR_ILLEGAL_ADDRESS": _STICKY,
-    "CUDA_ERROR_MISALIGNED_ADDRESS": _STICKY,
     "CUDA_ERROR_OUT_OF_MEMORY": "Free arrays, or trace with fewer records_per_sm.",
     "CUDA_ERROR_INVALID_VALUE": "Check the grid, the block and the shared memory against the device's limits.",
     "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES": "The block needs more registers or shared memory than an SM has.",
     "CUDA_ERROR_UNSUPPORTED_PTX_VERSION": "The driver is older than the compiler: update the driver.",
     "CUDA_ERROR_NO_BINARY_FOR_GPU": "The kernel was compiled for another architecture.",
 }
+
+# Errors of blocks that run: the driver reports them in whichever call comes next, and in every call from then on.
+_DEFERRED = frozenset(
+    f"CUDA_ERROR_{name}"
+    for name in ("ILLEGAL_ADDRESS", "LAUNCH_TIMEOUT", "ASSERT", "HARDWARE_STACK_ERROR", "ILLEGAL_INSTRUCTION",
+                 "MISALIGNED_ADDRESS", "INVALID_ADDRESS_SPACE", "INVALID_PC", "LAUNCH_FAILED", "TENSOR_MEMORY_LEAK")
+)  # fmt: skip
+_LOST = (
+    "The CUDA context is lost: restart the process. CUDA_LAUNCH_BLOCKING=1 lets each launch report its own error; the "
+    "virtual GPU names line, block and index."
+)
+_NAMED = 8  # launches in a message; all are in the error's `launches`
+
+# The latest launches that are not known to be over: stream, kernel, grid.
+unfinished: deque[tuple[int, str, tuple[int, ...]]] = deque(maxlen=256)
+
+
+def finished(stream: int | None = None) -> None:
+    """Notes that all launches are over, or all on one stream."""
+    for _ in range(len(unfinished)):  # other threads may launch meanwhile
+        each = unfinished.popleft()
+        if stream is not None and each[0] != stream:
+            unfinished.append(each)
+
+
+def fail_launch(status: int, stream: int, kernel: str, grid: tuple[int, ...], doing: str) -> None:
+    """Raises the error of a launch that the driver refused."""
+    if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":  # the driver has waited for all launches before it
+        finished()
+        unfinished.append((stream, kernel, grid))
+    fail(status, doing)
 
 
 # --- memory, streams and events ---------------------------------------------------------------------------------------
@@ -251,6 +285,7 @@ class CudaStream(Stream):
     def synchronize(self) -> None:
         self.device.not_in_capture("waits for a stream")
         check(driver().cuStreamSynchronize(self.handle), "waiting for a stream")
+        finished(self.handle)
 
     def record(self) -> CudaEvent:
         return CudaEvent(self.handle)
@@ -274,7 +309,10 @@ class CudaEvent(Event):
         check(cu.cuEventRecord(self.handle, stream), "recording an event")
 
     def done(self) -> bool:
-        return not int(driver().cuEventQuery(self.handle)[0])
+        status = int(driver().cuEventQuery(self.handle)[0])
+        if status not in (0, NOT_READY):
+            fail(status, "asking for an event")
+        return not status
 
     def synchronize(self) -> None:
         check(driver().cuEventSynchronize(self.handle), "waiting for an event")
