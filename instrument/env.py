@@ -69,7 +69,7 @@ class ImportHook:
     """Finds no module itself: calls a function with one module once others have found and loaded it."""
 
     def __init__(self, name: str, loaded: Callable[[ModuleType], object]) -> None:
-        self._name, self._loaded = name, loaded
+        self._name, self.loaded = name, loaded
 
     def add(self) -> None:
         if self not in sys.meta_path:
@@ -89,7 +89,7 @@ class ImportHook:
 
             def load_and_tell(module: ModuleType) -> None:
                 load(module)
-                self._loaded(module)
+                self.loaded(module)
 
             spec.loader.exec_module = load_and_tell  # type: ignore[method-assign]
         return spec

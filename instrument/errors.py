@@ -72,6 +72,10 @@ class HintWarning(PaellaWarning):
     """`tl.assume`, `tl.multiple_of` or `tl.max_contiguous` promises what does not hold."""
 
 
+class EstimateWarning(PaellaWarning):
+    """A benchmark on the virtual GPU holds PyTorch's own `operations`, whose times are estimated from their work."""
+
+
 class FolderWarning(PaellaWarning):
     """A folder of compiled code is not used, because other users can write to it."""
 

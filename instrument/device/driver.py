@@ -105,7 +105,8 @@ def fail(status: int, doing: str) -> None:
         names = ", ".join(f"{kernel!r} on grid {grid}" for kernel, grid in launches[-_NAMED:]) or "none of paellapy's"
         raise LaunchError(
             f"{doing} reports the error of an earlier launch: {said}. It belongs to one that was not waited for "
-            f"({names}), or to a launch that paellapy did not make. {_LOST}", doing=doing, status=status, launches=launches,
+            f"({names}), or to a launch that paellapy did not make. {_LOST}",
+            doing=doing, status=status, launches=launches,
         )
     message, remedy = f"{doing} failed: {said}", _REMEDIES.get(code.name)
     raise LaunchError(f"{message}. {remedy}" if remedy else message, doing=doing, status=status)

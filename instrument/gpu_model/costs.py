@@ -349,7 +349,7 @@ def _next(
 
 # Cost of a product's element type in units of fp16 tensor flops (datasheets: fp8 is twice as fast, tf32 half as fast).
 _TENSOR_WEIGHT = {"f8": 0.5, "f16": 1.0, "bf16": 1.0, "f32": 2.0, "i8": 0.5}
-_L2_SHARE = 0.8  # fraction of L2 that a kernel's arrays can fill and still be found there by its next launch
+L2_SHARE = 0.8  # fraction of L2 that a kernel's arrays can fill and still be found there by its next launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -483,7 +483,7 @@ class KernelCost:
         distinct = min(total, float(sum(v.nbytes for v in values if isinstance(v, np.ndarray))))
         if total == 0.0:
             return np.zeros(len(cost))
-        from_memory = distinct if distinct > _L2_SHARE * part.l2_bytes else 0.0
+        from_memory = distinct if distinct > L2_SHARE * part.l2_bytes else 0.0
         share = (from_memory + (total - from_memory) / timing.l2_speedup) / total
         return np.multiply(touched, share)
 

@@ -477,10 +477,11 @@ class SmModel:
     def run_until_done(self, handle: int) -> float:
         """Advances until the command has ended; returns the time of its end."""
         while not self.done(handle):
-            following = self.next_event_ns
-            if following == np.inf:
+            following = self.next_event_ns  # which also takes in new commands, and ends those that take no time
+            if following < np.inf:
+                self.run(following)
+            elif not self.done(handle):
                 raise self._deadlock()
-            self.run(following)
         return self.finish_ns(handle)
 
     # --- results ---------------------------------------------------------------------------------------------------

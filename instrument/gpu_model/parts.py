@@ -113,6 +113,7 @@ class Part:
     hardware_queues: int = 32  # Hyper-Q work queues
     connections: int = 8  # queues in use unless CUDA_DEVICE_MAX_CONNECTIONS is set (1 to 32)
     concurrent_grids: int = 128  # Programming Guide: resident grids per device, 7.5 and later
+    int8_ratio: float = 2.0  # rate of int8 products ÷ that of fp16
     launch_ns: float = 3700.0  # one cuLaunchKernel call on the host; 3.4–4.0 µs measured beside an H200
 
     @property
@@ -123,6 +124,25 @@ class Part:
     def sms(self) -> int:
         return sum(self.gpc_sms)
 
+    def tensor_tflops(self, kind: str) -> float:
+        """The peak rate of products of such operands; 0 if it is not known.
+
+        "f16", "bf16", "tf32", "f64", "e4m3", "e5m2", "s8" and "u8" are types of tensor instructions. "tf32x3" is a
+        product made of three, "fma" one on the ordinary units.
+
+        >>> part("h200").tensor_tflops("e4m3") / part("h200").tensor_tflops("f16")
+        2.0
+        """
+        kind, _, pieces = kind.partition("x")
+        if kind == "fma":
+            return self.fp32_tflops
+        if kind == "f64":  # as fast as fp32 on the parts that have such instructions
+            return self.fp32_tflops if self.capability in ((8, 0), (9, 0)) else 0.0
+        ratio = self.int8_ratio if kind in ("s8", "u8") else _TENSOR_RATIO.get(kind, 0.0)
+        return self.fp16_tensor_tflops * ratio / int(pieces or 1)
+
+
+_TENSOR_RATIO = {"f16": 1.0, "bf16": 1.0, "tf32": 0.5, "e4m3": 2.0, "e5m2": 2.0}  # of fp16, by the datasheets
 
 _PARTS = (
     # H200 datasheet (bandwidth, flops); flops as in the H100 whitepaper, whose SM it shares: 132 SMs at 1980 MHz. L2 as
@@ -207,6 +227,7 @@ _PARTS = (
         bandwidth_gbps=1008.0,
         fp32_tflops=82.6,
         fp16_tensor_tflops=165.2,
+        int8_ratio=4.0,  # fp16 is halved by its fp32 accumulation
         l2_bytes=72 * MIB,
         pcie_gbps=32.0,
     ),

@@ -16,7 +16,7 @@ from corpus.atomics import histogram_atomics
 
 import paellapy as pp
 from paellapy.instrument.arguments import Descriptor
-from paellapy.instrument.gpu_model.costs import _L2_SHARE
+from paellapy.instrument.gpu_model.costs import L2_SHARE
 from paellapy.instrument.gpu_model.parts import PARTS
 from paellapy.instrument.kernels.triton_kernel import split_options
 from paellapy.instrument.traces import explain as counted_module
@@ -116,7 +116,7 @@ def test_the_example_of_the_readme_is_limited_by_memory_whatever_is_rounded() ->
     found = re.search(r"^n = 1 << (\d+)$", text, re.M)
     assert found is not None
     moved = 3 * 4 << int(found[1])
-    assert not 0.75 < moved / (_L2_SHARE * PARTS["h200"].l2_bytes) < 1.33
+    assert not 0.75 < moved / (L2_SHARE * PARTS["h200"].l2_bytes) < 1.33
 
 
 # Data decide how much these do; the sign of a number decides by which instruction Triton takes its maximum.
