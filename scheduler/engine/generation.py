@@ -15,8 +15,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
@@ -52,8 +52,7 @@ _RETRY_S = 0.001  # until a step that found the engine full is submitted again
 _SAMPLING = frozenset(each.name for each in fields(Sampling))
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """One token of an answer. Its `text` is empty while a character or a stop string is not complete."""
 
     text: str
@@ -68,6 +67,7 @@ class _Stream:
 
     def __init__(self, sequence: Sequence, text: GrowingText) -> None:
         self.sequence, self.text = sequence, text
+        sequence.owner = self
         self.began_ns = time.monotonic_ns()
         self.first_ns = self.last_ns = 0  # when its first and its latest token were there
         self.pieces: deque[Piece] = deque()
@@ -242,7 +242,7 @@ class Generator:
         self._layout = ChunkLayout(model.config, model.chunk_sizes[0])
         self._coming: deque[_Stream] = deque()
         self._leaving: deque[_Stream] = deque()
-        self._streams: dict[int, _Stream] = {}  # by the id of their sequence
+        self._streams: set[_Stream] = set()
         self._chunks: deque[_Step] = deque()  # in flight, in order
         self._steps: deque[_Step] = deque()
         self._unsent: deque[tuple[LoadedModel, Chunk | Batch]] = deque()  # the engine was full
@@ -358,7 +358,7 @@ class Generator:
         while self._coming:
             stream = self._coming.popleft()
             if not stream.ended:
-                self._streams[id(stream.sequence)] = stream
+                self._streams.add(stream)
                 self._batcher.add(stream.sequence)
         while self._leaving:
             stream = self._leaving.popleft()
@@ -390,7 +390,7 @@ class Generator:
         client, now = self._client, time.monotonic_ns()
         if isinstance(planned, Chunk):
             sequences, n = [s for s, _ in planned.pieces], len(planned.tokens)
-            arrival = min(self._streams[id(s)].began_ns if id(s) in self._streams else now for s in sequences)
+            arrival = min(s.owner.began_ns for s in sequences)
         else:
             sequences, n, arrival = planned.sequences, len(planned.rows), now
         rank = max(s.priority for s in sequences)
@@ -425,12 +425,12 @@ class Generator:
         else:
             changed = self._batcher.end_step(planned, chosen)
         now = time.monotonic_ns()
-        places = {id(sequence): k for k, sequence in enumerate(members)}
         woken = []
-        for sequence in changed:
-            stream = self._streams[id(sequence)]
+        for k in changed:
+            sequence: Sequence = members[k]
+            stream: _Stream = sequence.owner
             self.stats.token(stream, now)
-            if stream.add(sequence.tokens[-1], out[places[id(sequence)]]):
+            if stream.add(chosen[k], out[k]):
                 self._batcher.end(sequence, "stop")
             if sequence.finish is not None:
                 self._forget(stream)
@@ -439,7 +439,7 @@ class Generator:
         return woken
 
     def _drop(self, planned: Chunk | Batch, error: Exception) -> list[_Stream]:
-        dropped = [self._streams[id(sequence)] for sequence in self._batcher.drop(planned)]
+        dropped: list[_Stream] = [sequence.owner for sequence in self._batcher.drop(planned)]
         for stream in dropped:
             self._forget(stream)
             stream.end(error)
@@ -450,7 +450,7 @@ class Generator:
         for _, planned in self._unsent:
             self._batcher.drop(planned)
         self._unsent.clear()
-        left = list(self._streams.values())
+        left = list(self._streams)
         for stream in left:
             self._batcher.end(stream.sequence, "cancelled")
             self._forget(stream)
@@ -462,14 +462,14 @@ class Generator:
         told = error if isinstance(error, PaellaError) else EngineClosedError(f"text generation failed: {error!r}")
         told.__cause__ = error if told is not error else error.__cause__
         self._closing = told
-        left = [*self._streams.values(), *self._coming]
+        left = [*self._streams, *self._coming]
         self._streams.clear()
         for stream in left:
             stream.end(told)
         _wake(left)
 
     def _forget(self, stream: _Stream) -> None:
-        self._streams.pop(id(stream.sequence), None)
+        self._streams.discard(stream)
 
 
 def _wake(streams: Items[_Stream]) -> None:

@@ -38,6 +38,7 @@ class Sequence:
     sampling: Sampling
     seed: int
     priority: int = 0
+    owner: Any = None  # the caller's own
     tokens: list[int] = field(default_factory=list)  # chosen, and known to the host
     finish: str | None = None  # why it ended: "stop", "length", "cancelled", "failed"
     shared_tokens: int = 0  # of the prompt, found in kept pages
@@ -51,6 +52,8 @@ class Sequence:
     decoding: bool = False
     in_flight: int = 0  # steps that were planned and have not ended
     evicted: bool = False  # its pages are to be given back as soon as no step uses them
+    most: int = 0  # tokens that may be chosen
+    ends: frozenset[int] = frozenset()  # tokens that end it
 
     @property
     def known(self) -> int:
@@ -108,6 +111,9 @@ class Batcher:
         self.check_prompt(sequence)
         self._arrivals += 1
         sequence.arrival = self._arrivals
+        sampling, room = sequence.sampling, self.context - len(sequence.prompt)
+        sequence.most = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
+        sequence.ends = frozenset(sampling.stop_ids) | (frozenset() if sampling.ignore_eos else self._eos)
         self._wait(sequence)
 
     def check_prompt(self, sequence: Sequence) -> None:
@@ -166,17 +172,17 @@ class Batcher:
             room -= self._piece(sequence, room, pieces)
         return self._packed(pieces) if pieces else None
 
-    def end_chunk(self, chunk: Chunk, chosen: Items[int]) -> list[Sequence]:
-        """Takes the tokens that a chunk chose; returns the sequences that have a new one."""
+    def end_chunk(self, chunk: Chunk, chosen: Items[int]) -> list[int]:
+        """Takes the tokens that a chunk chose; returns the rows whose sequences have a new one."""
         for sequence, _ in chunk.pieces:
             sequence.in_flight -= 1
             self._keep(sequence)
         changed = []
-        for sequence, token in zip(chunk.ends, chosen, strict=True):
+        for k, (sequence, token) in enumerate(zip(chunk.ends, chosen, strict=True)):
             if sequence.finish is None and not sequence.evicted:
                 sequence.decoding = True
                 self._append(sequence, token)
-                changed.append(sequence)
+                changed.append(k)
         self._settle(s for s, _ in chunk.pieces)
         return changed
 
@@ -190,7 +196,9 @@ class Batcher:
         for sequence in list(self._running):
             if len(chosen) == most:
                 break
-            if not self._grows(sequence):
+            # The last token does not enter: its place is not needed.
+            last = len(sequence.prompt) + sequence.most - 1
+            if not sequence.decoding or sequence.evicted or sequence.computed >= last or sequence.finish is not None:
                 continue
             place, page = -1, 0
             if sequence.computed % PAGE == 0:
@@ -211,16 +219,19 @@ class Batcher:
             sequence.in_flight += 1
         return Batch([s for s, _, _ in chosen], rows)
 
-    def end_step(self, batch: Batch, chosen: Items[int]) -> list[Sequence]:
-        """Takes the tokens that a decode step chose; returns the sequences that have a new one."""
-        changed = []
-        for sequence, token in zip(batch.sequences, chosen, strict=True):
+    def end_step(self, batch: Batch, chosen: Items[int]) -> list[int]:
+        """Takes the tokens that a decode step chose; returns the rows whose sequences have a new one."""
+        changed, over = [], []
+        for k, (sequence, token) in enumerate(zip(batch.sequences, chosen, strict=True)):
             sequence.in_flight -= 1
             if sequence.finish is None and not sequence.evicted:
                 self._append(sequence, token)
-                self._keep(sequence)
-                changed.append(sequence)
-        self._settle(batch.sequences)
+                if len(sequence.prompt) + len(sequence.tokens) > (len(sequence.chains) + 1) * PAGE:
+                    self._keep(sequence)
+                changed.append(k)
+            if sequence.finish is not None or sequence.evicted:
+                over.append(sequence)
+        self._settle(over)
         return changed
 
     def check(self) -> None:
@@ -302,15 +313,6 @@ class Batcher:
                 ends.append(sequence)
         return Chunk(pieces, ends, tokens, positions, slots, tiles, rows, entries)
 
-    def _grows(self, sequence: Sequence) -> bool:
-        """Whether a further token of the sequence may be planned."""
-        if not sequence.decoding or sequence.evicted or sequence.finish is not None:
-            return False
-        most = sequence.sampling.max_tokens
-        ahead = sequence.computed - sequence.known + 1  # tokens planned that the host does not know yet
-        end = self.context if most is None else min(self.context, len(sequence.prompt) + most)
-        return sequence.known + ahead < end
-
     def _make_room(self, sequence: Sequence) -> bool:
         """Frees a page for this sequence if none is free; False: it must wait for one."""
         if self.pool.free:
@@ -322,12 +324,11 @@ class Batcher:
         return youngest is not sequence and self.pool.free > 0
 
     def _append(self, sequence: Sequence, token: int) -> None:
-        sequence.tokens.append(int(token))
-        sampling, count = sequence.sampling, len(sequence.tokens)
-        ends = token in sampling.stop_ids or (token in self._eos and not sampling.ignore_eos)
-        if ends and count >= sampling.min_tokens:
+        sequence.tokens.append(token)
+        count = len(sequence.tokens)
+        if token in sequence.ends and count >= sequence.sampling.min_tokens:
             self._end(sequence, "stop")
-        elif count == sampling.max_tokens or sequence.known >= self.context:
+        elif count == sequence.most:
             self._end(sequence, "length")
 
     def _end(self, sequence: Sequence, why: str) -> None:
