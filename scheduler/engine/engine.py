@@ -189,16 +189,18 @@ class Engine:
         name: str,
         prompt: str | Sequence[int],
         *,
+        deadline_ms: float | None = None,
         priority: int | None = None,
         client: Hashable = None,
         **sampling: Any,
     ) -> Generation:
         """A language model goes on with a text, or with the ids of tokens: iterate over the pieces of its answer.
 
-        `sampling`: temperature, top_p, max_tokens, stop, seed and the other fields of `Sampling`; what is not given is
-        as the model's folder says.
+        `deadline_ms`: the answer must begin within this time; if it cannot, a DeadlineError says so as soon as it is
+        known. `priority` and `client` are as for `infer`. `sampling`: temperature, top_p, max_tokens, stop, seed and
+        the other fields of `Sampling`; what is not given is as the model's folder says.
         """
-        return self._language().find(name).generate(prompt, priority, client, sampling)
+        return self._language().find(name).generate(prompt, deadline_ms, priority, client, sampling)
 
     def _language(self) -> Generators:
         if self._generators is None:

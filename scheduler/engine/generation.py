@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
+import itertools
 import os
 import threading
 import time
@@ -24,6 +26,7 @@ from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.backends.base import LoadedModel
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.errors import (
+    DeadlineError,
     EngineClosedError,
     EngineFailedError,
     InputError,
@@ -32,7 +35,7 @@ from paellapy.scheduler.core.errors import (
     UnknownModelError,
 )
 from paellapy.scheduler.core.values import shortened
-from paellapy.scheduler.engine.client import Outputs, Request, RequestClient, Slot, request_rank
+from paellapy.scheduler.engine.client import Outputs, Request, RequestClient, Slot, request_rank, request_times
 from paellapy.scheduler.engine.loaded_models import LoadedModels
 from paellapy.scheduler.engine.ring_client import Waiter, is_running
 from paellapy.scheduler.language.batcher import Batch, Batcher, Chunk, Sequence
@@ -48,6 +51,8 @@ if TYPE_CHECKING:
 _STEPS_AHEAD = 2  # decode steps in flight
 _MOST_WAITING = 4096  # texts that have not begun
 _RETRY_S = 0.001  # until a step that found the engine full is submitted again
+
+_RECENT = 16  # chunks
 
 _SAMPLING = frozenset(each.name for each in fields(Sampling))
 
@@ -65,10 +70,10 @@ class Piece(NamedTuple):
 class _Stream:
     """The pieces of one text on their way from the model's thread to whoever reads them."""
 
-    def __init__(self, sequence: Sequence, text: GrowingText) -> None:
+    def __init__(self, sequence: Sequence, text: GrowingText, began_ns: int, deadline_ns: int) -> None:
         self.sequence, self.text = sequence, text
         sequence.owner = self
-        self.began_ns = time.monotonic_ns()
+        self.began_ns, self.deadline_ns = began_ns, deadline_ns
         self.first_ns = self.last_ns = 0  # when its first and its latest token were there
         self.pieces: deque[Piece] = deque()
         self.finish: str | None = None
@@ -214,12 +219,13 @@ def _complete(futures: list[asyncio.Future[None]]) -> None:
 class _Step(Request):
     """A chunk or a decode step on its way."""
 
-    __slots__ = ("done", "planned", "result")
+    __slots__ = ("done", "planned", "result", "sent_ns")
 
     def __init__(self, client: RequestClient, loaded: LoadedModel, planned: Chunk | Batch, done: Any) -> None:
         super().__init__(client, loaded)
         self.planned, self.done = planned, done
         self.result: Outputs | Exception | None = None
+        self.sent_ns = time.monotonic_ns()
 
     def answer(self, result: Outputs | Exception) -> None:
         self.result = result
@@ -243,6 +249,8 @@ class Generator:
         self._coming: deque[_Stream] = deque()
         self._leaving: deque[_Stream] = deque()
         self._streams: set[_Stream] = set()
+        self._deadlines: list[tuple[int, int, _Stream]] = []  # of texts that may not have begun; a heap
+        self._numbers = itertools.count()
         self._chunks: deque[_Step] = deque()  # in flight, in order
         self._steps: deque[_Step] = deque()
         self._unsent: deque[tuple[LoadedModel, Chunk | Batch]] = deque()  # the engine was full
@@ -258,9 +266,10 @@ class Generator:
     # -- from any thread
 
     def generate(
-        self, prompt: str | Items[int], priority: int | None, client: Hashable, given: Mapping[str, Any]
-    ) -> Generation:
-        """Adds a text. InputError: the prompt or a sampling argument is wrong."""
+        self, prompt: str | Items[int], deadline_ms: float | None, priority: int | None, client: Hashable,
+        given: Mapping[str, Any],
+    ) -> Generation:  # fmt: skip
+        """Adds a text. InputError: the prompt or a sampling argument is wrong. DeadlineError: it would begin late."""
         model = self.model
         unknown = sorted(given.keys() - _SAMPLING)
         if unknown:
@@ -273,13 +282,16 @@ class Generator:
         rank = model.priority if priority is None else request_rank(priority)
         sequence = Sequence(tokens, sampling, seed_of(sampling, int.from_bytes(os.urandom(8), "little")), rank)
         self._batcher.check_prompt(sequence)
-        stream = _Stream(sequence, model.codec.growing(sampling.stop))
+        began_ns, deadline_ns = request_times(deadline_ms)
+        stream = _Stream(sequence, model.codec.growing(sampling.stop), began_ns, deadline_ns)
         self._check_open()
         if len(self._streams) + len(self._coming) >= _MOST_WAITING:
             raise QueueFullError(
                 f"language model {model.name!r} already has {_MOST_WAITING} texts to write; try again later",
                 model=model.name, limit=_MOST_WAITING,
             )  # fmt: skip
+        if began_ns + self._wait_ns(len(tokens)) > deadline_ns:
+            raise self._late(stream, "would pass before the first token: too many prompts are waiting")
         self._coming.append(stream)
         self._waiter.set()
         if self._closing is not None:  # looked at after it was added: the thread sees it, or this does
@@ -304,6 +316,15 @@ class Generator:
             "pages": self._pool.count, "free_pages": self._pool.free, "kept_pages": self._pool.kept,
             **self.stats.counts(),
         }  # fmt: skip
+
+    def _wait_ns(self, tokens: int) -> float:
+        """Predicted time until a prompt of so many tokens has entered."""
+        return self.stats.entry_ns * (tokens + self._batcher.waiting_tokens)
+
+    def _late(self, stream: _Stream, why: str) -> DeadlineError:
+        given = (stream.deadline_ns - stream.began_ns) * 1e-6
+        return DeadlineError(f"language model {self.model.name!r}: the deadline of {given:.0f} ms {why}",
+                             model=self.model.name, field="deadline_ms", given=given)  # fmt: skip
 
     def _check_open(self) -> None:
         if self._closing is not None:
@@ -360,13 +381,22 @@ class Generator:
             if not stream.ended:
                 self._streams.add(stream)
                 self._batcher.add(stream.sequence)
+                if stream.deadline_ns < codes.NEVER:
+                    heapq.heappush(self._deadlines, (stream.deadline_ns, next(self._numbers), stream))
+        while self._deadlines and self._deadlines[0][0] < time.monotonic_ns():
+            stream = heapq.heappop(self._deadlines)[2]
+            if not stream.first_ns and not stream.ended:
+                self._end_one(stream, self._late(stream, "passed before the first token"))
         while self._leaving:
             stream = self._leaving.popleft()
             if not stream.ended:
-                self._batcher.end(stream.sequence, "cancelled")
-                self._forget(stream)
-                stream.end()
-                _wake([stream])
+                self._end_one(stream)
+
+    def _end_one(self, stream: _Stream, error: Exception | None = None) -> None:
+        self._batcher.end(stream.sequence, "cancelled")
+        self._forget(stream)
+        stream.end(error)
+        _wake([stream])
 
     def _submit(self) -> None:
         while self._unsent:
@@ -435,7 +465,7 @@ class Generator:
             if sequence.finish is not None:
                 self._forget(stream)
             woken.append(stream)
-        self.stats.step(planned, len(changed))
+        self.stats.step(planned, len(changed), now - step.sent_ns)
         return woken
 
     def _drop(self, planned: Chunk | Batch, error: Exception) -> list[_Stream]:
@@ -495,6 +525,7 @@ class GeneratorStats:
     def __init__(self) -> None:
         self.prompt_tokens = self.shared_tokens = self.tokens = self.texts = self.chunks = self.steps = 0
         self.batched = 0  # tokens of decode steps
+        self.entry_ns = 0.0  # for a prompt's token to enter, in recent chunks
         self.watchers: list[Callable[[str, float], None]] = []  # called with "ttft" or "tbt" and seconds
 
     def token(self, stream: _Stream, now: int) -> None:
@@ -509,9 +540,11 @@ class GeneratorStats:
             self._tell("ttft", now - stream.began_ns)
         stream.last_ns = now
 
-    def step(self, planned: Chunk | Batch, tokens: int) -> None:
+    def step(self, planned: Chunk | Batch, tokens: int, took_ns: int) -> None:
         if isinstance(planned, Chunk):
             self.chunks += 1
+            entry_ns = took_ns / sum(count for _, count in planned.pieces)
+            self.entry_ns += (entry_ns - self.entry_ns) / min(self.chunks, _RECENT)
         else:
             self.steps += 1
             self.batched += tokens

@@ -146,6 +146,11 @@ class Batcher:
         return len(self._waiting)
 
     @property
+    def waiting_tokens(self) -> int:
+        """Tokens of the texts that wait; any thread may ask."""
+        return sum(sequence.known for _, _, sequence in tuple(self._waiting))
+
+    @property
     def running(self) -> int:
         return len(self._running)
 

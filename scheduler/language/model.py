@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from paellapy.scheduler.language.text import TextCodec
 
 _TYPES = ("bfloat16", "float16", "float32")
+_NARROWEST = 32  # elements of a head, half of which a product of 16-bit numbers takes
 _SMALLEST_CHUNK = 64  # tokens
 _SIZES = 8  # captured sizes of a program
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -76,6 +77,9 @@ class LanguageModel:
         if dtype is not None and dtype not in _TYPES:
             raise self._wrong("dtype", dtype, f"must be one of {', '.join(_TYPES)}, or None")
         self.config: DecoderConfig = config if dtype is None else replace(config, dtype=dtype)
+        if self.config.dtype != "float32" and self.config.head_width < _NARROWEST:
+            raise self._wrong("dtype", self.config.dtype, f"needs heads of {_NARROWEST} elements or more; the model's "
+                              f"have {self.config.head_width}: use float32")  # fmt: skip
         self.ttft_ms, self.tbt_ms, self.kv_gb = ttft_ms, tbt_ms, kv_gb
         self.context, self.sequences = context or config.context, sequences
         self.priority, self.share, self.params = priority, share, dict(params or {})

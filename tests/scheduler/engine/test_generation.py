@@ -15,7 +15,7 @@ from failing import failing
 from language_families import byte_tokenizer, family
 
 import paellapy as pp
-from paellapy.scheduler.core.errors import EngineClosedError, InputError, ModelError, UnknownModelError
+from paellapy.scheduler.core.errors import DeadlineError, EngineClosedError, InputError, ModelError, UnknownModelError
 from paellapy.scheduler.language.config import LanguageModelError
 from paellapy.scheduler.language.pages import PAGE
 
@@ -131,6 +131,17 @@ def test_a_text_that_is_left_gives_its_place_to_others(engine: pp.Engine) -> Non
     next(iter(del_me))
     del del_me
     assert len(tokens_of(engine.generate("tiny", "c", max_tokens=100, ignore_eos=True))) == 100
+
+
+def test_a_text_that_cannot_begin_in_time_is_refused_or_ends(engine: pp.Engine) -> None:
+    begun = [engine.generate("tiny", [1] * 100, max_tokens=20, ignore_eos=True) for _ in range(20)]
+    with failing(DeadlineError, field="deadline_ms", given=1):
+        engine.generate("tiny", [1] * 100, deadline_ms=1)
+    for each in begun:
+        each.cancel()
+    in_time = engine.generate("tiny", "abc", deadline_ms=60_000, max_tokens=3, ignore_eos=True)
+    assert len(tokens_of(in_time)) == 3
+    assert 0 < in_time.ttft_ms < 60_000
 
 
 @pytest.mark.parametrize(
