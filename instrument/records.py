@@ -142,8 +142,13 @@ WORK = np.dtype(
         ("updates", "<i8"),  # atomic updates of elements
         ("hottest", "<i8"),  # updates of the address with the most
         ("queue_ns", "<i8"),  # the time that updates of one line of L2 take, one after the other
+        ("plain_spill_bytes", "<u4"),  # of the kernel before the passes
+        ("product", "<u4"),  # the operands of its products, in PRODUCTS; 0: none, or not known
     ]
 )
+
+# Types of tensor instructions in PTX. A product of fp32 may be made of several; "fma" runs on the ordinary units.
+PRODUCTS = ("", "fma", "f16", "bf16", "tf32", "f64", "e4m3", "e5m2", "s8", "u8", "tf32x3", "bf16x3", "bf16x6")
 
 Records = NDArray[Any]
 

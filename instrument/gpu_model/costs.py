@@ -8,8 +8,10 @@ part has a correction factor, which scales the waiting time; other kernels use t
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +26,7 @@ from paellapy.instrument.gpu_model.tables import unfinished_launches
 from paellapy.instrument.ptx.compiled import Compiled
 from paellapy.instrument.ptx.descriptor import PassConfig
 from paellapy.instrument.ptx.sass import NO_BARRIER, Instruction, instructions, machine_counts, turns
-from paellapy.instrument.records import Records
+from paellapy.instrument.records import PRODUCTS, Records
 from paellapy.instrument.triton_ir.cost import LOOPS, SHARES
 from paellapy.instrument.triton_ir.lower import Facts
 
@@ -347,8 +349,27 @@ def _next(
     return each.target if not each.guarded or at in around else at + 1
 
 
-# Cost of a product's element type in units of fp16 tensor flops (datasheets: fp8 is twice as fast, tf32 half as fast).
-_TENSOR_WEIGHT = {"f8": 0.5, "f16": 1.0, "bf16": 1.0, "f32": 2.0, "i8": 0.5}
+# `wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3`, `mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32`: the types
+# are those of the result and of both operands.
+_INSTRUCTION = re.compile(r"\b(?:wgmma\.mma_async|mma)\.(?:sp\.)?sync\.[\w.:]+")
+_TYPES = frozenset(("f16", "bf16", "tf32", "f32", "f64", "e4m3", "e5m2", "s8", "u8", "s32"))
+_DOT = re.compile(r"= tt\.dot (?:.*?inputPrecision = (?:tf32|bf16)(x\d)?)?.*? : tensor<(?:\d+x)+(\w+)")
+
+
+@functools.lru_cache(256)
+def product_of(ptx: str, ttir: str) -> str:
+    """The operands of a kernel's products, of PRODUCTS; "" for none, or for several kinds."""
+    instructions = (text.split(".") for text in _INSTRUCTION.findall(ptx))
+    kinds = {[word for word in words if word in _TYPES][1] for words in instructions}
+    dots = {found.groups("") for found in _DOT.finditer(ttir)}
+    if "tcgen05.mma" in ptx or len(kinds) > 1 or len(dots) > 1:
+        return ""
+    if not kinds:  # fp32 as such, or tiles too small for tensor cores
+        return "fma" if dots else ""
+    found = kinds.pop() + (dots.pop()[0] if dots else "")
+    return found if found in PRODUCTS else ""
+
+
 L2_SHARE = 0.8  # fraction of L2 that a kernel's arrays can fill and still be found there by its next launch
 
 
@@ -386,17 +407,16 @@ class CostModel:
 
     def of_kernel(self, compiled: Compiled, threads: int, facts: Facts) -> KernelCost:
         """The cost model of one kernel, with all facts looked up that its launches need."""
-        dot_dtype = facts.dot_dtype
-        kind = dot_dtype or "f16"
-        weight = next((w for name, w in _TENSOR_WEIGHT.items() if kind.startswith(name)), 1.0)
-        text = compiled.source.ttir
-        ieee = kind == "f32" and ("inputPrecision = ieee" in text or "inputPrecision" not in text)
+        kind = product_of(compiled.source.ptx, compiled.source.ttir)
+        rate = self.part.tensor_tflops(kind)
+        weight = self.part.fp16_tensor_tflops / rate if rate else 1.0
         label = compiled.source.metadata.get("label", "")
         # From the plain kernel: the cost must not depend on what the kernel reports.
         lone = LoneBlock.of(compiled.source.build(PassConfig()), facts.loops) if self.timing.cycle_ns else None
         cluster = compiled.source.cluster
         per_sm = occupancy(self.part, threads, compiled.registers, compiled.shared_bytes, cluster).blocks_per_sm
-        return KernelCost(self, threads, weight, ieee, self.factor(label), cluster, per_sm * self.part.sms, lone)
+        ordinary, held = kind == "fma", per_sm * self.part.sms
+        return KernelCost(self, threads, weight, ordinary, self.factor(label), cluster, held, lone)
 
     def factor(self, label: str) -> float:
         """The kernel's own factor; if it was measured with other constants, their geometric mean; otherwise 1."""

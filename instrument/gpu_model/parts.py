@@ -125,10 +125,7 @@ class Part:
         return sum(self.gpc_sms)
 
     def tensor_tflops(self, kind: str) -> float:
-        """The peak rate of products of such operands; 0 if it is not known.
-
-        "f16", "bf16", "tf32", "f64", "e4m3", "e5m2", "s8" and "u8" are types of tensor instructions. "tf32x3" is a
-        product made of three, "fma" one on the ordinary units.
+        """The peak rate of products of such operands (records.PRODUCTS); 0 if it is not known.
 
         >>> part("h200").tensor_tflops("e4m3") / part("h200").tensor_tflops("f16")
         2.0

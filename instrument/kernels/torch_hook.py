@@ -53,6 +53,7 @@ class CodeFacts:
     dynamic_shared_bytes: int = 0
     spill_bytes: int = 0
     plain_registers: int = 0  # per thread, before the pass
+    plain_spill_bytes: int = 0
 
 
 def code_key() -> str:
@@ -86,8 +87,9 @@ def with_report(ptx: str, metadata: dict[str, Any], options: Any, arch: int) -> 
     facts = CodeFacts(-(-threads // 32), shared)
     try:
         made = source.assembled(_CONFIG, reported)
-        plain = source.build(PassConfig()).registers
-        reported, facts = made.ptx, CodeFacts(facts.warps, shared, made.code.spill_bytes, plain)
+        plain = source.build(PassConfig()).code
+        spilled = made.code.spill_bytes
+        reported, facts = made.ptx, CodeFacts(facts.warps, shared, spilled, plain.registers, plain.spill_bytes)
     except (PtxError, OSError):
         pass  # Triton assembles the kernel too, and raises its own error if that fails
     metadata[_NAME] = asdict(facts)
@@ -140,6 +142,7 @@ class Facts:
     stream: int
     spill_bytes: int = 0
     plain_registers: int = 0  # 0: unknown
+    plain_spill_bytes: int = 0
 
 
 class Rows:
@@ -309,7 +312,8 @@ class _Hook:
         code = _kernels.of(facts["function"])
         registers, shared = Device.open("cuda").function_resources(facts["function"])
         shared += code.dynamic_shared_bytes
-        launch = Facts(name, blocks, code.warps, registers, shared, stream, code.spill_bytes, code.plain_registers)
+        plain = code.plain_registers, code.plain_spill_bytes
+        launch = Facts(name, blocks, code.warps, registers, shared, stream, code.spill_bytes, *plain)
         self._rows.name(row, launch)
         if session is not None:
             session.add_foreign(self._rows.launch(row), launch)

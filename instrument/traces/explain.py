@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import json
 import mmap
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from paellapy.instrument.errors import PaellaError
 from paellapy.instrument.gpu_model.parts import PARTS, WARP, Occupancy, Part, Timing, limits_for_capability, occupancy
 from paellapy.instrument.kernels.triton_source import launch_values
 from paellapy.instrument.ptx.compiled import Source
-from paellapy.instrument.records import Records
+from paellapy.instrument.records import PRODUCTS, Records
 from paellapy.instrument.traces import Elsewhere
 from paellapy.instrument.traces.summary import KernelSummary, Traced, allowed_by, readable_time, residency_of
 from paellapy.instrument.triton_ir import TtirProgram
@@ -29,6 +30,9 @@ _WORTH_SAYING = 0.05  # smallest share of a kernel's time that is worth a claim
 _LIMITS = 0.25  # smallest share of a kernel's time that a limit takes, for advice on other limits to be of no use
 _ACCESSES = ("atomics", "uncoalesced")
 _SECTOR = 32  # bytes
+_MODELLED = "(virtual)"  # in the title of a device whose times are a model's
+_HIDDEN = 4  # times as long as it waits a block works, if its tile is large enough
+_MANY_WAVES = 4  # from which on larger tiles leave enough blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,10 @@ class Explanation:
         left = len(self.kernels) - len(shown)
         return "\n".join(shown + [f"and {left} more, which took less time"] * bool(left)) or str(self)
 
+    def to_json(self) -> str:
+        """A list with an object for each kernel, of the fields of `KernelExplanation` and `Claim`."""
+        return json.dumps(asdict(self)["kernels"], default=float)
+
     def _repr_html_(self) -> str:
         import html
 
@@ -109,9 +117,15 @@ def _claims(trace: Any, k: KernelSummary, blocks: Records, launches: Records) ->
     yield from _waves(trace, k, launches, tiles_help)
     if k.waves >= 1:  # a smaller launch has room for all its blocks, whatever limits them
         yield from _occupancy(trace, launches)
-    yield from _gaps(trace, k, blocks)
+    if not trace.device.name.endswith(_MODELLED):  # there the host's time between launches is a constant
+        yield from _gaps(trace, k, blocks)
     yield from _imbalance(trace, blocks)
-    yield from _work(trace, blocks, work, tiles_help)
+    yield from _spills(work, tiles_help)
+    roofs = sorted(_roofs(trace, blocks, work), key=lambda claim: -claim.share)
+    # The second one matters too if it is nearly as near: a product of matrices loads while it computes.
+    yield from roofs[: 2 if roofs[1:] and roofs[1].share >= roofs[0].share / 2 else 1]
+    if roofs and tiles_help:
+        yield from _small_tiles(trace, k, blocks, launches, roofs[0].share)
     yield from _widest_range(trace, k)
 
 
@@ -222,41 +236,69 @@ def _imbalance(trace: Any, blocks: Records) -> Iterator[Claim]:
         yield Claim("unequal blocks", f"{says}.", share / 2, {"longest": int(np.argmax(lasted))})
 
 
-def _work(trace: Any, blocks: Records, work: Records, tiles_help: bool) -> Iterator[Claim]:
+def _spills(work: Records, tiles_help: bool) -> Iterator[Claim]:
     if not len(work):
         return
-    if spilled := int(work["spill_bytes"].max()):
-        says = f"{spilled:,} bytes of registers per thread spill to memory"
+    plain, ours = int(work["plain_spill_bytes"].max()), int(work["spill_bytes"].max())
+    if plain:
+        says = f"{plain:,} bytes of registers per thread spill to memory"
         says += "; use smaller tiles or more warps" * tiles_help
-        yield Claim("spills", f"{says}.", min(0.5, spilled / 512), {"bytes": spilled})
-    part = _part(trace.device.name)
-    span = float(_union_ns(blocks))
-    if part is None or not work["bytes"].any() or not span:
+        yield Claim("spills", f"{says}.", min(0.5, plain / 512), {"bytes": plain})
+    if ours > plain and work["plain_registers"].any():
+        says = f"reports and ranges let {ours - plain:,} more bytes of registers per thread spill: the times are longer"
+        figures = {"bytes": ours - plain}
+        yield Claim("reporting", f"{says} than without a trace.", min(0.5, (ours - plain) / 512), figures)
+
+
+def _roofs(trace: Any, blocks: Records, work: Records) -> Iterator[Claim]:
+    """How near a kernel is to each rate of its part that is known for its work."""
+    part, span = _part(trace.device.name), float(_union_ns(blocks))
+    if part is None or not len(work) or not work["bytes"].any() or not span:
         return
-    roofs = sorted(_roofs(part, work, span), key=lambda claim: -claim.share)
-    # The second one matters too if it is nearly as near: a product of matrices loads while it computes.
-    yield from roofs[: 2 if roofs[1].share >= roofs[0].share / 2 else 1]
-
-
-def _roofs(part: Part, work: Records, span: float) -> Iterator[Claim]:
-    """How near a kernel is to each rate of its part."""
     moved = float(work["bytes"].sum() + work["wasted_bytes"].sum())
     faster = Timing.for_part(part).l2_speedup
     # Faster than memory can be: then caches delivered most of it, several times.
     cached = moved > part.bandwidth_gbps * span
     memory = ("caches", part.bandwidth_gbps * faster) if cached else ("memory", part.bandwidth_gbps)
-    flops, tensor_flops = float(work["flops"].sum()), float(work["tensor_flops"].sum())
-    rates = (
-        (*memory, moved, "bytes", "GB/s", 1),
-        ("arithmetic", part.fp32_tflops * 1e3, flops, "operations", "Tflop/s", 1e3),
-        ("tensor cores", part.fp16_tensor_tflops * 1e3, tensor_flops, "operations", "Tflop/s", 1e3),
-    )
+    multiplies = work[work["tensor_flops"] > 0]
+    kinds = set(multiplies["product"].tolist())
+    kind = PRODUCTS[kinds.pop()] if len(kinds) == 1 else ""
+    flops, products = float(work["flops"].sum()), float(multiplies["tensor_flops"].sum())
+    rates = [(*memory, moved, "bytes", "GB/s", 1.0)]
+    if kind == "fma" or not len(multiplies):
+        rates.append(("arithmetic", part.fp32_tflops * 1e3, flops + products, "operations", "Tflop/s", 1e3))
+    elif rate := part.tensor_tflops(kind):  # of other kinds, no rate is known
+        rates.append(("arithmetic", part.fp32_tflops * 1e3, flops, "operations", "Tflop/s", 1e3))
+        rates.append(("tensor cores", rate * 1e3, products, f"{kind} operations", "Tflop/s", 1e3))
     for name, per_ns, amount, unit, peak, scale in rates:
         reached = amount / per_ns / span
         says = f"{amount:,.0f} {unit} at {per_ns / scale:,.0f} {peak} take {readable_time(amount / per_ns)}: "
         says += f"{reached:.0%} of the roof is reached"
         says += f"; memory alone has {part.bandwidth_gbps:,.0f} GB/s" * (name == "caches")
-        yield Claim(f"roof: {name}", f"{says}.", min(reached, 1.0), {unit: amount, "of the roof": round(reached, 3)})
+        figures: dict[str, float | int | str] = {unit.split()[-1]: amount, "of the roof": round(reached, 3)}
+        if name == "tensor cores":
+            figures |= {"product": kind, "peak Tflop/s": round(per_ns / scale, 1)}
+        yield Claim(f"roof: {name}", f"{says}.", min(reached, 1.0), figures)
+
+
+def _small_tiles(
+    trace: Any, k: KernelSummary, blocks: Records, launches: Records, reached: float
+) -> Iterator[Claim]:
+    """Blocks that mostly wait, in a launch that has many more of them than the GPU holds at once."""
+    per_launch = int(launches["blocks"].mean())
+    if k.waves < _MANY_WAVES or reached > 0.5 or not per_launch:
+        return
+    # A block that only moved data and computed would last as long as its share of the nearest roof. The rest of its
+    # time is the same for a larger tile.
+    lasts = float(np.median(blocks["end_ns"] - blocks["start_ns"]))
+    works = lasts * reached
+    enough = max(trace.device.n_sm, round(per_launch * works / (_HIDDEN * max(lasts - works, 1e-9))))
+    if enough > per_launch / 2:
+        return
+    says = f"{per_launch:,} blocks per launch are {k.waves:,.1f} waves; each takes {readable_time(lasts)}, of which its"
+    says += f" work needs {readable_time(works)}. Larger tiles cost less: about {enough:,} blocks would do"
+    figures = {"blocks per launch": per_launch, "enough blocks": enough, "block ns": lasts, "work ns": round(works)}
+    yield Claim("small tiles", f"{says}.", (1 - reached) * (1 - enough / per_launch), figures)
 
 
 def _widest_range(trace: Any, k: KernelSummary) -> Iterator[Claim]:

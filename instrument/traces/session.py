@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from paellapy.instrument.device.base import Device
 from paellapy.instrument.env import ImportHook, versions
 from paellapy.instrument.errors import TraceError
+from paellapy.instrument.gpu_model.costs import product_of
 from paellapy.instrument.ptx.compiled import Compiled
 from paellapy.instrument.ptx.descriptor import PassConfig
-from paellapy.instrument.records import BLOCK, LAUNCH, WARP_SHIFT, WORK, Records
+from paellapy.instrument.records import BLOCK, LAUNCH, PRODUCTS, WARP_SHIFT, WORK, Records
 from paellapy.instrument.traces.explain import Counting
 from paellapy.instrument.traces.ring import Mark, decode
 from paellapy.instrument.traces.summary import ranges_of
@@ -120,7 +121,8 @@ class Session:
         self.last = 0  # the latest recorded launch
         self.unreported = 0  # blocks of launches for which no descriptor was left
         self._in_graphs: dict[int, tuple[str, tuple[Any, ...]]] = {}  # launches that PyTorch's graphs may replay
-        self._foreign_code: dict[int, tuple[int, int]] = {}  # spilled bytes and plain registers of Triton's launches
+        # Of Triton's launches: spilled bytes, and registers and spilled bytes of the plain kernel.
+        self._foreign_code: dict[int, tuple[int, int, int]] = {}
 
     def add(
         self,
@@ -169,7 +171,7 @@ class Session:
 
     def _foreign(self, launch: int, facts: Any) -> tuple[Any, ...]:
         if facts.plain_registers:
-            self._foreign_code[launch] = facts.spill_bytes, facts.plain_registers
+            self._foreign_code[launch] = facts.spill_bytes, facts.plain_registers, facts.plain_spill_bytes
         submit, grid = self.device.host_ns(), (facts.blocks, 1, 1)
         return (launch, 0, facts.warps, facts.registers, 0, facts.shared_bytes, grid, 0, facts.blocks, submit,
                 facts.stream)  # fmt: skip
@@ -197,13 +199,16 @@ class Session:
         for launch in launches.tolist():
             if launch in self._made:
                 made, values = self._made[launch]
-                plain = made.source.build(PassConfig()).registers  # kept on disk if the kernel ran plain before
+                plain = made.source.build(PassConfig())  # kept on disk if the kernel ran plain before
                 counted = self.counted.get(launch)
                 if counted is None:
                     counted = (*(counting.count(made.source, values, *parts[launch]) or (0, 0, 0)), 0, 0, 0, 0)
-                rows.append((launch, made.code.spill_bytes, plain, parts[launch][2], *counted))
+                product = PRODUCTS.index(product_of(made.source.ptx, made.source.ttir))
+                code = made.code.spill_bytes, plain.registers, parts[launch][2]
+                rows.append((launch, *code, *counted, plain.code.spill_bytes, product))
             elif launch in self._foreign_code:
-                rows.append((launch, *self._foreign_code[launch], parts[launch][2], *(0,) * 7))
+                spilled, registers, plain_spilled = self._foreign_code[launch]
+                rows.append((launch, spilled, registers, parts[launch][2], *(0,) * 7, plain_spilled, 0))
         return np.array(rows, WORK)
 
     def launches(self) -> tuple[Records, tuple[str, ...]]:

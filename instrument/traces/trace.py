@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, overload
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -315,10 +315,16 @@ class Trace:
         self._check_ended()
         return summarize(self)
 
-    def explain(self) -> Explanation:
-        """Explains what limits each kernel, in words: `print(t.explain())`; as a picture: `t.explain().plot()`."""
+    @overload
+    def explain(self, json: Literal[False] = False) -> Explanation: ...
+    @overload
+    def explain(self, json: Literal[True]) -> str: ...
+    def explain(self, json: bool = False) -> Explanation | str:
+        """Explains what limits each kernel, in words: `print(t.explain())`; as a picture: `t.explain().plot()`; for
+        programs: `t.explain(json=True)`.
+        """
         self._check_ended()
-        return explain(self)
+        return explain(self).to_json() if json else explain(self)
 
     def select(
         self,

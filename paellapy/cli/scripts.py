@@ -140,7 +140,7 @@ def trace_script(
         console.print(f"trace: {out}", highlight=False, soft_wrap=True)
         _write_report(trace, report, script.name, dark, console)
         if as_json:
-            limits = asdict(trace.explain())["kernels"]
+            limits = json.loads(trace.explain(json=True))
             facts = {"trace": str(out), "summary": asdict(trace.summary()), "limits": limits}
             typer.echo(json.dumps(facts, default=float))
     else:

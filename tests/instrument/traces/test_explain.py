@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import triton
@@ -19,8 +21,9 @@ from paellapy.instrument.arguments import Descriptor
 from paellapy.instrument.gpu_model.costs import L2_SHARE
 from paellapy.instrument.gpu_model.parts import PARTS
 from paellapy.instrument.kernels.triton_kernel import split_options
+from paellapy.instrument.records import PRODUCTS
 from paellapy.instrument.traces import explain as counted_module
-from paellapy.instrument.traces.explain import Counting
+from paellapy.instrument.traces.explain import Claim, Counting
 from paellapy.instrument.triton_ir import TtirProgram
 
 N = 1 << 18
@@ -80,10 +83,12 @@ def test_consecutive_elements_waste_nothing() -> None:
     assert "atomics" not in claims
 
 
-def test_pauses_between_launches_are_named_if_nothing_else_runs() -> None:
+def test_pauses_between_launches_are_named_if_they_were_measured_and_nothing_else_runs() -> None:
     with pp.Device("virtual:h200"), pp.trace() as t:
         for _ in range(3):
             pp.kernel(every)[4,](pp.zeros(4096), pp.zeros(4096), 4096, STRIDE=1, B=1024)
+    assert "gaps between launches" not in {claim.about for claim in t.explain().kernels[0].claims}
+    t.device = replace(t.device, name="NVIDIA H200 SXM 141GB")
     (kernel,) = t.explain().kernels
     (gaps,) = (claim for claim in kernel.claims if claim.about == "gaps between launches")
     ran = sum(int(b["end_ns"].max() - b["start_ns"].min()) for b in (t.blocks[t.blocks["launch"] == i] for i in
@@ -109,6 +114,67 @@ def test_the_brief_form_has_a_line_for_each_of_the_longest_kernels() -> None:
     one, rest = t.explain().brief(most=1).splitlines()
     assert one == count_line
     assert "1" in rest
+
+
+def test_many_tiny_blocks_are_told_how_many_would_do() -> None:
+    def took(tile: int) -> tuple[dict[str, Any], int]:
+        x, out = pp.zeros(1 << 21), pp.zeros(1 << 21)
+        claims, kernel = explained(every, (1 << 21) // tile, x, out, 1 << 21, STRIDE=1, B=tile)
+        return claims, kernel.span_ns
+
+    claims, tiny_ns = took(32)
+    enough = claims["small tiles"].figures["enough blocks"]
+    larger, ns = took(triton.next_power_of_2((1 << 21) // enough))
+    assert "small tiles" not in larger
+    assert 1 - ns / tiny_ns > claims["small tiles"].share
+
+
+@triton.jit
+def product(a, b, c, B: tl.constexpr, K: tl.constexpr, HOW: tl.constexpr, T: tl.constexpr):
+    i, k = tl.arange(0, B), tl.arange(0, B)
+    total = tl.zeros((B, B), T)
+    for _ in range(K):
+        left, right = tl.load(a + i[:, None] * B + k[None, :]), tl.load(b + i[:, None] + k[None, :] * B)
+        total = tl.dot(left, right, total, out_dtype=T, input_precision=HOW)
+    tl.store(c + i[:, None] * B + k[None, :], total)
+
+
+@pytest.mark.parametrize(("dtype", "how", "kind", "rate"), [
+    (np.float16, None, "f16", 989.4), (ml_dtypes.float8_e4m3fn, None, "e4m3", 1978.8), (np.int8, None, "s8", 1978.8),
+    (np.float32, "tf32", "tf32", 494.7), (np.float32, "tf32x3", "tf32x3", 164.9), (np.float32, "ieee", "fma", 66.9),
+])  # fmt: skip
+def test_products_have_the_roof_of_the_instructions_that_compute_them(
+    dtype: Any, how: str | None, kind: str, rate: float
+) -> None:
+    made, result = pp.kernel(product), (np.int32, tl.int32) if dtype == np.int8 else (np.float32, tl.float32)
+    with pp.Device("virtual:h200"):
+        a, b, c = (pp.zeros((64, 64), t) for t in (dtype, dtype, result[0]))
+        with pp.trace() as t:
+            made[1,](a, b, c, 64, 8, how, result[1])
+    t.work["tensor_flops"] *= 10_000  # as if there were little else to do
+    roof = next(c for c in t.explain().kernels[0].claims if c.about.startswith("roof"))
+    assert roof.about == ("roof: arithmetic" if kind == "fma" else "roof: tensor cores")
+    assert PRODUCTS[t.work["product"][0]] == kind
+    span = int(t.blocks["end_ns"].max() - t.blocks["start_ns"].min())
+    assert roof.figures["of the roof"] == pytest.approx(roof.figures["operations"] / rate / 1e3 / span, rel=0.02)
+    t.work["product"] = 0  # of several kinds, say
+    assert not any(c.about in ("roof: tensor cores", "roof: arithmetic") for c in t.explain().kernels[0].claims)
+
+
+@pytest.mark.parametrize(("plain", "ours", "about"), [(0, 64, ["reporting"]), (64, 64, ["spills"]), (0, 0, [])])
+def test_spills_that_reports_cause_are_not_blamed_on_the_kernel(plain: int, ours: int, about: list[str]) -> None:
+    t = traced_as_on_a_gpu(8)
+    t.work["plain_spill_bytes"], t.work["spill_bytes"] = plain, ours
+    found = [c for c in t.explain().kernels[0].claims if c.about in ("spills", "reporting")]
+    assert [c.about for c in found] == about
+    assert all(c.figures == {"bytes": 64} for c in found)
+
+
+def test_an_explanation_as_json_has_all_of_it() -> None:
+    t = traced_as_on_a_gpu()
+    (kernel,), (found,) = t.explain().kernels, json.loads(t.explain(json=True))
+    assert found["kernel"] == kernel.kernel
+    assert [Claim(**each) for each in found["claims"]] == list(kernel.claims)
 
 
 def test_the_example_of_the_readme_is_limited_by_memory_whatever_is_rounded() -> None:
