@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-READY, DONE, REFUSED, FAILED = range(4)  # what the process says: the last two with the error's name and text
+READY, DONE, REFUSED, FAILED = range(4)  # said by the process; the last two with the error's name, text and facts
 
 
 class StepProcess:
@@ -80,6 +80,6 @@ def _serve(connection: Connection) -> None:
         try:
             said = DONE, functions[step](**values)
         except ValueError as e:
-            said = REFUSED, (type(e).__name__, str(e))
+            said = REFUSED, (type(e).__name__, str(e), vars(e))
         except BaseException as e:
             said = FAILED, (type(e).__name__, str(e))

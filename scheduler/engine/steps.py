@@ -194,10 +194,10 @@ class StepPool:
         assert function is not None
         try:
             return function(**turn.values)
+        except ValueError as e:
+            raise self._refused(turn.step, type(e).__name__, str(e), vars(e)) from e
         except PaellaError:
             raise
-        except ValueError as e:
-            raise self._refused(turn.step, type(e).__name__, str(e)) from e
         except BaseException as e:
             raise self._failed(turn.step, f"{type(e).__name__}: {e}") from e
 
@@ -214,10 +214,11 @@ class StepPool:
             return found
         raise self._refused(turn.step, *found) if kind == REFUSED else self._failed(turn.step, ": ".join(found))
 
-    def _refused(self, step: str, kind: str, said: str) -> PaellaError:
+    def _refused(self, step: str, kind: str, said: str, facts: Mapping[str, Any]) -> PaellaError:
         if step == "after":  # the request was right, or it would not have come so far
             return self._failed(step, f"{kind}: {said}")
-        return InputError(f"model {self._name!r}: {said or kind}", model=self._name, field=step, given=said)
+        known = {"model": self._name, "field": step, "given": said, **facts}
+        return InputError(f"model {self._name!r}: {said or kind}", **known)
 
     def _failed(self, step: str, said: str) -> StepError:
         return StepError(f"model {self._name!r}: `{step}` failed: {said}", model=self._name, step=step)

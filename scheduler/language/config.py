@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.scheduler.core.errors import ModelError
+from paellapy.scheduler.models.model_folder import LanguageModelError, read_json
 
 # By architecture: whether products of queries, keys and values have biases, and whether queries and keys are normed.
 _FAMILIES = {
@@ -22,11 +21,6 @@ _FAMILIES = {
     "Qwen3ForCausalLM": (False, True),
 }
 _TYPES = ("bfloat16", "float16", "float32")
-_LONGEST_CONFIG = 1 << 20
-
-
-class LanguageModelError(ModelError):
-    """A folder that holds no language model that can be served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,23 +125,6 @@ def read_config(folder: str | Path) -> DecoderConfig:
     """The decoder that a folder's config.json describes; LanguageModelError says why there is none."""
     path = Path(folder) / "config.json"
     return decoder_config(read_json(path), path)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of a model's folder."""
-    try:
-        if path.stat().st_size > _LONGEST_CONFIG:
-            raise LanguageModelError(f"{path} is longer than 1 MiB: it is no configuration", path=path)
-        found = json.loads(path.read_bytes())
-    except OSError as e:
-        raise LanguageModelError(
-            f"{path} cannot be read ({e.strerror}): give the folder of a model, as downloaded from the hub", path=path
-        ) from None
-    except ValueError as e:
-        raise LanguageModelError(f"{path} is not JSON ({e}): download the folder again", path=path) from None
-    if not isinstance(found, dict):
-        raise LanguageModelError(f"{path} holds no JSON object: download the folder again", path=path)
-    return found
 
 
 def decoder_config(about: Mapping[str, Any], path: Path) -> DecoderConfig:

@@ -11,11 +11,10 @@ from typing import Any
 
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from paellapy.scheduler.core.errors import InputError
-from paellapy.scheduler.language.config import LanguageModelError, read_json
+from paellapy.scheduler.models.model_folder import read_json, read_tokenizer
 
 
 class TextCodec:
@@ -23,17 +22,7 @@ class TextCodec:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        path = self.folder / "tokenizer.json"
-        if not path.exists():
-            raise LanguageModelError(
-                f"{path} is missing: download the model's tokenizer.json into the folder", path=path, field="tokenizer"
-            )
-        try:
-            self.tokenizer = Tokenizer.from_file(str(path))
-        except Exception as e:  # the library raises plain Exceptions
-            raise LanguageModelError(f"{path} cannot be read ({e}): download the file again", path=path) from None
-        self.tokenizer.no_truncation()
-        self.tokenizer.no_padding()
+        self.tokenizer = read_tokenizer(self.folder)
         about = self.folder / "tokenizer_config.json"
         self._about = read_json(about) if about.exists() else {}
 

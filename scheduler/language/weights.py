@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.scheduler.language.config import DecoderConfig, LanguageModelError, read_json
+from paellapy.scheduler.language.config import DecoderConfig
+from paellapy.scheduler.models.model_folder import LanguageModelError, read_json
 from paellapy.scheduler.models.weights import map_weights
 
 Tensors = Mapping[str, NDArray[Any]]

@@ -18,7 +18,7 @@ from paellapy.instrument.device.base import Device
 from paellapy.scheduler.core.errors import CaptureError
 from paellapy.scheduler.core.profiles import checked_params, checked_priority
 from paellapy.scheduler.models.tensors import Arrays, ModelFunction, MovableWeights, TensorSpec, Weights, wrong
-from paellapy.scheduler.models.torch_tensors import numpy_dtype
+from paellapy.scheduler.models.torch_tensors import needs_torch, numpy_dtype
 from paellapy.scheduler.models.weights import WeightRange, check_mapped, map_weights
 
 __all__ = ["Arrays", "Model", "ModelFunction", "TensorSpec"]
@@ -54,6 +54,7 @@ class Model:
     gives: dict[str, TensorSpec]
     workers: int
     processes: bool
+    task: Mapping[str, Any] | None = None  # of an encoder: its kind, and how tokens become its inputs
     quantum_us: float | None = None  # approximate duration of a segment; None: the engine's quantum
 
     def __init__(  # noqa: PLR0913  the options of a model
@@ -180,6 +181,38 @@ class Model:
         made = torch_module(module, example_inputs, name, input_names, options, weights)
         signature = made.signature
         return cls(made.title, made.run, inputs=signature.inputs, outputs=signature.outputs, weights=made, **about)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        name: str | None = None,
+        length: int | None = None,
+        truncate: bool = False,
+        prompt: str | None = None,
+        **about: Any,
+    ) -> Self:
+        """An encoder from a folder of the hub: requests have texts, answers a vector or a score.
+
+        The folder holds an encoder with its tokenizer.json. Files of sentence-transformers say how the tokens' vectors
+        become one `embedding` of a `text`; without them it is their mean. A folder with a classifier of one class is a
+        reranker: it gives the `score` of a `query` and a `document`. Needs the packages transformers and tokenizers.
+
+        `length` is the number of tokens that texts are padded to, by default the most that the model takes. A longer
+        text is refused, or cut with `truncate`. `prompt` is put before every text: itself, or the name of one of the
+        folder's prompts. The other options are those of `from_torch` and `Model`.
+
+            pp.Model.from_pretrained("models/all-MiniLM-L6-v2", dtype=torch.float16, workers=4)
+        """
+        needs_torch()
+        from paellapy.scheduler.models.encoder import read_encoder
+
+        made = read_encoder(path, length, truncate, prompt)
+        about = {"before": made.reader, "takes": made.takes, **about}
+        model = cls.from_torch(made.module, made.example, name=name or made.name, **about)
+        model.task = made.task
+        return model
 
     @classmethod
     def from_graph(
