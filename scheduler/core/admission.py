@@ -57,7 +57,7 @@ def predict(s: State, m: int, priority: int, deadline: int, now: int) -> float:
     k = size_for(s, m, joins)
     alone = s.size[m, k].total_ns
     fill_job(s, 1, m, 0, now)
-    fill_terms(s, 1, m, now, deadline, priority, core.client_virtual_ns)
+    fill_terms(s, 1, m, now, deadline, priority, core.start_tag_ns)
     fill_unstarted(s, 1, m, k, joins)
     mine = ask_about(s, s.call[0].rank, 1)
     ahead = batches_before * full.total_ns

@@ -175,6 +175,8 @@ def launch(s: State, instance: int, now: int) -> bool:
     began = max(now, inst.latest_ns)  # some requests may have arrived after the clock was read
     if k == 0:
         inst.started_ns = began
+        if inst.live > 0:  # otherwise it has no tag
+            core.start_tag_ns = max(core.start_tag_ns, inst.client_start_ns)
     inst.issued = k + 1
     inst.draining = 0
     s.segment_ns[instance, k, 0] = began

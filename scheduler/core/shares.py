@@ -3,6 +3,10 @@
 A *flow* is one tenant's requests for one model, or the requests of all clients that are not tenants. Its weight is the
 model's share times the tenant's share. So shares of models count among models, and shares of tenants among tenants; a
 model does not get more because more clients request it.
+
+Within a queue, requests have start tags: a client's next tag is its last one plus the request's time alone ÷ its share.
+The clock of tags is the largest tag that has started, not GPU time: where jobs share the GPU or a batch, tags would run
+ahead of GPU time, and a client that comes later would go before all others until its tags had caught up.
 """
 
 from __future__ import annotations

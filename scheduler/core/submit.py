@@ -111,7 +111,7 @@ def accept_submission(s: State, producer: int, cell: Any, now: int) -> None:
     c = s.client[request.client]
     count_accepted(s, request.model, request.client)
     count_demand(s, request.model, now)
-    request.client_start_ns = max(core.client_virtual_ns, c.tag_ns)
+    request.client_start_ns = max(core.start_tag_ns, c.tag_ns)
     c.tag_ns = request.client_start_ns + s.size[request.model, 0].total_ns / c.share
     if request.deadline_ns < codes.NEVER:
         heap_add(s.due, core.due, s.request["due_at"], s.request["deadline_ns"], s.request["sequence"], row)

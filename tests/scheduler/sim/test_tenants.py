@@ -41,6 +41,18 @@ def test_shares_of_tenants_count_within_one_model_and_among_several(same: bool) 
         assert run.gpu_share(name) == pytest.approx(share / 10, abs=0.03)
 
 
+@pytest.mark.parametrize("sizes", [(1,), (1, 8)])
+def test_a_client_that_comes_later_takes_turns_with_one_that_worked_alone(sizes: tuple[int, ...]) -> None:
+    small = [SegmentProfile(1e5, blocks=400, warps=800)] * 4  # eight at once
+    model = ModelProfile("net", dict.fromkeys(sizes, small), instances=16)
+    burst = TraceWorkload(tuple((0.1, "net", None, None, "bob") for _ in range(600 * sizes[-1])))
+    alone = ClosedLoop("net", clients=64 * sizes[-1], duration=0.2, client="alice")
+    run = simulate([model], alone + burst, "paella")
+    then = run.jobs[(run.jobs["finish_ns"] > 0.106e9) & (run.jobs["finish_ns"] < 0.12e9)]
+    of_alice = float((then["client"] == run.clients.index("alice")).mean())
+    assert of_alice == pytest.approx(0.5, abs=0.1)
+
+
 def test_shares_of_models_do_not_depend_on_how_many_clients_ask() -> None:
     load = ClosedLoop("a", clients=4, duration=0.4) + Poisson(3000, "b", duration=0.4, clients=50)
     run = simulate([net("a"), net("b", queue_limit=100)], load, "fair")
