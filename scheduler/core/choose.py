@@ -23,6 +23,7 @@ from paellapy.scheduler.core.instances import (
     mark_instance_dirty,
     mark_model_dirty,
     reconcile,
+    return_terms,
     set_arena_holder,
     set_running,
     unready,
@@ -64,10 +65,11 @@ def refresh_ranks(s: State, n: int, now: int) -> None:
 
 
 @part
-def activate(s: State, instance: int) -> bool:
-    """Starts the instance's turn; False if it must wait for its inputs."""
+def activate(s: State, instance: int, now: int) -> bool:
+    """Starts the instance's turn; False if it must wait for its inputs, or if the request behind it goes first."""
     core = s.core[0]
     inst = s.instance[instance]
+    goes = True
     unready(s, instance)
     core.decisions += 1
     if inst.state == codes.FILLING:
@@ -76,6 +78,7 @@ def activate(s: State, instance: int) -> bool:
         mark_model_dirty(s, inst.model)
         if s.residency[0].managed > 0:
             s.weights[inst.model].served += 1
+        goes = not return_terms(s, instance, now)
         if not complete:
             return False
         set_running(s, instance)
@@ -85,7 +88,7 @@ def activate(s: State, instance: int) -> bool:
     inst.yields = 0
     inst.demand = s.size[inst.model, inst.size].demand
     core.demand += inst.demand
-    return True
+    return goes
 
 
 @part
@@ -269,7 +272,7 @@ def choose(s: State, now: int) -> bool:
                 choose_yielding(s)
                 continue
             n = 0
-            if not activate(s, instance) or may_yield_to(s, instance, shortest_active(s)):
+            if not activate(s, instance, now) or may_yield_to(s, instance, shortest_active(s)):
                 continue
         else:
             instance = s.active[k] if instance < 0 else instance

@@ -12,9 +12,11 @@ import numpy as np
 from paellapy.instrument.numba_ext.link import part
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import ALL, ONE, ZERO, load_at, or_at, store_at
+from paellapy.scheduler.core.concurrency import note_overtaking
 from paellapy.scheduler.core.copier import copy_inputs, hand_to_copier
 from paellapy.scheduler.core.heaps import heap_down, heap_remove, heap_up, queue_first, queue_remove
-from paellapy.scheduler.core.requests import complete, post_completion, rank_instance, slots_of
+from paellapy.scheduler.core.job import READS_TERMS
+from paellapy.scheduler.core.requests import complete, due_ns, post_completion, rank_instance, slots_of
 from paellapy.scheduler.core.rings import address, bit_at, bit_of, reserve, reserved_slots
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.weights import arena_is_free, may_start
@@ -126,6 +128,33 @@ def recompute_facts(s: State, instance: int) -> None:
     for k in range(s.slot.shape[1]):
         if s.slot[instance, k] >= 0:
             add_facts(s, instance, s.slot[instance, k])
+
+
+@part
+def inherit_terms(s: State, instance: int, row: int) -> None:
+    """Lets a full instance that waits inherit the deadline and the priority of the first request behind it, which
+    cannot go before the instance has its turn. The instance returns them then.
+    """
+    inst, request = s.instance[instance], s.request[row]
+    due = due_ns(s, inst.model, request.arrival_ns, request.deadline_ns)
+    earlier = due < due_ns(s, inst.model, inst.arrival_ns, inst.deadline_ns)
+    if earlier or request.priority > inst.priority:
+        inst.deadline_ns = due if earlier else inst.deadline_ns
+        inst.priority = max(inst.priority, request.priority)
+        inst.inherits = 1
+        mark_instance_dirty(s, instance)
+
+
+@part
+def return_terms(s: State, instance: int, now: int) -> bool:
+    """Returns what an instance has inherited, when it has its turn; False if it had inherited nothing."""
+    inst = s.instance[instance]
+    if inst.inherits == 0:
+        return False
+    inst.inherits = 0
+    recompute_facts(s, instance)
+    inst.rank = rank_instance(s, instance, now)
+    return True
 
 
 @part
@@ -242,6 +271,7 @@ def fill_instance(s: State, m: int) -> None:
         inst.size = inst.taken = inst.items = inst.live = inst.issued = inst.done = inst.whole = inst.faulty = 0
         inst.segments = codes.NONE
         inst.started_ns = codes.NEVER
+        inst.inherits = 0
         inst.generation = (inst.generation + 1) & codes.GENERATION_MASK
         model.filling = instance
         model.warm = 0
@@ -252,6 +282,8 @@ def fill_instance(s: State, m: int) -> None:
         while model.queued > 0 and give_slot(s, instance, queue_first(s, model)):
             pass
         mark_instance_dirty(s, instance)
+        if model.queued > 0 and s.core[0].facts & READS_TERMS and s.instance[instance].live > 0:
+            inherit_terms(s, instance, queue_first(s, model))
     if model.state != codes.CLOSING:  # after the queue is served: waiting requests go first
         slots = slots_of(s, m)
         store_at(address(s.filling, m), (np.uint64(slots) << np.uint64(32)) | np.uint64(instance + 1))
@@ -392,6 +424,8 @@ def reconcile_instance(s: State, instance: int, now: int) -> None:
     if competes or inst.active_at >= 0:
         inst.rank = rank_instance(s, instance, now)
     if competes:
+        if inst.state == codes.FILLING and inst.ready_at < 0:
+            note_overtaking(s, instance, now)
         make_ready(s, instance, inst.rank)
     else:
         unready(s, instance)

@@ -143,4 +143,4 @@ PARAM = np.dtype([("key", "u8"), ("value", "f8")], align=True)
 
 # core.facts: facts computed only for policies that read them; shares of compute and memory are computed at load time
 READS_SEGMENT, READS_TOP, READS_PARAMS, READS_SHARES, READS_WEIGHTS, READS_DEFICIT = 1, 2, 4, 8, 16, 32
-READS_CLIENT, READS_USE = 64, 128
+READS_CLIENT, READS_USE, READS_TERMS = 64, 128, 256

@@ -165,11 +165,17 @@ def fill_job(s: State, k: int, m: int, client: int, now: int) -> None:
 
 
 @part
+def due_ns(s: State, m: int, arrival: int, deadline: int) -> int:
+    """The deadline, or the model's target if there is none."""
+    return int(deadline if deadline < codes.NEVER else arrival + s.model[m].target_ns)
+
+
+@part
 def fill_terms(s: State, k: int, m: int, arrival: int, deadline: int, priority: int, client_start: float) -> None:
     """Fills scratch row k with the facts that instances and requests have in common."""
     job = s.job[k]
     job.arrival_ns = arrival
-    job.deadline_ns = deadline if deadline < codes.NEVER else arrival + s.model[m].target_ns
+    job.deadline_ns = due_ns(s, m, arrival, deadline)
     job.priority = priority
     job.client_start_ns = client_start
 

@@ -93,6 +93,7 @@ CORE = np.dtype(
         ("demand", "f8"),  # total demand of active jobs
         ("waiting_jobs", "f8"),  # average of the last period
         ("yielding_share", "f8"),  # fraction of the time in which some instances yielded
+        ("overtaking_share", "f8"),  # fraction of recent jobs that should have overtaken the only one on the GPU
         ("wake_at_ns", "f8"),  # when there is something to do even without an event
         ("tick_at_ns", "f8"),  # time of the next call of `tick`; 0: there is no work
         ("admit_at_ns", "f8"),  # when a refused instance may go, as far as that depends on the time
@@ -101,6 +102,7 @@ CORE = np.dtype(
         ("shares", "f8"),
         ("client_virtual_ns", "f8"),
         ("client_shares", "f8"),
+        ("start_tag_ns", "f8"),  # largest start tag of a job that has started: the clock of start tags
         # throughput of the GPU when several jobs share it
         ("last_ns", "f8"),  # time of the last step
         ("busy_ns", "f8"),
@@ -232,6 +234,7 @@ INSTANCE = np.dtype(
         ("latest_ns", "i8"),  # arrival of the latest of its requests
         ("deadline_ns", "i8"),  # earliest of the live requests'; NEVER: none
         ("priority", "i8"),  # highest of the live requests'
+        ("inherits", "i8"),  # 1: its deadline and priority are those of a request that waits behind it
         ("client", "i8"),  # client of the oldest request
         ("client_start_ns", "f8"),
         ("started_ns", "i8"),  # first launch

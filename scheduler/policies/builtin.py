@@ -68,8 +68,8 @@ def hrrn(job: Job) -> float:
     """Shortest remaining time per request, divided by the response ratio: 1 + waiting ÷ length.
 
     A job that has just arrived ranks as under `srpt`; one that has waited as long as it takes counts with half its
-    time. Highest response ratio next, after which it is named, divides by nothing but the length. Under overload long
-    jobs wait as long as under `srpt`; `paella` and `fair` bound that.
+    time. The textbook's highest response ratio next looks at the ratio alone, so that long jobs do not starve. Here the
+    remaining time counts too: under overload long jobs wait as long as under `srpt`; `paella` and `fair` bound that.
     """
     waited = (job.now_ns - job.arrival_ns) / job.total_ns
     return job.remaining_ns / job.batch / (1.0 + waited)

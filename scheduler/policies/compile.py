@@ -314,6 +314,7 @@ _FACTS = {
     facts.READS_DEFICIT: ("job.deficit_ns",),
     facts.READS_CLIENT: ("job.share", "job.client_deficit_ns"),
     facts.READS_USE: ("job.occupancy", "job.used_ns"),
+    facts.READS_TERMS: ("job.deadline_ns", "job.priority"),
 }  # fmt: skip
 
 

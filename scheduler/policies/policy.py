@@ -209,8 +209,9 @@ def policy(rank: Rank | None = None, /, **options: Any) -> Policy | Callable[[Ra
     `active`: number of jobs that may launch at a time; by default the engine decides. `max_in_flight`: number of
     segments that a job may have on the GPU; if 1, the next segment is launched just before the current one ends.
     `whole`: always launch programs in one piece. `top_whole`: launch programs of the highest priority in one piece,
-    where models of lower priority are loaded. `never_whole`: programs are always launched in segments, so that later
-    jobs can go before the rest of one that was alone. `fresh`: rank all waiting jobs again before each decision.
+    where models of lower priority are loaded. `never_whole`: always launch programs in segments; by default a program
+    alone on the GPU is launched in one piece, until jobs that come later often have to overtake it. `fresh`: rank all
+    waiting jobs again before each decision.
 
     >>> @policy(active=4)
     ... def oldest(job):

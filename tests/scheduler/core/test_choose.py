@@ -42,6 +42,21 @@ def test_a_better_job_takes_the_place_of_a_worse_one_between_segments() -> None:
     bench.run_dry()
 
 
+def test_a_request_behind_an_instance_that_waits_lends_it_its_deadline() -> None:
+    one, other = profile("one", segments=2, instances=4), profile("other", segments=2, instances=2)
+    bench = Bench([one, other], policy="edf")
+    bench.state.core["max_active"][0] = 1
+    bench.submit(1, deadline=bench.now + 10**6)
+    bench.step()
+    late = bench.submit(0, deadline=bench.now + 10**9)
+    bench.step()
+    soon = bench.submit(0, deadline=bench.now + 10**7)
+    between = bench.submit(1, deadline=bench.now + 10**8)
+    bench.run_dry()
+    ended = [each for each in bench.done if each in (late, soon, between)]
+    assert ended == [soon, between, late]
+
+
 WHOLE = [("priority", 1, True), ("priority", 0, False), ("orion", 1, False)]
 
 

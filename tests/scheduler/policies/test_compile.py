@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paellapy.scheduler.core.job import PER_MODEL, READS_PARAMS, READS_USE
+from paellapy.scheduler.core.job import PER_MODEL, READS_PARAMS, READS_TERMS, READS_USE
 from paellapy.scheduler.policies.compile import Layout, bounded, compile_function, paths_read
 from paellapy.scheduler.policies.policy import find_policy, policy
 from paellapy.scheduler.policies.trial import Samples
@@ -137,4 +137,4 @@ def test_facts_of_other_records_with_the_same_name_are_not_computed() -> None:
     assert find_policy("quota").facts == READS_PARAMS
     assert not find_policy("pack").facts & READS_USE  # gpu.occupancy
     assert not find_policy("lru").facts & READS_USE  # model.used_ns
-    assert find_policy("tally").facts == 0  # own.top
+    assert find_policy("tally").facts == READS_TERMS  # not own.top

@@ -14,7 +14,7 @@ from failing import failing
 import paellapy as pp
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.errors import ProfileError
-from paellapy.scheduler.core.job import READS_PARAMS, READS_SEGMENT, READS_SHARES, READS_TOP
+from paellapy.scheduler.core.job import READS_PARAMS, READS_SEGMENT, READS_SHARES, READS_TERMS, READS_TOP
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile, set_params
 from paellapy.scheduler.policies.policy import Policy, PolicyError, attach_functions, attach_policy, find_policy, policy
 from paellapy.scheduler.policies.trial import sample_jobs
@@ -154,7 +154,7 @@ def test_faulty_parameters_are_refused(params: Any) -> None:
 
 def test_facts_are_worked_out_only_for_policies_that_read_them() -> None:
     assert find_policy("srpt").facts == 0
-    assert find_policy("orion").facts == READS_SEGMENT | READS_TOP | READS_SHARES
+    assert find_policy("orion").facts == READS_SEGMENT | READS_TOP | READS_SHARES | READS_TERMS
     assert find_policy("token").facts == READS_PARAMS
     bench = two_models(find_policy("srpt"))
     assert not any(bench.state.call[role]["function"][0] for role in ("admit", "tick", "done"))
@@ -449,6 +449,16 @@ def test_fresh_ranks_are_those_of_the_moment_of_the_decision() -> None:
 
     assert missed(fresh=True) < 0.01
     assert missed(fresh=False) > 2 * missed(fresh=True)
+
+
+def test_a_program_alone_goes_in_one_piece_until_others_have_to_overtake_it() -> None:
+    one = SegmentProfile(100e3, warps=8448)
+    models = [ModelProfile("long", {1: [one] * 40}), ModelProfile("short", {1: [one]})]
+    calm = TraceWorkload(tuple((k * 10e-3, name, None, None, 0) for k in range(20) for name in ("long",)))
+    both = calm + TraceWorkload(tuple((k * 10e-3 + 1e-3, "short", None, None, 0) for k in range(20)))
+    launches = {load: simulate(models, load, "srpt", active=1).counters["launches"] for load in (calm, both)}
+    assert launches == {calm: 20, both: 20 + 1 + 19 * 40}  # the first long job is in the way of a short one
+    assert simulate(models, both, "fifo", active=1).counters["launches"] == 40  # none overtakes
 
 
 def test_never_whole_lets_an_urgent_job_go_before_the_rest_of_one_that_was_alone() -> None:
