@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
@@ -46,6 +47,7 @@ from paellapy.scheduler.language.sampling import OUT_WORDS, Sampling, seed_of
 from paellapy.scheduler.models.memory import MemoryPlan
 
 if TYPE_CHECKING:
+    from paellapy.scheduler.language.grammar import Grammars, Guide
     from paellapy.scheduler.language.text import GrowingText
 
 _STEPS_AHEAD = 2  # decode steps in flight
@@ -77,17 +79,19 @@ class _Stream:
         self.first_ns = self.last_ns = 0  # when its first and its latest token were there
         self.pieces: deque[Piece] = deque()
         self.finish: str | None = None
+        self.guide: Guide | None = None  # if the text has a form
         self.error: Exception | None = None
         self.ended = False
         self.waiter: Callable[[], None] | None = None  # of the reader, until it is woken
 
     def add(self, token: int, words: Any) -> bool:
-        """Takes a token that was chosen. True: a stop string ends the text."""
+        """Takes a token that was chosen. True: a stop string or the text's form ends it."""
         sequence = self.sequence
         text = self.text.add(token)
-        stopped = self.text.stopped is not None
+        complete = self.guide is not None and self.guide.take(token)
+        stopped = self.text.stopped is not None or complete
         finish = "stop" if stopped else sequence.finish
-        if finish is not None and not stopped:
+        if finish is not None:
             text += self.text.end()
         logprob: float | None = None
         top: tuple[tuple[int, float], ...] = ()
@@ -284,6 +288,8 @@ class Generator:
         self._batcher.check_prompt(sequence)
         began_ns, deadline_ns = request_times(deadline_ms)
         stream = _Stream(sequence, model.codec.growing(sampling.stop), began_ns, deadline_ns)
+        if sampling.json_schema is not None:
+            stream.guide = self._grammars.guide(sampling.json_schema)
         self._check_open()
         if len(self._streams) + len(self._coming) >= _MOST_WAITING:
             raise QueueFullError(
@@ -316,6 +322,12 @@ class Generator:
             "pages": self._pool.count, "free_pages": self._pool.free, "kept_pages": self._pool.kept,
             **self.stats.counts(),
         }  # fmt: skip
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        from paellapy.scheduler.language.grammar import Grammars
+
+        return Grammars(self.model.codec, self.model.config.vocabulary, self.model.eos)
 
     def _wait_ns(self, tokens: int) -> float:
         """Predicted time until a prompt of so many tokens has entered."""
@@ -424,6 +436,9 @@ class Generator:
         else:
             sequences, n, arrival = planned.sequences, len(planned.rows), now
         rank = max(s.priority for s in sequences)
+        for sequence in planned.ends if isinstance(planned, Chunk) else sequences:
+            if sequence.owner.guide is not None:
+                self._state.mask[sequence.number].set(sequence.owner.guide.mask)
         try:
             slot = Slot(client, loaded, (0, rank, arrival, codes.NEVER), items=n)
         except QueueFullError:

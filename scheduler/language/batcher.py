@@ -205,6 +205,8 @@ class Batcher:
             last = len(sequence.prompt) + sequence.most - 1
             if not sequence.decoding or sequence.evicted or sequence.computed >= last or sequence.finish is not None:
                 continue
+            if sequence.in_flight and sequence.sampling.json_schema is not None:
+                continue  # which tokens may be next depends on the one that is being chosen
             place, page = -1, 0
             if sequence.computed % PAGE == 0:
                 if not self._make_room(sequence):

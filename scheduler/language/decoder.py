@@ -33,6 +33,7 @@ class State:
     tokens: Any  # (sequences)
     table: Any  # (sequences, pages of the longest)
     seen: Any  # (sequences, vocabulary): how often each token was chosen, for penalties
+    mask: Any  # (sequences, vocabulary / 32): a bit for each token that may be chosen, where rows ask for it
     keys: Any  # (layers, pages, heads, PAGE, elements)
     values: Any
 
@@ -41,14 +42,15 @@ class State:
         """Shape and element type of each array, for so many sequences and pages."""
         n, whole, dtype = sequences + 1, np.dtype(np.int32), element_type(config.dtype)
         cache = (config.layers, pages + 1, config.kv_heads, PAGE, config.head_width), dtype
-        table, seen = (n, -(-context // PAGE)), (n, config.vocabulary)
-        return {"tokens": ((n,), whole), "table": (table, whole), "seen": (seen, whole), "keys": cache, "values": cache}
+        widths = {"table": -(-context // PAGE), "seen": config.vocabulary, "mask": -(-config.vocabulary // 32)}
+        rows = {name: ((n, width), whole) for name, width in widths.items()}
+        return {"tokens": ((n,), whole), **rows, "keys": cache, "values": cache}
 
     @classmethod
     def on(cls, device: Device, config: DecoderConfig, sequences: int, context: int, pages: int) -> State:
         shapes = cls.shapes(config, sequences, context, pages)
         cache = {name: device.empty(*shapes[name]) for name in ("keys", "values")}
-        rest = {name: device.array(np.zeros(*shapes[name])) for name in ("tokens", "table", "seen")}
+        rest = {name: device.array(np.zeros(*shapes[name])) for name in ("tokens", "table", "seen", "mask")}
         return cls(**rest, **cache)
 
 
@@ -69,7 +71,7 @@ class Decoder:
 
     # -- steps
 
-    def decode(self, rows: Any, out: Any, mask: Any = None) -> Any:
+    def decode(self, rows: Any, out: Any) -> Any:
         """One token for each row: its last one enters, the next is chosen. Returns the logits."""
         c, w, state = self.config, self.weights, self.state
         batch, pages = rows.shape[0], state.table.shape[1]
@@ -94,9 +96,9 @@ class Decoder:
             self._product(mixed, w[f"{k}.out"], x, residual=x)
             wide = self._gated(x, k, wide)
             self._product(wide, w[f"{k}.down"], x, residual=x)
-        return self._choose(x, rows, out, None, mask)
+        return self._choose(x, rows, out, None)
 
-    def prefill(self, chunk: Arrays, rows: Any, out: Any, mask: Any = None) -> Any:
+    def prefill(self, chunk: Arrays, rows: Any, out: Any) -> Any:
         """A chunk of tokens enters; for each of `rows`, whose sequence's last token it has, the next is chosen.
 
         `chunk` has tokens, positions, slots and tiles, as in `batcher.Chunk`.
@@ -129,16 +131,16 @@ class Decoder:
             self._product(mixed, w[f"{k}.out"], x, residual=x)
             wide = self._gated(x, k, wide)
             self._product(wide, w[f"{k}.down"], x, residual=x)
-        return self._choose(x, rows, out, rows, mask)
+        return self._choose(x, rows, out, rows)
 
     # -- parts of a step
 
-    def _choose(self, x: Any, rows: Any, out: Any, picked: Any, mask: Any) -> Any:
+    def _choose(self, x: Any, rows: Any, out: Any, picked: Any) -> Any:
         c, w, batch = self.config, self.weights, rows.shape[0]
         logits = self._new(batch, c.vocabulary)
         self._product(x, w["head"], logits, norm=w["norm"], rows=picked)
         sample[(batch,)](
-            logits, rows, mask, self.state.seen, self.state.tokens, out, V=c.vocabulary, WIDTH=out.shape[1],
+            logits, rows, self.state.mask, self.state.seen, self.state.tokens, out, V=c.vocabulary, WIDTH=out.shape[1],
             LEVELS=_sampling.LEVELS[c.dtype], BLOCK=min(4096, _power(c.vocabulary)),
         )  # fmt: skip
         return logits

@@ -36,6 +36,7 @@ ROW = np.dtype(
         ("presence", np.float32),
         ("frequency", np.float32),
         ("logprobs", np.int32),  # 0: none; n: of the chosen token and of n - 1 alternatives
+        ("masked", np.int32),  # whether the sequence's mask says which tokens may be chosen
     ]
 )
 

@@ -6,7 +6,9 @@ or the GPU.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -41,6 +43,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    json_schema: str | Mapping[str, Any] | None = None  # which the whole text fulfils
     logprobs: int | None = None  # how many alternatives to name beside the token's own; None: no logprobs
 
     def __post_init__(self) -> None:
@@ -69,7 +72,7 @@ class Sampling:
         """Those that the kernel reads, in the order of `kernels.ROW`."""
         return (
             self.temperature, self.top_p, self.min_p, self.top_k, self.repetition_penalty, self.presence_penalty,
-            self.frequency_penalty, 0 if self.logprobs is None else self.logprobs + 1,
+            self.frequency_penalty, 0 if self.logprobs is None else self.logprobs + 1, self.json_schema is not None,
         )  # fmt: skip
 
 
@@ -96,14 +99,15 @@ def _penalises(p):
 
 
 @triton.jit
-def _logits(logits, mask, seen, at, b, sequence, n, p, V: tl.constexpr):
-    """Logits of the tokens n: -inf where the mask forbids them, less penalties for tokens that were seen. `p` points to
-    the row's parameters.
+def _logits(logits, mask, seen, at, sequence, n, p, V: tl.constexpr):
+    """Logits of the tokens n: -inf where the sequence's mask forbids them, less penalties for tokens that were seen.
+    `p` points to the row's parameters.
     """
     x = tl.load(logits + at + n, mask=n < V, other=-float("inf")).to(tl.float32)
     if mask is not None:
         words: tl.constexpr = (V + 31) // 32
-        word = tl.load(mask + b * words + n // 32, mask=n < V, other=0)
+        masked = (n < V) & (tl.load(p + 8) != 0)
+        word = tl.load(mask + sequence.to(tl.int64) * words + n // 32, mask=masked, other=-1)
         x = tl.where((word >> (n % 32)) & 1 != 0, x, -float("inf"))
     if seen is not None:
         repetition = tl.load(p + 4).to(tl.float32, bitcast=True)
@@ -126,7 +130,7 @@ def _order(x):
 
 @triton.jit
 def _threshold(
-    logits, mask, seen, at, b, sequence, p, largest, floor, wanted, COUNT: tl.constexpr, V: tl.constexpr,
+    logits, mask, seen, at, sequence, p, largest, floor, wanted, COUNT: tl.constexpr, V: tl.constexpr,
     LEVELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The largest order that leaves enough tokens, of those from `floor` on: `wanted` tokens with COUNT, otherwise that
@@ -139,7 +143,7 @@ def _threshold(
     if not COUNT:
         sums = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, V, BLOCK):
-            x = _logits(logits, mask, seen, at, b, sequence, start + i, p, V)
+            x = _logits(logits, mask, seen, at, sequence, start + i, p, V)
             sums += tl.where(_order(x) >= floor, tl.exp((x - largest) / temperature), 0.0)
         wanted *= tl.sum(sums, 0)
     least = (tl.zeros((), tl.int32)).to(tl.uint32)
@@ -149,7 +153,7 @@ def _threshold(
         s2 = tl.zeros((BLOCK,), tl.float32)
         s3 = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, V, BLOCK):
-            x = _logits(logits, mask, seen, at, b, sequence, start + i, p, V)
+            x = _logits(logits, mask, seen, at, sequence, start + i, p, V)
             o = _order(x)
             w = tl.where(start + i < V, 1.0, 0.0) if COUNT else tl.exp((x - largest) / temperature)
             w = tl.where(o >= floor, w, 0.0)
@@ -187,7 +191,7 @@ def sample(
     best = tl.full((BLOCK,), -float("inf"), tl.float32)
     place = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, V, BLOCK):
-        x = _logits(logits, mask, seen, at, b, r, start + i, p, V)
+        x = _logits(logits, mask, seen, at, r, start + i, p, V)
         place = tl.where(x > best, start + i, place)
         best = tl.maximum(x, best)
     largest = tl.max(best, 0)
@@ -197,16 +201,16 @@ def sample(
         least = (tl.zeros((), tl.int32)).to(tl.uint32)  # order of the smallest logit that may be chosen
         if (top_k > 0) & (top_k < V):
             least = _threshold(
-                logits, mask, seen, at, b, r, p, largest, least, top_k.to(tl.float32), True, V, LEVELS, BLOCK
+                logits, mask, seen, at, r, p, largest, least, top_k.to(tl.float32), True, V, LEVELS, BLOCK
             )  # fmt: skip
         if top_p < 1:
-            least = _threshold(logits, mask, seen, at, b, r, p, largest, least, top_p, False, V, LEVELS, BLOCK)
+            least = _threshold(logits, mask, seen, at, r, p, largest, least, top_p, False, V, LEVELS, BLOCK)
         lowest = largest + temperature * tl.log(min_p)  # -inf for a min_p of 0
         # The largest of the logits, each with its own Gumbel noise, is a draw from their distribution.
         best = tl.full((BLOCK,), -float("inf"), tl.float32)
         place = tl.zeros((BLOCK,), tl.int32)
         for start in range(0, V, BLOCK):
-            x = _logits(logits, mask, seen, at, b, r, start + i, p, V)
+            x = _logits(logits, mask, seen, at, r, start + i, p, V)
             bits, _, _, _ = tl.philox(seed, start + i, position, 0, 0)
             uniform = ((bits >> 8).to(tl.float32) + 0.5) * (1.0 / (1 << 24))
             noisy = x / temperature - tl.log(-tl.log(uniform))
@@ -227,22 +231,22 @@ def sample(
             tl.store(count, tl.load(count) + 1, mask=_penalises(p))
     logprobs = tl.load(p + 7)
     if logprobs > 0:
-        _name(logits, mask, seen, at, b, r, p, largest, token, logprobs, to, V, BLOCK)
+        _name(logits, mask, seen, at, r, p, largest, token, logprobs, to, V, BLOCK)
 
 
 @triton.jit
 def _name(
-    logits, mask, seen, at, b, r, p, largest, token, logprobs, to, V: tl.constexpr, BLOCK: tl.constexpr
+    logits, mask, seen, at, r, p, largest, token, logprobs, to, V: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Writes the log probabilities of the chosen token and of the most probable ones."""
     i = tl.arange(0, BLOCK)
     sums = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, V, BLOCK):
-        x = _logits(logits, mask, seen, at, b, r, start + i, p, V)
+        x = _logits(logits, mask, seen, at, r, start + i, p, V)
         sums += tl.exp(x - largest)
     base = largest + tl.log(tl.sum(sums, 0))
     own = tl.zeros((1,), tl.int32) + token
-    chosen = _logits(logits, mask, seen, at, b, r, own, p, V)
+    chosen = _logits(logits, mask, seen, at, r, own, p, V)
     tl.store(to + 1 + tl.zeros((1,), tl.int32), (chosen - base).to(tl.int32, bitcast=True))
     before = tl.full((), float("inf"), tl.float32)
     last = tl.full((), -1, tl.int32)
@@ -250,7 +254,7 @@ def _name(
         best = tl.full((BLOCK,), -float("inf"), tl.float32)
         place = tl.full((BLOCK,), V, tl.int32)
         for start in range(0, V, BLOCK):
-            x = _logits(logits, mask, seen, at, b, r, start + i, p, V)
+            x = _logits(logits, mask, seen, at, r, start + i, p, V)
             later = (x < before) | ((x == before) & (start + i > last))
             x = tl.where(later, x, -float("inf"))
             place = tl.where(x > best, start + i, place)

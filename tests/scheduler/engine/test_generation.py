@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,24 @@ def test_a_stop_string_ends_the_text_before_it(engine: pp.Engine) -> None:
     generation = engine.generate("tiny", "Once", stop=(whole[at : at + 2],), **options)
     assert generation.text() == whole[:at]
     assert generation.finish_reason == "stop"
+
+
+def test_a_text_by_a_schema_is_json_of_that_form(engine: pp.Engine) -> None:
+    schema = {
+        "type": "object", "properties": {"name": {"enum": ["Anna", "Ben"]}, "old": {"type": "boolean"}},
+        "required": ["name", "old"], "additionalProperties": False,
+    }  # fmt: skip
+    options: dict[str, Any] = {"temperature": 1.0, "max_tokens": 60, "json_schema": schema}
+    begun = [engine.generate("tiny", "abc", seed=seed, **options) for seed in range(3)]
+    plain = engine.generate("tiny", "abc", max_tokens=30, ignore_eos=True)
+    for each in begun:
+        found = json.loads(each.text())
+        assert each.finish_reason == "stop"
+        assert found["name"] in ("Anna", "Ben")
+        assert isinstance(found["old"], bool)
+    assert len(tokens_of(plain)) == 30
+    with failing(InputError, field="json_schema"):
+        engine.generate("tiny", "abc", json_schema={"type": "colour"})
 
 
 def test_a_text_that_is_left_gives_its_place_to_others(engine: pp.Engine) -> None:

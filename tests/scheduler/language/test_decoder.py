@@ -31,7 +31,7 @@ class Steps:
         self._decoder = Decoder(self.config, weights, self.state, device.empty)
 
     def row(self, sequence: int, position: int, token: int = 0) -> Any:
-        return (sequence, position, token, -1, 0, 0, 0.0, 1.0, 0.0, 0, 1.0, 0.0, 0.0, 0)
+        return (sequence, position, token, -1, 0, 0, 0.0, 1.0, 0.0, 0, 1.0, 0.0, 0.0, 0, 0)
 
     def _words(self, rows: list[Any]) -> Any:
         return self._device.array(np.array(rows, ROW).view(np.int32).reshape(len(rows), -1))

@@ -25,7 +25,7 @@ def choose(logits: Any, options: list[Sampling], *, mask: Any = None, seen: Any 
     rows = np.zeros(len(options), ROW)
     for k, each in enumerate(options):
         rows[k] = (k + 1, 7, 0, -1, 0, k if seeds is None else seeds[k], *each.parameters)
-    rows["logprobs"] = 4
+    rows["logprobs"], rows["masked"] = 4, mask is not None
     with pp.Device("virtual:h200"):
         out = pp.zeros((len(options), 8), np.int32)
         counts = None if seen is None else pp.array(seen)
@@ -98,8 +98,8 @@ def test_a_token_depends_on_its_own_row_and_seed_only():
 
 def test_a_mask_leaves_only_its_tokens():
     logits = np.random.default_rng(3).normal(size=(2, VOCABULARY))
-    mask = np.zeros((2, -(-VOCABULARY // 32)), np.int32)
-    mask[0, 1], mask[1, 3] = 1 << 4, 1 << 7
+    mask = np.zeros((3, -(-VOCABULARY // 32)), np.int32)
+    mask[1, 1], mask[2, 3] = 1 << 4, 1 << 7
     tokens, logprobs, _ = choose(logits, [Sampling(), Sampling(temperature=0)], mask=mask)
     assert tokens.tolist() == [36, 103]
     np.testing.assert_allclose(logprobs[:, 0], 0, atol=1e-6)

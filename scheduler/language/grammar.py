@@ -1,0 +1,71 @@
+"""Answers of a given form: which tokens may follow, by a JSON schema (package llguidance)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from paellapy.scheduler.core.errors import InputError
+from paellapy.scheduler.language.config import LanguageModelError
+from paellapy.scheduler.language.text import TextCodec
+
+_LAYOUT = {"whitespace_pattern": "[ \\n]?"}  # small models would otherwise write blanks without end
+
+
+class Grammars:
+    """Makes the guides of one model's answers."""
+
+    def __init__(self, codec: TextCodec, vocabulary: int, eos: Sequence[int]) -> None:
+        try:
+            import llguidance
+        except ModuleNotFoundError:
+            raise InputError(
+                "answers by a JSON schema need the package 'llguidance': install paellapy with the extra 'structured' "
+                "on the server", field="json_schema",
+            ) from None  # fmt: skip
+        self._library, self._words = llguidance, -(-vocabulary // 32)
+        try:
+            path = str(codec.folder / "tokenizer.json")
+            self._tokenizer = llguidance.LLTokenizer(path, vocabulary, list(eos) or None)
+        except ValueError as e:
+            raise LanguageModelError(f"llguidance cannot use this tokenizer: {e}", path=codec.folder) from None
+
+    def guide(self, schema: str | Mapping[str, Any]) -> Guide:
+        """InputError: the schema cannot be used."""
+        matcher = self._library.LLMatcher
+        try:
+            text = schema if isinstance(schema, str) else json.dumps(schema)
+            made = matcher(self._tokenizer, matcher.grammar_from_json_schema(text, _LAYOUT), log_level=0)
+        except (TypeError, ValueError) as e:
+            raise _refused(str(e)) from None
+        if made.is_error():
+            raise _refused(made.get_error())
+        return Guide(made, self._words)
+
+
+def _refused(why: str) -> InputError:
+    first = why.strip().splitlines()[0] if why.strip() else "it is no JSON schema"
+    return InputError(f"the JSON schema cannot be used: {first}", field="json_schema")
+
+
+class Guide:
+    """One answer on its way through the grammar."""
+
+    def __init__(self, matcher: Any, words: int) -> None:
+        self._matcher = matcher
+        self.mask = np.zeros(words, np.int32)  # a bit for each token: whether it may be next
+        self._set_mask()
+
+    def take(self, token: int) -> bool:
+        """Goes on by one token. True: the answer is complete."""
+        self._matcher.consume_token(token)
+        if self._matcher.is_stopped() or self._matcher.is_error():
+            return True
+        self._set_mask()
+        return False
+
+    def _set_mask(self) -> None:
+        self._matcher.unsafe_compute_mask_ptr(self.mask.ctypes.data, self.mask.nbytes)
