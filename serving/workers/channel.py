@@ -74,7 +74,7 @@ class Channel:
         self._send(Message(ANSWER, call.number, call.name, data), descriptors)
 
     def refuse(self, call: Message, error: BaseException) -> None:
-        self._send(Message(ERROR, call.number, call.name, [type(error).__name__, str(error)]))
+        self._send(Message(ERROR, call.number, call.name, told(error)))
 
     def close(self) -> None:
         """Closes this end, which also ends the other."""
@@ -153,7 +153,7 @@ class Channel:
         if future is None or future.done():
             _close_all(descriptors)
         elif message.kind == ERROR:
-            future.set_exception(_raised(*message.data))
+            future.set_exception(raised(*message.data))
         else:
             future.set_result((message.data, descriptors) if descriptors else message.data)
 
@@ -163,15 +163,23 @@ def _close_all(descriptors: Sequence[int]) -> None:
         os.close(fd)
 
 
-def _raised(kind: str, text: str) -> PaellaError:
-    """An error from its class's name and its text. Only our own classes are restored."""
+def told(error: BaseException) -> list[Any]:
+    """An error as a message: the name of its class, its text, and those of its attributes that are plain."""
+    facts = {key: value for key, value in vars(error).items() if isinstance(value, str | int | float | None)}
+    return [type(error).__name__, str(error), facts]
+
+
+def raised(kind: str, text: str, facts: dict[str, Any]) -> PaellaError:
+    """The error of a message. Only our own classes are restored."""
     todo: list[type[PaellaError]] = [PaellaError]
     while todo:
         each = todo.pop()
         if each.__name__ == kind:
             try:
-                return each(text)
+                found = each(text)
             except TypeError:  # its class takes further arguments
                 break
+            found.__dict__.update(facts)
+            return found
         todo += each.__subclasses__()
     return PaellaError(text)

@@ -37,6 +37,7 @@ from paellapy.serving.server import end_now, ends, failure_of
 from paellapy.serving.tensors import told_specs
 from paellapy.serving.workers.channel import CALL, HELLO, MOST_DESCRIPTORS, STATE, Channel, Message
 from paellapy.serving.workers.supervisor import IS_READY, IS_STOPPING, MODELS_CHANGED, Tell
+from paellapy.serving.workers.texts import CANCEL, GENERATE, WorkersTexts, language_model_facts
 
 
 class _State(msgspec.Struct):
@@ -78,7 +79,7 @@ class SavedState:
         """Saves the state; called after every change, in the thread that made it."""
         with self._lock:
             entries = registry.entries.values()
-            tried_ns = {e.name: registry.engine.tried_ns(e.name) for e in entries if e.state == READY}
+            tried_ns = {e.name: registry.engine.tried_ns(e.name) for e in entries if e.state == READY and e.model}
             now = _State(registry.engine.policy, {e.name: e.wanted for e in entries}, tried_ns)
             if now == self._last:
                 return
@@ -119,6 +120,7 @@ class _Worker:
 
     def __init__(self) -> None:
         self.channel: Channel | None = None
+        self.texts: WorkersTexts | None = None
         self.producer = 0
         self.knows: set[tuple[int, int]] = set()  # rows and generations whose memory it has
 
@@ -193,6 +195,7 @@ class EngineHost:
         worker.channel = Channel(
             connection, lambda message, fds: self._message(worker, message, fds), lambda: self._lost(worker)
         )
+        worker.texts = WorkersTexts(self._registry, worker.channel)
         self._workers.add(worker)
 
     def _message(self, worker: _Worker, message: Message, descriptors: list[int]) -> None:
@@ -200,6 +203,8 @@ class EngineHost:
             os.close(fd)
         if message.kind == CALL:
             self._keep(self._answer(worker, message))
+        elif message.name == CANCEL and worker.texts is not None:
+            worker.texts.cancel(message.data)
 
     async def _answer(self, worker: _Worker, call: Message) -> None:
         channel = worker.channel
@@ -207,6 +212,9 @@ class EngineHost:
         try:
             if call.name == HELLO:
                 self._hello(worker, call)
+                return
+            if call.name == GENERATE and worker.texts is not None:
+                channel.answer(call, await worker.texts.begin(call.data))
                 return
             found = await self._calls.call(call.name, call.data)
             if not channel.closed:
@@ -243,6 +251,8 @@ class EngineHost:
         self._keep(self._take_back(worker))
 
     async def _take_back(self, worker: _Worker) -> None:
+        if worker.texts is not None:
+            worker.texts.close()
         if worker.producer:
             had = await asyncio.to_thread(self._producers.detach, worker.producer)
             if had:
@@ -269,6 +279,8 @@ class EngineHost:
             found: dict[str, Any] = {
                 "name": entry.name, "wanted": entry.wanted, "state": entry.state, "reason": entry.reason,
             }  # fmt: skip
+            if entry.state == READY and entry.language_model is not None:
+                found["language_model"] = language_model_facts(entry.language_model)
             ours = loaded.get(entry.row)
             if entry.state == READY and ours is not None and ours.model is entry.model:
                 found["model"] = describe_model(entry, ours)

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paellapy.scheduler.language.model import LanguageModel
+
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.admission import predict_finish
 from paellapy.scheduler.core.errors import EngineAwayError
@@ -43,6 +45,7 @@ from paellapy.serving.tensors import packed, specs_told, unpacked
 from paellapy.serving.workers.channel import HELLO, STATE, Channel, Message
 from paellapy.serving.workers.engine_process import EngineProcess, Latest, Policies
 from paellapy.serving.workers.supervisor import ENGINE_HUNG, IS_READY, IS_STOPPING, Process, Supervisor, Tell
+from paellapy.serving.workers.texts import PIECES, RemoteGeneration, RemoteLanguageModel, RemoteTexts
 
 _AGAIN_S = 0.05  # between two attempts to connect to the engine's process
 _STATE_BELONGS_ELSEWHERE = "the model's function is in the engine's process"
@@ -57,9 +60,12 @@ class RemoteRegistry(Catalogue):
 
     engine: RemoteEngine
 
-    def __init__(self, engine: RemoteEngine, call: Callable[[str, Any], Any]) -> None:
+    def __init__(
+        self, engine: RemoteEngine, call: Callable[[str, Any], Any], tell: Callable[[str, Any], None]
+    ) -> None:
         super().__init__()
         self.engine, self._call = engine, call
+        self.texts = RemoteTexts(call, tell)
 
     async def load_async(self, name: str) -> float:
         return float(await self._call("load", name))
@@ -67,16 +73,28 @@ class RemoteRegistry(Catalogue):
     async def unload_async(self, name: str) -> None:
         await self._call("unload", name)
 
+    async def generate(
+        self, name: str, tokens: Sequence[int], priority: int | None, client: str, sampling: Mapping[str, Any]
+    ) -> RemoteGeneration:
+        return await self.texts.generate(name, tokens, priority, client, sampling)
+
     def find(self, name: str, version: str | None = None) -> Entry:
         if not self.entries:
             raise EngineAwayError(AWAY)  # the models are not known yet
         return super().find(name, version)
 
     def ready(self, name: str, version: str | None = None) -> Model:
+        self._check_link(name, version)
+        return super().ready(name, version)
+
+    def language_model(self, name: str, version: str | None = None) -> LanguageModel:
+        self._check_link(name, version)
+        return super().language_model(name, version)
+
+    def _check_link(self, name: str, version: str | None) -> None:
         if self.engine.link is None:
             self.find(name, version)  # says of an unknown model that it is unknown
             raise EngineAwayError(AWAY)
-        return super().ready(name, version)
 
     def update(self, told: list[dict[str, Any]], descriptors: list[int]) -> None:
         """Replaces the whole registry."""
@@ -87,6 +105,11 @@ class RemoteRegistry(Catalogue):
             name = each["name"]
             entry = self.entries.get(name) or Entry(name, _no_factory, number=number)
             entry.wanted, entry.state, entry.reason = each["wanted"], each["state"], each["reason"]
+            facts = each.get("language_model")
+            if facts is None:
+                entry.language_model = None
+            elif entry.language_model is None:
+                entry.language_model = RemoteLanguageModel.of(name, facts)
             found = each.get("model")
             entry.model = None
             if found is not None:
@@ -110,8 +133,9 @@ class RemoteRegistry(Catalogue):
         """Marks all models as not loaded until the next process reports them."""
         for entry in self.entries.values():
             if entry.state == READY:
-                entry.state, entry.model = LOADING, None
+                entry.state, entry.model, entry.language_model = LOADING, None, None
         self.by_row = {}
+        self.texts.lost()
 
 
 def _no_factory() -> Model:
@@ -174,7 +198,7 @@ class EngineLink:
     def __init__(self, path: Path, producer: int, policies: Callable[[str], Policy]) -> None:
         self._path, self._producer, self._policies = path, producer, policies
         self.engine = RemoteEngine(_RemoteSteps(self.call))
-        self.registry = RemoteRegistry(self.engine, self.call)
+        self.registry = RemoteRegistry(self.engine, self.call, self.tell)
         self._channel: Channel | None = None
         self._ended = asyncio.Event()
         self._news = asyncio.Event()
@@ -188,6 +212,11 @@ class EngineLink:
         if self._channel is None or self.engine.link is None:
             raise EngineAwayError(AWAY)
         return await self._channel.call(name, data)
+
+    def tell(self, name: str, data: Any) -> None:
+        """Sends an event to the engine's process, if there is one."""
+        if self._channel is not None and not self._channel.closed:
+            self._channel.event(name, data)
 
     async def run(self) -> None:
         """Runs until `close`."""
@@ -256,6 +285,9 @@ class EngineLink:
             self._told(each, more)
 
     def _told(self, message: Message, descriptors: list[int]) -> None:
+        if message.name == PIECES:
+            self.registry.texts.told(message.data)
+            return
         if message.name == STATE:
             data = message.data
             self._policy = data["policy"]
