@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from paellapy.scheduler.language.model import LanguageModel
 
 from paellapy.instrument.device.base import Device
 from paellapy.instrument.errors import PaellaError
@@ -24,7 +25,16 @@ from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.policies.policy import Policy, find_policy
 from paellapy.serving.access import Key
-from paellapy.serving.config import Config, KeyConfig, ModelConfig, Path_, Source, TensorConfig, TlsConfig
+from paellapy.serving.config import (
+    OF_LANGUAGE_MODELS,
+    Config,
+    KeyConfig,
+    ModelConfig,
+    Path_,
+    Source,
+    TensorConfig,
+    TlsConfig,
+)
 from paellapy.serving.errors import ConfigError
 from paellapy.serving.logs import log
 from paellapy.serving.registry import FACTORY_ERRORS, Entry, check_name, find_factory
@@ -108,24 +118,35 @@ def build_entries(config: Config, source: Source) -> list[Entry]:
         for key in ("factory", "before", "after"):
             if (dotted := getattr(each, key)) is not None:
                 _import(dotted, (*path, key), source)
-        make = partial(make_model, each, source.folder, config.server.factory_timeout_s)
+        make: Callable[[], Model | LanguageModel] = partial(make_language_model, each, source.folder)
+        if each.factory is not None:
+            make = partial(make_model, each, source.folder, config.server.factory_timeout_s)
         if each.name is not None:
             name = each.name
         else:
             try:
                 name = make().name
             except FACTORY_ERRORS as e:
-                raise source.error(path, f"the factory failed: {type(e).__name__}: {e}") from e
+                said = str(e) if each.factory is None else f"the factory failed: {type(e).__name__}: {e}"
+                raise source.error(path, said) from e
         try:
             check_name(name, entries)
         except ModelError as e:
             raise source.error(path, str(e)) from e
-        entries[name] = Entry(name, make, wanted=each.load, factory=each.factory)
+        entries[name] = Entry(name, make, wanted=each.load, factory=each.source)
     return list(entries.values())
+
+
+def make_language_model(config: ModelConfig, folder: Path) -> LanguageModel:
+    """Reads the shape and the tokenizer of a language model; its weights are read when it is loaded."""
+    assert config.language_model is not None
+    given = config.given((*OF_LANGUAGE_MODELS, "name", "priority", "share", "params"))
+    return LanguageModel(folder / config.language_model, **given)
 
 
 def make_model(config: ModelConfig, folder: Path, within_s: float) -> Model:
     """Calls the factory, in its present version, and applies the settings of the configuration."""
+    assert config.factory is not None
     factory = find_factory(config.factory, folder)
     found = factory
     if not isinstance(factory, Model):

@@ -16,6 +16,10 @@ share = 3
 factory = "paellapy.demo:load"       # a Model, or a function that returns one
 arguments = { name = "mlp" }
 target_ms = 20
+
+[[models]]
+language_model = "models/Qwen3-0.6B" # a folder with config.json, *.safetensors and tokenizer.json
+ttft_ms = 200
 """
 
 from __future__ import annotations
@@ -104,10 +108,11 @@ class TensorConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ModelConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """One model. A setting that is left out keeps the factory's value."""
+    """One model, from a factory or from a folder. A setting that is left out keeps the factory's value."""
 
-    factory: Function
+    factory: Function | None = None
     arguments: dict[str, Any] = {}
+    language_model: Text | None = None  # in place of `factory`: a folder as the hub has it
     name: Text | None = None
     batch: Annotated[list[Count], Meta(min_length=1)] | None = None
     target_ms: Positive | None = None
@@ -124,6 +129,30 @@ class ModelConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     workers: Count | None = None  # threads of before and after
     processes: bool | None = None  # whether each of them has a process
     load: bool = True  # False: the model waits for POST /v2/repository/models/…/load
+    # Of language models: see pp.LanguageModel
+    ttft_ms: Positive | None = None
+    tbt_ms: Positive | None = None
+    kv_gb: Positive | None = None
+    context: Count | None = None
+    sequences: Count | None = None
+    chunk: Count | None = None
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None
+
+    @property
+    def source(self) -> str:
+        return self.factory or self.language_model or ""
+
+    def given(self, names: Sequence[str]) -> dict[str, Any]:
+        """The settings of these names that are given."""
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+# Settings of models from factories only, and of language models only; both have the others.
+_OF_FACTORIES = (
+    "batch", "target_ms", "instances", "resident", "capture", "before", "after", "takes", "gives", "workers",
+    "processes",
+)  # fmt: skip
+OF_LANGUAGE_MODELS = ("ttft_ms", "tbt_ms", "kv_gb", "context", "sequences", "chunk", "dtype")
 
 
 class ServerConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -273,6 +302,8 @@ def load_config(
         raise source.error(_with_name(tree, path), message) from None
     if file is not None:
         source.again = partial(_load_again, config, file, overrides, options, models)
+    for k, each in enumerate(config.models):
+        _check_kind(k, each, source)
     if config.server.access_log and config.server.log_level in ("warning", "error"):
         raise source.error(
             ("server", "access_log"),
@@ -280,6 +311,22 @@ def load_config(
             'set log_level to "info", or access_log to false',
         )
     return config, source
+
+
+def _check_kind(k: int, model: ModelConfig, source: Source) -> None:
+    """A model comes from a factory or from a folder, and has settings of its own kind only."""
+    kinds = [name for name in ("factory", "language_model") if getattr(model, name) is not None]
+    if len(kinds) != 1:
+        said = "give factory or language_model, not both" if kinds else "factory, or language_model, is missing"
+        raise source.error(("models", k), said)
+    if kinds == ["factory"]:
+        wrong = [*model.given(OF_LANGUAGE_MODELS)]
+    else:
+        wrong = [*(["arguments"] if model.arguments else []), *model.given(_OF_FACTORIES)]
+    if wrong:
+        others = ", ".join(OF_LANGUAGE_MODELS if kinds == ["language_model"] else _OF_FACTORIES)
+        said = f"a model from {kinds[0]} has no such setting; it has {others}"
+        raise source.error(("models", k, wrong[0]), said)
 
 
 def _load_again(before: Config, *arguments: Any) -> tuple[Config, Source]:

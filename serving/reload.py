@@ -19,6 +19,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from paellapy.scheduler.language.model import LanguageModel
+
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.models.model import Model
@@ -144,9 +146,9 @@ class Reloader:
 
     def _is_loaded(self, name: str) -> bool:
         known = self._registry.entries.get(name)
-        return known is not None and known.model is not None
+        return known is not None and known.loaded is not None
 
-    def _load(self, name: str, model: Model, told: dict[str, Any]) -> None:
+    def _load(self, name: str, model: Model | LanguageModel, told: dict[str, Any]) -> None:
         try:
             self._registry.load(name, model)
             told.setdefault("loaded", []).append(name)
