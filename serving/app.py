@@ -18,7 +18,8 @@ from paellapy.scheduler.engine.engine import Engine
 from paellapy.serving.access import CLIENT, CLIENT_HEADER, Access, Key
 from paellapy.serving.admission import Mode
 from paellapy.serving.dashboard_routes import add_dashboard
-from paellapy.serving.errors import SERVER, error_response, sign
+from paellapy.serving.errors import NUMBER, SERVER, error_response, sign
+from paellapy.serving.generation import add_generation
 from paellapy.serving.limits import DEFAULTS, ConnectionLimits
 from paellapy.serving.load_report import add_outlook
 from paellapy.serving.logs import child_span, log_request, request_id
@@ -78,6 +79,7 @@ def create_app(
     app[ACCESS] = access
     app.on_response_prepare.append(sign)
     add_routes(app)
+    add_generation(app)
     add_metrics(app)
     add_docs(app)
     add_outlook(app)
@@ -99,7 +101,7 @@ def middleware_of(access: Access, client_header: str, access_log: bool) -> Any:
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         started_ns = time.monotonic_ns()
         headers = request.headers
-        number = request_id(headers.get("X-Request-Id"))
+        number = request[NUMBER] = request_id(headers.get("X-Request-Id"))
         try:
             request[CLIENT] = access.client(request, client_header)
             response = await handler(request)

@@ -220,7 +220,7 @@ class Counters:
     def models(self) -> dict[str, ModelCounters]:
         """Counters of the models that were loaded or asked for since the start."""
         used: Any = self._table[:, :MOST_MODELS].any(axis=(0, 2))
-        return {name: self.of(name) for name, e in self._registry.entries.items() if used[e.number] or e.model}
+        return {name: self.of(name) for name, e in self._registry.entries.items() if used[e.number] or e.loaded}
 
     @property
     def in_flight(self) -> int:

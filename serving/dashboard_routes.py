@@ -17,7 +17,7 @@ from aiohttp import web
 from paellapy.scheduler.core.errors import EngineAwayError
 from paellapy.scheduler.policies.policy import PolicyError
 from paellapy.serving.access import open_to_all, operates
-from paellapy.serving.errors import RequestError, json_response
+from paellapy.serving.errors import EVENTS, RequestError, json_response
 from paellapy.serving.inference import read
 from paellapy.serving.limits import BESIDE_BYTES
 from paellapy.serving.logs import log
@@ -160,7 +160,6 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-_STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 SWITCH_HEADER = "X-Paellapy"  # a page of another site cannot send it: no answer of ours permits that
 
 
@@ -209,13 +208,13 @@ class _Switch(msgspec.Struct, forbid_unknown_fields=True):
 
 async def events(request: web.Request) -> web.StreamResponse:
     if request.method == "HEAD":  # its answer has no body, and must not wait for events
-        return web.Response(headers=_STREAM)
+        return web.Response(headers=EVENTS)
     hub = request.app[HUB]
     with hub.seat() as free:
         if not free:
             said = f"the limit of {hub.max_viewers} open dashboards, of all workers together, is reached; close one"
             raise RequestError(said, status=503)
-        response = web.StreamResponse(headers=_STREAM)
+        response = web.StreamResponse(headers=EVENTS)
         await response.prepare(request)
         # The viewer is too slow or gone; either way its connection ends here, without loss for the others.
         with contextlib.suppress(TimeoutError, ConnectionError):

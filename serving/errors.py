@@ -30,6 +30,8 @@ from paellapy.scheduler.core.errors import (
 from paellapy.serving.logs import log
 
 STOPPING = "the server stops, and the body had not arrived: send the request again on a new connection"
+NUMBER = web.RequestKey("number", str)  # the request's id
+EVENTS = {"Content-Type": "text/event-stream", "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 SERVER = "paellapy"  # without versions, which help attackers more than clients
 LINGER_S = 1.0  # seconds to read on in a refused body: closing at once, its sender would lose the answer
 
@@ -167,8 +169,15 @@ def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | No
     return web.Response(body=encode_json(value), status=status, headers=known, content_type="application/json")
 
 
+def _plain(status: int, said: str, param: str | None) -> dict[str, Any]:
+    return {"error": said}
+
+
 def error_response(error: Exception, request: web.Request, number: str) -> web.StreamResponse:
-    """Answers an error as `{"error": "…"}`. A redirection is raised again."""
+    """Answers an error as `{"error": "…"}`, or in the form of the API that the address belongs to. A redirection is
+    raised again.
+    """
+    form = getattr(request.match_info.handler, "error_body", _plain)
     if isinstance(error, web.HTTPException):
         if error.status < 400:
             raise error
@@ -179,7 +188,7 @@ def error_response(error: Exception, request: web.Request, number: str) -> web.S
         response.force_close()  # the start of the next request is unknown
         return response
     found = error_answer(error, number, request.path)
-    response = json_response({"error": found.said}, found.status, found.headers)
+    response = json_response(form(found.status, found.said, getattr(error, "field", None)), found.status, found.headers)
     if isinstance(error, LateBodyError | TooLargeError) and not request.content.is_eof():
         response.force_close()
         if (linger := getattr(request.protocol, "linger", None)) is not None:  # else another application's connection

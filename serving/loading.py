@@ -127,7 +127,7 @@ async def load_models(registry: Registry, stopping: Callable[[], bool], also: Ca
     if also is not None and not stopping():
         await _patiently(also, {})
     for entry in list(registry.entries.values()):  # a reload may add models meanwhile
-        if entry.wanted and entry.model is None and not stopping():
+        if entry.wanted and entry.loaded is None and not stopping():
             began = time.monotonic()
             log.info("loading", extra={"fields": {"model": entry.name, "device": registry.engine.device.name}})
             try:
@@ -138,7 +138,7 @@ async def load_models(registry: Registry, stopping: Callable[[], bool], also: Ca
             else:
                 took_s = round(time.monotonic() - began, 2)
                 log.info("loaded", extra={"fields": {"model": entry.name, "s": took_s, "alone_ms": alone_ms}})
-    if failure is not None and not any(entry.model for entry in registry.entries.values()):
+    if failure is not None and not any(entry.loaded for entry in registry.entries.values()):
         raise failure
 
 

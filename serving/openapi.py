@@ -11,6 +11,7 @@ from aiohttp import web
 from paellapy.instrument.env import versions
 from paellapy.serving.access import open_to_all
 from paellapy.serving.errors import json_response
+from paellapy.serving.openai import ChatBody, CompletionBody, GenerateBody
 from paellapy.serving.protocol import DEFAULT_LEVEL, RequestBody, ResponseBody
 
 _JSON = "application/json"
@@ -31,6 +32,12 @@ _INFER = (
     "outputs follow the binary tensor extension. Bodies may be compressed with gzip or deflate. An output's parameter "
     "`classification` asks for its n best classes as text."
 )
+_GENERATE = "For language models; options of sampling stand in `parameters` or beside `text_input`."
+_TEXT_STREAM = "With `stream`, server-sent events: one token each, then `[DONE]`."
+_BODIES: dict[str, type] = {
+    "/infer": RequestBody, "/generate": GenerateBody, "/generate_stream": GenerateBody,
+    "/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody,
+}  # fmt: skip
 # path, method, summary, description, whether it has a body
 _PATHS: tuple[tuple[str, str, str, str, bool], ...] = (
     ("/v2", "get", "The server", "Name, version, extensions.", False),
@@ -47,11 +54,18 @@ _PATHS: tuple[tuple[str, str, str, str, bool], ...] = (
     ("/v2/models/{model}/config", "get", "A model's configuration", "In Triton's format.", False),
     ("/v2/models/{model}/stats", "get", "A model's statistics", "In Triton's format.", False),
     ("/v2/models/{model}/infer", "post", "Run the model", _INFER, True),
+    ("/v2/models/{model}/generate", "post", "Continue a text", _GENERATE, True),
+    ("/v2/models/{model}/generate_stream", "post", "Continue a text, piece by piece", _GENERATE, True),
     ("/v2/models/stats", "get", "Statistics of all models", "", False),
     ("/v2/repository/index", "post", "Configured models", 'Body: {} or {"ready": true}.', True),
     ("/v2/repository/models/{model}/load", "post", "Load a model", "Only configured models can be loaded.", True),
     ("/v2/repository/models/{model}/unload", "post", "Unload a model", "Requests in flight finish first.", True),
     ("/v2/outlook", "get", "Queue and predictions", "For routers; ?every_ms=5 streams a line every 5 ms.", False),
+    ("/v1/models", "get", "Language models", "As OpenAI's clients expect; /openai/v1 has the same addresses.", False),
+    ("/v1/models/{model}", "get", "A language model", "", False),
+    ("/v1/completions", "post", "Continue texts", _TEXT_STREAM, True),
+    ("/v1/chat/completions", "post", "Answer a chat", _TEXT_STREAM, True),
+    ("/health", "get", "Is the server ready", "As /v2/health/ready.", False),
     ("/metrics", "get", "Prometheus metrics", "", False),
     ("/", "get", "The dashboard", "A page for browsers.", False),
     ("/dashboard/events", "get", "The dashboard's data", "Server-sent events; each is one snapshot.", False),
@@ -59,12 +73,13 @@ _PATHS: tuple[tuple[str, str, str, str, bool], ...] = (
 )
 _TEXTS = {"/metrics": "text/plain", "/": "text/html", "/dashboard/events": "text/event-stream"}
 
-_OPEN = ("/v2/health/live", "/v2/health/ready", "/")  # need no key, whatever the configuration says
+_OPEN = ("/v2/health/live", "/v2/health/ready", "/health", "/")  # need no key, whatever the configuration says
 
 
 def document() -> dict[str, Any]:
     """The OpenAPI 3.1 document."""
-    _, schemas = msgspec.json.schema_components([RequestBody, ResponseBody], ref_template="#/components/schemas/{name}")
+    structs = [*set(_BODIES.values()), ResponseBody]
+    _, schemas = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
     schemas["Error"] = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
     # The decoder keeps a tensor's data undecoded until its datatype is known.
     schemas["RequestTensor"]["properties"]["data"] = {
@@ -125,8 +140,9 @@ def _operation(path: str, summary: str, text: str, has_body: bool) -> dict[str, 
     if parameters:
         found["parameters"] = parameters
     if has_body:
-        schema = {"$ref": "#/components/schemas/RequestBody"} if infers else {"type": "object"}
-        found["requestBody"] = {"required": infers, "content": {"application/json": {"schema": schema}}}
+        struct = next((each for end, each in _BODIES.items() if path.endswith(end)), None)
+        schema = {"type": "object"} if struct is None else {"$ref": f"#/components/schemas/{struct.__name__}"}
+        found["requestBody"] = {"required": struct is not None, "content": {"application/json": {"schema": schema}}}
     return found
 
 
@@ -191,7 +207,10 @@ def page() -> str:
                 f"<details><summary><b>{method.upper()}</b> <code>{escape(path)}</code> {escape(each['summary'])}"
                 f"</summary><p>{escape(each.get('description', ''))}</p><table>{parameters}</table></details>"
             )
-    for name in ("RequestBody", "RequestTensor", "RequestedOutput", "ResponseBody", "ResponseTensor"):
+    for name in (
+        "RequestBody", "RequestTensor", "RequestedOutput", "ResponseBody", "ResponseTensor", "GenerateBody",
+        "CompletionBody", "ChatBody",
+    ):  # fmt: skip
         schema = msgspec.json.format(msgspec.json.encode(spec["components"]["schemas"][name]), indent=2).decode()
         parts.append(f"<details><summary><code>{name}</code></summary><pre>{escape(schema)}</pre></details>")
     return "".join(parts)

@@ -15,12 +15,15 @@ import sysconfig
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
+
+from paellapy.scheduler.engine.generation import Generation
+from paellapy.scheduler.language.model import LanguageModel
 
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.admission import predict_finish
@@ -28,7 +31,7 @@ from paellapy.scheduler.core.errors import ModelError, UnknownModelError
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.remote import RemoteEngine
 from paellapy.scheduler.models.model import Model
-from paellapy.serving.errors import RefusedError, short
+from paellapy.serving.errors import RefusedError, RequestError, short
 from paellapy.serving.logs import log
 from paellapy.serving.preflight import search_all_objects, spare_more_objects
 from paellapy.serving.tensors import check_servable
@@ -121,16 +124,21 @@ class Entry:
     """
 
     name: str
-    make: Callable[[], Model]
+    make: Callable[[], Model | LanguageModel]
     wanted: bool = True
     state: str = UNAVAILABLE
     reason: str = NOT_YET
     model: Model | None = None
+    language_model: LanguageModel | None = None  # in place of `model`
     row: int = -1  # in the core
     number: int = -1  # position in the configuration
     factory: str = ""  # `package.module:name`, if the configuration has one
     code: int = 0  # version number of the code that built the model
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def loaded(self) -> Model | LanguageModel | None:
+        return self.model or self.language_model
 
 
 class Catalogue(ABC):
@@ -149,6 +157,12 @@ class Catalogue(ABC):
 
     @abstractmethod
     async def unload_async(self, name: str) -> None: ...
+
+    @abstractmethod
+    async def generate(
+        self, name: str, tokens: Sequence[int], priority: int | None, client: str, sampling: Mapping[str, Any]
+    ) -> Generation:
+        """Submits a text to a language model."""
 
     def tell(self) -> None:
         """Calls the listeners after a change."""
@@ -169,9 +183,31 @@ class Catalogue(ABC):
         known = self.entries.get(name)
         if known is not None and known.state == READY and known.model is not None and version is None:
             return known.model  # most requests; `find` would look it up once more
-        entry = self.find(name, version)
-        if entry.state == READY and entry.model is not None:
+        entry = self.loaded(name, version)
+        if entry.model is not None:
             return entry.model
+        said = f"model {name!r} writes texts: send the request to /v2/models/{name}/generate or /v1/completions"
+        raise RequestError(said, field="model", given=name)
+
+    def language_model(self, name: str, version: str | None = None) -> LanguageModel:
+        """As `ready`, for a language model."""
+        entry = self.loaded(name, version)
+        if entry.language_model is not None:
+            return entry.language_model
+        said = f"model {name!r} is no language model: send the request to /v2/models/{name}/infer"
+        raise RequestError(said, field="model", given=name, limit=list(self.language_models))
+
+    @property
+    def language_models(self) -> dict[str, LanguageModel]:
+        """Those that are loaded."""
+        entries = list(self.entries.items())
+        return {name: e.language_model for name, e in entries if e.state == READY and e.language_model is not None}
+
+    def loaded(self, name: str, version: str | None = None) -> Entry:
+        """The entry; an error if it is not loaded."""
+        entry = self.find(name, version)
+        if entry.state == READY and entry.loaded is not None:
+            return entry
         if entry.state == LOADING or (entry.wanted and entry.reason in (NOT_YET, ANEW)):
             raise RefusedError(f"model {name!r} is being loaded; try again later", "loading", retry_after_s=2.0)
         raise UnknownModelError(f"model {name!r} is not loaded: {entry.reason or entry.state.lower()}")
@@ -207,7 +243,7 @@ class Registry(Catalogue):
         if entry.model is not None:
             self.by_row = {**self.by_row, entry.row: entry.model}
 
-    def load(self, name: str, model: Model | None = None) -> float:
+    def load(self, name: str, model: Model | LanguageModel | None = None) -> float:
         """Loads or reloads a configured model. Returns the milliseconds that one request takes alone on the GPU.
 
         `model`: what its factory has returned already.
@@ -222,15 +258,13 @@ class Registry(Catalogue):
             try:
                 model = model or made(entry)
                 self.engine.load(model)
-                entry.row = self._try(model)
+                alone_ns = self._try(entry, model) if isinstance(model, Model) else self._try_text(entry, model)
             except Exception as e:
                 error = e if isinstance(e, PaellaError) else ModelError(f"model {name!r}: {type(e).__name__}: {e}")
                 entry.state, entry.reason = UNAVAILABLE, str(error)
                 self.tell()
                 raise error from e
-            self.by_row = {**self.by_row, entry.row: model}
-            entry.model, entry.state, entry.wanted = model, READY, True
-            alone_ns = float(self.engine.profile(name)[0].whole_ns)  # before somebody may unload the model
+            entry.state, entry.wanted = READY, True
             self.tell()
         spare_more_objects()
         return round(alone_ns * 1e-6, 3)
@@ -251,14 +285,15 @@ class Registry(Catalogue):
             self.engine.unload(entry.name)
         finally:
             self.by_row = {row: model for row, model in self.by_row.items() if row != entry.row}
-            entry.model, entry.state, entry.reason = None, UNAVAILABLE, reason
+            entry.model = entry.language_model = None
+            entry.state, entry.reason = UNAVAILABLE, reason
             search_all_objects()
             self.tell()
 
-    def _try(self, model: Model) -> int:
+    def _try(self, entry: Entry, model: Model) -> float:
         """Runs a request of zeros through the whole path, so that everything is compiled before the first client's.
 
-        Full batches then measure how many requests the model can take.
+        Full batches then measure how many requests the model can take. Returns a request's time alone.
         """
         row = _row(self.engine, model)
         predict_finish(self.engine.state, row, time.monotonic_ns())
@@ -269,7 +304,25 @@ class Registry(Catalogue):
         known_ns = self.tried_ns.pop(model.name, 0.0)
         for _ in range(1 if known_ns else 2):  # the second is as fast as later ones
             self.engine.try_batch(model.name, known_ns)
-        return row
+        entry.row, entry.model = row, model
+        self.by_row = {**self.by_row, row: model}
+        return float(self.engine.profile(model.name)[0].whole_ns)
+
+    def _try_text(self, entry: Entry, model: LanguageModel) -> float:
+        """Writes two tokens, twice: the first time compiles and captures. Returns the time to the first token."""
+        for _ in range(2):
+            began = time.monotonic_ns()
+            generation = self.engine.generate(model.name, [0], max_tokens=2, ignore_eos=True)
+            next(generation)
+            took_ns = time.monotonic_ns() - began
+            generation.text()
+        entry.language_model = model
+        return float(took_ns)
+
+    async def generate(
+        self, name: str, tokens: Sequence[int], priority: int | None, client: str, sampling: Mapping[str, Any]
+    ) -> Generation:
+        return self.engine.generate(name, tokens, priority=priority, client=client or None, **sampling)
 
     def load_by_hand(self, name: str) -> float:
         """Loads a model on a client's request, and logs it."""
@@ -309,10 +362,13 @@ def registry_of(engine: Engine) -> Registry:
         check_servable(model)
         entry = Entry(name, partial(_same, model), state=READY, reason="", model=model, row=_row(engine, model))
         registry.add(entry)
+    for name, language_model in engine.language_models.items():
+        make = partial(_same, language_model)
+        registry.add(Entry(name, make, state=READY, reason="", language_model=language_model))
     return registry
 
 
-def made(entry: Entry) -> Model:
+def made(entry: Entry) -> Model | LanguageModel:
     """Calls the model's factory. Exceptions of the factory become ModelError."""
     try:
         model = entry.make()
@@ -322,12 +378,13 @@ def made(entry: Entry) -> Model:
         raise ModelError(f"model {entry.name!r} could not be built by its factory: {type(e).__name__}: {e}") from e
     if model.name != entry.name:
         raise ModelError(f"the factory of model {entry.name!r} returned a model named {model.name!r}")
-    check_servable(model)
+    if isinstance(model, Model):
+        check_servable(model)
     entry.code = code_number(entry.factory)
     return model
 
 
-def entry_of(model: Model) -> Entry:
+def entry_of(model: Model | LanguageModel) -> Entry:
     """An entry for a model that already exists."""
     return Entry(model.name, partial(_same, model))
 
@@ -339,7 +396,7 @@ def _background(work: Callable[[str], T], name: str) -> asyncio.Task[T]:
     return task
 
 
-def _same(model: Model) -> Model:
+def _same(model: T) -> T:
     return model
 
 

@@ -92,6 +92,26 @@ def _data_type(spec: TensorSpec) -> str:
     return "TYPE_STRING" if spec.is_text else f"TYPE_{datatype(spec.dtype)}"
 
 
+_TEXTS = {"input": ("text_input", "TYPE_STRING"), "output": ("text_output", "TYPE_STRING")}
+
+
+def language_model_metadata(name: str) -> dict[str, Any]:
+    """As `model_metadata`, for the addresses `generate` and `generate_stream`."""
+    tensors = {
+        f"{key}s": [{"name": text, "datatype": "BYTES", "shape": [1]}] for key, (text, _) in _TEXTS.items()
+    }
+    return {"name": name, "versions": [VERSION], "platform": PLATFORM, **tensors}
+
+
+def language_model_config(name: str) -> dict[str, Any]:
+    """As `model_config`. Decoupled: a request may have many answers."""
+    tensors = {key: [{"name": text, "data_type": kind, "dims": [1]}] for key, (text, kind) in _TEXTS.items()}
+    return {
+        "name": name, "platform": PLATFORM, "backend": PLATFORM, "max_batch_size": 0, **tensors,
+        "version_policy": {"latest": {"num_versions": 1}}, "model_transaction_policy": {"decoupled": True},
+    }  # fmt: skip
+
+
 def model_statistics(name: str, counters: ModelCounters) -> dict[str, Any]:
     """A model's statistics in the format of Triton's extension. Times are sums in nanoseconds."""
 
@@ -162,8 +182,10 @@ async def ready(request: web.Request) -> web.Response:
 
 
 async def model(request: web.Request) -> web.Response:
-    service = request.app[SERVICE]
-    return json_response(model_metadata(service.registry.ready(*_which(request))))
+    found = request.app[SERVICE].registry.loaded(*_which(request))
+    return json_response(
+        model_metadata(found.model) if found.model is not None else language_model_metadata(found.name)
+    )
 
 
 async def model_ready(request: web.Request) -> web.Response:
@@ -175,14 +197,17 @@ async def model_ready(request: web.Request) -> web.Response:
 
 async def config(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
-    return json_response(model_config(service.registry.ready(*_which(request)), service.engine))
+    found = service.registry.loaded(*_which(request))
+    return json_response(
+        model_config(found.model, service.engine) if found.model is not None else language_model_config(found.name)
+    )
 
 
 async def stats(request: web.Request) -> web.Response:
     """Statistics of one model, or of all loaded ones."""
     service = request.app[SERVICE]
     if "model" in request.match_info:
-        names = [service.registry.ready(*_which(request)).name]
+        names = [service.registry.loaded(*_which(request)).name]
     else:
         names = [e.name for e in service.registry.entries.values() if e.state == READY]
     found = [model_statistics(name, service.counters.of(name)) for name in names]
