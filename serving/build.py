@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from paellapy.scheduler.language.model import LanguageModel
 
 from paellapy.instrument.device.base import Device
 from paellapy.instrument.errors import PaellaError
@@ -22,6 +21,7 @@ from paellapy.scheduler.core.codes import OWN_ROWS
 from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.core.state import Limits
 from paellapy.scheduler.engine.engine import Engine
+from paellapy.scheduler.language.model import LanguageModel
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.policies.policy import Policy, find_policy
 from paellapy.serving.access import Key

@@ -193,6 +193,7 @@ class DeviceCollector(Collector):
         yield from triton_metrics(self._engine)
         yield from weight_metrics(self._engine)
         yield from job_metrics(self._engine.job_stats())
+        yield from text_metrics(self._engine.stats()["language_models"])
         yield from self._cpu.collect()
 
 
@@ -277,6 +278,49 @@ def job_metrics(jobs: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
         if "waited_ms" in facts:
             waited.add_metric(which, facts["waited_ms"] * 1e-3)
     yield from (running, done, waited)
+
+
+def text_metrics(models: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
+    """Metrics of language models: tokens, latencies, batches, pages of keys and values."""
+    if not models:
+        return
+    for name, text, key in (
+        ("paellapy_texts", "Texts begun", "texts"),
+        ("paellapy_prompt_tokens", "Tokens of prompts", "prompt_tokens"),
+        ("paellapy_cached_tokens", "Tokens of prompts that were found in kept pages", "shared_tokens"),
+        ("paellapy_generated_tokens", "Tokens written", "tokens"),
+        ("paellapy_prefill_chunks", "Steps that read prompts", "chunks"),
+        ("paellapy_decode_steps", "Steps that write a token of each text", "steps"),
+        ("paellapy_decode_tokens", "Tokens of these steps; by their rate, the mean batch", "batched"),
+    ):
+        counter = CounterMetricFamily(name, text, labels=_LABELS)
+        for model, about in models.items():
+            counter.add_metric((model, VERSION), about[key])
+        yield counter
+    for name, text, key in (
+        ("paellapy_texts_running", "Texts being written", "running"),
+        ("paellapy_texts_waiting", "Texts that wait for their turn", "waiting"),
+    ):
+        gauge = GaugeMetricFamily(name, text, labels=_LABELS)
+        for model, about in models.items():
+            gauge.add_metric((model, VERSION), about[key])
+        yield gauge
+    pages = GaugeMetricFamily("paellapy_pages", "Pages of keys and values, by use", labels=(*_LABELS, "use"))
+    for model, about in models.items():
+        kept = about["kept_pages"]
+        for use, number in (("text", about["pages"] - about["free_pages"]), ("prefix", kept),
+                            ("free", about["free_pages"] - kept)):  # fmt: skip
+            pages.add_metric((model, VERSION, use), number)
+    yield pages
+    for name, text, key in (
+        ("paellapy_ttft_seconds", "Time from a text's request to its first token", "ttft"),
+        ("paellapy_tbt_seconds", "Time between two tokens of a text", "tbt"),
+    ):
+        family = HistogramMetricFamily(name, text, labels=_LABELS)
+        for model, about in models.items():
+            found = Histogram(about[key]["bounds_s"], about[key]["counts"], about[key]["total_s"])
+            family.add_metric((model, VERSION), found.buckets(), found.total)
+        yield family
 
 
 class CpuMetrics:

@@ -22,14 +22,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from paellapy.scheduler.engine.generation import Generation
-from paellapy.scheduler.language.model import LanguageModel
-
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.admission import predict_finish
 from paellapy.scheduler.core.errors import ModelError, UnknownModelError
 from paellapy.scheduler.engine.engine import Engine
+from paellapy.scheduler.engine.generation import Generation
 from paellapy.scheduler.engine.remote import RemoteEngine
+from paellapy.scheduler.language.model import LanguageModel
 from paellapy.scheduler.models.model import Model
 from paellapy.serving.errors import RefusedError, RequestError, short
 from paellapy.serving.logs import log

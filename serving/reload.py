@@ -19,10 +19,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from paellapy.scheduler.language.model import LanguageModel
-
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.errors import ModelError
+from paellapy.scheduler.language.model import LanguageModel
 from paellapy.scheduler.models.model import Model
 from paellapy.serving.access import Access
 from paellapy.serving.build import build_entries, build_keys, build_policy, build_tls, load_certificates

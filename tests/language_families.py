@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from paellapy.scheduler.models.weights import write_weights
 
 BASE = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -63,3 +66,27 @@ def byte_tokenizer(folder: Path) -> None:
 def edited_config(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def small_model(folder: Path, context: int = 256) -> None:
+    """Writes a whole folder: a small Qwen3 with random weights that writes bytes. It needs no other library."""
+    about = {**BASE, **FAMILIES["Qwen3"], "architectures": ["Qwen3ForCausalLM"], "vocab_size": 256, "dtype": "float32",
+             "max_position_embeddings": context, "tie_word_embeddings": True}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(about))
+    byte_tokenizer(folder)
+    width, ffn, head = about["hidden_size"], about["intermediate_size"], about["head_dim"]
+    q, kv = (about[key] * head for key in ("num_attention_heads", "num_key_value_heads"))
+    layer = {
+        "self_attn.q_proj": (q, width), "self_attn.k_proj": (kv, width), "self_attn.v_proj": (kv, width),
+        "self_attn.o_proj": (width, q), "self_attn.q_norm": (head,), "self_attn.k_norm": (head,),
+        "mlp.gate_proj": (ffn, width), "mlp.up_proj": (ffn, width), "mlp.down_proj": (width, ffn),
+        "input_layernorm": (width,), "post_attention_layernorm": (width,),
+    }  # fmt: skip
+    shapes = {"embed_tokens": (256, width), "norm": (width,)}
+    shapes |= {f"layers.{k}.{name}": shape for k in range(about["num_hidden_layers"]) for name, shape in layer.items()}
+    rng = np.random.default_rng(0)
+    made = {
+        f"model.{name}.weight": rng.normal(1.0 if "norm" in name else 0.0, 0.1, shape).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+    write_weights(folder / "model.safetensors", made)

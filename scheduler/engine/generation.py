@@ -14,6 +14,7 @@ import itertools
 import os
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from collections.abc import Sequence as Items
@@ -541,18 +542,18 @@ class GeneratorStats:
         self.prompt_tokens = self.shared_tokens = self.tokens = self.texts = self.chunks = self.steps = 0
         self.batched = 0  # tokens of decode steps
         self.entry_ns = 0.0  # for a prompt's token to enter, in recent chunks
-        self.watchers: list[Callable[[str, float], None]] = []  # called with "ttft" or "tbt" and seconds
+        self.ttft, self.tbt = Latencies(), Latencies()
 
     def token(self, stream: _Stream, now: int) -> None:
         self.tokens += 1
         if stream.first_ns:
-            self._tell("tbt", now - stream.last_ns)
+            self.tbt.note(now - stream.last_ns)
         else:
             stream.first_ns = now
             self.texts += 1
             self.prompt_tokens += len(stream.sequence.prompt)
             self.shared_tokens += stream.sequence.shared_tokens
-            self._tell("ttft", now - stream.began_ns)
+            self.ttft.note(now - stream.began_ns)
         stream.last_ns = now
 
     def step(self, planned: Chunk | Batch, tokens: int, took_ns: int) -> None:
@@ -564,12 +565,28 @@ class GeneratorStats:
             self.steps += 1
             self.batched += tokens
 
-    def counts(self) -> dict[str, int]:
-        return {key: value for key, value in vars(self).items() if isinstance(value, int)}
+    def counts(self) -> dict[str, Any]:
+        whole = {key: value for key, value in vars(self).items() if isinstance(value, int)}
+        return {**whole, "ttft": self.ttft.now(), "tbt": self.tbt.now()}
 
-    def _tell(self, what: str, ns: int) -> None:
-        for watcher in self.watchers:
-            watcher(what, ns * 1e-9)
+
+class Latencies:
+    """Counts of times by upper bound, and their sum."""
+
+    BOUNDS_S = (
+        0.5e-3, 1e-3, 2e-3, 3e-3, 4e-3, 5e-3, 6e-3, 8e-3, 10e-3, 15e-3, 20e-3, 30e-3, 50e-3, 75e-3, 0.1, 0.15, 0.2, 0.3,
+        0.5, 1.0, 2.0, 5.0, 10.0, 30.0,
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self._counts, self._total_ns = [0] * (len(self.BOUNDS_S) + 1), 0
+
+    def note(self, ns: int) -> None:
+        self._counts[bisect_left(self.BOUNDS_S, ns * 1e-9)] += 1
+        self._total_ns += ns
+
+    def now(self) -> dict[str, Any]:
+        return {"bounds_s": self.BOUNDS_S, "counts": list(self._counts), "total_s": self._total_ns * 1e-9}
 
 
 class Generators:

@@ -13,12 +13,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-from paellapy.scheduler.engine.generation import Generation, Piece
-from paellapy.scheduler.language.model import LanguageModel
-
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.errors import EngineAwayError
+from paellapy.scheduler.engine.generation import Generation, Piece
 from paellapy.scheduler.engine.remote import AWAY
+from paellapy.scheduler.language.model import LanguageModel
 from paellapy.scheduler.language.text import TextCodec
 from paellapy.serving.logs import log
 from paellapy.serving.registry import Registry

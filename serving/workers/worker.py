@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paellapy.scheduler.language.model import LanguageModel
-
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.admission import predict_finish
 from paellapy.scheduler.core.errors import EngineAwayError
 from paellapy.scheduler.core.processes import SharedBlock
 from paellapy.scheduler.core.state import Limits
 from paellapy.scheduler.engine.remote import AWAY, Link, RemoteEngine, RemoteModel
+from paellapy.scheduler.language.model import LanguageModel
 from paellapy.scheduler.models.memory import InstancePlan
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.policies.policy import Policy

@@ -140,7 +140,7 @@ def test_a_line_that_is_no_toml_shows_no_key(write, line):
      ("[keys]\nbob = 5", "keys.bob: the value is a whole number: give a text, or a table with key and roles"),
      ("port = 1", "port: no setting has this name; did you mean server.port?"),
      ('[server]\nadmission = "of"', "server.admission: 'of' is not allowed: choose 'targets', 'deadlines' or 'off'"),
-     ('[[models]]\nname = "m"', "models[0]: factory is missing"),
+     ('[[models]]\nname = "m"', "models[0]: factory, or language_model, is missing"),
      ('[[models]]\nfactory = "m"', "write package.module:name"),
      ('[[models]]\nfactory = "m:f"\nresident = "yes"', "'yes' is not allowed: choose true, false or 'auto'"),
      ('[[models]]\nfactory = "m:f"\nresident = 1', "the value is a whole number: give true, false or 'auto'")],
