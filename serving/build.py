@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -21,7 +21,6 @@ from paellapy.scheduler.core.codes import OWN_ROWS
 from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.core.state import Limits
 from paellapy.scheduler.engine.engine import Engine
-from paellapy.scheduler.language.model import LanguageModel
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.policies.policy import Policy, find_policy
 from paellapy.serving.access import Key
@@ -38,6 +37,9 @@ from paellapy.serving.config import (
 from paellapy.serving.errors import ConfigError
 from paellapy.serving.logs import log
 from paellapy.serving.registry import FACTORY_ERRORS, Entry, check_name, find_factory
+
+if TYPE_CHECKING:  # they need packages that only language models need
+    from paellapy.scheduler.language.model import LanguageModel
 
 PATIENCE_S = 10.0  # between log lines while a factory works
 
@@ -139,6 +141,8 @@ def build_entries(config: Config, source: Source) -> list[Entry]:
 
 def make_language_model(config: ModelConfig, folder: Path) -> LanguageModel:
     """Reads the shape and the tokenizer of a language model; its weights are read when it is loaded."""
+    from paellapy.scheduler.language.model import LanguageModel
+
     assert config.language_model is not None
     given = config.given((*OF_LANGUAGE_MODELS, "name", "priority", "share", "params"))
     return LanguageModel(folder / config.language_model, **given)

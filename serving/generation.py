@@ -85,13 +85,19 @@ class Writing:
     async def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         """Submits all texts to the engine."""
         asked, sampling = self._asked, self._asked.sampling
-        priority = self._model.priority + asked.sooner if asked.sooner else engine_priority(self._model, asked.level)
+        options: dict[str, Any] = {
+            "deadline_ms": None if asked.timeout_us is None else asked.timeout_us * 1e-3,
+            "priority": engine_priority(self._model, asked.level),
+            "client": self._client or None,
+        }
+        if asked.sooner:
+            options["priority"] = self._model.priority + asked.sooner
         for tokens in prompts:
             begin = self._model.codec.decode(tokens) if asked.echo else ""
             for k in range(asked.n):
                 if k and "seed" in sampling:
                     sampling = {**sampling, "seed": sampling["seed"] + 1}
-                made = await self._service.registry.generate(self.name, tokens, priority, self._client, sampling)
+                made = await self._service.registry.generate(self.name, tokens, options, sampling)
                 self._generations.append(made)
                 self.choices.append(Choice(len(self.choices), begin))
             self.usage.prompt += len(tokens)

@@ -20,20 +20,22 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.admission import predict_finish
 from paellapy.scheduler.core.errors import ModelError, UnknownModelError
 from paellapy.scheduler.engine.engine import Engine
-from paellapy.scheduler.engine.generation import Generation
 from paellapy.scheduler.engine.remote import RemoteEngine
-from paellapy.scheduler.language.model import LanguageModel
 from paellapy.scheduler.models.model import Model
 from paellapy.serving.errors import RefusedError, RequestError, short
 from paellapy.serving.logs import log
 from paellapy.serving.preflight import search_all_objects, spare_more_objects
 from paellapy.serving.tensors import check_servable
+
+if TYPE_CHECKING:  # they need packages that only language models need
+    from paellapy.scheduler.engine.generation import Generation
+    from paellapy.scheduler.language.model import LanguageModel
 
 # Model factories by `package.module:name`, imported again when one of their files has changed.
 #
@@ -159,9 +161,9 @@ class Catalogue(ABC):
 
     @abstractmethod
     async def generate(
-        self, name: str, tokens: Sequence[int], priority: int | None, client: str, sampling: Mapping[str, Any]
+        self, name: str, tokens: Sequence[int], options: Mapping[str, Any], sampling: Mapping[str, Any]
     ) -> Generation:
-        """Submits a text to a language model."""
+        """Submits a text to a language model. `options`: deadline_ms, priority, client."""
 
     def tell(self) -> None:
         """Calls the listeners after a change."""
@@ -319,9 +321,9 @@ class Registry(Catalogue):
         return float(took_ns)
 
     async def generate(
-        self, name: str, tokens: Sequence[int], priority: int | None, client: str, sampling: Mapping[str, Any]
+        self, name: str, tokens: Sequence[int], options: Mapping[str, Any], sampling: Mapping[str, Any]
     ) -> Generation:
-        return self.engine.generate(name, tokens, priority=priority, client=client or None, **sampling)
+        return self.engine.generate(name, tokens, **options, **sampling)
 
     def load_by_hand(self, name: str) -> float:
         """Loads a model on a client's request, and logs it."""

@@ -17,11 +17,10 @@ import time
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.errors import ModelError
-from paellapy.scheduler.language.model import LanguageModel
 from paellapy.scheduler.models.model import Model
 from paellapy.serving.access import Access
 from paellapy.serving.build import build_entries, build_keys, build_policy, build_tls, load_certificates
@@ -30,6 +29,9 @@ from paellapy.serving.errors import ConfigError
 from paellapy.serving.logs import log
 from paellapy.serving.preflight import born, is_alive
 from paellapy.serving.registry import Entry, Registry, code_number, made
+
+if TYPE_CHECKING:  # they need packages that only language models need
+    from paellapy.scheduler.language.model import LanguageModel
 
 GONE = "it was removed from the configuration"
 PATIENCE_S = 120.0

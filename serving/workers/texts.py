@@ -10,18 +10,19 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.errors import EngineAwayError
-from paellapy.scheduler.engine.generation import Generation, Piece
 from paellapy.scheduler.engine.remote import AWAY
-from paellapy.scheduler.language.model import LanguageModel
-from paellapy.scheduler.language.text import TextCodec
 from paellapy.serving.logs import log
 from paellapy.serving.registry import Registry
 from paellapy.serving.workers.channel import Channel, raised, told
+
+if TYPE_CHECKING:  # they need packages that only language models need
+    from paellapy.scheduler.engine.generation import Generation, Piece
+    from paellapy.scheduler.language.model import LanguageModel
+    from paellapy.scheduler.language.text import TextCodec
 
 GENERATE = "generate"  # a worker's call: it begins a text
 CANCEL = "cancel_text"  # a worker's event
@@ -39,9 +40,9 @@ class WorkersTexts:
 
     async def begin(self, data: Sequence[Any]) -> int:
         """Begins a text; returns the number of its prompt's tokens."""
-        number, name, tokens, priority, client, sampling = data
+        number, name, tokens, options, sampling = data
         given = {key: tuple(value) if isinstance(value, list) else value for key, value in sampling.items()}
-        made = self._texts[number] = await self._registry.generate(name, tokens, priority, client, given)
+        made = self._texts[number] = await self._registry.generate(name, tokens, options, given)
         task = asyncio.create_task(self._forward(number, made))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -95,7 +96,9 @@ class RemoteLanguageModel:
 
     @cached_property
     def codec(self) -> TextCodec:
-        return TextCodec(Path(self.path))
+        from paellapy.scheduler.language.text import TextCodec
+
+        return TextCodec(self.path)
 
     @classmethod
     def of(cls, name: str, facts: Mapping[str, Any]) -> RemoteLanguageModel:
@@ -113,7 +116,9 @@ class RemoteGeneration:
     """A text that the engine's process writes: as `Generation`, for event loops."""
 
     def __init__(self, cancel: Callable[[], None]) -> None:
-        self._cancel = cancel
+        from paellapy.scheduler.engine.generation import Piece
+
+        self._cancel, self._piece = cancel, Piece
         self.prompt_tokens = self.cached_tokens = 0
         self._pieces: deque[Piece] = deque()
         self._over = False
@@ -123,7 +128,7 @@ class RemoteGeneration:
     def add(self, piece: Sequence[Any], cached_tokens: int) -> None:
         text, token, logprob, top, finish = piece
         self.cached_tokens = cached_tokens
-        self._pieces.append(Piece(text, token, logprob, tuple(map(tuple, top)), finish))
+        self._pieces.append(self._piece(text, token, logprob, tuple(map(tuple, top)), finish))
         self._news.set()
 
     def end(self, error: PaellaError | None) -> None:
@@ -156,7 +161,7 @@ class RemoteTexts:
         self._number = 0
 
     async def generate(
-        self, name: str, tokens: Sequence[int], priority: int | None, client: str, sampling: Mapping[str, Any]
+        self, name: str, tokens: Sequence[int], options: Mapping[str, Any], sampling: Mapping[str, Any]
     ) -> RemoteGeneration:
         self._number += 1
         number = self._number
@@ -166,7 +171,7 @@ class RemoteTexts:
 
         made = self._texts[number] = RemoteGeneration(cancel)
         try:
-            made.prompt_tokens = await self._call(GENERATE, [number, name, tokens, priority, client, dict(sampling)])
+            made.prompt_tokens = await self._call(GENERATE, [number, name, tokens, options, sampling])
         except BaseException:
             made.cancel()
             self._texts.pop(number, None)

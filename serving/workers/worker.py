@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.admission import predict_finish
@@ -22,7 +22,6 @@ from paellapy.scheduler.core.errors import EngineAwayError
 from paellapy.scheduler.core.processes import SharedBlock
 from paellapy.scheduler.core.state import Limits
 from paellapy.scheduler.engine.remote import AWAY, Link, RemoteEngine, RemoteModel
-from paellapy.scheduler.language.model import LanguageModel
 from paellapy.scheduler.models.memory import InstancePlan
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.policies.policy import Policy
@@ -45,6 +44,9 @@ from paellapy.serving.workers.channel import HELLO, STATE, Channel, Message
 from paellapy.serving.workers.engine_process import EngineProcess, Latest, Policies
 from paellapy.serving.workers.supervisor import ENGINE_HUNG, IS_READY, IS_STOPPING, Process, Supervisor, Tell
 from paellapy.serving.workers.texts import PIECES, RemoteGeneration, RemoteLanguageModel, RemoteTexts
+
+if TYPE_CHECKING:  # they need packages that only language models need
+    from paellapy.scheduler.language.model import LanguageModel
 
 _AGAIN_S = 0.05  # between two attempts to connect to the engine's process
 _STATE_BELONGS_ELSEWHERE = "the model's function is in the engine's process"
@@ -73,9 +75,9 @@ class RemoteRegistry(Catalogue):
         await self._call("unload", name)
 
     async def generate(
-        self, name: str, tokens: Sequence[int], priority: int | None, client: str, sampling: Mapping[str, Any]
+        self, name: str, tokens: Sequence[int], options: Mapping[str, Any], sampling: Mapping[str, Any]
     ) -> RemoteGeneration:
-        return await self.texts.generate(name, tokens, priority, client, sampling)
+        return await self.texts.generate(name, tokens, options, sampling)
 
     def find(self, name: str, version: str | None = None) -> Entry:
         if not self.entries:
