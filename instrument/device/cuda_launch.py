@@ -305,7 +305,7 @@ def _find(device: Gpu, kind: type) -> Handler | None:
         return _interface_handler
     if issubclass(kind, np.ndarray):
         return _refuse_numpy
-    return None
+    return _address_handler if hasattr(kind, "data_ptr") else None
 
 
 def _cuda_array_handler(device: Gpu) -> Handler:
@@ -332,7 +332,13 @@ def _torch_handler(device: Gpu) -> Handler:
                 f"the tensor is on {t.device}, but the kernel runs on {device.name}: move it with .to()",
                 field="device", given=str(t.device), limit=device.name,
             )
-        ptr = t.data_ptr()
+        try:
+            ptr = t.data_ptr()
+        except RuntimeError as error:
+            raise ArgumentError(
+                f"a {type(t).__name__} has no memory, so no kernel can run on it: launch outside of FakeTensorMode and "
+                "torch.compile, or use kernel.warmup(…)", field="argument", given=type(t).__name__,
+            ) from error
         if ptr & 15:
             return ptr, lookup(t.dtype, False)
         return ptr, aligned.get(t.dtype) or lookup(t.dtype, True)
@@ -364,6 +370,13 @@ def _interface_handler(a: Any) -> tuple[int, Any]:
     interface = a.__cuda_array_interface__
     ptr = interface["data"][0]
     return ptr, lookup(np.dtype(interface["typestr"]), not ptr & 15)
+
+
+def _address_handler(a: Any) -> tuple[int, Any]:
+    """For an object with `data_ptr()` and `dtype`, as Triton takes it."""
+    _, lookup = pointer_keys()
+    ptr = int(a.data_ptr())
+    return ptr, lookup(a.dtype, not ptr & 15)
 
 
 def _refuse_numpy(a: Any) -> tuple[int, Any]:

@@ -20,9 +20,18 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from paellapy.instrument.arguments import SCALARS, Handler, Handlers, pointer_keys
+from paellapy.instrument.arguments import (
+    DTYPES,
+    SCALARS,
+    Handler,
+    Handlers,
+    PointerKey,
+    pointer_keys,
+    triton_dtype,
+)
 from paellapy.instrument.device.base import Device, Event, Events, Pick, Stream
 from paellapy.instrument.device.virtual_launch import NotedLaunch, VirtualFlag, VirtualLauncher, VirtualRun
+from paellapy.instrument.env import ImportHook
 from paellapy.instrument.errors import ArgumentError, LaunchWarning, PaellaError
 from paellapy.instrument.gpu_model.costs import CostModel
 from paellapy.instrument.gpu_model.model import SmModel
@@ -30,7 +39,7 @@ from paellapy.instrument.gpu_model.parts import part
 from paellapy.instrument.ptx.compiled import Draft
 from paellapy.instrument.ptx.descriptor import PassConfig
 from paellapy.instrument.records import RING_RECORD, SM_LINE, Records
-from paellapy.instrument.triton_ir.memory_ops import know
+from paellapy.instrument.triton_ir.memory_ops import know, memory_at, note_addresses
 
 # --- kernel arguments on the virtual GPU: NumPy arrays and PyTorch's CPU tensors, read and written in place -----------
 
@@ -55,7 +64,9 @@ def _find(kind: type) -> Handler | None:
     if torch is not None and issubclass(kind, torch.Tensor):
         handle = _array_handler()
         return lambda t: handle(as_array(t))  # the kernel works on the tensor's own memory
-    if hasattr(kind, "__cuda_array_interface__") or hasattr(kind, "data_ptr"):
+    if hasattr(kind, "data_ptr"):
+        return _by_address
+    if hasattr(kind, "__cuda_array_interface__"):
 
         def refuse(_: Any) -> tuple[Any, Any]:
             raise ArgumentError(
@@ -80,6 +91,19 @@ def _array_handler() -> Handler:
     return handle
 
 
+def _by_address(thing: Any) -> tuple[Any, Any]:
+    """An object with `data_ptr()` and `dtype`, as Triton takes it. Its memory belongs to an array or a tensor."""
+    name, address = triton_dtype(thing.dtype), int(thing.data_ptr())
+    memory = memory_at(address)
+    if memory is None:
+        raise ArgumentError(
+            f"the address {address:#x} of a {type(thing).__name__} is in no array or tensor that paellapy knows: pass "
+            "one over the memory of pp.array, pp.empty or a PyTorch CPU tensor", field="argument", given=address,
+        )
+    dtype = np.dtype(next(known for known, short in DTYPES.items() if short == name))
+    return memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype), PointerKey.of(name, not address & 15)
+
+
 def numpy_dtype(dtype: Any) -> np.dtype[Any]:
     """NumPy's dtype for one of PyTorch.
 
@@ -98,6 +122,11 @@ def as_array(tensor: Any) -> NDArray[Any]:
     """A CPU tensor's own memory as a NumPy array, for any strides and type; its base is the whole storage."""
     import torch
 
+    if type(tensor).__name__ == "FakeTensor":
+        raise ArgumentError(
+            "a FakeTensor has no memory, so no kernel can run on it: launch outside of FakeTensorMode and "
+            "torch.compile, or use kernel.warmup(…)", field="argument", given="FakeTensor",
+        )
     if tensor.device.type != "cpu":
         raise ArgumentError(
             f"a tensor on {tensor.device} cannot be passed to the virtual GPU: move it with .cpu()",
@@ -167,6 +196,10 @@ class VirtualDevice(Device):
         self._later: list[Callable[[], object]] = []
         self._failed: list[PaellaError] = []  # of preemptible launches, whose data are computed late
         self.handlers = virtual_handlers()
+        if "torch" in sys.modules:
+            note_addresses(sys.modules["torch"])
+        else:
+            ImportHook("torch", note_addresses).add()
         self._default_stream = self._model.stream()
         self.stream_stack: list[int] = []  # the streams that were entered
         self._host_ns = 0.0

@@ -102,7 +102,7 @@ class VirtualDriver(DriverBase):  # type: ignore[misc]
         quantiles: Sequence[float] | None = None,
         return_mode: str = "mean",
     ) -> Any:
-        """`triton.testing.do_bench`: a few repetitions, since all take the same time but the first.
+        """`triton.testing.do_bench`: the second repetition, since all take the same time but the first.
 
         The virtual GPU does not run PyTorch's own operations: their times are estimates.
         """
@@ -114,7 +114,7 @@ class VirtualDriver(DriverBase):  # type: ignore[misc]
         device, times = Device.current(), []
         device.clock_ns()  # errors of earlier launches belong to them
         with contextlib.nullcontext() if device.session is not None else device.untraced():
-            for _attempt in range(_TIMES):
+            for _attempt in range(2):
                 for tensor in grad_to_none or ():
                     tensor.grad = None
                 with _torch_operations(device) as operations:

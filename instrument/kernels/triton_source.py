@@ -492,7 +492,10 @@ class TritonSource:
         def stage(name: str) -> str:
             return self._compiled(work, lambda source: text_of(source, work.arch, work.options, name))
 
-        return replace(_source_of(self._translate(work, "ptx"), work), stage=stage)
+        return replace(_source_of(self._translate(work, "ptx"), work), stage=stage, src=self._ast(work))
+
+    def _ast(self, work: _Work) -> ASTSource:
+        return ASTSource(fn=self.fn, signature=work.signature, constexprs=work.constants, attrs=work.attrs)
 
     def _translate(self, work: _Work, last: Stage) -> Translated:
         variant = "ranges" if work.marked else ""
@@ -509,10 +512,9 @@ class TritonSource:
     def _compiled(self, work: _Work, compile: Callable[[ASTSource], T]) -> T:
         """The result of a run of Triton's compiler; its errors name the kernel."""
         compiling.plain = True
-        source = ASTSource(fn=self.fn, signature=work.signature, constexprs=work.constants, attrs=work.attrs)
         try:
             with marking(work.marked):
-                return compile(source)
+                return compile(self._ast(work))
         except CompilationError as e:
             text = f"kernel {self.name!r} does not compile:\n{e}{_reason(e)}"
             refused = CompileError(text, kernel=self.name, field="source")

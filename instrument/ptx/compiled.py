@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.util
 import json
 import os
@@ -226,6 +227,7 @@ class Source:
     metadata: dict[str, Any] = field(default_factory=dict, compare=False)
     # the kernel after another of Triton's stages, such as "ttgir"; None: there is none
     stage: Callable[[str], str] | None = field(default=None, compare=False)
+    src: Any = field(default=None, compare=False)  # what Triton compiled, its `ASTSource`
 
     def build(self, config: PassConfig) -> Compiled:
         """Applies the passes and assembles."""
@@ -383,6 +385,22 @@ class Compiled:
         facts = {"name": self.name, "shared": self.source.dynamic_shared_bytes, "num_ctas": self.source.cluster}
         return SimpleNamespace(**facts, **self.source.metadata)
 
+    @property
+    def n_max_threads(self) -> int:
+        """The most threads that a block of it may have."""
+        if self.source.threads is not None:
+            return self.source.threads
+        return next(n for n in range(1024, 0, -_WARP) if blocks_by_registers(self.registers, n))
+
+    @property
+    def src(self) -> Any:
+        return self.source.src
+
+    @property
+    def hash(self) -> str:
+        """Differs between kernels that differ."""
+        return hashlib.sha256("\0".join((self.source.arch, self.source.ttir, self.ptx)).encode()).hexdigest()
+
     def _init_handles(self) -> None:
         """Does nothing; Triton's scripts call it before they read `n_regs`."""
 
@@ -395,7 +413,7 @@ class Compiled:
 
 
 class Stages(Mapping[str, Any]):
-    """`.asm` of a compiled kernel. Stages after TTIR are compiled on demand."""
+    """`.asm` of a compiled kernel. Stages after TTIR are compiled on demand; "sass" is machine code as text."""
 
     def __init__(self, name: str, ttir: str, compiled: Callable[[], Compiled]) -> None:
         self._name, self._ttir, self._compiled = name, ttir, compiled
@@ -406,6 +424,10 @@ class Stages(Mapping[str, Any]):
             return self._ttir
         if stage in ("ptx", "cubin"):
             return getattr(self._compiled(), stage)
+        if stage == "sass":  # as in Triton, not among the keys
+            from triton.tools.disasm import get_sass
+
+            return get_sass(self._compiled().cubin)
         if stage in self._stages and (later := self._compiled().source.stage) is not None:
             return later(stage)
         text = f"kernel {self._name!r} has the stages {', '.join(self._stages)}, not {stage!r}"

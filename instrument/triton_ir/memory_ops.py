@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -424,12 +425,36 @@ Known = TypeVar("Known", bound=Array)
 _BYTES = ELEMENTS["i8"]
 _known: weakref.WeakValueDictionary[int, Array] = weakref.WeakValueDictionary()
 _seen: dict[int, weakref.ref[Any]] = {}  # tensors, by the addresses of their memory
+_asked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # tensors, by what data_ptr() returned
 
 
 def know(array: Known) -> Known:
     """Lets kernels access an array through its address, as long as it is alive; returns it."""
     _known[array.__array_interface__["data"][0]] = array
     return array
+
+
+def note_addresses(torch: Any) -> None:
+    """Notes the tensors whose address is asked for: tables of addresses are made of these."""
+    ask = torch.Tensor.data_ptr
+    if hasattr(ask, "of_paellapy"):
+        return
+
+    @functools.wraps(ask)
+    def data_ptr(tensor: Any) -> int:
+        address: int = ask(tensor)
+        _asked[address] = tensor
+        return address
+
+    data_ptr.of_paellapy = True  # type: ignore[attr-defined]
+    torch.Tensor.data_ptr = data_ptr
+
+
+def memory_at(address: int) -> Array | None:
+    """The bytes of a known array or live tensor from this address on."""
+    places = Places(())
+    start = places.find(address)
+    return None if start is None else places.bytes(start)[address - start :]
 
 
 def _bytes(lowest: Array, size: int) -> Array:
@@ -469,6 +494,11 @@ def _seen_before() -> Iterator[Array]:
             yield memory
 
 
+def _asked_for() -> Iterator[Array]:
+    """The memory of tensors whose address was asked for."""
+    return (memory for thing in list(_asked.values()) if (memory := _memory(thing)) is not None)
+
+
 def _whole(array: Array) -> Array:
     """All memory of an argument, of which it may be a view: a kernel may reach the rest by an address."""
     while isinstance(array.base, np.ndarray):
@@ -479,11 +509,11 @@ def _whole(array: Array) -> Array:
 class Places:
     """Arrays in order of their addresses. One of these serves a whole run."""
 
-    def __init__(self, buffers: Buffers) -> None:
+    def __init__(self, arguments: Iterable[Array]) -> None:
         self._spans: dict[int, Array] = {}
         self._starts: list[int] = []
-        self._all = False
-        self._add([*(_whole(f) for f in buffers.flat if f is not None), *_known.values(), *_seen_before()])
+        self._further = [_tensors, _asked_for]  # more arrays, the dearest first
+        self._add([*map(_whole, arguments), *_known.values(), *_seen_before()])
 
     def _add(self, arrays: Iterable[Array]) -> None:
         for array in arrays:
@@ -497,9 +527,11 @@ class Places:
     def find(self, address: int) -> int | None:
         """The start of the array that contains the address."""
         found = self._find(address)
-        if found is None and not self._all:
-            self._all = True
-            self._add(_tensors())
+        if found is None and address in _asked and (memory := _memory(_asked[address])) is not None:
+            self._add([memory])
+            found = self._find(address)
+        while found is None and self._further:
+            self._add(self._further.pop()())
             found = self._find(address)
         return found
 
@@ -532,7 +564,7 @@ def _pointer(buffers: Buffers, addresses: Any, element: Element) -> Ptr:
     flat = np.asarray(addresses, np.int64)
     distinct, where = np.unique(flat, return_inverse=True)
     if not buffers.places:
-        buffers.places.append(Places(buffers))
+        buffers.places.append(Places(f for f in buffers.flat if f is not None))
     places: Places = buffers.places[0]
     starts: dict[int | None, int] = {}
     which, offset = np.empty(len(distinct), np.int32), np.empty(len(distinct), np.int64)

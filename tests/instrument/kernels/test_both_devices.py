@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import triton
 import triton.language as tl
+from failing import failing
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -106,6 +107,32 @@ def test_tensors_under_another_type_arrive(place: str, given: Any) -> None:
     kind = tl.float32 if given == torch.int32 else tl.float8e5
     pp.kernel(widened)[1,](triton.reinterpret(held, kind), out := torch.zeros(4, device=place), 4)
     assert torch.equal(out, numbers)
+
+
+class Pointed:
+    """All that Triton asks of an argument."""
+
+    def __init__(self, tensor: Any, dtype: Any) -> None:
+        self.tensor, self.dtype = tensor, dtype
+
+    def data_ptr(self) -> int:
+        return int(self.tensor.data_ptr())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, tl.float32, np.dtype("float32")])
+def test_objects_with_an_address_and_a_type_arrive(place: str, dtype: Any) -> None:
+    x, out = torch.arange(8.0, device=place), torch.zeros(8, device=place)
+    pp.kernel(widened)[1,](Pointed(x[4:], dtype), Pointed(out, dtype), 4)
+    assert out.tolist() == [4, 5, 6, 7, 0, 0, 0, 0]
+
+
+def test_a_tensor_without_memory_is_refused(place: str) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x = torch.zeros(4, device=place)
+    with failing(pp.ArgumentError, argument="x", field="argument", given="FakeTensor"):
+        pp.kernel(widened)[1,](x, torch.zeros(4, device=place), 4)
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "bfloat16", "int16"])
@@ -321,6 +348,10 @@ def test_results_of_launches_and_of_warmup_can_be_launched(place: str) -> None:
         assert torch.equal(out, 2 * x)
         assert made.n_regs > 0
         assert ".entry doubled" in made.asm["ptx"]
+        assert "EXIT" in made.asm["sass"]
+        assert (made.src.fn.fn, made.n_max_threads) == (doubled.fn, 128)
+    others = kernel.warmup(torch.float16, torch.float32, 300, B=128, grid=(1,))
+    assert warm.hash == made.hash != others.hash
 
 
 def test_an_empty_grid_launches_nothing(place: str) -> None:

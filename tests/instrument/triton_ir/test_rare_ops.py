@@ -228,15 +228,15 @@ def test_tensors_are_reached_by_their_addresses_too():
     assert torch.equal(out, torch.stack(tensors))
 
 
-def test_all_objects_are_searched_only_for_tensors_not_seen_before(monkeypatch: pytest.MonkeyPatch):
+def test_all_objects_are_searched_only_for_tensors_whose_address_nobody_asked_for(monkeypatch: pytest.MonkeyPatch):
     torch = pytest.importorskip("torch")
     searches: list[int] = []
     found = memory_ops.live_instances
     monkeypatch.setattr(memory_ops, "live_instances", lambda kind: searches.append(1) or found(kind))
 
-    def reached(tensors: Any) -> int:
+    def reached(tensors: Any, ask: Any = lambda t: t.untyped_storage().data_ptr()) -> int:
         searches.clear()
-        table, out = torch.tensor([t.data_ptr() for t in tensors]), torch.zeros(len(tensors), 64)
+        table, out = torch.tensor([ask(t) for t in tensors]), torch.zeros(len(tensors), 64)
         pp.kernel(through_table)[len(tensors),](table, out, 64)
         assert torch.equal(out, torch.stack(tensors))
         return len(searches)
@@ -247,6 +247,8 @@ def test_all_objects_are_searched_only_for_tensors_not_seen_before(monkeypatch: 
     del tensors[1]
     tensors.append(torch.randn(64))
     assert reached(tensors) <= 1
+    assert reached([torch.randn(64) for _ in range(3)], lambda t: t.data_ptr()) == 0
+    assert reached([torch.randn(2, 64)[1] for _ in range(3)], lambda t: t.data_ptr()) == 0
 
 
 @triton.jit
