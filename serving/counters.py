@@ -207,6 +207,7 @@ class Counters:
         self._index: Numbers = np.zeros(0, np.int64)
         self._target_ns: Numbers = np.zeros(0, np.int64)
         self._known: dict[int, Model] | None = None
+        self._loaded = -1  # how many models were, when rows were learnt
         self.close = registry.engine.count(self._note)
 
     def of(self, name: str) -> ModelCounters:
@@ -240,15 +241,18 @@ class Counters:
 
     def _note(self, entries: Any) -> None:
         """Runs where completions are read, usually in the event loop's thread."""
-        known = self._registry.by_row
-        if known is not self._known or len(self._index) < len(self._registry.engine.state.model):
+        known, loaded = self._registry.by_row, self._registry.engine.core.models.by_row
+        if known is not self._known or len(loaded) != self._loaded:
             self._learn(known)
+            self._loaded = len(loaded)
         note_items(self._table[self._writer], self._index, self._target_ns, _BOUNDS_NS, entries)
 
     def _learn(self, by_row: dict[int, Model]) -> None:
-        rows = len(self._registry.engine.state.model)
+        rows, core = len(self._registry.engine.state.model), self._registry.engine.core.models
         index, target_ns = np.full(rows, -1), np.zeros(rows, np.int64)
         for row, model in by_row.items():
             index[row] = self._registry.entries[model.name].number
             target_ns[row] = 0 if model.target_ms is None else int(model.target_ms * 1e6)
+            for shorter in core.by_name[model.name].by_length.values() if model.name in core.by_name else ():
+                index[shorter.row], target_ns[shorter.row] = index[row], target_ns[row]
         self._index, self._target_ns, self._known = index, target_ns, by_row

@@ -144,8 +144,9 @@ class Inference(ABC):
                 )
             else:
                 self._call = service.callbacks.submit(
-                    self.name, request.inputs, request.items, deadline_ms, request.priority, client, self
-                )
+                    self.name, request.inputs, request.items, deadline_ms, request.priority, client, self,
+                    request.length,
+                )  # fmt: skip
         except UnknownModelError as e:
             raise _met_unload(self.name) from e
 

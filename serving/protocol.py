@@ -173,6 +173,7 @@ class Request(msgspec.Struct, frozen=True):  # creating a Struct takes a fractio
     timeout_us: float | None
     repeated: Repeated | None = None  # its JSON, if that may be sent again
     tail: memoryview | None = None  # the bytes of its inputs, in place of `inputs`: valid while its body is
+    length: int = 0  # of inputs that were padded to the model's largest; 0: lengths do not vary
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """The inputs as arrays."""
@@ -199,18 +200,46 @@ def decode(model: Model, body: bytes | memoryview, header_length: str | None, as
         around, text = parts(bytes(header))
     if around is not None and (repeated := find(model, around, len(tail))) is not None:
         number, items, outputs, level, timeout_us = repeated.meaning
-        if as_bytes and items == 1 and not model.ranges:
+        if as_bytes and items == 1 and not model.ranges and model.lengths is None:
             stays = tail if len(tail) else _known_bytes(repeated, text)
             if stays is not None:
                 priority = engine_priority(model, level)
                 return Request(number, 1, True, {}, outputs, priority, timeout_us, repeated, stays)
         found = repeated.arrays(tail) if len(tail) else _known_numbers(repeated, text)
         if found is not None:
+            found, length = _padded(model, found)
             if model.ranges:
                 check_ranges(model, found)
             priority = engine_priority(model, level)
-            return Request(number, items, True, found, outputs, priority, timeout_us, repeated)
+            return Request(number, items, True, found, outputs, priority, timeout_us, repeated, length=length)
     request = _parsed(header, lists)
+    arrays = _tensors(model, request, tail)
+    items, batched = _batch(model, arrays)
+    if not batched:
+        arrays = {key: array[np.newaxis] for key, array in arrays.items()}
+    given, (arrays, length) = arrays, _padded(model, arrays)
+    if model.ranges:
+        check_ranges(model, arrays)
+    outputs = _outputs(model, request)
+    level, timeout_us = scheduling(request.parameters)
+    repeated = None
+    lasts = around is not None and batched and not has_texts(model.takes)
+    if around is not None and lasts and _comes_again(request, given, header, tail, around):
+        repeated = Repeated(given, (request.id, items, outputs, level, timeout_us), len(tail))
+        keep(model, around, repeated)
+    priority = engine_priority(model, level)
+    return Request(request.id, items, batched, arrays, outputs, priority, timeout_us, repeated, length=length)
+
+
+def _padded(model: Model, arrays: dict[str, NDArray[Any]]) -> tuple[dict[str, NDArray[Any]], int]:
+    """Inputs of any length at the model's largest, and their length; 0 where lengths do not vary."""
+    if model.lengths is None or model.has_steps:  # the engine pads what the function before it returns
+        return arrays, 0
+    return model.lengths.padded(model.name, model.inputs, arrays)
+
+
+def _tensors(model: Model, request: RequestBody, tail: memoryview) -> dict[str, NDArray[Any]]:
+    """The request's inputs by name."""
     binary = BinaryTensors(tail)
     arrays: dict[str, NDArray[Any]] = {}
     for tensor in request.inputs:
@@ -221,23 +250,12 @@ def decode(model: Model, body: bytes | memoryview, header_length: str | None, as
             said = f"{short(tensor.name)} {problem} model {model.name!r}; it takes {takes}"
             raise RequestError(said, field="inputs", limit=list(model.takes), given=tensor.name)
         arrays[tensor.name] = _array(tensor, spec, binary, model)
-    if missing := [key for key in model.takes if key not in arrays]:
+    mask = model.lengths.mask if model.lengths is not None and model.before is None else None
+    if missing := [key for key in model.takes if key not in arrays and key != mask]:
         said = f"model {model.name!r} needs the missing input {', '.join(missing)}"
         raise RequestError(said, field="inputs", limit=list(model.takes), given=list(arrays))
     binary.check_used()
-    if model.ranges:
-        check_ranges(model, arrays)
-    items, batched = _batch(model, arrays)
-    if not batched:
-        arrays = {key: array[np.newaxis] for key, array in arrays.items()}
-    outputs = _outputs(model, request)
-    level, timeout_us = scheduling(request.parameters)
-    repeated = None
-    lasts = around is not None and batched and not has_texts(model.takes)
-    if around is not None and lasts and _comes_again(request, arrays, header, tail, around):
-        repeated = Repeated(arrays, (request.id, items, outputs, level, timeout_us), len(tail))
-        keep(model, around, repeated)
-    return Request(request.id, items, batched, arrays, outputs, engine_priority(model, level), timeout_us, repeated)
+    return arrays
 
 
 def _parsed(header: memoryview, lists: dict[int, memoryview]) -> RequestBody:
@@ -394,12 +412,14 @@ def _array(tensor: RequestTensor, spec: TensorSpec, binary: BinaryTensors, model
     for name in _UNSUPPORTED:
         if name in tensor.parameters:
             raise where.error(f"{name} is not supported; send the tensor in the body", name)
-    shape = tuple(tensor.shape)
-    if shape != spec.shape and (shape[1:] != spec.shape or not shape or shape[0] < 1):
-        wanted = ", ".join(map(str, ("n", *spec.shape)))
+    shape, wants = tuple(tensor.shape), spec.shape
+    if model.lengths is not None and model.before is None:
+        wants = model.lengths.wanted(tensor.name, wants, shape)
+    if shape != wants and (shape[1:] != wants or not shape or shape[0] < 1):
+        wanted = ", ".join(map(str, ("n", *wants)))
         said = f"the shape is {short(tensor.shape)}; the model takes [{wanted}] with n ≥ 1"
-        raise where.error(said, "shape", ("n", *spec.shape), tensor.shape)
-    if shape != spec.shape and shape[0] > model.max_batch:  # before its numbers are read: the shape may be any
+        raise where.error(said, "shape", ("n", *wants), tensor.shape)
+    if shape != wants and shape[0] > model.max_batch:  # before its numbers are read: the shape may be any
         said = f"a request has up to {model.max_batch} items, not {short(shape[0])}: split the batch"
         raise where.error(said, "shape", model.max_batch, shape[0])
     count = math.prod(shape)

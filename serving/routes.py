@@ -51,7 +51,7 @@ def model_metadata(model: Model) -> dict[str, Any]:
         "platform": PLATFORM,
         **{
             key: [
-                {"name": name, "datatype": datatype(spec.dtype), "shape": [-1, *spec.shape]}
+                {"name": name, "datatype": datatype(spec.dtype), "shape": [-1, *model.open_shape(key, name)]}
                 for name, spec in specs.items()
             ]
             for key, specs in (("inputs", model.takes), ("outputs", model.gives))
@@ -63,7 +63,7 @@ def model_config(model: Model, engine: Engine | RemoteEngine) -> dict[str, Any]:
     """A model's configuration in the format that Triton's clients read."""
     tensors = {
         key: [
-            {"name": name, "data_type": _data_type(spec), "dims": list(spec.shape)}
+            {"name": name, "data_type": _data_type(spec), "dims": model.open_shape(f"{key}s", name)}
             for name, spec in specs.items()
         ]
         for key, specs in (("input", model.takes), ("output", model.gives))

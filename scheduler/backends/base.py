@@ -71,6 +71,10 @@ class LoadedModel:
     spare: Instance | None = None  # memory to capture and measure these sizes in, because the instances are in service
     stays: bool = False  # the model changes its weights, so they cannot leave the GPU
     kind: str = "model"  # or "job", "lease"
+    # Of a model whose inputs vary in length: what takes its requests, by size, itself included; replaced as a whole.
+    by_length: dict[int, LoadedModel] = field(default_factory=dict)
+    wanted_lengths: set[int] = field(default_factory=set)  # sizes that requests wanted and that are not captured
+    length_errors: dict[int, str] = field(default_factory=dict)  # why a size could not be captured
 
     @property
     def title(self) -> str:

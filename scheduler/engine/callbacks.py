@@ -19,7 +19,7 @@ from paellapy.scheduler.engine.client import Outputs, Pieces, RequestClient, pie
 from paellapy.scheduler.engine.ring_calls import E_INSTANCE, E_MODEL, E_SLOT, E_STATUS
 from paellapy.scheduler.engine.ring_client import Entry, Loaded, Pending, RingClient, Terms
 from paellapy.scheduler.models.memory import Instance
-from paellapy.scheduler.models.model import Model, TensorSpec
+from paellapy.scheduler.models.model import TensorSpec
 
 
 class Caller(Protocol):
@@ -57,12 +57,17 @@ class CallbackClient:
         priority: int | None,
         client: Hashable,
         caller: Caller,
+        length: int = 0,
     ) -> ItemCall | Call | StepsCall:
         """Submits [items, …] that fit the model: all items run, or none. Must be called inside an asyncio loop.
+        `length`: of inputs that are padded to the model's largest.
 
         Errors that are known at once are raised here; the caller is told of all later ones.
         """
         loaded = self._client.find(name)
+        if length:
+            lengths, loaded = loaded.model.lengths, self._client.for_length(loaded, length)
+            inputs = lengths.at(inputs, loaded.model.length)
         ring = self._client.core.ring
         ring.attach(asyncio.get_running_loop())
         terms = self._client.terms(loaded, deadline_ms, priority, client)
@@ -71,9 +76,10 @@ class CallbackClient:
         pieces = [pieces_of(inputs[key][k] for key in loaded.model.inputs) for k in range(items)]
         if items == 1:
             one = ItemCall(self._client, loaded, caller)
+            one.length = length
             submit_one(ring, one, pieces[0], terms)
             return one
-        call = Call(self._client, loaded.model, items, caller)
+        call = Call(self._client, items, length, caller)
         each = [_Item(call, loaded, k) for k in range(items)]
         try:
             submit(ring, each, pieces, terms)
@@ -153,8 +159,13 @@ class ItemCall(Pending):
             assert isinstance(found, Exception)
             self.fail(found)
             return
-        loaded = self._client.core.models.by_row[entry[E_MODEL]]
         self.over = True
+        if self.length:
+            found = self._client.result(entry, self.length)
+            assert not isinstance(found, Exception)
+            self._caller.done({key: array[np.newaxis] for key, array in found.items()})
+            return
+        loaded = self._client.core.models.by_row[entry[E_MODEL]]
         self._caller.done_in(loaded.instance_of[entry[E_INSTANCE]], entry[E_SLOT])
 
     def fail(self, error: Exception) -> None:
@@ -172,10 +183,10 @@ class ItemCall(Pending):
 class Call:
     """A request of several items. `over`: the caller has its answer, or has withdrawn the request."""
 
-    __slots__ = ("_caller", "_client", "_items", "_left", "_lost", "_model", "_results", "over", "pending")
+    __slots__ = ("_caller", "_client", "_items", "_left", "_length", "_lost", "_results", "over", "pending")
 
-    def __init__(self, client: RequestClient, model: Model, items: int, caller: Caller) -> None:
-        self._client, self._model, self._caller = client, model, caller
+    def __init__(self, client: RequestClient, items: int, length: int, caller: Caller) -> None:
+        self._client, self._length, self._caller = client, length, caller
         self._items = self._left = items
         self._results: Outputs | None = None
         self._lost: dict[int, EngineFailedError] = {}  # by item: those that ended because the GPU failed
@@ -203,7 +214,7 @@ class Call:
         """Handles the completion of one item."""
         if self.over:
             return
-        found = self._client.result(entry)
+        found = self._client.result(entry, self._length)
         if isinstance(found, EngineFailedError):  # of every item that is left
             self._lost[k] = found
             if len(self._lost) < self._left:
@@ -212,8 +223,7 @@ class Call:
             self.fail(found)
             return
         if self._results is None:
-            specs = self._model.outputs
-            self._results = {key: np.empty((self._items, *s.shape), s.dtype) for key, s in specs.items()}
+            self._results = {key: np.empty((self._items, *a.shape), a.dtype) for key, a in found.items()}
         for key, array in found.items():
             self._results[key][k] = array
         self._left -= 1
@@ -263,7 +273,8 @@ def _item(value: Any) -> Any:
 
 def stacked(spec: TensorSpec, values: list[Any]) -> NDArray[Any]:
     """The values of several items as one array [items, …]."""
-    found = np.empty((len(values), *spec.shape), object if spec.is_text else spec.dtype)
+    shape = spec.shape if spec.is_text else np.shape(values[0])  # an output's length may vary
+    found = np.empty((len(values), *shape), object if spec.is_text else spec.dtype)
     for k, value in enumerate(values):
         found[k] = value
     return found

@@ -27,8 +27,9 @@ from paellapy.scheduler.core.errors import (
     UnknownModelError,
 )
 from paellapy.scheduler.core.residency import want_weights
+from paellapy.scheduler.core.state import State
 from paellapy.scheduler.engine.core_loop import Core
-from paellapy.scheduler.engine.request_values import check_inputs, check_ranges, checked, digest_of
+from paellapy.scheduler.engine.request_values import check_inputs, check_ranges, check_taken, digest_of
 from paellapy.scheduler.engine.ring_calls import (
     E_ARRIVAL_NS,
     E_BATCH,
@@ -113,7 +114,8 @@ class Request(Pending):
     def answer(self, result: Outputs | Exception) -> None: ...
 
     def finish(self, entry: Entry) -> None:
-        self.answer(self._client.result(entry))  # read the result now: the instance is released after this call
+        # read the result now: the instance is released after this call
+        self.answer(self._client.result(entry, self.length))
 
     def fail(self, error: Exception) -> None:
         self.answer(error)
@@ -453,6 +455,27 @@ class _Unsubmitted(Pending):
         """`submit` finds that the engine's process is gone."""
 
 
+# Where the lengths of requests vary: what a model's next batch holds, and what one more item costs.
+
+
+def waiting_items(state: State, row: int) -> int:
+    """Items of a model that wait to run."""
+    model = state.model[row]
+    filling = int(model["filling"])
+    return int(model["queued"]) + (int(state.instance["taken"][filling]) if filling >= 0 else 0)
+
+
+def added_ns(state: State, row: int, items: int) -> float:
+    """Time alone on the GPU that one more item adds to the last of the batches that wait."""
+    sizes = [size for size in state.size[row, : int(state.model["n_sizes"][row])] if size["segments"]]
+    batch = items % int(sizes[-1]["batch"])
+
+    def total_ns(count: int) -> float:
+        return next((float(size["total_ns"]) for size in sizes if size["batch"] >= count), 0.0) if count else 0.0
+
+    return total_ns(batch + 1) - total_ns(batch)
+
+
 class RequestClient:
     """The request side of an engine, in this process or in another one: takes requests, returns results."""
 
@@ -467,6 +490,35 @@ class RequestClient:
         self.core.check_open()
         return self.core.models.find(name)
 
+    def _fitted(
+        self, loaded: Loaded, arrays: Mapping[str, NDArray[Any]]
+    ) -> tuple[Any, Mapping[str, NDArray[Any]], int]:
+        """The model at the size that takes these inputs, the inputs at that size, and their length before."""
+        model = loaded.model
+        if model.lengths is None:
+            return loaded, arrays, 0
+        padded, length = model.lengths.padded(model.name, model.inputs, arrays)
+        chosen = self.for_length(loaded, length)
+        return chosen, model.lengths.at(padded, chosen.model.length), length
+
+    def for_length(self, loaded: Loaded, length: int) -> Any:
+        """The model at the size for a request of this length: the smallest that is captured, or a larger one in whose
+        next batch the request takes less of the GPU's time. A size that is not captured is wanted from now on.
+        """
+        lengths, state = loaded.model.lengths, self.core.state
+        fitting = [each for size, each in loaded.by_length.items() if size >= length]
+        if lengths is None or not fitting:
+            return loaded
+        smallest = next(size for size in lengths.sizes if size >= length)
+        if fitting[0].model.length > smallest and smallest not in loaded.length_errors:
+            loaded.wanted_lengths.add(smallest)
+        waiting = [waiting_items(state, each.row) for each in fitting]
+        # Where a whole batch waits at its own size, others will fill the next one too.
+        if not any(waiting[1:]) or waiting[0] >= fitting[0].model.max_batch:
+            return fitting[0]
+        added = [added_ns(state, each.row, items) for each, items in zip(fitting, waiting, strict=True)]
+        return fitting[added.index(min(added))]
+
     def terms(self, loaded: Loaded, deadline_ms: float | None, priority: int | None, client: Hashable) -> Terms:
         """Raises for a deadline, a priority or a client that is refused: before anything is taken."""
         arrival_ns, deadline_ns = request_times(deadline_ms)
@@ -480,16 +532,18 @@ class RequestClient:
         """See `Engine.infer`."""
         loaded = self.find(name)
         if loaded.model.has_steps:
-            values = checked(name, loaded.model.takes, inputs)
+            values = check_taken(loaded.model, inputs)
             return await self.infer_with_steps(loaded, values, self.terms(loaded, deadline_ms, priority, client))
         arrays = check_inputs(loaded.model, inputs)
         return await self._run(loaded, arrays, self.terms(loaded, deadline_ms, priority, client))
 
-    async def _run(self, loaded: Loaded, arrays: Mapping[str, NDArray[Any]], terms: Terms) -> Outputs:
+    async def _run(self, loaded: Loaded, given: Mapping[str, NDArray[Any]], terms: Terms) -> Outputs:
+        loaded, arrays, length = self._fitted(loaded, given)
         loop = asyncio.get_running_loop()
         ring = self.core.ring
         ring.attach(loop)
         request = AsyncRequest(self, loaded, loop)
+        request.length = length
         submit_one(ring, request, pieces_of(arrays.values()), terms)
         try:
             return await request.future
@@ -525,7 +579,7 @@ class RequestClient:
         if not model.has_steps:
             arrays = check_inputs(model, inputs)
             return self._run_sync(loaded, arrays, self.terms(loaded, deadline_ms, priority, client))
-        values: Mapping[str, Any] = checked(name, model.takes, inputs)
+        values: Mapping[str, Any] = check_taken(model, inputs)
         terms = self.terms(loaded, deadline_ms, priority, client)
         steps = self.steps.of(model)
         with steps.request():
@@ -535,8 +589,10 @@ class RequestClient:
             outputs = self._run_sync(loaded, values, terms)
             return outputs if model.after is None else steps.run_sync("after", outputs, terms[3])
 
-    def _run_sync(self, loaded: Loaded, arrays: Mapping[str, NDArray[Any]], terms: Terms) -> Outputs:
+    def _run_sync(self, loaded: Loaded, given: Mapping[str, NDArray[Any]], terms: Terms) -> Outputs:
+        loaded, arrays, length = self._fitted(loaded, given)
         request = SyncRequest(self, loaded, thread_waiter())
+        request.length = length
         try:
             with Uninterrupted():
                 submit_one(self.core.ring, request, pieces_of(arrays.values()), terms)
@@ -569,8 +625,8 @@ class RequestClient:
         if want_weights(self.core.state, row):
             self.core.ring.nudge()  # the core's loop may be asleep
 
-    def result(self, entry: Entry) -> Outputs | Exception:
-        """The outputs or the error that a completion stands for."""
+    def result(self, entry: Entry, length: int = 0) -> Outputs | Exception:
+        """The outputs or the error that a completion stands for; of padded inputs, the outputs up to their length."""
         core, status = self.core, entry[E_STATUS]
         loaded = core.models.by_row.get(entry[E_MODEL])
         if status == codes.OK:
@@ -578,8 +634,11 @@ class RequestClient:
             slot, outputs = entry[E_SLOT], loaded.instance_of[entry[E_INSTANCE]].outputs
             if loaded.model.whole_batches:
                 return {key: array[: entry[E_BATCH]].copy() for key, array in outputs.items()}
-            return {key: array[slot].copy() for key, array in outputs.items()}
-        name = "?" if loaded is None else loaded.model.name
+            found = {key: array[slot] for key, array in outputs.items()}
+            if length:
+                found = loaded.model.lengths.cut(found, length, loaded.model.length)
+            return {key: array.copy() for key, array in found.items()}
+        name = "?" if loaded is None else loaded.model.base or loaded.model.name
         if status == codes.EXPIRED:
             late_ms = (entry[E_FINISH_NS] - entry[E_ARRIVAL_NS]) * 1e-6
             return DeadlineError(f"model {name!r}: the deadline passed after {late_ms:.1f} ms", model=name)
@@ -604,9 +663,12 @@ class RequestClient:
         instance = None if loaded is None else loaded.instance_of.get(entry[E_INSTANCE])
         if loaded is None or instance is None:
             return failed
+        model = loaded.model
         inputs = {key: array[entry[E_SLOT]] for key, array in instance.inputs.items()}
+        if model.lengths is not None:  # as the request was digested, at the largest size
+            inputs = model.lengths.padded(model.name, model.inputs, inputs)[0]
         core = self.core.state.core[0]
         others, failure = int(core["suspects"]) - 1, int(core["lost_ns"])
-        error = SuspectError(str(failed), (digest_of(loaded.model.name, inputs),), others, failure)
+        error = SuspectError(str(failed), (digest_of(model.base or model.name, inputs),), others, failure)
         error.__cause__ = failed.__cause__
         return error

@@ -254,9 +254,20 @@ class Engine:
         """The model's segments and their measured times: one `ProgramProfile` per captured batch size."""
         return list(self.client.find(name).profiles)
 
-    def model_profile(self, name: str) -> ModelProfile:
-        """The facts about a model that simulations need: `pp.simulate([engine.model_profile("mlp")], …)`."""
-        return self._profile(self.client.find(name))
+    def model_profile(self, name: str, length: int | None = None) -> ModelProfile:
+        """The facts about a model that simulations need: `pp.simulate([engine.model_profile("mlp")], …)`.
+
+        `length`: a captured size of a model whose inputs vary in length; None: the largest.
+        """
+        found = self.client.find(name)
+        if length is not None:
+            if length not in found.by_length:
+                raise ModelError(
+                    f"model {name!r} is not captured at length {length}; it is at {list(found.by_length) or 'none'}",
+                    model=name, field="length", given=length, limit=list(found.by_length),
+                )  # fmt: skip
+            found = found.by_length[length]
+        return self._profile(found)
 
     def job_profile(self, name: str) -> ModelProfile:
         """As `model_profile`, for the step of a background job."""

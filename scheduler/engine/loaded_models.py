@@ -25,7 +25,7 @@ class LoadedModels:
         self.core, self.state, self.weight_cache = core, core.state, loader.weight_cache
         self.lock = threading.RLock()  # held while a model is loaded or unloaded
         self._loader, self._instances = loader, instances
-        self.lazy_capture = LazyCapture(core, loader, self.lock)
+        self.lazy_capture = LazyCapture(core, loader, self.lock, self.load_length)
         self._by_name, self._by_row = core.models.by_name, core.models.by_row
 
     def add(self, model: Model) -> None:
@@ -37,8 +37,34 @@ class LoadedModels:
                     f"model {model.name!r}: resident=False has no effect where all weights stay on the GPU: create the "
                     "engine with memory_bytes, or leave resident out", model=model.name, field="resident", given=False,
                 )  # fmt: skip
+            if model.lengths is not None and self.weight_cache is not None:
+                raise ModelError(
+                    f"model {model.name!r}: lengths need weights that stay on the GPU: create the engine without "
+                    "memory_bytes, or load the model with one length", model=model.name, field="lengths",
+                    given=model.lengths.sizes,
+                )  # fmt: skip
             with self.core.outside(repr(model.name)):
-                self._by_name[model.name] = self.load(model)
+                loaded = self.load(model)
+                try:
+                    self._load_lengths(loaded)
+                except BaseException:
+                    self._close_all(loaded)
+                    raise
+                self._by_name[model.name] = loaded
+
+    def _load_lengths(self, loaded: LoadedModel) -> None:
+        """Has the other sizes of a model whose inputs vary in length captured: now, or when requests want them."""
+        lengths = loaded.model.lengths
+        if lengths is not None:
+            loaded.by_length = {lengths.longest: loaded}
+            for size in lengths.sizes[:-1] if loaded.model.capture == "ahead" else ():
+                self.load_length(loaded, size)
+            self.lazy_capture.add(loaded)
+
+    def load_length(self, loaded: LoadedModel, size: int) -> None:
+        """Captures a model at another size of its length; the caller holds the lock."""
+        made = self.load(loaded.model.at_length(size, loaded.weights))
+        loaded.by_length = dict(sorted([*loaded.by_length.items(), (size, made)]))
 
     def load(self, model: Model) -> LoadedModel:
         """Compiles, captures, measures and opens a model. Loaded models keep running meanwhile."""
@@ -86,7 +112,15 @@ class LoadedModels:
         """Refuses the model's new requests, and unloads it once the others are finished."""
         with self.lock:
             del self._by_name[loaded.model.name]
-            self._close(loaded)
+            self._close_all(loaded)
+
+    def _close_all(self, loaded: LoadedModel) -> None:
+        """Closes a model with all its lengths."""
+        self.lazy_capture.forget(loaded)
+        shorter = [each for each in loaded.by_length.values() if each is not loaded]
+        loaded.by_length = {}
+        for each in (*shorter, loaded):
+            self._close(each)
 
     def close(self, loaded: LoadedModel) -> None:
         """Unloads a job, unless the engine has unloaded everything or its GPU has failed."""

@@ -61,6 +61,9 @@ class RemoteModel:
     generation: int
     instance_of: dict[int, Instance]
     memory_bytes: int = 0
+    by_length: dict[int, RemoteModel] = field(default_factory=dict)
+    wanted_lengths: set[int] = field(default_factory=set)
+    length_errors: dict[int, str] = field(default_factory=dict)
 
     @staticmethod
     def over(

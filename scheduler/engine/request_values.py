@@ -16,11 +16,26 @@ Values = Mapping[str, Any]
 
 
 def check_inputs(model: Model, inputs: Values) -> dict[str, Any]:
-    """The model's own inputs in its order; an InputError says what is wrong with them."""
-    arrays = checked(model.name, model.inputs, inputs)
+    """The model's own inputs in its order; an InputError says what is wrong with them. Where lengths vary, the inputs
+    have their own length, and the mask that they may lack.
+    """
+    arrays = fitting(model, inputs)
     if model.ranges:
         check_ranges(model, arrays)
     return arrays
+
+
+def fitting(model: Model, inputs: Values) -> dict[str, Any]:
+    """As `check_inputs`, without the ranges of values."""
+    if model.lengths is None:
+        return checked(model.name, model.inputs, inputs)
+    padded, length = model.lengths.padded(model.name, model.inputs, inputs)
+    return model.lengths.at(checked(model.name, model.inputs, padded), length)
+
+
+def check_taken(model: Model, given: Values) -> dict[str, Any]:
+    """What a model with functions before or after it takes: of the function before it, or its own inputs."""
+    return check_inputs(model, given) if model.before is None else checked(model.name, model.takes, given)
 
 
 def checked(model: str, specs: Mapping[str, TensorSpec], given: Any) -> dict[str, Any]:

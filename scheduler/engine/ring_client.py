@@ -21,7 +21,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
@@ -221,16 +221,23 @@ class Loaded(Protocol):
     def generation(self) -> int: ...
     @property
     def instance_of(self) -> dict[int, Instance]: ...
+    @property
+    def by_length(self) -> Mapping[int, Any]: ...
+    @property
+    def wanted_lengths(self) -> set[int]: ...
+    @property
+    def length_errors(self) -> Mapping[int, str]: ...
 
 
 class Pending(ABC):
     """A request that has not completed. One of its two methods is called, once."""
 
-    __slots__ = ("client", "items", "keep", "loaded", "row", "serial")
+    __slots__ = ("client", "items", "keep", "length", "loaded", "row", "serial")
 
     def __init__(self, loaded: Loaded) -> None:
         self.loaded = loaded
         self.items = 1  # more only for a model whose requests are whole batches
+        self.length = 0  # of its inputs before they were padded, where lengths vary
         self.row = self.serial = self.client = -1
         self.keep: Any = None  # keeps staged inputs alive
 

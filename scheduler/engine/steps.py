@@ -27,7 +27,7 @@ from paellapy.scheduler.core.errors import (
     StepError,
     UnknownModelError,
 )
-from paellapy.scheduler.engine.request_values import Values, checked
+from paellapy.scheduler.engine.request_values import Values, checked, fitting
 from paellapy.scheduler.engine.step_process import DONE, REFUSED, StepProcess
 from paellapy.scheduler.models.model import Model
 
@@ -59,7 +59,7 @@ class StepPool:
     """Runs the steps of one model."""
 
     def __init__(self, model: Model) -> None:
-        self._name = model.name
+        self._name, self._model = model.name, model
         self._specs = {"before": model.inputs, "after": model.gives}
         self._functions = {"before": model.before, "after": model.after}
         self._packed = b""
@@ -144,7 +144,7 @@ class StepPool:
         if not isinstance(found, Mapping):
             found = dict.fromkeys(list(specs)[:1], found)
         try:
-            return checked(self._name, specs, found)
+            return fitting(self._model, found) if step == "before" else checked(self._name, specs, found)
         except InputError as e:
             raise StepError(f"`{step}` returned a wrong value: {e}", model=self._name, step=step) from e
 

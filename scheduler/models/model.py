@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from paellapy.instrument.device.base import Device
 from paellapy.scheduler.core.errors import CaptureError
 from paellapy.scheduler.core.profiles import checked_params, checked_priority
+from paellapy.scheduler.models.lengths import Lengths
 from paellapy.scheduler.models.tensors import Arrays, ModelFunction, MovableWeights, TensorSpec, Weights, wrong
 from paellapy.scheduler.models.torch_tensors import needs_torch, numpy_dtype
 from paellapy.scheduler.models.weights import WeightRange, check_mapped, map_weights
@@ -55,6 +56,9 @@ class Model:
     workers: int
     processes: bool
     task: Mapping[str, Any] | None = None  # of an encoder: its kind, and how tokens become its inputs
+    lengths: Lengths | None = None  # sizes of an axis that varies; the model's shapes have the largest
+    length: int = 0  # the size of these shapes
+    base: str = ""  # the name of the model with the largest size, if this is not the one
     quantum_us: float | None = None  # approximate duration of a segment; None: the engine's quantum
 
     def __init__(  # noqa: PLR0913  the options of a model
@@ -158,6 +162,7 @@ class Model:
         channels_last: bool = False,
         compile: bool = False,
         weights: str | Path | None = None,
+        lengths: Mapping[str, Mapping[int, Sequence[int]]] | None = None,
         **about: Any,
     ) -> Self:
         """A PyTorch module, or a function of tensors, as a model.
@@ -170,6 +175,11 @@ class Model:
         `weights` is a safetensors file with the tensors of the module's state_dict(). The module may be on the meta
         device then. The file is mapped into memory and read as the weights are needed.
 
+        `lengths={"input_ids": {1: (32, 64, 128)}}` are the sizes of an axis whose extent varies, in one input and in
+        those that vary with it. Requests may have any length up to the largest: they are padded to a size, and a mask
+        is made for `attention_mask` if they bring none. The largest size is captured while the model is loaded, the
+        others when requests first want them; with `capture="ahead"`, all while it is loaded.
+
         The module runs as after `eval()`, and the caller's module is not changed. Weights that are not converted or
         moved share memory with it: training it later changes the model's answers.
 
@@ -178,9 +188,27 @@ class Model:
         from paellapy.scheduler.models.torch_module import TorchOptions, torch_module
 
         options = TorchOptions(dtype, autocast, channels_last, compile)
-        made = torch_module(module, example_inputs, name, input_names, options, weights)
+        made = torch_module(module, example_inputs, name, input_names, options, weights, lengths)
         signature = made.signature
-        return cls(made.title, made.run, inputs=signature.inputs, outputs=signature.outputs, weights=made, **about)
+        if lengths is not None:
+            about.setdefault("capture", "on_demand")
+        model = cls(made.title, made.run, inputs=signature.inputs, outputs=signature.outputs, weights=made, **about)
+        if made.lengths is not None:
+            model.lengths, model.length = made.lengths, made.lengths.longest
+        return model
+
+    def at_length(self, size: int, placed: Arrays) -> Self:
+        """The model at one of its lengths, with the weights that it has on the device."""
+        assert self.lengths is not None
+        made = copy.copy(self)
+        made.name, made.length, made.base = f"{self.name}[{size}]", size, self.name
+        made.inputs = self.lengths.specs(self.inputs, self.lengths.inputs, size)
+        made.outputs = self.lengths.specs(self.outputs, self.lengths.outputs, size)
+        made.ranges = {key: spec for key, spec in made.inputs.items() if spec.has_range}
+        source: Any = self.source
+        made.source = source.at_length(made.inputs, made.outputs, placed)
+        made.fn = made.source.run
+        return made
 
     @classmethod
     def from_pretrained(
@@ -267,6 +295,12 @@ class Model:
         """
         keeps_state = self.source is not None and self.source.keeps_state
         return () if self.capture == "ahead" or keeps_state else self.batch[1:-1]
+
+    def open_shape(self, kind: str, key: str) -> list[int]:
+        """The shape of a request's tensor, with -1 where its extent varies; `kind`: "inputs" or "outputs"."""
+        specs, step = (self.takes, self.before) if kind == "inputs" else (self.gives, self.after)
+        fixed = self.lengths is None or step is not None
+        return list(specs[key].shape) if fixed else self.lengths.shape(kind, key, specs[key])  # type: ignore[union-attr]
 
     def preserved(self) -> contextlib.AbstractContextManager[None]:
         """A context in which runs of the function, made to load the model, leave the weights unchanged."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,12 +23,14 @@ from paellapy.instrument.device.base import Device
 from paellapy.scheduler.core.errors import CaptureError, ModelError
 from paellapy.scheduler.models import torch_capture
 from paellapy.scheduler.models.capture import Counting
+from paellapy.scheduler.models.lengths import Lengths, asked_lengths
 from paellapy.scheduler.models.sync_guard import answering_as_captured, refusing_to_wait, with_remedy
 from paellapy.scheduler.models.tensors import Arrays, TensorSpec, wrong
 from paellapy.scheduler.models.torch_cpu import Operation, count_operations, record_or_run
 from paellapy.scheduler.models.torch_state import Kept, Touched, find_touched, state_behind, watching
 from paellapy.scheduler.models.torch_tensors import (
     address_of,
+    as_array,
     as_bytes,
     as_tensor,
     by_name,
@@ -82,6 +85,7 @@ def torch_module(
     input_names: Sequence[str] | None = None,
     options: TorchOptions | None = None,
     weights: str | Path | None = None,
+    lengths: Any = None,
 ) -> TorchModule:
     """See `Model.from_torch`."""
     torch = needs_torch()
@@ -111,6 +115,10 @@ def torch_module(
     if options.dtype is not None:
         given = {key: t.to(options.dtype) if t.is_floating_point() else t for key, t in given.items()}
     given = {key: t[:1].to(home) for key, t in given.items()}
+    varying = None
+    if lengths is not None:
+        varying = Varying(torch, title, call, given, lengths, keywords)
+        given = varying.example(varying.sizes[-1])
     inputs = {key: TensorSpec(tuple(t.shape[1:]), numpy_dtype(torch, t.dtype)) for key, t in given.items()}
     made = TorchModule(title, call, Signature(inputs, {}, keywords), options)
     made.mapped = mapped
@@ -119,6 +127,9 @@ def torch_module(
     made.signature.outputs.update(outputs)
     for key, (low, high) in ranges.items():
         inputs[key] = TensorSpec(inputs[key].shape, inputs[key].dtype, low=low, high=high)
+    if varying is not None:
+        with made.preserved():
+            made.lengths = varying.found(made)
     return made
 
 
@@ -161,6 +172,8 @@ class TorchModule:
         self.touched = Touched([], [])  # by the run of the example
         self.drawn: dict[int, int] = {}  # by batch size, on a GPU: how far a run advances the random generator
         self.mapped: list[NDArray[Any]] = []  # weights that are a mapped file
+        self.lengths: Lengths | None = None
+        self.placed: Arrays | None = None  # by the same module at another length
 
     whole_batches = False
 
@@ -171,7 +184,7 @@ class TorchModule:
     @property
     def nbytes(self) -> int:
         torch = needs_torch()
-        if not isinstance(self._call, torch.nn.Module):
+        if not isinstance(self._call, torch.nn.Module) or self.placed is not None:
             return 0
         return total_bytes([*self._call.parameters(), *self._call.buffers()])
 
@@ -202,7 +215,9 @@ class TorchModule:
         return sum(isinstance(part, kinds) for part in parts)
 
     def place(self, model: str, device: Device) -> Arrays:
-        """The module on the device, shared by all instances and batch sizes."""
+        """The module on the device, shared by all instances, batch sizes and lengths."""
+        if self.placed is not None:
+            return dict(self.placed)
         torch = needs_torch()
         where = f"cuda:{device.index}" if device.name.startswith("cuda") else "cpu"  # type: ignore[attr-defined]
         if where != "cpu" and not torch.cuda.is_available():
@@ -236,6 +251,13 @@ class TorchModule:
         """Objects that a run changes, or may change: of a function, all that it can reach by name."""
         named = [] if isinstance(self._call, torch.nn.Module) else state_behind(torch, self._call)
         return [*named, *self.touched.changed]
+
+    def at_length(self, inputs: dict[str, TensorSpec], outputs: dict[str, TensorSpec], placed: Arrays) -> TorchModule:
+        """The module for tensors of another length, with the weights that it has on the device."""
+        made = copy.copy(self)
+        made.signature = replace(self.signature, inputs=inputs, outputs=outputs)
+        made.operations, made.drawn, made.placed = {}, {}, placed
+        return made
 
     def parts(self) -> list[Any]:
         """Storages, each once, in the order in which the example used them."""
@@ -347,6 +369,97 @@ def own_module(torch: Any, title: str, module: Any) -> Any:
         remedy = "call eval() on the module, move it to the device, and pass a function that calls it"
         why = f"its module cannot be copied ({type(e).__name__}: {e}); {remedy}"
         raise wrong(title, "module", module, why) from e
+
+
+# -- inputs whose length varies
+
+_PADDED_ALIKE = {2: 5e-2, 4: 2e-3, 8: 2e-3}  # difference ÷ largest value, by bytes of an element
+
+
+class Varying:
+    """Finds what follows from the length of a module's inputs, by runs of its example at several lengths."""
+
+    def __init__(
+        self, torch: Any, title: str, call: Any, given: dict[str, Any], lengths: Any, keywords: bool
+    ) -> None:
+        self._torch, self._title, self._call = torch, title, call
+        self.sizes, self._axes = asked_lengths(title, lengths, {key: tuple(t.shape) for key, t in given.items()})
+        forward = call.forward if isinstance(call, torch.nn.Module) else call
+        self._mask = next((key for key in self._axes if "mask" in key), None)
+        if self._mask is None and keywords and "attention_mask" in inspect.signature(forward).parameters:
+            self._mask = "attention_mask"
+            self._axes[self._mask] = -1
+            home = next(iter(given.values())).device
+            given = {**given, self._mask: torch.ones(1, self.sizes[-1], dtype=torch.int64, device=home)}
+        self._given = given
+
+    def example(self, length: int) -> dict[str, Any]:
+        """The example at a length: its elements again and again."""
+        torch, found = self._torch, dict(self._given)
+        for key, axis in self._axes.items():
+            t = found[key]
+            found[key] = t.index_select(axis, torch.arange(length, device=t.device) % t.shape[axis])
+        return found
+
+    def found(self, made: TorchModule) -> Lengths:
+        """The axes of outputs that follow the length. Raises ModelError if padding changes the answers."""
+        inputs, outputs, longest = made.signature.inputs, made.signature.outputs, self.sizes[-1]
+        pad = getattr(getattr(self._call, "config", None), "pad_token_id", None)
+        pads = {key: inputs[key].neutral for key in self._axes}
+        pads |= {key: pad for key in pads if isinstance(pad, int) and pad >= 0 and key.endswith("input_ids")}
+        size = self.sizes[0] if len(self.sizes) > 1 else max(1, longest // 2)
+        length = max(1, size - size // 3)
+        whole = self._random(inputs, size)
+        short = {key: t.narrow(self._axes[key], 0, length) if key in self._axes else t for key, t in whole.items()}
+        for key in self._axes:
+            whole[key].narrow(self._axes[key], length, size - length).fill_(pads[key] if key != self._mask else 0)
+        padded, wanted = (self._run(made, each) for each in (whole, short))
+        axes = {}
+        for key, spec in outputs.items():
+            shape = tuple(padded[key].shape[1:])
+            differ = [k - len(shape) for k, (a, b) in enumerate(zip(shape, spec.shape, strict=True)) if a != b]
+            if len(differ) > 1 or any(spec.shape[k] * n % longest for k in differ for n in self.sizes):
+                raise wrong(
+                    self._title, "lengths", (shape, spec.shape), f"output {key!r} has shape {shape} at length {size} "
+                    f"and {spec.shape} at {longest}; one extent may vary, in proportion to the length"
+                )  # fmt: skip
+            axes |= dict.fromkeys([key] if differ else [], differ[0] if differ else 0)
+        lengths = Lengths(self.sizes, dict(self._axes), axes, pads, self._mask)
+        cut = lengths.cut({key: as_array(self._torch, t) for key, t in padded.items()}, length, size)
+        for key, t in wanted.items():
+            self._check_alike(key, cut[key], as_array(self._torch, t))
+        return lengths
+
+    def _random(self, inputs: Mapping[str, TensorSpec], size: int) -> dict[str, Any]:
+        """Inputs with random values in their ranges, so that padding is not like them."""
+        found = {}
+        for key, t in self.example(size).items():
+            spec = inputs[key]
+            if key == self._mask:
+                t = self._torch.ones_like(t)
+            elif t.is_floating_point():
+                t = self._torch.randn_like(t)
+            elif spec.low is not None and spec.high is not None and spec.low < spec.high:
+                t = self._torch.randint_like(t, max(0, int(spec.low)), int(spec.high) + 1)
+            found[key] = t.clone()
+        return found
+
+    def _run(self, made: TorchModule, given: dict[str, Any]) -> dict[str, Any]:
+        torch, kind = self._torch, next(iter(given.values())).device.type
+        with torch.no_grad(), made.options.casting(torch, kind), answering_as_captured(torch):
+            return made.signature.name_results(made.signature.call(self._call, made.options.arrange(torch, given)))
+
+    def _check_alike(self, key: str, cut: NDArray[Any], wanted: NDArray[Any]) -> None:
+        alike = cut.shape == wanted.shape
+        if alike and cut.size and cut.dtype.kind not in "iub":
+            a, b = cut.astype(np.float32), wanted.astype(np.float32)
+            alike = np.abs(a - b).max() <= _PADDED_ALIKE.get(cut.dtype.itemsize, 5e-2) * max(np.abs(b).max(), 1e-6)
+        if not alike:
+            raise wrong(
+                self._title, "lengths", key, f"padding changes its output {key!r}, so requests of different lengths "
+                "cannot share a size: give the module a mask of what is padding, as an example input whose name has "
+                '"mask", or take as its outputs what does not depend on padding'
+            )  # fmt: skip
 
 
 # -- inputs and outputs by name

@@ -103,6 +103,7 @@ def describe_model(entry: Entry, loaded: LoadedModel) -> dict[str, Any]:
         "takes": told_specs(model.takes),
         "gives": told_specs(model.gives),
         "steps": [model.before is not None, model.after is not None],
+        "lengths": None if model.lengths is None else asdict(model.lengths),
         "batch": list(model.batch),
         "target_ms": model.target_ms,
         "priority": model.priority,

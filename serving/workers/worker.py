@@ -22,6 +22,7 @@ from paellapy.scheduler.core.errors import EngineAwayError
 from paellapy.scheduler.core.processes import SharedBlock
 from paellapy.scheduler.core.state import Limits
 from paellapy.scheduler.engine.remote import AWAY, Link, RemoteEngine, RemoteModel
+from paellapy.scheduler.models.lengths import Lengths
 from paellapy.scheduler.models.memory import InstancePlan
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.policies.policy import Policy
@@ -160,6 +161,9 @@ def _model(name: str, told: dict[str, Any], descriptors: list[int]) -> RemoteMod
         share=told["share"],
         instances=len(told["instances"]),
     )
+    if told["lengths"] is not None:
+        model.lengths = Lengths(**{**told["lengths"], "sizes": tuple(told["lengths"]["sizes"])})
+        model.length = model.lengths.longest
     blocks = [SharedBlock.of(fd) for fd in descriptors]
     for block in blocks:
         block.close_descriptor()

@@ -49,13 +49,13 @@ class Lost:
 
     errors = (SuspectError("lost", (7,), 2, 5), EngineFailedError("lost"), SuspectError("lost", (9,), 2, 5))
 
-    def result(self, entry):
+    def result(self, entry, length):
         return self.errors[entry]
 
 
 def test_items_of_one_request_are_not_others_beside_it_when_the_gpu_fails():
     told = []
-    call = Call(Lost(), None, 3, SimpleNamespace(failed=told.append))
+    call = Call(Lost(), 3, 0, SimpleNamespace(failed=told.append))
     for k in (2, 0, 1):
         assert not told
         call.finish(k, k)
@@ -65,7 +65,7 @@ def test_items_of_one_request_are_not_others_beside_it_when_the_gpu_fails():
 
 def test_items_that_were_on_the_gpu_are_told_if_the_process_ends_before_the_others_are():
     told = []
-    call = Call(Lost(), None, 3, SimpleNamespace(failed=told.append))
+    call = Call(Lost(), 3, 0, SimpleNamespace(failed=told.append))
     call.finish(0, 0)
     call.fail(EngineAwayError("gone"))
     assert told[0].digests == (7,)
