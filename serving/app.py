@@ -18,6 +18,7 @@ from paellapy.scheduler.engine.engine import Engine
 from paellapy.serving.access import CLIENT, CLIENT_HEADER, Access, Key
 from paellapy.serving.admission import Mode
 from paellapy.serving.dashboard_routes import add_dashboard
+from paellapy.serving.embeddings import add_embeddings
 from paellapy.serving.errors import NUMBER, SERVER, error_response, sign
 from paellapy.serving.generation import add_generation
 from paellapy.serving.limits import DEFAULTS, ConnectionLimits
@@ -80,6 +81,7 @@ def create_app(
     app.on_response_prepare.append(sign)
     add_routes(app)
     add_generation(app)
+    add_embeddings(app)
     add_metrics(app)
     add_docs(app)
     add_outlook(app)

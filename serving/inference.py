@@ -92,8 +92,7 @@ class Inference(ABC):
             if len(body) > PIECE_BYTES and len(split(memoryview(body), header_length)[0]) > PIECE_BYTES:
                 self._start_slowly(model, body, header_length)
                 return
-            self._request = decode(model, body, header_length, as_bytes=not model.has_steps)
-            self._submit(model, self._request)
+            self.submit(model, decode(model, body, header_length, as_bytes=not model.has_steps))
         except Exception as e:
             self.fail(e)
 
@@ -117,16 +116,17 @@ class Inference(ABC):
                 self.fail(error)
                 return
             try:
-                self._request = future.result()
-                self._submit(model, self._request)
+                self.submit(model, future.result())
             except Exception as e:
                 self.fail(e)
 
         loop = asyncio.get_running_loop()
         loop.run_in_executor(_reading, read).add_done_callback(decoded)
 
-    def _submit(self, model: Model, request: Request) -> None:
+    def submit(self, model: Model, request: Request) -> None:
+        """Submits a request that fits the model to the engine."""
         service = self.service
+        self._model, self._request = model, request
         deadline_ms = None if request.timeout_us is None else request.timeout_us * 1e-3
         row = service.registry.entries[self.name].row
         client = self.client or None
@@ -178,11 +178,15 @@ class Inference(ABC):
     def _answer(self, pieces: Pieces, json_length: int | None) -> None:
         if self.over:
             return
+        self.succeed()
+        self.answered(pieces, json_length)
+
+    def succeed(self) -> None:
+        """Ends the request, whose answer follows."""
         self._end(in_time_or_late=True)
         if self._suspected:
             self.service.quarantine.clear(self._suspected)
         self.service.counters.of(self.name).note_answer(time.monotonic_ns() - self.started_ns)
-        self.answered(pieces, json_length)
 
     def failed(self, error: Exception) -> None:
         if isinstance(error, UnknownModelError):

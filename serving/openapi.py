@@ -60,6 +60,8 @@ _PATHS: tuple[tuple[str, str, str, str, bool], ...] = (
     ("/v2/repository/index", "post", "Configured models", 'Body: {} or {"ready": true}.', True),
     ("/v2/repository/models/{model}/load", "post", "Load a model", "Only configured models can be loaded.", True),
     ("/v2/repository/models/{model}/unload", "post", "Unload a model", "Requests in flight finish first.", True),
+    ("/v1/embeddings", "post", "Vectors of texts", "As OpenAI's API: model, input, encoding_format, dimensions.", True),
+    ("/v1/rerank", "post", "Scores of documents", "model, query, documents, top_n, return_documents.", True),
     ("/v2/outlook", "get", "Queue and predictions", "For routers; ?every_ms=5 streams a line every 5 ms.", False),
     ("/v1/models", "get", "Language models", "As OpenAI's clients expect; /openai/v1 has the same addresses.", False),
     ("/v1/models/{model}", "get", "A language model", "", False),

@@ -109,5 +109,6 @@ def _with_whole(digests: Sequence[int]) -> Sequence[int]:
 
 
 def _digests(model: Model, inputs: dict[str, Any], items: int) -> Iterator[int]:
+    names = model.takes if model.takes.keys() == inputs.keys() else model.inputs
     for k in range(items):
-        yield digest_of(model.name, {key: inputs[key][k] for key in model.takes})
+        yield digest_of(model.name, {key: inputs[key][k] for key in names})

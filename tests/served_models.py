@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import threading
 from pathlib import Path
 
+from encoder_families import encoder
 from engine_models import lookup_model, lose_the_gpu_on_faults, scale_model
 from serving_server import echo_model
-from step_functions import GIVES, TAKES, read, say
+from step_functions import GIVES, TAKES, count, read, say
 
 from paellapy import demo
-from paellapy.scheduler.models.model import Model
+from paellapy.scheduler.models.model import Model, TensorSpec
 from paellapy.serving.tensors import DTYPES
 
 SMALL = ("BOOL", "UINT8", "UINT16", "INT8", "INT16", "FP16", "BF16")
@@ -63,5 +65,18 @@ def endless() -> None:
 
 
 def words() -> list[Model]:
-    """Takes a text of numbers, and says their doubles."""
-    return [scale_model("words", batch=(1, 4), before=read, after=say, takes=TAKES, gives=GIVES)]
+    """Takes a text of numbers, and says their doubles; and one that gives them as an encoder does."""
+    gives = {"embedding": TensorSpec(64), "tokens": "int64"}
+    vector = scale_model("vector", batch=(1, 4), before=read, takes=TAKES, after=count, gives=gives)
+    vector.task = {"kind": "embedding", "inputs": ["x"], "length": 64, "pad": 0}
+    return [scale_model("words", batch=(1, 4), before=read, after=say, takes=TAKES, gives=GIVES), vector]
+
+
+def encoders() -> list[Model]:
+    """An encoder and a reranker with random weights."""
+    made = []
+    for head, name in (("Model", "embed"), ("ForSequenceClassification", "rank")):
+        with tempfile.TemporaryDirectory() as folder:
+            encoder("Bert", Path(folder), head, num_labels=1)
+            made.append(Model.from_pretrained(folder, name=name, length=16, batch=(1, 4)))
+    return [*made, scale_model(batch=(1, 4))]

@@ -33,5 +33,9 @@ def say(y: Any) -> dict[str, Any]:
     return {"total": np.float32(y.sum()), "words": words, "raw": b"\xff" + y.tobytes()}
 
 
+def count(y: Any) -> dict[str, Any]:
+    return {"embedding": y, "tokens": np.int64(np.count_nonzero(y))}
+
+
 TAKES = {"text": str}
 GIVES = {"total": "float32", "words": str, "raw": bytes}

@@ -232,6 +232,9 @@ class Call:
             self._caller.done(self._results)
 
 
+AT_ONCE = 32  # items of one request; beginning more in one turn of the event loop would keep others waiting
+
+
 class StepsCall:
     """A request of a model with functions before or after it. Its items are answered together."""
 
@@ -244,9 +247,16 @@ class StepsCall:
         self._task = asyncio.create_task(self._run(client, loaded, each, terms))
 
     async def _run(self, client: RequestClient, loaded: Loaded, items: list[dict[str, Any]], terms: Terms) -> None:
-        tasks = [asyncio.create_task(client.infer_with_steps(loaded, item, terms)) for item in items]
+        answers: list[dict[str, Any]] = [{}] * len(items)
+        left = iter(enumerate(items))
+
+        async def some() -> None:
+            for k, item in left:
+                answers[k] = await client.infer_with_steps(loaded, item, terms)
+
+        tasks = [asyncio.create_task(some()) for _ in range(min(len(items), AT_ONCE))]
         try:
-            answers = await asyncio.gather(*tasks)
+            await asyncio.gather(*tasks)
             outputs = {key: stacked(spec, [each[key] for each in answers]) for key, spec in loaded.model.gives.items()}
         except Exception as e:
             if not self.over:

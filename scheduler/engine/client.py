@@ -552,7 +552,9 @@ class RequestClient:
             raise
 
     async def infer_with_steps(self, loaded: Loaded, values: Mapping[str, Any], terms: Terms) -> dict[str, Any]:
-        """Runs one request that has what the model takes, with the functions before and after the model."""
+        """Runs one request with the functions before and after the model. It has what the model takes, or the model's
+        own inputs.
+        """
         model: Model = loaded.model
         deadline_ns = terms[3]
         left_s = None if deadline_ns == codes.NEVER else max(0.0, (deadline_ns - time.monotonic_ns()) * 1e-9)
@@ -560,9 +562,9 @@ class RequestClient:
         with steps.request():
             try:
                 async with asyncio.timeout(left_s):
-                    if model.before is not None:
+                    if model.before is not None and values.keys() == model.takes.keys():
                         values = await steps.run("before", values, deadline_ns)
-                        check_ranges(model, values)
+                    check_ranges(model, values)
                     outputs = await self._run(loaded, values, terms)
                     return outputs if model.after is None else await steps.run("after", outputs, deadline_ns)
             except DeadlineError:

@@ -28,7 +28,7 @@ class TextCodec:
 
     @property
     def vocabulary(self) -> int:
-        return self.tokenizer.get_vocab_size()
+        return int(self.tokenizer.get_vocab_size())
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, with those that the tokenizer puts around it."""

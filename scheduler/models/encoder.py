@@ -258,7 +258,7 @@ class Embedder(torch.nn.Module):
         x = self.inner(**inputs).last_hidden_state
         for part in self.parts:
             x = part(x, inputs["attention_mask"])
-        return {"embedding": x.float()}
+        return {"embedding": x.float(), "tokens": inputs["attention_mask"].sum(1)}
 
 
 class Scorer(torch.nn.Module):
@@ -277,4 +277,5 @@ class Scorer(torch.nn.Module):
         self.inner, self.activation = inner, _activation(folder, name)
 
     def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
-        return {"score": self.activation(self.inner(**inputs).logits.float()).squeeze(-1)}
+        score = self.activation(self.inner(**inputs).logits.float()).squeeze(-1)
+        return {"score": score, "tokens": inputs["attention_mask"].sum(1)}

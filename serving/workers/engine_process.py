@@ -102,6 +102,7 @@ def describe_model(entry: Entry, loaded: LoadedModel) -> dict[str, Any]:
         "outputs": told_specs(model.outputs),
         "takes": told_specs(model.takes),
         "gives": told_specs(model.gives),
+        "task": model.task,
         "steps": [model.before is not None, model.after is not None],
         "lengths": None if model.lengths is None else asdict(model.lengths),
         "batch": list(model.batch),

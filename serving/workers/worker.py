@@ -164,6 +164,7 @@ def _model(name: str, told: dict[str, Any], descriptors: list[int]) -> RemoteMod
     if told["lengths"] is not None:
         model.lengths = Lengths(**{**told["lengths"], "sizes": tuple(told["lengths"]["sizes"])})
         model.length = model.lengths.longest
+    model.task = told["task"]
     blocks = [SharedBlock.of(fd) for fd in descriptors]
     for block in blocks:
         block.close_descriptor()

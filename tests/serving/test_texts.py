@@ -120,6 +120,13 @@ def test_metadata_and_configuration_name_what_requests_have(server):
     assert ask(server, "GET", f"{PATH}/config")[2]["input"][0]["data_type"] == "TYPE_STRING"
 
 
+def test_vectors_of_texts(server):
+    body = json.dumps({"model": "vector", "input": ["1 2", "3"]}).encode()
+    status, _, found = ask(server, "POST", "/v1/embeddings", body)
+    assert (status, found["usage"]["prompt_tokens"]) == (200, 3)
+    assert [each["embedding"][:3] for each in found["data"]] == [[2.0, 4.0, 0.0], [6.0, 0.0, 0.0]]
+
+
 SETTINGS = """
 [[models]]
 factory = "served_models:plain"
@@ -136,7 +143,7 @@ def test_settings_give_a_model_its_functions(tmp_path):
     file = tmp_path / "settings.toml"
     file.write_text(SETTINGS)
     (entry,) = build_entries(*load_config(file))
-    model, (same,) = entry.make(), words()
+    model, same = entry.make(), words()[0]
     assert (model.takes, model.gives, model.workers, model.processes) == (same.takes, same.gives, 3, True)
     assert (model.before, model.after) == (same.before, same.after)
 
