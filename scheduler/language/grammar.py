@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from paellapy.scheduler.core.errors import InputError
-from paellapy.scheduler.language.config import LanguageModelError
 from paellapy.scheduler.language.text import TextCodec
+from paellapy.scheduler.models.model_folder import LanguageModelError
 
 _LAYOUT = {"whitespace_pattern": "[ \\n]?"}  # small models would otherwise write blanks without end
 

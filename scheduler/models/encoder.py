@@ -112,7 +112,8 @@ def _load(folder: Path, kind: str) -> Any:
         raise LanguageModelError(said, path=folder, field="transformers") from None
     known = transformers.AutoModel if kind == EMBEDDING else transformers.AutoModelForSequenceClassification
     shows = transformers.utils.logging.is_progress_bar_enabled()
-    transformers.utils.logging.disable_progress_bar()
+    logging: Any = transformers.utils.logging
+    logging.disable_progress_bar()
     try:
         # Neither code nor pickles of a folder are run
         safely = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
@@ -122,7 +123,7 @@ def _load(folder: Path, kind: str) -> Any:
         raise LanguageModelError(f"{said}: give the folder of an encoder with *.safetensors", path=folder) from e
     finally:
         if shows:
-            transformers.utils.logging.enable_progress_bar()
+            logging.enable_progress_bar()
 
 
 def _limits(folder: Path, inner: Path, config: Mapping[str, Any]) -> tuple[bool, int]:
@@ -185,7 +186,7 @@ _POOLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 _OLDER = ("cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
 
 
-class Pooling(torch.nn.Module):
+class Pooling(torch.nn.Module):  # type: ignore[misc]
     """One vector from those of the tokens."""
 
     def __init__(self, folder: Path) -> None:
@@ -208,7 +209,7 @@ class Pooling(torch.nn.Module):
         return torch.cat([_POOLINGS[name](x.float(), mask) for name in self.modes], 1)
 
 
-class Dense(torch.nn.Module):
+class Dense(torch.nn.Module):  # type: ignore[misc]
     """A layer behind the pooling."""
 
     def __init__(self, folder: Path) -> None:
@@ -220,10 +221,10 @@ class Dense(torch.nn.Module):
         self.activation = _activation(folder, about.get("activation_function", "Tanh"))
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self.activation(self.linear(x.to(self.linear.weight.dtype)))  # type: ignore[no-any-return]
+        return self.activation(self.linear(x.to(self.linear.weight.dtype)))
 
 
-class Normalize(torch.nn.Module):
+class Normalize(torch.nn.Module):  # type: ignore[misc]
     """Vectors of length one."""
 
     def __init__(self, folder: Path) -> None:
@@ -244,10 +245,10 @@ def _activation(folder: Path, name: str) -> torch.nn.Module:
             f"{folder}: the activation {name} is not supported; supported are {', '.join(_ACTIVATIONS)}", path=folder,
             field="activation_function", given=name, limit=list(_ACTIVATIONS),
         )  # fmt: skip
-    return getattr(torch.nn, name)()  # type: ignore[no-any-return]
+    return getattr(torch.nn, name)()
 
 
-class Embedder(torch.nn.Module):
+class Embedder(torch.nn.Module):  # type: ignore[misc]
     """An encoder, and the parts that make one vector of its result."""
 
     def __init__(self, inner: torch.nn.Module, parts: Sequence[torch.nn.Module]) -> None:
@@ -261,7 +262,7 @@ class Embedder(torch.nn.Module):
         return {"embedding": x.float(), "tokens": inputs["attention_mask"].sum(1)}
 
 
-class Scorer(torch.nn.Module):
+class Scorer(torch.nn.Module):  # type: ignore[misc]
     """A classifier of one class: how well two texts match."""
 
     def __init__(self, folder: Path, inner: torch.nn.Module, config: Mapping[str, Any]) -> None:
