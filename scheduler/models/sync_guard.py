@@ -37,7 +37,7 @@ _DECIDES = (
     "unique_consecutive", "bincount",
 )  # fmt: skip
 _WAITING = "waits for the GPU"
-_CHOOSES = re.compile("mask|size|shape|grid|len")  # in the name of an input: modules read such inputs
+_SIZES = re.compile("size|shape|grid|length")  # in the name of an input: modules read such inputs on the host
 _AFTER_S = 10.0  # an operation that began before the end warns when it is over
 _lock = threading.Lock()  # guards the following two, and the list of filters against our own threads
 _refusing: dict[int, int] = {}  # threads in which waits are errors now, and how often each began
@@ -141,14 +141,18 @@ def with_remedy(error: CaptureError, module: Any, dtype: Any, inputs: Iterable[s
     line = linecache.getline(path, int(number)) if number.isdigit() else ""
     words = Path(path).name + line
     experts = any(word in words for word in ("moe", "expert", "grouped_mm"))
-    found = [] if experts else [f"a function that fixes the input {name}" for name in inputs if _CHOOSES.search(name)]
+    found = []
+    if line.lstrip().startswith("assert "):
+        found.append("python -O, which leaves assertions out")
     if experts and "bfloat16" not in str(dtype):
         found.append("dtype=torch.bfloat16, for which PyTorch has a product of all experts")
     if experts and hasattr(module, "set_experts_implementation"):
         found.append('set_experts_implementation("batched_mm") on the module')
-    elif hasattr(module, "set_attn_implementation") and ("mask" in words or "attn" in words):
-        found.insert(0, 'set_attn_implementation("eager") on the module')
+    if hasattr(module, "set_attn_implementation") and any(word in words for word in ("masking", "flash", "sdpa")):
+        found.append('set_attn_implementation("eager") on the module')
+    found += [f"a function that passes {name} as a constant on the CPU" for name in inputs if _SIZES.search(name)]
     found.append("a model that ends before this line; compute the rest from its outputs")
+    found.append("engine.lease(), under which code runs that is not captured")
     return CaptureError(f"{error}. Try: {'; or '.join(found)}", **{**error.__dict__, "remedies": found})
 
 

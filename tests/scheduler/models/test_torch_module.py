@@ -267,28 +267,30 @@ def test_what_would_wait_for_a_gpu_is_refused_with_the_line_without_one(engine, 
 
 
 class Layer(torch.nn.Linear):
-    """With the settings of a library's model, and a step of its experts or of its attention that waits."""
+    """With the settings of a library's model, and a line that waits."""
 
-    def __init__(self, experts: bool) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__(4, 4)
-        self.experts, self.set_attn_implementation = experts, print
-        self.set_experts_implementation = print
+        self.kind, self.set_attn_implementation, self.set_experts_implementation = kind, print, print
 
-    def forward(self, x, mask):
-        of_experts = of_attn = super().forward(x)
-        if self.experts:
-            return of_experts.sum().item() * x
-        return of_attn.sum().item() * x
+    def forward(self, x, sizes):
+        if self.kind == "experts":
+            return x * super().forward(x).sum().item()  # an expert
+        if self.kind == "sdpa":
+            return x * super().forward(x).sum().item()  # sdpa
+        assert super().forward(x).sum().item() < 1e9
+        return x
 
 
-@pytest.mark.parametrize(("experts", "words"), [
-    (True, ["dtype=torch.bfloat16", "set_experts_implementation", "ends before"]),
-    (False, ["set_attn_implementation", "input mask", "ends before"]),
+@pytest.mark.parametrize(("kind", "words"), [
+    ("experts", ["dtype=torch.bfloat16", "set_experts_implementation", "sizes", "ends before", "lease"]),
+    ("sdpa", ["set_attn_implementation", "sizes", "ends before", "lease"]),
+    ("assertion", ["python -O", "sizes", "ends before", "lease"]),
 ])  # fmt: skip
-def test_a_refused_wait_comes_with_what_to_do_about_it(engine, experts, words):
-    example = {"x": torch.ones(1, 4), "mask": torch.ones(1, 4)}
+def test_a_refused_wait_comes_with_what_to_do_about_it(engine, kind, words):
+    example = {"x": torch.ones(1, 4), "sizes": torch.ones(1, 4)}
     with pytest.raises(CaptureError) as caught:
-        engine.load(pp.Model.from_torch(Layer(experts), example, batch=(1,)))
+        engine.load(pp.Model.from_torch(Layer(kind), example, batch=(1,)))
     found = caught.value.remedies
     assert len(found) == len(words)
     assert all(word in remedy for word, remedy in zip(words, found, strict=True))
