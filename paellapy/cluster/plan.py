@@ -20,10 +20,10 @@ import numpy as np
 
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.profiles import ModelProfile
-from paellapy.scheduler.core.values import Rule, check_values, integer, number
-from paellapy.scheduler.sim.cluster import simulate_cluster
+from paellapy.scheduler.core.values import Rule, check_values, integer, number, or_none
+from paellapy.scheduler.sim.cluster import PLACEMENT, simulate_cluster
 from paellapy.scheduler.sim.simulate import checked_models
-from paellapy.scheduler.sim.workload import MOST_SIGMA, Lognormal
+from paellapy.scheduler.sim.workload import MOST_SIGMA, SEED, Lognormal
 
 Placement = tuple[tuple[str, ...], ...]
 
@@ -64,6 +64,13 @@ _OF_FLEET = {
 }
 
 
+_OF_PLAN = {
+    "current": or_none(PLACEMENT),
+    "seed": SEED,
+    "sure": number(0, above=True, infinite=True),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Fleet:
     """The GPUs and the load on them. Rates are in requests per second; memory is that of a model's weights."""
@@ -78,7 +85,8 @@ class Fleet:
 
     def __post_init__(self) -> None:
         check_values(self, _OF_FLEET, PlanError)
-        names = [each.name for each in checked_models(self.profiles, "profiles")]
+        object.__setattr__(self, "profiles", checked_models(self.profiles, "profiles"))
+        names = [each.name for each in self.profiles]
         for what in (self.rates, self.memory_gb):
             if unknown := sorted(set(what) - set(names)):
                 said = f"there is no profile of {', '.join(unknown)}"
@@ -142,6 +150,7 @@ def plan(fleet: Fleet, current: Placement | None = None, seed: int = 0, sure: fl
     >>> found.attainment > 0.9
     True
     """
+    check_values({"current": current, "seed": seed, "sure": sure}, _OF_PLAN, PlanError)
     best = _best_at_a_glance(fleet, seed).placement
     if current is not None and len(current) == fleet.gpus and _holds_all(fleet, current):
         kept, other = (_glance(fleet, each, seed, times=4).attainment for each in (current, best))

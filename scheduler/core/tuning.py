@@ -41,7 +41,7 @@ class Number:
 
 
 _NUMBER = number(0)
-_WHOLE = Rule(lambda value: _NUMBER.fits(value) and value == int(value), "an integer of at least 0")
+_WHOLE = Rule(lambda value: _NUMBER.fits(value) and value == int(value) <= 1 << 62, "an integer from 0 to 2⁶²")
 
 
 def _number(meaning: str, *, whole: bool = False) -> Any:
@@ -134,6 +134,7 @@ class Tuning:
         """
         if isinstance(changes, Tuning):
             return changes
+        check_values({"part": part}, {"part": Rule(lambda given: isinstance(given, str), "a GPU's name")}, TuningError)
         name = part.removeprefix("virtual:").lower()
         measured_on = name if _path(name).is_file() else MEASURED_ON
         numbers: dict[str, Any] = {each.name: each.value for each in _read(measured_on).values()}

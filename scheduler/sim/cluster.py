@@ -110,13 +110,15 @@ def _list_of(kind: type) -> Rule:
     )
 
 
+PLACEMENT = Rule(
+    lambda given: isinstance(given, Sequence)
+    and all(isinstance(each, Sequence | Set) and not isinstance(each, str) for each in given),
+    "one list of models for each GPU",
+)
 _OPTIONS = {
     "gpus": integer(1, MOST_GPUS),
     "router": one_of(*ROUTINGS),
-    "placement": or_none(Rule(
-        lambda given: isinstance(given, Sequence) and all(isinstance(each, Sequence | Set) for each in given),
-        "one list of models for each GPU",
-    )),
+    "placement": or_none(PLACEMENT),
     "stale_ms": number(0.01, 1000),
     "speeds": Rule(
         lambda given: isinstance(given, list | tuple) and bool(given) and all(map(_FACTOR.fits, given)),

@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from paellapy.instrument.gpu_model.parts import part
 from paellapy.scheduler.core.errors import ProfileError
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile, load_profiles
+from paellapy.scheduler.core.values import Rule, check_values, number, or_none
 
 # By model: its proportion in Paella's figure 11, and its time alone at batch 1 in µs.
 _MODELS = {
@@ -63,6 +65,21 @@ def _curve(name: str, batch: int) -> tuple[float, float]:
     return ALONE_US[name] * sum(ratios) / len(ratios), sum(shares) / len(shares)
 
 
+def _some_of(kind: type, known: Sequence[Any]) -> Rule:
+    def fits(given: Any) -> bool:
+        some = isinstance(given, Sequence) and not isinstance(given, str | bytes) and len(given) > 0
+        return some and all(isinstance(each, kind) and not isinstance(each, bool) and each in known for each in given)
+
+    return Rule(fits, f"a list of some of {', '.join(map(str, known))}")
+
+
+_OF_MIX = {
+    "batch": _some_of(int, SIZES),
+    "target": or_none(number(0, 1e6, above=True)),
+    "names": _some_of(str, tuple(_MODELS)),
+}
+
+
 def mix_profiles(
     batch: Sequence[int] = (1,), *, instances: int = 16, target: float | None = 4.0, names: Sequence[str] = tuple(MIX)
 ) -> list[ModelProfile]:
@@ -71,10 +88,7 @@ def mix_profiles(
     >>> [round(m.alone_ns() / 1e3) for m in mix_profiles(names=["resnet18", "googlenet"])]
     [340, 1005]
     """
-    unknown = [size for size in batch if size not in SIZES]
-    if unknown:
-        text = f"the mix was not measured at batch size {unknown[0]}: choose among {', '.join(map(str, SIZES))}"
-        raise ProfileError(text, field="batch", given=unknown[0])
+    check_values({"batch": batch, "target": target, "names": names}, _OF_MIX, ProfileError)
     gpu = part("h200")
     slots = gpu.sms * gpu.sm.warps / BLOCK_WARPS
     profiles = []

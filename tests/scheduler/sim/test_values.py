@@ -7,9 +7,14 @@ from dataclasses import fields
 
 import pytest
 
+import paellapy as pp
+from paellapy.cluster.plan import Fleet, plan
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
+from paellapy.scheduler.core.tenants import Tenant
+from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.sim.cluster import ClusterOptions, Failure, Straggler, simulate_cluster
+from paellapy.scheduler.sim.recorded_profiles import mix_profiles, training_profiles
 from paellapy.scheduler.sim.simulate import SimulationOptions, simulate
 from paellapy.scheduler.sim.tune import tune
 from paellapy.scheduler.sim.workload import Background, ClosedLoop, Lognormal, Poisson, TraceWorkload
@@ -29,6 +34,15 @@ def run(workload=LOAD, models=NET, policy="fifo", **options):
 
 def cluster(profiles=NET, workload=LOAD, gpus=1, **options):
     return simulate_cluster(profiles, workload, gpus, **options)
+
+
+def fleet(**options):
+    given = {"profiles": NET, "rates": {"net": 100}, "gpus": 1, "memory_gb": {"net": 1}, "gpu_gb": 2} | options
+    return Fleet(**given)
+
+
+def tenant(**options):
+    return run(Poisson(1000, "net", duration=0.002, client="alice"), tenants={"alice": options})
 
 
 def names(kind, *more):
@@ -60,6 +74,13 @@ DOORS = {
         ["models", "rates", "gpus", "policy", "device", "iterations", "patience", "seconds", "sigma", "seed"],
     ),
     "rates": (lambda **k: tune(NET, k, seconds=0.002, iterations=1), ["net"]),
+    "pp.simulate": (lambda **k: pp.simulate(**{"models": NET, "workload": LOAD} | k), ["models", "workload", "trace"]),
+    "mix_profiles": (mix_profiles, ["batch", "instances", "target", "names"]),
+    "training_profiles": (lambda names: training_profiles(names), ["names"]),
+    "Tenant": (tenant, names(Tenant)),
+    "tuning": (lambda **k: run(tuning=k), ["demand_limit", "short_job_segments"]),
+    "Tuning": (lambda part: Tuning.for_part(part), ["part"]),
+    "Fleet": (fleet, names(Fleet)),
 }
 
 
@@ -75,6 +96,14 @@ def test_a_value_is_used_or_refused_in_one_line_with_its_field(door):
                 assert getattr(refused, "field", None) or getattr(refused, "name", None), (argument, value)
                 assert "\n" not in str(refused)
                 assert len(str(refused)) < 500
+
+
+@pytest.mark.parametrize(
+    ("argument", "values"), [("current", [3, "ab", [1]]), ("seed", [-1, 1.5, "x"]), ("sure", [0, -1, math.nan, "x"])]
+)
+def test_a_plan_refuses_its_arguments_before_it_simulates(argument, values):
+    for value in [*NEVER_VALID, *values]:
+        assert refusal(lambda **k: plan(fleet(), **k), argument, value).field == argument
 
 
 def refusal(call, argument, value):
