@@ -42,7 +42,7 @@ from paellapy.scheduler.engine.loaded_models import LoadedModels
 from paellapy.scheduler.engine.loading import Loader, check_quantum, install_partitions
 from paellapy.scheduler.engine.stats import CompletionLog, GpuUse, core_stats, loaded_stats, occupancy
 from paellapy.scheduler.engine.steps import StepPools
-from paellapy.scheduler.engine.trace import trace_engine
+from paellapy.scheduler.engine.trace import TracedText, trace_engine
 from paellapy.scheduler.engine.weight_cache import WeightCache
 from paellapy.scheduler.models.memory import MemoryPlan
 from paellapy.scheduler.models.model import Model
@@ -490,7 +490,10 @@ class Engine:
     def trace(self, records_per_sm: int = 1 << 14) -> trace_engine:
         """Context manager: records all requests, segments and blocks that run inside it, on one clock."""
         self.core.check_open()
-        return trace_engine(self.core, self.loaded_models.lock, self._completions, records_per_sm)
+        return trace_engine(self.core, self.loaded_models.lock, self._completions, records_per_sm, self._texts_since)
+
+    def _texts_since(self, ns: int) -> Sequence[TracedText]:
+        return () if self._generators is None else self._generators.texts_since(ns)
 
     @property
     def failure(self) -> BaseException | None:

@@ -40,6 +40,7 @@ from paellapy.scheduler.core.values import shortened
 from paellapy.scheduler.engine.client import Outputs, Request, RequestClient, Slot, request_rank, request_times
 from paellapy.scheduler.engine.loaded_models import LoadedModels
 from paellapy.scheduler.engine.ring_client import Waiter, is_running
+from paellapy.scheduler.engine.trace import TracedText
 from paellapy.scheduler.language.batcher import Batch, Batcher, Chunk, Sequence
 from paellapy.scheduler.language.decoder import tile_tokens
 from paellapy.scheduler.language.model import ChunkLayout, LanguageModel, state_of, write_rows
@@ -56,6 +57,7 @@ _MOST_WAITING = 4096  # texts that have not begun
 _RETRY_S = 0.001  # until a step that found the engine full is submitted again
 
 _RECENT = 16  # chunks
+_REMEMBERED = 1024  # texts that have ended
 
 _SAMPLING = frozenset(each.name for each in fields(Sampling))
 
@@ -77,7 +79,7 @@ class _Stream:
         self.sequence, self.text = sequence, text
         sequence.owner = self
         self.began_ns, self.deadline_ns = began_ns, deadline_ns
-        self.first_ns = self.last_ns = 0  # when its first and its latest token were there
+        self.token_ns: list[int] = []  # when each token was there
         self.pieces: deque[Piece] = deque()
         self.finish: str | None = None
         self.guide: Guide | None = None  # if the text has a form
@@ -145,7 +147,7 @@ class Generation:
     def ttft_ms(self) -> float | None:
         """Time from the request to its first token; None before it is there."""
         stream = self._stream
-        return (stream.first_ns - stream.began_ns) * 1e-6 if stream.first_ns else None
+        return (stream.token_ns[0] - stream.began_ns) * 1e-6 if stream.token_ns else None
 
     def cancel(self) -> None:
         """Ends the text at the next step. Pieces that are there can still be read."""
@@ -254,6 +256,7 @@ class Generator:
         self._coming: deque[_Stream] = deque()
         self._leaving: deque[_Stream] = deque()
         self._streams: set[_Stream] = set()
+        self._ended: deque[_Stream] = deque(maxlen=_REMEMBERED)  # for traces
         self._deadlines: list[tuple[int, int, _Stream]] = []  # of texts that may not have begun; a heap
         self._numbers = itertools.count()
         self._chunks: deque[_Step] = deque()  # in flight, in order
@@ -315,6 +318,14 @@ class Generator:
         self._closing = why
         self._waiter.set()
         self._thread.join()
+
+    def texts_since(self, ns: int) -> list[TracedText]:
+        """The texts that had a token since then, of those that are remembered."""
+        return [
+            TracedText(self.model.name, each.began_ns, tuple(each.token_ns), each.sequence.priority)
+            for each in dict.fromkeys((*self._ended, *self._streams))
+            if each.token_ns and each.token_ns[-1] >= ns
+        ]
 
     def now(self) -> dict[str, Any]:
         """Counts so far."""
@@ -398,7 +409,7 @@ class Generator:
                     heapq.heappush(self._deadlines, (stream.deadline_ns, next(self._numbers), stream))
         while self._deadlines and self._deadlines[0][0] < time.monotonic_ns():
             stream = heapq.heappop(self._deadlines)[2]
-            if not stream.first_ns and not stream.ended:
+            if not stream.token_ns and not stream.ended:
                 self._end_one(stream, self._late(stream, "passed before the first token"))
         while self._leaving:
             stream = self._leaving.popleft()
@@ -515,6 +526,7 @@ class Generator:
         _wake(left)
 
     def _forget(self, stream: _Stream) -> None:
+        self._ended.append(stream)  # first: a trace looks at both
         self._streams.discard(stream)
 
 
@@ -546,15 +558,14 @@ class GeneratorStats:
 
     def token(self, stream: _Stream, now: int) -> None:
         self.tokens += 1
-        if stream.first_ns:
-            self.tbt.note(now - stream.last_ns)
+        if stream.token_ns:
+            self.tbt.note(now - stream.token_ns[-1])
         else:
-            stream.first_ns = now
             self.texts += 1
             self.prompt_tokens += len(stream.sequence.prompt)
             self.shared_tokens += stream.sequence.shared_tokens
             self.ttft.note(now - stream.began_ns)
-        stream.last_ns = now
+        stream.token_ns.append(now)
 
     def step(self, planned: Chunk | Batch, tokens: int, took_ns: int) -> None:
         if isinstance(planned, Chunk):
@@ -621,6 +632,9 @@ class Generators:
     @property
     def models(self) -> dict[str, LanguageModel]:
         return {name: each.model for name, each in self.by_name.items()}
+
+    def texts_since(self, ns: int) -> list[TracedText]:
+        return [text for each in self.by_name.values() for text in each.texts_since(ns)]
 
     def stats(self) -> dict[str, Any]:
         return {name: each.now() for name, each in self.by_name.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -137,6 +138,7 @@ class EngineTrace(Trace, kind="engine"):
 
 
 _FAR = 1 << 62
+_MOST_TEXTS = 32_000  # that have numbers of their own
 
 
 def _frozen(rows: Records) -> Records:
@@ -145,6 +147,15 @@ def _frozen(rows: Records) -> Records:
 
 
 # `engine.trace()`: records requests while they run, and fills a trace from them and from a backend's blocks.
+
+
+class TracedText(NamedTuple):
+    """A text that a language model wrote: shown as a request whose segments end with its tokens."""
+
+    model: str
+    arrival_ns: int
+    token_ns: Sequence[int]
+    priority: int
 
 
 class HostRun(NamedTuple):
@@ -170,9 +181,13 @@ def segment_times(state: st.State, instance: int) -> tuple[NDArray[np.int64], bo
 class trace_engine:
     """The context manager of `engine.trace()`: `with engine.trace() as t:` fills `t` when the block is left."""
 
-    def __init__(self, core: CoreLoop, loading: threading.RLock, log: CompletionLog, records_per_sm: int) -> None:
-        """`loading`: the lock that loads and unloads hold."""
+    def __init__(
+        self, core: CoreLoop, loading: threading.RLock, log: CompletionLog, records_per_sm: int,
+        texts: Callable[[int], Sequence[TracedText]],
+    ) -> None:  # fmt: skip
+        """`loading`: the lock that loads and unloads hold. `texts` returns those that had tokens since a time."""
         self._core, self._loading, self._log, self._records_per_sm = core, loading, log, records_per_sm
+        self._texts, self._began_ns = texts, 0
         self._entries: list[Any] = []
         self._runs: dict[tuple[int, int], HostRun] = {}
 
@@ -184,6 +199,7 @@ class trace_engine:
         with self._loading:
             backend.begin_trace(self._records_per_sm, list(self._core.models.by_row.values()))
             self._unwatch = self._log.watch(self._note)
+        self._began_ns = time.monotonic_ns()
         self.result.recording = True
         return self.result
 
@@ -199,7 +215,8 @@ class trace_engine:
         instances = {instance: row for row, each in loaded.items() for instance in each.instance_rows}
         whole = bool(core.state.core["whole_always"][0])
         engine = TracedEngine(models, instances, core.backend.to_trace_ns, core.policy.name, whole)
-        fill_engine_trace(self.result, recorded, self._entries, engine, list(self._runs.values()))
+        texts = self._texts(self._began_ns)
+        fill_engine_trace(self.result, recorded, self._entries, engine, list(self._runs.values()), texts)
 
     def _note(self, entry: Any) -> None:
         if entry["request"] < 0:
@@ -230,6 +247,7 @@ def fill_engine_trace(
     entries: Iterable[Any],
     engine: TracedEngine,
     runs: Sequence[HostRun] = (),
+    texts: Sequence[TracedText] = (),
 ) -> None:
     """Fills a trace from a backend's recording and the core's completions."""
     models, instances, to_trace_ns = engine.models, engine.instances, engine.to_trace_ns
@@ -268,7 +286,24 @@ def fill_engine_trace(
     owned = {i: (number[instances[p.instance]], p.instance) for p in pieces for i in p.launches if i in listed}
     owners = np.array([(launch, *who) for launch, who in owned.items()], OWNER)
     names = [model.name for model in models.values()]
+    jobs_of_texts, tokens = _written(texts, names, to_trace_ns)
+    jobs, segments = np.concatenate([jobs, jobs_of_texts]), segments + tokens
     trace.know(jobs, np.array(segments, SEGMENT_RECORD), owners, names, engine.policy, engine.simulated)
+
+
+def _written(
+    texts: Sequence[TracedText], names: list[str], to_trace_ns: Callable[[int], int]
+) -> tuple[Records, list[Any]]:
+    """Texts as requests and their tokens as segments; adds the names of their models. No instance has their numbers."""
+    jobs, segments = [], []
+    for k, text in enumerate(texts[-_MOST_TEXTS:]):
+        if text.model not in names:
+            names.append(text.model)
+        model, instance = names.index(text.model), -2 - k
+        arrival, ends = to_trace_ns(text.arrival_ns), [to_trace_ns(ns) for ns in text.token_ns]
+        jobs.append((k, model, instance, 0, 1, codes.OK, 0, text.priority, arrival, arrival, ends[-1], -1))
+        segments += [(model, instance, 1, n, 0, *span) for n, span in enumerate(pairwise([arrival, *ends]))]
+    return np.array(jobs, JOB_RECORD), segments
 
 
 def _unseen(run: HostRun, pieces: list[TracedPiece]) -> list[tuple[int, tuple[int, int]]]:

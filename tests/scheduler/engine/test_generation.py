@@ -136,6 +136,21 @@ def test_a_text_by_a_schema_is_json_of_that_form(engine: pp.Engine) -> None:
         engine.generate("tiny", "abc", json_schema={"type": "colour"})
 
 
+def test_a_trace_has_texts_with_their_tokens(engine: pp.Engine, tmp_path: Path) -> None:
+    with engine.trace() as t:
+        texts = [list(engine.generate("tiny", "abc", max_tokens=n, ignore_eos=True)) for n in (5, 9)]
+    number = t.models.index("tiny")
+    jobs = t.jobs[t.jobs["model"] == number]
+    tokens = t.segments[t.segments["model"] == number]
+    assert [np.count_nonzero(tokens["instance"] == job["instance"]) for job in jobs] == [len(each) for each in texts]
+    for job in jobs:
+        mine = tokens[tokens["instance"] == job["instance"]]
+        assert mine["end_ns"][-1] == job["end_ns"]
+        assert (mine["start_ns"][1:] == mine["end_ns"][:-1]).all()
+    t.save(tmp_path / "texts.npz")
+    assert len(pp.Trace.load(tmp_path / "texts.npz").jobs) == len(t.jobs)
+
+
 def test_a_text_that_is_left_gives_its_place_to_others(engine: pp.Engine) -> None:
     async def leave() -> None:
         generation = engine.generate("tiny", "a", max_tokens=100, ignore_eos=True)
