@@ -25,6 +25,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Devices and arrays": ("Device", "devices", "Array", "array", "empty", "empty_like", "zeros", "Stream", "stream"),
     "Models and engines": ("Engine", "Model", "TensorSpec", "ModelProfile", "save_profiles", "load_profiles", "Tuning"),
+    "Language models": ("LanguageModel", "Generation", "Piece"),
     "Policies": ("policy", "Policy", "policy_names", "Where", "Tenant", "tune", "Tuned"),
     "Simulation": (
         "simulate", "simulate_cluster", "Poisson", "Lognormal", "ClosedLoop", "TraceWorkload", "Background",
