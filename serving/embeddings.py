@@ -105,7 +105,7 @@ def _begin(request: web.Request, decode: Any, kind: str, body: bytes | memoryvie
     return asked, model
 
 
-async def _run(request: web.Request, model: Model, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+async def _run(request: web.Request, model: Model, inputs: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
     service = request.app[SERVICE]
     items = len(next(iter(inputs.values())))
     work = _Texts(service, model.name, request[CLIENT])
@@ -152,7 +152,7 @@ def _vector(vector: NDArray[Any], form: str) -> Any:
     return vector.tolist()
 
 
-def _inputs(model: Model, given: msgspec.Raw) -> dict[str, NDArray[Any]]:
+def _inputs(model: Model, given: msgspec.Raw) -> dict[str, Any]:
     """The model's values for texts, or its own inputs for tokens."""
     try:
         texts = _texts(given)
@@ -172,7 +172,7 @@ def _objects(field: str, texts: list[str]) -> NDArray[Any]:
     return found
 
 
-def _token_inputs(model: Model, given: msgspec.Raw) -> dict[str, NDArray[Any]]:
+def _token_inputs(model: Model, given: msgspec.Raw) -> dict[str, list[NDArray[Any]]]:
     numbers = bytes(given).count(b",") + 1
     if numbers > MOST_NUMBERS:
         said = f"input has {numbers} tokens; a request has up to {MOST_NUMBERS}"
@@ -199,8 +199,8 @@ def _token_inputs(model: Model, given: msgspec.Raw) -> dict[str, NDArray[Any]]:
             wrong = min(tokens) if min(tokens) < 0 else max(tokens)
             said = f"input[{k}] has the token {short(wrong)}; the model takes 0 to {high}"
             raise RequestError(said, field="input", limit=high, given=wrong)
-        each.append(encoder_inputs(names, length, pad, tokens))
-    return {name: np.stack([one[name] for one in each]) for name in names}
+        each.append(encoder_inputs(names, tokens, length, pad))
+    return {name: [one[name] for one in each] for name in names}
 
 
 @infers

@@ -78,5 +78,5 @@ def encoders() -> list[Model]:
     for head, name in (("Model", "embed"), ("ForSequenceClassification", "rank")):
         with tempfile.TemporaryDirectory() as folder:
             encoder("Bert", Path(folder), head, num_labels=1)
-            made.append(Model.from_pretrained(folder, name=name, length=16, batch=(1, 4)))
+            made.append(Model.from_pretrained(folder, name=name, length=(8, 16), batch=(1, 4)))
     return [*made, scale_model(batch=(1, 4))]

@@ -37,10 +37,11 @@ class Encoder:
     reader: TextReader
     takes: dict[str, Any]
     task: dict[str, Any]
+    lengths: dict[str, dict[int, tuple[int, ...]]] | None
 
 
 def read_encoder(
-    path: str | Path, length: int | None = None, truncate: bool = False, prompt: str | None = None
+    path: str | Path, length: int | Sequence[int] | None = None, truncate: bool = False, prompt: str | None = None
 ) -> Encoder:
     """See `Model.from_pretrained`."""
     folder = Path(path)
@@ -49,31 +50,35 @@ def read_encoder(
     inner_folder = folder / inner_at
     config = read_json(inner_folder / "config.json")
     lower, longest = _limits(folder, inner_folder, config)
-    if length is not None and not (isinstance(length, int) and 1 <= length <= longest):
+    if length is None:
+        length = [*(n for n in (32 << k for k in range(12)) if n < longest), longest]
+    sizes = (length,) if isinstance(length, int) else tuple(length)
+    if not sizes or not all(isinstance(n, int) and 1 <= n <= longest for n in sizes):
         raise LanguageModelError(
-            f"{folder}: length={length!r}; the model takes 1 to {longest} tokens", path=folder, field="length",
+            f"{folder}: length={length!r}; give sizes from 1 to {longest} tokens, or one", path=folder, field="length",
             given=length, limit=longest,
         )  # fmt: skip
-    length = length or longest
     inner = _load(inner_folder, kind)
     accepted = inspect.signature(inner.forward).parameters
     names = [name for name in _INPUTS if name in accepted]
     if (config.get("type_vocab_size") or 0) < 1 and "token_type_ids" in names:
         names.remove("token_type_ids")
-    pad = int(config.get("pad_token_id") or 0)
+    fixed = isinstance(length, int)
+    pad = int(config.get("pad_token_id") or 0) if fixed else None
     if kind == RERANK:
         module: torch.nn.Module = Scorer(folder, inner, config)
     else:
         module = Embedder(inner, [_PARTS[name](folder / at) for name, at in parts[1:]])
-    example = {name: torch.zeros(1, length, dtype=torch.int64) for name in names}
+    example = {name: torch.zeros(1, sizes[-1], dtype=torch.int64) for name in names}
     example["attention_mask"] += 1
     reader = TextReader(
-        read_tokenizer(inner_folder), tuple(names), length, pad, truncate, lower,
+        read_tokenizer(inner_folder), names, sizes[-1], pad, truncate, lower,
         _prompt(folder, prompt) if kind == EMBEDDING else "",
     )  # fmt: skip
     takes = {"text": str} if kind == EMBEDDING else {"query": str, "document": str}
-    task = {"kind": kind, "inputs": names, "length": length, "pad": pad}
-    return Encoder(folder.resolve().name, module, example, reader, takes, task)
+    task = {"kind": kind, "inputs": names, "length": sizes[-1], "pad": pad}
+    lengths = None if fixed else {"input_ids": {1: sizes}}
+    return Encoder(folder.resolve().name, module, example, reader, takes, task, lengths)
 
 
 # -- the folder's files
@@ -251,9 +256,10 @@ def _activation(folder: Path, name: str) -> torch.nn.Module:
 class Embedder(torch.nn.Module):  # type: ignore[misc]
     """An encoder, and the parts that make one vector of its result."""
 
-    def __init__(self, inner: torch.nn.Module, parts: Sequence[torch.nn.Module]) -> None:
+    def __init__(self, inner: Any, parts: Sequence[torch.nn.Module]) -> None:
         super().__init__()
         self.inner, self.parts = inner, torch.nn.ModuleList(parts)
+        self.config = inner.config  # names the padding token
 
     def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
         x = self.inner(**inputs).last_hidden_state
@@ -265,7 +271,7 @@ class Embedder(torch.nn.Module):  # type: ignore[misc]
 class Scorer(torch.nn.Module):  # type: ignore[misc]
     """A classifier of one class: how well two texts match."""
 
-    def __init__(self, folder: Path, inner: torch.nn.Module, config: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, inner: Any, config: Mapping[str, Any]) -> None:
         super().__init__()
         labels = inner.config.num_labels
         if labels != 1:
@@ -276,6 +282,7 @@ class Scorer(torch.nn.Module):  # type: ignore[misc]
         ours = config.get("sentence_transformers") or {}
         name = ours.get("activation_fn") or config.get("sbert_ce_default_activation_function") or "Sigmoid"
         self.inner, self.activation = inner, _activation(folder, name)
+        self.config = inner.config
 
     def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
         score = self.activation(self.inner(**inputs).logits.float()).squeeze(-1)

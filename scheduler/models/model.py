@@ -216,7 +216,7 @@ class Model:
         path: str | Path,
         *,
         name: str | None = None,
-        length: int | None = None,
+        length: int | Sequence[int] | None = None,
         truncate: bool = False,
         prompt: str | None = None,
         **about: Any,
@@ -227,9 +227,10 @@ class Model:
         become one `embedding` of a `text`; without them it is their mean. A folder with a classifier of one class is a
         reranker: it gives the `score` of a `query` and a `document`. Needs the packages transformers and tokenizers.
 
-        `length` is the number of tokens that texts are padded to, by default the most that the model takes. A longer
-        text is refused, or cut with `truncate`. `prompt` is put before every text: itself, or the name of one of the
-        folder's prompts. The other options are those of `from_torch` and `Model`.
+        `length` are the sizes in tokens that texts are padded to, as `lengths` of `from_torch`, or one size for all; by
+        default 32, 64, … and the most that the model takes. A longer text is refused, or cut with `truncate`. `prompt`
+        is put before every text: itself, or the name of one of the folder's prompts. The other options are those of
+        `from_torch` and `Model`.
 
             pp.Model.from_pretrained("models/all-MiniLM-L6-v2", dtype=torch.float16, workers=4)
         """
@@ -238,7 +239,7 @@ class Model:
 
         made = read_encoder(path, length, truncate, prompt)
         about = {"before": made.reader, "takes": made.takes, **about}
-        model = cls.from_torch(made.module, made.example, name=name or made.name, **about)
+        model = cls.from_torch(made.module, made.example, name=name or made.name, lengths=made.lengths, **about)
         model.task = made.task
         return model
 

@@ -1,4 +1,4 @@
-"""Texts as the inputs of an encoder. Processes that do this import no PyTorch."""
+"""Texts as the inputs of an encoder. It has a module of its own, so that processes that do this import no PyTorch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ MOST_CHARACTERS = 64  # for each token that the model takes; texts have about fi
 
 
 class TextReader:
-    """Texts as the inputs of an encoder: one length for all, with a mask."""
+    """Texts as the inputs of an encoder that takes up to `length` tokens."""
 
     def __init__(
-        self, tokenizer: Any, names: tuple[str, ...], length: int, pad: int, truncate: bool, lower: bool, prompt: str
-    ) -> None:
+        self, tokenizer: Any, names: Sequence[str], length: int, pad: int | None, truncate: bool, lower: bool,
+        prompt: str,
+    ) -> None:  # fmt: skip
+        """`pad` fills all inputs up to the length; None: they have the length of their text."""
         self.tokenizer, self.names, self.length, self.pad = tokenizer, names, length, pad
         self._truncate, self._lower, self._prompt = truncate, lower, prompt
         if truncate:
@@ -36,7 +38,7 @@ class TextReader:
         (found,) = self.tokenizer.encode_batch([given[0] if len(given) == 1 else tuple(given)])
         if len(found.ids) > self.length:
             raise self._too_long(texts, f"{len(found.ids)} tokens", len(found.ids), self.length)
-        return encoder_inputs(self.names, self.length, self.pad, found.ids, found.type_ids)
+        return encoder_inputs(self.names, found.ids, self.length, self.pad, found.type_ids)
 
     def _too_long(self, texts: Mapping[str, str], has: str, given: int, limit: int) -> InputError:
         names = " and ".join(texts)
@@ -47,15 +49,14 @@ class TextReader:
 
 
 def encoder_inputs(
-    names: Sequence[str], length: int, pad: int, ids: Sequence[int], types: Sequence[int] | None = None
+    names: Sequence[str], ids: Sequence[int], length: int, pad: int | None, types: Sequence[int] | None = None
 ) -> dict[str, NDArray[np.int64]]:
-    """An encoder's inputs for up to `length` tokens."""
+    """An encoder's inputs for these tokens; `pad` as for TextReader."""
     n = len(ids)
-    made = {name: np.zeros(length, np.int64) for name in names}
-    made["input_ids"][:] = pad
+    made = {name: np.zeros(n if pad is None else length, np.int64) for name in names}
+    made["input_ids"][n:] = pad or 0
     made["input_ids"][:n] = ids
-    if "attention_mask" in made:
-        made["attention_mask"][:n] = 1
+    made["attention_mask"][:n] = 1
     if types is not None and "token_type_ids" in made:
         made["token_type_ids"][:n] = types
     return made

@@ -22,8 +22,8 @@ DEVICE = "virtual:h200"
 TEXTS = ["w1 w2 w3", "w4", "", " ".join(f"w{k}" for k in range(14))]
 
 
-def answers(folder, texts=TEXTS, **options):
-    model = pp.Model.from_pretrained(folder, batch=(1, 4), length=16, name="m", **options)
+def answers(folder, texts=TEXTS, length=16, **options):
+    model = pp.Model.from_pretrained(folder, batch=(1, 4), length=length, name="m", **options)
     with pp.Engine(DEVICE) as engine:
         engine.load(model)
         return np.stack([engine.infer_sync("m", {"text": each})["embedding"] for each in texts])
@@ -46,6 +46,12 @@ def close(found, expected):
 def test_an_encoder_gives_the_mean_of_its_tokens(family, tmp_path):
     library = encoder(family, tmp_path)
     close(answers(tmp_path), [x.mean(0) for x in hidden(library)])
+
+
+@pytest.mark.parametrize("length", [None, (4, 16)])
+def test_texts_are_padded_to_one_of_several_lengths(tmp_path, length):
+    library = encoder("Roberta", tmp_path)  # its positions depend on the padding token
+    close(answers(tmp_path, length=length, capture="ahead"), [x.mean(0) for x in hidden(library)])
 
 
 POOLINGS = {
