@@ -143,6 +143,8 @@ class _Source:
                 )  # fmt: skip
             if (refused := _REFUSED.get(type(each))) is not None:
                 raise self.fault(each, *refused)
+            if isinstance(each, ast.Starred) and isinstance(each.ctx, ast.Store):
+                raise self.fault(each, "unpacks with `*`", "give each value a name")
             if isinstance(each, ast.BinOp):
                 self._power(each)
             if isinstance(each, ast.Call):
@@ -183,6 +185,8 @@ class _Source:
         if name in ("float", "int") and texts:
             number = next((f"math.{each}" for each in ("inf", "nan") if each in texts[0].lower()), texts[0])
             raise self.fault(call, f"converts a text, `{shown}`", f"write the number, {number}", name)
+        if name in ("str", "repr", "format", "chr", "ascii"):
+            raise self.fault(call, f"makes a text, `{shown}`", "a policy computes with numbers only", name)
         if name in ("getattr", "hasattr", "setattr", "delattr") and texts:
             written = " = …" if name == "setattr" else ""
             raise self.fault(call, f"calls `{name}`", f"write `{ast.unparse(call.args[0])}.{texts[0]}{written}`", name)

@@ -169,7 +169,8 @@ def arguments(role: str, function: Any, layout: Layout) -> tuple[str, ...]:
     if not inspect.isfunction(function):
         raise PolicyError(f"{role} is {function!r}: it must be a plain function {role}{some}", name=role)
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-        raise fault(function, f"is a coroutine or a generator: {role} must be a plain `def` that returns")
+        line, remedy = function.__code__.co_firstlineno, f"write {role} as a plain `def` that returns"
+        raise fault(function, "is a coroutine or a generator", remedy, line=line)
     given = inspect.signature(function).parameters
     names = tuple(given)
     for name, parameter in given.items():
@@ -461,6 +462,7 @@ _KINDS = {
     r"Record.*": "the job itself",
     r"([nN]ested)?[aA]rray.*": "an array",
     r"Literal\[int\].*|u?int\d+|float\d+": "a number",
+    r"range_\w+|.*\(.*": "a value that is not a number",
 }
 
 

@@ -184,6 +184,13 @@ return f"{job.batch}"  # wrong
 
 return len(f"{job.batch:.2f}")  # wrong
 
+return float(str(job.batch))  # wrong
+
+first, *others = job.batch, 1.0  # wrong
+return first
+
+return type(job.batch)  # wrong
+
 other = job  # wrong
 return other.arrival_ns
 
@@ -472,5 +479,6 @@ def yields(job: Any) -> Any:
 
 @pytest.mark.parametrize("function", [waits, yields])
 def test_coroutines_and_generators_are_refused(function: Callable[..., Any]) -> None:
-    with failing(PolicyError, policy=function.__name__, name=None):
+    with failing(PolicyError, policy=function.__name__, name=None, line=function.__code__.co_firstlineno) as caught:
         policy(function)
+    assert caught.value.remedy
