@@ -10,7 +10,8 @@ INSTALL ?= PYTHONWARNINGS='ignore:Editable installation' $(BIN)/pip install --qu
 
 # The driver says which CUDA it speaks: "CUDA Version: 13.0" in nvidia-smi's header.
 CUDA_MAJOR := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p')
-CUDA_EXTRA := $(if $(CUDA_MAJOR),$(if $(filter 12,$(CUDA_MAJOR)),[cuda12],[cuda13]))
+comma := ,
+CUDA_EXTRA := $(if $(CUDA_MAJOR),$(comma)cuda$(if $(filter 12,$(CUDA_MAJOR)),12,13))
 
 # Tests start hundreds of processes, which would compile our modules anew if the first could not keep the result.
 unexport PYTHONDONTWRITEBYTECODE
@@ -38,7 +39,7 @@ $(STAMP): pyproject.toml
 $(SERVE_STAMP): pyproject.toml
 	@echo "installing into $(VENV) (once) …"
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	$(INSTALL) --editable '.$(CUDA_EXTRA)'
+	$(INSTALL) --editable '.[language$(CUDA_EXTRA)]'
 	touch $(SERVE_STAMP)
 
 lint: $(STAMP)

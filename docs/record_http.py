@@ -20,7 +20,13 @@ from paellapy.serving.app import create_app
 KEPT = Path(__file__).parent / "http_examples.json"
 SHOWN = 40  # lines of an answer
 INFER = {"inputs": [{"name": "image", "shape": [1, 8, 8], "datatype": "FP32", "data": [0.0] * 64}]}
-BODIES: dict[str, Any] = {"/v2/models/{model}/infer": INFER, "/v2/repository/index": {}}
+TEXT = {"model": demo.AUSTEN.name, "max_tokens": 8, "temperature": 0}
+GENERATE = {"text_input": "It is a truth", "parameters": {"max_tokens": 4, "temperature": 0}}
+BODIES: dict[str, Any] = {
+    "/v2/models/{model}/infer": INFER, "/v2/repository/index": {}, "/v2/models/{model}/generate": GENERATE,
+    "/v2/models/{model}/generate_stream": GENERATE, "/v1/completions": {**TEXT, "prompt": "It is a truth"},
+    "/v1/chat/completions": {**TEXT, "messages": [{"role": "user", "content": "It is a truth"}]},
+}  # fmt: skip
 # Pages, streams without an end, and what changes the server.
 LEFT_OUT = ("/", "/dashboard/events", "/dashboard/policy", "/load", "/unload")
 
@@ -35,15 +41,20 @@ def asked() -> list[tuple[str, str]]:
     ]
 
 
+def _with_model(path: str) -> str:
+    writes = path.startswith("/v1") or "/generate" in path
+    return path.replace("{model}", demo.AUSTEN.name if writes else "mlp")
+
+
 async def answers() -> dict[str, str]:
     """"METHOD path" → the body of the answer."""
     found = {}
     with pp.Engine("virtual:h200") as engine:
-        await asyncio.to_thread(engine.load, demo.load("mlp"))
+        for model in (demo.load("mlp"), pp.LanguageModel(demo.AUSTEN)):
+            await asyncio.to_thread(engine.load, model)
         async with TestClient(TestServer(create_app(engine))) as client:
             for method, path in asked():
-                body = BODIES.get(path)
-                answer = await client.request(method, path.replace("{model}", "mlp"), json=body)
+                answer = await client.request(method, _with_model(path), json=BODIES.get(path))
                 assert answer.status == 200, (method, path, await answer.text())
                 found[f"{method} {path}"] = await answer.text()
     return found
@@ -51,7 +62,7 @@ async def answers() -> dict[str, str]:
 
 def shown(what: str, answer: str) -> dict[str, str]:
     method, path = what.split()
-    command = f"curl http://127.0.0.1:8000{path.replace('{model}', 'mlp')}"
+    command = f"curl http://127.0.0.1:8000{_with_model(path)}"
     if method == "POST":
         body = json.dumps(BODIES.get(path, {})).replace("0.0, " * 62, "…, ")
         command += f" -d '{body}'"

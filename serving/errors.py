@@ -184,7 +184,7 @@ def error_response(error: Exception, request: web.Request, number: str) -> web.S
         kept = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
         return json_response({"error": _http_error(error, request)}, error.status, kept)
     if isinstance(error, MISMATCHES):
-        response = json_response({"error": "the body does not match its headers"}, 400)
+        response = json_response(form(400, "the body does not match its headers", "body"), 400)
         response.force_close()  # the start of the next request is unknown
         return response
     found = error_answer(error, number, request.path)

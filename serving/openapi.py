@@ -83,6 +83,9 @@ def document() -> dict[str, Any]:
     structs = [*set(_BODIES.values()), ResponseBody]
     _, schemas = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
     schemas["Error"] = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
+    fields = {name: {"type": ["string", "null"]} for name in ("message", "type", "param", "code")}
+    inner = {"type": "object", "required": [*fields], "properties": fields}
+    schemas["ApiError"] = {"type": "object", "required": ["error"], "properties": {"error": inner}}
     # The decoder keeps a tensor's data undecoded until its datatype is known.
     schemas["RequestTensor"]["properties"]["data"] = {
         "type": "array",
@@ -150,16 +153,17 @@ def _operation(path: str, summary: str, text: str, has_body: bool) -> dict[str, 
 
 def _errors(path: str, answer: dict[str, Any]) -> dict[str, Any]:
     """Error responses of an address. All answer a wrong method with 405 and list the right ones in `Allow`."""
-    found = {"default": _response("Another error; the body describes it", _JSON, _ERROR)}
+    error = {"$ref": "#/components/schemas/ApiError"} if path.startswith("/v1") else _ERROR
+    found = {"default": _response("Another error; the body describes it", _JSON, error)}
     if path.endswith("/ready"):
         found["503"] = _response("Not ready; the body has the form of the 200 answer", _JSON, answer)
     if path.endswith("/infer"):
         found |= {
-            "400": _response("The request is invalid; the error says why", _JSON, _ERROR),
-            "413": _response("The body is larger than any valid request of the model", _JSON, _ERROR),
-            "415": _response("The Content-Encoding is neither gzip nor deflate", _JSON, _ERROR),
-            "429": _response("The client already has its part of the requests that may wait or run", _JSON, _ERROR),
-            "503": _response("Refused (it would be late, or the queue is full), or late", _JSON, _ERROR),
+            "400": _response("The request is invalid; the error says why", _JSON, error),
+            "413": _response("The body is larger than any valid request of the model", _JSON, error),
+            "415": _response("The Content-Encoding is neither gzip nor deflate", _JSON, error),
+            "429": _response("The client already has its part of the requests that may wait or run", _JSON, error),
+            "503": _response("Refused (it would be late, or the queue is full), or late", _JSON, error),
         }
         whole = {"type": "integer", "minimum": 1}
         for refused in ("429", "503"):
@@ -167,9 +171,9 @@ def _errors(path: str, answer: dict[str, Any]) -> dict[str, Any]:
                 "Retry-After": {"description": "Seconds after which to try again", "schema": whole}
             }
     if "{model}" in path:
-        found["404"] = _response("There is no such model", _JSON, _ERROR)
+        found["404"] = _response("There is no such model", _JSON, error)
     if path.endswith(("/load", "/unload", "/policy")):
-        found["403"] = _response("The key, the origin or the host name does not permit it", _JSON, _ERROR)
+        found["403"] = _response("The key, the origin or the host name does not permit it", _JSON, error)
     found["405"] = _response("The address does not take this method", _JSON, _ERROR)
     found["405"]["headers"] = {"Allow": {"description": "Methods that the address takes", "schema": {"type": "string"}}}
     return found

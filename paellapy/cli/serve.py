@@ -7,6 +7,7 @@ the demo models, and the message shows a digit to classify.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import math
 import ssl
@@ -69,7 +70,8 @@ def serve(
     }  # fmt: skip
     overrides = [f"{key}={value}" for key, value in named.items() if value is not None] + (setting or [])
     with_demo = config is None and not model
-    loaded, source = load_config(config, overrides, demo_settings() if with_demo else None, model or ())
+    demo = {"models": [*demo_settings()["models"], *language_settings()]} if with_demo else None
+    loaded, source = load_config(config, overrides, demo, model or ())
     serve_config(loaded, source, announce=announce_for(loaded, source, announce_demo if with_demo else None))
 
 
@@ -107,6 +109,14 @@ def demo_settings() -> dict[str, Any]:
     }
 
 
+def language_settings() -> list[dict[str, Any]]:
+    """The demo's language model, if the packages that it needs are installed."""
+    from paellapy import demo
+
+    needed = ("tokenizers", "jinja2")
+    return [{"language_model": str(demo.AUSTEN)}] if all(importlib.util.find_spec(each) for each in needed) else []
+
+
 def digit_request(image: NDArray[np.float32]) -> str:
     """A request that classifies one image; the answer is "score:digit"."""
     data = [round(float(value), 4) for value in image.reshape(-1)]
@@ -130,6 +140,10 @@ def announce_demo(url: str, loaded: Sequence[str]) -> None:
     console.print(f"\nServing {', '.join(loaded)} at [bold]{url}/v2[/bold]")
     for what, path in (("dashboard", "/"), ("documentation", "/docs"), ("metrics", "/metrics")):
         console.print(f"  {what:14s} {url}{path}")
+    if demo.AUSTEN.name in loaded:
+        console.print("\nLet a small model, trained on Jane Austen's novels, go on with a text:\n")
+        body = json.dumps({"model": demo.AUSTEN.name, "prompt": "It is a truth", "max_tokens": 60})
+        console.print(f"curl -s {url}/v1/completions -d '{body}'", markup=False)
     if "cnn" not in loaded:
         return
     images, labels = demo.held_out()
@@ -188,6 +202,8 @@ def request_line(url: str, model: dict[str, Any], flags: str = "") -> str:
     >>> request_line("http://h", {"name": "m", "inputs": [{"name": "x", "datatype": "FP32", "shape": [-1, 2]}]})
     'curl -s http://h/v2/models/m/infer -d \\'{"inputs":[{"name":"x","shape":[1,2],"datatype":"FP32","data":[0,0]}]}\\''
     """
+    if model["inputs"][0]["name"] == "text_input":
+        return f"""curl -s{flags} {url}/v2/models/{model["name"]}/generate -d '{{"text_input":"Once upon a time"}}'"""
     tensors, count = [], 0
     for each in model["inputs"]:
         shape = [1 if extent < 0 else extent for extent in each["shape"]]

@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ CLASSES = 10
 HEADS = 4
 PATCH = 4  # side of a patch of the doubled image
 NORM_EPS = 1e-5
+AUSTEN = Path(__file__).parent / "austen"  # a language model, for `LanguageModel` and `language_model` in TOML
 TARGETS_MS = {"mlp": 50.0, "cnn": 100.0, "transformer": 200.0}  # within reach of a virtual GPU on a laptop's CPU
 
 

@@ -29,9 +29,9 @@ import typer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 
+from paellapy.demo.models import AUSTEN
 from paellapy.scheduler.models.weights import write_weights
 
-FOLDER = Path(__file__).parent / "austen"
 SEED = 7
 VOCABULARY = 1024
 END = "<|endoftext|>"  # before and after each chapter
@@ -199,7 +199,7 @@ def store(model: Any, tokenizer: Tokenizer, folder: Path) -> None:
 def main(
     novels: Annotated[Path, typer.Argument(help="Rdata.rdb of the package r-cran-janeaustenr.")],
     minutes: Annotated[float, typer.Option(help="How long to train.")] = 45.0,
-    out: Annotated[Path, typer.Option(help="Folder of the model.")] = FOLDER,
+    out: Annotated[Path, typer.Option(help="Folder of the model.")] = AUSTEN,
     rows: Annotated[int, typer.Option(help="Texts per step.")] = 4,
     length: Annotated[int, typer.Option(help="Tokens of a text.")] = 256,
     peak_rate: float = 4e-3,

@@ -2,20 +2,24 @@
 
 import { el } from "./format.js";
 import { createView } from "./view.js";
+import { makeWriter } from "./writer.js";
 
 const SILENCE_MS = 6000; // the server sends five snapshots a second
 const RETRY_S = [1, 2, 4, 8];
 
 const theme = el("button", { type: "button" });
 const metrics = link("metrics", "metrics");
+const writer = makeWriter((path, options) => fetch(path, { ...options, headers: headers(options.headers) }));
 const view = createView(document.getElementById("view"), {
   switchPolicy,
   extras: [theme],
+  panels: [writer.node],
   foot: [link("docs", "addresses"), metrics],
 });
 let key = sessionStorage.getItem("paellapy-key") ?? "";
 let stream = null;
 let attempt = 0;
+let offered = "";
 
 function link(href, text) {
   return el("a", { href }, text);
@@ -66,9 +70,21 @@ async function listen(signal) {
       attempt = 0;
       stream?.heard();
       view.setConnection("live", "live");
-      view.update(JSON.parse(latest.slice(6)));
+      const snapshot = JSON.parse(latest.slice(6));
+      view.update(snapshot);
+      offerToWrite(snapshot);
     }
   }
+}
+
+// The writer asks again for its models whenever a model has come or gone.
+function offerToWrite({ ready, loading }) {
+  const now = `${ready} ${loading.length}`;
+  if (now === offered) return;
+  offered = now;
+  writer.update().catch(() => {
+    offered = "";
+  });
 }
 
 async function connect() {

@@ -8,8 +8,8 @@ import { makeSmPanel } from "./sm_grid.js";
 import { makeTenantsPanel } from "./tenants.js";
 import { makeTiles } from "./tiles.js";
 
-// `switchPolicy(name)` returns a promise; `extras` are further controls.
-export function createView(root, { switchPolicy, extras = [], foot = [] }) {
+// `switchPolicy(name)` returns a promise; `extras` are further controls, `panels` further panels.
+export function createView(root, { switchPolicy, extras = [], foot = [], panels = [] }) {
   const device = el("span", { class: "pp-device" });
   const status = el("span", { class: "pp-status", role: "status", "data-state": "connecting" }, "connecting …");
   const policy = el("select", { disabled: true });
@@ -27,7 +27,7 @@ export function createView(root, { switchPolicy, extras = [], foot = [] }) {
   const jobs = makeJobsPanel();
   const uptime = el("span");
   const body = el("div", { class: "pp-body", hidden: true }, tiles.node,
-    el("div", { class: "pp-panels" }, sms.node, models.node, tenants.node, jobs.node, slow.node), el("footer", { class: "pp-foot" }, uptime, ...foot));
+    el("div", { class: "pp-panels" }, sms.node, models.node, ...panels, tenants.node, jobs.node, slow.node), el("footer", { class: "pp-foot" }, uptime, ...foot));
   const waiting = el("p", { class: "pp-empty" }, "Waiting for the first numbers …");
   root.classList.add("pp-view");
   root.replaceChildren(head, banner, waiting, body);
