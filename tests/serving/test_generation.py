@@ -226,10 +226,10 @@ def test_texts_are_counted(server: Any, client: Any) -> None:
         return sum(s.value for s in scrape(server) if s.name == name and s.labels.get("model") == "tiny")
 
     names = ("paellapy_requests_answered_total", "paellapy_generated_tokens_total", "paellapy_prompt_tokens_total",
-             "paellapy_ttft_seconds_count", "paellapy_tbt_seconds_count")  # fmt: skip
+             "paellapy_ttft_seconds_count", "paellapy_tbt_seconds_count", "paellapy_texts_total")  # fmt: skip
     before = [total(name) for name in names]
     client.completions.create(model="tiny", prompt="abc", **GREEDY)
-    assert [total(name) - was for name, was in zip(names, before, strict=True)] == [1, 12, 3, 1, 11]
+    assert [total(name) - was for name, was in zip(names, before, strict=True)] == [1, 12, 3, 1, 11, 1]
 
 
 def test_keys_are_asked_for_in_the_apis_form(folder: Path) -> None:
