@@ -42,6 +42,7 @@ INNER: dict[str, frozenset[str]] = {
     "Kernel": frozenset({"prepare_preemptible"}),
     "TritonKernel": frozenset({"prepare_preemptible"}),
     "CudaKernel": frozenset({"prepare_preemptible"}),
+    "LanguageModel": frozenset({"pages", "programs"}),
     "Model": frozenset({"preserved", "place", "weight_parts", "place_over"}),
     "Device": frozenset(
         {"not_in_capture", "prepare", "prepare_draft", "begin_trace", "read_trace", "end_trace", "range_events", "tile",

@@ -1,0 +1,225 @@
+"""Language models of known shapes with random weights: a decode step against the bandwidth of the GPU's memory, tokens
+per second of many texts at once, and latencies of a few clients. The tokens mean nothing, the times do.
+
+    python benchmarks/language_models.py --shapes 0.6B 8B           on a GPU
+    python benchmarks/language_models.py --quick                    a tiny model on the virtual GPU
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import harness
+import ml_dtypes
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+import paellapy as pp
+
+# hidden size, layers, heads, heads of keys, width of a head, of the gated product, vocabulary, tied, family
+SHAPES: dict[str, tuple[int, int, int, int, int, int, int, bool, str]] = {
+    "tiny": (64, 2, 4, 2, 32, 96, 300, True, "Qwen3"),
+    "0.6B": (1024, 28, 16, 8, 128, 3072, 151_936, True, "Qwen3"),
+    "1B": (2048, 16, 32, 8, 64, 8192, 128_256, True, "Llama"),
+    "4B": (2560, 36, 32, 8, 128, 9728, 151_936, True, "Qwen3"),
+    "8B": (4096, 32, 32, 8, 128, 14_336, 128_256, False, "Llama"),
+}
+STEP_BATCHES = (1, 32)
+STEP_PROMPT = 256  # tokens before the steps that are timed
+PUBLISHED = {"nano-vllm": 19_638, "mini-sglang": 20_711}  # tokens/s offline, Qwen3-0.6B on an H200
+
+
+def write_folder(folder: Path, shape: str) -> None:
+    """A folder as the hub has it, with random weights."""
+    width, layers, heads, kv, head, ffn, vocabulary, tied, family = SHAPES[shape]
+    about = {
+        "architectures": [f"{family}ForCausalLM"], "hidden_size": width, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": head, "intermediate_size": ffn,
+        "vocab_size": vocabulary, "max_position_embeddings": 4096, "tie_word_embeddings": tied, "dtype": "bfloat16",
+        "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(about))
+    tokenizer = Tokenizer(models.BPE({c: k for k, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    tensors = {"model.embed_tokens.weight": (vocabulary, width), "model.norm.weight": (width,)}
+    if not tied:
+        tensors["lm_head.weight"] = (vocabulary, width)
+    for k in range(layers):
+        at, attention = f"model.layers.{k}.", f"model.layers.{k}.self_attn."
+        tensors |= {at + "input_layernorm.weight": (width,), at + "post_attention_layernorm.weight": (width,)}
+        for name, n in (("q", heads), ("k", kv), ("v", kv)):
+            tensors[f"{attention}{name}_proj.weight"] = (n * head, width)
+        tensors[attention + "o_proj.weight"] = (width, heads * head)
+        if family == "Qwen3":
+            tensors |= {f"{attention}{name}_norm.weight": (head,) for name in "qk"}
+        for name in ("gate", "up"):
+            tensors[f"{at}mlp.{name}_proj.weight"] = (ffn, width)
+        tensors[at + "mlp.down_proj.weight"] = (width, ffn)
+    sizes = {name: 2 * int(np.prod(extents)) for name, extents in tensors.items()}
+    header, offset = {}, 0
+    for name, extents in tensors.items():
+        header[name] = {"dtype": "BF16", "shape": extents, "data_offsets": [offset, offset + sizes[name]]}
+        offset += sizes[name]
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    noise = (np.random.default_rng(0).standard_normal(1 << 22) * 0.02).astype(ml_dtypes.bfloat16).tobytes()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for nbytes in sizes.values():
+            while nbytes:
+                nbytes -= file.write(noise[: min(nbytes, len(noise))])
+
+
+@contextmanager
+def engine_with(folder: Path, device: str, **options: Any) -> Iterator[pp.Engine]:
+    with pp.Engine(device, policy="slack") as engine:
+        engine.load(pp.LanguageModel(folder, name="model", **options))
+        yield engine
+
+
+def write_texts(engine: pp.Engine, lengths: list[tuple[int, int]], vocabulary: int) -> tuple[float, list[Any]]:
+    """Has texts of (prompt, answer) tokens written at once; seconds, and of each text the times of its tokens."""
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, vocabulary, n).tolist() for n, _ in lengths]
+
+    async def one(prompt: list[int], n: int, began: float) -> list[float]:
+        writing = engine.generate("model", prompt, max_tokens=n, temperature=0.6, ignore_eos=True)
+        return [time.perf_counter() - began async for _ in writing]
+
+    async def every() -> list[list[float]]:
+        began = time.perf_counter()
+        return await asyncio.gather(*(one(p, n, began) for p, (_, n) in zip(prompts, lengths, strict=True)))
+
+    began = time.perf_counter()
+    times = asyncio.run(every())
+    return time.perf_counter() - began, times
+
+
+def step(engine: pp.Engine, shape: str, batch: int, tokens: int, bandwidth: float) -> dict[str, float]:
+    """Time between tokens of a full batch, and the time in which the step's bytes are read."""
+    _, times = write_texts(engine, [(STEP_PROMPT, tokens)] * batch, SHAPES[shape][6])
+    gaps = np.diff([each[tokens // 4 :] for each in times]).reshape(-1)
+    memory = engine.memory()["models"]["model decode"]
+    model = engine.language_models["model"]
+    weights = weight_bytes(model.path)
+    read = weights + batch * (STEP_PROMPT + tokens * 5 // 8) * model.config.token_bytes
+    found: dict[str, float] = {"ms": float(np.median(gaps)) * 1e3, "p99_ms": float(np.quantile(gaps, 0.99)) * 1e3,
+             "bytes": read, "held_bytes": memory["weights_bytes"]}  # fmt: skip
+    return found | ({"over_bytes": found["ms"] * 1e-3 * bandwidth / read} if bandwidth else {})
+
+
+def weight_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def measured_bandwidth(device: Any) -> float:
+    """Bytes per second that a copy within the GPU's memory reads; 0 without a GPU."""
+    if not device.name.startswith("cuda"):
+        return 0.0
+    import torch
+
+    x = torch.empty(1 << 30, dtype=torch.float32, device="cuda")
+    sums, times = torch.empty((), device="cuda"), []
+    for _ in range(12):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        torch.sum(x, out=sums)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e-3)
+    return float(x.nbytes / statistics.median(times[2:]))
+
+
+def offline(engine: pp.Engine, shape: str, texts: int, longest: int) -> dict[str, float]:
+    """As nano-vllm measures it: prompts and answers of 100 to 1024 tokens, all asked for at once."""
+    rng = np.random.default_rng(0)
+    least = min(100, longest // 2)
+    lengths = [(int(a), int(b)) for a, b in rng.integers(least, longest + 1, (texts, 2))]
+    before = engine.stats()["language_models"]["model"]
+    took, _ = write_texts(engine, lengths, SHAPES[shape][6])
+    after = engine.stats()["language_models"]["model"]
+    answered = sum(n for _, n in lengths)
+    steps = after["steps"] - before["steps"]
+    return {"texts": texts, "tokens": answered, "s": took, "tokens_s": answered / took, "steps": steps,
+            "batch": (after["batched"] - before["batched"]) / max(1, steps),
+            "chunks": after["chunks"] - before["chunks"]}  # fmt: skip
+
+
+def latency(engine: pp.Engine, shape: str, clients: int, rounds: int, prompt: int, tokens: int) -> dict[str, float]:
+    """Clients that ask again when they are answered."""
+    rng = np.random.default_rng(2)
+    ttft: list[float] = []
+    tbt: list[float] = []
+
+    async def client() -> None:
+        for _ in range(rounds):
+            given = rng.integers(0, SHAPES[shape][6], prompt).tolist()
+            began = last = time.perf_counter()
+            async for _ in engine.generate("model", given, max_tokens=tokens, temperature=0, ignore_eos=True):
+                now = time.perf_counter()
+                (ttft if last == began else tbt).append((now - last) * 1e3)
+                last = now
+
+    async def every() -> None:
+        await asyncio.gather(*(client() for _ in range(clients)))
+
+    asyncio.run(every())
+    return {"clients": clients, "ttft_p50_ms": float(np.median(ttft)), "ttft_p99_ms": float(np.quantile(ttft, 0.99)),
+            "tbt_p50_ms": float(np.median(tbt)), "tbt_p99_ms": float(np.quantile(tbt, 0.99))}  # fmt: skip
+
+
+def measure(shape: str, o: Any, bandwidth: float) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        write_folder(folder, shape)
+        began = time.perf_counter()
+        sequences, longest, texts = (4, 16, 6) if o.quick else (256, 1024, 256)
+        prompt, tokens, rounds = (20, 6, 2) if o.quick else (1000, 128, 6)
+        with engine_with(folder, o.device, sequences=sequences, chunk=64 if o.quick else 2048) as engine:
+            found: dict[str, Any] = {"load_s": time.perf_counter() - began}
+            for batch in (b for b in STEP_BATCHES if b <= sequences):
+                write_texts(engine, [(8, 4)] * batch, SHAPES[shape][6])  # the size is captured
+                found[f"step {batch}"] = step(engine, shape, batch, 8 if o.quick else 256, bandwidth)
+            found["offline"] = offline(engine, shape, texts, longest)
+            found["latency"] = latency(engine, shape, 4, rounds, prompt, tokens)
+        return found
+
+
+def rows(results: dict[str, Any]) -> list[Any]:
+    head = ("shape", "batch 1 ÷ bytes", "batch 32 ÷ bytes", "offline, tokens/s", "TTFT p50, ms", "TBT p50 / p99, ms")
+    made: list[Any] = [head]
+    for shape, found in results["shapes"].items():
+        over = [f"{found[f'step {b}']['over_bytes']:.2f}" if "over_bytes" in found.get(f"step {b}", {}) else "–"
+                for b in STEP_BATCHES]  # fmt: skip
+        late = found["latency"]
+        made.append((shape, *over, f"{found['offline']['tokens_s']:,.0f}", f"{late['ttft_p50_ms']:.1f}",
+                     f"{late['tbt_p50_ms']:.2f} / {late['tbt_p99_ms']:.2f}"))  # fmt: skip
+    return made
+
+
+def main() -> None:
+    parser = harness.arguments(__doc__, device="cuda", quick=True)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["0.6B", "1B", "8B"])
+    o = parser.parse_args()
+    if o.quick:
+        o.device, o.shapes = "virtual:h200", ["tiny"]
+    with pp.Device(o.device) as device:
+        bandwidth = measured_bandwidth(device)
+        results: dict[str, Any] = {"bandwidth": bandwidth, "published": PUBLISHED, "shapes": {}}
+        for shape in o.shapes:
+            results["shapes"][shape] = measure(shape, o, bandwidth)
+            harness.save("language_models", results, device, o.out)  # a later shape may fail
+        harness.finish(o, "language_models", results, "language models", rows(results), device)
+
+
+if __name__ == "__main__":
+    main()
