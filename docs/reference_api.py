@@ -24,7 +24,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "range", "range_begin", "range_end", "PreemptibleLaunch", "Turnaround", "Flag",
     ),
     "Devices and arrays": ("Device", "devices", "Array", "array", "empty", "empty_like", "zeros", "Stream", "stream"),
-    "Models and engines": ("Engine", "Model", "TensorSpec", "ModelProfile", "save_profiles", "load_profiles", "Tuning"),
+    "Models and engines": (
+        "Engine", "Model", "Pipeline", "TensorSpec", "ModelProfile", "save_profiles", "load_profiles", "Tuning",
+    ),
     "Language models": ("LanguageModel", "Generation", "Piece"),
     "Policies": ("policy", "Policy", "policy_names", "Where", "Tenant", "tune", "Tuned"),
     "Simulation": (
@@ -43,7 +45,8 @@ INNER: dict[str, frozenset[str]] = {
     "TritonKernel": frozenset({"prepare_preemptible"}),
     "CudaKernel": frozenset({"prepare_preemptible"}),
     "LanguageModel": frozenset({"pages", "programs"}),
-    "Model": frozenset({"preserved", "place", "weight_parts", "place_over"}),
+    "Model": frozenset({"preserved", "place", "weight_parts", "place_over", "functions"}),
+    "Pipeline": frozenset({"made", "reads", "functions"}),
     "Device": frozenset(
         {"not_in_capture", "prepare", "prepare_draft", "begin_trace", "read_trace", "end_trace", "range_events", "tile",
          "to_device_ns", "host_ns"}

@@ -9,6 +9,7 @@ from typing import Any
 from paellapy.instrument.errors import ArgumentError
 from paellapy.scheduler.core.profiles import ModelProfile, load_profiles
 from paellapy.scheduler.engine.engine import Engine
+from paellapy.scheduler.engine.pipelines import Pipeline
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.profile import model_profile
 from paellapy.scheduler.policies.policy import Policy
@@ -19,9 +20,11 @@ from paellapy.scheduler.sim.simulate import simulate as simulate_profiles
 from paellapy.scheduler.sim.simulate import simulated_part
 from paellapy.scheduler.sim.workload import Lognormal, Poisson, TraceWorkload, Workload
 
+Simulated = Model | ModelProfile | Pipeline
+
 
 def simulate(
-    models: Sequence[Model | ModelProfile] | Model | ModelProfile,
+    models: Sequence[Simulated] | Simulated,
     workload: Workload,
     policy: str | Policy = "paella",
     device: str = "virtual:h200",
@@ -54,12 +57,12 @@ def simulate(
     return simulate_profiles(profiles, workload, policy, device, **options)
 
 
-def _listed(models: Any) -> list[Model | ModelProfile]:
+def _listed(models: Any) -> list[Simulated]:
     """Models or profiles as a list; a single one becomes a list of one."""
-    single = isinstance(models, Model | ModelProfile | str) or not isinstance(models, Iterable)
+    single = isinstance(models, Model | ModelProfile | Pipeline | str) or not isinstance(models, Iterable)
     found = [models] if single else list(models)
     for each in found:
-        if not isinstance(each, Model | ModelProfile):
+        if not isinstance(each, Simulated):
             raise ArgumentError(
                 f"simulate cannot run a {type(each).__name__}: give a pp.Model, or a profile from "
                 "engine.model_profile(name) or pp.load_profiles",
@@ -69,7 +72,7 @@ def _listed(models: Any) -> list[Model | ModelProfile]:
 
 
 def _traced(
-    models: Sequence[Model | ModelProfile], workload: Workload, policy: str | Policy, device: str, **options: Any
+    models: Sequence[Simulated], workload: Workload, policy: str | Policy, device: str, **options: Any
 ) -> Results:
     own = [m for m in models if isinstance(m, Model)]
     if len(own) != len(models):
@@ -89,7 +92,7 @@ def _profile(engine: Engine, model: Model) -> ModelProfile:
     return model_profile(model, engine.profile(model.name), instances, engine.limits.requests)
 
 
-def profiles_of(models: Sequence[Model | ModelProfile], device: str = "virtual:h200") -> list[ModelProfile]:
+def profiles_of(models: Sequence[Simulated], device: str = "virtual:h200") -> list[ModelProfile]:
     """The profiles of models; each model is loaded once on the device."""
     found: list[ModelProfile] = []
     with Engine(device) as engine:
@@ -98,7 +101,10 @@ def profiles_of(models: Sequence[Model | ModelProfile], device: str = "virtual:h
                 found.append(model)
                 continue
             engine.load(model)
-            found.append(_profile(engine, model))
+            if isinstance(model, Pipeline):
+                found.append(model.profile({each.name: _profile(engine, each) for each in model.models}))
+            else:
+                found.append(_profile(engine, model))
             engine.unload(model.name)
     return found
 

@@ -37,5 +37,29 @@ def count(y: Any) -> dict[str, Any]:
     return {"embedding": y, "tokens": np.int64(np.count_nonzero(y))}
 
 
+# Of pipelines.
+
+
+def numbers(text: str) -> dict[str, Any]:
+    if text == "hang":
+        threading.Event().wait()
+    return read(text)
+
+
+def halves(y: Any) -> Any:
+    """One element for each number; some numbers do something else."""
+    if y[0] == 2 * 666:
+        raise ValueError("a bug")
+    if y[0] == 2 * 777:
+        return 3
+    if y[0] == 2 * 999:
+        return [{"x": y[:3]}]
+    return [{"x": np.full(64, each, np.float32)} for each in y if each]
+
+
+def join(y: list[Any]) -> dict[str, Any]:
+    return {"words": " ".join(f"{each[0]:g}" for each in y), "total": np.float32(sum(each[0] for each in y))}
+
+
 TAKES = {"text": str}
 GIVES = {"total": "float32", "words": str, "raw": bytes}

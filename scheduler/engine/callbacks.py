@@ -64,7 +64,7 @@ class CallbackClient:
 
         Errors that are known at once are raised here; the caller is told of all later ones.
         """
-        loaded = self._client.find(name)
+        loaded = self._client.asked(name)
         if length:
             lengths, loaded = loaded.model.lengths, self._client.for_length(loaded, length)
             inputs = lengths.at(inputs, loaded.model.length)

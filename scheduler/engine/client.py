@@ -29,6 +29,7 @@ from paellapy.scheduler.core.errors import (
 from paellapy.scheduler.core.residency import want_weights
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.engine.core_loop import Core
+from paellapy.scheduler.engine.pipelines import BackgroundLoop, LoadedPipeline
 from paellapy.scheduler.engine.request_values import check_inputs, check_ranges, check_taken, digest_of
 from paellapy.scheduler.engine.ring_calls import (
     E_ARRIVAL_NS,
@@ -483,12 +484,18 @@ class RequestClient:
         """`steps` runs the functions before and after models; None: this process does."""
         self.core = core
         self.steps: Steps = StepPools() if steps is None else steps
+        self.pipelines: dict[str, LoadedPipeline] = {}
+        self._background = BackgroundLoop()
         self.slots: weakref.WeakSet[Slot] = weakref.WeakSet()  # reserved, and perhaps not submitted yet
 
     def find(self, name: str) -> Any:
         """The loaded model; an UnknownModelError if there is none."""
         self.core.check_open()
         return self.core.models.find(name)
+
+    def asked(self, name: str) -> Any:
+        """The pipeline or the loaded model of this name."""
+        return self.pipelines.get(name) or self.find(name)
 
     def _fitted(
         self, loaded: Loaded, arrays: Mapping[str, NDArray[Any]]
@@ -530,7 +537,7 @@ class RequestClient:
         self, name: str, inputs: Inputs, deadline_ms: float | None, priority: int | None, client: Hashable
     ) -> Outputs:
         """See `Engine.infer`."""
-        loaded = self.find(name)
+        loaded = self.asked(name)
         if loaded.model.has_steps:
             values = check_taken(loaded.model, inputs)
             return await self.infer_with_steps(loaded, values, self.terms(loaded, deadline_ms, priority, client))
@@ -551,10 +558,17 @@ class RequestClient:
             ring.cancel(request)
             raise
 
+    async def infer_given(self, loaded: Loaded, values: Mapping[str, Any], terms: Terms) -> dict[str, Any]:
+        """Runs one request whose values are checked."""
+        run = self.infer_with_steps if loaded.model.has_steps else self._run
+        return await run(loaded, values, terms)
+
     async def infer_with_steps(self, loaded: Loaded, values: Mapping[str, Any], terms: Terms) -> dict[str, Any]:
         """Runs one request with the functions before and after the model. It has what the model takes, or the model's
         own inputs.
         """
+        if isinstance(loaded, LoadedPipeline):
+            return await loaded.run(self, values, terms)
         model: Model = loaded.model
         deadline_ns = terms[3]
         left_s = None if deadline_ns == codes.NEVER else max(0.0, (deadline_ns - time.monotonic_ns()) * 1e-9)
@@ -576,6 +590,9 @@ class RequestClient:
         self, name: str, inputs: Inputs, deadline_ms: float | None, priority: int | None, client: Hashable
     ) -> Outputs:
         """See `Engine.infer_sync`."""
+        if name in self.pipelines:
+            found: Outputs = self._background.call(self.infer(name, inputs, deadline_ms, priority, client))
+            return found
         loaded = self.find(name)
         model: Model = loaded.model
         if not model.has_steps:
@@ -621,6 +638,7 @@ class RequestClient:
         """Gives back the slots that were not submitted: their instances would wait for ever."""
         for slot in list(self.slots):
             slot.cancel()
+        self._background.close()
 
     def want_weights(self, row: int) -> None:
         """Has a model's weights brought for its next requests, if they are not on the GPU. Returns at once."""

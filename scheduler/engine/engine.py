@@ -40,6 +40,7 @@ from paellapy.scheduler.engine.jobs import Job, JobOptions, Jobs
 from paellapy.scheduler.engine.lease import Lease, Leases
 from paellapy.scheduler.engine.loaded_models import LoadedModels
 from paellapy.scheduler.engine.loading import Loader, check_quantum, install_partitions
+from paellapy.scheduler.engine.pipelines import LoadedPipeline, Pipeline
 from paellapy.scheduler.engine.stats import CompletionLog, GpuUse, core_stats, loaded_stats, occupancy
 from paellapy.scheduler.engine.steps import StepPools
 from paellapy.scheduler.engine.trace import TracedText, trace_engine
@@ -211,8 +212,11 @@ class Engine:
 
     # -- models
 
-    def load(self, model: Model | LanguageModel) -> None:
+    def load(self, model: Model | LanguageModel | Pipeline) -> None:
         """Compiles, captures, measures and opens a model. Loaded models keep running meanwhile."""
+        if isinstance(model, Pipeline):
+            self._load_pipeline(model)
+            return
         if not isinstance(model, Model):
             self._language().add(model)
             return
@@ -226,8 +230,42 @@ class Engine:
                 self.steps.close(model)
             raise
 
+    def _load_pipeline(self, pipeline: Pipeline) -> None:
+        with self.loaded_models.lock:
+            if pipeline.name in self.client.pipelines:
+                raise ModelError(f"a pipeline named {pipeline.name!r} is loaded already; unload it first", field="name",
+                                 given=pipeline.name)  # fmt: skip
+            self.loaded_models.check_name(pipeline.name, "unload it first", leases_too=True)
+            loaded = LoadedPipeline(pipeline)
+            try:
+                for each in pipeline.models:
+                    if self.models.get(each.name) is not each:
+                        self.load(each)
+                        loaded.own.append(each)
+                self.steps.open(pipeline)
+            except BaseException:
+                for each in loaded.own:
+                    self.unload(each.name)
+                raise
+            alone = {each.name: float(self.profile(each.name)[0].whole_ns) for each in pipeline.models}
+            loaded.alone_ns = [alone.get(stage.name, 0.0) for stage in pipeline.stages]
+            self.client.pipelines[pipeline.name] = loaded
+
+    @property
+    def pipelines(self) -> dict[str, Pipeline]:
+        """The pipelines that are loaded, by name."""
+        return {name: each.model for name, each in self.client.pipelines.items()}
+
     def unload(self, name: str) -> None:
-        """Finishes the model's requests, refuses new ones, and frees its memory. Other models keep running."""
+        """Finishes the model's requests, refuses new ones, and frees its memory. Other models keep running.
+
+        A pipeline goes with the models that were loaded with it; its requests in flight that need them fail.
+        """
+        if (pipeline := self.client.pipelines.pop(name, None)) is not None:
+            self.steps.close(pipeline.model)
+            for each in pipeline.own:
+                self.unload(each.name)
+            return
         if name in self.language_models:
             self._language().remove(name)
             return

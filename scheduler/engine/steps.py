@@ -13,9 +13,9 @@ import pickle
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core import codes
@@ -55,13 +55,47 @@ class _Turn:
         return time.monotonic_ns() - min(self.deadline_ns, self._withdrawn_ns) > GRACE_S * 1e9
 
 
-class StepPool:
-    """Runs the steps of one model."""
+class Stepped(Protocol):
+    """A model or a pipeline with functions."""
+
+    name: str
+    workers: int
+    processes: bool
+
+    @property
+    def functions(self) -> dict[str, Callable[..., Any]]: ...
+
+    @property
+    def reads(self) -> set[str]:
+        """The functions whose ValueError refuses the request."""
+
+    def made(self, step: str, found: Any) -> Any:
+        """A function's result by name. StepError, InputError: it is not what follows takes."""
+
+
+class OfModel:
+    """The functions of one model."""
+
+    reads: ClassVar = {"before"}
 
     def __init__(self, model: Model) -> None:
-        self._name, self._model = model.name, model
-        self._specs = {"before": model.inputs, "after": model.gives}
-        self._functions = {"before": model.before, "after": model.after}
+        self._model = model
+        self.name, self.functions = model.name, model.functions
+        self.workers, self.processes = model.workers, model.processes
+
+    def made(self, step: str, found: Any) -> dict[str, Any]:
+        specs = self._model.inputs if step == "before" else self._model.gives
+        if not isinstance(found, Mapping):
+            found = dict.fromkeys(list(specs)[:1], found)
+        return fitting(self._model, found) if step == "before" else checked(self.name, specs, found)
+
+
+class StepPool:
+    """Runs the functions of one model or pipeline."""
+
+    def __init__(self, model: Stepped) -> None:
+        self._name, self._of = model.name, model
+        self._functions, self._reads = model.functions, model.reads
         self._packed = b""
         if model.processes:
             try:
@@ -110,13 +144,12 @@ class StepPool:
         for _ in range(self._workers):
             self._turns.put(None)
 
-    async def run(self, step: str, values: Values, deadline_ns: int) -> dict[str, Any]:
+    async def run(self, step: str, values: Values, deadline_ns: int) -> Any:
         """The function's result by name. Cancelling the task withdraws the call."""
         turn = _Turn(step, values, deadline_ns)
         self._turns.put(turn)
         try:
-            found: dict[str, Any] = await asyncio.wrap_future(turn.future)
-            return found
+            return await asyncio.wrap_future(turn.future)
         except asyncio.CancelledError:
             turn.withdraw()
             raise
@@ -138,13 +171,9 @@ class StepPool:
             turn.withdraw()
             raise
 
-    def _made(self, step: str, found: Any) -> dict[str, Any]:
-        """A function's result by name. StepError: it is not what the model takes or gives."""
-        specs = self._specs[step]
-        if not isinstance(found, Mapping):
-            found = dict.fromkeys(list(specs)[:1], found)
+    def _made(self, step: str, found: Any) -> Any:
         try:
-            return fitting(self._model, found) if step == "before" else checked(self._name, specs, found)
+            return self._of.made(step, found)
         except InputError as e:
             raise StepError(f"`{step}` returned a wrong value: {e}", model=self._name, step=step) from e
 
@@ -190,10 +219,8 @@ class StepPool:
         process.kill()
 
     def _called(self, turn: _Turn) -> Any:
-        function = self._functions[turn.step]
-        assert function is not None
         try:
-            return function(**turn.values)
+            return self._functions[turn.step](**turn.values)
         except ValueError as e:
             raise self._refused(turn.step, type(e).__name__, str(e), vars(e)) from e
         except PaellaError:
@@ -215,7 +242,7 @@ class StepPool:
         raise self._refused(turn.step, *found) if kind == REFUSED else self._failed(turn.step, ": ".join(found))
 
     def _refused(self, step: str, kind: str, said: str, facts: Mapping[str, Any]) -> PaellaError:
-        if step == "after":  # the request was right, or it would not have come so far
+        if step not in self._reads:  # the request was right, or it would not have come so far
             return self._failed(step, f"{kind}: {said}")
         known = {"model": self._name, "field": step, "given": said, **facts}
         return InputError(f"model {self._name!r}: {said or kind}", **known)
@@ -241,7 +268,7 @@ class StepRunner(Protocol):
 
     def request(self) -> contextlib.AbstractContextManager[None]: ...
 
-    async def run(self, step: str, values: Values, deadline_ns: int) -> dict[str, Any]: ...
+    async def run(self, step: str, values: Values, deadline_ns: int) -> Any: ...
 
     def run_sync(self, step: str, values: Values, deadline_ns: int) -> dict[str, Any]: ...
 
@@ -249,21 +276,21 @@ class StepRunner(Protocol):
 class Steps(Protocol):
     """The steps of models, run here or in the engine's process."""
 
-    def of(self, model: Model) -> StepRunner: ...
+    def of(self, model: Any) -> StepRunner: ...
 
 
 class StepPools:
     """The pools of the models that are loaded in this process."""
 
     def __init__(self) -> None:
-        self._pools: dict[Model, StepPool] = {}
+        self._pools: dict[Any, StepPool] = {}  # by model or pipeline
 
-    def open(self, model: Model) -> bool:
+    def open(self, model: Any) -> bool:
         """Makes the pool of a model that needs one and has none; ModelError: processes cannot import its functions."""
-        if not isinstance(model, Model) or not model.has_steps or model in self._pools:
+        if not getattr(model, "functions", None) or model in self._pools:
             return False
         try:
-            self._pools[model] = StepPool(model)
+            self._pools[model] = StepPool(OfModel(model) if isinstance(model, Model) else model)
         except RuntimeError as e:
             raise ModelError(
                 f"model {model.name!r}: a process of its steps did not start: {e}. Functions must be importable, and a "
@@ -272,7 +299,7 @@ class StepPools:
             ) from e  # fmt: skip
         return True
 
-    def close(self, model: Model) -> None:
+    def close(self, model: Any) -> None:
         if (pool := self._pools.pop(model, None)) is not None:
             pool.close()
 
@@ -280,7 +307,7 @@ class StepPools:
         for model in list(self._pools):
             self.close(model)
 
-    def of(self, model: Model) -> StepPool:
+    def of(self, model: Any) -> StepPool:
         pool = self._pools.get(model)
         if pool is None:
             raise EngineClosedError(f"model {model.name!r}: the engine is closed, or has unloaded it", model=model.name)

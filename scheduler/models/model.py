@@ -280,6 +280,11 @@ class Model:
         return self.source is not None and self.source.whole_batches
 
     @property
+    def functions(self) -> dict[str, Step]:
+        """The functions before and after the model."""
+        return {name: each for name, each in (("before", self.before), ("after", self.after)) if each is not None}
+
+    @property
     def has_steps(self) -> bool:
         """Whether functions run before or after the model."""
         return self.before is not None or self.after is not None
