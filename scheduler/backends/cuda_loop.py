@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from paellapy.instrument.device.cuda import CudaDevice
 from paellapy.instrument.device.driver import NOT_READY, CudaStream, driver, fail, library
 from paellapy.instrument.errors import LaunchError
-from paellapy.instrument.numba_ext.link import call_with, compiled
+from paellapy.instrument.numba_ext.link import call_with, compiled, part
 from paellapy.scheduler.backends.base import RETRY_S, broken_loop
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import call_write, load_at, store_at
@@ -30,12 +30,20 @@ from paellapy.scheduler.core.state import State, read_clock
 from paellapy.scheduler.core.step import run, wake_producers
 from paellapy.scheduler.core.tables import Words
 
-# The loop keeps spinning for this long after its last work, so that at some hundred requests a second the next one
-# finds it awake: waking up takes longer than many kernels. After that it sleeps.
+# The loop spins for this long after its last work, so that at some hundred requests a second the next one finds it
+# awake: waking up takes longer than many kernels. Then it sleeps, unless the latest requests came at a short gap: it
+# then stays awake for twice the gap. A core is busy while four requests come a second, and half a second longer.
 _LINGER_NS = 10_000_000
+_LONGEST_GAP_NS = 250_000_000
 _WATCH_S = 0.1  # how often the driver is asked whether a GPU without progress is still alive
 _ZERO = np.uint64(0)
 INTERRUPTED, BROKEN = 1, 2
+
+
+@part
+def next_linger(gap_ns: int, shortest_ns: int) -> int:
+    """How long to stay awake after the latest request, which came `gap_ns` after the one before."""
+    return shortest_ns if gap_ns > _LONGEST_GAP_NS else max(2 * gap_ns, shortest_ns)
 
 
 @compiled
@@ -45,15 +53,23 @@ def serve(
 ) -> int:  # fmt: skip
     """Runs the core until `stop[0]` is set (INTERRUPTED), or a launch fails that was not `reported` yet (BROKEN).
 
-    After `linger_ns` without work, it sleeps by reading the eventfd `bell`; `read` is the address of the C function.
-    Before that, it arms the bell and looks once more: messages posted before are seen, later ones ring the bell.
+    After `linger_ns` without work, or longer (`next_linger`), it sleeps by reading the eventfd `bell`; `read` is the
+    address of the C function. Before that, it arms the bell and looks once more: messages posted before are seen, later
+    ones ring the bell.
     """
     core = s.core[0]
+    requests, worked_ns, awake_ns = core.sequence, read_clock(s, scratch), linger_ns
     while True:
         if run(s, stop, linger_ns, scratch) != 0:
             return INTERRUPTED
         if core.mode == FAIL_MODE and core.error != 0 and not reported:
             return BROKEN
+        now = read_clock(s, scratch)
+        if core.sequence != requests:  # other messages, such as a watchdog's, keep no loop awake
+            awake_ns = next_linger(now - linger_ns - worked_ns, linger_ns)
+            requests, worked_ns = core.sequence, now - linger_ns
+        if now - worked_ns < awake_ns:
+            continue
         arm(armed.ctypes.data, awaits_reads(s))
         happened = call_with(s.call[0].step, s, read_clock(s, scratch))
         wake_producers(s, scratch)

@@ -30,7 +30,7 @@ from paellapy.scheduler.backends.virtual_launches import PieceTracer, VirtualLau
 from paellapy.scheduler.core.atomics import call_back, call_ppoll, call_run, call_write, load_at, store_at
 from paellapy.scheduler.core.codes import NEVER, WHOLE
 from paellapy.scheduler.core.instances import awaits_reads
-from paellapy.scheduler.core.processes import usable_cpus
+from paellapy.scheduler.core.processes import FEW_CORES, usable_cpus
 from paellapy.scheduler.core.rings import Bell, arm
 from paellapy.scheduler.core.state import State, read_clock
 from paellapy.scheduler.core.step import wake_producers
@@ -42,7 +42,6 @@ SPIN_NS = 40_000  # shorter waits are spent awake: waking up takes about as long
 POLLIN = 1 << 32  # of a struct pollfd, behind the descriptor
 _ZERO, _ONE = np.uint64(0), np.uint64(1)
 _LINGER_NS = 200_000  # the loop stays awake for this long after its last work, so that the next request finds it awake
-_FEW_CORES = 4
 _SET_TIMERSLACK = 29  # PR_SET_TIMERSLACK
 
 OnFault = Callable[[int, int, BaseException], None]  # instance, slot, cause
@@ -220,7 +219,7 @@ class VirtualLoop:
         self.compiled = threading.Event()  # set once the loop's functions are compiled; nothing runs before
         self._stop_word = np.zeros(8, np.uint64)
         # With few cores, spinning would take a core from other threads.
-        self._linger_ns = _LINGER_NS if usable_cpus() > _FEW_CORES else 0
+        self._linger_ns = _LINGER_NS if usable_cpus() > FEW_CORES else 0
         self._calls: deque[Callable[[], None]] = deque()
         self._stopping = False
         self._thread: threading.Thread | None = None

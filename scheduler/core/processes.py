@@ -66,6 +66,9 @@ def die_with_parent(signal: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
+FEW_CORES = 4  # on so many or fewer, a thread that spins would take its core from others
+
+
 def usable_cpus(quota: Path = _QUOTA) -> float:
     """The number of CPUs that this process may use at once, including the quota of its container."""
     found = len(os.sched_getaffinity(0))

@@ -24,10 +24,11 @@ from paellapy.scheduler.core.errors import (
     UnknownModelError,
     WeightsError,
 )
+from paellapy.scheduler.core.processes import FEW_CORES, usable_cpus
 from paellapy.scheduler.core.rings import Bell
 from paellapy.scheduler.core.state import Limits, State, new_state
 from paellapy.scheduler.engine import ring_calls
-from paellapy.scheduler.engine.ring_client import ENGINE_CLOSED, Loaded, RingClient, Waiter
+from paellapy.scheduler.engine.ring_client import ENGINE_CLOSED, SPIN_NS, Loaded, RingClient, Waiter
 from paellapy.scheduler.policies.policy import Policy
 
 AnyModel = TypeVar("AnyModel", bound=Loaded)
@@ -105,6 +106,8 @@ class CoreLoop(Core):
     def start(self) -> None:
         _load_ring_calls()
         step.attach_loop(self.state)
+        if not self.backend.computes_in_python and usable_cpus() > FEW_CORES:
+            self.ring.spin_ns = SPIN_NS
         self.backend.on_fault = self._note_fault
         self.backend.start(self.state, self.bell, self.fail)
 

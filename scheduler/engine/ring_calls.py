@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.numba_ext.link import brief, part
+from paellapy.instrument.numba_ext.link import brief, compiled, part
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import c_address, call_write, load_at
 from paellapy.scheduler.core.rings import (
@@ -29,7 +29,7 @@ from paellapy.scheduler.core.rings import (
     set_ready,
     take_completions,
 )
-from paellapy.scheduler.core.state import State, state_at
+from paellapy.scheduler.core.state import State, monotonic_ns, state_at
 from paellapy.scheduler.core.tables import COMPLETION
 from paellapy.scheduler.core.tenants import find_client
 
@@ -39,13 +39,14 @@ LINE = np.dtype(
         ("state", "u8"),  # address of the state
         ("producer", "i8"),
         ("bell_fd", "i8"),
-        ("write", "u8"),  # address of libc's write()
+        ("write", "u8"),  # addresses of libc's write() and clock_gettime()
+        ("clock", "u8"),
     ],
     align=True,
 )
 _OFFSETS: Any = LINE.fields
-_STATE, _PRODUCER, _BELL_FD, _WRITE = (
-    np.uint64(_OFFSETS[name][1]) for name in ("state", "producer", "bell_fd", "write")
+_STATE, _PRODUCER, _BELL_FD, _WRITE, _CLOCK = (
+    np.uint64(_OFFSETS[name][1]) for name in ("state", "producer", "bell_fd", "write", "clock")
 )
 COMPLETION_WORDS = COMPLETION.itemsize // 8
 _WORD = np.uint64(8)
@@ -61,8 +62,8 @@ class Line:
     """The line of one producer. It is valid for as long as it and the state are kept."""
 
     def __init__(self, state: State, producer: int, bell_fd: int) -> None:
-        write = c_address(ctypes.CDLL(None).write)
-        self._row = np.array([(1, state.address, producer, bell_fd, write)], LINE)
+        write, clock = (c_address(getattr(ctypes.CDLL(None), name)) for name in ("write", "clock_gettime"))
+        self._row = np.array([(1, state.address, producer, bell_fd, write, clock)], LINE)
         self.address = int(self._row.ctypes.data)
 
 
@@ -159,6 +160,27 @@ def take_early(line: int, into: NDArray[np.int64]) -> int:
     return int(take_completions(state_at(field(line, _STATE)), producer_of(line), into.ctypes.data, into.shape[0]))
 
 
+_LOOKS = 64  # between two readings of the clock
+
+
+@compiled
+def await_any(line: int, most_ns: int, scratch: NDArray[np.int64]) -> bool:
+    """Spins, without the interpreter's lock, until a completion is there; False: none came in this time. `scratch` is
+    of two int64.
+    """
+    s = state_at(field(line, _STATE))
+    words = s.ring[producer_of(line)]
+    head, tail = words[codes.DONE_HEAD :].ctypes.data, words[codes.DONE_TAIL :].ctypes.data
+    clock = field(line, _CLOCK)
+    end = monotonic_ns(clock, scratch) + most_ns
+    while True:
+        for _ in range(_LOOKS):
+            if load_at(tail) != load_at(head):
+                return True
+        if monotonic_ns(clock, scratch) >= end:
+            return False
+
+
 def warm_up(state: State) -> None:
     """Loads every function of this module, on tables that nothing else uses."""
     made = Line(state, 0, 0)  # the bell is not armed, so its descriptor is not used
@@ -173,4 +195,5 @@ def warm_up(state: State) -> None:
     ring_read(line)
     take(line, np.zeros((1, COMPLETION_WORDS), np.int64))
     take_early(line, np.zeros((1, COMPLETION_WORDS), np.int64))
+    await_any(line, 0, np.zeros(2, np.int64))
     find_client(state.client_key, state.client, 1)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import threading
 from collections import deque
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from waiting import wait_until
 
 from paellapy.scheduler.backends import cuda_loop
 from paellapy.scheduler.backends.cuda_loop import CudaLoop
+from paellapy.scheduler.core.rings import Bell
+from paellapy.scheduler.core.state import Limits, new_state
+from paellapy.scheduler.core.step import attach_loop
 
 pytest.importorskip("cuda.bindings.driver")
 
@@ -37,3 +44,30 @@ def test_a_loop_goes_on_after_an_error_of_its_own(monkeypatch, where):
     threads._loop()
     assert len(rounds) == 3
     assert ["SystemError: bad argument" in str(each) for each in failures] == [True]
+
+
+@pytest.mark.parametrize(("gap_ms", "awake_ms"), [(1, 10), (20, 40), (250, 500), (251, 10)])
+def test_a_loop_stays_awake_for_requests_that_come_regularly(gap_ms, awake_ms):
+    assert cuda_loop.next_linger.py_func(gap_ms * 10**6, 10 * 10**6) == awake_ms * 10**6
+
+
+def test_a_loop_without_work_sleeps_until_its_bell_rings():
+    state = new_state(Limits(models=1, instances=1, requests=8, segments=1))
+    attach_loop(state)
+    stop, scratch = np.zeros(8, np.uint64), np.zeros(8, np.int64)
+    bell = Bell(state.bell, blocking=True)
+    read = ctypes.cast(ctypes.CDLL(None).read, ctypes.c_void_p).value
+    returned = []
+    serving = threading.Thread(
+        target=lambda: returned.append(
+            cuda_loop.serve(state, stop, 1_000_000, scratch, bell.word, bell.fd, read, False)
+        )
+    )
+    serving.start()
+    wait_until(lambda: bell.armed)
+    stop[0] = 1
+    os.eventfd_write(bell.fd, 1)
+    serving.join(60)
+    assert returned == [cuda_loop.INTERRUPTED]
+    assert not bell.armed
+    bell.close()

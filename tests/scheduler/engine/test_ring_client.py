@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from types import SimpleNamespace
@@ -283,3 +284,22 @@ def test_each_row_has_one_owner_and_a_newcomer_gets_any_free_row(total, script):
         for row in mine:
             rows.give(client, row)
     assert {rows.take(client) for client in range(min(total, CLIENTS))} <= set(range(total))
+
+
+@pytest.mark.parametrize("spin_ns", [0, 1_000, 50_000_000])
+def test_threads_and_event_loops_are_answered_whether_threads_spin_or_sleep(engine, spin_ns):
+    engine.core.ring.spin_ns = spin_ns
+
+    def ask_in_thread(k):
+        return [engine.infer_sync("scale", {"x": X + k + n})["y"] for n in range(10)]
+
+    async def ask():
+        own = [engine.infer("scale", {"x": X + n}) for n in range(10)]
+        others = [asyncio.to_thread(ask_in_thread, k) for k in (100, 200, 300)]
+        return await asyncio.gather(asyncio.gather(*own), *others)
+
+    for first, answers in zip((0, 100, 200, 300), asyncio.run(asyncio.wait_for(ask(), 120)), strict=True):
+        for n, found in enumerate(answers):
+            np.testing.assert_array_equal(found["y"] if first == 0 else found, 2 * (X + first + n))
+    assert engine.infer_sync("scale", {"x": X})["y"][1] == 2
+    assert not engine.core.ring.waiting
