@@ -11,8 +11,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from aiohttp import web
 from numpy.typing import NDArray
@@ -28,14 +28,24 @@ from paellapy.serving.compression import IN_THREAD_BYTES, answer_coding, body_co
 from paellapy.serving.errors import RefusedError, status_of
 from paellapy.serving.limits import JSON_COPIES, MAPPED_BYTES, largest_request, read_body
 from paellapy.serving.listening import Connection
-from paellapy.serving.protocol import HEADER_LENGTH, Request, decode, encode, known_answer, split
+from paellapy.serving.protocol import (
+    HEADER_LENGTH,
+    PIECE_VALUES,
+    Pieces,
+    Request,
+    decode,
+    encode,
+    known_answer,
+    split,
+    values_in_json,
+)
 from paellapy.serving.registry import VERSION
 from paellapy.serving.service import SERVICE, Service
 from paellapy.serving.tensors import PIECE_BYTES
 
-Pieces = list[bytes | memoryview]
+T = TypeVar("T")
 
-_reading = ThreadPoolExecutor(2, thread_name_prefix="json")  # its threads start on demand
+_json = ThreadPoolExecutor(2, thread_name_prefix="json")  # its threads start on demand
 
 
 class Inference(ABC):
@@ -107,21 +117,7 @@ class Inference(ABC):
                 claim(JSON_COPIES * len(body))
                 return decode(model, body, header_length)
 
-        def decoded(future: asyncio.Future[Request]) -> None:
-            if self.over:  # its client has left
-                return
-            # Raised here, the error would refer to this function, and so to itself: the body would stay in memory
-            error = future.exception()
-            if isinstance(error, Exception):
-                self.fail(error)
-                return
-            try:
-                self.submit(model, future.result())
-            except Exception as e:
-                self.fail(e)
-
-        loop = asyncio.get_running_loop()
-        loop.run_in_executor(_reading, read).add_done_callback(decoded)
+        self._in_thread(read, lambda request: self.submit(model, request))
 
     def submit(self, model: Model, request: Request) -> None:
         """Submits a request that fits the model to the engine."""
@@ -169,11 +165,50 @@ class Inference(ABC):
         if self.over:
             return
         try:
+            if values_in_json(self._request, outputs) > PIECE_VALUES:
+                self._encode_slowly(outputs)
+                return
             pieces, json_length = encode(self._model, VERSION, self._request, outputs)
         except Exception as e:  # else nobody would answer
             self.fail(e)
             return
         self._answer(pieces, json_length)
+
+    def _encode_slowly(self, outputs: dict[str, NDArray[Any]]) -> None:
+        """Writes long JSON in one of a few threads, so that other requests go on."""
+        model, request, held = self._model, self._request, self.service.held
+        nbytes = sum(array.nbytes for array in outputs.values())
+        held.change(0, nbytes)
+        copied = {key: array.copy() for key, array in outputs.items()}
+
+        def write() -> tuple[Pieces, int | None]:
+            try:
+                with held.holding() as claim:
+                    return encode(model, VERSION, request, copied, claim)
+            finally:
+                held.change(nbytes, 0)
+
+        self._in_thread(write, lambda written: self._answer(*written))
+
+    def _in_thread(self, work: Callable[[], T], then: Callable[[T], None]) -> None:
+        """Runs the work in one of a few threads, and then goes on in the loop, or fails with the work's error."""
+
+        def ended(future: Future[T]) -> None:
+            # Raised here, the error would refer to this function, and so to itself: a body would stay in memory
+            error = future.exception()
+            try:
+                if isinstance(error, Exception):
+                    self.fail(error)
+                elif not self.over:  # else its client has left
+                    then(future.result())
+            except Exception as e:
+                self.fail(e)
+
+        def tell(future: Future[T]) -> None:
+            if not self.loop.is_closed():
+                self.loop.call_soon_threadsafe(ended, future)
+
+        _json.submit(work).add_done_callback(tell)
 
     def _answer(self, pieces: Pieces, json_length: int | None) -> None:
         if self.over:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import finalize
 
@@ -41,7 +41,9 @@ from paellapy.serving.tensors import (
 
 REMEMBERED = 256  # per model
 LONGEST = 4096  # bytes; longer JSON is not remembered
+PIECE_VALUES = 1 << 12  # of an answer; to write them as JSON takes a few tenths of a millisecond
 
+Pieces = list[bytes | bytearray | memoryview]  # of an answer; the memory of memoryviews may be the engine's
 Around = tuple[bytes, bytes]  # the JSON before and after the part that may differ
 
 
@@ -59,7 +61,7 @@ class Repeated:
             self.tensors.append((name, array.dtype, array.size, at, array.shape))
             at += array.nbytes
         self.meaning = meaning
-        # The answer's JSON is the same each time too: the part before its binary tensors, or around its lists.
+        # The answer's JSON around its lists of values is the same each time too.
         self.answer: list[bytes] | None = None
 
     def pieces(self, names: Iterable[str], tail: memoryview) -> Sequence[memoryview]:
@@ -536,55 +538,79 @@ def known_answer(request: Request) -> bytes | None:
     return known[0] if known is not None and len(known) == 1 else None
 
 
+def values_in_json(request: Request, results: dict[str, NDArray[Any]]) -> int:
+    """The number of values that `encode` must write as text, or sort."""
+    return sum(results[output.name].size for output in request.outputs if output.classes or not output.binary)
+
+
 def encode(
-    model: Model, version: str, request: Request, results: dict[str, NDArray[Any]]
-) -> tuple[list[bytes | memoryview], int | None]:
+    model: Model,
+    version: str,
+    request: Request,
+    results: dict[str, NDArray[Any]],
+    claim: Callable[[int], None] = lambda nbytes: None,
+) -> tuple[Pieces, int | None]:
     """The answer's body in pieces, and the length of its JSON if binary tensors follow.
 
-    `results` maps each output to an array [items, …].
+    `results` maps each output to an array [items, …]. `claim` is called with the bytes of text made so far.
     """
+    arrays = [
+        classify(results[output.name], output.classes) if output.classes else results[output.name]
+        for output in request.outputs
+    ]
+    tail: Pieces = [
+        text_bytes(array) if array.dtype.kind == "O" else _raw(array)
+        for output, array in zip(request.outputs, arrays, strict=True)
+        if output.binary
+    ]
     repeated = request.repeated
-    if repeated is not None and repeated.answer is not None:
-        known = repeated.answer
-        if len(known) == 1:
-            return [known[0], *(_raw(results[output.name]) for output in request.outputs)], len(known[0])
-        pieces: list[bytes | memoryview] = [known[0]]
-        for output, text in zip(request.outputs, known[1:], strict=True):
-            pieces += (_encode(_values(results[output.name])), text)
-        return pieces, None
-    tensors: list[ResponseTensor] = []
-    tail: list[bytes | memoryview] = []
-    for output in request.outputs:
-        array = results[output.name]
-        name = datatype(model.gives[output.name].dtype)
-        if output.classes:
-            array, name = classify(array, output.classes), "BYTES"
+    around = None if repeated is None else repeated.answer
+    if around is None:
+        around = _around(model, version, request, arrays, list(map(len, tail)))
+        sized = any(output.binary and array.dtype.kind == "O" for output, array in zip(request.outputs, arrays, strict=True))
+        if repeated is not None and not sized and not any(output.classes for output in request.outputs):
+            repeated.answer = around
+    header: Pieces = [around[0]]
+    lists = ((output, array) for output, array in zip(request.outputs, arrays, strict=True) if not output.binary)
+    for (output, array), text in zip(lists, around[1:], strict=True):
+        header += (_values(array, Where(model.name, output.name, "output"), claim), text)
+    return header + tail, sum(map(len, header)) if tail else None
+
+
+def _around(model: Model, version: str, request: Request, arrays: list[NDArray[Any]], sizes: list[int]) -> list[bytes]:
+    """The answer's JSON around its lists of values. `sizes`: of the binary tensors that follow."""
+    tensors, left = [], iter(sizes)
+    for output, array in zip(request.outputs, arrays, strict=True):
+        name = "BYTES" if output.classes else datatype(model.gives[output.name].dtype)
         shape = list(array.shape if request.batched else array.shape[1:])
         if output.binary:
-            data = text_bytes(array) if name == "BYTES" else _raw(array)
-            tail.append(data)
-            tensors.append(ResponseTensor(output.name, name, shape, {"binary_data_size": len(data)}))
+            tensors.append(ResponseTensor(output.name, name, shape, {"binary_data_size": next(left)}))
         else:
-            where = Where(model.name, output.name, "output")
-            values = text_values(array, where) if name == "BYTES" else _values(array)
-            tensors.append(ResponseTensor(output.name, name, shape, data=values))
-    header = _encode(ResponseBody(model.name, version, tensors, request.id))
-    if repeated is not None and not any(output.classes for output in request.outputs):
-        if len(tail) == len(tensors):
-            repeated.answer = [header]
-        elif not tail:
-            for tensor in tensors:
-                tensor.data = []
-            # This text cannot occur inside a JSON string, where quotation marks are escaped.
-            empty = _encode(ResponseBody(model.name, version, tensors, request.id)).split(b'"data":[]')
-            repeated.answer = [b'%b"data":' % text for text in empty[:-1]] + empty[-1:]
-    return [header, *tail], len(header) if tail else None
+            tensors.append(ResponseTensor(output.name, name, shape, data=[]))
+    # This text cannot occur inside a JSON string, where quotation marks are escaped.
+    texts = _encode(ResponseBody(model.name, version, tensors, request.id)).split(b'"data":[]')
+    return [b'%b"data":' % text for text in texts[:-1]] + texts[-1:]
 
 
-def _values(array: NDArray[Any]) -> list[Any]:
-    """The values as JSON numbers."""
-    flat: list[Any] = (array.astype(np.float32) if array.dtype.char in "eE" else array).reshape(-1).tolist()
-    return flat
+def _values(array: NDArray[Any], where: Where, claim: Callable[[int], None]) -> bytes | bytearray:
+    """A JSON list of the values. A long one is made piece by piece: between two pieces other threads can run."""
+    flat = array.reshape(-1)
+    if flat.size <= PIECE_VALUES:
+        return _encode(_plain(flat, where))
+    text = bytearray(b"[")
+    for at in range(0, flat.size, PIECE_VALUES):
+        text += memoryview(_encode(_plain(flat[at : at + PIECE_VALUES], where)))[1:-1]
+        text += b","
+        claim(len(text))
+    text[-1:] = b"]"
+    return text
+
+
+def _plain(array: NDArray[Any], where: Where) -> list[Any]:
+    if array.dtype.kind == "O":
+        return text_values(array, where)
+    found: list[Any] = (array.astype(np.float32) if array.dtype.char in "eE" else array).tolist()
+    return found
 
 
 def _raw(array: NDArray[Any]) -> memoryview:

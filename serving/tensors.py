@@ -258,7 +258,7 @@ def _brackets(shape: tuple[int, ...]) -> bytes:
     """
     nested = b""
     for n in reversed(shape):
-        nested = b"[" + b",".join([nested] * n) + b"]"
+        nested = b"[" + (nested + b",") * (n - 1) + nested + b"]"
     return nested
 
 

@@ -36,10 +36,10 @@ from paellapy.serving.access import open_to_all
 from paellapy.serving.errors import RequestError, error_response, json_response, short, sign
 from paellapy.serving.fast_path.connection import FastConnection, read_buffer
 from paellapy.serving.fast_path.headers import Head, Heads
-from paellapy.serving.inference import Pieces
 from paellapy.serving.limits import BESIDE_BYTES, read_body
 from paellapy.serving.listening import Runner, Shares, Site, listen, stop_listening, url_of
 from paellapy.serving.logs import log, request_id
+from paellapy.serving.protocol import Pieces
 from paellapy.serving.registry import VERSION
 from paellapy.serving.routes import Protocol
 

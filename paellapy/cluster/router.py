@@ -19,10 +19,10 @@ from paellapy.serving.access import CLIENT_HEADER
 from paellapy.serving.errors import RefusedError, error_answer, short
 from paellapy.serving.fast_path.connection import FastConnection
 from paellapy.serving.fast_path.headers import Clock, Head, error_pieces
-from paellapy.serving.inference import Pieces
 from paellapy.serving.limits import BESIDE_BYTES, DEFAULTS, ConnectionLimits, RequestBudget
 from paellapy.serving.load_report import Outlook
 from paellapy.serving.logs import log, request_id
+from paellapy.serving.protocol import Pieces
 
 HELD_BYTES = 256_000_000
 TICK_S = 0.05

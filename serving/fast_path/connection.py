@@ -19,9 +19,9 @@ import numpy as np
 from paellapy.instrument.errors import PaellaError
 from paellapy.serving.errors import STOPPING, LateBodyError, RefusedError
 from paellapy.serving.fast_path.headers import Head, Heads, header_length, header_values
-from paellapy.serving.inference import Pieces
 from paellapy.serving.limits import AHEAD_BYTES, FAST_HEADER_BYTES, MAPPED_BYTES, RETRY_S
 from paellapy.serving.listening import Connection
+from paellapy.serving.protocol import Pieces
 
 # Every copy of a large tensor costs time. So the socket's bytes are read into a buffer that all connections share, or
 # directly into the request's body, and an answer is sent directly from its slot.
@@ -74,28 +74,25 @@ def descriptor(transport: asyncio.Transport) -> int:
     return -1 if socket is None else int(socket.fileno())
 
 
-def write(transport: asyncio.Transport, pieces: list[bytes | memoryview]) -> None:
-    """Writes an answer to its connection. The caller may reuse the pieces' memory when this returns."""
+def write(transport: asyncio.Transport, pieces: Pieces) -> None:
+    """Writes an answer to its connection. The caller may reuse the memory of memoryviews when this returns."""
     size = sum(map(len, pieces))
+    if size < COPIED_BYTES:
+        transport.write(b"".join(pieces))
+        return
     sent = 0
-    if size >= COPIED_BYTES and not transport.is_closing() and not transport.get_write_buffer_size():
+    if not transport.is_closing() and not transport.get_write_buffer_size():
         fd = descriptor(transport)
         if fd >= 0:
             try:
                 sent = os.writev(fd, pieces)
             except OSError:  # no room; or the client has left, which the transport will notice
                 sent = 0
-    if sent < size:
-        transport.write(b"".join(_after(pieces, sent) if sent else pieces))
-
-
-def _after(pieces: list[bytes | memoryview], sent: int) -> list[bytes | memoryview]:
-    left: list[bytes | memoryview] = []
     for piece in pieces:
         if sent < len(piece):
-            left.append(memoryview(piece)[sent:] if sent else piece)
+            rest = memoryview(piece)[sent:]
+            transport.write(bytes(rest) if isinstance(piece, memoryview) else rest)
         sent = max(0, sent - len(piece))
-    return left
 
 
 class Work(Protocol):
@@ -380,8 +377,9 @@ class Reader(asyncio.BufferedProtocol):
         return self._shared if self._connection.idle else self._shared[:AHEAD_BYTES]
 
     def buffer_updated(self, nbytes: int) -> None:
-        if self._body is not None:
-            self._connection.body_received(self._body, nbytes)
+        body, self._body = self._body, None  # else an idle connection would keep its memory
+        if body is not None:
+            self._connection.body_received(body, nbytes)
             return
         data = self._shared[:nbytes]
         self._connection.data_received(bytes(data) if nbytes < COPIED_BYTES else data)

@@ -11,7 +11,7 @@ from email.utils import formatdate
 from paellapy.serving.access import given_key
 from paellapy.serving.errors import ErrorAnswer, encode_json
 from paellapy.serving.limits import FAST_HEADER_BYTES, FAST_HEADERS
-from paellapy.serving.protocol import HEADER_LENGTH
+from paellapy.serving.protocol import HEADER_LENGTH, Pieces
 
 REMEMBERED_HEADS = 512
 
@@ -142,7 +142,7 @@ def answer_head(
     return _ANSWER % (status, reason, kind, size, number.encode("utf-8", "surrogateescape"), date, more, end)
 
 
-def error_pieces(error: ErrorAnswer, number: str, date: bytes, close: bool) -> list[bytes | memoryview]:
+def error_pieces(error: ErrorAnswer, number: str, date: bytes, close: bool) -> Pieces:
     """The header and the body of an error's answer."""
     body = encode_json({"error": error.said})
     more = b"" if error.retry_after_s is None else b"Retry-After: %d\r\n" % error.retry_after_s

@@ -10,9 +10,10 @@ from paellapy.serving.compression import IN_THREAD_BYTES, answer_coding, pack
 from paellapy.serving.errors import RequestError, error_answer
 from paellapy.serving.fast_path.connection import FastConnection, read_buffer
 from paellapy.serving.fast_path.headers import Clock, Head, Heads, answer_head, error_pieces
-from paellapy.serving.inference import Inference, Pieces
+from paellapy.serving.inference import Inference
 from paellapy.serving.limits import BESIDE_BYTES, largest_request
 from paellapy.serving.logs import log_request, request_id
+from paellapy.serving.protocol import Pieces
 from paellapy.serving.service import Service
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import gzip
 import io
 import json
@@ -19,10 +20,11 @@ import uvloop
 from engine_models import scale_model
 from places import TESTS
 from raw_client import Client
-from serving_server import BODY, INFER, ask, infer_body, running
+from serving_server import BODY, INFER, ask, echo_model, infer_body, running
 
 from paellapy.serving import compression, inference, listening, metrics, protocol, tensors
 from paellapy.serving.errors import RequestError, TooLargeError
+from paellapy.serving.fast_path.connection import Body
 from paellapy.serving.limits import BESIDE_BYTES, ConnectionLimits, largest_request
 from paellapy.serving.listening import Connection, Connections, unsent_bytes
 from paellapy.serving.logs import configure, log
@@ -263,24 +265,68 @@ def test_no_long_text_reaches_the_decoder(kind, monkeypatch):
     assert max(given, default=0) <= BESIDE_BYTES + 2 * protocol.CUT_BYTES
 
 
+@pytest.mark.parametrize("more", ["", "traceparent"])  # the fast path, and aiohttp's
 @pytest.mark.parametrize("header_length", [False, True])
-def test_long_json_is_read_away_from_the_loop_and_counted(header_length, monkeypatch):
-    seen, decode = [], inference.decode
+def test_long_json_is_read_and_written_away_from_the_loop_and_counted(header_length, more, monkeypatch):
+    seen, decode, encode = [], inference.decode, inference.encode
 
-    def noted(model, body, length, as_bytes=False):
-        seen.append((threading.current_thread().name, server.service.held.nbytes))
+    def note():
+        seen.append((threading.current_thread().name[:4], server.service.held.nbytes))
+
+    def decoded(model, body, length, as_bytes=False):
+        note()
         return decode(model, body, length, as_bytes)
 
-    monkeypatch.setattr(inference, "decode", noted)
-    body = json.dumps(infer_body("x", np.ones((1, 1 << 16), np.float32))).encode()
+    def encoded(model, version, request, results, claim):
+        note()
+        return encode(model, version, request, results, lambda nbytes: (claim(nbytes), note()))
+
+    monkeypatch.setattr(inference, "decode", decoded)
+    monkeypatch.setattr(inference, "encode", encoded)
+    x = np.random.default_rng(0).standard_normal((2, 1 << 15), np.float32)
+    body = json.dumps(infer_body("x", x)).encode()
     headers = {"Inference-Header-Content-Length": str(len(body))} if header_length else {}
-    with running([scale_model("wide", n=1 << 16, batch=(1,))]) as server:
+    with running([scale_model("wide", n=1 << 15, batch=(1, 2))]) as server:
+        headers |= {more: "none"} if more else {}
         status, _, said = ask(server, "POST", "/v2/models/wide/infer", body, headers)
-        assert (status, set(said["outputs"][0]["data"])) == (200, {2.0})
         server.wait_until(lambda: server.service.held.nbytes == 0)
-    ((thread, held),) = seen
-    assert thread.startswith("json")
-    assert held >= 2 * len(body)
+    assert (status, said["outputs"][0]["shape"]) == (200, [2, 1 << 15])
+    assert np.array_equal(np.array(said["outputs"][0]["data"], np.float32), 2 * x.reshape(-1))
+    assert {thread for thread, _ in seen} == {"json"}
+    assert seen[0][1] >= 2 * len(body)
+    assert seen[1][1] >= x.nbytes
+    assert seen[-1][1] >= x.nbytes + len(json.dumps(said["outputs"][0]["data"], separators=(",", ":")))
+
+
+def test_an_answer_that_finds_no_room_is_refused(monkeypatch):
+    x = np.ones((1, 1 << 16), np.float32)
+    request = wide_request().replace(b'"binary_data_output": true', b'"binary_data_output":false')
+    with running([scale_model("wide", n=1 << 16, batch=(1,))], held_mb=0.3) as server, Client(server) as client:
+        client.send(request)
+        assert client.answer()[0] == 503
+        server.wait_until(lambda: server.service.held.nbytes == 0)
+        client.send(wide_request())
+        assert len(client.answer()[2]) > x.nbytes
+
+
+@pytest.mark.parametrize("kind", ["FP32", "FP16", "INT64", "BOOL"])
+def test_no_long_list_reaches_the_encoder(kind, monkeypatch):
+    name, model = kind.lower(), echo_model("wide", [kind], (1 << 14,), batch=(1, 2))
+    results = {name: np.arange(1 << 15).reshape(2, -1).astype(tensors.DTYPES[kind])}
+    request = protocol.Request("", 2, True, {}, [protocol.Output(name, binary=False)], None, None)
+    given, encode = [], protocol._encode
+    monkeypatch.setattr(protocol, "_encode", lambda value: (given.append(value), encode(value))[1])
+    pieces, _ = protocol.encode(model, "1", request, results)
+    assert max(len(each) for each in given if isinstance(each, list)) == protocol.PIECE_VALUES
+    assert json.loads(b"".join(pieces))["outputs"][0]["data"] == results[name].reshape(-1).tolist()
+
+
+def test_a_connection_that_waits_holds_no_body(open_server):
+    with Client(open_server) as client:
+        client.send(wide_request())
+        assert client.answer()[0] == 200
+        gc.collect()
+        assert [each for each in gc.get_objects() if isinstance(each, Body)] == []
 
 
 def server_tls():
