@@ -205,7 +205,8 @@ def in_time(factory: Callable[[], Any], name: str, within_s: float) -> Any:
 
 def build_keys(config: Config, source: Source) -> dict[str, Key]:
     """API keys by name. A value `env:NAME` is read from the environment variable NAME."""
-    keys = {}
+    keys: dict[str, Key] = {}
+    names: dict[str, str] = {}  # by secret
     for name, given in config.keys.items():
         made = KeyConfig(key=given) if isinstance(given, str) else given
         value = made.key
@@ -214,6 +215,11 @@ def build_keys(config: Config, source: Source) -> dict[str, Key]:
             if not found:
                 raise source.error(("keys", name), f"the environment variable {value[4:]} is not set")
             value = found
+        if value.strip() != value or not value.isprintable():
+            said = "no header carries this key: leave out blanks at its ends and what cannot be printed"
+            raise source.error(("keys", name), said)
+        if (other := names.setdefault(value, name)) != name:
+            raise source.error(("keys", name), f"{other} has the same key: give each client a key of its own")
         keys[name] = Key(value, tuple(made.roles), made.tenant)
     return keys
 

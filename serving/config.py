@@ -89,6 +89,13 @@ def _with_indices(names: tuple[str, ...], counts: dict[tuple[str, ...], int]) ->
     return tuple(path)
 
 
+HEADER_NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
+# Headers with a meaning of their own: a client named by one of them would be another one with each request.
+TAKEN_HEADERS = {
+    "accept", "accept-encoding", "authorization", "connection", "content-encoding", "content-length", "content-type",
+    "cookie", "date", "expect", "host", "inference-header-content-length", "origin", "te", "traceparent", "tracestate",
+    "trailer", "transfer-encoding", "upgrade", "x-api-key", "x-request-id",
+}  # fmt: skip
 MOST = 1e9  # as much as no time or size needs; TOML also has an infinity, which no timer takes
 Positive = Annotated[float, Meta(gt=0, le=MOST)]
 NotNegative = Annotated[float, Meta(ge=0, le=MOST)]
@@ -304,6 +311,10 @@ def load_config(
         source.again = partial(_load_again, config, file, overrides, options, models)
     for k, each in enumerate(config.models):
         _check_kind(k, each, source)
+    name = config.server.client_header
+    if not HEADER_NAME.fullmatch(name) or name.lower() in TAKEN_HEADERS:
+        said = f"{name!r} cannot name clients: give a header's name of its own, such as {CLIENT_HEADER}"
+        raise source.error(("server", "client_header"), said)
     if config.server.access_log and config.server.log_level in ("warning", "error"):
         raise source.error(
             ("server", "access_log"),

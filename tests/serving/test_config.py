@@ -260,6 +260,31 @@ def test_the_python_interface_checks_its_options():
         pp.serve([complex_model], device="virtual:t4", server={"port": 0, "grace_s": 0})
 
 
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ('bob = " hush"', "keys.bob"),
+        ('bob = "hush\\n"', "keys.bob"),
+        ('bob = "hu\\u0000sh"', "keys.bob"),
+        ('bob = { key = "secret", roles = ["infer"] }', "keys.bob"),  # alice's
+        ('bob = "env:TWICE"', "keys.bob"),
+    ],
+)
+def test_a_key_that_no_header_carries_or_that_two_clients_have_is_refused(write, monkeypatch, text, field):
+    monkeypatch.setenv("TWICE", "secret")
+    with pytest.raises(ConfigError) as caught:
+        build_keys(*load_config(write(f'[keys]\nalice = "secret"\n{text}\n')))
+    assert (caught.value.field, caught.value.line) == (field, 3)
+    assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["", "X Client", "X-Client:", "Host", "x-api-key", "Größe"])
+def test_a_header_that_cannot_name_clients_is_refused(write, name):
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(f'[server]\nclient_header = "{name}"\n'))
+    assert (caught.value.field, caught.value.line) == ("server.client_header", 2)
+
+
 def test_workers_are_one_of_the_options(write, monkeypatch):
     served = []
     keep = lambda config, *found, **more: served.append(config.server)  # noqa: E731
