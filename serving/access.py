@@ -94,11 +94,15 @@ class Access:
     """The checks every request passes before its handler runs: its key, and its origin where it changes the server.
 
     `hosts` are names of this server in addition to its addresses, "localhost" and the machine's own name. `control`
-    says whether models and the policy may be changed over HTTP at all.
+    says whether models and the policy may be changed over HTTP at all. `local`: only this machine reaches the server.
+    If it has no keys either, a page could use it under a host name of its own that resolves to 127.0.0.1. So requests
+    to unknown hosts are refused, but for those without a dot, which no other site has.
     """
 
-    def __init__(self, keys: Mapping[str, str | Key], hosts: Iterable[str] = (), control: bool = True) -> None:
-        self._keys, self._control = Keys(keys), control
+    def __init__(
+        self, keys: Mapping[str, str | Key], hosts: Iterable[str] = (), control: bool = True, local: bool = False
+    ) -> None:
+        self._keys, self._control, self._local = Keys(keys), control, local and not keys
         self._hosts = {"localhost", socket.gethostname().lower(), *(each.lower() for each in hosts)}
 
     @property
@@ -118,6 +122,8 @@ class Access:
         named = request.headers.get(client_header, "")
         if role is None:
             return named
+        if not self.admits(request.host):
+            raise _unknown(request.host)
         key = given_key(request.headers.get("X-API-Key", ""), request.headers.get("Authorization", ""))
         return self.client_of(key, named, role or None)
 
@@ -130,18 +136,26 @@ class Access:
             said = "this server does not let models or the policy be changed over HTTP: set server.model_control = true"
             raise RequestError(said, status=403, field="server.model_control", given=False)
         if not self._knows(request.host):
-            said = f"this server does not know the host name {short(request.host)}: add it to server.hosts"
-            raise RequestError(said, status=403, field="Host", given=request.host)
+            raise _unknown(request.host)
         origin = request.headers.get("Origin")
         elsewhere = origin is not None and _place(origin).netloc.lower() != request.host.lower()
         if elsewhere or request.headers.get("Sec-Fetch-Site", "same-origin") not in ("same-origin", "none"):
             said = "a page of another site may not change this server: use the server's own dashboard, or a program"
             raise RequestError(said, status=403, field="Origin", given=origin)
 
+    def admits(self, host: str) -> bool:
+        """Whether requests to this host are answered that change nothing."""
+        return not self._local or "." not in host or self._knows(host)
+
     def _knows(self, host: str) -> bool:
         """Whether `host` is an IP address, which no other site can claim, or one of the server's names."""
         name = (_place(f"//{host}").hostname or "").rstrip(".")
         return name in self._hosts or _is_address(name)
+
+
+def _unknown(host: str) -> RequestError:
+    said = f"this server does not know the host name {short(host)}: add it to server.hosts"
+    return RequestError(said, status=403, field="Host", given=host)
 
 
 def _place(url: str) -> SplitResult:

@@ -48,6 +48,7 @@ class AppOptions:
     access_log: bool = False
     hosts: Sequence[str] = ()
     model_control: bool = True
+    local: bool = False  # only this machine reaches the server: see Access
 
 
 def create_app(
@@ -63,7 +64,7 @@ def create_app(
     of `AppOptions`. `service` is given where it exists already, as in a worker.
     """
     o = replace(options or AppOptions(), **settings)
-    access = Access(o.keys, o.hosts, o.model_control)
+    access = Access(o.keys, o.hosts, o.model_control, o.local)
     app = web.Application(
         middlewares=[middleware_of(access, o.client_header, o.access_log)], client_max_size=o.max_body_bytes
     )
@@ -75,7 +76,7 @@ def create_app(
         limits = ConnectionLimits(
             max_body_bytes=o.max_body_bytes, body_timeout_s=o.body_timeout_s, max_held_bytes=o.max_held_bytes
         )
-        service = Service(registry, o.admission, limits, calls.call)
+        service = Service(registry, o.admission, limits, calls.call, vouched=bool(o.keys))
     app[SERVICE] = service
     app[ACCESS] = access
     app.on_response_prepare.append(sign)

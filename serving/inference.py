@@ -10,7 +10,7 @@ import asyncio
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -53,14 +53,17 @@ class Inference(ABC):
     `leave`.
     """
 
-    __slots__ = ("_call", "_held_bytes", "_model", "_request", "_suspected", "_ticket", "client", "name", "over",
-                 "service", "started_ns", "version")  # fmt: skip
+    __slots__ = ("_address", "_arrived_ns", "_call", "_due", "_held_bytes", "_model", "_request", "_suspected",
+                 "_ticket", "client", "name", "over", "service", "started_ns", "version")  # fmt: skip
 
     def __init__(self, service: Service, name: str, version: str | None, client: str) -> None:
         self.service, self.name, self.version, self.client = service, name, version, client
+        self._address = ""  # holds places
         self.started_ns = time.monotonic_ns()
         self.over = False
         self._held_bytes = 0
+        self._arrived_ns = 0  # when the body was complete; deadlines count from then on
+        self._due: asyncio.TimerHandle | None = None  # ends it at its deadline
         self._model: Model
         self._request: Request
         self._ticket: Ticket | None = None
@@ -72,6 +75,11 @@ class Inference(ABC):
     @abstractmethod
     def loop(self) -> asyncio.AbstractEventLoop:
         """The running event loop."""
+
+    @property
+    @abstractmethod
+    def peer(self) -> str | None:
+        """The address of the client."""
 
     @abstractmethod
     def answered(self, pieces: Pieces, json_length: int | None) -> None:
@@ -97,6 +105,7 @@ class Inference(ABC):
 
     def start(self, body: bytes | memoryview, header_length: str | None) -> None:
         """Submits the request, whose body is complete, to the engine, or refuses it."""
+        self._arrived_ns = time.monotonic_ns()
         try:
             model = self.look()  # the model may have been reloaded while the body arrived
             if len(body) > PIECE_BYTES and len(split(memoryview(body), header_length)[0]) > PIECE_BYTES:
@@ -123,9 +132,19 @@ class Inference(ABC):
         """Submits a request that fits the model to the engine."""
         service = self.service
         self._model, self._request = model, request
-        deadline_ms = None if request.timeout_us is None else request.timeout_us * 1e-3
+        deadline_ms = None
+        if request.timeout_us is not None:
+            deadline_ms = request.timeout_us * 1e-3 - (time.monotonic_ns() - self._arrived_ns) * 1e-6
+            if deadline_ms <= 0:
+                raise self._is_late()
+            self._due = self.loop.call_later(deadline_ms * 1e-3, self._end_late)
         row = service.registry.entries[self.name].row
-        client = self.client or None
+        client: Hashable = self.client or None
+        if service.places is not None and (address := self.peer) is not None:
+            service.places.take(address, request.items, service.callbacks.free_places())
+            self._address = address
+            if client is not None:
+                client = service.callbacks.as_sent_from(self.client, address)
         # Else others would be refused for the delay that its limit causes
         if client is None or not service.callbacks.is_limited(client):
             self._ticket = service.admission.enter(model, row, request.priority, deadline_ms)
@@ -145,6 +164,13 @@ class Inference(ABC):
                 )  # fmt: skip
         except UnknownModelError as e:
             raise _met_unload(self.name) from e
+
+    @property
+    def warning(self) -> str | None:
+        """What a client should know of its answer."""
+        if self._request.priority is None or self.service.reads_priority():
+            return None
+        return '299 paellapy "the present policy does not read priorities"'
 
     # -- the engine's answer
 
@@ -252,9 +278,14 @@ class Inference(ABC):
         if self.name in self.service.registry.entries:
             self.service.counters.of(self.name).note_left()
 
-    def is_past_deadline(self) -> bool:
-        timeout_us = self._request.timeout_us
-        return timeout_us is not None and time.monotonic_ns() > self.started_ns + timeout_us * 1e3
+    def _is_late(self) -> DeadlineError:
+        return DeadlineError(f"model {self.name!r}: the deadline passed before the request was done")
+
+    def _end_late(self) -> None:
+        """The engine drops late requests too, but not those that run; and it may be busy, or silent."""
+        self._due = None
+        if not self.over:
+            self.abandon(self._is_late())
 
     def abandon(self, error: Exception) -> None:
         """Ends the request with an error because the engine does not respond."""
@@ -265,8 +296,13 @@ class Inference(ABC):
     def _end(self, in_time_or_late: bool) -> None:
         self.over = True
         self.service.live.discard(self)
+        if self._due is not None and not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self._due.cancel)  # the present thread may be another one
+            self._due = None
         if self._ticket is not None:
             self._ticket.leave(in_time_or_late)
+        if self._address and self.service.places is not None:
+            self.service.places.give(self._address, self._request.items)
 
 
 def _met_unload(name: str) -> RefusedError:
@@ -283,10 +319,11 @@ Answer = tuple[bytes, int | None]  # the body, and the length of its JSON if bin
 class _Awaited(Inference):
     """An inference whose handler awaits the answer."""
 
-    __slots__ = ("_loop", "answer", "thread")
+    __slots__ = ("_loop", "answer", "peer", "thread")
 
-    def __init__(self, service: Service, name: str, version: str | None, client: str) -> None:
+    def __init__(self, service: Service, name: str, version: str | None, client: str, peer: str | None) -> None:
         super().__init__(service, name, version, client)
+        self.peer = peer
         self._loop, self.thread = asyncio.get_running_loop(), threading.get_ident()
         self.answer: asyncio.Future[Answer] = self._loop.create_future()
 
@@ -318,7 +355,7 @@ class _Awaited(Inference):
 @infers
 async def infer(request: web.Request) -> web.StreamResponse:
     service, where = request.app[SERVICE], request.match_info
-    work = _Awaited(service, where["model"], where.get("version"), request[CLIENT])
+    work = _Awaited(service, where["model"], where.get("version"), request[CLIENT], request.remote)
     try:
         try:
             body = await read(request, service, largest_request(work.look()), work.claim)
@@ -338,6 +375,8 @@ async def infer(request: web.Request) -> web.StreamResponse:
     headers = {"Content-Type": "application/octet-stream" if binary else "application/json"}
     if binary:
         headers[HEADER_LENGTH] = str(json_length)
+    if warning := work.warning:
+        headers["Warning"] = warning
     coding = answer_coding(request.headers.get("Accept-Encoding"), len(answer), binary)
     if coding is not None:
         headers["Content-Encoding"] = coding

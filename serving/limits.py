@@ -10,11 +10,14 @@ import contextlib
 import math
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from aiohttp import web
 
+from paellapy.scheduler.core.errors import TooManyRequestsError
+from paellapy.scheduler.engine.ring_client import PER_FREE
 from paellapy.scheduler.models.model import Model
 from paellapy.serving.errors import LateBodyError, RefusedError, TooLargeError
 
@@ -49,6 +52,9 @@ MAPPED_BYTES = 1 << 20  # longer bodies have memory of their own, which the syst
 HEADERS = 4  # the header of a request is at most this many times as long as its longest line
 HEADER_COPIES = 3  # in memory, of a header that is not complete
 JSON_COPIES = 2  # of JSON, while its numbers are read: its arrays, and pieces
+
+MOST_ADDRESSES = 4096  # remembered
+RECENT_S = 60.0  # an address that asked within this time may ask again
 
 RETRY_S = 1.0  # for a request that finds no room
 
@@ -127,6 +133,42 @@ class ResponseBudget:
     def end(self, abort: Callable[[], None]) -> None:
         """The connection has sent everything, or is lost."""
         self.nbytes -= self._waiting.pop(abort, 0)
+
+
+class AddressPlaces:
+    """Items in flight by the address of their senders. While several addresses ask, none may hold more than
+    PER_FREE times as many places as would be left: whoever invents names of clients cannot fill the queue.
+
+    >>> places = AddressPlaces()
+    >>> places.take("10.0.0.1", 90, free=100)
+    >>> places.take("10.0.0.2", 1, free=10)
+    >>> places.take("10.0.0.1", 1, free=9)
+    Traceback (most recent call last):
+    paellapy.scheduler.core.errors.TooManyRequestsError: 10.0.0.1 has 90 requests in flight, and the 9 places that are \
+left are kept for others: wait for answers before you send more
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, int] = {}
+        self._seen_s: dict[str, float] = {}  # when an address asked last
+
+    def take(self, address: str, items: int, free: int) -> None:
+        """TooManyRequestsError: the address has its part of all places, of which so many are free."""
+        held, now_s = self._held.get(address, 0), time.monotonic()
+        if held and held >= PER_FREE * (free - items) and self._others_ask(address, now_s):
+            said = f"{address} has {held} requests in flight, and the {free} places that are left are kept for others"
+            raise TooManyRequestsError(f"{said}: wait for answers before you send more", given=held, limit=free)
+        if len(self._seen_s) >= MOST_ADDRESSES:
+            self._seen_s.clear()
+        self._held[address], self._seen_s[address] = held + items, now_s
+
+    def give(self, address: str, items: int) -> None:
+        self._held[address] -= items
+        if not self._held[address]:
+            del self._held[address]
+
+    def _others_ask(self, address: str, now_s: float) -> bool:
+        return any(now_s - at_s < RECENT_S for other, at_s in self._seen_s.items() if other != address)
 
 
 def too_large(max_bytes: int, given: int) -> TooLargeError:

@@ -74,7 +74,8 @@ class Connection(web.RequestHandler):
 
     __slots__ = (
         "__weakref__", "_began", "_content", "_header_bytes", "_header_end", "_held", "_limits", "_log_rejected",
-        "_rest", "_send_timeout_s", "_send_timer", "_timer", "_to_client", "_unread_answers", "_unsent", "fresh",
+        "_peer", "_rest", "_send_timeout_s", "_send_timer", "_timer", "_to_client", "_unread_answers", "_unsent",
+        "fresh",
     )  # fmt: skip
 
     def __init__(self, manager: Connections, *, log_rejected: bool, **options: Any) -> None:
@@ -89,6 +90,7 @@ class Connection(web.RequestHandler):
         # Kept until it is closed; aiohttp drops its own reference earlier
         self._to_client: asyncio.Transport | None = None
         self.fresh = True  # no byte has arrived yet
+        self._peer: str | None = None
         self._content: StreamReader | None = None  # body of the latest request whose header is complete
         self._rest = 0  # bytes to come of the body of a request with Upgrade
 
@@ -124,8 +126,10 @@ class Connection(web.RequestHandler):
     @property
     def peer(self) -> str | None:
         """The client's IP address."""
-        found = self._to_client.get_extra_info("peername") if self._to_client is not None else None
-        return str(found[0]) if found else None
+        if self._peer is None and self._to_client is not None:
+            found = self._to_client.get_extra_info("peername")
+            self._peer = str(found[0]) if found else None
+        return self._peer
 
     def abort(self) -> None:
         if self._to_client is not None:

@@ -103,7 +103,7 @@ def is_alive(pid: int, since: str) -> bool:
 # Settings of a process that serves: its event loop, its memory, its garbage, and its interpreter lock.
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-SWITCH_S = 1e-3  # the interpreter's default of 5 ms would be added to requests while a thread makes metrics
+SWITCH_S = 2e-4  # the interpreter's default of 5 ms would be added to requests while a thread makes metrics
 
 
 def share_interpreter() -> None:

@@ -15,14 +15,14 @@ from typing import Any, NoReturn
 from weakref import WeakSet
 
 from paellapy.instrument.errors import PaellaError
-from paellapy.scheduler.core.errors import DeadlineError, EngineAwayError, EngineFailedError
+from paellapy.scheduler.core.errors import EngineAwayError, EngineFailedError
 from paellapy.scheduler.engine.callbacks import Watchdog
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.remote import RemoteEngine
 from paellapy.scheduler.models.model import Model
 from paellapy.serving.access import Key, is_loopback
 from paellapy.serving.app import ACCESS, create_app
-from paellapy.serving.config import ServerConfig, Source
+from paellapy.serving.config import Config, ServerConfig, Source
 from paellapy.serving.fast_path.connection import FastConnection
 from paellapy.serving.fast_path.inference import FastHandler
 from paellapy.serving.listening import Runner, Site, listen, stop_listening, url_of
@@ -30,14 +30,14 @@ from paellapy.serving.loading import load_models, walk_http
 from paellapy.serving.logs import configure, log
 from paellapy.serving.preflight import keep_memory, loop_factory, share_interpreter, spare_objects, stop_sparing
 from paellapy.serving.registry import READY, Catalogue, Registry
-from paellapy.serving.reload import Reloader, reload_secrets
+from paellapy.serving.reload import Reloader, take_secrets
 from paellapy.serving.service import SERVICE, Service
 
 # Notices an engine that hangs: its core is asked for signs of life, and requests are answered without it.
 #
 # The core reads messages that front ends post to rings in shared memory. Every worker posts one now and then and checks
-# that it was read. While it is not, the worker enforces deadlines itself; after DOUBTFUL_S the server is not ready and
-# refuses new requests; after `engine_timeout_s` the engine is given up.
+# that it was read. If it is not for DOUBTFUL_S, the server is not ready and refuses new requests; after
+# `engine_timeout_s` the engine is given up.
 
 TICK_S = 0.25
 DOUBTFUL_S = 2.0  # seconds without a sign of life until the server is not ready and refuses requests
@@ -68,9 +68,6 @@ class Heartbeat:
             self._silent_s, self._given_up, service.silent = 0.0, False, False
             return
         self._silent_s += TICK_S
-        for work in list(service.live):
-            if work.is_past_deadline():
-                work.abandon(DeadlineError(f"model {work.name!r}: the deadline passed while the engine was silent"))
         if self._silent_s >= DOUBTFUL_S and not service.silent:
             service.silent = True
             log.error("the engine does not respond", extra={"fields": {"s": self._silent_s}})
@@ -114,13 +111,13 @@ class Server:
             access_log=o.access_log,
             hosts=[o.host, *o.hosts],
             model_control=is_loopback(o.host) if o.model_control is None else o.model_control,
+            local=is_loopback(o.host),
             service=service,
         )
         self._listening, self._keys = listening, bool(keys)
         self._heartbeat: asyncio.Task[None] | None = None
         self.reloading: asyncio.Task[None] | None = None  # as SIGHUP asked
         self._to_reload = False
-        self.source: Source | None = None  # of the configuration, if there is a file
         self.reloader: Reloader | None = None  # if this process loads the models
         self._runner: Runner | None = None
         self._walked: WeakSet[Model] = WeakSet()
@@ -187,11 +184,13 @@ class Server:
             await self.reload()
 
     async def reload(self) -> None:
-        """Applies keys and certificates, and models and policy if this process loads them."""
-        if self.source is not None:
-            await reload_secrets(self.source, self.app[ACCESS], self.tls)
+        """Applies the configuration, if this process loads the models."""
         if self.reloader is not None:
             await asyncio.to_thread(self.reloader.reload)
+
+    def take_secrets(self, config: Config, source: Source) -> None:
+        """Applies keys and certificates, which have been checked."""
+        take_secrets(config, source, self.app[ACCESS], self.tls)
 
     async def stop(self) -> None:
         """Stops being ready, then stops listening, then finishes the requests in flight."""
@@ -305,7 +304,7 @@ def run_server(
     engine: Engine, server: Callable[[], Server], options: ServerConfig, announce: Announce | None = None
 ) -> None:
     """Runs a server in a new event loop, uvloop's if it is installed, and closes the engine at the end."""
-    configure(options.log_format, options.log_level)
+    configure(options.log_format, options.log_level, file=options.log_file)
     keep_memory()
     share_interpreter()
 

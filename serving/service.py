@@ -11,9 +11,10 @@ from aiohttp import web
 from paellapy.scheduler.engine.callbacks import CallbackClient
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.remote import RemoteEngine
+from paellapy.scheduler.policies.policy import Policy
 from paellapy.serving.admission import Admission, Mode
 from paellapy.serving.counters import Counters
-from paellapy.serving.limits import ConnectionLimits, RequestBudget
+from paellapy.serving.limits import AddressPlaces, ConnectionLimits, RequestBudget
 from paellapy.serving.quarantine import Quarantine
 from paellapy.serving.registry import READY, Catalogue
 
@@ -24,8 +25,6 @@ class Live(Protocol):
     """A request that the engine is working on."""
 
     name: str
-
-    def is_past_deadline(self) -> bool: ...
 
     def abandon(self, error: Exception) -> None:
         """Answers it without the engine."""
@@ -43,8 +42,12 @@ class Service:
         counters: Counters | None = None,
         since: float | None = None,
         quarantine: Quarantine | None = None,
+        *,
+        vouched: bool = False,
     ) -> None:
-        """`call` reaches the engine (rpc.py); `since` is the server's start, if not now."""
+        """`call` reaches the engine (rpc.py); `since` is the server's start, if not now; `vouched`: clients are named
+        by their keys, not by themselves.
+        """
         self.quarantine = Quarantine() if quarantine is None else quarantine  # `or` would replace an empty one
         self.registry = registry
         self.limits = limits
@@ -52,11 +55,14 @@ class Service:
         self.admission = Admission(self.engine, admission)
         self.callbacks = CallbackClient(self.engine.client)
         self.held = RequestBudget(limits.max_held_bytes)
+        self.places = None if vouched else AddressPlaces()
         self.draining = False
         self.live: set[Live] = set()  # requests that the engine is working on
         self.silent = self.hung = False  # the engine does not respond, and has been given up: see server.Heartbeat
         self.since = time.time() if since is None else since
         self.call = call
+        self._policy: Policy | None = None
+        self._reads_priority = True
 
     @property
     def engine(self) -> Engine | RemoteEngine:
@@ -78,6 +84,13 @@ class Service:
     def ready(self) -> bool:
         """Whether the server is alive and every wanted model is loaded."""
         return self.alive and all(e.state == READY for e in self.registry.entries.values() if e.wanted)
+
+    def reads_priority(self) -> bool:
+        """Whether the present policy reads requests' priorities."""
+        policy = self.engine.current_policy
+        if policy is not self._policy:
+            self._policy, self._reads_priority = policy, policy is None or policy.reads_priority
+        return self._reads_priority
 
     def close(self) -> None:
         self.counters.close()

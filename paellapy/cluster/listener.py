@@ -34,7 +34,7 @@ from paellapy.instrument.errors import ArgumentError
 from paellapy.serving import routes
 from paellapy.serving.access import open_to_all
 from paellapy.serving.errors import RequestError, error_response, json_response, short, sign
-from paellapy.serving.fast_path.connection import FastConnection, read_buffer
+from paellapy.serving.fast_path.connection import FastConnection, Reading
 from paellapy.serving.fast_path.headers import Head, Heads
 from paellapy.serving.limits import BESIDE_BYTES, read_body
 from paellapy.serving.listening import Runner, Shares, Site, listen, stop_listening, url_of
@@ -58,7 +58,7 @@ class RouterHandler:
         o = router.options
         self._router = router
         self.heads = Heads(o.client_header, o.max_body_bytes)
-        self.buffer = read_buffer()
+        self.reading = Reading()
 
     def begin(self, connection: FastConnection, head: Head, raw: bytes) -> Forward | None:
         router = self._router

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.errors import EngineFailedError, SuspectError
+from paellapy.scheduler.core.tenants import tenant_numbers
 from paellapy.scheduler.engine.client import Outputs, Pieces, RequestClient, pieces_of, submit, submit_one
 from paellapy.scheduler.engine.ring_calls import E_INSTANCE, E_MODEL, E_SLOT, E_STATUS
 from paellapy.scheduler.engine.ring_client import Entry, Loaded, Pending, RingClient, Terms
@@ -39,7 +40,18 @@ class CallbackClient:
 
     def __init__(self, client: RequestClient) -> None:
         self._client = client
+        self._tenants: dict[str, int] = {}
         self._attached: tuple[RingClient, asyncio.AbstractEventLoop] | None = None
+
+    def free_places(self) -> int:
+        return self._client.core.ring.free_places
+
+    def as_sent_from(self, client: str, address: str) -> Hashable:
+        """A client whose name nobody vouches for: a tenant, or else the client of that name at this address."""
+        state = self._client.core.state
+        if (count := int(state.client["tenant"].sum())) != len(self._tenants):  # a tenant stays one
+            self._tenants = tenant_numbers(state) if count else {}
+        return client if client in self._tenants else (client, address)
 
     def is_limited(self, client: Hashable) -> bool:
         """Whether the client is a tenant with a limit, which may hold its requests back for as long as it takes."""

@@ -147,6 +147,7 @@ class RemoteEngine:
         self.client = RequestClient(self.core, steps)
         self.failure: BaseException | None = None
         self.policy = ""
+        self.current_policy: Policy | None = None
         self.facts: dict[str, Any] = {"memory": {"budget_bytes": 0, "held_bytes": 0}}
         self._since = time.monotonic()
 
@@ -161,7 +162,7 @@ class RemoteEngine:
 
     def set_policy(self, policy: Policy) -> None:
         """Sets the policy that the engine's process uses from now on, for predictions here."""
-        self.policy = policy.name
+        self.policy, self.current_policy = policy.name, policy
         attach_functions(self.state, policy)
 
     def set_models(self, models: Mapping[str, RemoteModel]) -> None:

@@ -101,6 +101,10 @@ class Rows:
         mine.add(row)
         return row
 
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
     def give(self, client: int, row: int) -> None:
         self._of[client].discard(row)
         self._free.append(row)
@@ -512,6 +516,11 @@ class RingClient:
     @property
     def waiting(self) -> int:
         return len(self._pending)
+
+    @property
+    def free_places(self) -> int:
+        """Requests that could be taken now."""
+        return self._rows.free
 
     def pending(self) -> list[Pending]:
         """The requests that wait for their completion."""

@@ -164,6 +164,12 @@ class Policy:
         return self.admit is not None and (reads(self.admit, *of_client) or calls_others(self.admit))
 
     @property
+    def reads_priority(self) -> bool:
+        """Whether a request's priority may change anything."""
+        fields = ("job.priority", "gpu.active_priority")
+        return any(reads(each, *fields) or calls_others(each) for each in self.plain.values())
+
+    @property
     def cost_ns(self) -> float:
         """Measured cost of one ranking."""
         from paellapy.scheduler.policies.trial import call_cost_ns

@@ -27,15 +27,11 @@ from paellapy.serving.protocol import Pieces
 # directly into the request's body, and an answer is sent directly from its slot.
 
 READ_BYTES = 1 << 20  # per read; the kernel usually holds less for one connection
-TURN_BYTES = 1 << 18  # of a body in one turn of the loop, in which other connections wait
+TURN_BYTES, LEAST_BYTES = 1 << 20, 1 << 12  # of all bodies in one turn of the loop; of each that may be read
 COPIED_BYTES = 1 << 14  # shorter pieces are copied, which is faster than sending them separately
 
 _START = b"POST /v2/models/"
 _NO_HEAD = b"\r\n\r\n"  # no request begins with these bytes
-
-
-def read_buffer() -> memoryview:
-    return np.empty(READ_BYTES, np.uint8).data
 
 
 class Body:
@@ -56,7 +52,7 @@ class Body:
 
     def room(self) -> memoryview:
         """Memory for the next bytes; the caller advances `at` by the number of bytes received."""
-        return self._memory[self.at : self.at + TURN_BYTES]
+        return self._memory[self.at :]
 
     def add(self, data: bytes | memoryview) -> None:
         self._memory[self.at : self.at + len(data)] = data
@@ -64,6 +60,39 @@ class Body:
 
     def all(self) -> memoryview:
         return self._memory
+
+
+class Reading:
+    """What the connections of a loop share: memory that they read into, and how much of bodies one turn of the loop may
+    read. A connection that has used it up waits until others had their turn.
+    """
+
+    __slots__ = ("_left", "_waiting", "buffer")
+
+    def __init__(self) -> None:
+        self.buffer = np.empty(READ_BYTES, np.uint8).data
+        self._left = TURN_BYTES
+        self._waiting: list[asyncio.Transport] = []
+
+    def room(self, body: Body) -> memoryview:
+        """Memory for the next bytes of a body."""
+        return body.room()[: max(self._left, LEAST_BYTES)]
+
+    def note(self, nbytes: int, transport: asyncio.Transport) -> None:
+        """Counts bytes of a body that were read from this connection, and is not complete."""
+        if self._left == TURN_BYTES:
+            asyncio.get_running_loop().call_soon(self._begin)
+        self._left -= nbytes
+        if self._left <= 0 and not transport.is_closing():
+            transport.pause_reading()
+            self._waiting.append(transport)
+
+    def _begin(self) -> None:
+        self._left = TURN_BYTES
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            if not each.is_closing():
+                each.resume_reading()
 
 
 def descriptor(transport: asyncio.Transport) -> int:
@@ -122,7 +151,7 @@ class Handler(Protocol):
     """State that all connections of a server share. It makes the requests."""
 
     heads: Heads
-    buffer: memoryview
+    reading: Reading
 
     def begin(self, connection: FastConnection, head: Head, raw: bytes) -> Work | None:
         """Makes a request from its header, whose bytes are `raw`. None: aiohttp must handle it, since its key is not
@@ -154,7 +183,7 @@ class FastConnection(Connection):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         if transport.get_extra_info("sslcontext") is None:
-            transport.set_protocol(Reader(self, self._handler.buffer))
+            transport.set_protocol(Reader(self, self._handler.reading))
 
     @property
     def idle(self) -> bool:
@@ -258,6 +287,8 @@ class FastConnection(Connection):
         if work is None or body is not self.body:
             return
         if body.at < body.length:
+            if nbytes and self.transport is not None:
+                self._handler.reading.note(nbytes, self.transport)
             try:
                 work.claim(body.at)
             except PaellaError as e:
@@ -360,12 +391,10 @@ class FastConnection(Connection):
 
 
 class Reader(asyncio.BufferedProtocol):
-    """Reads for a connection into `shared` memory; with other protocols the event loop makes a bytes object
-    per read.
-    """
+    """Reads for a connection into shared memory; with other protocols the event loop makes a bytes object per read."""
 
-    def __init__(self, connection: FastConnection, shared: memoryview) -> None:
-        self._connection, self._shared = connection, shared
+    def __init__(self, connection: FastConnection, reading: Reading) -> None:
+        self._connection, self._reading, self._shared = connection, reading, reading.buffer
         self._body: Body | None = None  # the body being read
         self.pause_writing, self.resume_writing = connection.pause_writing, connection.resume_writing  # type: ignore[method-assign]
         self.connection_lost, self.eof_received = connection.connection_lost, connection.eof_received  # type: ignore[method-assign]
@@ -373,7 +402,7 @@ class Reader(asyncio.BufferedProtocol):
     def get_buffer(self, sizehint: int) -> Any:
         body = self._body = self._connection.body
         if body is not None:
-            return body.room()
+            return self._reading.room(body)
         return self._shared if self._connection.idle else self._shared[:AHEAD_BYTES]
 
     def buffer_updated(self, nbytes: int) -> None:

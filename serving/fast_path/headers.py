@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from email.utils import formatdate
 
@@ -66,7 +67,11 @@ class Head:
 class Heads:
     """Known headers and their parsed form."""
 
-    def __init__(self, client_header: str, max_body_bytes: int) -> None:
+    def __init__(
+        self, client_header: str, max_body_bytes: int, admits: Callable[[str], bool] = lambda host: True
+    ) -> None:
+        """`admits`: whether requests to this host are answered; aiohttp refuses the others."""
+        self._admits = admits
         self._client_header, self._max_body_bytes = client_header.lower().encode(), max_body_bytes
         self._known: dict[bytes, Head | None] = {}
 
@@ -97,6 +102,8 @@ class Heads:
             values[name] = value.strip(b" \t")
         # aiohttp reports a missing Host. It also closes connections.
         if b"host" not in values or values.get(b"connection", b"keep-alive").lower() != b"keep-alive":
+            return None
+        if not self._admits(values[b"host"].decode("utf-8", "surrogateescape")):
             return None
         length = values.get(_LENGTH, b"")
         if not length.isdigit() or len(length) > 15 or int(length) > self._max_body_bytes:

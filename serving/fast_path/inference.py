@@ -8,7 +8,7 @@ import threading
 from paellapy.serving.access import Access
 from paellapy.serving.compression import IN_THREAD_BYTES, answer_coding, pack
 from paellapy.serving.errors import RequestError, error_answer
-from paellapy.serving.fast_path.connection import FastConnection, read_buffer
+from paellapy.serving.fast_path.connection import FastConnection, Reading
 from paellapy.serving.fast_path.headers import Clock, Head, Heads, answer_head, error_pieces
 from paellapy.serving.inference import Inference
 from paellapy.serving.limits import BESIDE_BYTES, largest_request
@@ -23,11 +23,11 @@ class FastHandler:
     def __init__(self, service: Service, access: Access, client_header: str, access_log: bool) -> None:
         """To be called in the event loop that reads the connections."""
         self.service = service
-        self.heads = Heads(client_header, service.limits.max_body_bytes)
+        self.heads = Heads(client_header, service.limits.max_body_bytes, access.admits)
         self.clock = Clock()
         self.access_log = access_log
         self.loop, self.thread = asyncio.get_running_loop(), threading.get_ident()
-        self.buffer = read_buffer()  # shared: each read is used up before the next
+        self.reading = Reading()
         self._access = access
 
     def begin(self, connection: FastConnection, head: Head, raw: bytes) -> FastInference | None:
@@ -55,6 +55,10 @@ class FastInference(Inference):
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
         return self._handler.loop
+
+    @property
+    def peer(self) -> str | None:
+        return self._connection.peer
 
     def answered(self, pieces: Pieces, json_length: int | None) -> None:
         number, size = request_id(self.head.id), sum(map(len, pieces))
@@ -98,6 +102,8 @@ class FastInference(Inference):
 
     def _succeed(self, number: str, pieces: Pieces, json_length: int | None, more: bytes = b"") -> None:
         close, date = self._closes, self._handler.clock.date()
+        if warning := self.warning:
+            more += b"Warning: %b\r\n" % warning.encode()
         head = answer_head(200, number, sum(map(len, pieces)), date, json_length, more, close)
         self._send([head, *pieces], close, number, 200)
 

@@ -212,6 +212,9 @@ class EngineLink:
         self.pid = 0  # of the engine's process
         self._policy = ""  # its policy, as it was told last
         self.settled = False  # every model of the start is loaded, or could not be
+        self.configuration = ""  # the digest of the file that the engine has taken last
+        self._taken = 0, 0  # the engine's process, and how often it took a file
+        self.on_configuration: Callable[[], None] = lambda: None  # called when it may have taken another one
 
     async def call(self, name: str, data: Any = None) -> Any:
         """Calls the engine's process; EngineAwayError while there is none."""
@@ -300,6 +303,10 @@ class EngineLink:
             self.follow_policy()
             self.engine.facts = {"memory": data["memory"]}
             self.settled = self.settled or data["settled"]
+            taken, before = (self.pid, data["taken"]), (self._taken, self.configuration)
+            self._taken, self.configuration = taken, data["configuration"]
+            if (taken, self.configuration) != before:
+                self.on_configuration()
             self.registry.update(data["entries"], descriptors)
         self._news.set()
 
@@ -329,7 +336,7 @@ ENGINE_PATIENCE_S = 10.0  # a worker without an engine answers 503 after this ti
 def serve_workers(config: Config, source: Source, models: Sequence[Model], announce: Announce | None = None) -> None:
     """Runs until SIGTERM or SIGINT."""
     options = config.server
-    configure(options.log_format, options.log_level)
+    configure(options.log_format, options.log_level, file=options.log_file)
     keys, tls = build_keys(config, source), build_tls(config, source)
     policies = Policies(build_policy(config, source))  # compiled before the fork, so that all processes have it
     warn_of_neighbours(options, keys)
@@ -362,7 +369,7 @@ def serve_workers(config: Config, source: Source, models: Sequence[Model], annou
             if announce is not None:
                 announce(url)
 
-        with noted(source):
+        with noted(source, config):
             supervisor.run(ready)
     log.info("stopped")
 
@@ -385,7 +392,7 @@ class _Worker:
 
     def main(self, tell: Tell) -> int:
         options = self.config.server
-        configure(options.log_format, options.log_level, process=f"worker {self.producer}")
+        configure(options.log_format, options.log_level, f"worker {self.producer}", options.log_file)
         keep_memory()
         share_interpreter()
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
@@ -412,11 +419,13 @@ class _WorkerServer(Server):
         counters = Counters(link.registry, worker.table, worker.producer - 1)
         service = Service(
             link.registry, o.admission, o.limits, link.call, counters, worker.since,
-            Quarantine(worker.quarantine),
+            Quarantine(worker.quarantine), vouched=bool(worker.keys),
         )  # fmt: skip
         own = worker.shares[worker.producer - 1]
         super().__init__(link.registry, o, worker.keys, worker.tls, service=service, listening=own)
-        self._link, self._give_up, self._worker, self.source = link, give_up, worker, worker.source
+        self._link, self._give_up, self._worker = link, give_up, worker
+        link.on_configuration = self._follow
+        self._began = False  # the start has its configuration
         self._virtual = worker.config.device.startswith("virtual")
 
     def _is_virtual(self) -> bool:
@@ -436,12 +445,22 @@ class _WorkerServer(Server):
                     await self._link.changed()
         await super().start()
 
+    def _follow(self) -> None:
+        """Takes the configuration that the engine has. At the start both have the same one, unless this worker was
+        started again.
+        """
+        if self._began or self._link.configuration != self._worker.source.digest:
+            self.hang_up()
+        self._began = True
+
     async def reload(self) -> None:
-        await super().reload()
-        with contextlib.suppress(PaellaError):  # has been logged
+        """Takes keys, certificates and the policy of the file that the engine has taken."""
+        with contextlib.suppress(PaellaError):  # the engine's process has logged it
             config, source = self._worker.source.again()
-            self._worker.policies.add(await asyncio.to_thread(build_policy, config, source))
-            self._link.follow_policy()
+            if source.digest == self._link.configuration:
+                self.take_secrets(config, source)
+                self._worker.policies.add(await asyncio.to_thread(build_policy, config, source))
+                self._link.follow_policy()
 
     async def load(self) -> None:
         while not self._link.settled and not self.service.draining:

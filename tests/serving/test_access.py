@@ -64,7 +64,18 @@ def test_pages_of_other_sites_change_nothing(server, path, body, headers, status
     own = {name: value.format(port=server.port) for name, value in headers.items()}
     found, _, said = ask(server, "POST", path, body, {**SWITCH, **own})
     assert found == status, said
-    assert ask(server, "POST", INFER, BODY, own)[0] == 200  # inference changes nothing
+    rebinds = "evil" in own.get("Host", "")
+    for more in ({}, {"traceparent": "none"}):  # the fast path, and aiohttp's
+        assert ask(server, "POST", INFER, BODY, {**own, **more})[0] == (403 if rebinds else 200)
+    assert ask(server, "GET", "/metrics", None, own)[0] == (403 if rebinds else 200)
+    assert ask(server, "GET", "/v2/health/ready", None, own)[0] == 200
+
+
+def test_whom_others_may_reach_or_who_has_keys_answers_under_any_name():
+    evil = {"Host": "evil.example", "X-API-Key": "secret"}
+    for host, keys in (("0.0.0.0", None), ("127.0.0.1", {"alice": "secret"})):
+        with running([scale_model(batch=(1,))], host=host, keys=keys) as server:
+            assert ask(server, "POST", INFER, BODY, evil)[0] == 200
 
 
 def test_a_server_beyond_loopback_is_not_controlled_over_http_unless_asked_for():

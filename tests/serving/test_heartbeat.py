@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from engine_models import scale_model
-from serving_server import DEVICE, ask, running
+from serving_server import BODY, DEVICE, INFER, ask, infer_body, running
+from waiting import held_core
 
-from paellapy.scheduler.core.errors import DeadlineError, EngineAwayError
+from paellapy.scheduler.core.errors import EngineAwayError
 from paellapy.scheduler.engine.callbacks import Watchdog
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.serving.server import DOUBTFUL_S, TICK_S, Heartbeat
@@ -18,11 +20,8 @@ from paellapy.serving.server import DOUBTFUL_S, TICK_S, Heartbeat
 class Work:
     name = "m"
 
-    def __init__(self, late=False):
-        self.late, self.errors = late, []
-
-    def is_past_deadline(self):
-        return self.late
+    def __init__(self):
+        self.errors = []
 
     def abandon(self, error):
         self.errors.append(type(error))
@@ -51,11 +50,15 @@ def tick(heartbeat, seconds):
         heartbeat.look()
 
 
-def test_deadlines_are_kept_while_the_engine_is_silent(heartbeat, service):
-    late, patient = Work(late=True), Work()
-    service.live = {late, patient}
-    tick(heartbeat, TICK_S)
-    assert (late.errors, patient.errors) == ([DeadlineError], [])
+@pytest.mark.parametrize("more", [{}, {"traceparent": "none"}])  # the fast path, and aiohttp's
+def test_deadlines_are_kept_while_the_engine_is_silent(monkeypatch, more):
+    monkeypatch.setattr("paellapy.serving.server.TICK_S", 1e4)
+    body = json.dumps(infer_body("x", np.ones((1, 64), np.float32), parameters={"timeout": 20_000})).encode()
+    with running([scale_model(batch=(1,))]) as server:
+        with held_core(server.engine):
+            assert ask(server, "POST", INFER, body, more)[0] == 503
+        assert server.service.counters.of("scale").refused == {"deadline": 1}
+        assert ask(server, "POST", INFER, BODY, more)[0] == 200
 
 
 def test_a_silent_engine_is_not_ready_then_given_up_once(heartbeat, service, given_up):

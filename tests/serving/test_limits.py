@@ -24,7 +24,8 @@ from serving_server import BODY, INFER, ask, echo_model, infer_body, running
 
 from paellapy.serving import compression, inference, listening, metrics, protocol, tensors
 from paellapy.serving.errors import RequestError, TooLargeError
-from paellapy.serving.fast_path.connection import Body
+from paellapy.serving.fast_path import connection
+from paellapy.serving.fast_path.connection import Body, Reading
 from paellapy.serving.limits import BESIDE_BYTES, ConnectionLimits, largest_request
 from paellapy.serving.listening import Connection, Connections, unsent_bytes
 from paellapy.serving.logs import configure, log
@@ -319,6 +320,25 @@ def test_no_long_list_reaches_the_encoder(kind, monkeypatch):
     pieces, _ = protocol.encode(model, "1", request, results)
     assert max(len(each) for each in given if isinstance(each, list)) == protocol.PIECE_VALUES
     assert json.loads(b"".join(pieces))["outputs"][0]["data"] == results[name].reshape(-1).tolist()
+
+
+def test_one_turn_of_the_loop_reads_a_bounded_part_of_all_bodies(monkeypatch):
+    """libuv reads on as long as the socket fills the memory it gets."""
+    turns, note, begin = [0], Reading.note, Reading._begin
+    monkeypatch.setattr(Reading, "note", lambda *given: (turns.append(turns.pop() + given[1]), note(*given)))
+    monkeypatch.setattr(Reading, "_begin", lambda reading: (turns.append(0), begin(reading)))
+    whole = wide_request(n=1 << 22)
+    models = [scale_model("wide", n=1 << 22, batch=(1,))]
+    with running(models, new_loop=uvloop.new_event_loop) as server, contextlib.ExitStack() as opened:
+        clients = [opened.enter_context(Client(server)) for _ in range(4)]
+        senders = [threading.Thread(target=each.send, args=(whole,)) for each in clients]
+        for each in senders:
+            each.start()
+        assert [each.answer()[0] for each in clients] == [200] * 4
+        for each in senders:
+            each.join()
+    assert sum(turns) > 4 * (1 << 24) - 4 * connection.READ_BYTES
+    assert max(turns) <= connection.TURN_BYTES + 4 * connection.LEAST_BYTES
 
 
 def test_a_connection_that_waits_holds_no_body(open_server):

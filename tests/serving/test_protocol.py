@@ -51,7 +51,7 @@ def test_one_item_may_come_without_a_batch_axis():
     found = read(VECTOR, {"inputs": [tensor(shape=(4,))], "id": "7"})
     assert (found.items, found.batched, found.id) == (1, False, "7")
     pieces, _ = encode(VECTOR, "1", found, {"x": found.inputs["x"]})
-    assert json.loads(pieces[0])["outputs"][0]["shape"] == [4]
+    assert json.loads(b"".join(pieces))["outputs"][0]["shape"] == [4]
 
 
 def test_priority_and_timeout():
@@ -126,6 +126,7 @@ def test_priorities_are_tritons_one_goes_first_and_zero_is_none():
         ({"inputs": [tensor()], "parameters": {"priority": PRIORITY_LEVELS + 1}}, "parameters.priority"),
         ({"inputs": [tensor()], "parameters": {"priority": -1}}, "parameters.priority"),
         ({"inputs": [tensor()], "parameters": {"priority": True}}, "parameters.priority"),
+        ({"inputs": [tensor()], "parameters": {"sequence_id": 7, "sequence_start": True}}, "parameters.sequence_id"),
         ({"inputs": [tensor()], "parameters": {"timeout": -1}}, "parameters.timeout"),
         ({"inputs": [tensor()], "parameters": {"timeout": "soon"}}, "parameters.timeout"),
         ({"inputs": [tensor()], "parameters": {"timeout": 10**16}}, "parameters.timeout"),
@@ -208,7 +209,7 @@ def test_the_best_classes_of_integers_come_first(datatype):
 def test_not_a_number_has_no_json_and_travels_as_null():
     found = read(VECTOR, {"inputs": [tensor()]})
     pieces, _ = encode(VECTOR, "1", found, {"x": np.full((1, 4), np.nan, np.float32)})
-    assert json.loads(pieces[0])["outputs"][0]["data"] == [None] * 4
+    assert json.loads(b"".join(pieces))["outputs"][0]["data"] == [None] * 4
 
 
 @pytest.mark.parametrize(

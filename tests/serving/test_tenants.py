@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
+import aiohttp
 import pytest
 from engine_models import scale_model
 from serving_server import BODY, INFER, ask, running, scrape
 
+from paellapy.scheduler.core.state import Limits
 from paellapy.serving.access import Key
 from paellapy.serving.build import build_engine, build_keys
 from paellapy.serving.config import load_config
@@ -79,6 +82,45 @@ def test_nobody_is_refused_for_requests_that_a_limit_holds_back() -> None:
         assert engine.tenants["alice"]["held_back"] > 0
         engine.tenant("alice")
         assert [each.result()[0] for each in held] == [200] * 12
+
+
+async def ask_from(server, host: str, names: list[str]) -> list[int]:
+    """The answers to one request under each name, sent at once from an address of this machine."""
+    made = aiohttp.TCPConnector(limit=0, local_addr=(host, 0))
+
+    async def one(session: aiohttp.ClientSession, name: str) -> int:
+        async with session.post(server.url + INFER, data=BODY, headers={"X-Client-Id": name}) as answer:
+            return answer.status
+
+    async with aiohttp.ClientSession(connector=made) as session:
+        return await asyncio.gather(*(one(session, name) for name in names))
+
+
+def test_whoever_invents_names_takes_no_places_from_other_addresses() -> None:
+    with running([scale_model(batch=(1,))], limits=Limits(requests=16)) as server, ThreadPoolExecutor(2) as clients:
+        assert asyncio.run(ask_from(server, "127.0.0.2", ["honest"])) == [200]
+        released = threading.Event()
+        server.engine.core.call(released.wait)
+        flood = clients.submit(asyncio.run, ask_from(server, "127.0.0.1", [f"invented {k}" for k in range(20)]))
+        server.wait_until(lambda: server.service.counters.of("scale").refused["client_full"] == 6)
+        honest = clients.submit(asyncio.run, ask_from(server, "127.0.0.2", ["honest too"]))
+        server.wait_until(lambda: server.engine.core.ring.waiting == 15)
+        released.set()
+        assert honest.result() == [200]
+        assert Counter(flood.result()) == {200: 14, 429: 6}
+
+
+def test_a_name_from_another_address_is_another_client_unless_it_is_a_tenant() -> None:
+    numbers = list[int]()
+    with running([scale_model(batch=(1,))]) as server:
+        server.engine.tenant("tenant")
+        server.engine.watch(lambda entry: numbers.append(int(entry["client"])))
+        for host in ("127.0.0.1", "127.0.0.2"):
+            for name in ("alice", "tenant"):
+                assert asyncio.run(ask_from(server, host, [name])) == [200]
+    alice, tenant, thief, same = numbers
+    assert alice != thief
+    assert tenant == same
 
 
 def test_keys_belong_to_tenants() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import tritonclient.http.aio as async_client
 from engine_models import scale_model
 from served_models import every_datatype
 from serving_processes import processes
-from serving_server import running
+from serving_server import INFER, ask, infer_body, running
 from tritonclient.utils import InferenceServerException
 
 from paellapy import demo
@@ -193,6 +194,20 @@ def test_priority_one_goes_first_and_a_large_one_after_those_without():
         assert asyncio.run(main(server, held)) == [2.0] * 4
     # After the slot that was given back.
     assert finished[1:] == [DEFAULT_LEVEL - 1, DEFAULT_LEVEL - 2, 0, DEFAULT_LEVEL - 20]
+
+
+@pytest.mark.parametrize("more", [{}, {"traceparent": "none"}])  # the fast path, and aiohttp's
+def test_who_gives_a_priority_hears_whether_it_counts(more):
+    def warns(server, level):
+        body = json.dumps(infer_body("x", np.ones((1, 64), np.float32), parameters={"priority": level})).encode()
+        status, headers, _ = ask(server, "POST", INFER, body, more)
+        assert status == 200
+        return headers.get("Warning", "").startswith("299 ")
+
+    with running([scale_model(batch=(1,))]) as server:
+        assert [warns(server, level) for level in (0, 1, 10)] == [False, True, True]
+        server.engine.set_policy("priority")
+        assert not warns(server, 1)
 
 
 def test_a_timeout_is_a_503(client):
