@@ -48,14 +48,22 @@ def serve_config(
     config: Config, source: Source, *, models: Iterable[Model] = (), announce: Callable[[str], None] | None = None
 ) -> None:
     """Serves the models of a configuration, and beside them models that already exist."""
+    from paellapy.serving.logs import configure, own_process
+
+    with own_process():
+        configure(config.server.log_format, config.server.log_level, file=config.server.log_file)
+        _serve(config, source, models, announce)
+
+
+def _serve(
+    config: Config, source: Source, models: Iterable[Model], announce: Callable[[str], None] | None
+) -> None:
     from paellapy.serving.build import build_engine, build_entries, build_keys, build_tls
-    from paellapy.serving.logs import configure
     from paellapy.serving.preflight import check_machine
     from paellapy.serving.registry import Registry, entry_of
     from paellapy.serving.reload import Reloader, noted
     from paellapy.serving.server import Server, run_server, warn_of_neighbours
 
-    configure(config.server.log_format, config.server.log_level)
     if config.server.log_format == "json":
         os.environ.setdefault("PAELLAPY_QUIET", "1")  # progress lines on standard error are not JSON
     check_machine()
@@ -74,10 +82,10 @@ def serve_config(
 
     def server() -> Server:
         made = Server(registry, config.server, keys, tls)
-        made.source, made.reloader = source, Reloader(registry, config, source)
+        made.reloader = Reloader(registry, config, source, made.take_secrets)
         return made
 
-    with noted(source):
+    with noted(source, config):
         run_server(engine, server, config.server, announce)
 
 

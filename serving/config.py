@@ -28,6 +28,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -187,6 +188,7 @@ class ServerConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     access_log: bool = False
     log_format: Format = "text"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_file: Text | None = None  # None: standard error
 
     @property
     def limits(self) -> ConnectionLimits:
@@ -253,6 +255,11 @@ class Source:
         raise ConfigError("this server has no configuration file to read again: start it with one to reload it")
 
     @property
+    def digest(self) -> str:
+        """Equal for equal files."""
+        return sha256(self.text.encode()).hexdigest()
+
+    @property
     def folder(self) -> Path:
         return Path(self.name).resolve().parent if self.name else Path.cwd()
 
@@ -307,6 +314,8 @@ def load_config(
     except msgspec.ValidationError as e:
         path, message = _where(str(e))
         raise source.error(_with_name(tree, path), message) from None
+    if config.server.log_file is not None:
+        config.server.log_file = str(source.folder / config.server.log_file)
     if file is not None:
         source.again = partial(_load_again, config, file, overrides, options, models)
     for k, each in enumerate(config.models):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import json
 import logging
@@ -9,11 +11,18 @@ import os
 import re
 import secrets
 import select
+import signal
 import sys
+import threading
 import time
+import traceback
+from collections.abc import Iterator
+from types import TracebackType
 from typing import Any, Literal
 
 import msgspec
+
+from paellapy.instrument.errors import PaellaError
 
 log = logging.getLogger("paellapy.serving")
 
@@ -112,7 +121,7 @@ class _Lines(logging.Formatter):
         if (second := int(record.created)) != self._second:
             self._second, self._said = second, time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
         moment = f"{self._said}.{int(record.msecs):03d}Z"
-        trouble = self.formatException(record.exc_info) if record.exc_info else None
+        trouble = self.formatException(record.exc_info) if record.exc_info else record.stack_info
         if self._json:
             line = {"time": moment, "level": record.levelname.lower(), "message": record.getMessage(), **fields}
             if trouble:
@@ -157,15 +166,80 @@ class Output(logging.StreamHandler[Any]):
         return True
 
 
-def configure(style: Format = "text", level: str = "info", process: str = "") -> None:
-    """Sends the server's log to standard error. Applications that embed the server configure logging themselves.
+    def reopen(self) -> None:
+        """Opens its file again, which another program has moved away."""
+        if isinstance(self.stream, io.TextIOWrapper) and self.stream is not sys.stderr:
+            old, self.stream = self.stream, open_log(self.stream.name)
+            old.close()
+
+
+def open_log(file: str) -> io.TextIOWrapper:
+    try:
+        return open(file, "a", encoding="utf-8")
+    except OSError as e:
+        said = f"{file} cannot be written ({e.strerror}): choose another file as server.log_file"
+        raise PaellaError(said, field="server.log_file", given=file) from e
+
+
+def configure(style: Format = "text", level: str = "info", process: str = "", file: str | None = None) -> None:
+    """Sends the server's log to a file, or to standard error. Applications that embed the server configure logging
+    themselves.
 
     `process` names this process where the server has several.
     """
     global _prefix
     _prefix = secrets.token_hex(6)  # a forked process starts with its parent's
-    handler = Output(sys.stderr)
+    handler = Output(sys.stderr if file is None else open_log(file))
     handler.setFormatter(_Lines(style, process))
     log.handlers[:] = [handler]
     log.propagate = False
     log.setLevel(level.upper())
+
+
+# -- a process that is the server's own
+
+LOG_SIGNALS = (signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def heed(number: int, frame: object = None) -> None:
+    """Handles a signal: SIGQUIT writes what each thread does, SIGUSR1 opens the log's file again."""
+    if number == signal.SIGQUIT:
+        names = {each.ident: each.name for each in threading.enumerate()}
+        for ident, at in sys._current_frames().items():  # noqa: SLF001  it is documented
+            stack = "".join(traceback.format_stack(at))
+            fields = {"thread": names.get(ident, ident)}
+            log.handle(log.makeRecord(log.name, logging.WARNING, "", 0, "a thread's stack", (), None,
+                                      extra={"fields": fields}, sinfo=stack))  # fmt: skip
+    elif number == signal.SIGUSR1:
+        for handler in log.handlers:
+            if isinstance(handler, Output):
+                try:
+                    handler.reopen()
+                except PaellaError as e:
+                    log.error("the log goes on in its old file", extra={"fields": {"error": str(e)}})
+
+
+def _tell(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+    log.error("an error that nothing handled", exc_info=None if error is None else (kind, error, trace))
+
+
+@contextlib.contextmanager
+def own_process() -> Iterator[None]:
+    """Inside, signals are heeded, and what Python would write to standard error is written to the log."""
+    hooks = sys.excepthook, threading.excepthook
+    others = [logging.getLogger(name) for name in ("asyncio", "py.warnings")]
+    before = {number: signal.signal(number, heed) for number in LOG_SIGNALS}
+    sys.excepthook = _tell
+    threading.excepthook = lambda told: _tell(told.exc_type, told.exc_value, told.exc_traceback)
+    logging.captureWarnings(True)
+    for each in others:
+        each.parent, each.propagate = log, True
+    try:
+        yield
+    finally:
+        for each in others:
+            each.parent = logging.getLogger()
+        logging.captureWarnings(False)
+        sys.excepthook, threading.excepthook = hooks
+        for number, handler in before.items():
+            signal.signal(number, handler)

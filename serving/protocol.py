@@ -573,8 +573,7 @@ def encode(
     around = None if repeated is None else repeated.answer
     if around is None:
         around = _around(model, version, request, arrays, list(map(len, tail)))
-        sized = any(output.binary and array.dtype.kind == "O" for output, array in zip(request.outputs, arrays, strict=True))
-        if repeated is not None and not sized and not any(output.classes for output in request.outputs):
+        if repeated is not None and not any(array.dtype.kind == "O" for array in arrays):
             repeated.answer = around
     header: Pieces = [around[0]]
     lists = ((output, array) for output, array in zip(request.outputs, arrays, strict=True) if not output.binary)

@@ -244,6 +244,11 @@ class Registry(Catalogue):
         if entry.model is not None:
             self.by_row = {**self.by_row, entry.row: entry.model}
 
+    def remove(self, name: str) -> None:
+        """Takes back the latest `add`. The model must not be loaded."""
+        del self.entries[name]
+        self.tell()
+
     def load(self, name: str, model: Model | LanguageModel | None = None) -> float:
         """Loads or reloads a configured model. Returns the milliseconds that one request takes alone on the GPU.
 
@@ -262,6 +267,8 @@ class Registry(Catalogue):
                 alone_ns = self._try(entry, model) if isinstance(model, Model) else self._try_text(entry, model)
             except Exception as e:
                 error = e if isinstance(e, PaellaError) else ModelError(f"model {name!r}: {type(e).__name__}: {e}")
+                with contextlib.suppress(PaellaError):  # mostly, it was not loaded
+                    self.engine.unload(name)
                 entry.state, entry.reason = UNAVAILABLE, str(error)
                 self.tell()
                 raise error from e

@@ -5,7 +5,6 @@ Models, keys, certificates and the policy can change. Settings that need a resta
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -14,14 +13,18 @@ import ssl
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.models.model import Model
+from paellapy.scheduler.policies.policy import Policy
 from paellapy.serving.access import Access
 from paellapy.serving.build import build_entries, build_keys, build_policy, build_tls, load_certificates
 from paellapy.serving.config import Config, ModelConfig, Source
@@ -39,42 +42,46 @@ FIXED = ("device", "quantum_us", "max_active", "sm_partitions", "memory_bytes", 
          "tenants")  # fmt: skip
 
 
-def check_file(config: Config, source: Source) -> None:
-    """Raises PaellaError for a file that `Reloader` would refuse."""
-    if config.models:
-        build_entries(config, source)
-    build_policy(config, source)
-    check_secrets(config, source)
-
-
-def check_secrets(config: Config, source: Source) -> None:
-    """Raises PaellaError for keys and certificates that cannot be read."""
-    build_keys(config, source)
+def check_secrets(config: Config, source: Source, at_start: Config) -> None:
+    """Raises PaellaError for keys and certificates that cannot be read, or that only a restart could take."""
+    keys = build_keys(config, source)
+    if at_start.keys and not keys:
+        raise ConfigError("the file has no [keys] any more: only a restart opens this server to all", field="keys")
     build_tls(config, source)
 
 
-async def reload_secrets(source: Source, access: Access, tls: ssl.SSLContext | None) -> None:
-    """Applies the file's keys and certificates to new connections; a wrong file changes nothing."""
-    try:
-        config, source = source.again()
-        await asyncio.to_thread(check_file, config, source)
-        if access.has_keys:
-            keys = build_keys(config, source)
-            if not keys:
-                said = "the file has no [keys] any more: only a restart opens this server to all"
-                raise ConfigError(said, field="keys")
-            access.set_keys(keys)
-        if tls is not None and config.tls is not None:
-            load_certificates(tls, config.tls, source)
-    except PaellaError as e:
-        log.error("keys and certificates are unchanged", extra={"fields": {"error": str(e)}})
+def take_secrets(config: Config, source: Source, access: Access, tls: ssl.SSLContext | None) -> None:
+    """Applies keys and certificates, which have been checked, to new requests and connections."""
+    if tls is not None and config.tls is not None:
+        load_certificates(tls, config.tls, source)
+    if access.has_keys:
+        access.set_keys(build_keys(config, source))
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A configuration that is ready to be taken: `settings` by model, the entries that differ, and their models."""
+
+    config: Config
+    source: Source
+    policy: Policy | None
+    settings: dict[str, ModelConfig]
+    changed: dict[str, Entry]
+    models: dict[str, Model | LanguageModel]
 
 
 class Reloader:
-    """Applies a new configuration to a registry. `again` of the source reads the file."""
+    """Applies a new configuration to a registry: all of it, or nothing. `again` of the source reads the file."""
 
-    def __init__(self, registry: Registry, config: Config, source: Source) -> None:
-        self._registry, self._config, self._source = registry, config, source
+    def __init__(
+        self,
+        registry: Registry,
+        config: Config,
+        source: Source,
+        secrets: Callable[[Config, Source], None] = lambda config, source: None,
+    ) -> None:
+        """`secrets` takes keys and certificates, or tells the processes that use them."""
+        self._registry, self._config, self._source, self._take_secrets = registry, config, source, secrets
         self._at_start = config
         self._authorities = _authorities(config, source)
         names = [name for name, entry in registry.entries.items() if entry.factory]
@@ -93,42 +100,97 @@ class Reloader:
                 return self._note({"error": f"the reload failed: {type(e).__name__}: {e}"})
 
     def _reload(self) -> dict[str, Any]:
-        told: dict[str, Any] = {}
         try:
-            config, source = self._source.again()
-            entries = {each.name: each for each in build_entries(config, source)} if config.models else {}
-            policy = build_policy(config, source) if config.policy != self._config.policy else None
-            check_secrets(config, source)
-            before, after = self._models, dict(zip(entries, config.models, strict=True))
-            changed = {name: each for name, each in entries.items() if self._differs(each, after[name])}
-            models = {name: made(each) for name, each in changed.items() if each.wanted or self._is_loaded(name)}
+            change = self._change()
+            told = self._apply(change)
         except PaellaError as e:
             log.error("not reloaded", extra={"fields": {"error": str(e)}})
             return self._note({"error": str(e)})
-        if needs := self._needs_restart(config, source):
-            told["needs a restart"] = needs
-        if policy is not None:
-            self._registry.engine.set_policy(policy)
-            told["policy"] = policy.name
-        for name in before.keys() - after.keys():
-            told.setdefault("unloaded", []).append(name)
-            entry = self._registry.find(name)
-            entry.make = _gone
-            self._registry.unload(name)
-            entry.reason = GONE
-        for name, each in changed.items():
-            known = self._registry.entries.get(name)
-            if known is None:
-                self._registry.add(each)
-            else:
-                known.make, known.factory = each.make, each.factory
-                known.code = each.code if name in models else known.code
-            if name in models:
-                self._load(name, models[name], told)
-        self._config, self._source, self._models = config, source, after
+        self._config, self._source, self._models = change.config, change.source, change.settings
         self._registry.tell()
         log.info("reloaded", extra={"fields": told})
         return self._note(told)
+
+    def _change(self) -> _Change:
+        """Reads and checks the file, and makes its policy and its models."""
+        config, source = self._source.again()
+        entries = {each.name: each for each in build_entries(config, source)} if config.models else {}
+        policy = build_policy(config, source) if config.policy != self._config.policy else None
+        check_secrets(config, source, self._at_start)
+        settings = dict(zip(entries, config.models, strict=True))
+        changed = {name: each for name, each in entries.items() if self._differs(each, settings[name])}
+        models = {name: made(each) for name, each in changed.items() if each.wanted or self._is_loaded(name)}
+        return _Change(config, source, policy, settings, changed, models)
+
+    def _apply(self, change: _Change) -> dict[str, Any]:
+        """Takes the change, or raises the error of a model that cannot be loaded, and then leaves all as it was.
+
+        Models that are gone make room only if the others do not fit beside them.
+        """
+        registry, told = self._registry, dict[str, Any]()
+        gone = sorted(self._models.keys() - change.settings.keys())
+        if needs := self._needs_restart(change.config, change.source):
+            told["needs a restart"] = needs
+        with contextlib.ExitStack() as undo:
+            for name, each in change.changed.items():
+                undo.callback(self._put_back, name, self._kept(name))
+                known = registry.entries.get(name)
+                if known is None:
+                    registry.add(each)
+                else:
+                    known.make, known.factory = each.make, each.factory
+                    known.code = each.code if name in change.models else known.code
+                if name in change.models:
+                    try:
+                        registry.load(name, change.models[name])
+                    except PaellaError:
+                        unloaded = [other for other in gone if self._is_loaded(other)]
+                        if not unloaded:
+                            raise
+                        for other in unloaded:
+                            undo.callback(self._put_back, other, self._kept(other))
+                            registry.unload(other)
+                        registry.load(name, change.models[name])
+                    told.setdefault("loaded", []).append(name)
+            if change.policy is not None:
+                undo.callback(registry.engine.set_policy, registry.engine.current_policy)
+                registry.engine.set_policy(change.policy)
+                told["policy"] = change.policy.name
+            self._take_secrets(change.config, change.source)
+            undo.pop_all()
+        for name in gone:
+            told.setdefault("unloaded", []).append(name)
+            entry = registry.find(name)
+            entry.make = _gone
+            registry.unload(name)
+            entry.reason = GONE
+        return told
+
+    def _kept(self, name: str) -> Entry | None:
+        """The entry as it is now."""
+        known = self._registry.entries.get(name)
+        return None if known is None else replace(known)
+
+    def _put_back(self, name: str, kept: Entry | None) -> None:
+        """Undoes a change of an entry; `kept`: the entry before it, None if there was none."""
+        registry = self._registry
+        entry = registry.entries[name]
+        is_same = kept is not None and entry.loaded is kept.loaded
+        if not is_same:
+            registry.unload(name)
+        if kept is None:
+            registry.remove(name)
+            return
+        entry.make, entry.factory, entry.code = kept.make, kept.factory, kept.code
+        if not is_same and kept.loaded is not None:
+            try:
+                registry.load(name, kept.loaded)
+            except PaellaError as e:
+                log.error("a model could not be loaded again", extra={"fields": {"model": name, "error": str(e)}})
+        entry.wanted = kept.wanted
+        if entry.loaded is None and kept.loaded is None:
+            entry.reason = kept.reason
+        registry.tell()
 
     def _needs_restart(self, config: Config, source: Source) -> list[str]:
         """The settings of the file that this server does not have, and does not get by a reload."""
@@ -149,17 +211,12 @@ class Reloader:
         known = self._registry.entries.get(name)
         return known is not None and known.loaded is not None
 
-    def _load(self, name: str, model: Model | LanguageModel, told: dict[str, Any]) -> None:
-        try:
-            self._registry.load(name, model)
-            told.setdefault("loaded", []).append(name)
-        except PaellaError as e:
-            told.setdefault("could not be loaded", {})[name] = str(e)
-
     def _note(self, told: dict[str, Any]) -> dict[str, Any]:
         if self._source.name:
             try:
-                write_outcome(self._source.name, told)
+                if "error" not in told:
+                    _write(self._source.name, "settings", settings_of(self._config, self._source))
+                _write(self._source.name, "said", told)
             except (OSError, ConfigError) as e:
                 log.warning("`paellapy reload` will not hear of this", extra={"fields": {"error": str(e)}})
         return told
@@ -190,15 +247,60 @@ def _path(file: str | Path, suffix: str) -> Path:
     return folder / f"{sha256(str(Path(file).resolve()).encode()).hexdigest()[:16]}.{suffix}"
 
 
+def settings_of(config: Config, source: Source) -> dict[str, Any]:
+    """All settings by their paths, as in server.port; digests in place of keys."""
+    tree = msgspec.to_builtins(config)
+    for name, key in build_keys(config, source).items():
+        tree["keys"][name] = sha256(key.secret.encode()).hexdigest()[:12], list(key.roles), key.tenant
+    tree["models"] = {each["name"] or f"{each['factory']} {each['arguments']}": each for each in tree["models"]}
+
+    def flat(at: Any, path: str) -> Iterator[tuple[str, Any]]:
+        if not isinstance(at, dict):
+            yield path, at
+            return
+        for key, value in at.items():
+            yield from flat(value, f"{path}.{key}" if path else key)
+
+    return dict(flat(tree, ""))
+
+
+def check(config: Config, source: Source) -> tuple[list[str], dict[str, tuple[Any, Any]] | None]:
+    """Makes everything that a server of this configuration makes before it loads models. Returns the models' names,
+    and the settings that differ from those of the server of the file, before and after; None: there is no server.
+    """
+    build_policy(config, source)
+    entries = build_entries(config, source)
+    for each in entries:
+        made(each)
+    build_tls(config, source)
+    after = settings_of(config, source)
+    if _server_of(source.name) is None:
+        return [each.name for each in entries], None
+    before = json.loads(_path(source.name, "settings").read_text())
+    after = json.loads(json.dumps(after))
+    changed = {name: (before.get(name), after.get(name)) for name in before | after}
+    return [each.name for each in entries], {name: pair for name, pair in changed.items() if pair[0] != pair[1]}
+
+
+def _server_of(file: str | Path) -> int | None:
+    """The process that serves the file."""
+    try:
+        pid, since = json.loads(_path(file, "pid").read_text())
+    except (OSError, ValueError):
+        return None
+    return int(pid) if is_alive(pid, since) else None
+
+
 @contextlib.contextmanager
-def noted(source: Source) -> Iterator[None]:
-    """Notes, while inside, that this process serves the file, so that `ask_to_reload` finds it."""
+def noted(source: Source, config: Config) -> Iterator[None]:
+    """Notes, while inside, that this process serves the file, so that `ask_to_reload` and `check` find it."""
     if not source.name:
         yield
         return
     note, path = json.dumps([os.getpid(), born(os.getpid())]), None
     try:
         path = _path(source.name, "pid")
+        _write(source.name, "settings", settings_of(config, source))
         path.write_text(note)
     except (OSError, ConfigError) as e:
         log.warning("`paellapy reload` will not find this server", extra={"fields": {"error": str(e)}})
@@ -210,21 +312,17 @@ def noted(source: Source) -> Iterator[None]:
                 path.unlink()
 
 
-def write_outcome(file: str, told: dict[str, Any]) -> None:
-    path = _path(file, "said")
+def _write(file: str, suffix: str, value: dict[str, Any]) -> None:
+    path = _path(file, suffix)
     new = path.with_suffix(".new")
-    new.write_text(json.dumps(told))
+    new.write_text(json.dumps(value))
     os.replace(new, path)
 
 
 def ask_to_reload(file: Path) -> dict[str, Any]:
     """Makes the server of a file reload it; returns the changes. ConfigError: no server has it, or none answers."""
-    try:
-        pid, since = json.loads(_path(file, "pid").read_text())
-        running = is_alive(pid, since)
-    except (OSError, ValueError):
-        running = False
-    if not running:
+    pid = _server_of(file)
+    if pid is None:
         raise ConfigError(f"no server of this user uses {file}: start one with `paellapy serve {file}`", field="file")
     said = _path(file, "said")
     said.unlink(missing_ok=True)

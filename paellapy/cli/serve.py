@@ -60,10 +60,14 @@ def serve(
         list[str] | None,
         typer.Option("--set", "-s", help="override one setting of the file, as in server.grace_s=2; may be repeated"),
     ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="only check the settings and make the models, and show what would change")
+    ] = False,
 ) -> None:
     """Serve models over HTTP (Open Inference Protocol v2). Ctrl-C or SIGTERM finishes requests in flight and stops."""
     from paellapy.serving.api import serve_config
     from paellapy.serving.config import load_config
+    from paellapy.serving.logs import log
 
     named = {
         "server.host": host, "server.port": port, "server.workers": workers, "device": device, "policy": policy,
@@ -72,7 +76,30 @@ def serve(
     with_demo = config is None and not model
     demo = {"models": [*demo_settings()["models"], *language_settings()]} if with_demo else None
     loaded, source = load_config(config, overrides, demo, model or ())
-    serve_config(loaded, source, announce=announce_for(loaded, source, announce_demo if with_demo else None))
+    if check:
+        _check(loaded, source)
+        return
+    try:
+        serve_config(loaded, source, announce=announce_for(loaded, source, announce_demo if with_demo else None))
+    except PaellaError as e:
+        if loaded.server.log_format != "json":
+            raise
+        log.error("the server has ended", extra={"fields": {"error": str(e)}})
+        raise typer.Exit(1) from None
+
+
+def _check(config: Config, source: Source) -> None:
+    from paellapy.serving.reload import FIXED, check
+
+    names, changed = check(config, source)
+    typer.echo(f"{source.name or 'the settings'}: no mistake; models: {', '.join(names)}; policy: {config.policy}")
+    if changed is None:
+        typer.echo("no server of this user uses this file")
+    for name, (before, after) in (changed or {}).items():
+        later = " (after a restart)" if name.partition(".")[0] in FIXED else ""
+        typer.echo(f"{name}: {before} → {after}{later}")
+    if changed == {}:
+        typer.echo("nothing would change")
 
 
 def reload(config: Annotated[Path, typer.Argument(help="settings file of the running server")]) -> None:
@@ -86,12 +113,9 @@ def reload(config: Annotated[Path, typer.Argument(help="settings file of the run
     if "error" in told:
         raise ConfigError(f"the server changed nothing: {told['error']}")
     for what, names in told.items():
-        shown = "; ".join(f"{k}: {v}" for k, v in names.items()) if isinstance(names, dict) else names
-        typer.echo(f"{what}: {', '.join(shown) if isinstance(shown, list) else shown}")
+        typer.echo(f"{what}: {', '.join(names) if isinstance(names, list) else names}")
     if not told:
         typer.echo("nothing has changed")
-    if "could not be loaded" in told:
-        raise typer.Exit(1)
 
 
 # -- a server of the demo models

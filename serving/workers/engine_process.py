@@ -36,7 +36,13 @@ from paellapy.serving.rpc import Calls
 from paellapy.serving.server import end_now, ends, failure_of
 from paellapy.serving.tensors import told_specs
 from paellapy.serving.workers.channel import CALL, HELLO, MOST_DESCRIPTORS, STATE, Channel, Message
-from paellapy.serving.workers.supervisor import IS_READY, IS_STOPPING, MODELS_CHANGED, Tell
+from paellapy.serving.workers.supervisor import (
+    CONFIGURATION_TAKEN,
+    IS_READY,
+    IS_STOPPING,
+    MODELS_CHANGED,
+    Tell,
+)
 from paellapy.serving.workers.texts import CANCEL, GENERATE, WorkersTexts, language_model_facts
 
 
@@ -130,8 +136,9 @@ class _Worker:
 class EngineHost:
     """Serves one engine to workers. Per request, only the core runs in its process."""
 
-    def __init__(self, registry: Registry, path: Path, saved: SavedState) -> None:
-        self._saved = saved
+    def __init__(self, registry: Registry, path: Path, saved: SavedState, configuration: str) -> None:
+        """`configuration`: the digest of its file."""
+        self._saved, self._configuration, self._taken = saved, configuration, 0
         self._registry, self._engine, self._path = registry, registry.engine, path
         self._producers = Producers(self._engine)
         self._calls = Calls(registry)
@@ -164,6 +171,11 @@ class EngineHost:
     def warm_up(self) -> None:
         """Compiles the code that runs when a worker ends."""
         self._producers.warm_up()
+
+    def note_configuration(self, digest: str) -> None:
+        """Lets the workers take a new configuration. Called in any thread."""
+        self._configuration, self._taken = digest, self._taken + 1
+        self._changed()
 
     def settle(self) -> None:
         """Notes that every model of the start is loaded, or could not be."""
@@ -303,7 +315,8 @@ class EngineHost:
         if worker.channel.closed:
             return
         memory = {"budget_bytes": self._engine.memory.budget_bytes, "held_bytes": self._engine.memory.held_bytes}
-        data = {"entries": entries, "policy": self._engine.policy, "memory": memory, "settled": self._settled}
+        data = {"entries": entries, "policy": self._engine.policy, "memory": memory, "settled": self._settled,
+                "configuration": self._configuration, "taken": self._taken}  # fmt: skip
         worker.channel.event(STATE, data, descriptors)
 
 
@@ -345,7 +358,7 @@ class Latest:
         """
         with contextlib.suppress(PaellaError):
             config, source = self.source.again()
-            check_secrets(config, source)
+            check_secrets(config, source, self._first[0])
             self.source = source
             self.config = msgspec.structs.replace(config, **{name: getattr(self._first[0], name) for name in FIXED})
 
@@ -397,7 +410,7 @@ class EngineProcess:
 
     def _log_as(self, process: str, level: str | None = None) -> None:
         options = self.latest.config.server
-        configure(options.log_format, level or options.log_level, process=process)
+        configure(options.log_format, level or options.log_level, process, options.log_file)
 
     def _entries(self) -> list[Entry]:
         entries = [entry_of(model) for model in self.models]
@@ -421,10 +434,9 @@ class EngineProcess:
         registry = Registry(engine, entries)
         if called is not None:
             engine.guests.hide()
-        reloader = Reloader(registry, config, source)
 
         async def life() -> int:
-            return await _Life(registry, reloader, tell, self.path, config.server.drain_s).main(called)
+            return await _Life(registry, config, source, tell, self.path).main(called)
 
         code = asyncio.run(life())
         engine.close()
@@ -434,12 +446,18 @@ class EngineProcess:
 class _Life:
     """The life of one engine in this process, from its first model to its end."""
 
-    def __init__(self, registry: Registry, reloader: Reloader, tell: Tell, path: Path, drain_s: float) -> None:
-        self._registry, self._engine, self._reloader = registry, registry.engine, reloader
-        self._tell, self._drain_s = tell, drain_s
-        self._host = EngineHost(registry, path, SavedState(path.with_name(SAVED)))
+    def __init__(self, registry: Registry, config: Config, source: Source, tell: Tell, path: Path) -> None:
+        self._registry, self._engine = registry, registry.engine
+        self._tell, self._drain_s = tell, config.server.drain_s
+        self._host = EngineHost(registry, path, SavedState(path.with_name(SAVED)), source.digest)
+        self._reloader = Reloader(registry, config, source, self._taken)
         self._stop = asyncio.Event()
         self._reloads: list[asyncio.Future[Any]] = []
+
+    def _taken(self, config: Config, source: Source) -> None:
+        """A new configuration holds: only now the workers and the supervisor take it too."""
+        self._host.note_configuration(source.digest)
+        self._tell(CONFIGURATION_TAKEN)
 
     def _stopping(self) -> None:
         self._tell(IS_STOPPING)

@@ -32,11 +32,12 @@ import msgspec
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.processes import die_with_parent, name_process
 from paellapy.serving.listening import Shares
-from paellapy.serving.logs import log
+from paellapy.serving.logs import LOG_SIGNALS, heed, log
 
 # Messages of a process: it is ready; it has heard that it must stop; the engine hangs though its process lives; the
-# models have changed, so that a standby is out of date.
+# models have changed, so that a standby is out of date; the engine has taken a new configuration.
 IS_READY, IS_STOPPING, ENGINE_HUNG, MODELS_CHANGED = "ready", "stopping", "hung", "changed"
+CONFIGURATION_TAKEN = "taken"
 _GO = b"go"
 LEAST_LIFE_S = 10.0  # a process that lives shorter is restarted with growing delays
 LONGEST_PAUSE_S = 30.0
@@ -117,6 +118,8 @@ def become(process: Process, supervisor: int, status: socket.socket, close: set[
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it has a handler
         # A terminal sends it to all processes; the supervisor passes it on
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in LOG_SIGNALS:
+            signal.signal(number, heed)
         die_with_parent(signal.SIGTERM)
         name_process(f"paellapy-{process.short}")
         if os.getppid() != supervisor:  # the supervisor died before this process watched it
@@ -156,7 +159,7 @@ class Supervisor:
         hung_up: Callable[[], None] | None = None,
         standby: Process | None = None,
     ) -> None:
-        """`hung_up` is called on SIGHUP, before the processes get it; `standby` takes over from the first of `then`."""
+        """`hung_up` is called when a new configuration holds; `standby` takes over from the first of `then`."""
         self._on_hang_up = hung_up
         self._first, self._then, self._shares, self._drain_s = first, then, shares, drain_s
         self._processes = [*then, *first]  # the engine is started first and stopped last
@@ -179,6 +182,7 @@ class Supervisor:
         self._open |= {wake_read, wake_write}
         before = {number: signal.signal(number, self._signalled) for number in (signal.SIGTERM, signal.SIGINT)}
         before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._hung_up)
+        before |= {number: signal.signal(number, self._pass_on) for number in LOG_SIGNALS}
         old_fd = signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         try:
             while True:
@@ -213,11 +217,22 @@ class Supervisor:
         self._signals += 1
 
     def _hung_up(self, number: int, frame: object) -> None:
-        """Passes SIGHUP on to running processes; those being started read the new configuration anyway."""
+        """Lets the engine read the new configuration; the others take what it has taken. If none is ready, the next
+        one begins with it.
+        """
+        if not self._then[0].ready:
+            self._take_configuration()
+        self._signal(self._then, signal.SIGHUP)
+
+    def _take_configuration(self) -> None:
         if self._on_hang_up is not None:
             self._on_hang_up()
-        self._signal([*self._first, *self._then], signal.SIGHUP)
         self._outdated = True
+
+    def _pass_on(self, number: int, frame: object) -> None:
+        """Heeds a signal that concerns the logs of all processes."""
+        heed(number)
+        self._signal(self._processes, signal.Signals(number))
 
     # -- starting
 
@@ -318,6 +333,8 @@ class Supervisor:
                 self._is_ready(process)
             elif event == MODELS_CHANGED:
                 self._outdated = True
+            elif event == CONFIGURATION_TAKEN:
+                self._take_configuration()
             elif event == IS_STOPPING:
                 process.stopping = True
             elif event == ENGINE_HUNG:

@@ -13,21 +13,25 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from engine_models import scale_model
 from serving_processes import children
 from serving_server import BODY, At, ask, read_until, serving, url_once
 from typer.testing import CliRunner
+from waiting import wait_until
 
 import paellapy as pp
 from paellapy.cli import app
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.core.state import Limits
 from paellapy.scheduler.policies.policy import find_policy
 from paellapy.serving.build import build_entries
 from paellapy.serving.config import ServerConfig, load_config
 from paellapy.serving.errors import ConfigError
 from paellapy.serving.loading import load_models
 from paellapy.serving.registry import Registry, changed_modules, entry_of, find_factory
-from paellapy.serving.reload import Reloader, ask_to_reload, noted
+from paellapy.serving.reload import Reloader, ask_to_reload, check, noted
 from paellapy.serving.server import Server
 from paellapy.serving.workers.engine_process import EngineProcess, Latest, Policies
 
@@ -44,6 +48,13 @@ def model(name="own"):
 
 def leaving():
     raise SystemExit(2)
+
+def broken(name="broken"):
+    def fn(weights, inputs, outputs):
+        raise ValueError("it cannot be captured")
+
+    specs = {"inputs": {"x": pp.TensorSpec((64,))}, "outputs": {"y": pp.TensorSpec((64,))}}
+    return pp.Model(name, fn, **specs, batch=(1,))
 
 def hanging():
     threading.Event().wait()
@@ -150,12 +161,14 @@ def test_edited_code_a_new_model_and_one_that_is_gone(folder, workers):
     assert found.exit_code == 1
 
 
-def test_certificates_and_keys_are_taken_up(folder):
+@pytest.mark.parametrize("workers", [0, 1])
+def test_certificates_and_keys_are_taken_up(folder, workers):
+    settings = CONFIG.format(server=f'workers = {workers}\nstandby = "off"')
     for name in ("certificate.pem", "key.pem"):
         shutil.copy(TLS / name, folder / name)
     config = folder / "paella.toml"
     tls = '\n[tls]\ncertificate = "certificate.pem"\nkey = "key.pem"\n[keys]\nme = "{key}"\n'
-    config.write_text(CONFIG.format(server="workers = 0") + tls.format(key="old"))
+    config.write_text(settings + tls.format(key="old"))
     trusting = ssl.create_default_context(cafile=str(TLS / "certificate.pem"))
 
     def status(port, key):
@@ -167,19 +180,27 @@ def test_certificates_and_keys_are_taken_up(folder):
     with serving(str(config)) as process:
         port = At(url_once(process)).port
         assert (status(port, "old"), status(port, "new")) == (200, 401)
-        config.write_text(CONFIG.format(server="workers = 0") + tls.format(key="new"))
+        config.write_text(settings + tls.format(key="new"))
+        checked = CliRunner().invoke(app, ["serve", "--check", str(config)])
+        assert (checked.exit_code, "keys.me" in checked.output, "new" in checked.output) == (0, True, False)
         found = CliRunner().invoke(app, ["reload", str(config)])
         assert found.exit_code == 0, found.output
+        if workers:  # they hear of it after the engine's process; one that is started again begins with it
+            wait_until(lambda: status(port, "new") == 200)
+            os.kill(pids(process.pid, "paellapy-work1")[0], signal.SIGKILL)
+            read_until(process.stderr, "was restarted")
+            wait_until(lambda: status(port, "new") == 200)
         assert (status(port, "old"), status(port, "new")) == (401, 200)
-        unknown = MORE.replace("own_models:model", "own_models:gone")
-        for wrong in (unknown + tls.format(key="x"), tls.partition("[keys]")[0]):  # refused, so no key changes either
-            config.write_text(CONFIG.format(server="workers = 0") + wrong)
+        unknown, broken = (MORE.replace("own_models:model", f"own_models:{name}") for name in ("gone", "broken"))
+        # Refused, so no key changes either
+        for wrong in (unknown + tls.format(key="x"), broken + tls.format(key="x"), tls.partition("[keys]")[0]):
+            config.write_text(settings + wrong)
             os.kill(process.pid, signal.SIGHUP)
-            assert read_until(process.stderr, "are unchanged")
+            assert read_until(process.stderr, "not reloaded")
             assert (status(port, "x"), status(port, "new"), status(port, "")) == (401, 200, 401)
         (folder / "certificate.pem").write_text("none")
         os.kill(process.pid, signal.SIGHUP)
-        assert read_until(process.stderr, "are unchanged")
+        assert read_until(process.stderr, "not reloaded")
         assert status(port, "new") == 200
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
@@ -255,6 +276,65 @@ def test_a_server_ends_though_a_factory_hangs(folder, workers):
         assert process.wait(60) == 0
 
 
+@pytest.fixture
+def loaded(folder):
+    """A registry with both models loaded, and a function that reloads it."""
+    path = folder / "paella.toml"
+    path.write_text(CONFIG.format(server="") + MORE)
+    with pp.Engine("virtual:h200", limits=Limits(models=2)) as engine:
+        config, source = load_config(path)
+        registry = Registry(engine, build_entries(config, source))
+        secrets = []
+        for name in registry.entries:
+            registry.load(name)
+        yield registry, Reloader(registry, config, source, lambda *taken: secrets.append(taken)), secrets
+
+
+THIRD = MORE.replace("second", "third")
+
+
+def test_a_reload_whose_last_model_cannot_be_loaded_leaves_all_as_it_was(folder, loaded):
+    registry, reloader, secrets = loaded
+    before = [(each.name, each.model, each.state, each.wanted, each.make) for each in registry.entries.values()]
+    policy = 'policy = "edf"\n'
+    text = policy + CONFIG.format(server="") + "target_ms = 7\n" + MORE.replace("own_models:model", "own_models:broken")
+    (folder / "paella.toml").write_text(text)
+    assert "cannot be captured" in reloader.reload()["error"]
+    (folder / "paella.toml").write_text(policy + CONFIG.format(server="") + MORE + THIRD)  # more than there is room for
+    assert "error" in reloader.reload()
+    assert [(each.name, each.model, each.state, each.wanted, each.make) for each in registry.entries.values()] == before
+    assert (registry.engine.policy, secrets) == ("paella", [])
+    for name in ("own", "second"):
+        assert registry.engine.infer_sync(name, {"x": np.ones(64, np.float32)})["y"][0] == 2.0
+
+
+def test_models_that_are_gone_make_room_for_those_that_come(folder, loaded):
+    registry, reloader, secrets = loaded
+    (folder / "paella.toml").write_text(CONFIG.format(server="") + THIRD)
+    assert reloader.reload() == {"loaded": ["third"], "unloaded": ["second"]}
+    assert (set(registry.engine.models), len(secrets)) == ({"own", "third"}, 1)
+
+
+def test_a_check_says_what_would_change_and_shows_no_key(folder):
+    path = folder / "paella.toml"
+    path.write_text(CONFIG.format(server="") + '[keys]\nme = "hush"\n')
+    config, source = load_config(path)
+    assert check(config, source) == (["own"], None)
+    with noted(source, config):
+        assert check(config, source) == (["own"], {})
+        path.write_text('policy = "edf"\n' + CONFIG.format(server="drain_s = 2") + MORE + '[keys]\nme = "psst"\n')
+        names, changed = check(*load_config(path))
+        path.write_text(CONFIG.format(server="") + MORE.replace("own_models:model", "own_models:leaving"))
+        with pytest.raises(PaellaError):
+            check(*load_config(path))
+    assert names == ["own", "second"]
+    assert changed["policy"] == ("paella", "edf")
+    assert changed["server.drain_s"] == (30.0, 2.0)
+    assert changed["models.second.factory"] == (None, "own_models:model")
+    assert "hush" not in str(changed)
+    assert {name.split(".")[0] for name in changed} == {"policy", "server", "models", "keys"}
+
+
 def test_settings_that_need_a_restart_are_named_until_it(reloader, folder):
     changed(folder, '[tenants.ann]\nshare = 2\n[keys]\nann = "x"\n', "host_bytes = 0\n", "keepalive_s = 1")
     needs = {"needs a restart": ["host_bytes", "server", "tenants", "keys"]}
@@ -286,10 +366,10 @@ def test_a_reload_that_fails_has_an_outcome(reloader, folder, monkeypatch):
 def test_a_folder_for_notes_that_is_gone_or_full_stops_no_server(reloader, folder, monkeypatch, caplog):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder / "gone"))
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(folder / "paella.toml"))  # no folder
-    with noted(reloader._source):
+    with noted(reloader._source, reloader._config):
         assert reloader.reload() == {}
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(folder))
-    with noted(reloader._source):
+    with noted(reloader._source, reloader._config):
         with pytest.raises(ConfigError) as caught:
             ask_to_reload(folder / "other.toml")
         assert caught.value.field == "file"

@@ -17,7 +17,8 @@ import aiohttp
 import pytest
 from forked import Forked
 from places import TESTS
-from serving_server import BODY, infer_body, read_until, running, serving, stop_under_load, url_once
+from serving_server import BODY, At, ask, infer_body, read_until, running, serving, stop_under_load, url_once
+from waiting import wait_until
 
 from paellapy import demo
 from paellapy.cli.serve import picture
@@ -79,6 +80,36 @@ def test_a_stop_signal_under_load_loses_no_accepted_request(tmp_path):
     assert {len(answer["outputs"][0]["data"]) for _, answer in found} == {10}
     assert all(json.loads(line)["level"] == "info" for line in rest.splitlines())
     assert json.loads(rest.splitlines()[-1])["message"] == "stopped"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_signals_write_stacks_into_the_log_and_open_its_file_again(tmp_path, workers):
+    config, kept = tmp_path / "paella.toml", tmp_path / "log.1"
+    more = f'workers = {workers}\nstandby = "off"\naccess_log = true\nlog_file = "log"'
+    config.write_text(CONFIG.replace("[server]", f"[server]\n{more}"))
+    processes = {"engine", "worker 1", None} if workers else {None}
+
+    def said(file, message):
+        lines = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
+        return [line for line in lines if line["message"] == message]
+
+    with serving(str(config)) as process:
+        url = re.search(r"http://\S+(?=/v2)", read_until(process.stdout, "Serving"))[0]
+        for number in (signal.SIGUSR2, signal.SIGQUIT):
+            process.send_signal(number)
+        wait_until(lambda: {each.get("process") for each in said(tmp_path / "log", "a thread's stack")} == processes)
+        assert any("serve_config" in each["traceback"] for each in said(tmp_path / "log", "a thread's stack"))
+        (tmp_path / "log").rename(kept)
+        process.send_signal(signal.SIGUSR1)
+
+        def is_in_new_file():
+            return ask(At(url), "GET", "/v2")[0] == 200 and said(tmp_path / "log", "request")
+
+        wait_until(is_in_new_file)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        assert process.stderr.read() == ""
+    assert said(tmp_path / "log", "stopped")
 
 
 FAULTY = """
@@ -148,6 +179,12 @@ def test_a_host_of_another_machine_is_refused_with_the_remedy(complaint, host, w
     said = complaint("--host", host, "--port", "0", "--device", "virtual:h200", "--workers", workers)
     assert f"{host}:0" in said
     assert "choose a host of this machine" in said
+
+
+def test_what_ends_a_server_with_json_logs_is_json(complaint):
+    where = "--host", "192.0.2.1", "--port", "0", "--device", "virtual:h200"
+    said = complaint(*where, "--set", "server.log_format=json").replace("} {", "},{")
+    assert [each["level"] for each in json.loads(f"[{said}]")] == ["warning", "error"]
 
 
 def test_mistakes_are_one_line_and_an_exit_code(complaint, tmp_path):
