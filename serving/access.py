@@ -80,6 +80,15 @@ class Keys:
         return found[1].tenant or found[0]
 
 
+def clients_of(keys: Mapping[str, str | Key]) -> set[str]:
+    """The clients that these keys name.
+
+    >>> sorted(clients_of({"alice": "a", "robot": Key("r", tenant="alice"), "bob": "b"}))
+    ['alice', 'bob']
+    """
+    return {(key.tenant if isinstance(key, Key) else None) or name for name, key in keys.items()}
+
+
 def given_key(api_key: str, authorization: str) -> str:
     """The key in the headers X-API-Key and Authorization; "": there is none.
 

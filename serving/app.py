@@ -15,12 +15,14 @@ from typing import Any
 from aiohttp import web
 
 from paellapy.scheduler.engine.engine import Engine
-from paellapy.serving.access import CLIENT, CLIENT_HEADER, Access, Key
+from paellapy.serving.access import CLIENT, CLIENT_HEADER, Access, Key, clients_of
 from paellapy.serving.admission import Mode
+from paellapy.serving.counters import Counters
 from paellapy.serving.dashboard_routes import add_dashboard
 from paellapy.serving.embeddings import add_embeddings
 from paellapy.serving.errors import NUMBER, SERVER, error_response, sign
 from paellapy.serving.generation import add_generation
+from paellapy.serving.inference import FACTS
 from paellapy.serving.limits import DEFAULTS, ConnectionLimits
 from paellapy.serving.load_report import add_outlook
 from paellapy.serving.logs import child_span, log_request, request_id
@@ -76,7 +78,8 @@ def create_app(
         limits = ConnectionLimits(
             max_body_bytes=o.max_body_bytes, body_timeout_s=o.body_timeout_s, max_held_bytes=o.max_held_bytes
         )
-        service = Service(registry, o.admission, limits, calls.call, vouched=bool(o.keys))
+        counters = Counters(registry, clients={*clients_of(o.keys), *registry.engine.tenants})
+        service = Service(registry, o.admission, limits, calls.call, counters, vouched=bool(o.keys))
     app[SERVICE] = service
     app[ACCESS] = access
     app.on_response_prepare.append(sign)
@@ -103,17 +106,19 @@ def middleware_of(access: Access, client_header: str, access_log: bool) -> Any:
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         started_ns = time.monotonic_ns()
-        headers = request.headers
+        headers, service = request.headers, request.app[SERVICE]
         number = request[NUMBER] = request_id(headers.get("X-Request-Id"))
         try:
             request[CLIENT] = access.client(request, client_header)
             response = await handler(request)
         except asyncio.CancelledError:
+            service.counters.note_status(499)
             if access_log:
                 _log(request, number, 499, started_ns)
             raise
         except Exception as e:
             response = error_response(e, request, number)
+            service.note_refusal(response.status, e, request.get(CLIENT, ""), request.remote)
             clear_frames(e.__traceback__)  # they hold the body, and the error itself
         if not response.prepared:  # a stream that has begun has sent its headers
             response.headers["X-Request-Id"] = number
@@ -122,7 +127,8 @@ def middleware_of(access: Access, client_header: str, access_log: bool) -> Any:
             response.headers["traceparent"] = span
             if state := headers.get("tracestate"):
                 response.headers["tracestate"] = state
-        if request.app[SERVICE].draining:
+        service.counters.note_status(response.status)
+        if service.draining:
             response.force_close()
         if access_log:
             _log(request, number, response.status, started_ns)
@@ -132,7 +138,8 @@ def middleware_of(access: Access, client_header: str, access_log: bool) -> Any:
 
 
 def _log(request: web.Request, number: str, status: int, started_ns: int) -> None:
-    trace = request.headers.get("traceparent", "")
-    log_request(
-        number, request.method, request.path, status, started_ns, request.get(CLIENT, ""), request.remote, trace
-    )
+    more = dict(request.get(FACTS, {}))
+    if trace := request.headers.get("traceparent"):
+        more["traceparent"] = trace
+    client = request.get(CLIENT, "")
+    log_request(number, request.method, request.path, status, started_ns, client, request.remote, more)

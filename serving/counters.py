@@ -10,6 +10,7 @@ import mmap
 import time
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -47,8 +48,19 @@ BY_BATCH = COMPUTE_S + len(TIME_BUCKETS) + 1  # number of batches of each size
 BY_BATCH_NS = BY_BATCH + LARGEST_BATCH + 1
 COLUMNS = BY_BATCH_NS + LARGEST_BATCH + 1
 
-_ITSELF = MOST_MODELS  # the row of the process itself
-_IN_FLIGHT, _VIEWERS = 0, 1
+# The row of the process itself: requests in flight, viewers, gauges, answers by status, refusals by reason and client.
+_ITSELF = MOST_MODELS
+GAUGES = ("connections", "held_bytes", "unsent_bytes", "descriptors", "loop_lag_ns")
+_IN_FLIGHT, _VIEWERS, _GAUGES = 0, 1, 2
+_STATUS = 100  # the column of status 100
+# Besides REASONS, by status
+CAUSES = {401: "unauthorized", 403: "forbidden", 408: "late", 413: "too_large", 429: "client_full",
+          431: "long_header"}  # fmt: skip
+_CAUSES = tuple(dict.fromkeys((*CAUSES.values(), *REASONS)))
+MOST_CLIENTS = 24  # that are counted by name; all others together are OTHERS
+OTHERS = ""
+_REFUSED = 600
+assert _REFUSED + len(_CAUSES) * (MOST_CLIENTS + 1) <= COLUMNS
 
 Numbers = NDArray[np.int64]
 
@@ -198,12 +210,17 @@ class ModelCounters:
 class Counters:
     """Counters of all models by name. They survive unloading a model and the processes that write them."""
 
-    def __init__(self, registry: Catalogue, table: Numbers | None = None, writer: int = 0) -> None:
+    def __init__(
+        self, registry: Catalogue, table: Numbers | None = None, writer: int = 0, clients: Iterable[str] = ()
+    ) -> None:
+        """`clients`: names that refusals are counted by; the same in all processes of a server."""
         self._registry, self._writer = registry, writer
+        self._clients = {name: k for k, name in enumerate(sorted(set(clients))[:MOST_CLIENTS], 1)}
         self._table = counter_table() if table is None else table
         self._found: dict[str, ModelCounters] = {}
         self._itself: Any = self._table[writer, _ITSELF].data
-        self._itself[_IN_FLIGHT] = self._itself[_VIEWERS] = 0  # requests of a predecessor ended with it
+        for column in range(_GAUGES + len(GAUGES)):  # requests of a predecessor ended with it
+            self._itself[column] = 0
         self._index: Numbers = np.zeros(0, np.int64)
         self._target_ns: Numbers = np.zeros(0, np.int64)
         self._known: dict[int, Model] | None = None
@@ -233,6 +250,41 @@ class Counters:
 
     def leave(self) -> None:
         self._itself[_IN_FLIGHT] -= 1
+
+    def note_status(self, status: int) -> None:
+        """Counts an answer."""
+        self._itself[_STATUS + status - 100] += 1
+
+    @property
+    def statuses(self) -> dict[int, int]:
+        """Answers by HTTP status."""
+        counts = self._table[:, _ITSELF, _STATUS : _STATUS + 500].sum(axis=0)
+        return {int(k) + 100: int(counts[k]) for k in np.flatnonzero(counts)}
+
+    def note_refusal(self, reason: str, client: str) -> None:
+        cause = _CAUSES.index(reason if reason in _CAUSES else "other")
+        self._itself[_REFUSED + cause * (MOST_CLIENTS + 1) + self._clients.get(client, 0)] += 1
+
+    def label_of(self, client: str) -> str:
+        """The name by which the client is counted."""
+        return client if client in self._clients else OTHERS
+
+    @property
+    def refusals(self) -> dict[tuple[str, str], int]:
+        """Refused requests by reason and client, whichever address they went to."""
+        width = MOST_CLIENTS + 1
+        counts = self._table[:, _ITSELF, _REFUSED : _REFUSED + len(_CAUSES) * width].sum(axis=0)
+        names = [OTHERS, *self._clients]
+        return {(_CAUSES[k // width], names[k % width]): int(counts[k]) for k in np.flatnonzero(counts)}
+
+    def set_gauges(self, **values: int) -> None:
+        for name, value in values.items():
+            self._itself[_GAUGES + GAUGES.index(name)] = value
+
+    def gauge(self, name: str) -> int:
+        """The sum over all processes; of times the largest."""
+        column = self._table[:, _ITSELF, _GAUGES + GAUGES.index(name)]
+        return int(column.max() if name.endswith("_ns") else column.sum())
 
     def add_viewers(self, more: int) -> int:
         """Counts viewers of the dashboard; returns their number in all processes together."""

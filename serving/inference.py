@@ -18,8 +18,10 @@ from aiohttp import web
 from numpy.typing import NDArray
 
 from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.core.codes import OK
 from paellapy.scheduler.core.errors import DeadlineError, EngineAwayError, SuspectError, UnknownModelError
 from paellapy.scheduler.engine.callbacks import Call, ItemCall, StepsCall
+from paellapy.scheduler.engine.ring_calls import E_ARRIVAL_NS, E_FINISH_NS, E_STARTED_NS, E_STATUS
 from paellapy.scheduler.models.memory import Instance
 from paellapy.scheduler.models.model import Model
 from paellapy.serving.access import CLIENT, infers
@@ -53,16 +55,17 @@ class Inference(ABC):
     `leave`.
     """
 
-    __slots__ = ("_address", "_arrived_ns", "_call", "_due", "_held_bytes", "_model", "_request", "_suspected",
-                 "_ticket", "client", "name", "over", "service", "started_ns", "version")  # fmt: skip
+    __slots__ = ("_address", "_arrived_ns", "_call", "_due", "_held_bytes", "_model", "_reason", "_request",
+                 "_suspected", "_ticket", "client", "name", "over", "service", "started_ns", "version")  # fmt: skip
 
     def __init__(self, service: Service, name: str, version: str | None, client: str) -> None:
         self.service, self.name, self.version, self.client = service, name, version, client
         self._address = ""  # holds places
+        self._reason: str | None = None  # why it was refused
         self.started_ns = time.monotonic_ns()
         self.over = False
         self._held_bytes = 0
-        self._arrived_ns = 0  # when the body was complete; deadlines count from then on
+        self._arrived_ns = self.started_ns  # when the body was complete; deadlines count from then on
         self._due: asyncio.TimerHandle | None = None  # ends it at its deadline
         self._model: Model
         self._request: Request
@@ -134,9 +137,10 @@ class Inference(ABC):
         self._model, self._request = model, request
         deadline_ms = None
         if request.timeout_us is not None:
-            deadline_ms = request.timeout_us * 1e-3 - (time.monotonic_ns() - self._arrived_ns) * 1e-6
-            if deadline_ms <= 0:
-                raise self._is_late()
+            took_ms = (time.monotonic_ns() - self._arrived_ns) * 1e-6  # to read it
+            deadline_ms = request.timeout_us * 1e-3
+            if took_ms > 1:
+                deadline_ms = max(deadline_ms - took_ms, 1e-6)
             self._due = self.loop.call_later(deadline_ms * 1e-3, self._end_late)
         row = service.registry.entries[self.name].row
         client: Hashable = self.client or None
@@ -171,6 +175,17 @@ class Inference(ABC):
         if self._request.priority is None or self.service.reads_priority():
             return None
         return '299 paellapy "the present policy does not read priorities"'
+
+    def facts(self, bytes_in: int, bytes_out: int) -> dict[str, Any]:
+        """What the access log says of the request besides what it says of all."""
+        found: dict[str, Any] = {"model": self.name, "in": bytes_in, "out": bytes_out}
+        if self._reason is not None:
+            found["reason"] = self._reason
+        entry = getattr(self._call, "entry", None)  # a request that has not reached the engine has none
+        if entry is not None and entry[E_STATUS] == OK:
+            found["queue_ms"] = round((entry[E_STARTED_NS] - entry[E_ARRIVAL_NS]) * 1e-6, 3)
+            found["gpu_ms"] = round((entry[E_FINISH_NS] - entry[E_STARTED_NS]) * 1e-6, 3)
+        return found
 
     # -- the engine's answer
 
@@ -264,8 +279,8 @@ class Inference(ABC):
             return
         self._end(in_time_or_late=isinstance(error, DeadlineError))
         if self.name in self.service.registry.entries:  # only configured names have counters: clients may invent others
-            reason = status_of(error)[1] if isinstance(error, PaellaError) else None
-            self.service.counters.of(self.name).note_failure(time.monotonic_ns() - self.started_ns, reason)
+            self._reason = status_of(error)[1] if isinstance(error, PaellaError) else None
+            self.service.counters.of(self.name).note_failure(time.monotonic_ns() - self.started_ns, self._reason)
         self.refused(error)
 
     def leave(self) -> None:
@@ -278,14 +293,11 @@ class Inference(ABC):
         if self.name in self.service.registry.entries:
             self.service.counters.of(self.name).note_left()
 
-    def _is_late(self) -> DeadlineError:
-        return DeadlineError(f"model {self.name!r}: the deadline passed before the request was done")
-
     def _end_late(self) -> None:
         """The engine drops late requests too, but not those that run; and it may be busy, or silent."""
         self._due = None
         if not self.over:
-            self.abandon(self._is_late())
+            self.abandon(DeadlineError(f"model {self.name!r}: the deadline passed before the request was done"))
 
     def abandon(self, error: Exception) -> None:
         """Ends the request with an error because the engine does not respond."""
@@ -313,6 +325,7 @@ def _met_unload(name: str) -> RefusedError:
 
 # `POST …/infer` through aiohttp: reads the body and sends the answer.
 
+FACTS = web.RequestKey("facts", dict)  # for the access log
 Answer = tuple[bytes, int | None]  # the body, and the length of its JSON if binary tensors follow
 
 
@@ -356,6 +369,7 @@ class _Awaited(Inference):
 async def infer(request: web.Request) -> web.StreamResponse:
     service, where = request.app[SERVICE], request.match_info
     work = _Awaited(service, where["model"], where.get("version"), request[CLIENT], request.remote)
+    size = 0
     try:
         try:
             body = await read(request, service, largest_request(work.look()), work.claim)
@@ -365,10 +379,12 @@ async def infer(request: web.Request) -> web.StreamResponse:
             work.start(body, request.headers.get(HEADER_LENGTH))
             del body
         answer, json_length = await work.answer
+        size = len(answer)
     except asyncio.CancelledError:
         work.leave()
         raise
     finally:
+        request[FACTS] = work.facts(request.content_length or 0, size)
         work.claim(0)
         service.counters.leave()
     binary = json_length is not None
@@ -380,7 +396,6 @@ async def infer(request: web.Request) -> web.StreamResponse:
     coding = answer_coding(request.headers.get("Accept-Encoding"), len(answer), binary)
     if coding is not None:
         headers["Content-Encoding"] = coding
-        size = len(answer)
         answer = pack(answer, coding) if size < IN_THREAD_BYTES else await asyncio.to_thread(pack, answer, coding)
     return web.Response(body=answer, headers=headers)
 

@@ -57,6 +57,9 @@ _MISTAKES = {
 _CLIENTS_MISTAKES = (web.RequestPayloadError, HttpProcessingError, ConnectionError, LateBodyError)
 
 
+Note = Callable[[int, str, str | None], None]
+
+
 def unsent_bytes(transport: asyncio.Transport) -> int:
     """Bytes of answers that are not sent yet. A TLS connection that was closed twice, by the server and by its client,
     has none: asyncio raises AttributeError there.
@@ -74,13 +77,14 @@ class Connection(web.RequestHandler):
 
     __slots__ = (
         "__weakref__", "_began", "_content", "_header_bytes", "_header_end", "_held", "_limits", "_log_rejected",
-        "_peer", "_rest", "_send_timeout_s", "_send_timer", "_timer", "_to_client", "_unread_answers", "_unsent",
-        "fresh",
+        "_note", "_peer", "_rest", "_send_timeout_s", "_send_timer", "_timer", "_to_client", "_unread_answers",
+        "_unsent", "fresh",
     )  # fmt: skip
 
     def __init__(self, manager: Connections, *, log_rejected: bool, **options: Any) -> None:
         super().__init__(manager, **options)
         self._limits, self._unread_answers, self._log_rejected = manager.limits, manager.unsent, log_rejected
+        self._note = manager.note
         self._began = False  # a part of a header has arrived
         self._header_bytes, self._held = 0, manager.held  # of that part
         self._header_end = b""  # its last bytes
@@ -202,6 +206,7 @@ class Connection(web.RequestHandler):
         except RefusedError:
             refusal = _FULL
         if refusal and self.transport is not None:
+            self._note(503 if refusal is _FULL else 431, "the header is too long", self.peer)
             self._hold_header(0)
             self.transport.write(refusal)
             self.force_close()
@@ -255,6 +260,7 @@ class Connection(web.RequestHandler):
                 said = meant
         if isinstance(exc, LineTooLong):
             said = f"the request line or a header is longer than the {self.max_field_size:,} bytes allowed"
+        self._note(status, said, self.peer)
         if self._log_rejected:
             fields = {"status": status, "error": said, **({"peer": self.peer} if self.peer else {})}
             log.info("rejected", extra={"fields": fields})
@@ -270,6 +276,7 @@ class Connection(web.RequestHandler):
     def _too_late(self) -> None:
         self._timer = None
         if self._began and self.transport is not None:
+            self._note(408, "the header did not arrive in time", self.peer)
             self.transport.write(_LATE)
         self.force_close()
 
@@ -319,6 +326,7 @@ class Connections(web.Server):
         limits: ConnectionLimits,
         *handler: Any,
         held: RequestBudget | None = None,
+        note: Note = lambda status, said, peer: None,
         **options: Any,
     ) -> None:
         super().__init__(
@@ -329,7 +337,7 @@ class Connections(web.Server):
             **options,
         )
         self.limits, self.unsent = limits, ResponseBudget(limits.max_held_bytes)
-        self.held = held or RequestBudget(limits.max_held_bytes)
+        self.held, self.note = held or RequestBudget(limits.max_held_bytes), note
         self._connection = connection
         # Accepted but not open yet, as in a TLS handshake
         self.accepted: weakref.WeakSet[Connection] = weakref.WeakSet()
@@ -353,7 +361,7 @@ class Connections(web.Server):
 class Runner(web.AppRunner):
     """An `AppRunner` whose connections are within limits, and may be of another class."""
 
-    __slots__ = ("_connection", "_held", "limits")
+    __slots__ = ("_connection", "_held", "_note", "limits")
 
     def __init__(
         self,
@@ -364,8 +372,11 @@ class Runner(web.AppRunner):
         drain_s: float,
         held: RequestBudget,
         log_rejected: bool = False,
+        note: Note = lambda status, said, peer: None,
     ) -> None:
-        """`drain_s`: time for requests in flight to finish once the server stops; `held` bounds headers too."""
+        """`drain_s`: time for requests in flight to finish once the server stops; `held` bounds headers too; `note` is
+        called with the status, the text and the address of each answer to what is no request.
+        """
         super().__init__(
             app,
             access_log=None,
@@ -374,7 +385,7 @@ class Runner(web.AppRunner):
             shutdown_timeout=drain_s,
             log_rejected=log_rejected,
         )
-        self._connection, self.limits, self._held = connection, limits, held
+        self._connection, self.limits, self._held, self._note = connection, limits, held, note
 
     async def _make_server(self) -> Connections:
         made = await super()._make_server()
@@ -398,6 +409,7 @@ class Runner(web.AppRunner):
             self.limits,
             handle,
             held=self._held,
+            note=self._note,
             request_factory=made.request_factory,
             handler_cancellation=made.handler_cancellation,
             loop=asyncio.get_running_loop(),

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal
 
@@ -42,16 +42,41 @@ def request_id(given: str | None) -> str:
 
 
 def log_request(
-    number: str, method: str, path: str, status: int, started_ns: int, client: str, peer: str | None, trace: str = ""
-) -> None:
+    number: str, method: str, path: str, status: int, started_ns: int, client: str, peer: str | None,
+    more: Mapping[str, Any],
+) -> None:  # fmt: skip
     """A line of the access log. The caller is not looked up, as `log.info` does: that takes longer than the rest."""
     ms = round((time.monotonic_ns() - started_ns) * 1e-6, 3)
-    fields = {"request": number, "method": method, "path": path, "status": status, "ms": ms}
-    for name, value in (("client", client), ("peer", peer), ("traceparent", trace)):
+    fields: dict[str, Any] = {"request": number, "method": method, "path": path, "status": status, "ms": ms}
+    for name, value in (("client", client), ("peer", peer)):
         if value:
             fields[name] = value
+    fields |= more
     if log.isEnabledFor(logging.INFO):
         log.handle(log.makeRecord(log.name, logging.INFO, "", 0, "request", (), None, extra={"fields": fields}))
+
+
+class Seldom:
+    """Lets a line of each kind through now and then, with the number of those that it stands for.
+
+    >>> seldom = Seldom(60.0)
+    >>> seldom.due("a"), seldom.due("a"), seldom.due("b")
+    (1, 0, 1)
+    """
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._said: dict[Hashable, tuple[float, int]] = {}  # when the latest line came, and how many since
+
+    def due(self, kind: Hashable) -> int:
+        """The number of events since the latest line, this one included; 0: no line is due. Kinds must be few."""
+        at_s, count = self._said.get(kind, (-self._every_s, 0))
+        now_s, count = time.monotonic(), count + 1
+        if now_s - at_s < self._every_s:
+            self._said[kind] = at_s, count
+            return 0
+        self._said[kind] = now_s, 0
+        return count
 
 
 def child_span(traceparent: str | None) -> str | None:

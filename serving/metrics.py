@@ -90,6 +90,7 @@ class ServiceCollector(Collector):
                 family.add_metric((model, VERSION), found.buckets(), found.total)
             yield family
         yield from self._refusals(models)
+        yield from self._http()
         yield from self._gauges()
 
     def _refusals(self, models: list[tuple[str, ModelCounters]]) -> Iterator[Metric]:
@@ -109,6 +110,30 @@ class ServiceCollector(Collector):
             failed.add_metric((model, VERSION, "BACKEND"), lost)
         yield refused
         yield failed
+
+    def _http(self) -> Iterator[Metric]:
+        """The server as its clients see it, and what its processes hold together."""
+        counters = self._service.counters
+        answers = CounterMetricFamily("paellapy_http_responses", "Answers by HTTP status", labels=("status",))
+        for status, count in counters.statuses.items():
+            answers.add_metric((str(status),), count)
+        yield answers
+        refused = CounterMetricFamily(
+            "paellapy_http_refusals", "Refused requests by reason and client; '' is all others",
+            labels=("reason", "client"),
+        )  # fmt: skip
+        for (reason, client), count in counters.refusals.items():
+            refused.add_metric((reason, client), count)
+        yield refused
+        for name, text, value in (
+            ("paellapy_connections_open", "Open connections", counters.gauge("connections")),
+            ("paellapy_held_bytes", "Bytes of requests that are held", counters.gauge("held_bytes")),
+            ("paellapy_unsent_bytes", "Bytes of answers that clients have not taken", counters.gauge("unsent_bytes")),
+            ("paellapy_open_descriptors", "Open file descriptors of the HTTP processes", counters.gauge("descriptors")),
+            ("paellapy_event_loop_lag_seconds", "Largest lag of an event loop in the last ten seconds",
+             counters.gauge("loop_lag_ns") * 1e-9),
+        ):  # fmt: skip
+            yield GaugeMetricFamily(name, text, value=value)
 
     def _gauges(self) -> Iterator[Metric]:
         service = self._service

@@ -9,6 +9,7 @@ import signal
 import socket
 import ssl
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn
@@ -23,15 +24,16 @@ from paellapy.scheduler.models.model import Model
 from paellapy.serving.access import Key, is_loopback
 from paellapy.serving.app import ACCESS, create_app
 from paellapy.serving.config import Config, ServerConfig, Source
+from paellapy.serving.errors import RequestError
 from paellapy.serving.fast_path.connection import FastConnection
 from paellapy.serving.fast_path.inference import FastHandler
-from paellapy.serving.listening import Runner, Site, listen, stop_listening, url_of
+from paellapy.serving.listening import Connections, Runner, Site, listen, stop_listening, url_of
 from paellapy.serving.loading import load_models, walk_http
-from paellapy.serving.logs import configure, log
+from paellapy.serving.logs import Seldom, configure, log
 from paellapy.serving.preflight import keep_memory, loop_factory, share_interpreter, spare_objects, stop_sparing
 from paellapy.serving.registry import READY, Catalogue, Registry
 from paellapy.serving.reload import Reloader, take_secrets
-from paellapy.serving.service import SERVICE, Service
+from paellapy.serving.service import SELDOM_S, SERVICE, Service
 
 # Notices an engine that hangs: its core is asked for signs of life, and requests are answered without it.
 #
@@ -41,6 +43,8 @@ from paellapy.serving.service import SERVICE, Service
 
 TICK_S = 0.25
 DOUBTFUL_S = 2.0  # seconds without a sign of life until the server is not ready and refuses requests
+LAG_S = 10.0  # the time whose largest lag is shown
+LATE_S = 0.25  # a lag that is logged
 SILENT = "the engine does not respond; try again later"
 
 
@@ -76,6 +80,39 @@ class Heartbeat:
             for work in list(service.live):
                 work.abandon(EngineAwayError(SILENT))
             self._give_up()
+
+
+class Gauges:
+    """Measures, now and then, what this process holds, and by how much its event loop is late."""
+
+    def __init__(self, service: Service, runner: Runner) -> None:
+        self._service, self._runner, self._seldom = service, runner, Seldom(SELDOM_S)
+        self._lags_s: deque[float] = deque(maxlen=round(LAG_S / TICK_S))
+
+    async def run(self) -> None:
+        loop, ticks = asyncio.get_running_loop(), 0
+        while True:
+            due_s = loop.time() + TICK_S
+            await asyncio.sleep(TICK_S)
+            self._lags_s.append(loop.time() - due_s)
+            if self._lags_s[-1] > LATE_S and self._seldom.due("lag"):
+                fields = {"s": round(self._lags_s[-1], 3)}
+                log.info("the event loop was held up", extra={"fields": fields})
+            self._measure()
+            if ticks % round(LAG_S / TICK_S) == 0:
+                found = await asyncio.to_thread(os.listdir, "/proc/self/fd")
+                self._service.counters.set_gauges(descriptors=len(found))
+            ticks += 1
+
+    def _measure(self) -> None:
+        server = self._runner.server
+        assert isinstance(server, Connections)
+        self._service.counters.set_gauges(
+            connections=len(server.connections),
+            held_bytes=self._service.held.nbytes,
+            unsent_bytes=server.unsent.nbytes,
+            loop_lag_ns=round(max(self._lags_s) * 1e9),
+        )
 
 
 Announce = Callable[[str], None]
@@ -115,7 +152,7 @@ class Server:
             service=service,
         )
         self._listening, self._keys = listening, bool(keys)
-        self._heartbeat: asyncio.Task[None] | None = None
+        self._watching: list[asyncio.Task[None]] = []
         self.reloading: asyncio.Task[None] | None = None  # as SIGHUP asked
         self._to_reload = False
         self.reloader: Reloader | None = None  # if this process loads the models
@@ -139,6 +176,7 @@ class Server:
             log_rejected=o.access_log,
             drain_s=o.drain_s,
             held=self.service.held,
+            note=self._note_answer,
         )
         await self._runner.setup()
         try:
@@ -149,8 +187,15 @@ class Server:
         for each in sockets:
             await Site(self._runner, each, self.tls).start()
         timeout_s = o.engine_timeout_s or (VIRTUAL_TIMEOUT_S if self._is_virtual() else TIMEOUT_S)
-        self._heartbeat = asyncio.create_task(Heartbeat(self.service, timeout_s, self.give_up).run())
+        self._watching = [
+            asyncio.create_task(Heartbeat(self.service, timeout_s, self.give_up).run()),
+            asyncio.create_task(Gauges(self.service, self._runner).run()),
+        ]
         self.url = url_of(self._runner.addresses[0], self.tls is not None)
+
+    def _note_answer(self, status: int, said: str, peer: str | None) -> None:
+        self.service.counters.note_status(status)
+        self.service.note_refusal(status, RequestError(said), "", peer)
 
     def _is_virtual(self) -> bool:
         """On a virtual GPU the host computes the data, which takes longer."""
@@ -200,8 +245,8 @@ class Server:
             await stop_listening(self._runner)
             await self._runner.cleanup()
             self._runner = None
-        if self._heartbeat is not None:
-            self._heartbeat.cancel()
+        for each in self._watching:
+            each.cancel()
 
 
 async def failure_of(engine: Engine | RemoteEngine, service: Service | None = None) -> BaseException:

@@ -8,16 +8,21 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
+from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.engine.callbacks import CallbackClient
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.remote import RemoteEngine
 from paellapy.scheduler.policies.policy import Policy
 from paellapy.serving.admission import Admission, Mode
-from paellapy.serving.counters import Counters
+from paellapy.serving.counters import CAUSES, Counters
+from paellapy.serving.errors import short, status_of
 from paellapy.serving.limits import AddressPlaces, ConnectionLimits, RequestBudget
+from paellapy.serving.logs import Seldom, log
 from paellapy.serving.quarantine import Quarantine
 from paellapy.serving.registry import READY, Catalogue
 
+SELDOM_S = 10.0  # between log lines on the same subject
+_REFUSALS = (*CAUSES, 503)
 Call = Callable[..., Awaitable[Any]]
 
 
@@ -61,6 +66,7 @@ class Service:
         self.silent = self.hung = False  # the engine does not respond, and has been given up: see server.Heartbeat
         self.since = time.time() if since is None else since
         self.call = call
+        self._refusals = Seldom(SELDOM_S)
         self._policy: Policy | None = None
         self._reads_priority = True
 
@@ -91,6 +97,17 @@ class Service:
         if policy is not self._policy:
             self._policy, self._reads_priority = policy, policy is None or policy.reads_priority
         return self._reads_priority
+
+    def note_refusal(self, status: int, error: Exception, client: str, peer: str | None) -> None:
+        """Counts a refused request, and logs it if none like it was logged lately."""
+        if status not in _REFUSALS:
+            return
+        reason = CAUSES.get(status) or (status_of(error)[1] if isinstance(error, PaellaError) else None) or "other"
+        self.counters.note_refusal(reason, client)
+        if count := self._refusals.due((reason, self.counters.label_of(client))):
+            fields = {"reason": reason, "status": status, "count": count, "client": client, "peer": peer or "",
+                      "error": short(str(error))}  # fmt: skip
+            log.warning("requests are refused", extra={"fields": fields})
 
     def close(self) -> None:
         self.counters.close()

@@ -157,15 +157,17 @@ class Watchdog:
 class ItemCall(Pending):
     """A request of one item. `over`: the caller has its answer, or has withdrawn the request."""
 
-    __slots__ = ("_caller", "_client", "over")
+    __slots__ = ("_caller", "_client", "entry", "over")
 
     def __init__(self, client: RequestClient, loaded: Loaded, caller: Caller) -> None:
         super().__init__(loaded)
         self._client, self._caller, self.over = client, caller, False
+        self.entry: Entry | None = None  # its completion
 
     def finish(self, entry: Entry) -> None:
         if self.over:
             return
+        self.entry = entry
         if entry[E_STATUS] != codes.OK:
             found = self._client.result(entry)
             assert isinstance(found, Exception)
@@ -195,7 +197,7 @@ class ItemCall(Pending):
 class Call:
     """A request of several items. `over`: the caller has its answer, or has withdrawn the request."""
 
-    __slots__ = ("_caller", "_client", "_items", "_left", "_length", "_lost", "_results", "over", "pending")
+    __slots__ = ("_caller", "_client", "_items", "_left", "_length", "_lost", "_results", "entry", "over", "pending")
 
     def __init__(self, client: RequestClient, items: int, length: int, caller: Caller) -> None:
         self._client, self._length, self._caller = client, length, caller
@@ -203,6 +205,7 @@ class Call:
         self._results: Outputs | None = None
         self._lost: dict[int, EngineFailedError] = {}  # by item: those that ended because the GPU failed
         self.pending: list[_Item] = []  # once all are posted
+        self.entry: Entry | None = None  # the latest completion
         self.over = False
 
     @property
@@ -226,6 +229,7 @@ class Call:
         """Handles the completion of one item."""
         if self.over:
             return
+        self.entry = entry
         found = self._client.result(entry, self._length)
         if isinstance(found, EngineFailedError):  # of every item that is left
             self._lost[k] = found

@@ -52,10 +52,12 @@ COMPLETION_WORDS = COMPLETION.itemsize // 8
 _WORD = np.uint64(8)
 
 # Indices of the columns that producers read, in a completion given as a list of numbers.
-(E_REQUEST, E_MODEL, E_INSTANCE, E_SLOT, E_STATUS, E_ERROR, E_ARRIVAL_NS, E_FINISH_NS, E_BATCH) = (
+(E_REQUEST, E_MODEL, E_INSTANCE, E_SLOT, E_STATUS, E_ERROR, E_ARRIVAL_NS, E_STARTED_NS, E_FINISH_NS,
+ E_BATCH) = (
     (COMPLETION.names or ()).index(name)
-    for name in ("request", "model", "instance", "slot", "status", "error", "arrival_ns", "finish_ns", "batch")
-)
+    for name in ("request", "model", "instance", "slot", "status", "error", "arrival_ns", "started_ns", "finish_ns",
+                 "batch")
+)  # fmt: skip
 
 
 class Line:

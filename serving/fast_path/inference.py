@@ -72,11 +72,14 @@ class FastInference(Inference):
     def refused(self, error: Exception) -> None:
         number = request_id(self.head.id)
         found, close = error_answer(error, number, self.head.path), self._closes
+        self.service.note_refusal(found.status, error, self.client, self.peer)
         self._send(error_pieces(found, number, self._handler.clock.date(), close), close, number, found.status)
 
     def leave(self) -> None:
-        if not self.over and self._handler.access_log:
-            self._log(request_id(self.head.id), 499)
+        if not self.over:
+            self.service.counters.note_status(499)
+            if self._handler.access_log:
+                self._log(request_id(self.head.id), 499, 0)
         super().leave()
 
     def release(self) -> None:
@@ -109,13 +112,15 @@ class FastInference(Inference):
 
     def _send(self, parts: Pieces, close: bool, number: str, status: int) -> None:
         """Called in the thread that reads completions, usually the event loop's."""
+        self.service.counters.note_status(status)
         if threading.get_ident() == self._handler.thread:
             self._connection.send(self, parts, close)
         else:
             whole: Pieces = [b"".join(parts)]
             self.loop.call_soon_threadsafe(self._connection.send, self, whole, close)
         if self._handler.access_log:
-            self._log(number, status)
+            self._log(number, status, sum(map(len, parts[1:])))
 
-    def _log(self, number: str, status: int) -> None:
-        log_request(number, "POST", self.head.path, status, self.started_ns, self.client, self._connection.peer)
+    def _log(self, number: str, status: int, size: int) -> None:
+        facts = self.facts(self.head.length, size)
+        log_request(number, "POST", self.head.path, status, self.started_ns, self.client, self.peer, facts)

@@ -26,7 +26,7 @@ from paellapy.scheduler.models.lengths import Lengths
 from paellapy.scheduler.models.memory import InstancePlan
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.policies.policy import Policy
-from paellapy.serving.access import Key
+from paellapy.serving.access import Key, clients_of
 from paellapy.serving.build import build_keys, build_policy, build_tls, check_fork
 from paellapy.serving.config import Config, Source
 from paellapy.serving.counters import Counters, Numbers, counter_table
@@ -416,7 +416,8 @@ class _WorkerServer(Server):
     def __init__(self, link: EngineLink, worker: _Worker, give_up: Callable[[], None]) -> None:
         """`give_up` asks the supervisor for a new engine."""
         o = worker.config.server
-        counters = Counters(link.registry, worker.table, worker.producer - 1)
+        clients = {*clients_of(worker.keys), *worker.config.tenants}
+        counters = Counters(link.registry, worker.table, worker.producer - 1, clients)
         service = Service(
             link.registry, o.admission, o.limits, link.call, counters, worker.since,
             Quarantine(worker.quarantine), vouched=bool(worker.keys),

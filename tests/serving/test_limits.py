@@ -23,6 +23,7 @@ from raw_client import Client
 from serving_server import BODY, INFER, ask, echo_model, infer_body, running
 
 from paellapy.serving import compression, inference, listening, metrics, protocol, tensors
+from paellapy.serving.access import Key
 from paellapy.serving.errors import RequestError, TooLargeError
 from paellapy.serving.fast_path import connection
 from paellapy.serving.fast_path.connection import Body, Reading
@@ -622,3 +623,45 @@ def test_what_is_no_request_is_logged_too(logged):
             client.send(b"\x16\x03\x01 not HTTP\r\n\r\n")
             assert client.answer()[0] == 400
         server.wait_until(lambda: any(line.get("status") == 400 for line in logged()))
+
+
+LATE = json.dumps(infer_body("x", np.ones((1, 64), np.float32), parameters={"timeout": 1})).encode()
+
+
+@pytest.mark.parametrize("more", [{}, {"traceparent": "none"}])  # the fast path, and aiohttp's
+def test_the_access_log_says_what_a_request_was_and_where_its_time_went(logged, more):
+    def requests():
+        return [line for line in logged() if line["message"] == "request"]
+
+    with running([scale_model(batch=(1,))], access_log=True) as server:
+        for body in (BODY, LATE):
+            ask(server, "POST", INFER, body, more)
+        server.wait_until(lambda: len(requests()) == 2)
+    first, second = requests()
+    assert (first["model"], first["in"], first["status"]) == ("scale", len(BODY), 200)
+    assert first["out"] > 64
+    assert first["gpu_ms"] > 0 <= first["queue_ms"] <= first["ms"]
+    assert (second["reason"], second["status"], "gpu_ms" in second) == ("predicted_deadline", 503, False)
+
+
+@pytest.mark.parametrize("more", [{}, {"traceparent": "none"}])  # the fast path, and aiohttp's
+def test_refused_requests_are_counted_by_client_and_logged_now_and_then(logged, more):
+    keys = {"alice": "a", "oscar": Key("o", ("operate",))}
+    with running([scale_model(batch=(1,))], keys=keys) as server:
+        for key, body, status in (("x", BODY, 401), ("o", BODY, 403), ("a", LATE, 503), ("a", BODY, 200)):
+            for _ in range(3):
+                assert ask(server, "POST", INFER, body, {"X-API-Key": key, **more})[0] == status
+        with Client(server) as client:
+            client.send(b"nonsense\r\n\r\n")
+            assert client.answer()[0] == 400
+        counters = server.service.counters
+        server.wait_until(lambda: counters.gauge("descriptors") > 5 and counters.statuses.get(200) == 3)
+        text = ask(server, "GET", "/metrics", None, {"X-API-Key": "a"})[2].decode()
+    assert counters.statuses == {200: 4, 400: 1, 401: 3, 403: 3, 503: 3}
+    refusals = {("unauthorized", ""): 3, ("forbidden", ""): 3, ("predicted_deadline", "alice"): 3}
+    assert counters.refusals == refusals
+    said = [(line["reason"], line["count"]) for line in logged() if line["message"] == "requests are refused"]
+    assert sorted(said) == sorted((reason, 1) for reason, _ in refusals)
+    for name in ("http_responses_total", "http_refusals_total", "connections_open", "held_bytes", "unsent_bytes",
+                 "open_descriptors", "event_loop_lag_seconds"):  # fmt: skip
+        assert f"\npaellapy_{name}" in text
