@@ -114,7 +114,7 @@ def middleware_of(access: Access, client_header: str, access_log: bool) -> Any:
         except asyncio.CancelledError:
             service.counters.note_status(499)
             if access_log:
-                _log(request, number, 499, started_ns)
+                _log(request, number, 499, started_ns, 0)
             raise
         except Exception as e:
             response = error_response(e, request, number)
@@ -131,14 +131,14 @@ def middleware_of(access: Access, client_header: str, access_log: bool) -> Any:
         if service.draining:
             response.force_close()
         if access_log:
-            _log(request, number, response.status, started_ns)
+            _log(request, number, response.status, started_ns, getattr(response, "content_length", None) or 0)
         return response
 
     return middleware
 
 
-def _log(request: web.Request, number: str, status: int, started_ns: int) -> None:
-    more = dict(request.get(FACTS, {}))
+def _log(request: web.Request, number: str, status: int, started_ns: int, size: int) -> None:
+    more = {**request[FACTS], "out": size} if FACTS in request else {}
     if trace := request.headers.get("traceparent"):
         more["traceparent"] = trace
     client = request.get(CLIENT, "")

@@ -66,10 +66,11 @@ _tokens = msgspec.json.Decoder(list[int | list[int]]).decode
 class _Texts(Inference):
     """One request, whose outputs its handler awaits as arrays."""
 
-    __slots__ = ("_loop", "outputs")
+    __slots__ = ("_loop", "outputs", "peer")
 
-    def __init__(self, service: Service, name: str, client: str) -> None:
+    def __init__(self, service: Service, name: str, client: str, peer: str | None) -> None:
         super().__init__(service, name, None, client)
+        self.peer = peer
         self._loop = asyncio.get_running_loop()
         self.outputs: asyncio.Future[dict[str, NDArray[Any]]] = self._loop.create_future()
 
@@ -108,7 +109,7 @@ def _begin(request: web.Request, decode: Any, kind: str, body: bytes | memoryvie
 async def _run(request: web.Request, model: Model, inputs: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
     service = request.app[SERVICE]
     items = len(next(iter(inputs.values())))
-    work = _Texts(service, model.name, request[CLIENT])
+    work = _Texts(service, model.name, request[CLIENT], request.remote)
     try:
         try:
             work.submit(work.look(), Request("", items, True, dict(inputs), [], None, None))

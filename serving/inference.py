@@ -369,7 +369,6 @@ class _Awaited(Inference):
 async def infer(request: web.Request) -> web.StreamResponse:
     service, where = request.app[SERVICE], request.match_info
     work = _Awaited(service, where["model"], where.get("version"), request[CLIENT], request.remote)
-    size = 0
     try:
         try:
             body = await read(request, service, largest_request(work.look()), work.claim)
@@ -379,12 +378,11 @@ async def infer(request: web.Request) -> web.StreamResponse:
             work.start(body, request.headers.get(HEADER_LENGTH))
             del body
         answer, json_length = await work.answer
-        size = len(answer)
     except asyncio.CancelledError:
         work.leave()
         raise
     finally:
-        request[FACTS] = work.facts(request.content_length or 0, size)
+        request[FACTS] = work.facts(request.content_length or 0, 0)
         work.claim(0)
         service.counters.leave()
     binary = json_length is not None
@@ -396,6 +394,7 @@ async def infer(request: web.Request) -> web.StreamResponse:
     coding = answer_coding(request.headers.get("Accept-Encoding"), len(answer), binary)
     if coding is not None:
         headers["Content-Encoding"] = coding
+        size = len(answer)
         answer = pack(answer, coding) if size < IN_THREAD_BYTES else await asyncio.to_thread(pack, answer, coding)
     return web.Response(body=answer, headers=headers)
 

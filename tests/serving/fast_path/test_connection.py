@@ -130,9 +130,12 @@ def test_the_access_log_has_the_same_line_on_both_ways(caplog, ways):
             server.wait_until(lambda: any(r.fields["status"] == 499 for r in caplog.records if r.message == "request"))
     assert ways["fast"] == 3
     assert all(each.pop("ms") >= 0 for each in lines)
+    times = [each.pop(name) for each in lines for name in ("queue_ms", "gpu_ms") if name in each]
+    assert len(times) == 2 * sum(each["status"] == 200 for each in lines)
     assert lines[:3] == lines[3:6]
     assert [each["status"] for each in lines[:3]] == [200, 200, 404]
-    common = {"request": "mine", "method": "POST", "client": "ann", "peer": "127.0.0.1"}
+    assert lines[1].pop("in") > lines[1].pop("out") > 0
+    common = {"request": "mine", "method": "POST", "client": "ann", "peer": "127.0.0.1", "model": "scale"}
     assert lines[1] == {**common, "path": "/v2/models/scale/versions/1/infer", "status": 200}
 
 
