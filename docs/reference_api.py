@@ -22,6 +22,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Kernels and traces": (
         "kernel", "trace", "Trace", "Kernel", "TritonKernel", "CudaKernel", "counts", "Counts", "instrument_torch",
         "range", "range_begin", "range_end", "PreemptibleLaunch", "Turnaround", "Flag",
+        "rank_configs", "RankedConfig",
     ),
     "Devices and arrays": ("Device", "devices", "Array", "array", "empty", "empty_like", "zeros", "Stream", "stream"),
     "Models and engines": (

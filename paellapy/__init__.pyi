@@ -23,6 +23,8 @@ from .instrument.errors import PtxError as PtxError
 from .instrument.errors import TraceError as TraceError
 from .instrument.errors import UnsupportedOpError as UnsupportedOpError
 from .instrument.errors import ViewWarning as ViewWarning
+from .instrument.kernels.autotune import RankedConfig as RankedConfig
+from .instrument.kernels.autotune import rank_configs as rank_configs
 from .instrument.kernels.cuda import CudaKernel as CudaKernel
 from .instrument.kernels.decorator import kernel as kernel
 from .instrument.kernels.kernel import Kernel as Kernel

@@ -134,6 +134,8 @@ def without_effects(arguments: Sequence[Any], run: Callable[[], Records]) -> Rec
             array[...] = before
 
 
+_SAMPLED = 16  # blocks that stand for all of a launch whose time is predicted
+
 # --- ranges on the virtual GPU: an event is placed in its block in proportion to the cost up to that point ------------
 
 _KEPT = RECORDS * RANGE_RECORD["clocks"].shape[0]  # events per block
@@ -358,6 +360,37 @@ class VirtualLauncher(Launcher):
         """A prepared `evaluate` for the same arrays, without costs; None if nothing was recorded."""
         return self.program.prepare(self.pick(values), grid, range(first, first + count))
 
+    def costs(self, grid: tuple[int, ...], values: Sequence[Any]) -> tuple[Records, Sequence[Any]]:
+        """The costs of the blocks of a launch that is not made, and its values. Some blocks stand for all."""
+        whole = (*grid, 1, 1)[:3]
+        count = whole[0] * whole[1] * whole[2]
+        if not count:
+            return np.zeros(0), values
+        chosen = np.unique(np.linspace(0, count - 1, count if self.program.facts.serial else _SAMPLED).astype(np.int64))
+        arguments = self.pick(values)
+        run = functools.partial(self.program.run, arguments, whole, chosen, record=False)
+        return without_effects(arguments, run)[np.arange(count) * len(chosen) // count], values
+
+    def predict_ns(self, grid: tuple[int, ...], costs: Records, values: Sequence[Any]) -> float:
+        """The time from the first block's start to the last one's end, alone on the GPU, with these costs."""
+        if not len(costs):
+            return 0.0
+        model = SmModel(self.device.part, timing=self.device.costs.timing)
+        handle = model.launch(model.stream(), self._kernel(costs, values, 0, len(costs)))
+        model.run()
+        return model.finish_ns(handle) - model.start_ns(handle)
+
+    def _kernel(
+        self, cost: Records, values: Sequence[Any], first: int, count: int, under: Under | None = None
+    ) -> Kernel:
+        """A launch of some blocks in the form that the SM model takes."""
+        compiled = self.compiled
+        cluster, priced = compiled.source.cluster, self.block_cost(cost, values)
+        return Kernel(
+            count * cluster, self.threads, compiled.registers, compiled.shared_bytes,
+            cost=priced, cluster=cluster, first=first * cluster, under=under,
+        )  # fmt: skip
+
     def _place(
         self,
         cost: Records,
@@ -370,16 +403,7 @@ class VirtualLauncher(Launcher):
         device, compiled, stream = self.device, self.compiled, submit.stream
         cluster = compiled.source.cluster
         first, blocks = submit.first * cluster, submit.count * cluster
-        kernel = Kernel(
-            blocks,
-            self.threads,
-            compiled.registers,
-            compiled.shared_bytes,
-            cost=self.block_cost(cost, values),
-            cluster=cluster,
-            first=first,
-            under=submit.under,
-        )
+        kernel = self._kernel(cost, values, submit.first, submit.count, submit.under)
         if noted is not None:
             noted.append(NotedLaunch(self, submit.grid, submit.first, submit.count, kernel.cost))
         launch_id = 0

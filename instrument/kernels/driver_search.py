@@ -40,18 +40,17 @@ def _create_driver(search: Callable[[], Any]) -> Any:
 
 
 def _extend_launches(module: Any) -> None:
-    kind, driver = module.JITFunction, module.driver
-    original = kind.run
+    """Of functions (`jit`), and of tuned functions (`autotuner`)."""
+    kind, driver = getattr(module, "Autotuner", None) or module.JITFunction, module.driver
 
     def run(original: Any, fn: Any, *args: Any, **kwargs: Any) -> Any:
         launch = getattr(driver.active, "launch", None)  # which only the virtual GPU's driver has
         if launch is not None:
-            return launch(fn, *args, **kwargs)
+            return launch(original, fn, *args, **kwargs)
         kind.run = original  # there is a GPU: launches take Triton's own path from now on
         return original(fn, *args, **kwargs)
 
-    if not hasattr(original, "of_paellapy"):
-        _replace(kind, "run", run)
+    _replace(kind, "run", run)
 
 
 def _extend_benchmarks(module: Any) -> None:
@@ -85,6 +84,7 @@ _importing = {
     for name, extend in (
         ("triton.runtime.driver", _extend_search),
         ("triton.runtime.jit", _extend_launches),
+        ("triton.runtime.autotuner", _extend_launches),
         ("triton.testing", _extend_benchmarks),
     )
 }

@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
+from triton.runtime.autotuner import Autotuner, Heuristics
+from triton.runtime.jit import JITFunction
 
 from paellapy.instrument.device.base import Device, Event
 from paellapy.instrument.errors import ArgumentError, EstimateWarning, LaunchError
@@ -72,12 +74,21 @@ class VirtualDriver(DriverBase):  # type: ignore[misc]
             "function, which then runs on the virtual GPU", kernel=name
         )
 
-    def launch(self, fn: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
-        """A launch of a `@triton.jit` function that is no pp.kernel."""
+    def launch(self, original: Any, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        """A launch of a `@triton.jit` function that is no pp.kernel, and may be tuned.
+
+        Triton itself tunes a pp.kernel, and with a benchmark of the user's own.
+        """
         kernel = fn.__dict__.get("of_paellapy")
         if kernel is None:
+            if isinstance(fn, Autotuner) and (type(_innermost(fn)) is not JITFunction or fn.__dict__["_do_bench"]):
+                return original(fn, *args, **kwargs)
             kernel = fn.__dict__["of_paellapy"] = TritonKernel(fn, None, "auto")
-        return kernel.run(*args, grid=grid, warmup=warmup, **kwargs)
+        try:
+            return kernel.run(*args, **kwargs)
+        finally:
+            if kernel.tunes:
+                fn.best_config = getattr(kernel, "best_config", None)
 
     def get_benchmarker(self) -> Callable[..., Any]:
         return _benchmark
@@ -221,6 +232,12 @@ def _time_of(call: Callable[[], Any]) -> float:
     call()
     end.record()
     return start.elapsed_time(end)
+
+
+def _innermost(fn: Any) -> Any:
+    while isinstance(fn, (Autotuner, Heuristics)):
+        fn = fn.fn
+    return fn
 
 
 # --- PyTorch without a GPU: the answers of `torch.cuda` that scripts ask for, and times of its own operations ---------

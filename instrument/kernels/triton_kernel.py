@@ -11,6 +11,7 @@ from typing import Any
 
 from triton.backends.amd.compiler import HIPOptions
 from triton.backends.nvidia.compiler import CUDAOptions
+from triton.runtime.autotuner import Heuristics
 from triton.runtime.jit import JITFunction
 
 from paellapy.instrument.arguments import Handlers, as_type, bfloat16_bits
@@ -160,6 +161,17 @@ class TritonKernel(Kernel):
         return self._jit
 
     @property
+    def tunes(self) -> bool:
+        """Whether it has configurations to choose from."""
+        return self._tuner is not None and self._tuner.tunes
+
+    @property
+    def heuristics(self) -> Tuner | None:
+        """Its wrappers that are no autotuner."""
+        wrappers = [w for w in self._tuner.wrappers if isinstance(w, Heuristics)] if self._tuner is not None else []
+        return Tuner(wrappers, self.arg_names) if wrappers else None
+
+    @property
     def __globals__(self) -> dict[str, Any]:
         found: dict[str, Any] = self._jit.__globals__
         return found
@@ -223,26 +235,34 @@ class TritonKernel(Kernel):
     def _run(self, grid: Grid, part: tuple[int, int] | None, /, *args: Any, **kwargs: Any) -> Any:
         device = Device.current()
         if self._tuner is not None:
-            kwargs = self._tuner.choose(device, args, kwargs, functools.partial(self._trial, device, grid, args))
+            kwargs = self._tuner.choose(device, args, kwargs, functools.partial(self.ready, device, grid, args))
         return self._launch(device, grid, part, args, kwargs)
 
-    def _trial(self, device: Device, grid: Grid, args: Sequence[Any], tuner: Tuner, kwargs: dict[str, Any]) -> Any:
-        """One launch of the whole grid, with the keywords that the tuner chooses."""
-        again = functools.partial(self._trial, device, grid, args)
-        return self._launch(device, grid, None, args, tuner.choose(device, args, kwargs, again))
+    def ready(
+        self, device: Device, grid: Grid, args: Sequence[Any], tuner: Tuner | None, kwargs: dict[str, Any]
+    ) -> tuple[Launcher, tuple[int, ...], Sequence[Any]]:
+        """A launch of the whole grid with the keywords that the tuner chooses: its launcher, grid and values."""
+        if tuner is not None:
+            kwargs = tuner.choose(device, args, kwargs, functools.partial(self.ready, device, grid, args))
+        return self._ready(device, grid, False, args, kwargs)
+
+    def _ready(
+        self, device: Device, grid: Grid, sliced: bool, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Launcher, tuple[int, ...], Sequence[Any]]:
+        values, key, options = self._bind(device, args, kwargs)
+        if options:
+            key = self._with_options(key, options)
+        launcher = self._launchers.get((key, device.session is None, not sliced, device))
+        if launcher is None:
+            launcher = self._prepare(device, values, key, options, sliced)
+        if callable(grid):
+            grid = grid(self._source.named(*args, **kwargs))
+        return launcher, as_grid(grid), values
 
     def _launch(
         self, device: Device, grid: Grid, part: tuple[int, int] | None, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        values, key, options = self._bind(device, args, kwargs)
-        if options:
-            key = self._with_options(key, options)
-        launcher = self._launchers.get((key, device.session is None, part is None, device))
-        if launcher is None:
-            launcher = self._prepare(device, values, key, options, part is not None)
-        if callable(grid):
-            grid = grid(self._source.named(*args, **kwargs))
-        grid = as_grid(grid)
+        launcher, grid, values = self._ready(device, grid, part is not None, args, kwargs)
         if part is not None:
             check_part(self.name, grid, part)
         for hook in self._jit.pre_run_hooks:
@@ -252,8 +272,8 @@ class TritonKernel(Kernel):
 
     def prepare_preemptible(self, device: Device, configuration: Any, args: Any, kwargs: Any) -> Prepared:
         if self._tuner is not None:
-            trial = functools.partial(self._trial, device, configuration, args)
-            kwargs = self._tuner.choose(device, args, kwargs, trial)
+            ready = functools.partial(self.ready, device, configuration, args)
+            kwargs = self._tuner.choose(device, args, kwargs, ready)
         values, key, options = self._bind(device, args, kwargs)
         if options:
             key = self._with_options(key, options)

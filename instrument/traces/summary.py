@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import html
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -397,6 +397,75 @@ def _kernel_summary(trace: Traced, kernel: int, run: NDArray[np.int64]) -> Kerne
         waves=float(np.mean([_waves(trace, launch, int(seen.max_blocks.max())) for launch in listed])),
         tail_share=_tail_share(b, run[chosen]),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class KernelComparison:
+    """One kernel in two traces; None in one where it did not run. Bytes are 0 where they are not known."""
+
+    kernel: str
+    first: KernelSummary | None
+    second: KernelSummary | None
+    first_bytes: int = 0
+    second_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two traces side by side, as of two configurations of a kernel. `print` it."""
+
+    kernels: tuple[KernelComparison, ...]
+
+    COLUMNS = ("kernel", "", "this", "other", "other ÷ this")
+
+    def cells(self) -> Iterator[tuple[str, ...]]:
+        for k in self.kernels:
+            for n, (name, shown) in enumerate(_COMPARED.items()):
+                pair = [getattr(each, name, None) for each in (k.first, k.second)]
+                yield (k.kernel if n == 0 else "", name.removesuffix("_ns"), *_side_by_side(shown, *pair))
+            if k.first_bytes or k.second_bytes:
+                yield "", "bytes", *_side_by_side("{:,}".format, k.first_bytes or None, k.second_bytes or None)
+
+    def __str__(self) -> str:
+        return "\n".join(_aligned([self.COLUMNS, *self.cells()]))
+
+
+_COMPARED: dict[str, Callable[[Any], str]] = {
+    "launches": "{:,}".format, "blocks": "{:,}".format, "span_ns": readable_time, "mean_ns": readable_time,
+    "occupancy": "{:.1%}".format, "waves": "{:.2f}".format, "tail_share": "{:.1%}".format,
+}  # fmt: skip
+
+
+def _side_by_side(shown: Callable[[Any], str], first: Any, second: Any) -> tuple[str, str, str]:
+    cells = ["–" if each is None else shown(each) for each in (first, second)]
+    return cells[0], cells[1], f"{second / first:.2f}" if first and second is not None else "–"
+
+
+def compare(first: Any, second: Any) -> Comparison:
+    """Kernels of the same name side by side; of two traces with one kernel each, these two."""
+    found = [({k.kernel: k for k in t.summary().kernels}, _bytes_of(t)) for t in (first, second)]
+    (here, bytes_here), (there, bytes_there) = found
+    names = [(name, name) for name in dict.fromkeys((*here, *there))]
+    if len(here) == len(there) == 1:
+        names = [(next(iter(here)), next(iter(there)))]
+    return Comparison(
+        tuple(
+            KernelComparison(
+                a if a == b else f"{a} / {b}", here.get(a), there.get(b), bytes_here.get(a, 0), bytes_there.get(b, 0)
+            )
+            for a, b in names
+        )
+    )
+
+
+def _bytes_of(trace: Any) -> dict[str, int]:
+    """Bytes loaded and stored by each kernel, as far as the work of its launches is known."""
+    kernels = dict(zip(trace.launches["launch"].tolist(), trace.launches["kernel"].tolist(), strict=True))
+    found: dict[str, int] = {}
+    for launch, moved, wasted in trace.work[["launch", "bytes", "wasted_bytes"]].tolist():
+        name = trace.kernels[kernels[launch]]
+        found[name] = found.get(name, 0) + moved + wasted
+    return found
 
 
 def _waves(trace: Traced, launch: Any, most_seen: int) -> float:

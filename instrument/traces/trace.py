@@ -20,9 +20,11 @@ from paellapy.instrument.records import BLOCK, LAUNCH, RANGE, WORK, Records, wid
 from paellapy.instrument.traces import Elsewhere
 from paellapy.instrument.traces.explain import Explanation, explain
 from paellapy.instrument.traces.summary import (
+    Comparison,
     Residency,
     Summary,
     TracedRanges,
+    compare,
     counted,
     readable_time,
     residency_of,
@@ -325,6 +327,12 @@ class Trace:
         """
         self._check_ended()
         return explain(self).to_json() if json else explain(self)
+
+    def compare(self, other: Trace) -> Comparison:
+        """This trace and another side by side: `print(t.compare(other))`; in pictures: `pp.compare(t, other)`."""
+        self._check_ended()
+        other._check_ended()
+        return compare(self, other)
 
     def select(
         self,

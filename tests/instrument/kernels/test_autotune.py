@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,13 @@ import triton.language as tl
 from failing import failing
 from stand_in_device import Launch, StandInDevice
 
+from paellapy.instrument.device import Device
+from paellapy.instrument.device.virtual_launch import VirtualLauncher
 from paellapy.instrument.errors import ArgumentError, LaunchError
+from paellapy.instrument.kernels.autotune import rank_configs
 from paellapy.instrument.kernels.decorator import kernel
 from paellapy.instrument.kernels.triton_kernel import TritonKernel
+from paellapy.instrument.traces.session import trace
 
 
 @triton.jit
@@ -157,3 +162,78 @@ def test_heuristics_see_all_arguments() -> None:
         chosen[lambda meta: (triton.cdiv(meta["n"], meta["B"]),)](X, 256)
         chosen[lambda meta: (triton.cdiv(meta["n"], meta["B"]),)](X, n=32)
     assert [launch.grid for launch in device.launches] == [(4,), (1,)]
+
+
+# ---- predicted times -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def shifted(x, out, n, B: tl.constexpr):
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    tl.store(out + i, tl.load(x + i, mask=i < n) + 1, mask=i < n)
+
+
+def blocks(meta: Any) -> tuple[int]:
+    return (triton.cdiv(meta["n"], meta["B"]),)
+
+
+TILES = [triton.Config({"B": b}) for b in (32, 64, 1024)]
+
+
+def predicted_and_traced(configs: Any, n: int) -> tuple[list[Any], list[int]]:
+    """Configurations as ranked, and the times of their launches in a trace in the same order."""
+    made, x, out = kernel(shifted), np.zeros(n, np.float32), np.zeros(n, np.float32)
+    ranked = rank_configs(made, blocks, x, out, n, configs=configs)
+    assert not out.any(), "nothing was launched"
+    spans = []
+    for each in ranked:
+        with trace() as t:
+            made[blocks](x, out, n, **each.config.kwargs)
+        spans.append(int(t.blocks["end_ns"].max() - t.blocks["start_ns"].min()))
+    return ranked, spans
+
+
+def test_configurations_are_ranked_as_their_launches_then_take() -> None:
+    with Device("virtual:h200"):
+        ranked, spans = predicted_and_traced(TILES, 1 << 20)
+    assert spans == sorted(spans)
+    assert [each.time_ns for each in ranked] == pytest.approx(spans, rel=0.05)
+    assert ranked[0].config.kwargs == {"B": 1024}
+
+
+def test_a_configuration_that_fits_on_no_sm_is_ranked_last_with_its_error() -> None:
+    large = triton.Config({"B": 256})
+    with Device("virtual:h200"):
+        a, b, c = (np.zeros((256, 256), np.float32) for _ in range(3))
+        ranked = rank_configs(kernel(square), (1,), a, b, c, configs=[large, triton.Config({"B": 16})])
+    assert [each.config.kwargs["B"] for each in ranked] == [16, 256]
+    assert ranked[1].time_ns == float("inf")
+    assert ranked[1].error.kernel == "square"
+    assert ranked[0].error is None
+
+
+@triton.jit
+def square(a, b, c, B: tl.constexpr):
+    i, k = tl.arange(0, B)[:, None], tl.arange(0, B)[None, :]
+    tl.store(c + i * B + k, tl.dot(tl.load(a + i * B + k), tl.load(b + i * B + k)))
+
+
+def test_a_kernel_without_configurations_has_none_to_rank() -> None:
+    with Device("virtual:h200"), failing(ArgumentError, kernel="fill", field="configs"):
+        rank_configs(kernel(fill), (1,), X, 256)
+
+
+def test_the_virtual_gpu_chooses_without_running_and_keeps_its_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+    predict = VirtualLauncher.predict_ns
+    monkeypatch.setattr(VirtualLauncher, "predict_ns", lambda *args: ran.append(1) or predict(*args))
+    n = (1 << 18) + 16 * (time.time_ns() % 10_000)  # that no earlier run has kept
+    x, out = np.zeros(n, np.float32), np.zeros(n, np.float32)
+    for predictions in (len(TILES), 0):  # the second kernel finds what the first has kept on disk
+        made = kernel(triton.autotune(TILES, ["n"])(shifted))
+        ran.clear()
+        with Device("virtual:h200"):
+            made[blocks](x, out, n)
+        assert (out == 1).all()
+        assert made.best_config.kwargs == {"B": 1024}
+        assert len(ran) == predictions

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paellapy.instrument.errors import TraceError
-from paellapy.instrument.records import BLOCK, LAUNCH, Records
+from paellapy.instrument.records import BLOCK, LAUNCH, WORK, Records
 from paellapy.instrument.traces.trace import FORMAT_VERSION, DeviceFacts, Trace
 
 pytestmark = pytest.mark.quick
@@ -391,3 +391,30 @@ def test_a_launch_listed_twice_is_refused() -> None:
 def test_other_arrays_are_refused() -> None:
     with failing(TraceError, field="dtype"):
         Trace(np.zeros(3), make([]).launches, NAMES, TOY)
+
+
+# ---- two traces side by side -----------------------------------------------------------------------------------------
+
+
+@given(schedules, schedules)
+def test_every_kernel_of_two_traces_is_compared(a: Trace, b: Trace) -> None:
+    found = a.compare(b)
+    here, there = ({k.kernel: k for k in t.summary().kernels} for t in (a, b))
+    assert len(str(found).splitlines()) >= 1 + len(found.kernels)
+    if len(here) == len(there) == 1:
+        assert [(k.first, k.second) for k in found.kernels] == [(*here.values(), *there.values())]
+    else:
+        assert {k.kernel: (k.first, k.second) for k in found.kernels} == {
+            name: (here.get(name), there.get(name)) for name in {*here, *there}
+        }
+
+
+def test_bytes_are_compared_where_they_are_known() -> None:
+    a, b = (make([(1, 0, 0, 0, 10), (3, 0, 1, 0, 20)]) for _ in range(2))
+    b.work = np.zeros(1, WORK)
+    b.work["launch"], b.work["bytes"], b.work["wasted_bytes"] = 3, 100, 28
+    (found,) = a.compare(b).kernels
+    assert (found.first_bytes, found.second_bytes) == (0, 128)
+    (again,) = b.compare(b).kernels
+    assert again.first_bytes == again.second_bytes == 128
+    assert again.first == found.first
