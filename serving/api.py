@@ -58,7 +58,7 @@ def serve_config(
 def _serve(
     config: Config, source: Source, models: Iterable[Model], announce: Callable[[str], None] | None
 ) -> None:
-    from paellapy.serving.build import build_engine, build_entries, build_keys, build_tls
+    from paellapy.serving.build import build_engine, build_entries, build_keys, build_pipelines, build_tls
     from paellapy.serving.preflight import check_machine
     from paellapy.serving.registry import Registry, entry_of
     from paellapy.serving.reload import Reloader, noted
@@ -75,6 +75,7 @@ def _serve(
     entries = [entry_of(model) for model in models]
     if config.models or not entries:
         entries += build_entries(config, source)
+    entries += build_pipelines(config, source, entries)
     keys, tls = build_keys(config, source), build_tls(config, source)
     engine = build_engine(config, source)
     registry = Registry(engine, entries)

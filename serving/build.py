@@ -7,7 +7,7 @@ import os
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from paellapy.scheduler.core.codes import OWN_ROWS
 from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.core.state import Limits
 from paellapy.scheduler.engine.engine import Engine
+from paellapy.scheduler.engine.pipelines import Pipeline
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.policies.policy import Policy, find_policy
 from paellapy.serving.access import Key
@@ -30,6 +31,7 @@ from paellapy.serving.config import (
     KeyConfig,
     ModelConfig,
     Path_,
+    PipelineConfig,
     Source,
     TensorConfig,
     TlsConfig,
@@ -137,6 +139,40 @@ def build_entries(config: Config, source: Source) -> list[Entry]:
             raise source.error(path, str(e)) from e
         entries[name] = Entry(name, make, wanted=each.load, factory=each.source)
     return list(entries.values())
+
+
+def build_pipelines(config: Config, source: Source, models: Iterable[Entry]) -> list[Entry]:
+    """One entry per pipeline, to be loaded after these models."""
+    known = {entry.name: entry for entry in models}
+    made: dict[str, Entry] = {}
+    for k, each in enumerate(config.pipelines):
+        for at, step in enumerate(each.steps):
+            path: Path_ = ("pipelines", k, "steps", at)
+            if ":" in step:
+                _import(step, path, source)
+            elif step not in known:
+                raise source.error(path, f"no model is named {step!r}; there are {', '.join(known)}")
+        try:
+            check_name(each.name, known.keys() | made.keys())
+        except ModelError as e:
+            raise source.error(("pipelines", k, "name"), str(e)) from e
+        made[each.name] = Entry(each.name, partial(make_pipeline, each, source.folder, known))
+    return list(made.values())
+
+
+def make_pipeline(config: PipelineConfig, folder: Path, models: Mapping[str, Entry]) -> Pipeline:
+    """The pipeline of models that are loaded."""
+    steps: list[Any] = []
+    for step in config.steps:
+        found = find_factory(step, folder) if ":" in step else models[step].model
+        if found is None:
+            said = f"pipeline {config.name!r}: model {step!r} is not loaded: {models[step].reason or 'load it first'}"
+            raise ModelError(said, model=config.name, field="steps", given=step)
+        steps.append(found)
+    return Pipeline(
+        config.name, steps, takes=_tensors(config.takes), gives=_tensors(config.gives), priority=config.priority,
+        workers=config.workers, processes=config.processes,
+    )  # fmt: skip
 
 
 def make_language_model(config: ModelConfig, folder: Path) -> LanguageModel:

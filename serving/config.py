@@ -163,6 +163,18 @@ _OF_FACTORIES = (
 OF_LANGUAGE_MODELS = ("ttft_ms", "tbt_ms", "kv_gb", "context", "sequences", "chunk", "dtype")
 
 
+class PipelineConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Models and functions that answer a request one after the other, as one model."""
+
+    name: Text
+    steps: Annotated[list[Text], Meta(min_length=1)]  # names of models, and "package.module:function"
+    takes: dict[str, str | TensorConfig] | None = None
+    gives: dict[str, str | TensorConfig] | None = None
+    priority: int = 0
+    workers: Count = 4
+    processes: bool = False
+
+
 class ServerConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     host: Text = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
@@ -238,6 +250,7 @@ class Config(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     keys: dict[str, Text | KeyConfig] = {}
     tenants: dict[str, TenantConfig] = {}
     models: list[ModelConfig] = []
+    pipelines: list[PipelineConfig] = []
 
 
 class Source:
@@ -324,6 +337,8 @@ def load_config(
     if not HEADER_NAME.fullmatch(name) or name.lower() in TAKEN_HEADERS:
         said = f"{name!r} cannot name clients: give a header's name of its own, such as {CLIENT_HEADER}"
         raise source.error(("server", "client_header"), said)
+    if config.pipelines and config.server.workers:
+        raise source.error(("pipelines",), "pipelines are served by one process: set server.workers to 0")
     if config.server.access_log and config.server.log_level in ("warning", "error"):
         raise source.error(
             ("server", "access_log"),

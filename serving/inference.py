@@ -150,7 +150,8 @@ class Inference(ABC):
             if client is not None:
                 client = service.callbacks.as_sent_from(self.client, address)
         # Else others would be refused for the delay that its limit causes
-        if client is None or not service.callbacks.is_limited(client):
+        limited = client is not None and service.callbacks.is_limited(client)
+        if row >= 0 and not limited:  # a pipeline has no row; the core knows only its models
             self._ticket = service.admission.enter(model, row, request.priority, deadline_ms)
         service.live.add(self)
         if service.quarantine:

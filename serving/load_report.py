@@ -89,7 +89,7 @@ class Outlooks:
 
     def _model(self, entry: Entry) -> ModelOutlook:
         state, row = self._service.engine.state, entry.row
-        if entry.state != READY or entry.model is None or self._service.silent:
+        if entry.state != READY or entry.model is None or row < 0 or self._service.silent:
             return ModelOutlook(state=entry.state, wanted=entry.wanted)
         now_ns = time.monotonic_ns()
         sizes, last = state.size[row], int(state.model["n_sizes"][row]) - 1

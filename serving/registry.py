@@ -26,6 +26,7 @@ from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.admission import predict_finish
 from paellapy.scheduler.core.errors import ModelError, UnknownModelError
 from paellapy.scheduler.engine.engine import Engine
+from paellapy.scheduler.engine.pipelines import Pipeline
 from paellapy.scheduler.engine.remote import RemoteEngine
 from paellapy.scheduler.models.model import Model
 from paellapy.serving.errors import RefusedError, RequestError, short
@@ -125,11 +126,11 @@ class Entry:
     """
 
     name: str
-    make: Callable[[], Model | LanguageModel]
+    make: Callable[[], Model | Pipeline | LanguageModel]
     wanted: bool = True
     state: str = UNAVAILABLE
     reason: str = NOT_YET
-    model: Model | None = None
+    model: Model | Pipeline | None = None
     language_model: LanguageModel | None = None  # in place of `model`
     row: int = -1  # in the core
     number: int = -1  # position in the configuration
@@ -138,7 +139,7 @@ class Entry:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
-    def loaded(self) -> Model | LanguageModel | None:
+    def loaded(self) -> Model | Pipeline | LanguageModel | None:
         return self.model or self.language_model
 
 
@@ -179,7 +180,7 @@ class Catalogue(ABC):
             raise UnknownModelError(f"model {name!r} has no version {short(version)}; its only version is {VERSION}")
         return entry
 
-    def ready(self, name: str, version: str | None = None) -> Model:
+    def ready(self, name: str, version: str | None = None) -> Model | Pipeline:
         """The model; an error if it is not loaded."""
         known = self.entries.get(name)
         if known is not None and known.state == READY and known.model is not None and version is None:
@@ -241,7 +242,7 @@ class Registry(Catalogue):
         check_name(entry.name, self.entries)
         entry.number = len(self.entries)
         self.entries[entry.name] = entry
-        if entry.model is not None:
+        if entry.model is not None and entry.row >= 0:
             self.by_row = {**self.by_row, entry.row: entry.model}
 
     def remove(self, name: str) -> None:
@@ -249,7 +250,7 @@ class Registry(Catalogue):
         del self.entries[name]
         self.tell()
 
-    def load(self, name: str, model: Model | LanguageModel | None = None) -> float:
+    def load(self, name: str, model: Model | Pipeline | LanguageModel | None = None) -> float:
         """Loads or reloads a configured model. Returns the milliseconds that one request takes alone on the GPU.
 
         `model`: what its factory has returned already.
@@ -264,7 +265,11 @@ class Registry(Catalogue):
             try:
                 model = model or made(entry)
                 self.engine.load(model)
-                alone_ns = self._try(entry, model) if isinstance(model, Model) else self._try_text(entry, model)
+                if isinstance(model, Pipeline):  # its models have been tried
+                    entry.model = model
+                    alone_ns = sum(self.engine.client.pipelines[name].alone_ns)
+                else:
+                    alone_ns = self._try(entry, model) if isinstance(model, Model) else self._try_text(entry, model)
             except Exception as e:
                 error = e if isinstance(e, PaellaError) else ModelError(f"model {name!r}: {type(e).__name__}: {e}")
                 with contextlib.suppress(PaellaError):  # mostly, it was not loaded
@@ -370,13 +375,16 @@ def registry_of(engine: Engine) -> Registry:
         check_servable(model)
         entry = Entry(name, partial(_same, model), state=READY, reason="", model=model, row=_row(engine, model))
         registry.add(entry)
+    for name, pipeline in engine.pipelines.items():
+        check_servable(pipeline)
+        registry.add(Entry(name, partial(_same, pipeline), state=READY, reason="", model=pipeline))
     for name, language_model in engine.language_models.items():
         make = partial(_same, language_model)
         registry.add(Entry(name, make, state=READY, reason="", language_model=language_model))
     return registry
 
 
-def made(entry: Entry) -> Model | LanguageModel:
+def made(entry: Entry) -> Model | Pipeline | LanguageModel:
     """Calls the model's factory. Exceptions of the factory become ModelError."""
     try:
         model = entry.make()
@@ -386,13 +394,13 @@ def made(entry: Entry) -> Model | LanguageModel:
         raise ModelError(f"model {entry.name!r} could not be built by its factory: {type(e).__name__}: {e}") from e
     if model.name != entry.name:
         raise ModelError(f"the factory of model {entry.name!r} returned a model named {model.name!r}")
-    if isinstance(model, Model):
+    if isinstance(model, Model | Pipeline):
         check_servable(model)
     entry.code = code_number(entry.factory)
     return model
 
 
-def entry_of(model: Model | LanguageModel) -> Entry:
+def entry_of(model: Model | Pipeline | LanguageModel) -> Entry:
     """An entry for a model that already exists."""
     return Entry(model.name, partial(_same, model))
 

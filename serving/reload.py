@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # they need packages that only language models need
 GONE = "it was removed from the configuration"
 PATIENCE_S = 120.0
 FIXED = ("device", "quantum_us", "max_active", "sm_partitions", "memory_bytes", "host_bytes", "max_queue", "server",
-         "tenants")  # fmt: skip
+         "tenants", "pipelines")  # fmt: skip
 
 
 def check_secrets(config: Config, source: Source, at_start: Config) -> None:

@@ -80,3 +80,11 @@ def encoders() -> list[Model]:
             encoder("Bert", Path(folder), head, num_labels=1)
             made.append(Model.from_pretrained(folder, name=name, length=(8, 16), batch=(1, 4)))
     return [*made, scale_model(batch=(1, 4))]
+
+
+def double() -> Model:
+    return scale_model("double", batch=(1, 4))
+
+
+def triple() -> Model:
+    return scale_model("triple", factor=3.0, batch=(1, 4))

@@ -21,7 +21,7 @@ from rich.text import Text
 
 import paellapy as pp
 from paellapy.cli import app
-from paellapy.serving.config import Config, ModelConfig, ServerConfig, TlsConfig
+from paellapy.serving.config import Config, ModelConfig, PipelineConfig, ServerConfig, TlsConfig
 
 sys.path.insert(0, str(ROOT / "docs"))
 
@@ -62,7 +62,8 @@ def test_the_map_names_files_and_names_of_the_code(page: str) -> None:
             assert named.rpartition(".")[2] in words, named
 
 
-TITLES = {Config: "top level", ServerConfig: "`[server]`", TlsConfig: "`[tls]`", ModelConfig: "`[[models]]`"}
+TITLES = {Config: "top level", ServerConfig: "`[server]`", TlsConfig: "`[tls]`", ModelConfig: "`[[models]]`",
+          PipelineConfig: "`[[pipelines]]`"}  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "title"), TITLES.items())

@@ -88,6 +88,10 @@ class Pipeline:
         """Items that a request may have over HTTP."""
         return self.batch[-1]
 
+    def open_shape(self, kind: str, key: str) -> list[int]:
+        """The shape of a request's tensor; `kind`: "inputs" or "outputs"."""
+        return list((self.takes if kind == "inputs" else self.gives)[key].shape)
+
     @property
     def functions(self) -> dict[str, Callable[..., Any]]:
         return {stage.name: stage.function for stage in self.stages if stage.function is not None}
