@@ -100,6 +100,8 @@ class LazyCapture:
             self._end_if_done(loaded)
 
     def _capture_length(self, loaded: LoadedModel, size: int) -> None:
+        if size not in lengths_left(loaded):  # wanted again while it was being captured
+            return
         try:
             self._load_length(loaded, size)
         except Exception as e:  # requests of this length go on being padded to a longer one

@@ -97,6 +97,11 @@ def test_a_size_is_captured_when_a_request_first_wants_it(loaded):
         check(ids, loaded.infer_sync("encoder", {"input_ids": ids}))
         wait_until(lambda: captured(loaded) == [16, 64], 60)
         check(ids, loaded.infer_sync("encoder", {"input_ids": ids}))
+    base = loaded.core.models.by_name["encoder"]
+    base.wanted_lengths.add(16)  # as by a request that came during the capture
+    wait_until(lambda: not base.wanted_lengths, 60)
+    with loaded.loaded_models.lock:
+        assert not base.length_errors
     stats = loaded.stats()["models"]
     assert [stats[name]["completed"] for name in ("encoder", "encoder[16]")] == [1, 1]
 
