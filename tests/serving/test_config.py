@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import paellapy as pp
+from paellapy.demo import AUSTEN
 from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.models.model import Model, TensorSpec
 from paellapy.serving.access import Key
@@ -149,6 +150,30 @@ def test_the_words_of_an_error_are_those_of_toml(write, text, said):
     with pytest.raises(ConfigError) as caught:
         load_config(write(text))
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [('factory = "m:f"\nlanguage_model = "x"', "models[0]"),
+     ('factory = "m:f"\nttft_ms = 5', "models[0].ttft_ms"),
+     ('language_model = "x"\ntarget_ms = 5', "models[0].target_ms"),
+     ('language_model = "x"\narguments = { a = 1 }', "models[0].arguments"),
+     ('language_model = "x"\ndtype = "int8"', "models[0].dtype"),
+     ('language_model = "nowhere"', "models[0]"),
+     (f'language_model = "{AUSTEN}"\ncontext = 1000', "models[0]")],
+)  # fmt: skip
+def test_a_language_model_has_settings_of_its_own(write, settings, field):
+    with pytest.raises(ConfigError) as caught:
+        build_entries(*load_config(write(f"[[models]]\n{settings}")))
+    assert caught.value.field == field
+
+
+def test_a_language_model_is_made_with_its_settings(write):
+    text = f'[[models]]\nlanguage_model = "{AUSTEN}"\nttft_ms = 200\nkv_gb = 0.5\npriority = 3\nsequences = 4'
+    (entry,) = build_entries(*load_config(write(text)))
+    made = entry.make()
+    assert (made.name, made.ttft_ms, made.tbt_ms, made.kv_gb) == ("austen", 200, None, 0.5)
+    assert (made.priority, made.sequences, made.context) == (3, 4, 256)
 
 
 @pytest.mark.parametrize(
