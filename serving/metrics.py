@@ -218,7 +218,7 @@ class DeviceCollector(Collector):
         yield from triton_metrics(self._engine)
         yield from weight_metrics(self._engine)
         yield from job_metrics(self._engine.job_stats())
-        yield from text_metrics(self._engine.stats()["language_models"])
+        yield from text_metrics(self._engine.text_stats())
         yield from self._cpu.collect()
 
 
@@ -343,7 +343,7 @@ def text_metrics(models: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
     ):
         family = HistogramMetricFamily(name, text, labels=_LABELS)
         for model, about in models.items():
-            found = Histogram(about[key]["bounds_s"], about[key]["counts"], about[key]["total_s"])
+            found = Histogram(tuple(about[key]["bounds_s"]), about[key]["counts"], about[key]["total_s"])
             family.add_metric((model, VERSION), found.buckets(), found.total)
         yield family
 

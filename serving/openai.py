@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -42,8 +42,13 @@ class TextPart(msgspec.Struct, tag_field="type", tag="text"):
     text: str
 
 
+class JsonSchema(msgspec.Struct):
+    schema: dict[str, Any]
+
+
 class ResponseFormat(msgspec.Struct):
-    type: str
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
 
 
 class SamplingBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -267,10 +272,9 @@ def _sampling(given: SamplingBody | GenerateParameters) -> dict[str, Any]:
 def _asked(given: SamplingBody, sampling: dict[str, Any], **more: Any) -> Asked:
     form = given.response_format
     if form is not None and form.type != "text":
-        raise RequestError(
-            f"response_format {short(form.type)} is not supported: ask for text", field="response_format",
-            given=form.type, limit=["text"],
-        )  # fmt: skip
+        if form.type == "json_schema" and form.json_schema is None:
+            raise RequestError("response_format.json_schema is missing", field="response_format.json_schema")
+        sampling["json_schema"] = {"type": "object"} if form.json_schema is None else form.json_schema.schema
     if given.stream_options is not None and not given.stream:
         raise RequestError("stream_options needs stream = true", field="stream_options")
     options = given.stream_options or StreamOptions()

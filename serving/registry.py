@@ -335,6 +335,8 @@ class Registry(Catalogue):
     async def generate(
         self, name: str, tokens: Sequence[int], options: Mapping[str, Any], sampling: Mapping[str, Any]
     ) -> Generation:
+        if "json_schema" in sampling:  # reading it may take long
+            return await asyncio.to_thread(self.engine.generate, name, tokens, **options, **sampling)
         return self.engine.generate(name, tokens, **options, **sampling)
 
     def load_by_hand(self, name: str) -> float:

@@ -61,7 +61,8 @@ def _without_nan(figure: Any) -> Any:
 
 # Each module comes after those it imports.
 _MODULES = (
-    "format.js", "colours.js", "tiles.js", "sm_grid.js", "models.js", "tenants.js", "slow.js", "jobs.js", "view.js"
+    "format.js", "colours.js", "tiles.js", "sm_grid.js", "models.js", "texts.js", "tenants.js", "slow.js", "jobs.js",
+    "view.js",
 )  # fmt: skip
 _FRAME = ".pp-widget { background: light-dark(#f4f6f8, #0e1116); padding: 0 14px 14px; border-radius: 10px; }\n"
 

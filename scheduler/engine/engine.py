@@ -469,6 +469,10 @@ class Engine:
         """
         return self._leases.make(name, priority, share, give_back_ms)
 
+    def text_stats(self) -> dict[str, dict[str, Any]]:
+        """Counts and latencies of language models, by name."""
+        return {} if self._generators is None else self._generators.stats()
+
     def job_stats(self) -> dict[str, dict[str, Any]]:
         """Statistics of the work beside requests, by name: background jobs, leases, and guests."""
         own = {**self._leases.stats(), **self._jobs.stats()}
@@ -492,7 +496,7 @@ class Engine:
                 for each in self.loaded_rows().values()
                 if each.kind == "model"
             },
-            "language_models": {} if self._generators is None else self._generators.stats(),
+            "language_models": self.text_stats(),
             "jobs": self.job_stats(),
             "tenants": self.tenants,
         }

@@ -597,7 +597,7 @@ class Latencies:
         self._total_ns += ns
 
     def now(self) -> dict[str, Any]:
-        return {"bounds_s": self.BOUNDS_S, "counts": list(self._counts), "total_s": self._total_ns * 1e-9}
+        return {"bounds_s": [*self.BOUNDS_S], "counts": list(self._counts), "total_s": self._total_ns * 1e-9}
 
 
 class Generators:

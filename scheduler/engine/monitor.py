@@ -445,6 +445,7 @@ class Monitor:
             "memory": {"held_bytes": engine.memory.held_bytes, "budget_bytes": engine.memory.budget_bytes},
             "edges_ms": EDGES_MS,
             "models": models,
+            "language_models": [{"name": name, **about} for name, about in engine.text_stats().items()],
             "jobs": [{"name": name, **facts} for name, facts in engine.job_stats().items()],
             "gpu_busy": round(self._gpu_times.busy, 5),
             "tenants": [

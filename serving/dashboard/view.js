@@ -6,6 +6,7 @@ import { makeJobsPanel } from "./jobs.js";
 import { makeSlowPanel } from "./slow.js";
 import { makeSmPanel } from "./sm_grid.js";
 import { makeTenantsPanel } from "./tenants.js";
+import { makeTextsPanel } from "./texts.js";
 import { makeTiles } from "./tiles.js";
 
 // `switchPolicy(name)` returns a promise; `extras` are further controls, `panels` further panels.
@@ -23,11 +24,12 @@ export function createView(root, { switchPolicy, extras = [], foot = [], panels 
   const sms = makeSmPanel();
   const models = makeModelsPanel();
   const tenants = makeTenantsPanel();
+  const texts = makeTextsPanel();
   const slow = makeSlowPanel();
   const jobs = makeJobsPanel();
   const uptime = el("span");
   const body = el("div", { class: "pp-body", hidden: true }, tiles.node,
-    el("div", { class: "pp-panels" }, sms.node, models.node, ...panels, tenants.node, jobs.node, slow.node), el("footer", { class: "pp-foot" }, uptime, ...foot));
+    el("div", { class: "pp-panels" }, sms.node, models.node, texts.node, ...panels, tenants.node, jobs.node, slow.node), el("footer", { class: "pp-foot" }, uptime, ...foot));
   const waiting = el("p", { class: "pp-empty" }, "Waiting for the first numbers …");
   root.classList.add("pp-view");
   root.replaceChildren(head, banner, waiting, body);
@@ -56,6 +58,7 @@ export function createView(root, { switchPolicy, extras = [], foot = [], panels 
     tiles.update(snapshot);
     sms.update(snapshot);
     models.update(snapshot);
+    texts.update(snapshot);
     tenants.update(snapshot);
     slow.update(snapshot);
     jobs.update(snapshot);

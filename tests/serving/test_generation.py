@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from language_families import small_model
 from serving_server import ask, running, scrape
 
 import paellapy as pp
+from paellapy.scheduler.core.errors import EngineAwayError
 from paellapy.serving.access import Key
 
 openai: Any = pytest.importorskip("openai")
@@ -132,6 +134,18 @@ def test_a_chat_takes_contents_as_parts_and_streams_its_role_once(client: Any) -
     assert pieces[-1].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
 
 
+def test_an_answer_fulfils_a_schema(client: Any) -> None:
+    pytest.importorskip("llguidance")
+    form: Any = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": {"type": "boolean"}}}
+    chat = [{"role": "user", "content": PROMPT}]
+    found = client.chat.completions.create(model="tiny", messages=chat, response_format=form, max_tokens=20)
+    assert json.loads(found.choices[0].message.content) in (True, False)
+    form["json_schema"]["schema"] = {"type": "colour"}
+    with pytest.raises(openai.BadRequestError) as e:
+        client.chat.completions.create(model="tiny", messages=chat, response_format=form)
+    assert e.value.param == "json_schema"
+
+
 def test_a_stop_string_and_an_echo(client: Any) -> None:
     whole = client.completions.create(model="tiny", prompt=PROMPT, **GREEDY).choices[0].text
     found = client.completions.create(model="tiny", prompt=PROMPT, stop=[whole[4:6]], echo=True, **GREEDY).choices[0]
@@ -219,6 +233,40 @@ def test_a_client_that_does_not_read_delays_nobody(server: Any, client: Any) -> 
         deaf.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
         assert client.completions.create(model="tiny", prompt=PROMPT, **GREEDY).choices[0].finish_reason == "length"
     at_rest(server)
+
+
+def test_an_engine_that_is_silent_ends_texts_with_an_error(server: Any) -> None:
+    def give_up() -> None:
+        server.wait_until(lambda: server.service.live)
+        for each in list(server.service.live):
+            server.loop.call_soon_threadsafe(each.abandon, EngineAwayError("it does not respond"))
+
+    thread = threading.Thread(target=give_up)
+    thread.start()
+    status, found = post(server, "/v1/completions", model="tiny", prompt="a", max_tokens=200, ignore_eos=True)
+    thread.join()
+    assert (status, found["error"]["type"]) == (503, "service_unavailable_error")
+    at_rest(server)
+
+
+def test_an_unload_finishes_texts_and_a_load_brings_the_model_back(server: Any, client: Any) -> None:
+    stream = iter(client.completions.create(model="tiny", prompt="a", stream=True, **GREEDY))
+    next(stream)
+    assert ask(server, "POST", "/v2/repository/models/tiny/unload", b"{}")[0] == 200
+    assert len(list(stream)) == 11
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="tiny", prompt="a")
+    assert list(client.models.list()) == []
+    assert ask(server, "POST", "/v2/repository/models/tiny/load", b"{}")[0] == 200
+    assert client.completions.create(model="tiny", prompt="a", **GREEDY).usage.completion_tokens == 12
+
+
+def test_the_dashboard_has_what_language_models_do(server: Any) -> None:
+    (found,) = server.call(server.service.call("snapshot"))["language_models"]
+    assert found["name"] == "tiny"
+    assert found["tokens"] >= found["tbt"]["counts"][-1]
+    assert len(found["ttft"]["counts"]) == len(found["ttft"]["bounds_s"]) + 1
+    json.dumps(found)
 
 
 def test_texts_are_counted(server: Any, client: Any) -> None:

@@ -87,6 +87,14 @@ def test_stop_strings_and_ids() -> None:
     assert completion(logit_bias={"7": -100}).sampling["logit_bias"] == {7: -100.0}
 
 
+def test_a_form_of_answers_is_a_schema() -> None:
+    schema = {"type": "array"}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+    assert chat(response_format=form).sampling == {"json_schema": schema}
+    assert chat(response_format={"type": "json_object"}).sampling == {"json_schema": {"type": "object"}}
+    assert chat(response_format={"type": "text"}).sampling == {}
+
+
 def test_contents_may_be_parts() -> None:
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
     assert chat(messages=[{"role": "user", "content": parts}]).messages == HELLO
@@ -123,7 +131,9 @@ def test_triton_takes_parameters_inside_and_beside() -> None:
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 3}, "best_of"),
         ({"echo": True, "logprobs": 1}, "echo"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"more": True}}, "stream_options.more"),
     ],
