@@ -186,7 +186,8 @@ def _is_address(host: str) -> bool:
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach the host.
 
-    >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("0.0.0.0")
+    >>> is_loopback("127.0.0.1"), is_loopback("unix:/run/paellapy.sock"), is_loopback("0.0.0.0")
     (True, True, False)
     """
-    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+    named = host == "localhost" or host.startswith("unix:")
+    return named or (_is_address(host) and ipaddress.ip_address(host).is_loopback)

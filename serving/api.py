@@ -48,11 +48,18 @@ def serve_config(
     config: Config, source: Source, *, models: Iterable[Model] = (), announce: Callable[[str], None] | None = None
 ) -> None:
     """Serves the models of a configuration, and beside them models that already exist."""
+    from paellapy.serving.listening import notify
     from paellapy.serving.logs import configure, own_process
 
     with own_process():
         configure(config.server.log_format, config.server.log_level, file=config.server.log_file)
-        _serve(config, source, models, announce)
+
+        def ready(url: str) -> None:
+            notify("READY=1")
+            if announce is not None:
+                announce(url)
+
+        _serve(config, source, models, ready)
 
 
 def _serve(

@@ -434,7 +434,9 @@ class Site(web.SockSite):
     async def start(self) -> None:
         await web.BaseSite.start(self)
         server: Any = self._runner.server
-        self._server = await asyncio.get_running_loop().create_server(
+        loop = asyncio.get_running_loop()
+        create: Any = loop.create_unix_server if self._sock.family == socket.AF_UNIX else loop.create_server
+        self._server = await create(
             server,
             sock=self._sock,
             ssl=self._ssl_context,
@@ -503,11 +505,19 @@ def _fresh(runner: web.AppRunner) -> bool:
     return any(isinstance(each, Connection) and each.fresh for each in connections)
 
 
+UNIX = "unix:"  # a host that begins with it is the path of a socket
+_FIRST_DESCRIPTOR = 3  # of those that a service manager passes
+
+
 def listen(host: str, port: int) -> list[socket.socket]:
-    """Sockets that listen on all addresses of a host; PaellaError if the host is not this machine or the port
-    is taken.
+    """Sockets that listen: those of a service manager, or else on all addresses of a host. PaellaError if the host is
+    not this machine or the port is taken.
     """
-    found: list[socket.socket] = []
+    found: list[socket.socket] = passed_sockets()
+    if found:
+        return found
+    if host.startswith(UNIX):
+        return [_listen_unix(host.removeprefix(UNIX))]
     try:
         for family, kind, proto, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             try:
@@ -522,12 +532,61 @@ def listen(host: str, port: int) -> list[socket.socket]:
         raise cannot_listen(host, port, e) from None
 
 
+def passed_sockets() -> list[socket.socket]:
+    """The listening sockets that a service manager has opened for this process (systemd's socket activation)."""
+    if os.environ.get("LISTEN_PID") != str(os.getpid()):
+        return []
+    count = int(os.environ.get("LISTEN_FDS", "0"))
+    found = [socket.socket(fileno=fd) for fd in range(_FIRST_DESCRIPTOR, _FIRST_DESCRIPTOR + count)]
+    for each in found:
+        os.set_inheritable(each.fileno(), False)
+    return found
+
+
+def notify(state: str) -> None:
+    """Tells the service manager, if it wants to know (systemd's sd_notify)."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+        try:
+            sender.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)
+        except OSError as e:
+            log.warning("the service manager cannot be told", extra={"fields": {"state": state, "error": str(e)}})
+
+
+def _listen_unix(path: str) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, contextlib.suppress(FileNotFoundError):
+            try:
+                probe.connect(path)
+            except ConnectionRefusedError:  # of a server that was killed
+                os.unlink(path)
+        made.bind(path)
+        made.listen(BACKLOG)
+    except OSError as e:
+        made.close()
+        said = f"cannot listen on {path}: {e.strerror}; choose another file, or end the server that has it"
+        raise PaellaError(said, field="server.host", given=f"{UNIX}{path}") from None
+    return made
+
+
 class Shares:
-    """Sockets that share one port (SO_REUSEPORT): the kernel spreads connections over those that listen."""
+    """Sockets that share one port (SO_REUSEPORT): the kernel spreads connections over those that listen. A socket of a
+    service manager, or of a file, is itself shared.
+    """
 
     def __init__(self, host: str, port: int, number: int) -> None:
         """Opens `number` sockets; PaellaError if the port is taken."""
         self._sockets: list[socket.socket | None] = []
+        self._shared: socket.socket | None = None
+        if os.environ.get("LISTEN_PID") == str(os.getpid()) or host.startswith(UNIX):
+            self._shared, *others = listen(host, port)
+            _close_all(others)
+            self._address = self._shared.getsockname()
+            self._sockets = [self._make() for _ in range(number)]
+            return
         self._family = 0
         self._address: Any = None
         try:
@@ -545,6 +604,8 @@ class Shares:
             raise cannot_listen(host, port, e) from None
 
     def _make(self) -> socket.socket:
+        if self._shared is not None:
+            return self._shared.dup()
         return _listen(self._family, socket.SOCK_STREAM, 0, self._address, shared=True)
 
     def __getitem__(self, k: int) -> socket.socket:
@@ -565,9 +626,11 @@ class Shares:
             found.close()
 
     def descriptors(self) -> set[int]:
-        return {each.fileno() for each in self._sockets if each is not None}
+        return {each.fileno() for each in (*self._sockets, self._shared) if each is not None}
 
     def close(self) -> None:
+        if self._shared is not None:
+            self._shared.close()
         for k in range(len(self._sockets)):
             self.leave(k)
 
@@ -603,8 +666,10 @@ def cannot_listen(host: str, port: int, error: OSError) -> PaellaError:
 
 def url_of(address: Any, tls: bool) -> str:
     """
-    >>> url_of(("::1", 8000, 0, 0), tls=False)
-    'http://[::1]:8000'
+    >>> url_of(("::1", 8000, 0, 0), tls=False), url_of("/run/paellapy.sock", tls=False)
+    ('http://[::1]:8000', 'unix:/run/paellapy.sock')
     """
+    if isinstance(address, str):
+        return f"{UNIX}{address}"
     host, port = address[:2]
     return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"

@@ -27,7 +27,7 @@ from paellapy.serving.config import Config, ServerConfig, Source
 from paellapy.serving.errors import RequestError
 from paellapy.serving.fast_path.connection import FastConnection
 from paellapy.serving.fast_path.inference import FastHandler
-from paellapy.serving.listening import Connections, Runner, Site, listen, stop_listening, url_of
+from paellapy.serving.listening import Connections, Runner, Site, listen, notify, stop_listening, url_of
 from paellapy.serving.loading import load_models, walk_http
 from paellapy.serving.logs import Seldom, configure, log
 from paellapy.serving.preflight import keep_memory, loop_factory, share_interpreter, spare_objects, stop_sparing
@@ -275,6 +275,8 @@ async def run(
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
         log.log(level, "stopping: not ready any more; finishing requests in flight")
+        if aloud:
+            notify("STOPPING=1")
         server.service.draining = True
         stop.set()
         if heard is not None:

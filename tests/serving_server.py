@@ -41,7 +41,7 @@ class InLoop:
     def __init__(self, url: str, loop: asyncio.AbstractEventLoop) -> None:
         self.url, self.loop = url, loop
         self.address = url.partition("://")[2]
-        self.port = int(self.address.rpartition(":")[2])
+        self.port = int(self.address.rpartition(":")[2] or 0)  # 0: at a file
 
     def call(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()

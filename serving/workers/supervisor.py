@@ -31,7 +31,7 @@ import msgspec
 
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.processes import die_with_parent, name_process
-from paellapy.serving.listening import Shares
+from paellapy.serving.listening import Shares, notify
 from paellapy.serving.logs import LOG_SIGNALS, heed, log
 
 # Messages of a process: it is ready; it has heard that it must stop; the engine hangs though its process lives; the
@@ -394,6 +394,7 @@ class Supervisor:
     def _stop(self) -> None:
         """Stops the first processes, then the others; a second signal kills all at once."""
         self._signals = max(1, self._signals)
+        notify("STOPPING=1")
         asked = self._signals
         if self._standby is not None and self._standby.pid:
             self._standby.unwanted = True

@@ -8,6 +8,7 @@ import gc
 import gzip
 import io
 import json
+import os
 import socket
 import ssl
 import threading
@@ -22,6 +23,7 @@ from places import TESTS
 from raw_client import Client
 from serving_server import BODY, INFER, ask, echo_model, infer_body, running
 
+from paellapy.instrument.errors import PaellaError
 from paellapy.serving import compression, inference, listening, metrics, protocol, tensors
 from paellapy.serving.access import Key
 from paellapy.serving.errors import RequestError, TooLargeError
@@ -592,6 +594,54 @@ def test_whoever_connects_while_the_server_stops_listening_is_answered(monkeypat
             monkeypatch.undo()
         assert len(clients) >= listening.TURNS
         assert {client.answer()[0] for client in clients} == {200}
+
+
+# -- sockets other than a port
+
+
+ASK = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (INFER.encode(), len(BODY), BODY)
+
+
+def client_of(connection):
+    client = Client.__new__(Client)
+    client._socket, client._held = connection, b""
+    return client
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_server_may_listen_at_a_file(tmp_path, new_loop):
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))  # as a server that was killed leaves it
+    with running([scale_model(batch=(1,))], host=f"unix:{path}", new_loop=new_loop, access_log=True) as server:
+        assert server.url == f"unix:{path}"
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(path))
+            client = client_of(connection)
+            for request in (ASK, b"GET /v2/health/ready HTTP/1.1\r\nHost: x\r\n\r\n"):
+                client.send(request)
+                assert client.answer()[0] == 200
+        with pytest.raises(PaellaError) as caught:
+            listening.listen(f"unix:{path}", 0)
+        assert caught.value.given == f"unix:{path}"
+
+
+def test_a_service_manager_may_have_opened_the_socket(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as given:
+        monkeypatch.setenv("LISTEN_PID", str(os.getpid()))
+        monkeypatch.setenv("LISTEN_FDS", "1")
+        monkeypatch.setattr(listening, "_FIRST_DESCRIPTOR", given.fileno())
+        shares = listening.Shares("127.0.0.1", 0, 2)
+        assert shares.address == given.getsockname()
+        assert {each.getsockname() for each in (shares[0], shares[1])} == {given.getsockname()}
+        shares.leave(0)
+        assert shares[0].getsockname() == given.getsockname()
+        monkeypatch.setattr(listening, "_FIRST_DESCRIPTOR", shares[1].dup().detach())
+        with running([scale_model(batch=(1,))], port=1) as server:
+            assert server.port == given.getsockname()[1]
+            assert ask(server, "POST", INFER, BODY)[0] == 200
+        shares.close()
+        given.detach()  # closed with the shares
 
 
 # -- the access log

@@ -83,7 +83,12 @@ def test_a_stop_signal_under_load_loses_no_accepted_request(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_signals_write_stacks_into_the_log_and_open_its_file_again(tmp_path, workers):
+def test_signals_write_stacks_into_the_log_and_open_its_file_again(tmp_path, workers, monkeypatch):
+    """A service manager hears that the server is ready, and that it stops."""
+    manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    manager.settimeout(60)
+    manager.bind(str(tmp_path / "notify"))
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
     config, kept = tmp_path / "paella.toml", tmp_path / "log.1"
     more = f'workers = {workers}\nstandby = "off"\naccess_log = true\nlog_file = "log"'
     config.write_text(CONFIG.replace("[server]", f"[server]\n{more}"))
@@ -95,6 +100,7 @@ def test_signals_write_stacks_into_the_log_and_open_its_file_again(tmp_path, wor
 
     with serving(str(config)) as process:
         url = re.search(r"http://\S+(?=/v2)", read_until(process.stdout, "Serving"))[0]
+        assert manager.recv(100) == b"READY=1"
         for number in (signal.SIGUSR2, signal.SIGQUIT):
             process.send_signal(number)
         wait_until(lambda: {each.get("process") for each in said(tmp_path / "log", "a thread's stack")} == processes)
@@ -107,8 +113,10 @@ def test_signals_write_stacks_into_the_log_and_open_its_file_again(tmp_path, wor
 
         wait_until(is_in_new_file)
         process.send_signal(signal.SIGTERM)
+        assert manager.recv(100) == b"STOPPING=1"
         assert process.wait(60) == 0
         assert process.stderr.read() == ""
+    manager.close()
     assert said(tmp_path / "log", "stopped")
 
 
