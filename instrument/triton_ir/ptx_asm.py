@@ -231,7 +231,7 @@ def _to_tf32(i: Instruction) -> Function:
 
 _FLOAT: dict[str, Function] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "fma": ew.fma, "mad": ew.fma,
-    "max": np.fmax, "min": np.fmin, "neg": np.negative, "abs": np.abs, "sqrt": np.sqrt, "rsqrt": ew.rsqrt,
+    "max": ew.max_number, "min": ew.min_number, "neg": np.negative, "abs": np.abs, "sqrt": np.sqrt, "rsqrt": ew.rsqrt,
     "rcp": lambda x: x.dtype.type(1) / x, "ex2": np.exp2, "lg2": np.log2, "tanh": np.tanh, "sin": np.sin,
     "cos": np.cos, "copysign": lambda a, b: np.copysign(b, a),
 }  # fmt: skip
@@ -293,12 +293,12 @@ def _plain(i: Instruction, kind: str) -> Function:
         if i.mode not in ("", "rn") and i.name in ("add", "sub", "mul", "div", "fma", "sqrt", "rcp"):
             fn = ew.directed(i.name, i.mode)
         elif "NaN" in i.modifiers:
-            fn = {"max": np.maximum, "min": np.minimum}[i.name]
+            fn = {"max": ew.max_nan, "min": ew.min_nan}[i.name]
         elif i.name in _FLOAT:
             fn = _FLOAT[i.name]
         else:
             raise i.unknown()
-    if isinstance(fn, np.ufunc) and fn.nin != len(i.operands) - 1:
+    if getattr(fn, "nin", len(i.operands) - 1) != len(i.operands) - 1:
         raise i.unknown()
     if "sat" not in i.modifiers:
         return fn
