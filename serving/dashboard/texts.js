@@ -20,7 +20,7 @@ export function makeTextsPanel() {
     while (history[0][0] < snapshot.time_s - LATELY_S) history.shift();
     while (body.children.length > models.length) body.lastChild.remove();
     while (body.children.length < models.length) {
-      body.append(el("tr", {}, ...TEXT_COLUMNS.map((_, k) => el("td", { class: k ? "" : "pp-text pp-who" }))));
+      body.append(el("tr", {}, ...TEXT_COLUMNS.map((_, k) => el("td", { class: k ? "" : "pp-text" }))));
     }
     models.forEach((now, k) => {
       const [since, all] = history.find(([, each]) => each.has(now.name));

@@ -20,6 +20,7 @@ from engine_models import gemm, mlp_model, random_inputs, scale, scale_model
 from serving_server import infer_body, running
 
 import paellapy as pp
+from paellapy import demo
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.viz import data
 
@@ -342,4 +343,25 @@ def test_a_server_with_keys_asks_for_one(shots):
                 await page.wait_for(then)
 
     with running([scale_model("scale")], keys={"me": "secret"}) as server:
+        asyncio.run(main(server))
+
+
+def test_a_prompt_is_answered_as_the_model_writes(shots):
+    async def main(server):
+        async with Browser() as browser:
+            page = await browser.page(*WIDE)
+            await page.goto(f"{server.url}/")
+            await page.wait_for("!document.querySelector('.pp-writer').hidden")
+            await page.evaluate("document.querySelector('.pp-writer form').requestSubmit()")
+            await page.wait_for("document.querySelector('.pp-writer [role=status]').textContent.startsWith('8 tokens')")
+            await page.evaluate("document.querySelector('.pp-writer button').click()")
+            written = "document.querySelector('.pp-written')"
+            await page.wait_for("document.querySelector('.pp-writer button').textContent === 'Write'")
+            prompt = await page.evaluate("document.querySelector('.pp-writer textarea').value")
+            assert (await page.evaluate(f"{written}.textContent")).startswith(prompt)
+            assert len(await page.evaluate(f"{written}.textContent")) > len(prompt)
+            await page.screenshot(shots / "dashboard-writer.png")
+            assert page.errors == []
+
+    with running([pp.LanguageModel(demo.AUSTEN)]) as server:
         asyncio.run(main(server))
