@@ -54,7 +54,8 @@ def test_links_lead_to_files(page: Path) -> None:
 def test_the_map_names_files_and_names_of_the_code(page: str) -> None:
     text = re.sub(r"```.*?```", "", (ROOT / "docs" / f"{page}.md").read_text(), flags=re.S)
     words = {word for path in SOURCES for word in re.findall(r"\w+", path.read_text())}
-    files = [str(path) for folder in (*PACKAGES, "docs", "benchmarks") for path in (ROOT / folder).rglob("*.py*")]
+    folders = (*PACKAGES, "docs", "benchmarks", "tests")
+    files = [str(path) for folder in folders for path in (ROOT / folder).rglob("*.py*")]
     for named in set(re.findall(r"`([\w./]+)`", text)) - {"test_MODULE.py", "ptxas"}:
         if named.endswith((".py", ".pyi")):
             assert any(path.endswith(f"/{named}") for path in files), named
