@@ -142,8 +142,10 @@ def main() -> None:
         print(json.dumps(asyncio.run(clients(o.url, o.seconds) if o.url else idle(o.seconds))))
         return
     from paellapy.instrument.device import Device
+    from paellapy.serving.preflight import loop_factory
 
-    found = asyncio.run(measured(o))
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        found = runner.run(measured(o))
     rows = [(name, *(f"{found[name][key]:.2f}" for key in FIGURES))
             for name in ("stall", "idle")]  # fmt: skip
     head = ["", "longest, ms", "99.9 %, ms", "times above 5 ms", "longest own work, ms"]
