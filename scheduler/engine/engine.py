@@ -576,6 +576,7 @@ class Engine:
         finally:
             self._begins_to_close.release()
         self.client.cancel_slots()
+        self.client.pipelines.clear()
         self.steps.close_all()
         with self.loaded_models.lock:
             core.stop()

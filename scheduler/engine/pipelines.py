@@ -288,10 +288,16 @@ class BackgroundLoop:
             raise
 
     def close(self) -> None:
+        """Ends the thread once all callers have their answers."""
         with self._lock:
             if self._loop is not None:
-                self._loop.call_soon_threadsafe(self._loop.stop)
+                asyncio.run_coroutine_threadsafe(self._end(), self._loop)
                 self._loop = None
+
+    @staticmethod
+    async def _end() -> None:
+        await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}), return_exceptions=True)
+        asyncio.get_running_loop().stop()
 
     @staticmethod
     def _run(loop: asyncio.AbstractEventLoop) -> None:

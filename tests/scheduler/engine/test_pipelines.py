@@ -12,7 +12,14 @@ from step_functions import halves, join, numbers
 from waiting import wait_until
 
 import paellapy as pp
-from paellapy.scheduler.core.errors import DeadlineError, InputError, ModelError, StepError, UnknownModelError
+from paellapy.scheduler.core.errors import (
+    DeadlineError,
+    EngineClosedError,
+    InputError,
+    ModelError,
+    StepError,
+    UnknownModelError,
+)
 
 DEVICE = "virtual:h200"
 
@@ -117,6 +124,32 @@ def test_cancelling_withdraws_the_stage_that_runs():
         gate.set()
         wait_until(lambda: engine.stats()["models"]["a"]["completed"] == 1)
         assert engine.stats()["models"]["b"]["completed"] == 0
+
+
+def test_a_request_that_meets_the_end_of_the_engine_is_refused():
+    gate, entered, ends = threading.Event(), threading.Event(), []
+
+    def wait(y):
+        entered.set()
+        gate.wait(60)
+        return {"x": y}
+
+    engine = pp.Engine(DEVICE)
+    engine.load(pp.Pipeline("p", [scale_model("a", batch=(1,)), wait, scale_model("b", batch=(1,))]))
+
+    def ask():
+        try:
+            engine.infer_sync("p", {"x": np.ones(64, np.float32)})
+        except EngineClosedError as e:
+            ends.append(e)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    assert entered.wait(60)
+    engine.close()
+    gate.set()
+    asking.join(60)
+    assert len(ends) == 1
 
 
 def test_models_are_shared_with_their_own_requests():
