@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import itertools
 import json
@@ -109,7 +110,11 @@ def _quoted(value: object) -> str:
     >>> _quoted("/v2/models/mlp/infer"), _quoted("a b=c")
     ('/v2/models/mlp/infer', '"a b=c"')
     """
-    text = str(value)
+    return str(value) if isinstance(value, int | float) else _quoted_text(str(value))
+
+
+@functools.lru_cache(1024)  # paths and addresses come again and again
+def _quoted_text(text: str) -> str:
     if text.isprintable() and _PLAIN.fullmatch(text):
         return text
     return '"' + _escaped(text.replace("\\", "\\\\").replace('"', '\\"')) + '"'
@@ -151,7 +156,10 @@ class _Lines(logging.Formatter):
             line = {"time": moment, "level": record.levelname.lower(), "message": record.getMessage(), **fields}
             if trouble:
                 line["traceback"] = trouble
-            return msgspec.json.encode(_readable(line), enc_hook=str).decode()
+            try:
+                return msgspec.json.encode(line, enc_hook=str).decode()
+            except UnicodeEncodeError:  # bytes from a client that are not UTF-8
+                return msgspec.json.encode(_readable(line), enc_hook=str).decode()
         said = "".join(f" {key}={_quoted(value)}" for key, value in fields.items())
         # A traceback's lines are indented, so that none can be mistaken for a line of the log.
         below = "".join(f"\n  {_escaped(each.expandtabs())}" for each in (trouble or "").splitlines())
