@@ -101,9 +101,22 @@ def average_queue(s: State, now: int) -> None:
     s.core[0].yielding_share += part * ((1.0 if s.core[0].yielding > 0 else 0.0) - s.core[0].yielding_share)
 
 
-# A job that fills the GPU alone has no room beside others that fill it: both would only take longer, and the policy's
-# order would be lost. Below, two jobs do at least 3 % more than one.
+# Jobs that each fill the GPU gain nothing from each other: below this demand, two do at least 3 % more than one.
 FULL_DEMAND = 0.97
+
+
+@part
+def would_only_share(s: State, demand: float) -> bool:
+    """Whether a job that fills the GPU would come beside others that fill it and run in segments: both would take
+    longer, and the policy's order would be lost. Beside a program in one piece, which cannot yield, a job may run.
+    """
+    core = s.core[0]
+    if min(demand, core.demand) < FULL_DEMAND or core.demand_limit == np.inf:
+        return False
+    in_segments = core.active
+    for k in range(core.active):
+        in_segments -= s.instance[s.active[k]].whole
+    return bool(in_segments > 0)
 
 
 @part
@@ -112,7 +125,7 @@ def has_room(s: State, instance: int) -> bool:
     m = s.instance[instance].model
     tuning = s.tuning[0]
     demand = s.size[m, s.instance[instance].size].demand
-    if min(demand, s.core[0].demand) >= FULL_DEMAND and s.core[0].demand_limit < np.inf:
+    if would_only_share(s, demand):
         return False
     limit, most, growth = s.core[0].demand_limit, tuning.most_demand, 0.0
     full = s.instance[instance].taken == slots_of(s, m)

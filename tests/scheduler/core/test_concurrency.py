@@ -201,8 +201,7 @@ def test_a_batch_that_is_not_full_waits_for_room() -> None:
     [
         (0.4, 4.0, 0, int(TUNING.most_demand / 0.4)),
         (0.4, 4.0, 8, int(TUNING.most_confined_demand / 0.4)),
-        (0.9, 2.0, 0, 2),
-        (1.0, 2.0, 0, 1),  # jobs that fill the GPU
+        (1.0, 2.0, 0, 2),  # jobs that fill the GPU, each in one piece
     ],
 )
 def test_a_queue_admits_no_more_jobs_than_hardware_queues_or_partitions_take(

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.core.tenants import Tenant
 from paellapy.scheduler.policies.policy import policy_names
@@ -112,7 +113,11 @@ def feasible(seed: int, load: float) -> TraceWorkload:
 @pytest.mark.parametrize("load", [0.6, 0.85])
 def test_deadlines_that_can_be_met_are_met(policy, load):
     models = [net(f"net{k}", 200, k, demand={1: 1.0}, together={1: 8}) for k in (1, 4, 16, 64)]
-    met = [simulate(models, feasible(k, load), policy, **NO_GAPS).all.within_target for k in range(4)]
+    met = []
+    for k in range(4):
+        jobs = np.sort(simulate(models, feasible(k, load), policy, **NO_GAPS).jobs, order="arrival_ns")
+        jobs = jobs[20:]  # the first programs are alone, and in one piece until others have to overtake them
+        met.append(((jobs["status"] == codes.OK) & (jobs["finish_ns"] <= jobs["deadline_ns"])).mean())
     assert np.mean(met) >= 0.99
 
 
