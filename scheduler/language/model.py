@@ -13,13 +13,14 @@ import numpy as np
 
 from paellapy.instrument.device import Device, empty
 from paellapy.scheduler.language.batcher import PIECES, Batch, Chunk, most_tiles
-from paellapy.scheduler.language.config import DecoderConfig, LanguageModelError, read_config, read_json, token_ids
+from paellapy.scheduler.language.config import DecoderConfig, read_config, token_ids
 from paellapy.scheduler.language.decoder import Decoder, State, element_type, tile_tokens
 from paellapy.scheduler.language.kernels import ROW, TILE
 from paellapy.scheduler.language.pages import PAGE
 from paellapy.scheduler.language.sampling import OUT_WORDS
 from paellapy.scheduler.language.weights import decoder_weights, read_tensors
 from paellapy.scheduler.models.model import Model
+from paellapy.scheduler.models.model_folder import LanguageModelError, read_json
 from paellapy.scheduler.models.tensors import Arrays, TensorSpec
 
 if TYPE_CHECKING:
