@@ -43,8 +43,8 @@ from paellapy.serving.service import SERVICE, Service
 from paellapy.serving.tensors import PIECE_BYTES
 
 if TYPE_CHECKING:
-    from paellapy.scheduler.engine.generation import Generation, Piece
-    from paellapy.scheduler.language.model import LanguageModel
+    from paellapy.scheduler.engine.generation import Piece
+    from paellapy.serving.registry import TextModel, WrittenText
 
 TOKEN_BYTES = 256  # of a body, per token of the longest context: a token has about 5 characters, most have fewer
 INLINE = 1000  # characters: up to this length a text becomes tokens within a millisecond, in the event loop
@@ -58,12 +58,12 @@ _reading = ThreadPoolExecutor(2, thread_name_prefix="text")  # its threads start
 class Writing:
     """The texts of one request, from their submission to their end. `async with` cancels what has not ended."""
 
-    def __init__(self, service: Service, model: LanguageModel, asked: Asked, client: str) -> None:
+    def __init__(self, service: Service, model: TextModel, asked: Asked, client: str) -> None:
         self._service, self._model, self._asked, self._client = service, model, asked, client
         self.name = model.name
         self._error: Exception | None = None
         self._until = asyncio.timeout(None if asked.timeout_us is None else asked.timeout_us * 1e-6)
-        self._generations: list[Generation] = []
+        self._generations: list[WrittenText] = []
         self.choices: list[Choice] = []
         self.usage = Usage()
 
@@ -87,7 +87,7 @@ class Writing:
         asked, sampling = self._asked, self._asked.sampling
         options: dict[str, Any] = {
             "deadline_ms": None if asked.timeout_us is None else asked.timeout_us * 1e-3,
-            "priority": engine_priority(self._model, asked.level),
+            "priority": engine_priority(self._model.priority, asked.level),
             "client": self._client or None,
         }
         if asked.sooner:
@@ -121,7 +121,7 @@ class Writing:
         self._until.reschedule(asyncio.get_running_loop().time())
 
 
-async def _merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Piece]]:
+async def _merged(generations: Sequence[WrittenText]) -> AsyncIterator[tuple[int, Piece]]:
     """The pieces of several generations as they come, each with the number of its generation."""
     if len(generations) == 1:
         async for piece in generations[0]:
@@ -141,7 +141,7 @@ async def _merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int,
             task.cancel()
 
 
-async def _next(generation: Generation) -> Piece | None:
+async def _next(generation: WrittenText) -> Piece | None:
     return await anext(generation, None)
 
 
@@ -149,7 +149,7 @@ async def _next(generation: Generation) -> Piece | None:
 
 
 async def _respond(
-    request: web.Request, read_asked: Read, form_of: Callable[[Asked, LanguageModel], Form]
+    request: web.Request, read_asked: Read, form_of: Callable[[Asked, TextModel], Form]
 ) -> web.StreamResponse:
     service, started_ns = request.app[SERVICE], time.monotonic_ns()
     counters: ModelCounters | None = None
@@ -219,7 +219,7 @@ async def _asked(request: web.Request, service: Service, read_asked: Read) -> As
         return await asyncio.get_running_loop().run_in_executor(_reading, read_asked, body)
 
 
-async def _tokens(model: LanguageModel, asked: Asked) -> list[Sequence[int]]:
+async def _tokens(model: TextModel, asked: Asked) -> list[Sequence[int]]:
     """The prompts as ids of tokens."""
 
     def encode() -> list[Sequence[int]]:
@@ -237,11 +237,11 @@ async def _tokens(model: LanguageModel, asked: Asked) -> list[Sequence[int]]:
 # ---- the addresses ---------------------------------------------------------------------------------------------------
 
 
-def _as_openai(asked: Asked, model: LanguageModel) -> Form:
+def _as_openai(asked: Asked, model: TextModel) -> Form:
     return Answer(asked, lambda token: model.codec.decode([token]))
 
 
-def _as_triton(asked: Asked, model: LanguageModel) -> Form:
+def _as_triton(asked: Asked, model: TextModel) -> Form:
     return GenerateAnswer(asked, VERSION)
 
 

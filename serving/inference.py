@@ -326,7 +326,7 @@ def _met_unload(name: str) -> RefusedError:
 
 # `POST …/infer` through aiohttp: reads the body and sends the answer.
 
-FACTS = web.RequestKey("facts", dict)  # for the access log
+FACTS = web.RequestKey[dict[str, Any]]("facts", dict)  # for the access log
 Answer = tuple[bytes, int | None]  # the body, and the length of its JSON if binary tensors follow
 
 

@@ -356,7 +356,7 @@ class Choice:
         self.offsets.append(self._length)
         self._length += len(text)
         self.finish = piece.finish_reason
-        return text
+        return str(text)
 
 
 class Answer:

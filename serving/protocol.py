@@ -205,14 +205,14 @@ def decode(model: Model, body: bytes | memoryview, header_length: str | None, as
         if as_bytes and items == 1 and not model.ranges and model.lengths is None:
             stays = tail if len(tail) else _known_bytes(repeated, text)
             if stays is not None:
-                priority = engine_priority(model, level)
+                priority = engine_priority(model.priority, level)
                 return Request(number, 1, True, {}, outputs, priority, timeout_us, repeated, stays)
         found = repeated.arrays(tail) if len(tail) else _known_numbers(repeated, text)
         if found is not None:
             found, length = _padded(model, found)
             if model.ranges:
                 check_ranges(model, found)
-            priority = engine_priority(model, level)
+            priority = engine_priority(model.priority, level)
             return Request(number, items, True, found, outputs, priority, timeout_us, repeated, length=length)
     request = _parsed(header, lists)
     arrays = _tensors(model, request, tail)
@@ -229,7 +229,7 @@ def decode(model: Model, body: bytes | memoryview, header_length: str | None, as
     if around is not None and lasts and _comes_again(request, given, header, tail, around):
         repeated = Repeated(given, (request.id, items, outputs, level, timeout_us), len(tail))
         keep(model, around, repeated)
-    priority = engine_priority(model, level)
+    priority = engine_priority(model.priority, level)
     return Request(request.id, items, batched, arrays, outputs, priority, timeout_us, repeated, length=length)
 
 
@@ -512,9 +512,9 @@ def scheduling(parameters: Parameters) -> tuple[int | None, float | None]:
     return level, timeout_us or None
 
 
-def engine_priority(model: Model, level: int | None) -> int | None:
-    """The engine's priority for the protocol's level; None: the model's own."""
-    return model.priority + DEFAULT_LEVEL - level if level else None
+def engine_priority(own: int, level: int | None) -> int | None:
+    """The engine's priority for the protocol's level, where the model's is `own`; None: the model's."""
+    return own + DEFAULT_LEVEL - level if level else None
 
 
 # Answers of the Open Inference Protocol v2: JSON, the binary tensor extension, and the classification extension.

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.admission import predict_finish
@@ -35,8 +35,9 @@ from paellapy.serving.preflight import search_all_objects, spare_more_objects
 from paellapy.serving.tensors import check_servable
 
 if TYPE_CHECKING:  # they need packages that only language models need
-    from paellapy.scheduler.engine.generation import Generation
+    from paellapy.scheduler.engine.generation import Generation, Piece
     from paellapy.scheduler.language.model import LanguageModel
+    from paellapy.scheduler.language.text import TextCodec
 
 # Model factories by `package.module:name`, imported again when one of their files has changed.
 #
@@ -131,7 +132,7 @@ class Entry:
     state: str = UNAVAILABLE
     reason: str = NOT_YET
     model: Model | Pipeline | None = None
-    language_model: LanguageModel | None = None  # in place of `model`
+    language_model: TextModel | None = None  # in place of `model`
     row: int = -1  # in the core
     number: int = -1  # position in the configuration
     factory: str = ""  # `package.module:name`, if the configuration has one
@@ -141,6 +142,30 @@ class Entry:
     @property
     def loaded(self) -> Model | Pipeline | LanguageModel | None:
         return self.model or self.language_model
+
+
+class TextModel(Protocol):
+    """A language model, of an engine in this process or in another one."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def context(self) -> int: ...
+    @property
+    def priority(self) -> int: ...
+    @property
+    def codec(self) -> TextCodec: ...
+
+
+class WrittenText(Protocol):
+    """A text that such a model writes."""
+
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def cached_tokens(self) -> int: ...
+    def cancel(self) -> None: ...
+    async def __anext__(self) -> Piece: ...
 
 
 class Catalogue(ABC):
@@ -163,7 +188,7 @@ class Catalogue(ABC):
     @abstractmethod
     async def generate(
         self, name: str, tokens: Sequence[int], options: Mapping[str, Any], sampling: Mapping[str, Any]
-    ) -> Generation:
+    ) -> WrittenText:
         """Submits a text to a language model. `options`: deadline_ms, priority, client."""
 
     def tell(self) -> None:
@@ -191,7 +216,7 @@ class Catalogue(ABC):
         said = f"model {name!r} writes texts: send the request to /v2/models/{name}/generate or /v1/completions"
         raise RequestError(said, field="model", given=name)
 
-    def language_model(self, name: str, version: str | None = None) -> LanguageModel:
+    def language_model(self, name: str, version: str | None = None) -> TextModel:
         """As `ready`, for a language model."""
         entry = self.loaded(name, version)
         if entry.language_model is not None:
@@ -200,7 +225,7 @@ class Catalogue(ABC):
         raise RequestError(said, field="model", given=name, limit=list(self.language_models))
 
     @property
-    def language_models(self) -> dict[str, LanguageModel]:
+    def language_models(self) -> dict[str, TextModel]:
         """Those that are loaded."""
         entries = list(self.entries.items())
         return {name: e.language_model for name, e in entries if e.state == READY and e.language_model is not None}

@@ -110,7 +110,7 @@ def _turned(x: Any, cosines: Any, sines: Any) -> Any:
     return torch.cat([first * cosines - second * sines, second * cosines + first * sines], -1)
 
 
-class _Attention(nn.Module):
+class _Attention(nn.Module):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.q_proj = nn.Linear(_WIDTH, _HEADS * _HEAD, bias=False)
@@ -127,7 +127,7 @@ class _Attention(nn.Module):
         return self.o_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
-class _Mlp(nn.Module):
+class _Mlp(nn.Module):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(_WIDTH, _FFN, bias=False)
@@ -138,7 +138,7 @@ class _Mlp(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class _Layer(nn.Module):
+class _Layer(nn.Module):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(_WIDTH, CONFIG["rms_norm_eps"])
@@ -151,7 +151,7 @@ class _Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class _Decoder(nn.Module):
+class _Decoder(nn.Module):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(VOCABULARY, _WIDTH)

@@ -12,7 +12,7 @@ from paellapy.scheduler.core.errors import InputError
 from paellapy.scheduler.language.text import TextCodec
 from paellapy.scheduler.models.model_folder import LanguageModelError
 
-_LAYOUT = {"whitespace_pattern": "[ \\n]?"}  # small models would otherwise write blanks without end
+_LAYOUT: Any = {"whitespace_pattern": "[ \\n]?"}  # small models would otherwise write blanks without end
 
 
 class Grammars:

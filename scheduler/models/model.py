@@ -206,8 +206,8 @@ class Model:
         made.outputs = self.lengths.specs(self.outputs, self.lengths.outputs, size)
         made.ranges = {key: spec for key, spec in made.inputs.items() if spec.has_range}
         source: Any = self.source
-        made.source = source.at_length(made.inputs, made.outputs, placed)
-        made.fn = made.source.run
+        cut = source.at_length(made.inputs, made.outputs, placed)
+        made.source, made.fn = cut, cut.run
         return made
 
     @classmethod

@@ -414,7 +414,7 @@ class Varying:
         for key in self._axes:
             whole[key].narrow(self._axes[key], length, size - length).fill_(pads[key] if key != self._mask else 0)
         padded, wanted = (self._run(made, each) for each in (whole, short))
-        axes = {}
+        axes: dict[str, int] = {}
         for key, spec in outputs.items():
             shape = tuple(padded[key].shape[1:])
             differ = [k - len(shape) for k, (a, b) in enumerate(zip(shape, spec.shape, strict=True)) if a != b]

@@ -183,7 +183,7 @@ class EngineTarget:
 
     async def ask(self, name: str, k: int, timeout_us: int | None, level: int | None) -> tuple[int, str, float]:
         deadline_ms = None if timeout_us is None else timeout_us * 1e-3
-        priority = engine_priority(self._engine.models[name], level)
+        priority = engine_priority(self._engine.models[name].priority, level)
         try:
             await self._engine.infer(name, self._inputs[name][k % BODIES], deadline_ms, priority)
         except PaellaError as e:

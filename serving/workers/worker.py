@@ -21,6 +21,7 @@ from paellapy.scheduler.core.admission import predict_finish
 from paellapy.scheduler.core.errors import EngineAwayError
 from paellapy.scheduler.core.processes import SharedBlock
 from paellapy.scheduler.core.state import Limits
+from paellapy.scheduler.engine.pipelines import Pipeline
 from paellapy.scheduler.engine.remote import AWAY, Link, RemoteEngine, RemoteModel
 from paellapy.scheduler.models.lengths import Lengths
 from paellapy.scheduler.models.memory import InstancePlan
@@ -35,7 +36,7 @@ from paellapy.serving.loading import import_device, warm_up
 from paellapy.serving.logs import configure, log
 from paellapy.serving.preflight import keep_memory, loop_factory, own_folder, share_interpreter
 from paellapy.serving.quarantine import Quarantine, quarantine_table
-from paellapy.serving.registry import LOADING, READY, Catalogue, Entry
+from paellapy.serving.registry import LOADING, READY, Catalogue, Entry, TextModel
 from paellapy.serving.reload import noted
 from paellapy.serving.rpc import STEP
 from paellapy.serving.server import Announce, Server, run, warn_of_neighbours
@@ -47,7 +48,7 @@ from paellapy.serving.workers.supervisor import ENGINE_HUNG, IS_READY, IS_STOPPI
 from paellapy.serving.workers.texts import PIECES, RemoteGeneration, RemoteLanguageModel, RemoteTexts
 
 if TYPE_CHECKING:  # they need packages that only language models need
-    from paellapy.scheduler.language.model import LanguageModel
+    pass
 
 _AGAIN_S = 0.05  # between two attempts to connect to the engine's process
 _STATE_BELONGS_ELSEWHERE = "the model's function is in the engine's process"
@@ -85,11 +86,11 @@ class RemoteRegistry(Catalogue):
             raise EngineAwayError(AWAY)  # the models are not known yet
         return super().find(name, version)
 
-    def ready(self, name: str, version: str | None = None) -> Model:
+    def ready(self, name: str, version: str | None = None) -> Model | Pipeline:
         self._check_link(name, version)
         return super().ready(name, version)
 
-    def language_model(self, name: str, version: str | None = None) -> LanguageModel:
+    def language_model(self, name: str, version: str | None = None) -> TextModel:
         self._check_link(name, version)
         return super().language_model(name, version)
 

@@ -17,8 +17,8 @@ from language_families import byte_tokenizer, family
 
 import paellapy as pp
 from paellapy.scheduler.core.errors import DeadlineError, EngineClosedError, InputError, ModelError, UnknownModelError
-from paellapy.scheduler.language.config import LanguageModelError
 from paellapy.scheduler.language.pages import PAGE
+from paellapy.scheduler.models.model_folder import LanguageModelError
 
 VOCABULARY = 256  # of the tokenizer; the model has more
 

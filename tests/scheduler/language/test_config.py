@@ -11,8 +11,9 @@ import pytest
 from failing import failing
 from language_families import FAMILIES, edited_config, family
 
-from paellapy.scheduler.language.config import LanguageModelError, decoder_config, read_config
+from paellapy.scheduler.language.config import decoder_config, read_config
 from paellapy.scheduler.language.weights import decoder_weights, read_tensors
+from paellapy.scheduler.models.model_folder import LanguageModelError
 from paellapy.scheduler.models.weights import WeightFileError
 
 PLAIN = {

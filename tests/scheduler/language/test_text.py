@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from language_families import byte_tokenizer
 
 from paellapy.scheduler.core.errors import InputError
-from paellapy.scheduler.language.config import LanguageModelError
 from paellapy.scheduler.language.text import GrowingText, TextCodec
+from paellapy.scheduler.models.model_folder import LanguageModelError
 
 
 @pytest.fixture(scope="module")
