@@ -22,8 +22,8 @@ from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.tables import struct_fields
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.engine.engine import Engine
+from paellapy.scheduler.engine.pipelines import Served
 from paellapy.scheduler.engine.remote import RemoteEngine
-from paellapy.scheduler.models.model import Model
 from paellapy.serving.errors import RefusedError
 
 Mode = Literal["targets", "deadlines", "off"]
@@ -115,7 +115,7 @@ class Admission:
         self._state: State = engine.state
         self._reader = reader(engine.state)
 
-    def check_room(self, model: Model) -> None:
+    def check_room(self, model: Served) -> None:
         """Refuses a request before its body is read, where the model's target limits every request.
 
         Under overload most requests are refused; reading their bodies would take time from the accepted ones.
@@ -125,7 +125,7 @@ class Admission:
             if limit is not None and limit.is_full(model.target_ms * 1e6):
                 raise _overloaded(model, limit, "target", model.target_ms)
 
-    def enter(self, model: Model, row: int, priority: int | None, deadline_ms: float | None) -> Ticket | None:
+    def enter(self, model: Served, row: int, priority: int | None, deadline_ms: float | None) -> Ticket | None:
         """Returns a ticket, to be given back with `leave`, or None where there is no limit to keep. May raise
         RefusedError.
         """
@@ -170,7 +170,7 @@ class Admission:
         return self._reader
 
 
-def _overloaded(model: Model, limit: AdmissionLimit, kind: str, limit_ms: float) -> RefusedError:
+def _overloaded(model: Served, limit: AdmissionLimit, kind: str, limit_ms: float) -> RefusedError:
     return RefusedError(
         f"model {model.name!r} has {limit.in_flight} requests in flight; one more would miss its {kind} of "
         f"{limit_ms:.3g} ms",

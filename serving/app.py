@@ -138,7 +138,8 @@ def middleware_of(access: Access, client_header: str, access_log: bool) -> Any:
 
 
 def _log(request: web.Request, number: str, status: int, started_ns: int, size: int) -> None:
-    more = {**request[FACTS], "out": size} if FACTS in request else {}
+    facts: dict[str, Any] | None = request.get(FACTS)
+    more = {} if facts is None else {**facts, "out": size}
     if trace := request.headers.get("traceparent"):
         more["traceparent"] = trace
     client = request.get(CLIENT, "")

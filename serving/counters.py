@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from paellapy.instrument.numba_ext.link import compiled
 from paellapy.scheduler.core.codes import OK
 from paellapy.scheduler.core.tables import Table
-from paellapy.scheduler.models.model import Model
+from paellapy.scheduler.engine.pipelines import Served
 from paellapy.serving.registry import MOST_MODELS, Catalogue
 
 # Seconds, from 50 µs on: small models take less than a millisecond, where Prometheus' default buckets are too coarse.
@@ -223,7 +223,7 @@ class Counters:
             self._itself[column] = 0
         self._index: Numbers = np.zeros(0, np.int64)
         self._target_ns: Numbers = np.zeros(0, np.int64)
-        self._known: dict[int, Model] | None = None
+        self._known: dict[int, Served] | None = None
         self._loaded = -1  # how many models were, when rows were learnt
         self.close = registry.engine.count(self._note)
 
@@ -299,7 +299,7 @@ class Counters:
             self._loaded = len(loaded)
         note_items(self._table[self._writer], self._index, self._target_ns, _BOUNDS_NS, entries)
 
-    def _learn(self, by_row: dict[int, Model]) -> None:
+    def _learn(self, by_row: dict[int, Served]) -> None:
         rows, core = len(self._registry.engine.state.model), self._registry.engine.core.models
         index, target_ns = np.full(rows, -1), np.zeros(rows, np.int64)
         for row, model in by_row.items():

@@ -19,14 +19,14 @@ import numpy as np
 from aiohttp import web
 from numpy.typing import NDArray
 
-from paellapy.scheduler.models.model import Model
+from paellapy.scheduler.engine.pipelines import Served
 from paellapy.scheduler.models.text_reader import encoder_inputs
 from paellapy.serving.access import CLIENT, infers
 from paellapy.serving.errors import RequestError, encode_json, short
-from paellapy.serving.inference import Inference, Pieces, read
+from paellapy.serving.inference import Inference, read
 from paellapy.serving.limits import TEXT_BYTES
 from paellapy.serving.openai import error_body
-from paellapy.serving.protocol import Request
+from paellapy.serving.protocol import Pieces, Request
 from paellapy.serving.service import SERVICE, Service
 from paellapy.serving.tensors import NOT_JSON
 
@@ -66,17 +66,21 @@ _tokens = msgspec.json.Decoder(list[int | list[int]]).decode
 class _Texts(Inference):
     """One request, whose outputs its handler awaits as arrays."""
 
-    __slots__ = ("_loop", "outputs", "peer")
+    __slots__ = ("_loop", "_peer", "outputs")
 
     def __init__(self, service: Service, name: str, client: str, peer: str | None) -> None:
         super().__init__(service, name, None, client)
-        self.peer = peer
+        self._peer = peer
         self._loop = asyncio.get_running_loop()
         self.outputs: asyncio.Future[dict[str, NDArray[Any]]] = self._loop.create_future()
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
         return self._loop
+
+    @property
+    def peer(self) -> str | None:
+        return self._peer
 
     def done(self, outputs: dict[str, NDArray[Any]]) -> None:
         if not self.over:
@@ -92,7 +96,7 @@ class _Texts(Inference):
             self.outputs.set_exception(error)
 
 
-def _begin(request: web.Request, decode: Any, kind: str, body: bytes | memoryview) -> tuple[Any, Model]:
+def _begin(request: web.Request, decode: Any, kind: str, body: bytes | memoryview) -> tuple[Any, Served]:
     """The decoded body, and its model."""
     try:
         asked = decode(body)
@@ -106,7 +110,7 @@ def _begin(request: web.Request, decode: Any, kind: str, body: bytes | memoryvie
     return asked, model
 
 
-async def _run(request: web.Request, model: Model, inputs: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+async def _run(request: web.Request, model: Served, inputs: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
     service = request.app[SERVICE]
     items = len(next(iter(inputs.values())))
     work = _Texts(service, model.name, request[CLIENT], request.remote)
@@ -153,7 +157,7 @@ def _vector(vector: NDArray[Any], form: str) -> Any:
     return vector.tolist()
 
 
-def _inputs(model: Model, given: msgspec.Raw) -> dict[str, Any]:
+def _inputs(model: Served, given: msgspec.Raw) -> dict[str, Any]:
     """The model's values for texts, or its own inputs for tokens."""
     try:
         texts = _texts(given)
@@ -173,21 +177,22 @@ def _objects(field: str, texts: list[str]) -> NDArray[Any]:
     return found
 
 
-def _token_inputs(model: Model, given: msgspec.Raw) -> dict[str, list[NDArray[Any]]]:
+def _token_inputs(model: Served, given: msgspec.Raw) -> dict[str, list[NDArray[Any]]]:
     numbers = bytes(given).count(b",") + 1
     if numbers > MOST_NUMBERS:
         said = f"input has {numbers} tokens; a request has up to {MOST_NUMBERS}"
         raise RequestError(said, field="input", limit=MOST_NUMBERS, given=numbers)
     try:
-        lists = _tokens(given)
+        found = _tokens(given)
     except NOT_JSON:
         said = "input must be a text, a list of texts, a list of tokens, or a list of lists of tokens"
         raise RequestError(said, field="input") from None
-    if all(isinstance(each, int) for each in lists):
-        lists = [lists]
-    if not lists or not all(isinstance(each, list) for each in lists) or len(lists) > MOST_TEXTS:
+    lists = [each for each in found if isinstance(each, list)]
+    if not lists:
+        lists = [[each for each in found if isinstance(each, int)]]
+    elif len(lists) < len(found) or len(lists) > MOST_TEXTS:
         said = f"input must have 1 to {MOST_TEXTS} lists of tokens"
-        raise RequestError(said, field="input", limit=MOST_TEXTS, given=len(lists))
+        raise RequestError(said, field="input", limit=MOST_TEXTS, given=len(found))
     assert model.task is not None
     names, length, pad = (model.task[key] for key in ("inputs", "length", "pad"))
     high = model.inputs["input_ids"].high

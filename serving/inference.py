@@ -21,9 +21,9 @@ from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.codes import OK
 from paellapy.scheduler.core.errors import DeadlineError, EngineAwayError, SuspectError, UnknownModelError
 from paellapy.scheduler.engine.callbacks import Call, ItemCall, StepsCall
+from paellapy.scheduler.engine.pipelines import Served
 from paellapy.scheduler.engine.ring_calls import E_ARRIVAL_NS, E_FINISH_NS, E_STARTED_NS, E_STATUS
 from paellapy.scheduler.models.memory import Instance
-from paellapy.scheduler.models.model import Model
 from paellapy.serving.access import CLIENT, infers
 from paellapy.serving.admission import Ticket
 from paellapy.serving.compression import IN_THREAD_BYTES, answer_coding, body_coding, pack, unpacked
@@ -67,7 +67,7 @@ class Inference(ABC):
         self._held_bytes = 0
         self._arrived_ns = self.started_ns  # when the body was complete; deadlines count from then on
         self._due: asyncio.TimerHandle | None = None  # ends it at its deadline
-        self._model: Model
+        self._model: Served
         self._request: Request
         self._ticket: Ticket | None = None
         self._call: Call | ItemCall | StepsCall | None = None
@@ -92,7 +92,7 @@ class Inference(ABC):
     def refused(self, error: Exception) -> None:
         """Sends the error. Called in any thread."""
 
-    def look(self) -> Model:
+    def look(self) -> Served:
         """Finds the model and checks its room, before the body is read, which may take long."""
         service = self.service
         if service.silent:
@@ -118,7 +118,7 @@ class Inference(ABC):
         except Exception as e:
             self.fail(e)
 
-    def _start_slowly(self, model: Model, body: bytes | memoryview, header_length: str | None) -> None:
+    def _start_slowly(self, model: Served, body: bytes | memoryview, header_length: str | None) -> None:
         """Reads long JSON in one of a few threads, so that other requests go on."""
         self.claim(len(body))
         if len(body) <= MAPPED_BYTES:  # it may lie in memory that the connection uses again
@@ -131,7 +131,7 @@ class Inference(ABC):
 
         self._in_thread(read, lambda request: self.submit(model, request))
 
-    def submit(self, model: Model, request: Request) -> None:
+    def submit(self, model: Served, request: Request) -> None:
         """Submits a request that fits the model to the engine."""
         service = self.service
         self._model, self._request = model, request
@@ -333,17 +333,21 @@ Answer = tuple[bytes, int | None]  # the body, and the length of its JSON if bin
 class _Awaited(Inference):
     """An inference whose handler awaits the answer."""
 
-    __slots__ = ("_loop", "answer", "peer", "thread")
+    __slots__ = ("_loop", "_peer", "answer", "thread")
 
     def __init__(self, service: Service, name: str, version: str | None, client: str, peer: str | None) -> None:
         super().__init__(service, name, version, client)
-        self.peer = peer
+        self._peer = peer
         self._loop, self.thread = asyncio.get_running_loop(), threading.get_ident()
         self.answer: asyncio.Future[Answer] = self._loop.create_future()
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
         return self._loop
+
+    @property
+    def peer(self) -> str | None:
+        return self._peer
 
     def answered(self, pieces: Pieces, json_length: int | None) -> None:
         self._tell((b"".join(pieces), json_length))

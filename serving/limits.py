@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from paellapy.scheduler.core.errors import TooManyRequestsError
+from paellapy.scheduler.engine.pipelines import Served
 from paellapy.scheduler.engine.ring_client import PER_FREE
-from paellapy.scheduler.models.model import Model
 from paellapy.serving.errors import LateBodyError, RefusedError, TooLargeError
 
 BODY_TIMEOUT_S = 30.0
@@ -59,7 +59,7 @@ RECENT_S = 60.0  # an address that asked within this time may ask again
 RETRY_S = 1.0  # for a request that finds no room
 
 
-def largest_request(model: Model) -> int:
+def largest_request(model: Served) -> int:
     """Largest size in bytes of a valid request to the model, in JSON or binary."""
     if any(spec.is_text for spec in model.takes.values()):
         return sys.maxsize  # texts and files have any length; the server's own limit holds

@@ -581,6 +581,7 @@ class Shares:
         """Opens `number` sockets; PaellaError if the port is taken."""
         self._sockets: list[socket.socket | None] = []
         self._shared: socket.socket | None = None
+        self._address: Any = None
         if os.environ.get("LISTEN_PID") == str(os.getpid()) or host.startswith(UNIX):
             self._shared, *others = listen(host, port)
             _close_all(others)
@@ -588,7 +589,6 @@ class Shares:
             self._sockets = [self._make() for _ in range(number)]
             return
         self._family = 0
-        self._address: Any = None
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             self._family, self._address = found[0], found[4]

@@ -26,7 +26,7 @@ from paellapy.scheduler.core.step import attach_loop
 from paellapy.scheduler.core.tables import COMPLETION
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.engine import ring_calls
-from paellapy.scheduler.models.model import Model
+from paellapy.scheduler.engine.pipelines import Served
 from paellapy.scheduler.policies.policy import Policy, attach_policy
 from paellapy.serving.access import CLIENT_HEADER
 from paellapy.serving.counters import counter_table, note_items
@@ -60,7 +60,7 @@ def warm_up(policy: Policy) -> None:
                np.zeros(0, COMPLETION))  # fmt: skip
 
 
-def walk_http(model: Model) -> None:
+def walk_http(model: Served) -> None:
     """Reads a request of one item and builds its answer, in binary and in JSON, as for the first client.
 
     Python, NumPy and msgspec then have made what they make once. Nothing is submitted or counted.

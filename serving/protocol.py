@@ -16,8 +16,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from paellapy.scheduler.engine.pipelines import Served
 from paellapy.scheduler.engine.request_values import check_ranges
-from paellapy.scheduler.models.model import Model, TensorSpec
+from paellapy.scheduler.models.model import TensorSpec
 from paellapy.serving.errors import RequestError, short
 from paellapy.serving.limits import BESIDE_BYTES, TEXT_BYTES
 from paellapy.serving.tensors import (
@@ -108,14 +109,14 @@ def _address(of: Any) -> int:
     return int(np.frombuffer(of, np.uint8).ctypes.data)
 
 
-def find(model: Model, around: Around, nbytes: int) -> Repeated | None:
+def find(model: Served, around: Around, nbytes: int) -> Repeated | None:
     """The remembered JSON, if as many bytes of tensors follow it as before."""
     known = _repeats.get(id(model))
     found = None if known is None else known.get(around)
     return found if found is not None and found.nbytes == nbytes else None
 
 
-def keep(model: Model, around: Around, repeated: Repeated) -> None:
+def keep(model: Served, around: Around, repeated: Repeated) -> None:
     known = _repeats.get(id(model))
     if known is None:
         known = _repeats.setdefault(id(model), {})  # another thread may be here too
@@ -185,7 +186,7 @@ class Request(msgspec.Struct, frozen=True):  # creating a Struct takes a fractio
 _decode = msgspec.json.Decoder(RequestBody).decode
 
 
-def decode(model: Model, body: bytes | memoryview, header_length: str | None, as_bytes: bool = False) -> Request:
+def decode(model: Served, body: bytes | memoryview, header_length: str | None, as_bytes: bool = False) -> Request:
     """A request of the model; RequestError says what is wrong with an invalid one. `as_bytes`: the inputs of one item
     whose JSON is known may stay bytes.
     """
@@ -233,14 +234,14 @@ def decode(model: Model, body: bytes | memoryview, header_length: str | None, as
     return Request(request.id, items, batched, arrays, outputs, priority, timeout_us, repeated, length=length)
 
 
-def _padded(model: Model, arrays: dict[str, NDArray[Any]]) -> tuple[dict[str, NDArray[Any]], int]:
+def _padded(model: Served, arrays: dict[str, NDArray[Any]]) -> tuple[dict[str, NDArray[Any]], int]:
     """Inputs of any length at the model's largest, and their length; 0 where lengths do not vary."""
     if model.lengths is None or model.has_steps:  # the engine pads what the function before it returns
         return arrays, 0
     return model.lengths.padded(model.name, model.inputs, arrays)
 
 
-def _tensors(model: Model, request: RequestBody, tail: memoryview) -> dict[str, NDArray[Any]]:
+def _tensors(model: Served, request: RequestBody, tail: memoryview) -> dict[str, NDArray[Any]]:
     """The request's inputs by name."""
     binary = BinaryTensors(tail)
     arrays: dict[str, NDArray[Any]] = {}
@@ -411,7 +412,7 @@ class BinaryTensors:
             raise RequestError(said, field="body", limit=self._at, given=len(self._tail))
 
 
-def _array(tensor: RequestTensor, spec: TensorSpec, binary: BinaryTensors, model: Model) -> NDArray[Any]:
+def _array(tensor: RequestTensor, spec: TensorSpec, binary: BinaryTensors, model: Served) -> NDArray[Any]:
     where = Where(model.name, tensor.name)
     check_datatype(tensor.datatype[:40], spec.dtype, where)
     for name in _UNSUPPORTED:
@@ -449,7 +450,7 @@ def _array(tensor: RequestTensor, spec: TensorSpec, binary: BinaryTensors, model
     return np.frombuffer(piece, spec.dtype).reshape(shape)
 
 
-def _batch(model: Model, arrays: dict[str, NDArray[Any]]) -> tuple[int, bool]:
+def _batch(model: Served, arrays: dict[str, NDArray[Any]]) -> tuple[int, bool]:
     """The number of items in the request, and whether its tensors have a batch axis."""
     found = {key: a.shape[0] if a.ndim > len(model.takes[key].shape) else None for key, a in arrays.items()}
     counts = set(found.values())
@@ -461,7 +462,7 @@ def _batch(model: Model, arrays: dict[str, NDArray[Any]]) -> tuple[int, bool]:
     return items or 1, items is not None
 
 
-def _outputs(model: Model, request: RequestBody) -> list[Output]:
+def _outputs(model: Served, request: RequestBody) -> list[Output]:
     everything = _flag(request.parameters, "binary_data_output", False)
     if not request.outputs:
         return [Output(key, everything) for key in model.gives]
@@ -550,7 +551,7 @@ def values_in_json(request: Request, results: dict[str, NDArray[Any]]) -> int:
 
 
 def encode(
-    model: Model,
+    model: Served,
     version: str,
     request: Request,
     results: dict[str, NDArray[Any]],
@@ -582,7 +583,7 @@ def encode(
     return header + tail, sum(map(len, header)) if tail else None
 
 
-def _around(model: Model, version: str, request: Request, arrays: list[NDArray[Any]], sizes: list[int]) -> list[bytes]:
+def _around(model: Served, version: str, request: Request, arrays: list[NDArray[Any]], sizes: list[int]) -> list[bytes]:
     """The answer's JSON around its lists of values. `sizes`: of the binary tensors that follow."""
     tensors, left = [], iter(sizes)
     for output, array in zip(request.outputs, arrays, strict=True):

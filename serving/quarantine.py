@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from paellapy.scheduler.core.errors import RequestFailedError, SuspectError
+from paellapy.scheduler.engine.pipelines import Served
 from paellapy.scheduler.engine.request_values import digest_of, digest_of_all
-from paellapy.scheduler.models.model import Model
 from paellapy.serving.logs import log
 
 MOST_REQUESTS = 1024  # remembered; the oldest give way
@@ -43,7 +43,7 @@ class Quarantine:
     def __bool__(self) -> bool:
         return bool(self._written[0])
 
-    def check(self, model: Model, inputs: dict[str, Any], items: int) -> list[int]:
+    def check(self, model: Served, inputs: dict[str, Any], items: int) -> list[int]:
         """Digests under which the request or its items are suspected. RequestFailedError: it is known to make the GPU
         fail, or one of its items is.
         """
@@ -56,7 +56,7 @@ class Quarantine:
                 found.append(digest)
         return found
 
-    def blame(self, error: SuspectError, model: Model, inputs: dict[str, Any], items: int) -> Exception:
+    def blame(self, error: SuspectError, model: Served, inputs: dict[str, Any], items: int) -> Exception:
         """Notes a failure. Returns the error for the client: its request made the GPU fail, or it should try again."""
         whole = digest_of_all(list(_digests(model, inputs, items)))
         to_blame = self._note(whole, error.failure, alone=not error.others)
@@ -108,7 +108,7 @@ def _with_whole(digests: Sequence[int]) -> Sequence[int]:
     return digests if len(digests) == 1 else [digest_of_all(digests), *digests]
 
 
-def _digests(model: Model, inputs: dict[str, Any], items: int) -> Iterator[int]:
+def _digests(model: Served, inputs: dict[str, Any], items: int) -> Iterator[int]:
     names = model.takes if model.takes.keys() == inputs.keys() else model.inputs
     for k in range(items):
         yield digest_of(model.name, {key: inputs[key][k] for key in names})

@@ -20,13 +20,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.admission import predict_finish
 from paellapy.scheduler.core.errors import ModelError, UnknownModelError
 from paellapy.scheduler.engine.engine import Engine
-from paellapy.scheduler.engine.pipelines import Pipeline
+from paellapy.scheduler.engine.pipelines import Pipeline, Served
 from paellapy.scheduler.engine.remote import RemoteEngine
 from paellapy.scheduler.models.model import Model
 from paellapy.serving.errors import RefusedError, RequestError, short
@@ -127,11 +127,11 @@ class Entry:
     """
 
     name: str
-    make: Callable[[], Model | Pipeline | LanguageModel]
+    make: Callable[[], Served | LanguageModel]
     wanted: bool = True
     state: str = UNAVAILABLE
     reason: str = NOT_YET
-    model: Model | Pipeline | None = None
+    model: Served | None = None
     language_model: TextModel | None = None  # in place of `model`
     row: int = -1  # in the core
     number: int = -1  # position in the configuration
@@ -140,7 +140,7 @@ class Entry:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
-    def loaded(self) -> Model | Pipeline | LanguageModel | None:
+    def loaded(self) -> Served | TextModel | None:
         return self.model or self.language_model
 
 
@@ -165,6 +165,7 @@ class WrittenText(Protocol):
     @property
     def cached_tokens(self) -> int: ...
     def cancel(self) -> None: ...
+    def __aiter__(self) -> Self: ...
     async def __anext__(self) -> Piece: ...
 
 
@@ -175,7 +176,7 @@ class Catalogue(ABC):
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
-        self.by_row: dict[int, Model] = {}  # keys are rows in the core; replaced, not modified, at every change
+        self.by_row: dict[int, Served] = {}  # keys are rows in the core; replaced, not modified, at every change
         self.changed: list[Callable[[], None]] = []  # called after every change, in the thread that made it
 
     @abstractmethod
@@ -205,7 +206,7 @@ class Catalogue(ABC):
             raise UnknownModelError(f"model {name!r} has no version {short(version)}; its only version is {VERSION}")
         return entry
 
-    def ready(self, name: str, version: str | None = None) -> Model | Pipeline:
+    def ready(self, name: str, version: str | None = None) -> Served:
         """The model; an error if it is not loaded."""
         known = self.entries.get(name)
         if known is not None and known.state == READY and known.model is not None and version is None:
@@ -275,7 +276,7 @@ class Registry(Catalogue):
         del self.entries[name]
         self.tell()
 
-    def load(self, name: str, model: Model | Pipeline | LanguageModel | None = None) -> float:
+    def load(self, name: str, model: Served | LanguageModel | None = None) -> float:
         """Loads or reloads a configured model. Returns the milliseconds that one request takes alone on the GPU.
 
         `model`: what its factory has returned already.
@@ -411,7 +412,7 @@ def registry_of(engine: Engine) -> Registry:
     return registry
 
 
-def made(entry: Entry) -> Model | Pipeline | LanguageModel:
+def made(entry: Entry) -> Served | LanguageModel:
     """Calls the model's factory. Exceptions of the factory become ModelError."""
     try:
         model = entry.make()
@@ -421,13 +422,13 @@ def made(entry: Entry) -> Model | Pipeline | LanguageModel:
         raise ModelError(f"model {entry.name!r} could not be built by its factory: {type(e).__name__}: {e}") from e
     if model.name != entry.name:
         raise ModelError(f"the factory of model {entry.name!r} returned a model named {model.name!r}")
-    if isinstance(model, Model | Pipeline):
+    if isinstance(model, Served):
         check_servable(model)
     entry.code = code_number(entry.factory)
     return model
 
 
-def entry_of(model: Model | Pipeline | LanguageModel) -> Entry:
+def entry_of(model: Served | LanguageModel) -> Entry:
     """An entry for a model that already exists."""
     return Entry(model.name, partial(_same, model))
 

@@ -23,6 +23,7 @@ import msgspec
 
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.errors import ModelError
+from paellapy.scheduler.engine.pipelines import Served
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.policies.policy import Policy
 from paellapy.serving.access import Access
@@ -67,7 +68,7 @@ class _Change:
     policy: Policy | None
     settings: dict[str, ModelConfig]
     changed: dict[str, Entry]
-    models: dict[str, Model | LanguageModel]
+    models: dict[str, Served | LanguageModel]
 
 
 class Reloader:

@@ -12,9 +12,10 @@ from aiohttp import web
 from paellapy.instrument.env import versions
 from paellapy.scheduler.core.residency import weights_state
 from paellapy.scheduler.engine.engine import Engine
+from paellapy.scheduler.engine.pipelines import Served
 from paellapy.scheduler.engine.remote import RemoteEngine
 from paellapy.scheduler.engine.stats import sizes_state
-from paellapy.scheduler.models.model import Model, TensorSpec
+from paellapy.scheduler.models.model import TensorSpec
 from paellapy.serving.access import open_to_all, operates
 from paellapy.serving.counters import ModelCounters
 from paellapy.serving.errors import RequestError, json_response, short
@@ -43,7 +44,7 @@ def server_metadata() -> dict[str, Any]:
     return {"name": "paellapy", "version": versions()["paellapy"], "extensions": EXTENSIONS}
 
 
-def model_metadata(model: Model) -> dict[str, Any]:
+def model_metadata(model: Served) -> dict[str, Any]:
     """Metadata of a model. Its shapes have -1 for the batch, as clients expect."""
     return {
         "name": model.name,
@@ -59,7 +60,7 @@ def model_metadata(model: Model) -> dict[str, Any]:
     }
 
 
-def model_config(model: Model, engine: Engine | RemoteEngine) -> dict[str, Any]:
+def model_config(model: Served, engine: Engine | RemoteEngine) -> dict[str, Any]:
     """A model's configuration in the format that Triton's clients read."""
     tensors = {
         key: [

@@ -19,8 +19,8 @@ from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.errors import EngineAwayError, EngineFailedError
 from paellapy.scheduler.engine.callbacks import Watchdog
 from paellapy.scheduler.engine.engine import Engine
+from paellapy.scheduler.engine.pipelines import Served
 from paellapy.scheduler.engine.remote import RemoteEngine
-from paellapy.scheduler.models.model import Model
 from paellapy.serving.access import Key, is_loopback
 from paellapy.serving.app import ACCESS, create_app
 from paellapy.serving.config import Config, ServerConfig, Source
@@ -157,7 +157,7 @@ class Server:
         self._to_reload = False
         self.reloader: Reloader | None = None  # if this process loads the models
         self._runner: Runner | None = None
-        self._walked: WeakSet[Model] = WeakSet()
+        self._walked: WeakSet[Served] = WeakSet()
         registry.changed.append(self._walk_http)
         self.url = ""
 

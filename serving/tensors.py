@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.scheduler.core.errors import ModelError
-from paellapy.scheduler.models.model import Model, TensorSpec
+from paellapy.scheduler.engine.pipelines import Served
+from paellapy.scheduler.models.model import TensorSpec
 from paellapy.serving.errors import RequestError, short
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -71,7 +72,7 @@ def check_datatype(name: str, wanted: np.dtype[Any], where: Where) -> None:
     raise where.error(said, "datatype", datatype(wanted), name)
 
 
-def check_servable(model: Model) -> None:
+def check_servable(model: Served) -> None:
     """Raises ModelError unless the protocol has a name for the type of every tensor."""
     for kind, specs in (("input", model.takes), ("output", model.gives)):
         for key, spec in specs.items():

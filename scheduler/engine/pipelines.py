@@ -303,3 +303,6 @@ class BackgroundLoop:
     def _run(loop: asyncio.AbstractEventLoop) -> None:
         loop.run_forever()
         loop.close()
+
+
+Served = Model | Pipeline  # what requests name

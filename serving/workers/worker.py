@@ -21,7 +21,7 @@ from paellapy.scheduler.core.admission import predict_finish
 from paellapy.scheduler.core.errors import EngineAwayError
 from paellapy.scheduler.core.processes import SharedBlock
 from paellapy.scheduler.core.state import Limits
-from paellapy.scheduler.engine.pipelines import Pipeline
+from paellapy.scheduler.engine.pipelines import Served
 from paellapy.scheduler.engine.remote import AWAY, Link, RemoteEngine, RemoteModel
 from paellapy.scheduler.models.lengths import Lengths
 from paellapy.scheduler.models.memory import InstancePlan
@@ -86,7 +86,7 @@ class RemoteRegistry(Catalogue):
             raise EngineAwayError(AWAY)  # the models are not known yet
         return super().find(name, version)
 
-    def ready(self, name: str, version: str | None = None) -> Model | Pipeline:
+    def ready(self, name: str, version: str | None = None) -> Served:
         self._check_link(name, version)
         return super().ready(name, version)
 
