@@ -276,7 +276,7 @@ class Registry(Catalogue):
         del self.entries[name]
         self.tell()
 
-    def load(self, name: str, model: Served | LanguageModel | None = None) -> float:
+    def load(self, name: str, model: Any = None) -> float:
         """Loads or reloads a configured model. Returns the milliseconds that one request takes alone on the GPU.
 
         `model`: what its factory has returned already.

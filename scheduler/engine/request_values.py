@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -94,7 +94,16 @@ def wrong_input(model: str, key: str, wrong: str, given: Any, limit: Any) -> Inp
     return InputError(f"model {model!r}, input {key!r} {wrong}", model=model, field=key, given=given, limit=limit)
 
 
-def check_ranges(model: Model, arrays: Values) -> None:
+class Ranged(Protocol):
+    """A model or a pipeline; some of its inputs have a range."""
+
+    name: str
+
+    @property
+    def ranges(self) -> Mapping[str, Any]: ...
+
+
+def check_ranges(model: Ranged, arrays: Values) -> None:
     """Checks the values of inputs that have a range; an InputError names the first value outside it."""
     for key, spec in model.ranges.items():
         if (wrong := spec.outside(arrays[key])) is not None:

@@ -21,7 +21,6 @@ from paellapy.serving.workers.channel import Channel, raised, told
 
 if TYPE_CHECKING:  # they need packages that only language models need
     from paellapy.scheduler.engine.generation import Generation, Piece
-    from paellapy.scheduler.language.model import LanguageModel
     from paellapy.scheduler.language.text import TextCodec
 
 GENERATE = "generate"  # a worker's call: it begins a text
@@ -108,7 +107,7 @@ class RemoteLanguageModel:
         return made
 
 
-def language_model_facts(model: LanguageModel) -> dict[str, Any]:
+def language_model_facts(model: Any) -> dict[str, Any]:
     return {"path": str(model.path.resolve()), "context": model.context, "priority": model.priority}
 
 
