@@ -1,0 +1,230 @@
+"""Which models of transformers, torchvision and timm load, and whether they answer as PyTorch does.
+
+    python benchmarks/model_corpus.py [--device virtual:h200] [--dtype float16] [--only NAME,NAME]
+
+A family of transformers has its default configuration with random weights, two layers, 1000 words and images of 224
+pixels; torchvision and timm have one small network per module. Models that are refused are tried again with the
+remedies of their error. Results are stored after each model; models that were stored at this commit are skipped.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from harness import arguments, commit, save, show, stored
+
+import paellapy as pp
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.models.torch_module import named_results
+from paellapy.scheduler.models.torch_tensors import as_array
+
+TASKS = {
+    "MASKED_LM": "text", "IMAGE_CLASSIFICATION": "vision", "AUDIO_CLASSIFICATION": "audio",
+    "OBJECT_DETECTION": "detection", "CTC": "audio", "SEMANTIC_SEGMENTATION": "vision", "DEPTH_ESTIMATION": "vision",
+    "UNIVERSAL_SEGMENTATION": "detection", "VIDEO_CLASSIFICATION": "vision",
+}  # fmt: skip
+WORDS, LAYERS, PIXELS, LENGTH, SECOND = 1000, 2, 224, 32, 16000
+SMALL = ("test_", "tiny", "nano", "atto", "pico", "femto", "small", "mini", "lite", "_xxs", "_xs", "_s", "_t", "18",
+         "11", "b0", "0_5", "400mf")  # fmt: skip
+SKIPPED = ("detection.", "quantization.", "optical_flow.")  # modules of torchvision whose models take no tensor
+TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 8e-2}  # of the largest value
+Make = Callable[[], torch.nn.Module]
+
+
+def families() -> Iterator[tuple[str, str, Make]]:
+    """Names of the models of transformers, their kinds, and how they are made."""
+    from transformers.models.auto import configuration_auto, modeling_auto
+
+    known = set()
+    for task, kind in TASKS.items():
+        for family, names in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").items():
+            if family in configuration_auto.CONFIG_MAPPING_NAMES and (family, kind) not in known:
+                known.add((family, kind))
+                name = names if isinstance(names, str) else names[0]
+                yield f"transformers {name}", kind, lambda family=family, name=name: family_model(family, name)
+
+
+def family_model(family: str, name: str) -> torch.nn.Module:
+    import transformers
+
+    config = transformers.models.auto.CONFIG_MAPPING[family]
+    return getattr(transformers, name)(config(**small(config().to_dict(), parts_only=True)))
+
+
+def small(config: Mapping[str, Any], parts_only: bool = False) -> dict[str, Any]:
+    """A configuration with few layers; `parts_only`: only the entries that this changes."""
+    found = {}
+    for key, value in config.items():
+        if isinstance(value, dict) and "model_type" in value:
+            found[key] = small(value)
+        elif isinstance(value, int) and key.endswith("_token_id") and value >= WORDS:
+            found[key] = WORDS - 1
+        elif isinstance(value, int) and key == "vocab_size":
+            found[key] = min(value, WORDS)
+        elif isinstance(value, int) and key == "image_size":
+            found[key] = min(value, PIXELS)
+        elif isinstance(value, int) and key.endswith("_layers") and "feat" not in key and value > LAYERS:
+            found[key] = LAYERS
+        elif key in ("use_cache", "use_pretrained_backbone"):
+            found[key] = False
+        elif not parts_only and key not in ("layer_types", "transformers_version", "architectures"):
+            found[key] = value
+    return found
+
+
+def networks() -> Iterator[tuple[str, str, Make]]:
+    """One small network per module of torchvision and timm."""
+    import timm
+    from torchvision import models
+
+    found = [timm.list_models(module=module) for module in timm.list_modules()]
+    for names in sorted(filter(None, found), key=lambda names: not smallest(names).startswith("test_")):
+        yield f"timm {(name := smallest(names))}", "vision", lambda name=name: timm.create_model(name)
+    modules: dict[str, list[str]] = {}
+    for name in models.list_models():
+        where = models.get_model_builder(name).__module__.removeprefix("torchvision.models.")
+        if not where.startswith(SKIPPED):
+            modules.setdefault(where, []).append(name)
+    for names in modules.values():
+        yield f"torchvision {(name := smallest(names))}", "vision", lambda name=name: models.get_model(name)
+
+
+def smallest(names: list[str]) -> str:
+    return next((name for part in SMALL for name in names if part in name), names[0])
+
+
+def example(net: torch.nn.Module, kind: str) -> dict[str, torch.Tensor]:
+    """Inputs of one request by name; every second text ends in padding."""
+    config = getattr(net, "config", None)
+    takes = inspect.signature(net.forward).parameters
+    if config is None or kind in ("vision", "detection"):
+        shape = (3, *pixels(net, config))
+        if config is None:
+            video = "video" in type(net).__module__
+            return {next(iter(takes)): torch.randn(1, 3, *([16] * video), *shape[1:])}
+        name = net.main_input_name
+        frames = [getattr(config, "num_frames", 8)] if name == "pixel_values_videos" or "num_frames" in config else []
+        return {name: torch.randn(1, *frames, getattr(config, "num_channels", 3), *shape[1:])}
+    name = net.main_input_name
+    if kind == "audio":
+        bins = getattr(config, "num_mel_bins", getattr(config, "feature_projection_input_dim", 80))
+        if name == "input_values" and "max_length" not in config:
+            return {name: torch.randn(1, SECOND)}
+        frames = 2 * getattr(config, "max_source_positions", 0) or getattr(config, "max_length", 0) or 100
+        return {name: torch.randn(1, bins, frames) if "whisper" in config.model_type else torch.randn(1, frames, bins)}
+    given = {name: torch.randint(10, min(WORDS, getattr(config, "vocab_size", WORDS)), (1, LENGTH))}
+    if "attention_mask" in takes:
+        given["attention_mask"] = (torch.arange(LENGTH) < LENGTH - 8 * int(torch.randint(2, ()))).long()[None]
+    if "bbox" in takes:
+        given["bbox"] = torch.randint(0, 100, (1, LENGTH, 2)).repeat(1, 1, 2)
+    return given
+
+
+def pixels(net: torch.nn.Module, config: Any) -> tuple[int, int]:
+    parts = [config, *(getattr(config, part, None) for part in ("backbone_config", "vision_config"))]
+    found = next((p.image_size for p in parts if getattr(p, "image_size", None)), PIXELS)
+    if config is None:
+        found = getattr(net, "pretrained_cfg", {}).get("input_size", (3, PIXELS, PIXELS))[1:]
+    return (found, found) if isinstance(found, int) else (int(found[0]), int(found[1]))
+
+
+def attempt(engine: pp.Engine, net: Any, kind: str, dtype: str) -> dict[str, Any]:
+    """Loads a model, and compares its answers to two requests with the module's own."""
+    given = [example(net, kind) for _ in range(2)]
+    began, worst = time.perf_counter(), 0.0
+    engine.load(pp.Model.from_torch(net, given[0], name="net", batch=(1, 2), instances=1, dtype=dtype))
+    seconds = time.perf_counter() - began
+    try:
+        for each in given:
+            arrays = {k: as_array(torch, t[0].to(getattr(torch, dtype) if t.is_floating_point() else t.dtype))
+                      for k, t in each.items()}  # fmt: skip
+            found = engine.infer_sync("net", arrays)
+            with torch.no_grad():
+                wanted = named_results("", net.float()(**each))
+            for key, tensor in wanted.items():
+                want = tensor[0].float().numpy()
+                off = np.abs(found[key].astype(np.float32) - want).max(initial=0.0)
+                worst = max(worst, float(off) / max(float(np.abs(want).max(initial=0.0)), 1e-6))
+    finally:
+        engine.unload("net")
+    timed = {"load_s": seconds} if engine.device.name.startswith("cuda") else {}  # a CPU's time says little of a GPU's
+    return {**timed, "error": worst, "equal": worst <= TOLERANCE[dtype]}
+
+
+def outcome(engine: pp.Engine, make: Make, kind: str, dtype: str) -> dict[str, Any]:
+    """Taken, with its error; or refused, with the remedies that were tried and what came of them."""
+    torch.manual_seed(0)
+    try:
+        net = make().eval()
+        with torch.no_grad():
+            net(**example(net, kind))
+    except Exception as e:  # the configuration needs more than `small` knows
+        return {"not_built": f"{type(e).__name__}: {e}"[:120]}
+    try:
+        return {"taken": True, **attempt(engine, net, kind, dtype)}
+    except PaellaError as e:
+        where = str(getattr(e, "location", "")).partition("site-packages/")[2]
+        why, remedies = f"{type(e).__name__}: {e}".partition(" at /")[0][:120], getattr(e, "remedies", [])
+    tried: dict[str, Any] = {}
+    for remedy in remedies:
+        setter, _, rest = remedy.partition("(")
+        again = make().eval()
+        if setter.startswith("set_"):
+            getattr(again, setter)(rest.split('"')[1])
+        elif not remedy.startswith("dtype"):
+            continue  # `python -O` is tried by running this script so
+        try:
+            tried[remedy] = attempt(engine, again, kind, "bfloat16" if "dtype" in remedy else dtype)
+        except PaellaError as e:
+            tried[remedy] = {"equal": False, "why": str(e)[:120]}
+    return {"taken": False, "why": why, "where": where, "remedies": list(remedies), "tried": tried}
+
+
+def main() -> None:
+    parser = arguments(__doc__, device="virtual:h200")
+    parser.add_argument("--dtype", default="float32", choices=list(TOLERANCE))
+    parser.add_argument("--only", default="", help="parts of names, separated by commas")
+    o = parser.parse_args()
+    for op in ("nms", "qnms"):  # of torchvision's detectors; its wheel for CUDA lacks them beside PyTorch for CPUs
+        torch.library.define(f"torchvision::{op}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    name = "model_corpus" if o.device.startswith("virtual") else "model_corpus_gpu"
+    results = stored(name, o.out)
+    found = results.setdefault(o.dtype, {})
+    key = "python -O, which leaves assertions out"
+    with pp.Engine(o.device) as engine:
+        for title, kind, make in (*networks(), *families()):
+            known = found.get(title, {})
+            if not any(part in title for part in o.only.split(",")) or (not o.only and "kind" in known):
+                continue
+            new = {"kind": kind, **outcome(engine, make, kind, o.dtype), "commit": commit()}
+            if not __debug__ and known.get("taken") is False:
+                known["tried"][key] = new
+            else:
+                found[title] = new
+            print(title, new, flush=True)
+            save(name, results, engine.device, o.out, tables={name.replace("_", "-"): table(found)})
+            gc.collect()
+    rows = table(found)
+    show(f"{o.device}, {o.dtype}", rows[0], rows[1:])
+
+
+def table(found: Mapping[str, Any]) -> list[Sequence[object]]:
+    """By kind: models that were built, loaded and equal, equal with a remedy of the error, and refused."""
+    rows: list[Sequence[object]] = [("models", "tried", "loaded and equal", "with a remedy", "refused")]
+    built = [each for each in found.values() if "not_built" not in each]
+    for kind in (*dict.fromkeys(each["kind"] for each in built), "all"):
+        of_kind = [each for each in built if kind in (each["kind"], "all")]
+        equal = sum(each.get("equal", False) for each in of_kind)
+        remedied = sum(any(t["equal"] for t in each.get("tried", {}).values()) for each in of_kind)
+        rows.append((kind, len(of_kind), equal, remedied, len(of_kind) - equal - remedied))
+    return rows
+
+
+if __name__ == "__main__":
+    main()
