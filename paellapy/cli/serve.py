@@ -164,16 +164,15 @@ def announce_demo(url: str, loaded: Sequence[str]) -> None:
     console.print(f"\nServing {', '.join(loaded)} at [bold]{url}/v2[/bold]")
     for what, path in (("dashboard", "/"), ("documentation", "/docs"), ("metrics", "/metrics")):
         console.print(f"  {what:14s} {url}{path}")
+    if "cnn" in loaded:
+        images, labels = demo.held_out()
+        console.print(f"\nA handwritten {labels[0]} that no model has seen:\n{picture(images[0])}")
+        console.print("Classify it (the answer is score:digit):\n")
+        console.print(f"curl -s {url}/v2/models/cnn/infer -d '{digit_request(images[0])}'", markup=False)
     if demo.AUSTEN.name in loaded:
         console.print("\nLet a small model, trained on Jane Austen's novels, go on with a text:\n")
         body = json.dumps({"model": demo.AUSTEN.name, "prompt": "It is a truth", "max_tokens": 60})
         console.print(f"curl -s {url}/v1/completions -d '{body}'", markup=False)
-    if "cnn" not in loaded:
-        return
-    images, labels = demo.held_out()
-    console.print(f"\nA handwritten {labels[0]} that no model has seen:\n{picture(images[0])}")
-    console.print("Classify it (the answer is score:digit):\n")
-    console.print(f"curl -s {url}/v2/models/cnn/infer -d '{digit_request(images[0])}'", markup=False)
     console.print("\nCtrl-C finishes requests in flight and stops.")
 
 
