@@ -178,7 +178,10 @@ class _Trials:
         yield fn.cache_key
         yield from (repr(config.all_kwargs()) for config in self.configs)
         for name, value in self.named.items():
-            yield f"{name}: {value.dtype} {tuple(value.shape)}" if hasattr(value, "shape") else f"{name}: {value!r}"
+            if not hasattr(value, "shape"):
+                yield f"{name}: {value!r}"
+            else:  # a tensor descriptor has the type of its base
+                yield f"{name}: {getattr(value, 'dtype', None) or value.base.dtype} {tuple(value.shape)}"
 
     def _launches(self) -> Iterator[Any]:
         """The launch of each configuration, or the error of one that cannot be launched."""

@@ -237,3 +237,19 @@ def test_the_virtual_gpu_chooses_without_running_and_keeps_its_choice(monkeypatc
         assert (out == 1).all()
         assert made.best_config.kwargs == {"B": 1024}
         assert len(ran) == predictions
+
+
+@triton.jit
+def first_tile(tiles, out, B: tl.constexpr):
+    tl.store(out + tl.arange(0, B), tl.sum(tiles.load([0, 0]), axis=0))
+
+
+def test_the_virtual_gpu_chooses_for_tensor_descriptors() -> None:
+    torch = pytest.importorskip("torch")
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    configs = [triton.Config({}, num_warps=w) for w in (1, 4)]
+    x, out = torch.ones(16, 16), torch.zeros(16)
+    with Device("virtual:h200"):
+        kernel(triton.autotune(configs, [])(first_tile))[1,](TensorDescriptor.from_tensor(x, [16, 16]), out, 16)
+    assert (out == 16).all()
