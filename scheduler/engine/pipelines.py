@@ -44,6 +44,7 @@ class Pipeline:
     models that are not loaded yet. `takes` and `gives`, `workers` and `processes` are as for `Model`; the first two are
     by default those of the first and the last step, if they are models.
 
+    >>> from paellapy.scheduler.models.tensors import TensorSpec
     >>> double = Model("double", print, inputs={"x": TensorSpec((4,))}, outputs={"y": TensorSpec((4,))})
     >>> Pipeline("twice", [double, lambda y: {"x": y}, double]).stages[2].name
     'double'
