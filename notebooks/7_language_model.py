@@ -45,7 +45,8 @@ lengths = [8, 20, 12, 16, 6, 24]
 
 async def write(prompt, length, began, seed=1):
     times, text = [], ""
-    async for piece in engine.generate("austen", prompt, max_tokens=length, seed=seed, ignore_eos=True):
+    options = {"max_tokens": length, "seed": seed, "ignore_eos": True}
+    async for piece in engine.generate("austen", prompt, **options):
         times.append(time.monotonic() - began)
         text += piece.text
     return times, text
@@ -53,7 +54,8 @@ async def write(prompt, length, began, seed=1):
 
 async def write_all():
     began = time.monotonic()
-    return await asyncio.gather(*(write(*each, began) for each in zip(prompts, lengths, strict=True)))
+    texts = zip(prompts, lengths, strict=True)
+    return await asyncio.gather(*(write(*each, began) for each in texts))
 
 
 written = await write_all()
@@ -77,7 +79,8 @@ from paellapy.scheduler.language.weights import read_tensors  # noqa: E402
 
 size = 16
 table = read_tensors(demo.AUSTEN)["model.embed_tokens.weight"].astype(np.float32)
-vectors = torch.nn.EmbeddingBag.from_pretrained(torch.from_numpy(table - table.mean(0)), mode="mean")
+table = torch.from_numpy(table - table.mean(0))
+vectors = torch.nn.EmbeddingBag.from_pretrained(table, mode="mean")
 example = torch.zeros(1, size, dtype=torch.int64)
 engine.load(pp.Model.from_torch(vectors, example, name="embedder", priority=1))
 
@@ -86,7 +89,8 @@ def ids(text):
     return np.resize(austen.codec.encode(text), size).astype(np.int64)
 
 
-texts = ["her sister and her mother", "her mother and her aunt", "the house and the garden", "he went to the house"]
+texts = ["her sister and her mother", "her mother and her aunt"]
+texts += ["the house and the garden", "he went to the house"]
 embedded = np.stack([engine.infer_sync("embedder", {"input": ids(t)})["output"] for t in texts])
 embedded /= np.linalg.norm(embedded, axis=1, keepdims=True)
 figure, ax = plt.subplots(figsize=(5.4, 2.8), layout="constrained")
@@ -148,8 +152,8 @@ steps = job.steps
 job.stop()
 job.join()
 same = [a == b for (_, a), (_, b) in zip(written, beside, strict=True)]
-print(f"{sum(same)} of {len(same)} texts are the same as before, {len(latency)} texts were embedded")
-print(f"the embedder's median latency is {np.median(latency):.1f} ms; the job made {steps} steps")
+print(f"{sum(same)} of {len(same)} texts are the same as before; the job made {steps} steps")
+print(f"{len(latency)} texts were embedded, in {np.median(latency):.1f} ms (median)")
 
 # %% [markdown]
 # A seed gives the same text, whatever shares the GPU. In the trace, a text is a request whose segments end with its

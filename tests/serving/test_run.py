@@ -82,12 +82,18 @@ def test_a_stop_signal_under_load_loses_no_accepted_request(tmp_path):
     assert json.loads(rest.splitlines()[-1])["message"] == "stopped"
 
 
+@pytest.fixture
+def manager(tmp_path):
+    """The socket of a service manager."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as made:
+        made.settimeout(60)
+        made.bind(str(tmp_path / "notify"))
+        yield made
+
+
 @pytest.mark.parametrize("workers", [0, 1])
-def test_signals_write_stacks_into_the_log_and_open_its_file_again(tmp_path, workers, monkeypatch):
+def test_signals_write_stacks_into_the_log_and_open_its_file_again(tmp_path, workers, monkeypatch, manager):
     """A service manager hears that the server is ready, and that it stops."""
-    manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    manager.settimeout(60)
-    manager.bind(str(tmp_path / "notify"))
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
     config, kept = tmp_path / "paella.toml", tmp_path / "log.1"
     more = f'workers = {workers}\nstandby = "off"\naccess_log = true\nlog_file = "log"'
@@ -104,7 +110,9 @@ def test_signals_write_stacks_into_the_log_and_open_its_file_again(tmp_path, wor
         for number in (signal.SIGUSR2, signal.SIGQUIT):
             process.send_signal(number)
         wait_until(lambda: {each.get("process") for each in said(tmp_path / "log", "a thread's stack")} == processes)
-        assert any("serve_config" in each["traceback"] for each in said(tmp_path / "log", "a thread's stack"))
+        wait_until(lambda: "serve_config" in "".join(
+            each["traceback"] for each in said(tmp_path / "log", "a thread's stack")
+        ))  # fmt: skip
         (tmp_path / "log").rename(kept)
         process.send_signal(signal.SIGUSR1)
 
@@ -116,7 +124,6 @@ def test_signals_write_stacks_into_the_log_and_open_its_file_again(tmp_path, wor
         assert manager.recv(100) == b"STOPPING=1"
         assert process.wait(60) == 0
         assert process.stderr.read() == ""
-    manager.close()
     assert said(tmp_path / "log", "stopped")
 
 

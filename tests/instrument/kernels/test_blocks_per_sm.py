@@ -163,7 +163,8 @@ def test_kernels_of_triton_keep_their_blocks_too(name: str, tmp_path: Path, monk
     assert not hasattr(plain.metadata, "paellapy")
     before, after, threads = assembled(plain), assembled(reporting), 32 * given["num_warps"]
     facts = {"warps": given["num_warps"], "dynamic_shared_bytes": plain.metadata.shared,
-             "spill_bytes": after.spill_bytes, "plain_registers": before.registers}  # fmt: skip
+             "spill_bytes": after.spill_bytes, "plain_registers": before.registers,
+             "plain_spill_bytes": before.spill_bytes}  # fmt: skip
     assert reporting.metadata.paellapy == cached.metadata.paellapy == facts
     allowed, kept = (
         occupancy(HOPPER, threads, a.registers, plain.metadata.shared).blocks_per_sm for a in (before, after)
