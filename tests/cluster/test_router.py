@@ -112,9 +112,11 @@ def test_the_cluster_has_one_index_and_one_of_everything_else(router):
     assert [each["up"] for each in status["engines"]] == [True, True]
 
 
-def test_metrics_are_what_prometheus_reads(router):
+def test_metrics_are_what_prometheus_reads(engines, router):
     from prometheus_client.parser import text_string_to_metric_families
 
+    for each in engines.values():
+        assert ask(each, "POST", INFER, body())[0] == 200
     page = ask(router, "GET", "/metrics")[2].decode()
     families = {each.name: each for each in text_string_to_metric_families(page)}
     assert {sample.labels["engine"] for sample in families["paellapy_request_seconds"].samples} == {"a", "b"}

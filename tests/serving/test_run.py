@@ -319,8 +319,9 @@ def test_the_message_of_a_server_that_is_ready_names_the_models_that_were_loaded
     assert "Serving plain at" in said
     assert "/v2/models/plain/infer" in said
     assert "broken" not in said
-    (why,) = [line["error"] for line in log if line["message"] == "a model could not be loaded"]
-    assert "weights are gone" in why
+    why = {line["error"] for line in log if line["message"] == "a model could not be loaded"}
+    assert len(why) == 1, log
+    assert "weights are gone" in why.pop()
 
 
 def test_the_message_of_a_server_without_models_is_its_address(tmp_path):
