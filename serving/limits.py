@@ -153,7 +153,7 @@ left are kept for others: wait for answers before you send more
         self._seen_s: dict[str, float] = {}  # when an address asked last
 
     def take(self, address: str, items: int, free: int) -> None:
-        """TooManyRequestsError: the address has its part of all places, of which so many are free."""
+        """TooManyRequestsError: the address has its part of all places, of which `free` are left."""
         held, now_s = self._held.get(address, 0), time.monotonic()
         if held and held >= PER_FREE * (free - items) and self._others_ask(address, now_s):
             said = f"{address} has {held} requests in flight, and the {free} places that are left are kept for others"

@@ -192,7 +192,7 @@ class CudaArray:
     def over(
         cls, device: Gpu, ptr: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: object = None
     ) -> CudaArray:
-        """An array over memory of another owner, who is kept with it; without one, the caller keeps the memory."""
+        """An array over memory that `owner` keeps alive; without an owner the caller does."""
         array = cls.__new__(cls)
         array.device, array.ptr, array.shape, array.dtype, array.owner = device, ptr, shape, dtype, owner
         return array

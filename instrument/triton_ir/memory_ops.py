@@ -425,7 +425,8 @@ Known = TypeVar("Known", bound=Array)
 _BYTES = ELEMENTS["i8"]
 _known: weakref.WeakValueDictionary[int, Array] = weakref.WeakValueDictionary()
 _seen: dict[int, weakref.ref[Any]] = {}  # tensors, by the addresses of their memory
-_asked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # tensors, by what data_ptr() returned
+# Tensors, by the address that their data_ptr() gave.
+_asked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def know(array: Known) -> Known:

@@ -35,7 +35,7 @@ from paellapy.scheduler.models.weights import write_weights
 SEED = 7
 VOCABULARY = 1024
 END = "<|endoftext|>"  # before and after each chapter
-HELD_OUT = 20  # one chapter in so many
+HELD_OUT = 20  # every 20th chapter
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "dtype": "float16",

@@ -66,7 +66,7 @@ def die_with_parent(signal: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
-FEW_CORES = 4  # on so many or fewer, a thread that spins would take its core from others
+FEW_CORES = 4  # on this many CPUs or fewer, a spinning thread takes a core that others need
 
 
 def usable_cpus(quota: Path = _QUOTA) -> float:

@@ -342,7 +342,7 @@ class Generator:
         return Grammars(self.model.codec, self.model.config.vocabulary, self.model.eos)
 
     def _wait_ns(self, tokens: int) -> float:
-        """Predicted time until a prompt of so many tokens has entered."""
+        """Predicted time until a prompt of this many tokens has entered."""
         return self.stats.entry_ns * (tokens + self._batcher.waiting_tokens)
 
     def _late(self, stream: _Stream, why: str) -> DeadlineError:

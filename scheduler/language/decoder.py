@@ -39,7 +39,7 @@ class State:
 
     @staticmethod
     def shapes(config: DecoderConfig, sequences: int, context: int, pages: int) -> dict[str, tuple[Shape, Any]]:
-        """Shape and element type of each array, for so many sequences and pages."""
+        """Shape and element type of each array, for this many sequences and pages."""
         n, whole, dtype = sequences + 1, np.dtype(np.int32), element_type(config.dtype)
         cache = (config.layers, pages + 1, config.kv_heads, PAGE, config.head_width), dtype
         widths = {"table": -(-context // PAGE), "seen": config.vocabulary, "mask": -(-config.vocabulary // 32)}

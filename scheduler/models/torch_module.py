@@ -457,8 +457,8 @@ class Varying:
         if not alike:
             raise wrong(
                 self._title, "lengths", key, f"padding changes its output {key!r}, so requests of different lengths "
-                "cannot share a size: give the module a mask of what is padding, as an example input whose name has "
-                '"mask", or take as its outputs what does not depend on padding'
+                "cannot share a size: give the module a mask of the padding (an example input whose name has "
+                "'mask' in it), or return only outputs that do not depend on padding"
             )  # fmt: skip
 
 
