@@ -1,6 +1,6 @@
 """Public Triton kernels, unmodified, from installed packages: are they correct on the virtual GPU, with every pass?
 
-    pip install paellapy[public]
+    pip install --editable '.[public]'
     python benchmarks/public_kernels.py                  # on the virtual GPU: against PyTorch, and all passes assembled
     python benchmarks/public_kernels.py --gpu            # on a GPU: the same bits with and without reporting
     python benchmarks/public_kernels.py --gpu --ranges   # the same, and with ranges inserted

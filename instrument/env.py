@@ -6,14 +6,18 @@ import contextlib
 import ctypes
 import functools
 import gc
+import json
 import os
+import shlex
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
+from urllib.parse import unquote
 
 # --- hardware queues ------------------------------------------------------------------------------------------------
 # Launches of a process share 8 of the GPU's hardware queues by default, and work in a queue waits for a long graph in
@@ -118,6 +122,33 @@ def _installed() -> tuple[tuple[str, str], ...]:
 def versions() -> dict[str, str]:
     """Package → version, for installed packages; paellapy itself is always included."""
     return dict(_installed())
+
+
+def install_line(extra: str) -> str:
+    """The command that adds an extra to this installation: from the clone, wheel or repository that it came from.
+
+    >>> install_line("viz").startswith("pip install ")
+    True
+    """
+    clone = Path(__file__).parents[2]  # this folder is linked into the package
+    if (clone / "pyproject.toml").exists():
+        return f"pip install --editable {shlex.quote(f'{clone}[{extra}]')}"
+    from importlib import metadata
+
+    try:
+        origin = json.loads(metadata.distribution("paellapy").read_text("direct_url.json") or "{}")
+    except metadata.PackageNotFoundError:
+        origin = {}
+    url = origin.get("url", "")
+    if url.startswith("file://"):
+        return f"pip install {shlex.quote(f'{unquote(url[7:])}[{extra}]')}"
+    vcs = origin.get("vcs_info", {}).get("vcs")
+    at = f" @ {vcs + '+' if vcs else ''}{url}" if url else ""
+    return f"pip install {shlex.quote(f'paellapy[{extra}]{at}')}"
+
+
+def cuda_line() -> str:
+    return f"{install_line('cuda13')} (cuda12 for drivers older than 580)"
 
 
 # --- garbage collector ----------------------------------------------------------------------------------------------

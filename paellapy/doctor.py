@@ -14,7 +14,7 @@ from rich.text import Text
 
 from paellapy.instrument.device import Device, devices
 from paellapy.instrument.device.driver import check, driver
-from paellapy.instrument.env import versions
+from paellapy.instrument.env import cuda_line, install_line, versions
 from paellapy.instrument.errors import PaellaError
 from paellapy.instrument.ptx.compiled import find_ptxas
 from paellapy.scheduler.core.tuning import Tuning
@@ -152,14 +152,13 @@ def _viz() -> str:
     return "t.plot(), t.save_figure(path), t.to_perfetto(path)"
 
 
-_CUDA_EXTRA = "pip install 'paellapy[cuda13]' (or cuda12, for drivers older than 580)"
 _FEATURES: tuple[tuple[str, Callable[[], str], str], ...] = (
     ("instrument Triton kernels", _instrument_triton, "pip install 'triton>=3.6,<3.10'"),
-    ("instrument CUDA C kernels", _instrument_cuda, _CUDA_EXTRA),
+    ("instrument CUDA C kernels", _instrument_cuda, cuda_line()),
     ("run and trace on the virtual GPU", _trace_on("virtual:h200"), "report this as a bug"),
-    ("run and trace on the GPU", _trace_on("cuda"), _CUDA_EXTRA + ", on a machine with an NVIDIA GPU"),
+    ("run and trace on the GPU", _trace_on("cuda"), cuda_line() + ", on a machine with an NVIDIA GPU"),
     ("trace PyTorch's kernels", _torch, "install PyTorch with CUDA (pytorch.org), on a machine with an NVIDIA GPU"),
-    ("pictures", _viz, "pip install 'paellapy[viz]'"),
+    ("pictures", _viz, install_line("viz")),
 )
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.device.base import Event, Stream
+from paellapy.instrument.env import cuda_line
 from paellapy.instrument.errors import LaunchError, NoDeviceError
 
 NOT_READY = 600  # CUDA_ERROR_NOT_READY
@@ -28,7 +29,7 @@ NOT_READY = 600  # CUDA_ERROR_NOT_READY
 
 def _no_gpu(field: str, why: str) -> NoDeviceError:
     return NoDeviceError(
-        f"{why} Install NVIDIA's driver and paellapy[cuda12] or paellapy[cuda13], or use the virtual GPU: "
+        f"{why} Install NVIDIA's driver and {cuda_line()}, or use the virtual GPU: "
         'pp.Device("virtual:h200").', field=field
     )
 

@@ -16,6 +16,7 @@ import numpy as np
 from paellapy.instrument import cache
 from paellapy.instrument.arguments import param_layout
 from paellapy.instrument.device.base import Device, Launcher
+from paellapy.instrument.env import cuda_line
 from paellapy.instrument.errors import ArgumentError, CompileError, NoDeviceError, PtxError
 from paellapy.instrument.gpu_model.parts import Occupancy
 from paellapy.instrument.kernels.kernel import (
@@ -149,7 +150,7 @@ def _nvrtc() -> Any:
     except (ImportError, RuntimeError) as e:
         raise NoDeviceError(
             f"CUDA C kernels need NVRTC, which was not found ({e}). "
-            "Install paellapy[cuda12] or paellapy[cuda13], whichever your driver supports.", field="nvrtc"
+            f"Install it: {cuda_line()}.", field="nvrtc"
         ) from None
     return nvrtc
 

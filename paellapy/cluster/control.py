@@ -23,6 +23,7 @@ import msgspec
 from paellapy.cluster.cluster_file import ClusterFile, difference, first_placement, load_cluster
 from paellapy.cluster.plan import Fleet, Group, Placement, plan, regroup, steps
 from paellapy.cluster.router import RouterOptions
+from paellapy.instrument.env import install_line
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.profiles import load_profiles
 from paellapy.serving.logs import configure, log
@@ -48,7 +49,7 @@ def import_ray() -> Any:
     try:
         import ray
     except ImportError:
-        raise ClusterError("`paellapy cluster` needs Ray: pip install 'paellapy[ray]'", field="ray") from None
+        raise ClusterError(f"`paellapy cluster` needs Ray: {install_line('ray')}", field="ray") from None
     check_version(ray.__version__)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     return ray
@@ -62,7 +63,7 @@ def check_version(version: str) -> None:
     found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if not OLDEST <= found < BEYOND:
         wanted = f"{OLDEST[0]}.{OLDEST[1]} or newer, below {BEYOND[0]}"
-        said = f"Ray {version} is not supported: install {wanted} (pip install 'paellapy[ray]')"
+        said = f"Ray {version} is not supported: install {wanted} ({install_line('ray')})"
         raise ClusterError(said, field="ray", given=version)
 
 

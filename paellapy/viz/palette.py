@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from paellapy.instrument.env import install_line
 from paellapy.instrument.errors import PaellaError, TraceError
 
 Theme = Literal["light", "dark"]
@@ -97,5 +98,5 @@ def need(module: str, what: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         library = module.partition(".")[0]
-        said = f"{what} needs {library}: pip install 'paellapy[viz]'"
+        said = f"{what} needs {library}: {install_line('viz')}"
         raise MissingExtraError(said, library=library, extra="viz") from error

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from paellapy.instrument.env import install_line
 from paellapy.scheduler.models.model_folder import LanguageModelError, read_json, read_tokenizer
 from paellapy.scheduler.models.text_reader import TextReader
 
@@ -113,7 +114,7 @@ def _load(folder: Path, kind: str) -> Any:
     try:
         import transformers
     except ImportError as e:
-        said = f"encoders need the package transformers ({e}): pip install 'paellapy[encoders]'"
+        said = f"encoders need the package transformers ({e}): {install_line('encoders')}"
         raise LanguageModelError(said, path=folder, field="transformers") from None
     known = transformers.AutoModel if kind == EMBEDDING else transformers.AutoModelForSequenceClassification
     shows = transformers.utils.logging.is_progress_bar_enabled()

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from paellapy.instrument.env import install_line
 from paellapy.scheduler.core.errors import ModelError
 
 _LONGEST_CONFIG = 1 << 20
@@ -38,7 +39,7 @@ def read_tokenizer(folder: Path) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError as e:
-        said = f"texts need the package tokenizers ({e}): pip install 'paellapy[language]'"
+        said = f"texts need the package tokenizers ({e}): {install_line('language')}"
         raise LanguageModelError(said, path=folder, field="tokenizers") from None
     path = folder / "tokenizer.json"
     if not path.exists():

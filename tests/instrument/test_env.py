@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
+import shlex
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from places import ROOT
 
 from paellapy.instrument import env
 from paellapy.instrument.env import CONNECTIONS, live_instances, without_collection
@@ -156,3 +162,26 @@ def test_a_tuple_that_another_thread_makes_meanwhile_can_be_finished(monkeypatch
     kept = Wanted()
     assert live_instances(Wanted) == [kept]
     assert [len(each) for each in made] == [51]
+
+
+@pytest.mark.parametrize(
+    ("origin", "expected"),
+    [
+        ({"url": "file:///a%20b/paellapy", "dir_info": {}}, "/a b/paellapy[viz]"),
+        ({"url": "file:///x/p-1-py3-none-any.whl", "archive_info": {}}, "/x/p-1-py3-none-any.whl[viz]"),
+        ({"url": "https://host/p.git", "vcs_info": {"vcs": "git"}}, "paellapy[viz] @ git+https://host/p.git"),
+        (None, "paellapy[viz]"),
+    ],
+)
+def test_an_extra_is_installed_from_where_the_package_came(
+    origin: dict[str, object] | None, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {} if origin is None else {"direct_url.json": json.dumps(origin)}
+    monkeypatch.setattr(metadata, "distribution", lambda name: SimpleNamespace(read_text=files.get))
+    monkeypatch.setattr(env, "__file__", str(tmp_path / "site-packages" / "paellapy" / "instrument" / "env.py"))
+    assert shlex.split(env.install_line("viz"))[-1] == expected
+
+
+def test_a_clone_installs_its_extras_from_itself() -> None:
+    where, _, extra = shlex.split(env.install_line("viz"))[-1].partition("[")
+    assert (Path(where).resolve(), extra) == (ROOT.resolve(), "viz]")

@@ -21,7 +21,7 @@ from paellapy.instrument.kernels.cuda import CudaKernel, CudaSource, bind_values
 from paellapy.instrument.kernels.decorator import kernel
 from paellapy.instrument.kernels.triton_source import TypeHandlers
 
-pytest.importorskip("cuda.bindings.nvrtc", reason="CUDA C needs NVRTC: pip install 'paellapy[dev]'")
+pytest.importorskip("cuda.bindings.nvrtc", reason="CUDA C needs NVRTC, which the extra dev has")
 
 HANDLERS = TypeHandlers()
 SCALE = """

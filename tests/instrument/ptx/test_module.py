@@ -18,7 +18,7 @@ from paellapy.instrument.ptx.module import Function, Kind, Module, Statement, st
 
 pytestmark = pytest.mark.quick
 
-pytest.importorskip("cuda.bindings.nvrtc", reason="CUDA C needs NVRTC: pip install 'paellapy[dev]'")
+pytest.importorskip("cuda.bindings.nvrtc", reason="CUDA C needs NVRTC, which the extra dev has")
 
 
 def only(ptx: str) -> Function:

@@ -17,7 +17,7 @@ from paellapy.instrument.ptx.descriptor import PassConfig
 from paellapy.instrument.ptx.module import Function, Module
 from paellapy.instrument.records import DESCRIPTOR
 
-pytest.importorskip("cuda.bindings.nvrtc", reason="CUDA C needs NVRTC: pip install 'paellapy[dev]'")
+pytest.importorskip("cuda.bindings.nvrtc", reason="CUDA C needs NVRTC, which the extra dev has")
 
 TARGETS = (80, 90, 100)
 LEVELS = ("count", "trace", "notify")

@@ -22,7 +22,7 @@ from paellapy.instrument.ptx.descriptor import PassConfig
 from paellapy.instrument.ptx.module import Kind, Module, Statement
 from paellapy.instrument.records import DESCRIPTOR, FLAG_COPIES, FLAG_COPY_BYTES, LEFT_HEAD_BYTES
 
-pytest.importorskip("cuda.bindings.nvrtc", reason="CUDA C needs NVRTC: pip install 'paellapy[dev]'")
+pytest.importorskip("cuda.bindings.nvrtc", reason="CUDA C needs NVRTC, which the extra dev has")
 
 MOST_ADDED_REGISTERS = 16
 WAITING = {"spin_lock", "grid_barrier"}
