@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,9 +19,10 @@ from aiohttp import web
 
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.errors import DeadlineError, EngineAwayError
+from paellapy.scheduler.engine.ring_client import MOST_TEXTS
 from paellapy.serving.access import CLIENT, infers, open_to_all
 from paellapy.serving.counters import ModelCounters
-from paellapy.serving.errors import EVENTS, NUMBER, error_answer, json_response, status_of
+from paellapy.serving.errors import EVENTS, NUMBER, RequestError, error_answer, json_response, status_of
 from paellapy.serving.inference import read
 from paellapy.serving.limits import BESIDE_BYTES, JSON_COPIES
 from paellapy.serving.openai import (
@@ -30,6 +31,7 @@ from paellapy.serving.openai import (
     Choice,
     GenerateAnswer,
     Usage,
+    check_values,
     error_body,
     model_about,
     models_list,
@@ -48,6 +50,11 @@ if TYPE_CHECKING:
 
 TOKEN_BYTES = 256  # of a body, per token of the longest context: a token has about 5 characters, most have fewer
 INLINE = 1000  # characters: up to this length a text becomes tokens within a millisecond, in the event loop
+MOST_CHARACTERS = 16  # of a prompt, for each token of the model's context; texts have about five
+PROMPT_BYTES = 40  # of memory, for each token of a prompt
+UNREAD_BYTES, LOGPROB_BYTES = 250, 110  # of memory, for a token that waits to be sent, and for each log probability
+SLOW_BYTES = 1 << 16  # more of them than this are counted, for one request
+LOOK_S = 0.1
 
 Form = Answer | GenerateAnswer
 Read = Callable[[bytes | memoryview], Asked]
@@ -58,8 +65,15 @@ _reading = ThreadPoolExecutor(2, thread_name_prefix="text")  # its threads start
 class Writing:
     """The texts of one request, from their submission to their end. `async with` cancels what has not ended."""
 
-    def __init__(self, service: Service, model: TextModel, asked: Asked, client: str) -> None:
+    def __init__(
+        self, service: Service, model: TextModel, asked: Asked, client: str, request: web.Request,
+        claim: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        """`claim` sets the bytes that the request holds."""
         self._service, self._model, self._asked, self._client = service, model, asked, client
+        self._request, self._claim = request, claim
+        self._kept_bytes = self._claimed_bytes = 0
+        self._address = ""  # holds places
         self.name = model.name
         self._error: Exception | None = None
         self._until = asyncio.timeout(None if asked.timeout_us is None else asked.timeout_us * 1e-6)
@@ -74,21 +88,31 @@ class Writing:
 
     async def __aexit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._service.live.discard(self)
+        self._service.unsent.end(self.cut_off)
         for each in self._generations:
             each.cancel()
+        if self._address and self._service.texts is not None:
+            self._service.texts.give(self._address, self._asked.choices)
         try:
             await self._until.__aexit__(kind, error, trace)
         except TimeoutError:
             late = f"model {self.name!r}: the deadline passed before the text was complete"
             raise self._error or DeadlineError(late) from None
 
-    async def begin(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Submits all texts to the engine."""
-        asked, sampling = self._asked, self._asked.sampling
+    async def begin(self, prompts: Sequence[Sequence[int]], length: int) -> None:
+        """Submits all texts to the engine; `length` is that of the body."""
+        asked, sampling, service = self._asked, self._asked.sampling, self._service
+        self._grow(length + (PROMPT_BYTES + 8 * asked.n) * sum(map(len, prompts)))
+        client: Hashable = self._client or None
+        if service.texts is not None and (address := self._request.remote) is not None:
+            service.texts.take(address, asked.choices, MOST_TEXTS - service.texts.held)
+            self._address = address
+            if client is not None:
+                client = service.callbacks.as_sent_from(self._client, address)
         options: dict[str, Any] = {
             "deadline_ms": None if asked.timeout_us is None else asked.timeout_us * 1e-3,
             "priority": engine_priority(self._model.priority, asked.level),
-            "client": self._client or None,
+            "client": client,
         }
         if asked.sooner:
             options["priority"] = self._model.priority + asked.sooner
@@ -97,7 +121,9 @@ class Writing:
             for k in range(asked.n):
                 if k and "seed" in sampling:
                     sampling = {**sampling, "seed": sampling["seed"] + 1}
-                made = await self._service.registry.generate(self.name, tokens, options, sampling)
+                if self.choices and len(tokens) > INLINE:
+                    await asyncio.sleep(0)  # other requests go on
+                made = await service.registry.generate(self.name, tokens, options, sampling)
                 self._generations.append(made)
                 self.choices.append(Choice(len(self.choices), begin))
             self.usage.prompt += len(tokens)
@@ -106,15 +132,42 @@ class Writing:
         """Each piece of any of the texts, once its choice has taken it."""
         async for k, piece in _merged(self._generations):
             choice = self.choices[k]
-            if not choice.pieces and k % self._asked.n == 0:
+            if not choice.count and k % self._asked.n == 0:
                 self.usage.cached += self._generations[k].cached_tokens
             self.usage.answer += 1
             yield choice, choice.add(piece)
 
-    # -- the engine is silent
+    # -- what it holds
 
-    def is_past_deadline(self) -> bool:
-        return False  # `asyncio.timeout` ends it, whether the engine responds or not
+    def keep(self, nbytes: int) -> None:
+        """Counts a part of the answer that is kept until its end."""
+        self._kept_bytes += nbytes
+        if self._kept_bytes > SLOW_BYTES:
+            self._grow(self._kept_bytes)
+            self._kept_bytes = 0
+
+    def _grow(self, nbytes: int) -> None:
+        self._claimed_bytes += nbytes
+        self._claim(self._claimed_bytes)
+
+    async def until_read(self) -> None:
+        """Waits while the client reads more slowly than the text is written, and counts what waits for it."""
+        each = UNREAD_BYTES + LOGPROB_BYTES * (self._asked.sampling.get("logprobs") or 0)
+        while (
+            (unread := each * sum(made.unread for made in self._generations)) > SLOW_BYTES
+            and self._request.protocol.writing_paused
+            and self._request.transport is not None
+        ):
+            self._service.unsent.begin(self.cut_off, unread)
+            await asyncio.sleep(LOOK_S)
+        self._service.unsent.end(self.cut_off)
+
+    def cut_off(self) -> None:
+        """Ends the connection, since answers that nobody reads take too much memory."""
+        if self._request.transport is not None:
+            self._request.transport.abort()
+
+    # -- the engine is silent
 
     def abandon(self, error: Exception) -> None:
         self._error = error
@@ -158,21 +211,22 @@ async def _respond(
     try:
         if service.silent:
             raise EngineAwayError("the engine does not respond; try again later")
-        asked = await _asked(request, service, read_asked)
-        model = service.registry.language_model(asked.model)
-        counters = service.counters.of(model.name)
-        form = form_of(asked, model)
-        prompts = await _tokens(model, asked)
-        async with Writing(service, model, asked, request[CLIENT]) as work:
-            await work.begin(prompts)
-            pieces = work.pieces()
-            if asked.stream:
-                await _send(request, stream, pieces, form, work)
-                response: web.StreamResponse = stream
-            else:
-                async for _ in pieces:
-                    pass
-                response = json_response(form.whole(work.choices, work.usage))
+        with service.held.holding() as claim:
+            asked, length = await _asked(request, service, read_asked, claim)
+            model = service.registry.language_model(asked.model)
+            counters = service.counters.of(model.name)
+            form = form_of(asked, model)
+            prompts = await _tokens(model, asked, length)
+            async with Writing(service, model, asked, request[CLIENT], request, claim) as work:
+                await work.begin(prompts, length)
+                pieces = work.pieces()
+                if asked.stream:
+                    await _send(request, stream, pieces, form, work)
+                    response: web.StreamResponse = stream
+                else:
+                    async for choice, text in pieces:
+                        work.keep(form.keep(choice, text))
+                    response = json_response(form.whole(work.choices, work.usage))
         counters.note_answer(time.monotonic_ns() - started_ns)
     except (asyncio.CancelledError, ConnectionError) as e:
         if counters is not None:
@@ -204,22 +258,26 @@ async def _send(
         if not stream.prepared:
             await stream.prepare(request)
         await stream.write(form.chunk(choice, text, work.usage))
+        if request.protocol.writing_paused:
+            await work.until_read()
     await stream.write(form.end(work.usage))
 
 
-async def _asked(request: web.Request, service: Service, read_asked: Read) -> Asked:
-    """The request; long JSON is read in a thread, so that other requests go on."""
+async def _asked(
+    request: web.Request, service: Service, read_asked: Read, claim: Callable[[int], None]
+) -> tuple[Asked, int]:
+    """The request, and its length; long JSON is read in a thread, so that other requests go on."""
     contexts = [each.context for each in service.registry.language_models.values()]
-    most = BESIDE_BYTES + TOKEN_BYTES * max(contexts, default=0)
-    with service.held.holding() as claim:
-        body = await read(request, service, most, claim)
-        if len(body) <= PIECE_BYTES:
-            return read_asked(body)
-        claim(len(body) * (1 + JSON_COPIES))
-        return await asyncio.get_running_loop().run_in_executor(_reading, read_asked, body)
+    context = max(contexts, default=0)
+    body = await read(request, service, BESIDE_BYTES + TOKEN_BYTES * context, claim)
+    check_values(body, context)
+    if len(body) <= PIECE_BYTES:
+        return read_asked(body), len(body)
+    claim(len(body) * (1 + JSON_COPIES))
+    return await asyncio.get_running_loop().run_in_executor(_reading, read_asked, body), len(body)
 
 
-async def _tokens(model: TextModel, asked: Asked) -> list[Sequence[int]]:
+async def _tokens(model: TextModel, asked: Asked, length: int) -> list[Sequence[int]]:
     """The prompts as ids of tokens."""
 
     def encode() -> list[Sequence[int]]:
@@ -227,9 +285,13 @@ async def _tokens(model: TextModel, asked: Asked) -> list[Sequence[int]]:
             return [model.codec.encode_chat(asked.messages, **asked.template)]
         return [each if isinstance(each, list) else model.codec.encode(each) for each in asked.prompts]
 
-    texts = [each for each in asked.prompts if isinstance(each, str)]
-    texts += [each["content"] for each in asked.messages or ()]
-    if sum(map(len, texts)) <= INLINE:
+    most = MOST_CHARACTERS * model.context
+    longest = max((len(each) for each in asked.prompts if isinstance(each, str)), default=0)
+    longest = max(longest, sum(len(each["content"]) for each in asked.messages or ()))
+    if longest > most:
+        said = f"the prompt has {longest:,} characters, and model {model.name!r} a context of {model.context:,} tokens"
+        raise RequestError(f"{said}: send at most {most:,} characters", field="prompt", given=longest, limit=most)
+    if length <= INLINE:
         return encode()
     return await asyncio.get_running_loop().run_in_executor(_reading, encode)
 
@@ -238,7 +300,7 @@ async def _tokens(model: TextModel, asked: Asked) -> list[Sequence[int]]:
 
 
 def _as_openai(asked: Asked, model: TextModel) -> Form:
-    return Answer(asked, lambda token: model.codec.decode([token]))
+    return Answer(asked, model.codec.token_text)
 
 
 def _as_triton(asked: Asked, model: TextModel) -> Form:

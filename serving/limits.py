@@ -162,6 +162,11 @@ left are kept for others: wait for answers before you send more
             self._seen_s.clear()
         self._held[address], self._seen_s[address] = held + items, now_s
 
+    @property
+    def held(self) -> int:
+        """Places that all addresses have together."""
+        return sum(self._held.values())
+
     def give(self, address: str, items: int) -> None:
         self._held[address] -= items
         if not self._held[address]:

@@ -326,6 +326,7 @@ class Connections(web.Server):
         limits: ConnectionLimits,
         *handler: Any,
         held: RequestBudget | None = None,
+        unsent: ResponseBudget | None = None,
         note: Note = lambda status, said, peer: None,
         **options: Any,
     ) -> None:
@@ -336,7 +337,7 @@ class Connections(web.Server):
             max_field_size=limits.max_header_bytes,
             **options,
         )
-        self.limits, self.unsent = limits, ResponseBudget(limits.max_held_bytes)
+        self.limits, self.unsent = limits, unsent or ResponseBudget(limits.max_held_bytes)
         self.held, self.note = held or RequestBudget(limits.max_held_bytes), note
         self._connection = connection
         # Accepted but not open yet, as in a TLS handshake
@@ -361,7 +362,7 @@ class Connections(web.Server):
 class Runner(web.AppRunner):
     """An `AppRunner` whose connections are within limits, and may be of another class."""
 
-    __slots__ = ("_connection", "_held", "_note", "limits")
+    __slots__ = ("_connection", "_held", "_note", "_unsent", "limits")
 
     def __init__(
         self,
@@ -371,11 +372,13 @@ class Runner(web.AppRunner):
         *,
         drain_s: float,
         held: RequestBudget,
+        unsent: ResponseBudget | None = None,
         log_rejected: bool = False,
         note: Note = lambda status, said, peer: None,
     ) -> None:
-        """`drain_s`: time for requests in flight to finish once the server stops; `held` bounds headers too; `note` is
-        called with the status, the text and the address of each answer to what is no request.
+        """`drain_s`: time for requests in flight to finish once the server stops; `held` bounds headers too, `unsent`
+        the answers that clients have not taken; `note` is called with the status, the text and the address of each
+        answer to what is no request.
         """
         super().__init__(
             app,
@@ -386,6 +389,7 @@ class Runner(web.AppRunner):
             log_rejected=log_rejected,
         )
         self._connection, self.limits, self._held, self._note = connection, limits, held, note
+        self._unsent = unsent
 
     async def _make_server(self) -> Connections:
         made = await super()._make_server()
@@ -409,6 +413,7 @@ class Runner(web.AppRunner):
             self.limits,
             handle,
             held=self._held,
+            unsent=self._unsent,
             note=self._note,
             request_factory=made.request_factory,
             handler_cancellation=made.handler_cancellation,

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
 from paellapy.serving.errors import RequestError, short
 from paellapy.serving.protocol import scheduling
@@ -23,6 +24,9 @@ from paellapy.serving.tensors import NOT_JSON
 
 MOST_CHOICES = 128  # texts that one request may ask for
 MOST_STOPS, LONGEST_STOP = 16, 1000
+MOST_STOP_IDS = 1024
+MOST_VALUES = 1 << 17  # of JSON: commas in a body, beyond two for each token of the longest context
+KEPT_BYTES = 64  # of memory, besides its characters, for a text of an answer that is kept
 COMPLETION_TOKENS = 16  # of a completion without max_tokens, as in OpenAI's API
 DONE = b"data: [DONE]\n\n"
 
@@ -199,6 +203,9 @@ def read_chat(body: bytes | memoryview) -> Asked:
         raise RequestError("top_logprobs needs logprobs = true", field="top_logprobs", given=given.top_logprobs)
     messages = [_message(k, each) for k, each in enumerate(given.messages)]
     template = given.chat_template_kwargs or {}
+    if taken := sorted(template.keys() & {"messages", "self"}):
+        said = f"chat_template_kwargs may not have {taken[0]!r}: give messages beside it"
+        raise RequestError(said, field="chat_template_kwargs", given=taken[0])
     return _asked(given, sampling, messages=messages, template=template, logprobs=bool(given.logprobs))
 
 
@@ -216,6 +223,15 @@ def read_generate(model: str, body: bytes | memoryview, stream: bool) -> Asked:
         model=model, prompts=[given.text_input], sampling=_sampling(inside), stream=stream, level=level,
         timeout_us=timeout_us, echo=inside.exclude_input_in_output is False, id=given.id,
     )  # fmt: skip
+
+
+def check_values(body: bytes | memoryview, context: int) -> None:
+    """RequestError: the JSON has more values than any request needs. Their objects would hold the interpreter."""
+    limit = max(MOST_VALUES, 2 * context)
+    count = int(np.count_nonzero(np.frombuffer(body, np.uint8) == ord(",")))
+    if count > limit:
+        said = f"the body has {count:,} commas: send at most {limit:,} in one request"
+        raise RequestError(said, field="body", given=count, limit=limit)
 
 
 def _decoded(decode: Callable[[Any], Any], body: bytes | memoryview) -> Any:
@@ -260,6 +276,9 @@ def _sampling(given: SamplingBody | GenerateParameters) -> dict[str, Any]:
         found["stop"] = tuple(stops)
     if isinstance(given, SamplingBody):
         if given.stop_token_ids:
+            if (count := len(given.stop_token_ids)) > MOST_STOP_IDS:
+                said = f"stop_token_ids has {count} ids: give at most {MOST_STOP_IDS}"
+                raise RequestError(said, field="stop_token_ids", given=count, limit=MOST_STOP_IDS)
             found["stop_ids"] = tuple(given.stop_token_ids)
         if given.logit_bias:
             try:
@@ -338,24 +357,23 @@ class Usage:
 
 
 class Choice:
-    """One text of an answer, as it grows."""
+    """One text of an answer, as it grows. `latest` is its last piece, `offset` where that begins."""
 
     def __init__(self, index: int, begin: str = "") -> None:
         self.index, self.finish = index, None
+        self.count = self.offset = 0
+        self.latest: Any = None
         self._begin, self._length = begin, 0
-        self.texts: list[str] = []
-        self.pieces: list[Any] = []
-        self.offsets: list[int] = []
+        self.texts: list[str] = []  # and the log probabilities as JSON, by part of the answer: those that are kept
+        self.logprobs: dict[str, list[bytes]] = {}
 
     def add(self, piece: Any) -> str:
         """Takes the next piece; returns its text."""
         text = self._begin + piece.text
-        self._begin = ""
-        self.texts.append(text)
-        self.pieces.append(piece)
-        self.offsets.append(self._length)
+        self._begin, self.latest, self.finish = "", piece, piece.finish_reason
+        self.count += 1
+        self.offset = self._length
         self._length += len(text)
-        self.finish = piece.finish_reason
         return str(text)
 
 
@@ -372,19 +390,30 @@ class Answer:
 
     def chunk(self, choice: Choice, text: str, usage: Usage) -> bytes:
         """The event of the piece that `choice` took last."""
-        first = len(choice.pieces) == 1
+        first = choice.count == 1
         found: dict[str, Any] = {"index": choice.index}
         if self._asked.is_chat:
             found["delta"] = {"role": "assistant", "content": text} if first else {"content": text}
         else:
             found["text"] = text
-        found["logprobs"] = self._logprobs(choice.pieces[-1:], choice.offsets[-1:])
+        found["logprobs"] = self._listed(choice, {part: [each] for part, each in self._logprobs(choice).items()})
         found["finish_reason"] = choice.finish
         return self._event([found], usage if self._asked.usage_in_chunks else None)
 
     def end(self, usage: Usage) -> bytes:
         """The last events of a stream."""
         return (self._event([], usage) if self._asked.usage else b"") + DONE
+
+    def keep(self, choice: Choice, text: str) -> int:
+        """Keeps the latest piece for the whole answer; returns about how many bytes that takes. Log probabilities
+        become JSON at once: those of a long text would hold the event loop for seconds.
+        """
+        choice.texts.append(text)
+        nbytes = KEPT_BYTES + len(text)
+        for part, each in self._logprobs(choice).items():
+            choice.logprobs.setdefault(part, []).append(each)
+            nbytes += KEPT_BYTES + len(each)
+        return nbytes
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         found = []
@@ -395,7 +424,7 @@ class Answer:
                 made["message"] = {"role": "assistant", "content": text, "refusal": None}
             else:
                 made["text"] = text
-            logprobs = self._logprobs(choice.pieces, choice.offsets)
+            logprobs = self._listed(choice, choice.logprobs)
             found.append({**made, "logprobs": logprobs, "finish_reason": choice.finish})
         return {**self._about, "choices": found, "usage": usage.json()}
 
@@ -411,24 +440,30 @@ class Answer:
             made["usage"] = None
         return event(made)
 
-    def _logprobs(self, pieces: Sequence[Any], offsets: Sequence[int]) -> dict[str, Any] | None:
+    def _logprobs(self, choice: Choice) -> dict[str, bytes]:
+        """What the answer says of the latest piece, as JSON, by part of `logprobs`."""
         if not self._asked.logprobs:
-            return None
-        text_of = self._text_of
+            return {}
+        text_of, p = self._text_of, choice.latest
         if self._asked.is_chat:
             most = self._asked.sampling["logprobs"]
-            listed = [
-                {**self._entry(p.token, p.logprob), "top_logprobs": [self._entry(*each) for each in p.top[:most]]}
-                for p in pieces
-            ]
-            return {"content": listed, "refusal": None}
-        return {
-            "tokens": [text_of(p.token) for p in pieces],
-            "token_logprobs": [p.logprob for p in pieces],
+            top = [self._entry(*each) for each in p.top[:most]]
+            return {"content": _encode({**self._entry(p.token, p.logprob), "top_logprobs": top})}
+        found = {
+            "tokens": text_of(p.token),
+            "token_logprobs": p.logprob,
             # The chosen token is among them, as in OpenAI's API
-            "top_logprobs": [{text_of(t): lp for t, lp in (*p.top, (p.token, p.logprob))} for p in pieces],
-            "text_offset": list(offsets),
+            "top_logprobs": {text_of(t): lp for t, lp in (*p.top, (p.token, p.logprob))},
+            "text_offset": choice.offset,
         }
+        return {part: _encode(each) for part, each in found.items()}
+
+    def _listed(self, choice: Choice, parts: Mapping[str, Sequence[bytes]]) -> dict[str, Any] | None:
+        if not self._asked.logprobs:
+            return None
+        names = ("content",) if self._asked.is_chat else ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        found: dict[str, Any] = {name: msgspec.Raw(b"[%b]" % b",".join(parts.get(name, ()))) for name in names}
+        return {**found, "refusal": None} if self._asked.is_chat else found
 
     def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
         text = self._text_of(token)
@@ -458,6 +493,10 @@ class GenerateAnswer:
 
     def chunk(self, choice: Choice, text: str, usage: Usage) -> bytes:
         return event({**self._about, "text_output": text})
+
+    def keep(self, choice: Choice, text: str) -> int:
+        choice.texts.append(text)
+        return KEPT_BYTES + len(text)
 
     def end(self, usage: Usage) -> bytes:
         return b""

@@ -110,7 +110,7 @@ class Gauges:
         self._service.counters.set_gauges(
             connections=len(server.connections),
             held_bytes=self._service.held.nbytes,
-            unsent_bytes=server.unsent.nbytes,
+            unsent_bytes=self._service.unsent.nbytes,
             loop_lag_ns=round(max(self._lags_s) * 1e9),
         )
 
@@ -176,6 +176,7 @@ class Server:
             log_rejected=o.access_log,
             drain_s=o.drain_s,
             held=self.service.held,
+            unsent=self.service.unsent,
             note=self._note_answer,
         )
         await self._runner.setup()

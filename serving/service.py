@@ -16,7 +16,7 @@ from paellapy.scheduler.policies.policy import Policy
 from paellapy.serving.admission import Admission, Mode
 from paellapy.serving.counters import CAUSES, Counters
 from paellapy.serving.errors import short, status_of
-from paellapy.serving.limits import AddressPlaces, ConnectionLimits, RequestBudget
+from paellapy.serving.limits import AddressPlaces, ConnectionLimits, RequestBudget, ResponseBudget
 from paellapy.serving.logs import Seldom, log
 from paellapy.serving.quarantine import Quarantine
 from paellapy.serving.registry import READY, Catalogue
@@ -60,7 +60,9 @@ class Service:
         self.admission = Admission(self.engine, admission)
         self.callbacks = CallbackClient(self.engine.client)
         self.held = RequestBudget(limits.max_held_bytes)
+        self.unsent = ResponseBudget(limits.max_held_bytes)
         self.places = None if vouched else AddressPlaces()
+        self.texts = None if vouched else AddressPlaces()  # of language models
         self.draining = False
         self.live: set[Live] = set()  # requests that the engine is working on
         self.silent = self.hung = False  # the engine does not respond, and has been given up: see server.Heartbeat

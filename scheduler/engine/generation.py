@@ -14,8 +14,9 @@ import itertools
 import os
 import threading
 import time
+from array import array
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import fields
@@ -39,7 +40,7 @@ from paellapy.scheduler.core.errors import (
 from paellapy.scheduler.core.values import shortened
 from paellapy.scheduler.engine.client import Outputs, Request, RequestClient, Slot, request_rank, request_times
 from paellapy.scheduler.engine.loaded_models import LoadedModels
-from paellapy.scheduler.engine.ring_client import Waiter, is_running
+from paellapy.scheduler.engine.ring_client import MOST_TEXTS, PER_FREE, Waiter, is_running, no_client, refusal_of_part
 from paellapy.scheduler.engine.trace import TracedText
 from paellapy.scheduler.language.batcher import Batch, Batcher, Chunk, Sequence
 from paellapy.scheduler.language.decoder import tile_tokens
@@ -53,11 +54,10 @@ if TYPE_CHECKING:
     from paellapy.scheduler.language.text import GrowingText
 
 _STEPS_AHEAD = 2  # decode steps in flight
-_MOST_WAITING = 4096  # texts that have not begun
 _RETRY_S = 0.001  # until a step that found the engine full is submitted again
 
 _RECENT = 16  # chunks
-_REMEMBERED = 1024  # texts that have ended
+_REMEMBERED, _REMEMBERED_TOKENS = 1024, 1 << 20  # of texts that have ended
 
 _SAMPLING = frozenset(each.name for each in fields(Sampling))
 
@@ -75,11 +75,14 @@ class Piece(NamedTuple):
 class _Stream:
     """The pieces of one text on their way from the model's thread to whoever reads them."""
 
-    def __init__(self, sequence: Sequence, text: GrowingText, began_ns: int, deadline_ns: int) -> None:
-        self.sequence, self.text = sequence, text
+    def __init__(
+        self, name: str, sequence: Sequence, text: GrowingText, began_ns: int, deadline_ns: int, client: Hashable
+    ) -> None:
+        self.sequence, self.text, self.client = sequence, text, client
         sequence.owner = self
         self.began_ns, self.deadline_ns = began_ns, deadline_ns
-        self.token_ns: list[int] = []  # when each token was there
+        self.token_ns = array("q")  # when each token was there
+        self.traced = TracedText(name, began_ns, self.token_ns, sequence.priority)
         self.pieces: deque[Piece] = deque()
         self.finish: str | None = None
         self.guide: Guide | None = None  # if the text has a form
@@ -137,6 +140,11 @@ class Generation:
     def tokens(self) -> int:
         """Tokens chosen so far."""
         return len(self._stream.sequence.tokens)
+
+    @property
+    def unread(self) -> int:
+        """Pieces that nobody has taken yet."""
+        return len(self._stream.pieces)
 
     @property
     def finish_reason(self) -> str | None:
@@ -256,7 +264,9 @@ class Generator:
         self._coming: deque[_Stream] = deque()
         self._leaving: deque[_Stream] = deque()
         self._streams: set[_Stream] = set()
-        self._ended: deque[_Stream] = deque(maxlen=_REMEMBERED)  # for traces
+        self._places = _Places()
+        self._ended: deque[TracedText] = deque(maxlen=_REMEMBERED)  # for traces
+        self._ended_tokens = 0
         self._deadlines: list[tuple[int, int, _Stream]] = []  # of texts that may not have begun; a heap
         self._numbers = itertools.count()
         self._chunks: deque[_Step] = deque()  # in flight, in order
@@ -289,19 +299,15 @@ class Generator:
         tokens = self._tokens(prompt)
         rank = model.priority if priority is None else request_rank(priority)
         sequence = Sequence(tokens, sampling, seed_of(sampling, int.from_bytes(os.urandom(8), "little")), rank)
-        self._batcher.check_prompt(sequence)
+        self._batcher.check_length(len(tokens))
         began_ns, deadline_ns = request_times(deadline_ms)
-        stream = _Stream(sequence, model.codec.growing(sampling.stop), began_ns, deadline_ns)
+        stream = _Stream(model.name, sequence, model.codec.growing(sampling.stop), began_ns, deadline_ns, client)
         if sampling.json_schema is not None:
             stream.guide = self._grammars.guide(sampling.json_schema)
         self._check_open()
-        if len(self._streams) + len(self._coming) >= _MOST_WAITING:
-            raise QueueFullError(
-                f"language model {model.name!r} already has {_MOST_WAITING} texts to write; try again later",
-                model=model.name, limit=_MOST_WAITING,
-            )  # fmt: skip
-        if began_ns + self._wait_ns(len(tokens)) > deadline_ns:
+        if deadline_ns < codes.NEVER and began_ns + self._wait_ns(len(tokens)) > deadline_ns:
             raise self._late(stream, "would pass before the first token: too many prompts are waiting")
+        self._places.take(client, model.name)
         self._coming.append(stream)
         self._waiter.set()
         if self._closing is not None:  # looked at after it was added: the thread sees it, or this does
@@ -321,9 +327,10 @@ class Generator:
 
     def texts_since(self, ns: int) -> list[TracedText]:
         """The texts that had a token since then, of those that are remembered."""
+        found = {id(each): each for each in (*self._ended, *(each.traced for each in tuple(self._streams)))}
         return [
-            TracedText(self.model.name, each.began_ns, tuple(each.token_ns), each.sequence.priority)
-            for each in dict.fromkeys((*self._ended, *self._streams))
+            each._replace(token_ns=tuple(each.token_ns))
+            for each in found.values()
             if each.token_ns and each.token_ns[-1] >= ns
         ]
 
@@ -360,13 +367,14 @@ class Generator:
             return tuple(self.model.codec.encode(prompt))
         most = self.model.config.vocabulary
         try:
+            self._batcher.check_length(len(prompt))
             tokens = tuple(map(int, prompt))
         except (TypeError, ValueError):
             raise InputError(
                 f"prompt={shortened(prompt)}: it must be a text or a list of token ids", field="prompt", given=prompt
             ) from None
-        wrong = next((token for token in tokens if not 0 <= token < most), None)
-        if wrong is not None:
+        if tokens and not 0 <= min(tokens) <= max(tokens) < most:
+            wrong = min(tokens) if min(tokens) < 0 else max(tokens)
             raise InputError(
                 f"token {wrong} of the prompt is outside the model's vocabulary of {most:,}", field="prompt",
                 given=wrong, limit=most - 1,
@@ -400,6 +408,7 @@ class Generator:
         return self._closing is None or bool(self._chunks or self._steps or self._coming or not self._batcher.idle)
 
     def _take(self) -> None:
+        leaving = len(self._leaving)  # first: what leaves later may not have been taken before
         while self._coming:
             stream = self._coming.popleft()
             if not stream.ended:
@@ -407,11 +416,14 @@ class Generator:
                 self._batcher.add(stream.sequence)
                 if stream.deadline_ns < codes.NEVER:
                     heapq.heappush(self._deadlines, (stream.deadline_ns, next(self._numbers), stream))
+        if len(self._deadlines) > 2 * len(self._streams) + _REMEMBERED:  # of texts that their clients have left
+            self._deadlines = [each for each in self._deadlines if not each[2].ended]
+            heapq.heapify(self._deadlines)
         while self._deadlines and self._deadlines[0][0] < time.monotonic_ns():
             stream = heapq.heappop(self._deadlines)[2]
             if not stream.token_ns and not stream.ended:
                 self._end_one(stream, self._late(stream, "passed before the first token"))
-        while self._leaving:
+        for _ in range(leaving):
             stream = self._leaving.popleft()
             if not stream.ended:
                 self._end_one(stream)
@@ -526,8 +538,14 @@ class Generator:
         _wake(left)
 
     def _forget(self, stream: _Stream) -> None:
-        self._ended.append(stream)  # first: a trace looks at both
+        if len(self._ended) == _REMEMBERED:
+            self._ended_tokens -= len(self._ended.popleft().token_ns)
+        self._ended.append(stream.traced)  # first: a trace looks at both
+        self._ended_tokens += len(stream.token_ns)
+        while self._ended_tokens > _REMEMBERED_TOKENS:
+            self._ended_tokens -= len(self._ended.popleft().token_ns)
         self._streams.discard(stream)
+        self._places.give(stream.client)
 
 
 def _wake(streams: Items[_Stream]) -> None:
@@ -545,6 +563,40 @@ def _wake(streams: Items[_Stream]) -> None:
         else:
             with contextlib.suppress(RuntimeError):  # the loop was closed
                 loop.call_soon_threadsafe(_complete, theirs)
+
+
+class _Places:
+    """The places of one model's texts, divided among clients by the rule of requests' rows."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: Counter[Hashable] = Counter()
+        self._total, self._has_names = 0, False
+
+    def take(self, client: Hashable, model: str) -> None:
+        """QueueFullError: there is no place. TooManyRequestsError: the client has its part of them."""
+        full = f"language model {model!r} already has {MOST_TEXTS} texts to write; try again later"
+        with self._lock:
+            try:
+                n = self._held[client]
+            except TypeError:
+                raise no_client(client) from None
+            self._has_names |= client is not None
+            free = MOST_TEXTS - self._total
+            has_part = n and n >= PER_FREE * (free - 1) and self._has_names
+            if has_part or free <= 0:
+                what = f"the {MOST_TEXTS} texts that language model {model!r} may have to write"
+                refusal = refusal_of_part(client is not None, n, MOST_TEXTS, len(self._held), what)
+                raise (refusal if has_part else None) or QueueFullError(full, model=model, limit=MOST_TEXTS)
+            self._held[client] += 1
+            self._total += 1
+
+    def give(self, client: Hashable) -> None:
+        with self._lock:
+            self._held[client] -= 1
+            self._total -= 1
+            if not self._held[client]:
+                del self._held[client]
 
 
 class GeneratorStats:

@@ -75,6 +75,29 @@ class Messages(threading.local):
 # A client with requests gets another row only while it has fewer than 8 for each free row but the last. So one client
 # gets about 8 of 9 rows, and k clients about 8 of 8 k + 1 each: the more of them flood the engine, the less each has.
 PER_FREE = 8
+MOST_TEXTS = 4096  # that one language model may have to write; clients share them by the same rule
+
+
+def no_client(given: object) -> InputError:
+    said = f"client={given!r}: a client is named by a string, a number or a tuple of these"
+    return InputError(said, field="client", given=given)
+
+
+def refusal_of_part(client: bool, n: int, total: int, clients: int, what: str) -> QueueFullError | None:
+    """The refusal of a client that has its part of all places; None: it has less than an equal part, since there are
+    many clients. `client`: it has a name.
+    """
+    if not client:
+        return QueueFullError(
+            f"clients without a name already have {n} of {what}, and the others are kept for clients with a name; try "
+            "again later, or name the client", given=n, limit=total,
+        )  # fmt: skip
+    if n * (clients + 1) <= total:
+        return None
+    return TooManyRequestsError(
+        f"this client already has {n} of {what}, and the others are kept for other clients; wait for answers before "
+        "you send more", given=n, limit=total,
+    )  # fmt: skip
 
 
 class Rows:
@@ -119,18 +142,8 @@ class Rows:
         )
 
     def _refusal(self, client: int, n: int) -> QueueFullError:
-        clients = sum(map(bool, self._of))
-        if client == 0:
-            return QueueFullError(
-                f"clients without a name already have {n} of the engine's {self.total} requests, and the others are "
-                "kept for clients with a name; try again later, or name the client", given=n, limit=self.total,
-            )  # fmt: skip
-        if n * (clients + 1) <= self.total:  # it has less than an equal part: there are many clients
-            return self._full()
-        return TooManyRequestsError(
-            f"this client already has {n} of the engine's {self.total} requests, and the others are kept for other "
-            "clients; wait for answers before you send more", given=n, limit=self.total,
-        )  # fmt: skip
+        clients, what = sum(map(bool, self._of)), f"the engine's {self.total} requests"
+        return refusal_of_part(client != 0, n, self.total, clients, what) or self._full()
 
 
 # Waiters: objects on which threads sleep until their own request or event is done.
@@ -301,10 +314,7 @@ class RingClient:
         try:
             known = self._clients.get(client)
         except TypeError:
-            raise InputError(
-                f"client={client!r}: a client is named by a string, a number or a tuple of these", field="client",
-                given=client,
-            ) from None  # fmt: skip
+            raise no_client(client) from None
         if known is not None and self.state.client_key[known[0]] == known[1]:
             return known[0]
         key = client_key(client)

@@ -108,7 +108,7 @@ class Batcher:
 
     def add(self, sequence: Sequence) -> None:
         """A new sequence waits for its turn."""
-        self.check_prompt(sequence)
+        self.check_length(len(sequence.prompt))
         self._arrivals += 1
         sequence.arrival = self._arrivals
         sampling, room = sequence.sampling, self.context - len(sequence.prompt)
@@ -116,14 +116,14 @@ class Batcher:
         sequence.ends = frozenset(sampling.stop_ids) | (frozenset() if sampling.ignore_eos else self._eos)
         self._wait(sequence)
 
-    def check_prompt(self, sequence: Sequence) -> None:
-        """InputError: it cannot be written."""
-        if not sequence.prompt:
+    def check_length(self, tokens: int) -> None:
+        """InputError: no prompt has this length."""
+        if not tokens:
             raise InputError("the prompt is empty: give at least one token", field="prompt", given=0, limit=1)
-        if len(sequence.prompt) >= self.context:
+        if tokens >= self.context:
             raise InputError(
-                f"the prompt has {len(sequence.prompt):,} tokens: prompt and answer may have {self.context:,}",
-                field="prompt", given=len(sequence.prompt), limit=self.context - 1,
+                f"the prompt has {tokens:,} tokens: prompt and answer may have {self.context:,}",
+                field="prompt", given=tokens, limit=self.context - 1,
             )  # fmt: skip
 
     def end(self, sequence: Sequence, why: str) -> None:
@@ -340,9 +340,9 @@ class Batcher:
 
     def _end(self, sequence: Sequence, why: str) -> None:
         sequence.finish = why
-        entry = (-sequence.priority, sequence.arrival, sequence)
         if sequence.number == 0:
-            self._waiting.remove(entry)
+            place = (-sequence.priority, sequence.arrival)
+            del self._waiting[bisect.bisect_left(self._waiting, place, key=lambda entry: entry[:2])]
         self._settle([sequence])
 
     def _keep(self, sequence: Sequence) -> None:

@@ -25,6 +25,7 @@ class TextCodec:
         self.tokenizer = read_tokenizer(self.folder)
         about = self.folder / "tokenizer_config.json"
         self._about = read_json(about) if about.exists() else {}
+        self._token_texts: dict[int, str] = {}
 
     @property
     def vocabulary(self) -> int:
@@ -32,12 +33,17 @@ class TextCodec:
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, with those that the tokenizer puts around it."""
-        return list(self.tokenizer.encode(text).ids)
+        return self._ids(text, add_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """The tokens of a conversation as the model was trained to see it; the assistant's turn is next."""
         text = self.chat_text(messages, **options)
-        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+        return self._ids(text, add_special_tokens=False)
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        # A batch, since tokenizers leave the interpreter to other threads only for batches
+        (found,) = self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        return list(found.ids)
 
     def chat_text(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """A conversation as text, by the folder's template."""
@@ -53,7 +59,7 @@ class TextCodec:
             raise InputError(
                 f"the model's chat template refuses these messages: {e}", field="messages", given=len(messages)
             ) from None
-        except (TypeError, AttributeError, KeyError) as e:
+        except (TypeError, AttributeError, KeyError, ValueError, ArithmeticError, RecursionError) as e:
             raise InputError(
                 f"the model's chat template cannot use these messages ({type(e).__name__}: {e}): each needs a role and "
                 "a content", field="messages", given=len(messages),
@@ -61,6 +67,13 @@ class TextCodec:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens)))
+
+    def token_text(self, token: int) -> str:
+        """The text of a single token."""
+        found = self._token_texts.get(token)
+        if found is None:
+            found = self._token_texts[token] = self.decode([token])
+        return found
 
     def growing(self, stop: Sequence[str] = ()) -> GrowingText:
         return GrowingText(self, stop)

@@ -124,6 +124,10 @@ class RemoteGeneration:
         self._error: PaellaError | None = None
         self._news = asyncio.Event()
 
+    @property
+    def unread(self) -> int:
+        return len(self._pieces)
+
     def add(self, piece: Sequence[Any], cached_tokens: int) -> None:
         text, token, logprob, top, finish = piece
         self.cached_tokens = cached_tokens

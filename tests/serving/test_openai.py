@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,6 +21,7 @@ from paellapy.serving.openai import (
     Asked,
     Choice,
     Usage,
+    check_values,
     error_body,
     read_chat,
     read_completion,
@@ -129,6 +131,7 @@ def test_triton_takes_parameters_inside_and_beside() -> None:
         ({"stop": "x" * 2000}, "stop"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"suffix": "x"}, "suffix"),
+        ({"stop_token_ids": list(range(2000))}, "stop_token_ids"),
         ({"best_of": 3}, "best_of"),
         ({"echo": True, "logprobs": 1}, "echo"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
@@ -156,6 +159,7 @@ def test_a_wrong_field_of_a_completion_is_named(fields: Any, name: str) -> None:
         ({"modalities": ["audio"]}, "modalities"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"prompt": "a"}, "prompt"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ],
 )
 def test_a_wrong_field_of_a_chat_is_named(fields: Any, name: str) -> None:
@@ -178,6 +182,14 @@ def test_a_wrong_field_of_generate_is_named(fields: Any, name: str) -> None:
     with pytest.raises(RequestError) as e:
         generate(**fields)
     assert (e.value.status, e.value.field) == (400, name)
+
+
+def test_values_are_counted_before_they_are_made() -> None:
+    body = b'{"model": "m", "prompt": [' + b"[1]," * 1_000_000 + b"[1]]}"
+    with pytest.raises(RequestError) as e:
+        check_values(body, context=4096)
+    assert (e.value.field, e.value.given, e.value.limit) == ("body", 1_000_001, 1 << 17)
+    check_values(body, context=500_001)
 
 
 VALUES = st.recursive(
@@ -209,10 +221,15 @@ def text_of(token: int) -> str:
 def answers(asked: Asked, pieces: list[Piece], usage: Usage) -> tuple[list[Any], Any]:
     """The events of a stream, and the whole answer."""
     answer, choice = Answer(asked, text_of), Choice(0)
-    sent = b"".join(answer.chunk(choice, choice.add(piece), usage) for piece in pieces) + answer.end(usage)
+    sent = b""
+    for piece in pieces:
+        text = choice.add(piece)
+        sent += answer.chunk(choice, text, usage)
+        assert answer.keep(choice, text) > len(text)
+    sent += answer.end(usage)
     assert sent.endswith(DONE)
     events = [json.loads(each.removeprefix("data: ")) for each in sent.decode().split("\n\n")[:-2]]
-    return events, json.loads(json.dumps(answer.whole([choice], usage)))
+    return events, json.loads(msgspec.json.encode(answer.whole([choice], usage)))
 
 
 def test_a_stream_of_a_completion_adds_up_to_the_whole() -> None:
@@ -262,8 +279,9 @@ def test_usage_may_come_with_every_chunk() -> None:
 
 def test_an_echo_is_part_of_the_first_piece() -> None:
     choice = Choice(0, "Once ")
-    assert [choice.add(Piece("upon", 1)), choice.add(Piece(" a", 2))] == ["Once upon", " a"]
-    assert choice.offsets == [0, 9]
+    assert [(choice.add(Piece("upon", 1)), choice.offset), (choice.add(Piece(" a", 2)), choice.offset)] == [
+        ("Once upon", 0), (" a", 9)
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,16 @@ from failing import failing
 from language_families import byte_tokenizer, family
 
 import paellapy as pp
-from paellapy.scheduler.core.errors import DeadlineError, EngineClosedError, InputError, ModelError, UnknownModelError
+from paellapy.scheduler.core.errors import (
+    DeadlineError,
+    EngineClosedError,
+    InputError,
+    ModelError,
+    QueueFullError,
+    TooManyRequestsError,
+    UnknownModelError,
+)
+from paellapy.scheduler.language.batcher import Sequence
 from paellapy.scheduler.language.pages import PAGE
 from paellapy.scheduler.models.model_folder import LanguageModelError
 
@@ -173,9 +183,9 @@ def test_a_text_that_cannot_begin_in_time_is_refused_or_ends(engine: pp.Engine) 
         engine.generate("tiny", [1] * 100, deadline_ms=1)
     for each in begun:
         each.cancel()
-    in_time = engine.generate("tiny", "abc", deadline_ms=60_000, max_tokens=3, ignore_eos=True)
+    in_time = engine.generate("tiny", "abc", deadline_ms=1e9, max_tokens=3, ignore_eos=True)
     assert len(tokens_of(in_time)) == 3
-    assert 0 < in_time.ttft_ms < 60_000
+    assert 0 < in_time.ttft_ms < 1e9
 
 
 @pytest.mark.parametrize(
@@ -183,11 +193,42 @@ def test_a_text_that_cannot_begin_in_time_is_refused_or_ends(engine: pp.Engine) 
     [
         ([], {}, "prompt"), ([1] * 128, {}, "prompt"), ([1, -1], {}, "prompt"), ([1, 300], {}, "prompt"),
         (7, {}, "prompt"), ("a", {"temperature": -1}, "temperature"), ("a", {"colour": 1}, "colour"),
+        ("a", {"client": []}, "client"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_written_is_refused(engine: pp.Engine, prompt: Any, sampling: Any, field: str) -> None:
     with failing(InputError, field=field):
         engine.generate("tiny", prompt, **sampling)
+
+
+def test_a_client_that_wants_all_places_leaves_some_to_others(engine: pp.Engine) -> None:
+    begun = [engine.generate("tiny", [1], client="modest")]
+
+    def want_all(client: str | None) -> None:
+        while True:
+            begun.append(engine.generate("tiny", [1], client=client))
+
+    with pytest.raises(TooManyRequestsError) as e:
+        want_all("greedy")
+    assert e.value.given >= 8 * (e.value.limit - e.value.given - 2)
+    begun.append(engine.generate("tiny", [1], client="modest"))
+    begun.append(engine.generate("tiny", [1], client="new"))
+    with pytest.raises(QueueFullError) as e:  # those without a name are one client
+        want_all(None)
+    assert not isinstance(e.value, TooManyRequestsError)
+    begun.append(engine.generate("tiny", [1], client="newer"))
+    for each in begun:
+        each.cancel()
+    assert engine.generate("tiny", [1], max_tokens=1, client="greedy").text() is not None
+
+
+def test_texts_that_were_left_before_their_deadline_take_no_memory(engine: pp.Engine) -> None:
+    for _ in range(8):
+        for _ in range(500):
+            engine.generate("tiny", [1] * 100, deadline_ms=1e9).cancel()
+        engine.generate("tiny", [1], max_tokens=1, deadline_ms=1e12).text()
+    gc.collect()
+    assert sum(type(each) is Sequence for each in gc.get_objects()) < 3000
 
 
 def test_names_and_options_are_checked(engine: pp.Engine, folder: Path) -> None:
