@@ -69,20 +69,20 @@ WIDTH, HIDDEN = 64, 128
 
 
 def scale_model(
-    name: str = "scale", factor: float = 2.0, steps: int = 1, n: int = 64, kernel: Any = scale, **options: Any
-) -> Model:
-    """x · factor^steps, one kernel per step."""
+    name: str = "scale", factor: float = 2.0, steps: int = 1, n: int = 64, kernel: Any = scale, x: str = "x",
+    y: str = "y", **options: Any,
+) -> Model:  # fmt: skip
+    """y = x · factor^steps, one kernel per step."""
 
     def fn(weights: Any, inputs: Any, outputs: Any) -> None:
-        total = inputs["x"].shape[0] * n
-        source = inputs["x"]
+        total = inputs[x].shape[0] * n
+        source = inputs[x]
         for k in range(steps):
-            target = outputs["y"] if k == steps - 1 else pp.empty(source.shape)
+            target = outputs[y] if k == steps - 1 else pp.empty(source.shape)
             kernel[(triton.cdiv(total, 128),)](source, target, factor, total, B=128)
             source = target
 
-    specs = {"inputs": {"x": TensorSpec((n,))}, "outputs": {"y": TensorSpec((n,))}}
-    return Model(name, fn, **specs, **options)
+    return Model(name, fn, inputs={x: TensorSpec((n,))}, outputs={y: TensorSpec((n,))}, **options)
 
 
 def scale_reference(factor: float = 2.0, steps: int = 1) -> Reference:

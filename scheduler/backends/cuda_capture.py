@@ -30,6 +30,7 @@ from paellapy.scheduler.backends.base import Backend, device_lock
 from paellapy.scheduler.backends.cuda_graphs import CapturedGraph, add_edges, describe, read_graph
 from paellapy.scheduler.core.errors import CaptureError
 from paellapy.scheduler.models.capture import InstanceCapture, call_model, capturing, code_digest
+from paellapy.scheduler.models.joined import Chain
 from paellapy.scheduler.models.memory import Instance
 from paellapy.scheduler.models.model import ImportedGraph, Model
 from paellapy.scheduler.models.program import Cuts, Marks, Node, Part, Program
@@ -52,7 +53,7 @@ def capture_program(
     capture = GraphCapture(instance, cuts, marks, device)
     inputs, outputs = instance.device_inputs(batch), instance.device_outputs(batch)
     handle, pool = stream.handle, instance.memory.torch_pool  # type: ignore[attr-defined]
-    drawn = model.source.drawn.get(batch, 0) if isinstance(model.source, TorchModule) else 0
+    drawn = model.source.drawn.get(batch, 0) if isinstance(model.source, TorchModule | Chain) else 0
     draws = instance.memory.draws(instance.index) if drawn else None  # type: ignore[attr-defined]
     with (
         without_collection(),  # CUDA does not allow it to free streams and memory inside a capture

@@ -229,6 +229,7 @@ class Engine:
             if opened:
                 self.steps.close(model)
             raise
+        self._join_pipelines(model.name)
 
     def _load_pipeline(self, pipeline: Pipeline) -> None:
         with self.loaded_models.lock:
@@ -249,7 +250,17 @@ class Engine:
                 raise
             alone = {each.name: float(self.profile(each.name)[0].whole_ns) for each in pipeline.models}
             loaded.alone_ns = [alone.get(stage.name, 0.0) for stage in pipeline.stages]
+            loaded.join(self.loaded_models)
             self.client.pipelines[pipeline.name] = loaded
+
+    def _join_pipelines(self, name: str, leaves: bool = False) -> None:
+        """A model was loaded, or is about to leave: pipelines that run it together with others change."""
+        with self.loaded_models.lock:
+            for each in list(self.client.pipelines.values()):
+                if name in (stage.name for stage in each.model.stages):
+                    each.part(self.loaded_models)
+                    if not leaves and self.models.keys() >= {every.name for every in each.model.models}:
+                        each.join(self.loaded_models)
 
     @property
     def pipelines(self) -> dict[str, Pipeline]:
@@ -263,6 +274,7 @@ class Engine:
         """
         if (pipeline := self.client.pipelines.pop(name, None)) is not None:
             self.steps.close(pipeline.model)
+            pipeline.part(self.loaded_models)
             for each in pipeline.own:
                 self.unload(each.name)
             return
@@ -271,6 +283,7 @@ class Engine:
             return
         with self.loaded_models.lock:
             loaded = self.client.find(name)
+            self._join_pipelines(name, leaves=True)
             self.loaded_models.remove(loaded)
         self.steps.close(loaded.model)
 
@@ -535,7 +548,11 @@ class Engine:
         return trace_engine(self.core, self.loaded_models.lock, self._completions, records_per_sm, self._texts_since)
 
     def _texts_since(self, ns: int) -> Sequence[TracedText]:
-        return () if self._generators is None else self._generators.texts_since(ns)
+        """The texts and the requests of pipelines that went on since then."""
+        found = [] if self._generators is None else self._generators.texts_since(ns)
+        for name, each in list(self.client.pipelines.items()):
+            found += [TracedText(name, began, ends, rank) for began, ends, rank in list(each.ended) if ends[-1] >= ns]
+        return found
 
     @property
     def failure(self) -> BaseException | None:

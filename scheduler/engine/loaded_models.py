@@ -66,6 +66,16 @@ class LoadedModels:
         made = self.load(loaded.model.at_length(size, loaded.weights))
         loaded.by_length = dict(sorted([*loaded.by_length.items(), (size, made)]))
 
+    def find(self, name: str) -> LoadedModel:
+        """The model that takes requests by this name; an UnknownModelError if there is none."""
+        found: LoadedModel = self.core.models.find(name)
+        return found
+
+    def load_beside(self, model: Model) -> LoadedModel:
+        """Loads a model that takes no requests by its name."""
+        with self.lock, self.core.outside(repr(model.name)):
+            return self.load(model)
+
     def load(self, model: Model) -> LoadedModel:
         """Compiles, captures, measures and opens a model. Loaded models keep running meanwhile."""
         with self.lock:

@@ -9,23 +9,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
+import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.errors import DeadlineError, InputError, ModelError, StepError
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.engine.request_values import Values, check_taken, checked
 from paellapy.scheduler.engine.ring_client import Terms
 from paellapy.scheduler.engine.steps import Steps, late
+from paellapy.scheduler.models.joined import can_follow, joined
 from paellapy.scheduler.models.model import MOST_WORKERS, Model, specs
 
 AT_ONCE = 32  # elements of one request that a model works on
+_REMEMBERED = 1024  # requests that have ended, for traces
+
+_log = logging.getLogger("paellapy.load")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +169,16 @@ class Client(Protocol):
         """Runs a request of a model, with its functions if it has any."""
 
 
+class Loaders(Protocol):
+    """The part of LoadedModels that pipelines use."""
+
+    weight_cache: Any
+
+    def find(self, name: str) -> Any: ...
+    def load_beside(self, model: Model) -> Any: ...
+    def close(self, loaded: Any) -> None: ...
+
+
 @dataclass(slots=True, eq=False)
 class LoadedPipeline:
     """A pipeline that takes requests. `alone_ns` are its stages' times: of models with the GPU to themselves, of
@@ -170,6 +188,50 @@ class LoadedPipeline:
     model: Pipeline
     own: list[Model] = field(default_factory=list)  # loaded with it, and unloaded with it
     alone_ns: list[float] = field(default_factory=list)
+    # Models in a row as one program, by their first stage: with the stage behind them; replaced as a whole
+    joined: dict[int, tuple[int, Any]] = field(default_factory=dict)
+    ended: deque[tuple[int, list[int], int]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+
+    def join(self, loaders: Loaders) -> None:
+        """Loads models in a row that fit each other as one program, in which values stay on the GPU."""
+        if loaders.weight_cache is not None:  # the segments of a program wait for the weights of one model
+            return
+        for first, end in self._rows(loaders):
+            names = [stage.name for stage in self.model.stages[first:end]]
+            parts = [loaders.find(name) for name in names]
+            made = joined(
+                f"{self.model.name}[{'+'.join(names)}]", [each.model for each in parts],
+                [each.weights for each in parts], self.model.priority, self.model.share,
+            )  # fmt: skip
+            try:
+                self.joined = {**self.joined, first: (end, loaders.load_beside(made))}
+            except PaellaError as e:
+                _log.warning("%s: its values go through host memory: %s", made.name, e)
+
+    def _rows(self, loaders: Loaders) -> list[tuple[int, int]]:
+        """First stage and stage behind the last, where two or more models fit each other."""
+        models = [None if each.function else loaders.find(each.name).model for each in self.model.stages]
+        read = Counter(list(self.model.gives))  # by name: how many steps read its values, the answer included
+        everything = 0
+        for stage, model in zip(self.model.stages, models, strict=True):
+            read.update(list(model.takes if model is not None else stage.names or ()))
+            everything += model is None and stage.names is None
+        found: list[tuple[int, int]] = []
+        row: list[Model] = []
+        for k, model in enumerate([*models, None]):
+            if model is not None and row and can_follow(row, model, lambda name: read[name] + everything):
+                row.append(model)
+                continue
+            if len(row) > 1:
+                found.append((k - len(row), k))
+            row = [] if model is None else [model]
+        return found
+
+    def part(self, loaders: Loaders) -> None:
+        """Its models run one by one from now on."""
+        before, self.joined = self.joined, {}
+        for _, loaded in before.values():
+            loaders.close(loaded)
 
     async def run(self, client: Client, values: Values, terms: Terms) -> dict[str, Any]:
         """One request. Cancelling the task withdraws whatever runs or waits."""
@@ -179,18 +241,27 @@ class LoadedPipeline:
         with contextlib.nullcontext() if runner is None else runner.request():
             try:
                 async with asyncio.timeout(left_s):
-                    return await self._stages(client, runner, dict(values), terms)
+                    ends: list[int] = []
+                    found = await self._stages(client, runner, dict(values), terms, ends)
+                    self.ended.append((terms[2], ends, terms[1]))
+                    return found
             except DeadlineError:
                 raise
             except TimeoutError:
                 raise late(pipeline.name) from None
 
-    async def _stages(self, client: Client, runner: Any, values: dict[str, Any], terms: Terms) -> dict[str, Any]:
+    async def _stages(
+        self, client: Client, runner: Any, values: dict[str, Any], terms: Terms, ends: list[int]
+    ) -> dict[str, Any]:
+        """`ends` gets the time at which each stage ended."""
         pipeline, elements = self.model, None
         columns: dict[str, list[Any]] = {}  # each name with the values of all elements
-        for k, stage in enumerate(pipeline.stages):
+        end = 0
+        while (k := end) < len(pipeline.stages):
+            stage = pipeline.stages[k]
+            end, loaded = self.joined.get(k, (k + 1, None))
             # A stage must end so early that the others can still meet the deadline
-            until = terms[3] if terms[3] == codes.NEVER else terms[3] - int(sum(self.alone_ns[k + 1 :]))
+            until = terms[3] if terms[3] == codes.NEVER else terms[3] - int(sum(self.alone_ns[end:]))
             if stage.function is not None:
                 began = time.monotonic_ns()
                 given = {**values, **columns}
@@ -201,11 +272,16 @@ class LoadedPipeline:
                 elements = found if isinstance(found, list) else None
                 columns = _columns(elements or [])
                 values |= found if elements is None else {}
-            elif elements is None:
-                values |= await self._ask(client, stage, values, (*terms[:3], until), direct=k == 0)
             else:
-                elements = await self._ask_all(client, stage, values, elements, (*terms[:3], until))
-                columns = _columns(elements) if elements else {**columns, **self._nothing(client, stage)}
+                loaded = loaded or client.find(stage.name)
+                ask = functools.partial(self._ask, client, stage, loaded, terms=(*terms[:3], until), direct=k == 0)
+                if elements is None:
+                    values |= await ask(values)
+                else:
+                    elements = await self._ask_all(ask, values, elements)
+                    nothing: dict[str, list[Any]] = {name: [] for name in loaded.model.gives}
+                    columns = _columns(elements) if elements else {**columns, **nothing}
+            ends.append(time.monotonic_ns())
         if elements is not None:
             raise StepError(
                 f"pipeline {pipeline.name!r}: its last step has {len(elements)} answers: end it with a function that "
@@ -217,14 +293,9 @@ class LoadedPipeline:
         except InputError as e:
             raise StepError(f"`{last.name}` returned a wrong value: {e}", model=pipeline.name, step=last.name) from e
 
-    def _nothing(self, client: Client, stage: Stage) -> dict[str, list[Any]]:
-        """What a model gives for no elements."""
-        return {name: [] for name in client.find(stage.name).model.gives}
-
     async def _ask(
-        self, client: Client, stage: Stage, values: Values, terms: Terms, direct: bool = False
+        self, client: Client, stage: Stage, loaded: Any, values: Values, terms: Terms, direct: bool
     ) -> dict[str, Any]:
-        loaded = client.find(stage.name)
         model: Model = loaded.model
         try:
             given = check_taken(model, self._picked(stage, model.takes, values, False))
@@ -235,7 +306,7 @@ class LoadedPipeline:
         return await client.infer_given(loaded, given, terms)
 
     async def _ask_all(
-        self, client: Client, stage: Stage, values: Values, elements: list[dict[str, Any]], terms: Terms
+        self, ask: Callable[[Values], Awaitable[dict[str, Any]]], values: Values, elements: list[dict[str, Any]]
     ) -> list[dict[str, Any]]:
         """The elements with the model's answers; batches form as requests meet in the engine."""
         made: list[dict[str, Any]] = [{}] * len(elements)
@@ -243,7 +314,7 @@ class LoadedPipeline:
 
         async def some() -> None:
             for k, element in left:
-                made[k] = {**element, **await self._ask(client, stage, {**values, **element}, terms)}
+                made[k] = {**element, **await ask({**values, **element})}
 
         tasks = [asyncio.create_task(some()) for _ in range(min(AT_ONCE, len(elements)))]
         try:

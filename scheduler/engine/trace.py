@@ -150,7 +150,9 @@ def _frozen(rows: Records) -> Records:
 
 
 class TracedText(NamedTuple):
-    """A text that a language model wrote: shown as a request whose segments end with its tokens."""
+    """A text that a language model wrote, or a pipeline's request: shown as a request whose segments end with its
+    tokens, or with the pipeline's stages.
+    """
 
     model: str
     arrival_ns: int

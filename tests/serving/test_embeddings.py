@@ -91,6 +91,7 @@ EMBED, RANK = {"model": "embed"}, {"model": "rank", "query": "w1"}
         ("embeddings", {**EMBED, "input": [64]}, 400, "64"),
         ("embeddings", {**EMBED, "input": [-1]}, 400, "-1"),
         ("embeddings", {**EMBED, "input": [1] * 17}, 400, "17 tokens"),
+        ("embeddings", {**EMBED, "input": [1] * 100_000}, 400, "100000 tokens"),
         ("embeddings", {**EMBED, "input": "w1 " * 100_000}, 400, "300000 characters"),
         ("embeddings", {**EMBED, "input": ["w1", "w1 " * 15]}, 400, "17 tokens"),
         ("embeddings", {**EMBED, "input": "a", "dimensions": 33}, 400, "dimensions"),

@@ -216,3 +216,128 @@ def test_a_pipeline_is_simulated_as_its_models_in_a_row():
     assert pipeline.profile(profiles, elements=3).alone_ns() == pytest.approx(three)
     result = pp.simulate(pipeline, pp.Poisson(1000, {"ocr": 1.0}, duration=0.01), device=DEVICE)
     assert result.model("ocr").completed > 0
+
+
+# Models in a row as one program.
+
+
+def renamed(name, source, target, factor, batch=(1, 4), **options):
+    """target = source · factor."""
+    return scale_model(name, factor=factor, x=source, y=target, batch=batch, **options)
+
+
+def three(**options):
+    models = [renamed("a", "x", "h", 2.0), renamed("b", "h", "g", 3.0), renamed("c", "g", "y", 5.0)]
+    return pp.Pipeline("p", models, **options)
+
+
+def kinds(engine, name):
+    """The nodes of a program at batch 1."""
+    (loaded,) = (each for each in engine.loaded_rows().values() if each.model.name == name)
+    return [node.kind for node in loaded.launches[0][0].program.nodes]
+
+
+X = np.arange(64, dtype=np.float32)
+
+
+def test_values_between_models_stay_on_the_gpu():
+    with pp.Engine(DEVICE) as engine:
+        engine.load(three())
+        assert kinds(engine, "p[a+b+c]") == ["h2d", "kernel", "kernel", "kernel", "d2h"]
+        np.testing.assert_array_equal(engine.infer_sync("p", {"x": X})["y"], 30 * X)
+
+        async def many():
+            return await asyncio.gather(*(engine.infer("p", {"x": X + k}) for k in range(20)))
+
+        for k, found in enumerate(asyncio.run(many())):
+            np.testing.assert_array_equal(found["y"], 30 * (X + k))
+        done = {name: each["completed"] for name, each in engine.stats()["models"].items()}
+        assert done == {"a": 0, "b": 0, "c": 0, "p[a+b+c]": 21}
+        np.testing.assert_array_equal(engine.infer_sync("b", {"h": X})["g"], 3 * X)
+        engine.unload("p")
+        assert not engine.loaded_rows()
+
+
+def test_values_that_others_read_go_through_the_host():
+    with pp.Engine(DEVICE) as engine:
+        engine.load(three(gives={"g": pp.TensorSpec(64), "y": pp.TensorSpec(64)}))
+        assert {each.model.name for each in engine.loaded_rows().values()} == {"a", "b", "c", "p[a+b]"}
+        found = engine.infer_sync("p", {"x": X})
+        np.testing.assert_array_equal(found["g"], 6 * X)
+        np.testing.assert_array_equal(found["y"], 30 * X)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"batch": (1,)}, {"n": 32}, {"before": halves, "takes": {"y": str}}],
+    ids=["other batches", "other shape", "a function before it"],
+)
+def test_models_that_do_not_fit_each_other_are_not_joined(options):
+    models = [renamed("a", "x", "h", 2.0), renamed("b", "h", "y", 3.0, **options)]
+    with pp.Engine(DEVICE) as engine:
+        engine.load(pp.Pipeline("p", models, gives={"y": pp.TensorSpec(64)}))
+        assert {each.model.name for each in engine.loaded_rows().values()} == {"a", "b"}
+
+
+def test_joined_models_follow_those_that_are_loaded_anew():
+    with pp.Engine(DEVICE) as engine:
+        pipeline = three()
+        for each in pipeline.models:
+            engine.load(each)
+        engine.load(pipeline)
+        engine.unload("b")
+        with pytest.raises(UnknownModelError):
+            engine.infer_sync("p", {"x": X})
+        engine.load(renamed("b", "h", "g", 7.0))
+        np.testing.assert_array_equal(engine.infer_sync("p", {"x": X})["y"], 70 * X)
+        assert engine.stats()["models"]["p[a+b+c]"]["completed"] == 1
+
+
+def test_elements_of_a_request_pass_joined_models():
+    def split(x):
+        return [{"e": x[:32]}, {"e": x[32:]}]
+
+    def total(y):
+        return {"total": np.float32(sum(each.sum() for each in y))}
+
+    models = renamed("a", "e", "h", 2.0, n=32), renamed("b", "h", "y", 3.0, n=32)
+    steps = [split, *models, total]
+    with pp.Engine(DEVICE) as engine:
+        engine.load(pp.Pipeline("p", steps, takes={"x": pp.TensorSpec(64)}, gives={"total": "float32"}))
+        assert engine.infer_sync("p", {"x": X})["total"] == 6 * X.sum()
+        assert engine.stats()["models"]["p[a+b]"]["completed"] == 2
+
+
+def test_torch_modules_are_joined_over_one_copy_of_their_weights():
+    torch = pytest.importorskip("torch")
+    first, second = torch.nn.Linear(4, 8), torch.nn.Linear(8, 3)
+    models = [
+        pp.Model.from_torch(first, {"input": torch.zeros(1, 4)}, name="first"),
+        pp.Model.from_torch(lambda output: {"label": second(output)}, {"output": torch.zeros(1, 8)}, name="second"),
+    ]
+    with pp.Engine(DEVICE) as engine:
+        engine.load(pp.Pipeline("p", models))
+        assert "d2h" not in kinds(engine, "p[first+second]")[:-1]
+        held = engine.memory()["models"]
+        assert (held["first"]["weights_bytes"], held["p[first+second]"]["weights_bytes"]) == (4 * 8 * 4 + 8 * 4, 0)
+        x = torch.arange(4.0)
+        found = engine.infer_sync("p", {"input": x.numpy()})["label"]
+    np.testing.assert_allclose(found, second(first(x)).detach().numpy(), rtol=1e-5)
+
+
+def test_a_trace_shows_a_pipelines_request_with_its_steps():
+    with pp.Engine(DEVICE) as engine:
+        engine.load(ocr())
+        engine.load(three())
+        with engine.trace() as t:
+            engine.infer_sync("ocr", {"text": "1 2"})
+            engine.infer_sync("p", {"x": X})
+    number = {name: k for k, name in enumerate(t.models)}
+    for name, stages in (("ocr", 5), ("p", 1)):
+        (job,) = t.jobs[t.jobs["model"] == number[name]]
+        steps = t.segments[t.segments["instance"] == job["instance"]]
+        assert steps["segment"].tolist() == list(range(stages))
+        assert (steps["start_ns"][0], steps["end_ns"][-1]) == (job["arrival_ns"], job["end_ns"])
+    (job,) = t.jobs[t.jobs["model"] == number["p[a+b+c]"]]
+    kernels = t.launches[t.model_of_launch() == number["p[a+b+c]"]]
+    assert len(kernels) == 3  # one after the other, with no copy between them
