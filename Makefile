@@ -16,11 +16,11 @@ CUDA_EXTRA := $(if $(CUDA_MAJOR),$(comma)cuda$(if $(filter 12,$(CUDA_MAJOR)),12,
 # Tests start hundreds of processes, which would compile our modules anew if the first could not keep the result.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install test quick lint types unit docs dist serve clean
+.PHONY: install test quick lint types compile unit docs dist serve clean
 
 # The checks share the cores; the tests need all of them.
 test:
-	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint types docs
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint types docs compile
 	$(MAKE) --no-print-directory unit
 
 # The heart of every room, in about a minute: the files of tests that have the mark `quick`.
@@ -48,6 +48,10 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	MYPY_NUM_WORKERS=auto $(BIN)/mypy
+
+# What every engine runs: otherwise each of the first processes of the tests would compile it.
+compile: $(STAMP)
+	$(BIN)/python -c "import paellapy as pp; from paellapy import demo; pp.Engine('virtual:h200').load(demo.load('mlp'))"
 
 unit: $(STAMP)
 	$(BIN)/pytest -n auto --dist loadgroup

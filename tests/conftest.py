@@ -45,6 +45,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """One more than the cores: tests wait for processes and timers."""
+    return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else len(os.sched_getaffinity(0)) + 1
+
+
 @cache
 def _group_of(path: Path) -> str | None:
     """A file names its group in its marks: `pytestmark = pytest.mark.xdist_group("ray")`."""
@@ -54,7 +60,7 @@ def _group_of(path: Path) -> str | None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Files that name a group are run by one worker, which starts their servers once.
+    """One worker runs a file, in its order, so its servers and engines are started once; and all files of a group.
 
     xdist 3.8 looks for the group in a test's id, and pytest 9.2 does not let it write the group there.
     """
@@ -62,11 +68,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     from xdist.scheduler import LoadScopeScheduling
 
-    class ByGroup(LoadScopeScheduling):  # type: ignore[misc]
+    class ByFile(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return _group_of(config.rootpath / nodeid.partition("::")[0]) or nodeid
+            file = nodeid.partition("::")[0]
+            return _group_of(config.rootpath / file) or file
 
-    return ByGroup(config, log)
+    return ByFile(config, log)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
