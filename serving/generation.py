@@ -113,6 +113,7 @@ class Writing:
             "deadline_ms": None if asked.timeout_us is None else asked.timeout_us * 1e-3,
             "priority": engine_priority(self._model.priority, asked.level),
             "client": client,
+            "sender": self._address or client,
         }
         if asked.sooner:
             options["priority"] = self._model.priority + asked.sooner

@@ -16,6 +16,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,7 @@ if TYPE_CHECKING:  # they need packages that only language models need
     from paellapy.scheduler.engine.generation import Generation, Piece
     from paellapy.scheduler.language.model import LanguageModel
     from paellapy.scheduler.language.text import TextCodec
+    from paellapy.serving.schemas import SchemaChecks
 
 # Model factories by `package.module:name`, imported again when one of their files has changed.
 #
@@ -50,6 +52,7 @@ FACTORY_ERRORS = (Exception, SystemExit)
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _OURS = str(Path(__file__).resolve().parents[1])
 _lock = threading.RLock()
+_compiling = ThreadPoolExecutor(8, thread_name_prefix="schema")  # its threads start on demand
 _forgotten = [0]  # how often the modules were dropped
 _stamps: dict[str, tuple[str, int, int]] = {}  # file, time and size of each module that a factory imported
 
@@ -138,6 +141,12 @@ class Entry:
     factory: str = ""  # `package.module:name`, if the configuration has one
     code: int = 0  # version number of the code that built the model
     lock: threading.Lock = field(default_factory=threading.Lock)
+    schemas: SchemaChecks | None = None  # of a language model
+
+    def close_schemas(self) -> None:
+        schemas, self.schemas = self.schemas, None
+        if schemas is not None:
+            schemas.close()
 
     @property
     def loaded(self) -> Served | TextModel | None:
@@ -194,7 +203,9 @@ class Catalogue(ABC):
     async def generate(
         self, name: str, tokens: Sequence[int], options: Mapping[str, Any], sampling: Mapping[str, Any]
     ) -> WrittenText:
-        """Submits a text to a language model. `options`: deadline_ms, priority, client."""
+        """Submits a text to a language model. `options`: deadline_ms, priority, client, and `sender`, who sent it,
+        whatever name it gave itself.
+        """
 
     def tell(self) -> None:
         """Calls the listeners after a change."""
@@ -329,6 +340,7 @@ class Registry(Catalogue):
         finally:
             self.by_row = {row: model for row, model in self.by_row.items() if row != entry.row}
             entry.model = entry.language_model = None
+            entry.close_schemas()
             entry.state, entry.reason = UNAVAILABLE, reason
             search_all_objects()
             self.tell()
@@ -365,9 +377,23 @@ class Registry(Catalogue):
     async def generate(
         self, name: str, tokens: Sequence[int], options: Mapping[str, Any], sampling: Mapping[str, Any]
     ) -> Generation:
-        if "json_schema" in sampling:  # reading it may take long
-            return await asyncio.to_thread(self.engine.generate, name, tokens, **options, **sampling)
-        return self.engine.generate(name, tokens, **options, **sampling)
+        options = dict(options)
+        sender = options.pop("sender", options.get("client"))
+        if "json_schema" not in sampling:
+            return self.engine.generate(name, tokens, **options, **sampling)
+        entry = self.loaded(name)
+        if entry.schemas is None:
+            from paellapy.serving.schemas import SchemaChecks
+
+            entry.schemas = SchemaChecks(self.engine.language_models[name])
+        await entry.schemas.check(sampling["json_schema"], sender)
+        work = partial(self.engine.generate, name, tokens, **options, **sampling)
+        return await asyncio.get_running_loop().run_in_executor(_compiling, work)
+
+    def close(self) -> None:
+        """Ends the processes that check schemas."""
+        for entry in self.entries.values():
+            entry.close_schemas()
 
     def load_by_hand(self, name: str) -> float:
         """Loads a model on a client's request, and logs it."""

@@ -73,7 +73,8 @@ class Calls:
         self._to_stop = asyncio.get_running_loop().call_later(UNWATCHED_S, self._monitor.stop)
 
     def close(self) -> None:
-        """Stops the monitor, which must not outlive the engine."""
+        """Stops the monitor, which must not outlive the engine, and processes of the models."""
+        self._registry.close()
         if self._to_stop is not None:
             self._to_stop.cancel()
         self._monitor.stop()

@@ -346,7 +346,7 @@ class Generator:
     def _grammars(self) -> Grammars:
         from paellapy.scheduler.language.grammar import Grammars
 
-        return Grammars(self.model.codec, self.model.config.vocabulary, self.model.eos)
+        return Grammars(self.model.codec.folder, self.model.config.vocabulary, self.model.eos)
 
     def _wait_ns(self, tokens: int) -> float:
         """Predicted time until a prompt of this many tokens has entered."""

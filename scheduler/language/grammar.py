@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from paellapy.scheduler.core.errors import InputError
-from paellapy.scheduler.language.text import TextCodec
 from paellapy.scheduler.models.model_folder import LanguageModelError
 
+MOST_STATES = 50_000  # of the automaton of one answer: they take 1 to 2 KB each
 _LAYOUT: Any = {"whitespace_pattern": "[ \\n]?"}  # small models would otherwise write blanks without end
 
 
 class Grammars:
     """Makes the guides of one model's answers."""
 
-    def __init__(self, codec: TextCodec, vocabulary: int, eos: Sequence[int]) -> None:
+    def __init__(self, folder: str | Path, vocabulary: int, eos: Sequence[int]) -> None:
+        """`folder` has the model's tokenizer."""
         try:
             import llguidance
         except ModuleNotFoundError:
@@ -28,22 +30,27 @@ class Grammars:
             ) from None  # fmt: skip
         self._library, self._words = llguidance, -(-vocabulary // 32)
         try:
-            path = str(codec.folder / "tokenizer.json")
-            self._tokenizer = llguidance.LLTokenizer(path, vocabulary, list(eos) or None)
+            path = Path(folder) / "tokenizer.json"
+            self._tokenizer = llguidance.LLTokenizer(str(path), vocabulary, list(eos) or None)
         except ValueError as e:
-            raise LanguageModelError(f"llguidance cannot use this tokenizer: {e}", path=codec.folder) from None
+            raise LanguageModelError(f"llguidance cannot use this tokenizer: {e}", path=folder) from None
+        self._limits = llguidance.LLParserLimits(max_lexer_states=MOST_STATES, verbose_errors=False)
 
     def guide(self, schema: str | Mapping[str, Any]) -> Guide:
         """InputError: the schema cannot be used."""
         matcher = self._library.LLMatcher
         try:
             text = schema if isinstance(schema, str) else json.dumps(schema)
-            made = matcher(self._tokenizer, matcher.grammar_from_json_schema(text, _LAYOUT), log_level=0)
-        except (TypeError, ValueError) as e:
+            grammar = matcher.grammar_from_json_schema(text, _LAYOUT)
+            made = matcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        except (TypeError, ValueError, RecursionError) as e:
             raise _refused(str(e)) from None
         if made.is_error():
             raise _refused(made.get_error())
-        return Guide(made, self._words)
+        guide = Guide(made, self._words)
+        if made.is_error() or not guide.mask.any():  # known once the first token is asked for
+            raise _refused(made.get_error() or "no text fulfils it")
+        return guide
 
 
 def _refused(why: str) -> InputError:

@@ -126,7 +126,7 @@ class GrowingText:
 
     def __init__(self, codec: TextCodec, stop: Sequence[str] = ()) -> None:
         self._codec, self._stream = codec, DecodeStream(skip_special_tokens=True)
-        self._stop = [text for text in stop if text]
+        self._stop = [_StopString(text) for text in stop if text]
         self._held = ""
         self.stopped: str | None = None
 
@@ -143,23 +143,50 @@ class GrowingText:
 
     def _certain(self, piece: str) -> str:
         text = self._held + piece
-        found = [(text.index(stop), -len(stop), stop) for stop in self._stop if stop in text]
-        if found:
-            at, _, self.stopped = min(found)
+        ends = [(len(self._held) + end - len(stop.text), -len(stop.text), stop.text)
+                for stop in self._stop if (end := stop.add(piece))]  # fmt: skip
+        if ends:
+            at, _, self.stopped = min(ends)
             self._held = ""
             return text[:at]
-        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
+        keep = max((stop.begun for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
 
-def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of a text begin the stop string.
+class _StopString:
+    """A stop string that is looked for in a text as it comes, each character once (Knuth, Morris and Pratt).
 
-    >>> _overlap("a <en", "<end>"), _overlap("text", "<end>")
-    (3, 0)
+    >>> stop = _StopString("<end>")
+    >>> stop.add("a <en"), stop.begun, stop.add("d> and"), stop.begun
+    (0, 3, 2, 5)
     """
-    for n in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:n]):
-            return n
-    return 0
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.begun = 0  # so many characters at the end of what came begin the stop string
+        self._shorter = [0]  # by number of characters of it: those at their end that also begin it
+
+    def add(self, piece: str) -> int:
+        """Takes more of the text; returns how much of it there is until the stop string ends, or 0."""
+        for k, character in enumerate(piece):
+            self._go_on(character)
+            if self.begun == len(self.text):
+                return k + 1
+        return 0
+
+    def _go_on(self, character: str) -> None:
+        text, begun = self.text, self.begun
+        while begun and text[begun] != character:
+            begun = self._fallen(begun)
+        self.begun = begun + (text[begun] == character)
+
+    def _fallen(self, begun: int) -> int:
+        """The next shorter beginning that the last `begun` characters end with."""
+        text, shorter = self.text, self._shorter
+        while len(shorter) < begun:  # made as far as a text has come
+            n, last = shorter[-1], text[len(shorter)]
+            while n and text[n] != last:
+                n = shorter[n - 1]
+            shorter.append(n + (text[n] == last))
+        return shorter[begun - 1]

@@ -16,6 +16,7 @@ from serving_server import ask, running, scrape
 
 import paellapy as pp
 from paellapy.scheduler.core.errors import EngineAwayError
+from paellapy.serving import schemas
 from paellapy.serving.access import Key
 
 openai: Any = pytest.importorskip("openai")
@@ -144,6 +145,38 @@ def test_an_answer_fulfils_a_schema(client: Any) -> None:
     with pytest.raises(openai.BadRequestError) as e:
         client.chat.completions.create(model="tiny", messages=chat, response_format=form)
     assert e.value.param == "json_schema"
+
+
+def by_schema(client: Any, schema: Any) -> Any:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+    chat = [{"role": "user", "content": PROMPT}]
+    return client.chat.completions.create(model="tiny", messages=chat, response_format=form, max_tokens=20)
+
+
+def nested(depth: int) -> Any:
+    schema: Any = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+@pytest.mark.parametrize("schema", [{"$ref": "#"}, nested(400), {"enum": ["x" * 70_000]}])
+def test_a_schema_that_cannot_be_used_is_refused(client: Any, schema: Any) -> None:
+    pytest.importorskip("llguidance")
+    with pytest.raises(openai.BadRequestError) as e:
+        by_schema(client, schema)
+    assert e.value.param == "json_schema"
+
+
+def test_a_schema_that_takes_hours_to_compile_is_refused(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("llguidance")
+    hours = {"allOf": [{"type": "string", "pattern": f"(a|b)*a(a|b){{{k}}}"} for k in range(10, 50)]}
+    with monkeypatch.context() as soon:
+        soon.setattr(schemas, "CPU_S", 1)
+        with pytest.raises(openai.BadRequestError) as e:
+            by_schema(client, hours)
+    assert e.value.param == "json_schema"
+    assert json.loads(by_schema(client, {"type": "boolean"}).choices[0].message.content) in (True, False)
 
 
 def test_a_stop_string_and_an_echo(client: Any) -> None:
