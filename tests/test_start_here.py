@@ -1,4 +1,4 @@
-"""What times the commands of docs/start.md in CI finds them, and fails where one of them does."""
+"""What runs the commands of docs/start.md and docs/service.md in CI finds them, and fails where one of them does."""
 
 from __future__ import annotations
 
@@ -12,14 +12,29 @@ from places import ROOT
 START = runpy.run_path(str(ROOT / ".ci" / "start.py"), run_name="start")
 
 
-def test_every_section_of_the_page_with_commands_is_found() -> None:
-    page = (ROOT / "docs" / "start.md").read_text()
+@pytest.mark.parametrize(("name", "servers"), [("start.md", 1), ("service.md", 2)])
+def test_every_section_of_the_page_with_commands_is_found(name: str, servers: int) -> None:
+    page = (ROOT / "docs" / name).read_text()
     found = START["sections"](page)
-    START["check_page"](found)
+    START["check_page"](name, found)
     assert sum(len(blocks) for blocks in found.values()) == page.count("\n```sh")
-    assert [server for blocks in found.values() for server, _ in blocks].count(True) == 1
+    assert [server for blocks in found.values() for server, _ in blocks].count(True) == servers
     with pytest.raises(RuntimeError):
-        START["check_page"](START["sections"](page.replace("```sh", "```console")))
+        START["check_page"](name, START["sections"](page.replace("```sh", "```console")))
+
+
+def test_a_folder_and_a_variable_hold_for_the_next_block(tmp_path: Path) -> None:
+    terminal = START["Terminal"](tmp_path, {"PATH": "/usr/bin:/bin"}, 10.0)
+    terminal.run(False, "mkdir inner && cd inner\nexport WHO='a b'\n")
+    terminal.run(False, 'printf %s "$WHO" > said\n')
+    terminal.close()
+    assert (tmp_path / "inner" / "said").read_text() == "a b"
+
+
+def test_lines_that_install_are_found_once_each() -> None:
+    lines = START["install_lines"](ROOT)
+    assert ("--editable", ".[viz]") in lines
+    assert len(set(lines)) == len(lines)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +49,8 @@ def test_every_section_of_the_page_with_commands_is_found() -> None:
 def test_a_command_that_fails_is_a_failure(
     server: bool, lines: str, limit_s: float, failure: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(START["run_section"].__globals__, "check_port", lambda: None)
+    monkeypatch.setitem(START["Terminal"].run.__globals__, "check_port", lambda: None)
+    terminal = START["Terminal"](tmp_path, {"PATH": "/usr/bin:/bin"}, limit_s)
     with pytest.raises(failure):
-        START["run_section"]([(server, lines)], tmp_path, {"PATH": "/usr/bin:/bin"}, limit_s)
+        terminal.run(server, lines)
+    terminal.close()
