@@ -1,13 +1,15 @@
-"""Makes the drawings of docs/concepts.md: boxes and arrows as SVG, on a ground of their own for any theme.
+"""Makes the drawings of docs/concepts.md and README.md: SVG, on a ground of their own for any theme.
 
 python docs/make_drawings.py
 """
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
 FOLDER = Path(__file__).parent / "drawings"
 INK, SOFT, GROUND = "#22303c", "#5b6b7a", "#ffffff"
@@ -124,13 +126,61 @@ def partitions() -> Drawing:
     return d
 
 
-DRAWINGS: dict[str, Callable[[], Drawing]] = {"reports": reports, "segments": segments, "partitions": partitions}
+class Theme(NamedTuple):
+    ground: str
+    ink: str
+    soft: str
+    rival: str
+    ours: str
+
+
+LIGHT, DARK = Theme("#ffffff", INK, SOFT, "#c3ccd5", BLUE), Theme("#0d1117", "#e6edf3", "#9aa7b4", "#4a5663", "#58a6e0")
+RIVALS = {
+    "batcher": "dynamic batcher", "streams": "CUDA streams", "queues": "streams, 32 hardware queues",
+    "mps": "MPS, 25 % of the SMs each", "ours": "paellapy",
+}  # fmt: skip
+
+
+def load(theme: Theme) -> str:
+    """A bar for each system, wide enough for letters that one can read on a phone."""
+    figures = tomllib.loads((FOLDER.parent / "figures.toml").read_text())["figures"]
+    shown = {name: figures[f"rate.{name}"] for name in RIVALS}
+    numbers = {name: float(rate.replace(",", "")) for name, rate in shown.items()}
+    widths = {name: 300 * number / max(numbers.values()) for name, number in numbers.items()}
+    said = "Requests a second with 99 % in time"
+    parts = [f"<title>{said}: {', '.join(f'{RIVALS[name]} {rate}' for name, rate in shown.items())}</title>"]
+    parts.append(f'<rect width="400" height="292" rx="8" fill="{theme.ground}"/>')
+    parts.append(f'<text x="14" y="30" fill="{theme.ink}" font-size="17" font-weight="600">{said}</text>')
+    for k, (name, rate) in enumerate(shown.items()):
+        y, ours = 56 + 47 * k, name == "ours"
+        ink, weight = (theme.ink, "600") if ours else (theme.soft, "400")
+        bar = theme.ours if ours else theme.rival
+        parts += [
+            f'<text x="14" y="{y}" fill="{ink}" font-size="15" font-weight="{weight}">{RIVALS[name]}</text>',
+            f'<rect x="14" y="{y + 7}" width="{widths[name]:.0f}" height="18" rx="3" fill="{bar}"/>',
+            f'<text x="{22 + widths[name]:.0f}" y="{y + 22}" fill="{theme.ink}" font-size="15" '
+            f'font-weight="{weight}">{rate}</text>',
+        ]
+    head = (
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 400 292" width="400" height="292" '
+        'font-family="system-ui, sans-serif">'
+    )
+    return head + "\n".join(parts) + "</svg>\n"
+
+
+DRAWINGS: dict[str, Callable[[], str]] = {
+    "reports": lambda: reports().svg(),
+    "segments": lambda: segments().svg(),
+    "partitions": lambda: partitions().svg(),
+    "load-light": lambda: load(LIGHT),
+    "load-dark": lambda: load(DARK),
+}
 
 
 def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     for name, draw in DRAWINGS.items():
-        (FOLDER / f"{name}.svg").write_text(draw().svg())
+        (FOLDER / f"{name}.svg").write_text(draw())
 
 
 if __name__ == "__main__":

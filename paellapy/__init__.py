@@ -1,4 +1,4 @@
-"""See and control which block of which kernel runs on which SM, from Python.
+"""See which block of which kernel ran on which SM. Decide which work enters the GPU next.
 
     import paellapy as pp
 

@@ -34,7 +34,7 @@ def paellapy(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="show the version and exit")
     ] = False,
 ) -> None:
-    """See and control which block of which GPU kernel runs on which SM.
+    """See which block of which kernel ran on which SM. Decide which work enters the GPU next.
 
     Trace kernels and view the traces, serve models under a scheduling policy, and compare policies, with or without a
     GPU.
