@@ -4,8 +4,8 @@
 
 Every block ```sh of the two pages is run; ```sh server is a server, which runs until the next one or the page's end. A
 folder or a variable that a block sets holds for the next one. It then resolves every line on a page that installs
-paellapy. The exit code is 1 if one fails, a section is not done within the limit, or a page has no such blocks any more.
-Needs PyPI.
+paellapy. The exit code is 1 if one fails, a section is not done within the limit, or a page has no such blocks any
+more. Needs PyPI.
 """
 
 from __future__ import annotations
@@ -149,7 +149,8 @@ def install_lines(root: Path) -> list[tuple[str, ...]]:
 
 def pip(python: Path) -> list[str]:
     """pip's command, or uv's, which resolves without downloading packages."""
-    return ["uv", "pip", "install", "--python", str(python)] if shutil.which("uv") else [str(python), "-m", "pip", "install"]
+    by = ["uv", "pip", "install", "--python", str(python)]
+    return by if shutil.which("uv") else [str(python), "-m", "pip", "install"]
 
 
 def resolve(lines: Iterable[tuple[str, ...]], clone: Path, environment: dict[str, str]) -> None:

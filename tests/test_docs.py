@@ -26,6 +26,7 @@ from paellapy.serving.config import Config, ModelConfig, PipelineConfig, ServerC
 sys.path.insert(0, str(ROOT / "docs"))
 
 import figures
+import make_drawings
 import record_http
 import reference_api
 import reference_tables
@@ -40,6 +41,11 @@ def test_figures_and_tables_are_those_of_the_result_files() -> None:
     assert text == figures.collected(), "run python docs/figures.py"
     for page in figures.pages():
         assert page.read_text() == figures.filled(page.read_text(), tomllib.loads(text)), page
+
+
+def test_drawings_show_the_stored_figures() -> None:
+    for name, draw in make_drawings.DRAWINGS.items():
+        assert (make_drawings.FOLDER / f"{name}.svg").read_text() == draw(), "run python docs/make_drawings.py"
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
