@@ -27,6 +27,13 @@ class Client:
         body, self._held = self._held[:length], self._held[length:]
         return int(lines[0].split()[1]), headers, body
 
+    def until(self, text):
+        """The bytes before this text."""
+        while text not in self._held:
+            self._more()
+        found, _, self._held = self._held.partition(text)
+        return found
+
     def _more(self):
         data = self._socket.recv(1 << 16)
         assert data, "the connection was closed"

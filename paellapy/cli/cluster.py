@@ -103,9 +103,9 @@ def apply(
 def status() -> None:
     """Show the engines with their models, load, predicted time and memory."""
     from rich.console import Console
+    from rich.table import Table
 
     from paellapy.cluster import control
-    from paellapy.cluster.aggregate import status_table
 
     control.connect()
     found = control.status()
@@ -113,7 +113,17 @@ def status() -> None:
     if found["front_door"] is None:
         console.print(f"the front door at {found['url']} does not answer")
         raise typer.Exit(1)
-    console.print(status_table(found["front_door"], found["url"]))
+    table = Table(title=found["url"])
+    for column in ("engine", "state", "models", "live", "slowest\nms", "memory", "sent"):
+        table.add_column(column)
+    for each in found["front_door"]["engines"]:
+        ready = [name for name, model in each["models"].items() if model["state"] == "READY"]
+        late = max((each["models"][name]["estimate_ms"] for name in ready), default=0.0)
+        memory = f"{each.get('held_bytes', 0) / 1e9:.2f}/{each.get('budget_bytes', 0) / 1e9:.0f} GB"
+        state = "up" if each["up"] else each.get("why", "away")
+        live, sent = str(each.get("live", 0)), str(each["sent"])
+        table.add_row(each["name"], state, ", ".join(ready), live, f"{late:.2f}", memory, sent)
+    console.print(table)
 
 
 @app.command()
@@ -152,8 +162,8 @@ def plan(
     """Choose models for each GPU, and predict the share of requests within target."""
     from rich.console import Console
 
-    from paellapy.cluster.plan import enough_gpus, load_fleet
-    from paellapy.cluster.plan import plan as make
+    from paellapy.scheduler.sim.plan import enough_gpus, load_fleet
+    from paellapy.scheduler.sim.plan import plan as make
 
     fleet, goal = load_fleet(file)
     console = Console()

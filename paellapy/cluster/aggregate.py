@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import msgspec
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.parser import text_string_to_metric_families
 
 from paellapy.cluster.engine_state import EngineView
 from paellapy.cluster.headers import digest_of
@@ -21,12 +23,10 @@ from paellapy.serving.limits import BESIDE_BYTES, read_body
 from paellapy.serving.registry import READY, VERSION
 from paellapy.serving.routes import asks_for_ready
 
-UNCHECKED = "no engine answered to check the API key; try again"
 PATIENCE_S = 2.0  # for an engine's part; without it, the answer has the rest
 ROUTER = web.AppKey("router", Router)
 
 _PASSED = ("Authorization", "X-API-Key")
-_SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (.+)$")
 
 
 async def ask_all(router: Router, request: web.Request, path: str) -> dict[str, bytes]:
@@ -51,56 +51,47 @@ async def ask_all(router: Router, request: web.Request, path: str) -> dict[str, 
     return {view.name: found[view.name] for view in router.views.values() if view.name in found}
 
 
-async def check_key(request: web.Request) -> None:
+async def check_key(request: web.Request, again: bool = False) -> None:
     """Raises RequestError if engines need a key that the client lacks. Engines know the keys; a router knows only its
-    own.
+    own. `again`: the engine checks it again, so only a key that is new to this router is asked for.
     """
-    router = request.app[ROUTER]
-    own = router.options.key
-    if own is None or _is_own(request, own):
+    router, digest = request.app[ROUTER], _digest(request)
+    if router.options.key is None or (again and digest in router.keys):
         return
-    if not await ask_all(router, request, "/v2"):
-        raise RefusedError(UNCHECKED, "engine_away", 2.0)
+    if not _is_own(request) and not await ask_all(router, request, "/v2"):
+        raise _unchecked()
+    router.keys.add(digest)
 
 
-def _is_own(request: web.Request, own: str) -> bool:
-    return hmac.compare_digest(request.headers.get("X-API-Key", "").encode("utf-8", "surrogateescape"), own.encode())
+def _unchecked() -> RefusedError:
+    return RefusedError("no engine answered to check the API key; try again", "engine_away", 2.0)
 
 
-def check_known(request: web.Request, accepted: bool) -> None:
-    """For answers that a router gives while no engine answers: the key must be one that an engine accepted before.
-    `accepted`: an engine has done so just now.
-    """
-    router = request.app[ROUTER]
-    own, digest = router.options.key, _digest(request)
-    if accepted:
-        router.keys.add(digest)
-    elif own is not None and not _is_own(request, own) and not router.keys.was_accepted(digest):
-        raise RefusedError(UNCHECKED, "engine_away", 2.0)
+def _is_own(request: web.Request) -> bool:
+    given, own = request.headers.get("X-API-Key", ""), request.app[ROUTER].options.key or ""
+    return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), own.encode())
 
 
 def _digest(request: web.Request) -> bytes:
-    return digest_of(b"".join(b"\r\n%b: %b" % each for each in request.raw_headers))
+    return digest_of(b"".join(b"\r\n%b: %b\r\n" % each for each in request.raw_headers))
 
 
-async def check_key_once(request: web.Request) -> None:
-    """The same, where the engine checks the key again: it is asked for a key that is new to this router."""
-    router = request.app[ROUTER]
-    if router.options.key is None:
-        return
-    if (digest := _digest(request)) not in router.keys:
-        await check_key(request)
-        router.keys.add(digest)
+# -- statistics and the index
 
 
-def _add(total: Any, more: Any) -> Any:
-    """Adds numbers wherever they occur in both."""
-    if isinstance(total, dict) and isinstance(more, dict):
-        return {key: _add(total[key], more[key]) if key in total and key in more else total.get(key, more.get(key))
-                for key in {**total, **more}}  # fmt: skip
-    if isinstance(total, int | float) and isinstance(more, int | float):
-        return total + more
-    return total
+def _add(one: Any, other: Any, key: str = "") -> Any:
+    """The sum of the numbers at the same places."""
+    if isinstance(one, dict):
+        return {**other, **{k: _add(value, other[k], k) if k in other else value for k, value in one.items()}}
+    if key == "batch_stats":
+        sizes: dict[int, Any] = {}
+        for each in [*one, *other]:
+            size = each["batch_size"]
+            sizes[size] = _add(sizes[size], each) if size in sizes else each
+        return [sizes[size] for size in sorted(sizes)]
+    if key == "last_inference":
+        return max(one, other)
+    return one if key in ("name", "version", "batch_size") else one + other
 
 
 def add_statistics(parts: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -112,16 +103,8 @@ def add_statistics(parts: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     found: dict[str, dict[str, Any]] = {}
     for each in parts:
-        if (before := found.get(each["name"])) is None:
-            found[each["name"]] = each
-            continue
-        sizes: dict[int, dict[str, Any]] = {}
-        for batch in [*before["batch_stats"], *each["batch_stats"]]:
-            size = batch["batch_size"]
-            sizes[size] = {**_add(sizes[size], batch), "batch_size": size} if size in sizes else batch
-        last = max(before["last_inference"], each["last_inference"])
-        together = {"last_inference": last, "batch_stats": [sizes[size] for size in sorted(sizes)]}
-        found[each["name"]] = {**_add(before, each), **together}
+        name = each["name"]
+        found[name] = _add(found[name], each) if name in found else each
     return list(found.values())
 
 
@@ -147,85 +130,63 @@ async def merged_index(request: web.Request) -> web.Response:
     return json_response(found)
 
 
-def labelled(page: str, engine: str, said: set[str]) -> Iterable[str]:
-    """The lines of a metrics page, each sample labelled with its engine; repeated HELP and TYPE lines are left out.
-
-    >>> list(labelled('# TYPE a gauge\\na 1\\nb{c="d"} 2', "e0", set()))
-    ['# TYPE a gauge', 'a{engine="e0"} 1', 'b{engine="e0",c="d"} 2']
-    """
-    for line in page.splitlines():
-        if line.startswith("#"):
-            if line not in said:
-                said.add(line)
-                yield line
-        elif sample := _SAMPLE.match(line):
-            more = f",{sample[2]}" if sample[2] else ""
-            yield f'{sample[1]}{{engine="{engine}"{more}}} {sample[3]}'
+# -- metrics
 
 
-def _families(pages: dict[str, str]) -> list[str]:
-    """Groups the lines by metric, as Prometheus requires."""
-    blocks: dict[str, list[str]] = {}
-    said: set[str] = set()
-    for engine, page in pages.items():
-        current = ""
-        for line in labelled(page, engine, said):
-            if line.startswith("# "):
-                current = line.split(" ", 3)[2]
-                blocks.setdefault(current, []).append(line)
-            else:
-                name = line.partition("{")[0]
-                known = (each for each in (current, name, name.rpartition("_")[0]) if each in blocks)
-                family = next((each for each in known if name.startswith(each)), name)
-                blocks.setdefault(family, []).append(line)
-    return [line for block in blocks.values() for line in block]
+class _Page(CollectorRegistry):
+    """The metrics of a router, and those of its engines with the engine as a label."""
+
+    def __init__(self, own: Iterable[Metric], pages: Mapping[str, bytes]) -> None:
+        super().__init__()
+        self._own, self._pages = own, pages
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._own
+        families: dict[str, Metric] = {}
+        for engine, page in self._pages.items():
+            for found in text_string_to_metric_families(page.decode()):
+                family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
+                family.samples += [each._replace(labels={"engine": engine, **each.labels}) for each in found.samples]
+        yield from families.values()
 
 
-def router_metrics(router: Router) -> list[str]:
-    # An engine that never started, or was drained, is not missing: routers may be told of engines that start later.
-    views = router.views.values()
-    known = [view for view in views if view.outlook is not None and not view.outlook.draining]
-    up = [(f'{{engine="{view.name}"}}', int(view.up)) for view in known]
-    predicted = [
-        (f'{{engine="{view.name}",model="{model}"}}', f"{(view.estimate_ms(model) or 0.0) * 1e-3:.6g}")
-        for view in views
-        for model in sorted(view.offers())
-    ]
-    counts = asdict(router.counts)
-    metrics: list[tuple[str, str, str, list[tuple[str, object]]]] = [
-        (f"paellapy_router_{name}_total", "counter", text, [("", counts[name])])
-        for name, text in (
-            ("requests", "Requests taken"),
-            ("refused", "Answers 503, 429 and 404 of engines, after which other engines were asked"),
-            ("lost", "Engines that ended, or fell silent, before an answer"),
-            ("again", "Requests sent again after an engine was lost"),
-            ("held", "Requests that waited for an engine"),
-        )
-    ]
-    held = router.held
-    metrics += [
-        ("paellapy_engine_up", "gauge", "1: the engine takes requests", [*up]),
-        ("paellapy_predicted_seconds", "gauge", "Predicted time of a request that arrives now", [*predicted]),
-        ("paellapy_router_held_bytes", "gauge", "Bytes of requests that are not answered yet", [("", held.nbytes)]),
-        ("paellapy_router_full_total", "counter", "Requests refused: too many bytes held", [("", held.full)]),
-        ("paellapy_router_in_flight", "gauge", "Requests being handled", [("", router.in_flight)]),
-    ]
-    found = []
-    for name, kind, text, samples in metrics:
-        found += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
-        found += [f"{name}{labels} {value}" for labels, value in samples]
-    return found
+def router_metrics(router: Router) -> Iterator[Metric]:
+    counts = router.counts
+    for name, text, count in (
+        ("requests", "Requests taken", counts.requests),
+        ("refused", "Answers 503, 429 and 404 of engines, after which other engines were asked", counts.refused),
+        ("lost", "Engines that ended, or fell silent, before an answer", counts.lost),
+        ("again", "Requests sent again after an engine was lost", counts.again),
+        ("held", "Requests that waited for an engine", counts.held),
+        ("full", "Requests refused: too many bytes held", router.held.full),
+    ):
+        yield CounterMetricFamily(f"paellapy_router_{name}", text, count)
+    yield GaugeMetricFamily("paellapy_router_held_bytes", "Bytes of unanswered requests", router.held.nbytes)
+    yield GaugeMetricFamily("paellapy_router_in_flight", "Requests being handled", router.in_flight)
+    up = GaugeMetricFamily("paellapy_engine_up", "1: the engine takes requests", labels=("engine",))
+    text = "Predicted time of a request that arrives now"
+    predicted = GaugeMetricFamily("paellapy_predicted_seconds", text, labels=("engine", "model"))
+    for view in router.views.values():
+        # An engine that never started, or was drained, is not missing: routers may be told of engines that start later.
+        if view.outlook is not None and not view.outlook.draining:
+            up.add_metric((view.name,), view.up)
+        for model in sorted(view.offers()):
+            predicted.add_metric((view.name, model), (view.estimate_ms(model) or 0.0) * 1e-3)
+    yield from (up, predicted)
 
 
 async def merged_metrics(request: web.Request) -> web.Response:
     router = request.app[ROUTER]
     pages = await ask_all(router, request, "/metrics")
-    check_known(request, bool(pages))
-    lines = [*router_metrics(router), *_families({name: page.decode() for name, page in pages.items()}), ""]
-    return web.Response(body="\n".join(lines).encode(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+    if pages:
+        router.keys.add(_digest(request))
+    elif router.options.key is not None and not _is_own(request) and not router.keys.was_accepted(_digest(request)):
+        raise _unchecked()
+    body = await asyncio.to_thread(generate_latest, _Page(list(router_metrics(router)), pages))  # long with many models
+    return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
-# A router's view of its cluster, as JSON and as a table.
+# -- a router's view of its cluster
 
 
 def cluster_status(router: Router) -> dict[str, Any]:
@@ -261,20 +222,3 @@ def _engine(router: Router, view: EngineView) -> dict[str, Any]:
         **said, "draining": found.draining, "live": found.live, "held_bytes": found.held_bytes,
         "budget_bytes": found.budget_bytes, "models": models,
     }  # fmt: skip
-
-
-def status_table(status: dict[str, Any], title: str) -> Any:
-    """A rich table with a row for every engine."""
-    from rich.table import Table
-
-    table = Table(title=title)
-    for column in ("engine", "state", "models", "live", "slowest\nms", "memory", "sent"):
-        table.add_column(column)
-    for each in status["engines"]:
-        ready = [name for name, model in each["models"].items() if model["state"] == "READY"]
-        late = max((each["models"][name]["estimate_ms"] for name in ready), default=0.0)
-        memory = f"{each.get('held_bytes', 0) / 1e9:.2f}/{each.get('budget_bytes', 0) / 1e9:.0f} GB"
-        state = "up" if each["up"] else each.get("why", "away")
-        live, sent = str(each.get("live", 0)), str(each["sent"])
-        table.add_row(each["name"], state, ", ".join(ready), live, f"{late:.2f}", memory, sent)
-    return table

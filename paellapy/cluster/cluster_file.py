@@ -16,24 +16,28 @@ from __future__ import annotations
 import hashlib
 import inspect
 import ipaddress
+import itertools
 import secrets
 import socket
 import sys
 import tomllib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from paellapy.cluster.plan import Placement
 from paellapy.cluster.router import HELD_BYTES
 from paellapy.instrument.errors import PaellaError
 from paellapy.instrument.gpu_model.parts import part
 from paellapy.scheduler.core.profiles import load_profiles
+from paellapy.scheduler.sim.plan import Placement
 from paellapy.serving.access import Key
 from paellapy.serving.build import build_entries, build_keys, build_policy
-from paellapy.serving.config import Config, NotNegative, Positive, Source, load_config
+from paellapy.serving.config import NotNegative, Positive, Source, load_config
 from paellapy.serving.errors import ConfigError
 
 Count = Annotated[int, Meta(ge=1)]
@@ -84,7 +88,11 @@ def load_cluster(path: Path, key: str | None = None) -> ClusterFile:
         settings = msgspec.convert(tree.pop("cluster", {}), ClusterSettings)
     except msgspec.ValidationError as e:
         raise ConfigError(f"{path}: under [cluster]: {e}") from None
-    config, source = engine_config(tree, str(path))
+    try:
+        config, _ = load_config(options=tree)
+    except ConfigError as e:
+        raise ConfigError(f"{path}: {e}") from None
+    source = Source(str(path), path.read_text())
     build_policy(config, source)
     models = [each.name for each in build_entries(config, source)]
     for key_name, named in (("replicas", settings.replicas), ("memory_gb", settings.memory_gb)):
@@ -150,15 +158,6 @@ def _check_settings(path: Path, s: ClusterSettings, device: str, models: list[st
             raise wrong("cluster.profiles", s.profiles, f"it has no profile of {', '.join(missing)}")
 
 
-def engine_config(tree: dict[str, Any], file: str) -> tuple[Config, Source]:
-    """The settings of an engine."""
-    try:
-        config, _ = load_config(options=tree)
-    except ConfigError as e:
-        raise ConfigError(f"{file}: {e}") from None
-    return config, Source(file, Path(file).read_text() if Path(file).is_file() else "")
-
-
 def first_placement(file: ClusterFile, engines: int) -> Placement:
     """Every engine has every model, except models with `replicas`, which are distributed in turn."""
     placed: list[list[str]] = [[] for _ in range(engines)]
@@ -169,6 +168,48 @@ def first_placement(file: ClusterFile, engines: int) -> Placement:
             placed[(turn + k) % engines].append(name)
         turn += wanted % engines
     return tuple(tuple(sorted(each)) for each in placed)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Engines with the same models: a deployment of its own."""
+
+    name: str
+    models: tuple[str, ...]
+    engines: int
+
+
+def regroup(groups: Sequence[Group], placement: Placement) -> list[Group]:
+    """The groups of a placement. Each takes the name of the group with which it has most models in common, so that few
+    engines start anew.
+
+    >>> regroup([Group("engines-0", ("a", "b"), 3)], (("a",), ("b",), ("b",)))
+    [Group(name='engines-0', models=('b',), engines=2), Group(name='engines-1', models=('a',), engines=1)]
+    """
+    left = {each.name: set(each.models) for each in groups}
+    free = (f"engines-{k}" for k in itertools.count() if f"engines-{k}" not in {each.name for each in groups})
+    found = []
+    for models, engines in Counter(placement).most_common():
+        best = max(left, key=lambda name: len(left[name] & set(models)), default=None)
+        shares = best is not None and left[best] & set(models)
+        name = best if best is not None and shares else next(free)
+        left.pop(name, None)
+        found.append(Group(name, models, engines))
+    return found
+
+
+def steps(old: Sequence[Group], new: Sequence[Group]) -> list[list[Group]]:
+    """Changes in their order, so that every model is loaded at its new place before it leaves the old one: models are
+    loaded beside the others, engines start and end, and models are unloaded.
+    """
+    had, wanted = ({each.name: each.models for each in groups} for groups in (old, new))
+
+    def with_both(each: Group) -> Group:
+        models = {*had.get(each.name, ()), *wanted.get(each.name, ())} if each.name in had else {*each.models}
+        return replace(each, models=tuple(sorted(models)))
+
+    found = [[with_both(each) for each in old], [with_both(each) for each in new], list(new)]
+    return [now for before, now in itertools.pairwise([list(old), *found]) if now != before] or [list(new)]
 
 
 def difference(old: ClusterFile, new: ClusterFile) -> list[str]:

@@ -11,21 +11,29 @@ import os
 import re
 import threading
 import time
-import urllib.request
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from paellapy.cluster.cluster_file import ClusterFile, difference, first_placement, load_cluster
-from paellapy.cluster.plan import Fleet, Group, Placement, plan, regroup, steps
+from paellapy.cluster.cluster_file import (
+    ClusterFile,
+    Group,
+    difference,
+    first_placement,
+    load_cluster,
+    regroup,
+    steps,
+)
+from paellapy.cluster.processes import ask
 from paellapy.cluster.router import RouterOptions
 from paellapy.instrument.env import install_line
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.profiles import load_profiles
+from paellapy.scheduler.sim.plan import Fleet, Placement, plan
 from paellapy.serving.logs import configure, log
 
 OLDEST, BEYOND = (2, 60), (3, 0)  # tested versions of Ray
@@ -69,10 +77,9 @@ def check_version(version: str) -> None:
 
 def connect(start: ClusterFile | None = None) -> bool:
     """Joins the running Ray, or starts one here for `start`; returns whether it was started."""
-    ray = import_ray()
+    ray, quiet = import_ray(), {"log_to_driver": False, "logging_level": "error"}
     if ray.is_initialized():
         return False
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     try:
         ray.init(address="auto", **quiet)
         return False
@@ -82,32 +89,25 @@ def connect(start: ClusterFile | None = None) -> bool:
             raise ClusterError(said, field="ray") from None
     for name, value in RAY_SETTINGS.items():
         os.environ.setdefault(name, value)
-    s = start.settings
-    # Virtual GPUs cost nothing, so there is room to scale
-    number = max(s.engines, MOST_VIRTUAL) if _is_virtual(start) else s.engines
+    s, is_virtual = start.settings, str(start.engine.get("device", "")).startswith("virtual")
+    number = max(s.engines, MOST_VIRTUAL) if is_virtual else s.engines  # virtual GPUs cost nothing: room to scale
     own = {} if s.resource == "GPU" else {"resources": {s.resource: float(number)}}
     ray.init(include_dashboard=False, **own, **quiet)
     return True
 
 
-def _is_virtual(file: ClusterFile) -> bool:
-    return str(file.engine.get("device", "")).startswith("virtual")
-
-
 def check_resources(file: ClusterFile, engines: int) -> None:
-    resource, have = file.settings.resource, import_ray().cluster_resources()
-    if str(file.engine.get("device", "")).startswith("cuda") and not have.get("GPU"):
+    resource, found = file.settings.resource, import_ray().cluster_resources()
+    device, have = str(file.engine.get("device", "")), found.get(resource, 0.0)
+    if device.startswith("cuda") and not found.get("GPU"):
         said = 'device = "cuda", but no node of Ray has a GPU: add one, or set device = "virtual:h200"'
-        raise ClusterError(said, field="device", given=file.engine["device"])
-    if have.get(resource, 0.0) < engines:
-        remedy = (
-            'add nodes, ask for fewer engines, or set device = "virtual:h200" and cluster.resource = "virtual_gpu"'
-            if resource == "GPU"
-            else f"give nodes the resource, as in ray start --resources='{{\"{resource}\": 1}}'"
-        )
-        limit = have.get(resource, 0.0)
-        said = f"Ray has {limit:g} {resource}, but {engines} engines need one each: {remedy}"
-        raise ClusterError(said, field=resource, given=engines, limit=limit)
+        raise ClusterError(said, field="device", given=device)
+    if have < engines:
+        remedy = f"give nodes the resource, as in ray start --resources='{{\"{resource}\": 1}}'"
+        if resource == "GPU":
+            remedy = "add nodes, ask for fewer engines, or set device and cluster.resource to virtual ones"
+        said = f"Ray has {have:g} {resource}, but {engines} engines need one each: {remedy}"
+        raise ClusterError(said, field=resource, given=engines, limit=have)
 
 
 class State(msgspec.Struct, kw_only=True):
@@ -134,8 +134,9 @@ class State(msgspec.Struct, kw_only=True):
             raise ClusterError(said, field="cluster")
         return msgspec.json.decode(found, type=cls)
 
-    def store(self) -> None:
-        _replicas().write(STATE, msgspec.json.encode(self))
+    def says(self, path: str = "/v2/cluster") -> Any:
+        """An answer of a router."""
+        return json.loads(ask(self.url + path, self.file.key))
 
 
 def _replicas() -> Any:
@@ -149,24 +150,6 @@ def _replicas() -> Any:
 # -- applications of Ray Serve
 
 
-def _digest(*what: Any) -> str:
-    return hashlib.sha256(msgspec.json.encode(what, order="sorted")).hexdigest()[:16]
-
-
-def router_options(file: ClusterFile) -> dict[str, Any]:
-    s = file.settings
-    return asdict(
-        RouterOptions(
-            host=s.host,
-            port=s.port,
-            every_ms=s.every_ms,
-            hold_s=s.hold_s,
-            key=file.key,
-            max_held_bytes=round(s.held_mb * 1e6),
-        )
-    )
-
-
 def applications(state: State) -> dict[str, Any]:
     """An application for the routers, one for each group of engines, and one that plans. A replica starts anew only if
     its application's version changes; models of a group and numbers of engines change in place.
@@ -178,14 +161,19 @@ def applications(state: State) -> dict[str, Any]:
     file, s = state.file, state.file.settings
 
     def application(kind: type, arguments: tuple[Any, ...], code: object = None, **options: Any) -> Any:
+        version = msgspec.json.encode((arguments, code), order="sorted")
         options |= {
             "health_check_period_s": 0.5, "health_check_timeout_s": 3.0, "graceful_shutdown_wait_loop_s": 0.2,
-            "graceful_shutdown_timeout_s": LEAVE_S, "version": _digest(arguments, code), "_internal": True,
+            "graceful_shutdown_timeout_s": LEAVE_S, "version": hashlib.sha256(version).hexdigest(), "_internal": True,
         }  # fmt: skip
         return serve.deployment(kind).options(**options).bind(*arguments)
 
     here = {"num_cpus": 0, "resources": {f"node:{state.node}": 1e-3}}
-    routers = router_options(file), file.models
+    router = RouterOptions(
+        host=s.host, port=s.port, every_ms=s.every_ms, hold_s=s.hold_s, key=file.key,
+        max_held_bytes=round(s.held_mb * 1e6),
+    )  # fmt: skip
+    routers = asdict(router), file.models
     found = {ROUTERS: application(RouterReplica, routers, num_replicas=s.routers, ray_actor_options=here)}
     if s.replan_s:
         found[PLANNER] = application(Planner, (), ray_actor_options={"num_cpus": 0})
@@ -226,7 +214,7 @@ def _deploy(state: State) -> None:
     from ray import serve
 
     wanted = applications(state)
-    state.store()
+    _replicas().write(STATE, msgspec.json.encode(state))
     targets = [serve.RunTarget(each, name=APP + name, route_prefix=None) for name, each in wanted.items()]
     serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
     for name in set(_statuses()) - set(wanted):
@@ -253,25 +241,13 @@ def _wait(done: Callable[[], bool], within_s: float, what: str) -> None:
         time.sleep(LOOK_S)
 
 
-def _runs() -> bool:
-    return all(each.status == "RUNNING" for each in _statuses().values())
-
-
 def _answers(state: State) -> bool:
     """Whether the front door is ready and knows all engines."""
     try:
-        seen = front_door(state)
+        seen = state.says()
     except OSError:
         return False
     return bool(seen["ready"]) and sum(each["up"] for each in seen["engines"]) >= state.engines
-
-
-def front_door(state: State) -> dict[str, Any]:
-    """What a router says of its cluster."""
-    headers = {} if state.file.key is None else {"X-API-Key": state.file.key}
-    with urllib.request.urlopen(urllib.request.Request(f"{state.url}/v2/cluster", headers=headers), timeout=2) as a:
-        found: dict[str, Any] = json.load(a)
-        return found
 
 
 # -- plans
@@ -282,35 +258,34 @@ class Planner:
 
     def __init__(self) -> None:
         configure("text", "info")
-        self._planned_at, self._counted = time.monotonic(), {}  # type: ignore[var-annotated]
+        self._planned_at, self._counted = time.monotonic(), Counter[str]()
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
-        from paellapy.cluster.replicas import ROUTERS, entries
-
         while True:
             try:
                 time.sleep(State.stored().file.settings.replan_s)
-                counts = [msgspec.json.decode(each, type=dict[str, int]) for each in entries(ROUTERS).values()]
-                state = State.stored()
+                state, counts = State.stored(), Counter[str]()
+                for each in state.says("/v2/models/stats")["model_stats"]:
+                    counts[each["name"]] = sum(each["inference_stats"][kind]["count"] for kind in ("success", "fail"))
                 if (found := self.replan(state, counts, time.monotonic())) is not None:
                     change_placement(found, state)
             except Exception as e:  # Ray is shutting down, or no plan is possible
                 log.error("planning failed", exc_info=e)
                 time.sleep(1.0)
 
-    def replan(self, state: State, counts: Sequence[Mapping[str, int]], now: float) -> Placement | None:
-        """Another placement, if the requests since the last call ask for one."""
+    def replan(self, state: State, counts: Mapping[str, int], now: float) -> Placement | None:
+        """Another placement, if the requests since the last call ask for one. `counts`: requests so far, by model."""
         seconds, before = now - self._planned_at, self._counted
-        total = {name: sum(each.get(name, 0) for each in counts) for name in state.file.models}
-        self._planned_at, self._counted = now, total
-        rates = {name: max(0.0, count - before.get(name, 0)) / seconds for name, count in total.items()}
-        if not before or sum(rates.values()) * seconds < FEWEST:
+        self._planned_at, self._counted = now, Counter(counts)
+        asked = {name: counts.get(name, 0) - before[name] for name in state.file.models}
+        # An engine that has started anew, or has left, took its counts along
+        if not before or min(asked.values()) < 0 or sum(asked.values()) < FEWEST:
             return None
         s = state.file.settings
         profiles = load_profiles(Path(state.file.folder) / str(s.profiles))
         current = tuple(each.models for each in state.groups for _ in range(each.engines))
-        rates = {name: max(rate, 0.01) for name, rate in rates.items()}
+        rates = {name: max(count / seconds, 0.01) for name, count in asked.items()}
         fleet = Fleet(profiles, rates, len(current), s.memory_gb, s.gpu_gb or math.inf)
         found = plan(fleet, current, sure=math.inf).placement
         return None if Counter(found) == Counter(current) else found
@@ -374,20 +349,16 @@ def change_placement(placement: Placement, state: State | None = None) -> None:
         state.groups = groups
         _deploy(state)
         time.sleep(2 * LOOK_S)  # Serve's next look
-        _wait(_runs, state.file.settings.ready_s * max(1, state.engines), "the change")
+        within_s = state.file.settings.ready_s * max(1, state.engines)
+        _wait(lambda: {each.status for each in _statuses().values()} == {"RUNNING"}, within_s, "the change")
 
 
 def status() -> dict[str, Any]:
-    """What the cluster should be, and what its front door (None: it does not answer) and Serve say of it."""
-    state = State.stored()
-    found: dict[str, Any] = {
-        "url": state.url, "front_door": None, "resource": state.file.settings.resource,
-        "groups": [asdict(each) for each in state.groups],
-        "serve": {name: str(each.status) for name, each in _statuses().items()},
-    }  # fmt: skip
+    """Its URL, and what its front door says of it; None: it does not answer."""
+    state, found = State.stored(), None
     with contextlib.suppress(OSError):
-        found["front_door"] = front_door(state)
-    return found
+        found = state.says()
+    return {"url": state.url, "front_door": found}
 
 
 def _engines() -> list[str]:
@@ -409,9 +380,8 @@ def drain(engine: str) -> None:
     """Removes that engine after it has finished its requests, and lowers the number of engines by one."""
     state, known = State.stored(), _engines()
     if engine not in known:
-        raise ClusterError(
-            f"no engine is named {engine!r}: choose one of {', '.join(known)}", given=engine, limit=known
-        )
+        said = f"no engine is named {engine!r}: choose one of {', '.join(known)}"
+        raise ClusterError(said, given=engine, limit=known)
     if len(known) == 1:
         said = f"{engine} is the only engine: add another first, or use `paellapy cluster down`"
         raise ClusterError(said, given=engine, limit=known)
@@ -434,8 +404,7 @@ def take_down() -> None:
     from ray import serve
 
     State.stored()
-    names: Sequence[str] = sorted(_statuses(), key=lambda name: name not in (ROUTERS, PLANNER))
-    for name in names:
+    for name in sorted(_statuses(), key=lambda name: name not in (ROUTERS, PLANNER)):
         serve.delete(APP + name)
     _replicas().forget(STATE)
     if not serve.status().applications:

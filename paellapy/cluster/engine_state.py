@@ -6,10 +6,7 @@ The outlook is corrected by the requests sent and the answers received since.
 from __future__ import annotations
 
 import asyncio
-import re
 import ssl
-import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -19,7 +16,8 @@ from aiohttp import ClientConnectorError, ClientError, ClientResponse, ClientSes
 
 from paellapy.instrument.errors import ArgumentError
 from paellapy.scheduler.core.admission import PREDICTED_WEIGHT, SLOW
-from paellapy.serving.load_report import Outlook
+from paellapy.serving.fast_path.client import Pool
+from paellapy.serving.load_report import ModelOutlook, Outlook
 from paellapy.serving.logs import log
 from paellapy.serving.registry import READY
 
@@ -29,9 +27,6 @@ LEAST_MS = 1e-3  # predictions are GPU time; with shorter ones only the host's t
 CONNECT_S = 2.0
 AGAIN_S = 0.1  # pause after a stream of outlooks has ended or could not be opened
 LONGEST_LINE = 1 << 20
-IDLE_S = 20.0  # shorter than a server's `keepalive_s`, so that nothing is sent into a closing connection
-_JOINED = 1 << 16  # shorter bodies are sent together with their header
-_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,15})[ \t]*\r\n", re.I)
 
 _decode = msgspec.json.Decoder(Outlook).decode
 
@@ -57,13 +52,12 @@ class Member:
             raise ArgumentError(said, field="url", given=self.url) from None
 
 
+@dataclass(slots=True)
 class Learned:
     """How long one engine's answers for one model take, relative to its predictions."""
 
-    __slots__ = ("actual_ms", "predicted_ms")
-
-    def __init__(self) -> None:
-        self.actual_ms = self.predicted_ms = 1.0
+    actual_ms: float = 1.0
+    predicted_ms: float = 1.0
 
     @property
     def factor(self) -> float:
@@ -72,7 +66,7 @@ class Learned:
 
     def note(self, predicted_ms: float, actual_ms: float) -> None:
         self.actual_ms += LEARN * (actual_ms - self.actual_ms)
-        self.predicted_ms += LEARN * (max(predicted_ms, LEAST_MS) - self.predicted_ms)
+        self.predicted_ms += LEARN * (predicted_ms - self.predicted_ms)
 
     def forget(self) -> None:
         self.actual_ms += FORGET * (self.predicted_ms - self.actual_ms)
@@ -83,7 +77,8 @@ class EngineView:
 
     def __init__(self, member: Member) -> None:
         self.member, self.name = member, member.name
-        self.pool = Pool(self)
+        host, port, tls = member.address
+        self.pool = Pool(host, port, ssl.create_default_context() if tls else None, CONNECT_S)
         self.why = "not reached yet"  # why it is away
         self.outlook: Outlook | None = None
         self.up = False
@@ -108,26 +103,26 @@ class EngineView:
                 each.forget()
         return (self.offers() if self.up else None) != before
 
+    @property
+    def models(self) -> dict[str, ModelOutlook]:
+        return {} if self.outlook is None else self.outlook.models
+
     def offers(self) -> frozenset[str]:
         """Models that are loaded."""
-        models = {} if self.outlook is None else self.outlook.models
-        return frozenset(name for name, each in models.items() if each.state == READY)
+        return frozenset(name for name, each in self.models.items() if each.state == READY)
 
     def wants(self) -> frozenset[str]:
         """Models that should be loaded, by its latest line."""
-        models = {} if self.outlook is None else self.outlook.models
-        return frozenset(name for name, each in models.items() if each.wanted or each.state == READY)
+        return frozenset(name for name, each in self.models.items() if each.wanted or each.state == READY)
 
     @property
     def knows_models(self) -> bool:
         """Whether it has said which models it should have; a server that starts may not know yet."""
-        return self.outlook is not None and (self.outlook.ready or bool(self.outlook.models))
+        return self.outlook is not None and (self.outlook.ready or bool(self.models))
 
     def predicted_ms(self, model: str) -> float | None:
         """Time that a request sent now would take, by the engine's outlook; None: it does not have the model."""
-        if not self.up or self.outlook is None:
-            return None
-        found = self.outlook.models.get(model)
+        found = self.models.get(model) if self.up else None
         return None if found is None or found.state != READY else found.predicted_ms + self.added_ms
 
     def estimate_ms(self, model: str) -> float | None:
@@ -153,15 +148,14 @@ class EngineView:
         self.outstanding += 1
         self.added += 1
         self.sent += 1
-        if self.outlook is not None and (found := self.outlook.models.get(model)) is not None:
+        if (found := self.models.get(model)) is not None:
             self.added_ms += found.step_ms
 
     def note_answer(self, model: str, predicted_ms: float, actual_ms: float) -> None:
-        learned = self.learned.get(model)
-        if learned is None:
-            learned = self.learned[model] = Learned()
-            learned.actual_ms, learned.predicted_ms = actual_ms, max(predicted_ms, LEAST_MS)
-        learned.note(predicted_ms, actual_ms)
+        """Texts have no prediction: nothing is learned from them."""
+        if predicted_ms > 0:
+            predicted_ms = max(predicted_ms, LEAST_MS)
+            self.learned.setdefault(model, Learned(actual_ms, predicted_ms)).note(predicted_ms, actual_ms)
 
 
 # -- its outlooks
@@ -213,159 +207,3 @@ def _why_away(view: EngineView, error: Exception) -> str:
     if isinstance(error, ClientConnectorError) and isinstance(error.os_error, ConnectionRefusedError):
         return "starting: it does not listen yet" if view.outlook is None else "ended: nothing listens at its address"
     return f"it cannot be reached: {str(error) or 'no answer'}"
-
-
-# -- its requests
-#
-# Through aiohttp's client a request takes 3.4 times the router's processor time: 6,800 requests for each CPU-second
-# instead of 23,300.
-
-
-class Exchange(ABC):
-    """A request to an engine: its header and its body, and what happens to it there."""
-
-    __slots__ = ("body", "raw")
-    raw: bytes
-    body: bytes
-
-    @abstractmethod
-    def answered(self, view: EngineView, head: bytes, body: list[bytes]) -> None: ...
-
-    @abstractmethod
-    def lost(self, view: EngineView, was_sent: bool) -> None:
-        """The engine will not answer; `was_sent`: the request may have run nevertheless."""
-
-
-class Link(asyncio.Protocol):
-    """One connection to an engine. It carries one request at a time, and holds its answer until it is complete."""
-
-    __slots__ = ("_head", "_held", "_left", "_pool", "_work", "transport", "used_at")
-
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-        self.transport: asyncio.Transport | None = None
-        self._work: Exchange | None = None
-        self._head, self._held, self._left = b"", [b""], -1
-        self.used_at = time.monotonic()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = transport  # type: ignore[assignment]
-
-    @property
-    def busy(self) -> bool:
-        return self._work is not None
-
-    def send(self, work: Exchange) -> None:
-        assert self.transport is not None
-        self._work = work
-        if len(work.body) < _JOINED:
-            self.transport.write(work.raw + work.body)
-        else:
-            self.transport.write(work.raw)
-            self.transport.write(work.body)
-
-    def data_received(self, data: bytes) -> None:
-        if self._work is None:  # an engine sends nothing unasked, so it is about to close
-            self.abort()
-            return
-        if self._left < 0:
-            data = self._held[0] + data if self._held[0] else data
-            end = data.find(b"\r\n\r\n") + 4
-            if end < 4:
-                self._held[0] = data
-                return
-            length = _LENGTH.search(data, 0, end)
-            if length is None or not data.startswith(b"HTTP/1.1 "):
-                self.abort()
-                return
-            self._head, data = data[:end], data[end:]
-            self._left, self._held = int(length[1]), []
-        self._held.append(data)
-        self._left -= len(data)
-        if self._left == 0:
-            self._answer()
-        elif self._left < 0:
-            self.abort()
-
-    def _answer(self) -> None:
-        work, head, body = self._work, self._head, self._held
-        self._work, self._head, self._held, self._left = None, b"", [b""], -1
-        assert work is not None
-        self._pool.give_back(self, head)
-        work.answered(self._pool.view, head, body)
-
-    def abort(self) -> None:
-        if self.transport is not None:
-            self.transport.abort()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.transport = None
-        self._pool.forget(self)
-        work, self._work = self._work, None
-        if work is not None:
-            self._pool.view.up = False  # until it is heard again
-            work.lost(self._pool.view, was_sent=True)
-
-
-class Pool:
-    """Connections to one engine, one for each of this router's requests in flight."""
-
-    def __init__(self, view: EngineView) -> None:
-        self.view = view
-        self._context = ssl.create_default_context() if view.member.address[2] else None
-        self._idle: list[Link] = []
-        self._links: set[Link] = set()
-        self._opening: set[asyncio.Task[None]] = set()
-
-    def send(self, work: Exchange) -> None:
-        idle, now = self._idle, time.monotonic()
-        while idle:
-            link = idle.pop()
-            if link.transport is not None and not link.transport.is_closing() and now - link.used_at < IDLE_S:
-                link.send(work)
-                return
-            link.abort()
-        task = asyncio.get_running_loop().create_task(self._open(work))
-        self._opening.add(task)
-        task.add_done_callback(self._opening.discard)
-
-    async def _open(self, work: Exchange) -> None:
-        host, port, _ = self.view.member.address
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(CONNECT_S):
-                _, link = await loop.create_connection(lambda: Link(self), host, port, ssl=self._context)
-        except (OSError, TimeoutError):
-            self.view.up = False
-            work.lost(self.view, was_sent=False)
-            return
-        except asyncio.CancelledError:
-            work.lost(self.view, was_sent=False)
-            raise
-        self._links.add(link)
-        link.send(work)
-
-    def give_back(self, link: Link, head: bytes) -> None:
-        if b"\r\nConnection: close\r\n" in head:
-            if link.transport is not None:
-                link.transport.close()
-            return
-        link.used_at = time.monotonic()
-        self._idle.append(link)
-
-    def forget(self, link: Link) -> None:
-        self._links.discard(link)
-        if link in self._idle:
-            self._idle.remove(link)
-
-    def cut(self) -> None:
-        """Drops all connections to an engine that has fallen silent; their requests are lost."""
-        for link in list(self._links):
-            link.abort()
-
-    async def close(self) -> None:
-        for task in list(self._opening):
-            task.cancel()
-        for link in list(self._links):
-            link.abort()
-        await asyncio.sleep(0)

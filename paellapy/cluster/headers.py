@@ -8,22 +8,19 @@ import time
 
 import msgspec
 
-from paellapy.serving.protocol import MOST_TIMEOUT_US
+from paellapy.serving.fast_path.headers import header_length, header_values
+from paellapy.serving.protocol import HEADER_LENGTH, MOST_TIMEOUT_US
 
 AT_MOST_ONCE = "X-At-Most-Once"
 KEPT_S = 60.0
 MOST_KEYS = 4096
-_KEY = re.compile(rb"\r\n(x-api-key|authorization):[ \t]*([^\r]*)", re.I)
-
-_AT_MOST_ONCE = re.compile(rb"\r\nx-at-most-once:[ \t]*(?!0[ \t]*\r|false[ \t]*\r)[^\r]", re.I)
-_NUMBERS = re.compile(rb"(\r\n(?:content-length|inference-header-content-length):[ \t]*)([0-9]+)", re.I)
-_JSON_LENGTH = re.compile(rb"\r\ninference-header-content-length:[ \t]*([0-9]{1,15})[ \t]*\r\n", re.I)
-_PACKED = re.compile(rb"\r\ncontent-encoding:", re.I)
+_LENGTHS = re.compile(rb"(\r\n(inference-header-)?content-length:[ \t]*)[0-9]+", re.I)
 
 
 def at_most_once(head: bytes) -> bool:
     """Whether the request must not run twice."""
-    return _AT_MOST_ONCE.search(head) is not None
+    found = header_values(head, AT_MOST_ONCE.encode())
+    return any(each.lower() not in (b"", b"0", b"false") for each in found)
 
 
 # -- keys of clients
@@ -38,11 +35,9 @@ def digest_of(head: bytes) -> bytes:
     >>> digest_of(b"GET / HTTP/1.1\\r\\nX-API-Key: a\\r\\n") == digest_of(b"POST / HTTP/1.1\\r\\nx-api-key: a\\r\\n")
     True
     """
-    found: dict[bytes, bytes] = {}
-    for name, value in _KEY.findall(head):
-        found.setdefault(name.lower(), value.rstrip(b" \t"))  # engines read the first one too
-    given = b"\n".join(found.get(name, b"") for name in (b"x-api-key", b"authorization"))
-    return hashlib.sha256(given).digest()
+    # Engines read the first one too
+    given = [(*header_values(head, name), b"")[0] for name in (b"x-api-key", b"authorization")]
+    return hashlib.sha256(b"\n".join(given)).digest()
 
 
 class KnownKeys:
@@ -77,13 +72,12 @@ class _Body(msgspec.Struct):
 
 _timeout = msgspec.json.Decoder(_Body).decode
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_parameters = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _encode = msgspec.json.Encoder().encode
 
 
 def _json_end(head: bytes, body: bytes) -> int:
-    found = _JSON_LENGTH.search(head)
-    return len(body) if found is None else min(int(found[1]), len(body))
+    length = header_length(head, HEADER_LENGTH.encode())
+    return len(body) if length is None else min(length, len(body))
 
 
 def timeout_s(head: bytes, body: bytes) -> float | None:
@@ -92,7 +86,7 @@ def timeout_s(head: bytes, body: bytes) -> float | None:
     >>> timeout_s(b"POST / HTTP/1.1\\r\\n\\r\\n", b'{"inputs": [], "parameters": {"timeout": 5000}}')
     0.005
     """
-    if _PACKED.search(head):
+    if header_values(head, b"content-encoding"):
         return None
     try:
         found = _timeout(body[: _json_end(head, body)]).parameters.timeout
@@ -110,15 +104,8 @@ def with_timeout(head: bytes, body: bytes, left_s: float) -> tuple[bytes, bytes]
     """
     end = _json_end(head, body)
     fields = _fields(body[:end])
-    parameters = _parameters(fields["parameters"])
-    parameters["timeout"] = msgspec.Raw(_encode(max(1, int(left_s * 1e6))))
-    fields["parameters"] = msgspec.Raw(_encode(parameters))
-    json = _encode(fields)
-    body = json + body[end:]
-    is_json_length = rb"\r\ninference-header-content-length:"
-
-    def number(found: re.Match[bytes]) -> bytes:
-        inner = found[1].lower().strip().startswith(is_json_length[4:])
-        return found[1] + b"%d" % (len(json) if inner else len(body))
-
-    return _NUMBERS.sub(number, head), body
+    timeout = msgspec.Raw(_encode(max(1, int(left_s * 1e6))))
+    fields["parameters"] = msgspec.Raw(_encode({**_fields(fields["parameters"]), "timeout": timeout}))
+    json, tail = _encode(fields), body[end:]
+    lengths = {True: len(json), False: len(json) + len(tail)}
+    return _LENGTHS.sub(lambda found: found[1] + b"%d" % lengths[bool(found[2])], head), json + tail

@@ -15,12 +15,14 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+import msgspec
 from aiohttp import web
+from multidict import CIMultiDict
 
 from paellapy.cluster.aggregate import (
     ROUTER,
+    ask_all,
     check_key,
-    check_key_once,
     cluster_status,
     merged_index,
     merged_metrics,
@@ -39,15 +41,17 @@ from paellapy.serving.fast_path.headers import Head, Heads
 from paellapy.serving.limits import BESIDE_BYTES, read_body
 from paellapy.serving.listening import Runner, Shares, Site, listen, stop_listening, url_of
 from paellapy.serving.logs import log, request_id
+from paellapy.serving.openai import error_body
 from paellapy.serving.protocol import Pieces
 from paellapy.serving.registry import VERSION
 from paellapy.serving.routes import Protocol
+from paellapy.serving.tensors import NOT_JSON, PIECE_BYTES
 
 LOOK_S = 0.2
 
 # Headers of one connection only, or set again by the next sender.
 _HOP = frozenset(
-    ("connection", "keep-alive", "transfer-encoding", "content-length", "expect", "te", "trailer", "upgrade")
+    ("connection", "keep-alive", "transfer-encoding", "content-length", "expect", "te", "trailer", "upgrade", "date")
 )
 
 
@@ -71,35 +75,75 @@ class RouterHandler:
         return work
 
 
-async def forwarded(request: web.Request) -> web.Response:
-    """Forwards a whole request that cannot take the fast path."""
-    router, model = request.app[ROUTER], request.match_info["model"]
+async def forwarded(request: web.Request, cancels: bool = False) -> web.StreamResponse:
+    """Forwards a whole request that cannot take the fast path. If no address names the model, the body does."""
+    router, model = request.app[ROUTER], request.match_info.get("model", "")
     answer: asyncio.Future[Pieces] = asyncio.get_running_loop().create_future()
-
-    def told(parts: Pieces) -> None:
-        if not answer.done():
-            answer.set_result(parts)
-
-    work = Forward(router, model, b"", told)
+    work = Forward(router, model, answer=answer, cancels=cancels)
     try:
-        work.look()
-        await check_key_once(request)
+        if model:
+            work.look()
+        await check_key(request, again=True)
         most = router.most_bytes(model) if request.method == "POST" else BESIDE_BYTES
         body = await read_body(request, most, router.options.body_timeout_s, work.claim)
+        if not model:
+            work.model = _model_of(body)
         work.raw = _header(request, len(body))
         work.start(body)
         del body  # the request has a copy
         parts = await answer
-    except BaseException:
+        first, *headers = bytes(parts[0]).decode("latin-1").removesuffix("\r\n\r\n").split("\r\n")
+        passed = [(name, value.strip()) for name, _, value in (each.partition(":") for each in headers)]
+        about: Any = {
+            "status": int(first.split(" ", 2)[1]),
+            "headers": CIMultiDict(each for each in passed if each[0].lower() not in _HOP),
+        }
+        if work.stream is None:
+            return web.Response(**about, body=b"".join(parts[1:]))
+        response = web.StreamResponse(**about)
+        await response.prepare(request)
+        while piece := await work.stream.read(PIECE_BYTES):
+            await response.write(piece)
+    except BaseException as e:
         work.leave()
-        raise
-    first, *headers = bytes(parts[0]).decode("latin-1").removesuffix("\r\n\r\n").split("\r\n")
-    response = web.Response(status=int(first.split(" ", 2)[1]), body=b"".join(parts[1:]))
-    for each in headers:
-        name, _, value = each.partition(":")
-        if name.lower() not in _HOP and name.lower() != "date":
-            response.headers[name] = value.strip()
+        if work.stream is None or not isinstance(e, ConnectionError):
+            raise
+        if request.transport is not None:  # the engine has ended, and its client is not to take this for the end
+            request.transport.abort()
     return response
+
+
+async def generated(request: web.Request) -> web.StreamResponse:
+    """The same for texts, which an engine stops writing when their client leaves."""
+    return await forwarded(request, cancels=True)
+
+
+async def texts(request: web.Request) -> web.StreamResponse:
+    """The same at the addresses of OpenAI's API."""
+    return await generated(request)
+
+
+async def merged_models(request: web.Request) -> web.Response:
+    pages = await ask_all(request.app[ROUTER], request, "/v1/models")
+    found = {each["id"]: each for page in pages.values() for each in msgspec.json.decode(page)["data"]}
+    return json_response({"object": "list", "data": list(found.values())})
+
+
+texts.error_body = merged_models.error_body = error_body  # type: ignore[attr-defined]
+
+
+class _Named(msgspec.Struct):
+    model: str
+
+
+_named = msgspec.json.Decoder(_Named).decode
+
+
+def _model_of(body: bytearray) -> str:
+    try:
+        return _named(body).model
+    except NOT_JSON as e:
+        raise RequestError(f"the body names no model: {e}", field="model") from None
 
 
 def _header(request: web.Request, length: int) -> bytes:
@@ -164,6 +208,15 @@ def router_app(router: Router) -> web.Application:
         server=routes.server, live=routes.live, ready=ready, infer=forwarded, model=forwarded, model_ready=model_ready,
         config=forwarded, stats=merged_statistics, index=merged_index, load=placed, unload=placed,
     ).add_to(app)  # fmt: skip
+    for path in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+        app.router.add_post(f"{path}/generate", generated)
+        app.router.add_post(f"{path}/generate_stream", generated)
+    for root in ("/v1", "/openai/v1"):
+        app.router.add_get(f"{root}/models", merged_models)
+        app.router.add_get(f"{root}/models/{{model}}", texts)
+        for name in ("completions", "chat/completions", "embeddings", "rerank"):
+            app.router.add_post(f"{root}/{name}", texts)
+    app.router.add_get("/health", ready)
     app.router.add_get("/v2/cluster", status)
     app.router.add_get("/metrics", merged_metrics)
     return app

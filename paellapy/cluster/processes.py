@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ import msgspec
 
 MODULE = "paellapy.cluster.keeper"
 VARIABLE = "PAELLAPY_TASK"  # of the environment, which other users cannot read: a task may hold keys
+ASK_S = 2.0
 STOP_S = 40.0  # a server's own drain takes up to 30
 
 
@@ -53,7 +55,6 @@ class Health(msgspec.Struct, kw_only=True):
     pids: list[int] = []
     starts: int = 0
     alive: bool = False
-    by_model: dict[str, int] = {}  # requests that its routers have taken
 
 
 class Kept:
@@ -102,6 +103,13 @@ class Kept:
         with contextlib.suppress(OSError):
             self.process.stdin.close()
         self._listener.join()
+
+
+def ask(url: str, key: str | None = None, data: bytes | None = None, within_s: float = ASK_S) -> bytes:
+    """The answer of a server of the cluster, which no proxy of the environment is for; OSError: there is none."""
+    request = urllib.request.Request(url, data, {} if key is None else {"X-API-Key": key})
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=within_s) as answer:
+        return bytes(answer.read())
 
 
 def free_port(host: str) -> int:

@@ -16,10 +16,8 @@ import socket
 import threading
 import time
 import urllib.error
-import urllib.request
 from typing import Any
 
-import msgspec
 import ray
 from ray import serve
 from ray.experimental.internal_kv import _internal_kv_del as forget
@@ -27,14 +25,12 @@ from ray.experimental.internal_kv import _internal_kv_get as read
 from ray.experimental.internal_kv import _internal_kv_list as keys
 from ray.experimental.internal_kv import _internal_kv_put
 
-from paellapy.cluster.processes import EngineTask, Kept, RouterTask, be_as_important_as_others, free_port
+from paellapy.cluster.processes import EngineTask, Kept, RouterTask, ask, be_as_important_as_others, free_port
 from paellapy.serving.logs import configure, log
 
-ENGINES, ROUTERS, DRAINS = b"paellapy-engine:", b"paellapy-router:", b"paellapy-drain:"
+ENGINES, DRAINS = b"paellapy-engine:", b"paellapy-drain:"
 FEED_S = 0.1
-COUNT_S = 1.0
 LOAD_S = 600.0
-ASK_S = 2.0
 MOST_STARTS = 3  # of a server that never answers
 
 
@@ -68,8 +64,7 @@ class EngineReplica:
         host = host or str(ray.util.get_node_ip_address())
         self._task = EngineTask(**task, loaded=[], host=host, port=free_port(host))
         self._url = f"http://{host}:{self._task.port}"
-        self._headers = {} if key is None else {"X-API-Key": key}
-        self.name, self._ready_s = _own_name("engine"), ready_s
+        self.name, self._key, self._ready_s = _own_name("engine"), key, ready_s
         self._kept: Kept | None = None
         self._leaving: threading.Thread | None = None
 
@@ -98,27 +93,20 @@ class EngineReplica:
         for name in [*(set(models) - ready), *(ready - set(models))]:
             what = "load" if name in models else "unload"
             try:
-                self._call(f"/v2/repository/models/{name}/{what}", b"{}", LOAD_S)
+                ask(f"{self._url}/v2/repository/models/{name}/{what}", self._key, b"{}", LOAD_S)
             except urllib.error.HTTPError as e:
                 fields = {"engine": self.name, "model": name, "why": e.read().decode()}
                 log.error("a model could not be moved", extra={"fields": fields})
                 return  # those it has stay
 
-    def _call(self, path: str, data: bytes | None = None, within_s: float = ASK_S) -> bytes:
-        request = urllib.request.Request(self._url + path, data, self._headers)
-        with urllib.request.urlopen(request, timeout=within_s) as answer:
-            found: bytes = answer.read()
-            return found
-
     def _is_ready(self) -> bool:
-        try:
-            return bool(self._call("/v2/health/ready"))
-        except OSError:
-            return False
+        with contextlib.suppress(OSError):
+            return bool(ask(self._url + "/v2/health/ready"))
+        return False
 
     def _predicted_s(self) -> dict[str, float]:
         """For each loaded model, the seconds that a new request would take."""
-        models = json.loads(self._call("/v2/outlook"))["models"]
+        models = json.loads(ask(self._url + "/v2/outlook", self._key))["models"]
         return {name: each["predicted_ms"] * 1e-3 for name, each in models.items() if each["state"] == "READY"}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
@@ -153,8 +141,7 @@ class RouterReplica:
         self._socket = _shared_socket(options["host"], options["port"])
         fd = self._socket.fileno()
         self._kept = Kept(RouterTask(engines={}, options=options, models=models, descriptors=[fd], waits=True), [fd])
-        for each in (self._feed, self._count):
-            threading.Thread(target=each, daemon=True).start()
+        threading.Thread(target=self._feed, daemon=True).start()
 
     def _feed(self) -> None:
         """Tells the router of every change of the engines. While Ray's store is away, it keeps those it knows."""
@@ -165,13 +152,6 @@ class RouterReplica:
                     known = found
                     self._kept.tell(engines={name: url.decode() for name, url in known.items()})
             time.sleep(FEED_S)
-
-    def _count(self) -> None:
-        """Writes for plans how many requests there were."""
-        while not self._kept.ended:
-            with contextlib.suppress(Exception):
-                write(ROUTERS + self.name.encode(), msgspec.json.encode(self._kept.health.by_model))
-            time.sleep(COUNT_S)
 
     def check_health(self) -> None:
         if self._kept.ended:

@@ -6,17 +6,19 @@ import asyncio
 import contextlib
 import itertools
 import math
+import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from paellapy.cluster.engine_state import EngineView, Exchange, Member, listen
+from paellapy.cluster.engine_state import EngineView, Member, listen
 from paellapy.cluster.headers import AT_MOST_ONCE, KnownKeys, at_most_once, digest_of, timeout_s, with_timeout
 from paellapy.instrument.errors import ArgumentError
 from paellapy.scheduler.core.errors import UnknownModelError
 from paellapy.serving.access import CLIENT_HEADER
 from paellapy.serving.errors import RefusedError, error_answer, short
+from paellapy.serving.fast_path.client import AnswerError, Link
 from paellapy.serving.fast_path.connection import FastConnection
 from paellapy.serving.fast_path.headers import Clock, Head, error_pieces
 from paellapy.serving.limits import BESIDE_BYTES, DEFAULTS, ConnectionLimits, RequestBudget
@@ -75,28 +77,30 @@ class Counts:
     lost: int = 0  # engines that ended, or fell silent, before an answer
     again: int = 0  # requests sent again after a loss
     held: int = 0  # requests that had to wait for an engine
-    by_model: dict[str, int] = field(default_factory=dict)
 
 
-class Forward(Exchange):
-    """A request from its arrival to its answer. `answer` is called once, with the parts of a whole HTTP answer.
+class Forward:
+    """A request from its arrival to its answer, which goes to `client`, or is the result of `answer`.
 
     It goes to the engine of the least cost. It goes to another one when that engine refuses it, and when that
-    engine is lost before its answer is complete: no byte of an answer is passed on before all of it has arrived. With
-    the header `X-At-Most-Once` it goes to another engine only if it cannot have run: the connection was not made, or
-    the model has left the engine (404).
+    engine is lost before its answer is complete: no byte of an answer is passed on before all of it has arrived, unless
+    it comes in pieces (`stream`). With the header `X-At-Most-Once` it goes to another engine only if it cannot have
+    run: the connection was not made, or the model has left the engine (404).
     """
 
+    most = sys.maxsize  # of an answer's bytes: all
     __slots__ = (
-        "_answer", "_at_engine", "_deadline_at", "_held_bytes", "_predicted_ms", "_refusal", "_router", "_sent_at",
-        "_timer", "client", "head", "losses", "model", "over", "refused_by", "seen", "started_at", "tried",
+        "_at", "_deadline_at", "_held_bytes", "_predicted_ms", "_refusal", "_router", "_sent_at", "_timer", "answer",
+        "body", "cancels", "client", "head", "link", "losses", "model", "over", "raw", "refused_by", "seen",
+        "started_at", "stream", "tried",
     )  # fmt: skip
 
     def __init__(
-        self, router: Router, model: str, raw: bytes, answer: Callable[[Pieces], object] | None = None
-    ) -> None:
-        self._router, self.model, self.raw = router, model, raw
-        self._answer = answer
+        self, router: Router, model: str, raw: bytes = b"", answer: asyncio.Future[Pieces] | None = None,
+        cancels: bool = False,
+    ) -> None:  # fmt: skip
+        """`cancels`: an engine stops working on it when its client leaves."""
+        self._router, self.model, self.raw, self.answer, self.cancels = router, model, raw, answer, cancels
         self.head: Head
         self.client: FastConnection | None = None
         self.body = b""
@@ -108,8 +112,10 @@ class Forward(Exchange):
         self._refusal: Pieces | None = None
         self._deadline_at: float | None = -1.0  # -1: not read yet
         self._timer: asyncio.TimerHandle | None = None
-        self.over = self._at_engine = False
-        self._held_bytes = 0
+        self.over, self._held_bytes = False, 0
+        self._at: EngineView | None = None  # the engine that has it
+        self.link: Link | None = None
+        self.stream: asyncio.StreamReader | None = None
         router.in_flight += 1
 
     # -- interface to a connection of the fast path
@@ -132,14 +138,22 @@ class Forward(Exchange):
         self._router.dispatch(self)
 
     def fail(self, error: Exception) -> None:
+        if self.answer is not None:
+            self._end()
+            if not self.answer.done():
+                self.answer.set_exception(error)
+            return
         number = request_id(None)
         found = error_answer(error, number, f"/v2/models/{self.model}/infer")
         close = self.client is not None and self.client.closing
         self._give(error_pieces(found, number, _clock.date(), close))
 
     def leave(self) -> None:
-        """The client has left: the engine goes on, and its answer is dropped."""
+        """The client has left: the engine goes on, and its answer is dropped, unless the request is cancelled."""
         self._end()
+        if self.cancels and self._at is not None and self.link is not None:
+            self.link.drop()
+            self._came_back()
 
     def release(self) -> None:
         pass
@@ -150,11 +164,19 @@ class Forward(Exchange):
         self._sent_at = time.monotonic()
         self._predicted_ms = view.predicted_ms(self.model) or 0.0
         view.note_sent(self.model)
-        self._at_engine = True
+        self._at, self.link = view, None
         view.pool.send(self)
 
-    def answered(self, view: EngineView, head: bytes, body: list[bytes]) -> None:
-        if self._came_back(view):
+    def begun(self, head: bytes, stream: asyncio.StreamReader) -> None:
+        if self.answer is None or self._at is None:
+            raise AnswerError("an inference is answered in pieces")
+        self.stream = stream
+        if not self.answer.done():
+            self.answer.set_result(self._parts(self._at, head, []))
+
+    def answered(self, head: bytes, body: list[bytes]) -> None:
+        view = self._came_back()
+        if self.over:
             return
         status = head[9:12]
         if status == b"200":
@@ -172,29 +194,32 @@ class Forward(Exchange):
         self._give(self._parts(view, head, body))
 
     def _parts(self, view: EngineView, head: bytes, body: list[bytes]) -> Pieces:
-        if _CLOSE in head:
-            head = head.replace(_CLOSE, b"")
-        return [head[:-2] + b"X-Engine: %b\r\n\r\n" % view.name.encode(), *body]
+        return [head.replace(_CLOSE, b"")[:-2] + b"X-Engine: %b\r\n\r\n" % view.name.encode(), *body]
 
-    def _came_back(self, view: EngineView) -> bool:
-        """Notes that the engine no longer has it; returns whether it is over."""
+    def _came_back(self) -> EngineView:
+        """Notes that the engine no longer has it."""
+        view, self._at = self._at, None
+        assert view is not None
         view.outstanding -= 1
-        self._at_engine = False
+        if self.stream is not None:
+            self._end()
         if self.over:
             self._let_go()
-        return self.over
+        return view
 
-    def lost(self, view: EngineView, was_sent: bool) -> None:
-        if self._came_back(view):
+    def lost(self, was_sent: bool, why: Exception) -> None:
+        self._router.counts.lost += was_sent and not self.over
+        view = self._came_back()
+        view.up = False  # until it is heard again
+        if self.over:
             return
         self.tried.add(view.name)
         if was_sent:
             self.losses += 1
-            self._router.counts.lost += 1
             once = at_most_once(self.raw)
             if once or self.losses >= MOST_LOSSES:
-                why = f"it is marked {AT_MOST_ONCE}" if once else f"{self.losses} engines ended with it"
-                said = f"engine {view.name} ended before its answer; the request is not sent again, since {why}"
+                why_not = f"it is marked {AT_MOST_ONCE}" if once else f"{self.losses} engines ended with it"
+                said = f"engine {view.name} ended before its answer; the request is not sent again, since {why_not}"
                 self.fail(RefusedError(said, "engine_away"))
                 return
         self._router.dispatch(self, again=was_sent)
@@ -208,12 +233,6 @@ class Forward(Exchange):
             self._deadline_at = None if limit_s is None else self.started_at + limit_s
         return None if self._deadline_at is None else self._deadline_at - time.monotonic()
 
-    def shorten(self) -> None:
-        """Shortens its timeout before it is sent again, since an engine counts from the sending."""
-        left_s = self.left_s()
-        if left_s is not None:
-            self.raw, self.body = with_timeout(self.raw, self.body, max(left_s, 1e-6))
-
     def refuse(self, error: Exception) -> None:
         """Answers with the last engine's refusal, if there is one, else with the error."""
         if self._refusal is not None:
@@ -221,8 +240,8 @@ class Forward(Exchange):
         else:
             self.fail(error)
 
-    def wait(self, seconds: float, then: Callable[[], None]) -> None:
-        self._timer = asyncio.get_running_loop().call_later(seconds, then)
+    def wait(self, seconds: float, error: Exception) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, self.refuse, error)
 
     def wake(self) -> None:
         if self._timer is not None:
@@ -233,8 +252,8 @@ class Forward(Exchange):
         if self.over:
             return
         self._end()
-        if self._answer is not None:
-            self._answer(parts)
+        if self.answer is not None and not self.answer.done():
+            self.answer.set_result(parts)
         elif self.client is not None:
             closing = self.client.closing or self._router.draining
             if closing and _CLOSE not in (head := bytes(parts[0])):
@@ -247,7 +266,7 @@ class Forward(Exchange):
             self.wake()
             self._router.in_flight -= 1
             self._router.forget(self)
-            if not self._at_engine:
+            if self._at is None:
                 self._let_go()
 
     def _let_go(self) -> None:
@@ -290,32 +309,26 @@ class Router:
         if len(addresses) < len(wanted):
             raise ArgumentError("two engines have the same address: list each engine once", field="engines")
         for name in [name for name, view in self.views.items() if wanted.get(name) != view.member]:
-            self._drop(name)
+            view = self.views.pop(name)
+            view.up = False
+            self._listeners.pop(name).cancel()
+            task = asyncio.create_task(self._see_off(view))
+            self._gone.add(task)
+            task.add_done_callback(self._gone.discard)
         for name, member in wanted.items():
             if name not in self.views:
-                self._add(member)
+                view = self.views[name] = EngineView(member)
+                listening = listen(view, self.hear, self.options.every_ms, self.options.key)
+                self._listeners[name] = asyncio.create_task(listening)
         if self._ticker is None:
             self._ticker = asyncio.create_task(self._tick())
-
-    def _add(self, member: Member) -> None:
-        view = self.views[member.name] = EngineView(member)
-        listening = listen(view, self.hear, self.options.every_ms, self.options.key)
-        self._listeners[member.name] = asyncio.create_task(listening)
-
-    def _drop(self, name: str) -> None:
-        view = self.views.pop(name)
-        view.up = False
-        self._listeners.pop(name).cancel()
-        task = asyncio.create_task(self._see_off(view))
-        self._gone.add(task)
-        task.add_done_callback(self._gone.discard)
 
     async def _see_off(self, view: EngineView) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.options.drain_s):
                 while view.outstanding:
                     await asyncio.sleep(TICK_S)
-        await view.pool.close()
+        view.pool.close()
 
     def hear(self, view: EngineView, outlook: Outlook) -> None:
         """Takes an engine's new outlook."""
@@ -382,13 +395,12 @@ class Router:
             except UnknownModelError as e:
                 work.fail(e)
                 return
-            if work.model in self.models:  # only known names are counted: clients may invent others
-                self.counts.by_model[work.model] = self.counts.by_model.get(work.model, 0) + 1
         elif (left_s := work.left_s()) is not None:
             if left_s <= 0:
                 work.refuse(RefusedError(f"model {work.model!r}: the deadline has passed", "deadline"))
                 return
-            work.shorten()
+            # An engine counts from the sending
+            work.raw, work.body = with_timeout(work.raw, work.body, max(left_s, 1e-6))
         # An engine that lost it and is back comes last: a busy machine may have silenced all engines for a moment.
         view = self.choose(work.model, work.tried) or self.choose(work.model, work.refused_by)
         if view is not None:
@@ -409,7 +421,7 @@ class Router:
         self.counts.held += 1
         self._waiting[work] = None
         hold_s = self.options.hold_s if left_s is None else min(left_s, self.options.hold_s)
-        work.wait(hold_s, lambda: work.refuse(refusal))
+        work.wait(hold_s, refusal)
 
     def accepted(self, work: Forward) -> None:
         """Remembers the key longer: a connection whose long body has an unknown key leaves the fast path for good."""
@@ -464,8 +476,9 @@ class Router:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._ticker = None
         for view in self.views.values():
-            await view.pool.close()
+            view.pool.close()
         for work in list(self._waiting):
             work.refuse(RefusedError("the router is stopping; try again", "closing"))
         for task in list(self._gone):
             task.cancel()
+        await asyncio.sleep(0)  # connections close in the loop's next turn

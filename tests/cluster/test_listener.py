@@ -69,7 +69,7 @@ def test_the_bytes_of_all_requests_are_bounded_and_who_finds_no_room_may_try_aga
         other.send(head + content)
         assert other.answer()[0] == 200
         page = ask(router, "GET", "/metrics")[2].decode()
-        assert "\npaellapy_router_full_total 1\n" in page
+        assert "\npaellapy_router_full_total 1.0\n" in page
 
 
 @WAYS
@@ -85,7 +85,7 @@ def test_requests_whose_clients_have_left_hold_nothing(engine, more):
         waiting = engine.hold("wide")
         with Client(router) as client:
             client.send(head + content)
-            router.wait_until(lambda: router.router.views["e"].outstanding == 1)
+            router.wait_until(lambda: engine.service.in_flight == 1)
         router.wait_until(lambda: router.router.in_flight == 0)
         assert held.nbytes == len(content)  # the engine may be lost, and then nobody needs them; now it has them
         waiting.cancel()

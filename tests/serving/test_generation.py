@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 from language_families import small_model
+from router_server import routing
 from serving_server import ask, running, scrape
 
 import paellapy as pp
@@ -69,6 +70,33 @@ def test_models_are_listed(client: Any) -> None:
     assert client.models.retrieve("tiny").owned_by == "paellapy"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("huge")
+
+
+def test_texts_pass_through_a_router(server: Any) -> None:
+    asked = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "max_tokens": 6, "ignore_eos": True}
+    generate = {"text_input": PROMPT, "parameters": {"temperature": 0, "max_tokens": 6, "ignore_eos": True}}
+    with routing({"e": server.url}) as router:
+        router.wait_until(lambda: router.router.ready)
+        assert [each["id"] for each in ask(router, "GET", "/v1/models")[2]["data"]] == ["tiny"]
+        assert ask(router, "GET", "/v1/models/tiny")[2]["id"] == "tiny"
+        status, headers, said = ask(router, "POST", "/v1/completions", json.dumps(asked).encode())
+        assert (status, headers["X-Engine"]) == (200, "e")
+        text = said["choices"][0]["text"]
+        streamed = json.dumps({**asked, "stream": True}).encode()
+        _, headers, said = ask(router, "POST", "/openai/v1/completions", streamed)
+        assert headers["Content-Type"] == "text/event-stream"
+        *pieces, done = said.decode().strip().split("\n\n")
+        assert "".join(json.loads(each[6:])["choices"][0]["text"] for each in pieces) == text
+        assert done == "data: [DONE]"
+        for path in ("/v2/models/tiny/generate", "/v2/models/tiny/versions/1/generate"):
+            assert post(router, path, **generate)[1]["text_output"] == text
+        *_, said = ask(router, "POST", "/v2/models/tiny/generate_stream", json.dumps(generate).encode())
+        assert said.startswith(b"data: ")
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/rerank"):
+            status, said = post(router, path, model="none")
+            assert (status, said["error"]["type"]) == (404, "not_found_error")
+            assert post(router, path)[0] == 400
+        assert ask(router, "POST", "/v1/embeddings", b'{"model": "tiny"}')[1]["X-Engine"] == "e"
 
 
 def test_a_completion_is_that_of_the_engine(server: Any, client: Any) -> None:

@@ -8,12 +8,12 @@ from dataclasses import fields
 import pytest
 
 import paellapy as pp
-from paellapy.cluster.plan import Fleet, plan
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.core.tenants import Tenant
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.sim.cluster import ClusterOptions, Failure, Straggler, simulate_cluster
+from paellapy.scheduler.sim.plan import Fleet, plan
 from paellapy.scheduler.sim.recorded_profiles import mix_profiles, training_profiles
 from paellapy.scheduler.sim.simulate import SimulationOptions, simulate
 from paellapy.scheduler.sim.tune import tune

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections import Counter
 
 import pytest
 from failing import failing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paellapy.cluster.plan import Fleet, PlanError, enough_gpus, expect, load_fleet, pack, plan, regroup, steps
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
+from paellapy.scheduler.sim.plan import Fleet, PlanError, enough_gpus, expect, load_fleet, pack, plan
 
 pytestmark = pytest.mark.quick
 
@@ -47,30 +45,9 @@ def test_packing_places_every_model_and_overfills_no_gpu(fleet, spread):
         assert all(set(each) == set(fleet.rates) for each in placement)
 
 
-placements = st.lists(st.sets(st.sampled_from(NAMES)), min_size=1, max_size=4)
-
-
-@given(placements, placements)
-def test_steps_lead_to_the_wanted_placement_and_lose_no_model_on_the_way(now, wanted):
-    now, wanted = (tuple(tuple(sorted(each)) for each in placement) for placement in (now, wanted))
-    old = regroup([], now)
-    new = regroup(old, wanted)
-    taken = steps(old, new)
-    assert taken[-1] == new
-    assert Counter(each.models for each in new for _ in range(each.engines)) == Counter(wanted)
-    assert len({each.name for each in new}) == len(new)
-    assert steps(new, new) == [new]
-    kept = {name for each in wanted for name in each} & {name for each in now for name in each}
-    for before, after in itertools.pairwise([old, *taken]):
-        models = {each.name: set(each.models) for each in before}
-        # On engines that neither start nor load anything in this step
-        there = [models[each.name] & set(each.models) for each in after if each.name in models]
-        assert kept <= set().union(*there)
-
-
 @pytest.fixture
 def short_runs(monkeypatch):
-    monkeypatch.setattr("paellapy.cluster.plan.REQUESTS", 2000)
+    monkeypatch.setattr("paellapy.scheduler.sim.plan.REQUESTS", 2000)
 
 
 def test_a_plan_expects_what_it_simulates_and_keeps_what_is_good_enough(short_runs):
@@ -115,13 +92,13 @@ def test_bad_values_of_a_fleet_are_refused(field, value):
 
 
 def test_a_plan_takes_no_longer_for_a_small_rate(monkeypatch):
-    monkeypatch.setattr("paellapy.cluster.plan.REQUESTS", 300)
+    monkeypatch.setattr("paellapy.scheduler.sim.plan.REQUESTS", 300)
     found = plan(Fleet(PROFILES, {"a": 0.001}, 1), sure=math.inf)
     assert found.attainment > 0.99  # load reports every 2 ms of these 3.5 days would take hours
 
 
 def test_a_goal_that_no_number_of_gpus_meets_is_refused_before_a_simulation(monkeypatch):
-    monkeypatch.setattr("paellapy.cluster.plan.simulate_cluster", None)
+    monkeypatch.setattr("paellapy.scheduler.sim.plan.simulate_cluster", None)
     slow = ModelProfile("slow", {1: [SegmentProfile(3e6)]}, target_ms=2.0)
     with failing(PlanError, field="goal", model="slow", limit=0.75):
         enough_gpus(Fleet([*PROFILES, slow], {"a": 300, "slow": 100}, 1), 0.9)
