@@ -1,9 +1,12 @@
 """A cluster on three Ray nodes whose parts are killed in turn, and that is changed, while clients check every answer.
 
-    python benchmarks/cluster_kills.py [--rounds 5] [--kills 3] [--against CHECKOUT]
+    python benchmarks/cluster_kills.py [--rounds 5] [--kills 30] [--parts engine router ...] [--against CHECKOUT]
 
-For every event: wrong answers, errors, the longest time without any answer, the slowest request, and the seconds until
-two engines have their models again. Before that: the median time of a request, and requests a second.
+For every event: answers, wrong ones, errors, broken connections, the longest time without any answer, the slowest
+request, and the seconds until two engines have their models again. Before that, as the median of the rounds: the median
+time of a request, and requests a second. Parts of earlier runs stay in the file.
+
+Ray's GCS keeps its state in RocksDB, and is started again at once when it is killed, as KubeRay or systemd would do.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import arguments, medians, save, show, trees
+from harness import arguments, medians, save, show, stored, trees
 
 from paellapy import demo
 from paellapy.cluster.processes import free_port
@@ -49,7 +52,8 @@ factory = "paellapy.demo:load"
 arguments = {{ name = "cnn" }}
 """
 PATIENCE_S = 90.0
-QUIET_S = 3.0  # before every event
+QUIET_S = 0.5  # before every event, and after it
+CHANGES = 6
 PACE_S = 0.05  # of each client: the machine is not to be busy with them
 RAY = {"RAY_worker_niceness": "0", "RAY_health_check_period_ms": "1000"}
 # Words in the command lines of parts, here and in checkouts before there was a control plane of Ray Serve
@@ -60,6 +64,8 @@ PARTS = {
     "replica of a router": ("paellapy-routers", "ray::RouterActor"),
     "controller": ("ray::ServeController", "ray::Controller"),
 }
+OTHERS = ("node", "GCS", "stop: router", "stop: engine", "another policy")
+WORDS = sorted({word for words in PARTS.values() for word in words} | {"paellapy.cluster", "gcs_server"})
 
 
 class Clients:
@@ -127,16 +133,32 @@ class Cluster:
 
         self.port = free_port("127.0.0.1")
         self._file, self._policy = folder / "cluster.toml", "paella"
-        os.environ.update({**RAY, "PYTHONPATH": str(tree)})
+        store = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(folder / "gcs")}
+        os.environ.update({**RAY, **store, "PYTHONPATH": str(tree)})
         self._nodes = Nodes()
-        node = {"include_dashboard": False, "num_cpus": 1, "object_store_memory": 80 << 20}
-        self._ray = [self._nodes.add_node(resources={"virtual_gpu": 2}, **node) for _ in range(3)]
+        self._ray = [self._node() for _ in range(3)]
         self._env = {**os.environ, "RAY_ADDRESS": self._nodes.address}
         self._started: list[subprocess.Popen[bytes]] = []
         self._write()
         self._start("paellapy", "cluster", "serve", str(self._file))
         while not self.has_two():
             time.sleep(0.2)
+        time.sleep(3.0)
+        self._census = self.census()
+
+    def _node(self) -> Any:
+        return self._nodes.add_node(
+            resources={"virtual_gpu": 2}, include_dashboard=False, num_cpus=1, object_store_memory=80 << 20
+        )
+
+    def census(self) -> list[int]:
+        """Processes of each kind."""
+        lines = [command(pid) for pid in children(os.getpid())]
+        return [sum(word in line for line in lines) for word in WORDS]
+
+    def is_whole(self) -> bool:
+        """Whether no part is missing; two engines are counted by `has_two`."""
+        return all(now >= before for now, before in zip(self.census(), self._census, strict=True))
 
     def _start(self, module: str, *arguments: str) -> None:
         command = [sys.executable, "-m", module, *arguments]
@@ -166,8 +188,13 @@ class Cluster:
         os.kill(self.part(name), number)
 
     def kill_node(self) -> None:
-        """Kills a node that is not the first, with all its workers."""
-        self._nodes.remove_node(self._ray[-1], allow_graceful=False)
+        """Kills the older one of those that are not the first, with all its workers, and adds another."""
+        self._nodes.remove_node(self._ray.pop(1), allow_graceful=False)
+        self._ray.append(self._node())
+
+    def kill_gcs(self) -> None:
+        self._nodes.head_node.kill_gcs_server()
+        self._nodes.head_node.start_gcs_server()
 
     def change(self) -> None:
         """Sets another policy: in place, or by taking the cluster down if its version cannot do that."""
@@ -193,69 +220,84 @@ def event(clients: Clients, cluster: Cluster, what: Callable[[], object]) -> dic
     time.sleep(QUIET_S)
     wrong, errors, broken, at = len(clients.wrong), len(clients.errors), clients.broken, time.monotonic()
     what()
-    time.sleep(1.0)
-    while not cluster.has_two() and time.monotonic() - at < PATIENCE_S:
+    again_s = 0.0
+    while time.monotonic() - at < PATIENCE_S:
         time.sleep(0.1)
-    again_s = time.monotonic() - at
-    time.sleep(1.0)
+        if not cluster.has_two():
+            again_s = 0.0
+        elif not again_s:
+            again_s = time.monotonic() - at
+        if again_s and time.monotonic() - at > 1.0 and cluster.is_whole():
+            break
+    time.sleep(QUIET_S)
     ends = sorted(end for _, end in clients.answers if end >= at - 0.1)
     took = [end - begin for begin, end in clients.answers if begin >= at - 0.1]
     return {
         "answers": len(ends), "wrong": len(clients.wrong) - wrong, "errors": len(clients.errors) - errors,
         "broken": clients.broken - broken, "longest_pause_s": float(max(np.diff([at - 0.1, *ends, time.monotonic()]))),
-        "slowest_s": max(took, default=0.0), "two_again_s": again_s,
+        "slowest_s": max(took, default=0.0), "two_again_s": again_s or PATIENCE_S,
     }  # fmt: skip
 
 
-def events(cluster: Cluster, kills: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    for name in PARTS:
-        for _ in range(kills):
-            yield f"kill: {name}", partial(cluster.signal, name, signal.SIGKILL)
-    yield "stop for ever: router", partial(cluster.signal, "router", signal.SIGSTOP)
-    yield "stop for ever: engine", partial(cluster.signal, "engine", signal.SIGSTOP)
-    yield "another policy", cluster.change
-    yield "kill: node", cluster.kill_node
+def events(cluster: Cluster, o: Any) -> Iterator[tuple[str, Callable[[], object]]]:
+    for name in o.parts:
+        what: Callable[[], object] = {
+            "node": cluster.kill_node, "GCS": cluster.kill_gcs, "another policy": cluster.change,
+        }.get(name) or partial(cluster.signal, name.removeprefix("stop: "),
+                               signal.SIGSTOP if name.startswith("stop: ") else signal.SIGKILL)  # fmt: skip
+        for _ in range(min(o.kills, CHANGES) if name == "another policy" else o.kills):
+            yield name, what
 
 
-def round_of(tree: Path, o: Any) -> dict[str, Any]:
+def run_of(tree: Path, o: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, contextlib.closing(Cluster(tree, Path(folder))) as cluster:
-        speed = {}
-        for number in (1, 32):
-            load = Load(("mlp",), concurrency=number, duration_s=o.seconds, warmup_s=o.seconds / 4)
-            found = run_bench(f"http://127.0.0.1:{cluster.port}", load)["all"]
-            speed[str(number)] = {"p50_ms": found["latency_ms"]["p50"], "per_s": found["answered_per_s"]}
+        speeds = []
+        for _ in range(o.rounds):
+            speeds.append({})
+            for number in (1, 32):
+                load = Load(("mlp",), concurrency=number, duration_s=o.seconds, warmup_s=o.seconds / 4)
+                found = run_bench(f"http://127.0.0.1:{cluster.port}", load)["all"]
+                speeds[-1][str(number)] = {"p50_ms": found["latency_ms"]["p50"], "per_s": found["answered_per_s"]}
         with contextlib.closing(Clients(cluster.port)) as clients:
             seen: dict[str, list[dict[str, Any]]] = {}
-            for name, what in events(cluster, o.kills):
+            for name, what in events(cluster, o):
                 seen.setdefault(name, []).append(event(clients, cluster, what))
                 print(name, seen[name][-1], flush=True)
-    worst = {name: {key: max(run[key] for run in runs) for key in runs[0]} for name, runs in seen.items()}
-    return {"speed": speed, "events": worst}
+    return {"speed": medians(speeds), "events": {name: together(each) for name, each in seen.items()}}
+
+
+def together(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Sums of what is counted; the medians and the largest of times."""
+    found: dict[str, Any] = {"times": len(runs)}
+    for key in runs[0]:
+        each = [run[key] for run in runs]
+        found |= {f"{key}_median": float(np.median(each)), key: max(each)} if key.endswith("_s") else {key: sum(each)}
+    return found
 
 
 def main() -> None:
     parser = arguments(__doc__, seconds=4.0, rounds=5, against=True)
-    parser.add_argument("--kills", type=int, default=3, help="of each part in a round")
+    parser.add_argument("--kills", type=int, default=30, help="of each part")
+    parser.add_argument("--parts", nargs="+", choices=[*PARTS, *OTHERS], default=[*PARTS, *OTHERS])
     o = parser.parse_args()
-    sides = trees(o)
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
-    for _ in range(o.rounds):
-        for name, tree in sides.items():
-            runs[name].append(round_of(tree, o))
-    results = {name: medians(each) for name, each in runs.items()}
-    head = ["event", "answers", "wrong", "errors", "longest time without an answer, s", "slowest request, s",
-            "two engines again after, s"]  # fmt: skip
+    results = stored("cluster_kills", o.out)
+    for name, tree in trees(o).items():
+        found = run_of(tree, o)
+        results[name] = {**found, "events": {**results.get(name, {}).get("events", {}), **found["events"]}}
+    keys = ("times", "answers", "wrong", "errors", "broken", "longest_pause_s_median", "longest_pause_s", "slowest_s",
+            "two_again_s_median", "two_again_s")  # fmt: skip
+    head = ["what is killed", "times", "answers", "wrong", "errors", "broken connections", "longest pause, s: median",
+            "worst", "slowest request, s", "two engines again, s: median", "worst"]  # fmt: skip
     tables: dict[str, list[Sequence[object]]] = {}
     for name, found in results.items():
         rows = [
-            [what, *(f"{e[key]:,.0f}" for key in ("answers", "wrong", "errors")),
-             *(f"{e[key]:.2f}" for key in ("longest_pause_s", "slowest_s")), f"{e['two_again_s']:.1f}"]
+            [what, *(f"{e[key]:.2f}" if "_s" in key else f"{e[key]:,}" for key in keys)]
             for what, e in found["events"].items()
-        ]  # fmt: skip
-        print({clients: found["speed"][clients] for clients in found["speed"]})
+        ]
+        print(name, found["speed"])
         show(f"a cluster whose parts are killed ({name})", head, rows)
         tables["cluster-kills" if name == "now" else "cluster-kills-before"] = [head, *rows]
-    save("cluster_kills", {"rounds": o.rounds, "kills": o.kills, **results}, folder=o.out, tables=tables)
+    print(save("cluster_kills", results, folder=o.out, tables=tables))
 
 
 if __name__ == "__main__":

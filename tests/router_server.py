@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from serving_server import InLoop, ask, infer_body, looping
 
-from paellapy.cluster.engine_state import Member
 from paellapy.cluster.listener import FrontDoor
 from paellapy.cluster.router import Router, RouterOptions
 
@@ -29,7 +28,7 @@ class RunningRouter(InLoop):
         return self.call(run())
 
     def set_engines(self, urls: dict[str, str]) -> None:
-        self.do(self.router.set_members, [Member(name, url) for name, url in urls.items()])
+        self.do(self.router.set_engines, urls)
 
 
 @contextlib.contextmanager

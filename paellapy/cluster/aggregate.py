@@ -123,7 +123,7 @@ async def merged_index(request: web.Request) -> web.Response:
     ready_only = asks_for_ready(await read_body(request, BESIDE_BYTES, router.options.body_timeout_s))
     found = []
     for name in sorted(router.models):
-        there = [view.name for view in router.views.values() if view.up and name in view.offers()]
+        there = router.with_model(name)
         state, reason = (READY, "on " + ", ".join(there)) if there else ("UNAVAILABLE", "no engine that answers has it")
         if there or not ready_only:
             found.append({"name": name, "version": VERSION, "state": state, "reason": reason})
@@ -196,29 +196,22 @@ def cluster_status(router: Router) -> dict[str, Any]:
         "missing": router.missing(),
         "models": sorted(router.models),
         "router": {**asdict(router.counts), "in_flight": router.in_flight},
-        "engines": [_engine(router, view) for view in router.views.values()],
+        "engines": [_engine(view) for view in router.views.values()],
     }
 
 
-def _engine(router: Router, view: EngineView) -> dict[str, Any]:
+def _engine(view: EngineView) -> dict[str, Any]:
     found = view.outlook
-    said: dict[str, Any] = {
-        "name": view.name, "url": view.member.url, "up": view.up, "outstanding": view.outstanding, "sent": view.sent,
-    }  # fmt: skip
-    if found is None:
-        return {**said, "why": view.why, "models": {}}
-    models = {
+    said = {key: getattr(view, key) for key in ("name", "up", "outstanding", "sent")} | {"url": view.member.url}
+    if not view.up:
+        said["why"] = "draining" if found is not None and found.draining else view.why
+    if found is not None:
+        said |= {key: getattr(found, key) for key in ("draining", "live", "held_bytes", "budget_bytes")}
+    said["models"] = {
         name: {
-            "state": each.state,
-            "live": each.live,
-            "predicted_ms": round(each.predicted_ms, 4),
+            "state": each.state, "live": each.live, "predicted_ms": round(each.predicted_ms, 4),
             "estimate_ms": round(view.estimate_ms(name) or 0.0, 4),
         }
-        for name, each in found.models.items()
-    }
-    if not view.up:
-        said["why"] = "draining" if found.draining else view.why
-    return {
-        **said, "draining": found.draining, "live": found.live, "held_bytes": found.held_bytes,
-        "budget_bytes": found.budget_bytes, "models": models,
+        for name, each in view.models.items()
     }  # fmt: skip
+    return said

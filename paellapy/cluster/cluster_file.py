@@ -16,14 +16,10 @@ from __future__ import annotations
 import hashlib
 import inspect
 import ipaddress
-import itertools
 import secrets
 import socket
 import sys
 import tomllib
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -168,48 +164,6 @@ def first_placement(file: ClusterFile, engines: int) -> Placement:
             placed[(turn + k) % engines].append(name)
         turn += wanted % engines
     return tuple(tuple(sorted(each)) for each in placed)
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Engines with the same models: a deployment of its own."""
-
-    name: str
-    models: tuple[str, ...]
-    engines: int
-
-
-def regroup(groups: Sequence[Group], placement: Placement) -> list[Group]:
-    """The groups of a placement. Each takes the name of the group with which it has most models in common, so that few
-    engines start anew.
-
-    >>> regroup([Group("engines-0", ("a", "b"), 3)], (("a",), ("b",), ("b",)))
-    [Group(name='engines-0', models=('b',), engines=2), Group(name='engines-1', models=('a',), engines=1)]
-    """
-    left = {each.name: set(each.models) for each in groups}
-    free = (f"engines-{k}" for k in itertools.count() if f"engines-{k}" not in {each.name for each in groups})
-    found = []
-    for models, engines in Counter(placement).most_common():
-        best = max(left, key=lambda name: len(left[name] & set(models)), default=None)
-        shares = best is not None and left[best] & set(models)
-        name = best if best is not None and shares else next(free)
-        left.pop(name, None)
-        found.append(Group(name, models, engines))
-    return found
-
-
-def steps(old: Sequence[Group], new: Sequence[Group]) -> list[list[Group]]:
-    """Changes in their order, so that every model is loaded at its new place before it leaves the old one: models are
-    loaded beside the others, engines start and end, and models are unloaded.
-    """
-    had, wanted = ({each.name: each.models for each in groups} for groups in (old, new))
-
-    def with_both(each: Group) -> Group:
-        models = {*had.get(each.name, ()), *wanted.get(each.name, ())} if each.name in had else {*each.models}
-        return replace(each, models=tuple(sorted(models)))
-
-    found = [[with_both(each) for each in old], [with_both(each) for each in new], list(new)]
-    return [now for before, now in itertools.pairwise([list(old), *found]) if now != before] or [list(new)]
 
 
 def difference(old: ClusterFile, new: ClusterFile) -> list[str]:

@@ -19,21 +19,13 @@ from typing import Any
 
 import msgspec
 
-from paellapy.cluster.cluster_file import (
-    ClusterFile,
-    Group,
-    difference,
-    first_placement,
-    load_cluster,
-    regroup,
-    steps,
-)
+from paellapy.cluster.cluster_file import ClusterFile, difference, first_placement, load_cluster
 from paellapy.cluster.processes import ask
 from paellapy.cluster.router import RouterOptions
 from paellapy.instrument.env import install_line
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.profiles import load_profiles
-from paellapy.scheduler.sim.plan import Fleet, Placement, plan
+from paellapy.scheduler.sim.plan import Fleet, Group, Placement, plan, regroup, steps
 from paellapy.serving.logs import configure, log
 
 OLDEST, BEYOND = (2, 60), (3, 0)  # tested versions of Ray
@@ -176,7 +168,7 @@ def applications(state: State) -> dict[str, Any]:
     routers = asdict(router), file.models
     found = {ROUTERS: application(RouterReplica, routers, num_replicas=s.routers, ray_actor_options=here)}
     if s.replan_s:
-        found[PLANNER] = application(Planner, (), ray_actor_options={"num_cpus": 0})
+        found[PLANNER] = application(Planner, (), ray_actor_options=here)  # it asks the front door
     task = {"config": file.engine, "names": file.models, "folder": file.folder, "hung_s": s.hung_s}
     engine = task, file.key, None if s.engine_host == "node" else s.engine_host, s.ready_s
     needs: dict[str, Any] = {"num_gpus": 1} if s.resource == "GPU" else {"resources": {s.resource: 1}}
@@ -243,11 +235,10 @@ def _wait(done: Callable[[], bool], within_s: float, what: str) -> None:
 
 def _answers(state: State) -> bool:
     """Whether the front door is ready and knows all engines."""
-    try:
+    with contextlib.suppress(OSError):
         seen = state.says()
-    except OSError:
-        return False
-    return bool(seen["ready"]) and sum(each["up"] for each in seen["engines"]) >= state.engines
+        return bool(seen["ready"]) and sum(each["up"] for each in seen["engines"]) >= state.engines
+    return False
 
 
 # -- plans
@@ -304,7 +295,9 @@ def bring_up(path: Path) -> tuple[str, bool]:
     ray = import_ray()
     from ray import serve
 
-    try:
+    with contextlib.ExitStack() as undo:
+        if started:
+            undo.callback(ray.shutdown)
         check_resources(file, file.settings.engines)
         if is_up():
             said = "a cluster already runs on this Ray: take it down first with `paellapy cluster down`"
@@ -312,16 +305,10 @@ def bring_up(path: Path) -> tuple[str, bool]:
         serve.start(proxy_location="Disabled")
         groups = regroup([], first_placement(file, file.settings.engines))
         state = State(file=file, groups=groups, node=ray.util.get_node_ip_address())
-        try:
-            _deploy(state)
-            _wait(lambda: _answers(state), file.settings.ready_s, "the start of the engines")
-        except BaseException:
-            take_down()
-            raise
-    except BaseException:
-        if started:
-            ray.shutdown()
-        raise
+        undo.callback(take_down)
+        _deploy(state)
+        _wait(lambda: _answers(state), file.settings.ready_s, "the start of the engines")
+        undo.pop_all()
     return state.url, started
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -50,6 +50,14 @@ class Member:
         except ValueError:
             said = f"engine {self.name!r} has the address {self.url!r}: give http://HOST:PORT"
             raise ArgumentError(said, field="url", given=self.url) from None
+
+
+def members_of(engines: Mapping[str, str]) -> dict[str, Member]:
+    """Engines by name; `engines` has their addresses."""
+    found = {name: Member(name, url) for name, url in engines.items()}
+    if len({each.address for each in found.values()}) < len(found):
+        raise ArgumentError("two engines have the same address: list each engine once", field="engines")
+    return found
 
 
 @dataclass(slots=True)

@@ -25,7 +25,6 @@ from pathlib import Path
 
 import msgspec
 
-from paellapy.cluster.engine_state import Member
 from paellapy.cluster.listener import FrontDoor
 from paellapy.cluster.processes import STOP_S, VARIABLE, EngineTask, Health, RouterTask, Task, ask
 from paellapy.cluster.router import Router, RouterOptions
@@ -181,19 +180,16 @@ async def run_router(task: RouterTask, k: int, channel: socket.socket) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     router = Router(RouterOptions(**task.options), task.models)
 
-    def set_engines(engines: dict[str, str]) -> None:
-        router.set_members(Member(name, url) for name, url in engines.items())
-
     async def change() -> None:
         while line := await reader.readline():
-            set_engines(msgspec.json.decode(line)["engines"])
+            router.set_engines(msgspec.json.decode(line)["engines"])
 
     async def beat() -> None:
         while True:
             writer.write(b".")
             await asyncio.sleep(BEAT_S)
 
-    set_engines(task.engines)
+    router.set_engines(task.engines)
     reader, writer = await asyncio.open_connection(sock=channel)
     tasks = [asyncio.create_task(change())]
     while task.waits and not (router.ready or router.knows_all or stop.is_set()):

@@ -6,7 +6,6 @@ Through aiohttp's server a request takes 3.6 times the router's processor time.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import socket
 import threading
@@ -28,7 +27,7 @@ from paellapy.cluster.aggregate import (
     merged_metrics,
     merged_statistics,
 )
-from paellapy.cluster.engine_state import Member
+from paellapy.cluster.engine_state import members_of
 from paellapy.cluster.headers import digest_of
 from paellapy.cluster.processes import Kept, RouterTask
 from paellapy.cluster.router import Forward, Router, RouterOptions
@@ -38,7 +37,7 @@ from paellapy.serving.access import open_to_all
 from paellapy.serving.errors import RequestError, error_response, json_response, short, sign
 from paellapy.serving.fast_path.connection import FastConnection, Reading
 from paellapy.serving.fast_path.headers import Head, Heads
-from paellapy.serving.limits import BESIDE_BYTES, read_body
+from paellapy.serving.limits import BESIDE_BYTES, ConnectionLimits, read_body
 from paellapy.serving.listening import Runner, Shares, Site, listen, stop_listening, url_of
 from paellapy.serving.logs import log, request_id
 from paellapy.serving.openai import error_body
@@ -70,9 +69,7 @@ class RouterHandler:
             unknown = router.options.key is not None and digest_of(raw) not in router.keys
             if unknown or head.length > router.most_bytes(head.model):
                 return None
-        work = Forward(router, head.model, raw)
-        work.head, work.client = head, connection
-        return work
+        return Forward(router, head.model, raw, client=connection, head=head)
 
 
 async def forwarded(request: web.Request, cancels: bool = False) -> web.StreamResponse:
@@ -132,20 +129,6 @@ async def merged_models(request: web.Request) -> web.Response:
 texts.error_body = merged_models.error_body = error_body  # type: ignore[attr-defined]
 
 
-class _Named(msgspec.Struct):
-    model: str
-
-
-_named = msgspec.json.Decoder(_Named).decode
-
-
-def _model_of(body: bytearray) -> str:
-    try:
-        return _named(body).model
-    except NOT_JSON as e:
-        raise RequestError(f"the body names no model: {e}", field="model") from None
-
-
 def _header(request: web.Request, length: int) -> bytes:
     """The header to send on."""
     # An answer to HEAD has a length and no body: the engine is asked for both, and aiohttp sends the head alone.
@@ -154,6 +137,17 @@ def _header(request: web.Request, length: int) -> bytes:
     lines += [f"{name}: {value}" for name, value in request.headers.items() if name.lower() not in _HOP]
     lines.append(f"Content-Length: {length}")
     return "".join(f"{line}\r\n" for line in [*lines, ""]).encode("utf-8", "surrogateescape")
+
+
+class _Named(msgspec.Struct):
+    model: str
+
+
+def _model_of(body: bytearray) -> str:
+    try:
+        return msgspec.json.decode(body, type=_Named).model
+    except NOT_JSON as e:
+        raise RequestError(f"the body names no model: {e}", field="model") from None
 
 
 @open_to_all
@@ -172,7 +166,7 @@ async def model_ready(request: web.Request) -> web.Response:
     router.check_model(name)
     if (version := request.match_info.get("version", VERSION)) != VERSION:
         raise RequestError(f"model {name!r} has no version {short(version)}, only {VERSION}", status=404)
-    is_ready = any(name in view.offers() for view in router.views.values() if view.up) and not router.draining
+    is_ready = bool(router.with_model(name)) and not router.draining
     return json_response({"name": name, "ready": is_ready}, 200 if is_ready else 503)
 
 
@@ -235,7 +229,9 @@ class FrontDoor:
         self._runner = Runner(
             router_app(self.router),
             partial(FastConnection, handler=RouterHandler(self.router)),
-            o.limits,
+            ConnectionLimits(
+                max_body_bytes=o.max_body_bytes, body_timeout_s=o.body_timeout_s, max_held_bytes=o.max_held_bytes
+            ),
             drain_s=o.drain_s,
             held=self.router.held,
         )
@@ -266,11 +262,10 @@ class Routers:
         if not engines:
             said = "a router needs engines: give the address of each, as in http://127.0.0.1:8001"
             raise ArgumentError(said, field="engines")
-        if len({Member(name, url).address for name, url in engines.items()}) < len(engines):
-            raise ArgumentError("two engines have the same address: list each engine once", field="engines")
         if number < 1:
             raise ArgumentError(f"there cannot be {number} routers: give 1 or more", field="number", given=number)
-        self._options = options
+        members_of(engines)
+        self._drain_s = options.drain_s
         self._shares = Shares(options.host, options.port, number)
         self.url = url_of(self._shares.address, tls=False)
         descriptors = [self._shares[k].fileno() for k in range(number)]
@@ -286,7 +281,7 @@ class Routers:
 
     def close(self) -> None:
         self._shares.close()
-        self.kept.end(self._options.drain_s + 4.0)
+        self.kept.end(self._drain_s + 4.0)
 
     def __enter__(self) -> Routers:
         return self
@@ -296,14 +291,13 @@ class Routers:
 
 
 def run_routers(
-    engines: Mapping[str, str], options: RouterOptions, number: int, announce: Callable[[str], None] | None = None
+    engines: Mapping[str, str], options: RouterOptions, number: int, announce: Callable[[str], object]
 ) -> None:
     """Runs until SIGTERM or SIGINT."""
     stop = threading.Event()
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, lambda *_: stop.set())
-    with contextlib.closing(Routers(engines, options, number)) as routers:
-        if announce is not None:
-            announce(routers.url)
+    with Routers(engines, options, number) as routers:
+        announce(routers.url)
         while not stop.wait(LOOK_S):
             routers.look()

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import math
 import sys
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from paellapy.cluster.engine_state import EngineView, Member, listen
+from paellapy.cluster.engine_state import EngineView, listen, members_of
 from paellapy.cluster.headers import AT_MOST_ONCE, KnownKeys, at_most_once, digest_of, timeout_s, with_timeout
 from paellapy.instrument.errors import ArgumentError
 from paellapy.scheduler.core.errors import UnknownModelError
@@ -21,7 +20,7 @@ from paellapy.serving.errors import RefusedError, error_answer, short
 from paellapy.serving.fast_path.client import AnswerError, Link
 from paellapy.serving.fast_path.connection import FastConnection
 from paellapy.serving.fast_path.headers import Clock, Head, error_pieces
-from paellapy.serving.limits import BESIDE_BYTES, DEFAULTS, ConnectionLimits, RequestBudget
+from paellapy.serving.limits import BESIDE_BYTES, DEFAULTS, RequestBudget
 from paellapy.serving.load_report import Outlook
 from paellapy.serving.logs import log, request_id
 from paellapy.serving.protocol import Pieces
@@ -39,8 +38,6 @@ _clock = Clock()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterOptions:
-    """Options of a router."""
-
     host: str = "127.0.0.1"
     port: int = 8000
     every_ms: float = 5.0  # between an engine's lines
@@ -61,12 +58,6 @@ class RouterOptions:
             if not 0 < value < math.inf:
                 raise ArgumentError(f"{name} is {value:g}: give a finite number above 0", field=name, given=value)
 
-    @property
-    def limits(self) -> ConnectionLimits:
-        return ConnectionLimits(
-            max_body_bytes=self.max_body_bytes, body_timeout_s=self.body_timeout_s, max_held_bytes=self.max_held_bytes
-        )
-
 
 @dataclass(slots=True)
 class Counts:
@@ -79,6 +70,7 @@ class Counts:
     held: int = 0  # requests that had to wait for an engine
 
 
+@dataclass(slots=True, eq=False)
 class Forward:
     """A request from its arrival to its answer, which goes to `client`, or is the result of `answer`.
 
@@ -88,44 +80,42 @@ class Forward:
     run: the connection was not made, or the model has left the engine (404).
     """
 
-    most = sys.maxsize  # of an answer's bytes: all
-    __slots__ = (
-        "_at", "_deadline_at", "_held_bytes", "_predicted_ms", "_refusal", "_router", "_sent_at", "_timer", "answer",
-        "body", "cancels", "client", "head", "link", "losses", "model", "over", "raw", "refused_by", "seen",
-        "started_at", "stream", "tried",
-    )  # fmt: skip
+    router: Router
+    model: str
+    raw: bytes = b""
+    answer: asyncio.Future[Pieces] | None = None
+    cancels: bool = False  # an engine stops working on it when its client leaves
+    client: FastConnection | None = None
+    head: Head | None = None
+    body: bytes = b""
+    most: int = sys.maxsize  # of an answer's bytes: all
+    tried: set[str] = field(default_factory=set)  # engines that have refused or lost it
+    refused_by: set[str] = field(default_factory=set)
+    losses: int = 0
+    seen: bool = False  # the router has already looked for an engine
+    over: bool = False
+    link: Link | None = None
+    stream: asyncio.StreamReader | None = None
+    started_at: float = field(default_factory=time.monotonic)
+    _sent_at: float = 0.0
+    _predicted_ms: float = 0.0
+    _refusal: Pieces | None = None
+    _deadline_at: float | None = -1.0  # -1: not read yet
+    timer: asyncio.TimerHandle | None = None  # ends its wait for an engine
+    _held_bytes: int = 0
+    _at: EngineView | None = None  # the engine that has it
 
-    def __init__(
-        self, router: Router, model: str, raw: bytes = b"", answer: asyncio.Future[Pieces] | None = None,
-        cancels: bool = False,
-    ) -> None:  # fmt: skip
-        """`cancels`: an engine stops working on it when its client leaves."""
-        self._router, self.model, self.raw, self.answer, self.cancels = router, model, raw, answer, cancels
-        self.head: Head
-        self.client: FastConnection | None = None
-        self.body = b""
-        self.tried: set[str] = set()  # engines that have refused or lost it
-        self.refused_by: set[str] = set()
-        self.losses, self.seen = 0, False  # seen: the router has already looked for an engine
-        self.started_at = self._sent_at = time.monotonic()
-        self._predicted_ms = 0.0
-        self._refusal: Pieces | None = None
-        self._deadline_at: float | None = -1.0  # -1: not read yet
-        self._timer: asyncio.TimerHandle | None = None
-        self.over, self._held_bytes = False, 0
-        self._at: EngineView | None = None  # the engine that has it
-        self.link: Link | None = None
-        self.stream: asyncio.StreamReader | None = None
-        router.in_flight += 1
+    def __post_init__(self) -> None:
+        self.router.in_flight += 1
 
     # -- interface to a connection of the fast path
 
     def look(self) -> None:
-        self._router.check_model(self.model)
+        self.router.check_model(self.model)
 
     def claim(self, nbytes: int) -> None:
         """Takes memory for that much of the body; RefusedError if the router holds too much already."""
-        self._router.held.change(self._held_bytes, nbytes)
+        self.router.held.change(self._held_bytes, nbytes)
         self._held_bytes = nbytes
 
     def start(self, body: Any, json_length: str | None = None) -> None:
@@ -135,7 +125,7 @@ class Forward:
             self.fail(e)
             return
         self.body = bytes(body)
-        self._router.dispatch(self)
+        self.router.dispatch(self)
 
     def fail(self, error: Exception) -> None:
         if self.answer is not None:
@@ -180,7 +170,7 @@ class Forward:
             return
         status = head[9:12]
         if status == b"200":
-            self._router.accepted(self)
+            self.router.accepted(self)
             view.note_answer(self.model, self._predicted_ms, (time.monotonic() - self._sent_at) * 1e3)
         elif status in (b"404", b"429") or (status == b"503" and not at_most_once(self.raw)):
             # 404: the model has just left that engine. 429: the client has its part of that engine's requests. Nothing
@@ -188,8 +178,8 @@ class Forward:
             self._refusal = self._parts(view, head, body)
             self.tried.add(view.name)
             self.refused_by.add(view.name)
-            self._router.counts.refused += 1
-            self._router.dispatch(self)
+            self.router.counts.refused += 1
+            self.router.dispatch(self)
             return
         self._give(self._parts(view, head, body))
 
@@ -208,7 +198,7 @@ class Forward:
         return view
 
     def lost(self, was_sent: bool, why: Exception) -> None:
-        self._router.counts.lost += was_sent and not self.over
+        self.router.counts.lost += was_sent and not self.over
         view = self._came_back()
         view.up = False  # until it is heard again
         if self.over:
@@ -222,7 +212,7 @@ class Forward:
                 said = f"engine {view.name} ended before its answer; the request is not sent again, since {why_not}"
                 self.fail(RefusedError(said, "engine_away"))
                 return
-        self._router.dispatch(self, again=was_sent)
+        self.router.dispatch(self, again=was_sent)
 
     # -- waiting, and ending
 
@@ -240,13 +230,10 @@ class Forward:
         else:
             self.fail(error)
 
-    def wait(self, seconds: float, error: Exception) -> None:
-        self._timer = asyncio.get_running_loop().call_later(seconds, self.refuse, error)
-
     def wake(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
     def _give(self, parts: Pieces) -> None:
         if self.over:
@@ -255,7 +242,7 @@ class Forward:
         if self.answer is not None and not self.answer.done():
             self.answer.set_result(parts)
         elif self.client is not None:
-            closing = self.client.closing or self._router.draining
+            closing = self.client.closing or self.router.draining
             if closing and _CLOSE not in (head := bytes(parts[0])):
                 parts[0] = head[:-2] + _CLOSE + b"\r\n"
             self.client.send(self, parts, closing)
@@ -264,8 +251,8 @@ class Forward:
         if not self.over:
             self.over = True
             self.wake()
-            self._router.in_flight -= 1
-            self._router.forget(self)
+            self.router.in_flight -= 1
+            self.router.forget(self)
             if self._at is None:
                 self._let_go()
 
@@ -302,12 +289,9 @@ class Router:
 
     # -- members
 
-    def set_members(self, members: Iterable[Member]) -> None:
-        """Replaces the list of engines. One that leaves finishes its requests."""
-        wanted = {each.name: each for each in members}
-        addresses = {each.address for each in wanted.values()}
-        if len(addresses) < len(wanted):
-            raise ArgumentError("two engines have the same address: list each engine once", field="engines")
+    def set_engines(self, engines: Mapping[str, str]) -> None:
+        """Replaces the addresses of engines, by name. One that leaves finishes its requests."""
+        wanted = members_of(engines)
         for name in [name for name, view in self.views.items() if wanted.get(name) != view.member]:
             view = self.views.pop(name)
             view.up = False
@@ -324,10 +308,9 @@ class Router:
             self._ticker = asyncio.create_task(self._tick())
 
     async def _see_off(self, view: EngineView) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.options.drain_s):
-                while view.outstanding:
-                    await asyncio.sleep(TICK_S)
+        until = time.monotonic() + self.options.drain_s
+        while view.outstanding and time.monotonic() < until:
+            await asyncio.sleep(TICK_S)
         view.pool.close()
 
     def hear(self, view: EngineView, outlook: Outlook) -> None:
@@ -349,15 +332,13 @@ class Router:
                 view.quiet_ticks += 1
                 # The last engine that is up gets more time, since its requests have nowhere else to go.
                 is_last = view.up and sum(each.up for each in self.views.values()) == 1
-                if view.quiet_ticks >= most * (LAST_TIMES if is_last else 1) and not view.silent:
-                    self._give_up(view)
+                if view.quiet_ticks < most * (LAST_TIMES if is_last else 1) or view.silent:
+                    continue
+                if view.outlook is not None and not view.outlook.draining:  # its requests go to others
+                    view.silent, view.up = True, False
+                    log.warning("engine silent", extra={"fields": {"engine": view.name, "requests": view.outstanding}})
+                    view.pool.cut()
 
-    def _give_up(self, view: EngineView) -> None:
-        """Gives up a silent engine: its requests go to others."""
-        if view.outlook is not None and not view.outlook.draining:
-            view.silent, view.up = True, False
-            log.warning("engine silent", extra={"fields": {"engine": view.name, "requests": view.outstanding}})
-            view.pool.cut()
 
     # -- requests
 
@@ -366,6 +347,10 @@ class Router:
         """Whether names it has not heard of are unknown models."""
         heard = bool(self.views) and all(view.knows_models for view in self.views.values())
         return heard or self._ticks * TICK_S > FIRST_S
+
+    def with_model(self, model: str) -> list[str]:
+        """Engines that take requests to it."""
+        return [view.name for view in self.views.values() if view.up and model in view.offers()]
 
     def check_model(self, model: str) -> None:
         if model not in self.models and self.knows_all:
@@ -406,7 +391,7 @@ class Router:
         if view is not None:
             self.counts.again += again
             work.send_to(view)
-        elif any(v.up and work.model in v.offers() for v in self.views.values()):
+        elif self.with_model(work.model):
             work.refuse(RefusedError(f"model {work.model!r}: every engine refuses it now; try again", "overloaded"))
         else:
             self._hold(work)
@@ -421,7 +406,7 @@ class Router:
         self.counts.held += 1
         self._waiting[work] = None
         hold_s = self.options.hold_s if left_s is None else min(left_s, self.options.hold_s)
-        work.wait(hold_s, refusal)
+        work.timer = asyncio.get_running_loop().call_later(hold_s, work.refuse, refusal)
 
     def accepted(self, work: Forward) -> None:
         """Remembers the key longer: a connection whose long body has an unknown key leaves the fast path for good."""
@@ -439,7 +424,7 @@ class Router:
             if work.over:
                 continue
             known = work.model in self.models or not self.knows_all
-            if known and not any(work.model in view.offers() for view in self.views.values() if view.up):
+            if known and not self.with_model(work.model):
                 self._waiting[work] = None
                 continue
             work.wake()
@@ -450,8 +435,7 @@ class Router:
 
     def most_bytes(self, model: str) -> int:
         """Largest body of a request to the model, as far as engines have said."""
-        outlooks = (view.outlook for view in self.views.values() if view.outlook is not None)
-        found = max((o.models[model].largest_bytes for o in outlooks if model in o.models), default=0)
+        found = max((v.models[model].largest_bytes for v in self.views.values() if model in v.models), default=0)
         return min(found or self.options.max_body_bytes, self.options.max_body_bytes)
 
     def missing(self) -> list[str]:
@@ -470,15 +454,12 @@ class Router:
         return self.knows_all and not starting and bool(self.models) and not self.missing() and not self.draining
 
     async def close(self) -> None:
-        tasks = [*self._listeners.values(), *([self._ticker] if self._ticker else [])]
+        tasks = [*self._listeners.values(), *([self._ticker] if self._ticker else []), *self._gone]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._ticker = None
         for view in self.views.values():
             view.pool.close()
         for work in list(self._waiting):
             work.refuse(RefusedError("the router is stopping; try again", "closing"))
-        for task in list(self._gone):
-            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.sleep(0)  # connections close in the loop's next turn

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from paellapy.cluster.cluster_file import difference, first_placement, load_cluster, regroup, steps
+from paellapy.cluster.cluster_file import difference, first_placement, load_cluster
 from paellapy.serving.errors import ConfigError
 
 pytestmark = pytest.mark.quick
 
-NAMES = "abcd"
 CONFIG = """
 device = "virtual:h200"
 [cluster]
@@ -86,24 +80,3 @@ def test_models_are_dealt_out(tmp_path):
     placement = first_placement(load_cluster(file), 3)
     assert [name for each in placement for name in each].count("scale") == 3
     assert [name for each in placement for name in each].count("spare") == 1
-
-
-placements = st.lists(st.sets(st.sampled_from(NAMES)), min_size=1, max_size=4)
-
-
-@given(placements, placements)
-def test_steps_lead_to_the_wanted_placement_and_lose_no_model_on_the_way(now, wanted):
-    now, wanted = (tuple(tuple(sorted(each)) for each in placement) for placement in (now, wanted))
-    old = regroup([], now)
-    new = regroup(old, wanted)
-    taken = steps(old, new)
-    assert taken[-1] == new
-    assert Counter(each.models for each in new for _ in range(each.engines)) == Counter(wanted)
-    assert len({each.name for each in new}) == len(new)
-    assert steps(new, new) == [new]
-    kept = {name for each in wanted for name in each} & {name for each in now for name in each}
-    for before, after in itertools.pairwise([old, *taken]):
-        models = {each.name: set(each.models) for each in before}
-        # On engines that neither start nor load anything in this step
-        there = [models[each.name] & set(each.models) for each in after if each.name in models]
-        assert kept <= set().union(*there)

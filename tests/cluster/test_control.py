@@ -20,10 +20,11 @@ from router_server import INFER, X, body
 from serving_server import ask
 
 from paellapy.cluster import control
-from paellapy.cluster.cluster_file import ClusterFile, ClusterSettings, regroup
+from paellapy.cluster.cluster_file import ClusterFile, ClusterSettings
 from paellapy.cluster.control import ClusterError, Planner, State
 from paellapy.cluster.processes import free_port
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile, save_profiles
+from paellapy.scheduler.sim.plan import regroup
 
 pytest.importorskip("ray")
 # Ray's own

@@ -24,7 +24,8 @@ from typer.testing import CliRunner
 
 from paellapy.cli import app
 from paellapy.cli.cluster import named_engines
-from paellapy.cluster.cluster_file import first_placement, load_cluster, regroup
+from paellapy.cluster.cluster_file import first_placement, load_cluster
+from paellapy.scheduler.sim.plan import regroup
 from paellapy.serving.config import load_config
 
 DEPLOY = ROOT / "deploy"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 
 import pytest
 from failing import failing
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
-from paellapy.scheduler.sim.plan import Fleet, PlanError, enough_gpus, expect, load_fleet, pack, plan
+from paellapy.scheduler.sim.plan import Fleet, PlanError, enough_gpus, expect, load_fleet, pack, plan, regroup, steps
 
 pytestmark = pytest.mark.quick
 
@@ -121,3 +123,24 @@ def test_a_fleet_is_read_from_a_file(tmp_path):
         file.write_bytes(text)
         with pytest.raises(PlanError, check=lambda e, field=field: e.field == field):
             load_fleet(file)
+
+
+placements = st.lists(st.sets(st.sampled_from(NAMES)), min_size=1, max_size=4)
+
+
+@given(placements, placements)
+def test_steps_lead_to_the_wanted_placement_and_lose_no_model_on_the_way(now, wanted):
+    now, wanted = (tuple(tuple(sorted(each)) for each in placement) for placement in (now, wanted))
+    old = regroup([], now)
+    new = regroup(old, wanted)
+    taken = steps(old, new)
+    assert taken[-1] == new
+    assert Counter(each.models for each in new for _ in range(each.engines)) == Counter(wanted)
+    assert len({each.name for each in new}) == len(new)
+    assert steps(new, new) == [new]
+    kept = {name for each in wanted for name in each} & {name for each in now for name in each}
+    for before, after in itertools.pairwise([old, *taken]):
+        models = {each.name: set(each.models) for each in before}
+        # On engines that neither start nor load anything in this step
+        there = [models[each.name] & set(each.models) for each in after if each.name in models]
+        assert kept <= set().union(*there)
