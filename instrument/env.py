@@ -86,7 +86,8 @@ class ImportHook:
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != self._name:
             return None
-        others = [finder for finder in sys.meta_path if finder is not self]
+        # Those behind this hook, which may be others for the same module.
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :] if self in sys.meta_path else sys.meta_path
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module

@@ -185,3 +185,12 @@ def test_an_extra_is_installed_from_where_the_package_came(
 def test_a_clone_installs_its_extras_from_itself() -> None:
     where, _, extra = shlex.split(env.install_line("viz"))[-1].partition("[")
     assert (Path(where).resolve(), extra) == (ROOT.resolve(), "viz]")
+
+
+def test_two_hooks_for_one_module_are_both_told() -> None:
+    code = (
+        "import sys; from paellapy.instrument.env import ImportHook; told = []\n"
+        "for k in (1, 2): ImportHook('colorsys', lambda module, k=k: told.append((k, module.__name__))).add()\n"
+        "import colorsys; print(sorted(told))"
+    )
+    assert in_process(code) == "[(1, 'colorsys'), (2, 'colorsys')]"
