@@ -193,6 +193,8 @@ class VirtualDevice(Device):
         self.sm_count = self.sm_ids = self.part.sms
         self.costs = CostModel.for_part(self.part)
         self._model = SmModel(self.part, timing=self.costs.timing, history=_HISTORY)
+        self._counting: list[NDArray[Any]] = []  # counters (SM_LINE) of the SM models of engines
+        self._counted = np.zeros(self.sm_ids, np.uint64)  # before this device's counts began
         self._later: list[Callable[[], object]] = []
         self._failed: list[PaellaError] = []  # of preemptible launches, whose data are computed late
         self.handlers = virtual_handlers()
@@ -324,11 +326,36 @@ class VirtualDevice(Device):
     def counts(self) -> Records:
         self.model.run(max(self._host_ns, self.model.now_ns))
         self.settle()
-        return self.model.lines.copy()
+        lines = self._lines()
+        for name in ("started", "ended"):
+            lines[name] -= self._counted
+        return lines
+
+    def _lines(self) -> Records:
+        lines = self.model.lines.copy()
+        for each in (*self._counting,):
+            for name in ("started", "ended"):
+                lines[name] += each[name]
+        return lines
+
+    def count_anew(self) -> None:
+        """Lets the counters begin at 0."""
+        self._counted = self._lines()["ended"]
+
+    def count_too(self, lines: NDArray[Any]) -> None:
+        """Adds to the device's counters what an engine's SM model counts from now on (SM_LINE)."""
+        self._counting.append(lines)
+        self._counted += lines["ended"]
+
+    def count_no_more(self, lines: NDArray[Any]) -> None:
+        """Keeps what the SM model has counted so far."""
+        self._counting[:] = [each for each in self._counting if each is not lines]
+        self._counted -= lines["ended"]
 
     def begin_trace(self, records_per_sm: int) -> None:
         self._drain()
         self.model.clear_blocks()
+        self.count_anew()
         self._ring_size = records_per_sm
         self.events = []
 

@@ -388,7 +388,7 @@ class VirtualLauncher(Launcher):
         cluster, priced = compiled.source.cluster, self.block_cost(cost, values)
         return Kernel(
             count * cluster, self.threads, compiled.registers, compiled.shared_bytes,
-            cost=priced, cluster=cluster, first=first * cluster, under=under,
+            cost=priced, cluster=cluster, first=first * cluster, under=under, counts=self.config.report == "count",
         )  # fmt: skip
 
     def _place(

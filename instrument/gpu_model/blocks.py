@@ -275,7 +275,8 @@ def start_block(s: State, handle: int, sm: int) -> None:
             s.slot[slot, tables.B_PENDING] = tables.NOT_RUN
             set_timer(s, now + max(command.latency_ns, 1.0), slot)
             return
-    s.lines[sm].started += np.uint64(1 + (command.warps << WARP_SHIFT))
+    if command.counts != 0:
+        s.lines[sm].started += np.uint64(1 + (command.warps << WARP_SHIFT))
     change_warps(s, sm, command.warps)
     row = command.trace
     if row >= 0:
@@ -341,7 +342,8 @@ def end_block(s: State, slot: int) -> None:
         row = command.trace
         if row >= 0:
             s.trace[row + s.slot[slot, tables.B_BLOCK]].end_ns = np.int64(np.floor(gpu.now_ns))
-        s.lines[sm].ended += np.uint64(1 + (command.warps << WARP_SHIFT))
+        if command.counts != 0:
+            s.lines[sm].ended += np.uint64(1 + (command.warps << WARP_SHIFT))
         change_warps(s, sm, -command.warps)
     s.stack[sm, s.free[sm, tables.F_BLOCKS]] = slot
     s.free[sm, tables.F_BLOCKS] += 1

@@ -45,6 +45,7 @@ class Kernel:
     kernel: int = 0
     first: int = 0  # number of the first block, for a slice of a larger grid
     under: Under | None = None  # set if its blocks may be kept from running
+    counts: bool = True  # whether its blocks are in `SmModel.lines`
 
 
 @dataclass(slots=True)
@@ -82,7 +83,7 @@ def launch_row(kernel: Kernel, takes: Footprint, overhead_ns: float, **more: flo
     """A launch as a row of COMMAND."""
     more["warps"], more["threads"], more["registers"], more["shared"] = takes
     more["kind"], more["blocks"], more["cluster"] = tables.LAUNCH, kernel.n_blocks, kernel.cluster
-    more["kernel"], more["first"] = kernel.kernel, kernel.first
+    more["kernel"], more["first"], more["counts"] = kernel.kernel, kernel.first, kernel.counts
     more["latency_ns"] = overhead_ns if kernel.latency_ns is None else kernel.latency_ns
     return tables.command(more)
 

@@ -522,7 +522,7 @@ class SmModel:
 
     @property
     def lines(self) -> NDArray[Any]:
-        """Each SM's live counters (SM_LINE)."""
+        """Each SM's live counters (SM_LINE), of kernels with `counts`."""
         return self._s.lines
 
     def use_until(self, now_ns: float) -> tuple[float, NDArray[np.float64], NDArray[np.float64]]:

@@ -183,6 +183,7 @@ COMMAND = np.dtype(
         ("event", "i8"),
         ("graph", "i8"),
         ("report", "i8"),  # 1: its end is reported
+        ("counts", "i8"),  # 1: its blocks are counted in State.lines
         ("done_link", "i8"),  # handle of the next finished command
         ("blocked_at", "i8"),  # value of `freed` when it fitted nowhere
         ("engine", "i8"),  # copy engine

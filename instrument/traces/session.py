@@ -303,7 +303,7 @@ _MASK, _HALF = (1 << WARP_SHIFT) - 1, 1 << (WARP_SHIFT - 1)
 class Counts:
     """Counters of every SM, read while kernels run. Resident = started - ended."""
 
-    started: NDArray[np.int64]  # blocks, since the device was opened or the last trace
+    started: NDArray[np.int64]  # blocks, since the device was opened or the latest trace began
     ended: NDArray[np.int64]
     resident_blocks: NDArray[np.int64]
     resident_warps: NDArray[np.int64]
@@ -311,7 +311,8 @@ class Counts:
 
 
 def counts(device: Device | None = None) -> Counts:
-    """The counters of each SM now. Reading does not wait for running kernels.
+    """The counters of each SM now: of kernels that report at level `count`, also inside engines. Reading does not wait
+    for running kernels. Inside a trace kernels write records instead, and each trace lets the counters begin anew.
 
     >>> int(counts(Device("virtual:h200")).resident_blocks.sum())
     0

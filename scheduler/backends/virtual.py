@@ -218,6 +218,7 @@ class VirtualBackend(Backend):
 
     def start(self, state: State, bell: Bell, failed: Callable[[BaseException], None]) -> None:
         self._bell = bell
+        self.device.count_too(self.sm.lines)
         self._loop.start(state, bell, failed, self.on_fault)
 
     def call(self, function: Callable[[], None]) -> None:
@@ -225,6 +226,7 @@ class VirtualBackend(Backend):
 
     def stop(self) -> None:
         self._loop.stop()
+        self.device.count_no_more(self.sm.lines)
 
     def sm_totals(self) -> tuple[float, Any, Any]:
         if not self._loop.compiled.is_set():
@@ -240,11 +242,14 @@ class VirtualBackend(Backend):
                 raise TraceError("the engine is being traced already; traces cannot be nested")
             self.sm.clear_blocks()
             self._loop.tracer, self.tracing = PieceTracer(self.device), True
+            self.device.count_no_more(self.sm.lines)  # traced kernels write records instead
+            self.device.count_anew()
 
     def end_trace(self, models: list[LoadedModel]) -> TracedBlocks:
         with self._loop.pause():
             tracer, self._loop.tracer, self.tracing = self._loop.tracer, None, False
             assert tracer is not None
+            self.device.count_too(self.sm.lines)
             blocks = self.sm.blocks()
             self.sm.clear_blocks()
         return tracer.finish(blocks)

@@ -124,9 +124,10 @@ class VirtualLaunches:
         for item, cost in zip(program.body[first:end], costs[first:end], strict=True):
             node = item.node
             if cost is not None:
+                counts = item.launcher is not None and item.launcher.config.report == "count"
                 kernels.append(
                     Kernel(node.blocks, node.threads, node.registers, node.shared_bytes, cost=cost,
-                           cluster=node.cluster, first=item.first * node.cluster)
+                           cluster=node.cluster, first=item.first * node.cluster, counts=counts)
                 )  # fmt: skip
                 continue
             if kernels:

@@ -34,7 +34,7 @@ WAITS = "called a synchronizing CUDA operation"  # PyTorch's words
 _TO_HOST = ("cpu", "numpy", "tolist", "__array__")
 _DECIDES = (
     "_local_scalar_dense", "allclose", "equal", "nonzero", "masked_select", "_unique", "_unique2", "unique_dim",
-    "unique_consecutive", "bincount",
+    "unique_consecutive", "bincount", "_nested_tensor_from_mask", "_nested_tensor_from_mask_left_aligned",
 )  # fmt: skip
 _WAITING = "waits for the GPU"
 _SIZES = re.compile("size|shape|grid|length")  # in the name of an input: modules read such inputs on the host
@@ -148,6 +148,8 @@ def with_remedy(error: CaptureError, module: Any, dtype: Any, inputs: Iterable[s
         found.append("dtype=torch.bfloat16, for which PyTorch has a product of all experts")
     if experts and hasattr(module, "set_experts_implementation"):
         found.append('set_experts_implementation("batched_mm") on the module')
+    if any(getattr(each, "use_nested_tensor", False) for each in getattr(module, "modules", list)()):
+        found.append("use_nested_tensor = False on the TransformerEncoder, or enable_nested_tensor=False in its call")
     if hasattr(module, "set_attn_implementation") and any(word in words for word in ("masking", "flash", "sdpa")):
         found.append('set_attn_implementation("eager") on the module')
     found += [f"a function that passes {name} as a constant on the CPU" for name in inputs if _SIZES.search(name)]

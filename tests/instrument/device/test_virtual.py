@@ -129,6 +129,13 @@ def test_counters_and_notifications_are_those_of_a_real_kernel(device: Any) -> N
     after = pp.counts()
     assert (after.started - before.started).sum() == (after.ended - before.ended).sum() == 4
     assert after.resident_blocks.sum() == 0
+    pp.kernel(shift, report=None)[(4,)](x, out, 4096, 0, B=1024)
+    pp.kernel(shift, report="notify")[(4,)](x, out, 4096, 0, B=1024)
+    device.synchronize()
+    assert (pp.counts().started == after.started).all(), "only kernels that report at level count are counted"
+    with pp.trace():
+        pp.kernel(shift, report="count")[(4,)](x, out, 4096, 0, B=1024)
+    assert not pp.counts().started.any(), "a trace begins anew, and its kernels write records"
     told = pp.kernel(shift, report="notify")[(4,)](x, out, 4096, 0, B=1024)
     assert not told
     device.synchronize()

@@ -142,6 +142,12 @@ def test_counters_agree_with_the_grid(gpu: pp.Device) -> None:
     assert (after.started - before.started).sum() == total
     assert (after.ended - before.ended).sum() == total
     assert after.resident_blocks.sum() == 0
+    _run_triton(gpu, pp.kernel(case.kernel, report=None), call)
+    _run_triton(gpu, pp.kernel(case.kernel, report="notify"), call)
+    assert (pp.counts().started == after.started).all(), "only kernels that report at level count are counted"
+    with pp.trace():
+        _run_triton(gpu, pp.kernel(case.kernel, report="count"), call)
+    assert not pp.counts().started.any(), "a trace begins anew, and its kernels write records"
 
 
 def test_a_small_ring_keeps_the_newest_and_counts_the_rest(gpu: pp.Device) -> None:

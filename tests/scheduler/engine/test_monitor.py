@@ -208,15 +208,23 @@ def test_time_beyond_the_next_event_is_not_known_yet():
     assert sim.use_until(1e9)[0] == next_ns
 
 
+def test_the_counters_of_a_device_have_the_blocks_of_its_engines_kernels(engine):
+    with engine.trace() as t:
+        ask(engine, "mlp", 4)
+    assert not counts(engine.device).started.any(), "a trace begins anew, and its kernels write records"
+    ask(engine, "mlp", 4)
+    assert counts(engine.device).started.sum() == len(t.blocks) > 0
+
+
 def test_of_a_real_gpu_only_kernels_that_report_tell_about_sms(engine, monkeypatch):
     """The virtual GPU stands in for one whose SMs nobody knows exactly; its own counters are those of `pp.kernel`."""
     monkeypatch.setattr(engine, "sm_totals", lambda: None)
-    lines = engine.device.model.lines
-    monkeypatch.setattr(engine.device.model, "_s", engine.device.model._s._replace(lines=np.zeros_like(lines)))
+    lines = np.zeros_like(engine.device.counts())
+    monkeypatch.setattr(engine.device, "counts", lambda: lines)
     monitor = Monitor(engine)
     sms = monitor.snapshot()["sms"]
     assert (sms["source"], sms["occupancy"], sms["busy"]) == ("none", None, None)
-    engine.device.model.lines["started"][7] = 2 + (16 << WARP_SHIFT)  # two blocks of eight warps are on SM 7
+    lines["started"][7] = 2 + (16 << WARP_SHIFT)  # two blocks of eight warps are on SM 7
     sms = monitor.snapshot()["sms"]
     assert sms["source"] == "sampled"
     assert sms["occupancy"] == [0.25 if sm == 7 else 0.0 for sm in range(132)]
@@ -225,8 +233,8 @@ def test_of_a_real_gpu_only_kernels_that_report_tell_about_sms(engine, monkeypat
 
 def test_what_a_sampler_saw_since_the_last_look_is_averaged(engine, monkeypatch):
     monkeypatch.setattr(engine, "sm_totals", lambda: None)
-    lines = np.zeros_like(engine.device.model.lines)
-    monkeypatch.setattr(engine.device.model, "_s", engine.device.model._s._replace(lines=lines))
+    lines = np.zeros_like(engine.device.counts())
+    monkeypatch.setattr(engine.device, "counts", lambda: lines)
     monkeypatch.setattr(monitor_sms, "_PERIOD_S", 1e9)  # only what the test adds
     with Monitor(engine) as monitor:
         lines["started"][7] = 2 + (16 << WARP_SHIFT)

@@ -296,6 +296,35 @@ def test_a_refused_wait_comes_with_what_to_do_about_it(engine, kind, words):
     assert all(word in remedy for word, remedy in zip(words, found, strict=True))
 
 
+class Padded(torch.nn.Module):
+    """A pre-built encoder, whose fast path packs the rows that the mask keeps: a shape that depends on data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = torch.nn.TransformerEncoder(layer, 1)
+
+    def forward(self, x, mask):
+        return self.encoder(x, src_key_padding_mask=mask)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_prebuilt_encoder_is_refused_while_its_fast_path_packs_rows(engine):
+    module = Padded()
+    example = {"x": torch.ones(1, 4, 8), "mask": torch.zeros(1, 4, dtype=torch.bool)}
+    with pytest.raises(CaptureError) as caught:
+        engine.load(pp.Model.from_torch(module, example, name="padded", batch=(1,)))
+    assert any("use_nested_tensor = False" in each for each in caught.value.remedies)
+    module.encoder.use_nested_tensor = False
+    engine.load(pp.Model.from_torch(module, example, name="padded", batch=(1,)))
+    x, mask = np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32), np.array([False, False, True, True])
+    answer = engine.infer_sync("padded", {"x": x, "mask": mask})["output"]
+    with torch.no_grad():
+        eager = module.eval()(torch.tensor(x)[None], torch.tensor(mask)[None])[0]
+    np.testing.assert_allclose(answer, eager, atol=1e-5)
+
+
 def test_products_of_experts_wait_in_all_types_but_one(engine):
     def product(x, dtype):
         made = torch.ones(2, 16, 16, dtype=dtype)
