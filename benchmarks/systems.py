@@ -171,8 +171,11 @@ def groups(quick: bool) -> dict[str, tuple[tuple[Kind, ...], tuple[int, ...], An
     }
 
 
+Figures = list[tuple[str, str, str]]  # what, its value, and what it is compared with
+
+
 def table(points: dict[str, Any]) -> list[list[str]]:
-    """A row for each system of which all points are there."""
+    """A row for each figure of each system of which all points are there."""
 
     def at(name: str, *figure: str) -> float:
         return statistics.median(functools.reduce(lambda value, key: value[key], figure, points[name]))
@@ -180,76 +183,85 @@ def table(points: dict[str, Any]) -> list[list[str]]:
     def times(name: str, alone: str, figure: str = "p99_us") -> str:
         return f"{at(name, figure) / at(alone, figure):.2f}"
 
-    def limited(name: str) -> str:
+    def limited(name: str) -> Figures:
         held = next(iter(points[f"limits|{name}|0.1|alone"]["alone_share"]))
-        rows = (f"{limit}: " + ", ".join(f"{at(f'limits|{name}|{limit}|{where}', 'alone_share', held):.3f}"
-                for where in ("alone", "contended")) for limit in ("0.1", "0.25", "0.5"))  # fmt: skip
-        return "alone, contended: " + "; ".join(rows)
 
-    def fair() -> str:
+        def had(limit: str, where: str) -> str:
+            return f"{at(f'limits|{name}|{limit}|{where}', 'alone_share', held):.3f}"
+
+        return [
+            (f"part of the GPU, asked for {limit}", had(limit, "alone"), f"{had(limit, 'contended')} when contended")
+            for limit in ("0.1", "0.25", "0.5")
+        ]
+
+    def fair() -> Figures:
         rows = []
         for what in ("models", "tenants"):
             had = [statistics.median(each) for each in points[f"limits|fair|{what}"]["alone_share"].values()]
-            rows.append(f"{what} " + " : ".join(f"{x / sum(had):.3f}" for x in had))
-        return "1 : 3 : 6 as " + "; ".join(rows)
+            rows.append((f"parts of three {what}", " : ".join(f"{x / sum(had):.3f}" for x in had), "shares 1 : 3 : 6"))
+        return rows
 
-    def tgs() -> str:
+    def tgs() -> Figures:
         _, low, production = points["limits|tgs|tgs|beside"]["per_s"]
-        rows = []
-        for policy in ("tgs", "priority", "streams"):
-            kept, own = (
-                at(f"limits|tgs|{policy}|beside", "per_s", model) / at(f"limits|tgs|streams|{alone}", "per_s", model)
-                for model, alone in ((production, "alone"), (low, "best effort alone"))
-            )
-            rows.append(f"{policy}: production {kept:.3f}, best effort {own:.2f}")
-        return "; ".join(rows)
 
-    def orion() -> str:
+        def kept(policy: str, model: str, alone: str) -> str:
+            name = f"limits|tgs|streams|{alone}"
+            return f"{at(f'limits|tgs|{policy}|beside', 'per_s', model) / at(name, 'per_s', model):.2f}"
+
+        return [
+            (f"{what} ÷ alone", kept("tgs", *of), f"gate {kept('priority', *of)}, streams {kept('streams', *of)}")
+            for what, *of in (("production", production, "alone"), ("best effort", low, "best effort alone"))
+        ]
+
+    def orion() -> Figures:
         rows = []
         for pair in (name.split("|")[1] for name in points if name.startswith("pairs|") and name.endswith("|orion")):
             name, gate, alone = (f"pairs|{pair}|{which}" for which in ("orion", "priority", "alone"))
-            rows.append(f"{pair.replace('_', ' ')}: best effort {times(name, gate, 'low_per_s')} of the gate's, "
-                        f"p99 {times(name, alone)}×, gate {times(gate, alone)}×")  # fmt: skip
-        return "; ".join(rows)
+            both = " + ".join(each.replace("_", " ") for each in pair.split("+"))
+            rows += [(f"{both}: best effort ÷ the gate's", times(name, gate, "low_per_s"), ""),
+                     (f"{both}: p99 ÷ alone", times(name, alone), f"gate {times(gate, alone)}")]  # fmt: skip
+        return rows
 
-    def large(policy: str) -> str:
+    def large(policy: str) -> Figures:
         rows = []
         for kind in (name.split("|")[1] for name in points if name.startswith("high|") and name.endswith("|alone 2")):
-            cells = []
-            for each in (policy, "priority") if policy == "reef" else (policy,):
-                own = at(f"high|{kind}|{each}", "low_per_s") / at(f"high|{kind}|alone 2", "per_s", kind)
-                cells.append(f"{times(f'high|{kind}|{each}', 'high|alone')}× and {own:.2f}")
-            rows.append(f"beside {kind}: {', gate '.join(cells)}")
-        return "; ".join(rows)
+            tail = [times(f"high|{kind}|{each}", "high|alone") for each in (policy, "priority")]
+            rest = [f"{at(f'high|{kind}|{each}', 'low_per_s') / at(f'high|{kind}|alone 2', 'per_s', kind):.2f}"
+                    for each in (policy, "priority")]  # fmt: skip
+            rows += [(f"beside {kind}: p99 ÷ alone", tail[0], f"gate {tail[1]}"),
+                     (f"beside {kind}: best effort", rest[0], f"gate {rest[1]}")]  # fmt: skip
+        return rows
 
-    def reef() -> str:
-        rows = (f"{load} {times(f'disb|{load}|reef', f'disb|{load}|alone')}×, "
-                f"gate {times(f'disb|{load}|priority', f'disb|{load}|alone')}×" for load in "ABCDE")  # fmt: skip
-        return f"{large('reef')}; DISB: {'; '.join(rows)}"
+    def reef() -> Figures:
+        rows = [(f"DISB {load}: p99 ÷ alone", *(times(f"disb|{load}|{each}", f"disb|{load}|alone")
+                 for each in ("reef", "priority"))) for load in "ABCDE"]  # fmt: skip
+        return [*large("reef"), *((what, own, f"gate {gate}") for what, own, gate in rows)]
 
-    def ordered(name: str, what: str, figure: str, scale: float, policies: str, digits: int) -> str:
-        cells = (f"{each} {at(f'order|{name}|{each}', figure) * scale:.{digits}f}" for each in policies.split())
-        return f"{what}: " + ", ".join(cells)
+    def ordered(name: str, what: str, figure: str, scale: float, policies: str, digits: int) -> Figures:
+        own, *others = (
+            (each, f"{at(f'order|{name}|{each}', figure) * scale:.{digits}f}") for each in policies.split()
+        )
+        return [(what, own[1], ", ".join(f"{each} {value}" for each, value in others))]
 
-    def pack() -> str:
+    def pack() -> Figures:
         shares = {each: [*points[f"order|pack|{each}"]["alone_share"].values()] for each in ("pack", "serial")}
-        sums = (f"{name} {np.median(np.sum(each, axis=0)):.2f}" for name, each in shares.items())
-        return "work of one GPU: " + ", ".join(sums)
+        own, serial = (f"{np.median(np.sum(each, axis=0)):.2f}" for each in shares.values())
+        return [("sum of the jobs' time alone ÷ time", own, f"serial {serial}")]
 
-    made: dict[str, Callable[[], str]] = {
+    made: dict[str, Callable[[], Figures]] = {
         **{name: functools.partial(limited, name) for name in ("token", "quota", "antman")}, "fair": fair, "tgs": tgs,
         "orion": orion, "reef": reef, **{name: functools.partial(large, name) for name in ("tally", "muxflow")},
         "mlfq": lambda: ordered("mlfq", "p50 of the short one, ms", "p50_us", 1e-3, "mlfq fifo srpt alone", 2),
-        "lax": lambda: ordered("lax", "met", "met", 1.0, "lax edf fifo", 3), "pack": pack,
+        "lax": lambda: ordered("lax", "deadlines met", "met", 1.0, "lax edf fifo", 3), "pack": pack,
     }  # fmt: skip
     rows = []
     for name, claim in CLAIMS.items():
         try:
-            text = made[name]()
-            rows += [[f"`{name}`", claim, text]] if text else []
+            figures = made[name]()
         except (KeyError, StopIteration):  # not measured yet
             continue
-    return [["system", "its paper's claim", "on an H200"], *rows]
+        rows += [["" if k else f"`{name}`", "" if k else claim, *each] for k, each in enumerate(figures)]
+    return [["system", "its paper's claim", "figure", "on an H200", "compared with"], *rows]
 
 
 def main() -> None:
