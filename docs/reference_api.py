@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import paellapy
+from paellapy.scheduler.sim.results import COLUMNS, Results
 
 API = Path(__file__).parent / "reference" / "api"
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -31,7 +32,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Language models": ("LanguageModel", "Generation", "Piece"),
     "Policies": ("policy", "Policy", "policy_names", "Where", "Tenant", "tune", "Tuned"),
     "Simulation": (
-        "simulate", "simulate_cluster", "Poisson", "Lognormal", "ClosedLoop", "TraceWorkload", "Background",
+        "simulate", "Results", "simulate_cluster", "Poisson", "Lognormal", "ClosedLoop", "TraceWorkload", "Background",
         "training_profiles", "Failure", "Straggler",
     ),
     "Serving": ("serve",),
@@ -53,6 +54,7 @@ INNER: dict[str, frozenset[str]] = {
          "to_device_ns", "host_ns"}
     ),
     "Policy": frozenset({"plain", "timeless", "facts"}),
+    "Results": frozenset({"request_columns", "occupancy_columns", "limit_ms", "jobs_of", "part_of_gpu"}),
 }  # fmt: skip
 _WIDTH = 100
 
@@ -81,7 +83,17 @@ def write(folder: Path = API) -> None:
 
 def page(name: str) -> str:
     found = getattr(paellapy, name)
-    return f"# `pp.{name}`\n\n" + "\n".join(_described(found, name)) + "\n"
+    columns = _columns() if found is Results else ""
+    return f"# `pp.{name}`\n\n" + "\n".join(_described(found, name)) + "\n" + columns
+
+
+def _columns() -> str:
+    """The tables of results, with every column."""
+    parts = ["A number that does not exist is NaN: empty in CSV, null in JSON.\n"]
+    for what, columns in COLUMNS.items():
+        parts += [f'## `"{what}"`\n', "| column | unit | meaning |\n|---|---|---|"]
+        parts += ["\n".join(f"| `{name}` | {unit} | {meaning} |" for name, (unit, meaning) in columns.items()) + "\n"]
+    return "\n".join(parts)
 
 
 def _index() -> str:

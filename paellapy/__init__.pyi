@@ -59,6 +59,7 @@ from .scheduler.sim.cluster import Failure as Failure
 from .scheduler.sim.cluster import Straggler as Straggler
 from .scheduler.sim.cluster import simulate_cluster as simulate_cluster
 from .scheduler.sim.recorded_profiles import training_profiles as training_profiles
+from .scheduler.sim.results import Results as Results
 from .scheduler.sim.tune import Tuned as Tuned
 from .scheduler.sim.tune import tune as tune
 from .scheduler.sim.workload import Background as Background

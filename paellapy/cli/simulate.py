@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import track
 
-from paellapy.cli.scripts import check_output, check_picture
+from paellapy.cli.scripts import OutputError, check_output, check_picture
 from paellapy.instrument.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from paellapy.scheduler.sim.results import Results
 
 
 def simulate(
@@ -40,18 +36,24 @@ def simulate(
         int, typer.Option(help="SM partitions, for policies with `place` and profiles with a measured demand; 0: none")
     ] = 0,
     seed: Annotated[int, typer.Option(help="random seed of the arrivals")] = 0,
-    plot: Annotated[Path | None, typer.Option(help="picture file (.png, .svg, .pdf) of all policies' results")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="picture file (.png, .svg, .pdf): latencies under every policy")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="file (.csv, .json) for the figures of every policy")] = None,
 ) -> None:
     """Compare scheduling policies on simulated requests, without a GPU: latency, slowdown, targets, throughput."""
     from paellapy.scheduler.policies.policy import find_policy
     from paellapy.simulation import arrivals as workload_of
     from paellapy.simulation import caveat, named_models
     from paellapy.simulation import simulate as run
-    from paellapy.viz.static import plot_runs
 
     console = Console()
     if plot is not None:
         check_picture(plot, "a plot")
+    if out is not None:
+        check_output(out)
+        if out.suffix not in (".csv", ".json"):
+            raise OutputError(out, "cannot hold figures: give a name that ends in .csv or .json")
     policies = [find_policy(name) for name in policy or ["streams", "paella"]]
     with console.status("profiles"):
         profiles, shares = named_models(models, batch_sizes(batch), device)
@@ -63,21 +65,22 @@ def simulate(
     # Without a terminal, rich would print an empty line in place of the bar.
     for each in track(policies, "simulating", console=console, transient=True, disable=not console.is_interactive):
         results.append(run(profiles, workload, each, device, **options))
-    _show(console, results, about)
-    if admission and not results[0].has_limits:
-        console.print("--admission has no effect: no model has a target and no request has a deadline", highlight=False)
-    if plot is not None:
-        plot_runs(results).savefig(plot)
-        console.print(f"plot: {plot}", highlight=False, soft_wrap=True)
-
-
-def _show(console: Console, results: Sequence[Results], about: str | None) -> None:
+    compared = results[0].compare(*results[1:])
     for result in results:
         console.print(result)
     if len(results) > 1:
-        console.print(results[0].compare(*results[1:]))
+        console.print(compared)
     if about is not None:
         console.print(about, highlight=False, soft_wrap=True)
+    if admission and not results[0].has_limits:
+        console.print("--admission has no effect: no model has a target and no request has a deadline", highlight=False)
+    if plot is not None:
+        shown = compared if len(results) > 1 else results[0]
+        shown.plot().figure.savefig(plot, dpi=150)
+        console.print(f"plot: {plot}", highlight=False, soft_wrap=True)
+    if out is not None:
+        compared.to_csv(out) if out.suffix == ".csv" else compared.to_json(out)
+        console.print(f"written: {out}", highlight=False, soft_wrap=True)
 
 
 def batch_sizes(batch: str | None) -> list[int] | None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from paellapy.instrument.errors import TraceError
 from paellapy.instrument.traces.trace import Trace
 from paellapy.scheduler.core.codes import OK
-from paellapy.scheduler.sim.results import Results
+from paellapy.scheduler.sim.results import Comparison, Results
 from paellapy.viz import data
 from paellapy.viz.data import Part, Parts, Picture, short
 from paellapy.viz.palette import OKABE_ITO, SCALE, WARNING, Look, Theme, colours, further_colours, look, need, paler
@@ -494,43 +494,119 @@ def fit_labels(figure: Any) -> None:
         label.set_text(choice)
 
 
-# -- latencies of each model of a run, and the use of the GPU over time
+# -- latencies of simulated requests, by policy and by model, and the use of the GPU over time
+
+_PANEL = 3.2, 2.5  # inches
+_TAIL_POINTS = 400  # of a curve
+_USES = {"block_slots": "block slots", "memory_bandwidth": "memory bandwidth", "kernel_issue": "kernel issue"}
 
 
-def plot_run(results: Results, axes: Any = None) -> Any:
-    """Latency distributions per model, and occupancy over time; the matplotlib figure."""
-    if axes is None:
-        _, axes = need("matplotlib.pyplot", "plot()").subplots(1, 2, figsize=(11, 4), layout="constrained")
-    left, right = axes
-    for number, each in enumerate(results.models):
-        jobs = results.jobs[(results.jobs["model"] == number) & (results.jobs["status"] == OK)]
-        if len(jobs):
-            ms = np.sort((jobs["finish_ns"] - jobs["arrival_ns"]) / 1e6)
-            left.plot(ms, np.arange(1, len(ms) + 1) / len(ms), label=each.name, **_style(number))
-    left.set(xscale="log", xlabel="latency, ms", ylabel="share of requests")
-    left.set_title(f"{results.policy}, {results.device}")
-    if left.get_lines():
-        left.legend(fontsize="small")
-    time_ms = (np.arange(len(results.occupancy)) + 0.5) * results.bin_ms
-    for column, label in enumerate(("block slots", "memory bandwidth", "kernel issue")):
-        right.plot(time_ms, results.occupancy[:, column], label=label, linewidth=1, **_style(column))
-    # Shares reach 1, so the legend is above them.
-    right.set(xlabel="time, ms", ylabel="share in use", ylim=(0, 1.18), yticks=np.linspace(0, 1, 6), title="occupancy")
-    right.legend(fontsize="small", loc="upper center", ncols=3, frameon=False)
-    return left.figure
+def plot_run(results: Results) -> Still:
+    """The latencies of one run, a line for each model with its target, and its use of the GPU."""
+    figure = need("matplotlib.figure", "plot()").Figure(figsize=(11, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for number, each in enumerate(results.per_model):
+        style = _style(number)
+        if _tail(left, results, each.name, style | {"label": each.name}) and results.models[number].target_ms:
+            left.axvline(results.models[number].target_ms, linestyle=":", color=style["color"], linewidth=1.2)
+    _latency_axes(left)
+    left.set_title(f"{results.policy}, {results.device}", fontsize="medium", loc="left")
+    used = results.occupancy_columns()
+    for number, (name, label) in enumerate(_USES.items()):
+        if np.any(used[name]):  # a resource that no profile knows has no line
+            right.plot(used["time_ms"], used[name], label=label, linewidth=1, **_style(number))
+    right.set(xlabel="time, ms", ylim=(0, 1.02), xlim=(0, results.seconds * 1e3 or None))
+    right.yaxis.set_major_formatter(_percent())
+    right.set_title("use of the GPU", fontsize="medium", loc="left")
+    handles = _keyed(left)
+    if any(each.target_ms for each in results.models):
+        lines = need("matplotlib.lines", "a legend")
+        handles.append(lines.Line2D([], [], linestyle=":", color="#808080", label="target of the model"))
+    _beneath(left, handles)
+    _beneath(right, _keyed(right))
+    return Still(figure)
 
 
-def plot_runs(runs: Sequence[Results]) -> Any:
-    """Several runs, one below the other; latencies share an axis, so that policies can be compared."""
-    if len(runs) == 1:
-        return plot_run(runs[0])
-    pyplot = need("matplotlib.pyplot", "plot()")
-    figure, axes = pyplot.subplots(len(runs), 2, figsize=(11, 3.2 * len(runs)), layout="constrained", sharex="col")
-    for each, pair in zip(runs, axes, strict=True):
-        plot_run(each, pair)
-    for above in axes[:-1].flat:
-        above.set_xlabel("")
-    return figure
+def plot_comparison(comparison: Comparison) -> Still:
+    """A panel for all requests and one for each model, or client if there are several; in each a line for every run,
+    and the model's target.
+    """
+    runs = comparison.runs
+    clients = any(len(run.clients) > 1 for run in runs)
+    parts = [each.name for run in runs for each in (run.per_tenant if clients else run.per_model) if each.completed]
+    names: list[str | None] = list(dict.fromkeys(parts))
+    panels = [None, *names] if len(names) != 1 else names
+    n = max(len(panels), 1)
+    across = n if n <= 3 else min((2, 3, 4) if n == 4 else (4, 3), key=lambda a: -n % a)  # with few empty places
+    down = -(-n // across)
+    size = max(_PANEL[0] * across, 5.5), _PANEL[1] * down + 0.7
+    figure = need("matplotlib.figure", "plot()").Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(down, across, sharey=True, squeeze=False).ravel()
+    targets = {each.name: each.target_ms for run in runs for each in run.models if not clients}
+    for at, (ax, name) in enumerate(zip(axes, panels, strict=False)):
+        for number, run in enumerate(runs):
+            _tail(ax, run, name, _style(number))
+        if name is not None and targets.get(name):
+            ax.axvline(targets[name], linestyle=":", color="#808080", linewidth=1.4)
+        ax.set_title("all requests" if name is None else short(name), fontsize="medium", loc="left")
+        _latency_axes(ax)
+        if at + across < len(panels):  # a panel below it names the axis
+            ax.set_xlabel("")
+        ax.set_ylabel("")
+    for ax in axes[len(panels) :]:
+        ax.remove()
+    figure.supylabel(_AT_LEAST, fontsize="medium")
+    lines = need("matplotlib.lines", "a legend")
+    handles = [lines.Line2D([], [], label=run.policy, **_style(number)) for number, run in enumerate(runs)]
+    if any(targets.get(str(name)) for name in panels):
+        handles.append(lines.Line2D([], [], linestyle=":", color="#808080", label="target of the model"))
+    most = (size[0] - 0.4) * POINTS
+    columns = legend_columns([each.get_label() for each in handles], SMALLEST + 3, most)
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=SMALLEST + 3)
+    return Still(figure)
+
+
+_AT_LEAST = "share of requests that take longer"
+
+
+def _tail(ax: Any, run: Results, name: str | None, style: dict[str, Any]) -> bool:
+    """Draws the share of a part's requests that were not answered within a time; False without any answer."""
+    jobs = run.jobs_of(name)
+    done = jobs[jobs["status"] == OK]
+    if not len(done):
+        return False
+    ms = np.sort((done["finish_ns"] - done["arrival_ns"]) / 1e6)
+    # Requests without an answer count: they took longer than all others. Points are dense towards the slowest.
+    behind = np.unique(np.geomspace(1, len(ms), _TAIL_POINTS).astype(int))
+    slower = (len(jobs) - np.arange(len(ms))) / len(jobs)
+    ax.plot(ms[-behind[::-1]], slower[-behind[::-1]], linewidth=1.4, **style)
+    return True
+
+
+def _latency_axes(ax: Any) -> None:
+    ax.set(xscale="log", yscale="log", xlabel="latency, ms", ylabel=_AT_LEAST)
+    ax.grid(visible=True, which="major", linewidth=0.4, alpha=0.5)
+    ticker = need("matplotlib.ticker", "a picture")
+    left, right = ax.get_xlim()
+    ax.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if right < 30 * left else (1,)))
+    ax.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    ax.xaxis.set_minor_formatter(ticker.NullFormatter())
+    ax.yaxis.set_major_formatter(_percent())
+    ax.set_ylim(top=1.2)
+
+
+def _keyed(ax: Any) -> list[Any]:
+    return [line for line in ax.get_lines() if not line.get_label().startswith("_")]
+
+
+def _beneath(ax: Any, handles: list[Any]) -> None:
+    """A legend below the axes, with every line."""
+    if handles:
+        columns = legend_columns([each.get_label() for each in handles], SMALLEST + 2, 5 * POINTS)
+        ax.legend(
+            handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=columns, frameon=False,
+            fontsize=SMALLEST + 2,
+        )  # fmt: skip
 
 
 def _style(number: int) -> dict[str, str]:

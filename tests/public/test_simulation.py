@@ -70,6 +70,7 @@ def test_profiles_keep_what_the_model_asks_for() -> None:
         (["mix", "-p", "slack", "-p", "nobody"], {"name": "nobody"}),
         (["mix", "--plot", "nowhere/x.png"], {"path": Path("nowhere/x.png")}),
         (["mix", "--plot", "."], {"path": Path()}),
+        (["mix", "--out", "figures.txt"], {"path": Path("figures.txt")}),
     ],
 )
 def test_wrong_words_on_the_command_line_are_named(arguments: list[str], facts: dict[str, object]) -> None:
@@ -167,13 +168,14 @@ def cells(output: str, name: str) -> list[str]:
 
 def test_command_line_compares_policies_and_draws(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    picture = tmp_path / "run.png"
+    picture, figures = tmp_path / "run.png", tmp_path / "run.csv"
     words = ["simulate", "mix", "-p", "streams", "-p", "edf", "--seconds", "0.05", "--plot", str(picture)]
-    result = CliRunner().invoke(cli.app, words)
+    result = CliRunner().invoke(cli.app, [*words, "--out", str(figures)])
     assert result.exit_code == 0, result.output
     assert "streams on virtual:h200" in result.output
     assert "edf on virtual:h200" in result.output
     assert picture.stat().st_size > 1000
+    assert len(figures.read_text().splitlines()) == 1 + 2 * 9  # eight models and all of them
 
 
 def test_command_line_refuses_what_would_be_late_if_asked() -> None:

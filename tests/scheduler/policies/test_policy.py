@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -418,6 +419,17 @@ def test_faulty_options_are_refused(option: str, options: dict[str, Any]) -> Non
 def test_a_policy_is_made_from_a_plain_function_only(given: Any) -> None:
     with pytest.raises(PolicyError):
         policy()(given)
+
+
+def test_a_lottery_with_fresh_ranks_divides_the_gpu_by_tickets() -> None:
+    @policy(active=1, fresh=True, params={"tickets": 1.0})
+    def lottery(job: Any) -> float:
+        return -math.log(1.0 - random.random()) / job.params.tickets
+
+    tickets = {"a": 3.0, "b": 1.0}
+    models = [ModelProfile(each, {1: [SegmentProfile(1e5)] * 4}, params={"tickets": n}) for each, n in tickets.items()]
+    load = ClosedLoop("a", clients=8, duration=0.8) + ClosedLoop("b", clients=8, duration=0.8)
+    assert simulate(models, load, lottery).gpu_share("a") == pytest.approx(0.75, abs=0.03)
 
 
 def test_fresh_ranks_are_those_of_the_moment_of_the_decision() -> None:

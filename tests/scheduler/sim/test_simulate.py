@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.core.step import step
 from paellapy.scheduler.sim.recorded_profiles import ALONE_US, MIX, mix_profiles
+from paellapy.scheduler.sim.results import COLUMNS
 from paellapy.scheduler.sim.segment_model import run_segments
 from paellapy.scheduler.sim.simulate import Fidelity, simulate
 from paellapy.scheduler.sim.workload import Background, ClosedLoop, Poisson, TraceWorkload, Workload
@@ -117,20 +121,79 @@ def test_figures_of_a_model_that_is_not_there_name_those_that_are() -> None:
 
 
 def test_results_print_and_plot(tmp_path: Path) -> None:
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("Agg")
+    pytest.importorskip("matplotlib")
     result = simulate([net("a", target_ms=1), net("b")], Poisson(2000, {"a": 1, "b": 1}, duration=0.02), "fifo")
     assert "fifo on virtual:h200" in str(result)
     assert "all" in str(result)
     assert [each.name for each in result.per_model] == ["a", "b"]
-    figure = result.plot()
-    figure.savefig(tmp_path / "plot.png")
-    left, right = figure.axes
-    assert [line.get_color() for line in left.get_lines()] == list(OKABE_ITO[:2])
-    assert [line.get_color() for line in right.get_lines()] == list(OKABE_ITO[:3])
-    of_all = right.transData.transform((0, 1))[1]
-    assert right.get_legend().get_window_extent().y0 > of_all, "the legend is above all that curves can reach"
-    matplotlib.pyplot.close(figure)
+    left, right = result.plot().figure.axes
+    curves = {line.get_label(): line for line in left.get_lines() if line.get_label() in ("a", "b")}
+    assert [line.get_color() for line in curves.values()] == list(OKABE_ITO[:2])
+    (target,) = (line for line in left.get_lines() if set(line.get_xdata()) == {1.0})
+    assert target.get_color() == curves["a"].get_color()
+    assert left.get_yscale() == "log"
+    assert {"a", "b"} < {text.get_text() for text in left.get_legend().get_texts()}
+    assert [line.get_label() for line in right.get_lines()] == ["block slots", "kernel issue"], "a resource in use"
+
+
+def test_policies_are_compared_in_one_picture() -> None:
+    pytest.importorskip("matplotlib")
+    load = Poisson(4000, {"a": 1, "b": 1}, duration=0.05)
+    runs = [simulate([net("a", target_ms=1), net("b"), net("none")], load, each) for each in ("fifo", "srpt", "edf")]
+    figure = runs[0].compare(*runs[1:]).plot().figure
+    assert [ax.get_title("left") for ax in figure.axes] == ["all requests", "a", "b"], "no panel without a request"
+    for ax, targets in zip(figure.axes, (0, 1, 0), strict=True):
+        curves = [line for line in ax.get_lines() if len(line.get_xdata()) > 2]
+        assert [line.get_color() for line in curves] == list(OKABE_ITO[:3])
+        assert len(ax.get_lines()) == 3 + targets
+    all_of_fifo = figure.axes[0].get_lines()[0]
+    assert all_of_fifo.get_xdata()[-1] == runs[0].latency_ms.max()
+    assert all_of_fifo.get_ydata()[-1] == 1 / len(runs[0].jobs)
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()][:3] == ["fifo", "srpt", "edf"]
+
+
+def test_tables_of_results_are_written_and_read_again(tmp_path: Path) -> None:
+    load = Poisson(40000, {"a": 2, "b": 1}, duration=0.02)
+    run = simulate([net("a", target_ms=1), net("b")], load, "fifo", admission=True)
+    assert 0 < run.all.refused < run.all.submitted
+    for what, columns in COLUMNS.items():
+        by_name = run.compare().columns(what)
+        assert list(by_name) == list(columns)
+        rows = json.loads(run.to_json(tmp_path / "run.json", what).read_text())
+        with run.to_csv(tmp_path / "run.csv", what).open(newline="") as file:
+            written = list(csv.DictReader(file))
+        assert [{k: "" if v is None else str(v) for k, v in row.items()} for row in rows] == written
+        assert len(rows) == len(by_name["policy"])
+    requests, figures = run.compare().columns("requests"), run.compare().columns()
+    assert figures["name"] == ["a", "b", "all"]
+    assert figures["p99_ms"][2] == pytest.approx(np.nanpercentile(requests["latency_ms"], 99))
+    answered_in_time = np.nan_to_num(requests["latency_ms"], nan=np.inf) <= requests["limit_ms"]
+    with_limit = ~np.isnan(requests["limit_ms"].astype(float))
+    assert figures["within_target"][2] == pytest.approx(answered_in_time[with_limit].mean())
+    assert set(requests["status"]) == set(run.statuses())
+    with failing(ArgumentError, field="what", given="jobs"):
+        run.to_csv(tmp_path / "x.csv", "jobs")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("library", ["pandas", "polars"])
+def test_a_data_frame_has_the_columns(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip(library)
+    if library == "polars":
+        monkeypatch.setitem(sys.modules, "pandas", None)
+    run = simulate([net()], Poisson(2000, "net", duration=0.02), "fifo")
+    frame = run.to_dataframe("requests")
+    assert type(frame).__module__.startswith(library)
+    assert list(frame.columns) == list(COLUMNS["requests"])
+    assert len(frame) == len(run.jobs)
+
+
+def test_without_a_library_for_data_frames_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for library in ("pandas", "polars"):
+        monkeypatch.setitem(sys.modules, library, None)
+    run = simulate([net()], Poisson(2000, "net", duration=0.01), "fifo")
+    with failing(ArgumentError, field="pandas"):
+        run.to_dataframe()
 
 
 @pytest.mark.parametrize("fidelity", ["segments", "blocks"])

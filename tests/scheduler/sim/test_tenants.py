@@ -138,9 +138,10 @@ def test_a_tenant_that_nobody_is_called_is_refused() -> None:
 def test_runs_are_compared_side_by_side() -> None:
     first, second = (simulate([net("a"), net("b")], loops("a", "b", seconds=0.05), name) for name in ("fair", "fifo"))
     rows = first.compare(second).rows
-    assert [row["policy"] for row in rows] == ["fair", "fair", "fifo", "fifo"]
-    assert [row["name"] for row in rows] == ["a", "b", "a", "b"]
-    assert rows[2]["throughput_ratio"] == pytest.approx(rows[2]["throughput"] / rows[0]["throughput"])
+    assert [row["policy"] for row in rows] == ["fair"] * 3 + ["fifo"] * 3
+    assert [row["name"] for row in rows] == ["a", "b", "all"] * 2
+    assert rows[3]["throughput_ratio"] == pytest.approx(rows[3]["throughput"] / rows[0]["throughput"])
+    assert rows[5]["p99_ms"] == second.all.p99_ms
     assert "÷ first" in str(first.compare(second))
     with failing(ArgumentError, field="others"):
         first.compare([second])  # type: ignore[arg-type]
@@ -150,7 +151,7 @@ def test_a_client_called_like_a_model_is_not_taken_for_it() -> None:
     run = simulate([net("a"), net("b")], loops("a", model="a", seconds=0.02) + loops("a", model="b", seconds=0.02))
     parts = {row["name"]: row["gpu_share"] for row in run.compare().rows}
     assert parts["a"] == pytest.approx(run.gpu_ms["models"]["a"] / run.gpu_ms["busy"][""])
-    assert sum(parts.values()) == pytest.approx(1.0, abs=0.01)
+    assert parts["all"] == pytest.approx(parts["a"] + parts["b"]) == pytest.approx(1.0, abs=0.01)
 
 
 @settings(max_examples=25, deadline=None)
