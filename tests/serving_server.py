@@ -155,9 +155,10 @@ BODY = json.dumps(infer_body("x", np.ones((1, 64), np.float32))).encode()  # for
 @contextlib.contextmanager
 def serving(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     """Runs `paellapy serve …` in a separate process, which finds the tests' models; killed if the test has not stopped
-    it.
+    it. Without a standby, which would load and log the same again in a test that takes long.
     """
-    command = [sys.executable, "-c", "from paellapy.cli import main; main()", "serve", *arguments]
+    alone = "--set", "server.standby=off"
+    command = [sys.executable, "-c", "from paellapy.cli import main; main()", "serve", *arguments, *alone]
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)

@@ -163,7 +163,7 @@ def test_edited_code_a_new_model_and_one_that_is_gone(folder, workers):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_certificates_and_keys_are_taken_up(folder, workers):
-    settings = CONFIG.format(server=f'workers = {workers}\nstandby = "off"')
+    settings = CONFIG.format(server=f"workers = {workers}")
     for name in ("certificate.pem", "key.pem"):
         shutil.copy(TLS / name, folder / name)
     config = folder / "paella.toml"
