@@ -76,6 +76,11 @@ class LoadedModel:
     wanted_lengths: set[int] = field(default_factory=set)  # sizes that requests wanted and that are not captured
     length_errors: dict[int, str] = field(default_factory=dict)  # why a size could not be captured
 
+    def want_length(self, size: int) -> None:
+        """A request would take this size, which is not captured."""
+        if size not in self.length_errors:
+            self.wanted_lengths.add(size)
+
     @property
     def title(self) -> str:
         """Its name, for messages."""

@@ -517,8 +517,8 @@ class RequestClient:
         if lengths is None or not fitting:
             return loaded
         smallest = next(size for size in lengths.sizes if size >= length)
-        if fitting[0].model.length > smallest and smallest not in loaded.length_errors:
-            loaded.wanted_lengths.add(smallest)
+        if fitting[0].model.length > smallest:
+            loaded.want_length(smallest)
         waiting = [waiting_items(state, each.row) for each in fitting]
         # Where a whole batch waits at its own size, others will fill the next one too.
         if not any(waiting[1:]) or waiting[0] >= fitting[0].model.max_batch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ class LoadedModels:
         self._loader, self._instances = loader, instances
         self.lazy_capture = LazyCapture(core, loader, self.lock, self.load_length)
         self._by_name, self._by_row = core.models.by_name, core.models.by_row
+        self.on_length: list[Callable[[], None]] = []  # called when a model was captured at another length
 
     def add(self, model: Model) -> None:
         """Loads a model that takes requests by its name."""
@@ -65,6 +67,8 @@ class LoadedModels:
         """Captures a model at another size of its length; the caller holds the lock."""
         made = self.load(loaded.model.at_length(size, loaded.weights))
         loaded.by_length = dict(sorted([*loaded.by_length.items(), (size, made)]))
+        for told in self.on_length:
+            told()
 
     def find(self, name: str) -> LoadedModel:
         """The model that takes requests by this name; an UnknownModelError if there is none."""

@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,10 @@ class MappedMemory(Memory):
         self.host, self.block = np.empty(0, np.uint8), None
 
 
+def _nobody(size: int) -> None:
+    pass
+
+
 @dataclass(slots=True)
 class RemoteModel:
     """A model that the engine's process has loaded."""
@@ -62,20 +66,28 @@ class RemoteModel:
     instance_of: dict[int, Instance]
     memory_bytes: int = 0
     by_length: dict[int, RemoteModel] = field(default_factory=dict)
-    wanted_lengths: set[int] = field(default_factory=set)
-    length_errors: dict[int, str] = field(default_factory=dict)
+    ask_length: Callable[[int], None] = _nobody  # tells the engine's process that requests want this size
+    _asked: set[int] = field(default_factory=set)
 
     @staticmethod
-    def over(
-        model: Model,
-        row: int,
-        generation: int,
-        plan: InstancePlan,
-        instances: Mapping[int, SharedBlock],
-        memory_bytes: int,
-    ) -> RemoteModel:
-        mapped = {number: Instance(k, model, plan, MappedMemory(b)) for k, (number, b) in enumerate(instances.items())}
-        return RemoteModel(model, row, generation, mapped, memory_bytes)
+    def over(model: Model, told: Mapping[str, Any], blocks: Sequence[SharedBlock]) -> RemoteModel:
+        """A model in the memory of which the engine's process has told."""
+        plan = InstancePlan(**told["plan"])
+        mapped = {
+            number: Instance(k, model, plan, MappedMemory(block))
+            for k, (number, block) in enumerate(zip(told["instances"], blocks, strict=True))
+        }
+        return RemoteModel(model, told["row"], told["generation"], mapped, told["memory_bytes"])
+
+    def want_length(self, size: int) -> None:
+        if size not in self._asked:
+            self._asked.add(size)
+            self.ask_length(size)
+
+    @property
+    def sizes(self) -> list[RemoteModel]:
+        """The model at each of its captured lengths, or alone."""
+        return [self, *(each for each in self.by_length.values() if each is not self)]
 
 
 @dataclass(slots=True)
@@ -171,7 +183,7 @@ class RemoteEngine:
         answering = {each.loaded.row for each in self.core.ring.pending()}
         kept = {row: each for row, each in table.by_row.items() if row in answering}
         table.by_name = dict(models)
-        table.by_row = kept | {each.row: each for each in models.values()}
+        table.by_row = kept | {each.row: each for model in models.values() for each in model.sizes}
 
     def lose(self) -> None:
         """Disconnects from a process that is gone: tells every waiting caller, and drops its memory."""
@@ -197,7 +209,7 @@ class RemoteEngine:
         return {name: each.model for name, each in self.core.models.by_name.items()}
 
     def loaded_rows(self) -> dict[int, RemoteModel]:
-        return {each.row: each for each in self.core.models.by_name.values()}
+        return {each.row: each for model in self.core.models.by_name.values() for each in model.sizes}
 
     def watch(self, watcher: Callable[[Any], None]) -> Callable[[], None]:
         """Calls `watcher` for the requests of this process; see `Engine.watch`."""
@@ -225,7 +237,8 @@ class RemoteEngine:
                     "instances": len(each.instance_of),
                     "memory_bytes": each.memory_bytes,
                 }
-                for name, each in self.core.models.by_name.items()
+                for model in self.core.models.by_name.values()
+                for name, each in ((each.model.name, each) for each in model.sizes)
             },
             "tenants": tenants_stats(self.state),
         }

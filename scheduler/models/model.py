@@ -197,17 +197,19 @@ class Model:
             model.lengths, model.length = made.lengths, made.lengths.longest
         return model
 
-    def at_length(self, size: int, placed: Arrays) -> Self:
-        """The model at one of its lengths, with the weights that it has on the device."""
+    def at_length(self, size: int, placed: Arrays | None = None) -> Self:
+        """The model at one of its lengths, with the weights that it has on the device; None: another process runs it.
+        """
         assert self.lengths is not None
         made = copy.copy(self)
         made.name, made.length, made.base = f"{self.name}[{size}]", size, self.name
         made.inputs = self.lengths.specs(self.inputs, self.lengths.inputs, size)
         made.outputs = self.lengths.specs(self.outputs, self.lengths.outputs, size)
         made.ranges = {key: spec for key, spec in made.inputs.items() if spec.has_range}
-        source: Any = self.source
-        cut = source.at_length(made.inputs, made.outputs, placed)
-        made.source, made.fn = cut, cut.run
+        if placed is not None:
+            source: Any = self.source
+            cut = source.at_length(made.inputs, made.outputs, placed)
+            made.source, made.fn = cut, cut.run
         return made
 
     @classmethod

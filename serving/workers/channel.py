@@ -22,6 +22,7 @@ from paellapy.scheduler.core.processes import SharedBlock
 from paellapy.serving.logs import log
 
 PACKET_BYTES = 1 << 15
+WANT_LENGTH = "want_length"  # a worker's event: requests want a model at this length
 MOST_DESCRIPTORS = 250  # per packet; Linux allows 253
 
 CALL, ANSWER, ERROR, EVENT = range(4)

@@ -35,7 +35,7 @@ from paellapy.serving.reload import FIXED, Reloader, check_secrets
 from paellapy.serving.rpc import Calls
 from paellapy.serving.server import end_now, ends, failure_of
 from paellapy.serving.tensors import told_specs
-from paellapy.serving.workers.channel import CALL, HELLO, MOST_DESCRIPTORS, STATE, Channel, Message
+from paellapy.serving.workers.channel import CALL, HELLO, MOST_DESCRIPTORS, STATE, WANT_LENGTH, Channel, Message
 from paellapy.serving.workers.supervisor import (
     CONFIGURATION_TAKEN,
     IS_READY,
@@ -115,6 +115,13 @@ def describe_model(entry: Entry, loaded: LoadedModel) -> dict[str, Any]:
         "target_ms": model.target_ms,
         "priority": model.priority,
         "share": model.share,
+        **_describe_memory(loaded),
+    }
+
+
+def _describe_memory(loaded: LoadedModel) -> dict[str, Any]:
+    return {
+        "length": loaded.model.length,
         "row": loaded.row,
         "generation": loaded.generation,
         "instances": list(loaded.instance_of),
@@ -167,6 +174,7 @@ class EngineHost:
         self._listening.setblocking(False)
         self._loop.add_reader(self._listening.fileno(), self._accept)
         self._registry.changed += [partial(self._saved.save, self._registry), self._changed]
+        self._engine.loaded_models.on_length.append(self._changed)
 
     def warm_up(self) -> None:
         """Compiles the code that runs when a worker ends."""
@@ -219,6 +227,11 @@ class EngineHost:
             self._keep(self._answer(worker, message))
         elif message.name == CANCEL and worker.texts is not None:
             worker.texts.cancel(message.data)
+        elif message.name == WANT_LENGTH:
+            name, size = message.data
+            loaded = self._engine.core.models.by_name.get(name)
+            if loaded is not None:
+                loaded.want_length(size)
 
     async def _answer(self, worker: _Worker, call: Message) -> None:
         channel = worker.channel
@@ -298,17 +311,24 @@ class EngineHost:
             ours = loaded.get(entry.row)
             if entry.state == READY and ours is not None and ours.model is entry.model:
                 found["model"] = describe_model(entry, ours)
-                key = (ours.row, ours.generation)
-                blocks = [instance.memory.block for instance in ours.instance_of.values()]
-                if key not in worker.knows and len(descriptors) + len(blocks) > MOST_DESCRIPTORS:
-                    found["state"], found["reason"] = "LOADING", ""  # ready with the next message
-                    del found["model"]
-                    self._loop.call_soon(self._tell, worker)
-                else:
-                    if key not in worker.knows:
-                        found["model"]["mapped"] = len(blocks)
-                        descriptors += [block.fd for block in blocks if block is not None]
+                shorter = [each for each in ours.by_length.values() if each is not ours]
+                about = [found["model"], *map(_describe_memory, shorter)]
+                for each, told in zip((ours, *shorter), about, strict=True):
+                    key = (each.row, each.generation)
+                    blocks = [instance.memory.block for instance in each.instance_of.values()]
+                    new = key not in worker.knows
+                    if new and len(descriptors) + len(blocks) > MOST_DESCRIPTORS:
+                        break
+                    told["mapped"] = len(blocks) if new else 0
+                    descriptors += [block.fd for block in blocks if block is not None and new]
                     known.add(key)
+                sent = [told for told in about if "mapped" in told]
+                found["model"]["shorter"] = sent[1:]
+                if len(sent) < len(about):  # the others come with the next message
+                    self._loop.call_soon(self._tell, worker)
+                if not sent:
+                    found["state"], found["reason"] = "LOADING", ""
+                    del found["model"]
             entries.append(found)
         worker.knows = known
         assert worker.channel is not None

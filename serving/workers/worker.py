@@ -13,6 +13,7 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,6 @@ from paellapy.scheduler.core.state import Limits
 from paellapy.scheduler.engine.pipelines import Served
 from paellapy.scheduler.engine.remote import AWAY, Link, RemoteEngine, RemoteModel
 from paellapy.scheduler.models.lengths import Lengths
-from paellapy.scheduler.models.memory import InstancePlan
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.policies.policy import Policy
 from paellapy.serving.access import Key, clients_of
@@ -42,7 +42,7 @@ from paellapy.serving.rpc import STEP
 from paellapy.serving.server import Announce, Server, run, warn_of_neighbours
 from paellapy.serving.service import Service
 from paellapy.serving.tensors import packed, specs_told, unpacked
-from paellapy.serving.workers.channel import HELLO, STATE, Channel, Message
+from paellapy.serving.workers.channel import HELLO, STATE, WANT_LENGTH, Channel, Message
 from paellapy.serving.workers.engine_process import EngineProcess, Latest, Policies
 from paellapy.serving.workers.supervisor import ENGINE_HUNG, IS_READY, IS_STOPPING, Process, Supervisor, Tell
 from paellapy.serving.workers.texts import PIECES, RemoteGeneration, RemoteLanguageModel, RemoteTexts
@@ -68,7 +68,11 @@ class RemoteRegistry(Catalogue):
     ) -> None:
         super().__init__()
         self.engine, self._call = engine, call
+        self._tell = tell
         self.texts = RemoteTexts(call, tell)
+
+    def _want_length(self, name: str, size: int) -> None:
+        self._tell(WANT_LENGTH, [name, size])
 
     async def load_async(self, name: str) -> float:
         return float(await self._call("load", name))
@@ -118,10 +122,17 @@ class RemoteRegistry(Catalogue):
             if found is not None:
                 model = before.get((found["row"], found["generation"]))
                 if model is None:
-                    taken = [descriptors.pop(0) for _ in range(found.get("mapped", 0))]
-                    model = _model(name, found, taken)
+                    model = RemoteModel.over(_model(name, found), found, _blocks(found, descriptors))
+                    model.ask_length = partial(self._want_length, name)
                     # Compiles it before a request needs it
                     predict_finish(self.engine.state, model.row, time.monotonic_ns())
+                if model.model.lengths is not None:
+                    by_length = {model.model.length: model}
+                    for size in found["shorter"]:
+                        by_length[size["length"]] = before.get((size["row"], size["generation"])) or RemoteModel.over(
+                            model.model.at_length(size["length"]), size, _blocks(size, descriptors)
+                        )
+                    model.by_length = dict(sorted(by_length.items()))
                 models[name] = model
                 entry.model, entry.row = model.model, model.row
             entries[name] = entry
@@ -145,7 +156,7 @@ def _no_factory() -> Model:
     raise RuntimeError(_STATE_BELONGS_ELSEWHERE)
 
 
-def _model(name: str, told: dict[str, Any], descriptors: list[int]) -> RemoteModel:
+def _model(name: str, told: dict[str, Any]) -> Model:
     before, after = (_elsewhere if has else None for has in told["steps"])
     model = Model(
         name,
@@ -166,12 +177,15 @@ def _model(name: str, told: dict[str, Any], descriptors: list[int]) -> RemoteMod
         model.lengths = Lengths(**{**told["lengths"], "sizes": tuple(told["lengths"]["sizes"])})
         model.length = model.lengths.longest
     model.task = told["task"]
-    blocks = [SharedBlock.of(fd) for fd in descriptors]
+    return model
+
+
+def _blocks(told: dict[str, Any], descriptors: list[int]) -> list[SharedBlock]:
+    """The memory of a model's instances; takes their descriptors."""
+    blocks = [SharedBlock.of(descriptors.pop(0)) for _ in range(told["mapped"])]
     for block in blocks:
         block.close_descriptor()
-    instances = dict(zip(told["instances"], blocks, strict=True))
-    plan = InstancePlan(**told["plan"])
-    return RemoteModel.over(model, told["row"], told["generation"], plan, instances, told["memory_bytes"])
+    return blocks
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,11 @@ from waiting import held_core, wait_until
 
 import paellapy as pp
 from paellapy.scheduler.core.errors import InputError, ModelError
+from paellapy.scheduler.core.state import Limits
+from paellapy.scheduler.policies.policy import find_policy
+from paellapy.serving.registry import Registry, entry_of
+from paellapy.serving.workers.engine_process import EngineHost, SavedState
+from paellapy.serving.workers.worker import EngineLink
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install torch==2.13.0")
 
@@ -213,3 +218,39 @@ def test_over_http_shapes_are_open_and_answers_have_the_requests_length():
         assert [o["shape"] for o in asked([2, 9], [1] * 18)[1]["outputs"]] == [[2, 9, 8], [2, 8]]
         assert asked([1, 65], [0] * 65)[0] == 400
         assert ask(server, "GET", "/v2/models/encoder/stats")[2]["model_stats"][0]["inference_count"] == 6
+
+
+def test_workers_take_each_request_at_its_own_size(tmp_path):
+    """As between two processes: the engine's host and a worker's link, here in one event loop."""
+
+    async def main(engine):
+        registry = Registry(engine, [entry_of(encoder())])
+        await asyncio.to_thread(registry.load, "encoder")
+        tried = engine.stats()["models"]["encoder"]["completed"]
+        host = EngineHost(registry, tmp_path / "socket", SavedState(tmp_path / "saved"), "")
+        host.start()
+        link = EngineLink(tmp_path / "socket", 1, lambda name: find_policy(name or "paella"))
+        connected = asyncio.create_task(link.run())
+        client, (ids,) = link.engine.client, texts(10)
+
+        def sizes():
+            found = link.engine.core.models.by_name.get("encoder")
+            return [] if found is None else list(found.by_length)
+
+        try:
+            for known in ([64], [16, 64]):
+                while sizes() != known:
+                    await link.changed()
+                check(ids, await client.infer("encoder", {"input_ids": ids}, 60_000, None, None))
+            stats = link.engine.stats()["models"]
+            assert [stats[name]["completed"] for name in ("encoder", "encoder[16]")] == [tried + 1, 1]
+            await asyncio.to_thread(registry.unload, "encoder")
+            while sizes():
+                await link.changed()
+        finally:
+            link.close()
+            await connected
+            await host.stop()
+
+    with pp.Engine(DEVICE, limits=Limits(producers=2)) as engine:
+        asyncio.run(main(engine))
