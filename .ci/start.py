@@ -11,6 +11,7 @@ more. Needs PyPI.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -34,6 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PORT = 8000
 READY = f"://127.0.0.1:{PORT}/v2/health/ready"
 PAGES = {"start.md": (4, 1), "service.md": (5, 2)}  # sections and servers at least; fewer: this script reads it wrongly
+STOP_S = 60.0
 KEEP = '{ { export -p; printf "cd %q\\n" "$PWD"; } > "$STATE"; } 2>/dev/null'
 
 
@@ -104,11 +106,18 @@ class Terminal:
         wait_until_ready(self._server, self._limit_s)
 
     def stop(self) -> None:
+        """Ends the server, as Ctrl-C does, and waits until it has answered its last requests."""
         process, self._server = self._server, None
-        if process is not None:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGTERM)
-            process.wait(60)
+        if process is None:
+            return
+        end = time.monotonic() + STOP_S
+        with contextlib.suppress(ProcessLookupError):  # raised once all processes of the group have ended
+            os.killpg(process.pid, signal.SIGTERM)
+            while time.monotonic() < end:
+                process.poll()
+                os.killpg(process.pid, 0)
+                time.sleep(0.1)
+            raise TimeoutError(f"the server did not stop within {STOP_S:.0f} s")
 
     def close(self) -> None:
         self.stop()

@@ -152,6 +152,57 @@ def cuda_line() -> str:
     return f"{install_line('cuda13')} (cuda12 for drivers older than 580)"
 
 
+# --- progress ---------------------------------------------------------------------------------------------------------
+# A line on stderr while work takes long. On a terminal it disappears afterwards. PAELLAPY_QUIET=1 turns it off.
+
+
+def show_progress(text: str) -> bool:
+    """Shows the line; whether `erase_progress` has to be called afterwards."""
+    if os.environ.get("PAELLAPY_QUIET"):
+        return False
+    if not sys.stderr.isatty():
+        _stderr().print(text, soft_wrap=True)
+        return False
+    _stderr().print(text, style="dim", end="\r", soft_wrap=False, overflow="ellipsis", no_wrap=True)
+    return True
+
+
+def erase_progress() -> None:
+    from rich.control import Control
+    from rich.segment import ControlType
+
+    _stderr().control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)))
+
+
+def _stderr() -> Any:
+    from rich.console import Console  # imported only if a line is shown
+
+    return Console(stderr=True)
+
+
+@contextlib.contextmanager
+def progress(text: str, patience_s: float = 1.0) -> Iterator[None]:
+    """Shows the line if what is inside takes longer than this."""
+    lock, shown, over = threading.Lock(), False, False
+
+    def show() -> None:
+        nonlocal shown
+        with lock:
+            shown = not over and show_progress(text)
+
+    timer = threading.Timer(patience_s, show)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        with lock:
+            over = True
+            if shown:
+                erase_progress()
+
+
 # --- garbage collector ----------------------------------------------------------------------------------------------
 
 _lock = threading.Lock()

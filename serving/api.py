@@ -49,10 +49,11 @@ def serve_config(
 ) -> None:
     """Serves the models of a configuration, and beside them models that already exist."""
     from paellapy.serving.listening import notify
-    from paellapy.serving.logs import configure, own_process
+    from paellapy.serving.logs import configure, log, own_process
 
     with own_process():
         configure(config.server.log_format, config.server.log_level, file=config.server.log_file)
+        log.info("starting", extra={"fields": {"device": config.device, "policy": config.policy}})
 
         def ready(url: str) -> None:
             notify("READY=1")

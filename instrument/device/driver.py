@@ -29,7 +29,7 @@ NOT_READY = 600  # CUDA_ERROR_NOT_READY
 
 def _no_gpu(field: str, why: str) -> NoDeviceError:
     return NoDeviceError(
-        f"{why} Install NVIDIA's driver and {cuda_line()}, or use the virtual GPU: "
+        f"{why} Install NVIDIA's driver, then run {cuda_line()}, or use the virtual GPU: "
         'pp.Device("virtual:h200").', field=field
     )
 

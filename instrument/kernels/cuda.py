@@ -150,7 +150,7 @@ def _nvrtc() -> Any:
     except (ImportError, RuntimeError) as e:
         raise NoDeviceError(
             f"CUDA C kernels need NVRTC, which was not found ({e}). "
-            f"Install it: {cuda_line()}.", field="nvrtc"
+            f"Run {cuda_line()}.", field="nvrtc"
         ) from None
     return nvrtc
 

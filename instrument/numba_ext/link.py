@@ -13,7 +13,6 @@ Numba's upper bound in pyproject.toml is the newest version that .ci/matrix has 
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -30,7 +29,7 @@ from numba.core.compiler_machinery import register_pass
 from numba.core.typed_passes import NopythonTypeInference
 from numba.extending import intrinsic
 
-from paellapy.instrument.env import without_collection
+from paellapy.instrument.env import erase_progress, show_progress, without_collection
 from paellapy.instrument.numba_ext.cache import EntryCache
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -404,8 +403,7 @@ def call_with(typing: Any, function: Any, tables: Any, number: Any) -> Generated
 
 
 # --- progress ---------------------------------------------------------------------------------------------------------
-# A line on stderr while code is compiled that is not cached: only if compiling takes long, and only once. On a terminal
-# the line disappears afterwards. PAELLAPY_QUIET=1 turns it off.
+# A line on stderr while code is compiled that is not cached: only if compiling takes long, and only once.
 
 _OURS = __name__.partition(".")[0] + "."
 PATIENCE_S = 1.0  # a shorter compilation shows no line
@@ -450,35 +448,17 @@ class Announcer(event.Listener):  # type: ignore[misc]
                 self._timer = None
             if self._shown:
                 self._shown = False
-                _erase()
+                erase_progress()
 
     def _show(self) -> None:
         with self._lock:
-            if self._depth == 0 or self._shown or os.environ.get("PAELLAPY_QUIET"):
-                return
-            if sys.stderr.isatty():
-                self._shown = True
-                _console().print(COMPILING, style="dim", end="\r", soft_wrap=False, overflow="ellipsis", no_wrap=True)
-            elif not self._said:
+            if self._depth > 0 and not self._shown and (sys.stderr.isatty() or not self._said):
                 self._said = True
-                _console().print(COMPILING, soft_wrap=True)
+                self._shown = show_progress(COMPILING)
 
 
 def _is_ours(event: Any) -> bool:
     return str(event.data["dispatcher"].py_func.__module__).startswith(_OURS)
-
-
-def _console() -> Any:
-    from rich.console import Console  # imported only if a line is shown
-
-    return Console(stderr=True)
-
-
-def _erase() -> None:
-    from rich.control import Control
-    from rich.segment import ControlType
-
-    _console().control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)))
 
 
 event.register("numba:compile", Announcer())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Annotated
 
@@ -9,7 +10,7 @@ import typer
 from rich.console import Console
 
 from paellapy.cli import bench, cluster, scripts, serve, simulate
-from paellapy.instrument.env import versions
+from paellapy.instrument.env import progress, versions
 from paellapy.instrument.errors import PaellaError
 
 # Arguments after a script's name belong to the script.
@@ -28,8 +29,16 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+# What a command imports that takes seconds before the first line of output
+_SLOW = {
+    "simulate": ("paellapy.simulation", "paellapy.viz.static"), "tune": ("paellapy.scheduler.sim.tune",),
+    "trace": ("paellapy.instrument.traces.session",), "bench": ("paellapy.serving.bench.load",),
+}  # fmt: skip
+
+
 @app.callback()
 def paellapy(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="show the version and exit")
     ] = False,
@@ -39,6 +48,10 @@ def paellapy(
     Trace kernels and view the traces, serve models under a scheduling policy, and compare policies, with or without a
     GPU.
     """
+    if "--help" not in sys.argv:
+        with progress("paellapy: starting …"):
+            for name in _SLOW.get(context.invoked_subcommand or "", ()):
+                importlib.import_module(name)
 
 
 @app.command()

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -194,3 +195,23 @@ def test_two_hooks_for_one_module_are_both_told() -> None:
         "import colorsys; print(sorted(told))"
     )
     assert in_process(code) == "[(1, 'colorsys'), (2, 'colorsys')]"
+
+
+def test_long_work_shows_a_line_and_short_work_none(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PAELLAPY_QUIET", raising=False)
+    with env.progress("working …", patience_s=0.0):
+        end = time.monotonic() + 20
+        while not (said := capsys.readouterr().err) and time.monotonic() < end:
+            time.sleep(0.01)
+    assert said == "working …\n"
+    with env.progress("working …", patience_s=60.0):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+def test_progress_can_be_turned_off(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAELLAPY_QUIET", "1")
+    assert not env.show_progress("working …")
+    assert capsys.readouterr().err == ""
