@@ -263,7 +263,7 @@ def run_of(tree: Path, o: Any) -> dict[str, Any]:
             for name, what in events(cluster, o):
                 seen.setdefault(name, []).append(event(clients, cluster, what))
                 print(name, seen[name][-1], flush=True)
-    return {"speed": medians(speeds), "events": {name: together(each) for name, each in seen.items()}}
+    return {"speed": medians(speeds) if speeds else {}, "events": {name: together(each) for name, each in seen.items()}}
 
 
 def together(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -283,7 +283,8 @@ def main() -> None:
     results = stored("cluster_kills", o.out)
     for name, tree in trees(o).items():
         found = run_of(tree, o)
-        results[name] = {**found, "events": {**results.get(name, {}).get("events", {}), **found["events"]}}
+        before = results.get(name, {"speed": {}, "events": {}})
+        results[name] = {key: {**before[key], **found[key]} for key in found}
     keys = ("times", "answers", "wrong", "errors", "broken", "longest_pause_s_median", "longest_pause_s", "slowest_s",
             "two_again_s_median", "two_again_s")  # fmt: skip
     head = ["what is killed", "times", "answers", "wrong", "errors", "broken connections", "longest pause, s: median",

@@ -20,7 +20,7 @@ from paellapy.scheduler.sim.recorded_profiles import MIX, mix_profiles
 LOAD = 0.8
 SPEEDS = {"equal": (1.0,), "unequal": (1.0, 0.75, 0.5)}
 STALE_MS = (0.5, 5.0)
-MOST_GPU_S = 32.0  # simulated in one run
+MOST_GPU_S = 100.0  # simulated in one run
 
 
 def main() -> None:
