@@ -3,6 +3,7 @@ per second of many texts at once, and latencies of a few clients. The tokens mea
 
     python benchmarks/language_models.py --shapes 0.6B 8B           on a GPU
     python benchmarks/language_models.py --quick                    a tiny model on the virtual GPU
+    python benchmarks/language_models.py --estimate                 the profiles that simulations of chats use
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import paellapy as pp
+from paellapy.scheduler.sim.chats import RECORDED
 
 # hidden size, layers, heads, heads of keys, width of a head, of the gated product, vocabulary, tied, family
 SHAPES: dict[str, tuple[int, int, int, int, int, int, int, bool, str]] = {
@@ -35,6 +37,14 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int, int, bool, str]] = {
 STEP_BATCHES = (1, 32)
 STEP_PROMPT = 256  # tokens before the steps that are timed
 PUBLISHED = {"nano-vllm": 19_638, "mini-sglang": 20_711}  # tokens/s offline, Qwen3-0.6B on an H200
+
+# For the estimates: bytes read per second, and a decode step's time ÷ that of reading its bytes, at batch 1 and 32, as
+# measured with a prototype on an H200. Only the 8B shape was measured at 32; prefill was not.
+READ = 4.26e12
+OVER_BYTES = {"0.6B": 2.04, "1B": 1.53, "8B": 1.16}
+OVER_BYTES_32 = 1.26 / 1.16  # of that at batch 1
+ATTENTION = 0.8  # of READ
+PREFILL = 0.5 * 989e12  # operations per second
 
 
 def write_folder(folder: Path, shape: str) -> None:
@@ -194,6 +204,24 @@ def measure(shape: str, o: Any, bandwidth: float) -> dict[str, Any]:
         return found
 
 
+def estimate() -> dict[str, Any]:
+    """Times of steps of the known shapes on an H200, in µs."""
+    shapes = {}
+    for shape, over in OVER_BYTES.items():
+        width, layers, heads, kv, head, ffn, vocabulary, _, _ = SHAPES[shape]
+        weights = layers * (width * head * (2 * heads + 2 * kv) + 3 * width * ffn) + width * vocabulary
+        at_bandwidth_us = 2 * weights / READ * 1e6
+        shapes[shape] = {
+            "weight_bytes": 2 * weights, "token_bytes": 4 * layers * kv * head,
+            "context_ns": round(4 * layers * kv * head / (ATTENTION * READ) * 1e9, 3),
+            "decode_us": {str(1 << k): round(at_bandwidth_us * over * OVER_BYTES_32 ** (k / 5), 1) for k in range(6)},
+            "prefill_us": {str(n): round(max(at_bandwidth_us * over, 2e6 * weights * n / PREFILL), 1)
+                           for n in (64, 128, 256, 512, 1024)},
+        }  # fmt: skip
+    about = "estimates for an H200, from its bandwidth and a prototype's decode steps; prefill at half of its peak"
+    return {"about": about, "shapes": shapes}
+
+
 def rows(results: dict[str, Any]) -> list[Any]:
     head = ("shape", "batch 1 ÷ bytes", "batch 32 ÷ bytes", "offline, tokens/s", "TTFT p50, ms", "TBT p50 / p99, ms")
     made: list[Any] = [head]
@@ -209,7 +237,11 @@ def rows(results: dict[str, Any]) -> list[Any]:
 def main() -> None:
     parser = harness.arguments(__doc__, device="cuda", quick=True)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["0.6B", "1B", "8B"])
+    parser.add_argument("--estimate", action="store_true", help="write the profiles of steps for simulations")
     o = parser.parse_args()
+    if o.estimate:
+        RECORDED.write_text(json.dumps(estimate(), indent=1) + "\n")
+        return
     if o.quick:
         o.device, o.shapes = "virtual:h200", ["tiny"]
     with pp.Device(o.device) as device:

@@ -33,7 +33,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Policies": ("policy", "Policy", "policy_names", "Where", "Tenant", "tune", "Tuned"),
     "Simulation": (
         "simulate", "Results", "simulate_cluster", "Poisson", "Lognormal", "ClosedLoop", "TraceWorkload", "Background",
-        "training_profiles", "Failure", "Straggler",
+        "training_profiles", "Chats", "ChatTrace", "language_profile", "LanguageProfile", "Failure", "Straggler",
     ),
     "Serving": ("serve",),
     "Pictures": ("compare", "live", "viz", "recordings"),

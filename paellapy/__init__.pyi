@@ -55,6 +55,10 @@ from .scheduler.policies.compile import Where as Where
 from .scheduler.policies.policy import Policy as Policy
 from .scheduler.policies.policy import policy as policy
 from .scheduler.policies.policy import policy_names as policy_names
+from .scheduler.sim.chats import Chats as Chats
+from .scheduler.sim.chats import ChatTrace as ChatTrace
+from .scheduler.sim.chats import LanguageProfile as LanguageProfile
+from .scheduler.sim.chats import language_profile as language_profile
 from .scheduler.sim.cluster import Failure as Failure
 from .scheduler.sim.cluster import Straggler as Straggler
 from .scheduler.sim.cluster import simulate_cluster as simulate_cluster

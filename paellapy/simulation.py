@@ -14,13 +14,20 @@ from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.profile import model_profile
 from paellapy.scheduler.policies.policy import Policy
 from paellapy.scheduler.sim.block_model import OwnKernels
+from paellapy.scheduler.sim.chats import Chats, ChatTrace, LanguageProfile, language_profile
 from paellapy.scheduler.sim.recorded_profiles import MIX, mix_profiles
 from paellapy.scheduler.sim.results import Results
 from paellapy.scheduler.sim.simulate import simulate as simulate_profiles
 from paellapy.scheduler.sim.simulate import simulated_part
 from paellapy.scheduler.sim.workload import Lognormal, Poisson, TraceWorkload, Workload
 
-Simulated = Model | ModelProfile | Pipeline
+Simulated = Model | ModelProfile | LanguageProfile | Pipeline
+_OF_CHATS: dict[str, type] = {  # numbers in the text of `--chats`
+    **dict.fromkeys(("rate", "sigma"), float), **dict.fromkeys(("clients", "prompt", "answer"), int),
+}  # fmt: skip
+_OF_MODEL: dict[str, type] = {
+    **dict.fromkeys(("ttft_ms", "tbt_ms", "kv_gb"), float), **dict.fromkeys(("context", "sequences", "chunk"), int),
+}  # fmt: skip
 
 
 def simulate(
@@ -51,15 +58,17 @@ def simulate(
     models = _listed(models)
     if trace:
         return _traced(models, workload, policy, device, **options)
-    profiles = [m for m in models if isinstance(m, ModelProfile)]
-    if len(profiles) != len(models):
-        profiles = profiles_of(models, device)
-    return simulate_profiles(profiles, workload, policy, device, **options)
+    languages = [m for m in models if isinstance(m, LanguageProfile)]
+    others = [m for m in models if not isinstance(m, LanguageProfile)]
+    profiles = [m for m in others if isinstance(m, ModelProfile)]
+    if len(profiles) != len(others):
+        profiles = profiles_of(others, device)
+    return simulate_profiles([*profiles, *languages], workload, policy, device, **options)
 
 
 def _listed(models: Any) -> list[Simulated]:
     """Models or profiles as a list; a single one becomes a list of one."""
-    single = isinstance(models, Model | ModelProfile | Pipeline | str) or not isinstance(models, Iterable)
+    single = isinstance(models, Simulated | str) or not isinstance(models, Iterable)
     found = [models] if single else list(models)
     for each in found:
         if not isinstance(each, Simulated):
@@ -92,7 +101,9 @@ def _profile(engine: Engine, model: Model) -> ModelProfile:
     return model_profile(model, engine.profile(model.name), instances, engine.limits.requests)
 
 
-def profiles_of(models: Sequence[Simulated], device: str = "virtual:h200") -> list[ModelProfile]:
+def profiles_of(
+    models: Sequence[Model | ModelProfile | Pipeline], device: str = "virtual:h200"
+) -> list[ModelProfile]:
     """The profiles of models; each model is loaded once on the device."""
     found: list[ModelProfile] = []
     with Engine(device) as engine:
@@ -130,6 +141,32 @@ def named_models(which: str, batch: Sequence[int] | None, device: str) -> tuple[
     if batch is not None:
         raise ArgumentError(f"{which} has the batch sizes of its models: leave out --batch", field="batch")
     return profiles, dict.fromkeys((p.name for p in profiles), 1.0)
+
+
+def chats_of(text: str, seconds: float) -> tuple[LanguageProfile, Workload]:
+    """A language model and its chats from a text such as "8B rate=4 prompt=500 answer=100 tbt_ms=20". `trace=` names a
+    CSV file in place of `rate` or `clients`.
+    """
+    shape, *options = text.split() or [""]
+    given = dict(each.partition("=")[::2] for each in options)
+    trace, chats, model = given.pop("trace", None), dict[str, Any](), dict[str, Any]()
+    for name, value in given.items():
+        for kinds, into in ((_OF_CHATS, chats), (_OF_MODEL, model)):
+            if name in kinds:
+                try:
+                    into[name] = kinds[name](value)
+                except ValueError:
+                    raise ArgumentError(f"{name}={value} of chats {text!r} is no number", field=name,
+                                        given=value) from None  # fmt: skip
+    unknown = given.keys() - chats.keys() - model.keys()
+    if unknown or (trace and chats):
+        name = min(unknown or chats)
+        known = ", ".join(["trace", *_OF_CHATS, *_OF_MODEL])
+        raise ArgumentError(f"chats {text!r} cannot have {name!r}: give some of {known}; a trace has rates and lengths",
+                            field=name, given=text)  # fmt: skip
+    profile = language_profile(shape, **model)
+    load = ChatTrace.from_csv(profile.name, trace) if trace else Chats(profile.name, **chats, duration=seconds)
+    return profile, load
 
 
 def caveat(which: str, device: str) -> str | None:

@@ -21,6 +21,13 @@ def simulate(
         list[str] | None,
         typer.Option("--policy", "-p", help='name or "module:function"; may be repeated  [dim](streams, paella)[/dim]'),
     ] = None,
+    chats: Annotated[
+        list[str] | None,
+        typer.Option(
+            help='a language model (0.6B, 1B, 8B) and its texts, such as "8B rate=4 prompt=500 answer=100 tbt_ms=20" '
+            'or "8B trace=chats.csv"; may be repeated'
+        ),
+    ] = None,
     rate: Annotated[float, typer.Option(help="requests per second of all models together")] = 4000.0,
     arrivals: Annotated[str, typer.Option(help="poisson, lognormal, or a CSV file (t in s, model)")] = "lognormal",
     sigma: Annotated[float, typer.Option(help="spread of lognormal gaps; larger values give heavier bursts")] = 1.5,
@@ -44,7 +51,7 @@ def simulate(
     """Compare scheduling policies on simulated requests, without a GPU: latency, slowdown, targets, throughput."""
     from paellapy.scheduler.policies.policy import find_policy
     from paellapy.simulation import arrivals as workload_of
-    from paellapy.simulation import caveat, named_models
+    from paellapy.simulation import caveat, chats_of, named_models
     from paellapy.simulation import simulate as run
 
     console = Console()
@@ -57,14 +64,18 @@ def simulate(
     policies = [find_policy(name) for name in policy or ["streams", "paella"]]
     with console.status("profiles"):
         profiles, shares = named_models(models, batch_sizes(batch), device)
-    workload = workload_of(arrivals, rate, shares, seconds, sigma)
+    workload, simulated = workload_of(arrivals, rate, shares, seconds, sigma), list[Any](profiles)
+    for text in chats or ():
+        language, load = chats_of(text, seconds)
+        simulated.append(language)
+        workload += load
     about = caveat(models, device)
     options: dict[str, Any] = {"fidelity": fidelity, "seed": seed, "admission": admission}
     options["sm_partitions"] = sm_partitions
     results = []
     # Without a terminal, rich would print an empty line in place of the bar.
     for each in track(policies, "simulating", console=console, transient=True, disable=not console.is_interactive):
-        results.append(run(profiles, workload, each, device, **options))
+        results.append(run(simulated, workload, each, device, **options))
     compared = results[0].compare(*results[1:])
     for result in results:
         console.print(result)

@@ -204,10 +204,13 @@ def next_instance(s: State, n: int, swaps: int, now: int) -> int:
 
 @part
 def stays_active(s: State, instance: int, now: int) -> bool:
-    """Whether an active instance stays: a policy with `admit`, or a limit, may stop it between segments."""
+    """Whether an active instance stays: a policy with `admit`, a limit, or other jobs beside one that ranks infinitely
+    low may stop it between segments.
+    """
     inst = s.instance[instance]
+    alone = inst.rank < np.inf or s.core[0].active == 1
     asked = s.call[0].admit.function != ZERO or s.core[0].limited > 0
-    if not asked or inst.issued == 0 or inst.issued >= inst.segments or admitted(s, instance, now):
+    if inst.issued == 0 or inst.issued >= inst.segments or (alone and (not asked or admitted(s, instance, now))):
         return True
     deactivate(s, instance)
     make_ready(s, instance, inst.rank)

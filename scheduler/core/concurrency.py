@@ -122,6 +122,8 @@ def would_only_share(s: State, demand: float) -> bool:
 @part
 def has_room(s: State, instance: int) -> bool:
     """Whether an instance may be active beside the active instances, by their total demand."""
+    if s.instance[instance].rank == np.inf:
+        return False
     m = s.instance[instance].model
     tuning = s.tuning[0]
     demand = s.size[m, s.instance[instance].size].demand

@@ -17,6 +17,8 @@ from paellapy.scheduler.core.shares import enter_gpu
 from paellapy.scheduler.core.state import State, read_clock
 from paellapy.scheduler.core.weights import next_weights_resident, weights_resident
 
+WHOLE_PART = 0.05  # of the time that a step is given: how long another model's program in one piece may take; a guess
+
 # --- when to launch a job's next segment, if it may have one segment on the GPU: just before that one ends
 #
 # By then another job may rank better; if none does, the next segment arrives before the GPU runs out of work.
@@ -229,6 +231,14 @@ def may_launch(s: State, instance: int) -> bool:
 
 
 @part
+def delays_no_step(s: State, instance: int) -> bool:
+    """Whether the instance's program in one piece would hardly delay the next step of another model."""
+    m = s.instance[instance].model
+    most = s.core[0].longest_whole_ns
+    return bool(s.size[m, s.instance[instance].size].total_ns <= most or WHOLE_PART * s.model[m].target_ns <= most)
+
+
+@part
 def launch_segments(s: State, instance: int, now: int) -> bool:
     """Launches as many segments of an active instance as it may have ahead; at most one where the host computes it."""
     core = s.core[0]
@@ -236,7 +246,11 @@ def launch_segments(s: State, instance: int, now: int) -> bool:
     if inst.issued == 0:
         # A program in one piece could not be held back for jobs of higher priority, which may come at any moment.
         first = inst.priority >= core.top_priority
-        fitting = core.whole_idle == 1 and (is_uncontended(s, instance) or may_launch_whole(s, instance))
+        fitting = (
+            core.whole_idle == 1
+            and delays_no_step(s, instance)
+            and (is_uncontended(s, instance) or may_launch_whole(s, instance))
+        )
         unequalled = core.top_whole == 1 and core.least_priority < core.top_priority
         if core.whole_always or (
             first and (fitting or unequalled) and weights_resident(s, inst.model)

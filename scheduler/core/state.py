@@ -314,6 +314,7 @@ def new_state(limits: Limits | None = None, memory: NDArray[np.uint8] | None = N
     state.tuning[:] = Tuning.for_part(MEASURED_ON).row()
     core = state.core[0]
     core["max_active"], core["max_in_flight"], core["whole_idle"], core["refresh"] = 8, 2, 1, REFRESH
+    core["longest_whole_ns"] = np.inf
     core["copier_fd"], core["gain"], core["demand_limit"] = codes.NONE, 1.0, np.inf
     state.residency["mover_fd"] = codes.NONE
     return state

@@ -13,6 +13,7 @@ from paellapy.scheduler.core.concurrency import close_gates
 from paellapy.scheduler.core.heaps import heap_add, queue_add
 from paellapy.scheduler.core.instances import count_queued, fill_slot, mark_instance_dirty, mark_model_dirty
 from paellapy.scheduler.core.job import PER_MODEL
+from paellapy.scheduler.core.launch import WHOLE_PART
 from paellapy.scheduler.core.requests import checked_rank, fill_request_job, post_completion, slots_of
 from paellapy.scheduler.core.rings import address
 from paellapy.scheduler.core.shares import count_accepted
@@ -129,14 +130,16 @@ def accept_submission(s: State, producer: int, cell: Any, now: int) -> None:
 @part
 def find_priorities(s: State) -> None:
     """Finds the highest and the lowest priority of open models. Only programs of the highest are launched in one
-    piece.
+    piece, and only those that hardly delay the next step of a model whose requests are whole batches.
     """
     core = s.core[0]
-    core.top_priority, core.least_priority = -codes.NEVER, codes.NEVER
+    core.top_priority, core.least_priority, core.longest_whole_ns = -codes.NEVER, codes.NEVER, np.inf
     for m in range(s.model.shape[0]):
         if s.model[m].state == codes.OPEN:
             core.top_priority = max(core.top_priority, s.model[m].priority)
             core.least_priority = min(core.least_priority, s.model[m].priority)
+            if s.model[m].whole_batches and s.model[m].target_ns < codes.NEVER:
+                core.longest_whole_ns = min(core.longest_whole_ns, WHOLE_PART * s.model[m].target_ns)
 
 
 @part

@@ -89,6 +89,7 @@ CORE = np.dtype(
         ("log_tail", "i8"),
         ("top_priority", "i8"),  # highest priority of an open model
         ("least_priority", "i8"),  # lowest priority of an open model
+        ("longest_whole_ns", "f8"),  # longest program that is launched in one piece
         ("yielding", "i8"),  # active instances that launch nothing while a short job runs
         ("demand", "f8"),  # total demand of active jobs
         ("waiting_jobs", "f8"),  # average of the last period

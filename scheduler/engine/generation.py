@@ -40,9 +40,18 @@ from paellapy.scheduler.core.errors import (
 from paellapy.scheduler.core.values import shortened
 from paellapy.scheduler.engine.client import Outputs, Request, RequestClient, Slot, request_rank, request_times
 from paellapy.scheduler.engine.loaded_models import LoadedModels
-from paellapy.scheduler.engine.ring_client import MOST_TEXTS, PER_FREE, Waiter, is_running, no_client, refusal_of_part
+from paellapy.scheduler.engine.ring_calls import E_STARTED_NS
+from paellapy.scheduler.engine.ring_client import (
+    MOST_TEXTS,
+    PER_FREE,
+    Entry,
+    Waiter,
+    is_running,
+    no_client,
+    refusal_of_part,
+)
 from paellapy.scheduler.engine.trace import TracedText
-from paellapy.scheduler.language.batcher import Batch, Batcher, Chunk, Sequence
+from paellapy.scheduler.language.batcher import Batch, Batcher, Chunk, Pace, Sequence
 from paellapy.scheduler.language.decoder import tile_tokens
 from paellapy.scheduler.language.model import ChunkLayout, LanguageModel, state_of, write_rows
 from paellapy.scheduler.language.pages import PagePool
@@ -53,7 +62,6 @@ if TYPE_CHECKING:
     from paellapy.scheduler.language.grammar import Grammars, Guide
     from paellapy.scheduler.language.text import GrowingText
 
-_STEPS_AHEAD = 2  # decode steps in flight
 _RETRY_S = 0.001  # until a step that found the engine full is submitted again
 
 _RECENT = 16  # chunks
@@ -234,13 +242,19 @@ def _complete(futures: list[asyncio.Future[None]]) -> None:
 class _Step(Request):
     """A chunk or a decode step on its way."""
 
-    __slots__ = ("done", "planned", "result", "sent_ns")
+    __slots__ = ("done", "due_ns", "planned", "result", "sent_ns", "started_ns")
 
-    def __init__(self, client: RequestClient, loaded: LoadedModel, planned: Chunk | Batch, done: Any) -> None:
+    def __init__(
+        self, client: RequestClient, loaded: LoadedModel, planned: Chunk | Batch, due_ns: float, done: Any
+    ) -> None:
         super().__init__(client, loaded)
-        self.planned, self.done = planned, done
+        self.planned, self.due_ns, self.done = planned, due_ns, done
         self.result: Outputs | Exception | None = None
-        self.sent_ns = time.monotonic_ns()
+        self.sent_ns = self.started_ns = time.monotonic_ns()
+
+    def finish(self, entry: Entry) -> None:
+        self.started_ns = entry[E_STARTED_NS]
+        super().finish(entry)
 
     def answer(self, result: Outputs | Exception) -> None:
         self.result = result
@@ -272,6 +286,7 @@ class Generator:
         self._chunks: deque[_Step] = deque()  # in flight, in order
         self._steps: deque[_Step] = deque()
         self._unsent: deque[tuple[LoadedModel, Chunk | Batch]] = deque()  # the engine was full
+        self._pace = Pace(model.tbt_ms)
         self._closing: Exception | None = None  # what new texts are told
         self._failure: Exception | None = None
         self._drains = False
@@ -441,7 +456,7 @@ class Generator:
             self._unsent.popleft()
         if not self._chunks and (chunk := self._batcher.plan_chunk()) is not None:
             self._begin(self.prefill, chunk)
-        while len(self._steps) < _STEPS_AHEAD:
+        while self._pace.plans(len(self._steps), self._batcher):
             batch = self._batcher.plan_step(self.model.sequences)
             if batch is None:
                 break
@@ -454,11 +469,14 @@ class Generator:
     def _send(self, loaded: LoadedModel, planned: Chunk | Batch) -> bool:
         """Submits a step; False if the engine holds too many requests now."""
         client, now = self._client, time.monotonic_ns()
+        due_ns: float = codes.NEVER
         if isinstance(planned, Chunk):
             sequences, n = [s for s, _ in planned.pieces], len(planned.tokens)
             arrival = min(s.owner.began_ns for s in sequences)
         else:
-            sequences, n, arrival = planned.sequences, len(planned.rows), now
+            sequences, n = planned.sequences, len(planned.rows)
+            waiting = [s.owner.token_ns[-1] for s in sequences if s.in_flight == 1]
+            arrival, due_ns = self._pace.terms(waiting, now, len(self._steps))
         rank = max(s.priority for s in sequences)
         for sequence in planned.ends if isinstance(planned, Chunk) else sequences:
             if sequence.owner.guide is not None:
@@ -473,7 +491,7 @@ class Generator:
             self._layout.write(slot.inputs["words"][:n].reshape(-1), planned)
         else:
             write_rows(slot.inputs["rows"], planned)
-        step = _Step(client, loaded, planned, self._waiter.set)
+        step = _Step(client, loaded, planned, due_ns, self._waiter.set)
         (self._chunks if isinstance(planned, Chunk) else self._steps).append(step)
         slot.begin_for(step)
         return True
@@ -494,6 +512,8 @@ class Generator:
         else:
             changed = self._batcher.end_step(planned, chosen)
         now = time.monotonic_ns()
+        if not isinstance(planned, Chunk):
+            self._pace.note(step.sent_ns, step.started_ns, step.due_ns, now)
         woken = []
         for k in changed:
             sequence: Sequence = members[k]

@@ -30,6 +30,7 @@ _TYPES = ("bfloat16", "float16", "float32")
 _NARROWEST = 32  # elements of a head, half of which a product of 16-bit numbers takes
 _SMALLEST_CHUNK = 64  # tokens
 _SIZES = 8  # captured sizes of a program
+PACED = {"paced": 1.0}  # a step's early end only brings the next step early: see the policy `slack`
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -89,8 +90,7 @@ class LanguageModel:
         said = read_json(about) if about.exists() else {}
         self.defaults = {key: said[key] for key in _DEFAULTS if said.get(key) is not None}
         self.eos = tuple({*config.eos, *token_ids(said.get("eos_token_id"))})
-        self.batch_sizes = _sizes(1, sequences)
-        self.chunk_sizes = _sizes(_SMALLEST_CHUNK, -(-chunk // PAGE) * PAGE)
+        self.batch_sizes, self.chunk_sizes = step_sizes(sequences), chunk_sizes(chunk)
 
     def pages(self, free_bytes: int) -> int:
         """Pages of keys and values, where so much memory is free."""
@@ -130,7 +130,8 @@ class LanguageModel:
             Model(
                 f"{self.name} decode", decode, inputs={"rows": TensorSpec((ROW.itemsize // 4,), np.int32)},
                 outputs={"out": TensorSpec((OUT_WORDS,), np.int32)}, weights=_Program(shared, counts=True),
-                batch=self.batch_sizes, target_ms=self.tbt_ms, instances=2, capture="on_demand", **about,
+                batch=self.batch_sizes, target_ms=self.tbt_ms, instances=2, capture="on_demand",
+                **{**about, "params": PACED | self.params},
             ),
         )  # fmt: skip
 
@@ -247,6 +248,16 @@ def _codec(folder: Path) -> TextCodec:
             given=e.name,
         ) from None  # fmt: skip
     return TextCodec(folder)
+
+
+def step_sizes(sequences: int) -> tuple[int, ...]:
+    """The captured sizes of decode steps, in texts."""
+    return _sizes(1, sequences)
+
+
+def chunk_sizes(chunk: int) -> tuple[int, ...]:
+    """The captured sizes of chunks, in tokens."""
+    return _sizes(_SMALLEST_CHUNK, -(-chunk // PAGE) * PAGE)
 
 
 def _sizes(least: int, most: int) -> tuple[int, ...]:

@@ -95,6 +95,22 @@ class ModelResult:
 
 
 @dataclass(frozen=True, slots=True)
+class ChatResult:
+    """What became of a language model's texts. Times between tokens are of each two tokens that follow each other."""
+
+    name: str
+    texts: int
+    completed: int
+    tokens_s: float
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    tbt_p50_ms: float
+    tbt_p99_ms: float
+    ttft_in_target: float  # part of the texts; NaN without a target
+    tbt_in_target: float  # part of the tokens after the first of each text
+
+
+@dataclass(frozen=True, slots=True)
 class Results:
     """The results of one simulated run: `print(run)` shows a table, `run.plot()` draws it.
 
@@ -122,6 +138,7 @@ class Results:
     numbers: Mapping[str, int] = field(default_factory=dict)  # `job.tenant` of these clients in policies
     # GPU time by user: "busy" of "", and "models" and "clients" by name
     gpu_ms: Mapping[str, Mapping[str, float]] = field(default_factory=dict, repr=False)
+    chats: tuple[ChatResult, ...] = ()  # of language models
 
     plot = Elsewhere("paellapy.viz.static:plot_run")
 
@@ -291,7 +308,27 @@ class Results:
             ]
             for each in [*self.per_model, self.all]
         ]  # fmt: skip
-        return number_table(title, columns, rows, total=True)
+        if not self.chats:
+            return number_table(title, columns, rows, total=True)
+        from rich.console import Group
+
+        chats = self._chat_table(title if not self.models else None)
+        return Group(number_table(title, columns, rows, total=True), chats) if self.models else chats
+
+    def _chat_table(self, title: str | None) -> Any:
+        columns = [
+            "language\nmodel", "texts\ndone", "tokens\n/s", "TTFT\np50 ms", "p99\nms", "in\ntarget", "TBT\np50 ms",
+            "p99\nms", "in\ntarget",
+        ]  # fmt: skip
+        rows = [
+            [
+                each.name, f"{each.completed}/{each.texts}", f"{each.tokens_s:.0f}", _cell(each.ttft_p50_ms, ".1f"),
+                _cell(each.ttft_p99_ms, ".1f"), _cell(each.ttft_in_target, ".1%"), _cell(each.tbt_p50_ms, ".2f"),
+                _cell(each.tbt_p99_ms, ".2f"), _cell(each.tbt_in_target, ".1%"),
+            ]
+            for each in self.chats
+        ]  # fmt: skip
+        return number_table(title or "Texts", columns, rows)
 
     def __str__(self) -> str:
         return _text(self.table())

@@ -33,7 +33,7 @@ from paellapy.scheduler.sim.tables import (
 
 NO_PRIORITY = -(1 << 40)
 TURNS = 8
-DONE, MORE_RECORDS = range(2)  # results of `run_segments`
+DONE, MORE_RECORDS, STEPS_ENDED = range(3)  # results of `run_segments`
 # Steps in a row in which a policy may launch nothing while the GPU is idle and no request comes. A policy whose `admit`
 # always asks for more time, or whose `tick` never opens its gate, would run for ever.
 MOST_IN_VAIN = 1 << 18
@@ -491,6 +491,9 @@ def run_until(f: SimGpu, s: State, end: float) -> int:
             for m in range(f.copy.shape[0]):
                 if s.model[m].filling >= 0:
                     note_opened(f, s, s.model[m].filling)
+            if sim.steps > 0:
+                sim.steps = 0
+                return STEPS_ENDED
         share(f, s)
         at = min(next_event(f), sim.now_ns + next_in_queue(f, s))
         if sim.news:
@@ -508,9 +511,11 @@ def run_until(f: SimGpu, s: State, end: float) -> int:
 
 
 @compiled
-def run_segments(f: SimGpu, s: State) -> int:
-    """Runs until no more requests come and nothing is running; MORE_RECORDS: call again with more records."""
-    return run_until(f, s, np.inf)
+def run_segments(f: SimGpu, s: State, end: float) -> int:
+    """Runs until a time, or until no more requests come and nothing is running. MORE_RECORDS: call again with more
+    records; STEPS_ENDED: steps of language models have.
+    """
+    return run_until(f, s, end)
 
 
 @reachable

@@ -54,6 +54,7 @@ from paellapy.scheduler.core.values import (
 from paellapy.scheduler.policies.policy import Policy, PolicyError, Rank, attach_policy, find_policy
 from paellapy.scheduler.sim import tables
 from paellapy.scheduler.sim.block_model import BlocksGpu, OwnKernels, TracedGpu
+from paellapy.scheduler.sim.chats import LanguageProfile, Writer, chat_models, run_chats
 from paellapy.scheduler.sim.results import Results
 from paellapy.scheduler.sim.segment_model import MORE_RECORDS, run_segments
 from paellapy.scheduler.sim.tables import ISSUE, MEMORY, Programs
@@ -165,6 +166,15 @@ def checked_models(given: Sequence[ModelProfile] | ModelProfile, field: str = "m
     return models
 
 
+def _sorted_out(given: Any) -> tuple[list[ModelProfile], list[LanguageProfile]]:
+    """The models, and the language models among them."""
+    listed = [given] if isinstance(given, LanguageProfile) or not isinstance(given, Iterable) else list(given)
+    languages = [each for each in listed if isinstance(each, LanguageProfile)]
+    models = [each for each in listed if not isinstance(each, LanguageProfile)]
+    checked = checked_models([*models, *(program for each in languages for program in each.programs)])
+    return checked[: len(models)], languages
+
+
 def checked_workload(given: Any) -> Workload:
     """The workload; WorkloadError if it is none."""
     if not isinstance(given, Workload):
@@ -185,7 +195,7 @@ def simulated_part(device: str) -> Part:
 
 
 def simulate(
-    models: Sequence[ModelProfile] | ModelProfile,
+    models: Sequence[ModelProfile | LanguageProfile] | ModelProfile | LanguageProfile,
     workload: Workload,
     policy: str | Policy | Rank = "paella",
     device: str = "virtual:h200",
@@ -205,19 +215,24 @@ def simulate(
     >>> simulate([net], Poisson(1000, "net", duration=0.1), "fifo").all.completed
     90
     """
-    models = checked_models(models)
+    models, languages = _sorted_out(models)
     check_names("simulate", options, SimulationOptions)
     asked = SimulationOptions(**options)
     chosen, gpu = asked.policy(policy), simulated_part(device)
     arrivals, clients, numbers = requests_of(checked_workload(workload), models, asked)
     _check(asked, models, clients)
-    state = new_core(models, len(arrivals) + len(clients), numbers_for(len(numbers)))
-    prepare(state, models, chosen, gpu, asked)
+    _check_chats(asked, workload, languages)
+    state = new_core(models, len(arrivals) + len(clients), numbers_for(len(numbers)), languages)
+    prepare(state, models, chosen, gpu, asked, filled=bool(languages))
+    writers = [Writer(state, each, workload, asked.seed) for each in languages]
     _give_tenants(state, numbers, asked)
-    f = loaded_gpu(state, models, gpu, workload.seconds, arrivals, clients, asked)
+    programs = [*models, *(program for each in languages for program in each.programs)]
+    f = loaded_gpu(state, programs, gpu, workload.seconds, arrivals, clients, asked)
     trace = None
-    if asked.fidelity == "segments":
-        while run_segments(f, state) == MORE_RECORDS:
+    if writers:
+        f = run_chats(f, state, writers)
+    elif asked.fidelity == "segments":
+        while run_segments(f, state, np.inf) == MORE_RECORDS:
             f = tables.more_records(f)
     elif kernels is None:
         f = BlocksGpu(gpu, models, f, state, asked.seed).run()
@@ -226,11 +241,14 @@ def simulate(
         f = traced.run()
         trace = traced.trace(chosen.name)
     _check_end(state, chosen)
+    for each in writers:
+        if not each.idle:
+            raise SimulationError(f"texts of {each.profile.name} wait for ever: report this fault", field="texts")
     jobs = _jobs(f, numbers)
     check_conserved(arrivals["time_ns"], jobs[jobs["source"] == codes.NONE]["arrival_ns"])
     answered = jobs[jobs["status"] == codes.OK]
     check_ordered(answered["arrival_ns"], answered["started_ns"], answered["finish_ns"])
-    end_ns = float(jobs["finish_ns"].max()) if len(jobs) else 0.0
+    end_ns = float(f.records["finish_ns"][: f.sim["records"][0]].max(initial=0))
     return Results(
         policy=chosen.name,
         device=device,
@@ -244,7 +262,8 @@ def simulate(
         trace=trace,
         clients=tuple(numbers),
         numbers=numbers,
-        gpu_ms=_gpu_times(state, models, numbers),
+        gpu_ms=_gpu_times(state, programs, numbers),
+        chats=tuple(each.result(end_ns / 1e9) for each in writers),
     )
 
 
@@ -265,7 +284,8 @@ def check_ordered(*times_ns: NDArray[np.int64]) -> None:
 
 def _jobs(f: tables.SimGpu, numbers: Mapping[str, int]) -> Table:
     """The records of all requests, with each client's place among the clients instead of its number."""
-    jobs = f.records[: f.sim["records"][0]].copy()
+    records = f.records[: f.sim["records"][0]]
+    jobs: Table = records[records["source"] != tables.STEP].copy()
     place = {number: k for k, number in enumerate(numbers.values())}
     jobs["client"] = [place[number] for number in jobs["client"].tolist()]
     return jobs
@@ -339,6 +359,17 @@ def _check(asked: SimulationOptions, models: Sequence[ModelProfile], clients: Ta
         )  # fmt: skip
 
 
+def _check_chats(asked: SimulationOptions, workload: Workload, languages: Sequence[LanguageProfile]) -> None:
+    known = [each.name for each in languages]
+    for name in chat_models(workload):
+        if name not in known:
+            text = f"the workload has chats with {name!r}, but the language models are {', '.join(known) or 'none'}"
+            raise WorkloadError(text, field="model", given=name)
+    for option, given in (("fidelity", asked.fidelity != "segments"), ("memory_bytes", asked.memory_bytes is not None)):
+        if languages and given:
+            raise ArgumentError(f"{option} is not for language models: leave it out", field=option, given=given)
+
+
 def _check_end(state: st.State, policy: Policy) -> None:
     """Raises PolicyError if requests still wait although nothing will happen any more; warns of answers that are not
     numbers.
@@ -357,8 +388,12 @@ def _check_end(state: st.State, policy: Policy) -> None:
         )  # fmt: skip
 
 
-def new_core(models: Sequence[ModelProfile], requests: int, clients: int = 256) -> st.State:
+def new_core(
+    models: Sequence[ModelProfile], requests: int, clients: int = 256, languages: Sequence[LanguageProfile] = ()
+) -> st.State:
     """The core's tables, large enough for these models."""
+    slots = max((max(each.batch) for each in models), default=1)
+    models = [*models, *(program for each in languages for program in each.programs)]
     programs = [program for each in models for program in each.sizes.values()]
     return st.new_state(
         st.Limits(
@@ -366,11 +401,11 @@ def new_core(models: Sequence[ModelProfile], requests: int, clients: int = 256) 
             instances=sum(each.instances for each in models),
             instances_per_model=max(each.instances for each in models),
             sizes=max(len(each.sizes) for each in models),
-            batch=max(max(each.batch) for each in models),
+            batch=slots,
             segments=max(len(program) for program in programs),
             # The ring is sized by rows, and must hold an OPEN_MODEL message for every model before the core's first
             # step.
-            requests=min(requests + len(models), MAX_ROWS),
+            requests=min(requests + 4 * len(models), MAX_ROWS),
             clients=max(clients, 1),
             inputs=1,
         )
@@ -378,9 +413,16 @@ def new_core(models: Sequence[ModelProfile], requests: int, clients: int = 256) 
 
 
 def prepare(
-    state: st.State, models: Sequence[ModelProfile], policy: Policy, gpu: Part, asked: SimulationOptions
+    state: st.State,
+    models: Sequence[ModelProfile],
+    policy: Policy,
+    gpu: Part,
+    asked: SimulationOptions,
+    filled: bool = False,
 ) -> None:
-    """The core as in an engine: with the GPU's capacity, the policy, and the models open."""
+    """The core as in an engine: with the GPU's capacity, the policy, and the models open. `filled`: other models fill
+    the GPU, so the engine's limit counts even where demand was not measured.
+    """
     state.core["partitions"][0] = asked.sm_partitions
     state.tuning[:] = asked.tuning_for(gpu).row()
     timing = Timing.for_part(gpu)
@@ -388,7 +430,7 @@ def prepare(
     attach_policy(state, policy)
     attach_step(state)
     demand = asked.demand
-    if demand is None and policy.active is None and all(each.demand for each in models):
+    if demand is None and policy.active is None and (filled or all(each.demand for each in models)):
         demand = float(state.tuning["demand_limit"][0])
     if demand is not None:
         state.core["max_active"][0], state.core["demand_limit"][0] = len(state.instance), demand

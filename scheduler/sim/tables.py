@@ -26,6 +26,7 @@ BATCH = 256
 GAIN, FACTOR, LIVE = -3, -2, -1
 LEARN = 0.05  # weight of the newest answer in a router's averages
 MODELS_PRIORITY = -NEVER  # stands for a request without its own priority
+STEP = -2  # the source of a request that is a step of a language model
 
 SIM = np.dtype(  # [1]
     [
@@ -42,6 +43,7 @@ SIM = np.dtype(  # [1]
         ("free", "i8"),  # number of request rows in SimGpu.free
         ("timers", "i8"),
         ("events", "i8"),  # completed segments
+        ("steps", "i8"),  # steps of language models that have ended since the loop was called
         ("news", "i8"),  # 1: there is an event for the core
         ("queues", "i8"),  # number of hardware queues; 0: one for every job
         ("launched", "i8"),
@@ -62,7 +64,7 @@ RECORD = np.dtype(
         ("priority", "i8"),
         ("batch", "i4"),
         ("status", "i4"),
-        ("source", "i4"),  # closed-loop client that sent it, or NONE
+        ("source", "i4"),  # closed-loop client that sent it, STEP, or NONE
         ("arrival_ns", "i8"),
         ("deadline_ns", "i8"),
         ("started_ns", "i8"),
@@ -278,6 +280,8 @@ def record_some(f: SimGpu, s: State) -> int:
             end_admitted(s, f.admission, record.model, record.arrival_ns, entry.finish_ns, limit, entry.status)
         f.free[sim.free] = entry.request
         sim.free += 1
+        if record.source == STEP:
+            sim.steps += 1
         back(f, record.source, entry.finish_ns)
     return int(n)
 
@@ -307,6 +311,18 @@ def occupy(f: SimGpu, since: float, ns: float, slots: float, memory: float, issu
 
 
 # -- entry points for a loop in Python
+
+
+@compiled
+def begin_step(f: SimGpu, s: State, m: int, items: int, arrival: int) -> int:
+    """Submits a step of a language model as a batch of so many items; returns the number of its record, for which there
+    must be room.
+    """
+    message = f.message[0]
+    message.items = items
+    arrive(f, s, m, 0, s.model[m].priority, NEVER, arrival, STEP)
+    message.items = 0
+    return int(f.sim[0].records - 1)
 
 
 @compiled

@@ -60,10 +60,10 @@ class Workload(ABC):
     def __add__(self, other: Workload) -> Workload:
         if not isinstance(other, Workload):
             return NotImplemented
-        return Mixed((*_parts(self), *_parts(other)))
+        return Mixed((*parts_of(self), *parts_of(other)))
 
 
-def _parts(workload: Workload) -> tuple[Workload, ...]:
+def parts_of(workload: Workload) -> tuple[Workload, ...]:
     """The workloads of a combined one, so that each part of `a + b + c` has a seed of its own."""
     return workload.parts if isinstance(workload, Mixed) else (workload,)
 
@@ -74,7 +74,7 @@ def wrong(field: str, given: Any, why: str) -> WorkloadError:
 
 
 SEED = integer(0, (1 << 64) - 1)
-_MODEL = Rule(lambda value: isinstance(value, str), "a model's name")
+MODEL = Rule(lambda value: isinstance(value, str), "a model's name")
 _DEADLINE = or_none(number(0, MOST_MS, above=True))
 _PRIORITY = or_none(integer(-NEVER + 1, NEVER - 1))
 _ARRIVES = number(0, MOST_MS / 1e3)
@@ -86,7 +86,7 @@ _RULES = {
     "clients": integer(1, MOST_CLIENTS),
     "client": or_none(Rule(lambda value: isinstance(value, str) and bool(value), "a name")),
     "sigma": number(0, MOST_SIGMA),
-    "model": _MODEL,
+    "model": MODEL,
     "think_ms": number(0, MOST_MS),
     "gap_us": number(0, MOST_MS),
 }
@@ -327,23 +327,7 @@ class TraceWorkload(Workload):
     @classmethod
     def from_csv(cls, path: str | Path) -> TraceWorkload:
         """Columns `t` (seconds), `model`, and optionally `deadline` (ms after t), `priority`, `client`."""
-        rows = []
-        try:
-            with Path(path).open(newline="", encoding="utf-8-sig") as file:  # as spreadsheets write it
-                reader = csv.DictReader(file)
-                missing = " and ".join(sorted({"t", "model"} - set(reader.fieldnames or ())))
-                if missing:
-                    text = f"{path} has no column {missing}: its first line must name the columns, separated by commas"
-                    raise WorkloadError(text, where=str(path), field=missing)
-                for number, row in enumerate(reader, 2):
-                    rows.append(_row(row, f"{path}, line {number}"))
-        except OSError as e:
-            reason = e.strerror or e
-            text = f"{path} cannot be read ({reason}): give a CSV file with columns t and model"
-            raise WorkloadError(text, where=str(path)) from e
-        except (UnicodeDecodeError, csv.Error) as e:
-            raise WorkloadError(f"{path} is not a file of comma-separated values: {e}", where=str(path)) from e
-        return cls(tuple(rows))
+        return cls(tuple(_row(row, where) for where, row in csv_rows(path, "t", "model")))
 
     @property
     def seconds(self) -> float:
@@ -371,6 +355,23 @@ class TraceWorkload(Workload):
         return {k: str(each) if isinstance(each, str) or k else None for each, k in self._numbers().items()}
 
 
+def csv_rows(path: str | Path, *columns: str) -> list[tuple[str, dict[str, str]]]:
+    """The rows of a CSV file that has at least these columns, each with where it stands."""
+    try:
+        with Path(path).open(newline="", encoding="utf-8-sig") as file:  # as spreadsheets write it
+            reader = csv.DictReader(file)
+            missing = " and ".join(sorted(set(columns) - set(reader.fieldnames or ())))
+            if missing:
+                text = f"{path} has no column {missing}: its first line must name the columns, separated by commas"
+                raise WorkloadError(text, where=str(path), field=missing)
+            return [(f"{path}, line {number}", row) for number, row in enumerate(reader, 2)]
+    except OSError as e:
+        text = f"{path} cannot be read ({e.strerror or e}): give a CSV file with columns {' and '.join(columns)}"
+        raise WorkloadError(text, where=str(path)) from e
+    except (UnicodeDecodeError, csv.Error) as e:
+        raise WorkloadError(f"{path} is not a file of comma-separated values: {e}", where=str(path)) from e
+
+
 def _row(row: Mapping[str, str | None], where: str) -> Row:
     try:
         at, deadline = float(row["t"] or ""), float(row["deadline"] or "") if row.get("deadline") else None
@@ -392,7 +393,7 @@ def _checked(row: Row, where: str) -> Row:
 _FORM = "(seconds, model, deadline in ms or None, priority or None, client)"
 _OF_ROW = {
     "t": _ARRIVES,
-    "model": _MODEL,
+    "model": MODEL,
     "deadline": _DEADLINE,
     "priority": _PRIORITY,
     "client": Rule(lambda x: isinstance(x, str) or integer(-NEVER, NEVER).fits(x), "an integer of 64 bits or a name"),

@@ -68,6 +68,11 @@ def test_profiles_keep_what_the_model_asks_for() -> None:
         (["mix", "--sigma", "100"], {"field": "sigma", "given": 100.0}),
         (["mix", "--seed", "-1"], {"field": "seed", "given": -1}),
         (["mix", "-p", "slack", "-p", "nobody"], {"name": "nobody"}),
+        (["mix", "--chats", "9B rate=1"], {"field": "shape", "given": "9B"}),
+        (["mix", "--chats", "1B"], {"field": "rate", "given": None}),
+        (["mix", "--chats", "1B rate=many"], {"field": "rate", "given": "many"}),
+        (["mix", "--chats", "1B colour=1"], {"field": "colour"}),
+        (["mix", "--chats", "1B trace=x.csv rate=1"], {"field": "rate"}),
         (["mix", "--plot", "nowhere/x.png"], {"path": Path("nowhere/x.png")}),
         (["mix", "--plot", "."], {"path": Path()}),
         (["mix", "--out", "figures.txt"], {"path": Path("figures.txt")}),
@@ -187,3 +192,13 @@ def test_command_line_refuses_what_would_be_late_if_asked() -> None:
     assert int(cells(admitted.output, "all")[2]) == int(submitted) - int(done) > 0
     assert "refused" in admitted.output
     assert "refused" not in plain.output
+
+
+def test_chats_are_simulated_beside_other_models(tmp_path: Path) -> None:
+    trace = tmp_path / "chats.csv"
+    trace.write_text("t,prompt,answer\n0,100,10\n0.01,50,5\n")
+    words = ["simulate", "mix", "-p", "slack", "--rate", "100", "--seconds", "0.05"]
+    for chats in ("1B rate=40 prompt=50 answer=5 tbt_ms=10", f"1B trace={trace}"):
+        found = CliRunner().invoke(cli.app, [*words, "--chats", chats])
+        assert found.exit_code == 0
+        assert "1B" in found.output

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,28 @@ def test_a_seed_gives_the_same_text_beside_others(engine: pp.Engine) -> None:
     begun = [engine.generate("tiny", "abc", seed=seed, **drawn) for seed in (7, 8, 7)]
     texts = [tokens_of(each) for each in begun]
     assert texts[0] == texts[2] == alone != texts[1]
+
+
+def test_a_paced_model_writes_the_same_beside_a_busy_one(engine: pp.Engine, folder: Path) -> None:
+    options: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+    alone = [tokens_of(engine.generate("tiny", "abc" * k, max_tokens=8 + k, **options)) for k in range(1, 6)]
+    with pp.Engine("virtual:h200", policy="slack") as paced, ThreadPoolExecutor(4) as pool:
+        paced.load(scale_model("other"))
+        paced.load(tiny(folder, name="paced", tbt_ms=30, ttft_ms=1000))
+        running = True
+
+        def ask() -> int:
+            n = 0
+            while running:
+                paced.infer_sync("other", {"x": np.ones(64, np.float32)})
+                n += 1
+            return n
+
+        asking = [pool.submit(ask) for _ in range(4)]
+        begun = [paced.generate("paced", "abc" * k, max_tokens=8 + k, **options) for k in range(1, 6)]
+        assert [tokens_of(each) for each in begun] == alone
+        running = False
+        assert all(each.result() > 0 for each in asking)
 
 
 def test_penalties_count_prompt_and_answer(engine: pp.Engine) -> None:

@@ -12,8 +12,9 @@ from failing import failing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paellapy.scheduler.core.codes import NEVER
 from paellapy.scheduler.core.errors import InputError
-from paellapy.scheduler.language.batcher import Batch, Batcher, Chunk, Sequence
+from paellapy.scheduler.language.batcher import Batch, Batcher, Chunk, Pace, Sequence
 from paellapy.scheduler.language.pages import PAGE, PagePool
 from paellapy.scheduler.language.sampling import Sampling
 
@@ -138,3 +139,44 @@ def test_a_second_question_shares_the_pages_of_the_first():
         batcher.end_chunk(chunk, gpu.chunk(chunk))
         assert text.shared_tokens == (0 if question == 1 else 2 * PAGE)
         assert len(chunk.tokens) == (64 if question == 1 else 16)
+
+
+class Texts:
+    """As much of a batcher as `Pace` asks about."""
+
+    joins = False
+
+
+def test_a_step_that_is_held_back_waits_alone_unless_a_text_joins():
+    pace, texts = Pace(20), Texts()
+    assert [pace.plans(n, texts) for n in (0, 1, 2)] == [True, True, False]
+    arrival, due_ns = pace.terms([], 1_000_000, 0)
+    assert (arrival, due_ns) == (1_000_000, 21_000_000)
+    pace.note(1_000_000, 13_000_000, due_ns, 18_000_000)  # it began 12 ms after it could
+    assert [pace.plans(n, texts) for n in (0, 1)] == [True, False]
+    texts.joins = True
+    assert pace.plans(1, texts)
+    texts.joins = False
+    for at in (18_000_000, 23_000_000):
+        pace.note(at, at, at + 20_000_000, at + 5_000_000)
+    assert pace.plans(1, texts)
+
+
+def test_late_steps_make_those_that_follow_earlier():
+    pace, now = Pace(20), 0
+    arrivals = []
+    for late in (0, 1, 1, 0):
+        arrival, due_ns = pace.terms([now], now, 0)
+        arrivals.append(now - arrival)
+        now = round(due_ns) + late
+        pace.note(now - 5_000_000, now - 5_000_000, due_ns, now)
+    assert arrivals == [0, 0, 400_000, 800_000]
+    assert pace.terms([now], now, 0)[0] > now - 800_000
+    assert pace.terms([now - 30_000_000], now, 0)[1] == NEVER  # it is late already
+
+
+def test_without_a_target_nothing_is_due():
+    pace = Pace(None)
+    assert pace.terms([5], 7, 1) == (7, NEVER)
+    pace.note(7, 9_000_000, NEVER, 10_000_000)
+    assert pace.plans(1, Texts())

@@ -16,9 +16,11 @@ from paellapy.scheduler.policies.policy import find_policy, policy_names
 from paellapy.scheduler.policies.trial import check_idle, sample_gpus, sample_jobs, try_out
 
 
-def job(**facts: float) -> Any:
+def job(paced: float = 0.0, **facts: float) -> Any:
     """A job with these facts, as policies see it."""
-    row = np.rec.array(sample_jobs()[:1].copy())
+    rows = sample_jobs()[:1].view(slack.layout.job)
+    rows["params"]["paced"] = paced
+    row = np.rec.array(rows)
     for name, value in facts.items():
         row[name] = value
     return row[0]
@@ -78,6 +80,16 @@ def test_slack_lets_nothing_wait_for_ever() -> None:
     long_late = job(now_ns=1e10, deadline_ns=1e6, remaining_ns=1e6)
     fresh = job(now_ns=1e10, deadline_ns=1e10 + 4e5, remaining_ns=1e5)
     assert slack(long_late) < slack(fresh)
+
+
+def test_slack_lets_a_paced_job_wait_until_it_is_due_and_then_go_first() -> None:
+    step = {"arrival_ns": 0, "deadline_ns": 20e6, "remaining_ns": 5e6}
+    early, due, late = (job(paced=1, now_ns=now, **step) for now in (12e6, 14e6, 16e6))
+    others = [job(now_ns=0, deadline_ns=at, remaining_ns=1e9) for at in (codes.NEVER, 1.1e9, 0.5e9)]
+    assert slack(late) < slack(due) < min(map(slack, others))
+    assert slack(early) == np.inf
+    untimed = {"now_ns": 0, "deadline_ns": codes.NEVER, "remaining_ns": 1e6}
+    assert slack(job(paced=1, **untimed)) == slack(job(**untimed))
 
 
 def test_only_policies_that_look_at_moving_facts_are_ranked_again() -> None:
