@@ -6,6 +6,7 @@ import fcntl
 import os
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -33,7 +34,10 @@ def _gpu_or_reason() -> str | None:
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # long work begins early: groups, then files with many tests
+        sizes = Counter(item.path for item in items)
+        items.sort(key=lambda item: (_group_of(item.path) is None, -sizes[item.path]))
     for item in items:
         if item.get_closest_marker("alone") and not item.get_closest_marker("gpu"):
             raise pytest.UsageError(f"{item.nodeid} is marked `alone`: mark it `gpu` too")
@@ -61,12 +65,15 @@ def _group_of(path: Path) -> str | None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """One worker runs a file, in its order, so its servers and engines are started once; and all files of a group.
+    A group may be one file whose few tests take long.
 
     xdist 3.8 looks for the group in a test's id, and pytest 9.2 does not let it write the group there.
     """
     if config.getvalue("dist") != "loadgroup":
         return None
     from xdist.scheduler import LoadScopeScheduling
+
+    config.option.loadscopereorder = False
 
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:

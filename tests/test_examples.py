@@ -15,6 +15,8 @@ from places import ROOT
 from paellapy.serving.build import build_entries
 from paellapy.serving.config import load_config
 
+pytestmark = pytest.mark.xdist_group("examples")  # few tests that take long
+
 EXAMPLES = ROOT / "examples"
 SERVED = {"client.py", "aiohttp_app.py"}  # run against a server, below
 NEEDS = {"two_torch_models": "torch", "train_beside": "torch", "jpeg_label": "simplejpeg"}

@@ -13,6 +13,8 @@ nbformat = pytest.importorskip("nbformat", reason="jupytext and nbclient are not
 jupytext = pytest.importorskip("jupytext", reason="jupytext is not installed")
 pytest.importorskip("nbclient", reason="nbclient is not installed")
 
+pytestmark = pytest.mark.xdist_group("lessons")  # few tests that take long
+
 FOLDER = Path(__file__).parents[1] / "notebooks"
 LESSONS = sorted(FOLDER.glob("[0-9]_*.py"))
 each_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=lambda path: path.stem)

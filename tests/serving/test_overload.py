@@ -11,6 +11,8 @@ from serving_server import At, infer_body, scrape, serving, url_once
 
 from paellapy import demo
 
+pytestmark = pytest.mark.xdist_group("overload")  # two tests that take long
+
 IMAGES, LABELS = demo.held_out()
 CLIENTS, EACH = 80, 4
 

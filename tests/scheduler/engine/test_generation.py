@@ -31,6 +31,8 @@ from paellapy.scheduler.language.batcher import Sequence
 from paellapy.scheduler.language.pages import PAGE
 from paellapy.scheduler.models.model_folder import LanguageModelError
 
+pytestmark = pytest.mark.xdist_group("texts of an engine")  # few tests that take long
+
 VOCABULARY = 256  # of the tokenizer; the model has more
 
 
