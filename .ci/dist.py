@@ -1,4 +1,4 @@
-"""Builds the wheel and the source distribution into dist/, installs each into a fresh environment and tries it.
+"""Builds the wheel and the source distribution into dist/, checks both, and tries each in a fresh environment.
 
     python .ci/dist.py [--no-install]
 """
@@ -54,6 +54,7 @@ def check(wheel: Path, sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
     assert {"pyproject.toml", "README.md", "LICENSE", "paellapy/py.typed"} <= inside
+    subprocess.run([sys.executable, "-m", "twine", "check", "--strict", wheel, sdist], check=True)  # as PyPI reads them
 
 
 def install(package: Path, folder: Path) -> None:
