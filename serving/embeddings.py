@@ -23,7 +23,7 @@ from paellapy.scheduler.engine.pipelines import Served
 from paellapy.scheduler.models.text_reader import encoder_inputs
 from paellapy.serving.access import CLIENT, infers
 from paellapy.serving.errors import RequestError, encode_json, short
-from paellapy.serving.inference import Inference, read
+from paellapy.serving.inference import Handled, read
 from paellapy.serving.limits import TEXT_BYTES
 from paellapy.serving.openai import error_body
 from paellapy.serving.protocol import Pieces, Request
@@ -63,24 +63,14 @@ _texts = msgspec.json.Decoder(str | list[str]).decode
 _tokens = msgspec.json.Decoder(list[int | list[int]]).decode
 
 
-class _Texts(Inference):
+class _Texts(Handled):
     """One request, whose outputs its handler awaits as arrays."""
 
-    __slots__ = ("_loop", "_peer", "outputs")
+    __slots__ = ("outputs",)
 
     def __init__(self, service: Service, name: str, client: str, peer: str | None) -> None:
-        super().__init__(service, name, None, client)
-        self._peer = peer
-        self._loop = asyncio.get_running_loop()
-        self.outputs: asyncio.Future[dict[str, NDArray[Any]]] = self._loop.create_future()
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        return self._loop
-
-    @property
-    def peer(self) -> str | None:
-        return self._peer
+        super().__init__(service, name, None, client, peer)
+        self.outputs: asyncio.Future[dict[str, NDArray[Any]]] = self.loop.create_future()
 
     def done(self, outputs: dict[str, NDArray[Any]]) -> None:
         if not self.over:

@@ -330,16 +330,14 @@ FACTS = web.RequestKey[dict[str, Any]]("facts", dict)  # for the access log
 Answer = tuple[bytes, int | None]  # the body, and the length of its JSON if binary tensors follow
 
 
-class _Awaited(Inference):
-    """An inference whose handler awaits the answer."""
+class Handled(Inference):
+    """An inference whose handler awaits it, in a running event loop."""
 
-    __slots__ = ("_loop", "_peer", "answer", "thread")
+    __slots__ = ("_loop", "_peer")
 
     def __init__(self, service: Service, name: str, version: str | None, client: str, peer: str | None) -> None:
         super().__init__(service, name, version, client)
-        self._peer = peer
-        self._loop, self.thread = asyncio.get_running_loop(), threading.get_ident()
-        self.answer: asyncio.Future[Answer] = self._loop.create_future()
+        self._loop, self._peer = asyncio.get_running_loop(), peer
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -348,6 +346,17 @@ class _Awaited(Inference):
     @property
     def peer(self) -> str | None:
         return self._peer
+
+
+class _Awaited(Handled):
+    """An inference whose handler awaits the answer."""
+
+    __slots__ = ("answer", "thread")
+
+    def __init__(self, service: Service, name: str, version: str | None, client: str, peer: str | None) -> None:
+        super().__init__(service, name, version, client, peer)
+        self.thread = threading.get_ident()
+        self.answer: asyncio.Future[Answer] = self.loop.create_future()
 
     def answered(self, pieces: Pieces, json_length: int | None) -> None:
         self._tell((b"".join(pieces), json_length))

@@ -55,13 +55,10 @@ class ResponseFormat(msgspec.Struct):
     json_schema: JsonSchema | None = None
 
 
-class SamplingBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields of both addresses. None: the model's default."""
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """Fields of all addresses. None: the model's default."""
 
-    model: str
-    n: int | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     temperature: float | None = None
@@ -72,11 +69,19 @@ class SamplingBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
-    priority: int | None = None  # smaller goes first; 0: the model's own
+    priority: int | None = None  # OpenAI's API: smaller goes first, 0: the model's own; Triton's: a level
+
+
+class SamplingBody(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """Fields of both addresses of OpenAI's API."""
+
+    model: str
+    n: int | None = None
+    stream_options: StreamOptions | None = None
+    logit_bias: dict[str, float] | None = None
+    stop_token_ids: list[int] | None = None
     response_format: ResponseFormat | None = None
     # About the client, not the answer: read and not used
     user: Any = None
@@ -107,22 +112,8 @@ class ChatBody(SamplingBody, kw_only=True, forbid_unknown_fields=True):
     modalities: list[str] | None = None
 
 
-class GenerateParameters(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    stop: str | list[str] | None = None
-    ignore_eos: bool | None = None
+class GenerateParameters(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     exclude_input_in_output: bool | None = None  # None: as True
-    stream: bool | None = None
-    priority: int | None = None
     timeout: float | None = None
 
 
