@@ -51,6 +51,12 @@ def infers(handler: Handler) -> Handler:
 def operates(handler: Handler) -> Handler:
     """Marks a handler that changes the server's state: it needs the role `operate` and refuses other sites' pages."""
     handler.needs = "operate"  # type: ignore[attr-defined]
+    return for_operators(handler)
+
+
+def for_operators(handler: Handler) -> Handler:
+    """Marks a handler that is reached at the server's `admin_port` only, if it has one."""
+    handler.for_operators = True  # type: ignore[attr-defined]
     return handler
 
 
@@ -112,6 +118,7 @@ class Access:
         self, keys: Mapping[str, str | Key], hosts: Iterable[str] = (), control: bool = True, local: bool = False
     ) -> None:
         self._keys, self._control, self._local = Keys(keys), control, local and not keys
+        self.admin_port: int | None = None  # once the server listens there
         self._hosts = {"localhost", socket.gethostname().lower(), *(each.lower() for each in hosts)}
 
     @property
@@ -126,6 +133,8 @@ class Access:
         """Name of the client; "": unnamed. RequestError where the request is not allowed."""
         # The handler decides, not the path: one path can be spelled in many ways.
         role: Role | Literal[""] | None = getattr(request.match_info.handler, "needs", "")
+        if self.admin_port is not None and getattr(request.match_info.handler, "for_operators", False):
+            self._check_port(request)
         if role == "operate":
             self._check_origin(request)
         named = request.headers.get(client_header, "")
@@ -135,6 +144,13 @@ class Access:
             raise _unknown(request.host)
         key = given_key(request.headers.get("X-API-Key", ""), request.headers.get("Authorization", ""))
         return self.client_of(key, named, role or None)
+
+    def _check_port(self, request: web.Request) -> None:
+        address = None if request.transport is None else request.transport.get_extra_info("sockname")
+        port = address[1] if isinstance(address, tuple) else None  # else a file
+        if port != self.admin_port:
+            said = "this address is answered at the server's admin port"
+            raise RequestError(said, status=404, field="server.admin_port", given=port)
 
     def client_of(self, key: str, named: str, role: Role | None) -> str:
         """The client with this key; if the server has no keys, the one named by the client header."""

@@ -178,6 +178,8 @@ class PipelineConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class ServerConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     host: Text = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
+    # Where health is answered too, and metrics, the dashboard and changes of the server only; None: at `port`
+    admin_port: Annotated[int, Meta(ge=0, le=65535)] | None = None
     workers: Annotated[int, Meta(ge=0, le=64)] = 0  # HTTP processes in front of an engine process; 0: a single process
     # What bounds a connection: see ConnectionLimits.
     max_body_bytes: Count = DEFAULTS.max_body_bytes

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from paellapy.scheduler.core.errors import EngineAwayError
 from paellapy.scheduler.policies.policy import PolicyError
-from paellapy.serving.access import open_to_all, operates
+from paellapy.serving.access import for_operators, open_to_all, operates
 from paellapy.serving.errors import EVENTS, RequestError, json_response
 from paellapy.serving.inference import read
 from paellapy.serving.limits import BESIDE_BYTES
@@ -206,6 +206,7 @@ class _Switch(msgspec.Struct, forbid_unknown_fields=True):
     policy: str
 
 
+@for_operators
 async def events(request: web.Request) -> web.StreamResponse:
     if request.method == "HEAD":  # its answer has no body, and must not wait for events
         return web.Response(headers=EVENTS)
@@ -249,10 +250,12 @@ def add_dashboard(app: web.Application) -> None:
         )
 
     @open_to_all  # it holds no secrets; the data needs a key
+    @for_operators
     async def page(request: web.Request) -> web.Response:
         return answer("index.html")
 
     @open_to_all
+    @for_operators
     async def part(request: web.Request) -> web.Response:
         if request.match_info["file"] not in pages:
             raise web.HTTPNotFound
@@ -262,6 +265,7 @@ def add_dashboard(app: web.Application) -> None:
         hub.close()
 
     @open_to_all
+    @for_operators
     async def moved(request: web.Request) -> web.Response:
         # A relative address: behind a proxy or in another application, only the browser knows the full one.
         raise web.HTTPFound("../" if request.path.endswith("/") else "./")

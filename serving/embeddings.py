@@ -31,6 +31,7 @@ from paellapy.serving.service import SERVICE, Service
 from paellapy.serving.tensors import NOT_JSON
 
 MOST_TEXTS = 2048  # of one request, as in OpenAI's API
+MOST_CHARACTERS = 1 << 22  # of a rerank: its query is read once for each document
 MOST_NUMBERS = 1 << 17  # commas in the tokens of one request: reading them holds the interpreter
 PIECE_VALUES = 1 << 14  # numbers that are written at once: they take about a millisecond
 
@@ -212,6 +213,10 @@ async def _score(request: web.Request, body: bytes | memoryview) -> web.Response
         raise RequestError(said, field="top_n", limit=1, given=asked.top_n)
     texts = [each.text if isinstance(each, Document) else each for each in asked.documents]
     documents = _objects("documents", texts)
+    count = len(asked.query) * len(texts)
+    if count > MOST_CHARACTERS:
+        said = f"the query has {len(asked.query)} characters for each of {len(texts)} documents: send fewer documents"
+        raise RequestError(said, field="documents", limit=MOST_CHARACTERS, given=count)
     found = await _run(request, model, {"query": np.full(len(texts), asked.query, object), "document": documents})
     order = np.argsort(-found["score"], kind="stable")[: asked.top_n]
     parts = []

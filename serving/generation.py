@@ -152,16 +152,19 @@ class Writing:
         self._claim(self._claimed_bytes)
 
     async def until_read(self) -> None:
-        """Waits while the client reads more slowly than the text is written, and counts what waits for it."""
+        """Waits until the client has taken what was sent, and counts what is written meanwhile."""
         each = UNREAD_BYTES + LOGPROB_BYTES * (self._asked.sampling.get("logprobs") or 0)
-        while (
-            (unread := each * sum(made.unread for made in self._generations)) > SLOW_BYTES
-            and self._request.protocol.writing_paused
-            and self._request.transport is not None
-        ):
-            self._service.unsent.begin(self.cut_off, unread)
-            await asyncio.sleep(LOOK_S)
-        self._service.unsent.end(self.cut_off)
+        taking = asyncio.ensure_future(self._request.writer.drain())
+        try:
+            while not taking.done():
+                unread = each * sum(made.unread for made in self._generations)
+                if unread > SLOW_BYTES:
+                    self._service.unsent.begin(self.cut_off, unread)
+                await asyncio.wait({taking}, timeout=LOOK_S)
+            taking.result()
+        finally:
+            taking.cancel()
+            self._service.unsent.end(self.cut_off)
 
     def cut_off(self) -> None:
         """Ends the connection, since answers that nobody reads take too much memory."""

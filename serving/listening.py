@@ -523,6 +523,18 @@ def listen(host: str, port: int) -> list[socket.socket]:
         return found
     if host.startswith(UNIX):
         return [_listen_unix(host.removeprefix(UNIX))]
+    return _listen_at(host, port)
+
+
+def listen_admin(host: str, port: int) -> socket.socket:
+    """A socket for operators: at a port of the same host, or of this machine alone if the server listens at a file."""
+    first, *others = _listen_at("127.0.0.1" if host.startswith(UNIX) else host, port)
+    _close_all(others)
+    return first
+
+
+def _listen_at(host: str, port: int) -> list[socket.socket]:
+    found: list[socket.socket] = []
     try:
         for family, kind, proto, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             try:
@@ -582,8 +594,9 @@ class Shares:
     service manager, or of a file, is itself shared.
     """
 
-    def __init__(self, host: str, port: int, number: int) -> None:
-        """Opens `number` sockets; PaellaError if the port is taken."""
+    def __init__(self, host: str, port: int, number: int, admin_port: int | None = None) -> None:
+        """Opens `number` sockets, and one that all share for operators; PaellaError if a port is taken."""
+        self.admin = None if admin_port is None else listen_admin(host, admin_port)
         self._sockets: list[socket.socket | None] = []
         self._shared: socket.socket | None = None
         self._address: Any = None
@@ -631,11 +644,14 @@ class Shares:
             found.close()
 
     def descriptors(self) -> set[int]:
-        return {each.fileno() for each in (*self._sockets, self._shared) if each is not None}
+        return {each.fileno() for each in (*self._sockets, self._shared, self.admin) if each is not None}
+
+    def descriptors_of(self, k: int) -> set[int]:
+        """Those that the k-th process needs; it listens, again if it had left."""
+        return {each.fileno() for each in (self[k], self.admin) if each is not None}
 
     def close(self) -> None:
-        if self._shared is not None:
-            self._shared.close()
+        _close_all([each for each in (self._shared, self.admin) if each is not None])
         for k in range(len(self._sockets)):
             self.leave(k)
 

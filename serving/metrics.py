@@ -24,6 +24,7 @@ from paellapy.instrument.traces.session import counts
 from paellapy.scheduler.core.errors import EngineAwayError
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.stats import RESOURCES
+from paellapy.serving.access import for_operators
 from paellapy.serving.counters import Histogram, ModelCounters
 from paellapy.serving.registry import READY, VERSION
 from paellapy.serving.service import SERVICE, Service
@@ -418,6 +419,7 @@ def add_metrics(app: web.Application) -> None:
         ProcessCollector(registry=registry)
     page = _Page(service, registry)
 
+    @for_operators
     async def metrics(request: web.Request) -> web.Response:
         return web.Response(body=await page.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 

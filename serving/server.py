@@ -27,7 +27,16 @@ from paellapy.serving.config import Config, ServerConfig, Source
 from paellapy.serving.errors import RequestError
 from paellapy.serving.fast_path.connection import FastConnection
 from paellapy.serving.fast_path.inference import FastHandler
-from paellapy.serving.listening import Connections, Runner, Site, listen, notify, stop_listening, url_of
+from paellapy.serving.listening import (
+    Connections,
+    Runner,
+    Site,
+    listen,
+    listen_admin,
+    notify,
+    stop_listening,
+    url_of,
+)
 from paellapy.serving.loading import load_models, walk_http
 from paellapy.serving.logs import Seldom, configure, log
 from paellapy.serving.preflight import keep_memory, loop_factory, share_interpreter, spare_objects, stop_sparing
@@ -133,8 +142,9 @@ class Server:
         *,
         service: Service | None = None,
         listening: socket.socket | None = None,
+        admin: socket.socket | None = None,
     ) -> None:
-        """A worker gives its `service` and `listening`, a socket that listens already."""
+        """A worker gives its `service`, and `listening` and `admin`, sockets that listen already."""
         self.registry, self.options, self.tls = registry, options or ServerConfig(), tls
         o = self.options
         self.app = create_app(
@@ -151,7 +161,7 @@ class Server:
             local=is_loopback(o.host),
             service=service,
         )
-        self._listening, self._keys = listening, bool(keys)
+        self._listening, self._admin, self._keys = listening, admin, bool(keys)
         self._watching: list[asyncio.Task[None]] = []
         self.reloading: asyncio.Task[None] | None = None  # as SIGHUP asked
         self._to_reload = False
@@ -159,7 +169,7 @@ class Server:
         self._runner: Runner | None = None
         self._walked: WeakSet[Served] = WeakSet()
         registry.changed.append(self._walk_http)
-        self.url = ""
+        self.url = self.admin_url = ""
 
     @property
     def service(self) -> Service:
@@ -182,6 +192,11 @@ class Server:
         await self._runner.setup()
         try:
             sockets = listen(o.host, o.port) if self._listening is None else [self._listening]
+            if o.admin_port is not None:
+                admin = self._admin or listen_admin(o.host, o.admin_port)
+                self.app[ACCESS].admin_port = admin.getsockname()[1]
+                self.admin_url = url_of(admin.getsockname(), self.tls is not None)
+                sockets.append(admin)
         except PaellaError:
             await self._runner.cleanup()
             raise
@@ -287,7 +302,8 @@ async def run(
         loop.add_signal_handler(number, stopping)
     loop.add_signal_handler(signal.SIGHUP, server.hang_up)
     await server.start()
-    log.log(level, "listening", extra={"fields": {"url": server.url}})
+    fields = {"url": server.url, **({"admin_url": server.admin_url} if server.admin_url else {})}
+    log.log(level, "listening", extra={"fields": fields})
     loading = asyncio.create_task(server.load())
     stopped = asyncio.create_task(stop.wait())
     failed = asyncio.create_task(failure_of(server.registry.engine, server.service))

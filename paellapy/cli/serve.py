@@ -42,6 +42,9 @@ def serve(
     ] = None,
     host: Annotated[str | None, typer.Option(help="address to listen on  [dim](127.0.0.1)[/dim]")] = None,
     port: Annotated[int | None, typer.Option(help="port to listen on; 0: any free port  [dim](8000)[/dim]")] = None,
+    admin_port: Annotated[
+        int | None, typer.Option(help="port for metrics, the dashboard and changes  [dim](that of --port)[/dim]")
+    ] = None,
     workers: Annotated[
         int | None, typer.Option(help="HTTP processes in front of the engine's; 0: one process in all  [dim](0)[/dim]")
     ] = None,
@@ -70,7 +73,8 @@ def serve(
     from paellapy.serving.logs import log
 
     named = {
-        "server.host": host, "server.port": port, "server.workers": workers, "device": device, "policy": policy,
+        "server.host": host, "server.port": port, "server.admin_port": admin_port, "server.workers": workers,
+        "device": device, "policy": policy,
     }  # fmt: skip
     overrides = [f"{key}={value}" for key, value in named.items() if value is not None] + (setting or [])
     with_demo = config is None and not model

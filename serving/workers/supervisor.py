@@ -273,7 +273,7 @@ class Supervisor:
         own = set[int]()
         if process.share >= 0:
             try:
-                own = {self._shares[process.share].fileno()}
+                own = self._shares.descriptors_of(process.share)
             except OSError as e:  # another program took the port while nobody listened
                 process.start_at = time.monotonic() + LONGEST_PAUSE_S
                 log.error("cannot listen", extra={"fields": {"process": process.name, "error": str(e)}})

@@ -358,7 +358,7 @@ def serve_workers(config: Config, source: Source, models: Sequence[Model], annou
     check_fork(config)
     warm_up(policies.configured)
     import_device(config.device)
-    shares = Shares(options.host, options.port, options.workers)
+    shares = Shares(options.host, options.port, options.workers, options.admin_port)
     url = url_of(shares.address, tls is not None)
     table, quarantine, since = counter_table(options.workers), quarantine_table(), time.time()
     with own_folder() as folder:
@@ -378,7 +378,10 @@ def serve_workers(config: Config, source: Source, models: Sequence[Model], annou
         standby = None if options.standby == "off" else Process("standby", "spare", made_from.stand_by)
         drain_s = options.grace_s + options.drain_s
         supervisor = Supervisor(workers, [engine], shares, drain_s, latest.read_again, standby)
-        log.info("listening", extra={"fields": {"url": url, "workers": options.workers}})
+        fields = {"url": url, "workers": options.workers}
+        if shares.admin is not None:
+            fields["admin_url"] = url_of(shares.admin.getsockname(), tls is not None)
+        log.info("listening", extra={"fields": fields})
 
         def ready() -> None:
             if announce is not None:
@@ -437,8 +440,11 @@ class _WorkerServer(Server):
             link.registry, o.admission, o.limits, link.call, counters, worker.since,
             Quarantine(worker.quarantine), vouched=bool(worker.keys),
         )  # fmt: skip
-        own = worker.shares[worker.producer - 1]
-        super().__init__(link.registry, o, worker.keys, worker.tls, service=service, listening=own)
+        own, admin = worker.shares[worker.producer - 1], worker.shares.admin
+        super().__init__(
+            link.registry, o, worker.keys, worker.tls, service=service, listening=own,
+            admin=None if admin is None else admin.dup(),
+        )  # fmt: skip
         self._link, self._give_up, self._worker = link, give_up, worker
         link.on_configuration = self._follow
         self._began = False  # the start has its configuration

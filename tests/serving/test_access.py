@@ -6,12 +6,15 @@ import logging
 
 import pytest
 from engine_models import scale_model
-from serving_server import BODY, INFER, ask, running
+from failing import failing
+from serving_server import BODY, INFER, At, ask, running
 
+from paellapy.instrument.errors import PaellaError
 from paellapy.serving.access import Access, Key
 from paellapy.serving.build import build_keys
 from paellapy.serving.config import load_config
 from paellapy.serving.errors import ConfigError
+from paellapy.serving.listening import listen_admin
 from paellapy.serving.logs import log
 from paellapy.serving.server import ServerConfig, warn_of_neighbours
 
@@ -148,3 +151,18 @@ def test_what_may_be_done_does_not_depend_on_how_a_host_is_spelled():
         map(access._knows, ["paella.example", "PAELLA.example:80", "paella.example.", "10.0.0.1:8", "[fe80::1]"])
     )
     assert not any(map(access._knows, ["", "evil.example", "paella.example.evil", "127.0.0.1.evil.example", "0x7f.1"]))
+
+
+def test_operators_may_have_a_port_of_their_own() -> None:
+    with running([scale_model(batch=(1,))], admin_port=0) as server:
+        admin = At(server.server.admin_url)
+        for path in ("/metrics", "/", "/dashboard/events"):
+            assert ask(server, "GET", path)[0] == 404
+        assert (ask(admin, "GET", "/metrics")[0], ask(admin, "GET", "/")[0]) == (200, 200)
+        unload = "/v2/repository/models/scale/unload"
+        assert ask(server, "POST", unload, b"{}")[0] == 404
+        for at in (server, admin):
+            assert ask(at, "GET", "/v2/health/ready")[0] == ask(at, "POST", INFER, BODY)[0] == 200
+        assert ask(admin, "POST", unload, b"{}")[0] == 200
+        with failing(PaellaError):
+            listen_admin("127.0.0.1", admin.port)

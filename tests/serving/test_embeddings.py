@@ -104,6 +104,7 @@ EMBED, RANK = {"model": "embed"}, {"model": "rank", "query": "w1"}
         ("rerank", {**RANK, "documents": []}, 400, "0 texts"),
         ("rerank", {**RANK, "documents": ["a"], "top_n": 0}, 400, "top_n"),
         ("rerank", {**RANK, "documents": [3]}, 400, "documents"),
+        ("rerank", {**RANK, "query": "w1 " * 10_000, "documents": ["a"] * 1000}, 400, "30000 characters"),
         ("rerank", {**RANK, "model": "embed", "documents": ["a"]}, 400, "text"),
     ],
 )

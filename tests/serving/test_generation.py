@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import threading
@@ -16,7 +17,7 @@ from router_server import routing
 from serving_server import ask, running, scrape
 
 import paellapy as pp
-from paellapy.scheduler.core.errors import EngineAwayError
+from paellapy.scheduler.core.errors import EngineAwayError, TooManyRequestsError
 from paellapy.serving import schemas
 from paellapy.serving.access import Key
 
@@ -287,13 +288,25 @@ def test_a_client_that_leaves_cancels_its_text(server: Any) -> None:
     assert server.engine.stats()["language_models"]["tiny"]["tokens"] - before < 300
 
 
-def test_a_client_that_does_not_read_delays_nobody(server: Any, client: Any) -> None:
-    body = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 100, "stream": True, "n": 2, "ignore_eos": True})
-    with socket.create_connection(("127.0.0.1", server.port)) as deaf:
-        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-        deaf.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+def test_clients_that_do_not_read_delay_nobody_and_the_slowest_is_cut_off(
+    server: Any, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (listening,) = server.server._runner.sites
+    listening._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    monkeypatch.setattr(server.service.unsent, "max_bytes", 150_000)
+    body = json.dumps({"model": "tiny", "prompt": "a", "stream": True, "ignore_eos": True, "logprobs": 20})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body) + 19}\r\n\r\n"
+    with socket.socket() as first, socket.socket() as second:
+        for deaf in (first, second):
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            deaf.connect(("127.0.0.1", server.port))
+            deaf.sendall(f'{head}{body[:-1]}, "max_tokens": 120}}'.encode())
+            server.wait_until(lambda: server.service.unsent.nbytes > 100_000)
+        server.wait_until(lambda: len(server.service.live) == 1)
         assert client.completions.create(model="tiny", prompt=PROMPT, **GREEDY).choices[0].finish_reason == "length"
+    server.wait_until(lambda: not server.service.in_flight)
     at_rest(server)
+    assert server.service.unsent.nbytes == server.service.held.nbytes == 0
 
 
 def test_an_engine_that_is_silent_ends_texts_with_an_error(server: Any) -> None:
@@ -343,7 +356,8 @@ def test_texts_are_counted(server: Any, client: Any) -> None:
 
 def test_keys_are_asked_for_in_the_apis_form(folder: Path) -> None:
     model = pp.LanguageModel(folder, name="tiny", sequences=4, chunk=64)
-    with running([model], keys={"alice": Key("a", ("infer",)), "bob": Key("b", ("operate",))}) as server:
+    keys = {"alice": Key("a", ("infer",)), "bob": Key("b", ("operate",)), "carol": Key("c", ("infer",))}
+    with running([model], keys=keys, drain_s=240.0) as server:
         for key, error in (("x", openai.AuthenticationError), ("b", openai.PermissionDeniedError), ("a", None)):
             with openai.OpenAI(base_url=f"{server.url}/openai/v1", api_key=key) as client:
                 if error is None:
@@ -353,3 +367,32 @@ def test_keys_are_asked_for_in_the_apis_form(folder: Path) -> None:
                 with pytest.raises(error) as e:
                     client.completions.create(model="tiny", prompt="a")
                 assert e.value.param == "X-API-Key"
+        check_a_tenant_that_wants_all_places(server)
+        check_a_stop_lets_texts_end(server)
+
+
+def check_a_tenant_that_wants_all_places(server: Any) -> None:
+    server.engine.tenant("alice", share=3)
+    begun: list[Any] = []
+    with contextlib.suppress(TooManyRequestsError):
+        while True:
+            begun.append(server.engine.generate("tiny", [1], client="alice"))
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="a", max_retries=0) as client:
+        for stream in (False, True):
+            with pytest.raises(openai.RateLimitError):
+                client.completions.create(model="tiny", prompt="a", stream=stream)
+    begun.append(server.engine.generate("tiny", [1], client="carol"))
+    for each in begun:
+        each.cancel()
+    at_rest(server)
+
+
+def check_a_stop_lets_texts_end(server: Any) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="c", max_retries=0) as client:
+        options = {**GREEDY, "max_tokens": 100}
+        stream = iter(client.completions.create(model="tiny", prompt="a", stream=True, **options))
+        next(stream)
+        stopping = asyncio.run_coroutine_threadsafe(server.server.stop(), server.loop)
+        server.wait_until(lambda: server.service.draining)
+        assert len(list(stream)) == 99
+    stopping.result()

@@ -16,7 +16,7 @@ import aiohttp
 import numpy as np
 import pytest
 from serving_processes import HERE, children, processes, wait_for_end
-from serving_server import BODY, INFER, ask, infer_body, scrape, stop_under_load
+from serving_server import BODY, INFER, At, ask, infer_body, scrape, stop_under_load
 
 from paellapy.cli.guest import Guest
 from paellapy.scheduler.core import abort
@@ -385,15 +385,22 @@ def test_health_says_what_is_there_while_the_engine_is_away(server):
 
 def test_a_stop_signal_under_load_loses_no_accepted_request():
     values = {json.dumps(infer_body("x", np.full((1, 64), k, np.float32))).encode(): k for k in range(16)}
-    with processes("served_models:pair", server={"grace_s": 1.0}) as server:
+    with processes("served_models:pair", server={"grace_s": 1.0, "admin_port": 0}) as server:
         pids = children(server.process.pid)
         assert len(pids) == 3
+        server.kill("work1")
+        server.wait_until(lambda: len(server.pids("work1")) == 1 and children(server.process.pid) != pids)
+        pids = children(server.process.pid)
+        (admin,) = {line["admin_url"] for line in server.lines() if "admin_url" in line and "workers" in line}
+        for _ in range(20):  # all workers answer there; no process that has ended is asked
+            assert ask(At(admin), "GET", "/metrics")[0] == ask(At(admin), "GET", "/v2/health/ready")[0] == 200
+            assert ask(server, "GET", "/metrics")[0] == 404
         found = asyncio.run(stop_under_load(server.process, server.url + INFER, list(values)))
         assert server.process.wait(120) == 0
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
         lines = server.lines()
     assert all(answer["outputs"][0]["data"] == [2.0 * values[body]] * 64 for body, answer in found)
-    assert all(line["level"] == "info" for line in lines), lines
+    assert {line["message"] for line in lines if line["level"] != "info"} == {"a process ended and is being restarted"}
     assert lines[-1]["message"] == "stopped"
 
 
