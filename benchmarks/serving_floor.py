@@ -4,8 +4,9 @@
     python benchmarks/serving_floor.py --against CHECKOUT --seconds 0.8
 
 The handler is the floor that aiohttp sets: uvloop, msgspec, almost no routing, no engine. `one` is the server in one
-process, `keys` and `log` the same with API keys and with an access log; 1, 2, … are HTTP workers in front of an engine
-process. All run a model of one kernel on the virtual GPU, and so also pay for the CPU time that computes the kernel.
+process, `keys`, `log` and `keys+log` the same with API keys, with an access log, and with both; 1, 2, … are HTTP
+workers in front of an engine process. All run a model of one kernel on the virtual GPU, and so also pay for the CPU
+time that computes the kernel.
 
 All servers run all the time and are asked in turn, and each round compares with its own floor, so that other load of
 the machine affects all of them. Figures are medians over the rounds. With `--against`, the servers of another version
@@ -62,8 +63,8 @@ def serve_paellapy(kind: str) -> None:
     import paellapy as pp
 
     workers = int(kind) if kind.isdigit() else 0
-    log = {"access_log": True} if kind == "log" else {"log_level": "warning"}
-    keys = {f"client {k}": f"secret {k}" for k in range(8)} if kind == "keys" else {}
+    log = {"access_log": True} if "log" in kind else {"log_level": "warning"}
+    keys = {f"client {k}": f"secret {k}" for k in range(8)} if "keys" in kind else {}
     server = {"port": 0, **log}
     pp.serve(models(), device="virtual:h200", server=server, keys=keys, workers=workers, announce=announce)
 
@@ -113,7 +114,7 @@ def serve_floor() -> None:
 
 
 def server(kind: str, checkout: Path | None = None) -> ServerProcess:
-    log = subprocess.DEVNULL if kind == "log" else None
+    log = subprocess.DEVNULL if "log" in kind else None
     return ServerProcess(__file__, "--serve", kind, checkout=checkout, stderr=log)
 
 
@@ -210,7 +211,7 @@ def beside_before(runs: Runs) -> dict[str, Any]:
 def main() -> None:
     parser = arguments(__doc__, seconds=2.0, rounds=5, against=True)
     parser.add_argument("--serve", help="be a server")
-    parser.add_argument("--servers", default="floor,one,1,2", help="floor, one, keys, log, and numbers of workers")
+    parser.add_argument("--servers", default="floor,one,1,2", help="floor, one, keys, log, keys+log, or workers")
     o = parser.parse_args()
     if o.serve:
         return serve_floor() if o.serve == "floor" else serve_paellapy(o.serve)
@@ -228,7 +229,8 @@ def main() -> None:
         content = {**about, "commits": commits(o), "now ÷ before": found}
         return finish(o, "serving_floor_against", content, "now ÷ before", [head, *rows], table="serving-against")
     found = beside_floor(measure(kinds, o))
-    titles = {"floor": "floor", "one": "one process", "keys": "with keys", "log": "with an access log", "1": "1 worker"}
+    titles = {"floor": "floor", "one": "one process", "keys": "with keys", "log": "with an access log",
+              "keys+log": "with both", "1": "1 worker"}  # fmt: skip
     names = (titles.get(kind, f"{kind} workers") for kind in kinds)
     rows = [["load", *names, "ratios of requests a second", "of medians"]]
     for label, by_kind in found.items():
