@@ -1,10 +1,15 @@
 """Checked requests over mixed models, sizes, encodings, priorities and deadlines, while faults are injected in turn.
 
     python benchmarks/trust.py [--device cuda] [--seconds 120] [--clients 16] [--faults engine-killed,bad-value]
+    python benchmarks/trust.py --attacks all [--seconds 5]      latency and memory under each attack
+    python benchmarks/trust.py --minutes 60 [--seed 0]          faults and attacks of all kinds at random, at once
 
 Every answer is compared with NumPy's result. Faults are injected one after the other while the clients go on; the
 recovery is the time from a fault to the end of the last moment in which a prober, which asks every model in turn, got
 no right answer. Where a fault comes more than once, its longest recovery counts.
+
+Attacks that any server understands also go against LitServe's server, if it is installed. Triton's server is in no
+package: its column stays empty.
 """
 
 from __future__ import annotations
@@ -15,21 +20,25 @@ import gzip
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import signal
+import socket
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from http.client import HTTPConnection, HTTPException
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import numpy as np
-from harness import arguments, commit, environment, save, show, stored
-from serving_processes import Processes, processes
+from harness import ServerProcess, announce, arguments, commit, environment, save, show, stored
+from serving_processes import Processes, children, processes
 
 from paellapy import demo
 from paellapy.demo.reference import forward
@@ -47,7 +56,7 @@ host = "127.0.0.1"
 port = 0
 workers = {workers}
 model_control = true
-engine_timeout_s = 2.0
+engine_timeout_s = {silent_s}
 log_format = "json"
 {more}
 [[models]]
@@ -104,18 +113,27 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(device: str, workers: int = 2, more: str = "") -> Iterator[Served]:
-    """Up and loaded; `more`: settings under [server]."""
+def served(device: str, workers: int = 2, more: str = "", texts: bool = False) -> Iterator[Served]:
+    """Up and loaded; `more`: settings under [server]; `texts`: with a language model."""
     with tempfile.TemporaryDirectory(prefix="trust-") as name:
         folder, file = Path(name), Path(name) / "trust.toml"
         models = "".join(MODEL.format(name=each, target_ms=TARGETS_MS[each]) for each in demo.names())
-        file.write_text(CONFIG.format(device=device, workers=workers, more=more) + models)
+        models += AUSTEN.format(path=demo.AUSTEN) if texts else ""
+        silent_s = 20.0 if texts else 2.0  # under attack, the engine shares the machine's cores with the attackers
+        file.write_text(CONFIG.format(device=device, workers=workers, more=more, silent_s=silent_s) + models)
         (folder / "lookup_model.py").write_text(LOOKUP)
         os.environ.update(environment(XDG_RUNTIME_DIR=name))
         with processes(str(file), workers) as server:
             said = lambda: [each["message"] for each in server.lines()]  # noqa: E731
-            server.wait_until(lambda: said().count("loaded") > len(demo.names()))
+            server.wait_until(lambda: said().count("loaded") > len(demo.names()) + texts)
             yield Served(server, folder)
+
+
+AUSTEN = """
+[[models]]
+name = "austen"
+language_model = "{path}"
+"""
 
 
 def connections() -> aiohttp.ClientSession:
@@ -321,6 +339,268 @@ FAULTS: dict[str, tuple[str, Fault]] = {
 }  # fmt: skip
 
 
+# -- attacks: each goes on for a while, and is to delay nobody. They know HTTP only, so that other servers can be asked
+
+HELLO = "POST {} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+HOURS = {"allOf": [{"type": "string", "pattern": f"(a|b)*a(a|b){{{k}}}"} for k in range(10, 50)]}  # to compile
+PROMPT = {"model": "austen", "prompt": "It is", "stream": True, "ignore_eos": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server under attack: addresses, and a request with its right answer."""
+
+    kind: str
+    url: str
+    pid: int
+    infer: str
+    live: str
+    body: bytes
+    expected: bytes  # a part of the answer
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def pids(self) -> list[int]:
+        """Its processes."""
+        found = [self.pid]
+        for pid in found:
+            found += children(pid)
+        return found
+
+    def held(self) -> tuple[float, int]:
+        """MB of memory of its own, and open descriptors."""
+        nbytes = descriptors = 0
+        for pid in self.pids():
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{pid}/status").read_text().split()
+                nbytes += int(words[words.index("RssAnon:") + 1]) * 1024
+                descriptors += len(os.listdir(f"/proc/{pid}/fd"))
+        return nbytes * 1e-6, descriptors
+
+
+Attack = Callable[[Target, float], Awaitable[Any]]  # until this time
+
+
+def sockets(count: int, *pieces: bytes, path: str = "", length: int = 0) -> Attack:
+    """So many connections that send this, of a body of some length, and are kept; one that is closed comes again."""
+
+    async def one(target: Target, until: float) -> None:
+        head = f"{HELLO.format(path or target.infer)}Content-Length: {length}\r\n\r\n" if length else ""
+        while time.monotonic() < until:
+            with contextlib.suppress(TimeoutError, *BROKEN):
+                async with asyncio.timeout_at(asyncio.get_running_loop().time() + until - time.monotonic()):
+                    _, writer = await asyncio.open_connection("127.0.0.1", target.port, limit=1)
+                    try:
+                        for piece in (head.encode(), *pieces):
+                            writer.write(piece)
+                            await writer.drain()
+                        while not writer.transport.is_closing():
+                            await asyncio.sleep(0.1)
+                    finally:
+                        writer.transport.abort()
+            await asyncio.sleep(0.01)
+
+    async def attack(target: Target, until: float) -> None:
+        await asyncio.gather(*(one(target, until) for _ in range(count)))
+
+    return attack
+
+
+def bodies(count: int, path: str, body: bytes, leave: bool = False, **headers: str) -> Attack:
+    """So many clients that post this again and again; `leave`: they go with the first bytes of the answer."""
+
+    async def one(target: Target, until: float, session: aiohttp.ClientSession) -> None:
+        named = {"Content-Type": "application/json", **{name.replace("_", "-"): each for name, each in headers.items()}}
+        while time.monotonic() < until:
+            with contextlib.suppress(TimeoutError, *BROKEN):
+                async with asyncio.timeout(max(0.1, until - time.monotonic())):
+                    async with session.post(target.url + (path or target.infer), data=body, headers=named) as answer:
+                        await (answer.content.readany() if leave else answer.read())
+                        if leave:
+                            answer.close()
+            await asyncio.sleep(0.01)
+
+    async def attack(target: Target, until: float) -> None:
+        async with connections() as session:
+            await asyncio.gather(*(one(target, until, session) for _ in range(count)))
+
+    return attack
+
+
+def texts(count: int, leave: bool = False, path: str = "/v1/completions", **fields: Any) -> Attack:
+    return bodies(count, path, json.dumps({**PROMPT, **fields}).encode(), leave)
+
+
+def chats(count: int, **fields: Any) -> Attack:
+    given = {"messages": [{"role": "user", "content": "It"}], "prompt": None, "stream": False, **fields}
+    body = {name: each for name, each in {**PROMPT, **given}.items() if each is not None}
+    return bodies(count, "/v1/chat/completions", json.dumps(body).encode())
+
+
+def deaf_readers(target: Target, until: float) -> Awaitable[Any]:
+    body = json.dumps({**PROMPT, "max_tokens": 400, "n": 8}).encode()
+    return sockets(50, body, path="/v1/completions", length=len(body))(target, until)
+
+
+LISTS = b'{"inputs":[' + b'{"name":"y"},' * 4_000_000 + b'{"name":"y"}]}'
+ATTACKS: dict[str, tuple[str, Attack]] = {
+    "json-lists": ("Two clients with 4 M elements of JSON as 150 KB of gzip", bodies(
+        2, "", gzip.compress(LISTS, 9), Content_Encoding="gzip")),
+    "json-plain": ("Two clients with 28 MB of JSON lists", bodies(2, "", LISTS[:28_000_000] + b"]}")),
+    "headers": ("1,000 connections with unfinished headers of 30 KB", sockets(
+        1000, b"GET / HTTP/1.1\r\n" + b"".join(b"X-%d: %b\r\n" % (k, b"a" * 7000) for k in range(4)))),
+    "half-bodies": ("200 connections with one of two MB of a body", sockets(200, bytes(1 << 20), length=2 << 20)),
+    "no-bodies": ("1,000 connections that announce a body and send none", sockets(1000, length=1000)),
+    "deep-json": ("JSON 100,000 levels deep", bodies(2, "", b"[" * 100_000)),
+}  # fmt: skip
+TEXT_ATTACKS: dict[str, tuple[str, Attack]] = {
+    "texts-left": ("64 clients that begin texts and leave", texts(64, leave=True, max_tokens=400)),
+    "texts-unread": ("50 clients that do not read eight texts of 400 tokens", deaf_readers),
+    "long-prompts": ("Four prompts of 10 MB", texts(4, prompt="It is a truth " * 700_000)),
+    "stops": ("16 stop strings of 1,000 characters, and 1,000 of them", texts(
+        4, stop=["e" * (984 + k) for k in range(16)], max_tokens=400)),
+    "many-stops": ("1,000 stop strings", texts(4, stop=["e"] * 1000)),
+    "many-texts": ("128 texts in one request, and 2^70", texts(4, n=128, max_tokens=400)),
+    "deep-fields": ("Fields 10,000 levels deep", bodies(2, "/v1/completions", b'{"model":' + b"[" * 10_000)),
+    "logit-bias": ("A bias for a million tokens", texts(2, logit_bias={str(k): 1.0 for k in range(1_000_000)})),
+    "schemas": ("Schemas that take hours to compile", chats(4, response_format={
+        "type": "json_schema", "json_schema": {"name": "x", "schema": HOURS}})),
+    "logprobs": ("Answers with 20 log probabilities for each token", chats(
+        8, logprobs=True, top_logprobs=20, max_tokens=400)),
+    "many-messages": ("Chats of 10,000 messages", chats(2, messages=[{"role": "user", "content": ""}] * 10_000)),
+}  # fmt: skip
+MOST_S = 6.0  # of an attack
+
+
+def probe(target: Target, connection: Any) -> None:
+    """Asks on new connections, in a process of its own, until told to end; tells times in ms and outcomes."""
+    times, outcomes = [], Counter[str]()
+    connection.send("ready")
+    while not (times and connection.poll(0.02)):
+        for method, path, body in (("GET", target.live, b""), ("POST", target.infer, target.body)):
+            began = time.monotonic()
+            asked = HTTPConnection("127.0.0.1", target.port, timeout=30.0)
+            try:
+                asked.request(method, path, body, {"Content-Type": "application/json"} if body else {})
+                answer = asked.getresponse()
+                found = answer.read()
+                right = answer.status == 200 and (not body or target.expected in found)
+                outcomes["right" if right else "wrong" if answer.status == 200 else str(answer.status)] += 1
+            except (OSError, HTTPException):
+                outcomes["lost"] += 1
+            finally:
+                asked.close()
+            if not body:
+                times.append((time.monotonic() - began) * 1e3)
+    connection.send((times, dict(outcomes)))
+
+
+async def under_attack(target: Target, attack: Attack, seconds: float) -> dict[str, Any]:
+    """Times of a probe, and memory, while the attack lasts."""
+    spawn = multiprocessing.get_context("spawn")
+    mine, theirs = spawn.Pipe()
+    prober = spawn.Process(target=probe, args=(target, theirs))
+    prober.start()
+    await asyncio.to_thread(mine.recv)
+    before, most = target.held()[0], 0.0
+    attacking = asyncio.create_task(attack(target, time.monotonic() + seconds))
+    while not attacking.done():
+        await asyncio.wait({attacking}, timeout=0.1)
+        most = max(most, target.held()[0])
+    mine.send(None)
+    times, outcomes = await asyncio.to_thread(mine.recv)
+    prober.join()
+    p50, p99, longest = np.percentile(times, [50, 99, 100])
+    return {"p50_ms": p50, "p99_ms": p99, "longest_ms": longest, "added_mb": most - before, "outcomes": outcomes}
+
+
+async def attack_all(target: Target, names: list[str], seconds: float) -> list[dict[str, Any]]:
+    known = ATTACKS | (TEXT_ATTACKS if target.kind == "paellapy" else {})
+    found = []
+    for name in ["none", *(known if names == ["all"] else [each for each in names if each in known])]:
+        what, attack = known.get(name, ("No attack", idle))
+        found.append({"attack": name, "what": what, **await under_attack(target, attack, seconds)})
+        cells = {key: each if isinstance(each, dict) else round(each, 1) for key, each in found[-1].items()
+                 if key.endswith(("ms", "mb")) or key == "outcomes"}  # fmt: skip
+        print(target.kind, name, cells, flush=True)
+        await asyncio.sleep(1.0)
+    return found
+
+
+async def idle(target: Target, until: float) -> None:
+    await asyncio.sleep(until - time.monotonic())
+
+
+def target_of(server: Served) -> Target:
+    body = {"inputs": [{"name": "i", "shape": [1, 1], "datatype": "INT64", "data": [7]}]}
+    path = "/v2/models/lookup/infer"
+    return Target("paellapy", server.url, server.processes.process.pid, path, "/v2/health/live",
+                  json.dumps(body).encode(), b"7.0,7.0,7.0")  # fmt: skip
+
+
+@contextlib.contextmanager
+def litserve() -> Iterator[Target]:
+    """LitServe's server with a model of NumPy."""
+    with ServerProcess(__file__, "--serve-lit") as process:
+        pid = process.process.pid
+        yield Target("LitServe", process.url, pid, "/predict", "/health", b'{"input": 7}', b"7.0,7.0,7.0")
+
+
+def serve_lit() -> None:
+    import litserve
+
+    class Lookup(litserve.LitAPI):  # type: ignore[misc, name-defined]
+        def setup(self, device: str) -> None:
+            self.table = np.repeat(np.arange(TABLE, dtype=np.float32)[:, None], 32, axis=1)
+
+        def predict(self, request: Any) -> Any:
+            return {"y": self.table[int(request["input"])].tolist()}
+
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    announce(f"http://127.0.0.1:{port}")
+    litserve.LitServer(Lookup(), accelerator="cpu").run(host="127.0.0.1", port=port, generate_client_file=False)
+
+
+async def everything(server: Served, o: Any, until: float) -> tuple[Counter[str], dict[str, Any]]:
+    """Faults and attacks of all kinds at random, some at once, beside clients; memory and descriptors meanwhile."""
+    rng, target, work = np.random.default_rng(o.seed), target_of(server), requests(np.random.default_rng(0), 2000)
+    kinds = [*FAULTS, *ATTACKS, *TEXT_ATTACKS]
+    outcomes, end, counts, held = Counter[str](), asyncio.Event(), Counter[str](), list[tuple[float, int]]()
+    load = asyncio.create_task(run_clients(server.url, work, outcomes, o.clients, end))
+
+    async def harm() -> None:
+        while time.monotonic() < until - 2 * MOST_S:
+            name, pause_s = kinds[rng.integers(len(kinds))], rng.uniform(0.1, 3.0)
+            counts[name] += 1
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LONGEST_S):
+                    if name in FAULTS:
+                        await FAULTS[name][1](server)
+                    else:
+                        seconds = rng.uniform(1.0, MOST_S)
+                        await (ATTACKS | TEXT_ATTACKS)[name][1](target, time.monotonic() + seconds)
+            await asyncio.sleep(pause_s)
+
+    harming = asyncio.gather(harm(), harm())
+    while not harming.done():
+        held.append(target.held())
+        await asyncio.wait({harming}, timeout=5.0)
+    await harming
+    end.set()
+    await load
+    async with connections() as session:
+        server.processes.wait_until(server.has_standby)
+        after = Counter([await each.ask(session, server.url) for each in work[:200]])
+    quarter = max(1, len(held) // 4)
+    parts = {"first": held[:quarter], "last": held[-quarter:]}
+    return outcomes, {"seed": o.seed, "kinds": dict(counts), "after": dict(after), "held": {
+        name: {"mb": float(np.median([mb for mb, _ in part])), "descriptors": float(np.median([n for _, n in part]))}
+        for name, part in parts.items()}}  # fmt: skip
+
+
 class Prober:
     """Asks every model in turn, on new connections, and notes when it was not answered right."""
 
@@ -412,7 +692,44 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--faults", default="all", help=f"all, none, or some of {', '.join(FAULTS)}")
+    parser.add_argument("--attacks", help=f"all, or some of {', '.join([*ATTACKS, *TEXT_ATTACKS])}")
+    parser.add_argument("--minutes", type=float, help="of all faults and attacks at random")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--serve-lit", action="store_true", help="internal")
     o = parser.parse_args()
+    if o.serve_lit:
+        serve_lit()
+    elif o.attacks:
+        attacks(o)
+    elif o.minutes:
+        with served(o.device, o.workers, texts=True) as server:
+            outcomes, found = asyncio.run(everything(server, o, time.monotonic() + 60 * o.minutes))
+        found |= {"minutes": o.minutes, "outcomes": dict(outcomes), "commit": commit(), "cores": os.cpu_count()}
+        print(json.dumps(found, indent=1))
+        print(save("trust_hour", found, None, o.out))
+    else:
+        recoveries(o)
+
+
+def attacks(o: Any) -> None:
+    names, found = o.attacks.split(","), dict[str, Any]()
+    seconds = min(o.seconds, MOST_S)
+    with served(o.device, o.workers, texts=True) as server:
+        found["paellapy"] = asyncio.run(attack_all(target_of(server), names, seconds))
+    if find_spec("litserve") is not None:
+        with litserve() as target:
+            found["LitServe"] = asyncio.run(attack_all(target, names, seconds))
+    known = {kind: {each["attack"]: each for each in rows} for kind, rows in found.items()}
+    head = ["attack", *(f"{kind}, p99 ms / MB added" for kind in ("paellapy", "LitServe", "Triton"))]
+    rows = [head]
+    for each in found["paellapy"]:
+        cells = [known.get(kind, {}).get(each["attack"]) for kind in ("paellapy", "LitServe", "Triton")]
+        rows.append([each["what"], *("–" if c is None else f"{c['p99_ms']:.0f} / {c['added_mb']:.0f}" for c in cells)])
+    show("attacks", rows[0], rows[1:])
+    print(save("trust_attacks", found, None, o.out, tables={"trust-attacks": rows}))
+
+
+def recoveries(o: Any) -> None:
     with served(o.device, o.workers) as server:
         outcomes, faults = asyncio.run(campaign(server, o, time.monotonic() + o.seconds))
     about = {"commit": commit(), "clients": o.clients, "cores": os.cpu_count(), "seconds": o.seconds}
