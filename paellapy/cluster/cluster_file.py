@@ -17,15 +17,16 @@ import hashlib
 import inspect
 import ipaddress
 import secrets
-import socket
 import sys
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
+from paellapy.cluster.processes import free_port
 from paellapy.cluster.router import HELD_BYTES
 from paellapy.instrument.errors import PaellaError
 from paellapy.instrument.gpu_model.parts import part
@@ -33,7 +34,7 @@ from paellapy.scheduler.core.profiles import load_profiles
 from paellapy.scheduler.sim.plan import Placement
 from paellapy.serving.access import Key
 from paellapy.serving.build import build_entries, build_keys, build_policy
-from paellapy.serving.config import NotNegative, Positive, Source, load_config
+from paellapy.serving.config import Config, NotNegative, Positive, Source, load_config
 from paellapy.serving.errors import ConfigError
 
 Count = Annotated[int, Meta(ge=1)]
@@ -77,41 +78,27 @@ def load_cluster(path: Path, key: str | None = None) -> ClusterFile:
     file and the allowed values. `key`: the own key of the cluster that the file is for, if it runs.
     """
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        tree = tomllib.loads(text)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
         raise ConfigError(f"{path} cannot be read: {e}") from None
     try:
         settings = msgspec.convert(tree.pop("cluster", {}), ClusterSettings)
-    except msgspec.ValidationError as e:
-        raise ConfigError(f"{path}: under [cluster]: {e}") from None
-    try:
         config, _ = load_config(options=tree)
-    except ConfigError as e:
-        raise ConfigError(f"{path}: {e}") from None
-    source = Source(str(path), path.read_text())
+    except (msgspec.ValidationError, ConfigError) as e:
+        raise ConfigError(f"{path}: {'' if isinstance(e, ConfigError) else 'under [cluster]: '}{e}") from None
+    source = Source(str(path), text)
     build_policy(config, source)
     models = [each.name for each in build_entries(config, source)]
-    for key_name, named in (("replicas", settings.replicas), ("memory_gb", settings.memory_gb)):
-        if unknown := sorted(set(named) - set(models)):
-            said = f"[cluster.{key_name}] names unknown models {', '.join(unknown)}: choose from {', '.join(models)}"
-            raise ConfigError(f"{path}: {said}", field=f"cluster.{key_name}")
-    _check_settings(path, settings, config.device, models)
-    if config.tls is not None:
-        raise ConfigError(
-            f"{path}: [tls]: routers do not support TLS: remove it, and put a proxy with TLS in front", field="tls"
-        )
     keys = build_keys(config, source)
     own = (key or secrets.token_urlsafe(32)) if keys else None
+    _check(path, settings, config, models, keys)
     if own is not None:
-        if OWN_KEY in keys:
-            raise ConfigError(
-                f"{path}: [keys]: {OWN_KEY!r} is reserved for the cluster's own key: choose another name", field="keys"
-            )
         keys[OWN_KEY] = Key(own)
     # Read from the environment here: other nodes have another environment.
     tree["keys"] = {name: {"key": k.secret, "roles": sorted(k.roles), "tenant": k.tenant} for name, k in keys.items()}
-    folder = str(path.resolve().parent)
     code = {each.factory: _digest(each.factory) for each in config.models if each.factory}
+    folder = str(path.resolve().parent)
     return ClusterFile(settings=settings, engine=tree, models=models, folder=folder, key=own, code=code)
 
 
@@ -123,35 +110,43 @@ def _digest(factory: str) -> str:
         return ""
 
 
-def _check_settings(path: Path, s: ClusterSettings, device: str, models: list[str]) -> None:
+def _check(path: Path, s: ClusterSettings, config: Config, models: list[str], keys: Mapping[str, Key]) -> None:
     def wrong(field: str, given: object, said: str) -> ConfigError:
         return ConfigError(f"{path}: {field} = {given!r}: {said}", field=field, given=given)
 
-    if device.startswith("virtual:"):
+    for field, named in (("cluster.replicas", s.replicas), ("cluster.memory_gb", s.memory_gb)):
+        if unknown := sorted(set(named) - set(models)):
+            raise wrong(field, unknown, f"there are no such models: choose from {', '.join(models)}")
+    if config.tls is not None:
+        said = "routers do not support TLS: remove [tls], and put a proxy with TLS in front"
+        raise wrong("tls", config.tls.certificate, said)
+    if OWN_KEY in keys:
+        raise wrong("keys", OWN_KEY, "this name is reserved for the cluster's own key: choose another")
+    if config.device.startswith("virtual:"):
         try:
-            part(device.partition(":")[2])
+            part(config.device.partition(":")[2])
         except PaellaError as e:
-            raise wrong("device", device, str(e)) from None
+            raise wrong("device", config.device, str(e)) from None
     if s.engine_host != "node":
         try:
             ipaddress.ip_address(s.engine_host)
-            with socket.socket() as probe:
-                probe.bind((s.engine_host, 0))
+            free_port(s.engine_host)
         except (OSError, ValueError):
             said = 'engines cannot listen there: give "node", or an address of this machine if all run on it'
             raise wrong("cluster.engine_host", s.engine_host, said) from None
-    if s.replan_s and s.profiles is None:
-        raise wrong("cluster.replan_s", s.replan_s, "it needs cluster.profiles, a file written by pp.save_profiles")
     if s.max_engines is not None and (s.max_engines < s.engines or s.replicas or s.replan_s):
         said = f"give at least the {s.engines} engines, and neither replicas nor replan_s"
         raise wrong("cluster.max_engines", s.max_engines, said)
-    if s.profiles is not None:
-        try:
-            known = {each.name for each in load_profiles(path.resolve().parent / s.profiles)}
-        except (PaellaError, OSError) as e:
-            raise wrong("cluster.profiles", s.profiles, str(e)) from None
-        if missing := sorted(set(models) - known):
-            raise wrong("cluster.profiles", s.profiles, f"it has no profile of {', '.join(missing)}")
+    if s.profiles is None:
+        if s.replan_s:
+            raise wrong("cluster.replan_s", s.replan_s, "it needs cluster.profiles, a file written by pp.save_profiles")
+        return
+    try:
+        known = {each.name for each in load_profiles(path.resolve().parent / s.profiles)}
+    except (PaellaError, OSError) as e:
+        raise wrong("cluster.profiles", s.profiles, str(e)) from None
+    if missing := sorted(set(models) - known):
+        raise wrong("cluster.profiles", s.profiles, f"it has no profile of {', '.join(missing)}")
 
 
 def first_placement(file: ClusterFile, engines: int) -> Placement:
@@ -176,20 +171,18 @@ def difference(old: ClusterFile, new: ClusterFile) -> list[str]:
     before, after = (
         _flat({"cluster": msgspec.to_builtins(each.settings), "code": each.code, **each.engine}) for each in (old, new)
     )
-    found = []
-    for name in sorted({*before, *after}):
-        was, now = before.get(name, "none"), after.get(name, "none")
-        if was != now:
-            found.append(f"{name}: changed" if name.startswith("keys.") else f"{name}: {was} -> {now}")
-    return found
+    changed = {
+        name: f"{before.get(name, 'none')} -> {after.get(name, 'none')}"
+        for name in sorted({*before, *after})
+        if before.get(name) != after.get(name)
+    }
+    return [f"{name}: {'changed' if name.startswith('keys.') else each}" for name, each in changed.items()]
 
 
 def _flat(tree: Any, name: str = "") -> dict[str, str]:
     """Leaves of a tree by their full names."""
     if not isinstance(tree, dict | list):
-        return {name: msgspec.json.encode(tree, enc_hook=str).decode()}
-    each = tree.items() if isinstance(tree, dict) else ((f"[{k}]", value) for k, value in enumerate(tree))
-    found: dict[str, str] = {}
-    for key, value in each:
-        found |= _flat(value, f"{name}{key}" if str(key).startswith("[") else f"{name}.{key}".lstrip("."))
-    return found
+        return {name.removeprefix("."): msgspec.json.encode(tree, enc_hook=str).decode()}
+    each = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    inner = "{}.{}" if isinstance(tree, dict) else "{}[{}]"
+    return {leaf: text for key, value in each for leaf, text in _flat(value, inner.format(name, key)).items()}

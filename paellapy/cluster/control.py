@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from paellapy.cluster.cluster_file import ClusterFile, difference, first_placement, load_cluster
-from paellapy.cluster.processes import ask
+from paellapy.cluster.processes import RAY_SETTINGS, ask
 from paellapy.cluster.router import RouterOptions
 from paellapy.instrument.env import install_line
 from paellapy.instrument.errors import PaellaError
@@ -30,9 +30,6 @@ from paellapy.serving.logs import configure, log
 
 OLDEST, BEYOND = (2, 60), (3, 0)  # tested versions of Ray
 MOST_VIRTUAL = 64
-# Settings for a Ray that is started here. By default its workers run at nice 15, so any other process would come
-# before them on a busy CPU; and a node is declared dead only after five checks, one every 3 s.
-RAY_SETTINGS = {"RAY_worker_niceness": "0", "RAY_health_check_period_ms": "1000"}
 LOOK_S = 0.1
 FEWEST = 100  # requests between two plans; fewer do not show the load
 LEAVE_S = 60.0  # a server's drain takes up to 40

@@ -17,6 +17,9 @@ from typing import Any
 
 import msgspec
 
+# Settings for a Ray that is started here. By default its workers run at nice 15, so any other process would come
+# before them on a busy CPU; and a node is declared dead only after five checks, one every 3 s.
+RAY_SETTINGS = {"RAY_worker_niceness": "0", "RAY_health_check_period_ms": "1000"}
 MODULE = "paellapy.cluster.keeper"
 VARIABLE = "PAELLAPY_TASK"  # of the environment, which other users cannot read: a task may hold keys
 ASK_S = 2.0

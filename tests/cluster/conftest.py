@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from places import TESTS
 
-from paellapy.cluster.control import RAY_SETTINGS
+from paellapy.cluster.processes import RAY_SETTINGS
 
 _running: list[Any] = []  # the cluster, while there is one
 _end = ExitStack()
