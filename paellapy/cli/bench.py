@@ -35,7 +35,9 @@ def bench(
         Path | None, typer.Option(help="TOML file for --engine, as for serve  [dim](demo models)[/dim]")
     ] = None,
     policy: Annotated[str | None, typer.Option(help="policy for --engine  [dim](the file's or paella)[/dim]")] = None,
-    model: Annotated[list[str] | None, typer.Option(help="model to ask for; may be repeated  [dim](all)[/dim]")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="model to ask for; may be repeated  [dim](all but those of texts)[/dim]")
+    ] = None,
     rate: Annotated[float | None, typer.Option(help="open-loop: requests per second")] = None,
     concurrency: Annotated[
         int | None,
@@ -56,7 +58,7 @@ def bench(
         int | None, typer.Option(help="priority of each request; 1 goes first  [dim](the server's)[/dim]")
     ] = None,
     target_ms: Annotated[
-        float | None, typer.Option(help="also show the share of answers within this latency in ms")
+        float | None, typer.Option(help="show the share of answers within this latency in ms, not each model's target")
     ] = None,
     connections: Annotated[int, typer.Option(help="open-loop: limit of connections at a time")] = 512,
     clients: Annotated[int, typer.Option(help="client processes, if one core is not enough")] = 1,
@@ -187,8 +189,9 @@ def table(result: dict[str, Any]) -> Table:
     if result["clients"] > 1:
         how += f", {result['clients']} client processes"
     columns = ["model", "answered\n/s", "p50\nms", "p90\nms", "p99\nms", "p99.9\nms", "max\nms", "refused", "errors"]
-    if load["target_ms"] is not None:
-        columns.append(f"within\n{load['target_ms']:g} ms")
+    targets = any(each["target_ms"] is not None for each in result["models"].values())
+    if targets:
+        columns += ["target\nms", "in\ntarget"]
     found = dict(result["models"])
     several = len(found) > 1
     if several:
@@ -198,7 +201,9 @@ def table(result: dict[str, Any]) -> Table:
         latency = each.get("latency_ms", {})
         numbers = [_ms(latency[key]) if key in latency else "–" for key in ("p50", "p90", "p99", "p99.9", "max")]
         failed = sum(each["errors"].values())
-        within = [f"{each.get('within_target', 0.0):.2%}"] if load["target_ms"] is not None else []
+        target = each["target_ms"]
+        share = each.get("within_target", None if target is None else 0.0)
+        within = ["–" if target is None else f"{target:g}", "–" if share is None else f"{share:.1%}"] if targets else []
         rows.append([name, f"{each['answered_per_s']:.1f}", *numbers, str(each["refused"]), str(failed), *within])
     return number_table(f"{result['url']}: {how}, {result['seconds']:.1f} s", columns, rows, total=several)
 

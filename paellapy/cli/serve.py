@@ -160,14 +160,23 @@ def picture(image: NDArray[np.float32]) -> str:
     return "\n".join("  " + "".join(_SHADES[k] * 2 for k in row) for row in levels)
 
 
+def show_addresses(console: Console, url: str, names: Sequence[str]) -> None:
+    """Prints what is served where, each address by itself, so that it can be copied for curl."""
+    flag = ""
+    if url.startswith("unix:"):
+        flag, url = f"--unix-socket {url.removeprefix('unix:')} ", "http://localhost"
+    said = " ".join(["Serving", *filter(None, [", ".join(names)])])
+    console.print(f"\n{said} at {flag}{url}/v2", markup=False)
+    for what, path in (("dashboard", "/"), ("documentation", "/docs"), ("metrics", "/metrics")):
+        console.print(f"  {what:14s} {flag}{url}{path}", markup=False)
+
+
 def announce_demo(url: str, loaded: Sequence[str]) -> None:
     """Prints how to use a demo server that is ready, with its loaded models."""
     from paellapy import demo
 
     console = Console(soft_wrap=True, highlight=False)
-    console.print(f"\nServing {', '.join(loaded)} at [bold]{url}/v2[/bold]")
-    for what, path in (("dashboard", "/"), ("documentation", "/docs"), ("metrics", "/metrics")):
-        console.print(f"  {what:14s} {url}{path}")
+    show_addresses(console, url, loaded)
     if "cnn" in loaded:
         images, labels = demo.held_out()
         console.print(f"\nA handwritten {labels[0]} that no model has seen:\n{picture(images[0])}")
@@ -214,12 +223,12 @@ def _announce(url: str, config: Config, source: Source, instead: Announce | None
             instead(url, names)
             return
         command = request_line(url, _get(f"{url}/v2/models/{names[0]}", key), flags)
-        console.print(f"\nServing {', '.join(names)} at [bold]{url}/v2[/bold]; dashboard {url}/, API {url}/docs")
+        show_addresses(console, url, names)
         console.print(command, markup=False)
         sys.stdout.flush()
     except (OSError, PaellaError, ValueError, LookupError):  # the server is ready in any case
         with contextlib.suppress(OSError):  # a full device, or a reader that is gone
-            console.print(f"\nServing at [bold]{url}/v2[/bold]")
+            show_addresses(console, url, ())
             sys.stdout.flush()
 
 

@@ -98,11 +98,11 @@ class Picture:
 
     @property
     def names(self) -> list[str]:
-        """Names with a colour, in a fixed order: a model's colour does not depend on the order of launches."""
+        """Names with a colour, in a fixed order: a model's colour depends only on its place among the engine's models,
+        as on the dashboard.
+        """
         models = list(self.whole.models) if self.by_model and isinstance(self.whole, EngineTrace) else []
-        shown = self.groups.names
-        return [*(m for m in models if m in shown), *(g for g in shown if g not in models),
-                *(m for m in models if m not in shown)]  # fmt: skip
+        return [*models, *(g for g in self.groups.names if g not in models)]
 
     @property
     def title(self) -> str:

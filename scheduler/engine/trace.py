@@ -212,7 +212,7 @@ class trace_engine:
             recorded = core.backend.end_trace(list(core.models.by_row.values()))
             self._log.flush()
             self._unwatch()
-        loaded = dict(core.models.by_row)
+        loaded = dict(sorted(core.models.by_row.items()))  # in the dashboard's order, so that colours are the same
         models = {row: each.model for row, each in loaded.items()}
         instances = {instance: row for row, each in loaded.items() for instance in each.instance_rows}
         whole = bool(core.state.core["whole_always"][0])

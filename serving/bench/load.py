@@ -42,6 +42,9 @@ class Target(Protocol):
     @property
     def url(self) -> str: ...
 
+    @property
+    def targets_ms(self) -> dict[str, float]: ...
+
     async def prepare(self, rng: np.random.Generator) -> list[str]: ...
 
     async def ask(self, name: str, k: int, timeout_us: int | None, level: int | None) -> tuple[int, str, float]: ...
@@ -57,6 +60,7 @@ class Outcome:
     refused_s: list[float] = field(default_factory=list)
     errors: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)  # refusals by text
+    target_ms: float | None = None  # the model's own
 
     def add(self, other: Outcome) -> None:
         self.latencies_s += other.latencies_s
@@ -65,7 +69,9 @@ class Outcome:
         self.reasons += other.reasons
 
     def summary(self, seconds: float, target_ms: float | None = None) -> dict[str, Any]:
+        target_ms = self.target_ms if target_ms is None else target_ms
         found: dict[str, Any] = {
+            "target_ms": target_ms,
             "answered": len(self.latencies_s),
             "answered_per_s": len(self.latencies_s) / seconds,
             "refused": len(self.refused_s),
@@ -119,7 +125,7 @@ class Bench:
         """Runs the load. `begin` is called once everything is prepared and returns the start time."""
         try:
             names = await self.target.prepare(self._rng)
-            self.outcomes = {name: Outcome() for name in names}
+            self.outcomes = {name: Outcome(target_ms=self.target.targets_ms.get(name)) for name in names}
             at = begin() + 0.01
             ticker = asyncio.create_task(self._tick(at))
             try:
@@ -212,9 +218,15 @@ def summarize(url: str, load: Load, runs: list[tuple[dict[str, Outcome], float, 
     everything = Outcome()
     for found, _, _ in runs:
         for name, each in found.items():
-            outcomes.setdefault(name, Outcome()).add(each)
+            outcomes.setdefault(name, Outcome(target_ms=each.target_ms)).add(each)
             everything.add(each)
     seconds = max(each[1] for each in runs)
+    models = {name: each.summary(seconds, load.target_ms) for name, each in outcomes.items()}
+    total = everything.summary(seconds, load.target_ms)
+    judged = [each for each in models.values() if "within_target" in each]
+    if judged and load.target_ms is None:  # each model's own target
+        answered = sum(each["answered"] for each in judged)
+        total["within_target"] = sum(each["within_target"] * each["answered"] for each in judged) / answered
     left_out = ("headers", "trace", "ca")  # secret, too long, and specific to this machine
     settings = {key: value for key, value in asdict(load).items() if key not in left_out}
     return {
@@ -223,8 +235,8 @@ def summarize(url: str, load: Load, runs: list[tuple[dict[str, Outcome], float, 
         "clients": len(runs),
         "seconds": seconds,
         "client_late_ms": max(each[2] for each in runs) * 1e3,
-        "all": everything.summary(seconds, load.target_ms),
-        "models": {name: each.summary(seconds, load.target_ms) for name, each in outcomes.items()},
+        "all": total,
+        "models": models,
     }
 
 

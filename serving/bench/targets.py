@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 from typing import Any
@@ -44,19 +45,29 @@ class _Model(msgspec.Struct):
     inputs: list[_Input]
 
 
+class _Text(msgspec.Struct):
+    string_value: str
+
+
+class _Config(msgspec.Struct):
+    parameters: dict[str, _Text] = {}
+
+
 class HttpTarget:
-    """Any v2 endpoint."""
+    """Any v2 endpoint. Of models that nobody has named, those that take texts are left out."""
 
     def __init__(self, url: str, load: Load) -> None:
         self.url, self.load = url, load
         self._endpoint = Endpoint.of(url, load.ca)
         self._pool = Pool(self._endpoint, load.connections if load.concurrency is None else load.concurrency)
+        self.targets_ms: dict[str, float] = {}
         self._inputs: dict[str, list[tuple[list[dict[str, Any]], Inputs]]] = {}
         self._requests: dict[tuple[str, int, int | None, int | None], bytes] = {}
 
     async def prepare(self, rng: np.random.Generator) -> list[str]:
         """The names of the models to ask for."""
         names = list(self.load.models) or sorted({each.model for each in self.load.trace})
+        named = bool(names)
         if not names:
             index = await self._get("POST", "/v2/repository/index", list[_Listed])
             names = [each.name for each in index if each.state == "READY"]
@@ -64,11 +75,23 @@ class HttpTarget:
                 raise BenchError(f"no model of {self.url} is ready: load one, or wait until it is loaded")
         for name in names:
             model = await self._get("GET", f"/v2/models/{quote(name, safe='')}", _Model)
+            if not named and any(each.datatype == "BYTES" for each in model.inputs):
+                continue
             inputs = [{"name": each.name, "datatype": each.datatype, "shape": each.shape} for each in model.inputs]
+            await self._know_target(name)
             self._inputs[name] = [(inputs, made_up(name, inputs, self.load.items, rng)) for _ in range(BODIES)]
             for k in range(BODIES):
                 self._request(name, k, self.load.timeout_us, self.load.priority)
-        return names
+        if not self._inputs:
+            said = f"every model of {self.url} takes texts, which bench cannot make: {', '.join(names)}"
+            raise BenchError(said, field="models", given=names)
+        return list(self._inputs)
+
+    async def _know_target(self, name: str) -> None:
+        """Servers of others may not have this address, or no target there."""
+        with contextlib.suppress(BenchError, KeyError, ValueError):
+            config = await self._get("GET", f"/v2/models/{quote(name, safe='')}/config", _Config)
+            self.targets_ms[name] = float(config.parameters["target_ms"].string_value)
 
     async def ask(self, name: str, k: int, timeout_us: int | None, level: int | None) -> tuple[int, str, float]:
         """Status, the text of an error, and the seconds to wait before the next request."""
@@ -163,6 +186,7 @@ class EngineTarget:
     def __init__(self, engine: Engine, load: Load) -> None:
         self.url, self.load = f"engine on {engine.device.name}, {engine.policy}", load
         self._engine = engine
+        self.targets_ms = {name: m.target_ms for name, m in engine.models.items() if m.target_ms is not None}
         self._inputs: dict[str, list[Inputs]] = {}
 
     async def prepare(self, rng: np.random.Generator) -> list[str]:

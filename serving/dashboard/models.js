@@ -18,7 +18,7 @@ export function makeModelsPanel() {
   function update(snapshot) {
     const { models } = snapshot;
     const window = Math.round(snapshot.window_s) || 1;
-    say(note, `latency of the last ${window} s, from arrival to answer`);
+    say(note, `latency, from arrival to answer, and batches: the last ${window} s; req/s and GPU time: the last ${Math.min(2, window)} s`);
     const loading = snapshot.loading ?? [];
     const failed = snapshot.failed ?? [];
     say(empty, loading.length ? `Loading ${loading.join(", ")} …` : "No model is loaded.");
@@ -83,7 +83,7 @@ function makeCard(name) {
     el("div", { class: "pp-name" }, title, about, weights, trouble), chart, list);
 
   function update(model, range, edges, colour, refusals, window) {
-    title.style.setProperty("--own", colour);
+    node.style.setProperty("--own", colour);
     say(about, `${model.target_ms === null ? "no target" : `target ${chosenTime(model.target_ms)}`} · alone ${milliseconds(model.alone_ms)}`);
     weights.hidden = !model.weights;
     if (model.weights) {

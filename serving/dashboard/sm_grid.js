@@ -5,8 +5,8 @@ import { bytes, count, digits, el, mark, percent, rate, say } from "./format.js"
 
 const RESOURCE_NAMES = { blocks: "Blocks", warps: "Warps", registers: "Registers", shared_bytes: "Shared memory", issue: "Kernel issue" };
 const SOURCE_NOTES = {
-  exact: "resident warps ÷ maximum, per SM",
-  sampled: "resident warps ÷ maximum, sampled from instrumented kernels",
+  exact: "resident warps ÷ maximum since the last update; kernels take their modelled times, shorter than this host's",
+  sampled: "resident warps ÷ maximum since the last update, sampled from instrumented kernels",
   none: "no loaded model has instrumented kernels",
 };
 

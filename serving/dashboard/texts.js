@@ -3,12 +3,12 @@
 import { count, el, milliseconds, percent, rate, say } from "./format.js";
 
 const LATELY_S = 10;
-const TEXT_COLUMNS = ["model", "writing", "waiting", "tokens/s", "prompts/s", "batch", "first token p50", "p99", "next p50", "p99", "pages", "prefix hits"];
+const TEXT_COLUMNS = ["model", "writing", "waiting", "tokens/s", "prompts/s", "batch", "first token p50", "first token p99", "next p50", "next p99", "pages", "prefix hits"];
 
 export function makeTextsPanel() {
   const body = el("tbody");
   const head = TEXT_COLUMNS.map((text, k) => el("th", { scope: "col", class: k ? "" : "pp-text" }, text));
-  const table = el("table", { class: "pp-slow" }, el("thead", {}, el("tr", {}, ...head)), body);
+  const table = el("table", { class: "pp-slow pp-texts" }, el("thead", {}, el("tr", {}, ...head)), body);
   const node = el("section", { class: "pp-panel pp-wide", "aria-label": "Language models", hidden: true },
     el("div", { class: "pp-title" }, el("h2", {}, "Language models"), el("p", {}, `the last ${LATELY_S} s; prompts in tokens`)), table);
   const history = [];
@@ -20,7 +20,7 @@ export function makeTextsPanel() {
     while (history[0][0] < snapshot.time_s - LATELY_S) history.shift();
     while (body.children.length > models.length) body.lastChild.remove();
     while (body.children.length < models.length) {
-      body.append(el("tr", {}, ...TEXT_COLUMNS.map((_, k) => el("td", { class: k ? "" : "pp-text" }))));
+      body.append(el("tr", {}, ...TEXT_COLUMNS.map((name, k) => el("td", { class: k ? "" : "pp-text", "data-name": name }))));
     }
     models.forEach((now, k) => {
       const [since, all] = history.find(([, each]) => each.has(now.name));

@@ -1,4 +1,4 @@
-// The first row: six numbers, with their history of the last minute.
+// The first row: six numbers, with their history of up to a minute.
 
 import { count, el, mark, percent, rate, say, svgEl } from "./format.js";
 
@@ -7,12 +7,12 @@ const LEAST_S = 15;
 
 export function makeTiles() {
   const tiles = {
-    throughput: tile("Throughput", "requests/s"),
-    requests: tile("In flight", "requests"),
-    waiting: tile("Waiting", "requests"),
+    throughput: tile("Throughput", "requests/s in 2 s"),
+    requests: tile("In flight", "requests now"),
+    waiting: tile("Waiting", "requests now"),
     within: tile("Within target", ""),
+    busy: tile("GPU busy", "of the last 2 s"),
     occupancy: tile("SM occupancy", "of warps"),
-    busy: tile("SMs busy", "of the time"),
   };
   const history = [];
   const refusals = [];
@@ -26,8 +26,8 @@ export function makeTiles() {
       requests: snapshot.queue.requests,
       waiting: Math.max(0, snapshot.queue.requests - snapshot.queue.running),
       within: weight ? judged.reduce((sum, m) => sum + m.within_target * (m.recent + m.expired), 0) / weight : null,
+      busy: snapshot.gpu_busy ?? null,
       occupancy: average(sms.occupancy),
-      busy: average(sms.busy),
     };
     history.push([snapshot.time_s, values]);
     while (history.length && history[0][0] < snapshot.time_s - KEPT_S) history.shift();
@@ -41,10 +41,10 @@ export function makeTiles() {
     refusals.push([snapshot.time_s, refused]);
     while (refusals[0][0] < snapshot.time_s - KEPT_S) refusals.shift();
     const lately = Math.max(0, refused - refusals[0][1]);
-    say(tiles.within.unit, lately ? `of answers; ${count(lately)} refused` : "of answers");
+    const answers = `of answers in ${Math.round(snapshot.window_s) || 1} s`;
+    say(tiles.within.unit, lately ? `${answers}; ${count(lately)} refused in a minute` : answers);
     mark(tiles.within.unit, "pp-late", lately > 0);
-    say(tiles.occupancy.unit, sms.occupancy ? "of warps" : "not reported");
-    say(tiles.busy.unit, sms.busy ? "of the time" : "not reported");
+    say(tiles.occupancy.unit, !sms.occupancy ? "not reported" : snapshot.virtual ? "of warps, by modelled times" : "of warps");
   }
 
   return { node: el("dl", { class: "pp-tiles" }, ...Object.values(tiles).map((t) => t.node)), update };

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from engine_models import scale_model
 from rich.console import Console
+from served_models import words
 from serving_server import echo_model, running
 from typer.testing import CliRunner
 
@@ -38,7 +39,8 @@ CERTIFICATE = Path(__file__).parents[2] / "tls" / "certificate.pem"
 
 @pytest.fixture(scope="module")
 def server():
-    models = [scale_model("one", batch=(1, 4)), echo_model("two", ["FP16", "INT32", "BOOL"], batch=(1, 4))]
+    types = ["FP16", "INT32", "BOOL"]
+    models = [scale_model("one", batch=(1, 4), target_ms=1e6), echo_model("two", types, batch=(1, 4))]
     with running(models, keys={"me": "key"}) as found:
         run_bench(found.url, Load(concurrency=2, **QUICK))  # what the first requests compile, no other waits for
         yield found
@@ -53,6 +55,7 @@ QUICK = {"duration_s": 0.8, "warmup_s": 0.1, "headers": {"X-API-Key": "key"}}
 def test_it_measures_every_model(server, how, binary):
     result = run_bench(server.url, Load(**how, **QUICK, binary=binary, items=2, target_ms=1e6))
     assert result["all"]["within_target"] == 1.0
+    assert {each["target_ms"] for each in result["models"].values()} == {1e6}
     assert set(result["models"]) == {"one", "two"}
     assert not result["all"]["errors"]
     assert result["all"]["answered"] > 0
@@ -240,6 +243,7 @@ def test_a_table_of_80_columns_has_every_number_in_full():
     latency = {"p50": 1236.4, "p90": 2236.5, "p99": 12236.4, "p99.9": 112236.4, "max": 0.012345}
     row = {
         "answered_per_s": 12366.4, "latency_ms": latency, "refused": 123456, "errors": {"why": 7}, "within_target": 0.5,
+        "target_ms": 50.0,
     }  # fmt: skip
     load = {"trace": None, "rate": 100.0, "arrivals": "poisson", "target_ms": 50.0}
     models = {"transformer": row, "a_model_whose_name_is_[very]_long": row}
@@ -249,16 +253,26 @@ def test_a_table_of_80_columns_has_every_number_in_full():
     lines = console.export_text().splitlines()
     assert all(len(line) <= 80 for line in lines)
     assert "…" not in "".join(lines)
-    numbers = ["12366.4", "1236", "2236", "12236", "112236", "0.0123", "123456", "7", "50.00%"]
+    numbers = ["12366.4", "1236", "2236", "12236", "112236", "0.0123", "123456", "7", "50", "50.0%"]
     assert [line.split()[1:] for line in lines].count(numbers) == 3
     names = "".join(line.split()[0] for line in lines if line.strip())
     assert "transformera_model_whose_name_is_[very]_longall" in names
 
 
+def test_without_names_models_that_take_texts_are_left_out_and_each_has_its_own_target():
+    with running([scale_model("one", target_ms=1e6), *words()]) as found:
+        result = run_bench(found.url, Load(concurrency=2, duration_s=0.2, warmup_s=0.0))
+        with pytest.raises(BenchError):
+            run_bench(found.url, Load(concurrency=2, models=("words",)))
+    (own,) = result["models"].values()
+    assert (own["target_ms"], own["within_target"]) == (1e6, 1.0)
+    assert result["all"]["within_target"] == 1.0
+
+
 class Stub:
     """A target whose requests all end in `outcome`, an awaitable function."""
 
-    url = "nowhere"
+    url, targets_ms = "nowhere", {}
 
     def __init__(self, outcome):
         self.asked, self._outcome = 0, outcome
