@@ -80,7 +80,6 @@ def _digest(request: web.Request) -> bytes:
 
 
 def _add(one: Any, other: Any, key: str = "") -> Any:
-    """The sum of the numbers at the same places."""
     if isinstance(one, dict):
         return {**other, **{k: _add(value, other[k], k) if k in other else value for k, value in one.items()}}
     if key == "batch_stats":
@@ -190,7 +189,6 @@ async def merged_metrics(request: web.Request) -> web.Response:
 
 
 def cluster_status(router: Router) -> dict[str, Any]:
-    """The answer of `GET /v2/cluster`."""
     return {
         "ready": router.ready,
         "missing": router.missing(),

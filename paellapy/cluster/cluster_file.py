@@ -63,8 +63,6 @@ class ClusterSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ClusterFile(msgspec.Struct, kw_only=True):
-    """All facts that engines and routers need."""
-
     settings: ClusterSettings
     engine: dict[str, Any]  # settings in the form of `paellapy serve`
     models: list[str]
@@ -180,7 +178,6 @@ def difference(old: ClusterFile, new: ClusterFile) -> list[str]:
 
 
 def _flat(tree: Any, name: str = "") -> dict[str, str]:
-    """Leaves of a tree by their full names."""
     if not isinstance(tree, dict | list):
         return {name.removeprefix("."): msgspec.json.encode(tree, enc_hook=str).decode()}
     each = tree.items() if isinstance(tree, dict) else enumerate(tree)

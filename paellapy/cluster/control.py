@@ -124,12 +124,10 @@ class State(msgspec.Struct, kw_only=True):
         return msgspec.json.decode(found, type=cls)
 
     def says(self, path: str = "/v2/cluster") -> Any:
-        """An answer of a router."""
         return json.loads(ask(self.url + path, self.file.key))
 
 
 def _replicas() -> Any:
-    """Our module that imports Ray."""
     import_ray()
     from paellapy.cluster import replicas
 
@@ -211,7 +209,6 @@ def _deploy(state: State) -> None:
 
 
 def _statuses() -> dict[str, Any]:
-    """Our applications, as Serve sees them."""
     from ray import serve
 
     found = serve.status().applications
@@ -231,7 +228,6 @@ def _wait(done: Callable[[], bool], within_s: float, what: str) -> None:
 
 
 def _answers(state: State) -> bool:
-    """Whether the front door is ready and knows all engines."""
     with contextlib.suppress(OSError):
         seen = state.says()
         return bool(seen["ready"]) and sum(each["up"] for each in seen["engines"]) >= state.engines
@@ -242,8 +238,6 @@ def _answers(state: State) -> bool:
 
 
 class Planner:
-    """Plans again as the load changes."""
-
     def __init__(self) -> None:
         configure("text", "info")
         self._planned_at, self._counted = time.monotonic(), Counter[str]()
@@ -375,7 +369,6 @@ def drain(engine: str) -> None:
 
 
 def is_up() -> bool:
-    """Whether a cluster is on this Ray."""
     try:
         State.stored()
     except ClusterError:

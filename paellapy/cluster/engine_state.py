@@ -33,8 +33,6 @@ _decode = msgspec.json.Decoder(Outlook).decode
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """Name and address of an engine."""
-
     name: str
     url: str
 
@@ -116,7 +114,6 @@ class EngineView:
         return {} if self.outlook is None else self.outlook.models
 
     def offers(self) -> frozenset[str]:
-        """Models that are loaded."""
         return frozenset(name for name, each in self.models.items() if each.state == READY)
 
     def wants(self) -> frozenset[str]:

@@ -18,7 +18,6 @@ _LENGTHS = re.compile(rb"(\r\n(inference-header-)?content-length:[ \t]*)[0-9]+",
 
 
 def at_most_once(head: bytes) -> bool:
-    """Whether the request must not run twice."""
     found = header_values(head, AT_MOST_ONCE.encode())
     return any(each.lower() not in (b"", b"0", b"false") for each in found)
 
@@ -41,8 +40,6 @@ def digest_of(head: bytes) -> bytes:
 
 
 class KnownKeys:
-    """Digests of keys, and when they were accepted."""
-
     def __init__(self) -> None:
         self._accepted_at: dict[bytes, float] = {}
 
@@ -50,7 +47,6 @@ class KnownKeys:
         return time.monotonic() - self._accepted_at.get(digest, float("-inf")) < KEPT_S
 
     def was_accepted(self, digest: bytes) -> bool:
-        """Whether it was accepted at any time."""
         return digest in self._accepted_at
 
     def add(self, digest: bytes) -> None:

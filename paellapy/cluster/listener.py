@@ -55,8 +55,6 @@ _HOP = frozenset(
 
 
 class RouterHandler:
-    """State that all connections of a router share."""
-
     def __init__(self, router: Router) -> None:
         o = router.options
         self._router = router
@@ -130,7 +128,6 @@ texts.error_body = merged_models.error_body = error_body  # type: ignore[attr-de
 
 
 def _header(request: web.Request, length: int) -> bytes:
-    """The header to send on."""
     # An answer to HEAD has a length and no body: the engine is asked for both, and aiohttp sends the head alone.
     method = "GET" if request.method == "HEAD" else request.method
     lines = [f"{method} {request.raw_path} HTTP/1.1"]

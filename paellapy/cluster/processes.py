@@ -88,7 +88,6 @@ class Kept:
         return self.process.poll() is not None
 
     def tell(self, **changes: Any) -> None:
-        """Changes fields of its task."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):
             self.process.stdin.write(msgspec.json.encode(changes) + b"\n")

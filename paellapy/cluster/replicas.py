@@ -77,12 +77,11 @@ class EngineReplica:
         self._kept = kept = Kept(self._task)
         until = time.monotonic() + self._ready_s
         while not self._is_ready():
-            if kept.ended or (not kept.health.alive and kept.health.starts > MOST_STARTS):
+            ends = kept.ended or (not kept.health.alive and kept.health.starts > MOST_STARTS)
+            if ends or time.monotonic() > until:
                 kept.end(0.0)
-                raise RuntimeError("the engine's server ended while it started: see this replica's log")
-            if time.monotonic() > until:
-                kept.end(0.0)
-                raise RuntimeError(f"the engine was not ready within ready_s = {self._ready_s:g}")
+                late, ended = f"was not ready within ready_s = {self._ready_s:g}", "ended: see this replica's log"
+                raise RuntimeError(f"the engine's server {ended if ends else late}")
             time.sleep(0.05)
         write(ENGINES + self.name.encode(), self._url.encode())
 
@@ -181,7 +180,9 @@ class PredictedFinish:
         self._target_s = target_s
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        soonest = [min(each.values()) for each in (context.aggregated_metrics or {}).values() if each]
+        # Texts have no prediction: 0
+        engines = (context.aggregated_metrics or {}).values()
+        soonest = [min(filter(None, each.values()), default=0.0) for each in engines]
         now = context.current_num_replicas
         wanted = math.ceil(now * max(soonest, default=0.0) / self._target_s)
         return min(max(wanted, now - 1, 1), 2 * max(now, 1)), {}

@@ -61,8 +61,6 @@ class RouterOptions:
 
 @dataclass(slots=True)
 class Counts:
-    """Counters of a router since it started."""
-
     requests: int = 0
     refused: int = 0  # answers 503, 429 and 404 of engines, after which other engines were asked
     lost: int = 0  # engines that ended, or fell silent, before an answer
@@ -263,7 +261,7 @@ class Forward:
 
 
 class Router:
-    """Distributes requests over engines, which `set_members` adds and removes.
+    """Distributes requests over engines, which `set_engines` adds and removes.
 
     `models` are the names to serve: their requests are held while no engine has them. Other names are unknown until an
     engine has them.
@@ -314,7 +312,6 @@ class Router:
         view.pool.close()
 
     def hear(self, view: EngineView, outlook: Outlook) -> None:
-        """Takes an engine's new outlook."""
         if self.views.get(view.name) is view and view.hear(outlook):
             self.models.update(view.offers())
             self._wake()
@@ -371,7 +368,6 @@ class Router:
         return best
 
     def dispatch(self, work: Forward, again: bool = False) -> None:
-        """Sends the request, holds it, or refuses it."""
         if not work.seen:
             work.seen = True
             self.counts.requests += 1
@@ -397,7 +393,6 @@ class Router:
             self._hold(work)
 
     def _hold(self, work: Forward) -> None:
-        """Holds a request while no engine has its model."""
         refusal = RefusedError(f"model {work.model!r}: no engine has it now; try again", "engine_away", 2.0)
         left_s = work.left_s()
         if len(self._waiting) >= MOST_WAITING:

@@ -79,6 +79,8 @@ class Reply(NamedTuple):
 class _Ask:
     """A request of `Pool`."""
 
+    __slots__ = ("body", "link", "most", "over", "raw", "reply")
+
     def __init__(self, raw: bytes, most: int) -> None:
         self.raw, self.body, self.most = raw, b"", most
         self.over, self.link = False, cast("Link | None", None)
