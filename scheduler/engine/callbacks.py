@@ -259,18 +259,20 @@ class StepsCall:
         caller: Caller,
     ) -> None:  # fmt: skip
         self._caller, self.over = caller, False
-        each = [{key: _item(array[k]) for key, array in inputs.items()} for k in range(items)]
-        self._task = asyncio.create_task(self._run(client, loaded, each, terms))
+        self._task = asyncio.create_task(self._run(client, loaded, inputs, items, terms))
 
-    async def _run(self, client: RequestClient, loaded: Loaded, items: list[dict[str, Any]], terms: Terms) -> None:
-        answers: list[dict[str, Any]] = [{}] * len(items)
-        left = iter(enumerate(items))
+    async def _run(
+        self, client: RequestClient, loaded: Loaded, inputs: Mapping[str, NDArray[Any]], items: int, terms: Terms
+    ) -> None:
+        answers: list[dict[str, Any]] = [{}] * items
+        left = iter(range(items))
 
         async def some() -> None:
-            for k, item in left:
+            for k in left:
+                item = {key: _item(array[k]) for key, array in inputs.items()}
                 answers[k] = await client.infer_with_steps(loaded, item, terms)
 
-        tasks = [asyncio.create_task(some()) for _ in range(min(len(items), AT_ONCE))]
+        tasks = [asyncio.create_task(some()) for _ in range(min(items, AT_ONCE))]
         try:
             await asyncio.gather(*tasks)
             outputs = {key: stacked(spec, [each[key] for each in answers]) for key, spec in loaded.model.gives.items()}

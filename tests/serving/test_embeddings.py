@@ -15,7 +15,7 @@ from encoder_families import tokenizer
 from served_models import encoders
 from serving_server import ask, running
 
-from paellapy.serving.embeddings import MOST_TEXTS
+from paellapy.serving.embeddings import LISTS_AT_ONCE, MOST_TEXTS
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +47,9 @@ def test_texts_and_tokens_have_the_same_vectors(server):
     np.testing.assert_allclose(alone, of_texts[0], rtol=1e-5, atol=1e-6)
     (alone,), _ = vectors(server, tokenizer().encode(texts[0]).ids)
     np.testing.assert_allclose(alone, of_texts[0], rtol=1e-5, atol=1e-6)
+    ids = tokenizer().encode(texts[0]).ids
+    many, _ = vectors(server, [ids] * (2 * LISTS_AT_ONCE + 1))
+    np.testing.assert_allclose(many, [of_texts[0]] * len(many), rtol=1e-5, atol=1e-6)
 
 
 def test_forms_and_dimensions(server):
