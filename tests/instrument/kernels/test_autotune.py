@@ -202,7 +202,7 @@ def test_configurations_are_ranked_as_their_launches_then_take() -> None:
 
 
 def test_a_configuration_that_fits_on_no_sm_is_ranked_last_with_its_error() -> None:
-    large = triton.Config({"B": 256})
+    large = triton.Config({"B": 256}, num_warps=32)
     with Device("virtual:h200"):
         a, b, c = (np.zeros((256, 256), np.float32) for _ in range(3))
         ranked = rank_configs(kernel(square), (1,), a, b, c, configs=[large, triton.Config({"B": 16})])

@@ -489,7 +489,8 @@ def square(x, out, n, B: tl.constexpr):
 
 @pytest.mark.parametrize("above", [False, True], ids=["below the decorator", "above the decorator"])
 def test_an_autotuner_passes_over_a_configuration_that_fits_on_no_sm(above: bool):
-    tune = triton.autotune([triton.Config({"B": 128}, num_stages=4), triton.Config({"B": 16}, num_stages=2)], ["n"])
+    configs = [triton.Config({"B": 128}, num_stages=4, num_warps=16), triton.Config({"B": 16}, num_stages=2)]
+    tune = triton.autotune(configs, ["n"])
     kernel = tune(pp.kernel(square)) if above else pp.kernel(tune(square))
     x, out = torch.eye(256), torch.zeros(256, 256)
     kernel[1,](x, out, 256)
