@@ -471,7 +471,7 @@ class Generator:
         client, now = self._client, time.monotonic_ns()
         due_ns: float = codes.NEVER
         if isinstance(planned, Chunk):
-            sequences, n = [s for s, _ in planned.pieces], len(planned.tokens)
+            sequences, n = [s for s, _ in planned.pieces], self._captured(len(planned.tokens))
             arrival = min(s.owner.began_ns for s in sequences)
         else:
             sequences, n = planned.sequences, len(planned.rows)
@@ -488,13 +488,23 @@ class Generator:
         if isinstance(planned, Chunk):
             for number, first, pages in planned.entries:
                 self._state.table[number][first : first + len(pages)].set(pages)
-            self._layout.write(slot.inputs["words"][:n].reshape(-1), planned)
+            self._layout.write(slot.inputs["words"][:n].reshape(-1), planned, n)
         else:
             write_rows(slot.inputs["rows"], planned)
         step = _Step(client, loaded, planned, due_ns, self._waiter.set)
         (self._chunks if isinstance(planned, Chunk) else self._steps).append(step)
         slot.begin_for(step)
         return True
+
+    def _captured(self, size: int) -> int:
+        """The smallest captured size of chunks that holds this one, which is captured if it is not yet. The parts of a
+        chunk lie where the program of its size looks for them.
+        """
+        sizes = self._client.core.state.size[self.prefill.row, : len(self.model.chunk_sizes)]
+        own = sizes[self.model.chunk_sizes.index(size)]
+        if own["capture"] == codes.LATER and own["segments"] == 0:
+            own["capture"] = codes.WANTED
+        return int(sizes["batch"][(sizes["segments"] > 0) & (sizes["batch"] >= size)].min())
 
     def _end(self, step: _Step) -> list[_Stream]:
         """Hands on the tokens of a step; returns the texts that have something new."""

@@ -162,11 +162,12 @@ class ChunkLayout:
         width = ROW.itemsize // 4
         return found, words[at : at + PIECES * width].reshape(PIECES, width)
 
-    def write(self, words: Any, chunk: Chunk) -> None:
-        """Fills a flat input on the host."""
-        parts, rows = self.split(words, len(chunk.tokens))
+    def write(self, words: Any, chunk: Chunk, size: int) -> None:
+        """Fills the flat input of a program of this size on the host. Zeros are entries that are not used."""
+        parts, rows = self.split(words, size)
         for name, part in parts.items():
-            part[...] = getattr(chunk, name)
+            given = getattr(chunk, name)
+            part[: len(given)], part[len(given) :] = given, 0
         rows[...] = words_of(chunk.rows)
 
     def _words(self, size: int) -> int:

@@ -98,6 +98,15 @@ def test_greedy_texts_are_those_of_the_library_whatever_shares_the_engine(engine
     assert counts["free_pages"] == counts["pages"] == 18
 
 
+def test_a_chunk_runs_at_a_larger_size_until_its_own_is_captured(engine: pp.Engine, folder: Path) -> None:
+    options: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "ignore_eos": True, "repetition_penalty": 1.5}
+    prompt = np.random.default_rng(2).integers(0, VOCABULARY, 100).tolist()
+    wanted = tokens_of(engine.generate("tiny", prompt, **options))
+    with pp.Engine("virtual:h200") as fresh:
+        fresh.load(tiny(folder, name="fresh", chunk=256))
+        assert tokens_of(fresh.generate("fresh", prompt, **options)) == wanted
+
+
 def test_a_seed_gives_the_same_text_beside_others(engine: pp.Engine) -> None:
     drawn = {"temperature": 1.2, "max_tokens": 8, "ignore_eos": True}
     alone = tokens_of(engine.generate("tiny", "abc", seed=7, **drawn))
