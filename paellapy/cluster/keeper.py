@@ -133,7 +133,7 @@ class Keeper:
     def _end(self, within_s: float) -> None:
         until = time.monotonic() + within_s
         for worker in self._workers:
-            worker.process.terminate() if within_s else worker.process.kill()
+            (worker.process.terminate if within_s else worker.process.kill)()
         for worker in self._workers:
             worker.process.join(max(0.0, until - time.monotonic()))
             worker.process.kill()

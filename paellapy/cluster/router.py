@@ -84,7 +84,7 @@ class Forward:
     answer: asyncio.Future[Pieces] | None = None
     cancels: bool = False  # an engine stops working on it when its client leaves
     client: FastConnection | None = None
-    head: Head | None = None
+    head: Head = None  # type: ignore[assignment]  # of a connection of the fast path
     body: bytes = b""
     most: int = sys.maxsize  # of an answer's bytes: all
     tried: set[str] = field(default_factory=set)  # engines that have refused or lost it
