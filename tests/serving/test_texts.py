@@ -18,7 +18,7 @@ from paellapy.serving.errors import ConfigError
 PATH = "/v2/models/words"
 
 
-@pytest.fixture(scope="module", params=["one process", pytest.param("workers", marks=pytest.mark.xdist_group("texts"))])
+@pytest.fixture(scope="module", params=["one process", "workers"])
 def server(request):
     if request.param == "workers":
         with processes("served_models:words") as found:

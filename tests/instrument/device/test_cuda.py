@@ -12,6 +12,8 @@ import pytest
 from paellapy.instrument.device import cuda
 from paellapy.instrument.device.cuda import EventMemory
 
+pytestmark = pytest.mark.xdist_group("fake GPU")  # one process that all are forked from
+
 
 class Cleared:
     """A device that has nothing but cleared memory."""
@@ -41,7 +43,6 @@ def test_launches_in_graphs_get_cleared_memory_up_to_a_limit(monkeypatch: pytest
 # ---- errors that a later call reports --------------------------------------------------------------------------------
 
 
-@pytest.mark.xdist_group("fake GPU")
 def test_an_error_found_later_names_the_launches_that_it_may_belong_to(forked: Any, tmp_path: Path) -> None:
     """With CUDA_LAUNCH_BLOCKING=1 the driver lets a launch report its own error."""
     forked.run(textwrap.dedent("""
