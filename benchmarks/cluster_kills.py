@@ -139,6 +139,7 @@ class Cluster:
         self._ray = [self._node() for _ in range(3)]
         self._env = {**os.environ, "RAY_ADDRESS": self._nodes.address}
         self._started: list[subprocess.Popen[bytes]] = []
+        self._victim = 0  # the process that a signal was sent to last
         self._write()
         self._start("paellapy", "cluster", "serve", str(self._file))
         while not self.has_two():
@@ -157,8 +158,9 @@ class Cluster:
         return [sum(word in line for line in lines) for word in WORDS]
 
     def is_whole(self) -> bool:
-        """Whether no part is missing; two engines are counted by `has_two`."""
-        return all(now >= before for now, before in zip(self.census(), self._census, strict=True))
+        """Whether what was killed or stopped is gone, and no part is missing."""
+        is_full = all(now >= before for now, before in zip(self.census(), self._census, strict=True))
+        return is_full and not command(self._victim)
 
     def _start(self, module: str, *arguments: str) -> None:
         command = [sys.executable, "-m", module, *arguments]
@@ -185,7 +187,8 @@ class Cluster:
         return own[-1] if name in ("engine", "router") and own else actors[-1]
 
     def signal(self, name: str, number: int) -> None:
-        os.kill(self.part(name), number)
+        self._victim = self.part(name)
+        os.kill(self._victim, number)
 
     def kill_node(self) -> None:
         """Kills the older one of those that are not the first, with all its workers, and adds another."""
