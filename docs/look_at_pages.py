@@ -1,8 +1,9 @@
-"""Opens pages of the built site in Chromium, light and dark, on a desk and on a phone, and says what cannot be read.
+"""Opens pages of the built site in Chromium, light and dark, on three screens, and says what cannot be read.
 
     make docs && python docs/look_at_pages.py [--pictures FOLDER] [PAGE …]
 
-Reported: text outside the page, wide blocks that do not scroll, text with too little contrast, messages of the console.
+Reported: text outside the page, wide blocks that do not scroll, on a desk also tables that do, figures broken into lines, text with
+too little contrast, messages of the console.
 Without names, the ten pages below are opened. Exit code 1 if anything was found. `--pictures` keeps a picture of each.
 """
 
@@ -23,11 +24,11 @@ PAGES = (
     "index", "start", "concepts", "scheduling", "serving", "policies", "results", "pictures", "reference/api/Engine",
     "reference/http",
 )  # fmt: skip
-SIZES = {"desk": (1366, 900), "phone": (390, 844)}
+SIZES = {"desk": (1366, 900), "tablet": (768, 1024), "phone": (390, 844)}
 # WCAG's least contrast for text of normal size. Code has many colours, and comments are meant to be quiet: 3 is enough.
 TEXT_CONTRAST, CODE_CONTRAST = 4.5, 3.0
 FAULTS = r"""
-((textLeast, codeLeast) => {
+((textLeast, codeLeast, mayScroll) => {
   const found = new Set(), root = document.documentElement, width = root.clientWidth;
   if (root.scrollWidth > width + 1) found.add(`the page is ${root.scrollWidth} px wide`);
   const parse = (colour) => (colour.match(/[\d.]+/g) || [0, 0, 0, 0]).map(Number);
@@ -56,6 +57,17 @@ FAULTS = r"""
     const least = e.closest("pre, code") ? codeLeast : textLeast;
     if (contrast < least) found.add(`contrast ${contrast.toFixed(1)}: ${text}`);
   }
+  for (const table of document.querySelectorAll("article table"))
+    if (!mayScroll && table.scrollWidth > table.clientWidth + 1)
+      found.add(`a table hides ${table.scrollWidth - table.clientWidth} px: ${table.textContent.trim().slice(0, 60)}`);
+  for (const cell of document.querySelectorAll("article td")) {
+    // a figure, perhaps with a unit, a range or an error
+    if (!/^[<>≤≥]?\s?[\d.,]+( ?(to|±|–) ?[\d.,]+)?( [^\s\d]{1,4})?$/.test(cell.textContent.trim())) continue;
+    const range = document.createRange();
+    range.selectNodeContents(cell);
+    if (range.getBoundingClientRect().height > 1.8 * parseFloat(getComputedStyle(cell).lineHeight))
+      found.add(`broken: ${cell.textContent.trim()}`);
+  }
   for (const image of document.querySelectorAll("article img"))
     if (!image.complete || image.naturalWidth === 0) found.add(`no picture: ${image.src}`);
   return [...found];
@@ -63,10 +75,10 @@ FAULTS = r"""
 """
 
 
-async def faults(page: Page, name: str) -> list[str]:
+async def faults(page: Page, name: str, may_scroll: bool) -> list[str]:
     page.errors.clear()
     await page.goto((SITE / f"{name}.html").as_uri())
-    return [*await page.evaluate(f"{FAULTS}({TEXT_CONTRAST}, {CODE_CONTRAST})"), *page.errors]
+    return [*await page.evaluate(f"{FAULTS}({TEXT_CONTRAST}, {CODE_CONTRAST}, {int(may_scroll)})"), *page.errors]
 
 
 async def look(names: tuple[str, ...], pictures: Path | None) -> list[str]:
@@ -77,7 +89,7 @@ async def look(names: tuple[str, ...], pictures: Path | None) -> list[str]:
             for theme in ("light", "dark"):
                 page = await browser.page(width, height, dark=theme == "dark")
                 for name in names:
-                    found += [f"{name}, {size}, {theme}: {each}" for each in await faults(page, name)]
+                    found += [f"{name}, {size}, {theme}: {each}" for each in await faults(page, name, size != "desk")]
                     if pictures:
                         await page.screenshot(pictures / f"{name.replace('/', '-')}-{size}-{theme}.png")
                 await page.close()
