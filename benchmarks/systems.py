@@ -198,7 +198,7 @@ def table(points: dict[str, Any]) -> list[list[str]]:
         rows = []
         for what in ("models", "tenants"):
             had = [statistics.median(each) for each in points[f"limits|fair|{what}"]["alone_share"].values()]
-            rows.append((f"parts of three {what}", " : ".join(f"{x / sum(had):.3f}" for x in had), "shares 1 : 3 : 6"))
+            rows.append((f"parts of three {what}", "\u00a0:\u00a0".join(f"{x / sum(had):.3f}" for x in had), "shares 1 : 3 : 6"))
         return rows
 
     def tgs() -> Figures:

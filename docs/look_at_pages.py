@@ -2,8 +2,8 @@
 
     make docs && python docs/look_at_pages.py [--pictures FOLDER] [PAGE …]
 
-Reported: text outside the page, wide blocks that do not scroll, on a desk also tables that do, figures broken into lines, text with
-too little contrast, messages of the console.
+Reported: text outside the page, wide blocks that do not scroll, on a desk also tables that do, figures broken into
+lines, text with too little contrast, messages of the console.
 Without names, the ten pages below are opened. Exit code 1 if anything was found. `--pictures` keeps a picture of each.
 """
 
