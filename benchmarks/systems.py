@@ -198,7 +198,8 @@ def table(points: dict[str, Any]) -> list[list[str]]:
         rows = []
         for what in ("models", "tenants"):
             had = [statistics.median(each) for each in points[f"limits|fair|{what}"]["alone_share"].values()]
-            rows.append((f"parts of three {what}", "\u00a0:\u00a0".join(f"{x / sum(had):.3f}" for x in had), "shares 1 : 3 : 6"))
+            parts = "\u00a0:\u00a0".join(f"{x / sum(had):.3f}" for x in had)  # in one line
+            rows.append((f"parts of three {what}", parts, "shares 1 : 3 : 6"))
         return rows
 
     def tgs() -> Figures:
