@@ -243,7 +243,8 @@ class Results:
         """The time that each of the requests may take: its own deadline, otherwise its model's target; NaN: any."""
         target = np.array([np.nan if each.target_ms is None else each.target_ms for each in self.models])
         own = np.where(jobs["deadline_ns"] < NEVER, jobs["deadline_ns"] - jobs["arrival_ns"], np.nan) / 1e6
-        return np.where(np.isnan(own), target[jobs["model"]], own)
+        limit: NDArray[np.float64] = np.where(np.isnan(own), target[jobs["model"]], own)
+        return limit
 
     def _figures(self, name: str, jobs: Table) -> ModelResult:
         alone = np.array([each.alone_ns() for each in self.models])
