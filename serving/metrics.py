@@ -310,23 +310,27 @@ def text_metrics(models: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
     """Metrics of language models: tokens, latencies, batches, pages of keys and values."""
     if not models:
         return
-    for kind, name, text, key in (
-        (CounterMetricFamily, "paellapy_texts", "Texts begun", "texts"),
-        (CounterMetricFamily, "paellapy_prompt_tokens", "Tokens of prompts", "prompt_tokens"),
-        (CounterMetricFamily, "paellapy_cached_tokens", "Tokens of prompts that were found in kept pages",
-         "shared_tokens"),
-        (CounterMetricFamily, "paellapy_generated_tokens", "Tokens written", "tokens"),
-        (CounterMetricFamily, "paellapy_prefill_chunks", "Steps that read prompts", "chunks"),
-        (CounterMetricFamily, "paellapy_decode_steps", "Steps that write a token of each text", "steps"),
-        (CounterMetricFamily, "paellapy_decode_tokens", "Tokens of these steps; by their rate, the mean batch",
-         "batched"),
-        (GaugeMetricFamily, "paellapy_texts_running", "Texts being written", "running"),
-        (GaugeMetricFamily, "paellapy_texts_waiting", "Texts that wait for their turn", "waiting"),
-    ):  # fmt: skip
-        family = kind(name, text, labels=_LABELS)
+    for name, text, key in (
+        ("paellapy_texts", "Texts begun", "texts"),
+        ("paellapy_prompt_tokens", "Tokens of prompts", "prompt_tokens"),
+        ("paellapy_cached_tokens", "Tokens of prompts that were found in kept pages", "shared_tokens"),
+        ("paellapy_generated_tokens", "Tokens written", "tokens"),
+        ("paellapy_prefill_chunks", "Steps that read prompts", "chunks"),
+        ("paellapy_decode_steps", "Steps that write a token of each text", "steps"),
+        ("paellapy_decode_tokens", "Tokens of these steps; by their rate, the mean batch", "batched"),
+    ):
+        counter = CounterMetricFamily(name, text, labels=_LABELS)
         for model, about in models.items():
-            family.add_metric((model, VERSION), about[key])
-        yield family
+            counter.add_metric((model, VERSION), about[key])
+        yield counter
+    for name, text, key in (
+        ("paellapy_texts_running", "Texts being written", "running"),
+        ("paellapy_texts_waiting", "Texts that wait for their turn", "waiting"),
+    ):
+        gauge = GaugeMetricFamily(name, text, labels=_LABELS)
+        for model, about in models.items():
+            gauge.add_metric((model, VERSION), about[key])
+        yield gauge
     pages = GaugeMetricFamily("paellapy_pages", "Pages of keys and values, by use", labels=(*_LABELS, "use"))
     for model, about in models.items():
         kept = about["kept_pages"]
@@ -338,11 +342,11 @@ def text_metrics(models: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
         ("paellapy_ttft_seconds", "Time from a text's request to its first token", "ttft"),
         ("paellapy_tbt_seconds", "Time between two tokens of a text", "tbt"),
     ):
-        latencies = HistogramMetricFamily(name, text, labels=_LABELS)
+        family = HistogramMetricFamily(name, text, labels=_LABELS)
         for model, about in models.items():
             found = Histogram(tuple(about[key]["bounds_s"]), about[key]["counts"], about[key]["total_s"])
-            latencies.add_metric((model, VERSION), found.buckets(), found.total)
-        yield latencies
+            family.add_metric((model, VERSION), found.buckets(), found.total)
+        yield family
 
 
 class CpuMetrics:
