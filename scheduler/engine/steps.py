@@ -13,7 +13,7 @@ import pickle
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from concurrent.futures import Future
 from typing import Any, ClassVar, Protocol
 
@@ -66,7 +66,7 @@ class Stepped(Protocol):
     def functions(self) -> dict[str, Callable[..., Any]]: ...
 
     @property
-    def reads(self) -> set[str]:
+    def reads(self) -> Set[str]:
         """The functions whose ValueError refuses the request."""
 
     def made(self, step: str, found: Any) -> Any:
@@ -76,7 +76,7 @@ class Stepped(Protocol):
 class OfModel:
     """The functions of one model."""
 
-    reads: ClassVar = {"before"}
+    reads: ClassVar[Set[str]] = {"before"}
 
     def __init__(self, model: Model) -> None:
         self._model = model

@@ -164,7 +164,8 @@ class Results:
         if name is None:
             return self.jobs
         column, known = ("client", self.clients) if len(self.clients) > 1 else ("model", [m.name for m in self.models])
-        return self.jobs[self.jobs[column] == (known.index(name) if name in known else -1)]
+        found: Table = self.jobs[self.jobs[column] == (known.index(name) if name in known else -1)]
+        return found
 
     def tenant(self, name: str) -> ModelResult:
         """Figures of one client's requests, over all models."""
