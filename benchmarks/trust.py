@@ -512,7 +512,7 @@ async def under_attack(target: Target, attack: Attack, seconds: float) -> dict[s
     mine.send(None)
     times, outcomes = await asyncio.to_thread(mine.recv)
     prober.join()
-    p50, p99, longest = np.percentile(times, [50, 99, 100])
+    p50, p99, longest = np.percentile(times, [50, 99, 100]).tolist()
     return {"p50_ms": p50, "p99_ms": p99, "longest_ms": longest, "added_mb": most - before, "outcomes": outcomes}
 
 

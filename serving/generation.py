@@ -45,7 +45,7 @@ from paellapy.serving.service import SERVICE, Service
 from paellapy.serving.tensors import PIECE_BYTES
 
 if TYPE_CHECKING:
-    from paellapy.scheduler.engine.generation import Piece
+    from paellapy.scheduler.language.text import Piece
     from paellapy.serving.registry import TextModel, WrittenText
 
 TOKEN_BYTES = 256  # of a body, per token of the longest context: a token has about 5 characters, most have fewer

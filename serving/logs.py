@@ -232,10 +232,15 @@ def configure(style: Format = "text", level: str = "info", process: str = "", fi
 # -- a process that is the server's own
 
 LOG_SIGNALS = (signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+hung_up = threading.Event()  # SIGHUP came before there was a server that reloads
 
 
 def heed(number: int, frame: object = None) -> None:
-    """Handles a signal: SIGQUIT writes what each thread does, SIGUSR1 opens the log's file again."""
+    """Handles a signal: SIGQUIT writes what each thread does, SIGUSR1 opens the log's file again. Notes
+    SIGHUP for a server that does not listen yet.
+    """
+    if number == signal.SIGHUP:
+        hung_up.set()
     if number == signal.SIGQUIT:
         names = {each.ident: each.name for each in threading.enumerate()}
         for ident, at in sys._current_frames().items():  # noqa: SLF001  it is documented
@@ -261,7 +266,7 @@ def own_process() -> Iterator[None]:
     """Inside, signals are heeded, and what Python would write to standard error is written to the log."""
     hooks = sys.excepthook, threading.excepthook
     others = [logging.getLogger(name) for name in ("asyncio", "py.warnings")]
-    before = {number: signal.signal(number, heed) for number in LOG_SIGNALS}
+    before = {number: signal.signal(number, heed) for number in (*LOG_SIGNALS, signal.SIGHUP)}
     sys.excepthook = _tell
     threading.excepthook = lambda told: _tell(told.exc_type, told.exc_value, told.exc_traceback)
     logging.captureWarnings(True)

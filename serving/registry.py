@@ -36,9 +36,9 @@ from paellapy.serving.preflight import search_all_objects, spare_more_objects
 from paellapy.serving.tensors import check_servable
 
 if TYPE_CHECKING:  # they need packages that only language models need
-    from paellapy.scheduler.engine.generation import Generation, Piece
+    from paellapy.scheduler.engine.generation import Generation
     from paellapy.scheduler.language.model import LanguageModel
-    from paellapy.scheduler.language.text import TextCodec
+    from paellapy.scheduler.language.text import Piece, TextCodec
     from paellapy.serving.schemas import SchemaChecks
 
 # Model factories by `package.module:name`, imported again when one of their files has changed.

@@ -38,7 +38,7 @@ from paellapy.serving.listening import (
     url_of,
 )
 from paellapy.serving.loading import load_models, walk_http
-from paellapy.serving.logs import Seldom, configure, log
+from paellapy.serving.logs import Seldom, configure, hung_up, log
 from paellapy.serving.preflight import keep_memory, loop_factory, share_interpreter, spare_objects, stop_sparing
 from paellapy.serving.registry import READY, Catalogue, Registry
 from paellapy.serving.reload import Reloader, take_secrets
@@ -301,6 +301,9 @@ async def run(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping)
     loop.add_signal_handler(signal.SIGHUP, server.hang_up)
+    if hung_up.is_set():
+        hung_up.clear()
+        server.hang_up()
     await server.start()
     fields = {"url": server.url, **({"admin_url": server.admin_url} if server.admin_url else {})}
     log.log(level, "listening", extra={"fields": fields})

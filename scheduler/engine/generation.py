@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -56,6 +56,7 @@ from paellapy.scheduler.language.decoder import tile_tokens
 from paellapy.scheduler.language.model import ChunkLayout, LanguageModel, state_of, write_rows
 from paellapy.scheduler.language.pages import PagePool
 from paellapy.scheduler.language.sampling import OUT_WORDS, Sampling, seed_of
+from paellapy.scheduler.language.text import Piece
 from paellapy.scheduler.models.memory import MemoryPlan
 
 if TYPE_CHECKING:
@@ -68,16 +69,6 @@ _RECENT = 16  # chunks
 _REMEMBERED, _REMEMBERED_TOKENS = 1024, 1 << 20  # of texts that have ended
 
 _SAMPLING = frozenset(each.name for each in fields(Sampling))
-
-
-class Piece(NamedTuple):
-    """One token of an answer. Its `text` is empty while a character or a stop string is not complete."""
-
-    text: str
-    token: int
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()  # the most probable tokens, with their log probabilities
-    finish_reason: str | None = None  # of the last piece: "stop" or "length"
 
 
 class _Stream:

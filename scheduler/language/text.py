@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -115,6 +115,16 @@ def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, 
 
 def _refuse(why: str) -> None:
     raise jinja2.TemplateError(why)
+
+
+class Piece(NamedTuple):
+    """One token of an answer. Its `text` is empty while a character or a stop string is not complete."""
+
+    text: str
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()  # the most probable tokens, with their log probabilities
+    finish_reason: str | None = None  # of the last piece: "stop" or "length"
 
 
 class GrowingText:

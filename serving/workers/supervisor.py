@@ -32,7 +32,7 @@ import msgspec
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.processes import die_with_parent, name_process
 from paellapy.serving.listening import Shares, notify
-from paellapy.serving.logs import LOG_SIGNALS, heed, log
+from paellapy.serving.logs import LOG_SIGNALS, heed, hung_up, log
 
 # Messages of a process: it is ready; it has heard that it must stop; the engine hangs though its process lives; the
 # models have changed, so that a standby is out of date; the engine has taken a new configuration.
@@ -182,6 +182,9 @@ class Supervisor:
         self._open |= {wake_read, wake_write}
         before = {number: signal.signal(number, self._signalled) for number in (signal.SIGTERM, signal.SIGINT)}
         before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._hung_up)
+        if hung_up.is_set():
+            hung_up.clear()
+            self._hung_up(signal.SIGHUP, None)
         before |= {number: signal.signal(number, self._pass_on) for number in LOG_SIGNALS}
         old_fd = signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         try:

@@ -20,8 +20,8 @@ from paellapy.serving.registry import Registry
 from paellapy.serving.workers.channel import Channel, raised, told
 
 if TYPE_CHECKING:  # they need packages that only language models need
-    from paellapy.scheduler.engine.generation import Generation, Piece
-    from paellapy.scheduler.language.text import TextCodec
+    from paellapy.scheduler.engine.generation import Generation
+    from paellapy.scheduler.language.text import Piece, TextCodec
 
 GENERATE = "generate"  # a worker's call: it begins a text
 CANCEL = "cancel_text"  # a worker's event
@@ -115,7 +115,7 @@ class RemoteGeneration:
     """A text that the engine's process writes: as `Generation`, for event loops."""
 
     def __init__(self, cancel: Callable[[], None]) -> None:
-        from paellapy.scheduler.engine.generation import Piece
+        from paellapy.scheduler.language.text import Piece
 
         self._cancel, self._piece = cancel, Piece
         self.prompt_tokens = self.cached_tokens = 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -95,3 +97,11 @@ def test_a_restart_of_the_engine_ends_a_stream_with_one_error(server: Processes,
         return bool(written.usage.completion_tokens == 6)
 
     server.wait_until(is_written)
+
+
+def test_the_first_text_of_a_worker_imports_no_engine() -> None:
+    said = (
+        "import sys; from paellapy.serving.workers.texts import RemoteGeneration; RemoteGeneration(print);"
+        "assert 'paellapy.scheduler.engine.generation' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", said], check=True)
