@@ -46,9 +46,9 @@ from .scheduler.core.tenants import Tenant as Tenant
 from .scheduler.core.tuning import Tuning as Tuning
 from .scheduler.engine.engine import Engine as Engine
 from .scheduler.engine.generation import Generation as Generation
-from .scheduler.engine.generation import Piece as Piece
 from .scheduler.engine.pipelines import Pipeline as Pipeline
 from .scheduler.language.model import LanguageModel as LanguageModel
+from .scheduler.language.text import Piece as Piece
 from .scheduler.models.model import Model as Model
 from .scheduler.models.model import TensorSpec as TensorSpec
 from .scheduler.policies.compile import Where as Where

@@ -49,10 +49,9 @@ def _refusal(folder: str, vocabulary: int, eos: Sequence[int], text: str, cpu_s:
 class _Checks:
     """The function that checks one model's schemas, as `StepPool` takes it."""
 
-    workers, processes, reads = WORKERS, True, frozenset[str]()
-
     def __init__(self, model: LanguageModel) -> None:
-        self.name = model.name
+        self.name, self.workers, self.processes = model.name, WORKERS, True
+        self.reads: set[str] = set()
         folder, vocabulary = str(model.codec.folder.resolve()), model.config.vocabulary
         self.functions: dict[str, Callable[..., Any]] = {
             "check": partial(_refusal, folder, vocabulary, tuple(model.eos))

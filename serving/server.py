@@ -300,10 +300,7 @@ async def run(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping)
-    loop.add_signal_handler(signal.SIGHUP, server.hang_up)
-    if hung_up.is_set():
-        hung_up.clear()
-        server.hang_up()
+    loop.add_signal_handler(signal.SIGHUP, hung_up.set)
     await server.start()
     fields = {"url": server.url, **({"admin_url": server.admin_url} if server.admin_url else {})}
     log.log(level, "listening", extra={"fields": fields})
@@ -314,6 +311,10 @@ async def run(
         await asyncio.wait((loading, stopped, failed), return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             loading.result()
+            loop.add_signal_handler(signal.SIGHUP, server.hang_up)
+            if hung_up.is_set():
+                hung_up.clear()
+                server.hang_up()
             await asyncio.to_thread(spare_objects)
             if announce is not None and not stop.is_set():
                 announce(server.url)

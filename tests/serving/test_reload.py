@@ -270,7 +270,7 @@ def test_a_server_ends_though_a_factory_hangs(folder, workers):
     with serving(str(path)) as process:
         read_until(process.stderr, '"starting"')
         process.send_signal(signal.SIGHUP)  # before anything can be reloaded
-        read_until(process.stderr, '"loaded"')
+        read_until(process.stderr, '"listening"')
         changed(folder, '[[models]]\nfactory = "own_models:hanging"\n', server=f"drain_s = 0.2\nworkers = {workers}")
         time.sleep(1)
         process.send_signal(signal.SIGHUP)
