@@ -113,7 +113,7 @@ def trace_script(
         str | None, typer.Option(help='device: "cuda:0", "virtual:h200", …  [dim](the GPU if any, else virtual)[/dim]')
     ] = None,
     records_per_sm: Annotated[int, typer.Option(help="most records kept per SM, a power of two")] = 1 << 14,
-    dark: Annotated[bool, typer.Option("--dark", help="use dark colours in the report")] = False,
+    dark: Annotated[bool, typer.Option("--dark", help="dark report  [dim](as the browser asks)[/dim]")] = False,
     explain: Annotated[bool, typer.Option(help="print what limits each kernel, a line each, after the table")] = True,
     as_json: Annotated[
         bool, typer.Option("--json", help="print the table and the limits as the last line of standard output, in JSON")
@@ -155,7 +155,7 @@ def _write_report(trace: Trace, path: Path, title: str, dark: bool, console: Con
     from paellapy import viz
 
     try:
-        viz.to_html(trace, path, title, theme="dark" if dark else "light")
+        viz.to_html(trace, path, title, theme="dark" if dark else None)
     except viz.MissingExtraError as error:
         # The trace is saved and can be viewed later.
         console.print(f"no report: {error}", markup=False, highlight=False)
@@ -169,7 +169,7 @@ def view(
         Path | None, typer.Option("--out", "-o", help="HTML page to write  [dim](beside the trace)[/dim]")
     ] = None,
     open_: Annotated[bool, typer.Option("--open/--no-open", help="open the page in the browser")] = True,
-    dark: Annotated[bool, typer.Option("--dark", help="use dark colours")] = False,
+    dark: Annotated[bool, typer.Option("--dark", help="dark page  [dim](as the browser asks)[/dim]")] = False,
 ) -> None:
     """Make one HTML page of a trace file, which works offline, and open it."""
     import webbrowser
@@ -180,7 +180,7 @@ def view(
     trace = Trace.load(file)
     page = out or file.with_suffix(".html")
     check_output(page)
-    viz.to_html(trace, page, file.name, theme="dark" if dark else "light")
+    viz.to_html(trace, page, file.name, theme="dark" if dark else None)
     typer.echo(page)
     if open_ and not webbrowser.open(page.resolve().as_uri()):
         typer.echo("no browser was found: open the page yourself", err=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict, Unpack
@@ -90,6 +91,8 @@ class Picture:
     groups: Groups
     bins: int
     by: By
+    # The least value at which the heat map's colours may end: a picture beside this one needs it.
+    least_heat: float = 0.0
 
     @property
     def by_model(self) -> bool:
@@ -276,6 +279,15 @@ def heat(picture: Picture) -> Occupancy2D:
     return picture.trace.occupancy(picture.bins, *picture.window)
 
 
+def heat_ends(seen: Occupancy2D, least: float = 0.0) -> float:
+    """Where the colours of a heat map end: the next tenth above its values.
+
+    >>> heat_ends(Occupancy2D(np.array([[0.0, 0.31]]), np.arange(3)))
+    0.4
+    """
+    return max(least, min(1.0, math.ceil(round(10 * float(seen.resident.max(initial=0.01)), 6)) / 10))
+
+
 def residency(picture: Picture) -> Occupancy2D:
     """Group x time: warps of the group resident on the whole GPU / all it can hold."""
     t = picture.trace
@@ -300,10 +312,12 @@ def on_one_scale(pictures: Sequence[Picture]) -> list[Picture]:
     """Each picture from its own start on, all as long as the longest."""
     longest = max(pictures, key=lambda p: p.axis.length_ns)
     length, bins = longest.axis.length_ns, longest.bins
-    return [
+    alike = [
         replace(p, axis=time_axis(start, length), window=(start, start + length), bins=bins)
         for p, start in ((p, p.axis.origin_ns) for p in pictures)
     ]
+    least_heat = max(heat_ends(heat(p)) for p in alike)
+    return [replace(p, least_heat=least_heat) for p in alike]
 
 
 def short(name: str, most: int = 34) -> str:

@@ -6,6 +6,7 @@ All views of a figure share one time axis: zooming one zooms the others.
 from __future__ import annotations
 
 import html
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from paellapy.instrument.traces.trace import Trace
 from paellapy.scheduler.core.codes import STATUS
 from paellapy.viz import data
 from paellapy.viz.data import BINS, By, Parts, Picture, TimeAxis
-from paellapy.viz.palette import OTHERS, SCALE, WARNING, Look, Theme, colours, look, need, paler, rgba
+from paellapy.viz.palette import LOOKS, OTHERS, SCALE, WARNING, Look, Theme, colours, look, need, paler, rgba
 
 TALL_PIXELS = 600  # height of a Gantt chart of many SMs
 _FEW_SMS = 40
@@ -205,8 +206,8 @@ def heatmap_view(picture: Picture, place: Place) -> None:
     unit, most = picture.axis.unit, picture.trace.device.max_warps_per_sm
     place.add(
         place.go.Heatmap(
-            z=seen.resident.astype(np.float32), x=picture.axis.of(seen.edges_ns), y0=0, dy=1, zmin=0, zmax=1,
-            colorscale=SCALE, showscale=place.first, name="occupancy",
+            z=seen.resident.astype(np.float32), x=picture.axis.of(seen.edges_ns), y0=0, dy=1, zmin=0,
+            zmax=data.heat_ends(seen, picture.least_heat), colorscale=SCALE, showscale=place.first, name="occupancy",
             colorbar={"title": {"text": "resident warps", "side": "right"}, "tickformat": ".0%",
                       "y": (low + high) / 2, "len": high - low, "thickness": 14},
             hovertemplate=f"SM %{{y}}<br>%{{x:.6~g}} {unit}<br>%{{z:.1%}} of {most} warps<extra></extra>",
@@ -488,20 +489,45 @@ _PAGE = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
 <style>
-body {{ margin: 1.5rem; background: {ground}; color: {ink}; font: 15px/1.45 system-ui, sans-serif; }}
+{themes}
+body {{ margin: 1.5rem; background: var(--ground); color: var(--ink); font: 15px/1.45 system-ui, sans-serif; }}
 h1 {{ font-size: 1.3rem; margin: 0 0 .3rem; overflow-wrap: anywhere; }}
 table {{ border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }}
 caption {{ display: none; }}
 th, td {{ padding: .2rem .8rem; text-align: right; border-bottom: 1px solid #8886; }}
-th:first-child, td:first-child {{ text-align: left; overflow-wrap: anywhere; }}
+th:first-child, td:first-child {{ text-align: left; overflow-wrap: anywhere; min-width: 7rem; }}
 footer {{ opacity: .7; font-size: .85rem; }}
+@media (max-width: 40rem) {{
+  body {{ margin: .8rem; }}
+  table {{ font-size: .8rem; }}
+  th, td {{ padding: .2rem .4rem; }}
+}}
 </style>
 </head>
 <body>
 <h1>{title}</h1>
 <p>{facts}</p>
 <div style="overflow-x: auto">{table}</div>
-{figure}
+<div id="views" class="plotly-graph-div"></div>
+<script>{plotly}</script>
+<script>
+const figures = {figures}, dark = matchMedia("(prefers-color-scheme: dark)"), narrow = matchMedia("(max-width: 40rem)");
+function draw() {{
+  const {{ data, layout }} = structuredClone((dark.matches && figures.dark) || figures.light || figures.dark);
+  if (narrow.matches) {{ // what is beside the views goes above and below them
+    Object.assign(layout.margin, {{ l: 48, r: 8, t: layout.margin.t + 40 }});
+    const below = {{ orientation: "h", x: 0, xanchor: "left", yanchor: "top", yref: "container" }};
+    layout.margin.b += layout.legend2 ? 110 : 60;
+    layout.legend = {{ ...layout.legend, ...below, y: layout.legend2 ? 0.06 : 0.03 }};
+    if (layout.legend2) layout.legend2 = {{ ...layout.legend2, ...below, y: 0.03 }};
+    for (const each of data)
+      if (each.colorbar) Object.assign(each.colorbar, {{ orientation: "h", x: 0.5, y: 1, yanchor: "bottom", len: 1 }});
+  }}
+  Plotly.newPlot("views", data, layout, {{ displaylogo: false, responsive: true, displayModeBar: !narrow.matches }});
+}}
+draw();
+for (const each of [dark, narrow]) each.addEventListener("change", draw);
+</script>
 <footer>occupancy: mean resident warps / maximum, while the kernel has a block on the SM · waves: blocks of a launch /
 blocks that the GPU holds at once · tail: share of a launch's time after its first SM has run dry<br>{versions}</footer>
 </body>
@@ -511,22 +537,33 @@ blocks that the GPU holds at once · tail: share of a launch's time after its fi
 
 def to_html(
     trace: Trace, path: str | os.PathLike[str], title: str | None = None,
-    *, by: By | None = None, bins: int = BINS, theme: Theme = "light",
+    *, by: By | None = None, bins: int = BINS, theme: Theme | None = None,
 ) -> Path:  # fmt: skip
-    """Writes a page with the trace's summary and its linked views; it loads nothing from the network."""
+    """Writes a page with the trace's summary and its linked views; it loads nothing from the network.
+
+    Without `theme` the page is light or dark as the reader's browser asks for.
+    """
     path = Path(path)
-    figure = plot(trace, by=by, bins=bins, theme=theme)
-    figure.update_layout(title=None)
-    inner = figure.to_html(full_html=False, include_plotlyjs=True, config={"displaylogo": False, "responsive": True})
+    figures = {each: plot(trace, by=by, bins=bins, theme=each) for each in ([theme] if theme else LOOKS)}
+    for figure in figures.values():
+        figure.update_layout(title=None)
+    colour = ":root {{ --ground: {0.ground}; --ink: {0.ink}; color-scheme: {1}; }}"
+    rules = [colour.format(look(each), each) for each in figures]
+    rules[1:] = [f"@media (prefers-color-scheme: dark) {{ {each} }}" for each in rules[1:]]
     versions = " · ".join(f"{name} {number}" for name, number in trace.device.versions.items())
     page = _PAGE.format(
         title=html.escape(title or path.stem),
-        ground=look(theme).ground,
-        ink=look(theme).ink,
+        themes="\n".join(rules),
         facts=html.escape(repr(trace)[1:-1]),
         table=trace._repr_html_(),
-        figure=inner,
+        plotly=need("plotly.offline", "a report").get_plotlyjs(),
+        figures=_safe(json.dumps({name: json.loads(each.to_json()) for name, each in figures.items()})),
         versions=html.escape(versions),
     )
     path.write_text(page, encoding="utf-8")
     return path
+
+
+def _safe(text: str) -> str:
+    """JSON inside a script element, which `</` would end."""
+    return text.replace("<", "\\u003c")

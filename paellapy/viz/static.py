@@ -293,8 +293,9 @@ def boxes(
 def heatmap_view(picture: Picture, ax: Any, colour: dict[str, str], style: Look) -> None:
     seen = data.heat(picture)
     image = ax.imshow(
-        seen.resident, cmap=SCALE, vmin=0, vmax=1, aspect="auto", interpolation="none", extent=_extent(picture)
-    )
+        seen.resident, cmap=SCALE, vmin=0, vmax=data.heat_ends(seen, picture.least_heat), aspect="auto",
+        interpolation="none", extent=_extent(picture),
+    )  # fmt: skip
     if ax.get_subplotspec().is_last_col():
         ax.figure.colorbar(image, ax=ax, label="resident warps", format=_percent(), pad=0.01)
     ax.set_ylabel("SM")

@@ -108,7 +108,8 @@ def test_heat_map_shows_the_occupancy_of_each_sm() -> None:
     seen = trace.occupancy(16)
     np.testing.assert_array_equal(heat.z, seen.resident.astype(np.float32))
     np.testing.assert_allclose(heat.x, (seen.edges_ns - EPOCH) / 1000)
-    assert (heat.zmin, heat.zmax, heat.y0, heat.dy) == (0, 1, 0, 1)
+    assert (heat.zmin, heat.y0, heat.dy) == (0, 0, 1)
+    assert 0 <= heat.zmax - seen.resident.max() < 0.1
     assert "64 warps" in heat.hovertemplate
 
 
@@ -187,6 +188,7 @@ def test_compare_puts_two_traces_on_one_scale() -> None:
     figure = pp.compare(make(MIX), short, labels=("mixed", "alone"))
     first, second = of_type(figure, "heatmap")
     assert first.x[-1] == second.x[-1] == 8
+    assert first.zmax == second.zmax >= max(first.z.max(), second.z.max())
     np.testing.assert_allclose(
         second.z, short.occupancy(second.z.shape[1], EPOCH, EPOCH + 8000).resident.astype(np.float32)
     )
@@ -539,3 +541,7 @@ def test_the_report_is_one_page_that_loads_nothing(tmp_path: Path) -> None:
     assert "3 dropped" in page
     assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=", page)
     assert len(page) > 3_000_000, "plotly itself is not inside"
+    (figures,) = re.findall(r"const figures = ({.*}), dark", page)
+    templates = {name: each["layout"]["template"]["layout"] for name, each in json.loads(figures).items()}
+    assert set(templates) == {"light", "dark"}
+    assert templates["light"]["paper_bgcolor"] != templates["dark"]["paper_bgcolor"]
