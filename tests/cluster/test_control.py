@@ -185,6 +185,7 @@ def test_a_cluster_survives_what_is_killed_and_follows_its_scale(nodes, tmp_path
         control.drain(leaving)
         control.scale(1)
         until(lambda: len({name for _, name in answers[-10:]} - {leaving}) == 1)
+        until(lambda: len(control._engines()) == 1)
         (only,) = control._engines()
         for wrong, given in (
             (lambda: control.drain("engine-7"), "engine-7"),

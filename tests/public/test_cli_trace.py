@@ -182,12 +182,12 @@ def test_view_makes_a_page_and_opens_it(tmp_path: Path, monkeypatch: pytest.Monk
     result = CliRunner().invoke(cli.app, ["view", str(file), "--no-open", "--dark", "-o", str(other)])
     assert result.exit_code == 0
     assert len(opened) == 1
-    assert "background: #111111" in other.read_text()
+    assert ":root { --ground: #111111" in other.read_text()
     result = CliRunner().invoke(cli.app, ["view", str(file), "--no-open", "-o", str(tmp_path / "nowhere" / "x.html")])
     assert isinstance(result.exception, OutputError)
 
 
 def test_help_says_what_paellapy_is_and_its_version_can_be_asked_for() -> None:
-    assert "which block of which GPU kernel runs on which SM" in CliRunner().invoke(cli.app, ["--help"]).output
+    assert "which block of which kernel ran on which SM" in CliRunner().invoke(cli.app, ["--help"]).output
     result = CliRunner().invoke(cli.app, ["--version"])
     assert (result.exit_code, result.output) == (0, f"paellapy {versions()['paellapy']}\n")

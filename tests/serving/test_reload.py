@@ -120,9 +120,8 @@ def test_edited_code_a_new_model_and_one_that_is_gone(folder, workers):
     with serving(str(config)) as process:
         url = url_once(process)
         server = At(url)
-        shown = process.stdout.readline() + process.stdout.readline()
+        shown = read_until(process.stdout, "/v2/models/own/infer")
         assert f"Serving own at {url}/v2" in shown
-        assert "/v2/models/own/infer" in process.stdout.readline()
         assert first(server) == 2.0
         (folder / "own_part.py").write_text("FACTOR = 3.0\n")
         assert ask(server, "POST", "/v2/repository/models/own/unload", b"{}")[0] == 200

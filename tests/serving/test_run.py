@@ -199,7 +199,7 @@ def test_a_host_of_another_machine_is_refused_with_the_remedy(complaint, host, w
 def test_what_ends_a_server_with_json_logs_is_json(complaint):
     where = "--host", "192.0.2.1", "--port", "0", "--device", "virtual:h200"
     said = complaint(*where, "--set", "server.log_format=json").replace("} {", "},{")
-    assert [each["level"] for each in json.loads(f"[{said}]")] == ["warning", "error"]
+    assert [each["level"] for each in json.loads(f"[{said}]")] == ["info", "warning", "error"]
 
 
 def test_mistakes_are_one_line_and_an_exit_code(complaint, tmp_path):
