@@ -18,6 +18,7 @@ DOCS = Path(__file__).parent
 ROOT, FILE = DOCS.parent, DOCS / "figures.toml"
 RESULTS = ROOT / "benchmarks" / "results"
 FIGURE = re.compile(r"\d[\d.,]*<!--=([\w.-]+)-->")
+RANGE = re.compile(r"(?<=\d) to (?=\d)")
 TABLE = re.compile(r"<!-- table: ([\w-]+) -->\n.*?<!-- end -->", re.S)
 
 
@@ -36,8 +37,8 @@ def collected() -> str:
 
 
 def as_text(rows: list[list[object]]) -> str:
-    """A table in Markdown; the first row is its head."""
-    lines = ["| " + " | ".join(map(str, row)) + " |" for row in rows]
+    """A table in Markdown; the first row is its head. A range stays in one line."""
+    lines = [RANGE.sub("\u00a0to\u00a0", "| " + " | ".join(map(str, row)) + " |") for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 
 
