@@ -270,7 +270,7 @@ def run_of(tree: Path, o: Any) -> dict[str, Any]:
 
 
 def together(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Sums of what is counted; the medians and the largest of times."""
+    """One row of several rounds: counts are added; of times, the median and the largest are kept."""
     found: dict[str, Any] = {"times": len(runs)}
     for key in runs[0]:
         each = [run[key] for run in runs]

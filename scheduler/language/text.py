@@ -174,8 +174,8 @@ class _StopString:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.begun = 0  # so many characters at the end of what came begin the stop string
-        self._shorter = [0]  # by number of characters of it: those at their end that also begin it
+        self.begun = 0  # how many of the last characters are the beginning of the stop string
+        self._shorter = [0]  # for each beginning of the stop string: how long a shorter one it ends with
 
     def add(self, piece: str) -> int:
         """Takes more of the text; returns how much of it there is until the stop string ends, or 0."""

@@ -315,8 +315,9 @@ def occupy(f: SimGpu, since: float, ns: float, slots: float, memory: float, issu
 
 @compiled
 def begin_step(f: SimGpu, s: State, m: int, items: int, arrival: int) -> int:
-    """Submits a step of a language model as a batch of so many items; returns the number of its record, for which there
-    must be room.
+    """Submits a step of a language model as one batch of `items` texts; returns the number of the step's record.
+
+    The table of records must have room for it.
     """
     message = f.message[0]
     message.items = items

@@ -7,12 +7,18 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from cluster_text import KEY
 from places import TESTS
 
 from paellapy.cluster.processes import RAY_SETTINGS
 
 _running: list[Any] = []  # the cluster, while there is one
 _end = ExitStack()
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAELLAPY_TEST_KEY", KEY)
 
 
 @pytest.fixture

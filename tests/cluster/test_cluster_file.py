@@ -3,35 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from cluster_text import CONFIG, SPARE
 
 from paellapy.cluster.cluster_file import difference, first_placement, load_cluster
 from paellapy.serving.errors import ConfigError
 
 pytestmark = pytest.mark.quick
-
-CONFIG = """
-device = "virtual:h200"
-[cluster]
-engines = 1
-port = {port}
-resource = "virtual_gpu"
-engine_host = "127.0.0.1"
-hung_s = 3.0
-[keys]
-tests = "env:PAELLAPY_TEST_KEY"
-[server]
-grace_s = 0.2
-drain_s = 2.0
-[[models]]
-name = "scale"
-factory = "served_models:plain"
-"""
-SPARE = '[[models]]\nname = "spare"\nfactory = "served_models:spare"\n'
-
-
-@pytest.fixture(autouse=True)
-def key(monkeypatch):
-    monkeypatch.setenv("PAELLAPY_TEST_KEY", "for tests only")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from cluster_text import CONFIG, KEY, SPARE
 from router_server import INFER, X, body
 from serving_server import ask
 
@@ -32,31 +33,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning"),
     pytest.mark.xdist_group("ray"),  # one Ray for all
 ]
-
-KEY = "for tests only"
-CONFIG = """
-device = "virtual:h200"
-[cluster]
-engines = 1
-port = {port}
-resource = "virtual_gpu"
-engine_host = "127.0.0.1"
-hung_s = 3.0
-[keys]
-tests = "env:PAELLAPY_TEST_KEY"
-[server]
-grace_s = 0.2
-drain_s = 2.0
-[[models]]
-name = "scale"
-factory = "served_models:plain"
-"""
-SPARE = '[[models]]\nname = "spare"\nfactory = "served_models:spare"\n'
-
-
-@pytest.fixture(autouse=True)
-def key(monkeypatch):
-    monkeypatch.setenv("PAELLAPY_TEST_KEY", KEY)
 
 
 @contextlib.contextmanager
