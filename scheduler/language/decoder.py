@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from triton import next_power_of_2
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from paellapy.instrument.device.base import Device
 from paellapy.scheduler.language import kernels as _kernels
-from paellapy.scheduler.language import sampling as _sampling
 from paellapy.scheduler.language.config import DecoderConfig
 from paellapy.scheduler.language.pages import PAGE
+from paellapy.scheduler.language.sampling import choose
 
 kernels: Any = _kernels  # launched as kernel[grid](…)
-sample: Any = _sampling.sample
 
 Arrays = Mapping[str, Any]
 Shape = tuple[int, ...]
@@ -77,10 +77,10 @@ class Decoder:
         batch, pages = rows.shape[0], state.table.shape[1]
         x = self._new(batch, c.width)
         kernels.embed[(batch,)](
-            rows, state.tokens, w["embed"], x, state.table, pages, D=c.width, BLOCK=_power(c.width)
+            rows, state.tokens, w["embed"], x, state.table, pages, D=c.width, BLOCK=next_power_of_2(c.width)
         )  # fmt: skip
         parts = self._parts(batch)
-        heads = max(_FEWEST_HEADS, _power(c.group))
+        heads = max(_FEWEST_HEADS, next_power_of_2(c.group))
         of_parts = batch * c.kv_heads * parts * heads
         partial, sums = self._new(of_parts, c.head_width, dtype=np.float32), self._new(of_parts, 2, dtype=np.float32)
         arrived = self._zeros(batch * c.kv_heads)
@@ -106,22 +106,22 @@ class Decoder:
         c, w, state = self.config, self.weights, self.state
         tokens, tiles = chunk["tokens"], chunk["tiles"]
         count, pages = tokens.shape[0], state.table.shape[1]
-        block = min(4096, _power(c.vocabulary))
+        block = min(4096, next_power_of_2(c.vocabulary))
         kernels.forget_tokens[tiles.shape[0], -(-c.vocabulary // block)](
             tiles, state.seen, V=c.vocabulary, BLOCK=block
         )  # fmt: skip
         kernels.count_tokens[(tiles.shape[0],)](
-            tokens, tiles, state.seen, V=c.vocabulary, BLOCK=_power(tile_tokens(c))
+            tokens, tiles, state.seen, V=c.vocabulary, BLOCK=next_power_of_2(tile_tokens(c))
         )  # fmt: skip
         x = self._new(count, c.width)
-        kernels.embed_chunk[(count,)](tokens, w["embed"], x, D=c.width, BLOCK=_power(c.width))
+        kernels.embed_chunk[(count,)](tokens, w["embed"], x, D=c.width, BLOCK=next_power_of_2(c.width))
         qkv, mixed, wide = self._new(count, c.qkv_width), self._new(count, c.heads * c.head_width), None
         for k in range(c.layers):
             self._product(x, w[f"{k}.qkv"], qkv, norm=w[f"{k}.norm1"])
             kernels.turn_and_store[(count,)](
                 qkv, w.get(f"{k}.qkv_bias"), w.get(f"{k}.q_norm"), w.get(f"{k}.k_norm"), w["cosines"], w["sines"],
                 chunk["positions"], chunk["slots"], state.keys[k], state.values[k], H=c.heads,
-                KV=c.kv_heads, HD=c.head_width, PAGE=PAGE, EPS=c.norm_eps, HP=_power(c.heads), launch_pdl=True,
+                KV=c.kv_heads, HD=c.head_width, PAGE=PAGE, EPS=c.norm_eps, HP=next_power_of_2(c.heads), launch_pdl=True,
             )  # fmt: skip
             kernels.attend_chunk[tiles.shape[0], c.kv_heads](
                 qkv, tiles, state.table, state.keys[k], state.values[k], mixed, pages, SCALE=c.head_width**-0.5,
@@ -139,10 +139,8 @@ class Decoder:
         c, w, batch = self.config, self.weights, rows.shape[0]
         logits = self._new(batch, c.vocabulary)
         self._product(x, w["head"], logits, norm=w["norm"], rows=picked)
-        sample[(batch,)](
-            logits, rows, self.state.mask, self.state.seen, self.state.tokens, out, V=c.vocabulary, WIDTH=out.shape[1],
-            LEVELS=_sampling.LEVELS[c.dtype], BLOCK=min(4096, _power(c.vocabulary)),
-        )  # fmt: skip
+        state = self.state
+        choose(logits, rows, state.mask, state.seen, state.tokens, out, c.dtype, self._empty)
         return logits
 
     def _gated(self, x: Any, k: int, wide: Any) -> Any:
@@ -153,7 +151,7 @@ class Decoder:
             return wide
         both = self._reused(batch, 2 * c.ffn_width)
         self._product(x, w[f"{k}.gate_up"], both, norm=w[f"{k}.norm2"])
-        block = min(1024, _power(c.ffn_width))
+        block = min(1024, next_power_of_2(c.ffn_width))
         kernels.gate[batch, -(-c.ffn_width // block)](both, wide, F=c.ffn_width, BLOCK=block, launch_pdl=True)
         return wide
 
@@ -167,13 +165,16 @@ class Decoder:
         if norm is not None:
             normed = self._reused(y.shape[0], x.shape[1])
             kernels.norm[(y.shape[0],)](
-                x, norm, normed, rows, EPS=self.config.norm_eps, D=x.shape[1], BLOCK=_power(x.shape[1]), launch_pdl=True
+                x, norm, normed, rows, EPS=self.config.norm_eps, D=x.shape[1], BLOCK=next_power_of_2(x.shape[1]),
+                launch_pdl=True,
             )  # fmt: skip
             x = normed
         m, (n, k) = x.shape[0], weight.shape
-        bm, bn, bk = max(16, min(64, _power(m))), 64, min(64, _power(k))
-        kernels.product[-(-m // bm), -(-n // bn)](
-            x, weight, residual, y, m, N=n, K=k, PRECISION=self._precision, BM=bm, BN=bn, BK=bk, launch_pdl=True
+        tile = product_tile(m, n, weight.dtype.itemsize)
+        kernels.product[(-(-m // tile.rows) * -(-n // tile.columns),)](
+            _blocks(x, tile.rows, tile.depth), _blocks(weight, tile.columns, tile.depth), residual, y, m, n, k,
+            PRECISION=self._precision, BM=tile.rows, BN=tile.columns, BK=tile.depth, TURNED=tile.turned,
+            STAGES=tile.stages, launch_pdl=True,
         )  # fmt: skip
 
     def _row_product(self, x: Any, weight: Any, y: Any, norm: Any, residual: Any, *, gated: bool) -> None:
@@ -199,8 +200,43 @@ class Decoder:
 
     def _zeros(self, count: int) -> Any:
         made = self._empty((count,), np.dtype(np.int32))
-        kernels.clear[(1,)](made, count, BLOCK=_power(count))
+        kernels.clear[(1,)](made, count, BLOCK=next_power_of_2(count))
         return made
+
+
+def _blocks(array: Any, rows: int, columns: int) -> TensorDescriptor:
+    """A descriptor by which the GPU's copy engine loads blocks of a matrix, with zeros outside it."""
+    return TensorDescriptor(array, list(array.shape), [array.shape[1], 1], [rows, columns])
+
+
+class ProductTile(NamedTuple):
+    """What a block of `product` computes, and in which steps."""
+
+    rows: int
+    columns: int
+    depth: int
+    turned: bool
+    stages: int
+
+
+_STAGED_BYTES = 200 << 10  # of weights and inputs on their way to a block; an SM has 227 KiB
+_SMS = 132
+
+
+def product_tile(m: int, n: int, itemsize: int) -> ProductTile:
+    """The tile for m rows and n columns.
+
+    Measured on an H200 (products of 0.6B and 8B shapes, bf16, in a graph): up to 64 rows as fast as cuBLAS; 512 to 2048
+    rows 1.09 to 1.2 of its time.
+    """
+    if m <= 256:
+        rows, columns, turned = max(16, next_power_of_2(m)), 64, True
+    else:
+        rows, columns, turned = 128, 128, False
+        if -(-m // rows) * -(-n // columns) < _SMS:
+            rows = 64
+    depth = (256 if rows + columns <= 192 else 128) // itemsize
+    return ProductTile(rows, columns, depth, turned, min(6, _STAGED_BYTES // ((rows + columns) * depth * itemsize)))
 
 
 def row_blocks(n: int, k: int, gated: bool) -> tuple[int, int, int]:
@@ -210,19 +246,16 @@ def row_blocks(n: int, k: int, gated: bool) -> tuple[int, int, int]:
     ahead; the long, gated products want many small blocks.
     """
     if gated:
-        return (1, min(1024, _power(k)), 2) if n * k >= 1 << 24 else (2, min(1024, _power(k)), 2)
-    columns = min(2048 if k <= 4096 else 4096, _power(k))
+        return (1, min(1024, next_power_of_2(k)), 2) if n * k >= 1 << 24 else (2, min(1024, next_power_of_2(k)), 2)
+    columns = min(2048 if k <= 4096 else 4096, next_power_of_2(k))
     return (8, columns, 8) if n * k >= 1 << 24 else (4, columns, 4)
 
 
 def tile_rows(config: DecoderConfig) -> int:
     """Rows of a tile of `attend_chunk`: tokens times the heads that share keys."""
-    return max(64, _power(config.group))
+    return max(64, next_power_of_2(config.group))
 
 
 def tile_tokens(config: DecoderConfig) -> int:
     return tile_rows(config) // config.group
 
-
-def _power(n: int) -> int:
-    return 1 << max(0, math.ceil(math.log2(n)))

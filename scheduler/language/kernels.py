@@ -202,22 +202,31 @@ def row_product(
 @kernel
 @triton.jit(do_not_specialize=["M"])
 def product(
-    x, weight, residual, y, M, N: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x, weight, residual, y, M, N, K, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    TURNED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """y (M, N) = x (M, K) @ weight (N, K) + residual."""
+    """y (M, N) = x (M, K) @ weight (N, K) + residual. `x` and `weight` are descriptors of blocks BM × BK and BN × BK.
+
+    Blocks with the same weights are neighbours. With TURNED, the transpose is computed: tensor cores take at least 64
+    rows, so few rows of x take the place of columns.
+    """
+    gdc_launch_dependents()
+    tiles = tl.cdiv(M, BM)
+    first_m, first_n = tl.program_id(0) % tiles * BM, tl.program_id(0) // tiles * BN
+    m, n = first_m + tl.arange(0, BM), first_n + tl.arange(0, BN)
     gdc_wait()
-    m = tl.program_id(0) * BM + tl.arange(0, BM)
-    n = tl.program_id(1) * BN + tl.arange(0, BN)
-    acc = tl.zeros((BM, BN), tl.float32)
-    for start in range(0, K, BK):
-        k = start + tl.arange(0, BK)
-        a = tl.load(x + m.to(tl.int64)[:, None] * K + k[None, :], mask=(m < M)[:, None] & (k < K)[None, :], other=0.0)
-        columns = weight + n.to(tl.int64)[None, :] * K + k[:, None]
-        b = tl.load(columns, mask=(n < N)[None, :] & (k < K)[:, None], other=0.0)
-        acc = tl.dot(a, b, acc, input_precision=PRECISION)
-    at = m.to(tl.int64)[:, None] * N + n[None, :]
-    inside = (m < M)[:, None] & (n < N)[None, :]
+    if TURNED:
+        acc = tl.zeros((BN, BM), tl.float32)
+        for k in tl.range(0, K, BK, num_stages=STAGES):
+            acc = tl.dot(weight.load([first_n, k]), x.load([first_m, k]).T, acc, input_precision=PRECISION)
+        at = m.to(tl.int64)[None, :] * N + n[:, None]
+        inside = (m < M)[None, :] & (n < N)[:, None]
+    else:
+        acc = tl.zeros((BM, BN), tl.float32)
+        for k in tl.range(0, K, BK, num_stages=STAGES):
+            acc = tl.dot(x.load([first_m, k]), weight.load([first_n, k]).T, acc, input_precision=PRECISION)
+        at = m.to(tl.int64)[:, None] * N + n[None, :]
+        inside = (m < M)[:, None] & (n < N)[None, :]
     if residual is not None:
         acc += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + at, acc, mask=inside)

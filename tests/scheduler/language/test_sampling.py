@@ -17,11 +17,10 @@ from paellapy.scheduler.language.kernels import IN_PROMPT, ROW
 from paellapy.scheduler.language.sampling import Sampling
 
 VOCABULARY = 200
-sample: Any = sampling.sample
 
 
 def choose(logits: Any, options: list[Sampling], *, mask: Any = None, seen: Any = None, seeds: Any = None) -> Any:
-    """The kernel's output for rows of logits: tokens, their log probabilities, and three alternatives with theirs."""
+    """The kernels' output for rows of logits: tokens, their log probabilities, and three alternatives with theirs."""
     rows = np.zeros(len(options), ROW)
     for k, each in enumerate(options):
         rows[k] = (k + 1, 7, 0, -1, 0, k if seeds is None else seeds[k], *each.parameters)
@@ -29,10 +28,10 @@ def choose(logits: Any, options: list[Sampling], *, mask: Any = None, seen: Any 
     with pp.Device("virtual:h200"):
         out = pp.zeros((len(options), 8), np.int32)
         counts = None if seen is None else pp.array(seen)
-        sample[(len(options),)](
+        sampling.choose(
             pp.array(logits.astype(np.float32)), pp.array(rows.view(np.int32).reshape(len(options), -1)),
-            None if mask is None else pp.array(mask), counts, pp.zeros(len(options) + 1, np.int32), out, V=VOCABULARY,
-            LEVELS=32, WIDTH=8, BLOCK=64,
+            None if mask is None else pp.array(mask), counts, pp.zeros(len(options) + 1, np.int32), out, "float32",
+            pp.empty,
         )  # fmt: skip
         found = out.numpy()
         if counts is not None:
