@@ -188,6 +188,14 @@ def pointer_keys() -> tuple[dict[Any, PointerKey], Callable[[Any, bool], Pointer
     return aligned, lookup
 
 
+def without_memory(tensor: Any) -> ArgumentError:
+    kind = type(tensor).__name__
+    return ArgumentError(
+        f"a {kind} has no memory, so no kernel can run on it: launch outside of FakeTensorMode and torch.compile, or "
+        "use kernel.warmup(…)", field="argument", given=kind,
+    )  # fmt: skip
+
+
 class Handlers(dict[type, Handler]):
     """Argument handlers of one device, by exact type; `missing` finds and remembers the handler of a new type."""
 

@@ -7,12 +7,20 @@ import functools
 import struct
 import sys
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.arguments import SCALARS, Descriptor, Handler, Handlers, param_offsets, pointer_keys
+from paellapy.instrument.arguments import (
+    SCALARS,
+    Descriptor,
+    Handler,
+    Handlers,
+    param_offsets,
+    pointer_keys,
+    without_memory,
+)
 from paellapy.instrument.device.base import Blocks, Call, Capture, EventLayout, Launcher, Pick, Work, check_grid
 from paellapy.instrument.device.cuda_preempt import CudaFlag, CudaRun
 from paellapy.instrument.device.driver import CudaArray, Gpu, check, driver, fail_launch, library, unfinished
@@ -297,6 +305,8 @@ def cuda_handlers(device: Gpu) -> Handlers:
 
 def _find(device: Gpu, kind: type) -> Handler | None:
     torch = sys.modules.get("torch")
+    if kind.__name__ == "FakeTensor":
+        return _refuse_fake
     if torch is not None and issubclass(kind, torch.Tensor):
         return _torch_handler(device)
     if kind.__module__.partition(".")[0] == "cupy" and kind.__name__ == "ndarray":
@@ -334,16 +344,17 @@ def _torch_handler(device: Gpu) -> Handler:
             )
         try:
             ptr = t.data_ptr()
-        except RuntimeError as error:
-            raise ArgumentError(
-                f"a {type(t).__name__} has no memory, so no kernel can run on it: launch outside of FakeTensorMode and "
-                "torch.compile, or use kernel.warmup(…)", field="argument", given=type(t).__name__,
-            ) from error
+        except RuntimeError as error:  # a tensor on the device "meta", or of a class that holds others
+            raise without_memory(t) from error
         if ptr & 15:
             return ptr, lookup(t.dtype, False)
         return ptr, aligned.get(t.dtype) or lookup(t.dtype, True)
 
     return handle
+
+
+def _refuse_fake(tensor: Any) -> NoReturn:
+    raise without_memory(tensor)  # its address is read with a warning only
 
 
 def _cupy_handler(device: Gpu) -> Handler:

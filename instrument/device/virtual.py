@@ -28,6 +28,7 @@ from paellapy.instrument.arguments import (
     PointerKey,
     pointer_keys,
     triton_dtype,
+    without_memory,
 )
 from paellapy.instrument.device.base import Device, Event, Events, Pick, Stream
 from paellapy.instrument.device.virtual_launch import NotedLaunch, VirtualFlag, VirtualLauncher, VirtualRun
@@ -123,10 +124,7 @@ def as_array(tensor: Any) -> NDArray[Any]:
     import torch
 
     if type(tensor).__name__ == "FakeTensor":
-        raise ArgumentError(
-            "a FakeTensor has no memory, so no kernel can run on it: launch outside of FakeTensorMode and "
-            "torch.compile, or use kernel.warmup(…)", field="argument", given="FakeTensor",
-        )
+        raise without_memory(tensor)
     if tensor.device.type != "cpu":
         raise ArgumentError(
             f"a tensor on {tensor.device} cannot be passed to the virtual GPU: move it with .cpu()",

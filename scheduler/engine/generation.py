@@ -68,6 +68,9 @@ _RETRY_S = 0.001  # until a step that found the engine full is submitted again
 _RECENT = 16  # chunks
 _REMEMBERED, _REMEMBERED_TOKENS = 1024, 1 << 20  # of texts that have ended
 
+# A text, its next token, why that is the last one, what the GPU says of it, and when it was there.
+_Token = tuple["_Stream", int, str | None, Any, int]
+
 _SAMPLING = frozenset(each.name for each in fields(Sampling))
 
 
@@ -81,6 +84,7 @@ class _Stream:
         sequence.owner = self
         self.began_ns, self.deadline_ns = began_ns, deadline_ns
         self.token_ns = array("q")  # when each token was there
+        self.latest_ns = began_ns  # when the latest token was there, also before it is a piece
         self.traced = TracedText(name, began_ns, self.token_ns, sequence.priority)
         self.pieces: deque[Piece] = deque()
         self.finish: str | None = None
@@ -89,18 +93,20 @@ class _Stream:
         self.ended = False
         self.waiter: Callable[[], None] | None = None  # of the reader, until it is woken
 
-    def add(self, token: int, words: Any) -> bool:
-        """Takes a token that was chosen. True: a stop string or the text's form ends it."""
-        sequence = self.sequence
+    def add(self, token: int, finish: str | None, words: Any) -> bool:
+        """Takes a token that was chosen, and why it is the last one, if it is. True: a stop string or the text's form
+        ends the text. `words`: what the GPU says of the token.
+        """
         text = self.text.add(token)
         complete = self.guide is not None and self.guide.take(token)
         stopped = self.text.stopped is not None or complete
-        finish = "stop" if stopped else sequence.finish
+        if stopped:
+            finish = "stop"
         if finish is not None:
             text += self.text.end()
         logprob: float | None = None
         top: tuple[tuple[int, float], ...] = ()
-        wanted = sequence.sampling.logprobs
+        wanted = self.sequence.sampling.logprobs
         if wanted is not None:
             found = words[1::2].copy().view(np.float32)
             logprob = float(found[0])
@@ -403,13 +409,22 @@ class Generator:
         """Takes what has come and what has ended, and submits what may run; False at the end."""
         self._take()
         woken: list[_Stream] = []
+        chosen: list[_Token] = []
         for steps in (self._chunks, self._steps):
             while steps and steps[0].result is not None:
-                woken += self._end(steps.popleft())
-        if self._closing is not None and (self._failure is not None or not self._drains):
-            woken += self._end_all(self._failure or self._closing)
-        else:
+                self._end(steps.popleft(), chosen, woken)
+        # The GPU need not wait until texts are made, except where a text's form says what may follow.
+        for each in chosen:
+            if each[0].guide is not None:
+                self._hand_on(each, woken)
+        closes = self._closing is not None and (self._failure is not None or not self._drains)
+        if not closes:
             self._submit()
+        for each in chosen:
+            if each[0].guide is None:
+                self._hand_on(each, woken)
+        if closes:
+            woken += self._end_all(self._failure or self._closing)
         _wake(woken)
         return self._closing is None or bool(self._chunks or self._steps or self._coming or not self._batcher.idle)
 
@@ -466,7 +481,7 @@ class Generator:
             arrival = min(s.owner.began_ns for s in sequences)
         else:
             sequences, n = planned.sequences, len(planned.rows)
-            waiting = [s.owner.token_ns[-1] for s in sequences if s.in_flight == 1]
+            waiting = [s.owner.latest_ns for s in sequences if s.in_flight == 1]
             arrival, due_ns = self._pace.terms(waiting, now, len(self._steps))
         rank = max(s.priority for s in sequences)
         for sequence in planned.ends if isinstance(planned, Chunk) else sequences:
@@ -497,36 +512,39 @@ class Generator:
             own["capture"] = codes.WANTED
         return int(sizes["batch"][(sizes["segments"] > 0) & (sizes["batch"] >= size)].min())
 
-    def _end(self, step: _Step) -> list[_Stream]:
-        """Hands on the tokens of a step; returns the texts that have something new."""
+    def _end(self, step: _Step, chosen: list[_Token], woken: list[_Stream]) -> None:
+        """Takes the tokens that a step chose, or ends its texts with its error."""
         planned, result = step.planned, step.result
         if isinstance(result, Exception):
             if isinstance(result, EngineClosedError | EngineFailedError):
                 self._closing = self._failure = result
-            return self._drop(planned, result)
+            woken += self._drop(planned, result)
+            return
         assert result is not None
         members = planned.ends if isinstance(planned, Chunk) else planned.sequences
         out = result["out"].reshape(-1)[: len(members) * OUT_WORDS].reshape(-1, OUT_WORDS)
-        chosen = out[:, 0].tolist()
-        if isinstance(planned, Chunk):
-            changed = self._batcher.end_chunk(planned, chosen)
-        else:
-            changed = self._batcher.end_step(planned, chosen)
+        tokens = out[:, 0].tolist()
         now = time.monotonic_ns()
-        if not isinstance(planned, Chunk):
+        if isinstance(planned, Chunk):
+            changed = self._batcher.end_chunk(planned, tokens)
+        else:
+            changed = self._batcher.end_step(planned, tokens)
             self._pace.note(step.sent_ns, step.started_ns, step.due_ns, now)
-        woken = []
         for k in changed:
-            sequence: Sequence = members[k]
-            stream: _Stream = sequence.owner
-            self.stats.token(stream, now)
-            if stream.add(chosen[k], out[k]):
-                self._batcher.end(sequence, "stop")
-            if sequence.finish is not None:
-                self._forget(stream)
-            woken.append(stream)
+            members[k].owner.latest_ns = now
+            chosen.append((members[k].owner, tokens[k], members[k].finish, out[k], now))
         self.stats.step(planned, len(changed), now - step.sent_ns)
-        return woken
+
+    def _hand_on(self, chosen: _Token, woken: list[_Stream]) -> None:
+        stream, token, finish, words, now = chosen
+        if stream.ended:  # at an earlier one
+            return
+        self.stats.token(stream, now)
+        if stream.add(token, finish, words):
+            self._batcher.end(stream.sequence, "stop")
+        if stream.ended:
+            self._forget(stream)
+        woken.append(stream)
 
     def _drop(self, planned: Chunk | Batch, error: Exception) -> list[_Stream]:
         dropped: list[_Stream] = [sequence.owner for sequence in self._batcher.drop(planned)]
@@ -666,11 +684,14 @@ class Latencies:
         self._counts, self._total_ns = [0] * (len(self.BOUNDS_S) + 1), 0
 
     def note(self, ns: int) -> None:
-        self._counts[bisect_left(self.BOUNDS_S, ns * 1e-9)] += 1
+        self._counts[bisect_left(_BOUNDS_NS, ns)] += 1
         self._total_ns += ns
 
     def now(self) -> dict[str, Any]:
         return {"bounds_s": [*self.BOUNDS_S], "counts": list(self._counts), "total_s": self._total_ns * 1e-9}
+
+
+_BOUNDS_NS = [round(each * 1e9) for each in Latencies.BOUNDS_S]
 
 
 class Generators:

@@ -91,7 +91,8 @@ class Decoder:
                 qkv, w.get(f"{k}.qkv_bias"), w.get(f"{k}.q_norm"), w.get(f"{k}.k_norm"), w["cosines"], w["sines"], rows,
                 state.table, state.keys[k], state.values[k], partial, sums, arrived, mixed, pages, EPS=c.norm_eps,
                 SCALE=c.head_width**-0.5, WINDOW=c.window, PRECISION=self._precision, H=c.heads, KV=c.kv_heads,
-                HD=c.head_width, PAGE=PAGE, G=c.group, GP=heads, S=parts, BN=64, launch_pdl=True,
+                HD=c.head_width, PAGE=PAGE, G=c.group, GP=heads, S=parts, BN=64,
+                num_stages=2, launch_pdl=True,
             )  # fmt: skip
             self._product(mixed, w[f"{k}.out"], x, residual=x)
             wide = self._gated(x, k, wide)
@@ -186,8 +187,8 @@ class Decoder:
         )  # fmt: skip
 
     def _parts(self, batch: int) -> int:
-        """Blocks that share one row's tokens: as many as give each SM two."""
-        wanted = max(1, min(_MOST_PARTS, 264 // (batch * self.config.kv_heads)))
+        """Blocks that share one row's tokens: as many as give each SM four."""
+        wanted = max(1, min(_MOST_PARTS, 4 * _SMS // (batch * self.config.kv_heads)))
         return 1 << (wanted.bit_length() - 1)
 
     def _new(self, *shape: int, dtype: Any = None) -> Any:

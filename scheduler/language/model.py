@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _TYPES = ("bfloat16", "float16", "float32")
 _NARROWEST = 32  # elements of a head, half of which a product of 16-bit numbers takes
+_ALIGNED = 16  # bytes, by which the GPU's copy engine takes rows
 _SMALLEST_CHUNK = 64  # tokens
 _SIZES = 8  # captured sizes of a program
 PACED = {"paced": 1.0}  # a step's early end only brings the next step early: see the policy `slack`
@@ -82,6 +83,11 @@ class LanguageModel:
         if self.config.dtype != "float32" and self.config.head_width < _NARROWEST:
             raise self._wrong("dtype", self.config.dtype, f"needs heads of {_NARROWEST} elements or more; the model's "
                               f"have {self.config.head_width}: use float32")  # fmt: skip
+        item = element_type(self.config.dtype).itemsize
+        for n in (self.config.width, self.config.heads * self.config.head_width, self.config.ffn_width):
+            if n * item % _ALIGNED:
+                raise self._wrong("dtype", self.config.dtype, f"gives rows of {n * item} bytes of weights: only "
+                                  f"multiples of {_ALIGNED} are supported")  # fmt: skip
         self.ttft_ms, self.tbt_ms, self.kv_gb = ttft_ms, tbt_ms, kv_gb
         self.context, self.sequences = context or config.context, sequences
         self.priority, self.share, self.params = priority, share, dict(params or {})

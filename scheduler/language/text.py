@@ -144,7 +144,8 @@ class GrowingText:
         """The text that is certain now."""
         if self.stopped is not None:
             return ""
-        return self._certain(self._stream.step(self._codec.tokenizer, token) or "")
+        piece = self._stream.step(self._codec.tokenizer, token) or ""
+        return self._certain(piece) if self._stop else piece
 
     def end(self) -> str:
         """The text that was held back."""

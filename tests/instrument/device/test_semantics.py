@@ -153,8 +153,8 @@ def unary(x, out, OP: tl.constexpr):
         c = libdevice.rint(a)
     elif OP == "abs":
         c = tl.abs(a)
-    else:
-        c = -a
+    else:  # Triton up to 3.6 compiles -a to 0 - a
+        c = tl.inline_asm_elementwise("neg.f32 $0, $1;", "=f,f", [a], tl.float32, True, 1)
     tl.store(out + i, c)
 
 

@@ -53,7 +53,7 @@ class Memory:
 
 def stepper(batch: tuple[int, ...] = (1, 2, 4, 8), **options: Any) -> pp.Model:
     def step(weights: Any, inputs: Any, outputs: Any) -> None:
-        advance[(len(inputs["words"]),)](weights["state"], inputs["words"], outputs["value"])
+        advance[(inputs["words"].shape[0],)](weights["state"], inputs["words"], outputs["value"])
 
     return pp.Model(
         "steps", step, inputs={"words": pp.TensorSpec((2,), "int32", low=0, high=SEQUENCES)},
