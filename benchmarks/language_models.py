@@ -1,5 +1,6 @@
 """Language models of known shapes with random weights: a decode step against the bandwidth of the GPU's memory, tokens
-per second of many texts at once, and latencies of a few clients. The tokens mean nothing, the times do.
+per second of many texts at once, latencies of a few clients, and chats beside best-effort work. The tokens mean
+nothing, the times do.
 
     python benchmarks/language_models.py --shapes 0.6B 8B           on a GPU
     python benchmarks/language_models.py --quick                    a tiny model on the virtual GPU
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import statistics
 import tempfile
 import time
@@ -21,7 +23,9 @@ from typing import Any
 import harness
 import ml_dtypes
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from models import Kind
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers import models as token_models
 
 import paellapy as pp
 from paellapy.scheduler.sim.chats import RECORDED
@@ -35,6 +39,10 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int, int, bool, str]] = {
     "8B": (4096, 32, 32, 8, 128, 14_336, 128_256, False, "Llama"),
 }
 STEP_BATCHES = (1, 32)
+PARTS = ("step", "offline", "latency", "beside")
+PROMPTS = (250, 1000)  # tokens, of the texts whose latency is measured
+TBT_MS = 8  # the target of these texts
+TARGETS_MS = (3, 4, 6, 10)  # of chats beside best-effort work
 STEP_PROMPT = 256  # tokens before the steps that are timed
 PUBLISHED = {"nano-vllm": 19_638, "mini-sglang": 20_711}  # tokens/s offline, Qwen3-0.6B on an H200
 
@@ -57,7 +65,8 @@ def write_folder(folder: Path, shape: str) -> None:
         "rms_norm_eps": 1e-6, "rope_theta": 1e6,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(about))
-    tokenizer = Tokenizer(models.BPE({c: k for k, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(token_models.BPE({c: k for k, c in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     tensors = {"model.embed_tokens.weight": (vocabulary, width), "model.norm.weight": (width,)}
@@ -90,9 +99,9 @@ def write_folder(folder: Path, shape: str) -> None:
 
 
 @contextmanager
-def engine_with(folder: Path, device: str, **options: Any) -> Iterator[pp.Engine]:
-    with pp.Engine(device, policy="slack") as engine:
-        engine.load(pp.LanguageModel(folder, name="model", **options))
+def engine_with(folder: Path, device: str, policy: str = "slack", **options: Any) -> Iterator[pp.Engine]:
+    with pp.Engine(device, policy=policy) as engine:
+        engine.load(pp.LanguageModel(folder, name="model", capture="ahead", **options))
         yield engine
 
 
@@ -187,20 +196,84 @@ def latency(engine: pp.Engine, shape: str, clients: int, rounds: int, prompt: in
             "tbt_p50_ms": float(np.median(tbt)), "tbt_p99_ms": float(np.quantile(tbt, 0.99))}  # fmt: skip
 
 
+def beside(engine: pp.Engine, shape: str, loop: Kind, chats: int, tokens: int, target: float) -> dict[str, float]:
+    """Chats beside a loop that asks again at once: time between tokens, and the loop's rate ÷ its rate alone."""
+    vocabulary, batch = SHAPES[shape][6], {"input": loop.inputs()[0]}
+    gaps: list[float] = []
+    ended = asyncio.Event()
+
+    async def chat(seed: int) -> None:
+        prompt = np.random.default_rng(seed).integers(0, vocabulary, 64).tolist()
+        last = 0.0
+        async for _ in engine.generate("model", prompt, max_tokens=tokens, temperature=0.6, ignore_eos=True):
+            now = time.perf_counter()
+            gaps.append((now - last) * 1e3) if last else None
+            last = now
+
+    async def loops(seconds: float) -> float:
+        answered, began = 0, time.perf_counter()
+
+        async def one() -> None:
+            nonlocal answered
+            while not ended.is_set() and time.perf_counter() - began < seconds:
+                await engine.infer(loop.label, batch)
+                answered += 1
+
+        await asyncio.gather(one(), one())
+        return answered / (time.perf_counter() - began)
+
+    async def both() -> tuple[float, float]:
+        alone = await loops(1.0)
+        task = asyncio.create_task(loops(math.inf))
+        await asyncio.gather(*(chat(k) for k in range(chats)))
+        ended.set()
+        return alone, await task
+
+    alone, shared = asyncio.run(both())
+    p50, p99 = np.quantile(gaps, (0.5, 0.99))
+    return {"in_time": float(np.mean(np.array(gaps) <= target)), "tbt_p50_ms": float(p50), "tbt_p99_ms": float(p99),
+            "loop": shared / alone}  # fmt: skip
+
+
+def measure_beside(folder: Path, shape: str, o: Any) -> dict[str, Any]:
+    chats, tokens = (2, 4) if o.quick else (8, 400)
+    loop = Kind("tiny4", items=4) if o.quick else Kind("resnet50", items=64)
+    setups = [(f"slack, {t} ms", "slack", t, 0) for t in ((1000,) if o.quick else TARGETS_MS)]
+    setups += [("streams", "streams", TARGETS_MS[-1], 0), ("stream priorities", "streams", TARGETS_MS[-1], 1),
+               ("priority", "priority", TARGETS_MS[-1], 1)]  # fmt: skip
+    found = {}
+    for name, policy, target, priority in setups:
+        about = {"tbt_ms": target, "priority": priority, "sequences": chats, "context": 1024}
+        with engine_with(folder, o.device, policy, **about) as engine:
+            engine.load(loop.model((1,), 2, 0, o.device.partition(":")[0] if o.device.startswith("cuda") else "cpu"))
+            write_texts(engine, [(8, 4)] * chats, SHAPES[shape][6])
+            found[name] = beside(engine, shape, loop, chats, tokens, target)
+    return found
+
+
 def measure(shape: str, o: Any, bandwidth: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         write_folder(folder, shape)
-        began = time.perf_counter()
         sequences, longest, texts = (4, 16, 6) if o.quick else (256, 1024, 256)
-        prompt, tokens, rounds = (20, 6, 2) if o.quick else (1000, 128, 6)
-        with engine_with(folder, o.device, sequences=sequences, chunk=64 if o.quick else 2048) as engine:
-            found: dict[str, Any] = {"load_s": time.perf_counter() - began}
-            for batch in (b for b in STEP_BATCHES if b <= sequences):
-                write_texts(engine, [(8, 4)] * batch, SHAPES[shape][6])  # the size is captured
-                found[f"step {batch}"] = step(engine, shape, batch, 8 if o.quick else 256, bandwidth)
-            found["offline"] = offline(engine, shape, texts, longest)
-            found["latency"] = latency(engine, shape, 4, rounds, prompt, tokens)
+        tokens, rounds = (6, 2) if o.quick else (128, 6)
+        found: dict[str, Any] = {}
+        parts = o.parts
+        if {"step", "offline"} & {*parts}:
+            began = time.perf_counter()
+            with engine_with(folder, o.device, sequences=sequences, chunk=64 if o.quick else 2048) as engine:
+                found["load_s"] = time.perf_counter() - began
+                for batch in (b for b in STEP_BATCHES if b <= sequences and "step" in parts):
+                    found[f"step {batch}"] = step(engine, shape, batch, 8 if o.quick else 256, bandwidth)
+                if "offline" in parts:
+                    found["offline"] = offline(engine, shape, texts, longest)
+        if "latency" in parts:
+            target = {"ttft_ms": 100, "tbt_ms": TBT_MS, "sequences": 4, "context": 2048}
+            with engine_with(folder, o.device, chunk=64 if o.quick else 1024, **target) as engine:
+                for prompt in (20,) if o.quick else PROMPTS:
+                    found[f"latency {prompt}"] = latency(engine, shape, 4, rounds, prompt, tokens)
+        if "beside" in parts:
+            found["beside"] = measure_beside(folder, shape, o)
         return found
 
 
@@ -223,20 +296,32 @@ def estimate() -> dict[str, Any]:
 
 
 def rows(results: dict[str, Any]) -> list[Any]:
-    head = ("shape", "batch 1 ÷ bytes", "batch 32 ÷ bytes", "offline, tokens/s", "TTFT p50, ms", "TBT p50 / p99, ms")
+    head = ("shape", "batch 1 ÷ bytes", "batch 32 ÷ bytes", "offline, tokens/s",
+            *(f"{n} tokens: TTFT p50; TBT p50, p99, ms" for n in PROMPTS))  # fmt: skip
     made: list[Any] = [head]
     for shape, found in results["shapes"].items():
         over = [f"{found[f'step {b}']['over_bytes']:.2f}" if "over_bytes" in found.get(f"step {b}", {}) else "–"
                 for b in STEP_BATCHES]  # fmt: skip
-        late = found["latency"]
-        made.append((shape, *over, f"{found['offline']['tokens_s']:,.0f}", f"{late['ttft_p50_ms']:.1f}",
-                     f"{late['tbt_p50_ms']:.2f} / {late['tbt_p99_ms']:.2f}"))  # fmt: skip
+        rate = f"{found['offline']['tokens_s']:,.0f}" if "offline" in found else "–"
+        late = [f"{each['ttft_p50_ms']:.1f}; {each['tbt_p50_ms']:.2f}, {each['tbt_p99_ms']:.2f}" if each else "–"
+                for each in (found.get(f"latency {n}") for n in PROMPTS)]  # fmt: skip
+        made.append((shape, *over, rate, *late))
+    return made
+
+
+def rows_beside(results: dict[str, Any]) -> list[Any]:
+    made: list[Any] = [("shape", "chats and a loop under", "in time", "TBT p50, ms", "p99, ms", "loop ÷ alone")]
+    for shape, found in results["shapes"].items():
+        for name, each in found.get("beside", {}).items():
+            made.append((shape, name, f"{100 * each['in_time']:.1f} %", f"{each['tbt_p50_ms']:.2f}",
+                         f"{each['tbt_p99_ms']:.2f}", f"{each['loop']:.2f}"))  # fmt: skip
     return made
 
 
 def main() -> None:
     parser = harness.arguments(__doc__, device="cuda", quick=True)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["0.6B", "1B", "8B"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--estimate", action="store_true", help="write the profiles of steps for simulations")
     o = parser.parse_args()
     if o.estimate:
@@ -246,11 +331,15 @@ def main() -> None:
         o.device, o.shapes = "virtual:h200", ["tiny"]
     with pp.Device(o.device) as device:
         bandwidth = measured_bandwidth(device)
-        results: dict[str, Any] = {"bandwidth": bandwidth, "published": PUBLISHED, "shapes": {}}
+        shapes = harness.stored("language_models", o.out).get("shapes", {})
+        results: dict[str, Any] = {"bandwidth": bandwidth, "published": PUBLISHED, "shapes": shapes}
         for shape in o.shapes:
-            results["shapes"][shape] = measure(shape, o, bandwidth)
+            shapes[shape] = shapes.get(shape, {}) | measure(shape, o, bandwidth)
             harness.save("language_models", results, device, o.out)  # a later shape may fail
-        harness.finish(o, "language_models", results, "language models", rows(results), device)
+        tables = {"language-models": rows(results), "language-models-beside": rows_beside(results)}
+        for name, (head, *lines) in tables.items():
+            harness.show(name, head, lines)
+        print(harness.save("language_models", results, device, o.out, tables=tables))
 
 
 if __name__ == "__main__":

@@ -180,7 +180,7 @@ def make_language_model(config: ModelConfig, folder: Path) -> LanguageModel:
     from paellapy.scheduler.language.model import LanguageModel
 
     assert config.language_model is not None
-    given = config.given((*OF_LANGUAGE_MODELS, "name", "priority", "share", "params"))
+    given = config.given((*OF_LANGUAGE_MODELS, "name", "priority", "share", "params", "capture"))
     return LanguageModel(folder / config.language_model, **given)
 
 

@@ -129,7 +129,7 @@ class ModelConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     instances: Count | None = None
     params: dict[str, float] | None = None  # parameters for policies, as in params = {request = 0.3, limit = 0.6}
     resident: bool | Literal["auto"] | None = None  # whether its weights stay on the GPU when not all models fit
-    capture: Literal["ahead", "on_demand"] | None = None  # when batch sizes are captured
+    capture: Literal["ahead", "on_demand"] | None = None  # when sizes of batches, or of steps, are captured
     before: Function | None = None  # functions before and after the model
     after: Function | None = None
     takes: dict[str, str | TensorConfig] | None = None  # values of requests and of answers, by name
@@ -157,8 +157,7 @@ class ModelConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 # Settings of models from factories only, and of language models only; both have the others.
 _OF_FACTORIES = (
-    "batch", "target_ms", "instances", "resident", "capture", "before", "after", "takes", "gives", "workers",
-    "processes",
+    "batch", "target_ms", "instances", "resident", "before", "after", "takes", "gives", "workers", "processes",
 )  # fmt: skip
 OF_LANGUAGE_MODELS = ("ttft_ms", "tbt_ms", "kv_gb", "context", "sequences", "chunk", "dtype")
 

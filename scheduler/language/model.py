@@ -52,6 +52,7 @@ class LanguageModel:
         context: int | None = None,
         sequences: int = 64,
         chunk: int = 1024,
+        capture: str = "on_demand",
         dtype: str | None = None,
         priority: int = 0,
         share: float = 1.0,
@@ -62,6 +63,7 @@ class LanguageModel:
         `kv_gb` is the memory for keys and values; None: as much as `sequences` of full length need, but at most half of
         the engine's free memory. `context`: the longest text, prompt and answer, in tokens; None: the model's own.
         `sequences`: how many texts may be written at once. `chunk`: how many tokens of prompts enter in one step.
+        `capture`: when programs for smaller steps are captured, "on_demand" or "ahead", while the model is loaded.
         `dtype`: "bfloat16", "float16" or "float32"; None: the folder's. `priority`, `share` and `params` are those of
         other models.
         """
@@ -77,6 +79,8 @@ class LanguageModel:
             raise self._wrong("sequences", sequences, "must be an integer from 1 to 1024")
         if not (_is_whole(chunk) and _SMALLEST_CHUNK <= chunk <= 8192):
             raise self._wrong("chunk", chunk, f"must be an integer from {_SMALLEST_CHUNK} to 8192")
+        if capture not in ("on_demand", "ahead"):
+            raise self._wrong("capture", capture, "must be 'on_demand' or 'ahead'")
         if dtype is not None and dtype not in _TYPES:
             raise self._wrong("dtype", dtype, f"must be one of {', '.join(_TYPES)}, or None")
         self.config: DecoderConfig = config if dtype is None else replace(config, dtype=dtype)
@@ -89,7 +93,7 @@ class LanguageModel:
                 raise self._wrong("dtype", self.config.dtype, f"gives rows of {n * item} bytes of weights: only "
                                   f"multiples of {_ALIGNED} are supported")  # fmt: skip
         self.ttft_ms, self.tbt_ms, self.kv_gb = ttft_ms, tbt_ms, kv_gb
-        self.context, self.sequences = context or config.context, sequences
+        self.context, self.sequences, self.capture = context or config.context, sequences, capture
         self.priority, self.share, self.params = priority, share, dict(params or {})
         self.codec = _codec(self.path)
         about = self.path / "generation_config.json"
@@ -114,7 +118,9 @@ class LanguageModel:
         """Its prefill and its decode step as models of the engine, over one state."""
         shared = _Shared(self, pages)
         config = self.config
-        about: dict[str, Any] = {"priority": self.priority, "share": self.share, "params": self.params}
+        about: dict[str, Any] = {
+            "priority": self.priority, "share": self.share, "params": self.params, "capture": self.capture,
+        }  # fmt: skip
         layout = ChunkLayout(config, self.chunk_sizes[0])
 
         def prefill(weights: Arrays, inputs: Arrays, outputs: Arrays) -> None:
@@ -131,13 +137,12 @@ class LanguageModel:
             Model(
                 f"{self.name} prefill", prefill, inputs={"words": TensorSpec((layout.columns,), np.int32)},
                 outputs={"out": TensorSpec((out_columns,), np.int32)}, weights=_Program(shared, counts=False),
-                batch=self.chunk_sizes, target_ms=self.ttft_ms, instances=1, capture="on_demand", **about,
+                batch=self.chunk_sizes, target_ms=self.ttft_ms, instances=1, **about,
             ),
             Model(
                 f"{self.name} decode", decode, inputs={"rows": TensorSpec((ROW.itemsize // 4,), np.int32)},
                 outputs={"out": TensorSpec((OUT_WORDS,), np.int32)}, weights=_Program(shared, counts=True),
-                batch=self.batch_sizes, target_ms=self.tbt_ms, instances=2, capture="on_demand",
-                **{**about, "params": PACED | self.params},
+                batch=self.batch_sizes, target_ms=self.tbt_ms, instances=2, **{**about, "params": PACED | self.params},
             ),
         )  # fmt: skip
 

@@ -170,10 +170,12 @@ def test_a_language_model_has_settings_of_its_own(write, settings, field):
 
 def test_a_language_model_is_made_with_its_settings(write):
     text = f'[[models]]\nlanguage_model = "{AUSTEN}"\nttft_ms = 200\nkv_gb = 0.5\npriority = 3\nsequences = 4'
+    text += '\ncapture = "ahead"'
     (entry,) = build_entries(*load_config(write(text)))
     made = entry.make()
     assert (made.name, made.ttft_ms, made.tbt_ms, made.kv_gb) == ("austen", 200, None, 0.5)
-    assert (made.priority, made.sequences, made.context) == (3, 4, 256)
+    assert (made.priority, made.sequences, made.context, made.capture) == (3, 4, 256, "ahead")
+    assert [each.later_batch for each in made.programs(10)] == [(), ()]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -279,9 +280,18 @@ def test_names_and_options_are_checked(engine: pp.Engine, folder: Path) -> None:
     for taken in (tiny(folder), scale_model("tiny")):
         with failing(ModelError, field="name", given="tiny"):
             engine.load(taken)
-    for option in ({"kv_gb": 1e-9}, {"tbt_ms": 0}, {"context": 1000}, {"sequences": 0}, {"dtype": "int8"}):
+    for option in ({"kv_gb": 1e-9}, {"tbt_ms": 0}, {"context": 1000}, {"sequences": 0}, {"dtype": "int8"},
+                   {"capture": "later"}):  # fmt: skip
         with failing(LanguageModelError, field=next(iter(option))):
             engine.load(tiny(folder, **{"name": "second", **option}))
+
+
+def test_weights_whose_rows_cannot_be_copied_in_blocks_are_refused(folder: Path, tmp_path: Path) -> None:
+    about = json.loads((folder / "config.json").read_text()) | {"intermediate_size": 102}
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+    with failing(LanguageModelError, field="dtype", given="float32"):
+        tiny(tmp_path)
 
 
 def test_texts_end_with_an_engine_and_are_finished_by_an_unload(folder: Path, reference: Any) -> None:
