@@ -84,6 +84,11 @@ def wait_until_ready(process: subprocess.Popen[bytes], limit_s: float) -> None:
     raise TimeoutError(f"the server was not ready after {limit_s:.0f} s")
 
 
+def by_uv(lines: str) -> str:
+    """The same installations, from the same places into the environment $VIRTUAL_ENV, in a tenth of pip's time."""
+    return re.sub(r"(?<![\w./-])(?:\.venv/bin/)?pip install\b", "uv pip install --quiet", lines)
+
+
 class Terminal:
     """Runs a page's blocks one after the other."""
 
@@ -94,6 +99,8 @@ class Terminal:
         self._server: subprocess.Popen[bytes] | None = None
 
     def run(self, server: bool, lines: str) -> None:
+        if "UV_CACHE_DIR" in self._environment:
+            lines = by_uv(lines)
         before = f'. "{self._state}"' if self._state.exists() else ":"
         script = f"{{ {before}; }} >/dev/null 2>&1; set -x\n{lines}\n{'' if server else KEEP}"
         command = ["bash", "-euo", "pipefail", "-c", script]
@@ -192,7 +199,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for each section")
     parser.add_argument("--json", type=Path, help="where to keep the seconds")
-    parser.add_argument("--downloads", action="store_true", help="use packages that pip has downloaded before")
+    parser.add_argument("--downloads", action="store_true", help="use what pip has downloaded; with $UV_CACHE_DIR, uv")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         clone, caches = Path(temporary, "paellapy"), Path(temporary, "caches")
@@ -200,7 +207,10 @@ def main() -> int:
         names = ("PAELLAPY_CACHE_DIR", "TRITON_CACHE_DIR", "NUMBA_CACHE_DIR", "XDG_CACHE_HOME")
         # pip's own cache lies in the folder of caches, too.
         downloads = {"PIP_CACHE_DIR": _pip_cache()} if given.downloads else {"PIP_NO_CACHE_DIR": "1"}
-        environment = {**os.environ, **{name: str(caches / name) for name in names}, **downloads}
+        fresh = {name: str(caches / name) for name in names}
+        environment = {**os.environ, **fresh, **downloads, "VIRTUAL_ENV": str(clone / ".venv")}
+        if not given.downloads:
+            environment.pop("UV_CACHE_DIR", None)
         environment.pop("PYTHONPATH", None)
         try:
             taken = run_page("start.md", clone, environment, given.limit)

@@ -31,6 +31,12 @@ def test_a_folder_and_a_variable_hold_for_the_next_block(tmp_path: Path) -> None
     assert (tmp_path / "inner" / "said").read_text() == "a b"
 
 
+def test_uv_installs_what_pip_would() -> None:
+    found = START["by_uv"]("venv v\n.venv/bin/pip install --editable '.[viz]'\npip install a\nmy-pip install b\n")
+    own = "uv pip install --quiet"
+    assert found == f"venv v\n{own} --editable '.[viz]'\n{own} a\nmy-pip install b\n"
+
+
 def test_lines_that_install_are_found_once_each() -> None:
     lines = START["install_lines"](ROOT)
     assert ("--editable", ".[viz]") in lines
