@@ -239,13 +239,13 @@ def _complete(futures: list[asyncio.Future[None]]) -> None:
 class _Step(Request):
     """A chunk or a decode step on its way."""
 
-    __slots__ = ("done", "due_ns", "planned", "result", "sent_ns", "started_ns")
+    __slots__ = ("done", "meant_ns", "planned", "result", "sent_ns", "started_ns")
 
     def __init__(
-        self, client: RequestClient, loaded: LoadedModel, planned: Chunk | Batch, due_ns: float, done: Any
+        self, client: RequestClient, loaded: LoadedModel, planned: Chunk | Batch, meant_ns: float, done: Any
     ) -> None:
         super().__init__(client, loaded)
-        self.planned, self.due_ns, self.done = planned, due_ns, done
+        self.planned, self.meant_ns, self.done = planned, meant_ns, done
         self.result: Outputs | Exception | None = None
         self.sent_ns = self.started_ns = time.monotonic_ns()
 
@@ -475,14 +475,14 @@ class Generator:
     def _send(self, loaded: LoadedModel, planned: Chunk | Batch) -> bool:
         """Submits a step; False if the engine holds too many requests now."""
         client, now = self._client, time.monotonic_ns()
-        due_ns: float = codes.NEVER
+        meant_ns: float = codes.NEVER
         if isinstance(planned, Chunk):
             sequences, n = [s for s, _ in planned.pieces], self._captured(len(planned.tokens))
             arrival = min(s.owner.began_ns for s in sequences)
         else:
             sequences, n = planned.sequences, len(planned.rows)
             waiting = [s.owner.latest_ns for s in sequences if s.in_flight == 1]
-            arrival, due_ns = self._pace.terms(waiting, now, len(self._steps))
+            arrival, meant_ns = self._pace.terms(waiting, now, len(self._steps))
         rank = max(s.priority for s in sequences)
         for sequence in planned.ends if isinstance(planned, Chunk) else sequences:
             if sequence.owner.guide is not None:
@@ -497,7 +497,7 @@ class Generator:
             self._layout.write(slot.inputs["words"][:n].reshape(-1), planned, n)
         else:
             write_rows(slot.inputs["rows"], planned)
-        step = _Step(client, loaded, planned, due_ns, self._waiter.set)
+        step = _Step(client, loaded, planned, meant_ns, self._waiter.set)
         (self._chunks if isinstance(planned, Chunk) else self._steps).append(step)
         slot.begin_for(step)
         return True
@@ -529,7 +529,7 @@ class Generator:
             changed = self._batcher.end_chunk(planned, tokens)
         else:
             changed = self._batcher.end_step(planned, tokens)
-            self._pace.note(step.sent_ns, step.started_ns, step.due_ns, now)
+            self._pace.note(step.sent_ns, step.started_ns, step.meant_ns, now)
         for k in changed:
             members[k].owner.latest_ns = now
             chosen.append((members[k].owner, tokens[k], members[k].finish, out[k], now))

@@ -8,6 +8,8 @@ once, so pages of a sequence that leaves are given back only when no step that w
 from __future__ import annotations
 
 import bisect
+import heapq
+from collections import deque
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,9 +26,9 @@ from paellapy.scheduler.language.sampling import Sampling
 PIECES = 16  # of sequences that one chunk may have
 STEPS_AHEAD = 2  # decode steps on their way
 _RECENT = 16  # steps
-# Parts of the time between two tokens: how late a step begins that was held back; by how much steps are due earlier
-# after a late one, and later after any other, so that about one of 400 is late. All are guesses.
-_HELD, _LEAD_STEP, _LEAD_DECAY = 0.05, 0.02, 0.02 / 400
+# A part of the time between two tokens: how late a step begins that was held back. Of how many steps the lead covers
+# how late they were, but for this part of them. All are guesses.
+_HELD, _REMEMBERED, _UNCOVERED = 0.05, 256, 1 / 250
 
 Words = NDArray[np.int32]
 
@@ -385,13 +387,15 @@ class Batcher:
 class Pace:
     """When decode steps are due, and how many are planned ahead.
 
-    A token is due `tbt_ms` after the one before it. Steps are due earlier by a lead, which grows with each late step
-    and shrinks with all others, so it covers what the predicted time of a step leaves out.
+    A token is due `tbt_ms` after the one before it. Steps are meant to end earlier by a lead: by as much as almost all
+    recent steps ended later than meant, so it covers what the predicted time of a step leaves out.
     """
 
     def __init__(self, tbt_ms: float | None) -> None:
         self._tbt_ns = NEVER if tbt_ms is None else round(tbt_ms * 1e6)
-        self._took_ns = self._lead = 0.0  # of recent steps; a part of the time between tokens
+        self._took_ns = 0.0  # of recent steps
+        self._lead_ns = 0
+        self._late_ns: deque[float] = deque(maxlen=_REMEMBERED)  # by how much recent steps ended later than meant
         self._ended_ns = self._steps = 0
         self._free = STEPS_AHEAD  # latest steps that were not held back for other work
 
@@ -402,23 +406,25 @@ class Pace:
         return steps < STEPS_AHEAD and (not steps or self._free >= STEPS_AHEAD or batcher.joins)
 
     def terms(self, tokens_ns: Items[int], now: int, steps: int) -> tuple[int, float]:
-        """The arrival of a step, from which its target counts, and when its tokens are due; NEVER: they cannot be in
-        time, or have no target. `tokens_ns`: the latest tokens of its texts that are in none of the steps before it.
+        """The arrival of a step, from which its target counts, and when it is meant to end; NEVER: its tokens cannot be
+        in time, or have no target. `tokens_ns`: the latest tokens of its texts that are in none of the steps before it.
         """
         if self._tbt_ns == NEVER:
             return now, NEVER
         since_ns = min(tokens_ns, default=now)
         due_ns = since_ns + self._tbt_ns
-        early_ns = self._lead * self._tbt_ns + (self._took_ns if steps and tokens_ns else 0.0)
-        return since_ns - round(early_ns), due_ns if due_ns > now + self._took_ns else NEVER
+        early_ns = self._lead_ns + (round(self._took_ns) if steps and tokens_ns else 0)
+        return since_ns - early_ns, due_ns - self._lead_ns if due_ns > now + self._took_ns else NEVER
 
-    def note(self, sent_ns: int, started_ns: int, due_ns: float, now: int) -> None:
+    def note(self, sent_ns: int, started_ns: int, meant_ns: float, now: int) -> None:
         """Learns from a step that has ended."""
         could_ns = max(sent_ns, self._ended_ns)
+        if meant_ns < NEVER:
+            late = self._late_ns
+            late.append(now - max(meant_ns, could_ns + self._took_ns))  # no lead lets it end before it could
+            worst = heapq.nlargest(1 + int(_UNCOVERED * len(late)), late)[-1]
+            self._lead_ns = min(self._tbt_ns, max(0, round(worst)))
         self._ended_ns = now
         self._steps += 1
         self._took_ns += (now - max(started_ns, could_ns) - self._took_ns) / min(self._steps, _RECENT)
         self._free = 0 if started_ns - could_ns > _HELD * self._tbt_ns else self._free + 1
-        if due_ns < NEVER:
-            change = _LEAD_STEP if now > due_ns else -_LEAD_DECAY
-            self._lead = min(1.0, max(0.0, self._lead + change))

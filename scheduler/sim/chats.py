@@ -272,8 +272,8 @@ class Writer:
             _, ended = self._chunks.popleft()
             self._hand_on(ended.ends, self._batcher.end_chunk(ended, [0] * len(ended.ends)), now)
         while self._steps and f.records["status"][self._steps[0][0]] == OK:
-            k, done, due_ns, sent_ns = self._steps.popleft()
-            self._pace.note(sent_ns, int(f.records["started_ns"][k]), due_ns, now)
+            k, done, meant_ns, sent_ns = self._steps.popleft()
+            self._pace.note(sent_ns, int(f.records["started_ns"][k]), meant_ns, now)
             self._hand_on(done.sequences, self._batcher.end_step(done, [0] * len(done.sequences)), now)
         if not self._chunks and (chunk := self._batcher.plan_chunk()) is not None:
             arrival = min(text.owner.arrival_ns for text, _ in chunk.pieces)
@@ -284,10 +284,10 @@ class Writer:
             if batch is None:
                 break
             waiting = [text.owner.token_ns[-1] for text in batch.sequences if text.in_flight == 1]
-            arrival, due_ns = self._pace.terms(waiting, now, len(self._steps))
+            arrival, meant_ns = self._pace.terms(waiting, now, len(self._steps))
             self._stretch(f, batch)
             k = tables.begin_step(f, s, self.decode, len(batch.rows), arrival)
-            self._steps.append((k, batch, due_ns, now))
+            self._steps.append((k, batch, meant_ns, now))
 
     def result(self, seconds: float) -> ChatResult:
         profile, told = self.profile, [each for each in self._told if each.token_ns]

@@ -164,14 +164,19 @@ def test_a_step_that_is_held_back_waits_alone_unless_a_text_joins():
 
 def test_late_steps_make_those_that_follow_earlier():
     pace, now = Pace(20), 0
-    arrivals = []
-    for late in (0, 1, 1, 0):
-        arrival, due_ns = pace.terms([now], now, 0)
-        arrivals.append(now - arrival)
-        now = round(due_ns) + late
-        pace.note(now - 5_000_000, now - 5_000_000, due_ns, now)
-    assert arrivals == [0, 0, 400_000, 800_000]
-    assert pace.terms([now], now, 0)[0] > now - 800_000
+    leads = []
+    for late in (0, 3_000_000, 0, -1_000_000):
+        arrival, meant_ns = pace.terms([now], now, 0)
+        assert meant_ns == arrival + 20_000_000
+        leads.append(now - arrival)
+        began, now = now, round(meant_ns) + late
+        pace.note(began, now - 5_000_000, meant_ns, now)
+    assert leads == [0, 0, 3_000_000, 3_000_000]
+    for _ in range(600):  # what was once is forgotten
+        arrival, meant_ns = pace.terms([now], now, 0)
+        began, now = now, round(meant_ns)
+        pace.note(began, now - 5_000_000, meant_ns, now)
+    assert pace.terms([now], now, 0)[0] == now
     assert pace.terms([now - 30_000_000], now, 0)[1] == NEVER  # it is late already
 
 
