@@ -114,8 +114,11 @@ class Clients:
 
 
 def children(pid: int) -> list[int]:
-    """Its children, theirs, and so on."""
-    found = [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """Its children, theirs, and so on. Each thread has its own: Ray Serve calls replicas in threads."""
+    found: list[int] = []
+    for each in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            found += map(int, each.read_text().split())
     return found + [each for child in found for each in children(child)]
 
 
@@ -135,6 +138,7 @@ class Cluster:
         self._file, self._policy = folder / "cluster.toml", "paella"
         store = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(folder / "gcs")}
         os.environ.update({**RAY, **store, "PYTHONPATH": str(tree)})
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package is compiled once
         self._nodes = Nodes()
         self._ray = [self._node() for _ in range(3)]
         self._env = {**os.environ, "RAY_ADDRESS": self._nodes.address}
