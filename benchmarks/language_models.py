@@ -4,7 +4,7 @@ nothing, the times do.
 
     python benchmarks/language_models.py --shapes 0.6B 8B           on a GPU
     python benchmarks/language_models.py --quick                    a tiny model on the virtual GPU
-    python benchmarks/language_models.py --estimate                 the profiles that simulations of chats use
+    python benchmarks/language_models.py --profiles                 the stored times, for simulations of chats
 """
 
 from __future__ import annotations
@@ -43,17 +43,8 @@ PARTS = ("step", "offline", "latency", "beside")
 PROMPTS = (250, 1000)  # tokens, of the texts whose latency is measured
 TBT_MS = 8  # the target of these texts
 TARGETS_MS = (3, 4, 6, 10)  # of chats beside best-effort work
-STEP_PROMPT = 256  # tokens before the steps that are timed
+STEP_PROMPT, STEP_TOKENS = 256, 256  # tokens before the steps that are timed, and their number
 PUBLISHED = {"nano-vllm": 19_638, "mini-sglang": 20_711}  # tokens/s offline, Qwen3-0.6B on an H200
-
-# For the estimates: bytes read per second, and a decode step's time ÷ that of reading its bytes, at batch 1 and 32, as
-# measured with a prototype on an H200. Only the 8B shape was measured at 32; prefill was not.
-READ = 4.26e12
-OVER_BYTES = {"0.6B": 2.04, "1B": 1.53, "8B": 1.16}
-OVER_BYTES_32 = 1.26 / 1.16  # of that at batch 1
-ATTENTION = 0.8  # of READ
-PREFILL = 0.5 * 989e12  # operations per second
-
 
 def write_folder(folder: Path, shape: str) -> None:
     """A folder as the hub has it, with random weights."""
@@ -264,7 +255,10 @@ def measure(shape: str, o: Any, bandwidth: float) -> dict[str, Any]:
             with engine_with(folder, o.device, sequences=sequences, chunk=64 if o.quick else 2048) as engine:
                 found["load_s"] = time.perf_counter() - began
                 for batch in (b for b in STEP_BATCHES if b <= sequences and "step" in parts):
-                    found[f"step {batch}"] = step(engine, shape, batch, 8 if o.quick else 256, bandwidth)
+                    found[f"step {batch}"] = step(engine, shape, batch, 8 if o.quick else STEP_TOKENS, bandwidth)
+                for kind in ("decode", "prefill"):
+                    programs = engine.profile(f"model {kind}")
+                    found[f"{kind}_us"] = {str(each.batch): round(each.whole_ns * 1e-3, 1) for each in programs}
                 if "offline" in parts:
                     found["offline"] = offline(engine, shape, texts, longest)
         if "latency" in parts:
@@ -277,22 +271,21 @@ def measure(shape: str, o: Any, bandwidth: float) -> dict[str, Any]:
         return found
 
 
-def estimate() -> dict[str, Any]:
-    """Times of steps of the known shapes on an H200, in µs."""
+def profiles(results: dict[str, Any]) -> dict[str, Any]:
+    """Times of steps of the measured shapes, in µs, for simulations. `context_ns`: for each token that a text has."""
     shapes = {}
-    for shape, over in OVER_BYTES.items():
+    for shape, found in results["shapes"].items():
         width, layers, heads, kv, head, ffn, vocabulary, _, _ = SHAPES[shape]
         weights = layers * (width * head * (2 * heads + 2 * kv) + 3 * width * ffn) + width * vocabulary
-        at_bandwidth_us = 2 * weights / READ * 1e6
+        many = STEP_BATCHES[-1]
+        tokens = many * (STEP_PROMPT + STEP_TOKENS * 5 // 8)
+        over_us = max(0.0, found[f"step {many}"]["ms"] * 1e3 - found["decode_us"][str(many)])
         shapes[shape] = {
             "weight_bytes": 2 * weights, "token_bytes": 4 * layers * kv * head,
-            "context_ns": round(4 * layers * kv * head / (ATTENTION * READ) * 1e9, 3),
-            "decode_us": {str(1 << k): round(at_bandwidth_us * over * OVER_BYTES_32 ** (k / 5), 1) for k in range(6)},
-            "prefill_us": {str(n): round(max(at_bandwidth_us * over, 2e6 * weights * n / PREFILL), 1)
-                           for n in (64, 128, 256, 512, 1024)},
+            "context_ns": round(over_us * 1e3 / tokens, 3), "decode_us": found["decode_us"],
+            "prefill_us": found["prefill_us"],
         }  # fmt: skip
-    about = "estimates for an H200, from its bandwidth and a prototype's decode steps; prefill at half of its peak"
-    return {"about": about, "shapes": shapes}
+    return {"about": "measured on an H200, with random weights", "shapes": shapes}
 
 
 def rows(results: dict[str, Any]) -> list[Any]:
@@ -322,10 +315,10 @@ def main() -> None:
     parser = harness.arguments(__doc__, device="cuda", quick=True)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["0.6B", "1B", "8B"])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--estimate", action="store_true", help="write the profiles of steps for simulations")
+    parser.add_argument("--profiles", action="store_true", help="write stored times of steps where simulations look")
     o = parser.parse_args()
-    if o.estimate:
-        RECORDED.write_text(json.dumps(estimate(), indent=1) + "\n")
+    if o.profiles:
+        RECORDED.write_text(json.dumps(profiles(harness.stored("language_models", o.out)), indent=1) + "\n")
         return
     if o.quick:
         o.device, o.shapes = "virtual:h200", ["tiny"]

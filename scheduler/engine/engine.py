@@ -302,15 +302,18 @@ class Engine:
         return dict(self.core.models.by_row)
 
     def profile(self, name: str) -> list[Any]:
-        """The model's segments and their measured times: one `ProgramProfile` per captured batch size."""
-        return list(self.client.find(name).profiles)
+        """The model's segments and their measured times: one `ProgramProfile` per captured batch size.
+
+        The programs of a language model are "NAME prefill" and "NAME decode".
+        """
+        return list(self._profiled(name).profiles)
 
     def model_profile(self, name: str, length: int | None = None) -> ModelProfile:
         """The facts about a model that simulations need: `pp.simulate([engine.model_profile("mlp")], …)`.
 
         `length`: a captured size of a model whose inputs vary in length; None: the largest.
         """
-        found = self.client.find(name)
+        found = self._profiled(name)
         if length is not None:
             if length not in found.by_length:
                 raise ModelError(
@@ -319,6 +322,10 @@ class Engine:
                 )  # fmt: skip
             found = found.by_length[length]
         return self._profile(found)
+
+    def _profiled(self, name: str) -> LoadedModel:
+        of_texts = (each for each in self.loaded_rows().values() if each.kind == "language model")
+        return next((each for each in of_texts if each.model.name == name), None) or self.client.find(name)
 
     def job_profile(self, name: str) -> ModelProfile:
         """As `model_profile`, for the step of a background job."""

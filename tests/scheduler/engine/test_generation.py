@@ -274,6 +274,14 @@ def test_texts_that_were_left_before_their_deadline_take_no_memory(engine: pp.En
     assert sum(type(each) is Sequence for each in gc.get_objects()) < 3000
 
 
+def test_the_two_programs_have_profiles(engine: pp.Engine) -> None:
+    for name in ("tiny prefill", "tiny decode"):
+        sizes = [each.batch for each in engine.profile(name)]
+        assert sizes == sorted(engine.model_profile(name).sizes) != []
+    with failing(UnknownModelError, model="tiny"):
+        engine.profile("tiny")
+
+
 def test_names_and_options_are_checked(engine: pp.Engine, folder: Path) -> None:
     with failing(UnknownModelError, model="other"):
         engine.generate("other", "a")
