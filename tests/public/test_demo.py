@@ -41,8 +41,10 @@ def _check_against_reference(device: Device, name: str, batch: int) -> None:
     np.testing.assert_allclose(scores.sum(axis=1), 1, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("device", "batch"), [("virtual:h200", 1), ("virtual:h200", 8), ("virtual:a100", 3)])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "device", "batch"),
+    [*((name, "virtual:h200", batch) for name in NAMES for batch in (1, 3, 8)), ("transformer", "virtual:a100", 3)],
+)
 def test_equals_the_reference_in_any_batch(name: str, device: str, batch: int) -> None:
     with Device(device) as opened, pp.trace() as t:
         _check_against_reference(opened, name, batch)

@@ -102,10 +102,10 @@ def test_greedy_texts_are_those_of_the_library_whatever_shares_the_engine(engine
 
 def test_a_chunk_runs_at_a_larger_size_until_its_own_is_captured(engine: pp.Engine, folder: Path) -> None:
     options: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "ignore_eos": True, "repetition_penalty": 1.5}
-    prompt = np.random.default_rng(2).integers(0, VOCABULARY, 100).tolist()
+    prompt = np.random.default_rng(2).integers(0, VOCABULARY, 50).tolist()
     wanted = tokens_of(engine.generate("tiny", prompt, **options))
     with pp.Engine("virtual:h200") as fresh:
-        fresh.load(tiny(folder, name="fresh", chunk=256))
+        fresh.load(tiny(folder, name="fresh", chunk=128))
         assert tokens_of(fresh.generate("fresh", prompt, **options)) == wanted
 
 
