@@ -11,7 +11,7 @@ from paellapy.scheduler.core import codes
 from paellapy.scheduler.policies.policy import find_policy
 
 profiles = st_.builds(
-    lambda segments, batch, instances, ns, target, priority, limit, demand: profile(
+    lambda segments, batch, instances, ns, target, priority, limit, demand, length_of: profile(
         segments=segments,
         batch=batch,
         instances=instances,
@@ -20,6 +20,7 @@ profiles = st_.builds(
         priority=priority,
         queue_limit=limit,
         demand=demand,
+        length_of=length_of,
     ),
     segments=st_.integers(1, 6),
     batch=st_.sampled_from([(1,), (1, 2), (2, 8), (1, 4, 8)]),
@@ -29,6 +30,7 @@ profiles = st_.builds(
     priority=st_.integers(0, 2),
     limit=st_.sampled_from([0, 3, 100]),
     demand=st_.sampled_from([{}, {1: 0.2, 2: 0.5, 4: 0.9, 8: 1.0}]),
+    length_of=st_.sampled_from(["", "net"]),
 )
 actions = st_.lists(
     st_.one_of(

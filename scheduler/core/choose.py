@@ -29,7 +29,7 @@ from paellapy.scheduler.core.instances import (
     unready,
 )
 from paellapy.scheduler.core.launch import host_has_work, launch_segments, may_launch, one_by_one, update_gpu_facts
-from paellapy.scheduler.core.requests import fill_instance_job, rank_instance
+from paellapy.scheduler.core.requests import checked_rank, fill_instance_job, rank_instance
 from paellapy.scheduler.core.shares import over_limit
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.throttle import admits, may_skip_admit, note_refused, update_top_priority
@@ -124,14 +124,45 @@ def admitted(s: State, instance: int, now: int) -> bool:
 
 
 @part
+def first_of_lengths(s: State, instance: int, now: int) -> int:
+    """The waiting instance whose turn it is when the best length of a model has its turn: that of the first request in
+    the policy's order. A rank by time per request alone would serve frequent lengths, whose batches are full, and let
+    the others starve.
+    """
+    of = s.model[s.instance[instance].model].length_of
+    if of == ZERO:
+        return instance
+    first, least = instance, np.inf
+    for k in range(s.core[0].ready):
+        other = int(s.ready[k])
+        if s.model[s.instance[other].model].length_of == of:
+            fill_instance_job(s, other, now)
+            order = checked_rank(s, s.call[0].order, 0)
+            if order < least or (order == least and s.instance[other].arrival_ns < s.instance[first].arrival_ns):
+                first, least = other, order
+    return first
+
+
+@part
+def is_same_length(s: State, instance: int, other: int) -> bool:
+    """Whether two instances belong to lengths of one model: these do not take the GPU from each other."""
+    of = s.model[s.instance[instance].model].length_of
+    return bool(of != ZERO and s.model[s.instance[other].model].length_of == of)
+
+
+@part
 def best_admitted(s: State, instance: int, full: bool, most: float, now: int) -> int:
-    """The best waiting instance that is admitted, asked in order of rank; NONE if there is none. If the active set is
-    full, only ranks below `most` count.
+    """The waiting instance to start: this one if it is admitted, otherwise the best that is, asked in order of rank;
+    NONE if there is none. If the active set is full, only ranks below `most` count.
     """
     if admitted(s, instance, now):
         return instance
     # The children of a refused instance in the heap come next, so each instance that is read is also asked.
-    n = push_children(s, 0, 0)
+    n = 1
+    if instance == s.ready[0]:
+        n = push_children(s, 0, 0)
+    else:
+        heap_push(s.next_rank, s.next_at, 0, 0, s.instance[s.ready[0]].rank, 0)
     while n > 0:
         at = s.next_at[0]
         instance = int(s.ready[at])
@@ -178,7 +209,8 @@ def next_instance(s: State, n: int, swaps: int, now: int) -> int:
     if full and (core.whole_always or core.preemptions >= swaps):
         return codes.NONE
     refresh_ranks(s, n, now)
-    instance = int(s.ready[0])
+    rank = s.instance[s.ready[0]].rank
+    first = instance = first_of_lengths(s, int(s.ready[0]), now)
     if not full and core.active > 0:
         full = not has_room(s, instance)
         if full and (core.whole_always or core.preemptions >= swaps):
@@ -187,13 +219,17 @@ def next_instance(s: State, n: int, swaps: int, now: int) -> int:
     most = np.inf
     if full:
         other = worst_active(s, now)
-        if other < 0 or s.instance[instance].rank >= s.instance[other].rank:
+        if other < 0 or rank >= s.instance[other].rank or is_same_length(s, first, other):
             return codes.NONE
         most = s.instance[other].rank
     instance = best_admitted(s, instance, full, most, now)
     if core.refused > 0 and call_with(s.call[0].give_up_refused, s, now) > 0 and instance < 0:
         return AGAIN  # each time, the requests of a refused client are held back until the next round
-    if instance < 0 or (one_by_one(s) and best_active(s, s.instance[instance].rank, now) >= 0):
+    if instance < 0:
+        return codes.NONE
+    if instance != first:
+        rank = s.instance[instance].rank
+    if one_by_one(s) and best_active(s, rank, now) >= 0:
         return codes.NONE
     if other >= 0:
         deactivate(s, other)

@@ -134,6 +134,7 @@ class ModelProfile:
     # By batch size, for each segment: how many bytes, from the start of the weights, it and the segments before it
     # need. A size that is left out needs all weights from the start.
     needs: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    length_of: str = ""  # the model of which this is one length: requests of all its lengths go in the policy's order
 
     def __post_init__(self) -> None:
         check_values(self, _OF_MODEL, ProfileError, f"{shortened(self.name)}: ", model=self.name)
@@ -181,7 +182,7 @@ def _each(rule: Rule) -> Callable[[Any], bool]:
 _BATCH = integer(1, 1 << 20)
 _ABOVE = number(0, above=True)
 _OF_MODEL = {
-    **dict.fromkeys(("name", "about"), Rule(lambda given: isinstance(given, str), "a text")),
+    **dict.fromkeys(("name", "about", "length_of"), Rule(lambda given: isinstance(given, str), "a text")),
     "sizes": Rule(
         lambda given: isinstance(given, Mapping) and bool(given) and all(_is_program(*each) for each in given.items()),
         "a dict of at least one batch size, from 1 up, each with its segments",
@@ -396,6 +397,7 @@ def install(
     sizes = sorted({*profile.batch, *batch})
     row["queue_limit"], row["n_sizes"], row["n_instances"] = profile.queue_limit, len(sizes), len(instances)
     row["n_inputs"], row["whole_batches"] = 0, whole_batches
+    row["length_of"] = _key(profile.length_of) if profile.length_of else 0
     row["generation"] += 1
     state.outcome[m] = 0
     state.model["trial_ns"][m] = 0.0

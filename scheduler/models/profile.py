@@ -83,6 +83,7 @@ def model_profile(model: Model, programs: Sequence[ProgramProfile], instances: i
         resident=model.resident,
         weight_bytes=model.weights_bytes,
         needs={each.batch: each.needs for each in programs if each.needs},
+        length_of="" if model.lengths is None else model.base or model.name,
     )
 
 

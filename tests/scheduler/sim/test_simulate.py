@@ -88,6 +88,35 @@ def test_batches_raise_throughput() -> None:
     assert fast.mean_batch > 4
 
 
+LENGTHS = [replace(net(f"net[{us}]", us=us), length_of="net") for us in (10, 20, 80)]
+
+
+@given(
+    rows=st_.lists(st_.tuples(st_.integers(0, 2000), st_.sampled_from(LENGTHS)), max_size=20, unique_by=lambda x: x[0]),
+    policy=st_.sampled_from(["srpt", "hrrn", "paella", "slack"]),
+)
+@settings(max_examples=40)
+def test_requests_of_one_model_go_in_order_whatever_their_length(
+    rows: list[tuple[int, ModelProfile]], policy: str
+) -> None:
+    load = requests(*sorted((us * 1e-6, each.name) for us, each in rows))
+    jobs = simulate(LENGTHS, load, policy, active=1).jobs
+    assert (np.diff(np.sort(jobs, order="arrival_ns")["started_ns"]) > 0).all()
+
+
+def test_rare_lengths_do_not_starve_and_shorter_models_still_go_first() -> None:
+    one = SegmentProfile(50e3, 66, 528, 66 * 8192, 0, 5)
+    sizes = {b: [one] * 4 for b in (1, 16)}
+    often, seldom = (ModelProfile(name, sizes, instances=2, length_of="net") for name in ("often", "seldom"))
+    short = ModelProfile("short", {1: [SegmentProfile(5e3)]})
+    load = Poisson(60_000, {"often": 60, "seldom": 1, "short": 1}, duration=0.1)
+    run = simulate([often, seldom, short], load, "srpt", active=1)
+    assert run.model("seldom").p99_ms < 2 * run.model("often").p99_ms
+    assert run.model("short").p99_ms < run.model("often").p50_ms
+    starved = simulate([replace(often, length_of=""), replace(seldom, length_of=""), short], load, "srpt", active=1)
+    assert starved.model("seldom").p99_ms > 2 * run.model("seldom").p99_ms
+
+
 def test_deadlines_expire_and_queues_overflow() -> None:
     models = [net(instances=1, queue_limit=10, target_ms=1)]
     result = simulate(models, Poisson(20_000, "net", duration=0.05, deadline_ms=2), "edf")
