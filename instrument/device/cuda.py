@@ -348,6 +348,14 @@ class CudaDevice(Device):
     def tile(self, descriptor: Descriptor, facts: Any) -> bytes:
         return encode_tile(descriptor, facts)
 
+    @classmethod
+    def of_thread(cls) -> CudaDevice:
+        """The GPU on which the calling thread launches: PyTorch's current one, in code of PyTorch's."""
+        index = ctypes.c_int()
+        none = library().cuCtxGetDevice(ctypes.byref(index))  # an error if the thread has no context yet
+        found: CudaDevice = cls.open("cuda" if none else f"cuda:{index.value}")
+        return found
+
     def is_capturing(self, stream: int) -> bool:
         """Whether launches on `stream` go into a CUDA graph instead of onto the GPU."""
         status = ctypes.c_int()

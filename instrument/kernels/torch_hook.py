@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ from triton.compiler import compiler
 from triton.runtime import _allocation
 
 from paellapy.instrument.device.base import Device
+from paellapy.instrument.env import ImportHook
 from paellapy.instrument.errors import InstrumentError, PaellaError, PtxError
 from paellapy.instrument.kernels.triton_source import (
     TRITON_VERSION,
@@ -35,7 +37,7 @@ from paellapy.instrument.kernels.triton_source import (
 from paellapy.instrument.ptx import passes
 from paellapy.instrument.ptx.compiled import Source
 from paellapy.instrument.ptx.descriptor import PassConfig
-from paellapy.instrument.records import DESCRIPTOR, MAGIC
+from paellapy.instrument.records import DESCRIPTOR, MAGIC, Records
 
 # --- the code of kernels that Triton compiles itself: the report pass on their PTX, and facts about them for traces ---
 # Triton's cache on disk keeps the facts in its metadata, beside the machine code. A process that finds a kernel there
@@ -120,14 +122,15 @@ class LoadedKernels:
 _VERSION = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
 
 
-# Descriptors of launches that Triton makes itself: rows of one table in device memory, filled when a trace begins.
+# Descriptors of launches that Triton makes itself: rows of tables in device memory, filled when a trace begins.
 #
 # A launch needs no copy and no wait, so launches can be captured. A row that went into a CUDA graph is never given to
 # another launch: the graph's replays read it for as long as the graph lives. Each trace gives it a new number, by which
-# it recognises the replays.
+# it recognises the replays. A server captures tens of thousands of launches, so graphs get a further table when theirs
+# are full; all other launches of a trace share the first table.
 
 
-_TABLE = 8192  # rows: the most launches of PyTorch's kernels in a trace, minus those in graphs
+_TABLE = 8192  # rows of a table
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,52 +149,70 @@ class Facts:
 
 
 class Rows:
-    """The table. Row 0 has no magic number: a kernel that reads it writes nothing."""
+    """The tables of one GPU. Row 0 of the first has no magic number: a kernel that reads it writes nothing."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
-        self._host = np.zeros(_TABLE + 1, DESCRIPTOR)
-        self._memory = device.array_beside(self._host)
+        self._tables: list[tuple[Records, Any]] = []  # each on the host and on the GPU
         self._next = 1
-        self._in_graphs: dict[int, Facts | None] = {}
+        self._graphs: list[Facts | None] = []  # launches inside graphs: their rows follow the first table
+        self._add_table(None)
+
+    def _add_table(self, session: Any) -> None:
+        """A further table, made without disturbing a capture in progress."""
+        rows = np.zeros(_TABLE, DESCRIPTOR)
+        if session is not None:
+            self._fill(rows, session)
+        self._tables.append((rows, self._device.array_beside(rows)))
+
+    def _fill(self, rows: Records, session: Any) -> None:
+        device = self._device
+        rows["lines"], rows["rings"] = device.lines.ptr, device.rings.ptr
+        rows["ring_mask"] = device.rings.shape[1] - 1
+        rows["launch"] = session.reserve(_TABLE)
+        rows["magic"] = MAGIC
 
     def begin(self, session: Any) -> None:
         """Begins a trace on an idle GPU: every row gets a launch number of the trace, and the address of its rings."""
-        rows, device = self._host, self._device
-        rows["lines"], rows["rings"] = device.lines.ptr, device.rings.ptr
-        rows["ring_mask"] = device.rings.shape[1] - 1
-        rows["launch"][1:] = session.reserve(_TABLE)
-        rows["magic"][1:] = MAGIC
-        self._memory.set(rows)
+        for number, (rows, memory) in enumerate(self._tables):
+            self._fill(rows, session)
+            if number == 0:
+                rows[0] = 0
+            memory.set(rows)
         self._next = 1
-        for row, facts in self._in_graphs.items():
+        for row, facts in enumerate(self._graphs, _TABLE):
             if facts is not None:
-                session.may_replay(int(rows["launch"][row]), facts)
+                session.may_replay(self.launch(row), facts)
 
-    def take(self, in_graph: bool) -> int:
+    def take(self, in_graph: bool, session: Any) -> int:
         """A row for a launch, permanently if it goes into a graph; 0 if none is left."""
-        while self._next in self._in_graphs:
-            self._next += 1
-        if self._next > _TABLE:
-            return 0
-        row, self._next = self._next, self._next + 1
         if in_graph:
-            self._in_graphs[row] = None
-        return row
+            row = _TABLE + len(self._graphs)
+            self._graphs.append(None)
+            if row == _TABLE * len(self._tables):
+                self._add_table(session)
+            return row
+        if session is None or self._next == _TABLE:
+            return 0
+        self._next += 1
+        return self._next - 1
 
-    def name(self, row: int, facts: Facts) -> None:
-        """Records the launch for which a row was taken."""
-        if row in self._in_graphs:
-            self._in_graphs[row] = facts
+    def name(self, row: int, facts: Facts, session: Any) -> None:
+        """Records the launch for which a row was taken. One inside a graph is of a trace only if it is replayed."""
+        if row >= _TABLE:
+            self._graphs[row - _TABLE] = facts
+        if session is not None:
+            (session.may_replay if row >= _TABLE else session.add_foreign)(self.launch(row), facts)
 
     def launch(self, row: int) -> int:
         """The number under which the row's launch reports."""
-        return int(self._host["launch"][row])
+        return int(self._tables[row // _TABLE][0]["launch"][row % _TABLE])
 
     def address(self, row: int) -> int:
-        return int(self._memory.ptr) + row * DESCRIPTOR.itemsize
+        return int(self._tables[row // _TABLE][1].ptr) + row % _TABLE * DESCRIPTOR.itemsize
 
 
+_INDUCTOR = "torch._inductor.config"
 _active: _Hook | None = None
 _kernels = LoadedKernels()  # also of an earlier hook: its kernels keep reporting
 
@@ -220,7 +241,7 @@ class _Hook:
         self.key = code_key()
         self.hash = hashlib.sha256(self.key.encode()).hexdigest()
         self._lock = threading.Lock()
-        self._rows: Rows | None = None
+        self._rows: dict[Any, Rows] = {}  # by GPU: an address is valid on its own alone
         self._before: Any = None
         self._pending = threading.local()  # the launch whose descriptor was requested and whose name is not known yet
 
@@ -283,19 +304,21 @@ class _Hook:
         """Begins a trace on a device; Triton itself launches only on a GPU."""
         if isinstance(device, Device.kinds["cuda"]):
             with self._lock:
-                self._rows = self._rows or Rows(device)
-                self._rows.begin(session)
+                self._rows_of(device).begin(session)
+
+    def _rows_of(self, device: Any) -> Rows:
+        if device not in self._rows:
+            self._rows[device] = Rows(device)
+        return self._rows[device]
 
     def descriptor(self, size: int, alignment: int, stream: int | None) -> int:
         """Triton's allocator: the address of this launch's descriptor, as a plain int, which Triton's launchers accept.
         """
-        device = Device.open("cuda")
+        device, stream = Device.kinds["cuda"].of_thread(), stream or 0
         with self._lock:
-            self._rows = rows = self._rows or Rows(device)
-            session, stream = device.session, stream or 0
-            in_graph = device.is_capturing(stream)
-            row = rows.take(in_graph) if in_graph or session is not None else 0
-            self._pending.launch = (session, row, size, stream) if row else None
+            rows, session = self._rows_of(device), device.session
+            row = rows.take(device.is_capturing(stream), session)
+            self._pending.launch = (device, session, row, size, stream) if row else None
             if session is not None and not row:
                 session.unreported += size
             return rows.address(row)
@@ -303,37 +326,43 @@ class _Hook:
     def entered(self, launch_metadata: Any) -> None:
         """Triton's launch hook: receives the kernel's name, after the descriptor was requested."""
         pending = getattr(self._pending, "launch", None)
-        if pending is None or self._rows is None:
+        if pending is None:
             return
-        session, row, blocks, stream = pending
+        device, session, row, blocks, stream = pending
         self._pending.launch = None
         facts = launch_metadata.get()
-        name = facts["name"]
         code = _kernels.of(facts["function"])
-        registers, shared = Device.open("cuda").function_resources(facts["function"])
+        registers, shared = device.function_resources(facts["function"])
         shared += code.dynamic_shared_bytes
         plain = code.plain_registers, code.plain_spill_bytes
-        launch = Facts(name, blocks, code.warps, registers, shared, stream, code.spill_bytes, *plain)
-        self._rows.name(row, launch)
-        if session is not None:
-            session.add_foreign(self._rows.launch(row), launch)
+        launch = Facts(facts["name"], blocks, code.warps, registers, shared, stream, code.spill_bytes, *plain)
+        with self._lock:
+            self._rows[device].name(row, launch, session)
 
 
 class _InductorSettings:
-    """Inductor's settings while kernels are instrumented; `restore` brings back the previous ones."""
+    """Inductor's settings while kernels are instrumented, set when it is imported; `restore` brings back the previous.
+    """
 
     def __init__(self, tag: str) -> None:
+        self._tag = tag
         self._before: list[tuple[Any, str, Any]] = []
-        try:
-            from torch._inductor import config as inductor
-            from torch.compiler import config as compiler_config
-        except ImportError:
-            return  # no PyTorch, or one without its compiler: nothing to set
+        self._importing = ImportHook(_INDUCTOR, self._choose)
+        loaded = sys.modules.get(_INDUCTOR)
+        if loaded is not None:
+            self._choose(loaded)
+        else:
+            self._importing.add()
+
+    def _choose(self, inductor: Any) -> None:
+        self._importing.remove()
+        from torch.compiler import config as compiler_config
+
         # Part of the key of every cache of torch.compile. Without it, a graph compiled in a plain run would bring its
         # plain kernels along.
         before = getattr(compiler_config, "cache_key_tag", None)
         if before is not None:
-            self._set(compiler_config, "cache_key_tag", f"{before}paellapy-{tag}")
+            self._set(compiler_config, "cache_key_tag", f"{before}paellapy-{self._tag}")
         else:
             self._set(inductor, "force_disable_caches", True)
         self._set(inductor, "compile_threads", 1)  # other processes do not have the hook
@@ -345,5 +374,6 @@ class _InductorSettings:
         setattr(config, name, value)
 
     def restore(self) -> None:
+        self._importing.remove()
         for config, name, value in reversed(self._before):
             setattr(config, name, value)

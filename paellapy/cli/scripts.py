@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from paellapy.instrument.traces.trace import Trace
 
 _INTERRUPTED = 130  # exit code that shells expect after Ctrl-C
-_WHAT_REPORTS = "only kernels made by pp.kernel are traced, and only on the device given by --device"
+_WHAT_REPORTS = (
+    "traced are kernels made by pp.kernel, on the device given by --device, and on a GPU also Triton kernels that the "
+    "script's own process compiles"
+)
 
 
 class RunError(PaellaError):
@@ -119,7 +122,8 @@ def trace_script(
         bool, typer.Option("--json", help="print the table and the limits as the last line of standard output, in JSON")
     ] = False,
 ) -> None:
-    """Run a script and trace every pp.kernel it launches. Writes the trace and an HTML report.
+    """Run a script and trace every pp.kernel it launches, and on a GPU every Triton kernel, also in replays of CUDA
+    graphs. Writes the trace and an HTML report.
 
     Its exit status is that of the script, or 1 if nothing was recorded.
     """
@@ -202,7 +206,8 @@ def run_traced(
     script: Path, arguments: Sequence[str] = (), device: str | None = None, records_per_sm: int = 1 << 14
 ) -> tuple[Trace, int]:
     """Runs a script as `__main__` inside `trace()`. Returns the trace, and the exit code of `python script.py`."""
-    from paellapy.instrument.device import Device
+    from paellapy.instrument.device import CudaDevice, Device
+    from paellapy.instrument.kernels.torch_hook import instrument_torch
     from paellapy.instrument.traces.session import trace
 
     if not script.is_file():
@@ -210,9 +215,13 @@ def run_traced(
     before = sys.argv, sys.path[:]
     sys.argv, sys.path[:] = [str(script), *arguments], [str(script.resolve().parent), *sys.path]
     try:
-        with Device.open(device) if device else nullcontext(), trace(records_per_sm) as t:
-            exit_code = run_as_main(script)
+        with Device.open(device) if device else nullcontext():
+            if isinstance(Device.current(), CudaDevice):
+                instrument_torch()
+            with trace(records_per_sm) as t:
+                exit_code = run_as_main(script)
     finally:
+        instrument_torch(False)
         sys.argv, sys.path[:] = before
     return t, exit_code
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -171,6 +173,24 @@ def test_the_caches_of_torch_compile_tell_instrumented_kernels_from_plain_ones()
     assert (config.cache_key_tag, inductor.compile_threads, inductor.use_static_cuda_launcher) == before
 
 
+def test_inductors_settings_are_made_when_it_is_imported() -> None:
+    script = """
+import sys
+import paellapy as pp
+pp.instrument_torch()
+assert "torch" not in sys.modules, "a program without PyTorch does not wait for it"
+from torch._inductor import config
+from torch.compiler import config as keys
+assert (config.compile_threads, config.use_static_cuda_launcher) == (1, False)
+assert "paellapy" in keys.cache_key_tag
+pp.instrument_torch(False)
+assert keys.cache_key_tag == ""
+"""
+    pytest.importorskip("torch")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_inductor_asks_for_other_entries_of_its_disk_cache() -> None:
     torch = pytest.importorskip("torch")
     from torch._inductor.codecache import FxGraphCachePickler, FxGraphHashDetails
@@ -204,17 +224,26 @@ class HostMemory:
 class Gpu(CudaDevice):
     """Runs one kernel of Triton's, with six blocks on one SM each; waits and copies are refused while it captures."""
 
+    current_index = 0  # of the GPU on which PyTorch launches
+
     def _setup(self, which: str) -> None:
-        self.name, self.title, self.index, self.sm_ids = "cuda:0", "a stand-in", 0, 1
+        self.name, self.title, self.index, self.sm_ids = f"cuda:{which or 0}", "a stand-in", int(which or 0), 1
         self.capability, self.limits = (9, 0), SimpleNamespace(warps=64)
         self.lines, self._memory = HostMemory(np.zeros(1, SM_LINE)), {}
         self.rings, self.capturing, self.now, self._clock = None, False, 1000, SimpleNamespace(offset_ns=0)
+        self.tables: list[HostMemory] = []
+
+    @classmethod
+    def of_thread(cls) -> Gpu:
+        found: Gpu = cls.open(f"cuda:{cls.current_index}")
+        return found
 
     def synchronize(self) -> None:
         assert not self.capturing, "a wait breaks a capture"
 
     def array_beside(self, data: Any) -> Any:
-        return HostMemory(data)
+        self.tables.append(HostMemory(data))
+        return self.tables[-1]
 
     def is_capturing(self, stream: int) -> bool:
         return self.capturing
@@ -241,7 +270,8 @@ class Gpu(CudaDevice):
         return ()
 
     def run(self, descriptor: int) -> None:
-        """The kernel's work with its descriptor."""
+        """The kernel's work with its descriptor, which must be in this GPU's memory."""
+        assert any(t.ptr <= descriptor < t.ptr + t.data.nbytes for t in self.tables)
         rows = (np.ctypeslib.ctypes.c_uint8 * DESCRIPTOR.itemsize).from_address(descriptor)
         row = np.frombuffer(rows, DESCRIPTOR)[0]
         if row["magic"] != MAGIC:
@@ -261,7 +291,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(Device, "at_traces", [])
     device = Device.open("cuda")
     yield device
-    device.session = None
+    for each in Device.opened():
+        each.session = None
 
 
 class Triton:
@@ -331,6 +362,49 @@ def test_a_graphs_rows_are_not_given_to_other_launches(gpu: Gpu) -> None:
     assert ran(t) == {"kept": 2, "free": 5}
     assert given == again[:3]
     assert not set(graph) & set(again)
+
+
+def test_graphs_of_a_server_have_more_launches_than_a_table_has_rows(gpu: Gpu) -> None:
+    triton, count = Triton(gpu), 8200
+    graph = triton.capture(*["before"] * count)
+    assert len(set(graph)) == count
+    with trace(64, device=gpu) as t:
+        inside = triton.capture(*["inside"] * count)  # its table is made during the capture
+        triton.replay([*graph[-2:], graph[0], *inside[-3:]])
+        triton.launch("free")
+    assert not set(graph) & set(inside)
+    assert ran(t) == {"before": 3, "inside": 3, "free": 1}
+    with trace(64, device=gpu) as t:
+        triton.replay([*graph[-3:], *inside[:2]])
+    assert ran(t) == {"before": 3, "inside": 2}
+
+
+def test_a_graph_that_is_captured_in_a_trace_and_not_replayed_is_not_in_it(gpu: Gpu) -> None:
+    triton = Triton(gpu)
+    with trace(64, device=gpu) as t:
+        graph = triton.capture("later")
+        triton.launch("now")
+    assert t.kernels == ("now",)
+    with trace(64, device=gpu) as t:
+        triton.replay(graph)
+    assert ran(t) == {"later": 1}
+
+
+def test_each_gpu_has_descriptors_of_its_own(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    triton, other = Triton(gpu), Device.open("cuda:1")
+    first = triton.capture("first")
+    monkeypatch.setattr(Gpu, "current_index", 1)
+    beside = Triton(other)
+    beside.hook = triton.hook
+    second = beside.capture("second")
+    with trace(64, device=other) as t:
+        beside.replay(second)
+        beside.launch("free")
+    assert ran(t) == {"second": 1, "free": 1}
+    with trace(64, device=gpu) as t:
+        triton.replay(first)
+        beside.replay(second)  # no trace of its GPU
+    assert ran(t) == {"first": 1}
 
 
 def test_launches_outside_a_trace_write_nothing(gpu: Gpu) -> None:
