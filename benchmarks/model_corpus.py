@@ -5,6 +5,11 @@
 A family of transformers has its default configuration with random weights, two layers, 1000 words and images of 224
 pixels; torchvision and timm have one small network per module. Models that are refused are tried again with the
 remedies of their error. Results are stored after each model; models that were stored at this commit are skipped.
+
+    python benchmarks/model_corpus.py --loading --device cuda [--seconds 30]
+
+How long do the models of LOADED take to load, in fp16 and bf16, beside a plain capture of the same two batch sizes?
+torch.compile, with empty caches, is given as many of the models, in order, as it begins within the seconds.
 """
 
 from __future__ import annotations
@@ -33,6 +38,15 @@ WORDS, LAYERS, PIXELS, LENGTH, SECOND = 1000, 2, 224, 32, 16000
 SMALL = ("test_", "tiny", "nano", "atto", "pico", "femto", "small", "mini", "lite", "_xxs", "_xs", "_s", "_t", "18",
          "11", "b0", "0_5", "400mf")  # fmt: skip
 SKIPPED = ("detection.", "quantization.", "optical_flow.")  # modules of torchvision whose models take no tensor
+LOADED = tuple(f"transformers {name}" for name in (
+    "ResNetForImageClassification", "BertForMaskedLM", "ViTForImageClassification", "YolosForObjectDetection",
+    "HubertForSequenceClassification", "RobertaForMaskedLM", "ModernBertForMaskedLM", "SwinForImageClassification",
+    "ConvNextForImageClassification", "MPNetForMaskedLM", "DebertaV2ForMaskedLM", "XLMRobertaForMaskedLM",
+    "ElectraForMaskedLM", "DistilBertForMaskedLM", "SegformerForImageClassification", "Dinov2ForImageClassification",
+    "BeitForImageClassification", "MobileNetV2ForImageClassification", "WavLMForSequenceClassification",
+    "Wav2Vec2ForSequenceClassification",
+))  # fmt: skip
+BATCH = (1, 2)
 TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 8e-2}  # of the largest value
 Make = Callable[[], torch.nn.Module]
 
@@ -138,7 +152,7 @@ def attempt(engine: pp.Engine, net: Any, kind: str, dtype: str) -> dict[str, Any
     """Loads a model, and compares its answers to two requests with the module's own."""
     given = [example(net, kind) for _ in range(2)]
     began, worst = time.perf_counter(), 0.0
-    engine.load(pp.Model.from_torch(net, given[0], name="net", batch=(1, 2), instances=1, dtype=dtype))
+    engine.load(pp.Model.from_torch(net, given[0], name="net", batch=BATCH, instances=1, dtype=dtype))
     seconds = time.perf_counter() - began
     try:
         for each in given:
@@ -186,13 +200,89 @@ def outcome(engine: pp.Engine, make: Make, kind: str, dtype: str) -> dict[str, A
     return {"taken": False, "why": why, "where": where, "remedies": list(remedies), "tried": tried}
 
 
+def seconds_to(prepare: Callable[..., Any], net: torch.nn.Module, given: Mapping[str, torch.Tensor]) -> float | str:
+    """Time until a module has been prepared for each batch size, or the reason why it cannot be."""
+    batches = [{k: torch.cat([t] * n) for k, t in given.items()} for n in BATCH]
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    try:
+        with torch.no_grad():
+            for batch in batches:
+                prepare(net, batch)
+        torch.cuda.synchronize()
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"[:120]
+    return time.perf_counter() - began
+
+
+def plain_capture(net: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> None:
+    """As PyTorch's documentation says: runs on another stream, then the capture."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            net(**batch)
+    side.synchronize()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        net(**batch)
+
+
+def compiled(net: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> None:
+    torch.compile(net, dynamic=False)(**batch)
+
+
+def loading(o: Any) -> None:
+    """Stores load times, in seconds, by type of the numbers and model."""
+    import torch._inductor.config as inductor
+
+    inductor.force_disable_caches = True
+    name = "model_loading_libraries"
+    made = {title: (kind, make) for title, kind, make in families() if title in LOADED}
+    found: dict[str, dict[str, Any]] = {dtype: {} for dtype in ("float16", "bfloat16")}
+    with pp.Engine(o.device) as engine:
+        device = engine.device
+        for dtype, title in ((dtype, title) for dtype in found for title in LOADED):
+            kind, make = made[title]
+            found[dtype][title] = outcome(engine, make, kind, dtype)
+            print(dtype, title, found[dtype][title], flush=True)
+            save(name, found, device, o.out)
+    if not device.name.startswith("cuda"):
+        return
+    for dtype, titles in found.items():  # the engine is closed: a capture that fails disturbs none of its own
+        for title, new in titles.items():
+            kind, make = made[title]
+            new["capture_s"] = seconds_to(plain_capture, *on_device(make, kind, dtype))
+    ends = time.perf_counter() + o.seconds
+    for title in LOADED:
+        if time.perf_counter() < ends:
+            torch._dynamo.reset()
+            kind, make = made[title]
+            found["float16"][title]["compile_s"] = seconds_to(compiled, *on_device(make, kind, "float16"))
+            save(name, found, device, o.out)
+    rows = [(dtype, title, *(each.get(key, "") for key in ("equal", "load_s", "capture_s", "compile_s")))
+            for dtype, by_title in found.items() for title, each in by_title.items()]  # fmt: skip
+    show("Seconds to load", ["", "model", "equal", "engine", "capture", "torch.compile"],
+         [[f"{x:.2f}" if isinstance(x, float) else x for x in row] for row in rows])  # fmt: skip
+
+
+def on_device(make: Make, kind: str, dtype: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """A model and the inputs of one request in GPU memory."""
+    net, numbers = make().eval(), getattr(torch, dtype)
+    given = {k: t.cuda().to(numbers if t.is_floating_point() else t.dtype) for k, t in example(net, kind).items()}
+    return net.cuda().to(numbers), given
+
+
 def main() -> None:
-    parser = arguments(__doc__, device="virtual:h200")
+    parser = arguments(__doc__, device="virtual:h200", seconds=30.0)
+    parser.add_argument("--loading", action="store_true", help="load times, beside a capture and torch.compile")
     parser.add_argument("--dtype", default="float32", choices=list(TOLERANCE))
     parser.add_argument("--only", default="", help="parts of names, separated by commas")
     o = parser.parse_args()
     for op in ("nms", "qnms"):  # of torchvision's detectors; its wheel for CUDA lacks them beside PyTorch for CPUs
         torch.library.define(f"torchvision::{op}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    if o.loading:
+        loading(o)
+        return
     name = "model_corpus" if o.device.startswith("virtual") else "model_corpus_gpu"
     results = stored(name, o.out)
     found = results.setdefault(o.dtype, {})
