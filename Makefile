@@ -49,9 +49,10 @@ lint: $(STAMP)
 types: $(STAMP)
 	MYPY_NUM_WORKERS=auto $(BIN)/mypy
 
-# What every engine runs: otherwise each of the first processes of the tests would compile it.
+# What every engine runs, and the demo models: otherwise each of the first processes of the tests would compile them.
 compile: $(STAMP)
-	$(BIN)/python -c "import paellapy as pp; from paellapy import demo; pp.Engine('virtual:h200').load(demo.load('mlp'))"
+	$(BIN)/python -c "import paellapy as pp; from paellapy import demo; \
+	    engine = pp.Engine('virtual:h200'); [engine.load(demo.load(name)) for name in demo.names()]"
 
 unit: $(STAMP)
 	$(BIN)/pytest -n auto --dist loadgroup

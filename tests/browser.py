@@ -119,6 +119,10 @@ class Browser:
         await page.theme(dark)
         return page
 
+    async def close_pages(self) -> None:
+        for page in [*self._pages.values()]:
+            await page.close()
+
 
 class Page:
     """One tab. `errors` are what its console complained about, `requests` every address it asked for."""
@@ -188,6 +192,7 @@ class Page:
 
     async def close(self) -> None:
         await self._browser.send("Target.closeTarget", targetId=self._target)
+        self._browser._pages.pop(self._session)
 
 
 _UNREADABLE = r"""

@@ -40,6 +40,22 @@ def shots(tmp_path):
     return Path(os.environ.get("PAELLAPY_SCREENSHOTS") or tmp_path)
 
 
+@pytest.fixture(scope="module")
+def chromium():
+    """Runs a coroutine function with a browser, which is one for all tests, and closes its pages."""
+    with asyncio.Runner() as runner:
+        browser = runner.run(Browser().__aenter__())
+
+        def run(main):
+            try:
+                runner.run(main(browser))
+            finally:
+                runner.run(browser.close_pages())
+
+        yield run
+        runner.run(browser.__aexit__())
+
+
 # -- views of a trace
 
 
@@ -149,89 +165,84 @@ def write(figure, folder, name):
     return path
 
 
-def test_every_view_is_readable_and_shows_the_numbers_of_the_trace(trace, tmp_path, shots):
+def test_every_view_is_readable_and_shows_the_numbers_of_the_trace(chromium, trace, tmp_path, shots):
     """All views are on one page: reading Plotly takes longer than drawing most of them."""
 
-    async def main():
-        async with Browser() as browser:
-            path = write(VIEWS["plot"][0](trace, theme="dark"), tmp_path, "plot-dark")  # with Plotly beside it
-            page = await look(browser, path, shots, "view-plot-dark", dark=True)
-            check_heat(await page.evaluate(shown_by()), data.prepare(trace))
+    async def main(browser):
+        path = write(VIEWS["plot"][0](trace, theme="dark"), tmp_path, "plot-dark")  # with Plotly beside it
+        page = await look(browser, path, shots, "view-plot-dark", dark=True)
+        check_heat(await page.evaluate(shown_by()), data.prepare(trace))
+        await page.close()
+        drawn = [draw(trace, theme="light") for draw, _ in VIEWS.values()]
+        parts = [each.to_html(include_plotlyjs=False, full_html=False, default_height=800) for each in drawn]
+        path = tmp_path / "views.html"
+        path.write_text('<meta charset="utf-8"><script src="plotly.min.js"></script>' + "".join(parts))
+        page = await look(browser, path, shots, "views")
+        for k, (_, checks) in enumerate(VIEWS.values()):
+            await page.wait_for(f"!!{DRAWN}[{k}]?._fullData")
+            shown = await page.evaluate(shown_by(f"{DRAWN}[{k}]"))
+            for check in checks:
+                check(shown, data.prepare(trace))
+
+    chromium(main)
+
+
+def test_requests_are_readable_and_as_many_as_ran(chromium, requests, tmp_path, shots):
+    async def main(browser):
+        for name, draw in (("requests", requests.plot_requests), ("engine", requests.plot)):
+            page = await look(browser, write(draw(theme="dark"), tmp_path, name), shots, f"view-{name}", dark=True)
+            bars = [bar for bar in (await page.evaluate(shown_by()))["bar"] if bar.get("meta") == "queued"]
+            jobs = requests.jobs
+            waited = (jobs["start_ns"] - jobs["arrival_ns"]) / data.prepare(requests).axis.ns_per_unit
+            lengths = sorted(length for bar in bars for length in bar["x"])
+            np.testing.assert_allclose(lengths, sorted(np.maximum(waited, 0)), rtol=1e-6)
             await page.close()
-            drawn = [draw(trace, theme="light") for draw, _ in VIEWS.values()]
-            parts = [each.to_html(include_plotlyjs=False, full_html=False, default_height=800) for each in drawn]
-            path = tmp_path / "views.html"
-            path.write_text('<meta charset="utf-8"><script src="plotly.min.js"></script>' + "".join(parts))
-            page = await look(browser, path, shots, "views")
-            for k, (_, checks) in enumerate(VIEWS.values()):
-                await page.wait_for(f"!!{DRAWN}[{k}]?._fullData")
-                shown = await page.evaluate(shown_by(f"{DRAWN}[{k}]"))
-                for check in checks:
-                    check(shown, data.prepare(trace))
 
-    asyncio.run(main())
+    chromium(main)
 
 
-def test_requests_are_readable_and_as_many_as_ran(requests, tmp_path, shots):
-    async def main():
-        async with Browser() as browser:
-            for name, draw in (("requests", requests.plot_requests), ("engine", requests.plot)):
-                page = await look(browser, write(draw(theme="dark"), tmp_path, name), shots, f"view-{name}", dark=True)
-                bars = [bar for bar in (await page.evaluate(shown_by()))["bar"] if bar.get("meta") == "queued"]
-                jobs = requests.jobs
-                waited = (jobs["start_ns"] - jobs["arrival_ns"]) / data.prepare(requests).axis.ns_per_unit
-                lengths = sorted(length for bar in bars for length in bar["x"])
-                np.testing.assert_allclose(lengths, sorted(np.maximum(waited, 0)), rtol=1e-6)
-                await page.close()
-
-    asyncio.run(main())
-
-
-def test_two_traces_side_by_side_are_readable(trace, tmp_path, shots):
+def test_two_traces_side_by_side_are_readable(chromium, trace, tmp_path, shots):
     other = kernels(1_200_000, gemm_first=True)
 
-    async def main():
-        async with Browser() as browser:
-            path = write(pp.compare(trace, other, ("wide first", "deep first")), tmp_path, "compare")
-            page = await look(browser, path, shots, "view-compare", width=1500)
-            shown = await page.evaluate(shown_by())
-            pictures = data.on_one_scale([data.prepare(trace), data.prepare(other)])
-            heats = [each for each in shown["heatmap"] if each["name"] == "occupancy"]  # others are lanes of a full GPU
-            for heat, picture in zip(heats, pictures, strict=True):
-                check_heat({"heatmap": [heat]}, picture)
+    async def main(browser):
+        path = write(pp.compare(trace, other, ("wide first", "deep first")), tmp_path, "compare")
+        page = await look(browser, path, shots, "view-compare", width=1500)
+        shown = await page.evaluate(shown_by())
+        pictures = data.on_one_scale([data.prepare(trace), data.prepare(other)])
+        heats = [each for each in shown["heatmap"] if each["name"] == "occupancy"]  # others are lanes of a full GPU
+        for heat, picture in zip(heats, pictures, strict=True):
+            check_heat({"heatmap": [heat]}, picture)
 
-    asyncio.run(main())
+    chromium(main)
 
 
-def test_exploring_shows_the_window_one_zooms_into(trace, tmp_path, shots):
+def test_exploring_shows_the_window_one_zooms_into(chromium, trace, tmp_path, shots):
     pytest.importorskip("anywidget", reason="the extra `viz` is not installed")
     figure = trace.explore()
     whole = data.prepare(trace)
     middle = whole.axis.length / 2
     figure.update_xaxes(range=[middle, whole.axis.length])
 
-    async def main():
-        async with Browser() as browser:
-            page = await look(browser, write(figure, tmp_path, "explore"), shots, "view-explore")
-            start = whole.axis.origin_ns + round(middle * whole.axis.ns_per_unit)
-            end = whole.axis.origin_ns + round(whole.axis.length * whole.axis.ns_per_unit)
-            check_heat(await page.evaluate(shown_by()), data.prepare(trace, start_ns=start, end_ns=end))
+    async def main(browser):
+        page = await look(browser, write(figure, tmp_path, "explore"), shots, "view-explore")
+        start = whole.axis.origin_ns + round(middle * whole.axis.ns_per_unit)
+        end = whole.axis.origin_ns + round(whole.axis.length * whole.axis.ns_per_unit)
+        check_heat(await page.evaluate(shown_by()), data.prepare(trace, start_ns=start, end_ns=end))
 
-    asyncio.run(main())
+    chromium(main)
 
 
-def test_the_report_says_what_the_trace_says(trace, tmp_path, shots):
+def test_the_report_says_what_the_trace_says(chromium, trace, tmp_path, shots):
     path = trace.to_html(tmp_path / "report.html", theme="dark")
 
-    async def main():
-        async with Browser() as browser:
-            page = await look(browser, path, shots, "report")
-            cells = "(r) => [...r.children].map((c) => c.textContent.trim())"
-            _, *shown = await page.evaluate(f"[...document.querySelectorAll('table tr')].map({cells})")
-            assert shown == [list(row) for row in trace.summary().cells()]
-            check_heat(await page.evaluate(shown_by()), data.prepare(trace))
+    async def main(browser):
+        page = await look(browser, path, shots, "report")
+        cells = "(r) => [...r.children].map((c) => c.textContent.trim())"
+        _, *shown = await page.evaluate(f"[...document.querySelectorAll('table tr')].map({cells})")
+        assert shown == [list(row) for row in trace.summary().cells()]
+        check_heat(await page.evaluate(shown_by()), data.prepare(trace))
 
-    asyncio.run(main())
+    chromium(main)
 
 
 # -- the dashboard
@@ -273,95 +284,91 @@ STATUS = "document.querySelector('.pp-status').textContent"
 POLICY = "document.querySelector('.pp-controls select')"
 
 
-def test_the_dashboard_of_a_server_under_load(shots):
-    async def main(server):
-        async with Browser() as browser:
-            page = await browser.page(*WIDE)
-            await page.goto(f"{server.url}/")
-            await page.wait_for(f"{STATUS} === 'live'")
-            await page.wait_for("document.querySelectorAll('.pp-slow tbody tr').length > 1")
-            assert await page.evaluate("document.querySelectorAll('.pp-cell').length") == 132
-            await page.wait_for("document.querySelectorAll('.pp-cell.pp-on').length > 0")
-            shown = tile("Throughput")  # as people read it: 1,234
-            first = await page.wait_for(f"/[1-9]/.test({shown}) && {shown}")
-            await page.wait_for(f"{shown} !== {json.dumps(first)}")
-            names = "[...document.querySelectorAll('.pp-model h3')].map((h) => h.textContent)"
-            assert await page.evaluate(names) == ["scale", "longer-name"]
+def test_the_dashboard_of_a_server_under_load(chromium, shots):
+    async def main(browser):
+        page = await browser.page(*WIDE)
+        await page.goto(f"{server.url}/")
+        await page.wait_for(f"{STATUS} === 'live'")
+        await page.wait_for("document.querySelectorAll('.pp-slow tbody tr').length > 1")
+        assert await page.evaluate("document.querySelectorAll('.pp-cell').length") == 132
+        await page.wait_for("document.querySelectorAll('.pp-cell.pp-on').length > 0")
+        shown = tile("Throughput")  # as people read it: 1,234
+        first = await page.wait_for(f"/[1-9]/.test({shown}) && {shown}")
+        await page.wait_for(f"{shown} !== {json.dumps(first)}")
+        names = "[...document.querySelectorAll('.pp-model h3')].map((h) => h.textContent)"
+        assert await page.evaluate(names) == ["scale", "longer-name"]
 
-            assert await page.evaluate(f"{POLICY}.value") == server.engine.policy == "paella"
-            await page.evaluate(f"{POLICY}.value = 'srpt'; {POLICY}.dispatchEvent(new Event('change'))")
-            await asyncio.to_thread(server.wait_until, lambda: server.engine.policy == "srpt")
-            await page.wait_for(f"!{POLICY}.disabled && {POLICY}.value === 'srpt'")
-            await page.wait_for("document.querySelector('.pp-about').textContent.startsWith('Shortest remaining')")
+        assert await page.evaluate(f"{POLICY}.value") == server.engine.policy == "paella"
+        await page.evaluate(f"{POLICY}.value = 'srpt'; {POLICY}.dispatchEvent(new Event('change'))")
+        await asyncio.to_thread(server.wait_until, lambda: server.engine.policy == "srpt")
+        await page.wait_for(f"!{POLICY}.disabled && {POLICY}.value === 'srpt'")
+        await page.wait_for("document.querySelector('.pp-about').textContent.startsWith('Shortest remaining')")
 
-            for dark in (False, True):
-                await page.theme(dark)
-                for where, size in (("wide", WIDE), ("phone", PHONE)):
-                    await page.resize(*size)
-                    for _ in range(2):  # frames: one that sees the new size, one that is drawn for it
-                        await page.evaluate("new Promise(requestAnimationFrame)")
-                    assert await page.unreadable() == [], where
-                    await page.screenshot(shots / f"dashboard-{where}-{'dark' if dark else 'light'}.png")
-            assert page.errors == []
-            assert {url.split("/")[2] for url in page.requests} == {server.address}
+        for dark in (False, True):
+            await page.theme(dark)
+            for where, size in (("wide", WIDE), ("phone", PHONE)):
+                await page.resize(*size)
+                for _ in range(2):  # frames: one that sees the new size, one that is drawn for it
+                    await page.evaluate("new Promise(requestAnimationFrame)")
+                assert await page.unreadable() == [], where
+                await page.screenshot(shots / f"dashboard-{where}-{'dark' if dark else 'light'}.png")
+        assert page.errors == []
+        assert {url.split("/")[2] for url in page.requests} == {server.address}
 
     models = [scale_model("scale", target_ms=100.0, steps=3), scale_model("longer-name", factor=3.0, steps=8)]
     with running(models, admission="off") as server, load_on(server, ("scale", "longer-name"), 64):
-        asyncio.run(main(server))
+        chromium(main)
 
 
-def test_a_page_whose_server_is_gone_says_so_and_tries_again(shots):
-    async def main():
-        async with Browser() as browser:
-            page = await browser.page(*WIDE)
-            with running([scale_model("scale")]) as server:
-                await page.goto(f"{server.url}/")
-                await page.wait_for(f"{STATUS} === 'live'")
-                await page.screenshot(shots / "dashboard-empty.png")
-                assert await page.unreadable() == []
-            await page.wait_for(f"{STATUS}.startsWith('server gone, retrying')")
-            assert await page.evaluate(f"{POLICY}.disabled")
-            await page.screenshot(shots / "dashboard-gone.png")
-            asked = len(page.requests)
-            while len(page.requests) == asked:
-                await asyncio.sleep(0.05)
-
-    asyncio.run(main())
-
-
-def test_a_server_with_keys_asks_for_one(shots):
-    async def main(server):
-        async with Browser() as browser:
-            page = await browser.page(*WIDE)
+def test_a_page_whose_server_is_gone_says_so_and_tries_again(chromium, shots):
+    async def main(browser):
+        page = await browser.page(*WIDE)
+        with running([scale_model("scale")]) as server:
             await page.goto(f"{server.url}/")
-            await page.wait_for("document.querySelector('.pp-banner input')")
-            await page.screenshot(shots / "dashboard-key.png")
-            for key, then in (("wrong", "document.querySelector('.pp-banner').textContent.includes('does not know')"),
-                              ("secret", f"{STATUS} === 'live'")):  # fmt: skip
-                box = "document.querySelector('.pp-banner input')"
-                await page.evaluate(f"{box}.value = '{key}'; {box}.form.requestSubmit()")
-                await page.wait_for(then)
+            await page.wait_for(f"{STATUS} === 'live'")
+            await page.screenshot(shots / "dashboard-empty.png")
+            assert await page.unreadable() == []
+        await page.wait_for(f"{STATUS}.startsWith('server gone, retrying')")
+        assert await page.evaluate(f"{POLICY}.disabled")
+        await page.screenshot(shots / "dashboard-gone.png")
+        asked = len(page.requests)
+        while len(page.requests) == asked:
+            await asyncio.sleep(0.05)
+
+    chromium(main)
+
+
+def test_a_server_with_keys_asks_for_one(chromium, shots):
+    async def main(browser):
+        page = await browser.page(*WIDE)
+        await page.goto(f"{server.url}/")
+        await page.wait_for("document.querySelector('.pp-banner input')")
+        await page.screenshot(shots / "dashboard-key.png")
+        for key, then in (("wrong", "document.querySelector('.pp-banner').textContent.includes('does not know')"),
+                          ("secret", f"{STATUS} === 'live'")):  # fmt: skip
+            box = "document.querySelector('.pp-banner input')"
+            await page.evaluate(f"{box}.value = '{key}'; {box}.form.requestSubmit()")
+            await page.wait_for(then)
 
     with running([scale_model("scale")], keys={"me": "secret"}) as server:
-        asyncio.run(main(server))
+        chromium(main)
 
 
-def test_a_prompt_is_answered_as_the_model_writes(shots):
-    async def main(server):
-        async with Browser() as browser:
-            page = await browser.page(*WIDE)
-            await page.goto(f"{server.url}/")
-            await page.wait_for("!document.querySelector('.pp-writer').hidden")
-            await page.evaluate("document.querySelector('.pp-writer form').requestSubmit()")
-            await page.wait_for("document.querySelector('.pp-writer [role=status]').textContent.startsWith('8 tokens')")
-            await page.evaluate("document.querySelector('.pp-writer button').click()")
-            written = "document.querySelector('.pp-written')"
-            await page.wait_for("document.querySelector('.pp-writer button').textContent === 'Write'")
-            prompt = await page.evaluate("document.querySelector('.pp-writer textarea').value")
-            assert (await page.evaluate(f"{written}.textContent")).startswith(prompt)
-            assert len(await page.evaluate(f"{written}.textContent")) > len(prompt)
-            await page.screenshot(shots / "dashboard-writer.png")
-            assert page.errors == []
+def test_a_prompt_is_answered_as_the_model_writes(chromium, shots):
+    async def main(browser):
+        page = await browser.page(*WIDE)
+        await page.goto(f"{server.url}/")
+        await page.wait_for("!document.querySelector('.pp-writer').hidden")
+        await page.evaluate("document.querySelector('.pp-writer form').requestSubmit()")
+        await page.wait_for("document.querySelector('.pp-writer [role=status]').textContent.startsWith('8 tokens')")
+        await page.evaluate("document.querySelector('.pp-writer button').click()")
+        written = "document.querySelector('.pp-written')"
+        await page.wait_for("document.querySelector('.pp-writer button').textContent === 'Write'")
+        prompt = await page.evaluate("document.querySelector('.pp-writer textarea').value")
+        assert (await page.evaluate(f"{written}.textContent")).startswith(prompt)
+        assert len(await page.evaluate(f"{written}.textContent")) > len(prompt)
+        await page.screenshot(shots / "dashboard-writer.png")
+        assert page.errors == []
 
     with running([pp.LanguageModel(demo.AUSTEN)]) as server:
-        asyncio.run(main(server))
+        chromium(main)
