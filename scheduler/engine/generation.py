@@ -417,14 +417,14 @@ class Generator:
         for each in chosen:
             if each[0].guide is not None:
                 self._hand_on(each, woken)
-        closes = self._closing is not None and (self._failure is not None or not self._drains)
-        if not closes:
+        why = self._failure or (None if self._drains else self._closing)
+        if why is None:
             self._submit()
         for each in chosen:
             if each[0].guide is None:
                 self._hand_on(each, woken)
-        if closes:
-            woken += self._end_all(self._failure or self._closing)
+        if why is not None:
+            woken += self._end_all(why)
         _wake(woken)
         return self._closing is None or bool(self._chunks or self._steps or self._coming or not self._batcher.idle)
 

@@ -254,7 +254,7 @@ def row_blocks(n: int, k: int, gated: bool) -> tuple[int, int, int]:
 
 def tile_rows(config: DecoderConfig) -> int:
     """Rows of a tile of `attend_chunk`: tokens times the heads that share keys."""
-    return max(64, next_power_of_2(config.group))
+    return max(64, int(next_power_of_2(config.group)))
 
 
 def tile_tokens(config: DecoderConfig) -> int:
