@@ -330,8 +330,8 @@ def test_one_turn_of_the_loop_reads_a_bounded_part_of_all_bodies(monkeypatch):
     turns, note, begin = [0], Reading.note, Reading._begin
     monkeypatch.setattr(Reading, "note", lambda *given: (turns.append(turns.pop() + given[1]), note(*given)))
     monkeypatch.setattr(Reading, "_begin", lambda reading: (turns.append(0), begin(reading)))
-    whole = wide_request(n=1 << 22)
-    models = [scale_model("wide", n=1 << 22, batch=(1,))]
+    whole = wide_request(n=1 << 20)
+    models = [scale_model("wide", n=1 << 20, batch=(1,))]
     with running(models, new_loop=uvloop.new_event_loop) as server, contextlib.ExitStack() as opened:
         clients = [opened.enter_context(Client(server)) for _ in range(4)]
         senders = [threading.Thread(target=each.send, args=(whole,)) for each in clients]
@@ -340,7 +340,7 @@ def test_one_turn_of_the_loop_reads_a_bounded_part_of_all_bodies(monkeypatch):
         assert [each.answer()[0] for each in clients] == [200] * 4
         for each in senders:
             each.join()
-    assert sum(turns) > 4 * (1 << 24) - 4 * connection.READ_BYTES
+    assert sum(turns) > 4 * (1 << 22) - 4 * connection.READ_BYTES
     assert max(turns) <= connection.TURN_BYTES + 4 * connection.LEAST_BYTES
 
 
