@@ -18,6 +18,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess
@@ -208,10 +209,12 @@ async def run_router(task: RouterTask, k: int, channel: socket.socket) -> None:
 def main() -> None:
     task: Task = msgspec.json.decode(os.environ.pop(VARIABLE), type=Task)
     configure("text", "info")
+    loop_factory()  # imports what workers share
     if isinstance(task, EngineTask):
         config = _config(task)
         warm_up(build_policy(config, Source(str(Path(task.folder) / "cluster.toml"))))
         import_device(config.device)  # opens no GPU
+        import_module("paellapy.serving.server")
         keeper = Keeper(task, lambda k, channel: run_engine(task), heard_over_http(task))
     else:
 

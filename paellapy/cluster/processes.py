@@ -65,12 +65,13 @@ class Kept:
 
     def __init__(self, task: Task, pass_fds: Sequence[int] = ()) -> None:
         self.health = Health()
+        own = {VARIABLE: msgspec.json.encode(task).decode(), "PYTHONUNBUFFERED": "1", "PAELLAPY_QUIET": "1"}
         self.process = subprocess.Popen(
             [sys.executable, "-m", MODULE],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=list(pass_fds),
-            env={**os.environ, VARIABLE: msgspec.json.encode(task).decode(), "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, **own},
             start_new_session=True,  # Ctrl-C reaches only us
         )
         self._listener = threading.Thread(target=self._listen, daemon=True)
