@@ -28,6 +28,19 @@ from paellapy.scheduler.core.profiles import load_profiles
 from paellapy.scheduler.sim.plan import Fleet, Group, Placement, plan, regroup, steps
 from paellapy.serving.logs import configure, log
 
+
+class ClusterError(PaellaError):
+    """The cluster is not in the required state; the message has the remedy."""
+
+
+try:
+    import ray
+    from ray import serve
+
+    from paellapy.cluster import replicas
+except ImportError:
+    raise ClusterError(f"`paellapy cluster` needs Ray: {install_line('ray')}", field="ray") from None
+
 OLDEST, BEYOND = (2, 60), (3, 0)  # tested versions of Ray
 MOST_VIRTUAL = 64
 LOOK_S = 0.1
@@ -36,20 +49,6 @@ LEAVE_S = 60.0  # a server's drain takes up to 40
 STATE = b"paellapy-cluster"
 APP = "paellapy-"  # before the names of our applications
 ROUTERS, PLANNER = "routers", "planner"
-
-
-class ClusterError(PaellaError):
-    """The cluster is not in the required state; the message has the remedy."""
-
-
-def import_ray() -> Any:
-    try:
-        import ray
-    except ImportError:
-        raise ClusterError(f"`paellapy cluster` needs Ray: {install_line('ray')}", field="ray") from None
-    check_version(ray.__version__)
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    return ray
 
 
 def check_version(version: str) -> None:
@@ -66,7 +65,9 @@ def check_version(version: str) -> None:
 
 def connect(start: ClusterFile | None = None) -> bool:
     """Joins the running Ray, or starts one here for `start`; returns whether it was started."""
-    ray, quiet = import_ray(), {"log_to_driver": False, "logging_level": "error"}
+    check_version(ray.__version__)
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    quiet = {"log_to_driver": False, "logging_level": "error"}
     if ray.is_initialized():
         return False
     try:
@@ -86,7 +87,7 @@ def connect(start: ClusterFile | None = None) -> bool:
 
 
 def check_resources(file: ClusterFile, engines: int) -> None:
-    resource, found = file.settings.resource, import_ray().cluster_resources()
+    resource, found = file.settings.resource, ray.cluster_resources()
     device, have = str(file.engine.get("device", "")), found.get(resource, 0.0)
     if device.startswith("cuda") and not found.get("GPU"):
         said = 'device = "cuda", but no node of Ray has a GPU: add one, or set device = "virtual:h200"'
@@ -117,7 +118,7 @@ class State(msgspec.Struct, kw_only=True):
 
     @classmethod
     def stored(cls) -> State:
-        found = _replicas().read(STATE)
+        found = replicas.read(STATE)
         if not found:
             said = "no cluster is running on this Ray: start one with `paellapy cluster serve FILE`"
             raise ClusterError(said, field="cluster")
@@ -127,13 +128,6 @@ class State(msgspec.Struct, kw_only=True):
         return json.loads(ask(self.url + path, self.file.key))
 
 
-def _replicas() -> Any:
-    import_ray()
-    from paellapy.cluster import replicas
-
-    return replicas
-
-
 # -- applications of Ray Serve
 
 
@@ -141,10 +135,6 @@ def applications(state: State) -> dict[str, Any]:
     """An application for the routers, one for each group of engines, and one that plans. A replica starts anew only if
     its application's version changes; models of a group and numbers of engines change in place.
     """
-    from ray import serve
-
-    from paellapy.cluster.replicas import EngineReplica, PredictedFinish, RouterReplica
-
     file, s = state.file, state.file.settings
 
     def application(kind: type, arguments: tuple[Any, ...], code: object = None, **options: Any) -> Any:
@@ -161,7 +151,7 @@ def applications(state: State) -> dict[str, Any]:
         max_held_bytes=round(s.held_mb * 1e6),
     )  # fmt: skip
     routers = asdict(router), file.models
-    found = {ROUTERS: application(RouterReplica, routers, num_replicas=s.routers, ray_actor_options=here)}
+    found = {ROUTERS: application(replicas.RouterReplica, routers, num_replicas=s.routers, ray_actor_options=here)}
     if s.replan_s:
         found[PLANNER] = application(Planner, (), ray_actor_options=here)  # it asks the front door
     task = {"config": file.engine, "names": file.models, "folder": file.folder, "hung_s": s.hung_s}
@@ -169,7 +159,7 @@ def applications(state: State) -> dict[str, Any]:
     needs: dict[str, Any] = {"num_gpus": 1} if s.resource == "GPU" else {"resources": {s.resource: 1}}
     options: dict[str, Any] = {"ray_actor_options": {"num_cpus": 0, **needs}}
     rule = {
-        "policy_function": f"{PredictedFinish.__module__}:{PredictedFinish.__name__}",
+        "policy_function": f"{replicas.__name__}:{replicas.PredictedFinish.__name__}",
         "policy_kwargs": {"target_s": s.target_lateness_s},
     }
     for group in state.groups:
@@ -179,7 +169,7 @@ def applications(state: State) -> dict[str, Any]:
         else:
             limits = {"min_replicas": group.engines, "max_replicas": s.max_engines}
             options["autoscaling_config"] = {**limits, "policy": rule}
-        found[group.name] = application(EngineReplica, engine, file.code, **options)
+        found[group.name] = application(replicas.EngineReplica, engine, file.code, **options)
     return found
 
 
@@ -198,10 +188,8 @@ def application(arguments: dict[str, str]) -> Any:
 
 def _deploy(state: State) -> None:
     """Gives Serve what the cluster should be, and ends applications that are not in it."""
-    from ray import serve
-
     wanted = applications(state)
-    _replicas().write(STATE, msgspec.json.encode(state))
+    replicas.write(STATE, msgspec.json.encode(state))
     targets = [serve.RunTarget(each, name=APP + name, route_prefix=None) for name, each in wanted.items()]
     serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
     for name in set(_statuses()) - set(wanted):
@@ -209,8 +197,6 @@ def _deploy(state: State) -> None:
 
 
 def _statuses() -> dict[str, Any]:
-    from ray import serve
-
     found = serve.status().applications
     return {name.removeprefix(APP): each for name, each in found.items() if name.startswith(APP)}
 
@@ -283,9 +269,6 @@ def bring_up(path: Path) -> tuple[str, bool]:
     """
     file = load_cluster(path)
     started = connect(file)
-    ray = import_ray()
-    from ray import serve
-
     with contextlib.ExitStack() as undo:
         if started:
             undo.callback(ray.shutdown)
@@ -340,7 +323,7 @@ def status() -> dict[str, Any]:
 
 
 def _engines() -> list[str]:
-    return sorted(_replicas().entries(_replicas().ENGINES))
+    return sorted(replicas.entries(replicas.ENGINES))
 
 
 def scale(engines: int) -> None:
@@ -363,7 +346,7 @@ def drain(engine: str) -> None:
     if len(known) == 1:
         said = f"{engine} is the only engine: add another first, or use `paellapy cluster down`"
         raise ClusterError(said, given=engine, limit=known)
-    _replicas().write(_replicas().DRAINS + engine.encode(), b"1")
+    replicas.write(replicas.DRAINS + engine.encode(), b"1")
     _wait(lambda: engine not in _engines(), LEAVE_S, "the drain")
     scale(state.engines - 1)
 
@@ -378,11 +361,9 @@ def is_up() -> bool:
 
 def take_down() -> None:
     """Ends routers first, then engines; each finishes its requests."""
-    from ray import serve
-
     State.stored()
     for name in sorted(_statuses(), key=lambda name: name not in (ROUTERS, PLANNER)):
         serve.delete(APP + name)
-    _replicas().forget(STATE)
+    replicas.forget(STATE)
     if not serve.status().applications:
         serve.shutdown()

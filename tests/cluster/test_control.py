@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 import types
+import warnings
 from http.client import HTTPException
 from pathlib import Path
 
@@ -20,15 +21,16 @@ from cluster_text import CONFIG, KEY, SPARE
 from router_server import INFER, X, body
 from serving_server import ask
 
-from paellapy.cluster import control
 from paellapy.cluster.cluster_file import ClusterFile, ClusterSettings
-from paellapy.cluster.control import ClusterError, Planner, State
 from paellapy.cluster.processes import free_port
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile, save_profiles
 from paellapy.scheduler.sim.plan import regroup
 
 pytest.importorskip("ray")
-# Ray's own
+with warnings.catch_warnings(action="ignore"):  # Ray's own, here and below
+    from paellapy.cluster import control
+    from paellapy.cluster.control import ClusterError, Planner, State
+
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning"),
     pytest.mark.xdist_group("ray"),  # one Ray for all
