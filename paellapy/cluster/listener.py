@@ -70,11 +70,14 @@ class RouterHandler:
         return Forward(router, head.model, raw, client=connection, head=head)
 
 
-async def forwarded(request: web.Request, cancels: bool = False) -> web.StreamResponse:
-    """Forwards a whole request that cannot take the fast path. If no address names the model, the body does."""
+async def forwarded(request: web.Request) -> web.StreamResponse:
+    """Forwards a whole request that cannot take the fast path. If no address names the model, the body does.
+
+    An engine stops writing a text when its client leaves; an inference goes on.
+    """
     router, model = request.app[ROUTER], request.match_info.get("model", "")
     answer: asyncio.Future[Pieces] = asyncio.get_running_loop().create_future()
-    work = Forward(router, model, answer=answer, cancels=cancels)
+    work = Forward(router, model, answer=answer, cancels=not request.path.endswith("/infer"))
     try:
         if model:
             work.look()
@@ -108,14 +111,9 @@ async def forwarded(request: web.Request, cancels: bool = False) -> web.StreamRe
     return response
 
 
-async def generated(request: web.Request) -> web.StreamResponse:
-    """The same for texts, which an engine stops writing when their client leaves."""
-    return await forwarded(request, cancels=True)
-
-
 async def texts(request: web.Request) -> web.StreamResponse:
     """The same at the addresses of OpenAI's API."""
-    return await generated(request)
+    return await forwarded(request)
 
 
 async def merged_models(request: web.Request) -> web.Response:
@@ -200,8 +198,8 @@ def router_app(router: Router) -> web.Application:
         config=forwarded, stats=merged_statistics, index=merged_index, load=placed, unload=placed,
     ).add_to(app)  # fmt: skip
     for path in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
-        app.router.add_post(f"{path}/generate", generated)
-        app.router.add_post(f"{path}/generate_stream", generated)
+        app.router.add_post(f"{path}/generate", forwarded)
+        app.router.add_post(f"{path}/generate_stream", forwarded)
     for root in ("/v1", "/openai/v1"):
         app.router.add_get(f"{root}/models", merged_models)
         app.router.add_get(f"{root}/models/{{model}}", texts)
