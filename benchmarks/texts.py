@@ -162,11 +162,13 @@ def in_time(o: argparse.Namespace) -> dict[str, Any]:
     counts = np.bincount(np.searchsorted(LENGTHS, tokens), minlength=len(LENGTHS))
     mix = {each.name: float(n) for each, n in zip(profiles, counts, strict=True)}
     deadline_ms = DEADLINE * profiles[-1].alone_ns() / 1e6
-    alone = [replace(each, instances=1) for each in profiles]
+    apart = [replace(each, length_of="") for each in profiles]  # a batcher's queue for each size knows no other
+    alone, two = ([replace(each, instances=n) for each in apart] for n in (1, 2))
     fixed = {profiles[-1].name: 1.0}
     systems: dict[str, tuple[Any, dict[str, float], str, dict[str, Any]]] = {
         "all at 512": (profiles[-1:], fixed, "paella", {}),
         "dynamic batcher, sizes at once": (alone, mix, "streams", {}),
+        "dynamic batcher, two of each size": (two, mix, "streams", {}),
         "dynamic batcher, one at a time": (alone, mix, "fifo", {"active": 1}),
         "lengths": (profiles, mix, "paella", {}), "lengths, slack": (profiles, mix, "slack", {}),
     }  # fmt: skip
