@@ -488,10 +488,13 @@ def named_results(title: str, results: Any) -> dict[str, Any]:
         raise wrong(title, "outputs", results, f"it returns a {type(results).__name__}; {why}")
     if isinstance(results, tuple) and hasattr(results, "_fields"):
         results = results._asdict()  # type: ignore[attr-defined]
-    found = {key: each for key, each in by_name(results, "output").items() if each is not None}
+    found: dict[str, Any] = {}
+    for key, each in by_name(results, "output").items():
+        found |= {f"{key}.{k}": e for k, e in enumerate(each)} if isinstance(each, tuple | list) else {key: each}
+    found = {key: each for key, each in found.items() if each is not None}
     for key, each in found.items():
         if not isinstance(each, torch.Tensor):
-            why = f"its result {key!r} is a {type(each).__name__}; a model must return tensors only"
+            why = f"its result {key!r} is a {type(each).__name__}; wrap it in a module that returns tensors only"
             raise wrong(title, key, each, why)
     return found
 

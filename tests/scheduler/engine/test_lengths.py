@@ -127,6 +127,34 @@ def test_all_sizes_share_the_weights_and_leave_with_the_model(engine):
     assert not engine.memory.reservations
 
 
+def test_a_size_without_room_is_given_up_and_a_longer_one_goes_on_serving(loaded, monkeypatch):
+    held, base = loaded.memory.held_bytes, loaded.core.models.by_name["encoder"]
+    monkeypatch.setattr(loaded.memory, "budget_bytes", held)
+    for ids in texts(10, 3):
+        check(ids, loaded.infer_sync("encoder", {"input_ids": ids}))
+    wait_until(lambda: set(base.length_errors) == {8, 16}, 60)
+    for ids in texts(3, 10, 60):
+        check(ids, loaded.infer_sync("encoder", {"input_ids": ids}))
+    assert captured(loaded) == [64]
+    assert loaded.memory.held_bytes == held
+
+
+def test_sizes_wanted_later_are_counted_as_those_captured_ahead(loaded):
+    held = loaded.memory.held_bytes
+    for ids in texts(3, 10):
+        loaded.infer_sync("encoder", {"input_ids": ids})
+    wait_until(lambda: captured(loaded) == list(SIZES), 60)
+    by_size = {name: each.total_bytes for name, each in loaded.memory.reservations.items()}
+    assert loaded.memory.held_bytes == sum(by_size.values()) > held == by_size["encoder"]
+    assert all(0 < by_size[name] < held for name in ("encoder[8]", "encoder[16]"))
+    assert {name: each["memory_bytes"] for name, each in loaded.stats()["models"].items()} == by_size
+
+
+def test_an_engine_whose_weights_come_and_go_refuses_lengths():
+    with pp.Engine(DEVICE, memory_bytes=1 << 20) as engine, failing(ModelError, model="encoder", field="lengths"):
+        engine.load(encoder())
+
+
 def test_a_request_joins_a_larger_batch_that_waits_if_that_is_cheaper(engine):
     engine.load(encoder(capture="ahead", batch=(1, 4)))
     base = engine.core.models.by_name["encoder"]

@@ -101,6 +101,18 @@ def test_inputs_and_outputs_may_have_names(engine):
     np.testing.assert_array_equal(found["difference"], np.full(5, 2))
 
 
+def test_tensors_in_a_list_of_a_named_result_are_numbered(engine):
+    def call(x):
+        return {"levels": [x, x[:, :2] * 2, None], "y": x + 1}
+
+    engine.load(pp.Model.from_torch(call, torch.zeros(1, 3), name="levels", batch=(1,)))
+    found = engine.infer_sync("levels", {"input": np.ones(3, np.float32)})
+    assert {key: each.tolist() for key, each in found.items()} == {
+        "levels.0": [1, 1, 1], "levels.1": [2, 2], "y": [2, 2, 2],
+    }  # fmt: skip
+    engine.unload("levels")
+
+
 def test_several_positional_inputs_are_numbered_or_named_by_the_caller():
     def product(a, b):
         return a * b, a
