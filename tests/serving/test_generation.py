@@ -22,6 +22,7 @@ from paellapy.serving import schemas
 from paellapy.serving.access import Key
 
 openai: Any = pytest.importorskip("openai")
+pytestmark = pytest.mark.xdist_group("language models")
 
 CONTEXT = 256
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}

@@ -33,7 +33,7 @@ from paellapy.scheduler.language.batcher import Sequence
 from paellapy.scheduler.language.pages import PAGE
 from paellapy.scheduler.models.model_folder import LanguageModelError
 
-pytestmark = pytest.mark.xdist_group("texts of an engine")  # few tests that take long
+pytestmark = pytest.mark.xdist_group("language models")  # their kernels are compiled once
 
 VOCABULARY = 256  # of the tokenizer; the model has more
 

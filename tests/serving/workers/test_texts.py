@@ -15,7 +15,7 @@ from serving_processes import Processes, processes
 from serving_server import scrape
 
 openai: Any = pytest.importorskip("openai")
-pytestmark = pytest.mark.xdist_group("workers")
+pytestmark = pytest.mark.xdist_group("language models")
 
 CONFIG = """
 device = "virtual:h200"
