@@ -195,18 +195,11 @@ def _pip_cache() -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def _cache_dir(clone: Path) -> str:
-    """Where kernels are that this user has compiled."""
-    code = "from paellapy.instrument.cache import cache_dir; print(cache_dir())"
-    command = [str(clone / ".venv" / "bin" / "python"), "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for each section")
     parser.add_argument("--json", type=Path, help="where to keep the seconds")
-    parser.add_argument("--downloads", action="store_true", help="use packages and kernels that are there already")
+    parser.add_argument("--downloads", action="store_true", help="use packages that pip or uv has downloaded before")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         clone, caches = Path(temporary, "paellapy"), Path(temporary, "caches")
@@ -222,8 +215,6 @@ def main() -> int:
         try:
             taken = run_page("start.md", clone, environment, given.limit)
             install_torch(clone, environment)
-            if given.downloads:  # the first page shows a start from nothing; here kernels that the tests use are there
-                environment["PAELLAPY_CACHE_DIR"] = _cache_dir(clone)
             taken |= run_page("service.md", clone, environment, given.limit)
             began = time.monotonic()
             resolve(lines := install_lines(clone), clone, environment)
