@@ -28,6 +28,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as token_models
 
 import paellapy as pp
+from paellapy.scheduler.language.model import step_sizes
 from paellapy.scheduler.sim.chats import RECORDED
 
 # hidden size, layers, heads, heads of keys, width of a head, of the gated product, vocabulary, tied, family
@@ -273,7 +274,7 @@ def measure(shape: str, o: Any, bandwidth: float) -> dict[str, Any]:
 
 def profiles(results: dict[str, Any]) -> dict[str, Any]:
     """Times of steps of the measured shapes, in µs, for simulations. `context_ns`: for each token that a text has."""
-    shapes = {}
+    shapes = json.loads(RECORDED.read_text())["shapes"]
     for shape, found in results["shapes"].items():
         width, layers, heads, kv, head, ffn, vocabulary, _, _ = SHAPES[shape]
         weights = layers * (width * head * (2 * heads + 2 * kv) + 3 * width * ffn) + width * vocabulary
@@ -282,10 +283,12 @@ def profiles(results: dict[str, Any]) -> dict[str, Any]:
         over_us = max(0.0, found[f"step {many}"]["ms"] * 1e3 - found["decode_us"][str(many)])
         shapes[shape] = {
             "weight_bytes": 2 * weights, "token_bytes": 4 * layers * kv * head,
-            "context_ns": round(over_us * 1e3 / tokens, 3), "decode_us": found["decode_us"],
+            "context_ns": round(over_us * 1e3 / tokens, 3),
+            "decode_us": {str(size): found["decode_us"][str(size)] for size in step_sizes(256)},
             "prefill_us": found["prefill_us"],
         }  # fmt: skip
-    return {"about": "measured on an H200, with random weights", "shapes": shapes}
+    about = f"measured on an H200, with random weights: {', '.join(results['shapes'])}; others are estimates"
+    return {"about": about, "shapes": shapes}
 
 
 def rows(results: dict[str, Any]) -> list[Any]:

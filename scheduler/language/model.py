@@ -266,11 +266,10 @@ def step_sizes(sequences: int) -> tuple[int, ...]:
     """The captured sizes of decode steps, in texts. A product of up to 16 rows takes the time of one of 16.
 
     >>> step_sizes(4), step_sizes(256)
-    ((1, 4), (1, 4, 16, 32, 64, 128, 192, 256))
+    ((1, 4), (1, 4, 16, 32, 64, 128, 256))
     """
-    between = [3 * sequences // 4] if sequences >= 64 else []
     doubled = [1 << k for k in range((sequences - 1).bit_length() - 1, 3, -1)]
-    wanted = [sequences, 1, *between, *doubled, 4][:_SIZES]
+    wanted = [sequences, 1, *doubled, 4][:_SIZES]
     return tuple(sorted({size for size in wanted if size <= sequences}))
 
 

@@ -162,10 +162,10 @@ def language_profile(
 ) -> LanguageProfile:  # fmt: skip
     """A language model of this shape on an H200, "0.6B", "1B" or "8B", with the options of `pp.LanguageModel`.
 
-    Its times are estimates (`about` has their source) until `benchmarks/language_models.py` has measured them.
+    `about` says which times `benchmarks/language_models.py` has measured; others are estimates.
 
     >>> round(language_profile("8B").decode.alone_ns() / 1e6, 1)
-    4.1
+    3.9
     """
     from paellapy.scheduler.language.model import PACED, chunk_sizes, step_sizes
     from paellapy.scheduler.language.pages import PAGE
