@@ -55,7 +55,9 @@ def test_lines_that_install_are_found_once_each() -> None:
 def test_a_command_that_fails_is_a_failure(
     server: bool, lines: str, limit_s: float, failure: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(START["Terminal"].run.__globals__, "check_port", lambda: None)
+    known = START["Terminal"].run.__globals__
+    monkeypatch.setitem(known, "check_port", lambda: None)
+    monkeypatch.setitem(known, "READY", "://127.0.0.1:1/")  # where no server of another program answers
     terminal = START["Terminal"](tmp_path, {"PATH": "/usr/bin:/bin"}, limit_s)
     with pytest.raises(failure):
         terminal.run(server, lines)
