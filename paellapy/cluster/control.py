@@ -213,11 +213,14 @@ def _wait(done: Callable[[], bool], within_s: float, what: str) -> None:
         time.sleep(LOOK_S)
 
 
-def _answers(state: State) -> bool:
+def _seen(state: State) -> Any:
     with contextlib.suppress(OSError):
-        seen = state.says()
-        return bool(seen["ready"]) and sum(each["up"] for each in seen["engines"]) >= state.engines
-    return False
+        return state.says()
+
+
+def _has_all(state: State) -> bool:
+    seen = _seen(state)
+    return seen is not None and seen["ready"] and sum(each["up"] for each in seen["engines"]) >= state.engines
 
 
 # -- plans
@@ -281,7 +284,7 @@ def bring_up(path: Path) -> tuple[str, bool]:
         state = State(file=file, groups=groups, node=ray.util.get_node_ip_address())
         undo.callback(take_down)
         _deploy(state)
-        _wait(lambda: _answers(state), file.settings.ready_s, "the start of the engines")
+        _wait(lambda: _has_all(state), file.settings.ready_s, "the start of the engines")
         undo.pop_all()
     return state.url, started
 
@@ -316,10 +319,8 @@ def change_placement(placement: Placement, state: State | None = None) -> None:
 
 def status() -> dict[str, Any]:
     """Its URL, and what its front door says of it; None: it does not answer."""
-    state, found = State.stored(), None
-    with contextlib.suppress(OSError):
-        found = state.says()
-    return {"url": state.url, "front_door": found}
+    state = State.stored()
+    return {"url": state.url, "front_door": _seen(state)}
 
 
 def _engines() -> list[str]:

@@ -6,13 +6,14 @@ The outlook is corrected by the requests sent and the answers received since.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import ClientConnectorError, ClientError, ClientResponse, ClientSession, ClientTimeout
+from yarl import URL
 
 from paellapy.instrument.errors import ArgumentError
 from paellapy.scheduler.core.admission import PREDICTED_WEIGHT, SLOW
@@ -39,15 +40,12 @@ class Member:
     @property
     def address(self) -> tuple[str, int, bool]:
         """Host, port, and whether it uses TLS."""
-        try:
-            parts = urlsplit(self.url)
-            tls = parts.scheme == "https"
-            if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ValueError
-            return parts.hostname, parts.port or (443 if tls else 80), tls
-        except ValueError:
-            said = f"engine {self.name!r} has the address {self.url!r}: give http://HOST:PORT"
-            raise ArgumentError(said, field="url", given=self.url) from None
+        with contextlib.suppress(ValueError):
+            url = URL(self.url)
+            if url.scheme in ("http", "https") and url.host and url.port:
+                return url.host, url.port, url.scheme == "https"
+        said = f"engine {self.name!r} has the address {self.url!r}: give http://HOST:PORT"
+        raise ArgumentError(said, field="url", given=self.url)
 
 
 def members_of(engines: Mapping[str, str]) -> dict[str, Member]:
@@ -189,9 +187,7 @@ async def listen(
             await asyncio.sleep(AGAIN_S)
 
 
-async def _read_outlooks(
-    view: EngineView, heard: Callable[[EngineView, Outlook], None], answer: ClientResponse
-) -> str:
+async def _read_outlooks(view: EngineView, heard: Callable[[EngineView, Outlook], None], answer: ClientResponse) -> str:
     """Returns why the stream has ended. Of several lines that arrive at once only the last is used."""
     if answer.status != 200:
         return f"it answers {answer.status} {answer.reason}"

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import http.client
 import os
 import signal
 import socket
@@ -27,7 +26,7 @@ from pathlib import Path
 import msgspec
 
 from paellapy.cluster.listener import FrontDoor
-from paellapy.cluster.processes import STOP_S, VARIABLE, EngineTask, Health, RouterTask, Task, ask
+from paellapy.cluster.processes import STOP_S, VARIABLE, EngineTask, Health, RouterTask, Task, answers
 from paellapy.cluster.router import Router, RouterOptions
 from paellapy.scheduler.core.processes import die_with_parent
 from paellapy.serving.api import serve_config
@@ -39,7 +38,7 @@ from paellapy.serving.preflight import keep_memory, loop_factory
 
 LOOK_S = 0.2
 BEAT_S = 0.1  # between two signs of a router to its keeper
-ASK_S = 0.5  # least limit of a server's answer to its keeper
+LEAST_S = 0.5  # for a server's answer to its keeper
 
 
 @dataclass(slots=True)
@@ -147,22 +146,16 @@ def heard_over_channel(worker: Worker) -> bool:
     return False
 
 
-def heard_over_http(task: EngineTask) -> Callable[[Worker], bool]:
+def heard_over_http(task: EngineTask) -> bool:
     """Whether the server answers within half of `hung_s`: a busy machine's server is slow, not silent."""
-
-    def is_heard(worker: Worker) -> bool:
-        with contextlib.suppress(OSError, http.client.HTTPException):
-            ask(f"http://{task.host}:{task.port}/v2/health/live", within_s=max(ASK_S, task.hung_s / 2))
-            return True
-        return False
-
-    return is_heard
+    return answers(f"http://{task.host}:{task.port}/v2/health/live", max(LEAST_S, task.hung_s / 2))
 
 
 # -- the workers
 
 
 def run_engine(task: EngineTask) -> None:
+    os.environ.setdefault("PAELLAPY_QUIET", "1")  # its log says the same, and a line of progress would import Rich
     serve_config(_config(task), Source(str(Path(task.folder) / "cluster.toml")))
 
 
@@ -215,7 +208,7 @@ def main() -> None:
         warm_up(build_policy(config, Source(str(Path(task.folder) / "cluster.toml"))))
         import_device(config.device)  # opens no GPU
         import_module("paellapy.serving.server")
-        keeper = Keeper(task, lambda k, channel: run_engine(task), heard_over_http(task))
+        keeper = Keeper(task, lambda k, channel: run_engine(task), lambda worker: heard_over_http(task))
     else:
 
         def route(k: int, channel: socket.socket) -> None:

@@ -6,6 +6,7 @@ This module imports little, so that replicas on Ray start quickly.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import socket
 import subprocess
@@ -65,13 +66,12 @@ class Kept:
 
     def __init__(self, task: Task, pass_fds: Sequence[int] = ()) -> None:
         self.health = Health()
-        own = {VARIABLE: msgspec.json.encode(task).decode(), "PYTHONUNBUFFERED": "1", "PAELLAPY_QUIET": "1"}
         self.process = subprocess.Popen(
             [sys.executable, "-m", MODULE],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=list(pass_fds),
-            env={**os.environ, **own},
+            env={**os.environ, VARIABLE: msgspec.json.encode(task).decode(), "PYTHONUNBUFFERED": "1"},
             start_new_session=True,  # Ctrl-C reaches only us
         )
         self._listener = threading.Thread(target=self._listen, daemon=True)
@@ -113,6 +113,13 @@ def ask(url: str, key: str | None = None, data: bytes | None = None, within_s: f
     request = urllib.request.Request(url, data, {} if key is None else {"X-API-Key": key})
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=within_s) as answer:
         return bytes(answer.read())
+
+
+def answers(url: str, within_s: float = ASK_S) -> bool:
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        ask(url, within_s=within_s)
+        return True
+    return False
 
 
 def free_port(host: str) -> int:

@@ -25,7 +25,7 @@ from ray.experimental.internal_kv import _internal_kv_get as read
 from ray.experimental.internal_kv import _internal_kv_list as keys
 from ray.experimental.internal_kv import _internal_kv_put
 
-from paellapy.cluster.processes import EngineTask, Kept, RouterTask, ask, be_as_important_as_others, free_port
+from paellapy.cluster.processes import EngineTask, Kept, RouterTask, answers, ask, be_as_important_as_others, free_port
 from paellapy.serving.logs import configure, log
 
 ENGINES, DRAINS = b"paellapy-engine:", b"paellapy-drain:"
@@ -76,7 +76,7 @@ class EngineReplica:
         self._task.loaded = models
         self._kept = kept = Kept(self._task)
         until = time.monotonic() + self._ready_s
-        while not self._is_ready():
+        while not answers(self._url + "/v2/health/ready"):
             ends = kept.ended or (not kept.health.alive and kept.health.starts > MOST_STARTS)
             if ends or time.monotonic() > until:
                 kept.end(0.0)
@@ -97,11 +97,6 @@ class EngineReplica:
                 fields = {"engine": self.name, "model": name, "why": e.read().decode()}
                 log.error("a model could not be moved", extra={"fields": fields})
                 return  # those it has stay
-
-    def _is_ready(self) -> bool:
-        with contextlib.suppress(OSError):
-            return bool(ask(self._url + "/v2/health/ready"))
-        return False
 
     def _predicted_s(self) -> dict[str, float]:
         """For each loaded model, the seconds that a new request would take."""

@@ -336,7 +336,6 @@ class Router:
                     log.warning("engine silent", extra={"fields": {"engine": view.name, "requests": view.outstanding}})
                     view.pool.cut()
 
-
     # -- requests
 
     @property

@@ -19,7 +19,7 @@ from router_server import INFER, body, check
 from serving_server import ask, running
 
 from paellapy.cli.cluster import named_engines, route
-from paellapy.cluster.keeper import Worker, heard_over_http
+from paellapy.cluster.keeper import heard_over_http
 from paellapy.cluster.listener import Routers
 from paellapy.cluster.processes import EngineTask, Kept, free_port
 from paellapy.cluster.router import RouterOptions
@@ -93,9 +93,9 @@ def test_a_server_that_answers_late_is_heard():
     with http.server.HTTPServer(("127.0.0.1", 0), Late) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         task = EngineTask(config={}, names=[], loaded=[], folder="", host="127.0.0.1", port=server.server_port)
-        assert heard_over_http(task)(Worker(0, None))
+        assert heard_over_http(task)
         server.shutdown()
-    assert not heard_over_http(task)(Worker(0, None))
+    assert not heard_over_http(task)
 
 
 def test_a_killed_or_hung_router_is_replaced_and_no_connection_is_left_in_its_queue():
