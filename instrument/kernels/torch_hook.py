@@ -314,7 +314,8 @@ class _Hook:
     def descriptor(self, size: int, alignment: int, stream: int | None) -> int:
         """Triton's allocator: the address of this launch's descriptor, as a plain int, which Triton's launchers accept.
         """
-        device, stream = Device.kinds["cuda"].of_thread(), stream or 0
+        kind: Any = Device.kinds["cuda"]
+        device, stream = kind.of_thread(), stream or 0
         with self._lock:
             rows, session = self._rows_of(device), device.session
             row = rows.take(device.is_capturing(stream), session)

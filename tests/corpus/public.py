@@ -1,4 +1,4 @@
-"""Operators of liger-kernel and flash-linear-attention, each with a reference in PyTorch.
+"""Operators of liger-kernel, flash-linear-attention and FlagGems, each with a reference in PyTorch.
 
 Nothing of these packages is copied: operators are imported from the installed packages (extra `public`), and references
 are written with PyTorch's own functions. Sizes are small, since a reference computes time step by time step.
@@ -6,14 +6,22 @@ are written with PyTorch's own functions. Sizes are small, since a reference com
 
 from __future__ import annotations
 
+import functools
 import importlib
+import importlib.util
+import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 Operator = Callable[..., Any]
 Inputs = Callable[[torch.Generator], dict[str, Any]]
@@ -317,6 +325,106 @@ FLA = [
 ]  # fmt: skip
 
 
+# -- FlagGems: operators of PyTorch's own, with the inputs of PyTorch's own tests
+
+
+@functools.cache
+def _functions_of_flag_gems() -> dict[str, Any]:
+    """By operator and overload. To import it needs a GPU, as the virtual GPU's host code says there is."""
+    found = importlib.import_module("flag_gems")
+    for name, module in list(sys.modules.items()):
+        if name.startswith("flag_gems."):  # its tensors are on the CPU, like all of the virtual GPU's
+            for attribute, value in list(vars(module).items()):
+                if isinstance(value, str) and value == "cuda":
+                    setattr(module, attribute, "cpu")
+    found.runtime.device.name = "cpu"
+    config = importlib.import_module("flag_gems.utils.codegen_config_utils").get_codegen_config()
+    config.prefer_block_pointer = False  # Triton 3.9 has no block pointers
+    return {row[0]: row[1] for row in found._FULL_CONFIG}
+
+
+class _Gems(TorchDispatchMode):
+    """Calls FlagGems' function in the place of each of PyTorch's operators that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._functions = _functions_of_flag_gems()
+        self.used: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, overload = func._schema.name.removeprefix("aten::"), func._overloadname
+        function = self._functions.get(name if overload == "default" else f"{name}.{overload}")
+        if function is not None:
+            self.used.add(name)
+        return (function or func)(*args, **(kwargs or {}))
+
+
+_LEFT_OUT = {
+    "random numbers": "randn randn_like rand_like normal",
+    "its host code asks for CUDA's tensors": "i0 where t_copy special.i0e special.i1",
+    "its host code fails on the sample": "linspace polar kron",
+    "its kernel reads channels of the next group": "native_group_norm",
+    "the sample calls no function of FlagGems": (
+        "clamp_min bitwise_left_shift bitwise_right_shift conj_physical resolve_conj resolve_neg copysign diag new_full "
+        "repeat_interleave nn.functional.conv1d nn.functional.conv2d nn.functional.conv3d nn.functional.logsigmoid "
+        "nn.functional.relu6"
+    ),
+}
+
+
+def flag_gems() -> list[PublicCase]:
+    """A case per operator: the first sample of PyTorch's tests with a tensor of more than one dimension."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    table = {row.partition(".")[0] for row in _names_of_flag_gems()}
+    out = {name for names in _LEFT_OUT.values() for name in names.split()}
+    infos = [info for info in op_db if not info.variant_test_name and info.name not in out]
+    return [_gems(info) for info in infos if {info.name, info.aten_name} & table]
+
+
+def _names_of_flag_gems() -> list[str]:
+    """From its source: to import it needs a GPU."""
+    spec = importlib.util.find_spec("flag_gems")
+    assert spec is not None
+    assert spec.origin is not None
+    return re.findall(r'^ +\(?"([\w.]+)",', Path(spec.origin).read_text(), re.MULTILINE)
+
+
+def _gems(info: Any) -> PublicCase:
+    def samples(kind: torch.dtype) -> Any:
+        with mock.patch.object(torch.cuda, "is_available", lambda: False):
+            found = list(info.sample_inputs("cpu", kind, requires_grad=False))
+        sized = [one for one in found if isinstance(one.input, Tensor) and one.input.dim() > 1 and one.input.numel()]
+        return (sized or found)[0]
+
+    kind = next(k for k in (torch.float32, torch.int32, torch.bool) if k in info.dtypes)
+    parts: dict[str, Any] = {}
+
+    def inputs(_: torch.Generator) -> dict[str, Any]:
+        torch.manual_seed(0)
+        one = samples(kind)
+        leaves, parts["tree"] = tree_flatten(((one.input, *one.args), one.kwargs))
+        parts["leaves"] = leaves
+        return {f"t{n}": leaf for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+
+    def reference(**given: Tensor) -> Any:
+        leaves = [given.get(f"t{n}", leaf) for n, leaf in enumerate(parts["leaves"])]
+        args, kwargs = tree_unflatten(leaves, parts["tree"])
+        return info.op(*args, **kwargs)
+
+    def operator(**given: Tensor) -> Any:
+        with _Gems() as gems:
+            out = reference(**given)
+        if not gems.used:
+            raise LookupError("its sample calls no function of FlagGems")
+        return out
+
+    return PublicCase(info.name, lambda: operator, reference, inputs, grad=False)
+
+
 def cases() -> dict[str, PublicCase]:
     """All of them, under the names of their package and operator."""
-    return {f"{package}.{c.name}": c for package, group in (("liger", LIGER), ("fla", FLA)) for c in group}
+    groups = [("liger", LIGER), ("fla", FLA)]
+    if importlib.util.find_spec("flag_gems"):
+        groups.append(("flag_gems", flag_gems()))
+    return {f"{package}.{c.name}": c for package, group in groups for c in group}
