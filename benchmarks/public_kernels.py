@@ -111,7 +111,8 @@ def host_code_of_a_gpu() -> Iterator[None]:
     part = pp.Device.current()
     facts = types.SimpleNamespace(name=part.title, multi_processor_count=part.sm_count, major=9, minor=0)
     answers = {
-        "is_available": lambda: True, "device_count": lambda: 1, "device": lambda *_: contextlib.nullcontext(), "current_device": lambda: 0,
+        "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0,
+        "device": lambda *_: contextlib.nullcontext(),
         "get_device_properties": lambda *_: facts, "get_device_capability": lambda *_: part.capability,
         "get_device_name": lambda *_: part.title,
     }  # fmt: skip
