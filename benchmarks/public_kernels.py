@@ -289,12 +289,12 @@ def main() -> None:
     for key in ("variants_refused", "variants_failed"):
         total[key] = sum(len(row.get(key, ())) for row in rows.values())
     group = "".join(f"_{part}" for part in parts)  # some operators are a result of their own
-    figures = {f"public{group}.{name}": str(total[name]) for name in ("right", "kernels", "variants")}
+    figures = {f"public{group}.{name}": str(total[name]) for name in ("right", "kernels", "variants") if total[name]}
     figures[f"public{group}.operators"] = str(len(rows))
     show("public kernels", ["", "number"], list(total.items()))
     packages = {"liger": "liger-kernel", "fla": "fla-core", "flag_gems": "flag_gems"}
     versions = {p: metadata.version(packages[p]) for p in sorted({name.partition(".")[0] for name in rows})}
-    total |= {"packages": versions, "not_right": {n: r["why"] for n, r in rows.items() if "why" in r}}
+    total |= {"packages": versions, "not_right": {n: r["result"] for n, r in rows.items() if r["result"] != "right"}}
     print(save(f"public_kernels{group}", total, device, o.out, figures=figures))
 
 
