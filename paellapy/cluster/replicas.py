@@ -20,13 +20,12 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.experimental.internal_kv import _internal_kv_del as forget
-from ray.experimental.internal_kv import _internal_kv_get as read
-from ray.experimental.internal_kv import _internal_kv_list as keys
-from ray.experimental.internal_kv import _internal_kv_put
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
 
 from paellapy.cluster.processes import EngineTask, Kept, RouterTask, answers, ask, be_as_important_as_others, free_port
 from paellapy.serving.logs import configure, log
+
+read, keys, forget = _internal_kv_get, _internal_kv_list, _internal_kv_del  # of Ray's store
 
 ENGINES, DRAINS = b"paellapy-engine:", b"paellapy-drain:"
 FEED_S = 0.1
