@@ -199,7 +199,8 @@ def beside(engine: pp.Engine, shape: str, loop: Kind, chats: int, tokens: int, t
         last = 0.0
         async for _ in engine.generate("model", prompt, max_tokens=tokens, temperature=0.6, ignore_eos=True):
             now = time.perf_counter()
-            gaps.append((now - last) * 1e3) if last else None
+            if last:
+                gaps.append((now - last) * 1e3)
             last = now
 
     async def loops(seconds: float) -> float:
