@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib
 import inspect
 import json
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -438,7 +440,7 @@ class TritonSource:
             else:
                 stand_in = _stand_in(value, fact)
                 special, align = not param.do_not_specialize, not param.do_not_specialize_on_alignment
-                kind, attribute = native_specialize_impl(BaseBackend, stand_in, param.is_const, special, align)
+                kind, attribute = _native()(BaseBackend, stand_in, param.is_const, special, align)
                 annotated = param.annotation_type
                 if annotated:
                     if annotated == "u1" or annotated[:2] in ("fp", "bf") or not special:
@@ -594,6 +596,21 @@ def _reason(failure: BaseException) -> str:
     while isinstance(first.__cause__, CompilationError):
         first = first.__cause__
     return "" if first is failure else f"\n{first}"
+
+
+@functools.cache
+def _native() -> Callable[..., tuple[Any, Any]]:
+    """Triton's native routine. Its first call imports PyTorch, if that is installed, to know its tensors by their class:
+    two seconds of CPU time in each process. It knows them by their attributes, too.
+    """
+    if "torch" not in sys.modules:
+        importlib.import_module("triton.experimental.gluon.nvidia.hopper")  # it would, while PyTorch is hidden
+        sys.modules["torch"] = None  # type: ignore[assignment]
+        try:
+            native_specialize_impl(BaseBackend, 1, False, True, True)
+        finally:
+            del sys.modules["torch"]
+    return native_specialize_impl
 
 
 def _stand_in(value: Any, fact: Any) -> Any:

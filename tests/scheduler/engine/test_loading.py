@@ -89,10 +89,10 @@ with pp.Engine("virtual:h200") as engine:
     Dispatcher.compile = noted
     engine.infer_sync("mlp", inputs)
     asyncio.run(engine.infer("mlp", inputs))
-    print((compiled, sorted(set(sys.modules) - imported)))
+    print((compiled, sorted(set(sys.modules) - imported), "torch" in sys.modules))
 """
 
 
-def test_the_first_request_finds_everything_imported_and_compiled():
+def test_the_first_request_finds_everything_imported_and_compiled_and_without_pytorch():
     run = subprocess.run([sys.executable, "-c", _FIRST_REQUEST], capture_output=True, text=True, check=True)
-    assert run.stdout.splitlines()[-1] == "([], [])"
+    assert run.stdout.splitlines()[-1] == "([], [], False)"
