@@ -51,7 +51,7 @@ from paellapy.scheduler.engine.ring_client import (
     refusal_of_part,
 )
 from paellapy.scheduler.engine.trace import TracedText
-from paellapy.scheduler.language.batcher import Batch, Batcher, Chunk, Pace, Sequence
+from paellapy.scheduler.language.batcher import Batch, Batcher, Chunk, Delivery, Pace, Sequence
 from paellapy.scheduler.language.decoder import tile_tokens
 from paellapy.scheduler.language.model import ChunkLayout, LanguageModel, state_of, write_rows
 from paellapy.scheduler.language.pages import PagePool
@@ -92,6 +92,7 @@ class _Stream:
         self.error: Exception | None = None
         self.ended = False
         self.waiter: Callable[[], None] | None = None  # of the reader, until it is woken
+        self.delivery: Delivery | None = None  # of the latest token
 
     def add(self, token: int, finish: str | None, words: Any) -> bool:
         """Takes a token that was chosen, and why it is the last one, if it is. True: a stop string or the text's form
@@ -115,6 +116,11 @@ class _Stream:
         if finish is not None:
             self.finish, self.ended = finish, True
         return stopped
+
+    def reached(self) -> None:
+        """A reader who waited goes on."""
+        if self.delivery is not None:
+            self.delivery.reached(time.monotonic_ns())
 
     def end(self, error: Exception | None = None) -> None:
         """Without an error: it was cancelled."""
@@ -185,6 +191,7 @@ class Generation:
             except asyncio.CancelledError:
                 self.cancel()
                 raise
+            stream.reached()
         return stream.pieces.popleft()
 
     def __iter__(self) -> Self:
@@ -199,6 +206,7 @@ class Generation:
             stream.waiter = woken.set
             if not (stream.pieces or stream.ended):
                 woken.wait()
+                stream.reached()
         return stream.pieces.popleft()
 
     def text(self) -> str:
@@ -526,12 +534,12 @@ class Generator:
         tokens = out[:, 0].tolist()
         now = time.monotonic_ns()
         if isinstance(planned, Chunk):
-            changed = self._batcher.end_chunk(planned, tokens)
+            changed, delivery = self._batcher.end_chunk(planned, tokens), None
         else:
             changed = self._batcher.end_step(planned, tokens)
-            self._pace.note(step.sent_ns, step.started_ns, step.meant_ns, now)
+            delivery = self._pace.note(step.sent_ns, step.started_ns, step.meant_ns, now)
         for k in changed:
-            members[k].owner.latest_ns = now
+            members[k].owner.latest_ns, members[k].owner.delivery = now, delivery
             chosen.append((members[k].owner, tokens[k], members[k].finish, out[k], now))
         self.stats.step(planned, len(changed), now - step.sent_ns)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import math
 from collections import deque
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
@@ -26,9 +27,10 @@ from paellapy.scheduler.language.sampling import Sampling
 PIECES = 16  # of sequences that one chunk may have
 STEPS_AHEAD = 2  # decode steps on their way
 _RECENT = 16  # steps
-# A part of the time between two tokens: how late a step begins that was held back. Of how many steps the lead covers
-# how late they were, but for this part of them. All are guesses.
-_HELD, _REMEMBERED, _UNCOVERED = 0.05, 256, 1 / 250
+_HELD = 0.05  # of the time between two tokens: how late a step begins that was held back; a guess
+# The lead is meant to cover all but one of so many times the steps that are remembered, by the tail of how late they
+# were: the worst tenth.
+_REMEMBERED, _TAIL, _BEYOND = 256, 0.1, 4
 
 Words = NDArray[np.int32]
 
@@ -384,18 +386,32 @@ class Batcher:
                 self._wait(sequence)
 
 
+class Delivery:
+    """How late the tokens of a step were: there, and with their readers."""
+
+    __slots__ = ("_there_ns", "late_ns", "way_ns")
+
+    def __init__(self, there_ns: int, late_ns: float) -> None:
+        self._there_ns, self.late_ns, self.way_ns = there_ns, late_ns, 0
+
+    def reached(self, now: int) -> None:
+        """A reader has its token; any thread may say so."""
+        self.way_ns = max(self.way_ns, now - self._there_ns)
+
+
 class Pace:
     """When decode steps are due, and how many are planned ahead.
 
-    A token is due `tbt_ms` after the one before it. Steps are meant to end earlier by a lead: by as much as almost all
-    recent steps ended later than meant, so it covers what the predicted time of a step leaves out.
+    A token is due `tbt_ms` after the one before it. Steps are meant to end earlier by a lead: by as much as the tokens
+    of almost all steps would be late with their readers. So it covers what the predicted time of a step leaves out, and
+    what differs on the way to the readers.
     """
 
     def __init__(self, tbt_ms: float | None) -> None:
         self._tbt_ns = NEVER if tbt_ms is None else round(tbt_ms * 1e6)
         self._took_ns = 0.0  # of recent steps
         self._lead_ns = 0
-        self._late_ns: deque[float] = deque(maxlen=_REMEMBERED)  # by how much recent steps ended later than meant
+        self._recent: deque[Delivery] = deque(maxlen=_REMEMBERED)
         self._ended_ns = self._steps = 0
         self._free = STEPS_AHEAD  # latest steps that were not held back for other work
 
@@ -416,15 +432,30 @@ class Pace:
         early_ns = self._lead_ns + (round(self._took_ns) if steps and tokens_ns else 0)
         return since_ns - early_ns, due_ns - self._lead_ns if due_ns > now + self._took_ns else NEVER
 
-    def note(self, sent_ns: int, started_ns: int, meant_ns: float, now: int) -> None:
-        """Learns from a step that has ended."""
+    def note(self, sent_ns: int, started_ns: int, meant_ns: float, now: int) -> Delivery:
+        """Learns from a step that has ended; its readers say when they have its tokens."""
         could_ns = max(sent_ns, self._ended_ns)
-        if meant_ns < NEVER:
-            late = self._late_ns
-            late.append(now - max(meant_ns, could_ns + self._took_ns))  # no lead lets it end before it could
-            worst = heapq.nlargest(1 + int(_UNCOVERED * len(late)), late)[-1]
-            self._lead_ns = min(self._tbt_ns, max(0, round(worst)))
+        found = Delivery(now, now - max(meant_ns, could_ns + self._took_ns))  # no lead lets it end before it could
+        held = started_ns - could_ns > _HELD * self._tbt_ns
+        if meant_ns < NEVER and (held or found.late_ns > 0.0):  # on an idle GPU it was early for another reason
+            self._lead_ns = self._learned_ns()  # its readers have yet to say
+            self._recent.append(found)
         self._ended_ns = now
         self._steps += 1
         self._took_ns += (now - max(started_ns, could_ns) - self._took_ns) / min(self._steps, _RECENT)
-        self._free = 0 if started_ns - could_ns > _HELD * self._tbt_ns else self._free + 1
+        self._free = 0 if held else self._free + 1
+        return found
+
+    def _learned_ns(self) -> int:
+        """A quantile beyond most steps that are remembered: the excess of the worst over a threshold is taken as
+        exponential.
+        """
+        recent = self._recent
+        if len(recent) < 2:
+            return 0
+        usual_ns = min(each.way_ns for each in recent)  # every token has it, so it does not part two of them
+        late = [each.late_ns + each.way_ns - usual_ns for each in recent]
+        *worst, threshold = heapq.nlargest(1 + max(1, int(_TAIL * len(late))), late)
+        excess = sum(worst) / len(worst) - threshold
+        lead = threshold + excess * math.log(_BEYOND * len(worst))
+        return min(self._tbt_ns, max(0, round(lead)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 from failing import failing
 from hypothesis import given, settings
@@ -162,22 +163,42 @@ def test_a_step_that_is_held_back_waits_alone_unless_a_text_joins():
     assert pace.plans(1, texts)
 
 
-def test_late_steps_make_those_that_follow_earlier():
-    pace, now = Pace(20), 0
-    leads = []
-    for late in (0, 3_000_000, 0, -1_000_000):
-        arrival, meant_ns = pace.terms([now], now, 0)
-        assert meant_ns == arrival + 20_000_000
-        leads.append(now - arrival)
-        began, now = now, round(meant_ns) + late
-        pace.note(began, now - 5_000_000, meant_ns, now)
-    assert leads == [0, 0, 3_000_000, 3_000_000]
-    for _ in range(600):  # what was once is forgotten
-        arrival, meant_ns = pace.terms([now], now, 0)
-        began, now = now, round(meant_ns)
-        pace.note(began, now - 5_000_000, meant_ns, now)
-    assert pace.terms([now], now, 0)[0] == now
-    assert pace.terms([now - 30_000_000], now, 0)[1] == NEVER  # it is late already
+MS = 1_000_000
+
+
+def held_back(pace: Pace, now: int, late: int, way: int = 0) -> tuple[int, int]:
+    """A step that other work holds back until it has to begin, and that then ends late; the lead it had, and its end."""
+    arrival, meant_ns = pace.terms([now], now, 0)
+    assert meant_ns == arrival + 20 * MS
+    ends = round(meant_ns) + late
+    pace.note(now, ends - 5 * MS, meant_ns, ends).reached(ends + way)
+    return now - arrival, ends
+
+
+def test_steps_that_are_late_make_those_that_follow_earlier():
+    for late, lead in ((-2 * MS, 0), (3 * MS, 3 * MS)):
+        pace, now, leads = Pace(20), 0, []
+        for _ in range(20):
+            found, now = held_back(pace, now, late)
+            leads.append(found)
+        assert leads[0] == 0
+        assert leads[-1] == lead
+    assert pace.terms([now - 30 * MS], now, 0)[1] == NEVER  # it is late already
+    for _ in range(3):
+        pace.note(now, now, now + 20 * MS, now + 5 * MS)  # nothing held it back: it says nothing about held ones
+        now += 5 * MS
+    assert now - pace.terms([now], now, 0)[0] == 3 * MS
+
+
+def test_almost_no_token_is_late_with_its_reader():
+    random = np.random.default_rng(3)
+    pace, now, late = Pace(20), 0, []
+    for _ in range(1000):
+        behind, way = (round(each * MS) for each in 0.1 * random.lognormal(0.0, 0.8, 2))
+        lead, now = held_back(pace, now, behind, way + MS // 2)
+        late.append(behind + way - lead)  # what every token has, half a millisecond, makes none late
+    assert np.mean(np.array(late) > 0.05 * MS) < 0.01
+    assert np.median(late) > -1.5 * MS
 
 
 def test_without_a_target_nothing_is_due():
