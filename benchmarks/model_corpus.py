@@ -278,7 +278,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=list(TOLERANCE))
     parser.add_argument("--only", default="", help="parts of names, separated by commas")
     o = parser.parse_args()
-    for op in ("nms", "qnms"):  # of torchvision's detectors; its wheel for CUDA lacks them beside PyTorch for CPUs
+    # Of torchvision's detectors; its wheel for CUDA lacks them beside PyTorch for CPUs.
+    for op in ("nms", "qnms") if torch.version.cuda is None else ():
         torch.library.define(f"torchvision::{op}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     if o.loading:
         loading(o)

@@ -174,7 +174,8 @@ def _check_queues(s: State) -> None:
     require(all(n == 1 for n in seen.values()) and set(seen) == set(used.tolist()), "a request is lost or doubled")
     live = s.core["live"][0]
     require(len(used) == live == s.model["live"].sum() == s.client["live"].sum(), "requests are miscounted")
-    require((s.flow["live"].sum(axis=0) == s.model["live"]).all(), "a model miscounts its clients' requests")
+    by_flow = np.bincount(s.model["flow"], s.model["live"], len(s.model))
+    require((s.flow["live"].sum(axis=0) == by_flow).all(), "a model miscounts its clients' requests")
     own = s.client["tenant"] > 0
     require((s.flow["live"].sum(axis=1)[own] == s.client["live"][own]).all(), "a tenant miscounts its requests")
     require(is_queued.sum() == s.core["queued"][0], "queued requests are miscounted")

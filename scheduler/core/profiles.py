@@ -398,6 +398,8 @@ def install(
     row["queue_limit"], row["n_sizes"], row["n_instances"] = profile.queue_limit, len(sizes), len(instances)
     row["n_inputs"], row["whole_batches"] = 0, whole_batches
     row["length_of"] = _key(profile.length_of) if profile.length_of else 0
+    lengths = np.flatnonzero((state.model["length_of"] == row["length_of"]) & (state.model["n_instances"] > 0))
+    row["flow"] = lengths[0] if profile.length_of else m
     row["generation"] += 1
     state.outcome[m] = 0
     state.model["trial_ns"][m] = 0.0

@@ -144,7 +144,7 @@ def fill_job(s: State, k: int, m: int, client: int, now: int) -> None:
     job.client = client
     job.tenant = client
     if facts & READS_DEFICIT:
-        flow = s.flow[flow_of(s, client), m]
+        flow = s.flow[flow_of(s, client), model.flow]
         # A flow without requests would start at the common clock.
         job.deficit_ns = (
             (core.virtual_ns - flow.virtual_ns) * model.share * s.client[client].share if flow.live > 0 else 0.0

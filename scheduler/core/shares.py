@@ -2,7 +2,7 @@
 
 A *flow* is one tenant's requests for one model, or the requests of all clients that are not tenants. Its weight is the
 model's share times the tenant's share. So shares of models count among models, and shares of tenants among tenants; a
-model does not get more because more clients request it.
+model does not get more because more clients request it, nor because its inputs have many lengths.
 
 Within a queue, requests have start tags: a client's next tag is its last one plus the request's time alone ÷ its share.
 The clock of tags is the largest tag that has started, not GPU time: where jobs share the GPU or a batch, tags would run
@@ -31,7 +31,7 @@ def count_accepted(s: State, m: int, c: int) -> None:
     """Accepts a request. An idle flow starts at the common clock: it gains nothing by idling, and keeps its debts."""
     core = s.core[0]
     client = s.client[c]
-    flow = s.flow[flow_of(s, c), m]
+    flow = s.flow[flow_of(s, c), s.model[m].flow]
     if flow.live == 0:
         flow.share = s.model[m].share * (client.share if client.tenant else 1.0)
         core.shares += flow.share
@@ -49,7 +49,7 @@ def count_accepted(s: State, m: int, c: int) -> None:
 def count_ended(s: State, m: int, c: int) -> None:
     core = s.core[0]
     client = s.client[c]
-    flow = s.flow[flow_of(s, c), m]
+    flow = s.flow[flow_of(s, c), s.model[m].flow]
     core.live -= 1
     s.model[m].live -= 1
     flow.live -= 1
@@ -86,7 +86,7 @@ def charge(s: State, instance: int, time_ns: float, gpu_ns: float, began_ns: int
         client.used_ns += each
         client.gpu_ns += each_gpu
         client.virtual_ns += each_gpu / client.share
-        flow = s.flow[flow_of(s, c), m]
+        flow = s.flow[flow_of(s, c), s.model[m].flow]
         flow.virtual_ns += each_gpu / max(flow.share, 1e-9)
         if client.limit > 0.0:
             client.resume_ns = max(client.resume_ns, began_ns - LIMIT_KEPT_NS) + each / client.limit

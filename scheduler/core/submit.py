@@ -149,7 +149,7 @@ def open_for_requests(s: State, m: int) -> None:
     model.root = model.first = model.last = model.filling = codes.NONE
     model.queued = model.live = model.held_back = model.completed = 0
     model.used_ns = model.gpu_ns = 0.0
-    for c in range(s.flow.shape[0]):
+    for c in range(s.flow.shape[0] if model.flow == m else 0):
         s.flow[c, m].virtual_ns = 0.0
     model.free_n = model.n_instances
     model.warm = 0

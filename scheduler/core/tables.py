@@ -160,6 +160,7 @@ MODEL = np.dtype(
         ("n_instances", "i8"),
         ("n_inputs", "i8"),
         ("length_of", "u8"),  # equal for the lengths of one model; 0: its inputs have one length
+        ("flow", "i8"),  # the model in whose flows its requests count: that of its first length, or its own
         ("whole_batches", "i8"),  # 1: a request is a batch of its own; they run in the order in which they came
         ("trial_ns", "f8"),  # latency of a full batch when the model was loaded; 0: not measured
         # written by the core

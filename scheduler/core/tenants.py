@@ -92,7 +92,7 @@ def set_tenant(state: State, number: int, name: str, tenant: Tenant) -> None:
 def _separate_flow(state: State, number: int) -> None:
     """Counts the requests of a client that becomes a tenant no longer among those of all other clients."""
     asked = state.request[(state.request["state"] != codes.UNUSED) & (state.request["client"] == number)]
-    moved = np.bincount(asked["model"], minlength=len(state.model))
+    moved = np.bincount(state.model["flow"][asked["model"]], minlength=len(state.model))
     core, common, own = state.core[0], state.flow[0], state.flow[number]
     for m in np.flatnonzero(moved):
         common["live"][m] -= moved[m]

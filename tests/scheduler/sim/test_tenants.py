@@ -53,6 +53,14 @@ def test_a_client_that_comes_later_takes_turns_with_one_that_worked_alone(sizes:
     assert of_alice == pytest.approx(0.5, abs=0.1)
 
 
+def test_shares_of_models_do_not_depend_on_how_many_lengths_they_have() -> None:
+    names = [f"texts[{n}]" for n in (8, 16, 32)]
+    texts = [net(name, share=1.0, length_of="texts") for name in names]
+    load = together(*(ClosedLoop(name, clients=4, duration=0.2) for name in (*names, "other")))
+    run = simulate([*texts, net("other", share=1.0)], load, "fair")
+    assert run.part_of_gpu("models", "other") == pytest.approx(0.5, abs=0.03)
+
+
 def test_shares_of_models_do_not_depend_on_how_many_clients_ask() -> None:
     load = ClosedLoop("a", clients=4, duration=0.4) + Poisson(3000, "b", duration=0.4, clients=50)
     run = simulate([net("a"), net("b", queue_limit=100)], load, "fair")
