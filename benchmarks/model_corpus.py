@@ -14,6 +14,7 @@ torch.compile, with empty caches, is given as many of the models, in order, as i
 
 from __future__ import annotations
 
+import ast
 import gc
 import inspect
 import time
@@ -74,6 +75,7 @@ def family_model(family: str, name: str) -> torch.nn.Module:
 def small(config: Mapping[str, Any], parts_only: bool = False) -> dict[str, Any]:
     """A configuration with few layers; `parts_only`: only the entries that this changes."""
     found = {}
+    backbone = bool(config.get("out_features") or config.get("out_indices"))  # layers that others read stay
     for key, value in config.items():
         if isinstance(value, dict) and "model_type" in value:
             found[key] = small(value)
@@ -83,8 +85,8 @@ def small(config: Mapping[str, Any], parts_only: bool = False) -> dict[str, Any]
             found[key] = min(value, WORDS)
         elif isinstance(value, int) and key == "image_size":
             found[key] = min(value, PIXELS)
-        elif isinstance(value, int) and key.endswith("_layers") and "feat" not in key and value > LAYERS:
-            found[key] = LAYERS
+        elif not backbone and isinstance(value, int) and key.endswith("_layers") and "feat" not in key:
+            found[key] = min(value, LAYERS)
         elif key in ("use_cache", "use_pretrained_backbone"):
             found[key] = False
         elif not parts_only and key not in ("layer_types", "transformers_version", "architectures"):
@@ -148,11 +150,12 @@ def pixels(net: torch.nn.Module, config: Any) -> tuple[int, int]:
     return (found, found) if isinstance(found, int) else (int(found[0]), int(found[1]))
 
 
-def attempt(engine: pp.Engine, net: Any, kind: str, dtype: str) -> dict[str, Any]:
+def attempt(engine: pp.Engine, net: Any, kind: str, dtype: str, outputs: Sequence[str] = ()) -> dict[str, Any]:
     """Loads a model, and compares its answers to two requests with the module's own."""
     given = [example(net, kind) for _ in range(2)]
     began, worst = time.perf_counter(), 0.0
-    engine.load(pp.Model.from_torch(net, given[0], name="net", batch=BATCH, instances=1, dtype=dtype))
+    engine.load(pp.Model.from_torch(net, given[0], name="net", batch=BATCH, instances=1, dtype=dtype,
+                                    outputs=outputs))  # fmt: skip
     seconds = time.perf_counter() - began
     try:
         for each in given:
@@ -160,7 +163,7 @@ def attempt(engine: pp.Engine, net: Any, kind: str, dtype: str) -> dict[str, Any
                       for k, t in each.items()}  # fmt: skip
             found = engine.infer_sync("net", arrays)
             with torch.no_grad():
-                wanted = named_results("", net.float()(**each))
+                wanted = named_results("", net.float()(**each), outputs)
             for key, tensor in wanted.items():
                 want = tensor[0].float().numpy()
                 off = np.abs(found[key].astype(np.float32) - want).max(initial=0.0)
@@ -188,13 +191,15 @@ def outcome(engine: pp.Engine, make: Make, kind: str, dtype: str) -> dict[str, A
     tried: dict[str, Any] = {}
     for remedy in remedies:
         setter, _, rest = remedy.partition("(")
-        again = make().eval()
+        again, outputs = make().eval(), []
         if setter.startswith("set_"):
             getattr(again, setter)(rest.split('"')[1])
+        elif remedy.startswith("outputs="):
+            outputs = ast.literal_eval(remedy[remedy.index("[") : remedy.index("]") + 1])
         elif not remedy.startswith("dtype"):
             continue  # `python -O` is tried by running this script so
         try:
-            tried[remedy] = attempt(engine, again, kind, "bfloat16" if "dtype" in remedy else dtype)
+            tried[remedy] = attempt(engine, again, kind, "bfloat16" if "dtype" in remedy else dtype, outputs)
         except PaellaError as e:
             tried[remedy] = {"equal": False, "why": str(e)[:120]}
     return {"taken": False, "why": why, "where": where, "remedies": list(remedies), "tried": tried}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from paellapy.instrument.device.driver import check, driver
 from paellapy.instrument.env import cuda_line, install_line, versions
 from paellapy.instrument.errors import PaellaError
 from paellapy.instrument.ptx.compiled import find_ptxas
+from paellapy.scheduler.core.processes import FEW_CORES, usable_cpus
 from paellapy.scheduler.core.tuning import Tuning
 
 
@@ -35,7 +37,7 @@ def examine(say: Callable[[str], None] = lambda what: None) -> list[Finding]:
     found = [Finding(name, None, version) for name, version in versions().items()]
     for release, (major, minor) in sorted({(tool.release, tool.newest_ptx) for tool in find_ptxas()}):
         found.append(Finding("ptxas", None, f"CUDA {release[0]}.{release[1]}, PTX up to {major}.{minor}"))
-    found += [_gpu(), _driver()]
+    found += [_gpu(), _driver(), _cpus()]
     for name, feature, remedy in _FEATURES:
         say(name)
         found.append(_try(name, feature, remedy))
@@ -83,6 +85,15 @@ def _driver() -> Finding:
     except PaellaError:
         return Finding("CUDA driver", None, "none", "")
     return Finding("CUDA driver", None, f"CUDA {version // 1000}.{version % 1000 // 10}")
+
+
+def _cpus() -> Finding:
+    """An engine on a GPU keeps one CPU busy; PyTorch takes all unless it is told."""
+    cpus = usable_cpus()
+    if cpus <= FEW_CORES:
+        return Finding("CPUs", None, f"{cpus:g}", "an engine on a GPU keeps one busy: give it more than 4")
+    said = f"OMP_NUM_THREADS={int(cpus) - 1}: an engine on a GPU keeps one CPU busy"
+    return Finding("CPUs", None, f"{cpus:g}", "" if os.environ.get("OMP_NUM_THREADS") else said)
 
 
 def _try(name: str, feature: Callable[[], str], remedy: str) -> Finding:

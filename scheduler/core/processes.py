@@ -6,6 +6,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,18 @@ def die_with_parent(signal: int) -> None:
 
 
 FEW_CORES = 4  # on this many CPUs or fewer, a spinning thread takes a core that others need
+
+
+def spare_a_cpu() -> bool:
+    """Leaves PyTorch a thread for each CPU but one; whether it had more. With one for each, one of them shares its CPU
+    with a core that spins, and every operation on the CPU waits for that one, often for two ticks of the scheduler.
+    """
+    torch = sys.modules.get("torch")
+    cpus = int(usable_cpus())
+    if torch is None or cpus <= FEW_CORES or torch.get_num_threads() < cpus:
+        return False
+    torch.set_num_threads(cpus - 1)
+    return True
 
 
 def usable_cpus(quota: Path = _QUOTA) -> float:

@@ -84,7 +84,7 @@ class LazyCapture:
             self._hold([])
             return
         longer = next((each for each in self._models if each.wanted_lengths), None)
-        if longer is not None:  # weights stay on the GPU where lengths vary
+        if longer is not None:  # its weights stay on the GPU
             self._capture_length(longer, longer.wanted_lengths.pop())
             return
         wanting = [each for each in self._models if self.wanted(each)]

@@ -11,6 +11,7 @@ import numpy as np
 from paellapy.scheduler.backends.base import LoadedModel
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.errors import ModelError
+from paellapy.scheduler.core.processes import spare_a_cpu
 from paellapy.scheduler.core.profiles import checked_priority, remove
 from paellapy.scheduler.engine.core_loop import CoreLoop
 from paellapy.scheduler.engine.lazy_capture import LazyCapture
@@ -39,11 +40,10 @@ class LoadedModels:
                     f"model {model.name!r}: resident=False has no effect where all weights stay on the GPU: create the "
                     "engine with memory_bytes, or leave resident out", model=model.name, field="resident", given=False,
                 )  # fmt: skip
-            if model.lengths is not None and self.weight_cache is not None:
+            if model.resident is False and model.lengths is not None:
                 raise ModelError(
-                    f"model {model.name!r}: lengths need weights that stay on the GPU: create the engine without "
-                    "memory_bytes, or load the model with one length", model=model.name, field="lengths",
-                    given=model.lengths.sizes,
+                    f"model {model.name!r}: weights that all lengths share stay on the GPU: leave resident out, or "
+                    "load the model with one length", model=model.name, field="resident", given=False,
                 )  # fmt: skip
             with self.core.outside(repr(model.name)):
                 loaded = self.load(model)
@@ -100,6 +100,8 @@ class LoadedModels:
                     self._install(loaded)
                     if self.weight_cache is not None:
                         self.weight_cache.add(loaded)
+            if self.core.ring.spin_ns:  # the core's loop spins, too
+                spare_a_cpu()
             loaded.load_s = times.seconds
             self._open(loaded)
             self.lazy_capture.add(loaded)

@@ -177,6 +177,13 @@ def weights_account(state: State, models: Mapping[int, Model], store: HostStore)
     }
 
 
+def keep_of(model: Model) -> int:
+    """What the core does with a model's weights. Where lengths vary they stay: each length is a model of its own to the
+    core, and all use these weights.
+    """
+    return codes.PINNED if model.lengths is not None else codes.KEEP[model.resident]
+
+
 @dataclass(slots=True)
 class Placed:
     """A model's weights in their range, as its function receives them."""
@@ -261,7 +268,7 @@ class WeightCache:
                 self.budget.claim(model.name, model.weights_bytes, model.priority)
             return Placed(self._backend.upload(model), None)
         layout = Layout([part.nbytes for part in parts])
-        self.budget.place(model.name, max(layout.nbytes, 1), model.priority, codes.KEEP[model.resident])
+        self.budget.place(model.name, max(layout.nbytes, 1), model.priority, keep_of(model))
 
         def fill(host: Any) -> None:
             for part, offset in zip(parts, layout.offsets, strict=True):
@@ -274,7 +281,7 @@ class WeightCache:
             found = self._backend.weight_range(layout, chunk_bytes, map_bytes)
             if found.held_bytes > layout.nbytes:
                 rest = found.held_bytes - max(layout.nbytes, 1)
-                self.budget.place(model.name, rest, model.priority, codes.KEEP[model.resident])
+                self.budget.place(model.name, rest, model.priority, keep_of(model))
             found.write(self.store.take(model.name), 0, layout.nbytes)
             return Placed(model.place_over(self._backend.device, found, order), found)
         except BaseException:
@@ -330,7 +337,7 @@ class WeightCache:
         def hand_over() -> None:
             w["bytes"], w["chunk_bytes"], w["chunks"] = found.held_bytes, found.chunk_bytes, found.chunks
             w["word"] = found.words.ctypes.data
-            w["keep"] = codes.PINNED if loaded.stays else codes.KEEP[loaded.model.resident]
+            w["keep"] = codes.PINNED if loaded.stays else keep_of(loaded.model)
             w["location"], w["came_ns"], w["used_ns"] = codes.RESIDENT, time.monotonic_ns(), time.monotonic_ns()
             for profile in loaded.profiles:
                 self.write_needs(loaded, profile)
@@ -418,8 +425,8 @@ class WeightCache:
 
         if not wanted and w["keep"] == codes.PINNED:
             raise ModelError(
-                "these weights cannot be evicted, because the model has resident=True, changes its weights, or has "
-                "none: unload the model instead", model=loaded.model.name, field="resident",
+                "these weights cannot be evicted, because the model has resident=True or lengths, changes its "
+                "weights, or has none: unload the model instead", model=loaded.model.name, field="resident",
             )  # fmt: skip
         # counted, because the weights may move again before this thread looks
         counter = "brought" if wanted else "evicted"

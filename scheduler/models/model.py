@@ -163,6 +163,7 @@ class Model:
         compile: bool = False,
         weights: str | Path | None = None,
         lengths: Mapping[str, Mapping[int, Sequence[int]]] | None = None,
+        outputs: Sequence[str] = (),
         **about: Any,
     ) -> Self:
         """A PyTorch module, or a function of tensors, as a model.
@@ -180,6 +181,8 @@ class Model:
         is made for `attention_mask` if they bring none. The largest size is captured while the model is loaded, the
         others when requests first want them; with `capture="ahead"`, all while it is loaded.
 
+        `outputs` are the names of the results that requests get; the others are computed and dropped.
+
         The module runs as after `eval()`, and the caller's module is not changed. Weights that are not converted or
         moved share memory with it: training it later changes the model's answers.
 
@@ -187,7 +190,7 @@ class Model:
         """
         from paellapy.scheduler.models.torch_module import TorchOptions, torch_module
 
-        options = TorchOptions(dtype, autocast, channels_last, compile)
+        options = TorchOptions(dtype, autocast, channels_last, compile, tuple(outputs))
         made = torch_module(module, example_inputs, name, input_names, options, weights, lengths)
         signature = made.signature
         if lengths is not None:

@@ -57,6 +57,7 @@ class TorchOptions:
     autocast: Any = None  # dtype of torch.autocast; None: off
     channels_last: bool = False
     compile: bool = False
+    outputs: Sequence[str] = ()  # names of the results to keep; none: all
 
     def checked(self, torch: Any, title: str) -> Self:
         """The same options with PyTorch's types in place of their names."""
@@ -120,7 +121,7 @@ def torch_module(
         varying = Varying(torch, title, call, given, lengths, keywords)
         given = varying.example(varying.sizes[-1])
     inputs = {key: TensorSpec(tuple(t.shape[1:]), numpy_dtype(torch, t.dtype)) for key, t in given.items()}
-    made = TorchModule(title, call, Signature(inputs, {}, keywords), options)
+    made = TorchModule(title, call, Signature(inputs, {}, keywords, options.outputs), options)
     made.mapped = mapped
     with made.preserved():
         outputs, ranges, made.touched = _example_outputs(torch, title, call, made.signature, given, options)
@@ -148,12 +149,15 @@ def _example_outputs(
     except Exception as e:
         why = f"it fails on its example inputs: {type(e).__name__}: {e}"
         raise wrong(title, "example_inputs", list(given), why) from e
-    outputs = {}
-    for key, t in named_results(title, returned).items():
-        if t.dim() == 0 or t.shape[0] != 1:
-            raise wrong(
-                title, key, tuple(t.shape), f"output {key!r} has shape {tuple(t.shape)} for one request; its first "
-                "extent must be the batch, 1 in this run"
+    outputs, results = {}, named_results(title, returned, options.outputs)
+    fits = {key: t.dim() > 0 and t.shape[0] == 1 for key, t in results.items()}
+    for key, t in results.items():
+        if not fits[key]:
+            remedies = [f"outputs={[name for name in fits if fits[name]]}, which leaves it out"] * any(fits.values())
+            raise ModelError(
+                f"model {title!r}: output {key!r} has shape {tuple(t.shape)} for one request; its first extent must be "
+                f"the batch, 1 in this run. Try: {'; or '.join([*remedies, 'a module that returns it so'])}",
+                model=title, field=key, given=tuple(t.shape), remedies=remedies,
             )  # fmt: skip
         outputs[key] = TensorSpec(tuple(t.shape[1:]), numpy_dtype(torch, t.dtype))
     return outputs, ranges, touched
@@ -260,7 +264,9 @@ class TorchModule:
         return made
 
     def parts(self) -> list[Any]:
-        """Storages, each once, in the order in which the example used them."""
+        """Storages, each once, in the order in which the example used them; none where another length has them."""
+        if self.placed is not None:
+            return []
         torch = needs_torch()
         check_mapped(self.mapped)
         return [as_bytes(torch, storage) for storage in self._in_order(list(storages(torch, self._call).values()))]
@@ -472,16 +478,17 @@ class Signature:
     inputs: dict[str, TensorSpec]
     outputs: dict[str, TensorSpec]
     keywords: bool  # whether inputs are passed by name
+    kept: Sequence[str] = ()  # names of the results that are outputs; none: all
 
     def call(self, call: Callable[..., Any], given: Mapping[str, Any]) -> Any:
         return call(**given) if self.keywords else call(*given.values())
 
     def name_results(self, results: Any) -> dict[str, Any]:
-        return dict(zip(self.outputs, named_results("", results).values(), strict=True))
+        return dict(zip(self.outputs, named_results("", results, self.kept).values(), strict=True))
 
 
-def named_results(title: str, results: Any) -> dict[str, Any]:
-    """The tensors that a module returned, by name."""
+def named_results(title: str, results: Any, kept: Sequence[str] = ()) -> dict[str, Any]:
+    """The tensors that a module returned, by name; with `kept`, those of these names."""
     torch = needs_torch()
     if not isinstance(results, torch.Tensor | Mapping | tuple | list):
         why = "a model must return a tensor, a tuple of tensors, or a dict of them"
@@ -492,6 +499,9 @@ def named_results(title: str, results: Any) -> dict[str, Any]:
     for key, each in by_name(results, "output").items():
         found |= {f"{key}.{k}": e for k, e in enumerate(each)} if isinstance(each, tuple | list) else {key: each}
     found = {key: each for key, each in found.items() if each is not None}
+    if missing := [key for key in kept if key not in found]:
+        raise wrong(title, "outputs", list(kept), f"it returns no {', '.join(missing)}; there are {', '.join(found)}")
+    found = {key: found[key] for key in kept} or found
     for key, each in found.items():
         if not isinstance(each, torch.Tensor):
             why = f"its result {key!r} is a {type(each).__name__}; wrap it in a module that returns tensors only"

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from paellapy import cli, doctor
 from paellapy.instrument import env
 from paellapy.instrument.errors import NoDeviceError
+from paellapy.scheduler.core.processes import usable_cpus
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +27,7 @@ def test_doctor_tries_every_feature_and_says_what_to_do(examined: list[doctor.Fi
     findings = {f.name: f for f in examined}
     assert findings["triton"].detail
     assert findings["ptxas"].detail.startswith("CUDA")
+    assert float(findings["CPUs"].detail) == usable_cpus()
     assert findings["instrument Triton kernels"].works
     assert findings["run and trace on the virtual GPU"].works
     for f in findings.values():

@@ -11,10 +11,11 @@ import pytest
 from core_check import check_at_rest
 from engine_models import scale_model
 
+from paellapy.scheduler.core import processes
 from paellapy.scheduler.core.codes import COPY_BELL
 from paellapy.scheduler.core.copier import Copier
 from paellapy.scheduler.core.errors import DeadlineError
-from paellapy.scheduler.core.processes import usable_cpus
+from paellapy.scheduler.core.processes import spare_a_cpu, usable_cpus
 from paellapy.scheduler.core.rings import Bell
 from paellapy.scheduler.core.state import new_state
 from paellapy.scheduler.core.tuning import Tuning
@@ -121,3 +122,17 @@ def test_usable_cpus_are_within_the_quota_of_the_container(tmp_path, says, most)
     quota.write_text(says)
     assert usable_cpus(quota) == min(len(os.sched_getaffinity(0)), most)
     assert usable_cpus(tmp_path / "nowhere") == len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(("cpus", "threads", "left"), [(8.0, 8, 7), (8.0, 5, 5), (6.5, 8, 5), (2.0, 2, 2)])
+def test_a_cpu_is_left_to_the_loop_where_pytorch_has_a_thread_for_each(monkeypatch, cpus, threads, left):
+    torch = pytest.importorskip("torch")
+    before = torch.get_num_threads()
+    monkeypatch.setattr(processes, "usable_cpus", lambda: cpus)
+    torch.set_num_threads(threads)
+    try:
+        assert spare_a_cpu() is (left < threads)
+        assert torch.get_num_threads() == left
+        assert not spare_a_cpu()
+    finally:
+        torch.set_num_threads(before)

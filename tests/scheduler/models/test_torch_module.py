@@ -101,6 +101,28 @@ def test_inputs_and_outputs_may_have_names(engine):
     np.testing.assert_array_equal(found["difference"], np.full(5, 2))
 
 
+class Layers(torch.nn.Module):
+    """Returns what one of its layers computed, too, with the batch behind the number of the layer."""
+
+    def forward(self, x):
+        return {"logits": x * 2, "states": torch.stack([x, x + 1])}
+
+
+def test_results_without_the_batch_first_are_left_out_if_outputs_say_so(engine):
+    example = torch.zeros(1, 3)
+    with failing(ModelError, field="states", given=(2, 1, 3)) as caught:
+        pp.Model.from_torch(Layers(), example)
+    assert "['logits']" in caught.value.remedies[0]
+    with failing(ModelError, field="outputs", given=["logits", "scores"]):
+        pp.Model.from_torch(Layers(), example, outputs=["logits", "scores"])
+    engine.load(pp.Model.from_torch(Layers(), example, name="layers", outputs=["logits"], batch=(1,)))
+    try:
+        found = engine.infer_sync("layers", {"input": np.ones(3, np.float32)})
+    finally:
+        engine.unload("layers")
+    assert {key: value.tolist() for key, value in found.items()} == {"logits": [2.0, 2.0, 2.0]}
+
+
 def test_tensors_in_a_list_of_a_named_result_are_numbered(engine):
     def call(x):
         return {"levels": [x, x[:, :2] * 2, None], "y": x + 1}
