@@ -8,7 +8,7 @@ remedies of their error. Results are stored after each model; models that were s
 
     python benchmarks/model_corpus.py --loading --device cuda [--seconds 30]
 
-How long do the models of LOADED take to load, in fp16 and bf16, beside a plain capture of the same two batch sizes?
+How long do the models of LOADED take to load, in fp16, beside a plain capture of the same two batch sizes?
 torch.compile, with empty caches, is given as many of the models, in order, as it begins within the seconds.
 """
 
@@ -237,37 +237,41 @@ def compiled(net: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> None:
 
 
 def loading(o: Any) -> None:
-    """Stores load times, in seconds, by type of the numbers and model."""
+    """Stores load times, in seconds, by model."""
     import torch._inductor.config as inductor
 
     inductor.force_disable_caches = True
-    name = "model_loading_libraries"
+    name, dtype = "model_loading_libraries", "float16"
     made = {title: (kind, make) for title, kind, make in families() if title in LOADED}
-    found: dict[str, dict[str, Any]] = {dtype: {} for dtype in ("float16", "bfloat16")}
+    found: dict[str, dict[str, Any]] = {}
     with pp.Engine(o.device) as engine:
         device = engine.device
-        for dtype, title in ((dtype, title) for dtype in found for title in LOADED):
-            kind, make = made[title]
-            found[dtype][title] = outcome(engine, make, kind, dtype)
-            print(dtype, title, found[dtype][title], flush=True)
+        for title in LOADED:
+            found[title] = outcome(engine, made[title][1], made[title][0], dtype)
+            print(title, found[title], flush=True)
             save(name, found, device, o.out)
     if not device.name.startswith("cuda"):
         return
-    for dtype, titles in found.items():  # the engine is closed: a capture that fails disturbs none of its own
-        for title, new in titles.items():
-            kind, make = made[title]
-            new["capture_s"] = seconds_to(plain_capture, *on_device(make, kind, dtype))
+    for title in LOADED:  # the engine is closed: a capture that fails disturbs none of its own
+        kind, make = made[title]
+        found[title]["capture_s"] = seconds_to(plain_capture, *on_device(make, kind, dtype))
     ends = time.perf_counter() + o.seconds
     for title in LOADED:
         if time.perf_counter() < ends:
             torch._dynamo.reset()
             kind, make = made[title]
-            found["float16"][title]["compile_s"] = seconds_to(compiled, *on_device(make, kind, "float16"))
-            save(name, found, device, o.out)
-    rows = [(dtype, title, *(each.get(key, "") for key in ("equal", "load_s", "capture_s", "compile_s")))
-            for dtype, by_title in found.items() for title, each in by_title.items()]  # fmt: skip
-    show("Seconds to load", ["", "model", "equal", "engine", "capture", "torch.compile"],
-         [[f"{x:.2f}" if isinstance(x, float) else x for x in row] for row in rows])  # fmt: skip
+            found[title]["compile_s"] = seconds_to(compiled, *on_device(make, kind, dtype))
+            print(title, found[title], flush=True)
+    columns = ("load_s", "capture_s", "compile_s")
+    rows: list[Sequence[object]] = [("model", "engine, s", "plain capture, s", "torch.compile, s")]
+    for title, each in found.items():
+        cells = (each.get(key, "") for key in columns)
+        rows.append((title.partition(" ")[2], *(f"{x:.2f}" if isinstance(x, float) else x and "fails" for x in cells)))
+    for key in columns:
+        known = [each[key] for each in found.values() if isinstance(each.get(key), float)]
+        print(key, len(known), "median", np.median(known) if known else None)
+    show("Seconds to load", rows[0], rows[1:])
+    save(name, found, device, o.out, tables={"model-loading-libraries": rows})
 
 
 def on_device(make: Make, kind: str, dtype: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:

@@ -1,6 +1,6 @@
 """What a Python user waits for a model beside the GPU's own time, and what an engine costs PyTorch's work on the CPU.
 
-    python benchmarks/python_wait.py [--device cuda] [--rounds 3] [--quick]
+    python benchmarks/python_wait.py [--device cuda] [--rounds 2] [--quick]
 
 One client asks in a row and after pauses. *Bare* has its inputs in pinned memory, copies them in, replays a CUDA graph,
 copies the outputs out and spins on an event; *from NumPy* also copies from and to arrays, as an engine does. The engine
@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 import paellapy as pp
 from paellapy.scheduler.core.processes import usable_cpus
 
-PAUSES_MS = {0: 400, 2: 120, 10: 60, 50: 24, 200: 10}  # requests of each way in one round
+PAUSES_MS = {0: 400, 2: 120, 10: 60, 50: 24, 200: 6}  # requests of each way in one round
 AIMS = {"infer_sync": (1.08, 1.12), "await infer": (1.08, 1.12)}
 Ask = Callable[[], object]
 
@@ -206,7 +206,7 @@ def asked(engine: pp.Engine, name: str, every_s: float) -> Iterator[None]:
 
 
 def main() -> None:
-    o = arguments(__doc__, device="cuda", rounds=3, quick=True).parse_args()
+    o = arguments(__doc__, device="cuda", rounds=2, quick=True).parse_args()
     threads = host_threads(o)
     rows = [(name, *(f"{by[case]['mean_ms']:.2f}" for case in by),
              *(f"{by[case]['mean_ms'] / by['alone']['mean_ms']:.2f}" for case in list(by)[1:]))

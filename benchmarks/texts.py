@@ -9,9 +9,9 @@ encoder is a small random one, or that of the folder $MINILM.
 
     python benchmarks/texts.py --load [--device virtual:h200] [--seeds 3]
 
-How many texts a second are answered in time, 99 of 100, in simulated time? Lengths are lognormal, 8 to 512 tokens; the
-profiles of the encoder are those of the device. All texts at 512 tokens, a dynamic batcher for each size, and the
-engine's lengths. The simulation gives each text the smallest size that fits it; an engine may also choose a larger one.
+How many texts a second are answered in time, 99 of 100? Lengths are lognormal, 8 to 512 tokens. All texts at 512
+tokens, a dynamic batcher for each size, and the engine's lengths: in simulated time with the device's profiles, and on
+a GPU also measured. Each text has the smallest size that fits it; clients of an engine may also choose a larger one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -144,42 +145,64 @@ async def measured(o: argparse.Namespace) -> dict[str, Any]:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class System:
+    """How texts become batches: all at the longest size, each size by itself, or as the engine does it."""
+
+    policy: str
+    sizes: str = "lengths"  # or "longest", or "apart": a queue for each size, which knows no other
+    instances: int = 0  # of each size; 0: as many as the engine gives it
+    active: int | None = None
+
+
+SYSTEMS = {
+    "all at 512": System("paella", "longest"),
+    "dynamic batcher, sizes at once": System("streams", "apart", 1),
+    "dynamic batcher, two of each size": System("streams", "apart", 2),
+    "dynamic batcher, one at a time": System("fifo", "apart", 1, active=1),
+    "lengths": System("paella"), "lengths, slack": System("slack"),
+}  # fmt: skip
+Holds = Callable[[System, float, int], bool]  # whether 99 of 100 texts are in time at a rate
+
+
 def in_time(o: argparse.Namespace) -> dict[str, Any]:
-    """The highest rate at which 99 of 100 texts are in time, by system."""
+    """The highest rate at which 99 of 100 texts are in time, by system: simulated and, on a GPU, measured."""
     import numpy as np
     from encoder_families import encoder
 
     import paellapy as pp
 
-    shape = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
-    with tempfile.TemporaryDirectory() as folder, pp.Engine(o.device) as engine:
-        encoder("Bert", Path(folder), max_position_embeddings=512, **shape)
-        engine.load(pp.Model.from_pretrained(
-            folder, name="texts", length=LENGTHS, batch=BATCH, capture="ahead", before=None, takes=None
-        ))  # fmt: skip
-        profiles = [engine.model_profile("texts", length=n) for n in LENGTHS]
     tokens = np.random.default_rng(0).lognormal(4.0, 0.9, 100_000).clip(8, LENGTHS[-1])
-    counts = np.bincount(np.searchsorted(LENGTHS, tokens), minlength=len(LENGTHS))
-    mix = {each.name: float(n) for each, n in zip(profiles, counts, strict=True)}
-    deadline_ms = DEADLINE * profiles[-1].alone_ns() / 1e6
-    apart = [replace(each, length_of="") for each in profiles]  # a batcher's queue for each size knows no other
-    alone, two = ([replace(each, instances=n) for each in apart] for n in (1, 2))
-    fixed = {profiles[-1].name: 1.0}
-    systems: dict[str, tuple[Any, dict[str, float], str, dict[str, Any]]] = {
-        "all at 512": (profiles[-1:], fixed, "paella", {}),
-        "dynamic batcher, sizes at once": (alone, mix, "streams", {}),
-        "dynamic batcher, two of each size": (two, mix, "streams", {}),
-        "dynamic batcher, one at a time": (alone, mix, "fifo", {"active": 1}),
-        "lengths": (profiles, mix, "paella", {}), "lengths, slack": (profiles, mix, "slack", {}),
-    }  # fmt: skip
+    part = np.bincount(np.searchsorted(LENGTHS, tokens), minlength=len(LENGTHS)) / len(tokens)
+    shape = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
+    real = o.device.startswith("cuda")
+    found: dict[str, Any] = {"part_by_length": {str(n): float(p) for n, p in zip(LENGTHS, part, strict=True)}}
+    with tempfile.TemporaryDirectory() as folder:
+        encoder("Bert", Path(folder), max_position_embeddings=512, **shape)
+        for instances in sorted({each.instances for each in SYSTEMS.values()}) if real else [0]:
+            with pp.Engine(o.device) as engine:
+                engine.load(pp.Model.from_pretrained(
+                    folder, name="texts", length=LENGTHS, batch=BATCH, capture="ahead", before=None, takes=None,
+                    instances=instances or None, dtype="float16" if real else None,
+                ))  # fmt: skip
+                if instances == 0:
+                    profiles = [engine.model_profile("texts", length=n) for n in LENGTHS]
+                    deadline_ms = DEADLINE * profiles[-1].alone_ns() / 1e6
+                    alone = {str(n): each.alone_ns() / 1e6 for n, each in zip(LENGTHS, profiles, strict=True)}
+                    found |= {"deadline_ms": deadline_ms, "alone_ms": alone}
+                    found["per_second"] = highest(simulated(profiles, part, deadline_ms), SYSTEMS, o.seeds)
+                if real:
+                    systems = {name: each for name, each in SYSTEMS.items() if each.instances == instances}
+                    rates = highest(measured_on(engine, part, deadline_ms), systems, o.seeds[:1], 1000.0)
+                    found.setdefault("measured_per_second", {}).update(rates)
+    return found
 
-    def holds(system: str, rate: float, seed: int) -> bool:
-        models, names, policy, options = systems[system]
-        load = pp.Poisson(rate, names, duration=SECONDS, deadline_ms=deadline_ms)
-        return bool(pp.simulate(models, load, policy, seed=seed, **options).all.within_target >= IN_TIME)
 
-    def highest(system: str, seed: int) -> float:
-        low, high = 100.0, 200.0
+def highest(holds: Holds, systems: dict[str, System], seeds: Sequence[int], least: float = 100.0) -> dict[str, float]:
+    """By system: the median over seeds."""
+
+    def of(system: System, seed: int) -> float:
+        low, high = least, 2 * least
         while holds(system, high, seed):
             low, high = high, 2 * high
         while high / low > STEP:
@@ -187,13 +210,54 @@ def in_time(o: argparse.Namespace) -> dict[str, Any]:
             low, high = (middle, high) if holds(system, middle, seed) else (low, middle)
         return low
 
-    found = {name: statistics.median(highest(name, seed) for seed in o.seeds) for name in systems}
-    return {
-        "deadline_ms": deadline_ms,
-        "part_by_length": {str(n): float(part) for n, part in zip(LENGTHS, counts / len(tokens), strict=True)},
-        "alone_ms": {str(n): each.alone_ns() / 1e6 for n, each in zip(LENGTHS, profiles, strict=True)},
-        "per_second": found,
-    }
+    return {name: statistics.median(of(each, seed) for seed in seeds) for name, each in systems.items()}
+
+
+def simulated(profiles: Sequence[Any], part: Any, deadline_ms: float) -> Holds:
+    import paellapy as pp
+
+    def holds(system: System, rate: float, seed: int) -> bool:
+        apart = {"length_of": ""} if system.sizes == "apart" else {}
+        models = [replace(each, instances=system.instances or each.instances, **apart) for each in profiles]
+        mix = {each.name: float(p) for each, p in zip(profiles, part, strict=True)}
+        names = {profiles[-1].name: 1.0} if system.sizes == "longest" else mix
+        load = pp.Poisson(rate, names, duration=SECONDS, deadline_ms=deadline_ms)
+        given = [each for each in models if each.name in names]
+        run = pp.simulate(given, load, system.policy, seed=seed, active=system.active)
+        return bool(run.all.within_target >= IN_TIME)
+
+    return holds
+
+
+def measured_on(engine: Any, part: Any, deadline_ms: float) -> Holds:
+    import numpy as np
+    from engine_load import Generator, poisson
+
+    from paellapy.scheduler.core import codes
+
+    base = engine.core.models.find("texts")
+    sizes = list(base.by_length.values())
+    draw = np.random.default_rng(1)
+    inputs = [np.concatenate([draw.integers(4, 60, (8, each.model.length)) if key == "input_ids" else
+                              np.full((8, each.model.length), int(key == "attention_mask"))
+                              for key in each.model.inputs], 1).astype(np.int64) for each in sizes]  # fmt: skip
+    generator = Generator(engine, [each.model.name for each in sizes], inputs)
+    table, rows = engine.core.state.model, [each.row for each in sizes]
+    together, limits = table["length_of"][rows].copy(), [int(deadline_ms * 1e6)] * len(sizes)
+
+    def holds(system: System, rate: float, seed: int) -> bool:
+        engine.set_policy(system.policy)
+        if system.active is not None:
+            engine.core.state.core["max_active"][0] = system.active
+        table["length_of"][rows] = 0 if system.sizes == "apart" else together
+        n, rng = int(rate * SECONDS), np.random.default_rng(seed)
+        share = [0.0] * (len(sizes) - 1) + [1.0] if system.sizes == "longest" else part
+        model = rng.choice(len(sizes), n, p=share).astype(np.int64)
+        run = generator.run(poisson(rng, rate, n), model, rng.integers(0, 8, n), deadline_ns=limits, may_fail=True)
+        good = (run.status == codes.OK) & (run.latency_ns <= limits[0])
+        return bool(good.mean() >= IN_TIME)
+
+    return holds
 
 
 async def run(command: list[str]) -> Any:
@@ -215,9 +279,13 @@ def main() -> None:
     from paellapy.instrument.device import Device
     if o.load:
         made = in_time(o)
-        rates = made["per_second"]
-        rows = [(name, f"{rate:,.0f}", f"{rate / rates['all at 512']:.2f}") for name, rate in rates.items()]
-        head = ["system", "texts/s", "÷ all at 512"]
+        kinds = {"simulated": made["per_second"]}
+        if "measured_per_second" in made:
+            kinds = {"measured": made["measured_per_second"], **kinds}
+        head = ["system", *(f"{kind}{of}" for kind in kinds for of in (", texts/s", " ÷ all at 512"))]
+        rows = [(name, *(cell for rates in kinds.values()
+                         for cell in (f"{rates[name]:,.0f}", f"{rates[name] / rates['all at 512']:.2f}")))
+                for name in SYSTEMS]  # fmt: skip
         show("Texts a second, 99 % in time", head, rows)
         save("texts_load", made, Device.open(o.device), o.out, tables={"texts-load": [head, *rows]})
         return

@@ -22,9 +22,9 @@ DEVICE = "virtual:h200"
 TEXTS = ["w1 w2 w3", "w4", "", " ".join(f"w{k}" for k in range(14))]
 
 
-def answers(folder, texts=TEXTS, length=16, **options):
+def answers(folder, texts=TEXTS, length=16, device=DEVICE, **options):
     model = pp.Model.from_pretrained(folder, batch=(1, 4), length=length, name="m", **options)
-    with pp.Engine(DEVICE) as engine:
+    with pp.Engine(device) as engine:
         engine.load(model)
         return np.stack([engine.infer_sync("m", {"text": each})["embedding"] for each in texts])
 
@@ -52,6 +52,17 @@ def test_an_encoder_gives_the_mean_of_its_tokens(family, tmp_path):
 def test_texts_are_padded_to_one_of_several_lengths(tmp_path, length):
     library = encoder("Roberta", tmp_path)  # its positions depend on the padding token
     close(answers(tmp_path, length=length, capture="ahead"), [x.mean(0) for x in hidden(library)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_encoders_with_lengths_on_a_gpu(family, dtype, tmp_path):
+    library = encoder(family, tmp_path)
+    found = answers(tmp_path, length=(4, 16), capture="ahead", dtype=dtype, device="cuda")
+    expected = torch.stack([x.mean(0) for x in hidden(library)]).numpy()
+    within = {"float32": 2e-3, "float16": 2e-2, "bfloat16": 8e-2}[dtype]
+    assert np.abs(found.astype(np.float32) - expected).max() <= within * np.abs(expected).max()
 
 
 POOLINGS = {
