@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,12 +87,11 @@ def _driver() -> Finding:
 
 
 def _cpus() -> Finding:
-    """An engine on a GPU keeps one CPU busy; PyTorch takes all unless it is told."""
+    """An engine on a GPU keeps one CPU busy. It tells PyTorch in its own process; other libraries take all CPUs."""
     cpus = usable_cpus()
     if cpus <= FEW_CORES:
         return Finding("CPUs", None, f"{cpus:g}", "an engine on a GPU keeps one busy: give it more than 4")
-    said = f"OMP_NUM_THREADS={int(cpus) - 1}: an engine on a GPU keeps one CPU busy"
-    return Finding("CPUs", None, f"{cpus:g}", "" if os.environ.get("OMP_NUM_THREADS") else said)
+    return Finding("CPUs", None, f"{cpus:g}", f"OMP_NUM_THREADS={int(cpus) - 1} beside an engine on a GPU")
 
 
 def _try(name: str, feature: Callable[[], str], remedy: str) -> Finding:
